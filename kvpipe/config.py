@@ -1,0 +1,163 @@
+"""Configuration: one table of keys, read from the connector's extra config, the environment and a YAML file.
+
+Precedence: ``kv_connector_extra_config`` over ``KVPIPE_*`` variables over the file named by ``config_file``
+(or ``KVPIPE_CONFIG_FILE``) over the defaults below. An unknown key is refused with the nearest valid name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BeforeValidator, ByteSize, Field, ValidationError
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from kvpipe.errors import ConfigError
+
+PREFIX = "KVPIPE_"
+
+
+def _no_bool(value: object) -> object:
+    """Refuse True and False where a number is meant; pydantic would read them as 1 and 0."""
+    if isinstance(value, bool):
+        msg = "expected a number, not true or false"
+        raise ValueError(msg)  # noqa: TRY004  (pydantic turns ValueError into its own report)
+    return value
+
+
+class Settings(BaseSettings):
+    """Every key that a user can set. Units are last in the names."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True, validate_default=True)
+
+    name: str = Field("", description="Name of the cache; engines that use one name must have one layout.")
+    mode: Literal["layerwise", "step"] = Field(
+        "layerwise",
+        description="`layerwise` copies each layer as soon as it is computed; `step` copies all at the step's end.",
+    )
+    chunk_tokens: Annotated[int, BeforeValidator(_no_bool), Field(gt=0)] = Field(
+        256, description="Tokens per chunk, a multiple of the engine's block size."
+    )
+    pool_bytes_max: Annotated[ByteSize, BeforeValidator(_no_bool)] = Field(
+        ByteSize(4 << 30), description="Host memory for chunks, per rank; takes units such as `8GiB`."
+    )
+    policy: Literal["lru", "s3fifo"] = Field(
+        "lru", description="Eviction: `lru`, or `s3fifo`, which a scan of one-time prompts cannot flush."
+    )
+    load: Literal["auto", "sync", "async"] = Field(
+        "auto",
+        description="`sync` overlaps a hit's load with the forward, layer by layer; `async` lets the request wait "
+        "while others run; `auto` is `sync`, but `async` for models with several KV cache groups.",
+    )
+    save_decode: bool = Field(default=True, description="Save the KV of generated tokens too.")
+    save_partial: bool = Field(default=True, description="Save a last chunk that is not full, block by block.")
+    freeze: bool = Field(default=False, description="Serve hits, save nothing new. Can be switched at run time.")
+    bypass: bool = Field(default=False, description="Neither save nor load.")
+    copy_threads: Annotated[Annotated[int, Field(ge=0, le=1)] | None, BeforeValidator(_no_bool)] = Field(
+        None,
+        description="On CPU: 1 copies beside the forward in a thread per direction, 0 copies inline; unset: 1 if "
+        "a core is left beside the engine's own threads.",
+    )
+    wait_ms_max: Annotated[int, BeforeValidator(_no_bool), Field(gt=0)] = Field(
+        30_000, description="Longest wait for a copy before its job is failed."
+    )
+    control_file: Path | None = Field(
+        None, description="File that `kvpipe freeze on|off` writes and a running engine obeys."
+    )
+    state_dir: Path | None = Field(
+        None,
+        description="Where named caches are registered; unset: `$XDG_STATE_HOME/kvpipe` or `~/.local/state/kvpipe`.",
+    )
+    config_file: Path | None = Field(None, description="YAML file with any of these keys.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "warning", description="Level of kvpipe's structured log."
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],  # noqa: ARG003
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Only what the module's docstring names; the YAML file is merged by `load_settings`."""
+        return (init_settings, env_settings)
+
+
+def load_settings(extra: dict[str, Any] | None = None) -> Settings:
+    """Read and check the configuration.
+
+    Args:
+        extra: the connector's ``kv_connector_extra_config``.
+
+    Raises:
+        ConfigError: a key is unknown, a value is wrong or two keys contradict each other; one sentence says which.
+
+    """
+    given = dict(extra or {})
+    _refuse_unknown(given, "kv_connector_extra_config")
+    env = {k: v for k, v in os.environ.items() if k.startswith(PREFIX)}
+    _refuse_unknown({k[len(PREFIX) :].lower() for k in env}, "environment", shown=lambda k: PREFIX + k.upper())
+    path = given.get("config_file") or env.get(PREFIX + "CONFIG_FILE")
+    if path:
+        in_env = {k[len(PREFIX) :].lower() for k in env}
+        given = {k: v for k, v in _read_yaml(Path(str(path))).items() if k not in in_env} | given
+    try:
+        settings = Settings(**given)
+    except ValidationError as e:
+        problem = e.errors()[0]
+        key = ".".join(str(p) for p in problem["loc"]) or "configuration"
+        msg = f"kvpipe: {key}={problem['input']!r} is not valid ({problem['msg']}); {_remedy(key)}"
+        raise ConfigError(msg) from None
+    if settings.bypass and settings.freeze:
+        msg = "kvpipe: bypass=true contradicts freeze=true (bypass serves no hits); set only one of them"
+        raise ConfigError(msg)
+    return settings
+
+
+def _refuse_unknown(keys: Any, where: str, shown: Any = str) -> None:  # noqa: ANN401
+    valid = list(Settings.model_fields)
+    for key in keys:
+        if key not in valid:
+            near = difflib.get_close_matches(str(key), valid, n=1)
+            hint = f"did you mean {shown(near[0])!r}?" if near else f"valid keys are {', '.join(map(shown, valid))}"
+            msg = f"kvpipe: unknown key {shown(key)!r} in the {where}; {hint}"
+            raise ConfigError(msg)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (OSError, yaml.YAMLError) as e:
+        msg = f"kvpipe: config_file={str(path)!r} cannot be read ({e}); give the path of a YAML file of keys"
+        raise ConfigError(msg) from None
+    if not isinstance(data, dict):
+        msg = f"kvpipe: config_file={str(path)!r} holds a {type(data).__name__}; write one 'key: value' per line"
+        raise ConfigError(msg)
+    _refuse_unknown(data, f"file {path}")
+    return data
+
+
+def _remedy(key: str) -> str:
+    field = Settings.model_fields.get(key.split(".", maxsplit=1)[0])
+    if field is None:
+        return "see the configuration table in the README"
+    return f"{key} means: {field.description} Default: {_default(field.default)}"
+
+
+def _default(value: object) -> str:
+    return value.human_readable() if isinstance(value, ByteSize) else repr(value)
+
+
+def markdown_table() -> str:
+    """Return the README's configuration table, one row per key."""
+    rows = ["| key | default | what it does |", "|---|---|---|"]
+    for key, field in Settings.model_fields.items():
+        default = "" if field.default in (None, "") else f"`{_default(field.default)}`"
+        rows.append(f"| `{key}` | {default} | {str(field.description).replace('|', chr(92) + '|')} |")
+    return "\n".join(rows) + "\n"

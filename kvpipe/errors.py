@@ -1,0 +1,35 @@
+"""The two roots of everything kvpipe raises, and their named leaves.
+
+`UsageError`: the caller is wrong; raised early, in one sentence that names the key, the value and the remedy.
+`TransferError`: the world failed; it becomes a fault of one job and never reaches the engine.
+"""
+
+from __future__ import annotations
+
+
+class UsageError(ValueError):
+    """The caller is wrong. The message says what to change."""
+
+
+class ConfigError(UsageError):
+    """A configuration key is unknown, has a wrong value, or contradicts another."""
+
+
+class UnsupportedError(UsageError):
+    """The model, engine version or engine setting is one that kvpipe does not know how to serve correctly."""
+
+
+class TransferError(RuntimeError):
+    """A copy, a tier or a worker failed."""
+
+
+class CopyError(TransferError):
+    """A copy between paged blocks and host slots failed.
+
+    `jobs` are the ids of the jobs whose bytes are not to be trusted.
+    """
+
+    def __init__(self, message: str, jobs: frozenset[int]) -> None:
+        """Keep the job ids beside the message."""
+        super().__init__(message)
+        self.jobs = jobs

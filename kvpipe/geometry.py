@@ -1,0 +1,111 @@
+"""Where things lie in a slot: pure arithmetic shared by the scheduler side and every worker.
+
+A *unit* is the smallest number of tokens that a hit can have: the least common multiple of the cache groups' block
+sizes. A *chunk* is `chunk_tokens` tokens of one cache group and fills one slot of the pool, ``[layer][page]``
+contiguous: a layer is one slice of the slot and the whole chunk is one I/O. A *page* is one block of one layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import lcm
+
+from kvpipe.errors import ConfigError
+
+SLOT_ALIGN_BYTES = 4096  # direct I/O and pinned copies want page-aligned slots
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One attention layer: its name and the bytes of one of its blocks on this rank."""
+
+    name: str
+    page_bytes: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """One KV cache group: layers that share a block table. `window_tokens` is None for full attention."""
+
+    layers: tuple[Layer, ...]
+    block_tokens: int
+    window_tokens: int | None = None
+
+    @cached_property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block over all the group's layers."""
+        return sum(layer.page_bytes for layer in self.layers)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The slot layout of one engine. Raises `ConfigError` when the sizes do not fit together."""
+
+    groups: tuple[Group, ...]
+    chunk_tokens: int
+    pool_bytes_max: int
+
+    def __post_init__(self) -> None:
+        """Check the two sizes that a user sets."""
+        if self.chunk_tokens % self.unit_tokens:
+            near = max(1, round(self.chunk_tokens / self.unit_tokens)) * self.unit_tokens
+            msg = (
+                f"kvpipe: chunk_tokens={self.chunk_tokens} is not a multiple of the engine's block size "
+                f"{self.unit_tokens}; set chunk_tokens={near}"
+            )
+            raise ConfigError(msg)
+        if self.pool_bytes_max < self.slot_bytes:
+            msg = (
+                f"kvpipe: pool_bytes_max={self.pool_bytes_max} holds not even one chunk of {self.chunk_tokens} tokens "
+                f"({self.slot_bytes} bytes); set pool_bytes_max to at least {self.slot_bytes} or a smaller chunk_tokens"
+            )
+            raise ConfigError(msg)
+
+    @cached_property
+    def unit_tokens(self) -> int:
+        """Tokens per unit."""
+        return lcm(*(g.block_tokens for g in self.groups))
+
+    @cached_property
+    def units_per_chunk(self) -> int:
+        """Units per chunk."""
+        return self.chunk_tokens // self.unit_tokens
+
+    @cached_property
+    def pages_per_unit(self) -> tuple[int, ...]:
+        """Per group: blocks per unit."""
+        return tuple(self.unit_tokens // g.block_tokens for g in self.groups)
+
+    @cached_property
+    def pages_per_chunk(self) -> tuple[int, ...]:
+        """Per group: blocks per chunk."""
+        return tuple(self.chunk_tokens // g.block_tokens for g in self.groups)
+
+    @cached_property
+    def layer_offsets(self) -> tuple[tuple[int, ...], ...]:
+        """Per group and layer: byte offset of the layer's first page in a slot."""
+        out = []
+        for group, pages in zip(self.groups, self.pages_per_chunk, strict=True):
+            offset, offsets = 0, []
+            for layer in group.layers:
+                offsets.append(offset)
+                offset += layer.page_bytes * pages
+            out.append(tuple(offsets))
+        return tuple(out)
+
+    @cached_property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot: the largest group's chunk, aligned."""
+        need = max(g.bytes_per_block * p for g, p in zip(self.groups, self.pages_per_chunk, strict=True))
+        return -(-need // SLOT_ALIGN_BYTES) * SLOT_ALIGN_BYTES
+
+    @cached_property
+    def slots(self) -> int:
+        """How many chunks the pool holds."""
+        return self.pool_bytes_max // self.slot_bytes
+
+    @cached_property
+    def layers(self) -> tuple[tuple[int, int], ...]:
+        """Every layer as (group, index in the group), in registration order of the groups."""
+        return tuple((g, i) for g, group in enumerate(self.groups) for i in range(len(group.layers)))

@@ -1,0 +1,330 @@
+"""The worker's pipeline: drives the save and load cursors of one rank from copy-completion events.
+
+vLLM's thread calls `begin`, `start_loads`, `wait_layer`, `save_layer`, `end_loads` and `end_step`; each is harmless
+when repeated, missing or out of order. It only submits copies and waits where the device would. Every cursor is owned
+by the loop thread, which gets its news through the inbox: opened batches, completed tickets, the step's end.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+import numpy as np
+import structlog
+
+from kvpipe.geometry import Geometry
+from kvpipe.loop import LoopThread
+from kvpipe.plan import ROW_BYTES, Job, Kind, Outcome, StepPlan
+from kvpipe.statemachine import load as load_m
+from kvpipe.statemachine import save as save_m
+from kvpipe.statemachine.core import Edge, IllegalTransition
+from kvpipe.statemachine.save import LayerCursor
+from kvpipe.trace.log import Counters
+from kvpipe.transfer.base import CopyPlan, Direction, Ticket, TransferEngine
+
+log = structlog.get_logger("kvpipe.pipeline")
+
+_News = TypeVar("_News", str, int)
+OPEN: Final = "open"
+SUBMITTED: Final = "submitted"
+STEP_END: Final = "step_end"
+
+
+class Batch:
+    """The jobs of one kind in one step: one copy plan, one ticket per layer, one cursor per job."""
+
+    __slots__ = ("closed", "cursors", "ended", "jobs", "kind", "last", "plan", "submitted", "tickets", "waited")
+
+    def __init__(self, kind: Kind, jobs: tuple[Job, ...], groups: int) -> None:
+        """`submitted` and `waited` are bit masks over the engine's layers."""
+        self.kind, self.jobs = kind, jobs
+        self.plan = CopyPlan(Direction.SAVE if kind is Kind.SAVE else Direction.LOAD, jobs, groups)
+        self.submitted = self.waited = 0
+        self.tickets: dict[int, Ticket] = {}
+        self.last: Ticket | None = None
+        # the loop thread's own:
+        self.cursors: dict[int, LayerCursor] = {}
+        self.ended: list[Outcome] = []
+        self.closed = False  # nothing more will be submitted
+
+
+class Pipeline:
+    """Saves and loads for one rank."""
+
+    def __init__(
+        self, engine: TransferEngine, geometry: Geometry, *, layerwise: bool, wait_ms_max: int, counters: Counters
+    ) -> None:
+        """Start the loop thread. `engine` must be attached already."""
+        self._engine, self._geometry = engine, geometry
+        self._layers = len(geometry.layers)
+        self._all = (1 << self._layers) - 1
+        self._layerwise, self._wait_s = layerwise, wait_ms_max / 1000
+        self.counters = counters
+        self._save_machine = save_m.SAVE.compile(self._layers)
+        self._load_machine = load_m.LOAD.compile(self._layers)
+        self._save: Batch | None = None
+        self._sync: Batch | None = None
+        self._async: Batch | None = None
+        self._outbox: deque[Outcome] = deque()
+        self._open_jobs: dict[int, Job] = {}
+        self.blocks = 1 << 31  # how many paged blocks the engine has; the connector knows when caches are registered
+        self._closed = False
+        self._loop = LoopThread("kvpipe-loop", self._handle)
+
+    # ---- vLLM's thread -------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Whether the current step has per-layer work: what the hooks look at first."""
+        return self._save is not None or self._sync is not None
+
+    def begin(self, plan: StepPlan) -> None:
+        """Open the step's jobs. A step that was never ended is withdrawn first."""
+        if self._save is not None or self._sync is not None or self._async is not None:
+            self.counters.fault("step_never_ended")
+            self._withdraw()
+        if not plan.jobs or self._closed:
+            if plan.jobs:
+                self.counters.fault("plan_after_shutdown")
+                self._outbox.extend(Outcome(job, ok=False, why="shut down") for job in plan.jobs)
+            return
+        by_kind: dict[Kind, list[Job]] = {}
+        for job in plan.jobs:
+            why = self._poison(job)
+            if why:
+                self.counters.fault("poisoned_plan", job=job.id, why=why)
+                self._outbox.append(Outcome(job, ok=False, why=why))
+            else:
+                by_kind.setdefault(Kind(job.kind), []).append(job)
+        self._save = self._open(Kind.SAVE, by_kind)
+        self._sync = self._open(Kind.LOAD_SYNC, by_kind)
+        self._async = self._open(Kind.LOAD_ASYNC, by_kind)
+
+    def start_loads(self) -> None:
+        """Submit every layer of the step's loads. In step mode, wait for sync loads: no hook will."""
+        for batch in (self._sync, self._async):
+            if batch is not None and not batch.submitted:
+                for layer in range(self._layers):
+                    self._submit(batch, layer)
+                self._loop.put((SUBMITTED, batch, ""))
+        self._async = None  # from now on it lives in the loop alone
+        if self._sync is not None and not self._layerwise:
+            for layer in range(self._layers):
+                self.wait_layer(layer)
+
+    def wait_layer(self, layer: int) -> None:
+        """Return when `layer`'s loads are in place, or have failed."""
+        batch = self._sync
+        if batch is None:
+            return
+        if not batch.submitted:
+            self.counters.fault("loads_started_by_hook")
+            self.start_loads()
+        bit = 1 << layer
+        if batch.waited & bit:
+            self.counters["wait_repeated"] += 1
+            return
+        ticket = batch.tickets[layer]
+        if not ticket.done and not self._engine.guard_read(ticket, self._wait_s):
+            self._give_up(batch, "the copy did not complete in wait_ms_max")
+            return
+        batch.waited |= bit
+        if ticket.failed:
+            self._junk()
+
+    def save_layer(self, layer: int) -> None:
+        """Submit the copy of `layer`, once. In step mode, the step's end does it."""
+        batch = self._save
+        if batch is None or not self._layerwise:
+            return
+        if batch.submitted >> layer & 1:
+            self.counters["save_repeated"] += 1
+            return
+        self._submit(batch, layer)
+
+    def end_loads(self) -> None:
+        """Settle the step's sync loads: every reader must have waited. Idempotent."""
+        batch, self._sync = self._sync, None
+        if self._async is not None:
+            self.start_loads()
+        if batch is None:
+            return
+        if not batch.submitted:
+            self.counters.fault("loads_never_started")
+            self._loop.put((SUBMITTED, batch, ""))
+            self._loop.put((load_m.FAULT, batch, "no hook ran and the loads were never started"))
+            self._junk()
+        elif batch.waited == self._all:
+            self._loop.put((load_m.CONFIRM, batch, ""))
+        else:
+            self.counters.fault("layers_read_without_waiting")
+            if batch.last is not None:
+                self._engine.guard_read(batch.last, self._wait_s)
+            self._loop.put((load_m.UNWAITED, batch, "a layer was read without waiting for its copy"))
+            self._junk()
+        self._settle()
+
+    def end_step(self) -> None:
+        """Settle the step: loads, then saves. Repeated, early or empty calls find nothing to do."""
+        self.end_loads()
+        batch, self._save = self._save, None
+        if batch is None:
+            self.counters["step_end_empty"] += 1
+            return
+        if not self._layerwise:
+            for layer in range(self._layers):
+                self._submit(batch, layer)
+        if batch.submitted != self._all:
+            self.counters.fault("layers_never_submitted", missing=self._layers - batch.submitted.bit_count())
+        self._loop.put((STEP_END, batch, "a layer was never submitted"))
+        if batch.last is not None and not self._engine.fence(batch.last, self._wait_s):
+            self._give_up(batch, "the copy did not complete in wait_ms_max")
+        self._settle()
+
+    def collect(self) -> list[Outcome]:
+        """Return how jobs ended since the last call, each exactly once."""
+        if not self._loop.alive and not self._closed:
+            self.counters.fault("loop_lost")
+            self._outbox.extend(Outcome(job, ok=False, why="the loop was lost") for job in self._open_jobs.values())
+        out = []
+        while self._outbox:
+            outcome = self._outbox.popleft()
+            self._open_jobs.pop(outcome.job.id, None)
+            out.append(outcome)
+        return out
+
+    @property
+    def in_flight(self) -> int:
+        """Jobs that were begun and not yet collected."""
+        return len(self._open_jobs)
+
+    def shutdown(self) -> None:
+        """Withdraw what is open, finish what was submitted, end the threads. Idempotent."""
+        if self._closed:
+            return
+        self._withdraw()
+        self._closed = True
+        self._engine.shutdown()
+        self._loop.stop()
+
+    def _poison(self, job: Job) -> str:
+        """Return why `job` cannot be carried out, or nothing."""
+        if job.kind not in Kind.__members__.values():
+            return f"unknown kind {job.kind}"
+        if len(job.rows) % ROW_BYTES:
+            return "its rows are cut"
+        group, slot, page, block = job.table().T
+        if not len(group):
+            return ""
+        pages = np.asarray(self._geometry.pages_per_chunk)
+        wrong = {
+            "a group": (group < 0) | (group >= len(pages)),
+            "a slot": (slot < 0) | (slot >= self._geometry.slots),
+            "a page": (page < 0) | (page >= pages[np.clip(group, 0, len(pages) - 1)]),
+            "a block": (block < 0) | (block >= self.blocks),
+        }
+        return next((f"{what} is out of range" for what, where in wrong.items() if where.any()), "")
+
+    def _open(self, kind: Kind, by_kind: dict[Kind, list[Job]]) -> Batch | None:
+        jobs = by_kind.get(kind)
+        if not jobs:
+            return None
+        batch = Batch(kind, tuple(jobs), len(self._geometry.groups))
+        self._open_jobs.update((job.id, job) for job in jobs)
+        self._loop.put((OPEN, batch, ""))
+        return batch
+
+    def _submit(self, batch: Batch, layer: int) -> None:
+        if batch.submitted >> layer & 1:
+            return
+        ticket = Ticket(batch, layer, batch.submitted.bit_count(), self._loop.put)
+        batch.submitted |= 1 << layer
+        batch.tickets[layer] = batch.last = ticket
+        self._engine.submit(batch.plan, ticket)
+
+    def _junk(self) -> None:
+        """A sync load of this step failed: whatever the step computes may rest on garbage, so it is not saved."""
+        if self._save is not None:
+            self._loop.put((save_m.FAULT, self._save, "computed in a step whose load failed"))
+
+    def _give_up(self, batch: Batch, why: str) -> None:
+        self.counters.fault("copy_timeout", why=why)
+        self._loop.put((save_m.FAULT, batch, why))
+        self._junk()
+
+    def _withdraw(self) -> None:
+        for batch in (self._save, self._sync, self._async):
+            if batch is None:
+                continue
+            if batch.last is not None:  # nothing may still read or write once the job is reported
+                self._engine.fence(batch.last, self._wait_s)
+            self._loop.put((save_m.CANCEL, batch, "its step never ended"))
+        self._save = self._sync = self._async = None
+        self._settle()
+
+    def _settle(self) -> None:
+        if not self._loop.settle(self._wait_s):
+            self.counters.fault("loop_did_not_settle")
+
+    # ---- the loop thread -----------------------------------------------------------------------------------------
+
+    def _handle(self, item: Ticket | tuple[str, Batch, str]) -> None:
+        if isinstance(item, Ticket):
+            batch = item.batch
+            assert isinstance(batch, Batch)  # noqa: S101  (tickets are made in _submit only)
+            self._landed(batch, item)
+        else:
+            event, batch, why = item
+            self._told(batch, event, why)
+        if batch.closed and batch.ended and (batch.last is None or batch.last.done):
+            # reported only when no copy can touch the job's slots or blocks any more
+            self._outbox.extend(batch.ended)
+            batch.ended = []
+
+    def _told(self, batch: Batch, event: str, why: str) -> None:
+        if event == OPEN:
+            machine = self._save_machine if batch.kind is Kind.SAVE else self._load_machine
+            batch.cursors = {job.id: LayerCursor(machine, job.id) for job in batch.jobs}
+            return
+        if event == SUBMITTED:
+            batch.closed = True
+            return
+        if event == STEP_END:
+            batch.closed = True
+            whole = batch.submitted == self._all
+            event = save_m.STEP_END_COMPLETE if whole else save_m.STEP_END_MISSING
+        elif event == save_m.CANCEL:
+            batch.closed = True
+        for job in batch.jobs:
+            self._fire(batch, job, batch.cursors[job.id].fire, event, why)
+
+    def _landed(self, batch: Batch, ticket: Ticket) -> None:
+        for job in batch.jobs:
+            cursor = batch.cursors[job.id]
+            if job.id in ticket.failed:
+                self._fire(batch, job, cursor.fire, save_m.FAULT, f"the copy of layer {ticket.layer} failed")
+                continue
+            self._fire(batch, job, cursor.landed, ticket.ordinal, "completions out of order")
+            if batch.kind is Kind.LOAD_ASYNC and cursor.state.row == load_m.LANDED:
+                self._fire(batch, job, cursor.fire, load_m.CONFIRM, "")
+
+    def _fire(self, batch: Batch, job: Job, move: Callable[[_News], Edge], news: _News, why: str) -> None:
+        cursor = batch.cursors[job.id]
+        was_final = cursor.state.final
+        try:
+            edge = move(news)
+        except IllegalTransition as e:
+            # a bug of ours: the job is failed rather than trusted, and the engine never hears of it
+            self.counters.fault("illegal_transition", machine=e.machine, state=e.state, event=e.event, why=e.why)
+            if was_final:
+                return
+            edge, why = cursor.fire(save_m.FAULT), str(e)
+        if not edge.moves:
+            self.counters["no_op_transitions"] += 1
+        elif cursor.state.final:
+            ok = cursor.state.row == save_m.FINALIZED
+            batch.ended.append(Outcome(job, ok, "" if ok else why))
+            if not ok:
+                self.counters.fault("job_failed", job=job.id, request=job.request, state=cursor.state.name, why=why)

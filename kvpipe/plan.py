@@ -1,0 +1,59 @@
+"""What the scheduler side tells the workers in one step, and what they answer. Small on the wire, by design.
+
+A job's `rows` are little-endian int32 quadruples (group, slot, page, block): block `block` of the group's paged
+cache, in every layer of the group, to or from page `page` of slot `slot`. That is 16 bytes per block.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+ROW_BYTES = 16
+
+
+class Kind(IntEnum):
+    """What a job does."""
+
+    SAVE = 0
+    LOAD_SYNC = 1
+    LOAD_ASYNC = 2
+
+
+class Job(NamedTuple):
+    """One save or load of one request in one step. `epoch` counts the request's admissions."""
+
+    id: int
+    kind: int
+    request: str
+    epoch: int
+    rows: bytes
+
+    def table(self) -> npt.NDArray[np.int32]:
+        """Return the rows as an (n, 4) array of group, slot, page, block."""
+        return np.frombuffer(self.rows, dtype="<i4").reshape(-1, 4)
+
+    def blocks(self) -> set[int]:
+        """Return the ids of the paged blocks that the job touches."""
+        return set(self.table()[:, 3].tolist())
+
+
+class StepPlan(NamedTuple):
+    """One engine step's jobs. A step without work has none."""
+
+    step: int
+    jobs: tuple[Job, ...] = ()
+
+
+EMPTY_PLAN = StepPlan(0)
+
+
+class Outcome(NamedTuple):
+    """How one job ended on one rank."""
+
+    job: Job
+    ok: bool
+    why: str

@@ -1,0 +1,103 @@
+"""Small models with random weights, made locally: no download, no tokenizer.
+
+Weights are drawn wide (`initializer_range` 0.12), so that greedy outputs differ token by token and a single wrong KV
+value shows. In float32 the outputs are bit-equal across batching, chunked prefill, preemption and drafts.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+VOCAB = 512
+_BASE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "max_position_embeddings": 16384,
+    "initializer_range": 0.12,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-mha": ("Llama", {"num_key_value_heads": 8, "num_hidden_layers": 4}),
+    "mistral-sw": ("Mistral", {"sliding_window": 128}),
+    "gemma2-hybrid": (
+        "Gemma2",
+        {
+            "sliding_window": 128,
+            "query_pre_attn_scalar": 32,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+        },
+    ),
+    "deepseek-mla": (
+        "DeepseekV2",
+        {
+            "num_key_value_heads": 8,
+            "kv_lora_rank": 512,
+            "q_lora_rank": None,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+            "head_dim": 64,
+            "num_hidden_layers": 3,
+            "first_k_dense_replace": 3,
+            "n_routed_experts": None,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
+    # realistic KV size: 16 layers x 2 x 8 heads x 128 x float32 = 128 KiB per token, compute kept affordable on a CPU
+    "big-kv": (
+        "Llama",
+        {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 16,
+         "num_key_value_heads": 8, "head_dim": 128, "initializer_range": 0.05},
+    ),
+}  # fmt: skip
+
+
+def cache_dir() -> Path:
+    """Return where models are kept between runs: `$KVPIPE_CACHE_DIR`-free, under the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvpipe" / "models"
+
+
+def make_model(recipe: str, folder: Path | None = None) -> Path:
+    """Make the model of `recipe` once and return its folder. Safe to call from several processes."""
+    import transformers
+
+    family, changes = RECIPES[recipe]
+    wanted = {"recipe": recipe, "family": family, **_BASE, **changes}
+    home = folder or cache_dir()
+    home.mkdir(parents=True, exist_ok=True)
+    target = home / recipe
+    with (home / f"{recipe}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        stamp = target / "recipe.json"
+        if stamp.is_file() and json.loads(stamp.read_text()) == wanted:
+            return target
+        import torch
+
+        generator_state = torch.random.get_rng_state()
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{family}Config")(**_BASE | changes)
+        model = getattr(transformers, f"{family}ForCausalLM")(config).float()
+        with tempfile.TemporaryDirectory(dir=home) as work:
+            model.save_pretrained(work)
+            (Path(work) / "recipe.json").write_text(json.dumps(wanted))
+            target.mkdir(exist_ok=True)
+            for path in Path(work).iterdir():
+                path.replace(target / path.name)
+        torch.random.set_rng_state(generator_state)
+    return target

@@ -1,0 +1,1 @@
+"""Where chunks live. Host memory is the tier that layerwise loads read."""

@@ -1,0 +1,1 @@
+"""What happened, counted and logged: `Counters` for every reason, structlog for the story."""

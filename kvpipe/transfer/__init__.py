@@ -1,0 +1,1 @@
+"""Moving bytes between paged KV blocks and host slots: the protocol is `base.py`, its engines stand beside it."""

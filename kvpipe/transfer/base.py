@@ -1,0 +1,126 @@
+"""The transfer protocol: what the pipeline asks of an engine, and what an engine owes it.
+
+An engine copies one layer of one batch of jobs per submission. It completes submissions of one direction in the
+order in which they were submitted, each exactly once, from any thread. It never raises out of `submit`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpipe.plan import Job
+
+if TYPE_CHECKING:
+    from kvpipe.geometry import Geometry
+    from kvpipe.tiers.memory import HostPool
+    from kvpipe.transfer.pages import PageView
+
+NO_JOBS: frozenset[int] = frozenset()
+
+
+class Direction(IntEnum):
+    """Which way the bytes go."""
+
+    SAVE = 0
+    LOAD = 1
+
+
+class Run(NamedTuple):
+    """`pages` adjacent pages of one slot and as many adjacent blocks, for one job."""
+
+    job: int
+    slot: int
+    page: int
+    block: int
+    pages: int
+
+
+class CopyPlan:
+    """The rows of a batch of jobs, merged into runs, per cache group. Compiled once per step, used by every layer."""
+
+    __slots__ = ("direction", "jobs", "runs")
+
+    def __init__(self, direction: Direction, jobs: Sequence[Job], groups: int) -> None:
+        """Merge adjacent rows. O(rows), vectorised."""
+        self.direction = direction
+        self.jobs = tuple(jobs)
+        self.runs: tuple[npt.NDArray[np.int64], ...] = _merge(self.jobs, groups)
+
+    def run_list(self, group: int) -> list[Run]:
+        """Return the runs of `group` as plain tuples."""
+        return [Run(*row) for row in self.runs[group].tolist()]
+
+
+def _merge(jobs: Sequence[Job], groups: int) -> tuple[npt.NDArray[np.int64], ...]:
+    tables = [job.table().astype(np.int64) for job in jobs]
+    ids = np.repeat([job.id for job in jobs], [len(t) for t in tables]) if jobs else np.empty(0, np.int64)
+    rows = np.concatenate(tables) if tables else np.empty((0, 4), np.int64)
+    out = []
+    for g in range(groups):
+        mine = rows[:, 0] == g
+        r, owner = rows[mine][:, 1:], ids[mine]
+        starts = np.ones(len(r), dtype=bool)
+        if len(r) > 1:
+            step = np.diff(r, axis=0)
+            joined = (step[:, 0] == 0) & (step[:, 1] == 1) & (step[:, 2] == 1) & (np.diff(owner) == 0)
+            starts[1:] = ~joined
+        first = np.flatnonzero(starts)
+        count = np.diff(np.append(first, len(r)))
+        out.append(np.column_stack([owner[first], r[first], count]).astype(np.int64))
+    return tuple(out)
+
+
+class Ticket:
+    """One submitted copy of one layer. Completed exactly once; `sink` then hands it to the loop thread."""
+
+    __slots__ = ("_lock", "batch", "failed", "layer", "ordinal", "sink")
+
+    def __init__(self, batch: object, layer: int, ordinal: int, sink: Callable[[Ticket], object]) -> None:
+        """`ordinal` counts the batch's submissions from 0: the k of ``LAYER_k``."""
+        self.batch, self.layer, self.ordinal, self.sink = batch, layer, ordinal, sink
+        self.failed = NO_JOBS
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def complete(self, failed: frozenset[int] = NO_JOBS) -> None:
+        """Mark the copy done; `failed` names the jobs whose bytes are not to be trusted."""
+        self.failed = failed
+        self._lock.release()
+        self.sink(self)
+
+    @property
+    def done(self) -> bool:
+        """Whether the copy has completed."""
+        return not self._lock.locked()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block until the copy has completed. Returns False on a timeout."""
+        if not self._lock.acquire(timeout=timeout_s):
+            return False
+        self._lock.release()
+        return True
+
+
+class TransferEngine(Protocol):
+    """Copies layers. One per rank."""
+
+    def attach(self, views: Sequence[PageView], geometry: Geometry, pool: HostPool) -> None:
+        """Bind the paged cache (one view per layer, in `geometry.layers` order) and the pool."""
+
+    def submit(self, plan: CopyPlan, ticket: Ticket) -> None:
+        """Copy layer `ticket.layer` of `plan`; complete the ticket when the bytes have landed."""
+
+    def guard_read(self, ticket: Ticket, timeout_s: float) -> bool:
+        """Order the caller's next compute after the copy. CPU: wait. CUDA: the compute stream waits."""
+
+    def fence(self, ticket: Ticket, timeout_s: float) -> bool:
+        """Order later writes to the paged blocks after the copy has read them."""
+
+    def shutdown(self) -> None:
+        """Finish what was submitted and free threads. Idempotent."""

@@ -1,0 +1,57 @@
+"""Machines as pages: a table of every cell and a mermaid state diagram."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from kvpipe.statemachine.chunk import CHUNK
+from kvpipe.statemachine.core import Advance, Go, Machine, Reject, Stay
+from kvpipe.statemachine.load import LOAD
+from kvpipe.statemachine.request import REQUEST
+from kvpipe.statemachine.save import SAVE
+
+MACHINES: tuple[Machine, ...] = (SAVE, LOAD, REQUEST, CHUNK)
+
+
+def to_markdown(machine: Machine) -> str:
+    """Return the page of `machine`: prose, diagram, states, events and the whole table with its reasons."""
+    title = f"# The {machine.name} machine"
+    note = "<!-- Generated from the table by `kvpipe diagrams`; a test fails when it is stale. -->"
+    out = [title, "", note, "", machine.prose, "", "```mermaid", *_mermaid(machine), "```", "", "## States", ""]
+    out += [
+        f"- **{name}**{' (final)' if name in machine.finals else ''}: {doc}" for name, doc in machine.states.items()
+    ]
+    out += ["", "## Events", ""]
+    out += [f"- `{name}`: {doc}" for name, doc in machine.events.items()]
+    out += ["", "## Every cell", "", "`→` moves, `·` stays, `✗` is a caller's bug: it raises and changes nothing.", ""]
+    out += ["| state | event | | |", "|---|---|---|---|"]
+    for state, row in machine.table.items():
+        out += [f"| {state} | `{event}` | {_mark(cell)} | {_says(machine, cell)} |" for event, cell in row.items()]
+    return "\n".join(out) + "\n"
+
+
+def _mark(cell: Go | Advance | Stay | Reject) -> str:
+    return {"go": "→", "advance": "→", "stay": "·", "reject": "✗"}[cell.kind]
+
+
+def _says(machine: Machine, cell: Go | Advance | Stay | Reject) -> str:
+    if isinstance(cell, Go):
+        return cell.to
+    if isinstance(cell, Advance):
+        return f"next {machine.layered}, after the last {machine.after_last}"
+    return cell.why
+
+
+def _mermaid(machine: Machine) -> list[str]:
+    arrows: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for state, row in machine.table.items():
+        for event, cell in row.items():
+            if isinstance(cell, Go):
+                arrows[state, cell.to].append(event)
+            elif isinstance(cell, Advance):
+                arrows[state, machine.layered].append(event)
+                arrows[state, machine.after_last].append(f"{event} (last)")
+    lines = ["stateDiagram-v2", f"    [*] --> {machine.initial}"]
+    lines += [f"    {a} --> {b}: {', '.join(events)}" for (a, b), events in arrows.items()]
+    lines += [f"    {name} --> [*]" for name in machine.states if name in machine.finals]
+    return lines
