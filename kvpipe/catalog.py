@@ -98,12 +98,13 @@ class Catalog:
 
     def lease(self, owner: Owner, chunks: list[Chunk]) -> None:
         """Hold `chunks` for `owner` until `release`. An owner leases once."""
+        owned = self._leases.setdefault(owner, [])
         for chunk in chunks:
             chunk.fire(m.LEASE)
             if not chunk.held:
                 self._policy.remove(chunk)
             chunk.leases += 1
-        self._leases.setdefault(owner, []).extend(chunks)
+            owned.append(chunk)  # one by one: a rejected chunk must not hide the leases before it
 
     def release(self, owner: Owner) -> int:
         """Return every lease of `owner`; how many there were. The last chunk of a prefix is evicted first."""
@@ -202,7 +203,8 @@ class Catalog:
         more = chunk.writers > 0
         if landed:
             chunk.fire(m.LANDED_MORE if more else m.LANDED_LAST)
-            self._reserved.discard(chunk)
+            if chunk.marks:  # else nothing of it can be found yet, and `reset` must still see it
+                self._reserved.discard(chunk)
         else:
             if chunk.state.row == m.RESERVED and not more:
                 self._reserved.discard(chunk)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import reprlib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,6 +19,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from kvpipe.errors import ConfigError
 
 PREFIX = "KVPIPE_"
+_NEAR_MIN, _WORD_BONUS = 0.5, 0.25  # likeness from which a name is suggested; what a shared word adds
 
 
 def _no_bool(value: object) -> object:
@@ -61,7 +63,7 @@ class Settings(BaseSettings):
         description="On CPU: 1 copies beside the forward in a thread per direction, 0 copies inline; unset: 1 if "
         "a core is left beside the engine's own threads.",
     )
-    wait_ms_max: Annotated[int, BeforeValidator(_no_bool), Field(gt=0)] = Field(
+    wait_ms_max: Annotated[int, BeforeValidator(_no_bool), Field(gt=0, le=3_600_000)] = Field(
         30_000, description="Longest wait for a copy before its job is failed."
     )
     control_file: Path | None = Field(
@@ -101,7 +103,7 @@ def load_settings(extra: dict[str, Any] | None = None) -> Settings:
     """
     given = dict(extra or {})
     _refuse_unknown(given, "kv_connector_extra_config")
-    env = {k: v for k, v in os.environ.items() if k.startswith(PREFIX)}
+    env = {k.upper(): v for k, v in os.environ.items() if k.upper().startswith(PREFIX)}  # as pydantic reads them
     _refuse_unknown({k[len(PREFIX) :].lower() for k in env}, "environment", shown=lambda k: PREFIX + k.upper())
     path = given.get("config_file") or env.get(PREFIX + "CONFIG_FILE")
     if path:
@@ -112,7 +114,8 @@ def load_settings(extra: dict[str, Any] | None = None) -> Settings:
     except ValidationError as e:
         problem = e.errors()[0]
         key = ".".join(str(p) for p in problem["loc"]) or "configuration"
-        msg = f"kvpipe: {key}={problem['input']!r} is not valid ({problem['msg']}); {_remedy(key)}"
+        why = problem["msg"].removeprefix("Value error, ")
+        msg = f"kvpipe: {key}={reprlib.repr(problem['input'])} is not valid ({why}); {_remedy(key)}"
         raise ConfigError(msg) from None
     if settings.bypass and settings.freeze:
         msg = "kvpipe: bypass=true contradicts freeze=true (bypass serves no hits); set only one of them"
@@ -124,18 +127,31 @@ def _refuse_unknown(keys: Any, where: str, shown: Any = str) -> None:  # noqa: A
     valid = list(Settings.model_fields)
     for key in keys:
         if key not in valid:
-            near = difflib.get_close_matches(str(key), valid, n=1)
-            hint = f"did you mean {shown(near[0])!r}?" if near else f"valid keys are {', '.join(map(shown, valid))}"
+            near = _nearest(str(key).lower().replace("-", "_"), valid)
+            hint = f"did you mean {shown(near)!r}?" if near else f"valid keys are {', '.join(map(shown, valid))}"
             msg = f"kvpipe: unknown key {shown(key)!r} in the {where}; {hint}"
             raise ConfigError(msg)
 
 
+def _nearest(key: str, valid: list[str]) -> str | None:
+    """Return the valid key that looks most like `key`; one that shares a whole word looks more like it."""
+
+    def score(name: str) -> float:
+        common = set(key.split("_")) & set(name.split("_"))
+        return difflib.SequenceMatcher(None, key, name).ratio() + (_WORD_BONUS if common else 0)
+
+    best = max(valid, key=score)
+    return best if score(best) >= _NEAR_MIN else None
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (OSError, yaml.YAMLError) as e:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
         msg = f"kvpipe: config_file={str(path)!r} cannot be read ({e}); give the path of a YAML file of keys"
         raise ConfigError(msg) from None
+    if data is None:  # an empty file
+        return {}
     if not isinstance(data, dict):
         msg = f"kvpipe: config_file={str(path)!r} holds a {type(data).__name__}; write one 'key: value' per line"
         raise ConfigError(msg)

@@ -32,7 +32,7 @@ async def watch_control_file(path: Path, set_freeze: Callable[[bool], None]) -> 
     while True:
         try:
             wanted = read_freeze(await file.read_text(encoding="utf-8"))
-        except OSError:  # absent, or being replaced
+        except (OSError, UnicodeDecodeError):  # absent, being replaced, or no text
             wanted = None
         if wanted is not None and wanted != last:
             set_freeze(wanted)

@@ -54,6 +54,8 @@ class LoopThread:
 
     def settle(self, timeout_s: float) -> bool:
         """Wait until everything put so far was handled. Returns False on a timeout or a dead loop."""
+        if not self._thread.is_alive():
+            return False
         done = threading.Lock()
         done.acquire()
         if not self.put(done.release):
@@ -79,13 +81,16 @@ class LoopThread:
                 log.debug("loop_closed")
 
     def _run(self) -> None:
-        anyio.run(self._main, backend="asyncio")
+        try:
+            anyio.run(self._main, backend="asyncio")
+        finally:
+            self._ready.set()  # whoever made the thread must not wait for a loop that could not start
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
         async with anyio.create_task_group() as group:
             for task in self._tasks:
-                group.start_soon(task)
+                group.start_soon(self._guarded, task)
             self._ready.set()
             while True:
                 self._drain()
@@ -94,6 +99,14 @@ class LoopThread:
                 await self._bell.wait()
                 self._bell = anyio.Event()
             group.cancel_scope.cancel()
+
+    async def _guarded(self, task: Task) -> None:
+        """Run `task`; its failure ends it alone, not the loop and the other tasks with it."""
+        try:
+            await task()
+        except Exception:
+            self.errors += 1
+            log.exception("task_failed", task=repr(task)[:200])
 
     def _drain(self) -> None:
         while True:

@@ -34,7 +34,7 @@ class NameClaim:
         folder.mkdir(parents=True, exist_ok=True)
         self._file = (folder / f"{name}.json").open("a+", encoding="utf-8")
         try:
-            self._claim(name, facts)
+            self._claim(name, json.loads(json.dumps(facts)))  # as they will be read back: a tuple becomes a list
         except BaseException:
             self._file.close()
             raise

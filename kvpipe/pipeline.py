@@ -35,7 +35,19 @@ STEP_END: Final = "step_end"
 class Batch:
     """The jobs of one kind in one step: one copy plan, one ticket per layer, one cursor per job."""
 
-    __slots__ = ("closed", "cursors", "ended", "jobs", "kind", "last", "plan", "submitted", "tickets", "waited")
+    __slots__ = (
+        "closed",
+        "confirmed",
+        "cursors",
+        "ended",
+        "jobs",
+        "kind",
+        "last",
+        "plan",
+        "submitted",
+        "tickets",
+        "waited",
+    )
 
     def __init__(self, kind: Kind, jobs: tuple[Job, ...], groups: int) -> None:
         """`submitted` and `waited` are bit masks over the engine's layers."""
@@ -48,6 +60,7 @@ class Batch:
         self.cursors: dict[int, LayerCursor] = {}
         self.ended: list[Outcome] = []
         self.closed = False  # nothing more will be submitted
+        self.confirmed = kind is Kind.LOAD_ASYNC  # nobody reads before its copy has landed
 
 
 class Pipeline:
@@ -85,22 +98,27 @@ class Pipeline:
         if self._save is not None or self._sync is not None or self._async is not None:
             self.counters.fault("step_never_ended")
             self._withdraw()
-        if not plan.jobs or self._closed:
-            if plan.jobs:
-                self.counters.fault("plan_after_shutdown")
-                self._outbox.extend(Outcome(job, ok=False, why="shut down") for job in plan.jobs)
+        if not plan.jobs:
+            return
+        if self._closed or not self._loop.alive:
+            self.counters.fault("plan_after_shutdown")
+            self._outbox.extend(Outcome(job, ok=False, why="shut down") for job in plan.jobs)
             return
         by_kind: dict[Kind, list[Job]] = {}
+        junk = False
         for job in plan.jobs:
             why = self._poison(job)
             if why:
                 self.counters.fault("poisoned_plan", job=job.id, why=why)
                 self._outbox.append(Outcome(job, ok=False, why=why))
+                junk |= job.kind not in {Kind.SAVE, Kind.LOAD_ASYNC}
             else:
                 by_kind.setdefault(Kind(job.kind), []).append(job)
         self._save = self._open(Kind.SAVE, by_kind)
         self._sync = self._open(Kind.LOAD_SYNC, by_kind)
         self._async = self._open(Kind.LOAD_ASYNC, by_kind)
+        if junk:
+            self._junk()
 
     def start_loads(self) -> None:
         """Submit every layer of the step's loads. In step mode, wait for sync loads: no hook will."""
@@ -157,6 +175,8 @@ class Pipeline:
             self._loop.put((load_m.FAULT, batch, "no hook ran and the loads were never started"))
             self._junk()
         elif batch.waited == self._all:
+            if batch.last is not None and any(t.failed for t in batch.tickets.values()):
+                batch.last.wait(self._wait_s)  # rare: the engine has to hear of a failed load in this very step
             self._loop.put((load_m.CONFIRM, batch, ""))
         else:
             self.counters.fault("layers_read_without_waiting")
@@ -185,14 +205,16 @@ class Pipeline:
 
     def collect(self) -> list[Outcome]:
         """Return how jobs ended since the last call, each exactly once."""
-        if not self._loop.alive and not self._closed:
-            self.counters.fault("loop_lost")
-            self._outbox.extend(Outcome(job, ok=False, why="the loop was lost") for job in self._open_jobs.values())
+        lost = not self._loop.alive  # asked first: what it reported before its end is in the outbox
         out = []
         while self._outbox:
             outcome = self._outbox.popleft()
             self._open_jobs.pop(outcome.job.id, None)
             out.append(outcome)
+        if lost and self._open_jobs:
+            self.counters.fault("loop_lost")
+            out += [Outcome(job, ok=False, why="the loop was lost") for job in self._open_jobs.values()]
+            self._open_jobs.clear()
         return out
 
     @property
@@ -278,7 +300,7 @@ class Pipeline:
         else:
             event, batch, why = item
             self._told(batch, event, why)
-        if batch.closed and batch.ended and (batch.last is None or batch.last.done):
+        if batch.closed and batch.ended and (batch.last is None or batch.last.over):
             # reported only when no copy can touch the job's slots or blocks any more
             self._outbox.extend(batch.ended)
             batch.ended = []
@@ -297,6 +319,8 @@ class Pipeline:
             event = save_m.STEP_END_COMPLETE if whole else save_m.STEP_END_MISSING
         elif event == save_m.CANCEL:
             batch.closed = True
+        elif event == load_m.CONFIRM:
+            batch.confirmed = True
         for job in batch.jobs:
             self._fire(batch, job, batch.cursors[job.id].fire, event, why)
 
@@ -307,8 +331,10 @@ class Pipeline:
                 self._fire(batch, job, cursor.fire, save_m.FAULT, f"the copy of layer {ticket.layer} failed")
                 continue
             self._fire(batch, job, cursor.landed, ticket.ordinal, "completions out of order")
-            if batch.kind is Kind.LOAD_ASYNC and cursor.state.row == load_m.LANDED:
+            if batch.confirmed and cursor.state.row == load_m.LANDED:
                 self._fire(batch, job, cursor.fire, load_m.CONFIRM, "")
+            elif batch.kind is Kind.SAVE and batch.closed and cursor.state.row == save_m.LANDED:
+                self._fire(batch, job, cursor.fire, save_m.STEP_END_COMPLETE, "")
 
     def _fire(self, batch: Batch, job: Job, move: Callable[[_News], Edge], news: _News, why: str) -> None:
         cursor = batch.cursors[job.id]

@@ -87,7 +87,7 @@ class Machine(_Frozen):
     """One machine: prose, states, events, and the total table `table[state][event]`.
 
     `layered` names the state that stands for the family ``LAYER_0 .. LAYER_{n-1}``; `after_last` is where the
-    last layer leads. Both are empty for machines without layers.
+    last layer leads; `whole` are the states in which every layer has landed. All are empty without layers.
     """
 
     name: str
@@ -99,6 +99,7 @@ class Machine(_Frozen):
     table: dict[str, dict[str, Cell]]
     layered: str = ""
     after_last: str = ""
+    whole: frozenset[str] = frozenset()
 
     @model_validator(mode="after")
     def _is_total_closed_and_reachable(self) -> Self:
@@ -111,6 +112,8 @@ class Machine(_Frozen):
         require(set(self.table) == set(self.states), "the table's rows are not exactly the states")
         require(self.finals <= set(self.states), "a final state is not a state")
         require(bool(self.layered) == bool(self.after_last), "layered and after_last come together")
+        require(self.whole <= set(self.states), "a whole state is not a state")
+        require(bool(self.after_last) == (self.after_last in self.whole), "after_last is a whole state")
         edges: dict[str, set[str]] = {}
         for state, row in self.table.items():
             missing, extra = set(self.events) - set(row), set(row) - set(self.events)
@@ -179,7 +182,7 @@ class Compiled:
                 for k in range(layers - 1):
                     self._add(f"{row}_{k}", row, k)
             else:
-                self._add(row, row, layers - 1 if row == machine.after_last else -1)
+                self._add(row, row, layers - 1 if row in machine.whole else -1)
         self.initial = self.states[machine.initial]
         for state in self.states.values():
             for event, cell in machine.table[state.row].items():

@@ -3,6 +3,9 @@
 It mirrors the save machine, with one more state: a layerwise (sync) load that has LANDED is FINALIZED only when
 the step's end confirms that every attention layer waited for its copy. A layer whose hook did not run (a replayed
 full CUDA graph, say) may have read the block before the copy, and nothing but a failure is then the truth.
+
+Where waiting is done by the device (CUDA events), the confirmation comes ahead of the landings: it changes nothing
+yet, and the pipeline gives it again once the last layer has landed. No order of the two finalizes early.
 """
 
 from __future__ import annotations
@@ -17,13 +20,14 @@ CONFIRM, UNWAITED = "confirm", "unwaited"
 EMPTY_STEP, PREEMPT, ABORT, CANCEL, FAULT = "empty_step", "preempt", "abort", "cancel", "fault"
 
 _BLOCKS = "the destination blocks are held until the job is reported, so the copy may finish"
+_EARLY = "the device waits, not the host: confirmed again when the last layer has landed"
 _DONE = "the job is over"
 
 _EVENTS = {
     LANDED_NEXT: "the copy of layer k+1 completed",
     LANDED_AGAIN: "a completion of layer <= k was delivered again",
     LANDED_GAP: "a completion beyond layer k+1 arrived",
-    CONFIRM: "every reader waited (step end of a sync load), or nobody reads yet (async load)",
+    CONFIRM: "every reader waits for its copy (step end of a sync load), or nobody reads yet (async load)",
     UNWAITED: "the step ended and an attention layer had not waited for its copy",
     EMPTY_STEP: "a step ended that has no work for this job",
     PREEMPT: "the request was preempted",
@@ -39,6 +43,7 @@ LOAD = Machine(
     finals=frozenset({FINALIZED, ABORTED, FAILED}),
     layered=LAYER,
     after_last=LANDED,
+    whole=frozenset({LANDED, FINALIZED}),
     states={
         PENDING: "planned; no layer has landed",
         LAYER: "layers 0..k have landed",
@@ -53,7 +58,7 @@ LOAD = Machine(
             LANDED_NEXT: Advance(),
             LANDED_AGAIN: reject("no layer has landed yet"),
             LANDED_GAP: go(FAILED),
-            CONFIRM: reject("no layer has landed yet"),
+            CONFIRM: stay(_EARLY),
             UNWAITED: go(FAILED),
             EMPTY_STEP: stay("the copies are still landing"),
             PREEMPT: stay(_BLOCKS),
@@ -65,7 +70,7 @@ LOAD = Machine(
             LANDED_NEXT: Advance(),
             LANDED_AGAIN: stay("redelivered"),
             LANDED_GAP: go(FAILED),
-            CONFIRM: reject("layers are missing"),
+            CONFIRM: stay(_EARLY),
             UNWAITED: go(FAILED),
             EMPTY_STEP: stay("the copies are still landing"),
             PREEMPT: stay(_BLOCKS),

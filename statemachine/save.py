@@ -1,14 +1,16 @@
 """The save machine: one save job, the blocks of one request that became final in one engine step.
 
 ``LAYER_k`` means that the copy of layer k *has landed*: transitions come from completion events, never from the
-number of times that vLLM called a hook. The step's end only states what was submitted.
+number of times that vLLM called a hook. The step's end only states what was submitted; before it nothing is final,
+because a sync load of the same step that turns out to have failed makes what the step computed worthless.
 """
 
 from __future__ import annotations
 
 from kvpipe.statemachine.core import Advance, Cursor, Edge, Machine, go, reject, stay
 
-PENDING, LAYER, FINALIZED, ABORTED, FAILED = "PENDING", "LAYER", "FINALIZED", "ABORTED", "FAILED"
+PENDING, LAYER, LANDED = "PENDING", "LAYER", "LANDED"
+FINALIZED, ABORTED, FAILED = "FINALIZED", "ABORTED", "FAILED"
 
 LANDED_NEXT, LANDED_AGAIN, LANDED_GAP = "landed_next", "landed_again", "landed_gap"
 STEP_END_COMPLETE, STEP_END_MISSING = "step_end_complete", "step_end_missing"
@@ -27,7 +29,7 @@ _EVENTS = {
     PREEMPT: "the request was preempted",
     ABORT: "the request finished or was aborted",
     CANCEL: "the job is withdrawn",
-    FAULT: "a copy failed",
+    FAULT: "a copy failed, or a load of the same step did",
 }
 
 SAVE = Machine(
@@ -36,13 +38,15 @@ SAVE = Machine(
     initial=PENDING,
     finals=frozenset({FINALIZED, ABORTED, FAILED}),
     layered=LAYER,
-    after_last=FINALIZED,
+    after_last=LANDED,
+    whole=frozenset({LANDED, FINALIZED}),
     states={
         PENDING: "planned; no layer has landed",
         LAYER: "layers 0..k have landed",
-        FINALIZED: "every layer has landed; this rank vouches for the bytes",
+        LANDED: "every layer has landed; the step has not ended, so its loads may still turn out to have failed",
+        FINALIZED: "every layer has landed and the step has ended; this rank vouches for the bytes",
         ABORTED: "withdrawn before it was whole (shutdown, or its step never ended)",
-        FAILED: "a copy failed or a layer was never submitted; the chunk stays invisible",
+        FAILED: "a copy or a load of the step failed, or a layer was never submitted; the chunk stays invisible",
     },
     events=_EVENTS,
     table={
@@ -70,6 +74,18 @@ SAVE = Machine(
             CANCEL: go(ABORTED),
             FAULT: go(FAILED),
         },
+        LANDED: {
+            LANDED_NEXT: reject("every layer has landed already"),
+            LANDED_AGAIN: stay("redelivered"),
+            LANDED_GAP: reject("every layer has landed already"),
+            STEP_END_COMPLETE: go(FINALIZED),
+            STEP_END_MISSING: reject("every layer has landed, so every layer was submitted"),
+            EMPTY_STEP: stay("waits for its own step's end"),
+            PREEMPT: stay(_CONTENT),
+            ABORT: stay(_CONTENT),
+            CANCEL: go(ABORTED),
+            FAULT: go(FAILED),
+        },
         FINALIZED: {
             LANDED_NEXT: reject("every layer has landed already"),
             LANDED_AGAIN: stay("redelivered"),
@@ -80,7 +96,7 @@ SAVE = Machine(
             PREEMPT: stay(_CONTENT),
             ABORT: stay(_CONTENT),
             CANCEL: stay("already whole"),
-            FAULT: reject("every copy has completed already"),
+            FAULT: stay("the wait was given up just as the last copy landed: the bytes are true"),
         },
         ABORTED: dict.fromkeys(_EVENTS, stay("withdrawn: late news changes nothing")),
         FAILED: dict.fromkeys(_EVENTS, stay("failed: late news changes nothing")),

@@ -34,6 +34,6 @@ def check_version(found: str) -> None:
     match = re.match(r"(\d+)\.(\d+)", found)
     if match and (int(match[1]), int(match[2])) in SUPPORTED:
         return
-    names = " and ".join(f"{a}.{b}" for a, b in SUPPORTED)
+    names = " or ".join(f"{a}.{b}" for a, b in SUPPORTED)
     msg = f"kvpipe: vLLM {found} is not supported (its connector contract is not recorded); install vLLM {names}"
     raise UnsupportedError(msg)

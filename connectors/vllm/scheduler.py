@@ -481,9 +481,24 @@ class SchedulerSide:
         """A load failed: what was computed since it was planned may rest on garbage, whoever computed it."""
         self.counters.fault("load_failed", request=failed.job.request, job=failed.job.id)
         if failed.job.kind == Kind.LOAD_SYNC:
+            self._forget_local_hits(failed)
             for flight in self._flights.values():
                 if flight.owner is None and flight.job.id > failed.job.id:
                     flight.bad += 1
+
+    def _forget_local_hits(self, failed: Flight) -> None:
+        """Take what the failed sync load was to fill, and what may rest on it, out of vLLM's own prefix cache.
+
+        vLLM offers a sync load's blocks to others from their allocation on and, with policy `recompute`, leaves them
+        there when the load fails: a preemption or abort before they are recomputed would make garbage a local hit.
+        """
+        if self._manager is None:
+            return
+        blocks = failed.job.blocks()
+        for manager in self._manager.coordinator.single_type_managers:
+            for request_id in self._tracked:
+                blocks.update(block.block_id for block in manager.req_to_blocks.get(request_id, ()))
+        self._manager.evict_blocks(blocks)
 
     # ---- requests -------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from kvpipe.tiers.memory import HostPool
 from kvpipe.trace.log import Counters
 from kvpipe.transfer.base import TransferEngine
 from kvpipe.transfer.cpu import CpuEngine
+from kvpipe.transfer.cuda import CudaEngine
 from kvpipe.transfer.pages import PageView, view_pages
 
 if TYPE_CHECKING:
@@ -86,8 +87,13 @@ class WorkerSide:
 
     def _make_engine(self, views: list[PageView]) -> TransferEngine:
         device = views[0].tensor.device.type
+        if device == "cuda":
+            return CudaEngine()
         if device != "cpu":
-            msg = f"kvpipe: KV caches on device {device!r} are not supported by this release; use vLLM's CPU build"
+            msg = (
+                f"kvpipe: KV caches on device {device!r} are not supported by this release; "
+                "use vLLM's CUDA or CPU build"
+            )
             raise UnsupportedError(msg)
         spare = CPUS_AT_START - frozenset(os.sched_getaffinity(0))
         threads = self.settings.copy_threads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Sequence
@@ -26,6 +27,15 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     from kvpipe.connectors.vllm.connector import KVPipeConnector
+
+
+def _register_kernels_once() -> None:
+    """Keep vLLM from scanning every module for kernels again: its scan fails once numba (n-gram drafts) is loaded."""
+    from vllm.platforms import current_platform
+    from vllm.triton_utils import dispatcher
+
+    if dispatcher._registry:  # noqa: SLF001
+        type(current_platform).register_triton_kernel_overrides = classmethod(lambda _cls: None)  # type: ignore[method-assign]
 
 
 class Engine:
@@ -65,6 +75,8 @@ class Engine:
             "disable_log_stats": True,
             "seed": 0,
         }
+        _register_kernels_once()
+        gc.freeze()  # vLLM collects garbage five times at start-up: keep that from walking every imported module
         self.llm: LLM = LLM(model=model, kv_transfer_config=transfer, **settings | options)
         self._ids = 0
         self.preemptions: dict[str, int] = {}
@@ -87,6 +99,11 @@ class Engine:
         """The scheduler's side of the connector."""
         connector: KVPipeConnector = self.scheduler.connector  # type: ignore[assignment]
         return connector
+
+    @property
+    def local_worker(self) -> bool:
+        """Whether the only rank runs in this process."""
+        return self.core.vllm_config.parallel_config.world_size == 1
 
     @property
     def worker_connector(self) -> KVPipeConnector:
@@ -164,13 +181,12 @@ class Engine:
 
     def close(self) -> None:
         """Shut the engine down and free its process-wide state, so that another can be made."""
-        import gc
-
         from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
-        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+        from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
         self.core.shutdown()
         ensure_kv_transfer_shutdown()
         del self.llm
-        cleanup_dist_env_and_memory(shutdown_ray=False)
+        destroy_model_parallel()
+        destroy_distributed_environment()
         gc.collect()

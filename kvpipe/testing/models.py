@@ -37,6 +37,7 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2-hybrid": (
         "Gemma2",
         {
+            "tie_word_embeddings": True,
             "sliding_window": 128,
             "query_pre_attn_scalar": 32,
             "layer_types": ["sliding_attention", "full_attention"] * 3,
@@ -54,7 +55,7 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 64,
             "num_hidden_layers": 3,
             "first_k_dense_replace": 3,
-            "n_routed_experts": None,
+            "n_routed_experts": 8,
             "n_group": 1,
             "topk_group": 1,
         },

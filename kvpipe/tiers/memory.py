@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterator
 
 import torch
 
@@ -30,3 +31,12 @@ class HostPool:
     def slot(self, index: int) -> torch.Tensor:
         """Return slot `index` as uint8, shape (slot_bytes,)."""
         return self.tensor[index]
+
+    def pieces(self, bytes_max: int) -> Iterator[tuple[int, int]]:
+        """Yield (address, bytes) of the pool in pieces of at most `bytes_max`, or one slot where that is larger.
+
+        A piece is a number of whole slots, because a copy must not cross from one pinned piece into the next.
+        """
+        step = max(1, bytes_max // self.slot_bytes)
+        for slot in range(0, self.slots, step):
+            yield self.base + slot * self.slot_bytes, min(step, self.slots - slot) * self.slot_bytes

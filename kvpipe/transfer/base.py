@@ -79,24 +79,29 @@ def _merge(jobs: Sequence[Job], groups: int) -> tuple[npt.NDArray[np.int64], ...
 class Ticket:
     """One submitted copy of one layer. Completed exactly once; `sink` then hands it to the loop thread."""
 
-    __slots__ = ("_lock", "batch", "failed", "layer", "ordinal", "sink")
+    __slots__ = ("_lock", "batch", "failed", "layer", "mark", "ordinal", "over", "sink")
 
     def __init__(self, batch: object, layer: int, ordinal: int, sink: Callable[[Ticket], object]) -> None:
         """`ordinal` counts the batch's submissions from 0: the k of ``LAYER_k``."""
         self.batch, self.layer, self.ordinal, self.sink = batch, layer, ordinal, sink
         self.failed = NO_JOBS
+        self.mark: object = None  # the engine's own: what device work can be ordered after
+        self.over = False  # no copy of this ticket touches memory any more
         self._lock = threading.Lock()
         self._lock.acquire()
 
     def complete(self, failed: frozenset[int] = NO_JOBS) -> None:
         """Mark the copy done; `failed` names the jobs whose bytes are not to be trusted."""
-        self.failed = failed
-        self._lock.release()
+        if self.over:
+            msg = f"layer {self.layer} was completed twice"
+            raise RuntimeError(msg)
+        self.failed, self.over = failed, True
         self.sink(self)
+        self._lock.release()  # last: whoever waited finds the news in the loop's inbox
 
     @property
     def done(self) -> bool:
-        """Whether the copy has completed."""
+        """Whether the copy has completed and `sink` has the news."""
         return not self._lock.locked()
 
     def wait(self, timeout_s: float) -> bool:
@@ -114,7 +119,10 @@ class TransferEngine(Protocol):
         """Bind the paged cache (one view per layer, in `geometry.layers` order) and the pool."""
 
     def submit(self, plan: CopyPlan, ticket: Ticket) -> None:
-        """Copy layer `ticket.layer` of `plan`; complete the ticket when the bytes have landed."""
+        """Copy layer `ticket.layer` of `plan`; complete the ticket when the bytes have landed.
+
+        An engine that knows of a failure before it may complete the ticket sets `ticket.failed` early.
+        """
 
     def guard_read(self, ticket: Ticket, timeout_s: float) -> bool:
         """Order the caller's next compute after the copy. CPU: wait. CUDA: the compute stream waits."""

@@ -71,7 +71,20 @@ class CpuEngine:
         except Exception:
             log.exception("copy_failed", layer=ticket.layer)
             failed = frozenset(job.id for job in plan.jobs)
+        if failed and plan.direction is Direction.LOAD:
+            self._scrub(plan, ticket.layer, failed)
         ticket.complete(failed)
+
+    def _scrub(self, plan: CopyPlan, layer: int, failed: frozenset[int]) -> None:
+        """Zero the blocks of failed loads before attention reads them.
+
+        The step computes garbage from them in any case, and it is thrown away; but a NaN would stay behind in the
+        freed blocks, and a masked position times NaN is NaN for the block's next owner.
+        """
+        group, _ = self._geometry.layers[layer]
+        for run in plan.run_list(group):
+            if run.job in failed:
+                self._views[layer].tensor[run.block : run.block + run.pages] = 0
 
     def copy_layer(self, plan: CopyPlan, layer: int) -> frozenset[int]:
         """Copy one layer of `plan` on the calling thread; return the ids of jobs that failed."""

@@ -1,0 +1,1 @@
+"""Property tests: what holds for every plan, sequence and interleaving."""

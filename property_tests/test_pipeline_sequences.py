@@ -1,0 +1,198 @@
+"""Any calls, any engine that keeps its order: nothing raises, each job is reported once, truthfully."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvpipe.plan import Job, Kind
+from kvpipe.transfer.base import CopyPlan, Direction, Ticket
+from tests.unit.fakes import Rig, Waiting, job, plan, rows
+
+LAYERS = 3
+KINDS = st.sampled_from([0, 0, 1, 1, 2, 2, 9])
+SPOILED = st.sampled_from(["", "", "", "", "slot", "cut"])
+
+
+@dataclass
+class Step:
+    """One step as the test knows it."""
+
+    saves: set[int] = field(default_factory=set)
+    syncs: set[int] = field(default_factory=set)
+    waited: set[int] = field(default_factory=set)
+    saved: set[int] = field(default_factory=set)
+    ended: bool = False
+
+
+class Sequences(RuleBasedStateMachine):
+    """vLLM's thread calls at random while copies complete in order, at any time, some failing."""
+
+    layerwise = True
+
+    def __init__(self) -> None:
+        """One pipeline; no step has begun."""
+        super().__init__()
+        self.rig = Rig(layerwise=self.layerwise)
+        self.rig.engine.failing = self._failing
+        self.fail_next = 0
+        self.jobs: dict[int, Job] = {}
+        self.steps: list[Step] = [Step()]
+        self.reported: dict[int, bool] = {}
+        self.down = False
+
+    def _failing(self, copies: CopyPlan, ticket: Ticket) -> frozenset[int]:
+        assert 0 <= ticket.layer < LAYERS
+        if not self.fail_next:
+            return frozenset()
+        chosen = frozenset(j.id for j in copies.jobs if j.id % 2 or self.fail_next > 1)
+        self.fail_next = 0
+        return chosen
+
+    # ---- the calls ------------------------------------------------------------------------------------------------
+
+    @rule(wanted=st.lists(st.tuples(KINDS, SPOILED), max_size=4))
+    def begin(self, wanted: list[tuple[int, str]]) -> None:
+        """Begin a step, ended or not the one before."""
+        made = []
+        step = Step()
+        for kind, spoiled in wanted:
+            new = job(len(self.jobs), kind)
+            if spoiled == "slot":
+                new = new._replace(rows=rows([(0, 77, 0, 0)]))
+            elif spoiled == "cut":
+                new = new._replace(rows=new.rows[:-1])
+            self.jobs[new.id] = new
+            made.append(new)
+            if kind == Kind.SAVE:
+                step.saves.add(new.id)
+            elif kind != Kind.LOAD_ASYNC:
+                step.syncs.add(new.id)
+        self.steps.append(step)
+        self.rig.pipeline.begin(plan(*made))
+
+    @rule()
+    def start_loads(self) -> None:
+        """Start the step's loads, perhaps again."""
+        self.rig.pipeline.start_loads()
+
+    @rule(layer=st.integers(0, LAYERS - 1))
+    def wait_layer(self, layer: int) -> None:
+        """Run a layer's load hook."""
+        self.rig.pipeline.wait_layer(layer)
+        self.steps[-1].waited.add(layer)
+
+    @rule(layer=st.integers(0, LAYERS - 1))
+    def save_layer(self, layer: int) -> None:
+        """Run a layer's save hook."""
+        self.rig.pipeline.save_layer(layer)
+        self.steps[-1].saved.add(layer)
+
+    @rule()
+    def all_hooks(self) -> None:
+        """Run every hook of a good step."""
+        self.start_loads()
+        for layer in range(LAYERS):
+            self.wait_layer(layer)
+            self.save_layer(layer)
+
+    @rule()
+    def end_loads(self) -> None:
+        """Settle the loads."""
+        self.rig.pipeline.end_loads()
+
+    @rule()
+    def end_step(self) -> None:
+        """Settle the step."""
+        self.rig.pipeline.end_step()
+        self.steps[-1].ended = True
+
+    @rule()
+    def collect(self) -> None:
+        """Take the news and judge it."""
+        if not self.down:
+            self.rig.settle()
+        copies = self.rig.engine.copies
+        for outcome in self.rig.pipeline.collect():
+            number = outcome.job.id
+            assert number not in self.reported, "reported twice"
+            assert outcome.job == self.jobs[number]
+            self.reported[number] = outcome.ok
+            mine = [c for c in copies if number in {j.id for j in c.plan.jobs}]
+            assert all(c.ticket.done for c in mine), "reported with a copy in flight"
+            if outcome.ok:
+                assert sorted(c.ticket.layer for c in mine) == list(range(LAYERS)), "good, but not whole"
+                assert not any(number in c.failed for c in mine), "good, but a copy failed"
+                self._judge_good(number)
+            else:
+                assert outcome.why
+
+    def _judge_good(self, number: int) -> None:
+        step = next((s for s in self.steps if number in s.saves | s.syncs), None)
+        if step is None:
+            return  # async
+        if number in step.saves:
+            assert step.ended, "a save is good only after its step's end"
+            assert not self.layerwise or step.saved == set(range(LAYERS))
+        elif self.layerwise:
+            assert step.waited == set(range(LAYERS)), "a load is good only if every layer waited"
+
+    # ---- the engine -----------------------------------------------------------------------------------------------
+
+    @rule(direction=st.sampled_from(Direction), count=st.integers(1, 4))
+    def complete(self, direction: Direction, count: int) -> None:
+        """Complete the oldest copies of a direction."""
+        self.rig.engine.complete(direction, min(count, len(self.rig.engine.queues[direction])))
+
+    @rule(waiting=st.sampled_from(Waiting))
+    def change_waiting(self, waiting: Waiting) -> None:
+        """From now on waits are obeyed, time out, or are the device's business."""
+        self.rig.engine.waiting = waiting
+
+    @rule(who=st.integers(1, 2))
+    def fail_the_next_copy(self, who: int) -> None:
+        """The next submission fails, for the odd jobs or for all."""
+        self.fail_next = who
+
+    @precondition(lambda self: not self.down and len(self.steps) > 4)
+    @rule()
+    def shutdown(self) -> None:
+        """Shut down in the middle; calls go on."""
+        self.rig.pipeline.shutdown()
+        self.down = True
+
+    # ---- what always holds ----------------------------------------------------------------------------------------
+
+    @invariant()
+    def no_bug_of_ours(self) -> None:
+        """No transition was illegal and no handler failed."""
+        assert self.rig.counters["illegal_transition"] == 0
+        assert self.rig.pipeline._loop.errors == 0
+        assert self.rig.counters["loop_did_not_settle"] == 0
+
+    def teardown(self) -> None:
+        """After shutdown every job was reported once, and no save is good whose step's load was not."""
+        self.rig.pipeline.shutdown()
+        self.down = True
+        self.collect()
+        assert self.rig.pipeline.in_flight == 0
+        assert set(self.reported) == set(self.jobs)
+        for step in self.steps:
+            if any(self.reported[number] for number in step.saves):
+                assert all(self.reported[number] for number in step.syncs), "saved over a failed load"
+        self.collect()
+
+
+class StepModeSequences(Sequences):
+    """The same in step mode."""
+
+    layerwise = False
+
+
+TestSequences = Sequences.TestCase
+TestSequences.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+TestStepModeSequences = StepModeSequences.TestCase
+TestStepModeSequences.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

@@ -1,0 +1,1 @@
+"""The contract with vLLM: recorded releases, and its real schedulers."""

@@ -1,0 +1,130 @@
+"""kvpipe under the real vLLM scheduler of every supported release, with a model whose KV says what it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvpipe.testing import contract, mini_scheduler
+from kvpipe.testing.mini_scheduler import SHAPES, Shape, run_scenario
+
+if TYPE_CHECKING:
+    from kvpipe.connectors.vllm.scheduler import SchedulerSide
+    from kvpipe.transfer.cpu import CpuEngine
+
+ROOT = Path(__file__).resolve().parents[2]
+FETCH_SECONDS_MAX = 1800
+RUN_SECONDS_MAX = 400
+
+
+def run(command: list[str], seconds_max: float, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run one of our own programs."""
+    return subprocess.run(  # noqa: S603  (ours)
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=seconds_max,
+        env=os.environ | environment,
+        cwd=ROOT,
+    )
+
+
+def fetched(version: str) -> Path:
+    """Return the folder with the sources of vLLM `version`, which need not be installed. Fails without a download."""
+    command = [sys.executable, str(ROOT / "tools" / "fetch_vllm_sources.py"), version]
+    done = run(command, FETCH_SECONDS_MAX)
+    if done.returncode:
+        pytest.fail(f"the sources of vLLM {version} are needed for this test: {done.stderr.strip()}", pytrace=False)
+    return Path(done.stdout.strip())
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_installed_scheduler(shape: str, seed: int) -> None:
+    """Under the installed scheduler every byte read is right, nothing raises, and nothing is left after a drain."""
+    assert run_scenario(SHAPES[shape], seed, wire=seed % 2 == 0).problems == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(FETCH_SECONDS_MAX + RUN_SECONDS_MAX)
+def test_the_schedulers_of_other_supported_releases() -> None:
+    """The same holds under the scheduler of each recorded release that is not installed, run from its sources."""
+    import vllm
+
+    others = [v for v in contract.recorded() if v != contract.package_version(f"version = '{vllm.__version__}'")]
+    assert others
+    for version in others:
+        sources = fetched(version)
+        _, read = contract.folder_reader(sources)
+        assert contract.dump(contract.record(version, read)) == contract.dump(contract.load(version))
+        command = [sys.executable, "-m", mini_scheduler.__name__, "0"]
+        done = run(command, RUN_SECONDS_MAX, PYTHONPATH=str(sources), VLLM_TARGET_DEVICE="cpu")
+        assert done.returncode == 0, done.stderr[-4000:]
+        said = json.loads(done.stdout.splitlines()[-1])
+        assert said["version"] == version
+        assert len(said["problems"]) == len(SHAPES)
+        assert {name: found for name, found in said["problems"].items() if found} == {}
+
+
+@pytest.mark.parametrize("shape", ["sync", "async-scheduler-async-load", "hybrid"])
+def test_a_wrong_byte_is_noticed(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One flipped byte in one saved layer is found as a wrong read and a wrong output: the check can fail."""
+    from kvpipe.transfer.base import Direction
+    from kvpipe.transfer.cpu import CpuEngine
+
+    honest = CpuEngine.copy_layer
+
+    def flip(self: CpuEngine, plan: Any, layer: int) -> Any:
+        failed = honest(self, plan, layer)
+        if layer == 1 and plan.direction is Direction.SAVE:
+            for _, slot, page, _, _ in plan.runs[0].tolist():
+                at = self._geometry.layer_offsets[0][1] + page * self._geometry.groups[0].layers[1].page_bytes
+                self._pool.slot(slot)[at] ^= 1
+        return failed
+
+    monkeypatch.setattr(CpuEngine, "copy_layer", flip)
+    problems = run_scenario(SHAPES[shape], 0).problems
+    assert any("wrong KV read" in p and "g0.l1" in p for p in problems), problems
+    assert any("output" in p for p in problems)
+
+
+@pytest.mark.parametrize("hook", ["wait_layer", "end_step"])
+def test_a_missing_wait_is_noticed(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Late copies that nobody waits for, before attention or at the step's end, give wrong KV: the check can fail."""
+    from kvpipe.testing.held import HeldEngine
+
+    method = "guard_read" if hook == "wait_layer" else "fence"
+    monkeypatch.setattr(HeldEngine, method, lambda _self, _ticket, _timeout_s: True)
+    problems = run_scenario(Shape(load="sync", held=True), 0).problems
+    assert any("wrong KV read" in p for p in problems), problems
+
+
+def test_a_leaked_lease_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease that is never given back is found after the drain: the check can fail."""
+    from kvpipe.catalog import Catalog
+
+    monkeypatch.setattr(Catalog, "release", lambda _self, _owner: 0)
+    assert any("leases" in p for p in run_scenario(SHAPES["sync"], 0).problems)
+
+
+def test_an_exception_inside_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that the border contains still fails the scenario: the check can fail."""
+    from kvpipe.connectors.vllm.scheduler import SchedulerSide
+
+    honest = SchedulerSide.lookup
+
+    def lookup(self: SchedulerSide, request: Any, local_tokens: int) -> Any:
+        if self._step == 30:
+            raise KeyError(request.request_id)
+        return honest(self, request, local_tokens)
+
+    monkeypatch.setattr(SchedulerSide, "lookup", lookup)
+    problems = run_scenario(SHAPES["async-load"], 0).problems
+    assert any("contained_error" in p for p in problems), problems

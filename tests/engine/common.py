@@ -1,0 +1,81 @@
+"""What the engine scenarios share: prompts, a baseline engine, and what must hold after every one of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from kvpipe.testing.engine import Engine
+from kvpipe.testing.models import VOCAB, make_model
+
+UNEXPECTED = (
+    "contained_error",
+    "illegal_transition",
+    "copy_timeout",
+    "loop_did_not_settle",
+    "loop_lost",
+    "hook_for_unknown_layer",
+    "layers_never_submitted",
+    "layers_read_without_waiting",
+    "loads_never_started",
+    "step_never_ended",
+    "step_end_skipped",
+    "poisoned_plan",
+    "hit_vanished",
+    "admitted_without_lookup",
+    "id_reused_before_finish",
+    "scheduled_unknown_request",
+    "foreign_metadata",
+)
+
+
+def prompt(tokens: int, seed: int) -> list[int]:
+    """A random prompt of `tokens` tokens."""
+    rng = random.Random(seed)
+    return [rng.randrange(3, VOCAB) for _ in range(tokens)]
+
+
+@contextmanager
+def engine(recipe: str = "llama", kvpipe: dict[str, Any] | None = None, **options: Any) -> Iterator[Engine]:
+    """A real engine for a locally made model, closed at the end."""
+    made = Engine(str(make_model(recipe)), kvpipe=kvpipe, **options)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def baseline(
+    prompts: Sequence[Sequence[int]], max_tokens: int, recipe: str = "llama", **options: Any
+) -> list[list[int]]:
+    """The outputs of the same engine without a connector; computed once per session for equal arguments."""
+    key = repr((recipe, prompts, max_tokens, sorted(options.items())))
+    if key not in _baselines:
+        with engine(recipe, None, **options) as plain:
+            _baselines[key] = plain.generate(prompts, max_tokens)
+    return _baselines[key]
+
+
+_baselines: dict[str, list[list[int]]] = {}
+
+
+def assert_clean(live: Engine, *, expected: Sequence[str] = ()) -> dict[str, int]:
+    """Nothing was contained or lost, nothing is left over, the catalog agrees with itself. Returns the counters."""
+    live.settle()
+    side = live.connector.scheduler
+    assert side is not None
+    side.catalog.check_integrity()
+    stats = live.connector.stats()
+    counters = dict(stats)
+    worker = live.worker_connector.worker if live.local_worker else None
+    if worker is not None:
+        counters |= {f"worker.{k}": v for k, v in worker.counters.items()}
+        assert worker.pipeline is not None
+        assert worker.pipeline.in_flight == 0, counters
+    odd = {k: v for k, v in counters.items() if k.removeprefix("worker.") in UNEXPECTED and k not in expected}
+    assert not odd, odd
+    for gauge in ("leases", "pieces_writing", "jobs_in_flight", "requests"):
+        assert stats[gauge] == 0, counters
+    return counters

@@ -1,0 +1,94 @@
+"""Connectors with injected faults, loaded by vLLM through `kv_connector_module_path`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from kvpipe.connectors.vllm.connector import KVPipeConnector
+from kvpipe.testing.faults import FaultyCpuEngine
+from kvpipe.transfer.base import Direction, TransferEngine
+
+RANK_VARIABLE = "KVPIPE_TEST_FAULTY_RANK"
+
+
+class EverySecondLoadFails(KVPipeConnector):
+    """Every second load job fails at its second layer."""
+
+    def make_engine(self) -> TransferEngine | None:
+        """Copy for real, but fail."""
+        return FaultyCpuEngine(1, fail=lambda direction, job, layer: direction is Direction.LOAD and job and layer == 1)
+
+
+class OneRankFails(KVPipeConnector):
+    """Every second load fails, on one rank only."""
+
+    def make_engine(self) -> TransferEngine | None:
+        """Copy for real, but fail on the chosen rank."""
+        rank = self._vllm_config.parallel_config.rank
+        if str(rank) != os.environ.get("KVPIPE_TEST_RANK_THAT_FAILS", "1"):
+            return None
+        return FaultyCpuEngine(1, fail=lambda direction, job, layer: direction is Direction.LOAD and job and layer == 1)
+
+
+class EverySecondSaveFails(KVPipeConnector):
+    """Every second save job fails at its last layer."""
+
+    def make_engine(self) -> TransferEngine | None:
+        """Copy for real, but fail."""
+        return FaultyCpuEngine(1, fail=lambda direction, job, layer: direction is Direction.SAVE and job and layer == 5)
+
+
+class Unruly(KVPipeConnector):
+    """Calls kvpipe in every way that vLLM's versions were seen to call a layerwise connector, and some more."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Every hook twice, one for a layer that nobody knows, a step's end in mid-forward of nothing, freeze toggled."""
+        super().save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
+        super().save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
+        super().wait_for_layer_load(layer_name)
+        super().wait_for_layer_load("no.such.layer")
+        scheduler_side = self.scheduler_side()
+        if scheduler_side is not None:
+            scheduler_side.set_freeze(not scheduler_side.scheduler.freeze)  # type: ignore[union-attr]
+            scheduler_side.set_freeze(not scheduler_side.scheduler.freeze)  # type: ignore[union-attr]
+
+    def wait_for_save(self) -> None:
+        """Three times instead of once."""
+        for _ in range(3):
+            super().wait_for_save()
+
+    def clear_connector_metadata(self) -> None:
+        """Twice, and a step's end after it."""
+        super().clear_connector_metadata()
+        super().wait_for_save()
+        super().clear_connector_metadata()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Twice."""
+        super().start_load_kv(forward_context, **kwargs)
+        super().start_load_kv(forward_context, **kwargs)
+
+    @staticmethod
+    def scheduler_side() -> KVPipeConnector | None:
+        """The other side, in a one-process engine."""
+        return Unruly.other
+
+    other: KVPipeConnector | None = None
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """Remember the scheduler's side."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        Unruly.other = self
+
+
+class HooksSkipped(KVPipeConnector):
+    """No layer hook runs, as in the replay of a full CUDA graph."""
+
+    def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
+        """Skipped."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Skipped."""

@@ -1,0 +1,183 @@
+"""What goes wrong costs a miss or an honest error, never a wrong answer or the engine."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from tests.engine.common import assert_clean, baseline, engine, prompt
+
+pytestmark = pytest.mark.engine
+
+FAULTY = "tests.engine.faulty"
+PROMPTS = [prompt(200 + 40 * i, 300 + i) for i in range(4)]
+
+
+@pytest.mark.parametrize("load", ["sync", "async"])
+@pytest.mark.parametrize("caching", [False, True])
+def test_every_second_load_fails_and_is_recomputed(load: str, caching: bool) -> None:
+    """Policy recompute: answers are right, what failed is computed again, nothing is leaked."""
+    expected = baseline(PROMPTS, 12, enable_prefix_caching=caching)
+    options: dict[str, Any] = {"enable_prefix_caching": caching, "connector": "EverySecondLoadFails", "module": FAULTY}
+    with engine(kvpipe={"load": load}, **options) as live:
+        for _ in range(3):
+            assert live.generate(PROMPTS, 12) == expected
+            live.settle()
+            if caching:
+                live.llm.reset_prefix_cache()
+        stats = assert_clean(live)
+        assert stats["load_failed"] >= 2
+        assert stats["tokens_loaded"] > 0
+
+
+@pytest.mark.parametrize("load", ["sync", "async"])
+def test_every_second_load_fails_and_the_request_with_it(load: str) -> None:
+    """Policy fail: the request ends with an error, the others are answered, nothing is leaked."""
+    expected = baseline(PROMPTS, 12, enable_prefix_caching=False)
+    options: dict[str, Any] = {"policy": "fail", "connector": "EverySecondLoadFails", "module": FAULTY}
+    with engine(kvpipe={"load": load}, enable_prefix_caching=False, **options) as live:
+        assert live.generate(PROMPTS, 12) == expected
+        live.settle()
+        ids = [live.add(p, 12) for p in PROMPTS]
+        outputs = live.drain()
+        reasons = [outputs[i].outputs[0].finish_reason if i in outputs else "none" for i in ids]
+        assert reasons.count("error") == 2, reasons
+        for i, answer in zip(ids, expected, strict=True):
+            if outputs[i].outputs[0].finish_reason == "length":
+                assert list(outputs[i].outputs[0].token_ids) == answer
+        assert assert_clean(live)["load_failed"] == 2
+
+
+def test_every_second_save_fails() -> None:
+    """A failed save is never found; the others are."""
+    expected = baseline(PROMPTS, 12, enable_prefix_caching=False)
+    with engine(kvpipe={}, enable_prefix_caching=False, connector="EverySecondSaveFails", module=FAULTY) as live:
+        for _ in range(3):
+            for tokens, answer in zip(PROMPTS, expected, strict=True):
+                assert live.generate([tokens], 12) == [answer]
+        stats = assert_clean(live)
+        assert stats["save_failed"] >= 2
+        assert stats["tokens_loaded"] > 0
+
+
+def test_unruly_callers() -> None:
+    """Step ends repeated, on empty steps and after clear; hooks repeated; freeze toggled in mid-forward: no-ops."""
+    expected = baseline(PROMPTS, 40, enable_prefix_caching=False)
+    with engine(kvpipe={}, enable_prefix_caching=False, connector="Unruly", module=FAULTY) as live:
+        worker = live.worker_connector
+        worker.wait_for_save()  # before any step
+        worker.wait_for_layer_load("model.layers.0.self_attn.attn")
+        worker.clear_connector_metadata()
+        for _ in range(2):
+            assert live.generate(PROMPTS, 40) == expected
+            live.core.step()  # an empty step
+            worker.wait_for_save()
+        stats = assert_clean(live, expected=("worker.hook_for_unknown_layer",))
+        assert stats["tokens_loaded"] > 0
+        assert stats["worker.hook_for_unknown_layer"] > 0
+        assert stats["worker.step_end_empty"] > 0
+        assert stats["worker.save_repeated"] > 0
+
+
+def test_hooks_that_never_run_publish_nothing() -> None:
+    """When no layer hook runs, saves fail instead of being trusted, and answers are right."""
+    expected = baseline(PROMPTS, 8, enable_prefix_caching=False)
+    with engine(kvpipe={}, enable_prefix_caching=False, connector="HooksSkipped", module=FAULTY) as live:
+        for _ in range(2):
+            assert live.generate(PROMPTS, 8) == expected
+        stats = assert_clean(live, expected=("worker.layers_never_submitted",))
+        assert stats.get("pieces_published", 0) == 0
+        assert stats.get("tokens_loaded", 0) == 0
+        assert stats["slots_used"] == 0
+
+
+@pytest.mark.parametrize("load", ["sync", "async"])
+def test_storm_of_arrivals_and_aborts(load: str) -> None:
+    """Sixty arrivals with shared prefixes, random aborts at any moment: the survivors' answers are right."""
+    rng = random.Random(11)
+    heads = [prompt(64 * (i + 1), 400 + i) for i in range(4)]
+    prompts = [rng.choice(heads) + prompt(rng.randrange(5, 90), 500 + i) for i in range(60)]
+    options: dict[str, Any] = {"num_gpu_blocks_override": 60, "max_num_seqs": 12, "max_num_batched_tokens": 512}
+    expected = baseline(prompts, 24, **options)
+    with engine(kvpipe={"load": load, "chunk_tokens": 64, "pool_bytes_max": "48MiB"}, **options) as live:
+        waiting, alive, done = list(range(60)), {}, {}
+        while waiting or live.busy:
+            for _ in range(rng.randrange(0, 4)):
+                if waiting:
+                    i = waiting.pop()
+                    alive[live.add(prompts[i], 24)] = i
+            for output in live.step():
+                done[output.request_id] = output
+            if alive and rng.random() < 0.25:
+                live.abort(rng.choice(list(alive)))
+        finished = 0
+        for request_id, i in alive.items():
+            if request_id in done and done[request_id].outputs[0].finish_reason == "length":
+                finished += 1
+                assert list(done[request_id].outputs[0].token_ids) == expected[i]
+        assert 5 < finished < 60
+        stats = assert_clean(live)
+        assert stats["tokens_loaded"] > 0
+
+
+def test_the_same_request_id_again_and_again() -> None:
+    """An id that is used again, aborted or finished, starts from nothing."""
+    expected = baseline(PROMPTS, 12, enable_prefix_caching=False)
+    with engine(kvpipe={}, enable_prefix_caching=False) as live:
+        for round_ in range(8):
+            tokens, answer = PROMPTS[round_ % 4], expected[round_ % 4]
+            live.add(tokens, 12, request_id="same")
+            if round_ % 3 == 1:
+                for _ in range(round_):
+                    live.step()
+                live.abort("same")
+                continue
+            outputs = live.drain()
+            assert list(outputs["same"].outputs[0].token_ids) == answer
+        assert assert_clean(live)["tokens_loaded"] > 0
+
+
+def test_shutdown_with_work_in_flight() -> None:
+    """Shutting down with requests in mid-flight, and calling hooks afterwards, is quiet."""
+    with engine(kvpipe={"load": "async"}, enable_prefix_caching=False) as live:
+        live.generate(PROMPTS, 4)
+        for tokens in PROMPTS:
+            live.add(tokens, 30)
+        for _ in range(3):
+            live.step()
+        worker, scheduler = live.worker_connector, live.connector
+        worker.shutdown()
+        worker.shutdown()
+        worker.wait_for_layer_load("model.layers.0.self_attn.attn")
+        worker.wait_for_save()
+        for _ in range(3):
+            live.step()
+        assert "contained_error" not in worker.counters
+        assert "contained_error" not in scheduler.counters
+
+
+def test_cache_reset_in_mid_run() -> None:
+    """A reset forgets everything, also what is being saved; leases in flight are honoured; answers stay right."""
+    expected = baseline(PROMPTS, 40)
+    with engine(kvpipe={}) as live:
+        live.generate(PROMPTS, 4)
+        ids = [live.add(p, 40) for p in PROMPTS]
+        outputs: dict[str, Any] = {}
+        for step in range(400):
+            outputs |= {o.request_id: o for o in live.step()}
+            if step in {0, 1, 5, 12}:
+                assert live.connector.reset_cache() is True
+                side = live.connector.scheduler
+                assert side is not None
+                assert not side.catalog.index(0)
+                side.catalog.check_integrity()
+            if not live.busy:
+                break
+        assert [list(outputs[i].outputs[0].token_ids) for i in ids] == expected
+        assert assert_clean(live)["reset"] == 4
+        assert live.llm.reset_prefix_cache(reset_connector=True)
+        before = live.connector.stats().get("tokens_loaded", 0)
+        assert live.generate(PROMPTS, 40) == expected
+        assert assert_clean(live).get("tokens_loaded", 0) == before

@@ -1,0 +1,174 @@
+"""Repeated prompts, conversations, preemption: the same answers, from loaded KV."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.engine.common import assert_clean, baseline, engine, prompt
+
+pytestmark = pytest.mark.engine
+
+PROMPTS = [prompt(300, 1), prompt(611, 2), prompt(150, 3)]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param({}, id="default"),
+        pytest.param({"mode": "step"}, id="step"),
+        pytest.param({"load": "async"}, id="async"),
+        pytest.param({"mode": "step", "load": "async", "policy": "s3fifo"}, id="step-async-s3fifo"),
+        pytest.param({"copy_threads": 0, "chunk_tokens": 32}, id="inline-small-chunks"),
+        pytest.param({"copy_threads": 1, "save_partial": False, "chunk_tokens": 128}, id="threads-whole-chunks"),
+    ],
+)
+def test_repeated_prompts(config: dict[str, Any]) -> None:
+    """A repeated prompt is loaded, not computed, and the answer is the same, in every mode."""
+    expected = baseline(PROMPTS, 20, enable_prefix_caching=False)
+    with engine(kvpipe=config, enable_prefix_caching=False) as live:
+        assert live.generate(PROMPTS, 20) == expected
+        assert_clean(live)
+        assert live.connector.stats().get("tokens_loaded", 0) == 0
+        for _ in range(2):
+            assert live.generate(PROMPTS, 20) == expected
+        stats = assert_clean(live)
+    size = config.get("chunk_tokens", 256) if not config.get("save_partial", True) else 32
+    due = sum(len(p) // size * size for p in PROMPTS)
+    assert stats["tokens_loaded"] == 2 * due, stats
+
+
+def test_a_flipped_value_changes_the_answer() -> None:
+    """The comparison can fail: one wrong value in one saved chunk gives another answer."""
+    with engine(kvpipe={}, enable_prefix_caching=False) as live:
+        expected = live.generate(PROMPTS[:1], 20)
+        live.settle()
+        worker = live.worker_connector.worker
+        assert worker is not None
+        assert worker.pipeline is not None
+        pool = worker.pipeline._engine._pool  # type: ignore[attr-defined]
+        pool.slot(0)[: 32 * 4 * 64 * 4].view(dtype=__import__("torch").float32)[:4096] += 1.0
+        assert live.generate(PROMPTS[:1], 20) != expected
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_four_turn_conversation(caching: bool) -> None:
+    """Each turn finds the KV of the turn before, generated tokens included."""
+    with engine(enable_prefix_caching=caching) as plain:
+        turns, answers, tokens = [], [], prompt(200, 4)
+        for turn in range(4):
+            turns.append(list(tokens))
+            answers.append(plain.generate([tokens], 45)[0])
+            tokens = tokens + answers[-1] + prompt(30, 50 + turn)
+    with engine(kvpipe={}, enable_prefix_caching=caching) as live:
+        for turn, (tokens, answer) in enumerate(zip(turns, answers, strict=True)):
+            before = live.connector.stats().get("tokens_loaded", 0)
+            if caching:
+                live.llm.reset_prefix_cache()
+            assert live.generate([tokens], 45) == [answer]
+            stats = assert_clean(live)
+            if turn:
+                held = len(turns[turn - 1]) + 45 - 1  # the last token's KV was never computed
+                assert stats["tokens_loaded"] - before == held // 32 * 32
+
+
+def test_save_decode_off_saves_prompts_only() -> None:
+    """With save_decode off, the KV of generated tokens is not found."""
+    tokens = prompt(200, 5)
+    with engine(kvpipe={"save_decode": False}, enable_prefix_caching=False) as live:
+        answer = live.generate([tokens], 100)[0]
+        live.generate([tokens + answer], 4)
+        assert assert_clean(live)["tokens_loaded"] == 192
+
+
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("config", [{}, {"load": "async"}, {"mode": "step", "chunk_tokens": 64}], ids=str)
+def test_preempted_requests_load_what_was_saved(caching: bool, config: dict[str, Any]) -> None:
+    """Ten requests in 40 blocks: resumed requests load, go on saving, and answer as if nothing had happened."""
+    prompts = [prompt(60 + 20 * i, 100 + i) for i in range(10)]
+    options: dict[str, Any] = {"num_gpu_blocks_override": 40, "enable_prefix_caching": caching, "max_model_len": 1024}
+    expected = baseline(prompts, 160, **options)
+    with engine(kvpipe=config, **options) as live:
+        assert live.generate(prompts, 160) == expected
+        first = assert_clean(live)
+        assert first["preempted"] > 0
+        assert first["tokens_loaded"] > 0
+        # what was computed after the resumption was saved too: everything is found again
+        live.llm.reset_prefix_cache()
+        whole = [p + a for p, a in zip(prompts, expected, strict=True)]
+        live.generate(whole[:1], 2)
+        again = assert_clean(live)
+        assert again["tokens_loaded"] - first["tokens_loaded"] == (len(whole[0]) - 1) // 32 * 32
+
+
+def test_chunked_prefill_smaller_than_a_chunk() -> None:
+    """A chunk that is filled over several steps is found whole."""
+    options: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "enable_prefix_caching": False}
+    expected = baseline(PROMPTS, 16, **options)
+    with engine(kvpipe={"chunk_tokens": 256}, **options) as live:
+        for _ in range(2):
+            assert live.generate(PROMPTS, 16) == expected
+        assert assert_clean(live)["tokens_loaded"] == sum(len(p) // 32 * 32 for p in PROMPTS)
+
+
+def test_ngram_drafts() -> None:
+    """Accepted draft tokens are saved when they are confirmed; rejected ones never."""
+    looping = (prompt(24, 6) * 12)[:280]
+    drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    options: dict[str, Any] = {"speculative_config": drafts, "enable_prefix_caching": False}
+    expected = baseline([looping, PROMPTS[0]], 80, **options)
+    assert expected == baseline([looping, PROMPTS[0]], 80, enable_prefix_caching=False)
+    with engine(kvpipe={}, **options) as live:
+        for _ in range(2):
+            assert live.generate([looping, PROMPTS[0]], 80) == expected
+        whole = looping + expected[0]
+        before = assert_clean(live)["tokens_loaded"]
+        assert before == (280 + 300) // 32 * 32 - 32 + 32 * ((280 % 32 + 300 % 32) // 32 == 0)
+        live.generate([whole], 2)
+        # up to one block per finishing step can stay unconfirmed (docs/decisions)
+        assert assert_clean(live)["tokens_loaded"] - before >= (len(whole) - 1) // 32 * 32 - 32
+
+
+def test_whole_prompt_hit() -> None:
+    """A hit that covers the whole prompt recomputes the last token only, sync and async."""
+    tokens = prompt(256, 7)
+    expected = baseline([tokens], 8, enable_prefix_caching=False)
+    for load, loaded in (("sync", 255), ("async", 256)):
+        with engine(kvpipe={"load": load}, enable_prefix_caching=False) as live:
+            for _ in range(2):
+                assert live.generate([tokens], 8) == expected
+            assert assert_clean(live)["tokens_loaded"] == loaded
+
+
+def test_prefix_cache_hit_that_ends_inside_a_chunk() -> None:
+    """When vLLM's own cache has the first blocks of a chunk, only the rest of it is loaded."""
+    head, tail = prompt(96, 8), prompt(400, 9)
+    whole = head + tail
+    expected = baseline([whole], 8)
+    with engine(kvpipe={"chunk_tokens": 256}) as live:
+        assert live.generate([whole], 8) == expected
+        live.settle()
+        live.llm.reset_prefix_cache()
+        live.generate([head + prompt(10, 10)], 4)  # brings back the first three blocks: loaded from the chunk
+        before = assert_clean(live).get("tokens_loaded", 0)
+        assert live.generate([whole], 8) == expected
+        assert assert_clean(live)["tokens_loaded"] - before == len(whole) // 32 * 32 - 96
+
+
+def test_eviction_under_load() -> None:
+    """A pool far smaller than the working set evicts, and never answers wrongly."""
+    prompts = [prompt(200 + 13 * i, 200 + i) for i in range(12)]
+    expected = baseline(prompts, 12, enable_prefix_caching=False)
+    for policy in ("lru", "s3fifo"):
+        config = {"pool_bytes_max": 6 * 32768 * 6 * 4, "chunk_tokens": 128, "policy": policy}
+        with engine(kvpipe=config, enable_prefix_caching=False) as live:
+            for _ in range(3):
+                assert live.generate(prompts, 12) == expected
+            for tokens, answer in zip(prompts[-2:], expected[-2:], strict=True):
+                assert live.generate([tokens], 12) == [answer]
+                assert live.generate([tokens], 12) == [answer]
+            stats = assert_clean(live)
+            assert stats["slots"] == 6
+            assert stats["evicted"] > 10
+            assert stats["tokens_loaded"] > 0

@@ -1,0 +1,206 @@
+"""Where settings come from, and what a user reads when one is wrong."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpipe.config import Settings, load_settings, markdown_table
+from kvpipe.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [n for n in os.environ if n.upper().startswith("KVPIPE_")]:
+        monkeypatch.delenv(name)
+
+
+def _yaml(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "kvpipe.yaml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def _refusal(extra: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_settings(extra)
+    assert str(caught.value).startswith("kvpipe: ")
+    return str(caught.value)
+
+
+def test_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The extra config wins over the environment, the environment over the file, the file over the defaults."""
+    path = _yaml(tmp_path, "chunk_tokens: 1\nwait_ms_max: 1\npolicy: s3fifo\n")
+    monkeypatch.setenv("KVPIPE_CHUNK_TOKENS", "2")
+    monkeypatch.setenv("KVPIPE_WAIT_MS_MAX", "2")
+    got = load_settings({"config_file": path, "chunk_tokens": 3})
+    assert (got.chunk_tokens, got.wait_ms_max, got.policy, got.mode) == (3, 2, "s3fifo", "layerwise")
+
+
+def test_the_file_may_be_named_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """KVPIPE_CONFIG_FILE is read like config_file."""
+    monkeypatch.setenv("KVPIPE_CONFIG_FILE", _yaml(tmp_path, "mode: step"))
+    assert load_settings().mode == "step"
+
+
+def test_the_environments_case_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lower-case variable is checked like any other and wins over the file."""
+    monkeypatch.setenv("kvpipe_mode", "layerwise")
+    assert load_settings({"config_file": _yaml(tmp_path, "mode: step")}).mode == "layerwise"
+    monkeypatch.setenv("kvpipe_moode", "step")
+    assert "did you mean 'KVPIPE_MODE'?" in _refusal({})
+
+
+def test_the_same_call_without_arguments_gives_the_defaults() -> None:
+    """Nothing given, nothing changed."""
+    fields = Settings.model_fields
+    assert load_settings().model_dump() == {key: field.default for key, field in fields.items()}
+    assert load_settings({}) == load_settings(None)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [
+        ("chunk_sizee", "chunk_tokens"),
+        ("chunk_size", "chunk_tokens"),
+        ("chunk-tokens", "chunk_tokens"),
+        ("pool", "pool_bytes_max"),
+        ("max_pool", "pool_bytes_max"),
+        ("POLICY", "policy"),
+        ("polcy", "policy"),
+        ("freze", "freeze"),
+        ("threads", "copy_threads"),
+        ("config", "config_file"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(wrong: str, meant: str) -> None:
+    """A misspelt key is refused with the key that was meant."""
+    assert _refusal({wrong: 1}) == (
+        f"kvpipe: unknown key {wrong!r} in the kv_connector_extra_config; did you mean {meant!r}?"
+    )
+
+
+def test_an_unknown_key_like_no_other_lists_all() -> None:
+    """A key that resembles none is refused with every valid key."""
+    message = _refusal({"zzz": 1})
+    assert "unknown key 'zzz'" in message
+    assert all(key in message for key in Settings.model_fields)
+
+
+def test_an_unknown_variable_is_named_as_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The remedy for a wrong variable is a variable."""
+    monkeypatch.setenv("KVPIPE_CHUNK_TOKEN", "4")
+    assert _refusal({}) == (
+        "kvpipe: unknown key 'KVPIPE_CHUNK_TOKEN' in the environment; did you mean 'KVPIPE_CHUNK_TOKENS'?"
+    )
+
+
+def test_an_unknown_key_in_the_file_names_the_file(tmp_path: Path) -> None:
+    """A wrong key in the YAML file is refused with the file's path."""
+    path = _yaml(tmp_path, "chunk_token: 4")
+    message = _refusal({"config_file": path})
+    assert path in message
+    assert "did you mean 'chunk_tokens'?" in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("chunk_tokens", "many", "valid integer"),
+        ("chunk_tokens", 1.5, "fractional part"),
+        ("chunk_tokens", 0, "greater than 0"),
+        ("chunk_tokens", True, "expected a number, not true or false"),
+        ("pool_bytes_max", True, "expected a number, not true or false"),
+        ("pool_bytes_max", "8 parsecs", "byte unit: parsecs"),
+        ("pool_bytes_max", -1, "could not parse"),
+        ("wait_ms_max", False, "expected a number, not true or false"),
+        ("wait_ms_max", 10**13, "less than or equal to 3600000"),
+        ("copy_threads", True, "expected a number, not true or false"),
+        ("copy_threads", 2, "less than or equal to 1"),
+        ("mode", "layer", "'layerwise' or 'step'"),
+        ("policy", 3, "'lru' or 's3fifo'"),
+        ("save_decode", "perhaps", "valid boolean"),
+        ("name", 5, "valid string"),
+        ("log_level", None, "'debug'"),
+    ],
+)
+def test_a_wrong_value_names_key_value_and_remedy(key: str, value: object, why: str) -> None:
+    """A wrong value is refused with the key, the value, the reason, what the key means and its default."""
+    message = _refusal({key: value})
+    assert f"kvpipe: {key}={value!r} is not valid" in message
+    assert why in message
+    assert f"{key} means: {Settings.model_fields[key].description}" in message
+    assert "Default: " in message
+    assert "Value error" not in message
+
+
+def test_a_wrong_variable_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong value in the environment gets the same sentence."""
+    monkeypatch.setenv("KVPIPE_CHUNK_TOKENS", "many")
+    assert "chunk_tokens='many' is not valid" in _refusal({})
+
+
+def test_a_huge_value_does_not_flood_the_message() -> None:
+    """The shown value is cut, the message stays readable."""
+    assert len(_refusal({"chunk_tokens": "9" * 5000})) < 400
+
+
+def test_a_contradiction_is_refused() -> None:
+    """Bypass and freeze together name both keys and the remedy."""
+    message = _refusal({"bypass": True, "freeze": True})
+    assert "bypass=true contradicts freeze=true" in message
+    assert "set only one of them" in message
+    assert load_settings({"bypass": True}).bypass
+    assert load_settings({"freeze": True}).freeze
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"a: [1", "cannot be read"),
+        (b"- mode\n", "holds a list"),
+        (b"[]", "holds a list"),
+        (b"word", "holds a str"),
+        (b"\xff\xfe\x00mode", "cannot be read"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_bad_file_names_the_file_and_the_remedy(tmp_path: Path, content: bytes | None, why: str) -> None:
+    """A file that is absent, no YAML, no text or no mapping is a ConfigError that says what to write."""
+    path = tmp_path / "bad.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    message = _refusal({"config_file": str(path)})
+    assert f"config_file={str(path)!r}" in message
+    assert why in message
+    assert "YAML file of keys" in message or "'key: value' per line" in message
+
+
+def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
+    """An empty YAML file is not an error."""
+    given = load_settings({"config_file": _yaml(tmp_path, "")})
+    assert given.model_dump(exclude={"config_file"}) == load_settings().model_dump(exclude={"config_file"})
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("8GiB", 8 << 30), ("512 MiB", 512 << 20), ("1GB", 10**9), ("4096", 4096), (4096, 4096)]
+)
+def test_byte_sizes_take_units(text: str | int, size: int) -> None:
+    """pool_bytes_max reads binary and decimal units and plain bytes."""
+    assert load_settings({"pool_bytes_max": text}).pool_bytes_max == size
+
+
+def test_settings_are_frozen() -> None:
+    """Nobody changes the configuration of a running engine by accident."""
+    with pytest.raises(ValueError, match="frozen"):
+        load_settings().chunk_tokens = 5
+
+
+def test_the_table_has_a_row_per_key() -> None:
+    """The README's table names every key with its default."""
+    lines = markdown_table().splitlines()
+    assert len(lines) == 2 + len(Settings.model_fields)
+    assert any(line.startswith("| `pool_bytes_max` | `4.0GiB` |") for line in lines)

@@ -1,0 +1,76 @@
+"""The arithmetic of units, chunks and slots."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpipe.errors import ConfigError
+from kvpipe.geometry import SLOT_ALIGN_BYTES, Geometry, Group, Layer
+from kvpipe.tiers.memory import HostPool
+
+
+def _mixed(chunk_tokens: int = 96, pool_bytes_max: int = 1 << 20) -> Geometry:
+    full = Group((Layer("a", 1000), Layer("b", 500)), block_tokens=16)
+    window = Group((Layer("c", 3000),), block_tokens=24, window_tokens=100)
+    return Geometry((full, window), chunk_tokens, pool_bytes_max)
+
+
+def test_units_of_groups_with_different_block_sizes() -> None:
+    """A unit is the least common multiple of the block sizes, and every group has whole blocks in it."""
+    g = _mixed()
+    assert g.unit_tokens == 48
+    assert g.units_per_chunk == 2
+    assert g.pages_per_unit == (3, 2)
+    assert g.pages_per_chunk == (6, 4)
+    assert [p * group.block_tokens for p, group in zip(g.pages_per_chunk, g.groups, strict=True)] == [96, 96]
+
+
+def test_layers_lie_one_after_another_in_a_slot() -> None:
+    """A layer is one slice of the slot: offsets add up the earlier layers' pages of one chunk, per group."""
+    g = _mixed()
+    assert g.layer_offsets == ((0, 6000), (0,))
+    assert g.groups[0].bytes_per_block == 1500
+    assert g.layers == ((0, 0), (0, 1), (1, 0))
+
+
+def test_a_slot_is_the_largest_chunk_aligned() -> None:
+    """Slots hold any group's chunk (9000 and 12000 bytes here) and start page-aligned."""
+    g = _mixed()
+    assert g.slot_bytes == 12288
+    assert g.slot_bytes % SLOT_ALIGN_BYTES == 0
+    assert g.slots == (1 << 20) // 12288
+
+
+def test_one_group() -> None:
+    """With one group a unit is a block."""
+    g = Geometry((Group((Layer("a", 64),), block_tokens=32),), 256, 4096)
+    assert (g.unit_tokens, g.units_per_chunk, g.pages_per_unit, g.slots) == (32, 8, (1,), 1)
+
+
+@pytest.mark.parametrize(("chunk", "near"), [(100, 96), (1, 48), (47, 48), (130, 144)])
+def test_a_chunk_that_is_no_multiple_is_refused(chunk: int, near: int) -> None:
+    """The refusal names the key, the value, the block size and the nearest size that works."""
+    with pytest.raises(ConfigError) as caught:
+        _mixed(chunk_tokens=chunk)
+    assert f"chunk_tokens={chunk} is not a multiple of the engine's block size 48" in str(caught.value)
+    assert str(caught.value).endswith(f"set chunk_tokens={near}")
+    assert _mixed(chunk_tokens=near).chunk_tokens == near
+
+
+def test_a_pool_smaller_than_a_chunk_is_refused() -> None:
+    """The refusal names the key, the value and the least size that works."""
+    with pytest.raises(ConfigError, match=r"pool_bytes_max=12287 .*at least 12288") as caught:
+        _mixed(pool_bytes_max=12287)
+    assert "96 tokens" in str(caught.value)
+    assert _mixed(pool_bytes_max=12288).slots == 1
+
+
+def test_the_pool_has_the_geometrys_slots() -> None:
+    """The pool's slots are page-aligned, adjacent and do not overlap."""
+    g = _mixed(pool_bytes_max=3 * 12288 + 5)
+    pool = HostPool(g)
+    assert pool.tensor.shape == (3, 12288)
+    assert pool.base % SLOT_ALIGN_BYTES == 0
+    pool.slot(1).fill_(7)
+    assert [int(pool.slot(i).sum()) for i in range(3)] == [0, 7 * 12288, 0]
+    assert pool.slot(2).data_ptr() == pool.base + 2 * 12288

@@ -1,0 +1,193 @@
+"""The loop thread: in order, nothing lost, nothing kills it, and it always ends."""
+
+from __future__ import annotations
+
+import threading
+
+import anyio
+import pytest
+
+from kvpipe.loop import LoopThread
+from tests.unit.fakes import WAIT_S
+
+
+def _ignore(_item: object) -> None:
+    pass
+
+
+def test_items_are_handled_in_order_on_one_thread() -> None:
+    """FIFO: items are handled in the order of the puts, all on the loop's thread; callables are called."""
+    seen: list[object] = []
+    loop = LoopThread("t", lambda item: seen.append((item, threading.current_thread().name)))
+    for i in range(500):
+        assert loop.put(i)
+    assert loop.put(lambda: seen.append("called"))
+    assert loop.settle(WAIT_S)
+    assert seen == [*((i, "t") for i in range(500)), "called"]
+    assert loop.stop(WAIT_S)
+
+
+def test_settle_waits_for_what_was_put_before() -> None:
+    """Settle returns only when everything put so far was handled, also when the loop had been asleep."""
+    seen: list[int] = []
+    loop = LoopThread("t", seen.append)
+    for i in range(300):
+        loop.put(i)
+        assert loop.settle(WAIT_S)
+        assert seen[-1] == i
+    loop.stop(WAIT_S)
+
+
+def test_settle_is_bounded() -> None:
+    """Settle returns False when a handler does not return in time, and on a stopped loop."""
+    gate = threading.Event()
+    loop = LoopThread("t", _ignore)
+    loop.put(lambda: gate.wait(WAIT_S) and None)
+    assert not loop.settle(0.0)
+    gate.set()
+    assert loop.settle(WAIT_S)
+    assert loop.stop(WAIT_S)
+    assert not loop.settle(WAIT_S)
+
+
+def test_stop_handles_the_inbox_first() -> None:
+    """What was put before stop is handled before the thread ends; a put after it is refused and dropped."""
+    gate, entered = threading.Event(), threading.Event()
+    seen: list[object] = []
+
+    def hold() -> None:
+        entered.set()
+        gate.wait(WAIT_S)
+
+    loop = LoopThread("t", seen.append)
+    loop.put(hold)
+    assert entered.wait(WAIT_S)
+    for i in range(100):
+        loop.put(i)
+    assert not loop.stop(0.0)
+    assert not loop.alive
+    assert not loop.put("late")
+    gate.set()
+    assert loop.stop(WAIT_S)
+    assert loop.stop(WAIT_S)
+    assert seen == list(range(100))
+
+
+def test_a_failing_handler_is_counted_and_survived() -> None:
+    """An exception of a handler or callable is counted; the next item is handled."""
+    seen: list[int] = []
+
+    def handle(item: int) -> None:
+        if item % 2:
+            msg = "odd"
+            raise ValueError(msg)
+        seen.append(item)
+
+    loop = LoopThread("t", handle)
+    for i in range(10):
+        loop.put(i)
+    loop.put(lambda: 1 / 0)
+    assert loop.settle(WAIT_S)
+    assert (seen, loop.errors, loop.alive) == ([0, 2, 4, 6, 8], 6, True)
+    loop.stop(WAIT_S)
+
+
+def test_tasks_run_and_are_cancelled_by_stop() -> None:
+    """A background task runs beside the inbox and is cancelled, with its cleanup run, when the loop stops."""
+    events: list[str] = []
+    started = threading.Event()
+
+    async def task() -> None:
+        started.set()
+        try:
+            await anyio.sleep_forever()
+        finally:
+            events.append("cancelled")
+
+    loop = LoopThread("t", _ignore, tasks=(task,))
+    assert started.wait(WAIT_S)
+    assert loop.settle(WAIT_S)
+    assert events == []
+    assert loop.stop(WAIT_S)
+    assert events == ["cancelled"]
+
+
+def test_a_failing_task_ends_alone() -> None:
+    """A task that raises is counted; the loop and the other tasks go on."""
+    other = threading.Event()
+    go_on = threading.Event()
+
+    async def bad() -> None:
+        msg = "no"
+        raise OSError(msg)
+
+    async def good() -> None:
+        await anyio.to_thread.run_sync(go_on.wait, WAIT_S)
+        other.set()
+
+    loop = LoopThread("t", _ignore, tasks=(bad, good))
+    assert loop.settle(WAIT_S)
+    go_on.set()
+    assert other.wait(WAIT_S)
+    assert (loop.alive, loop.errors) == (True, 1)
+    assert loop.stop(WAIT_S)
+
+
+def test_many_threads_putting_lose_nothing() -> None:
+    """Eight threads put at once: every item is handled once, each thread's in its order."""
+    seen: list[tuple[int, int]] = []
+    loop = LoopThread("t", seen.append)
+    line = threading.Barrier(8)
+
+    def put(who: int) -> None:
+        line.wait(WAIT_S)
+        for i in range(1000):
+            loop.put((who, i))
+
+    threads = [threading.Thread(target=put, args=(who,)) for who in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert loop.settle(WAIT_S)
+    assert len(seen) == 8000
+    for who in range(8):
+        assert [i for w, i in seen if w == who] == list(range(1000))
+    loop.stop(WAIT_S)
+
+
+def test_stop_from_the_loop_itself() -> None:
+    """A handler may stop its own loop: it does not wait for itself."""
+    loop = LoopThread("t", _ignore)
+    answers: list[bool] = []
+    loop.put(lambda: answers.append(loop.stop(WAIT_S)))
+    loop._thread.join(WAIT_S)
+    assert answers == [False]
+    assert not loop._thread.is_alive()
+
+
+def test_a_loop_that_cannot_start_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the event loop cannot start, the constructor returns and the loop is not alive."""
+
+    def refuse(*_: object, **__: object) -> None:
+        pass
+
+    monkeypatch.setattr("kvpipe.loop.anyio.run", refuse)
+    loop = LoopThread("t", _ignore)
+    loop._thread.join(WAIT_S)
+    assert not loop.alive
+    assert not loop.settle(WAIT_S)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_lost_loop_is_noticed() -> None:
+    """A loop whose thread died is not alive, and settle says so at once instead of waiting."""
+
+    def die() -> None:
+        raise SystemExit
+
+    loop = LoopThread("t", _ignore)
+    loop.put(die)
+    loop._thread.join(WAIT_S)
+    assert not loop.alive
+    assert not loop.settle(threading.TIMEOUT_MAX)
