@@ -60,6 +60,17 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
             "topk_group": 1,
         },
     ),
+    "demo": (
+        "Llama",
+        {
+            "hidden_size": 512,
+            "intermediate_size": 1024,
+            "num_hidden_layers": 8,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "initializer_range": 0.085,
+        },
+    ),
     # realistic KV size: 16 layers x 2 x 8 heads x 128 x float32 = 128 KiB per token, compute kept affordable on a CPU
     "big-kv": (
         "Llama",

@@ -1,0 +1,96 @@
+"""The `kvpipe` command."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvpipe import __version__
+from kvpipe.config import load_settings, markdown_table
+from kvpipe.control import write_freeze
+from kvpipe.errors import UsageError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; return its exit status. A usage error is one line on stderr and status 2."""
+    args = _parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except UsageError as e:
+        print(e, file=sys.stderr)  # noqa: T201
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="kvpipe", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"kvpipe {__version__}")
+    sub = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    demo = sub.add_parser("demo", help="run a real engine with and without kvpipe and compare")
+    demo.add_argument("--json", type=Path, help="also write the rows to this file")
+    demo.add_argument("--log", type=Path, default=Path(".cache/demo.log"), help="where the engines' own output goes")
+    demo.set_defaults(run=_demo)
+
+    check = sub.add_parser("check", help="check a configuration before an engine is started with it")
+    check.add_argument("extra", nargs="?", default="{}", help="kv_connector_extra_config as JSON")
+    check.set_defaults(run=_check)
+
+    freeze = sub.add_parser("freeze", help="let a running engine stop or resume saving; hits are served all the same")
+    freeze.add_argument("state", choices=["on", "off"])
+    freeze.add_argument("control_file", type=Path, help="the engine's control_file")
+    freeze.set_defaults(run=_freeze)
+
+    diagrams = sub.add_parser("diagrams", help="write the state machines' pages")
+    diagrams.add_argument("folder", type=Path, nargs="?", default=Path("docs/machines"))
+    diagrams.set_defaults(run=_diagrams)
+
+    table = sub.add_parser("config", help="print the configuration table")
+    table.set_defaults(run=_config)
+    return parser
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from kvpipe.demo import run_demo  # noqa: PLC0415  (imports an engine)
+
+    return run_demo(args.log, args.json)
+
+
+def _check(args: argparse.Namespace) -> int:
+    try:
+        extra = json.loads(args.extra)
+    except json.JSONDecodeError as e:
+        msg = f"kvpipe: extra={args.extra!r} is not JSON ({e}); write it as '{{\"chunk_tokens\": 256}}'"
+        raise UsageError(msg) from None
+    if not isinstance(extra, dict):
+        msg = f"kvpipe: extra={args.extra!r} is not a JSON object; write it as '{{\"chunk_tokens\": 256}}'"
+        raise UsageError(msg)
+    settings = load_settings(extra)
+    for key, value in settings.model_dump().items():
+        print(f"{key} = {value}")  # noqa: T201
+    return 0
+
+
+def _freeze(args: argparse.Namespace) -> int:
+    write_freeze(args.control_file, on=args.state == "on")
+    return 0
+
+
+def _diagrams(args: argparse.Namespace) -> int:
+    from kvpipe.statemachine.diagram import MACHINES, to_markdown  # noqa: PLC0415
+
+    args.folder.mkdir(parents=True, exist_ok=True)
+    for machine in MACHINES:
+        (args.folder / f"{machine.name}.md").write_text(to_markdown(machine), encoding="utf-8")
+    return 0
+
+
+def _config(_: argparse.Namespace) -> int:
+    print(markdown_table(), end="")  # noqa: T201
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
