@@ -11,7 +11,7 @@ Fail = Callable[[Direction, bool, int], bool]
 
 
 class FaultyCpuEngine(CpuEngine):
-    """Asks `fail(direction, is_every_second_job, layer)` for each job and layer; a failed copy leaves garbage behind."""
+    """Asks `fail(direction, is_every_second_job, layer)` for each job and layer; a failed load leaves garbage."""
 
     def __init__(self, threads: int, fail: Fail) -> None:
         """`fail` decides; jobs are numbered per direction in the order in which they are first seen."""

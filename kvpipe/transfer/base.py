@@ -41,39 +41,65 @@ class Run(NamedTuple):
     pages: int
 
 
-class CopyPlan:
-    """The rows of a batch of jobs, merged into runs, per cache group. Compiled once per step, used by every layer."""
+class Span(NamedTuple):
+    """`pages` adjacent pages of one slot, from `page` on, and the block of each: contiguous on the host side.
 
-    __slots__ = ("direction", "jobs", "runs")
+    `adjacent`: the blocks are so too, from `block` on.
+    """
+
+    slot: int
+    page: int
+    pages: int
+    block: int
+    adjacent: bool
+    blocks: npt.NDArray[np.int64]
+
+
+class CopyPlan:
+    """The rows of a batch of jobs per cache group, merged. Compiled once per step, used by every layer.
+
+    `runs[g]` is an (n, 5) array of `Run`s, `spans[g]` a list of `Span`s: an engine takes what suits it.
+    """
+
+    __slots__ = ("direction", "jobs", "runs", "spans")
 
     def __init__(self, direction: Direction, jobs: Sequence[Job], groups: int) -> None:
         """Merge adjacent rows. O(rows), vectorised."""
-        self.direction = direction
-        self.jobs = tuple(jobs)
-        self.runs: tuple[npt.NDArray[np.int64], ...] = _merge(self.jobs, groups)
+        self.direction, self.jobs = direction, tuple(jobs)
+        tables = [job.table().astype(np.int64) for job in jobs]
+        owners = np.repeat([job.id for job in jobs], [len(t) for t in tables]) if jobs else np.empty(0, np.int64)
+        rows = np.concatenate(tables) if tables else np.empty((0, 4), np.int64)
+        runs, spans = [], []
+        for g in range(groups):
+            mine = rows[:, 0] == g
+            merged = _merge(rows[mine][:, 1:], owners[mine])
+            runs.append(merged[0])
+            spans.append(merged[1])
+        self.runs: tuple[npt.NDArray[np.int64], ...] = tuple(runs)
+        self.spans: tuple[list[Span], ...] = tuple(spans)
 
     def run_list(self, group: int) -> list[Run]:
         """Return the runs of `group` as plain tuples."""
         return [Run(*row) for row in self.runs[group].tolist()]
 
 
-def _merge(jobs: Sequence[Job], groups: int) -> tuple[npt.NDArray[np.int64], ...]:
-    tables = [job.table().astype(np.int64) for job in jobs]
-    ids = np.repeat([job.id for job in jobs], [len(t) for t in tables]) if jobs else np.empty(0, np.int64)
-    rows = np.concatenate(tables) if tables else np.empty((0, 4), np.int64)
-    out = []
-    for g in range(groups):
-        mine = rows[:, 0] == g
-        r, owner = rows[mine][:, 1:], ids[mine]
-        starts = np.ones(len(r), dtype=bool)
-        if len(r) > 1:
-            step = np.diff(r, axis=0)
-            joined = (step[:, 0] == 0) & (step[:, 1] == 1) & (step[:, 2] == 1) & (np.diff(owner) == 0)
-            starts[1:] = ~joined
-        first = np.flatnonzero(starts)
-        count = np.diff(np.append(first, len(r)))
-        out.append(np.column_stack([owner[first], r[first], count]).astype(np.int64))
-    return tuple(out)
+def _merge(rows: npt.NDArray[np.int64], owners: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], list[Span]]:
+    """Merge (slot, page, block) rows: into runs (both sides adjacent, one owner) and spans (slot side adjacent)."""
+    step = np.diff(rows, axis=0)
+    same_span = (step[:, 0] == 0) & (step[:, 1] == 1)
+    same_run = same_span & (step[:, 2] == 1) & (np.diff(owners) == 0)
+    first = np.flatnonzero(np.append(len(rows) > 0, ~same_run)[: len(rows)])
+    length = np.diff(np.append(first, len(rows)))
+    runs = np.column_stack([owners[first], rows[first], length]).astype(np.int64)
+    cuts = np.flatnonzero(~same_span) + 1
+    parts = np.split(rows, cuts) if len(rows) else []
+    return runs, list(map(_span, parts))
+
+
+def _span(part: npt.NDArray[np.int64]) -> Span:
+    blocks = np.ascontiguousarray(part[:, 2])
+    slot, page, block = part[0].tolist()
+    return Span(slot, page, len(part), block, bool((np.diff(blocks) == 1).all()), blocks)
 
 
 class Ticket:

@@ -11,8 +11,12 @@ import os
 import threading
 from collections.abc import Sequence
 from queue import SimpleQueue
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import structlog
+import torch
 
 from kvpipe.geometry import Geometry
 from kvpipe.tiers.memory import HostPool
@@ -22,6 +26,8 @@ from kvpipe.transfer.pages import PageView
 log = structlog.get_logger("kvpipe.transfer")
 
 _memmove = ctypes.memmove
+_WORD = 8
+_TORCH_BYTES_MIN = 65_536  # below it a torch call costs more than it gains over memmove
 _Work = tuple[CopyPlan, Ticket] | None
 
 
@@ -38,6 +44,8 @@ class CpuEngine:
     def attach(self, views: Sequence[PageView], geometry: Geometry, pool: HostPool) -> None:
         """See `TransferEngine.attach`."""
         self._views, self._geometry, self._pool = tuple(views), geometry, pool
+        self._words = tuple(map(_as_words, self._views))
+        self._host_bytes = pool.tensor.view(-1).numpy()
 
     def submit(self, plan: CopyPlan, ticket: Ticket) -> None:
         """See `TransferEngine.submit`."""
@@ -66,14 +74,15 @@ class CpuEngine:
             lane.stop()
 
     def _run(self, plan: CopyPlan, ticket: Ticket) -> None:
+        failed = frozenset(job.id for job in plan.jobs)
         try:
             failed = self.copy_layer(plan, ticket.layer)
+            if failed and plan.direction is Direction.LOAD:
+                self._scrub(plan, ticket.layer, failed)
         except Exception:
             log.exception("copy_failed", layer=ticket.layer)
-            failed = frozenset(job.id for job in plan.jobs)
-        if failed and plan.direction is Direction.LOAD:
-            self._scrub(plan, ticket.layer, failed)
-        ticket.complete(failed)
+        finally:
+            ticket.complete(failed)
 
     def _scrub(self, plan: CopyPlan, layer: int, failed: frozenset[int]) -> None:
         """Zero the blocks of failed loads before attention reads them.
@@ -89,25 +98,38 @@ class CpuEngine:
     def copy_layer(self, plan: CopyPlan, layer: int) -> frozenset[int]:
         """Copy one layer of `plan` on the calling thread; return the ids of jobs that failed."""
         group, index = self._geometry.layers[layer]
-        runs = plan.runs[group]
-        if not len(runs):
-            return NO_JOBS
-        view = self._views[layer]
-        offset = self._pool.base + self._geometry.layer_offsets[group][index]
-        slots = (runs[:, 1] * self._geometry.slot_bytes + runs[:, 2] * view.page_bytes + offset).tolist()
-        blocks = (runs[:, 3] * view.stride_bytes + view.base).tolist()
-        dst, src = (slots, blocks) if plan.direction is Direction.SAVE else (blocks, slots)
-        if view.dense:
-            for d, s, n in zip(dst, src, (runs[:, 4] * view.page_bytes).tolist(), strict=True):
-                _memmove(d, s, n)
-            return NO_JOBS
-        d_step, s_step = view.page_bytes, view.stride_bytes
-        if plan.direction is Direction.LOAD:
-            d_step, s_step = s_step, d_step
-        for d, s, pages in zip(dst, src, runs[:, 4].tolist(), strict=True):
-            for i in range(pages):
-                _memmove(d + i * d_step, s + i * s_step, view.page_bytes)
+        view, words, offset = self._views[layer], self._words[layer], self._geometry.layer_offsets[group][index]
+        saving, size, flat = plan.direction is Direction.SAVE, view.page_bytes, self._pool.tensor
+        for slot, first, pages, block, adjacent, blocks in plan.spans[group]:
+            at, n = slot * self._geometry.slot_bytes + offset + first * size, pages * size
+            if (adjacent and view.dense) or pages == 1:
+                host, paged = self._pool.base + at, view.base + block * view.stride_bytes
+                if n < _TORCH_BYTES_MIN:
+                    _memmove(*((host, paged) if saving else (paged, host)), n)
+                    continue
+                a = torch.as_strided(flat, (n,), (1,), at)
+                b = torch.as_strided(view.tensor, (n,), (1,), view.tensor.storage_offset() + block * view.stride_bytes)
+                (a if saving else b).copy_(b if saving else a)
+            elif saving and view.dense:  # measured: torch gathers faster, numpy scatters faster
+                out = torch.as_strided(flat, (pages, size), (size, 1), at)
+                torch.index_select(view.tensor, 0, torch.from_numpy(blocks), out=out)
+            elif saving:
+                np.take(words, blocks, axis=0, out=self._host(at, pages, size), mode="clip")
+            else:
+                words[blocks] = self._host(at, pages, size)
         return NO_JOBS
+
+    def _host(self, at: int, pages: int, page_bytes: int) -> npt.NDArray[Any]:
+        """`pages` pages of the pool from byte `at` on, in words as `_as_words` gives them."""
+        region = self._host_bytes[at : at + pages * page_bytes].reshape(pages, page_bytes)
+        return region.view(np.int64) if page_bytes % _WORD == 0 else region
+
+
+def _as_words(view: PageView) -> npt.NDArray[Any]:
+    """The paged cache by block, in 8-byte words where a page is a whole number of them: one native copy per page."""
+    pages: npt.NDArray[np.uint8] = view.tensor.numpy()
+    whole = view.page_bytes % _WORD == 0 and view.stride_bytes % _WORD == 0
+    return pages.view(np.int64) if whole else pages
 
 
 class _Lane:

@@ -45,7 +45,7 @@ class Unruly(KVPipeConnector):
     """Calls kvpipe in every way that vLLM's versions were seen to call a layerwise connector, and some more."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Every hook twice, one for a layer that nobody knows, a step's end in mid-forward of nothing, freeze toggled."""
+        """Every hook twice, one for a layer that nobody knows, freeze toggled in mid-forward."""
         super().save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
         super().save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
         super().wait_for_layer_load(layer_name)

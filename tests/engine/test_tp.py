@@ -34,9 +34,7 @@ def test_two_ranks() -> None:
 def test_one_rank_of_two_fails_its_loads(load: str) -> None:
     """When one rank's load fails, the request is recomputed on both."""
     expected = baseline(PROMPTS, 12, **TWO_RANKS)
-    with engine(
-        kvpipe={"load": load}, connector="OneRankFails", module="tests.engine.faulty", **TWO_RANKS
-    ) as live:
+    with engine(kvpipe={"load": load}, connector="OneRankFails", module="tests.engine.faulty", **TWO_RANKS) as live:
         for _ in range(3):
             assert live.generate(PROMPTS, 12) == expected
         stats = assert_clean(live)

@@ -1,0 +1,53 @@
+# make demo | test | bench | serve | lint: each sets up .venv by itself, once.
+PY := .venv/bin/python
+MODEL ?=
+KVPIPE ?= {}
+ARGS ?=
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-fast bench serve lint format lock contract
+
+help:
+	@echo "make demo    a real vLLM engine with and without kvpipe, side by side"
+	@echo "make test    every test"
+	@echo "make bench   the benchmarks: a table and docs/results/*.json"
+	@echo "make serve MODEL=... [KVPIPE='{\"chunk_tokens\": 512}'] [ARGS=...]   the OpenAI-compatible server with kvpipe on"
+	@echo "make lint    ruff and mypy"
+
+setup:
+	@tools/setup.sh
+
+demo: setup
+	@$(PY) -m kvpipe.cli demo
+
+test: setup
+	$(PY) -m pytest tests/unit tests/transfer property_tests -q
+	$(PY) -m pytest tests/contract -q
+	$(PY) -m pytest tests/engine -q
+
+test-fast: setup
+	$(PY) -m pytest tests/unit tests/transfer property_tests -q
+
+bench: setup
+	$(PY) -m benchmarks
+
+serve: setup
+	@test -n "$(MODEL)" || { echo "say which model: make serve MODEL=path-or-name" >&2; exit 2; }
+	@$(PY) -m kvpipe.cli check '$(KVPIPE)' >/dev/null
+	.venv/bin/vllm serve "$(MODEL)" $(ARGS) --kv-transfer-config \
+	  '{"kv_connector":"KVPipeConnector","kv_role":"kv_both","kv_load_failure_policy":"recompute","kv_connector_extra_config":$(KVPIPE)}'
+
+lint: setup
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+
+format: setup
+	.venv/bin/ruff format .
+	.venv/bin/ruff check --fix .
+
+lock:
+	$(PY) -m pip freeze | grep -v -i -E '^(-e |kvpipe|setuptools|pip)' > requirements/cpu.lock
+
+# make contract VERSION=0.34.0: does a new vLLM release fit?
+contract: setup
+	$(PY) tools/record_contract.py $(VERSION)

@@ -1,0 +1,261 @@
+"""Costs on the host without an engine: transitions, hooks, lookups, planning, wire size, copies, memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import sys
+import threading
+import tracemalloc
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.report import Figure, median_s
+from kvpipe.catalog import Catalog
+from kvpipe.config import load_settings
+from kvpipe.connectors.vllm.metadata import PlanMetadata
+from kvpipe.connectors.vllm.scheduler import SchedulerSide
+from kvpipe.geometry import Geometry, Group, Layer
+from kvpipe.pipeline import Pipeline
+from kvpipe.plan import Job, Kind, StepPlan
+from kvpipe.policy import make_policy
+from kvpipe.statemachine.save import LANDED_AGAIN, SAVE, LayerCursor
+from kvpipe.tiers.memory import HostPool
+from kvpipe.trace.log import Counters
+from kvpipe.transfer.base import CopyPlan, Direction, Ticket
+from kvpipe.transfer.cpu import CpuEngine
+from kvpipe.transfer.pages import view_pages
+
+LAYERS = 32
+
+
+def run() -> list[Figure]:
+    """Every figure that needs no engine."""
+    os.sched_setaffinity(0, {0})
+    torch.set_num_threads(1)
+    return [*_transitions(), *_hooks(), *_scheduler(), *_wire(), *_copies(), *_memory()]
+
+
+def _transitions() -> list[Figure]:
+    cursor = LayerCursor(SAVE.compile(LAYERS), "bench")
+    cursor.landed(0)
+    one = median_s(lambda: cursor.fire(LANDED_AGAIN), 200, 1000)
+    compiled = SAVE.compile(LAYERS)
+
+    def life() -> None:
+        c = LayerCursor(compiled, 0)
+        for k in range(LAYERS):
+            c.landed(k)
+
+    return [
+        Figure("machine transition (fire)", one * 1e6, 0.5, "us"),
+        Figure("machine transition (landed k, whole life / layers)", median_s(life, 500) / LAYERS * 1e6, 0.5, "us"),
+    ]
+
+
+class _NoCopy:
+    """Completes at once: what is left is kvpipe's own cost."""
+
+    def attach(self, *_: Any) -> None: ...
+
+    def submit(self, plan: CopyPlan, ticket: Ticket) -> None:  # noqa: ARG002
+        ticket.complete()
+
+    def guard_read(self, ticket: Ticket, timeout_s: float) -> bool:
+        return ticket.wait(timeout_s)
+
+    def fence(self, ticket: Ticket, timeout_s: float) -> bool:
+        return ticket.wait(timeout_s)
+
+    def shutdown(self) -> None: ...
+
+
+def _geometry(layers: int = LAYERS, page: int = 65536, block: int = 16, pool: int = 1 << 40) -> Geometry:
+    return Geometry((Group(tuple(Layer(f"l{i}", page) for i in range(layers)), block),), 256, pool)
+
+
+def _job(number: int, kind: Kind, blocks: int) -> Job:
+    rows = [(0, number, page, number * blocks + page) for page in range(blocks)]
+    return Job(number, int(kind), f"cmpl-{number:032x}-0", 1, np.asarray(rows, dtype="<i4").tobytes())
+
+
+def _hooks() -> list[Figure]:
+    geometry = _geometry()
+    pipeline = Pipeline(_NoCopy(), geometry, layerwise=True, wait_ms_max=1000, counters=Counters())
+    out = []
+
+    def hooks() -> None:
+        for layer in range(LAYERS):
+            pipeline.wait_layer(layer)
+            pipeline.save_layer(layer)
+
+    out.append(Figure("hooks of a layer, nothing to do", median_s(hooks, 300) / LAYERS * 1e6, 2, "us"))
+    costs = {}
+    for requests in (1, 64):
+        samples = []
+        for _ in range(40):
+            jobs = [_job(i + 1, Kind.SAVE, 1) for i in range(requests)]
+            jobs += [_job(i + 1001, Kind.LOAD_SYNC, 1) for i in range(requests)]
+            pipeline.begin(StepPlan(1, tuple(jobs)))
+            pipeline.start_loads()
+            samples.append(_timed(hooks))
+            pipeline.end_step()
+            pipeline.collect()
+        samples.sort()
+        costs[requests] = samples[len(samples) // 2] / LAYERS * 1e6
+        out.append(Figure(f"hooks of a layer with work, {requests} requests", costs[requests], 20, "us"))
+    out.append(Figure("the same, 64 requests / 1 request", max(costs.values()) / min(costs.values()), 2, "x"))
+    pipeline.shutdown()
+    return out
+
+
+def _timed(call: Any) -> float:
+    import time
+
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+class _Manager:
+    """The part of vLLM's cache manager that planning asks."""
+
+    def __init__(self) -> None:
+        self.req_to_blocks: dict[str, list[Any]] = {}
+        self.coordinator = SimpleNamespace(single_type_managers=[self])
+
+
+def _request(name: str, tokens: int, block: int = 16, seed: int = 0) -> Any:
+    hashes = [f"{seed}:{i}".encode().ljust(32, b".") for i in range(tokens // block)]
+    return SimpleNamespace(
+        request_id=name, num_tokens=tokens, num_prompt_tokens=tokens, num_computed_tokens=0,
+        num_preemptions=0, block_hashes=hashes,
+    )  # fmt: skip
+
+
+def _side() -> tuple[SchedulerSide, _Manager]:
+    settings = load_settings({"chunk_tokens": 256})
+    side = SchedulerSide(settings, _geometry(page=1024, pool=1 << 34), hash_tokens=16, ranks=1, saves=True, loads=True)
+    manager = _Manager()
+    side.bind(manager)  # type: ignore[arg-type]
+    return side, manager
+
+
+def _output(scheduled: dict[str, int]) -> Any:
+    return SimpleNamespace(num_scheduled_tokens=scheduled, preempted_req_ids=set())
+
+
+def _scheduler() -> list[Figure]:
+    from kvpipe.connectors.vllm.metadata import Tally
+
+    side, manager = _side()
+    tokens = 131_072
+    writer = _request("writer", tokens + 1)
+    blocks = [SimpleNamespace(block_id=i, is_null=False) for i in range(tokens // 16 + 1)]
+    manager.req_to_blocks["writer"] = blocks
+    side.lookup(writer, 0)
+    side.admitted(writer, SimpleNamespace(blocks=(blocks,)), 0)  # type: ignore[arg-type]
+    plan = side.plan_step(_output({"writer": tokens}))
+    side.reported({job.id: Tally(1, 0) for job in plan.jobs})
+    side.finished(writer)
+    reader, stranger = _request("reader", tokens + 1), _request("stranger", tokens + 1, seed=1)
+    assert side.lookup(reader, 0)[0] == tokens
+    assert side.lookup(stranger, 0)[0] == 0
+    full = median_s(lambda: side.lookup(reader, 0), 50)
+    miss = median_s(lambda: side.lookup(stranger, 0), 200, 10)
+
+    side, manager = _side()
+    running = [_request(f"r{i}", 1000, seed=i) for i in range(256)]
+    for request in running:
+        manager.req_to_blocks[request.request_id] = blocks[:64]
+        side.lookup(request, 0)
+        side.admitted(request, SimpleNamespace(blocks=(blocks[:64],)), 0)  # type: ignore[arg-type]
+    plan = side.plan_step(_output({r.request_id: 1000 for r in running}))
+    side.reported({job.id: Tally(1, 0) for job in plan.jobs})
+    for request in running:
+        request.num_computed_tokens = 1000
+    step = _output({r.request_id: 1 for r in running})
+    assert not side.plan_step(step).jobs
+    return [
+        Figure("lookup, 128k tokens, full hit", full * 1e3, 1, "ms"),
+        Figure("lookup, 128k tokens, miss", miss * 1e6, 20, "us"),
+        Figure("plan a step, 256 running, nothing new", median_s(lambda: side.plan_step(step), 200) * 1e3, 0.3, "ms"),
+    ]
+
+
+def _wire() -> list[Figure]:
+    def size(requests: int, blocks: int) -> int:
+        return len(
+            pickle.dumps(PlanMetadata(StepPlan(1, tuple(_job(i + 1, Kind.SAVE, blocks) for i in range(requests)))))
+        )
+
+    empty = len(pickle.dumps(PlanMetadata(StepPlan(1, ()))))
+    out = []
+    for blocks in (1, 33):
+        beyond = (size(64, blocks) - empty) / 64 - 16 * blocks
+        name = f"metadata on the wire, per request, beyond 16 per block ({blocks} blocks)"
+        out.append(Figure(name, beyond, 100, "bytes"))
+    return out
+
+
+def _copies() -> list[Figure]:
+    out = []
+    cases = [(how, page) for page in (65536, 32768, 8192) for how in ("adjacent", "scattered")]
+    for how, page in cases:
+        layers = 8
+        blocks = 4096 * 65536 // page // 4
+        geometry = _geometry(layers=layers, page=page, pool=blocks * page * layers * 2)
+        pool = HostPool(geometry)
+        caches = [torch.randint(0, 255, (blocks, 1, 1, page), dtype=torch.uint8) for _ in range(layers)]
+        engine = CpuEngine(0)
+        engine.attach([view_pages(f"l{i}", c, blocks) for i, c in enumerate(caches)], geometry, pool)
+        per_chunk = geometry.pages_per_chunk[0]
+        order = torch.randperm(blocks // per_chunk)[: min(16, geometry.slots)].tolist()
+        scattered = torch.randperm(blocks)[: per_chunk * len(order)].tolist() if how == "scattered" else range(blocks)
+        rows = [
+            (0, s, p, scattered[i * per_chunk + p]) for i, s in enumerate(range(len(order))) for p in range(per_chunk)
+        ]
+        job = Job(1, 0, "r", 1, np.asarray(rows, dtype="<i4").tobytes())
+        nbytes = len(rows) * page * layers
+        source = torch.cat([c.view(blocks, page)[: len(rows)] for c in caches])
+        target = torch.empty_like(source)
+        for direction in (Direction.SAVE, Direction.LOAD):
+            plan = CopyPlan(direction, [job], 1)
+
+            mine = median_s(partial(_copy_all, engine, plan, layers), 15)
+            plain = median_s(partial(target.copy_, source), 15)
+            name = f"CPU {direction.name.lower()}, {page >> 10} KiB pages, {how} blocks"
+            beside = f"{nbytes / mine / 1e9:.1f} of {nbytes / plain / 1e9:.1f} GB/s (copy_)"
+            out.append(Figure(name, plain / mine, 0.8, "of copy_", beside, at_least=True))
+    return out
+
+
+def _copy_all(engine: CpuEngine, plan: CopyPlan, layers: int) -> None:
+    for layer in range(layers):
+        engine.copy_layer(plan, layer)
+
+
+def _memory() -> list[Figure]:
+    from kvpipe.catalog import Owner
+
+    chunks = 20_000
+    gc.collect()
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    catalog = Catalog(chunks, 1, make_policy("lru", chunks), Counters())
+    for i in range(chunks):
+        chunk = catalog.reserve(0)
+        assert chunk is not None
+        catalog.landed(catalog.write(chunk, 16, i.to_bytes(32, "big"), keep=False))
+    catalog.release(Owner("nobody", 0))
+    gc.collect()
+    used = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    threads = threading.active_count()
+    beside = f"{threads} threads, key bytes included, {sys.getsizeof(b'.' * 32)} each"
+    return [Figure("catalog memory per chunk", used / chunks, 512, "bytes", beside)]

@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Makes .venv with vLLM (CPU build, or CUDA build where there is an NVIDIA driver), kvpipe and the tools. Does nothing the second time.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+kind=cpu; lock=requirements/cpu.lock
+if [ "${KVPIPE_ENV:-auto}" != cpu ] && command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then
+  kind=cuda; lock=requirements/cuda.in
+fi
+stamp=.venv/.kvpipe-$kind; want=$(cat "$lock" pyproject.toml tools/setup.sh | sha256sum)
+[ -x .venv/bin/python ] && [ "$(cat "$stamp" 2>/dev/null || true)" = "$want" ] && exit 0
+
+python=${PYTHON:-python3}
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "kvpipe needs Python 3.11 or newer; set PYTHON=…" >&2; exit 1; }
+debian() { # Debian packages that a bare machine may lack, when we may install them
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
+    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$@" >/dev/null
+  else
+    echo "please install: $*" >&2; return 1
+  fi
+}
+"$python" -c 'import venv, ensurepip' 2>/dev/null || debian python3-venv
+ldconfig -p 2>/dev/null | grep -q libnuma.so.1 || [ "$kind" = cuda ] || debian libnuma1 || true
+
+echo "Setting up .venv for vLLM's $kind build; this takes a few minutes, once."
+[ -x .venv/bin/python ] || "$python" -m venv .venv
+pip() { .venv/bin/python -m pip --disable-pip-version-check "$@" 2> >(grep -v "is ignored: it is neither" >&2); }
+if [ "$kind" = cpu ]; then
+  pip install -q --no-deps -r "$lock" || {
+    echo "If torch==…+cpu was not found: point PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS at PyTorch's CPU wheels." >&2; exit 1; }
+  pip install -q --no-deps --no-build-isolation -e .
+else
+  pip install -q -r "$lock" hatchling editables -e '.[dev]'
+fi
+printf '%s\n' "$want" > "$stamp"
