@@ -33,7 +33,7 @@ bench: setup
 serve: setup
 	@test -n "$(MODEL)" || { echo "say which model: make serve MODEL=path-or-name" >&2; exit 2; }
 	@$(PY) -m kvpipe.cli check '$(KVPIPE)' >/dev/null
-	.venv/bin/vllm serve "$(MODEL)" $(ARGS) --kv-transfer-config \
+	$(PY) -m vllm.entrypoints.openai.api_server --model "$(MODEL)" $(ARGS) --kv-transfer-config \
 	  '{"kv_connector":"KVPipeConnector","kv_role":"kv_both","kv_load_failure_policy":"recompute","kv_connector_extra_config":$(KVPIPE)}'
 
 lint: setup

@@ -167,7 +167,9 @@ def _remedy(key: str) -> str:
 
 
 def _default(value: object) -> str:
-    return value.human_readable() if isinstance(value, ByteSize) else repr(value)
+    if isinstance(value, ByteSize):
+        return value.human_readable()
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def markdown_table() -> str:

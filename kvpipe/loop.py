@@ -7,6 +7,7 @@ the loop thread, one item at a time, in order: whoever owns the state needs no l
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -24,9 +25,11 @@ Task = Callable[[], Coroutine[Any, Any, None]]
 class LoopThread:
     """Runs `handle(item)` for every item put into the inbox, and background `tasks`, until `stop`."""
 
-    def __init__(self, name: str, handle: Handler, tasks: tuple[Task, ...] = ()) -> None:
-        """Start the thread and return once it accepts items."""
-        self._handle, self._tasks = handle, tasks
+    def __init__(
+        self, name: str, handle: Handler, tasks: tuple[Task, ...] = (), cpus: frozenset[int] = frozenset()
+    ) -> None:
+        """Start the thread, on `cpus` if any are given, and return once it accepts items."""
+        self._handle, self._tasks, self._cpus = handle, tasks, cpus
         self._inbox: deque[Any] = deque()
         self._awake = False
         self._stopping = False
@@ -82,6 +85,8 @@ class LoopThread:
 
     def _run(self) -> None:
         try:
+            if self._cpus:
+                os.sched_setaffinity(0, self._cpus)  # the calling thread only
             anyio.run(self._main, backend="asyncio")
         finally:
             self._ready.set()  # whoever made the thread must not wait for a loop that could not start

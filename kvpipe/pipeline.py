@@ -67,9 +67,16 @@ class Pipeline:
     """Saves and loads for one rank."""
 
     def __init__(
-        self, engine: TransferEngine, geometry: Geometry, *, layerwise: bool, wait_ms_max: int, counters: Counters
+        self,
+        engine: TransferEngine,
+        geometry: Geometry,
+        *,
+        layerwise: bool,
+        wait_ms_max: int,
+        counters: Counters,
+        cpus: frozenset[int] = frozenset(),
     ) -> None:
-        """Start the loop thread. `engine` must be attached already."""
+        """Start the loop thread, on `cpus` if any are given. `engine` must be attached already."""
         self._engine, self._geometry = engine, geometry
         self._layers = len(geometry.layers)
         self._all = (1 << self._layers) - 1
@@ -84,7 +91,7 @@ class Pipeline:
         self._open_jobs: dict[int, Job] = {}
         self.blocks = 1 << 31  # how many paged blocks the engine has; the connector knows when caches are registered
         self._closed = False
-        self._loop = LoopThread("kvpipe-loop", self._handle)
+        self._loop = LoopThread("kvpipe-loop", self._handle, cpus=cpus)
 
     # ---- vLLM's thread -------------------------------------------------------------------------------------------
 

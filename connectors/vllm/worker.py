@@ -26,6 +26,11 @@ CPUS_AT_START: frozenset[int] = frozenset(os.sched_getaffinity(0)) if hasattr(os
 """The cores this process may use, read at import: vLLM binds its threads to some of them later."""
 
 
+def _spare_cpus() -> frozenset[int]:
+    """The cores that vLLM has not bound this thread to; empty when it has bound it to none, or to all."""
+    return CPUS_AT_START - frozenset(os.sched_getaffinity(0)) if CPUS_AT_START else frozenset()
+
+
 class WorkerSide:
     """One per rank."""
 
@@ -82,6 +87,7 @@ class WorkerSide:
             layerwise=self.settings.mode == "layerwise",
             wait_ms_max=self.settings.wait_ms_max,
             counters=self.counters,
+            cpus=_spare_cpus(),
         )
         self.pipeline.blocks = blocks
 
@@ -95,7 +101,7 @@ class WorkerSide:
                 "use vLLM's CUDA or CPU build"
             )
             raise UnsupportedError(msg)
-        spare = CPUS_AT_START - frozenset(os.sched_getaffinity(0))
+        spare = _spare_cpus()
         threads = self.settings.copy_threads
         if threads is None:
             threads = 1 if spare or len(CPUS_AT_START) > torch.get_num_threads() else 0

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 # before vllm is imported: one process, one compute thread, nothing from a hub
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "0",  # of ranks in processes of their own
+    "OMP_NUM_THREADS": "1",  # of a rank in this process
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -21,6 +22,8 @@ ENVIRONMENT = {
 }
 for _key, _value in ENVIRONMENT.items():
     os.environ.setdefault(_key, _value)
+
+import torch  # noqa: E402
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -76,6 +79,8 @@ class Engine:
             "seed": 0,
         }
         _register_kernels_once()
+        if torch.get_num_threads() > 1:  # torch was imported before ENVIRONMENT was set
+            torch.set_num_threads(1)
         gc.freeze()  # vLLM collects garbage five times at start-up: keep that from walking every imported module
         self.llm: LLM = LLM(model=model, kv_transfer_config=transfer, **settings | options)
         self._ids = 0

@@ -53,7 +53,7 @@ def installed_root() -> Path:
 def record_tool(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the recording tool."""
     command = [sys.executable, str(ROOT / "tools" / "record_contract.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)  # noqa: S603  (ours)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
 
 def write_sources(root: Path, version: str, changes: dict[str, tuple[str, str]]) -> None:

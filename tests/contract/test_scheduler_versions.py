@@ -25,7 +25,7 @@ RUN_SECONDS_MAX = 400
 
 def run(command: list[str], seconds_max: float, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run one of our own programs."""
-    return subprocess.run(  # noqa: S603  (ours)
+    return subprocess.run(
         command,
         capture_output=True,
         text=True,

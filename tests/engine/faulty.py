@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -10,8 +9,6 @@ import torch
 from kvpipe.connectors.vllm.connector import KVPipeConnector
 from kvpipe.testing.faults import FaultyCpuEngine
 from kvpipe.transfer.base import Direction, TransferEngine
-
-RANK_VARIABLE = "KVPIPE_TEST_FAULTY_RANK"
 
 
 class EverySecondLoadFails(KVPipeConnector):
@@ -26,9 +23,8 @@ class OneRankFails(KVPipeConnector):
     """Every second load fails, on one rank only."""
 
     def make_engine(self) -> TransferEngine | None:
-        """Copy for real, but fail on the chosen rank."""
-        rank = self._vllm_config.parallel_config.rank
-        if str(rank) != os.environ.get("KVPIPE_TEST_RANK_THAT_FAILS", "1"):
+        """Copy for real, but fail on rank 1."""
+        if self._vllm_config.parallel_config.rank == 0:
             return None
         return FaultyCpuEngine(1, fail=lambda direction, job, layer: direction is Direction.LOAD and job and layer == 1)
 

@@ -1,0 +1,89 @@
+"""Bad input is refused before the engine serves, in one sentence that names key, value and remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpipe.testing.models import make_model
+from tests.engine.common import engine, prompt
+
+pytestmark = pytest.mark.engine
+
+
+def _refusal(config: dict[str, Any], **options: Any) -> str:
+    """The message of the error that starting the engine raises, whichever error wraps it."""
+    with pytest.raises(Exception, match=r"kvpipe|kv_role") as caught, engine(kvpipe=config, **options):
+        pass
+    error: BaseException | None = caught.value
+    while error is not None and "kvpipe" not in str(error):
+        error = error.__cause__ or error.__context__
+    return str(error or caught.value)
+
+
+@pytest.fixture(autouse=True)
+def _forget_the_half_started_engine() -> Any:
+    """An engine that was refused leaves vLLM's process-wide state behind."""
+    yield
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+    from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
+    ensure_kv_transfer_shutdown()
+    destroy_model_parallel()
+    destroy_distributed_environment()
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "says"),
+    [
+        ({"chunk_sizee": 256}, {}, ["'chunk_sizee'", "did you mean"]),
+        ({"chunk_tokens": 250}, {}, ["chunk_tokens=250", "block size 32", "set chunk_tokens=256"]),
+        ({"pool_bytes_max": "1MiB"}, {}, ["pool_bytes_max=1048576", "not even one chunk", "at least"]),
+        ({"chunk_tokens": "many"}, {}, ["chunk_tokens='many'", "Default: 256"]),
+        ({"bypass": True, "freeze": True}, {}, ["bypass=true contradicts freeze=true", "set only one"]),
+        ({}, {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}, ["pipeline_parallel_size=2"]),
+        ({}, {"role": "kv_boss"}, ["kv_boss", "kv_both"]),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_refusals(
+    config: dict[str, Any], options: dict[str, Any], says: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is refused, and the sentence says what to change."""
+    if "pipeline_parallel_size" in options:
+        monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    message = _refusal(config, **options)
+    for words in says:
+        assert words in message, message
+
+
+def test_sync_loads_of_a_hybrid_model_are_refused() -> None:
+    """VLLM could not be told of a failed sync load of a model with several cache groups."""
+    with pytest.raises(Exception, match="load='sync' for a model with 2 KV cache groups is not supported"):  # noqa: SIM117
+        with engine("gemma2-hybrid", {"load": "sync"}):
+            pass
+
+
+def test_two_layouts_under_one_name(tmp_path: Path) -> None:
+    """A second engine of another layout cannot use a running engine's name; one of the same layout can."""
+    import subprocess
+    import sys
+
+    config = {"name": "shared", "state_dir": str(tmp_path)}
+    code = (
+        "from kvpipe.testing.engine import Engine\n"
+        "import sys\n"
+        f"e = Engine({str(make_model('llama'))!r}, kvpipe={config!r}, dtype=sys.argv[1])\n"
+        "print(len(e.generate([[5] * 40], 2)))\n"
+        "e.close()\n"
+    )
+    with engine(kvpipe=config) as live:
+        live.generate([prompt(40, 1)], 2)
+        same = subprocess.run([sys.executable, "-c", code, "float32"], capture_output=True, text=True, check=False)
+        assert same.returncode == 0, same.stderr[-2000:]
+        other = subprocess.run([sys.executable, "-c", code, "bfloat16"], capture_output=True, text=True, check=False)
+    assert other.returncode != 0
+    assert "kvpipe: name='shared' is used by a running engine whose" in other.stderr
+    assert "choose another name" in other.stderr
