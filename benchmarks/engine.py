@@ -21,7 +21,7 @@ from kvpipe.testing.models import VOCAB, make_model
 log = structlog.get_logger("kvpipe.bench")
 
 REPEATS = 5
-ROUNDS = 5
+ROUNDS, REPEATS_PER_ROUND = 4, 3
 LENGTHS = (2048, 4096, 8192)
 WARM_ENGINE: dict[str, Any] = {
     "max_model_len": 8256,
@@ -30,8 +30,8 @@ WARM_ENGINE: dict[str, Any] = {
 }
 LOADS = {
     # name: (requests, prompt tokens, answer tokens, how much of the throughput must be left)
-    "decode-heavy": (16, 32, 48, 0.99),
-    "prefill-heavy": (8, 500, 2, 0.96),
+    "decode-heavy": (16, 32, 32, 0.99),
+    "prefill-heavy": (4, 250, 2, 0.96),
 }
 
 
@@ -48,13 +48,13 @@ def _prompt(tokens: int, seed: int) -> list[int]:
 
 
 def _throughput() -> list[Figure]:
-    model = str(make_model("demo"))
+    model = str(make_model("serving"))
     seconds: dict[tuple[str, bool], list[float]] = {(load, on): [] for load in LOADS for on in (False, True)}
     seed = 0
     for on in (False, True) * ROUNDS:  # interleaved, so that a drifting machine shows in both
         engine = Engine(model, kvpipe={"pool_bytes_max": "2GiB"} if on else None, num_gpu_blocks_override=600)
         for load, (requests, prompt, answer, _) in LOADS.items():
-            for repeat in range(REPEATS + 1):
+            for repeat in range(REPEATS_PER_ROUND + 1):
                 prompts = [_prompt(prompt, seed + i) for i in range(requests)]
                 seed += requests
                 begin = time.perf_counter()

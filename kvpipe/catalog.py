@@ -37,14 +37,18 @@ class Mark(NamedTuple):
 class Chunk(Cursor):
     """One slot's content. Its cursor is the chunk machine."""
 
-    __slots__ = ("group", "leases", "marks", "ready", "slot", "writers", "written")
+    __slots__ = ("group", "leases", "marks", "ready", "slot", "tail", "writers", "written")
 
     def __init__(self, group: int, slot: int) -> None:
-        """`written` counts the units claimed by writers, `ready` those that have landed on every rank."""
+        """`written` counts the units claimed by writers, `ready` those that have landed on every rank.
+
+        `tail` is the prefix hash at `written`: only a request with that prefix may write on.
+        """
         super().__init__(_MACHINE, slot)
         self.group, self.slot = group, slot
         self.written = self.ready = self.writers = self.leases = 0
         self.marks: tuple[Mark, ...] = ()
+        self.tail = b""
 
     @property
     def identity(self) -> bytes:
@@ -139,7 +143,7 @@ class Catalog:
         if not chunk.held:
             self._policy.remove(chunk)
         piece = Piece(chunk, chunk.written, stop, key, keep)
-        chunk.written = stop
+        chunk.written, chunk.tail = stop, key
         chunk.writers += 1
         self._pending[chunk.group].setdefault(key, chunk)
         return piece
@@ -211,6 +215,8 @@ class Catalog:
                 self._free.append(chunk.slot)
             chunk.fire(m.LOST_MORE if more else m.LOST_LAST)
         if not more and chunk.state.row == m.READY:
+            if chunk.written != chunk.ready:
+                chunk.tail = next((mark.key for mark in chunk.marks if mark.units == chunk.ready), b"")
             chunk.written = chunk.ready  # only now: a lost piece's neighbours may still be writing beyond it
             if not chunk.marks:  # the same content was published from another slot meanwhile
                 self._drop(chunk)

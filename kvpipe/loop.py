@@ -7,6 +7,7 @@ the loop thread, one item at a time, in order: whoever owns the state needs no l
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 from collections import deque
@@ -20,6 +21,12 @@ log = structlog.get_logger("kvpipe.loop")
 
 Handler = Callable[[Any], None]
 Task = Callable[[], Coroutine[Any, Any, None]]
+
+
+def bind_this_thread(cpus: frozenset[int]) -> None:
+    """Let the calling thread run on `cpus` only; a system that refuses is no reason not to run."""
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, cpus)
 
 
 class LoopThread:
@@ -86,7 +93,7 @@ class LoopThread:
     def _run(self) -> None:
         try:
             if self._cpus:
-                os.sched_setaffinity(0, self._cpus)  # the calling thread only
+                bind_this_thread(self._cpus)
             anyio.run(self._main, backend="asyncio")
         finally:
             self._ready.set()  # whoever made the thread must not wait for a loop that could not start

@@ -27,6 +27,7 @@ from kvpipe.transfer.base import CopyPlan, Direction, Ticket, TransferEngine
 log = structlog.get_logger("kvpipe.pipeline")
 
 _News = TypeVar("_News", str, int)
+TIMED_OUT: Final = "the copy did not complete in wait_ms_max"
 OPEN: Final = "open"
 SUBMITTED: Final = "submitted"
 STEP_END: Final = "step_end"
@@ -40,6 +41,7 @@ class Batch:
         "confirmed",
         "cursors",
         "ended",
+        "gave_up",
         "jobs",
         "kind",
         "last",
@@ -56,6 +58,7 @@ class Batch:
         self.submitted = self.waited = 0
         self.tickets: dict[int, Ticket] = {}
         self.last: Ticket | None = None
+        self.gave_up = False  # a wait timed out
         # the loop thread's own:
         self.cursors: dict[int, LayerCursor] = {}
         self.ended: list[Outcome] = []
@@ -89,6 +92,7 @@ class Pipeline:
         self._async: Batch | None = None
         self._outbox: deque[Outcome] = deque()
         self._open_jobs: dict[int, Job] = {}
+        self._suspects: set[int] = set()
         self.blocks = 1 << 31  # how many paged blocks the engine has; the connector knows when caches are registered
         self._closed = False
         self._loop = LoopThread("kvpipe-loop", self._handle, cpus=cpus)
@@ -148,12 +152,14 @@ class Pipeline:
             self.counters.fault("loads_started_by_hook")
             self.start_loads()
         bit = 1 << layer
+        if batch.gave_up:
+            return  # one timeout is enough: the load is failed, whatever its other layers do
         if batch.waited & bit:
             self.counters["wait_repeated"] += 1
             return
         ticket = batch.tickets[layer]
         if not ticket.done and not self._engine.guard_read(ticket, self._wait_s):
-            self._give_up(batch, "the copy did not complete in wait_ms_max")
+            self._give_up(batch, TIMED_OUT)
             return
         batch.waited |= bit
         if ticket.failed:
@@ -185,6 +191,8 @@ class Pipeline:
             if batch.last is not None and any(t.failed for t in batch.tickets.values()):
                 batch.last.wait(self._wait_s)  # rare: the engine has to hear of a failed load in this very step
             self._loop.put((load_m.CONFIRM, batch, ""))
+        elif batch.gave_up:
+            self._loop.put((load_m.UNWAITED, batch, TIMED_OUT))
         else:
             self.counters.fault("layers_read_without_waiting")
             if batch.last is not None:
@@ -271,7 +279,12 @@ class Pipeline:
         ticket = Ticket(batch, layer, batch.submitted.bit_count(), self._loop.put)
         batch.submitted |= 1 << layer
         batch.tickets[layer] = batch.last = ticket
-        self._engine.submit(batch.plan, ticket)
+        try:
+            self._engine.submit(batch.plan, ticket)
+        except Exception as e:  # noqa: BLE001  (no thread could be started, say: a ticket that never ends would hang)
+            self.counters.fault("submit_failed", error=repr(e))
+            if not ticket.over:
+                ticket.complete(frozenset(job.id for job in batch.jobs))
 
     def _junk(self) -> None:
         """A sync load of this step failed: whatever the step computes may rest on garbage, so it is not saved."""
@@ -280,8 +293,17 @@ class Pipeline:
 
     def _give_up(self, batch: Batch, why: str) -> None:
         self.counters.fault("copy_timeout", why=why)
+        batch.gave_up = True
+        if batch.kind is Kind.LOAD_SYNC:  # the engine must hear in this step; the job ends when its copies do
+            for job in batch.jobs:
+                self._suspects |= job.blocks()
         self._loop.put((save_m.FAULT, batch, why))
         self._junk()
+
+    def take_suspects(self) -> set[int]:
+        """Return the blocks of sync loads that timed out since the last call."""
+        suspects, self._suspects = self._suspects, set()
+        return suspects
 
     def _withdraw(self) -> None:
         for batch in (self._save, self._sync, self._async):

@@ -283,6 +283,8 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Ranks have reported."""
         report = connector_output.kv_connector_worker_meta
+        if self.scheduler is not None and connector_output.invalid_block_ids:
+            self.scheduler.distrust_saves()
         if self.scheduler is not None and isinstance(report, ReportMetadata):
             self.scheduler.reported(report.tallies)
 

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from kvpipe.connectors.vllm.metadata import Tally
 
 NEVER = 1 << 60
+BROKEN = -1
+"""A slot that no rank accepts: a job with such a row is reported as failed by all of them."""
+
 SAVE_RETRIES_MAX = 3
 _MACHINE = m.REQUEST.compile()
 
@@ -69,12 +72,13 @@ class Tracked(Cursor):
 class Flight:
     """A job that the ranks have not all reported yet."""
 
-    __slots__ = ("bad", "job", "ok", "owner", "pieces", "tracked", "unit")
+    __slots__ = ("bad", "distrusted", "job", "ok", "owner", "pieces", "tracked", "unit")
 
     def __init__(self, job: Job, tracked: Tracked, pieces: tuple[Piece, ...], owner: Owner | None, unit: int) -> None:
         """`unit` is the first unit that the job saves."""
         self.job, self.tracked, self.pieces, self.owner, self.unit = job, tracked, pieces, owner, unit
         self.ok = self.bad = 0
+        self.distrusted = False  # a load failed: its bytes may rest on garbage
 
 
 class SchedulerSide:
@@ -101,7 +105,7 @@ class SchedulerSide:
         self._flights: dict[int, Flight] = {}
         self._loads_due: list[Flight] = []
         self._step = 0
-        self._next_job = 1
+        self._next_job = self._epochs = 1
         self._manager: KVCacheManager | None = None
 
     # ---- vLLM's calls, in the order of a request's life -----------------------------------------------------------
@@ -127,6 +131,7 @@ class SchedulerSide:
         self._notice_preemption(tracked)
         tracked.match = None
         if self.bypass or not self._loads or tracked.state.row == m.RECOMPUTING:
+            tracked.match = Match(self._step, local_tokens, 0)
             tracked.fire(m.LOOKUP_MISS)
             return 0, False
         units = self._longest(request)
@@ -154,19 +159,23 @@ class SchedulerSide:
             if match is not None:
                 self._begin_admission(tracked, match.units)
             return
-        if match is None or match.step != self._step:
-            self.counters.fault("admitted_without_lookup", request=request.request_id)
-            return  # vLLM would wait for a load that was never promised; there is no such call in its scheduler
-        self._begin_admission(tracked, match.units)
-        first = match.local_tokens // self._unit
-        stop = -(-(match.local_tokens + external_tokens) // self._unit)
-        rows, chunks = self._load_rows(request, blocks, first, stop)
-        owner = Owner(request.request_id, tracked.epoch)
-        self.catalog.lease(owner, chunks)
-        tracked.fire(m.ADMIT_LOAD)
+        self._begin_admission(tracked, match.units if match is not None else 0)
         kind = Kind.LOAD_ASYNC if self._async else Kind.LOAD_SYNC
-        flight = self._take_off(kind, tracked, rows, (), owner, first)
-        self._loads_due.append(flight)
+        owner = Owner(request.request_id, tracked.epoch)
+        try:
+            if match is None or match.step != self._step:
+                msg = f"blocks for {external_tokens} tokens that no lookup of this pass has promised"
+                raise LookupError(msg)  # noqa: TRY301
+            first = match.local_tokens // self._unit
+            stop = -(-(match.local_tokens + external_tokens) // self._unit)
+            rows, chunks = self._load_rows(request, blocks, first, stop)
+            tracked.fire(m.ADMIT_LOAD)
+            self.catalog.lease(owner, chunks)
+        except Exception as e:  # noqa: BLE001  (vLLM counts on the load now: it must be reported, as failed)
+            self.counters.fault("load_not_planned", request=request.request_id, error=repr(e))
+            self.catalog.release(owner)
+            rows = [(group, BROKEN, 0, b.block_id) for group, t in enumerate(blocks.blocks) for b in t if not b.is_null]
+        self._loads_due.append(self._take_off(kind, tracked, rows, (), owner, 0))
         self.counters["tokens_loaded"] += external_tokens
 
     def plan_step(self, output: SchedulerOutput) -> StepPlan:
@@ -175,12 +184,11 @@ class SchedulerSide:
             tracked = self._tracked.get(request_id)
             if tracked is not None:
                 self._notice_preemption(tracked, told=True)
-        jobs = []
-        for flight in self._loads_due:
+        due, self._loads_due = self._loads_due, []
+        for flight in due:
             if flight.tracked.job == flight.job.id and flight.tracked.state.row == m.ALLOCATED:
                 flight.tracked.fire(m.DISPATCH)
-            jobs.append(flight.job)
-        self._loads_due = []
+        jobs = [flight.job for flight in due]
         if self._saves and not self.freeze and not self.bypass:
             tracked_of = self._tracked
             for request_id, scheduled in output.num_scheduled_tokens.items():
@@ -190,7 +198,7 @@ class SchedulerSide:
                     continue
                 end = tracked.request.num_computed_tokens + scheduled
                 if end >= tracked.next_at:
-                    job = self._plan_save(tracked, end)
+                    job = self._try_save(tracked, end)
                     if job is not None:
                         jobs.append(job)
         self._step += 1
@@ -198,15 +206,23 @@ class SchedulerSide:
 
     def reported(self, tallies: dict[int, Tally]) -> None:
         """Ranks have ended jobs: publish, release, or fail them once all ranks have spoken."""
-        for job_id, tally in tallies.items():
+        for job_id, tally in sorted(tallies.items()):  # pieces of a chunk land in the order of their jobs
             flight = self._flights.get(job_id)
             if flight is None:
                 self.counters["reported_again"] += 1
                 continue
             flight.ok += tally.ok
+            if tally.bad and not flight.bad and flight.owner is not None:
+                self._distrust(flight)  # at the first bad news, before other ranks' saves are believed
             flight.bad += tally.bad
             if flight.ok + flight.bad >= self._ranks:
                 self._land(flight)
+
+    def distrust_saves(self) -> None:
+        """A load of somebody else failed in this engine: nothing that is being saved is believed."""
+        for flight in self._flights.values():
+            if flight.owner is None:
+                flight.distrusted = True
 
     def finished(self, request: Request) -> None:
         """The request is over, in whatever state. Its jobs in flight end by themselves."""
@@ -220,8 +236,8 @@ class SchedulerSide:
         dropped = self.catalog.reset()
         self.counters["reset"] += 1
         for tracked in self._tracked.values():
-            tracked.opened = [None] * len(tracked.opened)
-            tracked.saved = tracked.next_at = 0
+            self._give_up_saving(tracked)  # the KV that it goes on with may be what the reset was meant to forget
+            tracked.epoch = self._new_epoch()
             tracked.match = None
         self.counters["reset_chunks"] += dropped
         return True
@@ -250,15 +266,19 @@ class SchedulerSide:
         """Return the longest prefix, in units, that every cache group holds as far as it needs to."""
         hashes: Sequence[bytes] = request.block_hashes
         best = self._final_units(request, request.num_tokens)
+        if self._windows and best * self._unit >= request.num_tokens:
+            best -= 1  # the recomputed last token's window reaches one token further back than a new token's
         for group in self._full:
             best = self._longest_full(self.catalog.index(group), hashes, best)
         while best and self._windows:
             gaps = [self._window_gap(g, hashes, best, window) for g, window in self._windows]
-            if min(gaps) < 0:
+            shorter = [gap for gap in gaps if gap >= 0]
+            if not shorter:
                 break
-            best = min(gap for gap in gaps if gap >= 0)
-            for group in self._full:
-                best = self._longest_full(self.catalog.index(group), hashes, best)
+            best = min(shorter)
+            if best % self._per_chunk:  # whole chunks below a held prefix are held
+                for group in self._full:
+                    best = self._longest_full(self.catalog.index(group), hashes, best)
         return best
 
     def _longest_full(self, index: dict[bytes, Chunk], hashes: Sequence[bytes], best: int) -> int:
@@ -282,8 +302,8 @@ class SchedulerSide:
         while stop > low:
             base = (stop - 1) // self._per_chunk * self._per_chunk
             if not self._holding(index, hashes, base, stop):
-                # shorter within the same chunk first, then everything before it
-                return stop - 1 if stop == best and stop - 1 > base else base
+                shorter = range(stop - 1, base, -1)
+                return next((u for u in shorter if self._hash(hashes, u) in index), base)
             stop = base
         return -1
 
@@ -328,6 +348,7 @@ class SchedulerSide:
                 chunk = self._holding(index, hashes, base, high)
                 if chunk is None:
                     self.counters.fault("hit_vanished", request=request.request_id)
+                    rows += [(group, BROKEN, page, block) for page, block in wanted]
                     continue
                 if self._partial_use(chunk, hashes, high):
                     self.catalog.keep_mark(chunk, self._hash(hashes, high))
@@ -340,7 +361,24 @@ class SchedulerSide:
 
     # ---- saving ---------------------------------------------------------------------------------------------------
 
-    def _plan_save(self, tracked: Tracked, end: int) -> Job | None:
+    def _try_save(self, tracked: Tracked, end: int) -> Job | None:
+        """Plan one request's save. What goes wrong costs this save only: loads of the step depend on the plan."""
+        pieces: list[Piece] = []
+        try:
+            return self._plan_save(tracked, end, pieces)
+        except Exception as e:  # noqa: BLE001
+            self.counters.fault("save_not_planned", request=tracked.request.request_id, error=repr(e))
+            for piece in pieces:
+                self.catalog.lost(piece)
+            self._give_up_saving(tracked)
+            return None
+
+    def _give_up_saving(self, tracked: Tracked) -> None:
+        """Save nothing more of this request before its next admission."""
+        tracked.next_at = NEVER
+        tracked.opened = [None] * len(tracked.opened)
+
+    def _plan_save(self, tracked: Tracked, end: int, pieces: list[Piece]) -> Job | None:
         request = tracked.request
         units = self._final_units(request, end)
         prompt_units = request.num_prompt_tokens // self._unit
@@ -358,7 +396,6 @@ class SchedulerSide:
             return None
         hashes = request.block_hashes
         rows: list[tuple[int, int, int, int]] = []
-        pieces: list[Piece] = []
         first, tracked.saved = tracked.saved, units
         for group in range(len(self.geometry.groups)):
             for base in range(first // self._per_chunk * self._per_chunk, units, self._per_chunk):
@@ -387,10 +424,10 @@ class SchedulerSide:
         if low > base:
             before = self._hash(hashes, low)
             if opened is not None and opened.base == base and opened.key == before:
-                chunk = opened.chunk if opened.chunk.written == opened.filled else None
+                chunk = opened.chunk if opened.chunk.tail == before else None
             if chunk is None:  # where another request, or an earlier admission, has left off
                 found = self.catalog.find(group, before)
-                if found is not None and found.written == low - base:
+                if found is not None and found.tail == before:
                     self.catalog.keep_mark(found, before)
                     chunk = found
             if chunk is not None and chunk.state.row in {"EVICTING", "ABSENT"}:
@@ -457,13 +494,13 @@ class SchedulerSide:
             return
         self.catalog.release(flight.owner)
         if flight.bad:
-            self._distrust(flight)
+            self._give_up_saving(tracked)
         if tracked.job == flight.job.id:
             tracked.job = 0
             tracked.fire(m.LOAD_FAILED if flight.bad else m.LOADED)
 
     def _land_save(self, flight: Flight) -> None:
-        if not flight.bad:
+        if not flight.bad and not flight.distrusted:
             published = [self.catalog.landed(piece) for piece in flight.pieces]
             self.counters["pieces_published"] += sum(published)
             return
@@ -471,11 +508,13 @@ class SchedulerSide:
         for piece in flight.pieces:
             self.catalog.lost(piece)
         tracked = flight.tracked
-        if tracked.epoch == flight.job.epoch and tracked.retries < SAVE_RETRIES_MAX:
+        if tracked.epoch != flight.job.epoch:
+            return
+        tracked.opened = [None] * len(tracked.opened)
+        if tracked.retries < SAVE_RETRIES_MAX and tracked.state.row != m.RECOMPUTING:
             tracked.retries += 1
             tracked.saved = min(tracked.saved, flight.unit)
             tracked.next_at = 0
-            tracked.opened = [None] * len(tracked.opened)
 
     def _distrust(self, failed: Flight) -> None:
         """A load failed: what was computed since it was planned may rest on garbage, whoever computed it."""
@@ -484,7 +523,7 @@ class SchedulerSide:
             self._forget_local_hits(failed)
             for flight in self._flights.values():
                 if flight.owner is None and flight.job.id > failed.job.id:
-                    flight.bad += 1
+                    flight.distrusted = True
 
     def _forget_local_hits(self, failed: Flight) -> None:
         """Take what the failed sync load was to fill, and what may rest on it, out of vLLM's own prefix cache.
@@ -502,9 +541,14 @@ class SchedulerSide:
 
     # ---- requests -------------------------------------------------------------------------------------------------
 
+    def _new_epoch(self) -> int:
+        """Epochs are unique in the engine, so that a reused request id never meets an older one's leases."""
+        self._epochs += 1
+        return self._epochs
+
     def _begin_admission(self, tracked: Tracked, held_units: int) -> None:
         """New blocks: what the catalog holds need not be saved, everything beyond it is open again."""
-        tracked.epoch += 1
+        tracked.epoch = self._new_epoch()
         tracked.saved = held_units
         tracked.next_at = tracked.retries = 0
         tracked.opened = [None] * len(tracked.opened)

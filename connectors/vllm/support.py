@@ -47,6 +47,12 @@ def check_engine(config: VllmConfig) -> None:
         size = getattr(parallel, name, 1)
         if size > 1:
             _refuse(f"{name}={size}", remedy)
+    if getattr(parallel, "use_ubatching", False):
+        _refuse("microbatching (enable_dbo or ubatch_size: a layer's hooks run once per microbatch)", "switch it off")
+    if parallel.world_size > 1 and parallel.distributed_executor_backend == "external_launcher":
+        _refuse("distributed_executor_backend='external_launcher' with several ranks", "use 'mp' or 'ray'")
+    if getattr(config.model_config, "enable_sleep_mode", False):
+        _refuse("enable_sleep_mode=True (it remaps the KV cache under registered addresses)", "set it to False")
     drafts = config.speculative_config
     if drafts is not None and drafts.method not in _DRAFTERS:
         _refuse(

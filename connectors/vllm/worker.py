@@ -10,7 +10,7 @@ import torch
 from kvpipe.config import Settings
 from kvpipe.errors import UnsupportedError
 from kvpipe.geometry import Geometry
-from kvpipe.pipeline import Pipeline
+from kvpipe.pipeline import TIMED_OUT, Pipeline
 from kvpipe.plan import EMPTY_PLAN, Kind, Outcome, StepPlan
 from kvpipe.tiers.memory import HostPool
 from kvpipe.trace.log import Counters
@@ -167,7 +167,7 @@ class WorkerSide:
     def take_bad_blocks(self) -> set[int]:
         """Return the blocks whose sync load failed."""
         bad, self._bad_blocks = self._bad_blocks, set()
-        return bad
+        return bad | self.pipeline.take_suspects() if self.pipeline is not None else bad
 
     def take_tallies(self) -> dict[int, Tally]:
         """Return this rank's outcomes since the last call."""
@@ -186,13 +186,13 @@ class WorkerSide:
             self.pipeline.shutdown()
 
     def _account(self, outcome: Outcome) -> None:
-        job, ok, _ = outcome
+        job, ok, why = outcome
         self._tallies[job.id] = (int(ok), int(not ok))
         if job.kind == Kind.LOAD_ASYNC:
             self._received.add(job.request)
             if not ok:
                 self._failed.add(job.request)
-        elif job.kind == Kind.LOAD_SYNC and not ok:
+        elif job.kind == Kind.LOAD_SYNC and not ok and why != TIMED_OUT:  # those were reported in their step
             self._bad_blocks |= job.blocks()
 
     def _unknown(self, name: str) -> None:

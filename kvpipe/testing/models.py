@@ -71,6 +71,19 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
             "initializer_range": 0.085,
         },
     ),
+    # a realistic ratio of KV to compute: 4 KiB per token for 120 M weights, twice that of Llama-3-8B in bfloat16
+    "serving": (
+        "Llama",
+        {
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 1,
+            "head_dim": 64,
+            "initializer_range": 0.05,
+        },
+    ),
     # realistic KV size, 16 layers x (K and V) x 8 heads x 128 x float32 = 128 KiB per token; compute a CPU can afford
     "big-kv": (
         "Llama",

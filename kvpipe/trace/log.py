@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from collections import Counter
@@ -17,7 +18,8 @@ class Counters(Counter[str]):
         """Count a fault and log it, with a bound on log volume."""
         self[name] += 1
         if self[name] % 1000 == 1:
-            structlog.get_logger("kvpipe").warning(name, seen=self[name], **fields)
+            with contextlib.suppress(OSError, ValueError):  # a closed or full stderr must not reach the engine
+                structlog.get_logger("kvpipe").warning(name, seen=self[name], **fields)
 
 
 def configure(level: str) -> None:

@@ -7,7 +7,6 @@ the forward's own threads use every core. A host core is the device here, so ord
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 from collections.abc import Sequence
 from queue import SimpleQueue
@@ -19,6 +18,7 @@ import structlog
 import torch
 
 from kvpipe.geometry import Geometry
+from kvpipe.loop import bind_this_thread
 from kvpipe.tiers.memory import HostPool
 from kvpipe.transfer.base import NO_JOBS, CopyPlan, Direction, Ticket
 from kvpipe.transfer.pages import PageView
@@ -143,7 +143,7 @@ class _Lane:
 
     def _main(self) -> None:
         if self._cpus:
-            os.sched_setaffinity(0, self._cpus)  # the calling thread only
+            bind_this_thread(self._cpus)
         while (work := self.queue.get()) is not None:
             self._run(*work)  # type: ignore[operator]
 
