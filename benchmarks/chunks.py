@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import random
 from statistics import mean
 from typing import Any
 
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
-
-import kvpipe.connectors.vllm.worker  # noqa: F401  (notes the cores before this thread is bound to one)
-from benchmarks.engine import _prompt, _ttft
 from benchmarks.report import Figure
+from benchmarks.warm import bind_cores, prompt, ttft
 from kvpipe.testing.engine import Engine
 from kvpipe.testing.models import make_model
 
@@ -24,18 +20,18 @@ ENGINE: dict[str, Any] = {
 
 def run() -> list[Figure]:
     """Mean warm time to first token of prompts that diverge anywhere from four documents, per chunk size."""
-    os.sched_setaffinity(0, {0})
+    bind_cores()
     model = str(make_model("big-kv"))
     rng = random.Random(5)
-    documents = [_prompt(2048, 70 + i) for i in range(3)]
-    branches = [d[: rng.randrange(200, 2040)] + _prompt(64, 80 + i) for i in range(4) for d in documents]
+    documents = [prompt(2048, 70 + i) for i in range(3)]
+    branches = [d[: rng.randrange(200, 2040)] + prompt(64, 80 + i) for i in range(4) for d in documents]
     out, best = [], 0.0
     for size in SIZES:
         engine = Engine(model, kvpipe={"pool_bytes_max": "3GiB", "chunk_tokens": size}, **ENGINE)
-        engine.generate([_prompt(64, 1)], 2)
-        cold = mean(_ttft(engine, d) for d in documents)
-        again = mean(_ttft(engine, d) for d in documents for _ in range(3))
-        diverging = mean(_ttft(engine, b) for b in branches)
+        engine.generate([prompt(64, 1)], 2)
+        cold = mean(ttft(engine, d) for d in documents)
+        again = mean(ttft(engine, d) for d in documents for _ in range(3))
+        diverging = mean(ttft(engine, b) for b in branches)
         stats = engine.connector.stats()
         engine.close()
         best = best or again

@@ -140,7 +140,14 @@ def run_demo(log: Path, json_path: Path | None) -> int:
 
 
 def _print(console: Console, plain: list[Row], piped: list[Row]) -> bool:
-    table = Table(title="vLLM with and without kvpipe", title_style="bold", header_style="bold", box=box.SIMPLE_HEAD)
+    table = Table(
+        title="vLLM with and without kvpipe",
+        title_style="bold",
+        header_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    table.padding = (0, 1, 0, 0)
     table.add_column("scenario", no_wrap=True)
     for heading in ("prompt\ntokens", "tokens\nloaded", "TTFT ms\nwithout", "TTFT ms\nwith", "gain", "pre-\nempted"):
         table.add_column(heading, justify="right", no_wrap=True)

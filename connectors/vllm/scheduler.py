@@ -163,13 +163,13 @@ class SchedulerSide:
         kind = Kind.LOAD_ASYNC if self._async else Kind.LOAD_SYNC
         owner = Owner(request.request_id, tracked.epoch)
         try:
+            tracked.fire(m.ADMIT_LOAD)  # first: the report of its failure finds a request that is loading
             if match is None or match.step != self._step:
                 msg = f"blocks for {external_tokens} tokens that no lookup of this pass has promised"
                 raise LookupError(msg)  # noqa: TRY301
             first = match.local_tokens // self._unit
             stop = -(-(match.local_tokens + external_tokens) // self._unit)
             rows, chunks = self._load_rows(request, blocks, first, stop)
-            tracked.fire(m.ADMIT_LOAD)
             self.catalog.lease(owner, chunks)
         except Exception as e:  # noqa: BLE001  (vLLM counts on the load now: it must be reported, as failed)
             self.counters.fault("load_not_planned", request=request.request_id, error=repr(e))
@@ -511,6 +511,9 @@ class SchedulerSide:
         if tracked.epoch != flight.job.epoch:
             return
         tracked.opened = [None] * len(tracked.opened)
+        load = self._flights.get(tracked.job)
+        if load is not None and load.bad:  # it is over with this admission, though not every rank has spoken yet
+            return
         if tracked.retries < SAVE_RETRIES_MAX and tracked.state.row != m.RECOMPUTING:
             tracked.retries += 1
             tracked.saved = min(tracked.saved, flight.unit)
@@ -519,6 +522,8 @@ class SchedulerSide:
     def _distrust(self, failed: Flight) -> None:
         """A load failed: what was computed since it was planned may rest on garbage, whoever computed it."""
         self.counters.fault("load_failed", request=failed.job.request, job=failed.job.id)
+        if failed.tracked.epoch == failed.job.epoch:
+            self._give_up_saving(failed.tracked)
         if failed.job.kind == Kind.LOAD_SYNC:
             self._forget_local_hits(failed)
             for flight in self._flights.values():
