@@ -276,9 +276,8 @@ class SchedulerSide:
             if not shorter:
                 break
             best = min(shorter)
-            if best % self._per_chunk:  # whole chunks below a held prefix are held
-                for group in self._full:
-                    best = self._longest_full(self.catalog.index(group), hashes, best)
+            for group in self._full:  # whole chunks below a held prefix are held: only the last one can be shorter
+                best = self._longest_in_last_chunk(self.catalog.index(group), hashes, best)
         return best
 
     def _longest_full(self, index: dict[bytes, Chunk], hashes: Sequence[bytes], best: int) -> int:
@@ -293,6 +292,12 @@ class SchedulerSide:
             if self._hash(hashes, units) in index:
                 return units
         return base
+
+    def _longest_in_last_chunk(self, index: dict[bytes, Chunk], hashes: Sequence[bytes], best: int) -> int:
+        base = best // self._per_chunk * self._per_chunk
+        if best == base or self._holding(index, hashes, base, best):
+            return best
+        return next((u for u in range(best - 1, base, -1) if self._hash(hashes, u) in index), base)
 
     def _window_gap(self, group: int, hashes: Sequence[bytes], best: int, window: int) -> int:
         """Return -1 when the last `window` units before `best` are held, or the next shorter prefix to try."""
@@ -493,7 +498,7 @@ class SchedulerSide:
             self._land_save(flight)
             return
         self.catalog.release(flight.owner)
-        if flight.bad:
+        if flight.bad and tracked.epoch == flight.job.epoch:
             self._give_up_saving(tracked)
         if tracked.job == flight.job.id:
             tracked.job = 0
