@@ -28,6 +28,7 @@ log = structlog.get_logger("kvpipe.pipeline")
 
 _News = TypeVar("_News", str, int)
 TIMED_OUT: Final = "the copy did not complete in wait_ms_max"
+TOLD: Final = "its blocks were reported as suspects, in its step"
 OPEN: Final = "open"
 SUBMITTED: Final = "submitted"
 STEP_END: Final = "step_end"
@@ -48,6 +49,7 @@ class Batch:
         "plan",
         "submitted",
         "tickets",
+        "told",
         "waited",
     )
 
@@ -59,6 +61,7 @@ class Batch:
         self.tickets: dict[int, Ticket] = {}
         self.last: Ticket | None = None
         self.gave_up = False  # a wait timed out
+        self.told = False  # the blocks of its sync loads were reported before the jobs' end
         # the loop thread's own:
         self.cursors: dict[int, LayerCursor] = {}
         self.ended: list[Outcome] = []
@@ -188,8 +191,10 @@ class Pipeline:
             self._loop.put((load_m.FAULT, batch, "no hook ran and the loads were never started"))
             self._junk()
         elif batch.waited == self._all:
-            if batch.last is not None and any(t.failed for t in batch.tickets.values()):
-                batch.last.wait(self._wait_s)  # rare: the engine has to hear of a failed load in this very step
+            # rare: the engine has to hear of a failed load in this very step
+            bad = batch.last is not None and any(t.failed for t in batch.tickets.values())
+            if bad and batch.last is not None and not batch.last.wait(self._wait_s):
+                self._give_up(batch, TIMED_OUT)
             self._loop.put((load_m.CONFIRM, batch, ""))
         elif batch.gave_up:
             self._loop.put((load_m.UNWAITED, batch, TIMED_OUT))
@@ -197,6 +202,7 @@ class Pipeline:
             self.counters.fault("layers_read_without_waiting")
             if batch.last is not None:
                 self._engine.guard_read(batch.last, self._wait_s)
+            self._suspect(batch)
             self._loop.put((load_m.UNWAITED, batch, "a layer was read without waiting for its copy"))
             self._junk()
         self._settle()
@@ -294,14 +300,19 @@ class Pipeline:
     def _give_up(self, batch: Batch, why: str) -> None:
         self.counters.fault("copy_timeout", why=why)
         batch.gave_up = True
-        if batch.kind is Kind.LOAD_SYNC:  # the engine must hear in this step; the job ends when its copies do
-            for job in batch.jobs:
-                self._suspects |= job.blocks()
+        if batch.kind is Kind.LOAD_SYNC:
+            self._suspect(batch)
         self._loop.put((save_m.FAULT, batch, why))
         self._junk()
 
+    def _suspect(self, batch: Batch) -> None:
+        """Let the engine hear of failed sync loads in this step; the jobs end when their copies do."""
+        batch.told = True
+        for job in batch.jobs:
+            self._suspects |= job.blocks()
+
     def take_suspects(self) -> set[int]:
-        """Return the blocks of sync loads that timed out since the last call."""
+        """Return the blocks of sync loads that failed since the last call, and whose copies may not have ended."""
         suspects, self._suspects = self._suspects, set()
         return suspects
 
@@ -331,7 +342,7 @@ class Pipeline:
             self._told(batch, event, why)
         if batch.closed and batch.ended and (batch.last is None or batch.last.over):
             # reported only when no copy can touch the job's slots or blocks any more
-            self._outbox.extend(batch.ended)
+            self._outbox.extend(o._replace(why=TOLD) if batch.told else o for o in batch.ended)
             batch.ended = []
 
     def _told(self, batch: Batch, event: str, why: str) -> None:

@@ -284,7 +284,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         """Ranks have reported."""
         report = connector_output.kv_connector_worker_meta
         if self.scheduler is not None and connector_output.invalid_block_ids:
-            self.scheduler.distrust_saves()
+            self.scheduler.invalidated(connector_output.invalid_block_ids)
         if self.scheduler is not None and isinstance(report, ReportMetadata):
             self.scheduler.reported(report.tallies)
 

@@ -78,7 +78,7 @@ class Flight:
         """`unit` is the first unit that the job saves."""
         self.job, self.tracked, self.pieces, self.owner, self.unit = job, tracked, pieces, owner, unit
         self.ok = self.bad = 0
-        self.distrusted = False  # a load failed: its bytes may rest on garbage
+        self.distrusted = False  # of a save: its bytes may rest on garbage; of a load: it is known to have failed
 
 
 class SchedulerSide:
@@ -212,17 +212,24 @@ class SchedulerSide:
                 self.counters["reported_again"] += 1
                 continue
             flight.ok += tally.ok
-            if tally.bad and not flight.bad and flight.owner is not None:
+            if tally.bad and flight.owner is not None:
                 self._distrust(flight)  # at the first bad news, before other ranks' saves are believed
             flight.bad += tally.bad
             if flight.ok + flight.bad >= self._ranks:
                 self._land(flight)
 
-    def distrust_saves(self) -> None:
-        """A load of somebody else failed in this engine: nothing that is being saved is believed."""
-        for flight in self._flights.values():
+    def invalidated(self, blocks: set[int]) -> None:
+        """VLLM was told that sync loads into `blocks` failed, ours or somebody else's.
+
+        Nothing that is being saved is believed. A load of ours has failed now, though its report may come much later.
+        """
+        for flight in list(self._flights.values()):
             if flight.owner is None:
                 flight.distrusted = True
+            elif flight.job.kind == Kind.LOAD_SYNC and blocks & flight.job.blocks():
+                self._distrust(flight)
+                if flight.tracked.job == flight.job.id:
+                    flight.tracked.fire(m.LOAD_FAILED)
 
     def finished(self, request: Request) -> None:
         """The request is over, in whatever state. Its jobs in flight end by themselves."""
@@ -517,7 +524,7 @@ class SchedulerSide:
             return
         tracked.opened = [None] * len(tracked.opened)
         load = self._flights.get(tracked.job)
-        if load is not None and load.bad:  # it is over with this admission, though not every rank has spoken yet
+        if load is not None and load.distrusted:  # it is over with this admission, though not every rank has spoken yet
             return
         if tracked.retries < SAVE_RETRIES_MAX and tracked.state.row != m.RECOMPUTING:
             tracked.retries += 1
@@ -525,7 +532,10 @@ class SchedulerSide:
             tracked.next_at = 0
 
     def _distrust(self, failed: Flight) -> None:
-        """A load failed: what was computed since it was planned may rest on garbage, whoever computed it."""
+        """A load failed: what was computed since it was planned may rest on garbage, by whomever. Idempotent."""
+        if failed.distrusted:
+            return
+        failed.distrusted = True
         self.counters.fault("load_failed", request=failed.job.request, job=failed.job.id)
         if failed.tracked.epoch == failed.job.epoch:
             self._give_up_saving(failed.tracked)

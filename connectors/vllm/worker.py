@@ -10,7 +10,7 @@ import torch
 from kvpipe.config import Settings
 from kvpipe.errors import UnsupportedError
 from kvpipe.geometry import Geometry
-from kvpipe.pipeline import TIMED_OUT, Pipeline
+from kvpipe.pipeline import TOLD, Pipeline
 from kvpipe.plan import EMPTY_PLAN, Kind, Outcome, StepPlan
 from kvpipe.tiers.memory import HostPool
 from kvpipe.trace.log import Counters
@@ -192,7 +192,7 @@ class WorkerSide:
             self._received.add(job.request)
             if not ok:
                 self._failed.add(job.request)
-        elif job.kind == Kind.LOAD_SYNC and not ok and why != TIMED_OUT:  # those were reported in their step
+        elif job.kind == Kind.LOAD_SYNC and not ok and why != TOLD:
             self._bad_blocks |= job.blocks()
 
     def _unknown(self, name: str) -> None:

@@ -161,14 +161,14 @@ class ThreadedEngine(FakeEngine):
 class Rig:
     """A pipeline over a fake engine."""
 
-    def __init__(self, engine: FakeEngine | None = None, *, layerwise: bool = True) -> None:
+    def __init__(self, engine: FakeEngine | None = None, *, layerwise: bool = True, wait_s: float = WAIT_S) -> None:
         """Start the pipeline."""
         self.engine = engine or FakeEngine()
         self.counters = Counters()
         self.geometry = small_geometry()
         self.layers = len(self.geometry.layers)
         self.pipeline = Pipeline(
-            self.engine, self.geometry, layerwise=layerwise, wait_ms_max=int(WAIT_S * 1000), counters=self.counters
+            self.engine, self.geometry, layerwise=layerwise, wait_ms_max=int(wait_s * 1000), counters=self.counters
         )
         self.pipeline.blocks = 10
 

@@ -487,3 +487,24 @@ def test_a_producer_saves_again_after_a_preemption() -> None:
     world.succeed(job)
     assert job.kind == SAVE
     assert world.found(request) == 5
+
+
+def test_blocks_reported_as_invalid_fail_their_load_before_its_report() -> None:
+    """A load that timed out is told by its blocks, its report comes much later: all follows from the blocks."""
+    world = World()
+    world.publish(world.request("old", 4, shared=4))
+    request = world.request("new", 6, shared=4)
+    world.admit(request)
+    load, save = world.step(request)
+    world.side.invalidated(load.blocks())
+    assert load.blocks() <= world.forgotten, "or a preemption would make the garbage a hit of vLLM's own cache"
+    world.succeed(save)
+    assert world.found(request) == 4
+    world.preempt(request)
+    assert world.admit(request) == 0, "the old load may still write to its blocks: no second one"
+    world.succeed(*world.step(request))
+    assert world.found(request) == 6
+    world.report((load, 0, 1))
+    assert world.side.catalog.leases == 0
+    assert world.side.counters["load_failed"] == 1
+    assert world.side.counters["illegal_transition"] == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvpipe.pipeline import TOLD
 from kvpipe.plan import Kind
 from kvpipe.transfer.base import CopyPlan, Ticket
 from tests.unit.fakes import FakeEngine, Rig, Waiting, job, plan
@@ -120,3 +121,49 @@ def test_a_copy_that_cannot_be_submitted_fails_its_jobs(layerwise: bool, layers:
     assert rig.counters["submit_failed"] == 3 * len(layers)
     p.shutdown()
     assert rig.counters["illegal_transition"] == 0
+
+
+class SilentDevice(FakeEngine):
+    """Orders every wait on the device, knows failures early, and never completes anything by itself."""
+
+    def guard_read(self, ticket: Ticket, timeout_s: float) -> bool:
+        """See `TransferEngine.guard_read`."""
+        return timeout_s > 0 and isinstance(ticket, Ticket)
+
+    fence = guard_read
+
+
+def test_a_failed_load_whose_end_never_comes_is_reported_in_its_step() -> None:
+    """A load is known to have failed, but its last completion is lost: its blocks are suspects in this very step."""
+    engine = SilentDevice()
+    engine.failing = lambda copies, ticket: frozenset(j.id for j in copies.jobs if ticket.layer == 0)
+    rig = Rig(engine, wait_s=0.05)
+    p = rig.pipeline
+    p.begin(plan(job(1, SYNC, [(0, 0, 0, 3)])))
+    p.start_loads()
+    rig.wait_all()
+    p.end_step()
+    assert rig.counters["copy_timeout"] == 1
+    assert p.take_suspects() == {3}
+    engine.complete_all()
+    assert rig.news() == {1: False}
+    p.shutdown()
+
+
+def test_a_load_that_was_not_waited_for_is_reported_in_its_step() -> None:
+    """No hook has waited, and the device has yet to finish: the blocks are suspects now, and not again later."""
+    engine = SilentDevice()
+    rig = Rig(engine)
+    p = rig.pipeline
+    p.begin(plan(job(1, SYNC, [(0, 0, 0, 3)])))
+    p.start_loads()
+    p.end_step()
+    assert p.take_suspects() == {3}
+    assert p.collect() == []
+    engine.complete_all()
+    p.end_step()
+    p._settle()
+    (outcome,) = p.collect()
+    assert (outcome.ok, outcome.why) == (False, TOLD)
+    assert p.take_suspects() == set()
+    p.shutdown()
