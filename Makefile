@@ -4,11 +4,13 @@ MODEL ?=
 KVPIPE ?= {}
 ARGS ?=
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast bench serve lint format lock contract
+.PHONY: help setup demo test test-fast fuzz bench serve lint format lock contract
+SECONDS_MAX ?= 3600
 
 help:
 	@echo "make demo    a real vLLM engine with and without kvpipe, side by side"
 	@echo "make test    every test"
+	@echo "make fuzz [SECONDS_MAX=3600]   vLLM's real scheduler with random moves; goes on where the last run ended"
 	@echo "make bench   the benchmarks: a table and docs/results/*.json"
 	@echo "make serve MODEL=... [KVPIPE='{\"chunk_tokens\": 512}'] [ARGS=...]   the OpenAI-compatible server with kvpipe on"
 	@echo "make lint    ruff and mypy"
@@ -26,6 +28,9 @@ test: setup
 
 test-fast: setup
 	$(PY) -m pytest tests/unit tests/transfer property_tests -q
+
+fuzz: setup
+	$(PY) -m kvpipe.testing.nightly --seconds $(SECONDS_MAX) --state .cache/fuzz.json
 
 bench: setup
 	$(PY) -m benchmarks

@@ -16,7 +16,11 @@ from kvpipe.errors import UsageError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; return its exit status. A usage error is one line on stderr and status 2."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    if rest and args.run is not _fuzz:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    args.rest = rest
     try:
         return int(args.run(args))
     except UsageError as e:
@@ -42,6 +46,9 @@ def _parser() -> argparse.ArgumentParser:
     freeze.add_argument("state", choices=["on", "off"])
     freeze.add_argument("control_file", type=Path, help="the engine's control_file")
     freeze.set_defaults(run=_freeze)
+
+    fuzz = sub.add_parser("fuzz", help="put any vLLM v1 connector on trial, or replay what was found", add_help=False)
+    fuzz.set_defaults(run=_fuzz)
 
     diagrams = sub.add_parser("diagrams", help="write the state machines' pages")
     diagrams.add_argument("folder", type=Path, nargs="?", default=Path("docs/machines"))
@@ -76,6 +83,12 @@ def _check(args: argparse.Namespace) -> int:
 def _freeze(args: argparse.Namespace) -> int:
     write_freeze(args.control_file, on=args.state == "on")
     return 0
+
+
+def _fuzz(args: argparse.Namespace) -> int:
+    from kvpipe.testing import conformance  # noqa: PLC0415  (needs vLLM)
+
+    return conformance.main(args.rest)
 
 
 def _diagrams(args: argparse.Namespace) -> int:

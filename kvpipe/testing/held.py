@@ -1,76 +1,169 @@
-"""A copy engine without threads that is late, in a way that a seed decides, and fails some loads."""
+"""A copy engine without threads: copies run, fail and complete when a trial says so."""
 
 from __future__ import annotations
 
-import random
 from collections import deque
+from typing import NamedTuple
 
 from kvpipe.transfer.base import CopyPlan, Direction, Ticket
 from kvpipe.transfer.cpu import CpuEngine
 
-TICK_COPIES_MAX = 2
 SPOILED = 0x7F
 
 
-class HeldEngine(CpuEngine):
-    """Copies run when somebody waits for them, or a few at each `tick`; submissions of one direction stay in order."""
+class Held(NamedTuple):
+    """A submitted copy that has not run."""
 
-    def __init__(self, rng: random.Random, fail: float = 0.0) -> None:
-        """`fail` is the share of loads that fail, leaving garbage in their blocks."""
+    plan: CopyPlan
+    ticket: Ticket
+
+
+class Moved(NamedTuple):
+    """A copy whose bytes have moved, and the jobs that failed."""
+
+    ticket: Ticket
+    failed: frozenset[int]
+
+
+class HeldEngine(CpuEngine):
+    """Copies of one direction run in order, when somebody waits for them or as they are told to; some fail.
+
+    With `device` a wait only orders: the bytes have moved when it returns, but the completion is still to come, as with
+    CUDA events. A failure is known at once then (`Ticket.failed`).
+    """
+
+    def __init__(self, *, device: bool = False) -> None:
+        """Start with every copy held until it is waited for, and due to succeed."""
         super().__init__(0)
-        self._rng, self._fail = rng, fail
-        self._held: dict[Direction, deque[tuple[CopyPlan, Ticket]]] = {d: deque() for d in Direction}
+        self._device = device
+        self._held: dict[Direction, deque[Held]] = {d: deque() for d in Direction}
+        self._moved: dict[Direction, deque[Moved]] = {d: deque() for d in Direction}  # bytes moved, completion to come
+        self._silent: list[Moved] = []
+        self._armed: dict[Direction, list[int]] = {d: [] for d in Direction}
         self._doomed: dict[int, int] = {}
-        self.failed_jobs: set[int] = set()
+        self._losing: set[Direction] = set()
+        self._pace: dict[Direction, int] = dict.fromkeys(Direction, 0)
+        self._backwards = False
+        self._last: Ticket | None = None
+        self._doubling = 0
+        self._failing: object = None
+
+    # ---- what a trial says ----------------------------------------------------------------------------------------
+
+    def arm(self, direction: Direction, layer: int) -> None:
+        """Let the next job of `direction` fail in `layer`, leaving garbage where it wrote."""
+        self._armed[direction].append(layer)
+
+    def lose(self, direction: Direction) -> None:
+        """Let the next wait of `direction` time out: the bytes have moved, the news of it comes much later."""
+        self._losing.add(direction)
+
+    def pace(self, saves: int, loads: int, *, backwards: bool) -> None:
+        """From now on run copies by so many as soon as so many are held; 0: only when waited for.
+
+        `backwards`: their completions arrive in reverse.
+        """
+        self._pace = {Direction.SAVE: saves, Direction.LOAD: loads}
+        self._backwards = backwards
+
+    def tick(self, direction: Direction, copies: int) -> None:
+        """Let time pass: up to `copies` copies complete."""
+        moved = self._moved[direction]
+        while self._held[direction] and len(moved) < copies:
+            self._move(direction)
+        done = [moved.popleft() for _ in range(min(copies, len(moved)))]
+        for ticket, failed in reversed(done) if self._backwards else done:
+            self._last = ticket
+            ticket.complete(failed)
+            self._doubling -= 1
+            if not self._doubling:
+                ticket.sink(ticket)
+
+    def find_lost(self) -> None:
+        """Deliver the news that were late."""
+        late, self._silent = self._silent, []
+        for ticket, failed in late:
+            ticket.complete(failed)
+
+    def again(self, ahead: int) -> None:
+        """Deliver the last completion once more, and that of `ahead` copies later twice."""
+        self._doubling = ahead
+        if self._last is not None:
+            self._last.sink(self._last)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is held back."""
+        return not self._silent and not any(self._held.values()) and not any(self._moved.values())
+
+    # ---- what the pipeline asks -----------------------------------------------------------------------------------
 
     def submit(self, plan: CopyPlan, ticket: Ticket) -> None:
         """Hold the copy back."""
-        self._held[plan.direction].append((plan, ticket))
-        if self._closed:
-            self._pump(plan.direction, 1)
-
-    def tick(self) -> None:
-        """Time passes."""
-        for direction in Direction:
-            self._pump(direction, self._rng.randint(0, TICK_COPIES_MAX))
+        for job in plan.jobs:
+            if job.id not in self._doomed:
+                armed = self._armed[plan.direction]
+                self._doomed[job.id] = armed.pop() % len(self._geometry.layers) if armed else -1
+        held = self._held[plan.direction]
+        held.append(Held(plan, ticket))
+        pace = 1 if self._closed else self._pace[plan.direction]
+        if pace and len(held) >= pace:
+            self.tick(plan.direction, pace)
 
     def guard_read(self, ticket: Ticket, timeout_s: float) -> bool:
         """Run everything up to `ticket`."""
         return self.fence(ticket, timeout_s)
 
     def fence(self, ticket: Ticket, timeout_s: float) -> bool:
-        """Run everything up to `ticket`."""
+        """Run everything up to `ticket`; a silent one times out at once."""
         for direction, held in self._held.items():
-            while not ticket.done and any(t is ticket for _, t in held):
-                self._pump(direction, 1)
-        return ticket.wait(timeout_s)
+            moved = self._moved[direction]
+            if direction in self._losing and any(h.ticket is ticket for h in held):
+                self._losing.discard(direction)
+                while held:
+                    self._move(direction)
+                self._silent += moved
+                moved.clear()
+                return False
+            while any(h.ticket is ticket for h in held):
+                self._move(direction)
+            prompt = not self._device or ticket.batch is self._failing  # bad news is not long in coming
+            while prompt and any(t is ticket for t, _ in moved):
+                self.tick(direction, 1)
+        if any(t is ticket for t, _ in self._silent):
+            return False
+        return self._device or ticket.wait(timeout_s)
 
     def shutdown(self) -> None:
         """Run everything."""
-        for direction in Direction:
-            self._pump(direction, len(self._held[direction]))
+        self.find_lost()
+        for direction, held in self._held.items():
+            self.tick(direction, len(held) + len(self._moved[direction]))
         super().shutdown()
 
     def copy_layer(self, plan: CopyPlan, layer: int) -> frozenset[int]:
-        """Copy, then spoil what fails: a job that is doomed fails in one of its layers."""
+        """Copy, then spoil what fails."""
         super().copy_layer(plan, layer)
-        if plan.direction is Direction.SAVE or not self._fail:
-            return frozenset()
-        failed = set()
-        for job in plan.jobs:
-            if job.id not in self._doomed:
-                layers = len(self._geometry.layers)
-                self._doomed[job.id] = self._rng.randrange(layers) if self._rng.random() < self._fail else layers
-            if self._doomed[job.id] == layer:
-                failed.add(job.id)
-        group, _ = self._geometry.layers[layer]
-        for job_id, _, _, block, pages in plan.runs[group].tolist():
-            if job_id in failed:
-                self._views[layer].tensor[block : block + pages] = SPOILED
-        self.failed_jobs |= failed
-        return frozenset(failed)
+        failed = frozenset(job.id for job in plan.jobs if self._doomed.get(job.id, -1) == layer)
+        if failed:
+            group, index = self._geometry.layers[layer]
+            page_bytes = self._views[layer].page_bytes
+            offset = self._geometry.layer_offsets[group][index]
+            for job_id, slot, page, block, pages in plan.runs[group].tolist():
+                if job_id not in failed:
+                    continue
+                if plan.direction is Direction.LOAD:
+                    self._views[layer].tensor[block : block + pages] = SPOILED
+                else:
+                    at = offset + page * page_bytes
+                    self._pool.tensor[slot, at : at + pages * page_bytes] = SPOILED
+        return failed
 
-    def _pump(self, direction: Direction, count: int) -> None:
-        held = self._held[direction]
-        for _ in range(min(count, len(held))):
-            self._run(*held.popleft())
+    def _move(self, direction: Direction) -> None:
+        plan, ticket = self._held[direction].popleft()
+        failed = self.copy_layer(plan, ticket.layer)
+        if failed and direction is Direction.LOAD:
+            self._scrub(plan, ticket.layer, failed)
+        if failed and self._device:
+            ticket.failed, self._failing = failed, ticket.batch
+        self._moved[direction].append(Moved(ticket, failed))

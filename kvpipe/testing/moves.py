@@ -1,0 +1,60 @@
+"""Moves at random: how often each happens and with which arguments, by seed or by Hypothesis."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+from kvpipe.testing.rank import QUIRKS
+from kvpipe.testing.trial import ANSWER_TOKENS_MAX, DOCUMENT_TOKENS_MAX, DOCUMENTS, OWN_TOKENS_MAX, Move
+
+Choices = Sequence[int | bool]
+
+_DOCUMENT, _TAKE, _ANSWER = range(DOCUMENTS), range(DOCUMENT_TOKENS_MAX), range(ANSWER_TOKENS_MAX)
+_OWN, _APART, _INDEX, _COPIES = (0, 0, 1, 17, OWN_TOKENS_MAX), (0, 0, 0, 1), range(8), range(5)
+_EVEN, _SELDOM = (False, True), (False, False, False, True)
+
+ARGUMENTS: dict[str, tuple[Choices, ...]] = {
+    "add": (_DOCUMENT, _TAKE, _OWN, _ANSWER, _APART, _APART),
+    "follow": (_INDEX, _OWN, _ANSWER),
+    "reuse": (_DOCUMENT, _TAKE, _ANSWER),
+    "schedule": (),
+    "execute": (),
+    "update": (),
+    "step": (_INDEX,),
+    "abort": (_INDEX,),
+    "tick": (_COPIES, _COPIES),
+    "pace": (range(4), range(4), (*_SELDOM, *[False] * 4)),
+    "again": (_INDEX, range(1, 9)),
+    "reset": (_EVEN, _EVEN),
+    "freeze": (_SELDOM,),
+    "bypass": (_SELDOM,),
+    "later": (_INDEX,),
+    "fail": (_INDEX, _EVEN, _INDEX),
+    "lose": (_INDEX, _EVEN),
+    "quirk": (_INDEX, range(len(QUIRKS)), range(len(QUIRKS))),
+    "dummy": (),
+    "drain": (),
+    "shutdown": (),
+}
+"""What each argument of a move is drawn from; the first choice is the simplest."""
+
+WEIGHTS = {
+    "add": 10, "follow": 3, "reuse": 1, "schedule": 12, "execute": 10, "update": 12, "step": 16, "abort": 2, "tick": 8,
+    "pace": 2, "again": 1, "reset": 1, "freeze": 1, "bypass": 0.4, "later": 0.6, "fail": 1.5,
+    "lose": 1, "quirk": 2.5,
+    "dummy": 0.4,
+    "drain": 0.4,
+}  # fmt: skip
+"""How often each move is made, in proportion."""
+
+SHUTDOWNS = 0.1
+"""The share of sequences that end in mid-flight."""
+
+
+def random_moves(seed: int, count: int) -> Iterator[Move]:
+    """Yield `count` moves, and at last a drain or a shutdown."""
+    rng = random.Random(seed)  # noqa: S311
+    for name in rng.choices(list(WEIGHTS), list(WEIGHTS.values()), k=count):
+        yield (name, *map(rng.choice, ARGUMENTS[name]))
+    yield ("shutdown",) if rng.random() < SHUTDOWNS else ("drain",)

@@ -1,0 +1,244 @@
+"""One rank's fake model runner: real paged tensors, and the connector's hooks in the order of vLLM's runners.
+
+V1 (`v1/worker/kv_connector_model_runner_mixin.py`): preemptions are handled before new blocks are zeroed. V2
+(`v1/worker/gpu/kv_connector.py`): after, with keyword arguments, and `finish_forward` behind the forward. Sync loads
+start before the forward, others behind it; with a draft model the step is finalized after its reports.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from kvpipe.testing.content import Sequence, Words, layer_key
+from kvpipe.testing.shapes import BLOCK, Shape
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+
+QUIRKS = {
+    "no_waits": "attention reads without `wait_for_layer_load`",
+    "no_saves": "`save_kv_layer` is not called",
+    "no_layers": "no layer hook runs, as in a replay of a full CUDA graph",
+    "no_start": "`start_load_kv` is not called",
+    "no_end": "`wait_for_save` is not called",
+    "no_clear": "the metadata is not cleared",
+    "no_tail": "neither `wait_for_save` is called nor the metadata cleared, as on some of V1's pipeline ranks",
+    "early_end": "`wait_for_save` runs in mid-forward",
+    "twice": "every hook runs twice",
+    "backwards": "the layers run in reverse",
+    "strangers": "hooks of layers that nobody registered",
+}
+"""What a runner may do to a connector that its grammar does not allow."""
+
+
+class Wrong(NamedTuple):
+    """A read of KV that was not what belongs there."""
+
+    rank: int
+    request: str
+    layer: str
+    positions: list[int]
+    blocks: frozenset[int]
+
+
+class Step(NamedTuple):
+    """A scheduled step: vLLM's output, and what was true when it was scheduled."""
+
+    output: SchedulerOutput
+    sampling: frozenset[str]  # requests whose prefill is complete with this step
+    sequences: dict[str, Sequence]
+
+
+class Ran(NamedTuple):
+    """What one rank has to say about a step."""
+
+    kv_output: KVConnectorOutput
+    said: dict[str, list[int]]  # the tokens that each request would sample: accepted drafts, and the one behind them
+    wrong: list[Wrong]
+
+
+class PagedLayer(NamedTuple):
+    """One layer's paged cache, ``[block, 1, token, 2]`` float32, and the same memory as 64-bit words."""
+
+    name: str
+    group: int
+    cache: torch.Tensor
+    words: Words
+    key: np.uint64
+
+
+class Rank:
+    """One rank."""
+
+    def __init__(self, index: int, connector: KVConnectorBase_V1, shape: Shape) -> None:
+        """Make the paged cache and register it."""
+        self.index, self.connector, self.shape = index, connector, shape
+        self.quirks: list[str] = []
+        self._tables: dict[str, list[list[int]]] = {}
+        self._computed: dict[str, int] = {}
+        self._own_counts = shape.asynchronous and shape.drafts > 0
+        self.layers: list[PagedLayer] = []
+        for i, name in enumerate(n for names in shape.layer_names() for n in names):
+            cache = torch.zeros(shape.blocks, 1, BLOCK, 2)
+            words: Words = cache.numpy().view(np.uint64).reshape(shape.blocks, BLOCK)
+            self.layers.append(PagedLayer(name, i // shape.layers_per_group, cache, words, layer_key(index, i)))
+        attached = {layer.name: SimpleNamespace(kv_cache=layer.cache) for layer in self.layers}
+        self._attention: Any = {layer.name: SimpleNamespace() for layer in self.layers}
+        self._forward: Any = SimpleNamespace(no_compile_layers=attached, attn_metadata=self._attention)
+        self._no_forward: Any = SimpleNamespace(no_compile_layers=attached, attn_metadata=None)
+        connector.register_kv_caches({layer.name: layer.cache for layer in self.layers})
+
+    def execute(self, step: Step, drafts: dict[str, list[int]]) -> Ran:
+        """Run one step. `drafts` are the draft tokens that end each request's scheduled tokens."""
+        from vllm.v1.outputs import KVConnectorOutput
+
+        output, connector = step.output, self.connector
+        quirks, self.quirks = set(self.quirks), []
+        self._update_states(output)
+        metadata = output.kv_connector_metadata
+        assert metadata is not None  # noqa: S101
+        if self.shape.v2:
+            self._zero(output)
+        connector.handle_preemptions(metadata)
+        if not self.shape.v2:
+            self._zero(output)
+        connector.bind_connector_metadata(metadata)
+        runs = output.total_num_scheduled_tokens > 0
+        context, kwargs = self._forward if runs else self._no_forward, {}
+        if self.shape.v2 and runs:
+            kwargs = {"scheduler_output": output, "request_ids": list(output.num_scheduled_tokens)}
+        if output.has_sync_kv_loads and "no_start" not in quirks:
+            connector.start_load_kv(context, **kwargs)
+        wrong = self._run_layers(step, drafts, quirks) if runs else []
+        said = {r: self._count(r, step, drafts.get(r, [])) for r in output.num_scheduled_tokens}
+        if self.shape.v2:
+            connector.finish_forward()
+        if not output.has_sync_kv_loads and "no_start" not in quirks:
+            connector.start_load_kv(context, **kwargs)
+        if not self.shape.deferred:
+            self._end(quirks)
+        results = connector.get_transfer_results(output.finished_req_ids)
+        kv_output = KVConnectorOutput(
+            finished_sending=results.finished_sending,
+            finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
+            invalid_block_ids=connector.get_block_ids_with_load_errors(),
+            kv_connector_stats=connector.get_kv_connector_stats(),
+            kv_cache_events=connector.get_kv_connector_kv_cache_events(),
+            kv_connector_worker_meta=connector.build_connector_worker_meta(),
+        )
+        if self.shape.deferred:
+            self._end(quirks)
+        if not quirks & {"no_clear", "no_tail"}:
+            connector.clear_connector_metadata()
+        return Ran(kv_output, said, wrong)
+
+    def dummy_run(self) -> None:
+        """Run the hooks of a warm-up: no step is bound."""
+        for layer in self.layers:
+            self.connector.wait_for_layer_load(layer.name)
+            self.connector.save_kv_layer(layer.name, layer.cache, self._attention)
+        self.connector.wait_for_save()
+
+    def _end(self, quirks: set[str]) -> None:
+        for _ in range(0 if quirks & {"no_end", "no_tail"} else 2 if "twice" in quirks else 1):
+            self.connector.wait_for_save()
+
+    def _zero(self, output: SchedulerOutput) -> None:
+        for block in output.new_block_ids_to_zero or ():
+            for layer in self.layers:
+                layer.words[block] = 0
+
+    def _update_states(self, output: SchedulerOutput) -> None:
+        for request in output.finished_req_ids:
+            self._tables.pop(request, None)
+        for new in output.scheduled_new_reqs:
+            self._tables[new.req_id] = [list(ids) for ids in new.block_ids]
+            self._computed[new.req_id] = new.num_computed_tokens
+        cached = output.scheduled_cached_reqs
+        for request, blocks, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            resumed = request in cached.resumed_req_ids
+            if resumed:
+                self._tables[request] = [list(ids) for ids in blocks or ()]
+            else:
+                for table, more in zip(self._tables[request], blocks or (), strict=False):
+                    table.extend(more)
+            if resumed or not self._own_counts:  # else the scheduler's count takes all drafts for accepted
+                self._computed[request] = computed
+
+    def _run_layers(self, step: Step, drafts: dict[str, list[int]], quirks: set[str]) -> list[Wrong]:
+        """Run every layer: write the new positions, read the whole context, check what was read."""
+        connector, times = self.connector, 2 if "twice" in quirks else 1
+        bad: set[str] = set()
+        wrong: list[Wrong] = []
+        layers = self.layers[::-1] if "backwards" in quirks else self.layers
+        for i, layer in enumerate(layers):
+            if "strangers" in quirks:
+                connector.wait_for_layer_load(f"{layer.name}.stranger")
+                connector.save_kv_layer(f"{layer.name}.stranger", layer.cache, self._attention)
+            if not quirks & {"no_waits", "no_layers"}:
+                for _ in range(times):
+                    connector.wait_for_layer_load(layer.name)
+            for request, scheduled in step.output.num_scheduled_tokens.items():
+                found = self._attend(layer, step, request, scheduled, drafts.get(request, []), junk=request in bad)
+                if found is not None:
+                    bad.add(request)
+                    wrong.append(found)
+            if not quirks & {"no_saves", "no_layers"}:
+                for _ in range(times):
+                    connector.save_kv_layer(layer.name, layer.cache, self._attention)
+            if i == 0 and "early_end" in quirks:
+                connector.wait_for_save()
+        return wrong
+
+    def _count(self, request: str, step: Step, drafts: list[int]) -> list[int]:
+        sequence, stop = step.sequences[request], self._computed[request] + step.output.num_scheduled_tokens[request]
+        first = stop - len(drafts)
+        self._computed[request] = right = first + accepted(sequence, stop, drafts)
+        return [sequence.token(p) for p in range(first, right + 1)]
+
+    def _attend(
+        self, layer: PagedLayer, step: Step, request: str, scheduled: int, drafts: list[int], *, junk: bool
+    ) -> Wrong | None:
+        sequence = step.sequences[request]
+        start, stop = self._computed[request], self._computed[request] + scheduled
+        right = stop - len(drafts) + accepted(sequence, stop, drafts)
+        table = np.asarray(self._tables[request][layer.group])
+        content = sequence.upto(stop)[start:] ^ layer.key
+        content[right - start :] ^= np.uint64(0xBAD)  # of a draft that will be rejected, and of all behind it
+        if junk:  # what rests on garbage is garbage
+            content = ~content
+        positions = np.arange(start, stop)
+        layer.words[table[positions // BLOCK], positions % BLOCK] = content
+        window = self.shape.windows[layer.group]
+        positions = np.arange(max(0, start - window + 1) if window else 0, right)
+        read = layer.words[table[positions // BLOCK], positions % BLOCK]
+        differs = positions[read != (sequence.upto(stop)[positions[0] : right] ^ layer.key)]
+        if not len(differs):
+            return None
+        return Wrong(self.index, request, layer.name, differs.tolist(), frozenset(table[differs // BLOCK].tolist()))
+
+    def computed(self, request: str) -> int:
+        """Return how many tokens of `request` are computed, drafts that were rejected taken off."""
+        return self._computed[request]
+
+    def table(self, request: str) -> set[int]:
+        """Return the blocks of `request`, of all groups."""
+        return {block for table in self._tables.get(request, ()) for block in table}
+
+
+def accepted(sequence: Sequence, stop: int, drafts: list[int]) -> int:
+    """Return how many of `drafts`, which end before position `stop`, are what the model says."""
+    first = stop - len(drafts)
+    for i, token in enumerate(drafts):
+        if token != sequence.token(first + i):
+            return i
+    return len(drafts)

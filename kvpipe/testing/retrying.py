@@ -1,0 +1,33 @@
+"""A connector with a fault: it tries a failed load again, which vLLM's scheduler does not survive. For tests only."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvpipe.connectors.vllm.connector import KVPipeConnector
+from kvpipe.connectors.vllm.scheduler import SchedulerSide, Tracked
+from kvpipe.statemachine.request import RECOMPUTING
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+class RetryingSide(SchedulerSide):
+    """Forgets, at the next lookup, that a load of the request has failed."""
+
+    def lookup(self, request: Request, local_tokens: int) -> tuple[int, bool]:
+        """Look up as if the request were new."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is not None and tracked.state.row == RECOMPUTING:
+            self._tracked[request.request_id] = Tracked(request, len(self.geometry.groups))
+        return super().lookup(request, local_tokens)
+
+
+class RetryingConnector(KVPipeConnector):
+    """Kvpipe with `RetryingSide`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        """Take what vLLM passes."""
+        super().__init__(*args, **kwargs)
+        if self.scheduler is not None:
+            self.scheduler.__class__ = RetryingSide

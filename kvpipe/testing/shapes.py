@@ -1,0 +1,154 @@
+"""What a trial builds: scheduler, cache groups, ranks, drafts, pool; small, so that everything happens often."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import kvpipe.testing.engine  # noqa: F401  (sets the environment, before vllm is imported)
+from kvpipe.testing.content import VOCAB
+
+BLOCK = 32
+_MODEL = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB + 1, "hidden_size": 8,
+    "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+}  # fmt: skip
+MODEL_TOKENS_MAX = 1024
+
+
+class Connector(NamedTuple):
+    """The connector on trial. `extra` is JSON text, so that a connector can be a key."""
+
+    name: str = "KVPipeConnector"
+    module: str | None = "kvpipe.connectors.vllm.connector"
+    extra: str = "{}"
+
+
+KVPIPE = Connector()
+
+
+class Shape(NamedTuple):
+    """One engine. `windows` names each cache group's sliding window in tokens, None for full attention.
+
+    `asynchronous`: vLLM's AsyncScheduler, with two steps in flight. `drafts`: draft tokens per step. `v2`: the order of
+    vLLM's second model runner. `deferred`: the step is finalized after its reports, as with a draft model.
+    `device`: copies are ordered by a device and complete later.
+    `failing`: loads may fail; off where vLLM's own recovery is known to answer wrongly.
+    """
+
+    asynchronous: bool = False
+    load: str = "auto"
+    mode: str = "layerwise"
+    windows: tuple[int | None, ...] = (None,)
+    layers_per_group: int = 2
+    ranks: int = 1
+    drafts: int = 0
+    v2: bool = False
+    deferred: bool = False
+    failing: bool = True
+    device: bool = False
+    blocks: int = 15
+    seqs_max: int = 6
+    step_tokens_max: int = 96
+    pool_slots: int = 12
+    policy: str = "lru"
+
+    @property
+    def sync_loads(self) -> bool:
+        """Whether kvpipe loads inside a step."""
+        return self.load == "sync" or (self.load == "auto" and len(self.windows) == 1)
+
+    def layer_names(self) -> list[list[str]]:
+        """Return the names of each group's layers."""
+        return [[f"g{g}.l{i}" for i in range(self.layers_per_group)] for g in range(len(self.windows))]
+
+    def kvpipe_extra(self) -> dict[str, Any]:
+        """Return kvpipe's configuration."""
+        slot_bytes = max(4096, self.layers_per_group * 4 * BLOCK * 8)
+        return {
+            "pool_bytes_max": self.pool_slots * slot_bytes, "chunk_tokens": 4 * BLOCK, "load": self.load,
+            "mode": self.mode, "policy": self.policy, "log_level": "error",
+        }  # fmt: skip
+
+
+_HYBRID = Shape(windows=(None, 2 * BLOCK), blocks=24, pool_slots=24)
+SHAPES: dict[str, Shape] = {
+    "sync": Shape(load="sync"),
+    "async-load": Shape(load="async", policy="s3fifo"),
+    "step-mode": Shape(load="sync", mode="step"),
+    "hybrid": _HYBRID,
+    "device-order": Shape(load="sync", device=True, layers_per_group=4),
+    "two-ranks": Shape(load="sync", ranks=2, layers_per_group=4),
+    "two-ranks-async-load": Shape(load="async", ranks=2, v2=True),
+    "drafts": Shape(load="sync", drafts=3, deferred=True),
+    "drafts-async-load": Shape(load="async", drafts=2, ranks=2),
+    "async-scheduler": Shape(asynchronous=True, load="sync", failing=False),
+    "async-scheduler-v2": Shape(asynchronous=True, load="sync", failing=False, v2=True),
+    "async-scheduler-async-load": Shape(asynchronous=True, load="async"),
+    "async-scheduler-device-order": Shape(asynchronous=True, load="async", device=True),
+    "async-scheduler-drafts": Shape(asynchronous=True, load="async", drafts=3, v2=True),
+    "async-scheduler-hybrid": _HYBRID._replace(asynchronous=True, ranks=2),
+}
+
+
+@functools.cache
+def make_configs(shape: Shape, connector: Connector = KVPIPE, policy: str = "recompute") -> tuple[Any, Any]:
+    """Return vLLM's (VllmConfig, KVCacheConfig) for `shape`, shared by every engine made of it."""
+    from vllm.config import (
+        CacheConfig,
+        DeviceConfig,
+        KVTransferConfig,
+        ModelConfig,
+        SchedulerConfig,
+        SpeculativeConfig,
+        VllmConfig,
+    )
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+
+    common: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+    specs = [
+        FullAttentionSpec(**common) if window is None else SlidingWindowSpec(**common, sliding_window=window)
+        for window in shape.windows
+    ]
+    groups = [KVCacheGroupSpec(names, spec) for names, spec in zip(shape.layer_names(), specs, strict=True)]
+    cache = KVCacheConfig(num_blocks=shape.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+    extra = shape.kvpipe_extra() if connector.name == KVPIPE.name else {}
+    with tempfile.TemporaryDirectory(prefix="kvpipe-trial-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(_MODEL), encoding="utf-8")
+        model = ModelConfig(
+            model=folder, skip_tokenizer_init=True, dtype="float32", seed=0, max_model_len=MODEL_TOKENS_MAX
+        )
+        drafts: Any = None
+        if shape.drafts:
+            drafts = SpeculativeConfig(method="ngram", num_speculative_tokens=shape.drafts, prompt_lookup_max=3)
+        config = VllmConfig(
+            model_config=model,
+            device_config=DeviceConfig("cpu"),
+            scheduler_config=SchedulerConfig(
+                max_num_seqs=shape.seqs_max,
+                max_num_batched_tokens=shape.step_tokens_max,
+                max_model_len=MODEL_TOKENS_MAX,
+                enable_chunked_prefill=True,
+                is_encoder_decoder=False,
+            ),
+            cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
+            speculative_config=drafts,
+            kv_transfer_config=KVTransferConfig(
+                kv_connector=connector.name,
+                kv_role="kv_both",
+                kv_connector_module_path=connector.module,
+                kv_load_failure_policy=policy,
+                kv_connector_extra_config=extra | json.loads(connector.extra),
+            ),
+        )
+    # the CPU platform forces it off, for its own runner's sake; the scheduler itself does not care
+    config.scheduler_config.async_scheduling = shape.asynchronous
+    config.cache_config.num_gpu_blocks = shape.blocks
+    config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = shape.ranks
+    return config, cache

@@ -1,0 +1,476 @@
+"""A connector on trial: vLLM's real scheduler, the connector on both sides, fake ranks, and moves that disturb them.
+
+`Trial.do(move)` makes one move; a move that is not possible now does nothing, so any list of moves is a sequence that
+can be replayed and shrunk. Every move is a tuple of a name and JSON values: `MOVES` lists them.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kvpipe.testing.content import VOCAB, WRONG_TOKEN, Sequence
+from kvpipe.testing.held import HeldEngine
+from kvpipe.testing.rank import QUIRKS, Ran, Rank, Step, Wrong
+from kvpipe.testing.shapes import BLOCK, KVPIPE, Connector, Shape, make_configs
+from kvpipe.transfer.base import Direction
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+    from kvpipe.connectors.vllm.connector import KVPipeConnector
+    from kvpipe.connectors.vllm.scheduler import SchedulerSide
+
+Move = tuple[Any, ...]
+DOCUMENTS, DOCUMENT_TOKENS_MAX, OWN_TOKENS_MAX, ANSWER_TOKENS_MAX, PROMPT_TOKENS_MAX = 4, 250, 40, 70, 330
+DRAIN_STEPS_MAX = 4000
+_SAVE, _LOAD = Direction.SAVE, Direction.LOAD
+
+MOVES = {
+    "add": "document, tokens of it, own tokens, answer tokens, salt, LoRA id: a new request",
+    "follow": "index, own tokens, answer tokens: a request that continues a finished one",
+    "reuse": "document, tokens of it, answer tokens: a new request under the id of one that is over",
+    "schedule": "the scheduler schedules a step",
+    "execute": "the ranks run the oldest scheduled step",
+    "update": "the scheduler gets the oldest step's results",
+    "step": "whole steps, as many",
+    "abort": "index: a live request is aborted",
+    "tick": "saves, loads: so many held copies complete; neither: lost news arrive",
+    "pace": "saves, loads, backwards: from now on copies complete by so many, at once; 0: when waited for",
+    "again": "rank, ahead: the last completion is delivered once more, that of so many copies later twice",
+    "reset": "connector, running: the prefix cache is reset",
+    "freeze": "on or off",
+    "bypass": "on or off",
+    "later": "times: lookups answer that they do not know yet",
+    "fail": "rank, is a load, layer: the next copy job fails in that layer",
+    "lose": "rank, is a load: the news of the next awaited copy is lost for long",
+    "quirk": "rank, two indices: the next step's hooks are not what they should be, in one way or two",
+    "dummy": "hooks of a warm-up run, without a step",
+    "drain": "no more arrivals: everything ends",
+    "shutdown": "the engine stops, whatever is in flight",
+}
+
+
+class Live:
+    """One request, and what it must answer."""
+
+    def __init__(self, request_id: str, sequence: Sequence, wanted: int, salt: int, lora: int) -> None:
+        """`wanted` is the number of tokens to answer."""
+        self.id, self.sequence, self.wanted, self.salt, self.lora = request_id, sequence, wanted, salt, lora
+        self.output: list[int] = []
+        self.aborted = False
+
+    @property
+    def expected(self) -> list[int]:
+        """The answer."""
+        first = len(self.sequence.prompt)
+        return [self.sequence.token(p) for p in range(first, first + self.wanted)]
+
+
+class Trial:
+    """One engine. `violations` grows when an invariant is broken; nothing is raised for that."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        seed: int = 0,
+        *,
+        connector: Connector = KVPIPE,
+        policy: str = "recompute",
+        wire: bool = True,
+    ) -> None:
+        """`wire` pickles what goes between the two sides, as with workers in other processes. `seed`: the documents."""
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+        from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+        from vllm.v1.core.sched.scheduler import Scheduler as PlainScheduler
+        from vllm.v1.structured_output import StructuredOutputManager
+
+        init_none_hash(sha256)
+        self.hasher = get_request_block_hasher(BLOCK, sha256)
+        self.shape, self.wire, self.rng = shape, wire, random.Random(seed)  # noqa: S311
+        self.documents = [
+            [self.rng.randrange(VOCAB) for _ in range(self.rng.randint(40, DOCUMENT_TOKENS_MAX))]
+            for _ in range(DOCUMENTS)
+        ]
+        config, cache = make_configs(shape, connector, policy)
+        kind = AsyncScheduler if shape.asynchronous else PlainScheduler
+        self.scheduler: Scheduler = kind(
+            vllm_config=config,
+            kv_cache_config=cache,
+            block_size=BLOCK,
+            structured_output_manager=StructuredOutputManager(config),
+        )
+        self.scheduler.use_v2_model_runner = shape.v2
+        self.faults: list[str] = []
+        self.excused = {"reset"}  # names of faults that a move of this trial has asked for
+        self.engines: list[HeldEngine] = []
+        self.ranks: list[Rank] = []
+        self._record(self.scheduler.connector)
+        for index in range(shape.ranks):
+            worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
+            self._record(worker)
+            if _is_kvpipe(worker):
+                self.engines.append(engine := HeldEngine(device=shape.device))
+                worker.make_engine = lambda engine=engine: engine
+            self.ranks.append(Rank(index, worker, shape))
+        self._aggregator = KVOutputAggregator(shape.ranks)
+        self.live: dict[str, Live] = {}
+        self.over: list[Live] = []
+        self.prefixes: dict[bytes, tuple[Sequence, int]] = {}  # what each block hash must stand for
+        self.violations: list[str] = []
+        self.on_update: Callable[[], object] = lambda: None
+        self.steps = self.reads = self.added = 0
+        self.wrong: list[Wrong] = []
+        self.is_down = False
+        self.careful = True  # leave out what vLLM itself is known to fail at
+        self._wrap_lookup()
+        self._scheduled: deque[Step] = deque()
+        self._executed: deque[tuple[Step, ModelRunnerOutput]] = deque()
+        self._draft_rng = random.Random(seed + 1)  # noqa: S311
+        self._moves: dict[str, Callable[..., None]] = {name: getattr(self, f"_{name}") for name in MOVES}
+
+    @property
+    def kvpipe(self) -> KVPipeConnector | None:
+        """The scheduler's side, when it is kvpipe that is on trial."""
+        connector: Any = self.scheduler.connector
+        return connector if _is_kvpipe(connector) else None
+
+    @property
+    def side(self) -> SchedulerSide:
+        """Kvpipe's scheduler side."""
+        assert self.kvpipe is not None  # noqa: S101
+        assert self.kvpipe.scheduler is not None  # noqa: S101
+        return self.kvpipe.scheduler
+
+    def do(self, move: Move) -> None:
+        """Make one move. None is possible after a shutdown."""
+        if self.is_down:
+            return
+        self._moves[move[0]](*move[1:])
+
+    def close(self) -> None:
+        """End threads, in vLLM's order. Idempotent."""
+        if not self.is_down:
+            self.is_down = True
+            for rank in self.ranks:
+                rank.connector.shutdown()
+            self.scheduler.shutdown()
+
+    # ---- arrivals -------------------------------------------------------------------------------------------------
+
+    def _add(self, document: int, take: int, own: int, answer: int, salt: int = 0, lora: int = 0) -> None:
+        text = self.documents[document % DOCUMENTS]
+        prompt = text[: 1 + take % len(text)] + self._own(own)
+        self._enter(f"r{self.added}", prompt, answer, salt, lora)
+
+    def _follow(self, index: int, own: int, answer: int) -> None:
+        done = [one for one in self.over if not one.aborted]
+        if done:
+            last = done[index % len(done)]
+            self._enter(
+                f"r{self.added}", last.sequence.prompt + last.output + self._own(own), answer, last.salt, last.lora
+            )
+
+    def _reuse(self, document: int, take: int, answer: int) -> None:
+        busy = set(self.scheduler.requests) | {r for s in self._in_flight_steps() for r in s.sequences}
+        free = [one for one in self.over if one.id not in busy]
+        if free:
+            text = self.documents[document % DOCUMENTS]
+            self._enter(free[take % len(free)].id, text[: 1 + take % len(text)], answer, 0, 0)
+
+    def _own(self, tokens: int) -> list[int]:
+        return [self.rng.randrange(VOCAB) for _ in range(tokens % (OWN_TOKENS_MAX + 1))]
+
+    def _enter(self, request_id: str, prompt: list[int], answer: int, salt: int, lora: int) -> None:
+        from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+        from vllm.v1.request import Request
+
+        prompt, wanted = prompt[:PROMPT_TOKENS_MAX], 1 + answer % ANSWER_TOKENS_MAX
+        self.added += 1
+        one = self.live[request_id] = Live(request_id, Sequence(prompt, f"{salt}/{lora}"), wanted, salt, lora)
+
+        def request(tokens: list[int]) -> Request:
+            return Request(
+                request_id,
+                tokens,
+                SamplingParams(max_tokens=wanted, ignore_eos=True),
+                None,
+                block_hasher=self.hasher,
+                cache_salt=str(salt) if salt else None,
+                lora_request=LoRARequest(f"lora{lora}", lora, "nowhere") if lora else None,
+            )
+
+        for i, key in enumerate(request(prompt + one.expected).block_hashes):
+            self.prefixes.setdefault(key, (one.sequence, (i + 1) * BLOCK))
+        self.scheduler.add_request(request(prompt))
+
+    # ---- steps ----------------------------------------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> int:
+        """Steps that were scheduled and not yet given back to the scheduler."""
+        return len(self._scheduled) + len(self._executed)
+
+    def _in_flight_steps(self) -> list[Step]:
+        return [*self._scheduled, *(step for step, _ in self._executed)]
+
+    def _schedule(self) -> None:
+        if self.in_flight >= (2 if self.shape.asynchronous else 1) or not self.scheduler.has_requests():
+            return
+        output = self.scheduler.schedule()
+        if self.wire:
+            output.kv_connector_metadata = pickle.loads(pickle.dumps(output.kv_connector_metadata))  # noqa: S301
+        scheduled = output.num_scheduled_tokens
+        sampling = frozenset(r for r in scheduled if not self.scheduler.requests[r].is_prefill_chunk)
+        self._scheduled.append(Step(output, sampling, {r: self.live[r].sequence for r in scheduled}))
+
+    def _execute(self) -> None:
+        if not self._scheduled:
+            return
+        step = self._scheduled.popleft()
+        drafts = self._drafts(step)
+        ran = [rank.execute(step, drafts) for rank in self.ranks]
+        self._executed.append((step, self._result(step, ran)))
+        self.steps += 1
+
+    def _update(self) -> None:
+        if not self._executed:
+            self._execute()
+        if not self._executed:
+            return
+        step, result = self._executed.popleft()
+        for outputs in self.scheduler.update_from_output(step.output, result).values():
+            for one in outputs.outputs:
+                self.live[one.request_id].output += one.new_token_ids
+        for request_id in [r for r in self.live if r not in self.scheduler.requests]:
+            self._leave(self.live.pop(request_id))
+        if self.shape.drafts and not self.shape.asynchronous:
+            self._propose(step)
+        self.on_update()
+
+    def _step(self, count: int = 1) -> None:
+        for _ in range(1 + count % 8):
+            while self.in_flight < (2 if self.shape.asynchronous else 1) and self.scheduler.has_requests():
+                self._schedule()
+            self._update()
+
+    def _leave(self, one: Live) -> None:
+        self.over.append(one)
+        expected = one.expected
+        if one.output != (expected[: len(one.output)] if one.aborted else expected):
+            self.violations.append(f"right_answers: {one.id} said {one.output} instead of {expected}")
+
+    def _result(self, step: Step, ran: list[Ran]) -> ModelRunnerOutput:
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        ids = list(step.output.num_scheduled_tokens)
+        results: list[ModelRunnerOutput | None] = []
+        bad = {w.request for one in ran for w in one.wrong}
+        for one in ran:
+            kv_output: KVConnectorOutput = one.kv_output
+            if self.wire:
+                kv_output.kv_connector_worker_meta = pickle.loads(pickle.dumps(kv_output.kv_connector_worker_meta))  # noqa: S301
+            results.append(
+                ModelRunnerOutput(
+                    req_ids=ids,
+                    req_id_to_index={r: i for i, r in enumerate(ids)},
+                    sampled_token_ids=[
+                        [] if r not in step.sampling else [WRONG_TOKEN] if r in bad else one.said[r] for r in ids
+                    ],
+                    kv_connector_output=None if kv_output.is_empty() else kv_output,
+                )
+            )
+        result = results[0] if len(results) == 1 else self._aggregator.aggregate(results)
+        assert result is not None  # noqa: S101
+        told = result.kv_connector_output
+        invalid = told.invalid_block_ids if told is not None else set()
+        for wrong in (w for one in ran for w in one.wrong):  # vLLM throws away what rests on invalid blocks
+            if not invalid & self.ranks[wrong.rank].table(wrong.request):
+                self.wrong.append(wrong)
+        self.reads += len(ids) * len(self.ranks) * len(self.ranks[0].layers)
+        return result
+
+    # ---- drafts ---------------------------------------------------------------------------------------------------
+
+    def _drafts(self, step: Step) -> dict[str, list[int]]:
+        output, out = step.output, {}
+        fresh = {new.req_id for new in output.scheduled_new_reqs} | output.scheduled_cached_reqs.resumed_req_ids
+        for request, tokens in output.scheduled_spec_decode_tokens.items():
+            if self.shape.asynchronous and request not in fresh:  # placeholders: only the runner knows its drafts
+                stop = self.ranks[0].computed(request)
+                scheduled = output.num_scheduled_tokens[request]
+                out[request] = self._guess(step.sequences[request], stop + scheduled - len(tokens), len(tokens))
+            else:
+                out[request] = list(tokens)  # where a fresh request has placeholders, they are rejected
+        return out
+
+    def _propose(self, step: Step) -> None:
+        from vllm.v1.outputs import DraftTokenIds
+
+        ids = [r for r in step.sampling if r in self.live]
+        guesses = []
+        for request_id in ids:
+            one = self.live[request_id]
+            count = self._draft_rng.randint(0, self.shape.drafts)
+            guesses.append(self._guess(one.sequence, len(one.sequence.prompt) + len(one.output), count))
+        self.scheduler.update_draft_token_ids(DraftTokenIds(ids, guesses))
+
+    def _guess(self, sequence: Sequence, first: int, count: int) -> list[int]:
+        right = self._draft_rng.randint(0, count)
+        return [sequence.token(first + i) ^ (i >= right) for i in range(count)]
+
+    # ---- disturbances ---------------------------------------------------------------------------------------------
+
+    def _abort(self, index: int) -> None:
+        from vllm.v1.request import RequestStatus
+
+        if self.live:
+            one = list(self.live.values())[index % len(self.live)]
+            one.aborted = True
+            self.scheduler.finish_requests(one.id, RequestStatus.FINISHED_ABORTED)
+            if one.id not in self.scheduler.requests:
+                self._leave(self.live.pop(one.id))
+
+    def _tick(self, saves: int, loads: int) -> None:
+        for engine in self.engines:
+            engine.tick(_SAVE, saves)
+            engine.tick(_LOAD, loads)
+            if not saves + loads:
+                engine.find_lost()
+
+    def _pace(self, saves: int, loads: int, backwards: bool) -> None:  # noqa: FBT001
+        for engine in self.engines:
+            engine.pace(saves, loads, backwards=backwards and self.shape.failing)
+        if backwards:
+            self.excused |= {"job_failed", "save_failed", "load_failed"}
+
+    def _again(self, rank: int, ahead: int) -> None:
+        if self.engines:
+            self.engines[rank % len(self.engines)].again(ahead)
+
+    def _shutdown(self) -> None:
+        self.close()
+
+    def _reset(self, connector: bool, running: bool) -> None:  # noqa: FBT001
+        if not running:
+            self.scheduler.reset_prefix_cache(reset_connector=connector)
+        elif not self.careful or not (self.in_flight or self._held_apart()):  # else vLLM itself may raise
+            self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=connector)
+
+    def _held_apart(self) -> bool:
+        """Whether others than running requests hold blocks."""
+        if self.kvpipe is not None:
+            return not self.shape.sync_loads
+        manager, running = self.scheduler.kv_cache_manager, [r.request_id for r in self.scheduler.running]
+        tables = (m.req_to_blocks.get(r, ()) for m in manager.coordinator.single_type_managers for r in running)
+        theirs = {block.block_id for table in tables for block in table if not block.is_null}
+        return len(theirs) < manager.block_pool.num_gpu_blocks - 1 - manager.block_pool.get_num_free_blocks()
+
+    def _freeze(self, on: bool) -> None:  # noqa: FBT001
+        if self.kvpipe is not None:
+            self.kvpipe.set_freeze(on)
+
+    def _bypass(self, on: bool) -> None:  # noqa: FBT001
+        if self.kvpipe is not None:
+            self.side.bypass = on
+
+    def _later(self, times: int) -> None:
+        self.deferrals = times % 6
+
+    def _fail(self, rank: int, load: bool, layer: int) -> None:  # noqa: FBT001
+        if self.engines and (self.shape.failing or not load):
+            self.engines[rank % len(self.engines)].arm(_LOAD if load else _SAVE, layer)
+            self.excused |= {"job_failed", "save_failed", "load_failed"}
+
+    def _lose(self, rank: int, load: bool) -> None:  # noqa: FBT001
+        if self.engines and (self.shape.failing or not load):
+            self.engines[rank % len(self.engines)].lose(_LOAD if load else _SAVE)
+            self.excused |= {"copy_timeout", "job_failed", "save_failed", "load_failed"}
+
+    def _quirk(self, rank: int, first: int, second: int) -> None:
+        for index in {first, second}:
+            self._add_quirk(self.ranks[rank % len(self.ranks)], list(QUIRKS)[index % len(QUIRKS)])
+
+    def _add_quirk(self, rank: Rank, name: str) -> None:
+        if name in {"no_waits", "no_layers", "no_start"} and not self.shape.failing:
+            return
+        if name == "early_end" and self.shape.mode == "step":
+            return  # nothing else tells step mode that the forward is over
+        rank.quirks.append(name)
+        self.excused |= {
+            "job_failed", "save_failed", "load_failed", "step_never_ended", "layers_never_submitted",
+            "step_end_skipped", "layers_read_without_waiting", "loads_never_started", "loads_started_by_hook",
+            "hook_for_unknown_layer",
+        }  # fmt: skip
+
+    def _dummy(self) -> None:
+        for rank in self.ranks:
+            rank.dummy_run()
+
+    def _drain(self) -> None:
+        self.deferrals = 0
+        for rank in self.ranks:
+            rank.quirks.clear()
+        for _ in range(DRAIN_STEPS_MAX):
+            if self.in_flight:
+                self._update()
+            elif self.scheduler.has_requests():
+                self._schedule()
+                if not self._scheduled[-1].output.total_num_scheduled_tokens:  # only copies are left to wait for
+                    for engine in self.engines:
+                        engine.find_lost()
+                    self._tick(4, 4)
+                    time.sleep(0.0002)  # let threads run
+            elif not all(engine.idle for engine in self.engines):
+                for engine in self.engines:
+                    engine.find_lost()
+                self._tick(4, 4)
+            else:
+                return
+        self.violations.append(f"no_hang: still busy after {DRAIN_STEPS_MAX} steps: {sorted(self.live)}")
+
+    # ---- listening ------------------------------------------------------------------------------------------------
+
+    def _record(self, side: Any) -> None:  # noqa: ANN401
+        if not _is_kvpipe(side):
+            return
+        counters = side.counters
+        count = counters.fault
+
+        def fault(name: str, **fields: Any) -> None:  # noqa: ANN401
+            self.faults.append(f"{name} {fields}")
+            count(name, **fields)
+
+        counters.fault = fault
+
+    def _wrap_lookup(self) -> None:
+        """Let lookups answer None while `deferrals` lasts, as a slow tier's do."""
+        self.deferrals = 0
+        connector: Any = self.scheduler.connector
+        ask = connector.get_num_new_matched_tokens
+
+        def lookup(request: Any, computed: int) -> tuple[int | None, bool]:  # noqa: ANN401
+            answer: tuple[int | None, bool] = ask(request, computed)
+            if self.deferrals:
+                self.deferrals -= 1
+                return None, False
+            return answer
+
+        connector.get_num_new_matched_tokens = lookup
+
+
+def _is_kvpipe(connector: object) -> bool:
+    """Whether `connector` is kvpipe's, or made from it."""
+    from kvpipe.connectors.vllm.connector import KVPipeConnector
+
+    return isinstance(connector, KVPipeConnector)
