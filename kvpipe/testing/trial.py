@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvpipe.connectors.vllm.scheduler import SchedulerSide
 
 Move = tuple[Any, ...]
+SETTLE_SECONDS_MAX = 20.0
 DOCUMENTS, DOCUMENT_TOKENS_MAX, OWN_TOKENS_MAX, ANSWER_TOKENS_MAX, PROMPT_TOKENS_MAX = 4, 250, 40, 70, 330
 DRAIN_STEPS_MAX = 4000
 _SAVE, _LOAD = Direction.SAVE, Direction.LOAD
@@ -347,6 +348,7 @@ class Trial:
             engine.tick(_LOAD, loads)
             if not saves + loads:
                 engine.find_lost()
+        self._settle()
 
     def _pace(self, saves: int, loads: int, backwards: bool) -> None:  # noqa: FBT001
         for engine in self.engines:
@@ -357,6 +359,7 @@ class Trial:
     def _again(self, rank: int, ahead: int) -> None:
         if self.engines:
             self.engines[rank % len(self.engines)].again(ahead)
+            self._settle()
 
     def _shutdown(self) -> None:
         self.close()
@@ -427,17 +430,26 @@ class Trial:
             elif self.scheduler.has_requests():
                 self._schedule()
                 if not self._scheduled[-1].output.total_num_scheduled_tokens:  # only copies are left to wait for
-                    for engine in self.engines:
-                        engine.find_lost()
-                    self._tick(4, 4)
-                    time.sleep(0.0002)  # let threads run
+                    self._let_end()
             elif not all(engine.idle for engine in self.engines):
-                for engine in self.engines:
-                    engine.find_lost()
-                self._tick(4, 4)
+                self._let_end()
             else:
                 return
         self.violations.append(f"no_hang: still busy after {DRAIN_STEPS_MAX} steps: {sorted(self.live)}")
+
+    def _let_end(self) -> None:
+        """Let copies end that were held or lost; those of a foreign connector end by themselves."""
+        self._tick(0, 0)
+        self._tick(4, 4)
+        if not self.engines:
+            time.sleep(0.0002)
+
+    def _settle(self) -> None:
+        """Wait until kvpipe's loop threads have heard of every completion, so that a sequence has one outcome."""
+        for engine, rank in zip(self.engines, self.ranks, strict=bool(self.engines)):
+            pipeline = rank.connector.worker.pipeline  # type: ignore[attr-defined]
+            if not pipeline._loop.settle(SETTLE_SECONDS_MAX):  # noqa: SLF001
+                self.violations.append(f"no_hang: the loop thread of rank {rank.index} does not settle: {engine}")
 
     # ---- listening ------------------------------------------------------------------------------------------------
 
