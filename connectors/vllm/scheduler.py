@@ -505,8 +505,6 @@ class SchedulerSide:
             self._land_save(flight)
             return
         self.catalog.release(flight.owner)
-        if flight.bad and tracked.epoch == flight.job.epoch:
-            self._give_up_saving(tracked)
         if tracked.job == flight.job.id:
             tracked.job = 0
             tracked.fire(m.LOAD_FAILED if flight.bad else m.LOADED)
