@@ -30,7 +30,7 @@ test-fast: setup
 	$(PY) -m pytest tests/unit tests/transfer property_tests -q
 
 fuzz: setup
-	$(PY) -m kvpipe.testing.nightly --seconds $(SECONDS_MAX) --state .cache/fuzz.json
+	$(PY) -m kvpipe.testing.nightly --seconds $(SECONDS_MAX) --sequences property_tests/regressions --state .cache/fuzz.json
 
 bench: setup
 	$(PY) -m benchmarks

@@ -1,58 +1,29 @@
-"""The conformance kit: `kvpipe fuzz` puts any vLLM v1 connector on trial and shrinks what it finds.
-
-Every trial runs in a forked child, because a connector may kill its process or hang. The child says after each move and
-step that it is alive; what it was asked to do is known from that even when it dies.
-"""
+"""The conformance kit: `kvpipe fuzz` puts any vLLM v1 connector on trial and shrinks what it finds."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import faulthandler
-import functools
-import gc
 import importlib
 import inspect
 import json
-import os
-import resource
-import select
 import shlex
-import shutil
-import signal
 import sys
-import tempfile
 import time
-import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 from kvpipe.errors import UsageError
 from kvpipe.testing import trial as trials
-from kvpipe.testing.invariants import INVARIANTS, Watched
-from kvpipe.testing.moves import random_moves
-from kvpipe.testing.shapes import KVPIPE, SHAPES, Connector, Shape, make_configs
-from kvpipe.testing.trial import MOVES, Move, Trial
+from kvpipe.testing.children import KINDS, TMP, Bench, Case, Limits, Outcome, one_line
+from kvpipe.testing.invariants import INVARIANTS
+from kvpipe.testing.moves import random_moves, show
+from kvpipe.testing.shapes import KVPIPE, SHAPES, Connector, Shape
+from kvpipe.testing.trial import MOVES, Trial
 
 MOVES_PER_TRIAL = 200
-SHRINK_STUCK_SECONDS = 2.0
-SHRINK_DRAIN_STEPS = 600
-DUMP_SECONDS = 2.0
-FINDINGS_MAX, SHOWN_MAX, SAID_MAX, LOG_MAX = 8, 12, 600, 4000
-FATAL = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
-TMP = "{tmp}"
-
-KINDS = {
-    "cannot_import": "the connector cannot be imported or constructed",
-    "raised": "an exception came out of the connector, or out of vLLM because of it",
-    "hung": "a trial made no progress",
-    "died": "the process ended",
-    "broken": "an invariant was broken",
-}
-"""What can be found."""
+FINDINGS_MAX, SHOWN_MAX = 8, 12
 
 GRAMMAR = frozenset(
     {"add", "follow", "reuse", "schedule", "execute", "update", "step", "abort", "tick", "reset", "later", "drain",
@@ -73,337 +44,7 @@ OUTSIDE = {
 """What is checked of any connector."""
 
 
-class Case(NamedTuple):
-    """All that a trial depends on. `changes` is JSON text: fields of the shape that are replaced."""
-
-    connector: Connector
-    shape: str
-    seed: int
-    moves: tuple[Move, ...]
-    changes: str = "{}"
-    policy: str = "recompute"
-    wire: bool = True
-    careful: bool = True
-
-    def make_shape(self) -> Shape:
-        """Return the shape with its changes."""
-        given: dict[str, Any] = json.loads(self.changes)
-        changes: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
-        return SHAPES[self.shape]._replace(**changes)
-
-
-class Outcome(NamedTuple):
-    """What a trial came to: `kind` is empty, "skipped" or one of `KINDS`; `moves` were made."""
-
-    kind: str = ""
-    name: str = ""
-    said: str = ""
-    detail: str = ""
-    moves: tuple[Move, ...] = ()
-    steps: int = 0
-
-    @property
-    def signature(self) -> tuple[str, str]:
-        """What must stay the same while a sequence shrinks."""
-        return self.kind, self.name
-
-
-class Limits(NamedTuple):
-    """How long things may take."""
-
-    stuck_seconds: float = 20.0
-    steps_max: int = 1500
-    drain_steps: int = trials.DRAIN_STEPS_MAX
-
-
-class Bench:
-    """Runs cases in children of this process, one at a time."""
-
-    def __init__(self, limits: Limits | None = None) -> None:
-        """`limits`: of every case that brings none."""
-        self.limits = limits or Limits()
-        self._root = Path(tempfile.mkdtemp(prefix="kvpipe-fuzz-"))
-        self._store, self._log = self._root / "store", self._root / "log"
-
-    def __enter__(self) -> Self:
-        """Import what every trial needs, and keep it out of the children's garbage collections."""
-        _warm_up()
-        gc.collect()
-        gc.freeze()
-        return self
-
-    def __exit__(
-        self, _type: type[BaseException] | None, _error: BaseException | None, _tb: TracebackType | None
-    ) -> None:
-        """Remove the folder."""
-        gc.unfreeze()
-        shutil.rmtree(self._root, ignore_errors=True)
-
-    def run(self, case: Case, limits: Limits | None = None) -> Outcome:
-        """Run `case` in a child and say what came of it."""
-        limits = limits or self.limits
-        shutil.rmtree(self._store, ignore_errors=True)
-        self._store.mkdir()
-        self._log.write_bytes(b"")
-        reader, writer = os.pipe()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        pid = os.fork()
-        if not pid:
-            os.close(reader)
-            _child(case._replace(connector=self._resolve(case.connector)), limits, writer, self._log)
-        os.close(writer)
-        try:
-            said, status = self._watch(pid, reader, limits.stuck_seconds)
-        finally:
-            os.close(reader)
-            for kill in (os.killpg, os.kill):
-                with contextlib.suppress(OSError):
-                    kill(pid, signal.SIGKILL)
-        return self._judge(case, said, status, limits)
-
-    def _resolve(self, connector: Connector) -> Connector:
-        """Put the folder of this trial where the configuration asks for one, and name a file's module."""
-        module = connector.module
-        if module is not None and module.endswith(".py"):
-            module = Path(module).stem
-        return connector._replace(module=module, extra=connector.extra.replace(TMP, str(self._store)))
-
-    def _watch(self, pid: int, reader: int, stuck_seconds: float) -> tuple[bytes, int | None]:
-        """Return what the child wrote and how it ended; it is stuck where that is None, and has ended then too."""
-        said, last, open_ = bytearray(), time.monotonic(), True
-        while True:
-            ready = select.select([reader], [], [], 0.05)[0] if open_ else []
-            if ready:
-                more = os.read(reader, 1 << 16)
-                open_ = bool(more)
-                said += more
-                last = time.monotonic()
-                continue
-            ended, status = os.waitpid(pid, os.WNOHANG)  # its own children may hold the pipe open
-            if ended:
-                return bytes(said), status
-            if time.monotonic() - last > stuck_seconds:
-                self._dump_and_kill(pid)
-                return bytes(said), None
-            if not open_:
-                time.sleep(0.002)
-
-    def _dump_and_kill(self, pid: int) -> None:
-        os.kill(pid, signal.SIGUSR1)  # faulthandler writes all stacks to the log
-        deadline = time.monotonic() + DUMP_SECONDS
-        while time.monotonic() < deadline and b"Current thread" not in self._log.read_bytes():
-            time.sleep(0.05)
-        time.sleep(0.05)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-
-    def _judge(self, case: Case, said: bytes, status: int | None, limits: Limits) -> Outcome:
-        beats, _, last = said.partition(b"\n")
-        moves = case.moves[: beats.count(b"m")] + (("drain",),) * beats.count(b"D")
-        steps = beats.count(b"s")
-        if last:
-            return Outcome(**json.loads(last), moves=moves, steps=steps)
-        log = self._log.read_text(encoding="utf-8", errors="replace")
-        doing = f"in move {len(moves)}, {show(moves[-1])}" if moves else "before the first move"
-        if status is None:
-            stack = log[log.find("Current thread") :] if "Current thread" in log else log[-LOG_MAX:]
-            return Outcome(
-                "hung",
-                said=f"no progress for {limits.stuck_seconds:g} s {doing}",
-                detail=stack,
-                moves=moves,
-                steps=steps,
-            )
-        start = log.find("Fatal Python error")
-        tail = log[start : start + LOG_MAX] if start >= 0 else log[-LOG_MAX:]
-        if os.WIFSIGNALED(status):
-            how = f"killed by {signal.Signals(os.WTERMSIG(status)).name}"
-        else:
-            how = f"exited with code {os.WEXITSTATUS(status)}"
-        return Outcome("died", how, f"the process was {how} {doing}", tail, moves, steps)
-
-    # ---- shrinking ------------------------------------------------------------------------------------------------
-
-    def shrink(self, case: Case, found: Outcome, seconds: float) -> tuple[Case, Outcome]:
-        """Return the shortest and simplest case of the same kind that can be found in `seconds`."""
-        deadline = time.monotonic() + seconds
-        stuck = min(self.limits.stuck_seconds, SHRINK_STUCK_SECONDS)
-        quick = Limits(stuck, self.limits.steps_max, min(self.limits.drain_steps, SHRINK_DRAIN_STEPS))
-
-        def same(moves: tuple[Move, ...]) -> bool:
-            return self.run(case._replace(moves=moves), quick).signature == found.signature
-
-        moves = found.moves
-        if same(moves):  # also with the shorter limits
-            before: tuple[Move, ...] = ()
-            while moves != before and time.monotonic() < deadline:
-                before = moves
-                moves = _simplify(_fewer(moves, same, deadline), same, deadline)
-        shorter = case._replace(moves=moves)
-        again = self.run(shorter)
-        if again.signature == found.signature:
-            return shorter._replace(moves=again.moves), again
-        return case._replace(moves=found.moves), found
-
-
-def _fewer(moves: tuple[Move, ...], same: Callable[[tuple[Move, ...]], bool], deadline: float) -> tuple[Move, ...]:
-    """Drop moves, many at once first."""
-    size = max(1, len(moves) // 2)
-    while time.monotonic() < deadline:
-        start, dropped = 0, False
-        while start < len(moves) and time.monotonic() < deadline:
-            shorter = moves[:start] + moves[start + size :]
-            if same(shorter):
-                moves, dropped = shorter, True
-            else:
-                start += size
-        if size == 1 and not dropped:
-            break
-        size = max(1, size // 2)
-    return moves
-
-
-def _simplify(moves: tuple[Move, ...], same: Callable[[tuple[Move, ...]], bool], deadline: float) -> tuple[Move, ...]:
-    """Make arguments smaller, one by one."""
-    for i in range(len(moves)):
-        for j in range(1, len(moves[i])):
-            while moves[i][j] and time.monotonic() < deadline:
-                value = moves[i][j]
-                smaller = [False] if value is True else sorted({0, value // 2, value - 1})
-                for one in smaller:
-                    changed = (*moves[:i], (*moves[i][:j], one, *moves[i][j + 1 :]), *moves[i + 1 :])
-                    if same(changed):
-                        moves = changed
-                        break
-                else:
-                    break
-    return moves
-
-
-# ---- the child ----------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def _warm_up() -> None:
-    """Import once, before the forks, what every trial needs."""
-    import logging
-
-    logging.disable(logging.ERROR)
-    trial = Trial(SHAPES["sync"])
-    trial.do(("add", 0, 0, 0, 0))
-    trial.do(("drain",))
-    trial.close()
-
-
-def _child(case: Case, limits: Limits, pipe: int, log: Path) -> None:
-    """Run `case` and end the process."""
-    try:
-        with contextlib.suppress(OSError):
-            os.setsid()
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file takes longer than a trial
-        file = log.open("ab", buffering=0)
-        for standard in (1, 2):
-            os.dup2(file.fileno(), standard)
-        faulthandler.disable()
-        for fatal in FATAL:  # libraries put slow handlers there
-            signal.signal(fatal, signal.SIG_DFL)
-        faulthandler.enable(file)
-        faulthandler.register(signal.SIGUSR1, file, all_threads=True)
-        os.chdir(log.parent)
-        outcome = _conduct(case, limits, lambda beat: os.write(pipe, beat))
-        text = json.dumps(dict(zip(("kind", "name", "said", "detail"), outcome[:4], strict=True)))
-        os.write(pipe, b"\n" + text.encode())
-        os._exit(0)
-    finally:
-        os._exit(70)
-
-
-def _conduct(case: Case, limits: Limits, beat: Callable[[bytes], object]) -> Outcome:
-    connector, shape = case.connector, case.make_shape()
-    try:
-        if (unfit := _import(connector, shape)) is not None:
-            return Outcome("skipped", said=unfit)
-    except BaseException as e:  # noqa: BLE001  (whatever a foreign module raises)
-        where = connector.module or "vLLM's registry"
-        return Outcome("cannot_import", said=f"{connector.name} cannot be imported from {where}: {_one_line(e)}",
-                       detail=traceback.format_exc(limit=-8))  # fmt: skip
-    beat(b".")
-    trials.DRAIN_STEPS_MAX = limits.drain_steps
-    try:
-        trial = Trial(shape, case.seed, connector=connector, policy=case.policy, wire=case.wire)
-    except BaseException as e:  # noqa: BLE001
-        return Outcome("cannot_import", said=f"{connector.name} cannot be constructed: {_one_line(e)}",
-                       detail=traceback.format_exc(limit=-8))  # fmt: skip
-    trial.careful = case.careful
-    watched = Watched(trial)
-    raised = _make_moves(case, trial, watched, limits, beat)
-    if raised is not None:
-        with contextlib.suppress(Exception):
-            watched.after_update()
-    if watched.broken:  # what was raised came of it
-        name, _, what = watched.broken[0].partition(": ")
-        return Outcome("broken", name, what[:SAID_MAX], "\n".join(one[:SAID_MAX] for one in watched.broken[1:6]))
-    return raised or Outcome()
-
-
-def _make_moves(
-    case: Case, trial: Trial, watched: Watched, limits: Limits, beat: Callable[[bytes], object]
-) -> Outcome | None:
-    """Make the moves until something is broken; return what was raised."""
-
-    def after_update() -> None:
-        beat(b"s")
-        watched.after_update()
-
-    trial.on_update = after_update
-    try:
-        for move in _until(case.moves, trial, limits.steps_max, beat):
-            drained = move[0] == "drain" and not trial.is_down
-            trial.do(move)
-            if drained:
-                watched.after_drain()
-            if watched.broken:
-                return None
-        trial.close()
-    except BaseException as e:  # noqa: BLE001  (the finding)
-        frame = traceback.extract_tb(e.__traceback__)[-1]
-        name = f"{type(e).__name__} in {frame.name}"
-        return Outcome("raised", name, _one_line(e), traceback.format_exc(limit=-10))
-    return None
-
-
-def _until(moves: tuple[Move, ...], trial: Trial, steps_max: int, beat: Callable[[bytes], object]) -> Iterator[Move]:
-    for move in moves:
-        if trial.steps >= steps_max:
-            beat(b"D")
-            yield ("drain",)
-            return
-        beat(b"m")
-        yield move
-
-
-def _import(connector: Connector, shape: Shape) -> str | None:
-    """Import the connector; return why this shape is none for it, or nothing."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-    config, _ = make_configs(shape, connector)
-    KVConnectorFactory.get_connector_class(config.kv_transfer_config)
-    if len(shape.windows) > 1 and not KVConnectorFactory.supports_hma_config(config.kv_transfer_config):
-        return "it does not support several cache groups (SupportsHMA)"
-    return None
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:SAID_MAX]
-
-
 # ---- findings -----------------------------------------------------------------------------------------------------
-
-
-def show(move: Move) -> str:
-    """Return a move as one reads it."""
-    return " ".join([str(move[0]), *(str(int(one)) if isinstance(one, bool) else str(one) for one in move[1:])])
 
 
 def write_finding(path: Path, case: Case, found: Outcome, moves_before: int) -> None:
@@ -445,7 +86,7 @@ def read_finding(path: Path) -> tuple[Case, tuple[str, str]]:
             inspect.signature(getattr(Trial, f"_{name}") if name in MOVES else None).bind(None, *values)  # type: ignore[arg-type]
         signature = (str(kept["kind"]), str(kept["name"]))
     except (OSError, ValueError, KeyError, TypeError, IndexError) as e:
-        raise UsageError(f"kvpipe: {path} is not a finding of kvpipe fuzz: {_one_line(e)}") from None
+        raise UsageError(f"kvpipe: {path} is not a finding of kvpipe fuzz: {one_line(e)}") from None
     return case, signature
 
 

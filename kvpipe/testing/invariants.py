@@ -1,45 +1,60 @@
-"""The laws, as checks of a trial: one function each, and the sentence that it holds.
+"""The laws, as checks of a trial: functions, each with the sentence that it holds.
 
 A check returns what is wrong, or nothing. Those marked *outside* hold for any connector, the others look into kvpipe.
-`after_update` runs them all after each step that the scheduler has digested; `after_drain` when nothing is left to do.
+They run after each step that vLLM has scheduled, after each whose results it has digested, or when nothing is left to
+do. Three more are seen by the trial itself: `right_answers`, `no_hang` and `lookups_are_idempotent`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from kvpipe.catalog import Chunk
 from kvpipe.connectors.vllm.scheduler import SAVE_RETRIES_MAX
+from kvpipe.plan import ROW_BYTES, Job, Kind
 from kvpipe.testing.trial import Trial
 
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+Admission = tuple["Request", int]
 Check = Callable[["Watched"], Iterator[str]]
+When = Literal["schedule", "update", "drain"]
 
 
 class Invariant(NamedTuple):
-    """One law's check. `law` is its number in the design; `drained`: it holds only when nothing is left to do."""
+    """One check. `laws` are the numbers of the laws in the design that it holds."""
 
     name: str
-    law: int
+    laws: tuple[int, ...]
     sentence: str
     check: Check
+    when: When
     outside: bool
-    drained: bool
 
 
 INVARIANTS: dict[str, Invariant] = {}
 
 
-def invariant(law: int, sentence: str, *, outside: bool = False, drained: bool = False) -> Callable[[Check], Check]:
+def invariant(*laws: int, says: str, when: When = "update", outside: bool = False) -> Callable[[Check], Check]:
     """Register a check under its function's name."""
 
     def register(check: Check) -> Check:
-        INVARIANTS[check.__name__] = Invariant(check.__name__, law, sentence, check, outside, drained)
+        INVARIANTS[check.__name__] = Invariant(check.__name__, laws, says, check, when, outside)
         return check
 
     return register
+
+
+class Final(NamedTuple):
+    """How far a request's KV was final when it was last scheduled, in one of its admissions."""
+
+    admission: Admission
+    units: int
 
 
 class Watched:
@@ -50,33 +65,66 @@ class Watched:
         self.trial = trial
         self._faults = self._wrong = 0
         self.findable: dict[tuple[int, bytes], tuple[int, int]] = {}
+        self.final: dict[str, Final] = {}
+        self.excused: set[str] = set()  # requests whose KV need not be saved: a fault has named them
+        self.forgotten: set[Chunk] = set()  # chunks that a reset has dropped
+        self.stale: dict[str, Admission] = {}  # admissions that have lived through a reset
+        self.dropped = 0
+        self.output: SchedulerOutput | None = None
         self.broken: list[str] = []
+        trial.on_schedule = self.after_schedule
         trial.on_update = self.after_update
+        trial.on_reset = self.before_reset
 
-    def after_update(self) -> list[str]:
-        """Check everything that holds at any time; return and remember what is broken."""
-        return self._check(drained=False)
+    def after_schedule(self, output: SchedulerOutput) -> None:
+        """Check what holds for a step that goes out."""
+        self.output = output
+        self._check("schedule")
 
-    def after_drain(self) -> list[str]:
+    def after_update(self) -> None:
+        """Check what holds whenever the scheduler has digested a step."""
+        self._check("update")
+
+    def after_drain(self) -> None:
         """Check everything, when nothing is left to do. After a shutdown much is."""
-        if self.trial.is_down:
-            return []
-        return self._check(drained=False) + self._check(drained=True)
+        if not self.trial.is_down:
+            self._check("update")
+            self._check("drain")
 
-    def _check(self, *, drained: bool) -> list[str]:
-        found = []
+    def before_reset(self) -> None:
+        """Remember what the reset of the connector's cache must end."""
+        if self.trial.kvpipe is None:
+            return
+        side, scheduler = self.trial.side, self.trial.scheduler
+        self.forgotten |= {piece.chunk for flight in side._flights.values() for piece in flight.pieces}  # noqa: SLF001
+        for group in range(len(side.geometry.groups)):
+            self.forgotten |= set(side.catalog.index(group).values())
+        tables = scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
+        for request_id, request in scheduler.requests.items():
+            if tables.get(request_id):
+                self.stale[request_id] = admission(request)
+                self.excused.add(request_id)
+
+    def _check(self, when: When) -> None:
         for one in INVARIANTS.values():
-            if one.drained == drained and (one.outside or self.trial.kvpipe is not None):
-                found += [f"{one.name}: {what}" for what in one.check(self)]
-        found += self.trial.violations
+            if one.when == when and (one.outside or self.trial.kvpipe is not None):
+                self.broken += [f"{one.name}: {what}" for what in one.check(self)]
+        self.broken += self.trial.violations
         self.trial.violations = []
-        self.broken += found
-        return found
 
-    def new_faults(self) -> list[str]:
-        """Return the faults since the last call."""
+    def saves(self) -> Iterator[Job]:
+        """Yield the saves of the step that goes out."""
+        assert self.output is not None  # noqa: S101
+        metadata: Any = self.output.kv_connector_metadata
+        return (job for job in metadata.plan.jobs if job.kind == Kind.SAVE)
+
+    def new_faults(self) -> Iterator[str]:
+        """Yield the faults since the last call that no move has asked for, and excuse whom they name."""
         new, self._faults = self.trial.faults[self._faults :], len(self.trial.faults)
-        return new
+        for fault in new:
+            self.excused.add(fault.fields.get("request", ""))
+            if fault.name not in self.trial.excused:
+                yield f"{fault.name} {fault.fields}"
 
     def new_wrong(self) -> list[str]:
         """Return the wrong reads since the last call."""
@@ -84,15 +132,20 @@ class Watched:
         return [str(one) for one in new]
 
 
-@invariant(1, "Nothing raises into vLLM, and no fault is counted that nobody has caused.")
+def admission(request: Request) -> Admission:
+    """Name one stay of a request in vLLM's block pool."""
+    return request, request.num_preemptions
+
+
+@invariant(1, says="Nothing raises into vLLM, and no fault is counted that nobody has caused.")
 def only_faults_that_were_caused(watched: Watched) -> Iterator[str]:
     """Fault counters against the disturbances of the trial."""
-    for fault in watched.new_faults():
-        if fault.split(" ", 1)[0] not in watched.trial.excused:
-            yield fault
+    yield from watched.new_faults()
 
 
-@invariant(2, "A chunk that can be found holds, on every rank and layer, the KV of exactly the prefix of its key.")
+@invariant(
+    2, 5, 10, says="A chunk that can be found holds, on every rank and layer, the KV of exactly the prefix of its key."
+)
 def findable_chunks_are_whole_and_true(watched: Watched) -> Iterator[str]:
     """Every byte of what became findable since the last check."""
     catalog, geometry = watched.trial.side.catalog, watched.trial.side.geometry
@@ -124,13 +177,19 @@ def _false_bytes(watched: Watched, group: int, key: bytes, chunk: Chunk, units: 
                 yield f"slot {chunk.slot}, rank {rank.index}, layer {layer.name}: {len(differs)} of {tokens} tokens"
 
 
-@invariant(3, "Whatever attention reads is what belongs there, unless vLLM was told in the same step.", outside=True)
+@invariant(
+    3,
+    5,
+    10,
+    says="Whatever attention reads is what belongs there, unless vLLM was told in the same step.",
+    outside=True,
+)
 def every_read_is_right(watched: Watched) -> Iterator[str]:
     """The content oracle on the paged caches."""
     yield from watched.new_wrong()
 
 
-@invariant(4, "Only tokens that are final have keys in the catalog, being written or written.")
+@invariant(4, says="Only tokens that are final have keys in the catalog, being written or written.")
 def confirmed_tokens_only(watched: Watched) -> Iterator[str]:
     """Keys of pieces in flight against the hashes of true prefixes."""
     for flight in watched.trial.side._flights.values():  # noqa: SLF001
@@ -139,7 +198,73 @@ def confirmed_tokens_only(watched: Watched) -> Iterator[str]:
                 yield f"a piece of {flight.job.request} is written under a key of no prefix"
 
 
-@invariant(6, "Every lease belongs to a load in flight, by request and epoch.")
+@invariant(
+    4, says="A unit that becomes final in a step is held already, or is being saved with that step.", when="schedule"
+)
+def what_becomes_final_is_saved(watched: Watched) -> Iterator[str]:
+    """The catalog against vLLM's own counts, while nothing is evicted, frozen or failed."""
+    side, counters = watched.trial.side, watched.trial.side.counters
+    before, watched.dropped = watched.dropped, counters["evicted"] + counters["save_dropped_pool_full"]
+    if watched.dropped != before or side.freeze or side.bypass:
+        return
+    assert watched.output is not None  # noqa: S101
+    for request, was, now in _newly_final(watched):
+        start = request.num_computed_tokens - watched.output.num_scheduled_tokens[request.request_id]
+        if now > start // side.geometry.unit_tokens and request.request_id not in watched.excused:
+            for group in side._full:  # noqa: SLF001
+                if not side.catalog.known(group, request.block_hashes[now - 1]):
+                    yield f"{request.request_id}: unit {now - 1}, of those from {was} on"
+
+
+@invariant(7, says="What a step plans for a request is bounded by what became final in it.", when="schedule")
+def work_is_bounded_by_what_is_new(watched: Watched) -> Iterator[str]:
+    """Rows of each save against the units that became final, and one chunk that may have to be begun anew."""
+    side, requests = watched.trial.side, watched.trial.scheduler.requests
+    new = {request.request_id: now - was for request, was, now in _newly_final(watched)}
+    pages = sum(side.geometry.pages_per_unit)
+    for job in watched.saves():
+        limit = (new.get(job.request, 0) + side.geometry.units_per_chunk) * pages
+        if job.request in requests and job.request not in watched.excused and len(job.rows) // ROW_BYTES > limit:
+            yield f"{job.request} saves {len(job.rows) // ROW_BYTES} pages, {limit} at most are new"
+
+
+def _newly_final(watched: Watched) -> Iterator[tuple[Request, int, int]]:
+    """Yield (request, units final before, units final now) of what this step computes."""
+    assert watched.output is not None  # noqa: S101
+    unit = watched.trial.side.geometry.unit_tokens
+    for request_id in watched.output.num_scheduled_tokens:
+        request = watched.trial.scheduler.requests[request_id]
+        units = min(request.num_computed_tokens, request.num_tokens) // unit
+        last = watched.final.get(request_id)
+        was = last.units if last is not None and last.admission == admission(request) else 0
+        if units > was:
+            yield request, was, units
+
+
+@invariant(9, says="A frozen or bypassed engine saves nothing.", when="schedule")
+def frozen_saves_nothing(watched: Watched) -> Iterator[str]:
+    """The plan of the step; and the last check of it, which remembers how far it has come."""
+    side = watched.trial.side
+    if side.freeze or side.bypass:
+        yield from (f"{job.request} saves {len(job.rows) // ROW_BYTES} pages" for job in watched.saves())
+        return
+    for request, _, now in list(_newly_final(watched)):
+        watched.final[request.request_id] = Final(admission(request), now)
+
+
+@invariant(10, says="What was computed before a reset is never found after it, nor saved.", when="schedule")
+def a_reset_is_final(watched: Watched) -> Iterator[str]:
+    """Admissions and chunks that were there when the connector's cache was reset."""
+    side, requests = watched.trial.side, watched.trial.scheduler.requests
+    for job in watched.saves():
+        if job.request in watched.stale and watched.stale[job.request] == admission(requests[job.request]):
+            yield f"{job.request} is saved, with blocks from before the reset"
+    for group in range(len(side.geometry.groups)):
+        for chunk in watched.forgotten.intersection(side.catalog.index(group).values()):
+            yield f"slot {chunk.slot} can be found again"
+
+
+@invariant(6, says="Every lease belongs to a load in flight, by request and epoch, and every such load has its leases.")
 def leases_have_owners(watched: Watched) -> Iterator[str]:
     """Owners in the catalog against flights."""
     side = watched.trial.side
@@ -147,9 +272,12 @@ def leases_have_owners(watched: Watched) -> Iterator[str]:
     for owner in side.catalog._leases:  # noqa: SLF001
         if owner not in owners:
             yield f"{owner} has leases and no load"
+    for owner in owners:
+        if owner not in side.catalog._leases:  # noqa: SLF001
+            yield f"{owner} has a load and no leases"
 
 
-@invariant(2, "Slots, index, leases, writers and the policy agree.")
+@invariant(2, says="Slots, index, leases, writers and the policy agree.")
 def catalog_is_consistent(watched: Watched) -> Iterator[str]:
     """`Catalog.check_integrity`."""
     try:
@@ -158,7 +286,14 @@ def catalog_is_consistent(watched: Watched) -> Iterator[str]:
         yield str(e)
 
 
-@invariant(8, "No machine meets an event that its table calls a bug.")
+@invariant(2, says="Every rank reports every job once.")
+def jobs_are_reported_once(watched: Watched) -> Iterator[str]:
+    """The scheduler side's count of reports about jobs that it does not know."""
+    if again := watched.trial.side.counters["reported_again"]:
+        yield f"{again} reports of jobs that were over"
+
+
+@invariant(8, says="No machine meets an event that its table calls a bug.")
 def no_illegal_transition(watched: Watched) -> Iterator[str]:
     """Counters of all sides."""
     for counters in _counters(watched):
@@ -170,7 +305,7 @@ def no_illegal_transition(watched: Watched) -> Iterator[str]:
             yield f"{errors} errors on the loop thread of rank {rank.index}"
 
 
-@invariant(9, "Retries, jobs and slots are bounded.")
+@invariant(9, says="Retries, jobs and slots are bounded.")
 def everything_is_bounded(watched: Watched) -> Iterator[str]:
     """Sizes against their limits."""
     trial, side = watched.trial, watched.trial.side
@@ -183,7 +318,7 @@ def everything_is_bounded(watched: Watched) -> Iterator[str]:
         yield f"{len(side._flights)} jobs in flight"  # noqa: SLF001
 
 
-@invariant(6, "When nothing is left to do nothing is held: no lease, piece, job, cursor.", drained=True)
+@invariant(6, says="When nothing is left to do nothing is held: no lease, piece, job, cursor.", when="drain")
 def nothing_is_held(watched: Watched) -> Iterator[str]:
     """Gauges of both sides."""
     stats = watched.trial.side.stats()
@@ -196,7 +331,7 @@ def nothing_is_held(watched: Watched) -> Iterator[str]:
             yield f"{pipeline.in_flight} jobs on rank {rank.index}"
 
 
-@invariant(6, "When nothing is left to do every block is back in vLLM's pool.", outside=True, drained=True)
+@invariant(6, says="When nothing is left to do every block is back in vLLM's pool.", outside=True, when="drain")
 def all_blocks_are_back(watched: Watched) -> Iterator[str]:
     """VLLM's block pool and tables."""
     scheduler = watched.trial.scheduler

@@ -48,13 +48,23 @@ WEIGHTS = {
 }  # fmt: skip
 """How often each move is made, in proportion."""
 
+SWARM = (0.3, 1.0, 1.0, 3.0)
+"""A sequence makes each move more or less often than others do, by one of these factors: sequences that are alike reach
+less. (Groce et al., Swarm Testing, ISSTA 2012.)"""
+
 SHUTDOWNS = 0.1
 """The share of sequences that end in mid-flight."""
 
 
-def random_moves(seed: int, count: int) -> Iterator[Move]:
+def random_moves(seed: int | str, count: int) -> Iterator[Move]:
     """Yield `count` moves, and at last a drain or a shutdown."""
     rng = random.Random(seed)  # noqa: S311
-    for name in rng.choices(list(WEIGHTS), list(WEIGHTS.values()), k=count):
+    weights = [weight * rng.choice(SWARM) for weight in WEIGHTS.values()]
+    for name in rng.choices(list(WEIGHTS), weights, k=count):
         yield (name, *map(rng.choice, ARGUMENTS[name]))
     yield ("shutdown",) if rng.random() < SHUTDOWNS else ("drain",)
+
+
+def show(move: Move) -> str:
+    """Return a move as one reads it."""
+    return " ".join([str(move[0]), *(str(int(one)) if isinstance(one, bool) else str(one) for one in move[1:])])

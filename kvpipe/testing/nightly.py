@@ -1,29 +1,35 @@
 """Trials by the seed, for as long as one likes: `python -m kvpipe.testing.nightly --seconds 3600 --state FILE`.
 
-With a state file a run goes on where the last one ended. Exits with 1 when an invariant was broken, and with `--reach`
-also when a cell that can be reached never was.
+With a state file a run goes on where the last one ended. What breaks an invariant is shrunk and written as a sequence
+that `property_tests/regressions/` can keep. Exits with 1 when that happened, and with `--reach` also when a cell that
+can be reached never was.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from kvpipe.testing import reach
+from kvpipe.testing.children import Bench, Case
 from kvpipe.testing.invariants import Watched
 from kvpipe.testing.moves import random_moves
-from kvpipe.testing.shapes import SHAPES, Shape
+from kvpipe.testing.shapes import KVPIPE, SHAPES, Shape
 from kvpipe.testing.trial import Move, Trial
 
 MOVES_PER_SEED = 200
 REPORT_SECONDS = 15.0
+STUCK_SECONDS = 600.0
+SHRINK_SECONDS = 120.0
 BROKEN_MAX = 20
 
 
@@ -42,7 +48,7 @@ def run(shape: Shape, seed: int, moves: Iterable[Move] | None = None) -> Ran:
     watched = Watched(trial)
     made: list[Move] = []
     try:
-        for move in random_moves(seed, MOVES_PER_SEED) if moves is None else moves:
+        for move in random_moves(f"{seed} {shape}", MOVES_PER_SEED) if moves is None else moves:
             made.append(move)
             trial.do(move)
             if move[0] == "drain":
@@ -59,12 +65,40 @@ def run(shape: Shape, seed: int, moves: Iterable[Move] | None = None) -> Ran:
     return Ran(trial.steps, watched.broken, made, counters)
 
 
+class Work(NamedTuple):
+    """One trial to make: of a seed, or of a kept sequence."""
+
+    shape: str
+    seed: int
+    moves: tuple[Move, ...] | None = None
+
+
+class Done(NamedTuple):
+    """One trial made, and the cells that it has taken."""
+
+    work: Work
+    ran: Ran
+    cells: Counter[reach.Cell]
+
+
+def _make(work: Work) -> Done:
+    before = reach.counts()
+    ran = run(SHAPES[work.shape], work.seed, work.moves)
+    return Done(work, ran, reach.counts() - before)
+
+
+def sequences(folder: Path) -> list[Work]:
+    """Return the sequences that `folder` keeps."""
+    kept = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    return [Work(one["shape"], one["seed"], tuple(tuple(move) for move in one["moves"])) for one in kept]
+
+
 class Night:
     """A run over seeds: what it has done so far, kept in a file if one is given."""
 
-    def __init__(self, state: Path | None) -> None:
-        """Go on where `state` says."""
-        self._state = state
+    def __init__(self, state: Path | None, jobs: int = 1) -> None:
+        """Go on where `state` says, with so many processes."""
+        self._state, self._jobs = state, jobs
         self.seed = self.steps = self.trials = 0
         self.seconds = 0.0
         self.cells: Counter[reach.Cell] = Counter()
@@ -75,46 +109,96 @@ class Night:
             self.seconds, self.broken = kept["seconds"], kept["broken"]
             self.cells.update({reach.Cell(*name.split("/")): times for name, times in kept["cells"].items()})
 
-    def save(self, cells: Counter[reach.Cell]) -> None:
+    def save(self) -> None:
         """Write the state file."""
         if self._state is not None:
             kept = {
                 "seed": self.seed, "steps": self.steps, "trials": self.trials, "seconds": round(self.seconds, 1),
-                "broken": self.broken, "cells": {"/".join(cell): n for cell, n in sorted(cells.items())},
+                "broken": self.broken, "cells": {"/".join(cell): n for cell, n in sorted(self.cells.items())},
             }  # fmt: skip
+            self._state.parent.mkdir(parents=True, exist_ok=True)
             self._state.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
-    def go(self, names: list[str], seconds: float, seed_stop: int, steps_stop: int) -> Counter[reach.Cell]:
-        """Run every shape per seed until one of the limits; return the cells reached."""
+    def go(self, names: list[str], first: list[Work], seconds: float, seed_stop: int, steps_stop: int) -> None:
+        """Make the trials of `first`, then every shape per seed, until one of the limits."""
         begin = last = time.monotonic()
-        before, earlier = self.steps, self.seconds
-        while self.seed < seed_stop and self.steps < steps_stop and len(self.broken) < BROKEN_MAX:
-            for name in names:
-                ran = run(SHAPES[name], self.seed)
-                self.steps += ran.steps
-                self.trials += 1
-                if ran.broken:
-                    self.broken.append({"shape": name, "seed": self.seed, "broken": ran.broken[:3]})
-                    sys.stdout.write(f"BROKEN {name} seed {self.seed} after {len(ran.made)} moves: {ran.broken[0]}\n")
-            self.seed += 1
-            now = time.monotonic()
-            self.seconds = earlier + now - begin
-            if now - last > REPORT_SECONDS:
-                last = now
-                cells = self.cells + reach.counts()
-                self.save(cells)
-                reached, can, _ = reach.report(cells)
-                rate = (self.steps - before) / (now - begin)
-                sys.stdout.write(
-                    f"seed {self.seed}: {self.steps} steps, {rate:.0f}/s, {rate / self.steps * self.seed:.1f} seeds/s, "
-                    f"{reached} of {can} cells, {len(self.broken)} broken\n"
-                )
-                sys.stdout.flush()
-            if now - begin > seconds:
-                break
-        cells = self.cells + reach.counts()
-        self.save(cells)
-        return cells
+        trials, steps, earlier = self.trials, self.steps, self.seconds
+        with multiprocessing.get_context("spawn").Pool(self._jobs, _quiet) as pool:
+            todo = first
+            while True:
+                for done in _results(pool.imap_unordered(_make, todo), todo):
+                    self._account(done)
+                now = time.monotonic()
+                self.seconds = earlier + now - begin
+                if todo is not first:
+                    self.seed += 1
+                over = self.seed >= seed_stop or self.steps >= steps_stop or now - begin > seconds
+                if over or len(self.broken) >= BROKEN_MAX:
+                    break
+                todo = [Work(name, self.seed) for name in names]
+                if now - last > REPORT_SECONDS:
+                    last = now
+                    self.save()
+                    reached, can, _ = reach.report(self.cells)
+                    sys.stdout.write(
+                        f"seed {self.seed}: {self.steps} steps, {(self.steps - steps) / (now - begin):.0f} steps/s, "
+                        f"{(self.trials - trials) / (now - begin):.1f} trials/s, {reached} of {can} cells, "
+                        f"{len(self.broken)} broken\n"
+                    )
+                    sys.stdout.flush()
+        self.save()
+
+    def _account(self, done: Done) -> None:
+        work, ran, cells = done
+        self.trials += 1
+        self.steps += ran.steps
+        self.cells += cells
+        if ran.broken:
+            made = [list(move) for move in ran.made]
+            self.broken.append({"shape": work.shape, "seed": work.seed, "broken": ran.broken[:3], "moves": made})
+            sys.stdout.write(f"BROKEN {work.shape} seed {work.seed} after {len(made)} moves: {ran.broken[0][:600]}\n")
+            sys.stdout.flush()
+
+
+def _results(results: multiprocessing.pool.IMapIterator[Done], todo: list[Work]) -> Iterator[Done]:
+    """Yield results as they come; a process that hangs or died is a finding, and the end of the run."""
+    left = list(todo)
+    while left:
+        try:
+            done = results.next(STUCK_SECONDS)
+        except multiprocessing.TimeoutError:
+            hung = "no_hang: no result in time; `kvpipe fuzz` can say more"
+            for work in left:
+                yield Done(work, Ran(0, [hung], [], Counter()), Counter())
+            return
+        left.remove(done.work)
+        yield done
+
+
+def _quiet() -> None:
+    """Keep vLLM's and kvpipe's expected warnings out of the report."""
+    import logging
+
+    logging.disable(logging.ERROR)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def shrink(broken: list[dict[str, object]], folder: Path) -> None:
+    """Write each finding's shortest sequence into `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with Bench() as bench:
+        for one in broken:
+            shape, seed = str(one["shape"]), int(str(one["seed"]))
+            moves = tuple(tuple(move) for move in one["moves"])  # type: ignore[attr-defined]
+            case = Case(KVPIPE, shape, seed, moves, wire=seed % 2 == 0)
+            found = bench.run(case)
+            if found.kind:
+                case, found = bench.shrink(case, found, SHRINK_SECONDS)
+            sentence = f"{found.name}: {found.said}" if found.kind else f"it did not happen again: {one['broken']}"
+            path = folder / f"{shape}-{seed}.json"
+            kept = {"sentence": sentence, "shape": shape, "seed": seed, "moves": [list(move) for move in case.moves]}
+            path.write_text(json.dumps(kept) + "\n", encoding="utf-8")
+            sys.stdout.write(f"{len(case.moves)} moves in {path}\n")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -123,16 +207,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="how long")
     parser.add_argument("--seeds", type=int, default=1 << 60, help="stop before this seed")
     parser.add_argument("--steps", type=int, default=1 << 60, help="stop after so many steps")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--shape", action="append", choices=sorted(SHAPES), help="only this shape; may be repeated")
+    parser.add_argument("--sequences", type=Path, help="folder with kept sequences to begin with")
     parser.add_argument("--state", type=Path, help="file to go on from, and to write")
+    parser.add_argument("--out", type=Path, default=Path(".cache/fuzz"), help="folder for shrunk findings")
     parser.add_argument("--reach", action="store_true", help="fail when a cell that can be reached was not")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     options = parser.parse_args(arguments)
     import vllm
 
-    night = Night(options.state)
-    cells = night.go(options.shape or list(SHAPES), options.seconds, options.seeds, options.steps)
-    reached, can, missed = reach.report(cells)
+    night = Night(options.state, options.jobs)
+    known = len(night.broken)
+    first = sequences(options.sequences) if options.sequences is not None else []
+    night.go(options.shape or list(SHAPES), first, options.seconds, options.seeds, options.steps)
+    if night.broken[known:]:
+        shrink(night.broken[known:], options.out)
+    reached, can, missed = reach.report(night.cells)
     rate = night.steps / max(night.seconds, 1e-9)
     sys.stdout.write(
         f"vLLM {vllm.__version__}: {night.trials} trials to seed {night.seed}, {night.steps} steps in "

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from kvpipe.plan import Kind
 from kvpipe.testing.content import Sequence, Words, layer_key
 from kvpipe.testing.shapes import BLOCK, Shape
 
@@ -73,16 +74,83 @@ class PagedLayer(NamedTuple):
     key: np.uint64
 
 
-class Rank:
+class Runner:
+    """What every runner knows of its requests: their block tables, and how much of them is computed."""
+
+    def __init__(self, shape: Shape) -> None:
+        """Start without requests."""
+        self.shape = shape
+        self._tables: dict[str, list[list[int]]] = {}
+        self._computed: dict[str, int] = {}
+        self._own_counts = shape.asynchronous and shape.drafts > 0
+
+    def execute(self, step: Step, drafts: dict[str, list[int]]) -> Ran:
+        """Run one step. `drafts` are the draft tokens that end each request's scheduled tokens."""
+        raise NotImplementedError
+
+    def computed(self, request: str) -> int:
+        """Return how many tokens of `request` are computed, drafts that were rejected taken off."""
+        return self._computed[request]
+
+    def table(self, request: str) -> set[int]:
+        """Return the blocks of `request`, of all groups."""
+        return {block for table in self._tables.get(request, ()) for block in table}
+
+    def _update_states(self, output: SchedulerOutput) -> None:
+        for request in output.finished_req_ids:
+            self._tables.pop(request, None)
+        for new in output.scheduled_new_reqs:
+            self._tables[new.req_id] = [list(ids) for ids in new.block_ids]
+            self._computed[new.req_id] = new.num_computed_tokens
+        cached = output.scheduled_cached_reqs
+        for request, blocks, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            resumed = request in cached.resumed_req_ids
+            if resumed:
+                self._tables[request] = [list(ids) for ids in blocks or ()]
+            else:
+                for table, more in zip(self._tables[request], blocks or (), strict=False):
+                    table.extend(more)
+            if resumed or not self._own_counts:  # else the scheduler's count takes all drafts for accepted
+                self._computed[request] = computed
+
+    def _count(self, request: str, step: Step, drafts: list[int]) -> list[int]:
+        sequence, stop = step.sequences[request], self._computed[request] + step.output.num_scheduled_tokens[request]
+        first = stop - len(drafts)
+        self._computed[request] = right = first + accepted(sequence, stop, drafts)
+        return [sequence.token(p) for p in range(first, right + 1)]
+
+
+class Reporter(Runner):
+    """In place of ranks, where only kvpipe's scheduler side is of interest: every job ends well with its step."""
+
+    def execute(self, step: Step, drafts: dict[str, list[int]]) -> Ran:
+        """Run nothing, and report what kvpipe's workers would."""
+        from vllm.v1.outputs import KVConnectorOutput
+
+        from kvpipe.connectors.vllm.metadata import PlanMetadata, ReportMetadata, Tally
+
+        output = step.output
+        self._update_states(output)
+        said = {r: self._count(r, step, drafts.get(r, [])) for r in output.num_scheduled_tokens}
+        assert isinstance(output.kv_connector_metadata, PlanMetadata)  # noqa: S101
+        jobs = output.kv_connector_metadata.plan.jobs
+        told = KVConnectorOutput(
+            finished_recving={job.request for job in jobs if job.kind == Kind.LOAD_ASYNC} or None,
+            kv_connector_worker_meta=ReportMetadata({job.id: Tally(1, 0) for job in jobs}) if jobs else None,
+        )
+        return Ran(told, said, [])
+
+
+class Rank(Runner):
     """One rank."""
 
     def __init__(self, index: int, connector: KVConnectorBase_V1, shape: Shape) -> None:
         """Make the paged cache and register it."""
-        self.index, self.connector, self.shape = index, connector, shape
+        super().__init__(shape)
+        self.index, self.connector = index, connector
         self.quirks: list[str] = []
-        self._tables: dict[str, list[list[int]]] = {}
-        self._computed: dict[str, int] = {}
-        self._own_counts = shape.asynchronous and shape.drafts > 0
         self.layers: list[PagedLayer] = []
         for i, name in enumerate(n for names in shape.layer_names() for n in names):
             cache = torch.zeros(shape.blocks, 1, BLOCK, 2)
@@ -155,25 +223,6 @@ class Rank:
             for layer in self.layers:
                 layer.words[block] = 0
 
-    def _update_states(self, output: SchedulerOutput) -> None:
-        for request in output.finished_req_ids:
-            self._tables.pop(request, None)
-        for new in output.scheduled_new_reqs:
-            self._tables[new.req_id] = [list(ids) for ids in new.block_ids]
-            self._computed[new.req_id] = new.num_computed_tokens
-        cached = output.scheduled_cached_reqs
-        for request, blocks, computed in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            resumed = request in cached.resumed_req_ids
-            if resumed:
-                self._tables[request] = [list(ids) for ids in blocks or ()]
-            else:
-                for table, more in zip(self._tables[request], blocks or (), strict=False):
-                    table.extend(more)
-            if resumed or not self._own_counts:  # else the scheduler's count takes all drafts for accepted
-                self._computed[request] = computed
-
     def _run_layers(self, step: Step, drafts: dict[str, list[int]], quirks: set[str]) -> list[Wrong]:
         """Run every layer: write the new positions, read the whole context, check what was read."""
         connector, times = self.connector, 2 if "twice" in quirks else 1
@@ -199,12 +248,6 @@ class Rank:
                 connector.wait_for_save()
         return wrong
 
-    def _count(self, request: str, step: Step, drafts: list[int]) -> list[int]:
-        sequence, stop = step.sequences[request], self._computed[request] + step.output.num_scheduled_tokens[request]
-        first = stop - len(drafts)
-        self._computed[request] = right = first + accepted(sequence, stop, drafts)
-        return [sequence.token(p) for p in range(first, right + 1)]
-
     def _attend(
         self, layer: PagedLayer, step: Step, request: str, scheduled: int, drafts: list[int], *, junk: bool
     ) -> Wrong | None:
@@ -225,14 +268,6 @@ class Rank:
         if not len(differs):
             return None
         return Wrong(self.index, request, layer.name, differs.tolist(), frozenset(table[differs // BLOCK].tolist()))
-
-    def computed(self, request: str) -> int:
-        """Return how many tokens of `request` are computed, drafts that were rejected taken off."""
-        return self._computed[request]
-
-    def table(self, request: str) -> set[int]:
-        """Return the blocks of `request`, of all groups."""
-        return {block for table in self._tables.get(request, ()) for block in table}
 
 
 def accepted(sequence: Sequence, stop: int, drafts: list[int]) -> int:

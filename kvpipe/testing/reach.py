@@ -31,6 +31,12 @@ _SETTLED = "loads are settled in `get_transfer_results`, before a step can be wi
 _RACE = "needs a completion between the timeout of a wait and its report: a race of two threads"
 _SAME_SCHEDULE = "allocation and dispatch belong to one scheduling pass, and nothing comes between"
 _FORGOTTEN = "a finished request is not tracked any more"
+_BEHIND = "a cursor that was given up counts from before the first layer: late completions are ahead of it"
+_NOT_LET_GO = "a reader that leaves while a writer remains is not told: there is nothing to do yet"
+_OWN_STEP = (
+    "a failed sync load is known with its own step: only the asynchronous scheduler can preempt in between, where "
+    "vLLM's own recovery answers wrongly (no shape lets loads fail there)"
+)
 _JUDGED_ONCE = "a job is judged once, when every rank has spoken, and a recomputing request has no other"
 
 
@@ -51,12 +57,18 @@ _UNREACHABLE: dict[Cell, str] = {
     **_cells("save", save.ABORTED, (save.STEP_END_COMPLETE, save.STEP_END_MISSING, save.CANCEL), _ENDS_ONCE),
     **_cells("load", load.FINALIZED, (load.CONFIRM,), "confirmed once, and again only as the last layer lands"),
     **_cells("load", load.LANDED, (load.FAULT,), _RACE),
+    **_cells("save", save.ABORTED, (save.LANDED_AGAIN,), _BEHIND),
+    **_cells("save", save.FAILED, (save.LANDED_AGAIN,), _BEHIND),
+    **_cells("load", load.FAILED, (save.LANDED_AGAIN,), _BEHIND),
+    **_cells("chunk", chunk.GROWING, (chunk.DRAINED,), _NOT_LET_GO),
     **dict.fromkeys((Cell("load", load.ABORTED, event) for event in load.LOAD.events), _SETTLED),
     **_cells("request", request.NEW, (request.PREEMPT,), "vLLM preempts only what it has admitted"),
     **_cells("request", request.ALLOCATED, (request.ADMIT_EMPTY, request.PREEMPT, request.FINISH), _SAME_SCHEDULE),
     **_cells("request", request.LOADING, (request.ADMIT_EMPTY,), "the job's report comes with the news that it ended"),
     **_cells("request", request.LOADING, (request.PREEMPT_LATE,), "the notice comes before the load is sent"),
     **_cells("request", request.PREEMPTED, (request.PREEMPT,), "an admission lies between two preemptions"),
+    **_cells("request", request.RUNNING, (request.LOAD_FAILED,), _OWN_STEP),
+    **_cells("request", request.PREEMPTED, (request.LOAD_FAILED,), _OWN_STEP),
     **_cells("request", request.RECOMPUTING, (request.LOADED,), _JUDGED_ONCE),
     **_cells("request", request.DRAINING, (request.PREEMPT, request.PREEMPT_LATE, request.FINISH), _FORGOTTEN),
     **_cells("request", request.FINISHED, (request.PREEMPT, request.PREEMPT_LATE, request.FINISH), _FORGOTTEN),

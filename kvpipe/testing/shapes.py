@@ -36,6 +36,8 @@ KVPIPE = Connector()
 class Shape(NamedTuple):
     """One engine. `windows` names each cache group's sliding window in tokens, None for full attention.
 
+    `ranks`: 0 for an engine whose ranks have no connector and no caches: only the scheduler's side is on trial.
+
     `asynchronous`: vLLM's AsyncScheduler, with two steps in flight. `drafts`: draft tokens per step. `v2`: the order of
     vLLM's second model runner. `deferred`: the step is finalized after its reports, as with a draft model.
     `device`: copies are ordered by a device and complete later.
@@ -150,5 +152,5 @@ def make_configs(shape: Shape, connector: Connector = KVPIPE, policy: str = "rec
     # the CPU platform forces it off, for its own runner's sake; the scheduler itself does not care
     config.scheduler_config.async_scheduling = shape.asynchronous
     config.cache_config.num_gpu_blocks = shape.blocks
-    config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = shape.ranks
+    config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = max(1, shape.ranks)
     return config, cache

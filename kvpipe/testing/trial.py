@@ -11,15 +11,16 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvpipe.testing.content import VOCAB, WRONG_TOKEN, Sequence
 from kvpipe.testing.held import HeldEngine
-from kvpipe.testing.rank import QUIRKS, Ran, Rank, Step, Wrong
+from kvpipe.testing.rank import QUIRKS, Ran, Rank, Reporter, Runner, Step, Wrong
 from kvpipe.testing.shapes import BLOCK, KVPIPE, Connector, Shape, make_configs
 from kvpipe.transfer.base import Direction
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
@@ -30,6 +31,7 @@ Move = tuple[Any, ...]
 SETTLE_SECONDS_MAX = 20.0
 DOCUMENTS, DOCUMENT_TOKENS_MAX, OWN_TOKENS_MAX, ANSWER_TOKENS_MAX, PROMPT_TOKENS_MAX = 4, 250, 40, 70, 330
 DRAIN_STEPS_MAX = 4000
+LOOKUPS_PER_REPEAT = 5
 _SAVE, _LOAD = Direction.SAVE, Direction.LOAD
 
 MOVES = {
@@ -55,6 +57,13 @@ MOVES = {
     "drain": "no more arrivals: everything ends",
     "shutdown": "the engine stops, whatever is in flight",
 }
+
+
+class Fault(NamedTuple):
+    """A fault that kvpipe has counted."""
+
+    name: str
+    fields: dict[str, Any]
 
 
 class Live:
@@ -111,11 +120,12 @@ class Trial:
             structured_output_manager=StructuredOutputManager(config),
         )
         self.scheduler.use_v2_model_runner = shape.v2
-        self.faults: list[str] = []
+        self.faults: list[Fault] = []
         self.excused = {"reset"}  # names of faults that a move of this trial has asked for
         self.engines: list[HeldEngine] = []
         self.ranks: list[Rank] = []
         self._record(self.scheduler.connector)
+        self._kvpipe: Any = self.scheduler.connector if _is_kvpipe(self.scheduler.connector) else None
         for index in range(shape.ranks):
             worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
             self._record(worker)
@@ -123,12 +133,15 @@ class Trial:
                 self.engines.append(engine := HeldEngine(device=shape.device))
                 worker.make_engine = lambda engine=engine: engine
             self.ranks.append(Rank(index, worker, shape))
-        self._aggregator = KVOutputAggregator(shape.ranks)
+        self.runners: list[Runner] = [*self.ranks] or [Reporter(shape)]
+        self._aggregator = KVOutputAggregator(len(self.runners))
         self.live: dict[str, Live] = {}
         self.over: list[Live] = []
         self.prefixes: dict[bytes, tuple[Sequence, int]] = {}  # what each block hash must stand for
         self.violations: list[str] = []
+        self.on_schedule: Callable[[SchedulerOutput], object] = lambda _: None
         self.on_update: Callable[[], object] = lambda: None
+        self.on_reset: Callable[[], object] = lambda: None
         self.steps = self.reads = self.added = 0
         self.wrong: list[Wrong] = []
         self.is_down = False
@@ -142,8 +155,8 @@ class Trial:
     @property
     def kvpipe(self) -> KVPipeConnector | None:
         """The scheduler's side, when it is kvpipe that is on trial."""
-        connector: Any = self.scheduler.connector
-        return connector if _is_kvpipe(connector) else None
+        connector: KVPipeConnector | None = self._kvpipe
+        return connector
 
     @property
     def side(self) -> SchedulerSide:
@@ -229,6 +242,7 @@ class Trial:
         if self.in_flight >= (2 if self.shape.asynchronous else 1) or not self.scheduler.has_requests():
             return
         output = self.scheduler.schedule()
+        self.on_schedule(output)
         if self.wire:
             output.kv_connector_metadata = pickle.loads(pickle.dumps(output.kv_connector_metadata))  # noqa: S301
         scheduled = output.num_scheduled_tokens
@@ -240,7 +254,7 @@ class Trial:
             return
         step = self._scheduled.popleft()
         drafts = self._drafts(step)
-        ran = [rank.execute(step, drafts) for rank in self.ranks]
+        ran = [runner.execute(step, drafts) for runner in self.runners]
         self._executed.append((step, self._result(step, ran)))
         self.steps += 1
 
@@ -298,7 +312,7 @@ class Trial:
         for wrong in (w for one in ran for w in one.wrong):  # vLLM throws away what rests on invalid blocks
             if not invalid & self.ranks[wrong.rank].table(wrong.request):
                 self.wrong.append(wrong)
-        self.reads += len(ids) * len(self.ranks) * len(self.ranks[0].layers)
+        self.reads += len(ids) * sum(len(rank.layers) for rank in self.ranks)
         return result
 
     # ---- drafts ---------------------------------------------------------------------------------------------------
@@ -308,7 +322,7 @@ class Trial:
         fresh = {new.req_id for new in output.scheduled_new_reqs} | output.scheduled_cached_reqs.resumed_req_ids
         for request, tokens in output.scheduled_spec_decode_tokens.items():
             if self.shape.asynchronous and request not in fresh:  # placeholders: only the runner knows its drafts
-                stop = self.ranks[0].computed(request)
+                stop = self.runners[0].computed(request)
                 scheduled = output.num_scheduled_tokens[request]
                 out[request] = self._guess(step.sequences[request], stop + scheduled - len(tokens), len(tokens))
             else:
@@ -365,10 +379,11 @@ class Trial:
         self.close()
 
     def _reset(self, connector: bool, running: bool) -> None:  # noqa: FBT001
-        if not running:
-            self.scheduler.reset_prefix_cache(reset_connector=connector)
-        elif not self.careful or not (self.in_flight or self._held_apart()):  # else vLLM itself may raise
-            self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=connector)
+        if running and self.careful and (self.in_flight or self._held_apart()):  # vLLM itself may raise
+            return
+        if connector:
+            self.on_reset()
+        self.scheduler.reset_prefix_cache(reset_running_requests=running, reset_connector=connector)
 
     def _held_apart(self) -> bool:
         """Whether others than running requests hold blocks."""
@@ -401,7 +416,7 @@ class Trial:
             self.excused |= {"copy_timeout", "job_failed", "save_failed", "load_failed"}
 
     def _quirk(self, rank: int, first: int, second: int) -> None:
-        for index in {first, second}:
+        for index in {first, second} if self.ranks else ():
             self._add_quirk(self.ranks[rank % len(self.ranks)], list(QUIRKS)[index % len(QUIRKS)])
 
     def _add_quirk(self, rank: Rank, name: str) -> None:
@@ -460,19 +475,25 @@ class Trial:
         count = counters.fault
 
         def fault(name: str, **fields: Any) -> None:  # noqa: ANN401
-            self.faults.append(f"{name} {fields}")
+            self.faults.append(Fault(name, fields))
             count(name, **fields)
 
         counters.fault = fault
 
     def _wrap_lookup(self) -> None:
-        """Let lookups answer None while `deferrals` lasts, as a slow tier's do."""
-        self.deferrals = 0
+        """Let lookups answer None while `deferrals` lasts, as a slow tier's do; ask kvpipe twice now and then."""
+        self.deferrals = lookups = 0
         connector: Any = self.scheduler.connector
         ask = connector.get_num_new_matched_tokens
 
         def lookup(request: Any, computed: int) -> tuple[int | None, bool]:  # noqa: ANN401
+            nonlocal lookups
+            lookups += 1
             answer: tuple[int | None, bool] = ask(request, computed)
+            if self.kvpipe is not None and not lookups % LOOKUPS_PER_REPEAT:
+                again = ask(request, computed)
+                if again != answer:
+                    self.violations.append(f"lookups_are_idempotent: {request.request_id}: {answer}, then {again}")
             if self.deferrals:
                 self.deferrals -= 1
                 return None, False

@@ -10,7 +10,8 @@ import pytest
 
 import kvpipe.testing.engine  # noqa: F401  (sets the environment, before vllm is imported)
 from kvpipe.cli import main
-from kvpipe.testing.conformance import KINDS, OUTSIDE, Bench, Case, Limits, Outcome
+from kvpipe.testing.children import KINDS, Bench, Case, Limits, Outcome
+from kvpipe.testing.conformance import OUTSIDE
 from kvpipe.testing.shapes import KVPIPE, SHAPES, Connector
 from kvpipe.testing.trial import Move
 
