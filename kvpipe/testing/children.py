@@ -48,7 +48,10 @@ KINDS = {
 
 
 class Case(NamedTuple):
-    """All that a trial depends on. `changes` is JSON text: fields of the shape that are replaced."""
+    """All that a trial depends on. `changes` is JSON text: fields of the shape that are replaced.
+
+    `invariant`: the only one that counts, if any is named.
+    """
 
     connector: Connector
     shape: str
@@ -58,6 +61,7 @@ class Case(NamedTuple):
     policy: str = "recompute"
     wire: bool = True
     careful: bool = True
+    invariant: str = ""
 
     def make_shape(self) -> Shape:
         """Return the shape with its changes."""
@@ -310,7 +314,7 @@ def _conduct(case: Case, limits: Limits, beat: Callable[[bytes], object]) -> Out
         return Outcome("cannot_import", said=f"{connector.name} cannot be constructed: {one_line(e)}",
                        detail=traceback.format_exc(limit=-8))  # fmt: skip
     trial.careful = case.careful
-    watched = Watched(trial)
+    watched = Watched(trial, case.invariant)
     raised = _make_moves(case, trial, watched, limits, beat)
     if raised is not None:
         with contextlib.suppress(Exception):

@@ -18,11 +18,10 @@ from kvpipe.errors import UsageError
 from kvpipe.testing import trial as trials
 from kvpipe.testing.children import KINDS, TMP, Bench, Case, Limits, Outcome, one_line
 from kvpipe.testing.invariants import INVARIANTS
-from kvpipe.testing.moves import random_moves, show
+from kvpipe.testing.moves import MOVES_PER_TRIAL, random_moves, show
 from kvpipe.testing.shapes import KVPIPE, SHAPES, Connector, Shape
 from kvpipe.testing.trial import MOVES, Trial
 
-MOVES_PER_TRIAL = 200
 FINDINGS_MAX, SHOWN_MAX = 8, 12
 
 GRAMMAR = frozenset(

@@ -2,7 +2,8 @@
 
 A check returns what is wrong, or nothing. Those marked *outside* hold for any connector, the others look into kvpipe.
 They run after each step that vLLM has scheduled, after each whose results it has digested, or when nothing is left to
-do. Three more are seen by the trial itself: `right_answers`, `no_hang` and `lookups_are_idempotent`.
+do. Four more are seen by the trial itself: `right_answers`, `no_hang`, `lookups_are_idempotent` and
+`only_failed_blocks_are_reported`.
 """
 
 from __future__ import annotations
@@ -60,9 +61,9 @@ class Final(NamedTuple):
 class Watched:
     """A trial under watch, from step to step: remembers what was checked already, and what was broken."""
 
-    def __init__(self, trial: Trial) -> None:
-        """Watch `trial` from now on."""
-        self.trial = trial
+    def __init__(self, trial: Trial, only: str = "") -> None:
+        """Watch `trial` from now on, for all invariants or for one."""
+        self.trial, self._only = trial, only
         self._faults = self._wrong = 0
         self.findable: dict[tuple[int, bytes], tuple[int, int]] = {}
         self.final: dict[str, Final] = {}
@@ -106,11 +107,11 @@ class Watched:
                 self.excused.add(request_id)
 
     def _check(self, when: When) -> None:
+        found, self.trial.violations = self.trial.violations, []
         for one in INVARIANTS.values():
             if one.when == when and (one.outside or self.trial.kvpipe is not None):
-                self.broken += [f"{one.name}: {what}" for what in one.check(self)]
-        self.broken += self.trial.violations
-        self.trial.violations = []
+                found += [f"{one.name}: {what}" for what in one.check(self)]
+        self.broken += [what for what in found if what.startswith(self._only)]
 
     def saves(self) -> Iterator[Job]:
         """Yield the saves of the step that goes out."""

@@ -6,9 +6,11 @@ import random
 from collections.abc import Iterator, Sequence
 
 from kvpipe.testing.rank import QUIRKS
+from kvpipe.testing.shapes import Shape
 from kvpipe.testing.trial import ANSWER_TOKENS_MAX, DOCUMENT_TOKENS_MAX, DOCUMENTS, OWN_TOKENS_MAX, Move
 
 Choices = Sequence[int | bool]
+MOVES_PER_TRIAL = 200
 
 _DOCUMENT, _TAKE, _ANSWER = range(DOCUMENTS), range(DOCUMENT_TOKENS_MAX), range(ANSWER_TOKENS_MAX)
 _OWN, _APART, _INDEX, _COPIES = (0, 0, 1, 17, OWN_TOKENS_MAX), (0, 0, 0, 1), range(8), range(5)
@@ -63,6 +65,11 @@ def random_moves(seed: int | str, count: int) -> Iterator[Move]:
     for name in rng.choices(list(WEIGHTS), weights, k=count):
         yield (name, *map(rng.choice, ARGUMENTS[name]))
     yield ("shutdown",) if rng.random() < SHUTDOWNS else ("drain",)
+
+
+def trial_moves(shape: Shape, seed: int) -> Iterator[Move]:
+    """Yield the moves of the trial of `shape` with `seed`."""
+    return random_moves(f"{seed} {shape}", MOVES_PER_TRIAL)
 
 
 def show(move: Move) -> str:

@@ -22,11 +22,10 @@ from typing import NamedTuple
 from kvpipe.testing import reach
 from kvpipe.testing.children import Bench, Case
 from kvpipe.testing.invariants import Watched
-from kvpipe.testing.moves import random_moves
+from kvpipe.testing.moves import trial_moves
 from kvpipe.testing.shapes import KVPIPE, SHAPES, Shape
 from kvpipe.testing.trial import Move, Trial
 
-MOVES_PER_SEED = 200
 REPORT_SECONDS = 15.0
 STUCK_SECONDS = 600.0
 SHRINK_SECONDS = 120.0
@@ -48,7 +47,7 @@ def run(shape: Shape, seed: int, moves: Iterable[Move] | None = None) -> Ran:
     watched = Watched(trial)
     made: list[Move] = []
     try:
-        for move in random_moves(f"{seed} {shape}", MOVES_PER_SEED) if moves is None else moves:
+        for move in trial_moves(shape, seed) if moves is None else moves:
             made.append(move)
             trial.do(move)
             if move[0] == "drain":

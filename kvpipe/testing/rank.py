@@ -151,6 +151,7 @@ class Rank(Runner):
         super().__init__(shape)
         self.index, self.connector = index, connector
         self.quirks: list[str] = []
+        self._steps = 0
         self.layers: list[PagedLayer] = []
         for i, name in enumerate(n for names in shape.layer_names() for n in names):
             cache = torch.zeros(shape.blocks, 1, BLOCK, 2)
@@ -167,7 +168,7 @@ class Rank(Runner):
         from vllm.v1.outputs import KVConnectorOutput
 
         output, connector = step.output, self.connector
-        quirks, self.quirks = set(self.quirks), []
+        quirks = self._take_quirks()
         self._update_states(output)
         metadata = output.kv_connector_metadata
         assert metadata is not None  # noqa: S101
@@ -213,6 +214,13 @@ class Rank(Runner):
             self.connector.wait_for_layer_load(layer.name)
             self.connector.save_kv_layer(layer.name, layer.cache, self._attention)
         self.connector.wait_for_save()
+
+    def _take_quirks(self) -> set[str]:
+        quirks, self.quirks = set(self.quirks), []
+        self._steps += 1
+        if self.shape.mode == "step" and self._steps % 2:
+            quirks.add("no_layers")  # some steps replay a full CUDA graph
+        return quirks
 
     def _end(self, quirks: set[str]) -> None:
         for _ in range(0 if quirks & {"no_end", "no_tail"} else 2 if "twice" in quirks else 1):

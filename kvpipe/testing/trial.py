@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvpipe.plan import Kind
 from kvpipe.testing.content import VOCAB, WRONG_TOKEN, Sequence
 from kvpipe.testing.held import HeldEngine
 from kvpipe.testing.rank import QUIRKS, Ran, Rank, Reporter, Runner, Step, Wrong
@@ -308,7 +309,12 @@ class Trial:
         result = results[0] if len(results) == 1 else self._aggregator.aggregate(results)
         assert result is not None  # noqa: S101
         told = result.kv_connector_output
-        invalid = told.invalid_block_ids if told is not None else set()
+        invalid: set[int] = told.invalid_block_ids if told is not None else set()
+        if self.kvpipe is not None and invalid:
+            metadata: Any = step.output.kv_connector_metadata
+            loads = [job.blocks() for job in metadata.plan.jobs if job.kind == Kind.LOAD_SYNC]
+            if others := invalid - {block for blocks in loads for block in blocks}:
+                self.violations.append(f"only_failed_blocks_are_reported: {others}, which this step has not loaded")
         for wrong in (w for one in ran for w in one.wrong):  # vLLM throws away what rests on invalid blocks
             if not invalid & self.ranks[wrong.rank].table(wrong.request):
                 self.wrong.append(wrong)
