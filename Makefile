@@ -4,13 +4,15 @@ MODEL ?=
 KVPIPE ?= {}
 ARGS ?=
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast fuzz bench serve lint format lock contract
+PROFILE ?= default
+.PHONY: help setup demo test test-fast fuzz mutants bench serve lint format lock contract
 SECONDS_MAX ?= 3600
 
 help:
 	@echo "make demo    a real vLLM engine with and without kvpipe, side by side"
 	@echo "make test    every test"
 	@echo "make fuzz [SECONDS_MAX=3600]   vLLM's real scheduler with random moves; goes on where the last run ended"
+	@echo "make mutants bugs put back in, one at a time: the tests must find each"
 	@echo "make bench   the benchmarks: a table and docs/results/*.json"
 	@echo "make serve MODEL=... [KVPIPE='{\"chunk_tokens\": 512}'] [ARGS=...]   the OpenAI-compatible server with kvpipe on"
 	@echo "make lint    ruff and mypy"
@@ -22,15 +24,18 @@ demo: setup
 	@$(PY) -m kvpipe.cli demo
 
 test: setup
-	$(PY) -m pytest tests/unit tests/transfer property_tests -q
+	$(PY) -m pytest tests/unit tests/transfer property_tests -q --hypothesis-profile=$(PROFILE)
 	$(PY) -m pytest tests/contract -q
 	$(PY) -m pytest tests/engine -q
 
 test-fast: setup
-	$(PY) -m pytest tests/unit tests/transfer property_tests -q
+	$(PY) -m pytest tests/unit tests/transfer property_tests -q -m "not slow"
 
 fuzz: setup
 	$(PY) -m kvpipe.testing.nightly --seconds $(SECONDS_MAX) --sequences property_tests/regressions --state .cache/fuzz.json
+
+mutants: setup
+	$(PY) -m kvpipe.testing.mutate --sequences property_tests/regressions
 
 bench: setup
 	$(PY) -m benchmarks

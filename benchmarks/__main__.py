@@ -1,4 +1,4 @@
-"""Run the benchmarks: `python -m benchmarks [host] [throughput] [warm] [chunks]`; default: the first three."""
+"""Run the benchmarks: `python -m benchmarks [host] [throughput] [warm] [fuzz] [chunks]`; default: the first four."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RESULTS = Path(__file__).parent.parent / "docs" / "results"
 
 def main(names: list[str]) -> int:
     """Each part prints its table and writes `docs/results/NAME.json`."""
-    for name in names or ["host", "throughput", "warm"]:
+    for name in names or ["host", "throughput", "warm", "fuzz"]:
         if len(names) != 1:  # each in a process of its own: they bind threads and leave memory behind
             subprocess.run([sys.executable, "-m", "benchmarks", name], check=True)  # noqa: S603
             continue

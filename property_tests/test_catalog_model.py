@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -20,6 +19,7 @@ from hypothesis.stateful import (
 from kvpipe.catalog import Catalog, Chunk, Owner, Piece
 from kvpipe.policy import make_policy
 from kvpipe.trace.log import Counters
+from property_tests.profiles import examples
 
 SLOTS, GROUPS, UNITS = 3, 2, 4
 LETTERS = st.text("ab", min_size=1, max_size=2)
@@ -221,6 +221,6 @@ class S3FifoCatalogModel(CatalogModel):
 
 
 TestCatalog = CatalogModel.TestCase
-TestCatalog.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestCatalog.settings = examples(150, 40)
 TestS3FifoCatalog = S3FifoCatalogModel.TestCase
-TestS3FifoCatalog.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestS3FifoCatalog.settings = examples(100, 40)

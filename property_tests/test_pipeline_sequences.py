@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvpipe.plan import Job, Kind
 from kvpipe.transfer.base import CopyPlan, Direction, Ticket
+from property_tests.profiles import examples
 from tests.unit.fakes import Rig, Waiting, job, plan, rows
 
 LAYERS = 3
@@ -193,6 +193,6 @@ class StepModeSequences(Sequences):
 
 
 TestSequences = Sequences.TestCase
-TestSequences.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+TestSequences.settings = examples(120, 30)
 TestStepModeSequences = StepModeSequences.TestCase
-TestStepModeSequences.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestStepModeSequences.settings = examples(60, 30)

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpipe.geometry import Geometry, Group, Layer
@@ -15,6 +15,7 @@ from kvpipe.tiers.memory import HostPool
 from kvpipe.transfer.base import CopyPlan, Direction, Run, Ticket
 from kvpipe.transfer.cpu import CpuEngine
 from kvpipe.transfer.pages import PageView, view_pages
+from property_tests.profiles import examples
 from tests.unit.fakes import WAIT_S, Row, rows
 
 BLOCKS, SLOTS = 9, 4
@@ -139,7 +140,7 @@ def _submit_all(engine: CpuEngine, plan: CopyPlan, order: list[int]) -> list[Tic
 
 
 @pytest.mark.parametrize("threads", [0, 1])
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     tables=_tables(),
     pads=st.lists(st.sampled_from([0, 0, 8, 40]), min_size=3, max_size=3),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import event, note, settings
+from hypothesis import event, note
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
@@ -18,6 +18,7 @@ from kvpipe.testing.moves import ARGUMENTS
 from kvpipe.testing.nightly import run
 from kvpipe.testing.shapes import SHAPES
 from kvpipe.testing.trial import MOVES, Move, Trial
+from property_tests.profiles import examples
 
 REGRESSIONS = sorted((Path(__file__).parent / "regressions").glob("*.json"))
 SEEDS = range(8)
@@ -80,7 +81,7 @@ for _name in set(MOVES) - {"shutdown"}:
     setattr(Trials, _name, _rule_for(_name))
 
 TestTrials = Trials.TestCase
-TestTrials.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
+TestTrials.settings = examples(200, 60)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -13,7 +13,6 @@ import functools
 import importlib
 import inspect
 import json
-import multiprocessing
 import os
 import sys
 import textwrap
@@ -26,7 +25,7 @@ from typing import Any, NamedTuple
 from kvpipe.testing.children import Bench, Case, Limits
 from kvpipe.testing.moves import trial_moves
 from kvpipe.testing.mutants import MUTANTS, Mutant
-from kvpipe.testing.nightly import Work, sequences
+from kvpipe.testing.nightly import Work, make_pool, sequences
 from kvpipe.testing.shapes import KVPIPE, SHAPES
 
 SEEDS = range(8)
@@ -136,7 +135,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"no mutant {', '.join(sorted(unknown))}; choose from {', '.join(MUTANTS)}")
     kept = sequences(options.sequences) if options.sequences is not None else []
     verdicts = []
-    with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
+    with make_pool(options.jobs) as pool:
         for verdict in pool.imap_unordered(functools.partial(judge, kept=kept), options.names or list(MUTANTS)):
             verdicts.append(verdict)
             how = f"killed by {verdict.by}" if verdict.by else "LIVES"

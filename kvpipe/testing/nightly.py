@@ -16,6 +16,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from multiprocessing.pool import IMapIterator, Pool
 from pathlib import Path
 from typing import NamedTuple
 
@@ -122,7 +123,7 @@ class Night:
         """Make the trials of `first`, then every shape per seed, until one of the limits."""
         begin = last = time.monotonic()
         trials, steps, earlier = self.trials, self.steps, self.seconds
-        with multiprocessing.get_context("spawn").Pool(self._jobs, _quiet) as pool:
+        with make_pool(self._jobs) as pool:
             todo = first
             while True:
                 for done in _results(pool.imap_unordered(_make, todo), todo):
@@ -159,7 +160,7 @@ class Night:
             sys.stdout.flush()
 
 
-def _results(results: multiprocessing.pool.IMapIterator[Done], todo: list[Work]) -> Iterator[Done]:
+def _results(results: IMapIterator[Done], todo: list[Work]) -> Iterator[Done]:
     """Yield results as they come; a process that hangs or died is a finding, and the end of the run."""
     left = list(todo)
     while left:
@@ -174,12 +175,26 @@ def _results(results: multiprocessing.pool.IMapIterator[Done], todo: list[Work])
         yield done
 
 
-def _quiet() -> None:
-    """Keep vLLM's and kvpipe's expected warnings out of the report."""
+def start_process(free: multiprocessing.SimpleQueue[int]) -> None:
+    """Bind this process to one of the cores that are `free`, and keep expected warnings out of the report."""
     import logging
 
+    import torch
+
+    if hasattr(os, "sched_setaffinity"):  # a trial's threads take turns: on one core they do so without waking another
+        os.sched_setaffinity(0, {free.get()})
+    torch.set_num_threads(1)
     logging.disable(logging.ERROR)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def make_pool(processes: int) -> Pool:
+    """Return a pool for trials, a process per core."""
+    context = multiprocessing.get_context("spawn")
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
+    free: multiprocessing.SimpleQueue[int] = context.SimpleQueue()
+    for i in range(processes):
+        free.put(cores[i % len(cores)])
+    return context.Pool(processes, start_process, (free,))
 
 
 def shrink(broken: list[dict[str, object]], folder: Path) -> None:

@@ -1,0 +1,26 @@
+"""How much the property tests do: `pytest property_tests --hypothesis-profile=default|ci|nightly`.
+
+`ci` makes the same examples every time, so that only a change can break it; `default` makes others in every run and
+keeps those that failed; `nightly` makes many more.
+"""
+
+from __future__ import annotations
+
+from hypothesis import settings
+
+TIMES = {"default": 1, "ci": 1, "nightly": 20}
+
+
+def register() -> None:
+    """Let Hypothesis know the profiles."""
+    settings.register_profile("default", deadline=None, print_blob=True)
+    settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True, database=None)
+    settings.register_profile("nightly", deadline=None, print_blob=True)
+
+
+def examples(count: int, steps: int | None = None) -> settings:
+    """Return the profile's settings for a test that makes `count` examples by default, of `steps` rules each."""
+    times = TIMES.get(settings.get_current_profile_name(), 1)
+    if steps is None:
+        return settings(max_examples=count * times)
+    return settings(max_examples=count * times, stateful_step_count=steps)
