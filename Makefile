@@ -3,14 +3,14 @@ PY := .venv/bin/python
 MODEL ?=
 KVPIPE ?= {}
 ARGS ?=
-.DEFAULT_GOAL := help
 PROFILE ?= default
-.PHONY: help setup demo test test-fast fuzz mutants bench serve lint format lock contract
 SECONDS_MAX ?= 3600
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-fast fuzz mutants bench serve lint format lock contract
 
 help:
 	@echo "make demo    a real vLLM engine with and without kvpipe, side by side"
-	@echo "make test    every test"
+	@echo "make test [PROFILE=default|ci|nightly]   every test"
 	@echo "make fuzz [SECONDS_MAX=3600]   vLLM's real scheduler with random moves; goes on where the last run ended"
 	@echo "make mutants bugs put back in, one at a time: the tests must find each"
 	@echo "make bench   the benchmarks: a table and docs/results/*.json"
@@ -32,10 +32,11 @@ test-fast: setup
 	$(PY) -m pytest tests/unit tests/transfer property_tests -q -m "not slow"
 
 fuzz: setup
-	$(PY) -m kvpipe.testing.nightly --seconds $(SECONDS_MAX) --sequences property_tests/regressions --state .cache/fuzz.json
+	$(PY) -m kvpipe.testing.nightly --seconds $(SECONDS_MAX) --sequences property_tests/regressions \
+	  --state .cache/fuzz.json --reach
 
 mutants: setup
-	$(PY) -m kvpipe.testing.mutate --sequences property_tests/regressions
+	$(PY) -m kvpipe.testing.mutate --sequences property_tests/regressions --json docs/results/mutants.json
 
 bench: setup
 	$(PY) -m benchmarks

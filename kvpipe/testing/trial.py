@@ -146,6 +146,7 @@ class Trial:
         self.steps = self.reads = self.added = 0
         self.wrong: list[Wrong] = []
         self.is_down = False
+        self._reversed = False
         self.careful = True  # leave out what vLLM itself is known to fail at
         self._wrap_lookup()
         self._scheduled: deque[Step] = deque()
@@ -310,7 +311,7 @@ class Trial:
         assert result is not None  # noqa: S101
         told = result.kv_connector_output
         invalid: set[int] = told.invalid_block_ids if told is not None else set()
-        if self.kvpipe is not None and invalid:
+        if self.kvpipe is not None and invalid and not self._reversed:
             metadata: Any = step.output.kv_connector_metadata
             loads = [job.blocks() for job in metadata.plan.jobs if job.kind == Kind.LOAD_SYNC]
             if others := invalid - {block for blocks in loads for block in blocks}:
@@ -375,6 +376,7 @@ class Trial:
             engine.pace(saves, loads, backwards=backwards and self.shape.failing)
         if backwards:
             self.excused |= {"job_failed", "save_failed", "load_failed"}
+            self._reversed = True  # a device's copies may now be taken for failed when their step is long over
 
     def _again(self, rank: int, ahead: int) -> None:
         if self.engines:
