@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from kvpipe.errors import UsageError
-from kvpipe.testing import trial as trials
 from kvpipe.testing.children import KINDS, TMP, Bench, Case, Limits, Outcome, one_line
-from kvpipe.testing.invariants import INVARIANTS
+from kvpipe.testing.invariants import INVARIANTS, SEEN_BY_TRIALS
 from kvpipe.testing.moves import MOVES_PER_TRIAL, random_moves, show
 from kvpipe.testing.shapes import KVPIPE, SHAPES, Connector, Shape
 from kvpipe.testing.trial import MOVES, Trial
@@ -36,10 +35,9 @@ FOREIGN_SHAPES = (
 )  # fmt: skip
 """Shapes that differ for any connector; the rest differ in how kvpipe is configured."""
 
-OUTSIDE = {
-    "right_answers": "Every request says what it says without a connector.",
-    "no_hang": f"With no more arrivals everything ends, within {trials.DRAIN_STEPS_MAX} steps.",
-} | {one.name: one.sentence for one in INVARIANTS.values() if one.outside}
+OUTSIDE = {name: SEEN_BY_TRIALS[name][1] for name in ("right_answers", "no_hang")} | {
+    one.name: one.sentence for one in INVARIANTS.values() if one.outside
+}
 """What is checked of any connector."""
 
 
@@ -133,6 +131,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path(), help="folder for what is found")
     parser.add_argument("--replay", type=Path, metavar="FILE", help="make a finding happen again")
     args = parser.parse_args(arguments)
+    for option in ("seconds", "seeds", "steps_max", "stuck_seconds"):
+        if not getattr(args, option) > 0:
+            name = "--" + option.replace("_", "-")
+            raise UsageError(f"kvpipe: {name} {getattr(args, option):g} would try nothing; give more than 0")
     limits = Limits(args.stuck_seconds, args.steps_max)
     if args.replay is not None:
         return replay(args.replay, limits)
@@ -140,7 +142,10 @@ def main(arguments: Sequence[str]) -> int:
     default = SHAPES if connector.name == KVPIPE.name else FOREIGN_SHAPES
     shapes = args.shape or list(default)
     changes = _changes(args.set, shapes)
-    args.out.mkdir(parents=True, exist_ok=True)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UsageError(f"kvpipe: --out {str(args.out)!r} cannot be written ({e}); name a folder") from None
     with Bench(limits) as bench:
         return _Hunt(bench, connector, changes, args).go(shapes)
 

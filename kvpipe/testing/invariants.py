@@ -2,8 +2,7 @@
 
 A check returns what is wrong, or nothing. Those marked *outside* hold for any connector, the others look into kvpipe.
 They run after each step that vLLM has scheduled, after each whose results it has digested, or when nothing is left to
-do. Four more are seen by the trial itself: `right_answers`, `no_hang`, `lookups_are_idempotent` and
-`only_failed_blocks_are_reported`.
+do. `SEEN_BY_TRIALS` are those that a trial notices itself.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import numpy as np
 from kvpipe.catalog import Chunk
 from kvpipe.connectors.vllm.scheduler import SAVE_RETRIES_MAX
 from kvpipe.plan import ROW_BYTES, Job, Kind
-from kvpipe.testing.trial import Trial
+from kvpipe.testing.trial import DRAIN_STEPS_MAX, Trial
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -27,8 +26,31 @@ Check = Callable[["Watched"], Iterator[str]]
 When = Literal["schedule", "update", "drain"]
 
 
+LAWS = {
+    1: "Nothing raises into vLLM. A failure costs a cache miss, and is counted.",
+    2: "All or nothing: a chunk can be found only after every layer on every rank has landed.",
+    3: "No race with compute: no block is reused before its copy has read it, none read before its copy has landed.",
+    4: "Confirmed tokens only, and all of them.",
+    5: "Layers by name, never by the number of calls.",
+    6: "Leases have an owner, a request's admission, and end with it.",
+    7: "The scheduler's thread does what is new in a step, and no more.",
+    8: "Every extra, empty, repeated or missing call is a cell in a table.",
+    9: "Everything is bounded.",
+    10: "A key says everything that the bytes depend on.",
+}
+
+SEEN_BY_TRIALS = {
+    "right_answers": (1, "Every request says what it says without a connector."),
+    "no_hang": (9, f"With no more arrivals everything ends, within {DRAIN_STEPS_MAX} steps."),
+    "nothing_raises": (1, "No exception comes out of vLLM or of the connector."),
+    "lookups_are_idempotent": (8, "Asked twice in a pass, a lookup answers the same."),
+    "only_failed_blocks_are_reported": (3, "Blocks are reported in the step whose load of them failed, and only then."),
+}
+"""What a trial notices itself, with the law that it holds and its sentence."""
+
+
 class Invariant(NamedTuple):
-    """One check. `laws` are the numbers of the laws in the design that it holds."""
+    """One check. `laws` are the numbers of those that it holds."""
 
     name: str
     laws: tuple[int, ...]
@@ -124,6 +146,8 @@ class Watched:
         new, self._faults = self.trial.faults[self._faults :], len(self.trial.faults)
         for fault in new:
             self.excused.add(fault.fields.get("request", ""))
+            if fault.name == "load_failed" and not self.trial.shape.sync_loads:
+                self.stale.pop(fault.fields["request"], None)  # vLLM has freed its blocks: it begins anew
             if fault.name not in self.trial.excused:
                 yield f"{fault.name} {fault.fields}"
 
@@ -242,7 +266,7 @@ def _newly_final(watched: Watched) -> Iterator[tuple[Request, int, int]]:
             yield request, was, units
 
 
-@invariant(9, says="A frozen or bypassed engine saves nothing.", when="schedule")
+@invariant(8, says="A frozen or bypassed engine saves nothing.", when="schedule")
 def frozen_saves_nothing(watched: Watched) -> Iterator[str]:
     """The plan of the step; and the last check of it, which remembers how far it has come."""
     side = watched.trial.side

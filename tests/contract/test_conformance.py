@@ -11,7 +11,7 @@ import pytest
 import kvpipe.testing.engine  # noqa: F401  (sets the environment, before vllm is imported)
 from kvpipe.cli import main
 from kvpipe.testing.children import KINDS, Bench, Case, Limits, Outcome
-from kvpipe.testing.conformance import OUTSIDE
+from kvpipe.testing.conformance import OUTSIDE, read_finding
 from kvpipe.testing.shapes import KVPIPE, SHAPES, Connector
 from kvpipe.testing.trial import Move
 
@@ -159,6 +159,10 @@ def test_a_finding_replays_and_a_mended_connector_passes(tmp_path: Path, capsys:
         ["--set", "colour=1"],
         ["--set", "blocks=many"],
         ["--replay", "missing.json"],
+        ["--out", "/dev/null/out"],
+        ["--seconds", "0"],
+        ["--stuck-seconds", "-1"],
+        ["--steps-max", "0"],
     ],
 )
 def test_bad_input_is_status_2_and_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,9 +175,17 @@ def test_bad_input_is_status_2_and_one_line(arguments: list[str], capsys: pytest
 def test_a_file_that_is_no_finding_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Only findings can be replayed."""
     path = tmp_path / "other.json"
-    path.write_text("[]", encoding="utf-8")
-    assert main(["fuzz", "--replay", str(path)]) == 2
-    assert "is not a finding of kvpipe fuzz" in capsys.readouterr().err
+    kept = {
+        "connector": KVPIPE._asdict(), "shape": "sync", "changes": {}, "seed": 0, "policy": "recompute", "wire": True,
+        "careful": True, "kind": "broken", "name": "no_hang", "moves": [["drain"]],
+    }  # fmt: skip
+    path.write_text(json.dumps(kept), encoding="utf-8")
+    assert read_finding(path)[1] == ("broken", "no_hang")
+    other: list[str] = []
+    for wrong in (other, kept | {"moves": [["abort"]]}, kept | {"moves": [["fly", 1]]}, kept | {"shape": "round"}):
+        path.write_text(json.dumps(wrong), encoding="utf-8")
+        assert main(["fuzz", "--replay", str(path)]) == 2
+        assert "is not a finding of kvpipe fuzz" in capsys.readouterr().err
 
 
 # ---- vLLM's own connector, and vLLM itself: the sequences of docs/conformance.md -----------------------------------

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 from kvpipe.config import markdown_table
+from kvpipe.testing.invariants import INVARIANTS, LAWS, SEEN_BY_TRIALS
+from kvpipe.testing.mutants import MUTANTS
+from kvpipe.testing.page import PAGE, VERDICTS, fill
 
 ROOT = Path(__file__).parents[2]
 BEGIN = "<!-- config:begin (printed by `kvpipe config`; a test keeps it fresh) -->\n"
@@ -26,3 +30,18 @@ def test_links_lead_somewhere() -> None:
             assert (page.parent / target).exists(), f"{page}: {target}"
         for named in re.findall(r"`((?:docs|connectors|tests|benchmarks|statemachine|kvpipe)/[\w./-]*)`", text):
             assert (ROOT / named).exists(), f"{page}: {named}"
+
+
+def test_the_fuzzing_page_is_fresh() -> None:
+    """Its tables are those that the code and the last run of `make mutants` give, with every mutant killed."""
+    verdicts = json.loads((ROOT / VERDICTS).read_text(encoding="utf-8"))
+    text = (ROOT / PAGE).read_text(encoding="utf-8")
+    assert fill(text, verdicts) == text, "python -m kvpipe.testing.page"
+    assert {one["name"] for one in verdicts} == set(MUTANTS), "make mutants"
+    assert all(one["by"] for one in verdicts)
+
+
+def test_every_law_is_held_by_an_invariant() -> None:
+    """And no invariant holds a law that there is not."""
+    held = {law for one in INVARIANTS.values() for law in one.laws} | {law for law, _ in SEEN_BY_TRIALS.values()}
+    assert held == set(LAWS)
