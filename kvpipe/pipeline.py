@@ -16,7 +16,7 @@ import structlog
 
 from kvpipe.geometry import Geometry
 from kvpipe.loop import LoopThread
-from kvpipe.plan import ROW_BYTES, Job, Kind, Outcome, StepPlan
+from kvpipe.plan import BROKEN, ROW_BYTES, Job, Kind, Outcome, StepPlan
 from kvpipe.statemachine import load as load_m
 from kvpipe.statemachine import save as save_m
 from kvpipe.statemachine.core import Edge, IllegalTransition
@@ -28,6 +28,7 @@ log = structlog.get_logger("kvpipe.pipeline")
 
 _News = TypeVar("_News", str, int)
 TIMED_OUT: Final = "the copy did not complete in wait_ms_max"
+CONDEMNED: Final = "it was planned to fail"
 TOLD: Final = "its blocks were reported as suspects, in its step"
 OPEN: Final = "open"
 SUBMITTED: Final = "submitted"
@@ -123,7 +124,8 @@ class Pipeline:
         for job in plan.jobs:
             why = self._poison(job)
             if why:
-                self.counters.fault("poisoned_plan", job=job.id, why=why)
+                if why is not CONDEMNED:
+                    self.counters.fault("poisoned_plan", job=job.id, why=why)
                 self._outbox.append(Outcome(job, ok=False, why=why))
                 junk |= job.kind not in {Kind.SAVE, Kind.LOAD_ASYNC}
             else:
@@ -262,6 +264,8 @@ class Pipeline:
         if not len(group):
             return ""
         pages = np.asarray(self._geometry.pages_per_chunk)
+        if (slot == BROKEN).any():
+            return CONDEMNED
         wrong = {
             "a group": (group < 0) | (group >= len(pages)),
             "a slot": (slot < 0) | (slot >= self._geometry.slots),

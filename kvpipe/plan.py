@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 ROW_BYTES = 16
+BROKEN = -1
+"""A slot that no rank accepts: a job with such a row is reported as failed by all of them."""
 
 
 class Kind(IntEnum):

@@ -14,8 +14,9 @@ import numpy as np
 
 from kvpipe.catalog import Catalog, Chunk, Owner, Piece
 from kvpipe.config import Settings
+from kvpipe.connectors.vllm.spoiled import Part, Spoiled
 from kvpipe.geometry import Geometry
-from kvpipe.plan import Job, Kind, StepPlan
+from kvpipe.plan import BROKEN, Job, Kind, StepPlan
 from kvpipe.policy import make_policy
 from kvpipe.statemachine import request as m
 from kvpipe.statemachine.core import Cursor
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
     from kvpipe.connectors.vllm.metadata import Tally
 
 NEVER = 1 << 60
-BROKEN = -1
-"""A slot that no rank accepts: a job with such a row is reported as failed by all of them."""
-
 SAVE_RETRIES_MAX = 3
 _MACHINE = m.REQUEST.compile()
 
@@ -101,6 +99,7 @@ class SchedulerSide:
         self._windows = [
             (i, -(-(g.window_tokens - 1) // self._unit)) for i, g in enumerate(geometry.groups) if g.window_tokens
         ]
+        self._spoiled = Spoiled(geometry.groups[0].block_tokens)
         self._tracked: dict[str, Tracked] = {}
         self._flights: dict[int, Flight] = {}
         self._loads_due: list[Flight] = []
@@ -175,6 +174,7 @@ class SchedulerSide:
             self.counters.fault("load_not_planned", request=request.request_id, error=repr(e))
             self.catalog.release(owner)
             rows = [(group, BROKEN, 0, b.block_id) for group, t in enumerate(blocks.blocks) for b in t if not b.is_null]
+        self._spoiled.discard(row[3] for row in rows)
         self._loads_due.append(self._take_off(kind, tracked, rows, (), owner, 0))
         self.counters["tokens_loaded"] += external_tokens
 
@@ -184,25 +184,36 @@ class SchedulerSide:
             tracked = self._tracked.get(request_id)
             if tracked is not None:
                 self._notice_preemption(tracked, told=True)
+        jobs = (*self._plan_loads(output), *self._plan_saves(output))
+        self._step += 1
+        return StepPlan(self._step, jobs)
+
+    def _plan_loads(self, output: SchedulerOutput) -> list[Job]:
         due, self._loads_due = self._loads_due, []
         for flight in due:
             if flight.tracked.job == flight.job.id and flight.tracked.state.row == m.ALLOCATED:
                 flight.tracked.fire(m.DISPATCH)
         jobs = [flight.job for flight in due]
-        if self._saves and not self.freeze and not self.bypass:
-            tracked_of = self._tracked
-            for request_id, scheduled in output.num_scheduled_tokens.items():
-                tracked = tracked_of.get(request_id)
-                if tracked is None:
-                    self.counters.fault("scheduled_unknown_request", request=request_id)
-                    continue
-                end = tracked.request.num_computed_tokens + scheduled
-                if end >= tracked.next_at:
-                    job = self._try_save(tracked, end)
-                    if job is not None:
-                        jobs.append(job)
-        self._step += 1
-        return StepPlan(self._step, tuple(jobs))
+        if self._spoiled:
+            jobs += self._condemn(output)
+        return jobs
+
+    def _plan_saves(self, output: SchedulerOutput) -> list[Job]:
+        jobs: list[Job] = []
+        if not self._saves or self.freeze or self.bypass:
+            return jobs
+        tracked_of = self._tracked
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            tracked = tracked_of.get(request_id)
+            if tracked is None:
+                self.counters.fault("scheduled_unknown_request", request=request_id)
+                continue
+            end = tracked.request.num_computed_tokens + scheduled
+            if end >= tracked.next_at:
+                job = self._try_save(tracked, end)
+                if job is not None:
+                    jobs.append(job)
+        return jobs
 
     def reported(self, tallies: dict[int, Tally]) -> None:
         """Ranks have ended jobs: publish, release, or fail them once all ranks have spoken."""
@@ -371,6 +382,26 @@ class SchedulerSide:
     def _partial_use(self, chunk: Chunk, hashes: Sequence[bytes], stop: int) -> bool:
         return stop % self._per_chunk != 0 and chunk.identity == self._hash(hashes, stop)
 
+    def _condemn(self, output: SchedulerOutput) -> list[Job]:
+        """Plan loads that fail, for requests that would read what an earlier one has left: vLLM computes it anew."""
+        assert self._manager is not None  # noqa: S101  (bound before the first step)
+        held = self._manager.coordinator.single_type_managers[0].req_to_blocks
+        tables = {request_id: [block.block_id for block in held.get(request_id, ())] for request_id in self._tracked}
+        self._spoiled.keep({block for table in tables.values() for block in table})
+        parts = []
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            if request_id in tables:
+                start = self._tracked[request_id].request.num_computed_tokens
+                parts.append(Part(request_id, tables[request_id], start, start + scheduled))
+        condemned = []
+        for request_id, blocks in self._spoiled.readers(parts).items():
+            owner = Owner(request_id, self._new_epoch())  # its own: another load of the request may be in flight
+            self.catalog.lease(owner, [])
+            rows = [(0, BROKEN, 0, block) for block in blocks]
+            condemned.append(self._take_off(Kind.LOAD_SYNC, self._tracked[request_id], rows, (), owner, 0).job)
+            self.counters["spoiled_blocks_reported"] += len(blocks)
+        return condemned
+
     # ---- saving ---------------------------------------------------------------------------------------------------
 
     def _try_save(self, tracked: Tracked, end: int) -> Job | None:
@@ -538,6 +569,7 @@ class SchedulerSide:
         if failed.tracked.epoch == failed.job.epoch:
             self._give_up_saving(failed.tracked)
         if failed.job.kind == Kind.LOAD_SYNC:
+            self._spoiled.add(failed.job.blocks())
             self._forget_local_hits(failed)
             for flight in self._flights.values():
                 if flight.owner is None and flight.job.id > failed.job.id:

@@ -110,15 +110,15 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "freeze_one_step_short": Mutant(
         "Every second frozen step saves.",
-        _one(_SCHEDULER, "plan_step", "not self.freeze", "not (self.freeze and self._step % 2)"),
+        _one(_SCHEDULER, "_plan_saves", "or self.freeze", "or (self.freeze and self._step % 2)"),
     ),
     "freeze_ignored": Mutant(
         "A frozen engine saves.",
-        _one(_SCHEDULER, "plan_step", "not self.freeze", "True"),
+        _one(_SCHEDULER, "_plan_saves", " or self.freeze", ""),
     ),
     "bypass_saves": Mutant(
         "A bypassed engine saves.",
-        _one(_SCHEDULER, "plan_step", "not self.bypass", "True"),
+        _one(_SCHEDULER, "_plan_saves", " or self.bypass", ""),
     ),
     # ---- leases ---------------------------------------------------------------------------------------------------
     "leased_by_lookup": Mutant(
@@ -143,7 +143,7 @@ MUTANTS: dict[str, Mutant] = {
         "Leases end when the load is sent, not when it has ended.",
         _one(
             _SCHEDULER,
-            "plan_step",
+            "_plan_loads",
             "jobs = [flight.job for flight in due]",
             "jobs = [flight.job for flight in due]\n    [self.catalog.release(flight.owner) for flight in due]",
         ),
@@ -284,10 +284,10 @@ MUTANTS: dict[str, Mutant] = {
             Patch(_SCHEDULER, "_final_units", "min(tokens, request.num_tokens)", "tokens"),
             Patch(
                 _SCHEDULER,
-                "plan_step",
-                "            tracked = tracked_of.get(request_id)\n",
-                "            tracked = tracked_of.get(request_id)\n"
-                "            tracked.request.drafts = output.scheduled_spec_decode_tokens.get(request_id, [])\n",
+                "_plan_saves",
+                "        tracked = tracked_of.get(request_id)\n",
+                "        tracked = tracked_of.get(request_id)\n"
+                "        tracked.request.drafts = output.scheduled_spec_decode_tokens.get(request_id, [])\n",
             ),
         ),
         shape="drafts",
@@ -494,6 +494,10 @@ MUTANTS: dict[str, Mutant] = {
         "After a failed load its blocks stay hits of vLLM's own prefix cache.",
         _one(_SCHEDULER, "_distrust", "self._forget_local_hits(failed)", "pass"),
         shape="device-order",
+    ),
+    "spoiled_block_left_to_another": Mutant(
+        "A block that a failed load has spoiled is left to the first of those that share it, aborted or not.",
+        _one(_SCHEDULER, "_plan_loads", "if self._spoiled:", "if False:"),
     ),
     "failed_load_tried_for_ever": Mutant(
         "A request whose load has failed is promised the same hit again.",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvpipe.plan import EMPTY_PLAN, Job, Kind
+from kvpipe.plan import BROKEN, EMPTY_PLAN, Job, Kind
 from kvpipe.transfer.base import Direction, Ticket
 from tests.unit.fakes import FakeEngine, Rig, ThreadedEngine, Waiting, job, plan, rows
 
@@ -433,7 +433,7 @@ POISON = {
     "group": job(1, SAVE, [(2, 0, 0, 0)]),
     "negative group": job(1, SAVE, [(-1, 0, 0, 0)]),
     "slot": job(1, SAVE, [(0, 0, 0, 0), (0, 4, 0, 0)]),
-    "negative slot": job(1, SAVE, [(0, -1, 0, 0)]),
+    "negative slot": job(1, SAVE, [(0, -2, 0, 0)]),
     "page": job(1, SAVE, [(0, 0, 4, 0)]),
     "page of the other group": job(1, SAVE, [(1, 0, 2, 0)]),
     "negative page": job(1, SAVE, [(0, 0, -1, 0)]),
@@ -453,6 +453,14 @@ def test_a_poisoned_job_is_refused_alone(rig: Rig, poison: Job) -> None:
     assert rig.news() == {1: False, 2: True}
     assert rig.engine.layers_of(1) == []
     assert rig.counters["poisoned_plan"] == 1
+
+
+def test_a_load_that_was_planned_to_fail_is_no_fault(rig: Rig) -> None:
+    """The scheduler's side has counted why; here it is reported as failed, and nothing is copied."""
+    rig.pipeline.begin(plan(job(1, SYNC, [(0, BROKEN, 0, 5), (0, 1, 1, 6)])))
+    assert rig.news() == {1: False}
+    assert rig.engine.layers_of(1) == []
+    assert rig.counters["poisoned_plan"] == 0
 
 
 def test_a_poisoned_sync_load_fails_the_steps_saves(rig: Rig) -> None:

@@ -10,9 +10,10 @@ import pytest
 
 from kvpipe.catalog import Chunk
 from kvpipe.config import load_settings
-from kvpipe.connectors.vllm.scheduler import BROKEN, SchedulerSide
+from kvpipe.connectors.vllm.scheduler import SchedulerSide
+from kvpipe.connectors.vllm.spoiled import Part, Spoiled
 from kvpipe.geometry import Geometry, Group, Layer
-from kvpipe.plan import Job, Kind
+from kvpipe.plan import BROKEN, Job, Kind
 
 UNIT = 16
 SAVE, SYNC, ASYNC = Kind.SAVE, Kind.LOAD_SYNC, Kind.LOAD_ASYNC
@@ -408,6 +409,7 @@ def test_saves_planned_after_a_failed_load_are_not_believed(order: Callable[[Wor
     assert world.found(beside) == 0, "another request of the step may have hit the garbage in vLLM's own cache"
     assert load.blocks() <= world.forgotten
     assert world.side.catalog.leases == world.side.catalog.writing == 0
+    request.num_computed_tokens = 0  # vLLM takes them back
     world.grow(request, 8)
     assert world.step(request) == []
     world.preempt(request)
@@ -424,6 +426,7 @@ def test_nothing_is_saved_between_the_first_bad_news_and_the_last_rank() -> None
     world.admit(request)
     load, save = world.step(request)
     world.report((load, 0, 1))
+    request.num_computed_tokens = 0  # vLLM takes them back
     world.grow(request, 7)
     assert world.step(request) == []
     world.report((save, 2, 0))
@@ -433,6 +436,65 @@ def test_nothing_is_saved_between_the_first_bad_news_and_the_last_rank() -> None
     world.grow(request, 9)
     assert world.step(request) == []
     assert world.found(request) == 4
+
+
+def test_a_spoiled_block_is_reported_to_who_would_read_it() -> None:
+    """Two requests share a block whose load failed; the one that vLLM lets compute it anew is gone: the other does."""
+    world = World()
+    world.publish(world.request("old", 4, shared=4))
+    first, second = world.request("first", 5, shared=4), world.request("second", 5, shared=4)
+    assert world.admit(first) == 4 * UNIT
+    world.allocate(second)
+    table = world.tables[0]
+    table["second"][:4] = table["first"][:4]  # local hits
+    world.admit_local(second, 4 * UNIT)
+    load, *saves = world.step(first, second)
+    world.report((load, 0, 1), *((save, 1, 0) for save in saves))
+    first.num_computed_tokens, second.num_computed_tokens = 0, 4 * UNIT  # as vLLM takes them back
+    world.side.finished(first)
+    del table["first"]
+    told, retried = world.step(second)
+    assert (told.kind, told.request, told.blocks()) == (SYNC, "second", {b.block_id for b in table["second"][:4]})
+    assert set(_slots(told)) == {BROKEN}
+    world.report((told, 0, 1), (retried, 1, 0))
+    assert world.found(second) == 4, "what it computed from garbage is not saved"
+    second.num_computed_tokens = 0
+    assert world.step(second) == []
+    second.num_computed_tokens = 4 * UNIT
+    assert world.step(second) == [], "computed anew"
+    assert world.side.catalog.leases == 0
+    assert not world.side.pending
+
+
+@pytest.mark.parametrize(
+    ("parts", "read"),
+    [
+        ([("a", 0, 32), ("b", 32, 40)], {}),  # computed in the same step
+        ([("a", 0, 31), ("b", 32, 40)], {"b": [1]}),  # not to its end
+        ([("b", 32, 40)], {"b": [1]}),
+        ([("b", 20, 40)], {"b": [1]}),
+        ([("b", 0, 40)], {}),
+        ([("c", 32, 40)], {}),  # other blocks
+    ],
+)
+def test_spoiled_blocks(parts: list[tuple[str, int, int]], read: dict[str, list[int]]) -> None:
+    """A block is read too early unless its tokens up to there were computed anew, in this step at the latest."""
+    spoiled = Spoiled(32)
+    spoiled.add({1})
+    tables = {"a": [1, 2], "b": [1, 3], "c": [4, 5]}
+    assert spoiled.readers([Part(request, tables[request], *span) for request, *span in parts]) == read
+
+
+def test_a_spoiled_block_is_computed_piece_by_piece() -> None:
+    """One request may compute a block over several steps; only then others may read it."""
+    spoiled = Spoiled(32)
+    spoiled.add({1, 7})
+    assert spoiled.readers([Part("a", [1], 0, 20)]) == {}
+    assert spoiled.readers([Part("a", [1], 20, 31), Part("b", [1, 2], 32, 33)]) == {"b": [1]}
+    assert spoiled.readers([Part("a", [1], 31, 33), Part("b", [1, 2], 32, 33)]) == {}
+    assert spoiled
+    spoiled.keep({1})
+    assert not spoiled
 
 
 @pytest.mark.parametrize("windows", [(None, 1024), (None, 1024, 4096), (1024,)])
