@@ -24,12 +24,12 @@ demo: setup
 	@$(PY) -m kvpipe.cli demo
 
 test: setup
-	$(PY) -m pytest tests/unit tests/transfer property_tests -q --hypothesis-profile=$(PROFILE)
-	$(PY) -m pytest tests/contract -q
-	$(PY) -m pytest tests/engine -q
+	PYTHONHASHSEED=0 $(PY) -m pytest tests/unit tests/transfer property_tests -q --hypothesis-profile=$(PROFILE)
+	PYTHONHASHSEED=0 $(PY) -m pytest tests/contract -q
+	PYTHONHASHSEED=0 $(PY) -m pytest tests/engine -q
 
 test-fast: setup
-	$(PY) -m pytest tests/unit tests/transfer property_tests -q -m "not slow"
+	PYTHONHASHSEED=0 $(PY) -m pytest tests/unit tests/transfer property_tests -q -m "not slow"
 
 fuzz: setup
 	$(PY) -m kvpipe.testing.nightly --seconds $(SECONDS_MAX) --sequences property_tests/regressions \

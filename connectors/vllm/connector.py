@@ -111,6 +111,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             ranks=vllm_config.parallel_config.world_size,
             saves=transfer.is_kv_producer,
             loads=transfer.is_kv_consumer,
+            step_tokens_max=vllm_config.scheduler_config.max_num_batched_tokens,
         )
         self.counters = self.scheduler.counters
         if self.settings.name:

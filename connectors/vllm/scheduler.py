@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 NEVER = 1 << 60
 SAVE_RETRIES_MAX = 3
+LATER_STEPS_MAX = 100
+"""For how many steps a lookup asks to be asked again, before the hit is given up."""
+
 _MACHINE = m.REQUEST.compile()
 
 
@@ -54,13 +57,16 @@ class OpenChunk(NamedTuple):
 class Tracked(Cursor):
     """One request. `next_at` is the token count at which the next unit is full: until then there is nothing to do."""
 
-    __slots__ = ("epoch", "job", "match", "next_at", "opened", "preemptions", "request", "retries", "saved")
+    __slots__ = ("epoch", "job", "later", "match", "next_at", "opened", "preemptions", "request", "retries", "saved")
 
     def __init__(self, request: Request, groups: int) -> None:
-        """`saved` counts the units of the prefix that are saved, being saved, or given up."""
+        """`saved` counts the units of the prefix that are saved, being saved, or given up.
+
+        `later` is the step in which a lookup ends to ask for time; 0: it has not asked.
+        """
         super().__init__(_MACHINE, request.request_id)
         self.request = request
-        self.epoch = self.saved = self.next_at = self.retries = 0
+        self.epoch = self.saved = self.next_at = self.retries = self.later = 0
         self.preemptions = request.num_preemptions
         self.opened: list[OpenChunk | None] = [None] * groups
         self.match: Match | None = None
@@ -83,9 +89,17 @@ class SchedulerSide:
     """One per engine, in the scheduler's process, on its thread."""
 
     def __init__(
-        self, settings: Settings, geometry: Geometry, *, hash_tokens: int, ranks: int, saves: bool, loads: bool
+        self,
+        settings: Settings,
+        geometry: Geometry,
+        *,
+        hash_tokens: int,
+        ranks: int,
+        saves: bool,
+        loads: bool,
+        step_tokens_max: int = NEVER,
     ) -> None:
-        """`saves` and `loads` follow from vLLM's kv_role."""
+        """`saves` and `loads` follow from vLLM's kv_role; `step_tokens_max` is the most that a step computes."""
         self.settings, self.geometry = settings, geometry
         self.counters = Counters()
         groups = len(geometry.groups)
@@ -99,6 +113,8 @@ class SchedulerSide:
         self._windows = [
             (i, -(-(g.window_tokens - 1) // self._unit)) for i, g in enumerate(geometry.groups) if g.window_tokens
         ]
+        self._parked: dict[str, Tracked] = {}  # hold blocks for an asynchronous load, and have not run since
+        self._step_tokens_max = step_tokens_max
         self._spoiled = Spoiled(geometry.groups[0].block_tokens)
         self._tracked: dict[str, Tracked] = {}
         self._flights: dict[int, Flight] = {}
@@ -124,8 +140,8 @@ class SchedulerSide:
         tracked = self._tracked[request.request_id] = Tracked(request, len(self.geometry.groups))
         return tracked
 
-    def lookup(self, request: Request, local_tokens: int) -> tuple[int, bool]:
-        """Return (external tokens, async). Takes nothing, so it may be asked any number of times."""
+    def lookup(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
+        """Return (external tokens, async), or (None, False): ask again. Takes nothing, so it may be asked any time."""
         tracked = self.on_new_request(request)
         self._notice_preemption(tracked)
         tracked.match = None
@@ -144,6 +160,8 @@ class SchedulerSide:
             tracked.fire(m.LOOKUP_MISS)
             self.counters["lookup_miss"] += 1
             return 0, False
+        if self._async and self._parked and not self._fits(request):
+            return self._ask_later(tracked)
         tracked.fire(m.LOOKUP_HIT)
         self.counters["lookup_hit"] += 1
         return external, self._async
@@ -176,6 +194,8 @@ class SchedulerSide:
             rows = [(group, BROKEN, 0, b.block_id) for group, t in enumerate(blocks.blocks) for b in t if not b.is_null]
         self._spoiled.discard(row[3] for row in rows)
         self._loads_due.append(self._take_off(kind, tracked, rows, (), owner, 0))
+        if self._async:
+            self._parked[request.request_id] = tracked
         self.counters["tokens_loaded"] += external_tokens
 
     def plan_step(self, output: SchedulerOutput) -> StepPlan:
@@ -184,6 +204,8 @@ class SchedulerSide:
             tracked = self._tracked.get(request_id)
             if tracked is not None:
                 self._notice_preemption(tracked, told=True)
+        for request_id in self._parked.keys() & output.num_scheduled_tokens.keys() if self._parked else ():
+            del self._parked[request_id]
         jobs = (*self._plan_loads(output), *self._plan_saves(output))
         self._step += 1
         return StepPlan(self._step, jobs)
@@ -346,6 +368,43 @@ class SchedulerSide:
                 chunk = self.catalog.find(group, key)
                 if chunk is not None:
                     yield chunk
+
+    # ---- room for asynchronous loads ------------------------------------------------------------------------------
+
+    def _fits(self, request: Request) -> bool:
+        """Whether `request` and all that hold blocks for a load have room for all that they need.
+
+        vLLM preempts none of those: if each holds some blocks and needs more than are left, nothing runs ever again.
+        Its own reservation takes blocks that are outside of a sliding window for held, and forgets a failed load's.
+        """
+        assert self._manager is not None  # noqa: S101  (bound before the first step)
+        parked = (t.request for t in self._parked.values() if t.request is not request)
+        needed = sum(map(self._blocks_needed, parked))
+        return needed == 0 or needed + self._blocks_needed(request) <= self._manager.block_pool.get_num_free_blocks()
+
+    def _blocks_needed(self, request: Request) -> int:
+        """Blocks that `request` may take beyond those that it holds until all its tokens are computed."""
+        assert self._manager is not None  # noqa: S101
+        needed = 0
+        for group, manager in zip(self.geometry.groups, self._manager.coordinator.single_type_managers, strict=True):
+            table = manager.req_to_blocks.get(request.request_id, ())
+            more = -(-request.num_tokens // group.block_tokens) - len(table)
+            if group.window_tokens is not None:  # what it reads and what a step computes, at any alignment
+                most = -(-(group.window_tokens - 1 + self._step_tokens_max) // group.block_tokens) + 1
+                more = min(more, most - sum(not block.is_null for block in table))
+            needed += max(0, more)
+        return needed
+
+    def _ask_later(self, tracked: Tracked) -> tuple[int | None, bool]:
+        """Wait for others' loads to end; after a while compute instead."""
+        tracked.later = tracked.later or self._step + LATER_STEPS_MAX
+        if self._step >= tracked.later:
+            tracked.fire(m.LOOKUP_MISS)
+            self.counters["lookup_gave_up"] += 1
+            return 0, False
+        tracked.fire(m.LOOKUP_LATER)
+        self.counters["lookup_later"] += 1
+        return None, False
 
     # ---- loading --------------------------------------------------------------------------------------------------
 
@@ -599,6 +658,7 @@ class SchedulerSide:
     def _begin_admission(self, tracked: Tracked, held_units: int) -> None:
         """New blocks: what the catalog holds need not be saved, everything beyond it is open again."""
         tracked.epoch = self._new_epoch()
+        tracked.later = 0
         tracked.saved = held_units
         tracked.next_at = tracked.retries = 0
         tracked.opened = [None] * len(tracked.opened)
@@ -616,6 +676,7 @@ class SchedulerSide:
 
     def _finish(self, tracked: Tracked) -> None:
         tracked.fire(m.FINISH)
+        self._parked.pop(tracked.request.request_id, None)
         tracked.next_at = NEVER
         del self._tracked[tracked.request.request_id]
         due = [f for f in self._loads_due if f.tracked is tracked]

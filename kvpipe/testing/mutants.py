@@ -503,6 +503,11 @@ MUTANTS: dict[str, Mutant] = {
         "A request whose load has failed is promised the same hit again.",
         _one(_SCHEDULER, "lookup", " or tracked.state.row == m.RECOMPUTING", ""),
     ),
+    "async_loads_hold_what_others_need": Mutant(
+        "Asynchronous loads are taken whether or not there is room for all who hold blocks.",
+        _one(_SCHEDULER, "lookup", "if self._async and self._parked and not self._fits(request):", "if False:"),
+        shape="hybrid",
+    ),
     "reports_not_waited_for": Mutant(
         "The engine stops stepping while ranks still owe reports.",
         _one(_CONNECTOR, "has_pending_push_work", "self.scheduler.pending", "False"),

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from multiprocessing.pool import IMapIterator, Pool
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvpipe.testing import reach
 from kvpipe.testing.children import Bench, Case
@@ -122,7 +122,7 @@ class Night:
     def go(self, names: list[str], first: list[Work], seconds: float, seed_stop: int, steps_stop: int) -> None:
         """Make the trials of `first`, then every shape per seed, until one of the limits."""
         begin = last = time.monotonic()
-        trials, steps, earlier = self.trials, self.steps, self.seconds
+        seeds, steps, earlier = self.seed, self.steps, self.seconds
         with make_pool(self._jobs) as pool:
             todo = first
             while True:
@@ -142,7 +142,8 @@ class Night:
                     reached, can, _ = reach.report(self.cells)
                     sys.stdout.write(
                         f"seed {self.seed}: {self.steps} steps, {(self.steps - steps) / (now - begin):.0f} steps/s, "
-                        f"{(self.trials - trials) / (now - begin):.1f} trials/s, {reached} of {can} cells, "
+                        f"{(self.seed - seeds) / (now - begin):.2f} seeds/s of {len(names)} trials, "
+                        f"{reached} of {can} cells, "
                         f"{len(self.broken)} broken\n"
                     )
                     sys.stdout.flush()
@@ -188,7 +189,8 @@ def start_process(free: multiprocessing.SimpleQueue[int]) -> None:
 
 
 def make_pool(processes: int) -> Pool:
-    """Return a pool for trials, a process per core."""
+    """Return a pool for trials, a process per core, in which a seed always leads to the same trial."""
+    os.environ["PYTHONHASHSEED"] = "0"  # the order of vLLM's sets of request ids is part of a trial
     context = multiprocessing.get_context("spawn")
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
     free: multiprocessing.SimpleQueue[int] = context.SimpleQueue()
@@ -200,19 +202,23 @@ def make_pool(processes: int) -> Pool:
 def shrink(broken: list[dict[str, object]], folder: Path) -> None:
     """Write each finding's shortest sequence into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    with Bench() as bench:
+    with make_pool(1) as pool:
         for one in broken:
-            shape, seed = str(one["shape"]), int(str(one["seed"]))
-            moves = tuple(tuple(move) for move in one["moves"])  # type: ignore[attr-defined]
-            case = Case(KVPIPE, shape, seed, moves, wire=seed % 2 == 0)
-            found = bench.run(case)
-            if found.kind:
-                case, found = bench.shrink(case, found, SHRINK_SECONDS)
-            sentence = f"{found.name}: {found.said}" if found.kind else f"it did not happen again: {one['broken']}"
-            path = folder / f"{shape}-{seed}.json"
-            kept = {"sentence": sentence, "shape": shape, "seed": seed, "moves": [list(move) for move in case.moves]}
+            kept = pool.apply(_shrink_one, (one,))
+            path = folder / f"{kept['shape']}-{kept['seed']}.json"
             path.write_text(json.dumps(kept) + "\n", encoding="utf-8")
-            sys.stdout.write(f"{len(case.moves)} moves in {path}\n")
+            sys.stdout.write(f"{len(kept['moves'])} moves in {path}\n")
+
+
+def _shrink_one(broken: dict[str, Any]) -> dict[str, Any]:
+    shape, seed = broken["shape"], broken["seed"]
+    with Bench() as bench:
+        case = Case(KVPIPE, shape, seed, tuple(tuple(move) for move in broken["moves"]), wire=seed % 2 == 0)
+        found = bench.run(case)
+        if found.kind:
+            case, found = bench.shrink(case, found, SHRINK_SECONDS)
+    sentence = f"{found.name}: {found.said}" if found.kind else f"it did not happen again: {broken['broken']}"
+    return {"sentence": sentence, "shape": shape, "seed": seed, "moves": [list(move) for move in case.moves]}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -48,7 +48,6 @@ _NEVER_SENT = (
     {("save", e): _NO_EVENT for e in (save.EMPTY_STEP, save.PREEMPT, save.ABORT)}
     | {("load", e): _NO_EVENT for e in (load.EMPTY_STEP, load.PREEMPT, load.ABORT)}
     | {("load", load.CANCEL): _SETTLED}
-    | {("request", request.LOOKUP_LATER): "no tier of this release answers later"}
 )
 _UNREACHABLE: dict[Cell, str] = {
     **_cells("save", save.PENDING, (save.CANCEL,), "a withdrawal waits for the copies that were submitted first"),

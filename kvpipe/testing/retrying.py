@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class RetryingSide(SchedulerSide):
     """Forgets, at the next lookup, that a load of the request has failed."""
 
-    def lookup(self, request: Request, local_tokens: int) -> tuple[int, bool]:
+    def lookup(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """Look up as if the request were new."""
         tracked = self._tracked.get(request.request_id)
         if tracked is not None and tracked.state.row == RECOMPUTING:

@@ -10,7 +10,7 @@ import pytest
 
 from kvpipe.catalog import Chunk
 from kvpipe.config import load_settings
-from kvpipe.connectors.vllm.scheduler import SchedulerSide
+from kvpipe.connectors.vllm.scheduler import LATER_STEPS_MAX, SchedulerSide
 from kvpipe.connectors.vllm.spoiled import Part, Spoiled
 from kvpipe.geometry import Geometry, Group, Layer
 from kvpipe.plan import BROKEN, Job, Kind
@@ -70,14 +70,16 @@ class World:
         """An empty cache."""
         settings = load_settings({"load": load})
         geometry = _geometry(windows, chunk_units, slots)
-        self.ranks, self.groups = ranks, len(windows)
+        self.ranks, self.groups, self.free = ranks, len(windows), 1 << 20
         self.side = SchedulerSide(settings, geometry, hash_tokens=UNIT, ranks=ranks, saves=True, loads=loads)
         self.tables: list[dict[str, list[Block]]] = [{} for _ in windows]
         self.forgotten: set[int] = set()
         managers = [SimpleNamespace(req_to_blocks=tables) for tables in self.tables]
         self.side.bind(
             SimpleNamespace(
-                coordinator=SimpleNamespace(single_type_managers=managers), evict_blocks=self.forgotten.update
+                coordinator=SimpleNamespace(single_type_managers=managers),
+                evict_blocks=self.forgotten.update,
+                block_pool=SimpleNamespace(get_num_free_blocks=lambda: self.free),
             )
         )
         self.prefixes: dict[bytes, list[bytes]] = {}
@@ -113,16 +115,22 @@ class World:
                 table.append(Block(0, is_null=True) if len(table) < null else Block(self._blocks, is_null=False))
         return SimpleNamespace(blocks=tuple(tables[request.request_id] for tables in self.tables))
 
+    def ask(self, request: Any, local: int = 0) -> int:
+        """Look up, and return the tokens that are promised."""
+        tokens, _ = self.side.lookup(request, local)
+        assert tokens is not None
+        return tokens
+
     def admit(self, request: Any) -> int:
         """Look up and admit `request`, loading what is held. Returns the tokens that the load brings."""
-        tokens, _ = self.side.lookup(request, 0)
+        tokens = self.ask(request)
         self.side.admitted(request, self.allocate(request), tokens)
         request.num_computed_tokens = tokens
         return tokens
 
     def admit_local(self, request: Any, tokens: int) -> int:
         """Look up and admit `request` when vLLM's own cache holds `tokens`. Returns what kvpipe would have added."""
-        external, _ = self.side.lookup(request, tokens)
+        external = self.ask(request, tokens)
         self.side.admitted(request, self.allocate(request), 0)
         request.num_computed_tokens = tokens
         return external
@@ -227,7 +235,7 @@ def _without_lookup(world: World, request: Any) -> int:
 
 
 def _stale(world: World, request: Any) -> int:
-    tokens, _ = world.side.lookup(request, 0)
+    tokens = world.ask(request)
     world.step()
     return tokens
 
@@ -237,8 +245,7 @@ def _raising(world: World, request: Any) -> int:
         raise RuntimeError("boom")
 
     world.side._load_rows = boom  # type: ignore[method-assign, assignment]
-    tokens, _ = world.side.lookup(request, 0)
-    return tokens
+    return world.ask(request)
 
 
 def _half_leased(world: World, request: Any) -> int:
@@ -249,8 +256,7 @@ def _half_leased(world: World, request: Any) -> int:
         raise RuntimeError("boom")
 
     world.side.catalog.lease = boom  # type: ignore[method-assign]
-    tokens, _ = world.side.lookup(request, 0)
-    return tokens
+    return world.ask(request)
 
 
 @pytest.mark.parametrize("load", ["sync", "async"])
@@ -284,7 +290,7 @@ def test_a_hit_that_vanished_is_emitted_as_broken(load: str) -> None:
     old = world.request("old", 4, shared=4)
     world.publish(old)
     request = world.request("new", 6, shared=4)
-    tokens, _ = world.side.lookup(request, 0)
+    tokens = world.ask(request)
     assert tokens == 4 * UNIT
     world.drop(0, old.block_hashes[3])
     world.side.admitted(request, world.allocate(request), tokens)
@@ -436,6 +442,39 @@ def test_nothing_is_saved_between_the_first_bad_news_and_the_last_rank() -> None
     world.grow(request, 9)
     assert world.step(request) == []
     assert world.found(request) == 4
+
+
+def test_an_async_load_waits_for_room() -> None:
+    """Two requests that each hold blocks and need more than are left would wait for each other for ever."""
+    world = World(load="async")
+    world.publish(world.request("old", 4, shared=4))
+    first, second = world.request("first", 6, shared=4), world.request("second", 8, shared=4)
+    assert world.ask(first) == 4 * UNIT
+    world.side.admitted(first, world.allocate(first), 4 * UNIT)
+    del world.tables[0]["first"][4:]  # vLLM gives it no more than the load needs
+    world.step()
+    for free, answer in ((9, (None, False)), (10, (4 * UNIT, True))):  # two more for the first, eight for the second
+        world.free = free
+        assert world.side.lookup(second, 0) == world.side.lookup(second, 0) == answer
+    world.free = 9
+    for _ in range(LATER_STEPS_MAX):
+        assert world.side.lookup(second, 0) == (None, False)
+        world.step()
+    assert world.side.lookup(second, 0) == (0, False), "it computes at last"
+    world.allocate(first)
+    world.step(first)
+    assert world.side.lookup(second, 0) == (4 * UNIT, True), "nobody holds blocks any more without running"
+
+
+def test_blocks_outside_of_a_window_are_not_held() -> None:
+    """What a request needs in a group with a window is bounded by the window and a step, less what it really holds."""
+    world = World(windows=(None, 2 * UNIT), load="async")
+    world.side._step_tokens_max = 3 * UNIT
+    request = world.request("one", 10)
+    assert world.side._blocks_needed(request) == 10 + 6
+    world.allocate(request, null=4)
+    del world.tables[0]["one"][6:], world.tables[1]["one"][6:]
+    assert world.side._blocks_needed(request) == 4 + 4
 
 
 def test_a_spoiled_block_is_reported_to_who_would_read_it() -> None:
