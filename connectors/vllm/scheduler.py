@@ -399,6 +399,7 @@ class SchedulerSide:
         """Wait for others' loads to end; after a while compute instead."""
         tracked.later = tracked.later or self._step + LATER_STEPS_MAX
         if self._step >= tracked.later:
+            tracked.match = Match(self._step, 0, 0)  # what is held now may be evicted before it is computed
             tracked.fire(m.LOOKUP_MISS)
             self.counters["lookup_gave_up"] += 1
             return 0, False
