@@ -14,6 +14,7 @@ import numpy as np
 
 from kvpipe.catalog import Catalog, Chunk, Owner, Piece
 from kvpipe.config import Settings
+from kvpipe.connectors.vllm.room import Room
 from kvpipe.connectors.vllm.spoiled import Part, Spoiled
 from kvpipe.geometry import Geometry
 from kvpipe.plan import BROKEN, Job, Kind, StepPlan
@@ -113,8 +114,7 @@ class SchedulerSide:
         self._windows = [
             (i, -(-(g.window_tokens - 1) // self._unit)) for i, g in enumerate(geometry.groups) if g.window_tokens
         ]
-        self._parked: dict[str, Tracked] = {}  # hold blocks for an asynchronous load, and have not run since
-        self._step_tokens_max = step_tokens_max
+        self._room = Room(geometry, step_tokens_max)
         self._spoiled = Spoiled(geometry.groups[0].block_tokens)
         self._tracked: dict[str, Tracked] = {}
         self._flights: dict[int, Flight] = {}
@@ -160,7 +160,7 @@ class SchedulerSide:
             tracked.fire(m.LOOKUP_MISS)
             self.counters["lookup_miss"] += 1
             return 0, False
-        if self._async and self._parked and not self._fits(request):
+        if self._async and self._room and self._manager is not None and not self._room.fits(request, self._manager):
             return self._ask_later(tracked)
         tracked.fire(m.LOOKUP_HIT)
         self.counters["lookup_hit"] += 1
@@ -195,7 +195,7 @@ class SchedulerSide:
         self._spoiled.discard(row[3] for row in rows)
         self._loads_due.append(self._take_off(kind, tracked, rows, (), owner, 0))
         if self._async:
-            self._parked[request.request_id] = tracked
+            self._room.park(request)
         self.counters["tokens_loaded"] += external_tokens
 
     def plan_step(self, output: SchedulerOutput) -> StepPlan:
@@ -204,8 +204,8 @@ class SchedulerSide:
             tracked = self._tracked.get(request_id)
             if tracked is not None:
                 self._notice_preemption(tracked, told=True)
-        for request_id in self._parked.keys() & output.num_scheduled_tokens.keys() if self._parked else ():
-            del self._parked[request_id]
+        if self._room:
+            self._room.leave(output.num_scheduled_tokens.keys())
         jobs = (*self._plan_loads(output), *self._plan_saves(output))
         self._step += 1
         return StepPlan(self._step, jobs)
@@ -368,32 +368,6 @@ class SchedulerSide:
                 chunk = self.catalog.find(group, key)
                 if chunk is not None:
                     yield chunk
-
-    # ---- room for asynchronous loads ------------------------------------------------------------------------------
-
-    def _fits(self, request: Request) -> bool:
-        """Whether `request` and all that hold blocks for a load have room for all that they need.
-
-        vLLM preempts none of those: if each holds some blocks and needs more than are left, nothing runs ever again.
-        Its own reservation takes blocks that are outside of a sliding window for held, and forgets a failed load's.
-        """
-        assert self._manager is not None  # noqa: S101  (bound before the first step)
-        parked = (t.request for t in self._parked.values() if t.request is not request)
-        needed = sum(map(self._blocks_needed, parked))
-        return needed == 0 or needed + self._blocks_needed(request) <= self._manager.block_pool.get_num_free_blocks()
-
-    def _blocks_needed(self, request: Request) -> int:
-        """Blocks that `request` may take beyond those that it holds until all its tokens are computed."""
-        assert self._manager is not None  # noqa: S101
-        needed = 0
-        for group, manager in zip(self.geometry.groups, self._manager.coordinator.single_type_managers, strict=True):
-            table = manager.req_to_blocks.get(request.request_id, ())
-            more = -(-request.num_tokens // group.block_tokens) - len(table)
-            if group.window_tokens is not None:  # what it reads and what a step computes, at any alignment
-                most = -(-(group.window_tokens - 1 + self._step_tokens_max) // group.block_tokens) + 1
-                more = min(more, most - sum(not block.is_null for block in table))
-            needed += max(0, more)
-        return needed
 
     def _ask_later(self, tracked: Tracked) -> tuple[int | None, bool]:
         """Wait for others' loads to end; after a while compute instead."""
@@ -677,7 +651,7 @@ class SchedulerSide:
 
     def _finish(self, tracked: Tracked) -> None:
         tracked.fire(m.FINISH)
-        self._parked.pop(tracked.request.request_id, None)
+        self._room.leave([tracked.request.request_id])
         tracked.next_at = NEVER
         del self._tracked[tracked.request.request_id]
         due = [f for f in self._loads_due if f.tracked is tracked]

@@ -505,7 +505,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "async_loads_hold_what_others_need": Mutant(
         "Asynchronous loads are taken whether or not there is room for all who hold blocks.",
-        _one(_SCHEDULER, "lookup", "if self._async and self._parked and not self._fits(request):", "if False:"),
+        _one(_SCHEDULER, "lookup", " and not self._room.fits(request, self._manager)", " and False"),
         shape="hybrid",
     ),
     "reports_not_waited_for": Mutant(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kvpipe.testing.invariants import INVARIANTS, LAWS, SEEN_BY_TRIALS
 from kvpipe.testing.mutants import MUTANTS
+from kvpipe.testing.reach import MACHINES, reachable
 from kvpipe.testing.shapes import SHAPES
 from kvpipe.testing.trial import MOVES
 
@@ -22,6 +23,7 @@ def tables(verdicts: list[dict[str, object]]) -> dict[str, str]:
         "invariants": _table("law", "invariant", "says", rows=_invariants()),
         "moves": _table("move", "arguments: what happens", rows=((f"`{n}`", text) for n, text in MOVES.items())),
         "shapes": _table("shape", "", rows=((f"`{n}`", f"`{_differs(n)}`") for n in SHAPES)),
+        "reach": _table("machine", "cells", "that can be reached", rows=_reach()),
         "mutants": _table(
             "bug put back in", "", "found by", "after",
             rows=(
@@ -39,6 +41,13 @@ def _invariants() -> Iterator[tuple[str, ...]]:
         names += [(name, says) for name, (held, says) in SEEN_BY_TRIALS.items() if held == number]
         for i, (name, says) in enumerate(names):
             yield (f"{number}. {law}" if not i else "", f"`{name}`", says)
+
+
+def _reach() -> Iterator[tuple[str, ...]]:
+    can = reachable()
+    for machine in MACHINES:
+        cells = len(machine.states) * len(machine.events)
+        yield machine.name, str(cells), str(sum(cell.machine == machine.name for cell in can))
 
 
 def _differs(name: str) -> str:

@@ -10,6 +10,7 @@ import pytest
 
 from kvpipe.catalog import Chunk
 from kvpipe.config import load_settings
+from kvpipe.connectors.vllm.room import Room
 from kvpipe.connectors.vllm.scheduler import LATER_STEPS_MAX, SchedulerSide
 from kvpipe.connectors.vllm.spoiled import Part, Spoiled
 from kvpipe.geometry import Geometry, Group, Layer
@@ -469,12 +470,13 @@ def test_an_async_load_waits_for_room() -> None:
 def test_blocks_outside_of_a_window_are_not_held() -> None:
     """What a request needs in a group with a window is bounded by the window and a step, less what it really holds."""
     world = World(windows=(None, 2 * UNIT), load="async")
-    world.side._step_tokens_max = 3 * UNIT
+    room, manager = Room(world.side.geometry, 3 * UNIT), world.side._manager
+    assert manager is not None
     request = world.request("one", 10)
-    assert world.side._blocks_needed(request) == 10 + 6
+    assert room.needed(request, manager) == 10 + 6
     world.allocate(request, null=4)
     del world.tables[0]["one"][6:], world.tables[1]["one"][6:]
-    assert world.side._blocks_needed(request) == 4 + 4
+    assert room.needed(request, manager) == 4 + 4
 
 
 def test_a_spoiled_block_is_reported_to_who_would_read_it() -> None:
