@@ -241,8 +241,9 @@ def main(arguments: list[str] | None = None) -> int:
     known = len(night.broken)
     first = sequences(options.sequences) if options.sequences is not None else []
     night.go(options.shape or list(SHAPES), first, options.seconds, options.seeds, options.steps)
-    if night.broken[known:]:
-        shrink(night.broken[known:], options.out)
+    found = night.broken[known:]
+    if found:
+        shrink(found, options.out)
     reached, can, missed = reach.report(night.cells)
     rate = night.steps / max(night.seconds, 1e-9)
     sys.stdout.write(
@@ -250,9 +251,11 @@ def main(arguments: list[str] | None = None) -> int:
         f"{night.seconds:.0f} s ({rate:.0f}/s), {len(night.broken)} broken\n"
         f"cells reached: {reached} of {can}\n" + "".join(f"  never: {cell}\n" for cell in missed)
     )
+    if options.reach and missed:
+        sys.stdout.write("not every cell that can be reached was: give it more time\n")
     if options.json:
         sys.stdout.write(json.dumps({"version": vllm.__version__, "broken": night.broken, "seed": night.seed}) + "\n")
-    return 1 if night.broken or (options.reach and missed) else 0
+    return 1 if found or (options.reach and missed) else 0
 
 
 if __name__ == "__main__":
