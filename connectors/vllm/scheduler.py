@@ -217,7 +217,10 @@ class SchedulerSide:
                 flight.tracked.fire(m.DISPATCH)
         jobs = [flight.job for flight in due]
         if self._spoiled:
-            jobs += self._condemn(output)
+            try:
+                jobs += self._condemn(output)
+            except Exception as e:  # noqa: BLE001  (vLLM counts on the other loads of the plan)
+                self.counters.fault("spoiled_blocks_not_reported", error=repr(e))
         return jobs
 
     def _plan_saves(self, output: SchedulerOutput) -> list[Job]:

@@ -507,6 +507,18 @@ def test_a_spoiled_block_is_reported_to_who_would_read_it() -> None:
     assert not world.side.pending
 
 
+def test_loads_go_out_though_spoiled_blocks_cannot_be_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception there costs no other load of the step."""
+    world = World()
+    world.publish(world.request("old", 4, shared=4))
+    world.side._spoiled.add({1000})
+    monkeypatch.setattr(world.side, "_condemn", None)
+    assert world.admit(world.request("new", 6, shared=4)) == 4 * UNIT
+    (load,) = world.step()
+    assert load.kind == SYNC
+    assert world.side.counters["spoiled_blocks_not_reported"] == 1
+
+
 @pytest.mark.parametrize(
     ("parts", "read"),
     [
