@@ -66,6 +66,8 @@ class LoopThread:
         """Wait until everything put so far was handled. Returns False on a timeout or a dead loop."""
         if not self._thread.is_alive():
             return False
+        if not self._inbox and not self._awake:  # in this order: an item leaves the inbox of a loop that is awake
+            return True
         done = threading.Lock()
         done.acquire()
         if not self.put(done.release):

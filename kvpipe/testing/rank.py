@@ -7,6 +7,7 @@ start before the forward, others behind it; with a draft model the step is final
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -151,6 +152,7 @@ class Rank(Runner):
         super().__init__(shape)
         self.index, self.connector = index, connector
         self.quirks: list[str] = []
+        self.before_results: Callable[[], object] = lambda: None
         self._steps = 0
         self.layers: list[PagedLayer] = []
         for i, name in enumerate(n for names in shape.layer_names() for n in names):
@@ -192,6 +194,7 @@ class Rank(Runner):
             connector.start_load_kv(context, **kwargs)
         if not self.shape.deferred:
             self._end(quirks)
+        self.before_results()
         results = connector.get_transfer_results(output.finished_req_ids)
         kv_output = KVConnectorOutput(
             finished_sending=results.finished_sending,

@@ -133,7 +133,9 @@ class Trial:
             if _is_kvpipe(worker):
                 self.engines.append(engine := HeldEngine(device=shape.device))
                 worker.make_engine = lambda engine=engine: engine
-            self.ranks.append(Rank(index, worker, shape))
+            self.ranks.append(rank := Rank(index, worker, shape))
+            if _is_kvpipe(worker):
+                rank.before_results = self._settle
         self.runners: list[Runner] = [*self.ranks] or [Reporter(shape)]
         self._aggregator = KVOutputAggregator(len(self.runners))
         self.live: dict[str, Live] = {}
