@@ -7,6 +7,7 @@ sliding window for held, and does not count that a request whose load has failed
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
@@ -47,10 +48,11 @@ class Room:
         """Blocks that `request` may take beyond those that it holds, until all its tokens are computed."""
         needed = 0
         for group, blocks in zip(self._groups, manager.coordinator.single_type_managers, strict=True):
-            table = blocks.req_to_blocks.get(request.request_id, ())
+            table = blocks.req_to_blocks.get(request.request_id, [])
             more = -(-request.num_tokens // group.block_tokens) - len(table)
             if group.window_tokens is not None:  # what it reads and what a step computes, at any alignment
                 most = -(-(group.window_tokens - 1 + self._step_tokens_max) // group.block_tokens) + 1
-                more = min(more, most - sum(not block.is_null for block in table))
+                held = sum(1 for _ in itertools.takewhile(lambda block: not block.is_null, reversed(table)))
+                more = min(more, most - held)
             needed += max(0, more)
         return needed

@@ -7,13 +7,14 @@ one comparison per scheduled request, plus work for what is new.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from kvpipe.catalog import Catalog, Chunk, Owner, Piece
 from kvpipe.config import Settings
+from kvpipe.connectors.vllm.prefixes import Prefixes
 from kvpipe.connectors.vllm.room import Room
 from kvpipe.connectors.vllm.spoiled import Part, Spoiled
 from kvpipe.geometry import Geometry
@@ -109,11 +110,7 @@ class SchedulerSide:
         self._saves, self._loads, self._ranks = saves, loads, ranks
         self._async = settings.load == "async" or (settings.load == "auto" and groups > 1)
         self._unit, self._per_chunk = geometry.unit_tokens, geometry.units_per_chunk
-        self._hashes_per_unit = self._unit // hash_tokens
-        self._full = [i for i, g in enumerate(geometry.groups) if g.window_tokens is None]
-        self._windows = [
-            (i, -(-(g.window_tokens - 1) // self._unit)) for i, g in enumerate(geometry.groups) if g.window_tokens
-        ]
+        self._prefixes = Prefixes(self.catalog, geometry, hash_tokens)
         self._room = Room(geometry, step_tokens_max)
         self._spoiled = Spoiled(geometry.groups[0].block_tokens)
         self._tracked: dict[str, Tracked] = {}
@@ -149,7 +146,7 @@ class SchedulerSide:
             tracked.match = Match(self._step, local_tokens, 0)
             tracked.fire(m.LOOKUP_MISS)
             return 0, False
-        units = self._longest(request)
+        units = self._prefixes.longest(request)
         tracked.match = Match(self._step, local_tokens, units)
         tokens = units * self._unit
         if not self._async:
@@ -165,6 +162,18 @@ class SchedulerSide:
         tracked.fire(m.LOOKUP_HIT)
         self.counters["lookup_hit"] += 1
         return external, self._async
+
+    def _ask_later(self, tracked: Tracked) -> tuple[int | None, bool]:
+        """Wait for others' loads to end; after a while compute instead."""
+        tracked.later = tracked.later or self._step + LATER_STEPS_MAX
+        if self._step >= tracked.later:
+            tracked.match = Match(self._step, 0, 0)  # what is held now may be evicted before it is computed
+            tracked.fire(m.LOOKUP_MISS)
+            self.counters["lookup_gave_up"] += 1
+            return 0, False
+        tracked.fire(m.LOOKUP_LATER)
+        self.counters["lookup_later"] += 1
+        return None, False
 
     def admitted(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         """Blocks were allocated: lease and plan the load of `external_tokens`, or note that there is none."""
@@ -192,7 +201,8 @@ class SchedulerSide:
             self.counters.fault("load_not_planned", request=request.request_id, error=repr(e))
             self.catalog.release(owner)
             rows = [(group, BROKEN, 0, b.block_id) for group, t in enumerate(blocks.blocks) for b in t if not b.is_null]
-        self._spoiled.discard(row[3] for row in rows)
+        if self._spoiled:
+            self._spoiled.discard(row[3] for row in rows)
         self._loads_due.append(self._take_off(kind, tracked, rows, (), owner, 0))
         if self._async:
             self._room.park(request)
@@ -271,7 +281,7 @@ class SchedulerSide:
         """The request is over, in whatever state. Its jobs in flight end by themselves."""
         tracked = self._tracked.get(request.request_id)
         if tracked is not None and tracked.request is request:
-            self.catalog.refresh(self._chunks_from_the_end(request))
+            self.catalog.refresh(self._prefixes.chunks_from_the_end(request))
             self._finish(tracked)
 
     def reset(self) -> bool:
@@ -296,94 +306,6 @@ class SchedulerSide:
         gauges = {"slots": c.slots, "slots_used": c.used, "leases": c.leases, "pieces_writing": c.writing}
         return dict(self.counters) | gauges | {"jobs_in_flight": len(self._flights), "requests": len(self._tracked)}
 
-    # ---- finding --------------------------------------------------------------------------------------------------
-
-    def _hash(self, hashes: Sequence[bytes], units: int) -> bytes:
-        return hashes[units * self._hashes_per_unit - 1]
-
-    def _final_units(self, request: Request, tokens: int) -> int:
-        """Units whose tokens and hashes are final, of the first `tokens` tokens."""
-        return min(min(tokens, request.num_tokens) // self._unit, len(request.block_hashes) // self._hashes_per_unit)
-
-    def _longest(self, request: Request) -> int:
-        """Return the longest prefix, in units, that every cache group holds as far as it needs to."""
-        hashes: Sequence[bytes] = request.block_hashes
-        best = self._final_units(request, request.num_tokens)
-        if self._windows and best * self._unit >= request.num_tokens:
-            best -= 1  # the recomputed last token's window reaches one token further back than a new token's
-        for group in self._full:
-            best = self._longest_full(self.catalog.index(group), hashes, best)
-        while best and self._windows:
-            gaps = [self._window_gap(g, hashes, best, window) for g, window in self._windows]
-            shorter = [gap for gap in gaps if gap >= 0]
-            if not shorter:
-                break
-            best = min(shorter)
-            for group in self._full:  # whole chunks below a held prefix are held: only the last one can be shorter
-                best = self._longest_in_last_chunk(self.catalog.index(group), hashes, best)
-        return best
-
-    def _longest_full(self, index: dict[bytes, Chunk], hashes: Sequence[bytes], best: int) -> int:
-        per_chunk, step = self._per_chunk, self._per_chunk * self._hashes_per_unit
-        found = 0
-        for key in hashes[step - 1 : best * self._hashes_per_unit : step]:
-            if key not in index:
-                break
-            found += 1
-        base = found * per_chunk
-        for units in range(min(best, base + per_chunk - 1), base, -1):
-            if self._hash(hashes, units) in index:
-                return units
-        return base
-
-    def _longest_in_last_chunk(self, index: dict[bytes, Chunk], hashes: Sequence[bytes], best: int) -> int:
-        base = best // self._per_chunk * self._per_chunk
-        if best == base or self._holding(index, hashes, base, best):
-            return best
-        return next((u for u in range(best - 1, base, -1) if self._hash(hashes, u) in index), base)
-
-    def _window_gap(self, group: int, hashes: Sequence[bytes], best: int, window: int) -> int:
-        """Return -1 when the last `window` units before `best` are held, or the next shorter prefix to try."""
-        index = self.catalog.index(group)
-        low = max(0, best - window)
-        stop = best
-        while stop > low:
-            base = (stop - 1) // self._per_chunk * self._per_chunk
-            if not self._holding(index, hashes, base, stop):
-                shorter = range(stop - 1, base, -1)
-                return next((u for u in shorter if self._hash(hashes, u) in index), base)
-            stop = base
-        return -1
-
-    def _holding(self, index: dict[bytes, Chunk], hashes: Sequence[bytes], base: int, stop: int) -> Chunk | None:
-        """Return a chunk that starts at unit `base` and can be found at least as far as `stop`."""
-        last = min(base + self._per_chunk, len(hashes) // self._hashes_per_unit)
-        for units in range(stop, last + 1):
-            chunk = index.get(self._hash(hashes, units))
-            if chunk is not None:
-                return chunk
-        return None
-
-    def _chunks_from_the_end(self, request: Request) -> Iterator[Chunk]:
-        hashes, step = request.block_hashes, self._per_chunk * self._hashes_per_unit
-        for key in reversed(hashes[step - 1 :: step]):
-            for group in range(len(self.geometry.groups)):
-                chunk = self.catalog.find(group, key)
-                if chunk is not None:
-                    yield chunk
-
-    def _ask_later(self, tracked: Tracked) -> tuple[int | None, bool]:
-        """Wait for others' loads to end; after a while compute instead."""
-        tracked.later = tracked.later or self._step + LATER_STEPS_MAX
-        if self._step >= tracked.later:
-            tracked.match = Match(self._step, 0, 0)  # what is held now may be evicted before it is computed
-            tracked.fire(m.LOOKUP_MISS)
-            self.counters["lookup_gave_up"] += 1
-            return 0, False
-        tracked.fire(m.LOOKUP_LATER)
-        self.counters["lookup_later"] += 1
-        return None, False
-
     # ---- loading --------------------------------------------------------------------------------------------------
 
     def _load_rows(
@@ -395,7 +317,6 @@ class SchedulerSide:
         chunks: list[Chunk] = []
         for group, table in enumerate(blocks.blocks):
             pages = self.geometry.pages_per_unit[group]
-            index = self.catalog.index(group)
             for base in range(first // self._per_chunk * self._per_chunk, stop, self._per_chunk):
                 low, high = max(base, first), min(base + self._per_chunk, stop)
                 wanted = [
@@ -405,19 +326,19 @@ class SchedulerSide:
                 ]
                 if not wanted:  # wholly outside of a sliding window
                     continue
-                chunk = self._holding(index, hashes, base, high)
+                chunk = self._prefixes.holding(group, hashes, base, high)
                 if chunk is None:
                     self.counters.fault("hit_vanished", request=request.request_id)
                     rows += [(group, BROKEN, page, block) for page, block in wanted]
                     continue
                 if self._partial_use(chunk, hashes, high):
-                    self.catalog.keep_mark(chunk, self._hash(hashes, high))
+                    self.catalog.keep_mark(chunk, self._prefixes.key(hashes, high))
                 chunks.append(chunk)
                 rows += [(group, chunk.slot, page, block) for page, block in wanted]
         return rows, chunks
 
     def _partial_use(self, chunk: Chunk, hashes: Sequence[bytes], stop: int) -> bool:
-        return stop % self._per_chunk != 0 and chunk.identity == self._hash(hashes, stop)
+        return stop % self._per_chunk != 0 and chunk.identity == self._prefixes.key(hashes, stop)
 
     def _condemn(self, output: SchedulerOutput) -> list[Job]:
         """Plan loads that fail, for requests that would read what an earlier one has left: vLLM computes it anew."""
@@ -460,7 +381,7 @@ class SchedulerSide:
 
     def _plan_save(self, tracked: Tracked, end: int, pieces: list[Piece]) -> Job | None:
         request = tracked.request
-        units = self._final_units(request, end)
+        units = self._prefixes.final_units(request, end)
         prompt_units = request.num_prompt_tokens // self._unit
         if not self.settings.save_decode:
             units = min(units, prompt_units)
@@ -480,7 +401,7 @@ class SchedulerSide:
         for group in range(len(self.geometry.groups)):
             for base in range(first // self._per_chunk * self._per_chunk, units, self._per_chunk):
                 low, high = max(base, first), min(base + self._per_chunk, units)
-                key = self._hash(hashes, high)
+                key = self._prefixes.key(hashes, high)
                 if self.catalog.known(group, key):
                     tracked.opened[group] = None
                     self.counters["save_known"] += 1
@@ -498,11 +419,11 @@ class SchedulerSide:
     def _claim(self, tracked: Tracked, group: int, base: int, low: int, high: int, *, keep: bool) -> Piece | None:
         """Claim units [low, high) of the chunk that starts at unit `base`, in the chunk where they continue best."""
         hashes = tracked.request.block_hashes
-        key = self._hash(hashes, high)
+        key = self._prefixes.key(hashes, high)
         opened = tracked.opened[group]
         chunk: Chunk | None = None
         if low > base:
-            before = self._hash(hashes, low)
+            before = self._prefixes.key(hashes, low)
             if opened is not None and opened.base == base and opened.key == before:
                 chunk = opened.chunk if opened.chunk.tail == before else None
             if chunk is None:  # where another request, or an earlier admission, has left off

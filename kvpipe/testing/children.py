@@ -59,7 +59,6 @@ class Case(NamedTuple):
     moves: tuple[Move, ...]
     changes: str = "{}"
     policy: str = "recompute"
-    wire: bool = True
     careful: bool = True
     invariant: str = ""
 
@@ -309,7 +308,7 @@ def _conduct(case: Case, limits: Limits, beat: Callable[[bytes], object]) -> Out
     beat(b".")
     trials.DRAIN_STEPS_MAX = limits.drain_steps
     try:
-        trial = Trial(shape, case.seed, connector=connector, policy=case.policy, wire=case.wire)
+        trial = Trial(shape, case.seed, connector=connector, policy=case.policy)
     except BaseException as e:  # noqa: BLE001
         return Outcome("cannot_import", said=f"{connector.name} cannot be constructed: {one_line(e)}",
                        detail=traceback.format_exc(limit=-8))  # fmt: skip

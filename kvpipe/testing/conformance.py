@@ -53,7 +53,7 @@ def write_finding(path: Path, case: Case, found: Outcome, moves_before: int) -> 
             {
                 "kvpipe_fuzz": 1, "vllm": vllm.__version__, "kind": found.kind, "name": found.name, "said": found.said,
                 "connector": case.connector._asdict(), "shape": case.shape, "changes": json.loads(case.changes),
-                "seed": case.seed, "policy": case.policy, "wire": case.wire, "careful": case.careful,
+                "seed": case.seed, "policy": case.policy, "careful": case.careful,
                 "moves": [list(move) for move in case.moves], "moves_before": moves_before,
                 "detail": found.detail.splitlines(),
             },
@@ -76,7 +76,7 @@ def read_finding(path: Path) -> tuple[Case, tuple[str, str]]:
         moves = tuple(tuple(move) for move in kept["moves"])
         case = Case(
             Connector(**kept["connector"]), kept["shape"], kept["seed"], moves, json.dumps(kept["changes"]),
-            kept["policy"], kept["wire"], kept["careful"],
+            kept["policy"], kept["careful"],
         )  # fmt: skip
         case.make_shape()
         for name, *values in moves:
@@ -199,16 +199,7 @@ class _Hunt:
         args = self._args
         allowed = MOVES if args.unruly else GRAMMAR
         moves = tuple(move for move in random_moves(seed, MOVES_PER_TRIAL) if move[0] in allowed)
-        case = Case(
-            self._connector,
-            shape,
-            seed,
-            moves,
-            self._changes,
-            args.policy,
-            wire=seed % 2 == 0,
-            careful=not args.careless,
-        )
+        case = Case(self._connector, shape, seed, moves, self._changes, args.policy, careful=not args.careless)
         found = self._bench.run(case)
         self._trials += 1
         self._steps += found.steps

@@ -238,8 +238,8 @@ def what_becomes_final_is_saved(watched: Watched) -> Iterator[str]:
     for request, was, now in _newly_final(watched):
         start = request.num_computed_tokens - watched.output.num_scheduled_tokens[request.request_id]
         if now > start // side.geometry.unit_tokens and request.request_id not in watched.excused:
-            for group in side._full:  # noqa: SLF001
-                if not side.catalog.known(group, request.block_hashes[now - 1]):
+            for group, kind in enumerate(side.geometry.groups):
+                if kind.window_tokens is None and not side.catalog.known(group, request.block_hashes[now - 1]):
                     yield f"{request.request_id}: unit {now - 1}, of those from {was} on"
 
 

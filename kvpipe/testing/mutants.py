@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _SCHEDULER = "kvpipe.connectors.vllm.scheduler:SchedulerSide"
+_PREFIXES = "kvpipe.connectors.vllm.prefixes:Prefixes"
 _WORKER = "kvpipe.connectors.vllm.worker:WorkerSide"
 _CONNECTOR = "kvpipe.connectors.vllm.connector:KVPipeConnector"
 _PIPELINE = "kvpipe.pipeline:Pipeline"
@@ -52,8 +53,8 @@ def _keys(kind: str) -> tuple[Patch, ...]:
     """Take other keys than vLLM's, everywhere."""
     other = f"__import__({__name__!r}, fromlist=['']).{kind}"
     return tuple(
-        Patch(_SCHEDULER, "*", f"{request}.block_hashes", f"{other}({request})")
-        for request in ("tracked.request", "request")
+        Patch(where, "*", f"{request}.block_hashes", f"{other}({request})")
+        for where, request in ((_SCHEDULER, "tracked.request"), (_SCHEDULER, "request"), (_PREFIXES, "request"))
     )
 
 
@@ -250,8 +251,8 @@ MUTANTS: dict[str, Mutant] = {
     "sliced_at_computed_tokens": Mutant(
         "Tokens count as final up to `num_computed_tokens`, which runs ahead.",
         _one(
-            _SCHEDULER,
-            "_final_units",
+            _PREFIXES,
+            "final_units",
             "min(min(tokens, request.num_tokens) // self._unit, len(request.block_hashes) // self._hashes_per_unit)",
             "tokens // self._unit",
         ),
@@ -262,8 +263,8 @@ MUTANTS: dict[str, Mutant] = {
         _one(
             _SCHEDULER,
             "_plan_save",
-            "units = self._final_units(request, end)",
-            "units = self._final_units(request, end)\n    if end > request.num_tokens:\n"
+            "units = self._prefixes.final_units(request, end)",
+            "units = self._prefixes.final_units(request, end)\n    if end > request.num_tokens:\n"
             "        tracked.next_at = end + self._unit\n        return None",
         ),
         shape="drafts",
@@ -273,15 +274,15 @@ MUTANTS: dict[str, Mutant] = {
         _one(
             _SCHEDULER,
             "_plan_save",
-            "units = self._final_units(request, end)",
-            "units = self._final_units(request, min(end, request.num_prompt_tokens))",
+            "units = self._prefixes.final_units(request, end)",
+            "units = self._prefixes.final_units(request, min(end, request.num_prompt_tokens))",
         ),
     ),
     "draft_tokens_saved": Mutant(
         "Draft tokens are saved before they are accepted.",
         (
             *_keys("keys_with_drafts"),
-            Patch(_SCHEDULER, "_final_units", "min(tokens, request.num_tokens)", "tokens"),
+            Patch(_PREFIXES, "final_units", "min(tokens, request.num_tokens)", "tokens"),
             Patch(
                 _SCHEDULER,
                 "_plan_saves",
@@ -297,8 +298,8 @@ MUTANTS: dict[str, Mutant] = {
         _one(
             _SCHEDULER,
             "_plan_save",
-            "units = self._final_units(request, end)",
-            "units = self._final_units(request, request.num_tokens)",
+            "units = self._prefixes.final_units(request, end)",
+            "units = self._prefixes.final_units(request, request.num_tokens)",
         ),
         by="every_read_is_right",
     ),
@@ -516,7 +517,7 @@ MUTANTS: dict[str, Mutant] = {
     # ---- finding and loading --------------------------------------------------------------------------------------
     "window_not_needed": Mutant(
         "A hit counts though the sliding window before its end is not held.",
-        _one(_SCHEDULER, "_longest", "while best and self._windows:", "while False:"),
+        _one(_PREFIXES, "longest", "while best and self._windows:", "while False:"),
         shape="hybrid",
     ),
     "nothing_left_to_compute": Mutant(

@@ -23,12 +23,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvpipe.testing.children import Bench, Case, Limits
-from kvpipe.testing.moves import trial_moves
 from kvpipe.testing.mutants import MUTANTS, Mutant
-from kvpipe.testing.nightly import Work, make_pool, sequences
+from kvpipe.testing.nightly import SEEDS, Work, make_pool, sequences
 from kvpipe.testing.shapes import KVPIPE, SHAPES
 
-SEEDS = range(8)
 STUCK_SECONDS = 20.0
 
 
@@ -95,18 +93,10 @@ class Verdict(NamedTuple):
 
 
 def profile(mutant: Mutant, kept: list[Work]) -> Iterator[Case]:
-    """Yield the default profile's cases: each shape by each seed, and the sequences that are kept."""
-    for only in (True, False):
-        for work in kept:
-            if (work.shape == mutant.shape) is only:
-                yield Case(
-                    KVPIPE, work.shape, work.seed, work.moves or (), wire=work.seed % 2 == 0, invariant=mutant.by
-                )
-        for seed in SEEDS:
-            for name, shape in SHAPES.items():
-                if (name == mutant.shape) is only:
-                    moves = tuple(trial_moves(shape, seed))
-                    yield Case(KVPIPE, name, seed, moves, wire=seed % 2 == 0, invariant=mutant.by)
+    """Yield what is kept and each shape by each seed, as in the default profile; the mutant's own shape comes first."""
+    works = [*kept, *(Work(name, seed) for seed in SEEDS for name in SHAPES)]
+    for work in sorted(works, key=lambda work: work.shape != mutant.shape):
+        yield Case(KVPIPE, work.shape, work.seed, work.all_moves(), invariant=mutant.by)
 
 
 def judge(name: str, kept: list[Work]) -> Verdict:

@@ -7,6 +7,7 @@ start before the forward, others behind it; with a draft model the step is final
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -75,7 +76,7 @@ class PagedLayer(NamedTuple):
     key: np.uint64
 
 
-class Runner:
+class Runner(ABC):
     """What every runner knows of its requests: their block tables, and how much of them is computed."""
 
     def __init__(self, shape: Shape) -> None:
@@ -85,9 +86,9 @@ class Runner:
         self._computed: dict[str, int] = {}
         self._own_counts = shape.asynchronous and shape.drafts > 0
 
+    @abstractmethod
     def execute(self, step: Step, drafts: dict[str, list[int]]) -> Ran:
         """Run one step. `drafts` are the draft tokens that end each request's scheduled tokens."""
-        raise NotImplementedError
 
     def computed(self, request: str) -> int:
         """Return how many tokens of `request` are computed, drafts that were rejected taken off."""

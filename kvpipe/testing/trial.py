@@ -93,9 +93,8 @@ class Trial:
         *,
         connector: Connector = KVPIPE,
         policy: str = "recompute",
-        wire: bool = True,
     ) -> None:
-        """`wire` pickles what goes between the two sides, as with workers in other processes. `seed`: the documents."""
+        """`seed`: the documents. If it is even, what the two sides exchange is pickled, as between processes."""
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
         from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -107,7 +106,7 @@ class Trial:
 
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(BLOCK, sha256)
-        self.shape, self.wire, self.rng = shape, wire, random.Random(seed)  # noqa: S311
+        self.shape, self._pickles, self.rng = shape, seed % 2 == 0, random.Random(seed)  # noqa: S311
         self.documents = [
             [self.rng.randrange(VOCAB) for _ in range(self.rng.randint(40, DOCUMENT_TOKENS_MAX))]
             for _ in range(DOCUMENTS)
@@ -247,7 +246,7 @@ class Trial:
             return
         output = self.scheduler.schedule()
         self.on_schedule(output)
-        if self.wire:
+        if self._pickles:
             output.kv_connector_metadata = pickle.loads(pickle.dumps(output.kv_connector_metadata))  # noqa: S301
         scheduled = output.num_scheduled_tokens
         sampling = frozenset(r for r in scheduled if not self.scheduler.requests[r].is_prefill_chunk)
@@ -297,7 +296,7 @@ class Trial:
         bad = {w.request for one in ran for w in one.wrong}
         for one in ran:
             kv_output: KVConnectorOutput = one.kv_output
-            if self.wire:
+            if self._pickles:
                 kv_output.kv_connector_worker_meta = pickle.loads(pickle.dumps(kv_output.kv_connector_worker_meta))  # noqa: S301
             results.append(
                 ModelRunnerOutput(

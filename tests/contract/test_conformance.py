@@ -176,7 +176,7 @@ def test_a_file_that_is_no_finding_is_refused(tmp_path: Path, capsys: pytest.Cap
     """Only findings can be replayed."""
     path = tmp_path / "other.json"
     kept = {
-        "connector": KVPIPE._asdict(), "shape": "sync", "changes": {}, "seed": 0, "policy": "recompute", "wire": True,
+        "connector": KVPIPE._asdict(), "shape": "sync", "changes": {}, "seed": 0, "policy": "recompute",
         "careful": True, "kind": "broken", "name": "no_hang", "moves": [["drain"]],
     }  # fmt: skip
     path.write_text(json.dumps(kept), encoding="utf-8")

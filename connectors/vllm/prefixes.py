@@ -1,0 +1,103 @@
+"""How much of a request's token prefix the catalog holds, by vLLM's block hashes. Probes dicts, changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from kvpipe.catalog import Catalog, Chunk
+from kvpipe.geometry import Geometry
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+class Prefixes:
+    """Counts in units: the tokens that are a whole number of blocks in every cache group."""
+
+    def __init__(self, catalog: Catalog, geometry: Geometry, hash_tokens: int) -> None:
+        """`hash_tokens`: tokens per block hash."""
+        self._catalog = catalog
+        self._unit, self._per_chunk = geometry.unit_tokens, geometry.units_per_chunk
+        self._hashes_per_unit = self._unit // hash_tokens
+        self._groups = range(len(geometry.groups))
+        self._full = [i for i, g in enumerate(geometry.groups) if g.window_tokens is None]
+        self._windows = [
+            (i, -(-(g.window_tokens - 1) // self._unit)) for i, g in enumerate(geometry.groups) if g.window_tokens
+        ]
+
+    def key(self, hashes: Sequence[bytes], units: int) -> bytes:
+        """Return the hash of the first `units` units."""
+        return hashes[units * self._hashes_per_unit - 1]
+
+    def final_units(self, request: Request, tokens: int) -> int:
+        """Return the units whose tokens and hashes are final, of the first `tokens` tokens."""
+        return min(min(tokens, request.num_tokens) // self._unit, len(request.block_hashes) // self._hashes_per_unit)
+
+    def longest(self, request: Request) -> int:
+        """Return the longest prefix, in units, that every cache group holds as far as it needs to."""
+        hashes: Sequence[bytes] = request.block_hashes
+        best = self.final_units(request, request.num_tokens)
+        if self._windows and best * self._unit >= request.num_tokens:
+            best -= 1  # the recomputed last token's window reaches one token further back than a new token's
+        for group in self._full:
+            best = self._longest_full(self._catalog.index(group), hashes, best)
+        while best and self._windows:
+            gaps = [self._window_gap(g, hashes, best, window) for g, window in self._windows]
+            shorter = [gap for gap in gaps if gap >= 0]
+            if not shorter:
+                break
+            best = min(shorter)
+            for group in self._full:  # whole chunks below a held prefix are held: only the last one can be shorter
+                best = self._longest_in_last_chunk(group, hashes, best)
+        return best
+
+    def holding(self, group: int, hashes: Sequence[bytes], base: int, stop: int) -> Chunk | None:
+        """Return a chunk that starts at unit `base` and can be found at least as far as `stop`."""
+        index = self._catalog.index(group)
+        last = min(base + self._per_chunk, len(hashes) // self._hashes_per_unit)
+        for units in range(stop, last + 1):
+            chunk = index.get(self.key(hashes, units))
+            if chunk is not None:
+                return chunk
+        return None
+
+    def chunks_from_the_end(self, request: Request) -> Iterator[Chunk]:
+        """Yield the whole chunks of the request's prefix, the last first."""
+        hashes, step = request.block_hashes, self._per_chunk * self._hashes_per_unit
+        for key in reversed(hashes[step - 1 :: step]):
+            for group in self._groups:
+                chunk = self._catalog.find(group, key)
+                if chunk is not None:
+                    yield chunk
+
+    def _longest_full(self, index: dict[bytes, Chunk], hashes: Sequence[bytes], best: int) -> int:
+        per_chunk, step = self._per_chunk, self._per_chunk * self._hashes_per_unit
+        found = 0
+        for key in hashes[step - 1 : best * self._hashes_per_unit : step]:
+            if key not in index:
+                break
+            found += 1
+        base = found * per_chunk
+        return self._shorter(index, hashes, base, min(best, base + per_chunk - 1))
+
+    def _longest_in_last_chunk(self, group: int, hashes: Sequence[bytes], best: int) -> int:
+        base = best // self._per_chunk * self._per_chunk
+        if best == base or self.holding(group, hashes, base, best):
+            return best
+        return self._shorter(self._catalog.index(group), hashes, base, best - 1)
+
+    def _window_gap(self, group: int, hashes: Sequence[bytes], best: int, window: int) -> int:
+        """Return -1 when the last `window` units before `best` are held, or the next shorter prefix to try."""
+        low = max(0, best - window)
+        stop = best
+        while stop > low:
+            base = (stop - 1) // self._per_chunk * self._per_chunk
+            if not self.holding(group, hashes, base, stop):
+                return self._shorter(self._catalog.index(group), hashes, base, stop - 1)
+            stop = base
+        return -1
+
+    def _shorter(self, index: dict[bytes, Chunk], hashes: Sequence[bytes], base: int, most: int) -> int:
+        """Return the longest prefix from `base` to `most` units that has a key, or `base`."""
+        return next((units for units in range(most, base, -1) if self.key(hashes, units) in index), base)
