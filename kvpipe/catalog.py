@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from kvpipe.misses import EVICTED, RESET, TORN, Lost
 from kvpipe.policy.base import Policy
 from kvpipe.statemachine import chunk as m
-from kvpipe.statemachine.core import Cursor
+from kvpipe.statemachine.core import Cursor, Watch
 from kvpipe.trace.log import Counters
 
 KEPT_MARKS_MAX = 4
@@ -39,12 +40,12 @@ class Chunk(Cursor):
 
     __slots__ = ("group", "leases", "marks", "ready", "slot", "tail", "writers", "written")
 
-    def __init__(self, group: int, slot: int) -> None:
+    def __init__(self, group: int, slot: int, watch: Watch | None = None) -> None:
         """`written` counts the units claimed by writers, `ready` those that have landed on every rank.
 
         `tail` is the prefix hash at `written`: only a request with that prefix may write on.
         """
-        super().__init__(_MACHINE, slot)
+        super().__init__(_MACHINE, slot, watch)
         self.group, self.slot = group, slot
         self.written = self.ready = self.writers = self.leases = 0
         self.marks: tuple[Mark, ...] = ()
@@ -77,6 +78,8 @@ class Catalog:
     def __init__(self, slots: int, groups: int, policy: Policy, counters: Counters) -> None:
         """All slots are free."""
         self.slots, self._policy, self.counters = slots, policy, counters
+        self.watch: Watch | None = None  # of the chunks that are reserved from now on
+        self.lost_keys = Lost()
         self._free = list(range(slots - 1, -1, -1))
         self._index: tuple[dict[bytes, Chunk], ...] = tuple({} for _ in range(groups))
         self._pending: tuple[dict[bytes, Chunk], ...] = tuple({} for _ in range(groups))
@@ -131,7 +134,7 @@ class Catalog:
         if not self._free and not self._evict_one():
             self.counters["save_dropped_pool_full"] += 1
             return None
-        chunk = Chunk(group, self._free.pop())
+        chunk = Chunk(group, self._free.pop(), self.watch)
         chunk.fire(m.RESERVE)
         self._reserved.add(chunk)
         return chunk
@@ -170,6 +173,7 @@ class Catalog:
     def lost(self, piece: Piece) -> None:
         """A rank failed the piece: what landed before it stays, it and all after it are dropped."""
         self._unpend(piece)
+        self.lost_keys.add(piece.key, TORN)
         self._finish_write(piece.chunk, landed=False)
 
     def keep_mark(self, chunk: Chunk, key: bytes) -> None:
@@ -180,7 +184,7 @@ class Catalog:
         """Forget every chunk; held ones leave when their readers and writers do. Returns how many were found."""
         found = {id(c): c for index in self._index for c in index.values()} | {id(c): c for c in self._reserved}
         for chunk in found.values():
-            self._drop(chunk)
+            self._drop(chunk, RESET)
         return len(found)
 
     # ---- the rules -----------------------------------------------------------------------------------------------
@@ -219,7 +223,7 @@ class Catalog:
                 chunk.tail = next((mark.key for mark in chunk.marks if mark.units == chunk.ready), b"")
             chunk.written = chunk.ready  # only now: a lost piece's neighbours may still be writing beyond it
             if not chunk.marks:  # the same content was published from another slot meanwhile
-                self._drop(chunk)
+                self._drop(chunk, EVICTED)
                 return
         if chunk.state.row != m.ABSENT:
             self._let_go(chunk, hit=False)
@@ -243,15 +247,16 @@ class Catalog:
             return False
         assert isinstance(chunk, Chunk)  # noqa: S101  (nothing else is ever inserted)
         self.counters["evicted"] += 1
-        self._drop(chunk)
+        self._drop(chunk, EVICTED)
         return True
 
-    def _drop(self, chunk: Chunk) -> None:
+    def _drop(self, chunk: Chunk, why: str) -> None:
         """Take `chunk` out of the index; free its slot now, or when the last reader and writer are gone."""
         index = self._index[chunk.group]
         for mark in chunk.marks:
             if index.get(mark.key) is chunk:
                 del index[mark.key]
+                self.lost_keys.add(mark.key, why)
         pending = self._pending[chunk.group]
         if chunk.writers:
             for key in [k for k, c in pending.items() if c is chunk]:

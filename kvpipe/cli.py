@@ -13,6 +13,7 @@ from kvpipe import __version__
 from kvpipe.config import load_settings, markdown_table
 from kvpipe.control import write_freeze
 from kvpipe.errors import UsageError
+from kvpipe.trace import command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,6 +51,14 @@ def _parser() -> argparse.ArgumentParser:
 
     fuzz = sub.add_parser("fuzz", help="put any vLLM v1 connector on trial, or replay what was found", add_help=False)
     fuzz.set_defaults(run=_fuzz)
+
+    trace = sub.add_parser("trace", help="read what an engine with trace_file has written: show, replay, timeline")
+    command.add_parsers(trace)
+
+    doctor = sub.add_parser("doctor", help="check this environment, and say what to do")
+    doctor.add_argument("extra", nargs="?", default="{}", help="kv_connector_extra_config as JSON")
+    doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
+    doctor.set_defaults(run=_doctor)
 
     diagrams = sub.add_parser("diagrams", help="write the state machines' pages")
     diagrams.add_argument("folder", type=Path, nargs="?", default=Path("docs/machines"))
@@ -93,6 +102,12 @@ def _fuzz(args: argparse.Namespace) -> int:
         os.environ["PYTHONHASHSEED"] = "0"  # the order of vLLM's sets is part of a trial: a finding must replay
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606  (this very command)
     return conformance.main(args.rest)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from kvpipe import doctor  # noqa: PLC0415  (imports an engine)
+
+    return doctor.main(args.extra, as_json=args.json)
 
 
 def _diagrams(args: argparse.Namespace) -> int:

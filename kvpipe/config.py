@@ -74,8 +74,33 @@ class Settings(BaseSettings):
         description="Where named caches are registered; unset: `$XDG_STATE_HOME/kvpipe` or `~/.local/state/kvpipe`.",
     )
     config_file: Path | None = Field(None, description="YAML file with any of these keys.")
+    stuck_ms_max: Annotated[int, BeforeValidator(_no_bool), Field(gt=0, le=3_600_000)] = Field(
+        60_000, description="A load or save that has not moved for so long is reported and failed."
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "warning", description="Level of kvpipe's structured log."
+        "info", description="Level of kvpipe's structured log on stderr; `info` has two lines per request."
+    )
+    log_format: Literal["console", "json"] = Field(
+        "console", description="`json`: one object per line, for a log collector."
+    )
+    trace_file: Path | None = Field(
+        None, description="File for the trace, lines of JSON; all processes of the engine append to it."
+    )
+    trace_level: Literal["info", "debug"] = Field(
+        "debug",
+        description="`debug` traces every transition of every machine, so that the trace can be replayed; "
+        "`info` only what happens to requests.",
+    )
+    trace_sample: Annotated[float, BeforeValidator(_no_bool), Field(ge=0, le=1)] = Field(
+        1.0, description="Share of requests that are traced, by their ids; failures are traced always."
+    )
+    trace_bytes_max: Annotated[ByteSize, BeforeValidator(_no_bool), Field(ge=1 << 20)] = Field(
+        ByteSize(1 << 30), description="Disk for the trace; the older half is kept as `FILE.1`."
+    )
+    otel: bool = Field(
+        default=False,
+        description="Send a span per request through OpenTelemetry (`pip install 'kvpipe[otel]'`; the endpoint is "
+        "set by its own `OTEL_` variables).",
     )
 
     @classmethod

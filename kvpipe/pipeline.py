@@ -7,10 +7,13 @@ by the loop thread, which gets its news through the inbox: opened batches, compl
 
 from __future__ import annotations
 
+import functools
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Final, TypeVar
 
+import anyio
 import numpy as np
 import structlog
 
@@ -19,17 +22,24 @@ from kvpipe.loop import LoopThread
 from kvpipe.plan import BROKEN, ROW_BYTES, Job, Kind, Outcome, StepPlan
 from kvpipe.statemachine import load as load_m
 from kvpipe.statemachine import save as save_m
-from kvpipe.statemachine.core import Edge, IllegalTransition
+from kvpipe.statemachine.core import Cursor, Edge, IllegalTransition, State, Watch
 from kvpipe.statemachine.save import LayerCursor
+from kvpipe.trace import events as e
 from kvpipe.trace.log import Counters
+from kvpipe.trace.recorder import OFF, Recorder
 from kvpipe.transfer.base import CopyPlan, Direction, Ticket, TransferEngine
 
 log = structlog.get_logger("kvpipe.pipeline")
 
+TIER: Final = "memory"
+STUCK_MS_MAX: Final = 60_000
+WATCHES_PER_LIMIT: Final = 4  # how often the watchdog looks in `stuck_ms_max`
 _News = TypeVar("_News", str, int)
 TIMED_OUT: Final = "the copy did not complete in wait_ms_max"
 CONDEMNED: Final = "it was planned to fail"
 TOLD: Final = "its blocks were reported as suspects, in its step"
+STUCK: Final = "it did not move in stuck_ms_max"
+LAST_MOVES: Final = 8
 OPEN: Final = "open"
 SUBMITTED: Final = "submitted"
 STEP_END: Final = "step_end"
@@ -39,6 +49,7 @@ class Batch:
     """The jobs of one kind in one step: one copy plan, one ticket per layer, one cursor per job."""
 
     __slots__ = (
+        "abandoned",
         "closed",
         "confirmed",
         "cursors",
@@ -47,17 +58,22 @@ class Batch:
         "jobs",
         "kind",
         "last",
+        "moved_ns",
+        "moves",
+        "pages",
         "plan",
+        "step",
         "submitted",
         "tickets",
         "told",
         "waited",
     )
 
-    def __init__(self, kind: Kind, jobs: tuple[Job, ...], groups: int) -> None:
+    def __init__(self, kind: Kind, jobs: tuple[Job, ...], groups: int, step: int) -> None:
         """`submitted` and `waited` are bit masks over the engine's layers."""
-        self.kind, self.jobs = kind, jobs
+        self.kind, self.jobs, self.step = kind, jobs, step
         self.plan = CopyPlan(Direction.SAVE if kind is Kind.SAVE else Direction.LOAD, jobs, groups)
+        self.pages = [int(runs[:, 4].sum()) for runs in self.plan.runs]  # per group
         self.submitted = self.waited = 0
         self.tickets: dict[int, Ticket] = {}
         self.last: Ticket | None = None
@@ -68,6 +84,14 @@ class Batch:
         self.ended: list[Outcome] = []
         self.closed = False  # nothing more will be submitted
         self.confirmed = kind is Kind.LOAD_ASYNC  # nobody reads before its copy has landed
+        self.moved_ns = time.monotonic_ns()
+        self.moves: deque[str] = deque(maxlen=LAST_MOVES)
+        self.abandoned = False  # stuck, and no copy of it will touch memory any more
+
+    @property
+    def settled(self) -> bool:
+        """Whether no copy can touch the jobs' slots or blocks any more."""
+        return self.last is None or self.last.over or self.abandoned
 
 
 class Pipeline:
@@ -82,8 +106,14 @@ class Pipeline:
         wait_ms_max: int,
         counters: Counters,
         cpus: frozenset[int] = frozenset(),
+        stuck_ms_max: int = STUCK_MS_MAX,
+        trace: Recorder = OFF,
     ) -> None:
         """Start the loop thread, on `cpus` if any are given. `engine` must be attached already."""
+        self._trace, self._stuck_s = trace, stuck_ms_max / 1000
+        self._live: dict[Batch, None] = {}  # the loop thread's own: batches with jobs that are not reported
+        self.waited_ns = 0  # by vLLM's thread, for copies
+        self.copied_bytes, self.copied_ns = dict.fromkeys(Kind, 0), dict.fromkeys(Kind, 0)
         self._engine, self._geometry = engine, geometry
         self._layers = len(geometry.layers)
         self._all = (1 << self._layers) - 1
@@ -99,7 +129,7 @@ class Pipeline:
         self._suspects: set[int] = set()
         self.blocks = 1 << 31  # how many paged blocks the engine has; the connector knows when caches are registered
         self._closed = False
-        self._loop = LoopThread("kvpipe-loop", self._handle, cpus=cpus)
+        self._loop = LoopThread("kvpipe-loop", self._handle, tasks=(self._watch_over,), cpus=cpus)
 
     # ---- vLLM's thread -------------------------------------------------------------------------------------------
 
@@ -130,9 +160,9 @@ class Pipeline:
                 junk |= job.kind not in {Kind.SAVE, Kind.LOAD_ASYNC}
             else:
                 by_kind.setdefault(Kind(job.kind), []).append(job)
-        self._save = self._open(Kind.SAVE, by_kind)
-        self._sync = self._open(Kind.LOAD_SYNC, by_kind)
-        self._async = self._open(Kind.LOAD_ASYNC, by_kind)
+        self._save = self._open(Kind.SAVE, by_kind, plan.step)
+        self._sync = self._open(Kind.LOAD_SYNC, by_kind, plan.step)
+        self._async = self._open(Kind.LOAD_ASYNC, by_kind, plan.step)
         if junk:
             self._junk()
 
@@ -163,7 +193,7 @@ class Pipeline:
             self.counters["wait_repeated"] += 1
             return
         ticket = batch.tickets[layer]
-        if not ticket.done and not self._engine.guard_read(ticket, self._wait_s):
+        if not ticket.done and not self._timed(self._engine.guard_read, ticket):
             self._give_up(batch, TIMED_OUT)
             return
         batch.waited |= bit
@@ -222,8 +252,8 @@ class Pipeline:
         if batch.submitted != self._all:
             self.counters.fault("layers_never_submitted", missing=self._layers - batch.submitted.bit_count())
         self._loop.put((STEP_END, batch, "a layer was never submitted"))
-        if batch.last is not None and not self._engine.fence(batch.last, self._wait_s):
-            self._give_up(batch, "the copy did not complete in wait_ms_max")
+        if batch.last is not None and not self._timed(self._engine.fence, batch.last):
+            self._give_up(batch, TIMED_OUT)
         self._settle()
 
     def collect(self) -> list[Outcome]:
@@ -239,6 +269,11 @@ class Pipeline:
             out += [Outcome(job, ok=False, why="the loop was lost") for job in self._open_jobs.values()]
             self._open_jobs.clear()
         return out
+
+    @property
+    def alive(self) -> bool:
+        """Whether jobs can be carried out: False once the loop is lost, not after a shutdown."""
+        return self._closed or self._loop.alive
 
     @property
     def in_flight(self) -> int:
@@ -274,11 +309,11 @@ class Pipeline:
         }
         return next((f"{what} is out of range" for what, where in wrong.items() if where.any()), "")
 
-    def _open(self, kind: Kind, by_kind: dict[Kind, list[Job]]) -> Batch | None:
+    def _open(self, kind: Kind, by_kind: dict[Kind, list[Job]], step: int) -> Batch | None:
         jobs = by_kind.get(kind)
         if not jobs:
             return None
-        batch = Batch(kind, tuple(jobs), len(self._geometry.groups))
+        batch = Batch(kind, tuple(jobs), len(self._geometry.groups), step)
         self._open_jobs.update((job.id, job) for job in jobs)
         self._loop.put((OPEN, batch, ""))
         return batch
@@ -289,12 +324,21 @@ class Pipeline:
         ticket = Ticket(batch, layer, batch.submitted.bit_count(), self._loop.put)
         batch.submitted |= 1 << layer
         batch.tickets[layer] = batch.last = ticket
+        if self._trace.detail:
+            ids = [job.id for job in batch.jobs]
+            self._trace.put(e.LayerSubmitted(*self._said(batch), kind=batch.kind.name.lower(), layer=layer, jobs=ids))
         try:
             self._engine.submit(batch.plan, ticket)
-        except Exception as e:  # noqa: BLE001  (no thread could be started, say: a ticket that never ends would hang)
-            self.counters.fault("submit_failed", error=repr(e))
+        except Exception as error:  # noqa: BLE001  (no thread could be started, say: a ticket would never end)
+            self.counters.fault("submit_failed", error=repr(error))
             if not ticket.over:
                 ticket.complete(frozenset(job.id for job in batch.jobs))
+
+    def _timed(self, wait: Callable[[Ticket, float], bool], ticket: Ticket) -> bool:
+        began = time.monotonic_ns()
+        done = wait(ticket, self._wait_s)
+        self.waited_ns += time.monotonic_ns() - began
+        return done
 
     def _junk(self) -> None:
         """A sync load of this step failed: whatever the step computes may rest on garbage, so it is not saved."""
@@ -304,6 +348,10 @@ class Pipeline:
     def _give_up(self, batch: Batch, why: str) -> None:
         self.counters.fault("copy_timeout", why=why)
         batch.gave_up = True
+        for ticket in batch.tickets.values():  # what has not begun shall not write into blocks that are given back
+            self._engine.abandon(ticket)
+        if self._trace.lifecycle:
+            self._trace.put(e.TierSlow(*self._said(batch), tier=TIER, waited_ms=self._wait_s * 1000))
         if batch.kind is Kind.LOAD_SYNC:
             self._suspect(batch)
         self._loop.put((save_m.FAULT, batch, why))
@@ -344,15 +392,21 @@ class Pipeline:
         else:
             event, batch, why = item
             self._told(batch, event, why)
-        if batch.closed and batch.ended and (batch.last is None or batch.last.over):
-            # reported only when no copy can touch the job's slots or blocks any more
+        self._report(batch)
+
+    def _report(self, batch: Batch) -> None:
+        """Tell how jobs ended, but only when no copy can touch their slots or blocks any more."""
+        if batch.closed and batch.settled:
             self._outbox.extend(o._replace(why=TOLD) if batch.told else o for o in batch.ended)
             batch.ended = []
+            if all(cursor.state.final for cursor in batch.cursors.values()):
+                self._live.pop(batch, None)
 
     def _told(self, batch: Batch, event: str, why: str) -> None:
         if event == OPEN:
             machine = self._save_machine if batch.kind is Kind.SAVE else self._load_machine
-            batch.cursors = {job.id: LayerCursor(machine, job.id) for job in batch.jobs}
+            batch.cursors = {job.id: LayerCursor(machine, job.id, self._watch(batch, job)) for job in batch.jobs}
+            self._live[batch] = None
             return
         if event == SUBMITTED:
             batch.closed = True
@@ -369,6 +423,14 @@ class Pipeline:
             self._fire(batch, job, batch.cursors[job.id].fire, event, why)
 
     def _landed(self, batch: Batch, ticket: Ticket) -> None:
+        took_ns = time.monotonic_ns() - ticket.born_ns
+        self.copied_ns[batch.kind] += took_ns
+        self.copied_bytes[batch.kind] += self._bytes(batch, ticket.layer)
+        if self._trace.detail:
+            self._trace.put(e.LayerCopied(
+                ticket.born_ns, *self._said(batch)[1:], kind=batch.kind.name.lower(), layer=ticket.layer,
+                jobs=[job.id for job in batch.jobs], took_ns=took_ns, failed=sorted(ticket.failed),
+            ))  # fmt: skip
         for job in batch.jobs:
             cursor = batch.cursors[job.id]
             if job.id in ticket.failed:
@@ -380,21 +442,76 @@ class Pipeline:
             elif batch.kind is Kind.SAVE and batch.closed and cursor.state.row == save_m.LANDED:
                 self._fire(batch, job, cursor.fire, save_m.STEP_END_COMPLETE, "")
 
-    def _fire(self, batch: Batch, job: Job, move: Callable[[_News], Edge], news: _News, why: str) -> None:
+    def _fire(self, batch: Batch, job: Job, move: Callable[[_News, str], Edge], news: _News, why: str) -> None:
         cursor = batch.cursors[job.id]
         was_final = cursor.state.final
         try:
-            edge = move(news)
-        except IllegalTransition as e:
+            edge = move(news, why)
+        except IllegalTransition as error:
             # a bug of ours: the job is failed rather than trusted, and the engine never hears of it
-            self.counters.fault("illegal_transition", machine=e.machine, state=e.state, event=e.event, why=e.why)
+            said = {"machine": error.machine, "state": error.state, "event": error.event, "why": error.why}
+            self.counters.fault("illegal_transition", **said)
             if was_final:
                 return
-            edge, why = cursor.fire(save_m.FAULT), str(e)
+            why = str(error)
+            edge = cursor.fire(save_m.FAULT, why)
         if not edge.moves:
             self.counters["no_op_transitions"] += 1
-        elif cursor.state.final:
+            return
+        batch.moved_ns = time.monotonic_ns()
+        batch.moves.append(f"job {job.id}: {edge.event} -> {cursor.state.name}")
+        if cursor.state.final:
             ok = cursor.state.row == save_m.FINALIZED
             batch.ended.append(Outcome(job, ok, "" if ok else why))
             if not ok:
                 self.counters.fault("job_failed", job=job.id, request=job.request, state=cursor.state.name, why=why)
+
+    # ---- what is told ---------------------------------------------------------------------------------------------
+
+    def _said(self, batch: Batch) -> tuple[int, int, str, int, int]:
+        """What every event about `batch` says first; of its request, if it is about one only."""
+        job = batch.jobs[0]
+        request, epoch = (job.request, job.epoch) if len(batch.jobs) == 1 else ("", 0)
+        return time.monotonic_ns(), self._trace.rank, request, epoch, batch.step
+
+    def _watch(self, batch: Batch, job: Job) -> Watch | None:
+        if self._trace.detail and self._trace.sampled(job.request):
+            return functools.partial(self._told_of, batch.step, job)
+        return None
+
+    def _told_of(self, step: int, job: Job, cursor: Cursor, was: State, edge: Edge, why: str) -> None:
+        common = (time.monotonic_ns(), self._trace.rank, job.request, job.epoch, step)
+        self._trace.put(
+            e.transition(common, cursor, job.id, was, edge, why if cursor.state.row == save_m.FAILED else "")
+        )
+
+    def _bytes(self, batch: Batch, layer: int) -> int:
+        """Bytes of one layer of a batch."""
+        group, index = self._geometry.layers[layer]
+        return batch.pages[group] * self._geometry.groups[group].layers[index].page_bytes
+
+    # ---- the watchdog ---------------------------------------------------------------------------------------------
+
+    async def _watch_over(self) -> None:
+        """Fail jobs whose copies have not ended, and that have not moved, for `stuck_ms_max`."""
+        while True:
+            await anyio.sleep(self._stuck_s / WATCHES_PER_LIMIT)
+            oldest_ns = time.monotonic_ns() - int(self._stuck_s * 1e9)
+            for batch in [one for one in self._live if one.moved_ns < oldest_ns and not one.settled]:
+                self._unstick(batch)
+
+    def _unstick(self, batch: Batch) -> None:
+        if not all(cursor.state.final for cursor in batch.cursors.values()):
+            waited_ms = (time.monotonic_ns() - batch.moved_ns) / 1e6
+            last, ids = list(batch.moves), [job.id for job in batch.jobs]
+            self.counters.fault("stuck", jobs=ids, kind=batch.kind.name.lower(), waited_ms=round(waited_ms), last=last)
+            if self._trace.lifecycle:
+                for job in batch.jobs:
+                    said = (time.monotonic_ns(), self._trace.rank, job.request, job.epoch, batch.step)
+                    kind = batch.kind.name.lower()
+                    self._trace.put(e.Stuck(*said, job=job.id, kind=kind, waited_ms=round(waited_ms, 3), last=last))
+            for job in batch.jobs:
+                self._fire(batch, job, batch.cursors[job.id].fire, save_m.FAULT, STUCK)
+        # told only when it is safe: what cannot be taken back may still write, and is asked again
+        batch.abandoned = all([self._engine.abandon(ticket) for ticket in batch.tickets.values()])  # noqa: C419  (each of them)
+        self._report(batch)

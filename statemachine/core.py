@@ -14,6 +14,7 @@ object per state and layer; a `Cursor` points at one of them. Firing an event is
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Annotated, Literal, Self
 
@@ -229,23 +230,30 @@ def _compile(_name: str, layers: int, hashed: _Hashed) -> Compiled:
 class Cursor:
     """A position in a compiled machine. `key` names what it tracks in errors and traces."""
 
-    __slots__ = ("key", "machine", "state")
+    __slots__ = ("key", "machine", "state", "watch")
 
-    def __init__(self, machine: Compiled, key: object) -> None:
-        """Start in the machine's initial state."""
-        self.machine, self.key, self.state = machine, key, machine.initial
+    def __init__(self, machine: Compiled, key: object, watch: Watch | None = None) -> None:
+        """Start in the machine's initial state. `watch` hears of every edge that is taken, from then on."""
+        self.machine, self.key, self.state, self.watch = machine, key, machine.initial, watch
 
-    def fire(self, event: str) -> Edge:
-        """Apply `event` and return the edge taken.
+    def fire(self, event: str, why: str = "") -> Edge:
+        """Apply `event` and return the edge taken. `why` it came is for whoever watches.
 
         Raises:
             IllegalTransition: the table rejects the event here. The cursor has not moved.
             KeyError: `event` is not an event of this machine.
 
         """
-        edge = self.state.on[event]
+        was = self.state
+        edge = was.on[event]
         edge.taken += 1
+        self.state = edge.to  # where it is already when the edge stays or rejects
+        if self.watch is not None:
+            self.watch(self, was, edge, why)
         if edge.rejects:
-            raise IllegalTransition(self.machine.machine.name, self.key, self.state.name, event, edge.why)
-        self.state = edge.to
+            raise IllegalTransition(self.machine.machine.name, self.key, was.name, event, edge.why)
         return edge
+
+
+Watch = Callable[[Cursor, State, Edge, str], object]
+"""Hears that a cursor took an edge in a state, and why."""

@@ -109,7 +109,7 @@ class LayerCursor(Cursor):
 
     __slots__ = ()
 
-    def landed(self, k: int) -> Edge:
+    def landed(self, k: int, why: str = "") -> Edge:
         """Report that the copy of layer `k` (0-based, in submission order) completed."""
         ahead = k - self.state.k
-        return self.fire(LANDED_NEXT if ahead == 1 else LANDED_AGAIN if ahead <= 0 else LANDED_GAP)
+        return self.fire(LANDED_NEXT if ahead == 1 else LANDED_AGAIN if ahead <= 0 else LANDED_GAP, why)

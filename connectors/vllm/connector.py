@@ -29,7 +29,9 @@ from kvpipe.control import watch_control_file
 from kvpipe.loop import LoopThread
 from kvpipe.names import NameClaim
 from kvpipe.plan import EMPTY_PLAN
+from kvpipe.trace.events import SCHEDULER, FreezeSwitched
 from kvpipe.trace.log import Counters, configure
+from kvpipe.trace.setup import tracing
 from kvpipe.transfer.base import TransferEngine
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+ENGINE_ID_CHARS = 8
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -90,7 +93,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         transfer = self._kv_transfer_config
         self.settings: Settings = load_settings(transfer.kv_connector_extra_config)
-        configure(self.settings.log_level)
+        configure(self.settings.log_level, self.settings.log_format)
         support.check_engine(vllm_config)
         self.geometry = support.make_geometry(kv_cache_config, self.settings)
         if self.settings.load == "sync" and len(self.geometry.groups) > 1:
@@ -100,10 +103,16 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker: WorkerSide | None = None
         self._claim: NameClaim | None = None
         self._control: LoopThread | None = None
+        engine = str(transfer.engine_id or vllm_config.instance_id)[:ENGINE_ID_CHARS]
+        layers = len(self.geometry.layers)
         if role is KVConnectorRole.WORKER:
-            self.worker = WorkerSide(self.settings, self.geometry)
+            rank = vllm_config.parallel_config.rank
+            self.recorder, self._writer = tracing(self.settings, engine, "worker", rank, layers)
+            self.worker = WorkerSide(self.settings, self.geometry, self.recorder)
             self.counters = self.worker.counters
+            self.counters.listener = self.recorder.fault
             return
+        self.recorder, self._writer = tracing(self.settings, engine, "scheduler", SCHEDULER, layers)
         self.scheduler = SchedulerSide(
             self.settings,
             self.geometry,
@@ -112,8 +121,10 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             saves=transfer.is_kv_producer,
             loads=transfer.is_kv_consumer,
             step_tokens_max=vllm_config.scheduler_config.max_num_batched_tokens,
+            trace=self.recorder,
         )
         self.counters = self.scheduler.counters
+        self.counters.listener = self.recorder.fault
         if self.settings.name:
             facts = support.identity(vllm_config, kv_cache_config, self.geometry)
             self._claim = NameClaim(self.settings.name, facts, self.settings.state_dir)
@@ -145,6 +156,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         if self.scheduler is not None and self.scheduler.freeze != on:
             self.scheduler.freeze = on
             self.counters["freeze_on" if on else "freeze_off"] += 1
+            self.recorder.put(FreezeSwitched(*self.recorder.of("", 0), on=on))
 
     def stats(self) -> dict[str, int]:
         """Counters and gauges of this side."""
@@ -228,8 +240,10 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
     @_contained(_nothing)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Report the jobs that ended on this rank."""
-        tallies = self.worker.take_tallies() if self.worker is not None else {}
-        return ReportMetadata(tallies) if tallies else None
+        if self.worker is None:
+            return None
+        tallies, lost = self.worker.take_tallies(), self.worker.lost
+        return ReportMetadata(tallies, lost=lost) if tallies or lost else None
 
     @_contained(_nothing)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:  # noqa: ARG002
@@ -245,6 +259,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             self._control.stop()
         if self._claim is not None:
             self._claim.release()
+        self._writer.close()
 
     # ---- scheduler side -------------------------------------------------------------------------------------------
 
@@ -288,6 +303,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             self.scheduler.invalidated(connector_output.invalid_block_ids)
         if self.scheduler is not None and isinstance(report, ReportMetadata):
             self.scheduler.reported(report.tallies)
+            self.scheduler.tier_lost |= report.lost
 
     @_contained(lambda: (False, None))
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002

@@ -35,15 +35,16 @@ class Tally(NamedTuple):
 
 
 class ReportMetadata(KVConnectorWorkerMetadata):
-    """Job outcomes of one step, per job id, added up over the ranks that reported."""
+    """Job outcomes of one step, per job id, added up over the ranks that reported. `lost`: a rank's tier is."""
 
-    def __init__(self, tallies: dict[int, Tally]) -> None:
+    def __init__(self, tallies: dict[int, Tally], *, lost: bool = False) -> None:
         """`tallies` is owned by the report."""
-        self.tallies = tallies
+        self.tallies, self.lost = tallies, lost
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Add another rank's report."""
         if isinstance(other, ReportMetadata):
+            self.lost |= other.lost
             for job, tally in other.tallies.items():
                 mine = self.tallies.get(job, Tally(0, 0))
                 self.tallies[job] = Tally(mine.ok + tally.ok, mine.bad + tally.bad)

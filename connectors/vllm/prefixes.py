@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from kvpipe import misses
 from kvpipe.catalog import Catalog, Chunk
 from kvpipe.geometry import Geometry
 
@@ -51,6 +52,29 @@ class Prefixes:
             for group in self._full:  # whole chunks below a held prefix are held: only the last one can be shorter
                 best = self._longest_in_last_chunk(group, hashes, best)
         return best
+
+    def why_short(self, request: Request, units: int) -> str:
+        """Return why no more than the first `units` units of `request` are found: one of `misses.REASONS`."""
+        stop = self.final_units(request, request.num_tokens)
+        if units >= stop:
+            return misses.BELOW_MINIMUM
+        hashes, lost = request.block_hashes, self._catalog.lost_keys
+        last = min(units // self._per_chunk * self._per_chunk + self._per_chunk, stop)
+        for group in self._groups:
+            for key in (self.key(hashes, longer) for longer in range(units + 1, last + 1)):
+                if self._catalog.find(group, key) is not None:
+                    continue
+                if self._catalog.known(group, key):
+                    return misses.BEING_SAVED
+                if (why := lost.why(key)) != misses.NOT_SAVED:
+                    return why
+        if not units and lost.has_twin(request.all_token_ids[: self._unit], self.key(hashes, 1)):
+            return misses.SALT
+        return misses.NOT_SAVED
+
+    def remember_first(self, request: Request) -> None:
+        """The request's first unit is being saved: remember of which tokens it is, whatever its salt."""
+        self._catalog.lost_keys.saved_first(request.all_token_ids[: self._unit], self.key(request.block_hashes, 1))
 
     def holding(self, group: int, hashes: Sequence[bytes], base: int, stop: int) -> Chunk | None:
         """Return a chunk that starts at unit `base` and can be found at least as far as `stop`."""

@@ -12,17 +12,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from kvpipe import misses
 from kvpipe.catalog import Catalog, Chunk, Owner, Piece
 from kvpipe.config import Settings
 from kvpipe.connectors.vllm.prefixes import Prefixes
 from kvpipe.connectors.vllm.room import Room
 from kvpipe.connectors.vllm.spoiled import Part, Spoiled
+from kvpipe.connectors.vllm.tracing import Answer, Life, Teller
 from kvpipe.geometry import Geometry
 from kvpipe.plan import BROKEN, Job, Kind, StepPlan
 from kvpipe.policy import make_policy
 from kvpipe.statemachine import request as m
 from kvpipe.statemachine.core import Cursor
+from kvpipe.trace.events import CacheReset
 from kvpipe.trace.log import Counters
+from kvpipe.trace.recorder import OFF, Recorder
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -59,7 +63,21 @@ class OpenChunk(NamedTuple):
 class Tracked(Cursor):
     """One request. `next_at` is the token count at which the next unit is full: until then there is nothing to do."""
 
-    __slots__ = ("epoch", "job", "later", "match", "next_at", "opened", "preemptions", "request", "retries", "saved")
+    life: Life
+
+    __slots__ = (
+        "epoch",
+        "job",
+        "later",
+        "life",
+        "match",
+        "next_at",
+        "opened",
+        "preemptions",
+        "request",
+        "retries",
+        "saved",
+    )
 
     def __init__(self, request: Request, groups: int) -> None:
         """`saved` counts the units of the prefix that are saved, being saved, or given up.
@@ -100,13 +118,19 @@ class SchedulerSide:
         saves: bool,
         loads: bool,
         step_tokens_max: int = NEVER,
+        trace: Recorder = OFF,
     ) -> None:
         """`saves` and `loads` follow from vLLM's kv_role; `step_tokens_max` is the most that a step computes."""
         self.settings, self.geometry = settings, geometry
         self.counters = Counters()
+        self.trace, self._tell = trace, Teller(trace, self.counters)
+        trace.step = 1
         groups = len(geometry.groups)
         self.catalog = Catalog(geometry.slots, groups, make_policy(settings.policy, geometry.slots), self.counters)
+        if trace.detail:
+            self.catalog.watch = self._tell.chunk_moved
         self.freeze, self.bypass = settings.freeze, settings.bypass
+        self.tier_lost = False  # a rank cannot keep or bring anything any more: nothing is promised or planned
         self._saves, self._loads, self._ranks = saves, loads, ranks
         self._async = settings.load == "async" or (settings.load == "auto" and groups > 1)
         self._unit, self._per_chunk = geometry.unit_tokens, geometry.units_per_chunk
@@ -135,6 +159,7 @@ class SchedulerSide:
             self.counters.fault("id_reused_before_finish", request=request.request_id)
             self._finish(old)
         tracked = self._tracked[request.request_id] = Tracked(request, len(self.geometry.groups))
+        tracked.life = self._tell.added(tracked)
         return tracked
 
     def lookup(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
@@ -142,9 +167,11 @@ class SchedulerSide:
         tracked = self.on_new_request(request)
         self._notice_preemption(tracked)
         tracked.match = None
-        if self.bypass or not self._loads or tracked.state.row == m.RECOMPUTING:
+        why = self._why_not(tracked)
+        if why:
             tracked.match = Match(self._step, local_tokens, 0)
             tracked.fire(m.LOOKUP_MISS)
+            self._tell.answered(tracked, Answer(local_tokens, 0, request.num_tokens - local_tokens, why))
             return 0, False
         units = self._prefixes.longest(request)
         tracked.match = Match(self._step, local_tokens, units)
@@ -152,21 +179,37 @@ class SchedulerSide:
         if not self._async:
             # vLLM must compute at least one token; an async load may cover the whole prompt, it sees to it itself
             tokens = min(tokens, request.num_tokens - 1)
-        external = tokens - local_tokens
-        if external <= 0:
+        external = max(0, tokens - local_tokens)
+        missed = request.num_tokens - local_tokens - external
+        why = self._prefixes.why_short(request, units) if missed else ""
+        if not external:
             tracked.fire(m.LOOKUP_MISS)
             self.counters["lookup_miss"] += 1
+            self._tell.answered(tracked, Answer(local_tokens, 0, missed, why))
             return 0, False
         if self._async and self._room and self._manager is not None and not self._room.fits(request, self._manager):
-            return self._ask_later(tracked)
+            return self._ask_later(tracked, local_tokens)
         tracked.fire(m.LOOKUP_HIT)
         self.counters["lookup_hit"] += 1
+        self._tell.answered(tracked, Answer(local_tokens, external, missed, why))
         return external, self._async
 
-    def _ask_later(self, tracked: Tracked) -> tuple[int | None, bool]:
+    def _why_not(self, tracked: Tracked) -> str:
+        """Return why nothing is loaded for this request, whatever is held."""
+        if self.bypass:
+            return misses.BYPASS
+        if not self._loads:
+            return misses.NO_CONSUMER
+        if self.tier_lost:
+            return misses.TIER_DOWN
+        return misses.LOAD_FAILED if tracked.state.row == m.RECOMPUTING else ""
+
+    def _ask_later(self, tracked: Tracked, local_tokens: int) -> tuple[int | None, bool]:
         """Wait for others' loads to end; after a while compute instead."""
         tracked.later = tracked.later or self._step + LATER_STEPS_MAX
-        if self._step >= tracked.later:
+        missed, later = tracked.request.num_tokens - local_tokens, self._step < tracked.later
+        self._tell.answered(tracked, Answer(local_tokens, 0, missed, misses.NO_ROOM, later=later))
+        if not later:
             tracked.match = Match(self._step, 0, 0)  # what is held now may be evicted before it is computed
             tracked.fire(m.LOOKUP_MISS)
             self.counters["lookup_gave_up"] += 1
@@ -184,10 +227,14 @@ class SchedulerSide:
             tracked.fire(m.ADMIT_EMPTY)
             if match is not None:
                 self._begin_admission(tracked, match.units)
+                self._tell.admitted(tracked, "")
             return
         self._begin_admission(tracked, match.units if match is not None else 0)
         kind = Kind.LOAD_ASYNC if self._async else Kind.LOAD_SYNC
         owner = Owner(request.request_id, tracked.epoch)
+        self.trace.about(*owner)
+        self._tell.admitted(tracked, kind.name.lower())
+        chunks: list[Chunk] = []
         try:
             tracked.fire(m.ADMIT_LOAD)  # first: the report of its failure finds a request that is loading
             if match is None or match.step != self._step:
@@ -203,7 +250,9 @@ class SchedulerSide:
             rows = [(group, BROKEN, 0, b.block_id) for group, t in enumerate(blocks.blocks) for b in t if not b.is_null]
         if self._spoiled:
             self._spoiled.discard(row[3] for row in rows)
-        self._loads_due.append(self._take_off(kind, tracked, rows, (), owner, 0))
+        flight = self._take_off(kind, tracked, rows, (), owner, 0)
+        self._loads_due.append(flight)
+        self._tell.load_planned(tracked, flight.job, external_tokens, len(chunks))
         if self._async:
             self._room.park(request)
         self.counters["tokens_loaded"] += external_tokens
@@ -218,6 +267,7 @@ class SchedulerSide:
             self._room.leave(output.num_scheduled_tokens.keys())
         jobs = (*self._plan_loads(output), *self._plan_saves(output))
         self._step += 1
+        self.trace.step = self._step + 1  # what comes now belongs to the step that is planned next
         return StepPlan(self._step, jobs)
 
     def _plan_loads(self, output: SchedulerOutput) -> list[Job]:
@@ -235,7 +285,7 @@ class SchedulerSide:
 
     def _plan_saves(self, output: SchedulerOutput) -> list[Job]:
         jobs: list[Job] = []
-        if not self._saves or self.freeze or self.bypass:
+        if not self._saves or self.freeze or self.bypass or self.tier_lost:
             return jobs
         tracked_of = self._tracked
         for request_id, scheduled in output.num_scheduled_tokens.items():
@@ -288,6 +338,8 @@ class SchedulerSide:
         """Forget every chunk. Jobs in flight are not published any more."""
         dropped = self.catalog.reset()
         self.counters["reset"] += 1
+        if self.trace.lifecycle:
+            self.trace.put(CacheReset(*self.trace.of("", 0), chunks=dropped))
         for tracked in self._tracked.values():
             self._give_up_saving(tracked)  # the KV that it goes on with may be what the reset was meant to forget
             tracked.epoch = self._new_epoch()
@@ -365,14 +417,20 @@ class SchedulerSide:
     def _try_save(self, tracked: Tracked, end: int) -> Job | None:
         """Plan one request's save. What goes wrong costs this save only: loads of the step depend on the plan."""
         pieces: list[Piece] = []
+        self.trace.about(tracked.request.request_id, tracked.epoch)
         try:
-            return self._plan_save(tracked, end, pieces)
+            job = self._plan_save(tracked, end, pieces)
+            if job is not None:
+                if not tracked.life.pages_saved:
+                    self._prefixes.remember_first(tracked.request)
+                self._tell.save_planned(tracked, job)
         except Exception as e:  # noqa: BLE001
             self.counters.fault("save_not_planned", request=tracked.request.request_id, error=repr(e))
             for piece in pieces:
                 self.catalog.lost(piece)
             self._give_up_saving(tracked)
             return None
+        return job
 
     def _give_up_saving(self, tracked: Tracked) -> None:
         """Save nothing more of this request before its next admission."""
@@ -490,10 +548,12 @@ class SchedulerSide:
         if self._flights.pop(flight.job.id, None) is None:
             return
         tracked = flight.tracked
+        self.trace.about(flight.job.request, flight.job.epoch)
         if flight.owner is None:
             self._land_save(flight)
             return
-        self.catalog.release(flight.owner)
+        leases = self.catalog.release(flight.owner)
+        self._tell.load_ended(tracked, flight.job, leases, ok=not flight.bad)
         if tracked.job == flight.job.id:
             tracked.job = 0
             tracked.fire(m.LOAD_FAILED if flight.bad else m.LOADED)
@@ -583,4 +643,5 @@ class SchedulerSide:
             self._loads_due.remove(flight)
             self._flights.pop(flight.job.id, None)
             if flight.owner is not None:
-                self.catalog.release(flight.owner)
+                self._tell.load_ended(tracked, flight.job, self.catalog.release(flight.owner), ok=True)
+        self._tell.done(tracked)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,10 +11,12 @@ import torch
 from kvpipe.config import Settings
 from kvpipe.errors import UnsupportedError
 from kvpipe.geometry import Geometry
-from kvpipe.pipeline import TOLD, Pipeline
+from kvpipe.pipeline import TIER, TOLD, Pipeline
 from kvpipe.plan import EMPTY_PLAN, Kind, Outcome, StepPlan
 from kvpipe.tiers.memory import HostPool
+from kvpipe.trace.events import StepRan, TierLost
 from kvpipe.trace.log import Counters
+from kvpipe.trace.recorder import OFF, Recorder
 from kvpipe.transfer.base import TransferEngine
 from kvpipe.transfer.cpu import CpuEngine
 from kvpipe.transfer.cuda import CudaEngine
@@ -34,15 +37,17 @@ def _spare_cpus() -> frozenset[int]:
 class WorkerSide:
     """One per rank."""
 
-    def __init__(self, settings: Settings, geometry: Geometry) -> None:
+    def __init__(self, settings: Settings, geometry: Geometry, trace: Recorder = OFF) -> None:
         """Nothing is allocated before the caches are registered."""
-        self.settings, self.geometry = settings, geometry
+        self.settings, self.geometry, self.trace = settings, geometry, trace
         self.counters = Counters()
         self.pipeline: Pipeline | None = None
         self._index: dict[str, int] = {}
         self._aliases: frozenset[str] = frozenset()
         self._plan: StepPlan = EMPTY_PLAN
         self._bound = False
+        self._bound_ns = self._waited_ns = 0
+        self.lost = False  # this rank's tier cannot be used any more
         self._tallies: dict[int, tuple[int, int]] = {}
         self._received: set[str] = set()
         self._failed: set[str] = set()
@@ -88,6 +93,8 @@ class WorkerSide:
             wait_ms_max=self.settings.wait_ms_max,
             counters=self.counters,
             cpus=_spare_cpus(),
+            stuck_ms_max=self.settings.stuck_ms_max,
+            trace=self.trace,
         )
         self.pipeline.blocks = blocks
 
@@ -111,7 +118,8 @@ class WorkerSide:
 
     def bind(self, plan: StepPlan) -> None:
         """A step begins."""
-        self._plan, self._bound = plan, True
+        self._plan, self._bound, self._bound_ns = plan, True, time.monotonic_ns()
+        self.trace.step = plan.step
         if self.pipeline is not None:
             self.pipeline.begin(plan)
 
@@ -149,10 +157,23 @@ class WorkerSide:
 
     def unbind(self) -> None:
         """The step is over. A step without `wait_for_save` ends here."""
+        plan, bound = self._plan, self._bound
         self._plan, self._bound = EMPTY_PLAN, False
-        if self.pipeline is not None and self.pipeline.busy:
+        pipeline = self.pipeline
+        if pipeline is None:
+            return
+        if pipeline.busy:
             self.counters.fault("step_end_skipped")
-            self.pipeline.end_step()
+            pipeline.end_step()
+        if bound and self.trace.detail:
+            took_ns, waited_ns = time.monotonic_ns() - self._bound_ns, pipeline.waited_ns - self._waited_ns
+            self._waited_ns = pipeline.waited_ns
+            common = (self._bound_ns, self.trace.rank, "", 0, plan.step)
+            self.trace.put(StepRan(*common, took_ns=took_ns, jobs=len(plan.jobs), waited_ns=waited_ns))
+        if not pipeline.alive and not self.lost:
+            self.lost = True
+            if self.trace.lifecycle:
+                self.trace.put(TierLost(*self.trace.of("", 0), tier=TIER, why="the loop thread has ended"))
 
     def collect(self) -> tuple[set[str], set[str]]:
         """Return (requests whose async load ended, those of them that failed), each request once per load."""

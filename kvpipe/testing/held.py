@@ -161,6 +161,9 @@ class HeldEngine(CpuEngine):
 
     def _move(self, direction: Direction) -> None:
         plan, ticket = self._held[direction].popleft()
+        if ticket.abandoned:
+            self._moved[direction].append(Moved(ticket, frozenset(job.id for job in plan.jobs)))
+            return
         failed = self.copy_layer(plan, ticket.layer)
         if failed and direction is Direction.LOAD:
             self._scrub(plan, ticket.layer, failed)

@@ -6,32 +6,68 @@ import contextlib
 import logging
 import sys
 from collections import Counter
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
 
 import structlog
 
+if TYPE_CHECKING:
+    from kvpipe.trace.events import Event
+
+Format = Literal["console", "json"]
+_HIDDEN = {"t_ns", "wall_ns"}  # the log has a clock of its own
+
 
 class Counters(Counter[str]):
-    """How often each thing happened. Faults are logged too, the first of each kind and then every 1000th."""
+    """How often each thing happened. Faults are told too, the first of each kind and then every 1000th."""
+
+    listener: Callable[[str, int, dict[str, object]], object] | None = None
+    """Hears of the faults in place of the log: whoever counts them may be on the forward's path."""
 
     def fault(self, name: str, **fields: Any) -> None:  # noqa: ANN401
-        """Count a fault and log it, with a bound on log volume."""
+        """Count a fault and tell of it, with a bound on log volume."""
         self[name] += 1
         if self[name] % 1000 == 1:
+            if self.listener is not None:
+                self.listener(name, self[name], fields)
+                return
             with contextlib.suppress(OSError, ValueError):  # a closed or full stderr must not reach the engine
                 structlog.get_logger("kvpipe").warning(name, seen=self[name], **fields)
 
 
-def configure(level: str) -> None:
+def configure(level: str, form: Format = "console") -> None:
     """Send kvpipe's log to stderr at `level`, one line per event. Does not touch other loggers."""
+    last: list[Any] = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), sort_keys=False)]
+    if form == "json":
+        last = [structlog.processors.JSONRenderer()]
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso"),
             structlog.processors.format_exc_info,
-            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()),
+            *last,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=False,
     )
+
+
+def tell(event: Event) -> None:
+    """Log a traced event, bound to its request: fields that say nothing are left out."""
+    fields = event.__struct_fields__
+    defaults = dict(zip(fields[len(fields) - len(event.__struct_defaults__) :], event.__struct_defaults__, strict=True))
+    said = {
+        name: value for name in fields if name not in _HIDDEN and (value := getattr(event, name)) != defaults.get(name)
+    }
+    if said.get("rank") == -1:
+        del said["rank"]
+    name = str(event.__struct_config__.tag)
+    if name == "fault":
+        name, said = said.pop("name"), said | said.pop("fields", {})
+        said.pop("fields", None)
+    with contextlib.suppress(OSError, ValueError):  # a closed or full stderr must not stop the writer
+        bound = structlog.get_logger("kvpipe").bind(
+            **{k: said.pop(k) for k in ("engine", "request", "epoch") if said.get(k)}
+        )
+        bound.log(event.level, name, **{k: v for k, v in said.items() if v not in ("", None, {}, [])})

@@ -7,6 +7,7 @@ order in which they were submitted, each exactly once, from any thread. It never
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -105,7 +106,7 @@ def _span(part: npt.NDArray[np.int64]) -> Span:
 class Ticket:
     """One submitted copy of one layer. Completed exactly once; `sink` then hands it to the loop thread."""
 
-    __slots__ = ("_lock", "batch", "failed", "layer", "mark", "ordinal", "over", "sink")
+    __slots__ = ("_lock", "abandoned", "batch", "born_ns", "failed", "layer", "mark", "ordinal", "over", "sink")
 
     def __init__(self, batch: object, layer: int, ordinal: int, sink: Callable[[Ticket], object]) -> None:
         """`ordinal` counts the batch's submissions from 0: the k of ``LAYER_k``."""
@@ -113,6 +114,8 @@ class Ticket:
         self.failed = NO_JOBS
         self.mark: object = None  # the engine's own: what device work can be ordered after
         self.over = False  # no copy of this ticket touches memory any more
+        self.abandoned = False  # it is not to be begun any more
+        self.born_ns = time.monotonic_ns()
         self._lock = threading.Lock()
         self._lock.acquire()
 
@@ -155,6 +158,9 @@ class TransferEngine(Protocol):
 
     def fence(self, ticket: Ticket, timeout_s: float) -> bool:
         """Order later writes to the paged blocks after the copy has read them."""
+
+    def abandon(self, ticket: Ticket) -> bool:
+        """Give up a copy. Returns whether it touches no memory from now on: it is over, or will never begin."""
 
     def shutdown(self) -> None:
         """Finish what was submitted and free threads. Idempotent."""

@@ -40,6 +40,8 @@ class CpuEngine:
         self._lanes: dict[Direction, _Lane] = {}
         self._views: tuple[PageView, ...] = ()
         self._closed = False
+        self._begins = threading.Lock()  # guards what is abandoned against what is begun
+        self._copying: set[Ticket] = set()
 
     def attach(self, views: Sequence[PageView], geometry: Geometry, pool: HostPool) -> None:
         """See `TransferEngine.attach`."""
@@ -67,6 +69,12 @@ class CpuEngine:
         """See `TransferEngine.fence`. Copies of one direction complete in order, so the last one stands for all."""
         return ticket.wait(timeout_s)
 
+    def abandon(self, ticket: Ticket) -> bool:
+        """See `TransferEngine.abandon`. A copy that a thread is at cannot be stopped."""
+        with self._begins:
+            ticket.abandoned = True
+            return ticket.over or ticket not in self._copying
+
     def shutdown(self) -> None:
         """See `TransferEngine.shutdown`."""
         self._closed = True
@@ -75,14 +83,20 @@ class CpuEngine:
 
     def _run(self, plan: CopyPlan, ticket: Ticket) -> None:
         failed = frozenset(job.id for job in plan.jobs)
+        with self._begins:
+            begun = not ticket.abandoned
+            if begun:
+                self._copying.add(ticket)
         try:
-            failed = self.copy_layer(plan, ticket.layer)
-            if failed and plan.direction is Direction.LOAD:
-                self._scrub(plan, ticket.layer, failed)
+            if begun:
+                failed = self.copy_layer(plan, ticket.layer)
+                if failed and plan.direction is Direction.LOAD:
+                    self._scrub(plan, ticket.layer, failed)
         except Exception:
             log.exception("copy_failed", layer=ticket.layer)
         finally:
             ticket.complete(failed)
+            self._copying.discard(ticket)
 
     def _scrub(self, plan: CopyPlan, layer: int, failed: frozenset[int]) -> None:
         """Zero the blocks of failed loads before attention reads them.

@@ -170,6 +170,14 @@ class CudaEngine:
         """See `TransferEngine.fence`. A stream is a queue, so its last event stands for all."""
         return self._order(ticket)
 
+    def abandon(self, ticket: Ticket) -> bool:
+        """See `TransferEngine.abandon`. What is queued on a stream cannot be taken back."""
+        try:
+            return ticket.over or (ticket.mark is not None and ticket.mark.query())  # type: ignore[attr-defined]
+        except Exception:
+            log.exception("abandon_failed", layer=ticket.layer)
+            return False
+
     def shutdown(self) -> None:
         """See `TransferEngine.shutdown`. Bounded: a device that hangs fails what is left."""
         with self._news:

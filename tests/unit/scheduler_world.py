@@ -88,6 +88,7 @@ class World:
         made = SimpleNamespace(request_id=name, num_preemptions=0, num_computed_tokens=0, block_hashes=[])
         made.num_tokens = made.num_prompt_tokens = units * UNIT + extra
         made.shared = shared
+        made.all_token_ids = range(made.num_tokens)  # all prompts begin alike
         self._hash(made)
         return made
 
@@ -180,7 +181,7 @@ class World:
         """Lose the chunk that is found under `key`."""
         chunk = self.side.catalog.find(group, key)
         assert chunk is not None
-        self.side.catalog._drop(chunk)
+        self.side.catalog._drop(chunk, "evicted")
 
     def check(self) -> None:
         """The catalog agrees with itself, and every prefix that can be found is in the pages that it names."""

@@ -1,0 +1,166 @@
+"""What the scheduler's side tells of each request: events for the trace, counts for the metrics."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from kvpipe.plan import ROW_BYTES, Job, Kind
+from kvpipe.statemachine.core import Cursor, Edge, State
+from kvpipe.trace import events as e
+from kvpipe.trace.log import Counters
+from kvpipe.trace.recorder import Recorder
+
+if TYPE_CHECKING:
+    from kvpipe.connectors.vllm.scheduler import Tracked
+
+TIER = "memory"
+_NS_PER_MS = 1e6
+
+
+class Answer:
+    """What a lookup has found: tokens that vLLM has, that kvpipe adds, that neither has and why."""
+
+    __slots__ = ("hit", "later", "local", "missed", "why")
+
+    def __init__(self, local: int = 0, hit: int = 0, missed: int = 0, why: str = "", *, later: bool = False) -> None:
+        """Counts in tokens."""
+        self.local, self.hit, self.missed, self.why, self.later = local, hit, missed, why, later
+
+    def __eq__(self, other: object) -> bool:
+        """Whether it is the same answer."""
+        return isinstance(other, Answer) and all(getattr(self, k) == getattr(other, k) for k in self.__slots__)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def by_tier(self) -> dict[str, int]:
+        """The hit by tier."""
+        return {TIER: self.hit} if self.hit else {}
+
+
+class Life:
+    """What the events of a request need to know of it."""
+
+    __slots__ = (
+        "added_ns", "admissions", "answer", "failures", "loaded", "loading_ns", "loading_since", "number",
+        "pages_saved", "sampled",
+    )  # fmt: skip
+
+    def __init__(self, number: int, *, sampled: bool) -> None:
+        """`number` is what the trace calls the request's cursor; ids may be used again."""
+        self.number, self.sampled, self.added_ns = number, sampled, time.monotonic_ns()
+        self.answer: Answer | None = None
+        self.admissions = self.failures = self.loaded = self.pages_saved = 0
+        self.loading_since = self.loading_ns = 0
+
+
+class Teller:
+    """One per scheduler's side."""
+
+    def __init__(self, trace: Recorder, counters: Counters) -> None:
+        """`counters`: hits by tier and misses by reason are counted there."""
+        self.trace, self._counters = trace, counters
+        self._numbers = 0
+
+    def added(self, tracked: Tracked) -> Life:
+        """A request has come. Returns its life."""
+        self._numbers += 1
+        trace, request = self.trace, tracked.request
+        life = Life(self._numbers, sampled=trace.transitions and trace.sampled(request.request_id))
+        if life.sampled:
+            tracked.watch = self._moved
+            headers = getattr(request, "trace_headers", None) or {}
+            trace.put(e.RequestAdded(
+                *trace.of(request.request_id, 0),
+                prompt_tokens=request.num_prompt_tokens, traceparent=str(headers.get("traceparent", ""))[:64],
+            ))  # fmt: skip
+        return life
+
+    def answered(self, tracked: Tracked, answer: Answer) -> None:
+        """A lookup was answered. vLLM may ask in every step; only what is new is told."""
+        life = tracked.life
+        if answer == life.answer:
+            return
+        life.answer = answer
+        if life.sampled:
+            self.trace.put(e.Lookup(
+                *self.trace.of(tracked.request.request_id, tracked.epoch), local_tokens=answer.local,
+                hit_tokens=answer.by_tier, missed_tokens=answer.missed, why=answer.why, later=answer.later,
+            ))  # fmt: skip
+
+    def admitted(self, tracked: Tracked, load: str) -> None:
+        """Blocks are allocated. `load`: the kind of load that the admission leads to, if any."""
+        life, trace = tracked.life, self.trace
+        answer, life.answer = life.answer or Answer(), None
+        again = life.admissions > 0
+        life.admissions += 1
+        if load:
+            self._counters[f"hit_tokens.{TIER}"] += answer.hit
+        if answer.why:
+            self._counters[f"misses.{answer.why}"] += 1
+            self._counters[f"missed_tokens.{answer.why}"] += answer.missed
+        if life.sampled if again else trace.lifecycle:
+            kind = e.RequestReadmitted if again else e.RequestAdmitted
+            waited_ms = _ms(time.monotonic_ns() - life.added_ns)
+            trace.put(kind(
+                *trace.of(tracked.request.request_id, tracked.epoch),
+                prompt_tokens=tracked.request.num_prompt_tokens, local_tokens=answer.local, hit_tokens=answer.by_tier,
+                missed_tokens=answer.missed, why=answer.why, load=load, waited_ms=waited_ms,
+            ))  # fmt: skip
+
+    def load_planned(self, tracked: Tracked, job: Job, tokens: int, chunks: int) -> None:
+        """A load was planned, and so many chunks leased for it."""
+        life, trace = tracked.life, self.trace
+        life.loaded += tokens
+        if job.kind == Kind.LOAD_ASYNC:
+            life.loading_since = time.monotonic_ns()
+        if life.sampled:
+            common = trace.of(job.request, job.epoch)
+            trace.put(e.LeasesTaken(*common, chunks=chunks))
+            kind = Kind(job.kind).name.lower()
+            trace.put(e.LoadPlanned(*common, job=job.id, kind=kind, pages=len(job.rows) // ROW_BYTES, tokens=tokens))
+
+    def load_ended(self, tracked: Tracked, job: Job, leases: int, *, ok: bool) -> None:
+        """Every rank has reported the load, and its leases are returned."""
+        life = tracked.life
+        if life.loading_since:
+            life.loading_ns += time.monotonic_ns() - life.loading_since
+            life.loading_since = 0
+        life.failures += not ok
+        if life.sampled:
+            self.trace.put(e.LeasesReturned(*self.trace.of(job.request, job.epoch), chunks=leases))
+
+    def save_planned(self, tracked: Tracked, job: Job) -> None:
+        """A save was planned."""
+        pages = len(job.rows) // ROW_BYTES
+        tracked.life.pages_saved += pages
+        if tracked.life.sampled:
+            self.trace.put(e.SavePlanned(*self.trace.of(job.request, job.epoch), job=job.id, pages=pages))
+
+    def done(self, tracked: Tracked) -> None:
+        """The request is over."""
+        trace, life, request = self.trace, tracked.life, tracked.request
+        if trace.lifecycle:
+            status = getattr(request, "status", None)
+            trace.put(e.RequestDone(
+                *trace.of(request.request_id, tracked.epoch),
+                status=getattr(status, "name", "").lower(), prompt_tokens=request.num_prompt_tokens,
+                output_tokens=request.num_tokens - request.num_prompt_tokens, loaded_tokens=life.loaded,
+                saved_pages=life.pages_saved, preemptions=request.num_preemptions, loads_failed=life.failures,
+                loading_ms=_ms(life.loading_ns), lived_ms=_ms(time.monotonic_ns() - life.added_ns),
+            ))  # fmt: skip
+
+    def chunk_moved(self, cursor: Cursor, was: State, edge: Edge, why: str) -> None:
+        """A chunk took an edge, on behalf of whom the recorder is about."""
+        self.trace.put(e.transition(self.trace.common, cursor, int(str(cursor.key)), was, edge, why))
+
+    def _moved(self, cursor: Cursor, was: State, edge: Edge, why: str) -> None:
+        if edge.moves or edge.rejects or self.trace.detail:
+            tracked: Tracked = cursor  # type: ignore[assignment]
+            common = self.trace.of(tracked.request.request_id, tracked.epoch)
+            self.trace.put(e.transition(common, cursor, tracked.life.number, was, edge, why))
+
+
+def _ms(ns: int) -> float:
+    return round(ns / _NS_PER_MS, 3)

@@ -1,0 +1,70 @@
+"""Why a prefix is not held: what the catalog remembers of the keys that it has lost, within bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+NOT_SAVED: Final = "not_saved"
+BEING_SAVED: Final = "being_saved"
+EVICTED: Final = "evicted"
+RESET: Final = "reset"
+TORN: Final = "torn"
+SALT: Final = "salt"
+BELOW_MINIMUM: Final = "below_minimum"
+LOAD_FAILED: Final = "load_failed"
+TIER_DOWN: Final = "tier_down"
+NO_ROOM: Final = "no_room"
+BYPASS: Final = "bypass"
+NO_CONSUMER: Final = "no_consumer"
+
+REASONS: dict[str, str] = {
+    NOT_SAVED: "nobody has computed it since the engine started, or it was forgotten long ago",
+    BEING_SAVED: "it is being saved: not every rank has it yet",
+    EVICTED: "it was held, and made room for others",
+    RESET: "it was held before the cache was reset",
+    TORN: "a rank failed to save it, so what others saved of it was dropped",
+    SALT: "the same tokens are held under another cache_salt or LoRA adapter",
+    BELOW_MINIMUM: "what is left is shorter than the smallest unit that can be held, or vLLM has to compute it itself",
+    LOAD_FAILED: "a load of this request failed; it computes",
+    TIER_DOWN: "a rank cannot use its tier any more",
+    NO_ROOM: "held, but others were loading and there were not blocks for all for too long",
+    BYPASS: "kvpipe is bypassed",
+    NO_CONSUMER: "this engine's kv_role does not load",
+}
+"""Why a lookup found less than the whole prompt, and what that means."""
+
+KEYS_MAX = 1 << 16
+
+
+class Lost:
+    """Remembers the last `keys_max` keys that left the catalog, and under which key each first unit was saved."""
+
+    def __init__(self, keys_max: int = KEYS_MAX) -> None:
+        """Nothing was lost."""
+        self._max = keys_max
+        self._why: dict[bytes, str] = {}
+        self._firsts: dict[int, bytes] = {}
+
+    def add(self, key: bytes, why: str) -> None:
+        """`key` cannot be found any more."""
+        _bounded(self._why, self._max)
+        self._why[key] = why
+
+    def why(self, key: bytes) -> str:
+        """Return why `key` left, or that it never came."""
+        return self._why.get(key, NOT_SAVED)
+
+    def saved_first(self, tokens: Sequence[int], key: bytes) -> None:
+        """The first unit of a prefix, of these `tokens`, is saved under `key`."""
+        _bounded(self._firsts, self._max)
+        self._firsts[hash(tuple(tokens))] = key
+
+    def has_twin(self, tokens: Sequence[int], key: bytes) -> bool:
+        """Whether the same tokens were saved under another key: another salt, or another adapter."""
+        return self._firsts.get(hash(tuple(tokens)), key) != key
+
+
+def _bounded(table: dict[bytes, str] | dict[int, bytes], entries_max: int) -> None:
+    if len(table) >= entries_max:
+        del table[next(iter(table))]  # type: ignore[arg-type]

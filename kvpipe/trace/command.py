@@ -1,0 +1,83 @@
+"""`kvpipe trace show|replay|timeline`."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from kvpipe.errors import UsageError
+from kvpipe.trace.reader import Trace, files_of
+from kvpipe.trace.replay import Replay
+from kvpipe.trace.show import SLOWEST, show
+
+PROBLEMS_SHOWN = 20
+PIPE_COLUMNS = 160
+
+
+def add_parsers(trace: argparse.ArgumentParser) -> None:
+    """Add the subcommands of `kvpipe trace`; each sets `run`."""
+    sub = trace.add_subparsers(required=True, metavar="COMMAND")
+
+    one = sub.add_parser("show", help="what was slow, what was missed and why; or one request's life")
+    one.add_argument("file", type=Path, help="a trace_file")
+    one.add_argument("--request", default="", help="a request id, of vLLM or of the client")
+    one.add_argument("--all", action="store_true", help="of a request: every event, no-ops too")
+    one.add_argument("--slowest", type=int, default=SLOWEST, help="how many requests to list")
+    one.set_defaults(run=_show)
+
+    one = sub.add_parser(
+        "replay", help="feed a trace back through the state machines: is every transition legal, and there?"
+    )
+    one.add_argument("file", type=Path, help="a trace_file")
+    one.set_defaults(run=_replay)
+
+    one = sub.add_parser("timeline", help="draw a trace: one page for a browser, or a file for Perfetto")
+    one.add_argument("file", type=Path, help="a trace_file")
+    one.add_argument("-o", "--out", type=Path, required=True, help="the file to write")
+    one.add_argument("--perfetto", action="store_true", help="write Chrome trace JSON instead of a page")
+    one.set_defaults(run=_timeline)
+
+
+def _show(args: argparse.Namespace) -> int:
+    width = None if sys.stdout.isatty() else PIPE_COLUMNS
+    return show(args.file, args.request, Console(width=width), args.slowest, every=args.all)
+
+
+def _replay(args: argparse.Namespace) -> int:
+    traces = [Trace(part) for part in files_of(args.file)]
+    done = Replay()
+    for event in itertools.chain.from_iterable(traces):
+        done.feed(event)
+    done.finish()
+    for trace in traces:
+        if trace.unread_said():
+            sys.stdout.write(f"{trace.path}: {trace.unread_said()}\n")
+    for problem in done.problems[:PROBLEMS_SHOWN]:
+        sys.stdout.write(f"PROBLEM {problem}\n")
+    more = len(done.problems) + done.more_problems - PROBLEMS_SHOWN
+    if more > 0:
+        sys.stdout.write(f"and {more} more\n")
+    if done.dropped:
+        sys.stdout.write(f"{done.dropped} events were dropped while tracing: cursors begin anew behind each gap\n")
+    verdict = "every one is legal, none is missing" if done.ok else "NOT a proof"
+    sys.stdout.write(f"{done.transitions} transitions and {done.no_ops} no-ops of {done.cursors} cursors: {verdict}\n")
+    return 0 if done.ok else 1
+
+
+def _timeline(args: argparse.Namespace) -> int:
+    from kvpipe.trace.timeline import write_html, write_perfetto  # noqa: PLC0415  (seldom needed)
+
+    traces = [Trace(part) for part in files_of(args.file)]
+    try:
+        (write_perfetto if args.perfetto else write_html)(itertools.chain.from_iterable(traces), args.out)
+    except OSError as error:
+        raise UsageError(f"kvpipe: -o {args.out} cannot be written ({error.strerror}); name another file") from None
+    for trace in traces:
+        if trace.unread_said():
+            sys.stdout.write(f"{trace.path}: {trace.unread_said()}\n")
+    sys.stdout.write(f"written: {args.out}\n")
+    return 0

@@ -1,0 +1,415 @@
+"""The closed set of events that a trace consists of. One line of JSON each; `event` says which.
+
+Times are nanoseconds: `t_ns` of the monotonic clock, which all processes of a host share, and `wall_ns` since the epoch
+(1970). `rank` is -1 on the scheduler's side. `engine` is the engine's id, `request` is vLLM's own request id: the two
+link what scheduler and ranks say of one request. `epoch` counts admissions, `step` counts the scheduler's steps.
+
+A `Transition` is the move of one machine's cursor: in `machine`, cursor `cursor` (a job's id, a slot, a request's
+serial number) went from state `was` to `now` because of event `on`. A trace holds every one of them, in order: `replay`
+proves it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import ClassVar
+
+import msgspec
+
+from kvpipe.statemachine import chunk, load, request, save
+from kvpipe.statemachine.core import Advance, Cursor, Edge, Go, Machine, State
+
+FORMAT = 1
+"""Raised when a reader of the former format would misread a line."""
+
+SCHEDULER = -1
+"""`rank` of the scheduler's side."""
+
+DEBUG, INFO, WARNING = logging.DEBUG, logging.INFO, logging.WARNING
+MACHINES: dict[str, Machine] = {m.name: m for m in (save.SAVE, load.LOAD, request.REQUEST, chunk.CHUNK)}
+
+
+class Event(msgspec.Struct, gc=False, tag_field="event", forbid_unknown_fields=True):
+    """What all events say. `engine` and `wall_ns` are filled in by the writer."""
+
+    level: ClassVar[int] = DEBUG
+
+    t_ns: int
+    rank: int
+    request: str
+    epoch: int
+    step: int
+    wall_ns: int = 0
+    engine: str = ""
+
+
+# ---- the recorder itself --------------------------------------------------------------------------------------------
+
+
+class Started(Event, tag="started"):
+    """A process began to write, or went on in a new file (`part` > 0).
+
+    `side`: scheduler or worker; `layers`: of one rank; `sample` and `detail`: as configured.
+    """
+
+    format: int = FORMAT
+    kvpipe: str = ""
+    side: str = ""
+    pid: int = 0
+    layers: int = 0
+    part: int = 0
+    sample: float = 1.0
+    detail: bool = True
+
+
+class Ended(Event, tag="ended"):
+    """A process ended in good order; it had dropped so many events."""
+
+    dropped: int = 0
+
+
+class Dropped(Event, tag="dropped"):
+    """Events were lost here: the queue was full, or the file could not be written."""
+
+    level = WARNING
+    count: int = 0
+    why: str = ""
+
+
+# ---- a request's life -----------------------------------------------------------------------------------------------
+
+
+class RequestAdded(Event, tag="request_added"):
+    """vLLM has a new request. `traceparent`: the W3C header it came with, if any."""
+
+    prompt_tokens: int = 0
+    traceparent: str = ""
+
+
+class Lookup(Event, tag="lookup"):
+    """The scheduler asked for hits, and the answer is another than the last time.
+
+    `local_tokens` vLLM has itself; `hit_tokens`, by tier, come on top; `missed_tokens` are neither's, for reason `why`
+    (`kvpipe.trace.misses`). `later`: ask again.
+    """
+
+    local_tokens: int = 0
+    hit_tokens: dict[str, int] = {}
+    missed_tokens: int = 0
+    why: str = ""
+    later: bool = False
+
+
+class RequestAdmitted(Event, tag="request_admitted"):
+    """First admission: blocks are allocated. `waited_ms`: since the request was added; else as in `Lookup`."""
+
+    level = INFO
+    prompt_tokens: int = 0
+    local_tokens: int = 0
+    hit_tokens: dict[str, int] = {}
+    missed_tokens: int = 0
+    why: str = ""
+    load: str = ""
+    waited_ms: float = 0.0
+
+
+class RequestReadmitted(RequestAdmitted, tag="request_readmitted"):
+    """A later admission, after a preemption or a failed load."""
+
+    level = DEBUG
+
+
+class RequestDone(Event, tag="request_done"):
+    """The request is over: what kvpipe did for it. `status` is vLLM's.
+
+    `loading_ms`: how long it waited for async loads; `saved_pages`: blocks of all groups that were saved.
+    """
+
+    level = INFO
+    status: str = ""
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    loaded_tokens: int = 0
+    saved_pages: int = 0
+    preemptions: int = 0
+    loads_failed: int = 0
+    loading_ms: float = 0.0
+    lived_ms: float = 0.0
+
+
+class LeasesTaken(Event, tag="leases_taken"):
+    """An admission holds so many chunks until its load ends."""
+
+    chunks: int = 0
+
+
+class LeasesReturned(Event, tag="leases_returned"):
+    """They are evictable again."""
+
+    chunks: int = 0
+
+
+class LoadPlanned(Event, tag="load_planned"):
+    """Job `job` will bring `tokens` back: `pages` blocks of all groups. `kind`: load_sync or load_async."""
+
+    job: int = 0
+    kind: str = ""
+    pages: int = 0
+    tokens: int = 0
+
+
+class SavePlanned(Event, tag="save_planned"):
+    """Job `job` will save `pages` blocks of all groups."""
+
+    job: int = 0
+    pages: int = 0
+
+
+# ---- a rank's steps and copies --------------------------------------------------------------------------------------
+
+
+class StepRan(Event, tag="step_ran"):
+    """A rank ran a step: from `t_ns` on for `took_ns`, with so many jobs. `waited_ns` it waited for copies."""
+
+    took_ns: int = 0
+    jobs: int = 0
+    waited_ns: int = 0
+
+
+class LayerSubmitted(Event, tag="layer_submitted"):
+    """The copy of one layer of a step's jobs of one `kind` was handed to the transfer engine."""
+
+    kind: str = ""
+    layer: int = 0
+    jobs: list[int] = []
+
+
+class LayerCopied(Event, tag="layer_copied"):
+    """It has ended: submitted at `t_ns`, it took `took_ns` until the loop thread heard of it. `failed` names jobs."""
+
+    kind: str = ""
+    layer: int = 0
+    jobs: list[int] = []
+    took_ns: int = 0
+    failed: list[int] = []
+
+
+# ---- what an operator switches, and what goes wrong -----------------------------------------------------------------
+
+
+class FreezeSwitched(Event, tag="freeze_switched"):
+    """Saving was stopped, or goes on."""
+
+    level = WARNING
+    on: bool = False
+
+
+class CacheReset(Event, tag="cache_reset"):
+    """Every chunk was forgotten."""
+
+    level = WARNING
+    chunks: int = 0
+
+
+class TierSlow(Event, tag="tier_slow"):
+    """A copy from or to a tier did not end in `waited_ms`; its jobs are failed."""
+
+    level = WARNING
+    tier: str = ""
+    waited_ms: float = 0.0
+
+
+class TierLost(Event, tag="tier_lost"):
+    """A tier does not work any more on this rank."""
+
+    level = WARNING
+    tier: str = ""
+    why: str = ""
+
+
+class Stuck(Event, tag="stuck"):
+    """A job has not moved for `waited_ms` and is failed. `last`: its last transitions."""
+
+    level = WARNING
+    job: int = 0
+    kind: str = ""
+    waited_ms: float = 0.0
+    last: list[str] = []
+
+
+class Fault(Event, tag="fault"):
+    """Something went wrong and was contained: `name` is its counter, which stands at `seen`."""
+
+    level = WARNING
+    name: str = ""
+    seen: int = 0
+    fields: dict[str, str] = {}
+
+
+# ---- transitions ----------------------------------------------------------------------------------------------------
+
+
+class Transition(Event):
+    """A cursor moved, or (`no_op`, `illegal`) did not."""
+
+    machine: str = ""
+    cursor: int = 0
+    on: str = ""
+    was: str = ""
+    now: str = ""
+    why: str = ""
+
+
+class NoOp(Transition, tag="no_op"):
+    """The event changes nothing here, and `why` says so."""
+
+
+class Illegal(Transition, tag="illegal"):
+    """The table rejects the event here: a bug of kvpipe, contained. The cursor has not moved."""
+
+    level = WARNING
+
+
+class LayerLanded(Transition, tag="layer_landed"):
+    """One more layer of the job has landed."""
+
+
+class Finalized(Transition, tag="finalized"):
+    """The rank vouches for the job."""
+
+
+class Aborted(Transition, tag="aborted"):
+    """The job was withdrawn."""
+
+
+class Failed(Transition, tag="failed"):
+    """The job failed; `why` says how."""
+
+
+class Allocated(Transition, tag="allocated"):
+    """Blocks for a hit, and leases."""
+
+
+class Dispatched(Transition, tag="dispatched"):
+    """The load went out with the step's metadata."""
+
+
+class Running(Transition, tag="running"):
+    """The request computes."""
+
+
+class Preempted(Transition, tag="preempted"):
+    """vLLM took the request's blocks."""
+
+
+class Resumed(Transition, tag="resumed"):
+    """A preempted request has blocks again."""
+
+
+class Recomputing(Transition, tag="recomputing"):
+    """A load of the request failed."""
+
+
+class Draining(Transition, tag="draining"):
+    """The request is over before its load."""
+
+
+class Finished(Transition, tag="finished"):
+    """The request is over."""
+
+
+class Reserved(Transition, tag="reserved"):
+    """A slot was claimed for a new chunk."""
+
+
+class Growing(Transition, tag="growing"):
+    """A further piece of a chunk is being written."""
+
+
+class Published(Transition, tag="published"):
+    """Every rank has all of the chunk that was being written."""
+
+
+class Evicting(Transition, tag="evicting"):
+    """Evicted while it is read or written."""
+
+
+class Evicted(Transition, tag="evicted"):
+    """The slot is free."""
+
+
+_BY_STATE: dict[tuple[str, str], type[Transition]] = {
+    **{
+        (machine.name, state): kind
+        for machine in (save.SAVE, load.LOAD)
+        for state, kind in (
+            (save.LAYER, LayerLanded),
+            (save.LANDED, LayerLanded),
+            (save.FINALIZED, Finalized),
+            (save.ABORTED, Aborted),
+            (save.FAILED, Failed),
+        )
+    },
+    ("request", request.ALLOCATED): Allocated,
+    ("request", request.LOADING): Dispatched,
+    ("request", request.RUNNING): Running,
+    ("request", request.PREEMPTED): Preempted,
+    ("request", request.RECOMPUTING): Recomputing,
+    ("request", request.DRAINING): Draining,
+    ("request", request.FINISHED): Finished,
+    ("chunk", chunk.RESERVED): Reserved,
+    ("chunk", chunk.GROWING): Growing,
+    ("chunk", chunk.READY): Published,
+    ("chunk", chunk.EVICTING): Evicting,
+    ("chunk", chunk.ABSENT): Evicted,
+}
+
+
+def kind_of(machine: str, was: str, now: str) -> type[Transition]:
+    """Return the event of a move from row `was` to row `now` of a machine's table."""
+    if (machine, was) == ("request", request.PREEMPTED) and now in {request.ALLOCATED, request.RUNNING}:
+        return Resumed
+    return _BY_STATE[machine, now]
+
+
+def _moves(machine: Machine) -> Iterator[tuple[str, str]]:
+    """Yield (row, row) of every move that the machine's table allows."""
+    for was, cells in machine.table.items():
+        for cell in cells.values():
+            if isinstance(cell, Go):
+                yield was, cell.to
+            elif isinstance(cell, Advance):
+                yield from ((was, machine.layered), (was, machine.after_last))
+
+
+KINDS: dict[tuple[str, str, str], type[Transition]] = {
+    (m.name, was, now): kind_of(m.name, was, now) for m in MACHINES.values() for was, now in _moves(m)
+}
+"""The event of every move that is possible at all."""
+
+
+def transition(
+    common: tuple[int, int, str, int, int], cursor: Cursor, number: int, was: State, edge: Edge, why: str
+) -> Transition:
+    """Return the event of `cursor` taking `edge` in state `was`; `number` is what the trace calls the cursor.
+
+    `common`: `t_ns`, `rank`, `request`, `epoch` and `step`.
+    """
+    name = cursor.machine.machine.name
+    if edge.moves:
+        kind = KINDS[name, was.row, edge.to.row]
+    else:
+        kind, why = (Illegal if edge.rejects else NoOp), edge.why
+    return kind(*common, 0, "", name, number, edge.event, was.name, edge.to.name, why)
+
+
+def _all(base: type[Event]) -> Iterator[type[Event]]:
+    for one in base.__subclasses__():
+        if one is not Transition:
+            yield one
+        yield from _all(one)
+
+
+EVENTS: dict[str, type[Event]] = {str(one.__struct_config__.tag): one for one in _all(Event)}
+"""Every event, by its name."""

@@ -1,0 +1,93 @@
+"""Requests as OpenTelemetry spans, each a child of the span that vLLM was called in. An extra: `kvpipe[otel]`.
+
+A request's life is known when it is over, so its span is made then, with the times at which things happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvpipe import __version__
+from kvpipe.errors import ConfigError
+from kvpipe.trace import events as e
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+OPEN_MAX = 100_000
+_NS_PER_MS = 1_000_000
+
+
+class OtelSink:
+    """Sends a span per request, from the scheduler's side."""
+
+    def __init__(self, engine: str, exporter: SpanExporter | None = None) -> None:
+        """`exporter`: None for OTLP, to where the `OTEL_EXPORTER_OTLP_` variables say.
+
+        Raises:
+            ConfigError: the extra is not installed.
+
+        """
+        try:
+            from opentelemetry.sdk.resources import Resource  # noqa: PLC0415
+            from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
+
+            if exporter is None:
+                from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # noqa: PLC0415
+
+                exporter = OTLPSpanExporter()
+        except ImportError as error:
+            msg = f"kvpipe: otel=true needs OpenTelemetry ({error}); pip install 'kvpipe[otel]', or set otel=false"
+            raise ConfigError(msg) from None
+        resource = Resource.create({"service.name": "kvpipe", "service.instance.id": engine})
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("kvpipe", __version__)
+        self._open: dict[str, list[e.Event]] = {}
+
+    def write(self, events: Sequence[e.Event]) -> str:
+        """See `Sink`."""
+        for event in events:
+            if event.rank != e.SCHEDULER or not event.request:
+                continue
+            if isinstance(event, e.RequestDone):
+                self._send(event, self._open.pop(event.request, []))
+                continue
+            if event.request not in self._open and len(self._open) >= OPEN_MAX:
+                del self._open[next(iter(self._open))]
+            self._open.setdefault(event.request, []).append(event)
+        return ""
+
+    def close(self) -> None:
+        """See `Sink`."""
+        self._provider.shutdown()
+
+    def _send(self, done: e.RequestDone, before: list[e.Event]) -> None:
+        from opentelemetry.trace import SpanKind  # noqa: PLC0415
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator  # noqa: PLC0415
+
+        header = next((one.traceparent for one in before if isinstance(one, e.RequestAdded)), "")
+        parent = TraceContextTextMapPropagator().extract({"traceparent": header}) if header else None
+        span = self._tracer.start_span(
+            "kvpipe.request",
+            context=parent,
+            kind=SpanKind.INTERNAL,
+            start_time=done.wall_ns - int(done.lived_ms * _NS_PER_MS),
+            attributes={"request.id": done.request, "engine.id": done.engine, **_attributes(done)},
+        )
+        for one in before:
+            span.add_event(str(one.__struct_config__.tag), _attributes(one), one.wall_ns)
+        span.end(done.wall_ns)
+
+
+def _attributes(event: e.Event) -> dict[str, str | int | float | bool]:
+    """Return what is particular to `event`; a dict's entries by their names."""
+    common = set(e.Event.__struct_fields__)
+    said: dict[str, str | int | float | bool] = {}
+    for name in event.__struct_fields__:
+        value = getattr(event, name)
+        if name not in common:
+            said.update({f"{name}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {name: value})
+    return said

@@ -1,0 +1,96 @@
+"""Reads traces as they are: cut off, mixed with other lines, of other versions. What they say never raises."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from kvpipe.errors import UsageError
+from kvpipe.trace.events import EVENTS, FORMAT, Event, Started
+
+LINE_BYTES_MAX = 1 << 20
+_READ_BYTES = 1 << 20
+
+CUT = "cut off"
+FOREIGN = "not a line of a trace"
+NEWER = "of a newer kvpipe"
+MALFORMED = "damaged"
+
+
+class _Tag(msgspec.Struct):
+    """What must be in a line for it to be one of ours."""
+
+    event: str
+    t_ns: int
+
+
+class Trace:
+    """The events of a file, in the file's order. `unread` counts the lines that are none, by the reason."""
+
+    def __init__(self, path: Path, wanted: Callable[[bytes], bool] | None = None) -> None:
+        """`wanted` is asked of every line first, where not all are of interest.
+
+        Raises:
+            UsageError: the file cannot be read.
+
+        """
+        self.path, self._wanted = path, wanted
+        self.unread: Counter[str] = Counter()
+        self.lines = 0
+        self._decoder = msgspec.json.Decoder(_union())
+        self._tag = msgspec.json.Decoder(_Tag)
+        try:
+            with path.open("rb") as file:
+                file.read(1)
+        except OSError as error:
+            raise UsageError(f"kvpipe: {path} cannot be read ({error.strerror}); give a trace_file") from None
+
+    def __iter__(self) -> Iterator[Event]:
+        """Yield what can be read."""
+        decode, wanted = self._decoder.decode, self._wanted
+        with self.path.open("rb", buffering=_READ_BYTES) as file:
+            while line := file.readline(LINE_BYTES_MAX):
+                self.lines += 1
+                if wanted is not None and not wanted(line):
+                    continue
+                try:
+                    event: Event = decode(line)
+                except (msgspec.DecodeError, UnicodeDecodeError):
+                    if line.strip():
+                        self.unread[self._why(line)] += 1
+                    continue
+                if isinstance(event, Started) and event.format > FORMAT:
+                    self.unread[NEWER] += 1
+                yield event
+
+    def _why(self, line: bytes) -> str:
+        try:
+            tag = self._tag.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            if line.startswith(b'{"event":"') and not line.rstrip().endswith(b"}"):
+                return CUT
+            return MALFORMED if line.startswith(b'{"event":"') else FOREIGN
+        return NEWER if tag.event not in EVENTS else MALFORMED
+
+    def unread_said(self) -> str:
+        """Return one sentence about what could not be read, or nothing."""
+        if not self.unread:
+            return ""
+        parts = ", ".join(f"{count} {why}" for why, count in self.unread.most_common())
+        return f"{self.unread.total()} of {self.lines} lines could not be read: {parts}"
+
+
+def _union() -> type[Event]:
+    kind = None
+    for one in EVENTS.values():
+        kind = one if kind is None else kind | one  # type: ignore[assignment]
+    return kind  # type: ignore[return-value]
+
+
+def files_of(path: Path) -> list[Path]:
+    """Return the parts of a trace, the older one first."""
+    older = path.with_name(path.name + ".1")
+    return [older, path] if older.exists() else [path]

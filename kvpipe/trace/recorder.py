@@ -1,0 +1,253 @@
+"""From whoever has something to tell to the trace file and the log: a bounded queue, and one thread that writes.
+
+`Recorder.put` appends to a deque and wakes nobody (the writer looks every 50 ms), so it costs the caller less than a
+microsecond whatever the disk does. What does not fit is counted, and the trace says so where it is missing.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from kvpipe.trace import log
+from kvpipe.trace.events import INFO, SCHEDULER, Dropped, Ended, Event, Fault, RequestDone, Started
+
+QUEUE_EVENTS_MAX = 1 << 17
+POLL_S = 0.05
+CLOSE_S_MAX = 2.0
+_SLICE_EVENTS = 64  # encoded at a time: the thread that computes gets the interpreter in between
+_HASH_MAX = 1 << 32
+
+
+class Recorder:
+    """What one side of one process tells. `lifecycle` and `detail` say what is worth telling; both are read only."""
+
+    def __init__(
+        self,
+        rank: int = SCHEDULER,
+        *,
+        lifecycle: bool = False,
+        transitions: bool = False,
+        detail: bool = False,
+        sample: float = 1.0,
+        queue_events_max: int = QUEUE_EVENTS_MAX,
+    ) -> None:
+        """`lifecycle`: two events per request. `transitions`: also requests' moves. `detail`: everything.
+
+        `sample`: the share of requests of which `transitions` and `detail` tell, by their ids.
+        """
+        self.rank, self.lifecycle, self.transitions, self.detail = rank, lifecycle, transitions, detail
+        self.sample = sample
+        self._share = int(sample * _HASH_MAX)
+        self._max = queue_events_max
+        self.queue: deque[Event] = deque()
+        self.dropped = 0
+        self.request, self.epoch, self.step = "", 0, 0
+
+    def put(self, event: Event) -> None:
+        """Tell `event`, or count it as dropped. Any thread."""
+        if len(self.queue) >= self._max:
+            self.dropped += 1
+        else:
+            self.queue.append(event)
+
+    def sampled(self, request: str) -> bool:
+        """Whether `request` is one of the sample: the same answer on every rank."""
+        return self._share >= _HASH_MAX or zlib.crc32(request.encode()) < self._share
+
+    def about(self, request: str, epoch: int) -> None:
+        """What is told without a request of its own, of slots and chunks, is told of this one from now on."""
+        self.request, self.epoch = request, epoch
+
+    @property
+    def common(self) -> tuple[int, int, str, int, int]:
+        """What every event says first: now, rank, request, epoch, step."""
+        return time.monotonic_ns(), self.rank, self.request, self.epoch, self.step
+
+    def of(self, request: str, epoch: int) -> tuple[int, int, str, int, int]:
+        """As `common`, of a request."""
+        return time.monotonic_ns(), self.rank, request, epoch, self.step
+
+    def fault(self, name: str, seen: int, fields: dict[str, object]) -> None:
+        """Tell of a fault; `seen` is how often it has happened."""
+        said = {key: str(value)[:400] for key, value in fields.items() if key != "request"}
+        self.put(Fault(*self.of(str(fields.get("request", "")), 0), name=name, seen=seen, fields=said))
+
+
+OFF = Recorder()
+"""Tells nothing."""
+
+
+class Sink(Protocol):
+    """Where events go. Called on the writer's thread only; never raises."""
+
+    def write(self, events: Sequence[Event]) -> str:
+        """Write `events`; return why they are lost, or nothing."""
+
+    def close(self) -> None:
+        """Write what is left and let go."""
+
+
+class Writer:
+    """The thread that takes a recorder's events to its sinks."""
+
+    def __init__(self, recorder: Recorder, sinks: Iterable[Sink], engine: str) -> None:
+        """Start the thread. `engine` is told with every event."""
+        self._recorder, self._sinks, self._engine = recorder, tuple(sinks), engine
+        self._wall_ns = time.time_ns() - time.monotonic_ns()
+        self._told = 0
+        self._lost: dict[str, int] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._main, name="kvpipe-trace", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Write what is queued, end the thread. Idempotent; bounded, should a sink hang."""
+        if not self._stop.is_set():
+            recorder = self._recorder
+            recorder.queue.append(Ended(time.monotonic_ns(), recorder.rank, "", 0, recorder.step, dropped=self.dropped))
+            self._stop.set()
+            self._thread.join(CLOSE_S_MAX)
+
+    @property
+    def dropped(self) -> int:
+        """How many events were lost, in the queue or at a sink."""
+        return self._recorder.dropped + sum(self._lost.values())
+
+    def _main(self) -> None:
+        while not self._stop.wait(POLL_S):
+            self._flush()
+        self._flush()
+        for sink in self._sinks:
+            sink.close()
+
+    def _flush(self) -> None:
+        recorder, queue = self._recorder, self._recorder.queue
+        while queue:
+            events = [queue.popleft() for _ in range(min(len(queue), _SLICE_EVENTS))]
+            if recorder.dropped != self._told:
+                count, self._told = recorder.dropped - self._told, recorder.dropped
+                at = events[0]
+                events.insert(0, Dropped(at.t_ns, at.rank, "", 0, at.step, count=count, why="the queue was full"))
+            for event in events:
+                event.engine, event.wall_ns = self._engine, event.t_ns + self._wall_ns
+            for sink in self._sinks:
+                why = sink.write(events)
+                if why:
+                    self._lost[why] = self._lost.get(why, 0) + len(events)
+            time.sleep(0)
+
+
+class FileSink:
+    """Appends lines of JSON to a file that several processes may share; the older half is kept beside it as `.1`."""
+
+    def __init__(self, path: Path, bytes_max: int, started: Started) -> None:
+        """`started` begins every file that this process writes to."""
+        self._path, self._half, self._started = path, bytes_max // 2, started
+        self._encoder = msgspec.json.Encoder()
+        self._fd = -1
+        self._torn = False  # the last line was cut off by a full disk
+        self._regular = True
+        self._lost = 0
+        self._why = ""
+
+    def write(self, events: Sequence[Event]) -> str:
+        """See `Sink`. One write of whole lines, so that processes do not mix theirs."""
+        try:
+            self._open(events[0])
+            lines = [self._encoder.encode(event) for event in events]
+            if self._lost:
+                at = events[0]
+                gap = Dropped(at.t_ns, at.rank, "", 0, at.step, at.wall_ns, at.engine, self._lost, self._why)
+                lines.insert(0, self._encoder.encode(gap))
+            self._put((b"\n" if self._torn else b"") + b"\n".join(lines) + b"\n")
+        except OSError as e:
+            self._lost += len(events)
+            self._why = f"{self._path}: {e.strerror or e}"
+            if e.errno not in {errno.ENOSPC, errno.EAGAIN, errno.EDQUOT}:
+                self.close()  # tried anew with the next events
+            return self._why
+        self._lost = 0
+        return ""
+
+    def close(self) -> None:
+        """See `Sink`."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _open(self, first: Event) -> None:
+        """Have the file open; begin a new one when it is full, or when another process has done so."""
+        if self._fd >= 0:
+            if not self._regular:
+                return
+            here = os.fstat(self._fd)
+            try:
+                there = os.stat(self._path)  # noqa: PTH116  (beside fstat)
+                if (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino) and here.st_size < self._half:
+                    return
+            except FileNotFoundError:
+                pass
+            self._rotate()
+        # a pipe that nobody reads, or that is full, loses events; it does not hold anybody up
+        self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+        self._regular = stat.S_ISREG(os.fstat(self._fd).st_mode)
+        started = self._started
+        started.t_ns, started.wall_ns, started.engine = first.t_ns, first.wall_ns, first.engine
+        self._put(self._encoder.encode(started) + b"\n")
+        started.part += 1
+
+    def _rotate(self) -> None:
+        """Put the full file aside, unless another process was quicker."""
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        try:
+            there = os.stat(self._path)  # noqa: PTH116
+            if there.st_ino == os.fstat(self._fd).st_ino:
+                self._path.replace(self._path.with_name(self._path.name + ".1"))
+        except FileNotFoundError:
+            pass
+        finally:
+            self.close()
+
+    def _put(self, data: bytes) -> None:
+        done = 0
+        try:
+            while done < len(data):
+                done += os.write(self._fd, data[done:])
+        finally:
+            if done:
+                self._torn = data[done - 1] != ord("\n")
+
+
+class LogSink:
+    """Tells the operator: kvpipe's structured log, at its level; at most two lines per request at `info`."""
+
+    def __init__(self, level: int) -> None:
+        """`level`: of Python's `logging`."""
+        self._level = level
+
+    def write(self, events: Sequence[Event]) -> str:
+        """See `Sink`."""
+        for event in events:
+            if event.level >= self._level:
+                log.tell(event)
+        return ""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def lifecycle_wanted(level: int) -> bool:
+    """Whether a log at `level` shows the two events of a request's life."""
+    return level <= INFO and RequestDone.level >= level

@@ -1,0 +1,37 @@
+"""Tracing as the settings say: what is recorded, and where it goes."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from kvpipe import __version__
+from kvpipe.config import Settings
+from kvpipe.trace.events import Started
+from kvpipe.trace.recorder import FileSink, LogSink, Recorder, Sink, Writer
+
+
+def tracing(settings: Settings, engine: str, side: str, rank: int, layers: int) -> tuple[Recorder, Writer]:
+    """Return the recorder of one side of one process, and the thread that writes what it hears."""
+    level = getattr(logging, settings.log_level.upper())
+    to_file, debug = settings.trace_file is not None, level <= logging.DEBUG
+    detail = debug or (to_file and settings.trace_level == "debug")
+    recorder = Recorder(
+        rank,
+        lifecycle=to_file or settings.otel or level <= logging.INFO,
+        transitions=to_file or debug,
+        detail=detail,
+        sample=settings.trace_sample,
+    )
+    sinks: list[Sink] = [LogSink(level)]
+    if settings.trace_file is not None:
+        started = Started(
+            0, rank, "", 0, 0, kvpipe=__version__, side=side, pid=os.getpid(), layers=layers,
+            sample=settings.trace_sample, detail=detail,
+        )  # fmt: skip
+        sinks.append(FileSink(settings.trace_file, settings.trace_bytes_max, started))
+    if settings.otel:
+        from kvpipe.trace.otel import OtelSink  # noqa: PLC0415  (an extra)
+
+        sinks.append(OtelSink(engine))
+    return recorder, Writer(recorder, sinks, engine)

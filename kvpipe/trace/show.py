@@ -1,0 +1,272 @@
+"""A trace for the terminal: what was slow, what was missed and why, and one request's life as a waterfall."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from kvpipe.misses import REASONS
+from kvpipe.trace import events as e
+from kvpipe.trace.reader import Trace, files_of
+
+SLOWEST = 10
+OPEN_MAX = 200_000  # requests whose end is not yet known; more are counted, not kept
+_BAR = 40
+_OVERVIEW = tuple(
+    f'{{"event":"{kind.__struct_config__.tag}"'.encode()
+    for kind in (
+        e.Started, e.Ended, e.Dropped, e.RequestAdmitted, e.RequestReadmitted, e.RequestDone, e.FreezeSwitched,
+        e.CacheReset, e.TierSlow, e.TierLost, e.Stuck, e.Fault, e.Illegal,
+    )
+)  # fmt: skip
+_COMMON = frozenset(e.Event.__struct_fields__)
+_NS_PER_MS = 1e6
+
+
+class Row(NamedTuple):
+    """One finished request, as the table of the slowest shows it. Ordered by how long it lived."""
+
+    lived_ms: float
+    request: str
+    waited_ms: float
+    loading_ms: float
+    prompt: int
+    hit: int
+    preemptions: int
+    status: str
+
+
+class Overview:
+    """What a whole trace comes to. Memory is bounded by the requests that live at once."""
+
+    def __init__(self, slowest: int = SLOWEST) -> None:
+        """`slowest`: how many requests to keep."""
+        self._keep = slowest
+        self._slowest: list[Row] = []
+        self._admitted: dict[tuple[str, str], e.RequestAdmitted] = {}
+        self.engines: Counter[str] = Counter()
+        self.done = self.events = self.dropped = 0
+        self.tokens: Counter[str] = Counter()
+        self.misses: Counter[str] = Counter()
+        self.missed_tokens: Counter[str] = Counter()
+        self.wrong: Counter[str] = Counter()
+        self.first_ns, self.last_ns = 0, 0
+
+    def feed(self, event: e.Event) -> None:
+        """Take one event."""
+        self.events += 1
+        self.first_ns = min(self.first_ns or event.wall_ns, event.wall_ns)
+        self.last_ns = max(self.last_ns, event.wall_ns)
+        match event:
+            case e.RequestAdmitted():
+                self._admit(event)
+            case e.RequestDone():
+                self._end(event)
+            case e.Started():
+                self.engines[event.engine] += 1
+            case e.Dropped():
+                self.dropped += event.count
+            case e.Fault():
+                self.wrong[f"{event.name}"] += 1
+            case e.TierSlow() | e.TierLost() | e.Stuck() | e.Illegal() | e.CacheReset() | e.FreezeSwitched():
+                self.wrong[str(event.__struct_config__.tag)] += 1
+            case _:
+                pass
+
+    @property
+    def slowest(self) -> list[Row]:
+        """The slowest requests, the slowest first."""
+        return sorted(self._slowest, reverse=True)
+
+    def _admit(self, event: e.RequestAdmitted) -> None:
+        self.tokens["local"] += event.local_tokens
+        self.tokens["missed"] += event.missed_tokens
+        for tier, tokens in event.hit_tokens.items():
+            self.tokens[tier] += tokens
+        if event.why:
+            self.misses[event.why] += 1
+            self.missed_tokens[event.why] += event.missed_tokens
+        if not isinstance(event, e.RequestReadmitted) and len(self._admitted) < OPEN_MAX:
+            self._admitted[event.engine, event.request] = event
+
+    def _end(self, event: e.RequestDone) -> None:
+        self.done += 1
+        began = self._admitted.pop((event.engine, event.request), None)
+        waited, hit = (began.waited_ms, sum(began.hit_tokens.values())) if began is not None else (event.lived_ms, 0)
+        row = Row(
+            event.lived_ms, event.request, waited, event.loading_ms, event.prompt_tokens, hit, event.preemptions,
+            event.status,
+        )  # fmt: skip
+        if len(self._slowest) < self._keep:
+            heapq.heappush(self._slowest, row)
+        else:
+            heapq.heappushpop(self._slowest, row)
+
+
+def show(path: Path, request: str, console: Console, slowest: int = SLOWEST, *, every: bool = False) -> int:
+    """Print a trace's overview, or the life of `request`, with `every` event; return 1 when there is no such request.
+
+    Raises:
+        UsageError: the file cannot be read.
+
+    """
+    return show_request(path, request, console, every=every) if request else show_overview(path, console, slowest)
+
+
+def _is_of_interest(line: bytes) -> bool:
+    """Whether the overview needs `line`, or nobody can tell."""
+    return line.startswith(_OVERVIEW) or not line.startswith(b'{"event":"')
+
+
+def show_overview(path: Path, console: Console, slowest: int = SLOWEST) -> int:
+    """Print what a trace comes to."""
+    traces = [
+        Trace(part, lambda line: line.startswith(_OVERVIEW) or not line.startswith(b'{"event":"'))
+        for part in files_of(path)
+    ]
+    found = Overview(slowest)
+    for event in itertools.chain.from_iterable(traces):
+        found.feed(event)
+    lines = sum(trace.lines for trace in traces)
+    seconds = (found.last_ns - found.first_ns) / 1e9
+    console.print(
+        f"[bold]{path}[/]: {lines} lines, {len(found.engines)} engine{'s' * (len(found.engines) != 1)}, "
+        f"{seconds:.1f} s, {found.done} requests over"
+    )
+    if total := found.tokens.total():
+        names = {"local": "held by vLLM itself", "missed": "computed"}
+        shares = (
+            f"{tokens / total:.0%} {names.get(what, f'from {what}')}" for what, tokens in found.tokens.most_common()
+        )
+        console.print(f"{total} tokens were asked for: {', '.join(shares)}.", highlight=False)
+    for trace in traces:
+        if trace.unread_said():
+            console.print(f"{trace.path}: {trace.unread_said()}", style="yellow")
+    if found.dropped:
+        console.print(f"{found.dropped} events were dropped while tracing.", style="yellow")
+    if found.slowest:
+        console.print(_slowest(found.slowest))
+    if found.misses:
+        console.print(_misses(found))
+    if found.wrong:
+        console.print(_counted("what went wrong, or was switched", found.wrong))
+    if not lines:
+        console.print("The trace is empty: no request has come, or trace_file was set on another engine.")
+    return 0
+
+
+def show_request(path: Path, request: str, console: Console, *, every: bool = False) -> int:
+    """Print the life of `request`: vLLM's id of it, or the client's, to which vLLM adds a suffix."""
+    needle = request.encode()
+    traces = [Trace(part, lambda line: needle in line) for part in files_of(path)]
+    events = [
+        one for one in itertools.chain(*traces) if one.request == request or one.request.startswith(f"{request}-")
+    ]
+    if not events:
+        console.print(f"{path} has no event of request {request!r}; `kvpipe trace show {path}` lists the slowest.")
+        return 1
+    for name in sorted({one.request for one in events}):
+        _waterfall([one for one in events if one.request == name], console, every=every)
+    return 0
+
+
+def _waterfall(events: list[e.Event], console: Console, *, every: bool) -> None:
+    events.sort(key=lambda one: one.t_ns)
+    begin, end = events[0].t_ns, events[-1].t_ns
+    lines = sorted(_each(events) if every else _phases(events))
+    scale = (_BAR - 1) / max(1, end - begin)
+    console.print(f"[bold]request {events[0].request}[/], {(end - begin) / _NS_PER_MS:.1f} ms", highlight=False)
+    for first, last, name, said in lines:
+        at = int((first - begin) * scale)
+        bar = " " * at + "━" * max(1, round((last - first) * scale))
+        console.print(
+            f"{(first - begin) / _NS_PER_MS:10.2f} ms  [cyan]{bar[:_BAR]:{_BAR}}[/]  [bold]{name:18}[/] {said}",
+            highlight=False, markup=True, no_wrap=True, overflow="ellipsis",
+        )  # fmt: skip
+
+
+Line = tuple[int, int, str, str]
+"""First and last nanosecond, a name, and what there is to say."""
+
+
+def _phases(events: list[e.Event]) -> Iterator[Line]:
+    """Yield a line per thing that a user would name; a job, with all its layers on all ranks, is one."""
+    jobs: dict[tuple[str, int], list[e.Transition]] = {}
+    planned: dict[int, e.LoadPlanned | e.SavePlanned] = {}
+    for event in events:
+        match event:
+            case e.LoadPlanned() | e.SavePlanned():
+                planned[event.job] = event
+            case e.Transition(machine="save" | "load") if not isinstance(event, e.NoOp):
+                jobs.setdefault((event.machine, event.cursor), []).append(event)
+            case e.Preempted() | e.Resumed() | e.Recomputing() | e.Illegal():
+                yield event.t_ns, event.t_ns, str(event.__struct_config__.tag), event.why
+            case e.RequestAdded() | e.Lookup() | e.RequestAdmitted() | e.RequestDone() | e.Stuck() | e.Fault():
+                yield event.t_ns, event.t_ns, str(event.__struct_config__.tag), _fields(event)
+            case _:
+                pass
+    for (machine, job), moves in jobs.items():
+        plan = planned.get(job)
+        ranks = {one.rank for one in moves}
+        layers = sum(isinstance(one, e.LayerLanded) for one in moves) // len(ranks)
+        ends = {f"{one.now} {one.why}".strip() for one in moves if not isinstance(one, e.LayerLanded)}
+        blocks = f"{plan.pages} blocks, " if plan is not None else ""
+        end = escape(", ".join(sorted(ends))) or "not over"
+        said = f"job {job}: {blocks}{layers} layers on {len(ranks)} rank{'s' * (len(ranks) > 1)}, {end}"
+        yield plan.t_ns if plan is not None else moves[0].t_ns, moves[-1].t_ns, machine, said
+
+
+def _each(events: list[e.Event]) -> Iterator[Line]:
+    """Yield a line per event."""
+    for event in events:
+        where = "scheduler" if event.rank < 0 else f"rank {event.rank}"
+        last = event.t_ns + (event.took_ns if isinstance(event, e.LayerCopied) else 0)
+        yield event.t_ns, last, str(event.__struct_config__.tag), f"{where} {_fields(event)}"
+
+
+def _fields(event: e.Event) -> str:
+    said = ((key, getattr(event, key)) for key in event.__struct_fields__ if key not in _COMMON)
+    return escape(" ".join(f"{key}={value}" for key, value in said if value not in ("", 0, {}, [])))
+
+
+def _slowest(rows: list[Row]) -> Table:
+    table = Table(title="slowest requests", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("lived\nms", "waited\nms", "loading\nms", "prompt\ntokens", "hit\ntokens", "pre-\nempted"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("ended", no_wrap=True)
+    table.add_column("request", no_wrap=True, overflow="fold")
+    for row in rows:
+        table.add_row(
+            f"{row.lived_ms:.0f}", f"{row.waited_ms:.0f}", f"{row.loading_ms:.0f}", str(row.prompt),
+            str(row.hit), str(row.preemptions), row.status.removeprefix("finished_"), escape(row.request),
+        )  # fmt: skip
+    return table
+
+
+def _misses(found: Overview) -> Table:
+    table = Table(title="misses by reason", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("reason", no_wrap=True)
+    table.add_column("admissions", justify="right")
+    table.add_column("tokens", justify="right")
+    table.add_column("it means", overflow="fold")
+    for why, times in found.misses.most_common():
+        table.add_row(why, str(times), str(found.missed_tokens[why]), REASONS.get(why, ""))
+    return table
+
+
+def _counted(title: str, counts: Counter[str]) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("what", no_wrap=True)
+    table.add_column("times", justify="right")
+    for what, times in counts.most_common():
+        table.add_row(what, str(times))
+    return table
