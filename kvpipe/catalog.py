@@ -7,7 +7,8 @@ dict probes. Leases belong to (request, epoch) pairs; a leased chunk is never ev
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from kvpipe.misses import EVICTED, RESET, TORN, Lost
@@ -63,13 +64,17 @@ class Chunk(Cursor):
 
 
 class Piece(NamedTuple):
-    """Units [start, stop) of a chunk, being written; found under `key` once they have landed."""
+    """Units [start, stop) of a chunk, being written; found under `key` once they have landed.
+
+    `base`: units of the prefix before the chunk.
+    """
 
     chunk: Chunk
     start: int
     stop: int
     key: bytes
     keep: bool
+    base: int = 0
 
 
 class Catalog:
@@ -79,6 +84,7 @@ class Catalog:
         """All slots are free."""
         self.slots, self._policy, self.counters = slots, policy, counters
         self.watch: Watch | None = None  # of the chunks that are reserved from now on
+        self.on_drop: Callable[[Chunk], object] | None = None  # hears of chunks that cannot be found any more
         self.lost_keys = Lost()
         self._free = list(range(slots - 1, -1, -1))
         self._index: tuple[dict[bytes, Chunk], ...] = tuple({} for _ in range(groups))
@@ -86,6 +92,7 @@ class Catalog:
         self._evicting: set[Chunk] = set()
         self._reserved: set[Chunk] = set()
         self._leases: dict[Owner, list[Chunk]] = {}
+        self._leased_s: dict[Owner, float] = {}
 
     # ---- finding -------------------------------------------------------------------------------------------------
 
@@ -106,6 +113,7 @@ class Catalog:
     def lease(self, owner: Owner, chunks: list[Chunk]) -> None:
         """Hold `chunks` for `owner` until `release`. An owner leases once."""
         owned = self._leases.setdefault(owner, [])
+        self._leased_s.setdefault(owner, time.monotonic())
         for chunk in chunks:
             chunk.fire(m.LEASE)
             if not chunk.held:
@@ -116,6 +124,7 @@ class Catalog:
     def release(self, owner: Owner) -> int:
         """Return every lease of `owner`; how many there were. The last chunk of a prefix is evicted first."""
         chunks = self._leases.pop(owner, [])
+        self._leased_s.pop(owner, None)
         for chunk in reversed(chunks):
             chunk.leases -= 1
             self._let_go(chunk, hit=True)
@@ -139,13 +148,13 @@ class Catalog:
         self._reserved.add(chunk)
         return chunk
 
-    def write(self, chunk: Chunk, stop: int, key: bytes, *, keep: bool) -> Piece:
+    def write(self, chunk: Chunk, stop: int, key: bytes, *, keep: bool, base: int = 0) -> Piece:
         """Claim units [chunk.written, stop) for one job; `key` is the prefix hash at `stop`."""
         if chunk.ready or chunk.writers:
             chunk.fire(m.GROW)
         if not chunk.held:
             self._policy.remove(chunk)
-        piece = Piece(chunk, chunk.written, stop, key, keep)
+        piece = Piece(chunk, chunk.written, stop, key, keep, base)
         chunk.written, chunk.tail = stop, key
         chunk.writers += 1
         self._pending[chunk.group].setdefault(key, chunk)
@@ -263,6 +272,8 @@ class Catalog:
                 del pending[key]
         self._reserved.discard(chunk)
         self._policy.remove(chunk)
+        if self.on_drop is not None:
+            self.on_drop(chunk)
         if chunk.held:
             chunk.fire(m.EVICT_HELD)
             self._evicting.add(chunk)
@@ -276,6 +287,11 @@ class Catalog:
     def leases(self) -> int:
         """How many leases are held."""
         return sum(map(len, self._leases.values()))
+
+    @property
+    def oldest_lease_s(self) -> float:
+        """For how long the oldest lease is held, in seconds; 0 if none is."""
+        return time.monotonic() - next(iter(self._leased_s.values())) if self._leased_s else 0.0
 
     @property
     def used(self) -> int:

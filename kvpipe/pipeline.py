@@ -22,7 +22,7 @@ from kvpipe.loop import LoopThread
 from kvpipe.plan import BROKEN, ROW_BYTES, Job, Kind, Outcome, StepPlan
 from kvpipe.statemachine import load as load_m
 from kvpipe.statemachine import save as save_m
-from kvpipe.statemachine.core import Cursor, Edge, IllegalTransition, State, Watch
+from kvpipe.statemachine.core import Compiled, Cursor, Edge, IllegalTransition, State, Watch
 from kvpipe.statemachine.save import LayerCursor
 from kvpipe.trace import events as e
 from kvpipe.trace.log import Counters
@@ -269,6 +269,11 @@ class Pipeline:
             out += [Outcome(job, ok=False, why="the loop was lost") for job in self._open_jobs.values()]
             self._open_jobs.clear()
         return out
+
+    @property
+    def machines(self) -> tuple[Compiled, ...]:
+        """The machines whose cursors this pipeline owns."""
+        return self._save_machine, self._load_machine
 
     @property
     def alive(self) -> bool:

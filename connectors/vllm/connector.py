@@ -7,7 +7,7 @@ costs a cache miss.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -22,7 +22,9 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvpipe.config import Settings, load_settings
 from kvpipe.connectors.vllm import compat, support
+from kvpipe.connectors.vllm.kv_events import KvEvents
 from kvpipe.connectors.vllm.metadata import PlanMetadata, ReportMetadata
+from kvpipe.connectors.vllm.metrics import KVPipeProm, KVPipeStats, meter
 from kvpipe.connectors.vllm.scheduler import SchedulerSide
 from kvpipe.connectors.vllm.worker import WorkerSide
 from kvpipe.control import watch_control_file
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.config.kv_transfer import KVTransferConfig
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -107,12 +111,13 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         layers = len(self.geometry.layers)
         if role is KVConnectorRole.WORKER:
             rank = vllm_config.parallel_config.rank
-            self.recorder, self._writer = tracing(self.settings, engine, "worker", rank, layers)
+            self.recorder, self.writer = tracing(self.settings, engine, "worker", rank, layers)
             self.worker = WorkerSide(self.settings, self.geometry, self.recorder)
             self.counters = self.worker.counters
+            self._meter = meter(self.worker)
             self.counters.listener = self.recorder.fault
             return
-        self.recorder, self._writer = tracing(self.settings, engine, "scheduler", SCHEDULER, layers)
+        self.recorder, self.writer = tracing(self.settings, engine, "scheduler", SCHEDULER, layers)
         self.scheduler = SchedulerSide(
             self.settings,
             self.geometry,
@@ -124,6 +129,11 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             trace=self.recorder,
         )
         self.counters = self.scheduler.counters
+        self._meter = meter(self.scheduler)
+        told = vllm_config.kv_events_config
+        if told is not None and told.enable_kv_cache_events:
+            tokens = support.hash_tokens(kv_cache_config, self.geometry)
+            self.scheduler.announce(KvEvents(self.geometry.unit_tokens, tokens))
         self.counters.listener = self.recorder.fault
         if self.settings.name:
             facts = support.identity(vllm_config, kv_cache_config, self.geometry)
@@ -148,6 +158,22 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_kv_delivery(self) -> bool:
         """A cache is best effort: a dropped save is a future miss."""
         return False
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        """Return the metrics' container."""
+        return KVPipeStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        """Register the metrics where vLLM serves them."""
+        return KVPipeProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # ---- run-time switches ----------------------------------------------------------------------------------------
 
@@ -246,6 +272,11 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         return ReportMetadata(tallies, lost=lost) if tallies or lost else None
 
     @_contained(_nothing)
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Tell what has changed in this side's metrics."""
+        return self._meter.take()
+
+    @_contained(_nothing)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:  # noqa: ARG002
         """Nothing to flush: no copy reads or writes a block beyond its step without vLLM holding the block."""
         self.counters["handle_preemptions"] += 1
@@ -259,7 +290,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             self._control.stop()
         if self._claim is not None:
             self._claim.release()
-        self._writer.close()
+        self.writer.close()
 
     # ---- scheduler side -------------------------------------------------------------------------------------------
 
@@ -324,6 +355,11 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
     def has_pending_push_work(self) -> bool:
         """Keep the engine stepping until every rank has reported: the next lookup shall find what was saved."""
         return self.scheduler is not None and self.scheduler.pending
+
+    @_contained(tuple)
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Announce the blocks that can be found, and those that cannot any more, since the last call."""
+        return self.scheduler.events.take() if self.scheduler is not None and self.scheduler.events is not None else ()
 
     @_contained(lambda: False)
     def reset_cache(self) -> bool | None:

@@ -7,6 +7,8 @@ one comparison per scheduled request, plus work for what is new.
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,7 +25,8 @@ from kvpipe.geometry import Geometry
 from kvpipe.plan import BROKEN, Job, Kind, StepPlan
 from kvpipe.policy import make_policy
 from kvpipe.statemachine import request as m
-from kvpipe.statemachine.core import Cursor
+from kvpipe.statemachine.chunk import CHUNK
+from kvpipe.statemachine.core import Compiled, Cursor
 from kvpipe.trace.events import CacheReset
 from kvpipe.trace.log import Counters
 from kvpipe.trace.recorder import OFF, Recorder
@@ -33,7 +36,9 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
+    from kvpipe.connectors.vllm.kv_events import KvEvents
     from kvpipe.connectors.vllm.metadata import Tally
+    from kvpipe.connectors.vllm.metrics import Values
 
 NEVER = 1 << 60
 SAVE_RETRIES_MAX = 3
@@ -96,12 +101,13 @@ class Tracked(Cursor):
 class Flight:
     """A job that the ranks have not all reported yet."""
 
-    __slots__ = ("bad", "distrusted", "job", "ok", "owner", "pieces", "tracked", "unit")
+    __slots__ = ("bad", "born_ns", "distrusted", "job", "ok", "owner", "pieces", "tracked", "unit")
 
     def __init__(self, job: Job, tracked: Tracked, pieces: tuple[Piece, ...], owner: Owner | None, unit: int) -> None:
         """`unit` is the first unit that the job saves."""
         self.job, self.tracked, self.pieces, self.owner, self.unit = job, tracked, pieces, owner, unit
         self.ok = self.bad = 0
+        self.born_ns = time.monotonic_ns()
         self.distrusted = False  # of a save: its bytes may rest on garbage; of a load: it is known to have failed
 
 
@@ -123,18 +129,19 @@ class SchedulerSide:
         """`saves` and `loads` follow from vLLM's kv_role; `step_tokens_max` is the most that a step computes."""
         self.settings, self.geometry = settings, geometry
         self.counters = Counters()
-        self.trace, self._tell = trace, Teller(trace, self.counters)
+        self.trace, self._tell = trace, Teller(trace)
         trace.step = 1
         groups = len(geometry.groups)
         self.catalog = Catalog(geometry.slots, groups, make_policy(settings.policy, geometry.slots), self.counters)
         if trace.detail:
-            self.catalog.watch = self._tell.chunk_moved
+            self.trace_chunks()
         self.freeze, self.bypass = settings.freeze, settings.bypass
         self.tier_lost = False  # a rank cannot keep or bring anything any more: nothing is promised or planned
         self._saves, self._loads, self._ranks = saves, loads, ranks
         self._async = settings.load == "async" or (settings.load == "auto" and groups > 1)
         self._unit, self._per_chunk = geometry.unit_tokens, geometry.units_per_chunk
         self._prefixes = Prefixes(self.catalog, geometry, hash_tokens)
+        self.events: KvEvents | None = None
         self._room = Room(geometry, step_tokens_max)
         self._spoiled = Spoiled(geometry.groups[0].block_tokens)
         self._tracked: dict[str, Tracked] = {}
@@ -149,6 +156,14 @@ class SchedulerSide:
     def bind(self, manager: KVCacheManager) -> None:
         """Remember the cache manager: the truth about block tables."""
         self._manager = manager
+
+    def announce(self, events: KvEvents) -> None:
+        """Tell `events` of what can be found from now on."""
+        self.events, self.catalog.on_drop = events, events.dropped
+
+    def trace_chunks(self) -> None:
+        """Trace the moves of chunks that are reserved from now on."""
+        self.catalog.watch = self._tell.chunk_moved
 
     def on_new_request(self, request: Request) -> Tracked:
         """Start to track. The id of a request that is over may be used again: it gets a new cursor."""
@@ -358,6 +373,25 @@ class SchedulerSide:
         gauges = {"slots": c.slots, "slots_used": c.used, "leases": c.leases, "pieces_writing": c.writing}
         return dict(self.counters) | gauges | {"jobs_in_flight": len(self._flights), "requests": len(self._tracked)}
 
+    def totals(self) -> Values:
+        """Return what the metrics say of this side, as of now."""
+        c, tell, now_ns = self.catalog, self._tell, time.monotonic_ns()
+        stuck_ns = self.settings.stuck_ms_max * 1_000_000
+        old = itertools.takewhile(lambda flight: now_ns - flight.born_ns > stuck_ns, self._flights.values())
+        gauges = {
+            "pool_chunks": c.slots, "pool_chunks_used": c.used, "leases": c.leases,
+            "oldest_lease_seconds": c.oldest_lease_s, "requests": len(self._tracked),
+            "jobs_in_flight": len(self._flights), "stuck_jobs": sum(1 for _ in old),
+            "frozen": self.freeze, "preemptions": self.counters["preempted"], "evictions": self.counters["evicted"],
+        }  # fmt: skip
+        values: Values = {name: {"": value} for name, value in gauges.items()}
+        values |= {"hit_tokens": tell.hit_tokens, "missed_tokens": tell.missed_tokens, "misses": tell.misses}
+        return values | {"faults": self.counters.faults}
+
+    def machines(self) -> tuple[Compiled, ...]:
+        """Return the machines whose cursors this side owns."""
+        return _MACHINE, CHUNK.compile()
+
     # ---- loading --------------------------------------------------------------------------------------------------
 
     def _load_rows(
@@ -502,7 +536,7 @@ class SchedulerSide:
             if chunk is None:
                 tracked.opened[group] = None
                 return None
-        piece = self.catalog.write(chunk, high - base, key, keep=keep)
+        piece = self.catalog.write(chunk, high - base, key, keep=keep, base=base)
         tracked.opened[group] = OpenChunk(base, chunk, high - base, key)
         return piece
 
@@ -560,8 +594,11 @@ class SchedulerSide:
 
     def _land_save(self, flight: Flight) -> None:
         if not flight.bad and not flight.distrusted:
-            published = [self.catalog.landed(piece) for piece in flight.pieces]
-            self.counters["pieces_published"] += sum(published)
+            for piece in flight.pieces:
+                if self.catalog.landed(piece):
+                    self.counters["pieces_published"] += 1
+                    if self.events is not None:
+                        self.events.published(flight.tracked.request, piece)
             return
         self.counters.fault("save_failed", request=flight.job.request, job=flight.job.id)
         for piece in flight.pieces:

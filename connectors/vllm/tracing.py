@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from kvpipe.plan import ROW_BYTES, Job, Kind
 from kvpipe.statemachine.core import Cursor, Edge, State
 from kvpipe.trace import events as e
-from kvpipe.trace.log import Counters
 from kvpipe.trace.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -58,10 +57,13 @@ class Life:
 class Teller:
     """One per scheduler's side."""
 
-    def __init__(self, trace: Recorder, counters: Counters) -> None:
-        """`counters`: hits by tier and misses by reason are counted there."""
-        self.trace, self._counters = trace, counters
+    def __init__(self, trace: Recorder) -> None:
+        """Count hits by tier and misses by reason, and tell `trace`."""
+        self.trace = trace
         self._numbers = 0
+        self.hit_tokens: dict[str, int] = {TIER: 0}
+        self.missed_tokens: dict[str, int] = {}
+        self.misses: dict[str, int] = {}
 
     def added(self, tracked: Tracked) -> Life:
         """A request has come. Returns its life."""
@@ -96,10 +98,10 @@ class Teller:
         again = life.admissions > 0
         life.admissions += 1
         if load:
-            self._counters[f"hit_tokens.{TIER}"] += answer.hit
+            self.hit_tokens[TIER] += answer.hit
         if answer.why:
-            self._counters[f"misses.{answer.why}"] += 1
-            self._counters[f"missed_tokens.{answer.why}"] += answer.missed
+            self.misses[answer.why] = self.misses.get(answer.why, 0) + 1
+            self.missed_tokens[answer.why] = self.missed_tokens.get(answer.why, 0) + answer.missed
         if life.sampled if again else trace.lifecycle:
             kind = e.RequestReadmitted if again else e.RequestAdmitted
             waited_ms = _ms(time.monotonic_ns() - life.added_ns)

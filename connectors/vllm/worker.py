@@ -24,6 +24,8 @@ from kvpipe.transfer.pages import PageView, view_pages
 
 if TYPE_CHECKING:
     from kvpipe.connectors.vllm.metadata import Tally
+    from kvpipe.connectors.vllm.metrics import Values
+    from kvpipe.statemachine.core import Compiled
 
 CPUS_AT_START: frozenset[int] = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
 """The cores this process may use, read at import: vLLM binds its threads to some of them later."""
@@ -200,6 +202,22 @@ class WorkerSide:
         tallies = {job: Tally(*t) for job, t in self._tallies.items()}
         self._tallies = {}
         return tallies
+
+    def totals(self) -> Values:
+        """Return what the metrics say of this side, as of now."""
+        from kvpipe.connectors.vllm.metrics import copied  # noqa: PLC0415  (imports vllm)
+
+        pipeline = self.pipeline
+        if pipeline is None:
+            return {}
+        wait_s = pipeline.waited_ns / 1e9
+        values = copied(pipeline.copied_bytes, pipeline.copied_ns)
+        values |= {"wait_seconds": {"": wait_s}, "faults": self.counters.faults}
+        return values
+
+    def machines(self) -> tuple[Compiled, ...]:
+        """Return the machines whose cursors this side owns."""
+        return self.pipeline.machines if self.pipeline is not None else ()
 
     def shutdown(self) -> None:
         """End threads. Idempotent."""

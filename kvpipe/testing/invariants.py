@@ -92,7 +92,7 @@ class Watched:
         self.excused: set[str] = set()  # requests whose KV need not be saved: a fault has named them
         self.forgotten: set[Chunk] = set()  # chunks that a reset has dropped
         self.stale: dict[str, Admission] = {}  # admissions that have lived through a reset
-        self.dropped = 0
+        self.dropped = self.heard = 0
         self.output: SchedulerOutput | None = None
         self.broken: list[str] = []
         trial.on_schedule = self.after_schedule
@@ -330,6 +330,15 @@ def no_illegal_transition(watched: Watched) -> Iterator[str]:
     for rank in watched.trial.ranks:
         if errors := rank.connector.worker.pipeline._loop.errors:  # type: ignore[attr-defined]  # noqa: SLF001
             yield f"{errors} errors on the loop thread of rank {rank.index}"
+
+
+@invariant(1, 8, says="Every move of every machine is traced, in order, and is one that its table allows.")
+def the_trace_replays(watched: Watched) -> Iterator[str]:
+    """What both sides have traced, fed back through the machines."""
+    watched.trial.hear()
+    replay = watched.trial.replay
+    yield from replay.problems[watched.heard :]
+    watched.heard = len(replay.problems)
 
 
 @invariant(9, says="Retries, jobs and slots are bounded.")

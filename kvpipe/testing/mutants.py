@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _SCHEDULER = "kvpipe.connectors.vllm.scheduler:SchedulerSide"
+_CURSOR = "kvpipe.statemachine.core:Cursor"
 _PREFIXES = "kvpipe.connectors.vllm.prefixes:Prefixes"
 _WORKER = "kvpipe.connectors.vllm.worker:WorkerSide"
 _CONNECTOR = "kvpipe.connectors.vllm.connector:KVPipeConnector"
@@ -513,6 +514,10 @@ MUTANTS: dict[str, Mutant] = {
         "The engine stops stepping while ranks still owe reports.",
         _one(_CONNECTOR, "has_pending_push_work", "self.scheduler.pending", "False"),
         shape="device-order",
+    ),
+    "moves_not_traced": Mutant(
+        "A machine's move is not told to whoever watches.",
+        _one(_CURSOR, "fire", "if self.watch is not None:", "if self.watch is not None and event != 'landed_next':"),
     ),
     # ---- finding and loading --------------------------------------------------------------------------------------
     "window_not_needed": Mutant(

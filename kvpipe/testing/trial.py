@@ -18,11 +18,16 @@ from kvpipe.testing.content import VOCAB, WRONG_TOKEN, Sequence
 from kvpipe.testing.held import HeldEngine
 from kvpipe.testing.rank import QUIRKS, Ran, Rank, Reporter, Runner, Step, Wrong
 from kvpipe.testing.shapes import BLOCK, KVPIPE, Connector, Shape, make_configs
+from kvpipe.trace.events import SCHEDULER, Started
+from kvpipe.trace.recorder import Recorder
+from kvpipe.trace.replay import Replay
 from kvpipe.transfer.base import Direction
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
     from kvpipe.connectors.vllm.connector import KVPipeConnector
@@ -95,9 +100,7 @@ class Trial:
         policy: str = "recompute",
     ) -> None:
         """`seed`: the documents. If it is even, what the two sides exchange is pickled, as between processes."""
-        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
         from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -124,17 +127,11 @@ class Trial:
         self.excused = {"reset"}  # names of faults that a move of this trial has asked for
         self.engines: list[HeldEngine] = []
         self.ranks: list[Rank] = []
-        self._record(self.scheduler.connector)
+        self.replay = Replay()  # of everything that both sides trace
+        self._recorders: list[Recorder] = []
+        self._record(self.scheduler.connector, SCHEDULER)
         self._kvpipe: Any = self.scheduler.connector if _is_kvpipe(self.scheduler.connector) else None
-        for index in range(shape.ranks):
-            worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
-            self._record(worker)
-            if _is_kvpipe(worker):
-                self.engines.append(engine := HeldEngine(device=shape.device))
-                worker.make_engine = lambda engine=engine: engine
-            self.ranks.append(rank := Rank(index, worker, shape))
-            if _is_kvpipe(worker):
-                rank.before_results = self._settle
+        self._make_ranks(config, cache)
         self.runners: list[Runner] = [*self.ranks] or [Reporter(shape)]
         self._aggregator = KVOutputAggregator(len(self.runners))
         self.live: dict[str, Live] = {}
@@ -154,6 +151,20 @@ class Trial:
         self._executed: deque[tuple[Step, ModelRunnerOutput]] = deque()
         self._draft_rng = random.Random(seed + 1)  # noqa: S311
         self._moves: dict[str, Callable[..., None]] = {name: getattr(self, f"_{name}") for name in MOVES}
+
+    def _make_ranks(self, config: VllmConfig, cache: KVCacheConfig) -> None:
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+        for index in range(self.shape.ranks):
+            worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
+            self._record(worker, index)
+            if _is_kvpipe(worker):
+                self.engines.append(engine := HeldEngine(device=self.shape.device))
+                worker.make_engine = lambda engine=engine: engine
+            self.ranks.append(rank := Rank(index, worker, self.shape))
+            if _is_kvpipe(worker):
+                rank.before_results = self._settle
 
     @property
     def kvpipe(self) -> KVPipeConnector | None:
@@ -477,9 +488,23 @@ class Trial:
 
     # ---- listening ------------------------------------------------------------------------------------------------
 
-    def _record(self, side: Any) -> None:  # noqa: ANN401
+    def hear(self) -> None:
+        """Feed what was traced since the last call back through the machines."""
+        for recorder in self._recorders:
+            while recorder.queue:
+                self.replay.feed(recorder.queue.popleft())
+
+    def _record(self, side: Any, rank: int) -> None:  # noqa: ANN401
         if not _is_kvpipe(side):
             return
+        side.writer.close()
+        recorder: Recorder = side.recorder
+        recorder.queue.clear()
+        recorder.rank, recorder.lifecycle, recorder.transitions, recorder.detail = rank, True, True, True
+        if side.scheduler is not None:
+            side.scheduler.trace_chunks()
+        self.replay.feed(Started(0, rank, "", 0, 0, layers=len(side.geometry.layers)))
+        self._recorders.append(recorder)
         counters = side.counters
         count = counters.fault
 

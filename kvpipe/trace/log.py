@@ -14,6 +14,7 @@ import structlog
 if TYPE_CHECKING:
     from kvpipe.trace.events import Event
 
+_BOUND = ("engine", "request", "epoch")
 Format = Literal["console", "json"]
 _HIDDEN = {"t_ns", "wall_ns"}  # the log has a clock of its own
 
@@ -24,9 +25,20 @@ class Counters(Counter[str]):
     listener: Callable[[str, int, dict[str, object]], object] | None = None
     """Hears of the faults in place of the log: whoever counts them may be on the forward's path."""
 
+    def __init__(self) -> None:
+        """Nothing has happened."""
+        super().__init__()
+        self.fault_names: set[str] = set()
+
+    @property
+    def faults(self) -> dict[str, int]:
+        """How often each fault has happened."""
+        return {name: self[name] for name in self.fault_names}
+
     def fault(self, name: str, **fields: Any) -> None:  # noqa: ANN401
         """Count a fault and tell of it, with a bound on log volume."""
         self[name] += 1
+        self.fault_names.add(name)
         if self[name] % 1000 == 1:
             if self.listener is not None:
                 self.listener(name, self[name], fields)
@@ -54,20 +66,17 @@ def configure(level: str, form: Format = "console") -> None:
 
 
 def tell(event: Event) -> None:
-    """Log a traced event, bound to its request: fields that say nothing are left out."""
-    fields = event.__struct_fields__
-    defaults = dict(zip(fields[len(fields) - len(event.__struct_defaults__) :], event.__struct_defaults__, strict=True))
-    said = {
-        name: value for name in fields if name not in _HIDDEN and (value := getattr(event, name)) != defaults.get(name)
-    }
-    if said.get("rank") == -1:
+    """Log a traced event, bound to its request; what says nothing is left out."""
+    said = {name: getattr(event, name) for name in event.__struct_fields__ if name not in _HIDDEN}
+    said = {name: value for name, value in said.items() if isinstance(value, bool) or value}
+    if event.rank >= 0:
+        said["rank"] = event.rank
+    else:
         del said["rank"]
     name = str(event.__struct_config__.tag)
     if name == "fault":
-        name, said = said.pop("name"), said | said.pop("fields", {})
+        name, said = str(said.pop("name")), said | dict(said.pop("fields", {}))
         said.pop("fields", None)
+    bound = {key: said.pop(key) for key in _BOUND if key in said}
     with contextlib.suppress(OSError, ValueError):  # a closed or full stderr must not stop the writer
-        bound = structlog.get_logger("kvpipe").bind(
-            **{k: said.pop(k) for k in ("engine", "request", "epoch") if said.get(k)}
-        )
-        bound.log(event.level, name, **{k: v for k, v in said.items() if v not in ("", None, {}, [])})
+        structlog.get_logger("kvpipe").bind(**bound).log(event.level, name, **said)

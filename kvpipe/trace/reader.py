@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -40,7 +43,7 @@ class Trace:
         self.path, self._wanted = path, wanted
         self.unread: Counter[str] = Counter()
         self.lines = 0
-        self._decoder = msgspec.json.Decoder(_union())
+        self._decoder = decoder()
         self._tag = msgspec.json.Decoder(_Tag)
         try:
             with path.open("rb") as file:
@@ -83,11 +86,10 @@ class Trace:
         return f"{self.unread.total()} of {self.lines} lines could not be read: {parts}"
 
 
-def _union() -> type[Event]:
-    kind = None
-    for one in EVENTS.values():
-        kind = one if kind is None else kind | one  # type: ignore[assignment]
-    return kind  # type: ignore[return-value]
+def decoder() -> msgspec.json.Decoder[Event]:
+    """Return a decoder of lines, whatever their event."""
+    kind: Any = functools.reduce(operator.or_, EVENTS.values())
+    return msgspec.json.Decoder(kind)
 
 
 def files_of(path: Path) -> list[Path]:

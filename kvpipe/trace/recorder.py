@@ -90,7 +90,7 @@ OFF = Recorder()
 
 
 class Sink(Protocol):
-    """Where events go. Called on the writer's thread only; never raises."""
+    """Where events go. Called on the writer's thread only."""
 
     def write(self, events: Sequence[Event]) -> str:
         """Write `events`; return why they are lost, or nothing."""
@@ -121,6 +121,11 @@ class Writer:
             self._thread.join(CLOSE_S_MAX)
 
     @property
+    def lost(self) -> dict[str, int]:
+        """How many events sinks have lost, by the reason."""
+        return dict(self._lost)
+
+    @property
     def dropped(self) -> int:
         """How many events were lost, in the queue or at a sink."""
         return self._recorder.dropped + sum(self._lost.values())
@@ -143,7 +148,10 @@ class Writer:
             for event in events:
                 event.engine, event.wall_ns = self._engine, event.t_ns + self._wall_ns
             for sink in self._sinks:
-                why = sink.write(events)
+                try:
+                    why = sink.write(events)
+                except Exception as error:  # noqa: BLE001  (one sink's bug must not silence the others)
+                    why = f"{type(sink).__name__}: {error!r}"
                 if why:
                     self._lost[why] = self._lost.get(why, 0) + len(events)
             time.sleep(0)

@@ -7,6 +7,7 @@ import os
 
 from kvpipe import __version__
 from kvpipe.config import Settings
+from kvpipe.errors import ConfigError
 from kvpipe.trace.events import Started
 from kvpipe.trace.recorder import FileSink, LogSink, Recorder, Sink, Writer
 
@@ -25,6 +26,11 @@ def tracing(settings: Settings, engine: str, side: str, rank: int, layers: int) 
     )
     sinks: list[Sink] = [LogSink(level)]
     if settings.trace_file is not None:
+        if not settings.trace_file.absolute().parent.is_dir():
+            msg = (
+                f"kvpipe: trace_file={str(settings.trace_file)!r}: its folder does not exist; make it, or name another"
+            )
+            raise ConfigError(msg)
         started = Started(
             0, rank, "", 0, 0, kvpipe=__version__, side=side, pid=os.getpid(), layers=layers,
             sample=settings.trace_sample, detail=detail,

@@ -1,0 +1,200 @@
+"""Figures for operators, through vLLM's own `/metrics` and its log: a table of metrics, and the way they travel.
+
+Each side hands vLLM what has changed since it was asked last (counters as differences, gauges as they are), as a plain
+dict of ``name -> label value -> number``. vLLM adds up the ranks' and the scheduler's and brings them to the process
+that serves `/metrics`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, Protocol
+
+from prometheus_client import Counter, Gauge
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from kvpipe.plan import Kind
+from kvpipe.statemachine.core import Compiled
+
+PREFIX = "vllm:kvpipe_"
+SELDOM_S = 0.5
+_NS_PER_S = 1e9
+
+
+class Metric(NamedTuple):
+    """One metric: its kind, what its one label is called (none: it has none), what it says."""
+
+    kind: Literal["counter", "gauge"]
+    label: str
+    says: str
+
+
+METRICS: dict[str, Metric] = {
+    "hit_tokens": Metric("counter", "tier", "Tokens found beyond vLLM's own cache, at admission."),
+    "missed_tokens": Metric("counter", "reason", "Tokens of admitted requests that nobody held, by the reason."),
+    "misses": Metric("counter", "reason", "Admissions that found less than the whole prompt, by the reason."),
+    "copied_bytes": Metric("counter", "kind", "Bytes saved and loaded, over all ranks."),
+    "copy_seconds": Metric("counter", "kind", "Seconds from the submission of a layer's copy to its end, added up."),
+    "wait_seconds": Metric("counter", "", "Seconds that the engine's own thread has waited for copies."),
+    "faults": Metric("counter", "name", "What went wrong and was contained: a cache miss each, never a crash."),
+    "preemptions": Metric("counter", "", "Preemptions of requests."),
+    "evictions": Metric("counter", "", "Chunks evicted from the pool."),
+    "transitions": Metric("counter", "machine", "Moves of the state machines."),
+    "no_op_transitions": Metric("counter", "machine", "Events that changed nothing in the state machines."),
+    "pool_chunks": Metric("gauge", "", "Chunks that the pool has room for."),
+    "pool_chunks_used": Metric("gauge", "", "Chunks that the pool holds."),
+    "leases": Metric("gauge", "", "Leases that loads in flight hold on chunks."),
+    "oldest_lease_seconds": Metric("gauge", "", "Age of the oldest lease."),
+    "jobs_in_flight": Metric("gauge", "", "Saves and loads that not every rank has reported yet."),
+    "stuck_jobs": Metric("gauge", "", "Of these, those older than stuck_ms_max."),
+    "requests": Metric("gauge", "", "Requests that kvpipe tracks."),
+    "frozen": Metric("gauge", "", "Whether saving is stopped."),
+}
+"""Every metric, without `PREFIX`."""
+
+Values = dict[str, Mapping[str, float]]
+
+
+class KVPipeStats(KVConnectorStats):
+    """What has changed in some interval: `data` is `Values`."""
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.data: dict[str, dict[str, float]] = {}
+
+    def is_empty(self) -> bool:
+        """Whether nothing has changed."""
+        return not self.data
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Add another rank's, or a later interval's: counters add up, a gauge is as it was told last."""
+        for name, values in other.data.items():
+            metric, mine = METRICS.get(name), self.data.setdefault(name, {})
+            for label, value in values.items():
+                counts = metric is None or metric.kind == "counter"
+                mine[label] = mine.get(label, 0) + value if counts else value
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Return a line's worth for vLLM's log."""
+        data: dict[str, dict[str, float]] = self.data
+        said: dict[str, int | float] = {
+            f"hit tokens ({tier})": int(tokens) for tier, tokens in data.get("hit_tokens", {}).items()
+        }
+        said |= {f"missed tokens ({why})": int(tokens) for why, tokens in data.get("missed_tokens", {}).items()}
+        copied, seconds = data.get("copied_bytes", {}), data.get("copy_seconds", {})
+        said |= {f"{kind} MB": round(size / 1e6, 1) for kind, size in copied.items()}
+        said |= {f"{kind} s": round(seconds.get(kind, 0), 3) for kind in copied}
+        for name in ("pool_chunks_used", "pool_chunks", "leases", "stuck_jobs"):
+            if name in data:
+                said[name.replace("_", " ")] = int(data[name][""])
+        said |= {f"fault {name}": int(times) for name, times in data.get("faults", {}).items()}
+        return said
+
+
+class Meter:
+    """Turns running totals into differences, for one side."""
+
+    def __init__(self, totals: Callable[[], Values], seldom: Callable[[], Values]) -> None:
+        """`totals` are asked in every step, `seldom` every half a second, as it costs more: each returns all it has."""
+        self._totals, self._seldom = totals, seldom
+        self._last: dict[str, dict[str, float]] = {}
+        self._asked = 0.0
+
+    def take(self) -> KVPipeStats | None:
+        """Return what has changed since the last call, or None."""
+        changed = self._changes(self._totals())
+        now = time.monotonic()
+        if now - self._asked >= SELDOM_S:
+            self._asked = now
+            changed |= self._changes(self._seldom())
+        return KVPipeStats(changed) if changed else None
+
+    def _changes(self, values: Values) -> dict[str, dict[str, float]]:
+        changed: dict[str, dict[str, float]] = {}
+        for name, labels in values.items():
+            last = self._last.setdefault(name, {})
+            for label, value in labels.items():
+                if value == last.get(label, 0 if METRICS[name].kind == "counter" else None):
+                    continue
+                difference = value - last.get(label, 0) if METRICS[name].kind == "counter" else value
+                changed.setdefault(name, {})[label] = difference
+                last[label] = value
+        return changed
+
+
+class KVPipeProm(KVConnectorPromMetrics):
+    """The metrics in vLLM's Prometheus registry."""
+
+    def __init__(
+        self,
+        vllm_config: Any,  # noqa: ANN401
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        """Register every metric of the table; those without a label begin at zero."""
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._metrics: dict[str, Any] = {}
+        for name, metric in METRICS.items():
+            more = [metric.label] if metric.label else []
+            options = {"multiprocess_mode": "mostrecent"} if metric.kind == "gauge" else {}
+            kind = metric_types[Counter if metric.kind == "counter" else Gauge]
+            made = kind(name=PREFIX + name, documentation=metric.says, labelnames=labelnames + more, **options)
+            self._metrics[name] = made
+            if not more:
+                for values in per_engine_labelvalues.values():
+                    made.labels(*values)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Take what an engine has told."""
+        engine = self.per_engine_labelvalues[engine_idx]
+        for name, values in transfer_stats_data.items():
+            metric = METRICS.get(name)
+            if metric is None:  # of another version's engine
+                continue
+            for label, value in values.items():
+                one = self._metrics[name].labels(*engine, *([label] if metric.label else []))
+                if metric.kind == "gauge":
+                    one.set(value)
+                elif value > 0:
+                    one.inc(value)
+
+
+# ---- what the two sides tell ----------------------------------------------------------------------------------------
+
+
+def copied(sizes: dict[Kind, int], times_ns: dict[Kind, int]) -> Values:
+    """Return a rank's bytes and seconds by kind of job."""
+    names = {kind: kind.name.lower() for kind in Kind}
+    return {
+        "copied_bytes": {names[kind]: size for kind, size in sizes.items()},
+        "copy_seconds": {names[kind]: ns / _NS_PER_S for kind, ns in times_ns.items()},
+    }
+
+
+def transitions(*machines: Compiled) -> Values:
+    """Return how often `machines` have moved, and how often they have not, in this process."""
+    moved: dict[str, float] = {}
+    stayed: dict[str, float] = {}
+    for machine in machines:
+        edges = [edge for state in machine.states.values() for edge in state.on.values()]
+        moved[machine.machine.name] = sum(edge.taken for edge in edges if edge.moves)
+        stayed[machine.machine.name] = sum(edge.taken for edge in edges if not edge.moves)
+    return {"transitions": moved, "no_op_transitions": stayed}
+
+
+class Side(Protocol):
+    """The scheduler's side, or a rank's."""
+
+    def totals(self) -> Values:
+        """Return everything that is cheap to know."""
+
+    def machines(self) -> tuple[Compiled, ...]:
+        """Return the machines whose cursors it owns."""
+
+
+def meter(side: Side) -> Meter:
+    """Return the meter of one side."""
+    return Meter(side.totals, lambda: transitions(*side.machines()))

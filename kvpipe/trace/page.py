@@ -1,0 +1,43 @@
+"""Fills the tables of `docs/tracing.md`: `python -m kvpipe.trace.page`."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+from kvpipe.misses import REASONS
+from kvpipe.trace.events import EVENTS, Event, Transition
+
+PAGE = Path(__file__).parents[2] / "docs" / "tracing.md"
+
+
+def events_table() -> str:
+    """Return a row per event."""
+    rows = ["| event | level | says | its own fields |", "|---|---|---|---|"]
+    for name, kind in EVENTS.items():
+        common = (Transition if issubclass(kind, Transition) else Event).__struct_fields__
+        fields = ", ".join(f"`{field}`" for field in kind.__struct_fields__ if field not in common)
+        says = str(kind.__doc__).strip().split("\n\n", maxsplit=1)[0].replace("\n", " ")
+        rows.append(f"| `{name}` | {logging.getLevelName(kind.level).lower()} | {says} | {fields} |")
+    return "\n".join(rows) + "\n"
+
+
+def reasons_table() -> str:
+    """Return a row per reason of a miss."""
+    rows = ["| reason | it means |", "|---|---|"]
+    return "\n".join([*rows, *(f"| `{why}` | {says} |" for why, says in REASONS.items())]) + "\n"
+
+
+def fill(text: str) -> str:
+    """Return the page's text with its tables as the code has them."""
+    for name, table in (("events", events_table()), ("reasons", reasons_table())):
+        begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
+        head, _, rest = text.partition(begin)
+        text = head + begin + table + end + rest.partition(end)[2]
+    return text
+
+
+if __name__ == "__main__":
+    PAGE.write_text(fill(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    sys.stdout.write(f"{PAGE}\n")

@@ -1,0 +1,70 @@
+"""The set of events is closed and total: every move of every machine has one, and each survives its own line."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvpipe.misses import REASONS
+from kvpipe.statemachine.core import Advance, Cursor, Go, IllegalTransition
+from kvpipe.trace import events as e
+from kvpipe.trace.page import PAGE, fill
+from kvpipe.trace.reader import decoder
+
+
+def test_every_possible_move_has_its_event() -> None:
+    """No cell of any table leads to a state whose entry has no name."""
+    for machine in e.MACHINES.values():
+        for was, cells in machine.table.items():
+            for cell in cells.values():
+                if isinstance(cell, Go):
+                    assert issubclass(e.KINDS[machine.name, was, cell.to], e.Transition)
+                elif isinstance(cell, Advance):
+                    assert e.KINDS[machine.name, was, machine.layered] is e.LayerLanded
+
+
+@pytest.mark.parametrize("name", e.EVENTS)
+def test_an_event_is_one_line_that_reads_back(name: str) -> None:
+    """The event's name comes first in its line, which is what fast readers look at."""
+    kind = e.EVENTS[name]
+    event = kind(1, 2, "r", 3, 4, 5, "engine")
+    line = msgspec.json.encode(event)
+    assert line.startswith(f'{{"event":"{name}"'.encode())
+    assert b"\n" not in line
+    assert decoder().decode(line) == event
+
+
+@pytest.mark.parametrize("name", e.EVENTS)
+def test_every_event_says_when_and_of_whom(name: str) -> None:
+    """Request, epoch, step, rank and both clocks are in every line; a transition's machine and states too."""
+    said = msgspec.json.decode(msgspec.json.encode(e.EVENTS[name](1, 2, "r", 3, 4)))
+    assert {"t_ns", "wall_ns", "engine", "request", "epoch", "step", "rank"} <= set(said)
+    if issubclass(e.EVENTS[name], e.Transition):
+        assert {"machine", "cursor", "on", "was", "now", "why"} <= set(said)
+
+
+def test_a_watched_cursor_tells_of_every_edge() -> None:
+    """Moves, no-ops and what is illegal, with the state before and after."""
+    told: list[e.Transition] = []
+    machine = e.MACHINES["request"].compile()
+    cursor = Cursor(
+        machine, "r", lambda c, was, edge, why: told.append(e.transition((0, -1, "r", 0, 0), c, 7, was, edge, why))
+    )
+    cursor.fire("lookup_miss")
+    cursor.fire("admit_empty", "for a reason")
+    with pytest.raises(IllegalTransition):
+        cursor.fire("dispatch")
+    assert [(type(t), t.cursor, t.was, t.on, t.now) for t in told] == [
+        (e.NoOp, 7, "NEW", "lookup_miss", "NEW"),
+        (e.Running, 7, "NEW", "admit_empty", "RUNNING"),
+        (e.Illegal, 7, "RUNNING", "dispatch", "RUNNING"),
+    ]
+    assert told[0].why == machine.states["NEW"].on["lookup_miss"].why
+    assert told[1].why == "for a reason"
+
+
+def test_the_page_has_every_event_and_every_reason() -> None:
+    """`docs/tracing.md` is as the code says."""
+    text = PAGE.read_text(encoding="utf-8")
+    assert fill(text) == text, "python -m kvpipe.trace.page"
+    assert all(f"`{name}`" in text for name in (*e.EVENTS, *REASONS))

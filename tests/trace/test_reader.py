@@ -1,0 +1,214 @@
+"""Reading and replaying: what is readable is read, what is not is counted, and what is wrong is found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpipe.cli import main
+from kvpipe.errors import UsageError
+from kvpipe.trace import events as e
+from kvpipe.trace.reader import CUT, FOREIGN, MALFORMED, NEWER, Trace
+from kvpipe.trace.replay import Replay, replay
+
+Events = list[e.Event]
+
+
+def _moves(machine: str, cursor: int, *ons: str, layers: int = 3, rank: int = 0) -> Events:
+    """What a cursor tells as it takes the edges `ons`."""
+    compiled = e.MACHINES[machine].compile(layers if e.MACHINES[machine].layered else 0)
+    at, told = compiled.initial, list[e.Event]()
+    for on in ons:
+        edge = at.on[on]
+        kind = e.KINDS[machine, at.row, edge.to.row] if edge.moves else e.NoOp
+        told.append(kind(len(told), rank, "r", 1, 1, 0, "e", machine, cursor, on, at.name, edge.to.name, edge.why))
+        at = edge.to
+    return told
+
+
+def _started(rank: int = 0, *, part: int = 0) -> e.Started:
+    return e.Started(0, rank, "", 0, 0, 0, "e", layers=3, part=part)
+
+
+def _ended(rank: int = 0) -> e.Ended:
+    return e.Ended(9, rank, "", 0, 0, 0, "e")
+
+
+SAVED = ("landed_next", "landed_next", "landed_next", "landed_again", "step_end_complete")
+
+
+def _whole() -> Events:
+    """A short trace that is a proof."""
+    chunk = _moves("chunk", 4, "reserve", "landed_last", "evict_idle", "reserve", "landed_last", rank=-1)
+    request = _moves("request", 1, "lookup_miss", "admit_empty", "preempt", "admit_load", "finish", rank=-1)
+    return [_started(), _started(-1), *_moves("save", 1, *SAVED), *chunk, *request, _ended(), _ended(-1)]
+
+
+def _write(path: Path, events: Sequence[e.Event]) -> Path:
+    path.write_bytes(b"".join(msgspec.json.encode(event) + b"\n" for event in events))
+    return path
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_readable_is_read(tmp_path: Path) -> None:
+    """Other programs' lines, damage, a newer version and a torn end are counted by their kind."""
+    events = _whole()
+    path = _write(tmp_path / "t", events)
+    lines = path.read_bytes().splitlines()
+    newer = lines[3].replace(b'"event":"layer_landed"', b'"event":"warped"')
+    strange = lines[3].replace(b'"rank":0', b'"rank":"first"')
+    damaged = b'{"event":"layer_landed","t_ns":' + b"\xff}"
+    foreign = b"INFO 11-21 09:00:00 [core.py:58] starting"
+    mixed = [lines[0], foreign, *lines[1:4], newer, strange, b"", damaged, b'{"time": 1}', *lines[4:], lines[3][:40]]
+    path.write_bytes(b"\n".join(mixed))
+    trace = Trace(path)
+    assert list(trace) == events
+    assert trace.unread == {FOREIGN: 2, NEWER: 1, MALFORMED: 2, CUT: 1}
+    assert trace.unread_said().startswith(f"6 of {len(mixed)} lines could not be read: 2 ")
+
+
+def test_a_newer_format_is_named(tmp_path: Path) -> None:
+    """What of it can be read is read all the same."""
+    trace = Trace(_write(tmp_path / "t", [e.Started(0, 0, "", 0, 0, format=e.FORMAT + 1)]))
+    assert len(list(trace)) == 1
+    assert trace.unread == {NEWER: 1}
+
+
+def test_a_line_without_end_does_not_fill_the_memory(tmp_path: Path) -> None:
+    """It is read in pieces."""
+    path = tmp_path / "t"
+    path.write_bytes(b"x" * (5 << 20) + b"\n" + msgspec.json.encode(_started()) + b"\n")
+    trace = Trace(path)
+    assert list(trace) == [_started()]
+    assert trace.unread[FOREIGN] >= 5
+
+
+@given(st.binary(max_size=400), st.integers(0, 2000), st.integers(0, 100))
+@settings(deadline=None, max_examples=150)
+def test_nothing_in_a_file_raises(tmp_path_factory: pytest.TempPathFactory, junk: bytes, at: int, cut: int) -> None:
+    """Whatever the bytes are, and wherever they are."""
+    path = _write(tmp_path_factory.mktemp("junk") / "t", _whole())
+    data = path.read_bytes()
+    path.write_bytes((data[:at] + junk + data[at + cut :])[: len(data)])
+    replay(Trace(path))
+    for command in ("replay", "show"):
+        assert main(["trace", command, str(path)]) in {0, 1}
+    assert main(["trace", "show", str(path), "--request", "r", "--all"]) in {0, 1}
+
+
+@pytest.mark.parametrize("command", ["show", "replay"])
+def test_no_such_file(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One sentence, status 2."""
+    with pytest.raises(UsageError):
+        Trace(tmp_path)
+    assert main(["trace", command, str(tmp_path / "none")]) == 2
+    assert "cannot be read (No such file or directory); give a trace_file" in capsys.readouterr().err
+
+
+# ---- replaying ------------------------------------------------------------------------------------------------------
+
+
+def test_a_whole_trace_is_a_proof() -> None:
+    """Every cursor of every machine, no-ops too; a slot begins anew when it is free."""
+    done = replay(_whole())
+    assert done.problems == []
+    assert (done.transitions, done.no_ops, done.cursors) == (13, 2, 3)
+
+
+def _without(number: int) -> Callable[[Events], Events]:
+    return lambda events: events[:number] + events[number + 1 :]
+
+
+def _changed(number: int, **fields: object) -> Callable[[Events], Events]:
+    return lambda events: [
+        msgspec.structs.replace(one, **fields) if i == number else one for i, one in enumerate(events)
+    ]
+
+
+def _swapped(number: int) -> Callable[[Events], Events]:
+    return lambda events: [*events[:number], events[number + 1], events[number], *events[number + 2 :]]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (_without(3), "save 1 (rank 0 of e): landed_next in LAYER_1, but it was in LAYER_0: a transition is missing"),
+        (_without(2), "it was in PENDING: a transition is missing"),
+        (_without(6), "save 1 (rank 0 of e) was left in LANDED"),
+        (_without(0), "no line says how many layers its engine has"),
+        (_swapped(3), "a transition is missing"),
+        (_changed(3, now="LANDED"), "landed_next leads from LAYER_0 to LAYER_1, not to LANDED"),
+        (_changed(3, on="landed_thrice"), "'landed_thrice' is no event of the machine"),
+        (_changed(3, on="landed_again", now="LAYER_0"), "is told as a move"),
+        (_changed(4, on="unknown", machine="toaster"), "there is no such machine"),
+        (_changed(6, on="step_end_missing"), "step_end_missing is illegal in LANDED: every layer has landed"),
+        (_changed(8, was="RESERVED", on="lease"), "lease is illegal in RESERVED"),
+        (_changed(13, on="admit_load", now="ALLOCATED"), "admit_empty"),
+    ],
+)
+def test_a_spoiled_trace_is_not(spoil: Callable[[Events], Events], said: str) -> None:
+    """Each names the cursor and what is wrong with it."""
+    done = replay(spoil(_whole()))
+    assert not done.ok
+    if said != "admit_empty":
+        assert any(said in problem for problem in done.problems), done.problems
+
+
+def test_an_illegal_transition_is_a_problem() -> None:
+    """Though it was contained, and the cursor has not moved."""
+    event = e.Illegal(1, -1, "r", 1, 1, 0, "e", "request", 1, "dispatch", "NEW", "NEW", "nothing was allocated")
+    (problem,) = replay([_started(-1), event]).problems
+    assert "request 1 (scheduler of e): dispatch is illegal in NEW: nothing was allocated" in problem
+
+
+def test_a_trace_whose_beginning_is_gone_begins_where_it_is() -> None:
+    """A later part of a trace, or what follows dropped events; from there on it is a proof."""
+    saved = _moves("save", 1, *SAVED)
+    assert replay([_started(part=1), *saved[2:]]).ok
+    assert not replay([_started(part=1), *saved[1:2], *saved[3:]]).ok
+    gap = e.Dropped(0, 0, "", 0, 0, 0, "e", count=7)
+    done = replay([_started(), *saved[:1], gap, *saved[2:], _ended()])
+    assert done.ok
+    assert done.dropped == 7
+    assert not replay([_started(), *saved[:1], *saved[2:]]).ok
+
+
+def test_problems_are_bounded() -> None:
+    """What is beyond is counted."""
+    done = Replay()
+    for i in range(3000):
+        done.feed(e.NoOp(0, 0, "", 0, 0, 0, "e", "toaster", i, "on", "OFF", "OFF", "why"))
+    assert (len(done.problems), done.more_problems) == (1000, 2000)
+
+
+def test_the_command_says_whether_it_is_a_proof(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And exits with 1 if not."""
+    path = _write(tmp_path / "t", _whole())
+    assert main(["trace", "replay", str(path)]) == 0
+    assert capsys.readouterr().out == "13 transitions and 2 no-ops of 3 cursors: every one is legal, none is missing\n"
+    _write(path, _without(3)(_whole()))
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"event": "warped", "t_ns": 1}) + "\n")
+    assert main(["trace", "replay", str(path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "1 of" in lines[0]
+    assert NEWER in lines[0]
+    assert lines[1].startswith("PROBLEM save 1")
+    assert lines[-1].endswith("NOT a proof")
+
+
+def test_both_parts_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The older one first."""
+    whole = _whole()
+    _write(tmp_path / "t.1", whole[:4])
+    _write(tmp_path / "t", whole[4:])
+    assert main(["trace", "replay", str(tmp_path / "t")]) == 0
+    assert capsys.readouterr().out.startswith("13 transitions and 2 no-ops")

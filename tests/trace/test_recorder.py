@@ -1,0 +1,348 @@
+"""From `put` to the file and the log: in order, bounded, and never in the way of who tells."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import resource
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import structlog
+
+from kvpipe.config import load_settings
+from kvpipe.errors import ConfigError
+from kvpipe.trace import events as e
+from kvpipe.trace import log, recorder
+from kvpipe.trace.reader import Trace, files_of
+from kvpipe.trace.recorder import FileSink, LogSink, Recorder, Writer
+from kvpipe.trace.setup import tracing
+
+BIG = 1 << 30
+
+
+def _event(number: int, request: str = "r") -> e.LeasesTaken:
+    return e.LeasesTaken(number, 0, request, 1, 2, chunks=number)
+
+
+def _file(path: Path, bytes_max: int = BIG) -> FileSink:
+    return FileSink(path, bytes_max, e.Started(0, 0, "", 0, 0, layers=3))
+
+
+def _numbers(*paths: Path) -> list[int]:
+    return [one.chunks for path in paths for one in Trace(path) if isinstance(one, e.LeasesTaken)]
+
+
+class Memory:
+    """Keeps what it is given, or hangs, or says that it is lost."""
+
+    def __init__(self) -> None:
+        """Nothing has come."""
+        self.events: list[e.Event] = []
+        self.closed = False
+        self.why = ""
+        self.hold = threading.Event()
+        self.hold.set()
+
+    def write(self, events: Sequence[e.Event]) -> str:
+        """See `Sink`."""
+        self.hold.wait(10)
+        self.events += events
+        return self.why
+
+    def close(self) -> None:
+        """See `Sink`."""
+        self.closed = True
+
+
+def _until(true: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < limit
+        time.sleep(0.005)
+
+
+def test_events_arrive_in_order_with_engine_and_both_clocks() -> None:
+    """Every sink gets every event once; wall and monotonic time are of one moment."""
+    sinks = Memory(), Memory()
+    told = Recorder(0, lifecycle=True)
+    writer = Writer(told, sinks, "engine")
+    before = time.time_ns()
+    for number in range(200):
+        told.put(e.LeasesTaken(time.monotonic_ns(), 0, "r", 1, 2, chunks=number))
+    after = time.time_ns()
+    writer.close()
+    for sink in sinks:
+        taken = [one for one in sink.events if isinstance(one, e.LeasesTaken)]
+        assert [one.chunks for one in taken] == list(range(200))
+        assert all(one.engine == "engine" and before - 10**6 <= one.wall_ns <= after + 10**6 for one in taken)
+        assert isinstance(sink.events[-1], e.Ended)
+        assert sink.closed
+    writer.close()
+    assert sum(isinstance(one, e.Ended) for one in sinks[0].events) == 1
+
+
+def test_a_full_queue_drops_and_says_how_many() -> None:
+    """Nobody waits: what does not fit is counted, and the trace says so where it is missing."""
+    sink = Memory()
+    sink.hold.clear()
+    told = Recorder(0, queue_events_max=10)
+    writer = Writer(told, [sink], "engine")
+    told.put(_event(0))
+    _until(lambda: not told.queue)  # the writer is in the sink, and hangs there
+    for number in range(1, 31):
+        told.put(_event(number))
+    assert told.dropped == 20
+    sink.hold.set()
+    _until(lambda: len(sink.events) >= 11)
+    told.put(_event(99))
+    writer.close()
+    assert [one.chunks for one in sink.events if isinstance(one, e.LeasesTaken)] == [*range(11), 99]
+    assert [one.count for one in sink.events if isinstance(one, e.Dropped)] == [20]
+    (ended,) = [one for one in sink.events if isinstance(one, e.Ended)]
+    assert ended.dropped == 20
+    assert writer.dropped == 20
+
+
+def test_a_hanging_sink_holds_neither_tellers_nor_the_shutdown_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`put` returns at once, `close` after a bounded time."""
+    monkeypatch.setattr(recorder, "CLOSE_S_MAX", 0.1)
+    sink = Memory()
+    sink.hold.clear()
+    told = Recorder(0)
+    writer = Writer(told, [sink], "engine")
+    told.put(_event(0))
+    _until(lambda: not told.queue)
+    began = time.monotonic()
+    told.put(_event(1))
+    writer.close()
+    assert time.monotonic() - began < 5
+    sink.hold.set()
+
+
+def test_a_sink_that_raises_loses_its_events_only() -> None:
+    """The others go on, and so does the thread."""
+
+    class Broken(Memory):
+        def write(self, events: Sequence[e.Event]) -> str:
+            raise ValueError(f"cannot take {len(events)}")
+
+    sink = Memory()
+    told = Recorder(0)
+    writer = Writer(told, [Broken(), sink], "engine")
+    told.put(_event(0))
+    _until(lambda: bool(sink.events))
+    told.put(_event(1))
+    writer.close()
+    assert [one.chunks for one in sink.events if isinstance(one, e.LeasesTaken)] == [0, 1]
+    assert "Broken: ValueError('cannot take 1')" in writer.lost
+
+
+def test_the_sample_is_the_same_everywhere_and_of_its_size() -> None:
+    """Whether a request is traced follows from its id alone."""
+    names = [f"request-{i}" for i in range(2000)]
+    half, other = Recorder(0, sample=0.5), Recorder(3, sample=0.5)
+    chosen = [name for name in names if half.sampled(name)]
+    assert chosen == [name for name in names if other.sampled(name)]
+    assert 800 < len(chosen) < 1200
+    assert all(Recorder(sample=1.0).sampled(name) for name in names)
+    assert not any(Recorder(sample=0.0).sampled(name) for name in names)
+
+
+# ---- the file -------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_begins_with_who_writes_it(tmp_path: Path) -> None:
+    """And a second process appends its own beginning."""
+    path = tmp_path / "trace"
+    for rank in (0, 1):
+        sink = FileSink(path, BIG, e.Started(0, rank, "", 0, 0, layers=3))
+        assert not sink.write([_event(rank)])
+        sink.close()
+    started = [one for one in Trace(path) if isinstance(one, e.Started)]
+    assert [one.rank for one in started] == [0, 1]
+    assert _numbers(path) == [0, 1]
+
+
+def test_processes_share_a_file_line_by_line(tmp_path: Path) -> None:
+    """Four processes, one file: no line is torn or lost."""
+    path = tmp_path / "trace"
+    code = (
+        "import sys; from pathlib import Path; sys.path.insert(0, '.')\n"
+        "from tests.trace.test_recorder import _event, _file\n"
+        "sink = _file(Path(sys.argv[1]))\n"
+        "for i in range(300): assert not sink.write([_event(i), _event(i)])\n"
+    )
+    children = [subprocess.Popen([sys.executable, "-c", code, str(path)]) for _ in range(4)]
+    assert [child.wait(60) for child in children] == [0] * 4
+    trace = Trace(path)
+    assert sum(isinstance(one, e.LeasesTaken) for one in trace) == 2400
+    assert not trace.unread
+
+
+def test_a_full_file_is_put_aside_and_goes_on(tmp_path: Path) -> None:
+    """No more than `trace_bytes_max` is on disk; who finds the file gone follows; each part says how it begins."""
+    path = tmp_path / "trace"
+    bytes_max = 40_000
+    sinks = _file(path, bytes_max), _file(path, bytes_max)
+    for number in range(600):
+        assert not sinks[number % 2].write([_event(number)])
+        assert sum(part.stat().st_size for part in files_of(path)) <= bytes_max + 2000
+    old, new = files_of(path)
+    assert old.name == "trace.1"
+    held = sorted(_numbers(old, new))
+    assert held == list(range(held[0], 600))
+    parts = [one.part for one in Trace(new) if isinstance(one, e.Started)]
+    assert parts
+    assert all(parts)
+    for sink in sinks:
+        sink.close()
+
+
+@pytest.fixture
+def small_disk() -> Iterator[int]:
+    """A limit on the size of files: what a full disk is to a writer, as it cuts the last write off."""
+    import signal
+
+    old, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, old[1]))
+    yield 3000
+    resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_full_disk_loses_events_and_says_so(tmp_path: Path, small_disk: int) -> None:
+    """Serving goes on; when there is room again, a line says how many are missing, and the torn one is left out."""
+    path = tmp_path / "trace"
+    sink = _file(path)
+    lost = [number for number in range(40) if sink.write([_event(number)])]
+    assert lost
+    assert path.stat().st_size == small_disk
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 30, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    assert not sink.write([_event(100)])
+    sink.close()
+    trace = Trace(path)
+    events = list(trace)
+    assert [one.count for one in events if isinstance(one, e.Dropped)] == [len(lost)]
+    assert _numbers(path) == [*range(lost[0]), 100]
+    assert trace.unread.total() == 1
+
+
+def test_a_pipe_that_nobody_reads_loses_events(tmp_path: Path) -> None:
+    """Opening, filling and closing it: nothing blocks, nothing raises."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    sink = _file(path)
+    assert "pipe" in sink.write([_event(0)])  # no reader yet
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    assert not sink.write([_event(1)])
+    assert b'"chunks":1' in os.read(reader, 1 << 16)
+    assert any(sink.write([_event(i)] * 64) for i in range(1000)), "never full"
+    os.close(reader)
+    assert sink.write([_event(2)])  # broken
+    assert sink.write([_event(3)])
+    assert stat.S_ISFIFO(path.stat().st_mode)
+    sink.close()
+
+
+def test_a_folder_that_is_gone_loses_events_until_it_is_back(tmp_path: Path) -> None:
+    """The file is opened anew with later events."""
+    folder = tmp_path / "gone"
+    sink = _file(folder / "trace")
+    assert "No such file" in sink.write([_event(0)])
+    folder.mkdir()
+    assert not sink.write([_event(1)])
+    sink.close()
+    assert _numbers(folder / "trace") == [1]
+
+
+# ---- the log --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
+    """What is logged at `info`, as JSON."""
+    to = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", to)
+    log.configure("info", "json")
+    yield to
+    structlog.reset_defaults()
+
+
+def test_the_log_has_what_its_level_asks_for(said: io.StringIO) -> None:
+    """Bound to engine, request and epoch; fields that say nothing are left out."""
+    admitted = e.RequestAdmitted(1, -1, "r1", 2, 3, 4, "e1", prompt_tokens=10, hit_tokens={"memory": 4}, why="evicted")
+    fault = e.Fault(1, 0, "r1", 0, 3, 4, "e1", name="job_failed", seen=1, fields={"job": "7"})
+    LogSink(logging.INFO).write([_event(1), admitted, fault])
+    lines = [json.loads(line) for line in said.getvalue().splitlines()]
+    for line in lines:
+        del line["timestamp"]
+    assert lines == [
+        {"event": "request_admitted", "level": "info", "engine": "e1", "request": "r1", "epoch": 2, "step": 3,
+         "prompt_tokens": 10, "hit_tokens": {"memory": 4}, "why": "evicted"},
+        {"event": "job_failed", "level": "warning", "engine": "e1", "request": "r1", "rank": 0, "step": 3, "seen": 1,
+         "job": "7"},
+    ]  # fmt: skip
+
+
+def test_a_closed_stderr_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither to the writer nor to who tells."""
+    closed = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", closed)
+    log.configure("debug")
+    closed.close()
+    assert not LogSink(logging.DEBUG).write([_event(1)])
+    log.Counters().fault("anything")
+    structlog.reset_defaults()
+
+
+def test_faults_are_told_through_the_queue() -> None:
+    """Whoever counts one does not write it: the first and each thousandth."""
+    told = Recorder(2, lifecycle=True)
+    counters = log.Counters()
+    counters.listener = told.fault
+    for _ in range(1001):
+        counters.fault("job_failed", request="r", why="x" * 1000)
+    first, again = told.queue
+    assert isinstance(first, e.Fault)
+    assert isinstance(again, e.Fault)
+    assert (first.name, first.request, first.rank, first.seen, again.seen) == ("job_failed", "r", 2, 1, 1001)
+    assert len(first.fields["why"]) == 400
+    assert counters.faults == {"job_failed": 1001}
+
+
+# ---- what the settings ask for --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({}, (True, False, False)),
+        ({"log_level": "warning"}, (False, False, False)),
+        ({"log_level": "debug"}, (True, True, True)),
+        ({"trace_file": "t", "log_level": "error"}, (True, True, True)),
+        ({"trace_file": "t", "trace_level": "info"}, (True, True, False)),
+    ],
+)
+def test_what_is_recorded(
+    given: dict[str, object], wanted: tuple[bool, bool, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lifecycle, requests' transitions, everything: only what somebody reads."""
+    monkeypatch.chdir(tmp_path)
+    told, writer = tracing(load_settings(given), "e", "worker", 0, 4)
+    writer.close()
+    assert (told.lifecycle, told.transitions, told.detail) == wanted
+
+
+def test_a_trace_file_without_a_folder_is_refused(tmp_path: Path) -> None:
+    """Before the engine starts."""
+    with pytest.raises(ConfigError, match=r"trace_file='.*missing/t': its folder does not exist; make it"):
+        tracing(load_settings({"trace_file": str(tmp_path / "missing" / "t")}), "e", "worker", 0, 4)

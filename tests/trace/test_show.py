@@ -1,0 +1,123 @@
+"""What an operator sees of a trace in the terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvpipe.cli import main
+from kvpipe.trace import events as e
+from kvpipe.trace.show import Overview
+
+MS = 1_000_000
+
+
+def _request(
+    name: str, lived_ms: float, at: int = 0, *, hit: int = 0, why: str = "not_saved", again: int = 0
+) -> list[e.Event]:
+    common = (at, -1, name, 1, 1, 1_000_000_000 + at, "e")
+    hits = {"memory": hit} if hit else {}
+    told: list[e.Event] = [e.RequestAdded(*common, prompt_tokens=100)]
+    told += [
+        (e.RequestReadmitted if i else e.RequestAdmitted)(
+            *common, prompt_tokens=100, hit_tokens=hits, missed_tokens=100 - hit, why=why, waited_ms=2.0
+        )
+        for i in range(1 + again)
+    ]
+    end = at + int(lived_ms * MS)
+    done = e.RequestDone(
+        end, -1, name, 1, 9, 1_000_000_000 + end, "e", status="finished_stopped", prompt_tokens=100, output_tokens=7,
+        preemptions=again, lived_ms=lived_ms,
+    )  # fmt: skip
+    return [*told, done]
+
+
+def _write(path: Path, events: list[e.Event]) -> Path:
+    path.write_bytes(b"".join(msgspec.json.encode(event) + b"\n" for event in events))
+    return path
+
+
+def test_the_overview(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Slowest first, misses by reason with what they mean, faults, what was dropped."""
+    events: list[e.Event] = [e.Started(0, -1, "", 0, 0, 1_000_000_000, "e")]
+    for i in range(30):
+        events += _request(f"quick-{i}", 10 + i, i * MS, hit=60, why="below_minimum")
+    events += _request("the-slow-one", 5000, again=2, why="evicted")
+    events += [e.Fault(1, 0, "r", 0, 0, 1, "e", name="job_failed", seen=1), e.Stuck(1, 0, "r", 0, 0, 1, "e", job=4)]
+    events += [e.Dropped(1, 0, "", 0, 0, 1, "e", count=12)]
+    path = _write(tmp_path / "t", events)
+    with path.open("a", encoding="utf-8") as file:
+        file.write("somebody else's line\n")
+    assert main(["trace", "show", str(path), "--slowest", "3"]) == 0
+    out = capsys.readouterr().out
+    rows = [line.split() for line in out.splitlines()]
+    assert "31 requests over" in out
+    assert "3300 tokens were asked for: 55% from memory, 45% computed" in out
+    slow = next(i for i, row in enumerate(rows) if row and row[-1] == "the-slow-one")
+    assert rows[slow][:2] == ["5000", "2"]
+    assert rows[slow][5] == "2"
+    assert rows[slow + 1][-1] == "quick-29"
+    assert "quick-26" not in out
+    assert ["evicted", "3", "300"] in [row[:3] for row in rows]
+    assert "made room for others" in out
+    assert ["job_failed", "1"] in rows
+    assert ["stuck", "1"] in rows
+    assert "12 events were dropped" in out
+    assert "1 not a line of a trace" in out
+
+
+def test_memory_is_bounded_by_the_requests_that_live() -> None:
+    """A request that is over leaves nothing but a row, if it was slow enough."""
+    found = Overview(slowest=5)
+    for i in range(1000):
+        for event in _request(f"r{i}", i % 100):
+            found.feed(event)
+    assert not found._admitted
+    assert [row.lived_ms for row in found.slowest] == [99.0] * 5
+    assert found.done == 1000
+
+
+def test_one_request_as_a_waterfall(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A job with all its layers on all ranks is one line; what others did is not there; times are of the request."""
+    events = _request("req-1-abcdef", 40, 100 * MS) + _request("req-10", 40)
+    plan = e.SavePlanned(110 * MS, -1, "req-1-abcdef", 1, 1, 0, "e", job=7, pages=5)
+    events.append(plan)
+    for rank in (0, 1):
+        was = "PENDING"
+        for k in range(3):
+            now = f"LAYER_{k}" if k < 2 else "LANDED"
+            at = (112 + k) * MS
+            events.append(e.LayerLanded(at, rank, "req-1-abcdef", 1, 1, 0, "e", "save", 7, "landed_next", was, now))
+            was = now
+    ends = (120 * MS, 0, "req-1-abcdef", 1, 1, 0, "e", "save", 7, "step_end_complete", "LANDED", "FINALIZED")
+    events.append(e.Finalized(*ends))
+    events.append(
+        e.Failed(121 * MS, 1, "req-1-abcdef", 1, 1, 0, "e", "save", 7, "fault", "LANDED", "FAILED", "a [b] c")
+    )
+    path = _write(tmp_path / "t", events)
+    assert main(["trace", "show", str(path), "--request", "req-1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("request req-1-abcdef, 40.0 ms")
+    assert [line.split()[3] for line in lines[1:]] == ["request_added", "request_admitted", "save", "request_done"]
+    save = lines[3]
+    assert save.split()[:2] == ["10.00", "ms"]
+    assert "job 7: 5 blocks, 3 layers on 2 ranks, FAILED a [b] c, FINALIZED" in save
+    assert save.index("━") == 14 + 10  # a quarter of the way, in a bar of forty
+    assert save.count("━") == 11
+    assert main(["trace", "show", str(path), "--request", "req-1", "--all"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1 + 3 + 1 + 6 + 2
+
+
+def test_no_such_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Says how to find one."""
+    path = _write(tmp_path / "t", _request("r1", 1))
+    assert main(["trace", "show", str(path), "--request", "r2"]) == 1
+    assert "has no event of request 'r2'" in capsys.readouterr().out
+
+
+def test_an_empty_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Says what may be the matter."""
+    assert main(["trace", "show", str(_write(tmp_path / "t", []))]) == 0
+    assert "The trace is empty" in capsys.readouterr().out
