@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from kvpipe.connectors.vllm.metrics import METRICS
 from kvpipe.testing.models import make_model
 from tests.engine.common import baseline, prompt
 
@@ -79,6 +80,15 @@ def test_served_with_one_flag(tmp_path: Path) -> None:
         if line.startswith("vllm:external_prefix_cache_hits_total")
     ]
     assert sum(hits) == 288, metrics[:2000]
+    for line in (
+        'vllm:kvpipe_hit_tokens_total{engine="0",model_name="MODEL",tier="memory"} 288.0',
+        'vllm:kvpipe_misses_total{engine="0",model_name="MODEL",reason="not_saved"} 1.0',
+        'vllm:kvpipe_jobs_in_flight{engine="0",model_name="MODEL"} 0.0',
+        'vllm:kvpipe_leases{engine="0",model_name="MODEL"} 0.0',
+    ):
+        assert line.replace("MODEL", str(make_model("llama"))) in metrics, metrics[-6000:]
+    for name, metric in METRICS.items():
+        assert f"\nvllm:kvpipe_{name}{'_total' if metric.kind == 'counter' else ''}{{" in metrics or metric.label, name
     assert "EngineDeadError" not in served, served[-3000:]  # while it served: vLLM kills its engine to stop at once
     for trouble in ("contained_error", "illegal_transition"):
         assert trouble not in log.read_text(), log.read_text()[-3000:]

@@ -10,6 +10,7 @@ from kvpipe.config import load_settings
 from kvpipe.connectors.vllm.scheduler import SchedulerSide
 from kvpipe.geometry import Geometry, Group, Layer
 from kvpipe.plan import Job, Kind
+from kvpipe.trace.recorder import OFF, Recorder
 
 UNIT = 16
 SAVE, SYNC, ASYNC = Kind.SAVE, Kind.LOAD_SYNC, Kind.LOAD_ASYNC
@@ -63,12 +64,15 @@ class World:
         ranks: int = 1,
         loads: bool = True,
         load: str = "auto",
+        trace: Recorder = OFF,
     ) -> None:
         """An empty cache."""
         settings = load_settings({"load": load})
         geometry = make_geometry(windows, chunk_units, slots)
         self.ranks, self.groups, self.free = ranks, len(windows), 1 << 20
-        self.side = SchedulerSide(settings, geometry, hash_tokens=UNIT, ranks=ranks, saves=True, loads=loads)
+        self.side = SchedulerSide(
+            settings, geometry, hash_tokens=UNIT, ranks=ranks, saves=True, loads=loads, trace=trace
+        )
         self.tables: list[dict[str, list[Block]]] = [{} for _ in windows]
         self.forgotten: set[int] = set()
         managers = [SimpleNamespace(req_to_blocks=tables) for tables in self.tables]

@@ -1,0 +1,25 @@
+"""Every engine test is traced, and its trace is a proof: fed back through the machines, every transition is legal."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvpipe.trace.reader import Trace, files_of
+from kvpipe.trace.replay import replay
+
+
+@pytest.fixture(autouse=True)
+def trace_file(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The file to which all engines of the test, and their processes, append."""
+    path = tmp_path_factory.mktemp("trace") / "trace.jsonl"
+    monkeypatch.setenv("KVPIPE_TRACE_FILE", str(path))
+    yield path
+    if path.exists():
+        traces = [Trace(part) for part in files_of(path)]
+        done = replay(itertools.chain.from_iterable(traces))
+        assert done.problems == []
+        assert not any(trace.unread for trace in traces)

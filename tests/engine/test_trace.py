@@ -1,0 +1,117 @@
+"""What a real engine's trace, log and metrics say of its requests."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpipe.trace import events as e
+from kvpipe.trace.reader import Trace
+from kvpipe.trace.replay import replay
+from tests.engine.common import assert_clean, engine, prompt
+
+pytestmark = pytest.mark.engine
+CROWDED: dict[str, Any] = {"num_gpu_blocks_override": 40, "enable_prefix_caching": False}
+
+
+def test_a_crowd_is_traced_from_end_to_end(trace_file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Preempted requests too: every request's life is in the trace, its layers, and at most three lines in the log."""
+    with engine(kvpipe={"chunk_tokens": 128}, **CROWDED) as live:
+        live.generate([prompt(60 + 20 * i, i) for i in range(10)], 160)
+        live.generate([prompt(60, 0)], 8)
+        preemptions = assert_clean(live)["preempted"]
+        layers = len(live.connector.geometry.layers)
+    events = list(Trace(trace_file))
+    done = replay(events)
+    assert done.ok
+    assert done.transitions > 500
+    assert preemptions > 0
+    assert sum(isinstance(one, e.Preempted) for one in events) == preemptions
+    assert sum(isinstance(one, e.Resumed) for one in events) == preemptions
+
+    requests = {one.request for one in events if isinstance(one, e.RequestAdded)}
+    assert len(requests) == 11
+    for name in requests:
+        mine = [one for one in events if one.request == name]
+        kinds = [type(one) for one in sorted(mine, key=lambda one: one.t_ns)]
+        assert kinds[0] is e.RequestAdded
+        assert kinds[-1] is e.RequestDone
+        assert kinds.count(e.RequestAdmitted) == 1
+        saved = {one.job for one in mine if isinstance(one, e.SavePlanned)}
+        for job in saved:
+            landed = [one for one in mine if isinstance(one, e.LayerLanded) and one.cursor == job]
+            assert [one.now for one in landed] == [*(f"LAYER_{k}" for k in range(layers - 1)), "LANDED"]
+    assert {one.engine for one in events} == {events[0].engine}
+    (last,) = [one for one in events if type(one) is e.RequestAdmitted and one.hit_tokens]
+    assert last.hit_tokens == {"memory": 32}
+    assert (last.missed_tokens, last.why) == (28, "below_minimum")
+
+    log = capfd.readouterr().err
+    for name in requests:
+        lines = [line for line in log.splitlines() if re.search(rf"request=\S*{name}", line)]
+        assert 1 <= len(lines) <= 3, lines
+
+
+def test_why_a_prompt_was_not_found(trace_file: Path) -> None:
+    """Not saved, evicted, of another salt, reset, too short, bypassed."""
+    with engine(kvpipe={"chunk_tokens": 64, "pool_bytes_max": "1MiB"}, enable_prefix_caching=False) as live:
+        slots = live.connector.geometry.slots
+
+        def ask(tokens: list[int], salt: str | None = None) -> None:
+            live.generate([tokens], 2, salt=salt)
+            live.settle()
+
+        first = prompt(65, 1)
+        ask(first)
+        ask(first, "salted")
+        ask(first[:20])
+        for i in range(slots + 1):
+            ask(prompt(65, 100 + i))
+        ask(first)
+        live.llm.reset_prefix_cache(reset_connector=True)
+        ask(first)
+        live.connector.scheduler.bypass = True  # type: ignore[union-attr]
+        ask(first)
+        counted = live.connector.scheduler.totals()["misses"]  # type: ignore[union-attr]
+    why = [one.why for one in Trace(trace_file) if isinstance(one, e.RequestAdmitted)]
+    assert why == ["not_saved", "salt", "below_minimum", *["not_saved"] * (slots + 1), "evicted", "reset", "bypass"]
+    assert counted == {name: why.count(name) for name in why}
+
+
+def test_what_a_router_hears(trace_file: Path) -> None:
+    """Blocks are announced when they can be found and removed when they cannot: they are vLLM's own hashes."""
+    from vllm.config import KVEventsConfig
+    from vllm.distributed.kv_events import BlockRemoved, BlockStored
+    from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+    told = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    kvpipe = {"chunk_tokens": 64, "pool_bytes_max": "1MiB"}
+    with engine(kvpipe=kvpipe, enable_prefix_caching=True, kv_events_config=told) as live:
+        heard: list[object] = []
+        live.scheduler.kv_event_publisher.publish = lambda batch: heard.extend(batch.events)
+        slots = live.connector.geometry.slots
+        for i in range(slots + 1):
+            live.generate([prompt(100, i)], 2)
+            live.settle()
+        held = live.connector.scheduler.catalog.index(0)  # type: ignore[union-attr]
+        keys = {maybe_convert_block_hash(key) for key in held}
+        live.generate([prompt(5, 99)], 2)
+    ours = [one for one in heard if getattr(one, "medium", "") == "CPU"]
+    theirs = {key for one in heard if isinstance(one, BlockStored) and one.medium == "GPU" for key in one.block_hashes}
+    now: set[object] = set()
+    for one in ours:
+        assert isinstance(one, BlockStored | BlockRemoved)
+        hashes = set(one.block_hashes)
+        if isinstance(one, BlockStored):
+            assert not now & hashes
+            assert len(one.token_ids) == 32 * len(one.block_hashes)
+            now |= hashes
+        else:
+            assert hashes <= now
+            now -= hashes
+    assert any(isinstance(one, BlockRemoved) for one in ours)
+    assert keys <= now <= theirs
+    assert trace_file.exists()

@@ -1,0 +1,72 @@
+"""Requests as OpenTelemetry spans, as an exporter gets them."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from kvpipe.config import load_settings
+from kvpipe.errors import ConfigError
+from kvpipe.trace import events as e
+from kvpipe.trace.otel import OtelSink
+from kvpipe.trace.setup import tracing
+
+MS = 1_000_000
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def _life(request: str, parent: str = "") -> list[e.Event]:
+    def at(ms: int) -> tuple[int, int, str, int, int, int, str]:
+        return ms * MS, -1, request, 1, 1, (1_000_000 + ms) * MS, "e1"
+
+    return [
+        e.RequestAdded(*at(0), prompt_tokens=100, traceparent=parent),
+        e.RequestAdmitted(*at(5), hit_tokens={"memory": 64}, missed_tokens=36, why="evicted"),
+        e.RequestDone(*at(40), status="finished_stopped", loaded_tokens=64, lived_ms=40.0),
+    ]
+
+
+def test_a_request_is_a_span() -> None:
+    """From its arrival to its end, a child of the span that vLLM was called in, with its events at their times."""
+    exporter = InMemorySpanExporter()
+    sink = OtelSink("e1", exporter)
+    lives = zip(_life("r1", PARENT), _life("r2"), strict=True)
+    assert not sink.write([one for pair in lives for one in pair])
+    sink.write([e.LayerLanded(1, 0, "r1", 1, 1)])
+    sink.close()
+    first, second = exporter.get_finished_spans()
+    assert (first.name, first.attributes and first.attributes["request.id"]) == ("kvpipe.request", "r1")
+    assert (first.start_time, first.end_time) == (1_000_000 * MS, 1_000_040 * MS)
+    assert first.parent is not None
+    assert f"{first.parent.trace_id:032x}-{first.parent.span_id:016x}" in PARENT
+    assert first.attributes is not None
+    assert (first.attributes["loaded_tokens"], first.attributes["engine.id"]) == (64, "e1")
+    assert [(one.name, one.timestamp) for one in first.events] == [
+        ("request_added", 1_000_000 * MS),
+        ("request_admitted", 1_000_005 * MS),
+    ]
+    admitted = first.events[1].attributes
+    assert admitted is not None
+    assert (admitted["hit_tokens.memory"], admitted["why"]) == (64, "evicted")
+    assert second.parent is None
+    assert first.resource.attributes["service.name"] == "kvpipe"
+
+
+def test_what_is_kept_of_requests_that_do_not_end_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest is let go."""
+    monkeypatch.setattr("kvpipe.trace.otel.OPEN_MAX", 3)
+    exporter = InMemorySpanExporter()
+    sink = OtelSink("e1", exporter)
+    for i in range(10):
+        sink.write(_life(f"r{i}")[:1])
+    assert list(sink._open) == ["r7", "r8", "r9"]
+    sink.close()
+
+
+def test_without_the_extra_the_engine_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sentence says what to install."""
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    with pytest.raises(ConfigError, match=r"otel=true needs OpenTelemetry .*pip install 'kvpipe\[otel\]'"):
+        tracing(load_settings({"otel": True}), "e", "worker", 0, 4)

@@ -1,0 +1,262 @@
+"""What a rank tells of its jobs, and the watchdog that fails those that are stuck."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from kvpipe.pipeline import STUCK, Pipeline
+from kvpipe.plan import Kind
+from kvpipe.trace import events as e
+from kvpipe.trace.recorder import Recorder
+from kvpipe.trace.replay import Replay
+from kvpipe.transfer.base import CopyPlan, Direction, Ticket
+from kvpipe.transfer.cpu import CpuEngine
+from tests.unit.fakes import WAIT_S, FakeEngine, Rig, Waiting, job, plan, small_geometry
+
+SAVE, SYNC, ASYNC = Kind.SAVE, Kind.LOAD_SYNC, Kind.LOAD_ASYNC
+STUCK_MS = 40
+
+
+class Told(Rig):
+    """A pipeline that is traced, over an engine that completes nothing by itself."""
+
+    def __init__(self, engine: FakeEngine | None = None, *, sample: float = 1.0, stuck_ms_max: int = 60_000) -> None:
+        """Start the pipeline anew, with a recorder."""
+        super().__init__(engine)
+        self.pipeline.shutdown()
+        self.recorder = Recorder(3, lifecycle=True, transitions=True, detail=True, sample=sample)
+        self.engine.shutdowns = 0
+        self.pipeline = Pipeline(
+            self.engine, self.geometry, layerwise=True, wait_ms_max=int(WAIT_S * 1000), counters=self.counters,
+            stuck_ms_max=stuck_ms_max, trace=self.recorder,
+        )  # fmt: skip
+        self.pipeline.blocks = 10
+
+    def told(self, kind: type[e.Event]) -> list[e.Event]:
+        """Events of `kind`."""
+        return [one for one in self.recorder.queue if isinstance(one, kind)]
+
+    def replay(self) -> Replay:
+        """Everything told, fed back through the machines."""
+        done = Replay()
+        done.feed(e.Started(0, 3, "", 0, 0, layers=self.layers))
+        for one in self.recorder.queue:
+            done.feed(one)
+        return done
+
+
+def _until(true: Callable[[], bool]) -> None:
+    limit = time.monotonic() + WAIT_S
+    while not true():
+        assert time.monotonic() < limit
+        time.sleep(0.005)
+
+
+def test_every_layer_of_a_save_is_told() -> None:
+    """Submitted, copied and landed layer by layer, then final; with request, epoch, step and rank."""
+    rig = Told()
+    rig.pipeline.begin(plan(job(1, SAVE, [(0, 0, 0, 3), (1, 1, 0, 5)])))
+    rig.save_all()
+    rig.engine.complete_all()
+    rig.pipeline.end_step()
+    assert rig.news() == {1: True}
+    copied = rig.told(e.LayerCopied)
+    assert [one.layer for one in copied if isinstance(one, e.LayerCopied)] == list(range(rig.layers))
+    assert len(rig.told(e.LayerSubmitted)) == rig.layers
+    assert len(rig.told(e.LayerLanded)) == rig.layers
+    (final,) = rig.told(e.Finalized)
+    assert isinstance(final, e.Finalized)
+    assert (final.rank, final.machine, final.cursor, final.was, final.now) == (3, "save", 1, "LANDED", "FINALIZED")
+    assert {(one.request, one.epoch, one.step) for one in rig.recorder.queue} == {
+        (final.request, final.epoch, final.step)
+    }
+    assert final.request
+    assert rig.replay().problems == []
+    sizes = [layer.page_bytes for group in rig.geometry.groups for layer in group.layers]
+    assert rig.pipeline.copied_bytes[SAVE] == sum(sizes)
+    rig.pipeline.shutdown()
+
+
+def test_who_is_not_in_the_sample_is_not_told_in_detail() -> None:
+    """The batch's copies are, for they are not one request's."""
+    rig = Told(sample=0.0)
+    rig.pipeline.begin(plan(job(1, SAVE, [(0, 0, 0, 3)])))
+    rig.save_all()
+    rig.engine.complete_all()
+    rig.pipeline.end_step()
+    assert rig.news() == {1: True}
+    assert not rig.told(e.Transition)
+    assert rig.told(e.LayerCopied)
+    rig.pipeline.shutdown()
+
+
+def test_a_failure_says_why() -> None:
+    """The transition to FAILED carries the reason, and the trace replays."""
+    rig = Told()
+    rig.engine.failing = lambda _plan, ticket: frozenset({1}) if ticket.layer == 1 else frozenset()
+    rig.pipeline.begin(plan(job(1, SAVE, [(0, 0, 0, 3)])))
+    rig.save_all()
+    rig.engine.complete_all()
+    rig.pipeline.end_step()
+    assert rig.news() == {1: False}
+    (failed,) = rig.told(e.Failed)
+    assert isinstance(failed, e.Failed)
+    assert failed.why == "the copy of layer 1 failed"
+    assert rig.replay().problems == []
+    rig.pipeline.shutdown()
+
+
+def test_a_wait_that_times_out_is_a_slow_tier() -> None:
+    """Told once, with how long it was waited for."""
+    rig = Told()
+    rig.engine.waiting = Waiting.STUCK
+    rig.pipeline._wait_s = 0.01
+    rig.pipeline.begin(plan(job(1, SYNC, [(0, 0, 0, 3)])))
+    rig.pipeline.start_loads()
+    rig.wait_all()
+    (slow,) = rig.told(e.TierSlow)
+    assert isinstance(slow, e.TierSlow)
+    assert (slow.tier, slow.waited_ms) == ("memory", 10)
+    rig.engine.complete_all()
+    rig.pipeline.end_step()
+    rig.pipeline.shutdown()
+
+
+# ---- the watchdog ---------------------------------------------------------------------------------------------------
+
+
+class Obliging(FakeEngine):
+    """Takes back what it has not completed, if it is told that it can."""
+
+    can = True
+
+    def abandon(self, ticket: Ticket) -> bool:
+        """See `TransferEngine.abandon`."""
+        return ticket.over or self.can
+
+
+def test_a_stuck_load_is_reported_and_failed() -> None:
+    """With its last transitions; vLLM hears of it without anybody waiting."""
+    engine = Obliging()
+    rig = Told(engine, stuck_ms_max=STUCK_MS)
+    rig.pipeline.begin(plan(job(1, ASYNC, [(0, 0, 0, 3)])))
+    rig.pipeline.start_loads()
+    engine.complete(Direction.LOAD)
+    rig.pipeline.end_step()
+    ended: list[object] = []
+    _until(lambda: bool(ended.extend(rig.pipeline.collect()) or ended))  # type: ignore[func-returns-value]
+    (outcome,) = ended
+    assert (outcome.ok, outcome.why) == (False, STUCK)  # type: ignore[attr-defined]
+    assert rig.counters["stuck"] == 1
+    (stuck,) = rig.told(e.Stuck)
+    assert isinstance(stuck, e.Stuck)
+    assert (stuck.job, stuck.kind) == (1, "load_async")
+    assert stuck.waited_ms >= STUCK_MS
+    assert stuck.last == ["job 1: landed_next -> LAYER_0"]
+    engine.complete_all()  # the news after all
+    rig.settle()
+    time.sleep(3 * STUCK_MS / 1000)
+    assert rig.pipeline.collect() == []
+    assert rig.counters["stuck"] == 1
+    assert not rig.pipeline._live
+    assert rig.replay().problems == []
+    rig.pipeline.shutdown()
+
+
+def test_a_stuck_load_that_may_still_write_is_not_given_back() -> None:
+    """It is failed, but its blocks are vLLM's again only when nothing can write to them."""
+    engine = Obliging()
+    engine.can = False
+    rig = Told(engine, stuck_ms_max=STUCK_MS)
+    rig.pipeline.begin(plan(job(1, ASYNC, [(0, 0, 0, 3)])))
+    rig.pipeline.start_loads()
+    rig.pipeline.end_step()
+    _until(lambda: rig.counters["stuck"] == 1)
+    time.sleep(3 * STUCK_MS / 1000)
+    assert rig.pipeline.collect() == []
+    assert rig.counters["stuck"] == 1
+    engine.can = True
+    _until(lambda: rig.pipeline._outbox.__len__() == 1)
+    assert [outcome.ok for outcome in rig.pipeline.collect()] == [False]
+    rig.pipeline.shutdown()
+
+
+def test_what_moves_or_waits_for_its_step_is_not_stuck() -> None:
+    """A save whose copies are all there may wait for the end of a long step."""
+    rig = Told(Obliging(), stuck_ms_max=STUCK_MS)
+    rig.pipeline.begin(plan(job(1, SAVE, [(0, 0, 0, 3)])))
+    for layer in range(rig.layers):
+        rig.pipeline.save_layer(layer)
+        rig.engine.complete(Direction.SAVE)
+        time.sleep(STUCK_MS / 2000)
+    time.sleep(3 * STUCK_MS / 1000)
+    rig.pipeline.end_step()
+    assert rig.news() == {1: True}
+    assert rig.counters["stuck"] == 0
+    rig.pipeline.shutdown()
+
+
+# ---- taking copies back ---------------------------------------------------------------------------------------------
+
+
+class Blocking(CpuEngine):
+    """Copies nothing, and only when it may."""
+
+    def __init__(self, threads: int) -> None:
+        """Everything may go."""
+        super().__init__(threads)
+        self.gate = threading.Semaphore(0)
+        self.begun = threading.Event()
+        self.copied: list[int] = []
+
+    def copy_layer(self, plan: CopyPlan, layer: int) -> frozenset[int]:  # noqa: ARG002
+        """Wait, then note the layer."""
+        self.begun.set()
+        assert self.gate.acquire(timeout=WAIT_S)
+        self.copied.append(layer)
+        return frozenset()
+
+
+def test_a_copy_that_has_not_begun_is_taken_back() -> None:
+    """One that a thread is at is not; neither is begun later, and a taken back one fails."""
+    engine, done = Blocking(1), list[Ticket]()
+    copies = CopyPlan(Direction.LOAD, [job(1, ASYNC, [(0, 0, 0, 3)])], len(small_geometry().groups))
+    tickets = [Ticket(None, layer, layer, done.append) for layer in range(2)]
+    for ticket in tickets:
+        engine.submit(copies, ticket)
+    assert engine.begun.wait(WAIT_S)
+    assert engine.abandon(tickets[1])
+    assert not engine.abandon(tickets[0])
+    engine.gate.release(2)
+    assert all(ticket.wait(WAIT_S) for ticket in tickets)
+    assert engine.copied == [0]
+    assert (tickets[0].failed, tickets[1].failed) == (frozenset(), frozenset({1}))
+    assert engine.abandon(tickets[0])
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("kind", [SYNC, SAVE])
+def test_what_a_timed_out_wait_leaves_is_taken_back(kind: Kind) -> None:
+    """A copy that begins after its job was given up would write into blocks that are somebody else's."""
+    abandoned: list[int] = []
+
+    class Noting(FakeEngine):
+        def abandon(self, ticket: Ticket) -> bool:
+            abandoned.append(ticket.layer)
+            return False
+
+    rig = Told(Noting())
+    rig.engine.waiting = Waiting.STUCK
+    rig.pipeline._wait_s = 0.01
+    rig.pipeline.begin(plan(job(1, kind, [(0, 0, 0, 3)])))
+    rig.pipeline.start_loads()
+    rig.save_all()
+    rig.wait_all()
+    rig.pipeline.end_step()
+    assert abandoned == list(range(rig.layers))
+    rig.engine.complete_all()
+    rig.pipeline.shutdown()
