@@ -6,7 +6,7 @@ ARGS ?=
 PROFILE ?= default
 SECONDS_MAX ?= 3600
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast fuzz mutants bench serve lint format lock contract
+.PHONY: help setup browser demo test test-fast fuzz mutants bench serve lint format lock contract
 
 help:
 	@echo "make demo    a real vLLM engine with and without kvpipe, side by side"
@@ -20,16 +20,19 @@ help:
 setup:
 	@tools/setup.sh
 
+browser: setup
+	@tools/setup.sh browser
+
 demo: setup
 	@$(PY) -m kvpipe.cli demo
 
-test: setup
-	PYTHONHASHSEED=0 $(PY) -m pytest tests/unit tests/transfer property_tests -q --hypothesis-profile=$(PROFILE)
+test: setup browser
+	PYTHONHASHSEED=0 $(PY) -m pytest tests/unit tests/trace tests/transfer property_tests -q --hypothesis-profile=$(PROFILE)
 	PYTHONHASHSEED=0 $(PY) -m pytest tests/contract -q
 	PYTHONHASHSEED=0 $(PY) -m pytest tests/engine -q
 
-test-fast: setup
-	PYTHONHASHSEED=0 $(PY) -m pytest tests/unit tests/transfer property_tests -q -m "not slow"
+test-fast: setup browser
+	PYTHONHASHSEED=0 $(PY) -m pytest tests/unit tests/trace tests/transfer property_tests -q -m "not slow"
 
 fuzz: setup
 	$(PY) -m kvpipe.testing.nightly --seconds $(SECONDS_MAX) --sequences property_tests/regressions \
@@ -38,7 +41,7 @@ fuzz: setup
 mutants: setup
 	$(PY) -m kvpipe.testing.mutate --sequences property_tests/regressions --json docs/results/mutants.json
 
-bench: setup
+bench: setup browser
 	$(PY) -m benchmarks
 
 serve: setup

@@ -1,4 +1,4 @@
-"""Run the benchmarks: `python -m benchmarks [host] [throughput] [warm] [fuzz] [chunks]`; default: the first four."""
+"""Run the benchmarks: `python -m benchmarks [NAME …]`, of `PARTS` or chunks; default: all of `PARTS`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from pathlib import Path
 
 from benchmarks.report import show
 
+PARTS = ["host", "throughput", "warm", "fuzz", "trace", "timeline"]
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 
 
 def main(names: list[str]) -> int:
     """Each part prints its table and writes `docs/results/NAME.json`."""
-    for name in names or ["host", "throughput", "warm", "fuzz"]:
+    for name in names or PARTS:
         if len(names) != 1:  # each in a process of its own: they bind threads and leave memory behind
             subprocess.run([sys.executable, "-m", "benchmarks", name], check=True)  # noqa: S603
             continue

@@ -13,7 +13,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
 import structlog
 import torch
 
-import kvpipe.connectors.vllm.worker  # notes the cores of the process before this thread is bound to one
+import kvpipe.loop  # notes the cores of the process before this thread is bound to one
 from benchmarks.report import Figure, median_s
 from kvpipe.testing.engine import Engine
 from kvpipe.testing.models import VOCAB, make_model
@@ -31,7 +31,7 @@ WARM_ENGINE: dict[str, Any] = {
 
 def bind_cores() -> None:
     """Give the forward core 0; kvpipe's threads have the rest."""
-    log.info("cores", engine=[0], kvpipe=sorted(kvpipe.connectors.vllm.worker.CPUS_AT_START - {0}))
+    log.info("cores", engine=[0], kvpipe=sorted(kvpipe.loop.CPUS_AT_START - {0}))
     os.sched_setaffinity(0, {0})
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +21,8 @@ from rich.table import Table
 
 from kvpipe.testing.engine import Engine
 from kvpipe.testing.models import VOCAB, make_model
+from kvpipe.trace.reader import Trace
+from kvpipe.trace.timeline import write_html
 
 MODEL = "demo"
 BLOCKS = 80  # of 32 tokens: few enough that ten requests at once do not fit
@@ -108,6 +112,9 @@ def run_demo(log: Path, json_path: Path | None) -> int:
     """Run both engines, print the table; return 1 when any answer differs."""
     console = Console()
     log.parent.mkdir(parents=True, exist_ok=True)
+    trace, page = log.with_name("demo-trace.jsonl"), log.with_name("demo-timeline.html")
+    trace.unlink(missing_ok=True)
+    traced = {"pool_bytes_max": "1GiB", "trace_file": str(trace)}
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -121,7 +128,7 @@ def run_demo(log: Path, json_path: Path | None) -> int:
         with _quiet(log):
             model = str(make_model(MODEL))
             progress.advance(task)
-            for label, config in (("without kvpipe", None), ("with kvpipe", {"pool_bytes_max": "1GiB"})):
+            for label, config in (("without kvpipe", None), ("with kvpipe", traced)):
 
                 def tick(what: str, label: str = label) -> None:
                     progress.update(task, description=f"{label}: {what}", advance=1)
@@ -133,7 +140,14 @@ def run_demo(log: Path, json_path: Path | None) -> int:
                 progress.advance(task)
     plain, piped = results["without kvpipe"], results["with kvpipe"]
     same = _print(console, plain, piped)
-    console.print(f"The engines' own output is in {log}.", style="dim")
+    write_html(Trace(trace), page)
+    command = "kvpipe" if shutil.which("kvpipe") else os.path.relpath(Path(sys.executable).with_name("kvpipe"))
+    console.print(
+        f"What happened to every request: open {page} in a browser, or\n"
+        f"  {command} trace show {trace}\n"
+        f"The engines' own output is in {log}.",
+        style="dim", highlight=False,
+    )  # fmt: skip
     if json_path is not None:
         json_path.write_text(json.dumps({k: [asdict(r) for r in v] for k, v in results.items()}, indent=1))
     return 0 if same else 1

@@ -23,6 +23,15 @@ Handler = Callable[[Any], None]
 Task = Callable[[], Coroutine[Any, Any, None]]
 
 
+CPUS_AT_START: frozenset[int] = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
+"""The cores this process may use, read at import: vLLM binds its threads to some of them later."""
+
+
+def spare_cpus() -> frozenset[int]:
+    """The cores that vLLM has not bound this thread to; empty when it has bound it to none, or to all."""
+    return CPUS_AT_START - frozenset(os.sched_getaffinity(0)) if CPUS_AT_START else frozenset()
+
+
 def bind_this_thread(cpus: frozenset[int]) -> None:
     """Let the calling thread run on `cpus` only; a system that refuses is no reason not to run."""
     with contextlib.suppress(OSError):

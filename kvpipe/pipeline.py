@@ -485,10 +485,8 @@ class Pipeline:
         return None
 
     def _told_of(self, step: int, job: Job, cursor: Cursor, was: State, edge: Edge, why: str) -> None:
-        common = (time.monotonic_ns(), self._trace.rank, job.request, job.epoch, step)
-        self._trace.put(
-            e.transition(common, cursor, job.id, was, edge, why if cursor.state.row == save_m.FAILED else "")
-        )
+        why = why if cursor.state.row == save_m.FAILED else ""
+        self._trace.took(job.request, job.epoch, step, cursor, job.id, was, edge, why)
 
     def _bytes(self, batch: Batch, layer: int) -> int:
         """Bytes of one layer of a batch."""

@@ -7,11 +7,6 @@ kind=cpu; lock=requirements/cpu.lock
 if [ "${VLLM_BUILD:-auto}" != cpu ] && command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then
   kind=cuda; lock=requirements/cuda.in
 fi
-stamp=.venv/.kvpipe-$kind; want=$(cat "$lock" pyproject.toml tools/setup.sh | sha256sum)
-[ -x .venv/bin/python ] && [ "$(cat "$stamp" 2>/dev/null || true)" = "$want" ] && exit 0
-
-python=${PYTHON:-python3}
-"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "kvpipe needs Python 3.11 or newer; set PYTHON=…" >&2; exit 1; }
 debian() { # Debian packages that a bare machine may lack, when we may install them
   if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
     apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$@" >/dev/null
@@ -19,6 +14,15 @@ debian() { # Debian packages that a bare machine may lack, when we may install t
     echo "please install: $*" >&2; return 1
   fi
 }
+# the timeline page is tested in a real browser
+if [ "${1:-}" = browser ]; then
+  { command -v chromium && command -v chromedriver; } >/dev/null 2>&1 || debian chromium chromium-driver; exit
+fi
+stamp=.venv/.kvpipe-$kind; want=$(cat "$lock" pyproject.toml tools/setup.sh | sha256sum)
+[ -x .venv/bin/python ] && [ "$(cat "$stamp" 2>/dev/null || true)" = "$want" ] && exit 0
+
+python=${PYTHON:-python3}
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "kvpipe needs Python 3.11 or newer; set PYTHON=…" >&2; exit 1; }
 "$python" -c 'import venv, ensurepip' 2>/dev/null || debian python3-venv
 ldconfig -p 2>/dev/null | grep -q libnuma.so.1 || [ "$kind" = cuda ] || debian libnuma1 || true
 

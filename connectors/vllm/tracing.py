@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from kvpipe.plan import ROW_BYTES, Job, Kind
 from kvpipe.statemachine.core import Cursor, Edge, State
@@ -11,6 +11,7 @@ from kvpipe.trace import events as e
 from kvpipe.trace.recorder import Recorder
 
 if TYPE_CHECKING:
+    from kvpipe.catalog import Chunk
     from kvpipe.connectors.vllm.scheduler import Tracked
 
 TIER = "memory"
@@ -155,13 +156,16 @@ class Teller:
 
     def chunk_moved(self, cursor: Cursor, was: State, edge: Edge, why: str) -> None:
         """A chunk took an edge, on behalf of whom the recorder is about."""
-        self.trace.put(e.transition(self.trace.common, cursor, int(str(cursor.key)), was, edge, why))
+        trace, chunk = self.trace, cast("Chunk", cursor)
+        trace.took(trace.request, trace.epoch, trace.step, cursor, chunk.slot, was, edge, why)
 
     def _moved(self, cursor: Cursor, was: State, edge: Edge, why: str) -> None:
-        if edge.moves or edge.rejects or self.trace.detail:
-            tracked: Tracked = cursor  # type: ignore[assignment]
-            common = self.trace.of(tracked.request.request_id, tracked.epoch)
-            self.trace.put(e.transition(common, cursor, tracked.life.number, was, edge, why))
+        trace = self.trace
+        if edge.moves or edge.rejects or trace.detail:
+            tracked = cast("Tracked", cursor)
+            trace.took(
+                tracked.request.request_id, tracked.epoch, trace.step, cursor, tracked.life.number, was, edge, why
+            )
 
 
 def _ms(ns: int) -> float:

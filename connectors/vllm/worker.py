@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from typing import TYPE_CHECKING
 
@@ -11,6 +10,7 @@ import torch
 from kvpipe.config import Settings
 from kvpipe.errors import UnsupportedError
 from kvpipe.geometry import Geometry
+from kvpipe.loop import CPUS_AT_START, spare_cpus
 from kvpipe.pipeline import TIER, TOLD, Pipeline
 from kvpipe.plan import EMPTY_PLAN, Kind, Outcome, StepPlan
 from kvpipe.tiers.memory import HostPool
@@ -26,14 +26,6 @@ if TYPE_CHECKING:
     from kvpipe.connectors.vllm.metadata import Tally
     from kvpipe.connectors.vllm.metrics import Values
     from kvpipe.statemachine.core import Compiled
-
-CPUS_AT_START: frozenset[int] = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
-"""The cores this process may use, read at import: vLLM binds its threads to some of them later."""
-
-
-def _spare_cpus() -> frozenset[int]:
-    """The cores that vLLM has not bound this thread to; empty when it has bound it to none, or to all."""
-    return CPUS_AT_START - frozenset(os.sched_getaffinity(0)) if CPUS_AT_START else frozenset()
 
 
 class WorkerSide:
@@ -94,7 +86,7 @@ class WorkerSide:
             layerwise=self.settings.mode == "layerwise",
             wait_ms_max=self.settings.wait_ms_max,
             counters=self.counters,
-            cpus=_spare_cpus(),
+            cpus=spare_cpus(),
             stuck_ms_max=self.settings.stuck_ms_max,
             trace=self.trace,
         )
@@ -110,7 +102,7 @@ class WorkerSide:
                 "use vLLM's CUDA or CPU build"
             )
             raise UnsupportedError(msg)
-        spare = _spare_cpus()
+        spare = spare_cpus()
         threads = self.settings.copy_threads
         if threads is None:
             threads = 1 if spare or len(CPUS_AT_START) > torch.get_num_threads() else 0

@@ -491,15 +491,15 @@ class Trial:
     def hear(self) -> None:
         """Feed what was traced since the last call back through the machines."""
         for recorder in self._recorders:
-            while recorder.queue:
-                self.replay.feed(recorder.queue.popleft())
+            for event in recorder.take():
+                self.replay.feed(event)
 
     def _record(self, side: Any, rank: int) -> None:  # noqa: ANN401
         if not _is_kvpipe(side):
             return
         side.writer.close()
         recorder: Recorder = side.recorder
-        recorder.queue.clear()
+        recorder.take()
         recorder.rank, recorder.lifecycle, recorder.transitions, recorder.detail = rank, True, True, True
         if side.scheduler is not None:
             side.scheduler.trace_chunks()

@@ -18,7 +18,7 @@ from typing import ClassVar
 import msgspec
 
 from kvpipe.statemachine import chunk, load, request, save
-from kvpipe.statemachine.core import Advance, Cursor, Edge, Go, Machine, State
+from kvpipe.statemachine.core import Advance, Compiled, Edge, Go, Machine, State
 
 FORMAT = 1
 """Raised when a reader of the former format would misread a line."""
@@ -389,19 +389,30 @@ KINDS: dict[tuple[str, str, str], type[Transition]] = {
 """The event of every move that is possible at all."""
 
 
-def transition(
-    common: tuple[int, int, str, int, int], cursor: Cursor, number: int, was: State, edge: Edge, why: str
-) -> Transition:
-    """Return the event of `cursor` taking `edge` in state `was`; `number` is what the trace calls the cursor.
+class Taken(msgspec.Struct, gc=False):
+    """An edge as it was taken: all that need be noted at once. `number` is what the trace calls the cursor."""
 
-    `common`: `t_ns`, `rank`, `request`, `epoch` and `step`.
-    """
-    name = cursor.machine.machine.name
-    if edge.moves:
-        kind = KINDS[name, was.row, edge.to.row]
-    else:
-        kind, why = (Illegal if edge.rejects else NoOp), edge.why
-    return kind(*common, 0, "", name, number, edge.event, was.name, edge.to.name, why)
+    t_ns: int
+    request: str
+    epoch: int
+    step: int
+    machine: Compiled
+    number: int
+    was: State
+    edge: Edge
+    why: str
+
+    def event(self, rank: int) -> Transition:
+        """Return what there is to tell."""
+        edge, why, name = self.edge, self.why, self.machine.machine.name
+        if edge.moves:
+            kind = KINDS[name, self.was.row, edge.to.row]
+        else:
+            kind, why = (Illegal if edge.rejects else NoOp), edge.why
+        states = self.was.name, edge.to.name
+        return kind(
+            self.t_ns, rank, self.request, self.epoch, self.step, 0, "", name, self.number, edge.event, *states, why
+        )
 
 
 def _all(base: type[Event]) -> Iterator[type[Event]]:

@@ -16,12 +16,15 @@ import zlib
 from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from time import monotonic_ns
 from typing import Protocol
 
 import msgspec
 
+from kvpipe.loop import bind_this_thread
+from kvpipe.statemachine.core import Cursor, Edge, State
 from kvpipe.trace import log
-from kvpipe.trace.events import INFO, SCHEDULER, Dropped, Ended, Event, Fault, RequestDone, Started
+from kvpipe.trace.events import SCHEDULER, Dropped, Ended, Event, Fault, Started, Taken
 
 QUEUE_EVENTS_MAX = 1 << 17
 POLL_S = 0.05
@@ -51,16 +54,41 @@ class Recorder:
         self.sample = sample
         self._share = int(sample * _HASH_MAX)
         self._max = queue_events_max
-        self.queue: deque[Event] = deque()
+        self._queue: deque[Event | Taken] = deque()
         self.dropped = 0
         self.request, self.epoch, self.step = "", 0, 0
 
     def put(self, event: Event) -> None:
         """Tell `event`, or count it as dropped. Any thread."""
-        if len(self.queue) >= self._max:
-            self.dropped += 1
+        if len(self._queue) < self._max:
+            self._queue.append(event)
         else:
-            self.queue.append(event)
+            self.dropped += 1
+
+    def took(
+        self, request: str, epoch: int, step: int, cursor: Cursor, number: int, was: State, edge: Edge, why: str = ""
+    ) -> None:
+        """Tell that `cursor`, which the trace calls `number`, took `edge` in state `was`."""
+        queue = self._queue
+        if len(queue) < self._max:
+            queue.append(Taken(monotonic_ns(), request, epoch, step, cursor.machine, number, was, edge, why))
+        else:
+            self.dropped += 1
+
+    def take(self, count: int = QUEUE_EVENTS_MAX) -> list[Event]:
+        """Return the oldest events, up to `count`, and forget them."""
+        queue = self._queue
+        taken = [queue.popleft() for _ in range(min(len(queue), count))]
+        return [one.event(self.rank) if isinstance(one, Taken) else one for one in taken]
+
+    @property
+    def waiting(self) -> int:
+        """How many events are not taken yet."""
+        return len(self._queue)
+
+    def end(self, event: Ended) -> None:
+        """Tell that nothing comes any more; there is room for that in a full queue too."""
+        self._queue.append(event)
 
     def sampled(self, request: str) -> bool:
         """Whether `request` is one of the sample: the same answer on every rank."""
@@ -73,11 +101,11 @@ class Recorder:
     @property
     def common(self) -> tuple[int, int, str, int, int]:
         """What every event says first: now, rank, request, epoch, step."""
-        return time.monotonic_ns(), self.rank, self.request, self.epoch, self.step
+        return monotonic_ns(), self.rank, self.request, self.epoch, self.step
 
     def of(self, request: str, epoch: int) -> tuple[int, int, str, int, int]:
         """As `common`, of a request."""
-        return time.monotonic_ns(), self.rank, request, epoch, self.step
+        return monotonic_ns(), self.rank, request, epoch, self.step
 
     def fault(self, name: str, seen: int, fields: dict[str, object]) -> None:
         """Tell of a fault; `seen` is how often it has happened."""
@@ -102,10 +130,13 @@ class Sink(Protocol):
 class Writer:
     """The thread that takes a recorder's events to its sinks."""
 
-    def __init__(self, recorder: Recorder, sinks: Iterable[Sink], engine: str) -> None:
-        """Start the thread. `engine` is told with every event."""
+    def __init__(
+        self, recorder: Recorder, sinks: Iterable[Sink], engine: str, cpus: frozenset[int] = frozenset()
+    ) -> None:
+        """Start the thread, on `cpus` if any are given. `engine` is told with every event."""
+        self._cpus = cpus
         self._recorder, self._sinks, self._engine = recorder, tuple(sinks), engine
-        self._wall_ns = time.time_ns() - time.monotonic_ns()
+        self._wall_ns = time.time_ns() - monotonic_ns()
         self._told = 0
         self._lost: dict[str, int] = {}
         self._stop = threading.Event()
@@ -116,7 +147,7 @@ class Writer:
         """Write what is queued, end the thread. Idempotent; bounded, should a sink hang."""
         if not self._stop.is_set():
             recorder = self._recorder
-            recorder.queue.append(Ended(time.monotonic_ns(), recorder.rank, "", 0, recorder.step, dropped=self.dropped))
+            recorder.end(Ended(monotonic_ns(), recorder.rank, "", 0, recorder.step, dropped=self.dropped))
             self._stop.set()
             self._thread.join(CLOSE_S_MAX)
 
@@ -131,6 +162,8 @@ class Writer:
         return self._recorder.dropped + sum(self._lost.values())
 
     def _main(self) -> None:
+        if self._cpus:
+            bind_this_thread(self._cpus)
         while not self._stop.wait(POLL_S):
             self._flush()
         self._flush()
@@ -138,9 +171,9 @@ class Writer:
             sink.close()
 
     def _flush(self) -> None:
-        recorder, queue = self._recorder, self._recorder.queue
-        while queue:
-            events = [queue.popleft() for _ in range(min(len(queue), _SLICE_EVENTS))]
+        recorder = self._recorder
+        while recorder.waiting:
+            events = recorder.take(_SLICE_EVENTS)
             if recorder.dropped != self._told:
                 count, self._told = recorder.dropped - self._told, recorder.dropped
                 at = events[0]
@@ -254,8 +287,3 @@ class LogSink:
 
     def close(self) -> None:
         """Nothing is held."""
-
-
-def lifecycle_wanted(level: int) -> bool:
-    """Whether a log at `level` shows the two events of a request's life."""
-    return level <= INFO and RequestDone.level >= level

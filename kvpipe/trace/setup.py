@@ -8,6 +8,7 @@ import os
 from kvpipe import __version__
 from kvpipe.config import Settings
 from kvpipe.errors import ConfigError
+from kvpipe.loop import spare_cpus
 from kvpipe.trace.events import Started
 from kvpipe.trace.recorder import FileSink, LogSink, Recorder, Sink, Writer
 
@@ -40,4 +41,4 @@ def tracing(settings: Settings, engine: str, side: str, rank: int, layers: int) 
         from kvpipe.trace.otel import OtelSink  # noqa: PLC0415  (an extra)
 
         sinks.append(OtelSink(engine))
-    return recorder, Writer(recorder, sinks, engine)
+    return recorder, Writer(recorder, sinks, engine, spare_cpus())

@@ -10,6 +10,7 @@ from kvpipe.statemachine.core import Advance, Cursor, Go, IllegalTransition
 from kvpipe.trace import events as e
 from kvpipe.trace.page import PAGE, fill
 from kvpipe.trace.reader import decoder
+from kvpipe.trace.recorder import Recorder
 
 
 def test_every_possible_move_has_its_event() -> None:
@@ -45,15 +46,13 @@ def test_every_event_says_when_and_of_whom(name: str) -> None:
 
 def test_a_watched_cursor_tells_of_every_edge() -> None:
     """Moves, no-ops and what is illegal, with the state before and after."""
-    told: list[e.Transition] = []
-    machine = e.MACHINES["request"].compile()
-    cursor = Cursor(
-        machine, "r", lambda c, was, edge, why: told.append(e.transition((0, -1, "r", 0, 0), c, 7, was, edge, why))
-    )
+    machine, recorder = e.MACHINES["request"].compile(), Recorder()
+    cursor = Cursor(machine, "r", lambda *taken: recorder.took("r", 1, 2, taken[0], 7, *taken[1:]))
     cursor.fire("lookup_miss")
     cursor.fire("admit_empty", "for a reason")
     with pytest.raises(IllegalTransition):
         cursor.fire("dispatch")
+    told = [one for one in recorder.take() if isinstance(one, e.Transition)]
     assert [(type(t), t.cursor, t.was, t.on, t.now) for t in told] == [
         (e.NoOp, 7, "NEW", "lookup_miss", "NEW"),
         (e.Running, 7, "NEW", "admit_empty", "RUNNING"),

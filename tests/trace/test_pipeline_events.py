@@ -29,6 +29,7 @@ class Told(Rig):
         super().__init__(engine)
         self.pipeline.shutdown()
         self.recorder = Recorder(3, lifecycle=True, transitions=True, detail=True, sample=sample)
+        self._events: list[e.Event] = []
         self.engine.shutdowns = 0
         self.pipeline = Pipeline(
             self.engine, self.geometry, layerwise=True, wait_ms_max=int(WAIT_S * 1000), counters=self.counters,
@@ -36,15 +37,21 @@ class Told(Rig):
         )  # fmt: skip
         self.pipeline.blocks = 10
 
+    @property
+    def events(self) -> list[e.Event]:
+        """Everything told so far."""
+        self._events += self.recorder.take()
+        return self._events
+
     def told(self, kind: type[e.Event]) -> list[e.Event]:
         """Events of `kind`."""
-        return [one for one in self.recorder.queue if isinstance(one, kind)]
+        return [one for one in self.events if isinstance(one, kind)]
 
     def replay(self) -> Replay:
         """Everything told, fed back through the machines."""
         done = Replay()
         done.feed(e.Started(0, 3, "", 0, 0, layers=self.layers))
-        for one in self.recorder.queue:
+        for one in self.events:
             done.feed(one)
         return done
 
@@ -71,9 +78,7 @@ def test_every_layer_of_a_save_is_told() -> None:
     (final,) = rig.told(e.Finalized)
     assert isinstance(final, e.Finalized)
     assert (final.rank, final.machine, final.cursor, final.was, final.now) == (3, "save", 1, "LANDED", "FINALIZED")
-    assert {(one.request, one.epoch, one.step) for one in rig.recorder.queue} == {
-        (final.request, final.epoch, final.step)
-    }
+    assert {(one.request, one.epoch, one.step) for one in rig.events} == {(final.request, final.epoch, final.step)}
     assert final.request
     assert rig.replay().problems == []
     sizes = [layer.page_bytes for group in rig.geometry.groups for layer in group.layers]

@@ -97,7 +97,7 @@ def test_a_full_queue_drops_and_says_how_many() -> None:
     told = Recorder(0, queue_events_max=10)
     writer = Writer(told, [sink], "engine")
     told.put(_event(0))
-    _until(lambda: not told.queue)  # the writer is in the sink, and hangs there
+    _until(lambda: not told.waiting)  # the writer is in the sink, and hangs there
     for number in range(1, 31):
         told.put(_event(number))
     assert told.dropped == 20
@@ -120,7 +120,7 @@ def test_a_hanging_sink_holds_neither_tellers_nor_the_shutdown_up(monkeypatch: p
     told = Recorder(0)
     writer = Writer(told, [sink], "engine")
     told.put(_event(0))
-    _until(lambda: not told.queue)
+    _until(lambda: not told.waiting)
     began = time.monotonic()
     told.put(_event(1))
     writer.close()
@@ -311,7 +311,7 @@ def test_faults_are_told_through_the_queue() -> None:
     counters.listener = told.fault
     for _ in range(1001):
         counters.fault("job_failed", request="r", why="x" * 1000)
-    first, again = told.queue
+    first, again = told.take()
     assert isinstance(first, e.Fault)
     assert isinstance(again, e.Fault)
     assert (first.name, first.request, first.rank, first.seen, again.seen) == ("job_failed", "r", 2, 1, 1001)

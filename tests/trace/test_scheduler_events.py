@@ -21,11 +21,18 @@ class Told(World):
     def __init__(self, *, sample: float = 1.0, detail: bool = True, transitions: bool = True, **options: Any) -> None:
         """As `World`."""
         self.recorder = Recorder(lifecycle=True, transitions=transitions, detail=detail, sample=sample)
+        self._events: list[Any] = []
         super().__init__(trace=self.recorder, **options)
+
+    @property
+    def events(self) -> list[Any]:
+        """Everything told so far."""
+        self._events += self.recorder.take()
+        return self._events
 
     def told(self, kind: type[e.Event]) -> list[Any]:
         """Events of exactly `kind`."""
-        return [one for one in self.recorder.queue if type(one) is kind]
+        return [one for one in self.events if type(one) is kind]
 
     def why(self, request: Any, local: int = 0) -> tuple[int, int, str]:
         """Look `request` up; return the hit, what is missed, and why."""
@@ -148,7 +155,7 @@ def test_a_life_with_a_preemption() -> None:
     """Two events at `info`; the rest is told where there is a trace, and replays."""
     told = Told()
     told.publish(told.request("old", 4, shared=4))
-    told.recorder.queue.clear()
+    told.events.clear()
     request = told.request("r", 6, shared=4)
     request.trace_headers = {"traceparent": "00-abc-def-01"}
     told.admit(request)
@@ -176,8 +183,8 @@ def test_a_life_with_a_preemption() -> None:
     assert [one.tokens for one in told.told(e.LoadPlanned)] == [4 * UNIT, 6 * UNIT - 1]
     assert [one.pages for one in told.told(e.SavePlanned)] == [2]
     assert told.told(e.Resumed)
-    assert {one.request for one in told.recorder.queue} == {"r"}
-    assert sum(one.level >= e.INFO for one in told.recorder.queue) == 2
+    assert {one.request for one in told.events} == {"r"}
+    assert sum(one.level >= e.INFO for one in told.events) == 2
 
 
 def test_the_trace_of_a_world_replays() -> None:
@@ -187,11 +194,11 @@ def test_the_trace_of_a_world_replays() -> None:
         told.publish(told.request(f"r{i % 4}", 4))
     done = Replay()
     done.feed(e.Started(0, -1, "", 0, 0))
-    for one in told.recorder.queue:
+    for one in told.events:
         done.feed(one)
     assert done.problems == []
     assert told.told(e.Evicted)
-    assert len({one.cursor for one in told.recorder.queue if isinstance(one, e.Running)}) == 6
+    assert len({one.cursor for one in told.events if isinstance(one, e.Running)}) == 6
 
 
 def test_a_lookup_is_told_when_its_answer_changes() -> None:
@@ -211,7 +218,7 @@ def test_without_a_trace_only_the_two_lines_are_told() -> None:
     """Nothing else is made for nobody."""
     told = Told(transitions=False, detail=False)
     told.publish(told.request("old", 4))
-    assert [type(one) for one in told.recorder.queue] == [e.RequestAdmitted, e.RequestDone]
+    assert [type(one) for one in told.events] == [e.RequestAdmitted, e.RequestDone]
     assert all(tracked.watch is None for tracked in told.side._tracked.values())
     assert told.side.catalog.watch is None
 
@@ -220,7 +227,7 @@ def test_who_is_not_in_the_sample_is_told_of_in_two_lines() -> None:
     """And its chunks, which are not one request's."""
     told = Told(sample=0.0)
     told.publish(told.request("old", 4))
-    kinds = {type(one) for one in told.recorder.queue if one.request}
+    kinds = {type(one) for one in told.events if one.request}
     assert kinds - {e.Reserved, e.Published} == {e.RequestAdmitted, e.RequestDone}
 
 

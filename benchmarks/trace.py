@@ -1,0 +1,181 @@
+"""What tracing costs: per event on the thread that tells, in an engine's throughput, and to read a gigabyte of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+
+import msgspec
+
+from benchmarks.report import Figure
+from benchmarks.warm import bind_cores
+from benchmarks.warm import prompt as make_prompt
+from kvpipe.statemachine.core import Cursor, Edge, State
+from kvpipe.testing.engine import Engine
+from kvpipe.testing.models import make_model
+from kvpipe.trace import events as e
+from kvpipe.trace.recorder import FileSink, Recorder
+from tests.trace.synthetic import play
+
+TOLD = 20_000
+GIGABYTE = 1 << 30
+PAIRS = 40
+REQUESTS, PROMPT, ANSWER = 8, 32, 16
+
+
+def run() -> list[Figure]:
+    """Per event first, with the least around it; the engine last."""
+    return [*_per_event(), *_reading(), *_throughput()]
+
+
+# ---- per event ------------------------------------------------------------------------------------------------------
+
+
+def _per_event() -> list[Figure]:
+    recorder = Recorder(0, lifecycle=True, transitions=True, detail=True, queue_events_max=TOLD * 2)
+    machine = e.MACHINES["request"].compile()
+
+    def watch(cursor: Cursor, was: State, edge: Edge, why: str) -> None:
+        recorder.took("request-1", 1, 2, cursor, 7, was, edge, why)
+
+    quiet, watched = Cursor(machine, "r"), Cursor(machine, "r", watch)
+    for cursor in (quiet, watched):
+        cursor.fire("admit_empty")
+
+    def moves(cursor: Cursor) -> Callable[[], None]:
+        def once() -> None:
+            for _ in range(TOLD // 2):
+                cursor.fire("preempt")
+                cursor.fire("admit_empty")
+
+        return once
+
+    def told() -> None:
+        for _ in range(TOLD):
+            recorder.put(e.LeasesTaken(*recorder.of("request-1", 1), chunks=3))
+
+    silent, heard = _us(moves(quiet), recorder), _us(moves(watched), recorder)
+    return [
+        Figure("a transition, told", heard - silent, 1.0, "us", f"{silent:.2f} us untold"),
+        Figure("an event of another kind, told", _us(told, recorder), 1.0, "us", "on the thread that tells it"),
+        Figure("an event, encoded and written", _written_us(), 10.0, "us", "on the writer's thread"),
+    ]
+
+
+def _us(once: Callable[[], None], recorder: Recorder) -> float:
+    """Median microseconds of one of `TOLD` events; the queue is emptied in between, as the writer would."""
+    once()
+    taken = []
+    for _ in range(9):
+        recorder.take()
+        begin = time.perf_counter()
+        once()
+        taken.append(time.perf_counter() - begin)
+    recorder.take()
+    return median(taken) / TOLD * 1e6
+
+
+def _written_us() -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        sink = FileSink(Path(folder) / "trace", GIGABYTE, e.Started(0, 0, "", 0, 0))
+        events: list[e.Event] = [e.LeasesTaken(i, 0, "request-1", 1, 2, chunks=3) for i in range(64)]
+        begin = time.perf_counter()
+        for _ in range(500):
+            sink.write(events)
+        taken = time.perf_counter() - begin
+        sink.close()
+    return taken / 500 / len(events) * 1e6
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+def _reading() -> list[Figure]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace"
+        block = b"".join(msgspec.json.encode(event) + b"\n" for event in play(700, ranks=2, layers=32))
+        with path.open("wb") as file:
+            while file.tell() < GIGABYTE:
+                file.write(block)
+        command = [sys.executable, "-m", "kvpipe.cli", "trace", "show", str(path)]
+        begin = time.perf_counter()
+        shown = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert shown.stdout is not None
+        out = shown.stdout.read()
+        _, status, usage = os.wait4(shown.pid, 0)
+        seconds = time.perf_counter() - begin
+        assert status == 0
+    lines = int(out.partition(": ")[2].split()[0])
+    return [
+        Figure("a trace of 1 GB, shown", seconds, 10.0, "s", f"{lines / 1e6:.1f} M lines, by the command itself"),
+        Figure("the same, its memory", usage.ru_maxrss / 1024, 200.0, "MiB", "the whole process, at its peak"),
+    ]
+
+
+# ---- an engine ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _silent(engine: Engine) -> Iterator[None]:
+    """Take tracing out of the idle engine, on both sides."""
+    recorders = [engine.connector.recorder, engine.worker_connector.recorder]
+    kept = [(one.lifecycle, one.transitions, one.detail) for one in recorders]
+    for one in recorders:
+        one.lifecycle = one.transitions = one.detail = False
+    try:
+        yield
+    finally:
+        for one, (lifecycle, transitions, detail) in zip(recorders, kept, strict=True):
+            one.lifecycle, one.transitions, one.detail = lifecycle, transitions, detail
+
+
+def _throughput() -> list[Figure]:
+    """Median of the ratios of neighbouring runs in one engine, as equal engines differ by more than the limit."""
+    bind_cores()
+    out = []
+    with tempfile.TemporaryDirectory() as folder, _stderr_to(Path(folder) / "log"):
+        for name, kvpipe, least in (
+            ("at its default level", {}, 0.99),
+            ("every transition to a file", {"trace_file": f"{folder}/trace"}, 0.95),
+        ):
+            options = {"pool_bytes_max": "2GiB"} | kvpipe
+            engine = Engine(str(make_model("serving")), kvpipe=options, num_gpu_blocks_override=600)
+            taken: dict[bool, list[float]] = {False: [], True: []}
+            seed = 0
+            for pair in range(-1, PAIRS):  # the first pair warms up
+                for on in (False, True) if pair % 2 else (True, False):
+                    prompts = [make_prompt(PROMPT, seed + i) for i in range(REQUESTS)]
+                    seed += REQUESTS
+                    with contextlib.nullcontext() if on else _silent(engine):
+                        begin = time.perf_counter()
+                        engine.generate(prompts, ANSWER)
+                        seconds = time.perf_counter() - begin
+                    if pair >= 0:
+                        taken[on].append(seconds)
+            engine.close()
+            ratio = median(a / b for a, b in zip(taken[False], taken[True], strict=True))
+            tokens = REQUESTS * (PROMPT + ANSWER)
+            beside = f"{tokens / median(taken[True]):.0f} of {tokens / median(taken[False]):.0f} tokens/s untraced"
+            out.append(Figure(f"throughput, traced {name}", ratio, least, "of untraced", beside, at_least=True))
+    return out
+
+
+@contextlib.contextmanager
+def _stderr_to(path: Path) -> Iterator[None]:
+    """Let the log go where an operator's would: to a file."""
+    kept = os.dup(2)
+    with path.open("w") as sink:
+        os.dup2(sink.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            os.close(kept)
