@@ -337,9 +337,9 @@ MUTANTS: dict[str, Mutant] = {
             ),
             Patch(
                 _PIPELINE,
-                "_handle",
-                "batch.closed and batch.ended and (batch.last is None or batch.last.over)",
-                "batch.closed and batch.ended",
+                "_report",
+                "batch.closed and batch.settled",
+                "batch.closed",
             ),
         ),
         by="every_read_is_right",
@@ -439,7 +439,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "source_reused_before_the_copy": Mutant(
         "The step ends before its copies have read their blocks.",
-        _one(_PIPELINE, "end_step", "if batch.last is not None and not self._engine", "if False and self._engine"),
+        _one(_PIPELINE, "end_step", "if batch.last is not None and not self._timed", "if False and self._timed"),
     ),
     "unwaited_layer_believed": Mutant(
         "A load counts as good though attention has read a layer without waiting.",
@@ -481,9 +481,9 @@ MUTANTS: dict[str, Mutant] = {
             ),
             Patch(
                 _PIPELINE,
-                "_handle",
-                "batch.closed and batch.ended and (batch.last is None or batch.last.over)",
-                "batch.closed and batch.ended",
+                "_report",
+                "batch.closed and batch.settled",
+                "batch.closed",
             ),
         ),
         shape="async-load",
@@ -503,7 +503,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "failed_load_tried_for_ever": Mutant(
         "A request whose load has failed is promised the same hit again.",
-        _one(_SCHEDULER, "lookup", " or tracked.state.row == m.RECOMPUTING", ""),
+        _one(_SCHEDULER, "_why_not", "tracked.state.row == m.RECOMPUTING", "False"),
     ),
     "async_loads_hold_what_others_need": Mutant(
         "Asynchronous loads are taken whether or not there is room for all who hold blocks.",
