@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from kvpipe import __version__
-from kvpipe.config import load_settings, markdown_table
+from kvpipe.config import load_settings, markdown_table, parse_extra
 from kvpipe.control import write_freeze
 from kvpipe.errors import UsageError
 from kvpipe.trace import command
@@ -57,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
 
     doctor = sub.add_parser("doctor", help="check this environment, and say what to do")
     doctor.add_argument("extra", nargs="?", default="{}", help="kv_connector_extra_config as JSON")
+    doctor.add_argument("--ranks", type=int, default=1, help="ranks on this machine, each with a pool of its own")
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
     doctor.set_defaults(run=_doctor)
 
@@ -76,15 +76,7 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    try:
-        extra = json.loads(args.extra)
-    except json.JSONDecodeError as e:
-        msg = f"kvpipe: extra={args.extra!r} is not JSON ({e}); write it as '{{\"chunk_tokens\": 256}}'"
-        raise UsageError(msg) from None
-    if not isinstance(extra, dict):
-        msg = f"kvpipe: extra={args.extra!r} is not a JSON object; write it as '{{\"chunk_tokens\": 256}}'"
-        raise UsageError(msg)
-    settings = load_settings(extra)
+    settings = load_settings(parse_extra(args.extra))
     for key, value in settings.model_dump().items():
         print(f"{key} = {value}")  # noqa: T201
     return 0
@@ -107,7 +99,7 @@ def _fuzz(args: argparse.Namespace) -> int:
 def _doctor(args: argparse.Namespace) -> int:
     from kvpipe import doctor  # noqa: PLC0415  (imports an engine)
 
-    return doctor.main(args.extra, as_json=args.json)
+    return doctor.main(args.extra, as_json=args.json, ranks=args.ranks)
 
 
 def _diagrams(args: argparse.Namespace) -> int:

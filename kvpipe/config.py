@@ -7,6 +7,7 @@ Precedence: ``kv_connector_extra_config`` over ``KVPIPE_*`` variables over the f
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import reprlib
 from pathlib import Path
@@ -146,6 +147,19 @@ def load_settings(extra: dict[str, Any] | None = None) -> Settings:
         msg = "kvpipe: bypass=true contradicts freeze=true (bypass serves no hits); set only one of them"
         raise ConfigError(msg)
     return settings
+
+
+def parse_extra(extra: str) -> dict[str, Any]:
+    """Read kv_connector_extra_config from JSON. Raises `ConfigError`."""
+    try:
+        parsed = json.loads(extra)
+    except json.JSONDecodeError as e:
+        msg = f"kvpipe: extra={extra!r} is not JSON ({e}); write it as '{{\"chunk_tokens\": 256}}'"
+        raise ConfigError(msg) from None
+    if not isinstance(parsed, dict):
+        msg = f"kvpipe: extra={extra!r} is not a JSON object; write it as '{{\"chunk_tokens\": 256}}'"
+        raise ConfigError(msg)
+    return parsed
 
 
 def _refuse_unknown(keys: Any, where: str, shown: Any = str) -> None:  # noqa: ANN401

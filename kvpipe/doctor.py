@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, get_args
+from typing import Final, Literal, NamedTuple, get_args
 
 from pydantic import ByteSize
 from rich.console import Console
 from rich.text import Text
 
-from kvpipe.config import Settings, load_settings
+from kvpipe.config import Settings, load_settings, parse_extra
 from kvpipe.errors import UnsupportedError, UsageError
 from kvpipe.geometry import Geometry, Group, Layer
 from kvpipe.names import default_state_dir
@@ -36,7 +36,6 @@ TORCH_MIN: Final = (2, 9)
 POOL_SHARE_WARN: Final = 0.8  # of the free memory; the model and the engine live there too
 POOL_SHARE_FAIL: Final = 1.0
 STATE_FREE_BYTES_MIN: Final = 1 << 20
-TRACE_BYTES_MAX: Final = 1 << 30  # where the settings do not say
 PROBE_BYTES_MAX: Final = 16 << 20
 PIN_PROBE_BYTES_MAX: Final = 256 << 20
 RESERVED_CPUS_PER_RANK: Final = 2  # vLLM's own number where there is a KV connector
@@ -472,9 +471,22 @@ def check_state_dir(settings: Settings, machine: Machine) -> Answer:
     return Answer("ok", f"{folder} is writable")
 
 
+def check_otel(settings: Settings, _: Machine) -> Answer | None:
+    """OpenTelemetry can be imported. None where the settings do not ask for it."""
+    if not settings.otel:
+        return None
+    names = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
+    try:
+        for name in names:
+            importlib.import_module(name)
+    except ImportError as e:
+        return Answer("fail", f"otel=true, and {_one_line(e)}", "pip install 'kvpipe[otel]', or set otel=false")
+    return Answer("ok", "OpenTelemetry is installed; OTEL_EXPORTER_OTLP_ENDPOINT says where spans go")
+
+
 def check_trace_file(settings: Settings, machine: Machine) -> Answer | None:
     """A trace can be written. None where the settings name no file for it. The engine does not make its folder."""
-    path = getattr(settings, "trace_file", None)
+    path = settings.trace_file
     if path is None:
         return None
     folder = path.parent
@@ -488,7 +500,7 @@ def check_trace_file(settings: Settings, machine: Machine) -> Answer | None:
         free = _writable(folder, machine)
     except OSError as e:
         return Answer("fail", f"{folder} is not writable ({_one_line(e)}), so nothing would be traced", remedy)
-    most = int(getattr(settings, "trace_bytes_max", TRACE_BYTES_MAX))
+    most = int(settings.trace_bytes_max)
     if free < most:
         said = f"{folder} has {_size(free)} left, a trace grows to {_size(most)}"
         return Answer("warn", f"{said}: what does not fit is lost", "free some space, or set a smaller trace_bytes_max")
@@ -574,6 +586,7 @@ CHECKS: list[Check] = [
     Check("state_dir", check_state_dir, "warn"),
     Check("trace_file", check_trace_file, "warn"),
     Check("control_file", check_control_file, "warn"),
+    Check("otel", check_otel, "fail"),
 ]
 
 
@@ -606,19 +619,6 @@ def examine_extra(extra: str, *, ranks: int = 1) -> list[Finding]:
         remedy = "change the configuration as it says; the other checks were made with the defaults"
         first = Finding("configuration", "fail", said, remedy)
     return [first, *examine(settings, Machine(ranks=ranks))]
-
-
-def parse_extra(extra: str) -> dict[str, Any]:
-    """Read kv_connector_extra_config from JSON. Raises `UsageError`."""
-    try:
-        parsed = json.loads(extra)
-    except json.JSONDecodeError as e:
-        msg = f"kvpipe: extra={extra!r} is not JSON ({e}); write it as '{{\"chunk_tokens\": 256}}'"
-        raise UsageError(msg) from None
-    if not isinstance(parsed, dict):
-        msg = f"kvpipe: extra={extra!r} is not a JSON object; write it as '{{\"chunk_tokens\": 256}}'"
-        raise UsageError(msg)
-    return parsed
 
 
 def verdict(findings: Sequence[Finding]) -> str:

@@ -212,7 +212,7 @@ class FileSink:
                 at = events[0]
                 gap = Dropped(at.t_ns, at.rank, "", 0, at.step, at.wall_ns, at.engine, self._lost, self._why)
                 lines.insert(0, self._encoder.encode(gap))
-            self._put((b"\n" if self._torn else b"") + b"\n".join(lines) + b"\n")
+            self._put(b"\n".join(lines) + b"\n")
         except OSError as e:
             self._lost += len(events)
             self._why = f"{self._path}: {e.strerror or e}"
@@ -262,6 +262,7 @@ class FileSink:
             self.close()
 
     def _put(self, data: bytes) -> None:
+        data = b"\n" + data if self._torn else data
         done = 0
         try:
             while done < len(data):

@@ -198,6 +198,7 @@ def test_a_full_file_is_put_aside_and_goes_on(tmp_path: Path) -> None:
         assert sum(part.stat().st_size for part in files_of(path)) <= bytes_max + 2000
     old, new = files_of(path)
     assert old.name == "trace.1"
+    assert old.stat().st_size >= bytes_max // 2 - 500, "put aside once, not by both"
     held = sorted(_numbers(old, new))
     assert held == list(range(held[0], 600))
     parts = [one.part for one in Trace(new) if isinstance(one, e.Started)]
@@ -234,6 +235,7 @@ def test_a_full_disk_loses_events_and_says_so(tmp_path: Path, small_disk: int) -
     assert [one.count for one in events if isinstance(one, e.Dropped)] == [len(lost)]
     assert _numbers(path) == [*range(lost[0]), 100]
     assert trace.unread.total() == 1
+    assert sum(isinstance(one, e.Started) for one in events) == 2, "each time that the file was opened"
 
 
 def test_a_pipe_that_nobody_reads_loses_events(tmp_path: Path) -> None:
@@ -291,6 +293,12 @@ def test_the_log_has_what_its_level_asks_for(said: io.StringIO) -> None:
         {"event": "job_failed", "level": "warning", "engine": "e1", "request": "r1", "rank": 0, "step": 3, "seen": 1,
          "job": "7"},
     ]  # fmt: skip
+
+
+def test_the_log_makes_nothing_of_what_nobody_reads(said: io.StringIO) -> None:
+    """A sink at `warning` leaves out what the log's own level would let through."""
+    LogSink(logging.WARNING).write([e.RequestAdmitted(1, -1, "r1", 2, 3, 4, "e1"), e.Stuck(1, 0, "r1", 0, 3, 4, "e1")])
+    assert [json.loads(line)["event"] for line in said.getvalue().splitlines()] == ["stuck"]
 
 
 def test_a_closed_stderr_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,6 +100,9 @@ def test_it_is_held_under_another_salt() -> None:
     other = told.request("other tokens", 4)
     other.all_token_ids = range(1000, 1064)
     assert told.why(other) == (0, 4 * UNIT, misses.NOT_SAVED)
+    told.publish(told.request("shared", 4, shared=4))
+    told.publish(told.request("salted, too", 4))
+    assert told.why(told.request("longer", 6, shared=4)) == (4 * UNIT, 2 * UNIT, misses.NOT_SAVED)
 
 
 def test_kvpipe_does_not_load_for_it() -> None:
@@ -212,6 +215,11 @@ def test_a_lookup_is_told_when_its_answer_changes() -> None:
         told.ask(request)
     mine = [one for one in told.told(e.Lookup) if one.request == "r"]
     assert [one.hit_tokens for one in mine] == [{}, {"memory": 4 * UNIT}]
+    told.admit(request)
+    told.preempt(request)
+    told.ask(request)
+    assert told.told(e.Lookup)[-1].hit_tokens == {"memory": 4 * UNIT}, "a new admission is asked for"
+    assert len([one for one in told.told(e.Lookup) if one.request == "r"]) == 3
 
 
 def test_without_a_trace_only_the_two_lines_are_told() -> None:

@@ -441,16 +441,26 @@ def test_a_folder_that_refuses_writes(tmp_path: Path, monkeypatch: pytest.Monkey
         assert (known.status, "Read-only file system" in known.said) == ("fail", True)
 
 
+def test_otel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for, it must be there."""
+    assert doctor.check_otel(load_settings({}), _machine(tmp_path)) is None
+    asked = load_settings({"otel": True})
+    assert _known(doctor.check_otel(asked, _machine(tmp_path))).status == "ok"
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    missing = _known(doctor.check_otel(asked, _machine(tmp_path)))
+    assert (missing.status, missing.remedy) == ("fail", "pip install 'kvpipe[otel]', or set otel=false")
+
+
 def test_trace_file(tmp_path: Path) -> None:
     """Only a file that is named is checked; its folder must be there; a trace wants room."""
 
     def ask(path: Path | None, free: int = 2 * GIB, **others: int) -> Answer | None:
-        settings = cast("Settings", SimpleNamespace(trace_file=path, **others))
+        settings = cast("Settings", SimpleNamespace(trace_file=path, **{"trace_bytes_max": 1 << 30} | others))
         return doctor.check_trace_file(settings, _machine(tmp_path, free_bytes=_free(free)))
 
     path = tmp_path / "trace.jsonl"
     assert ask(None) is None
-    assert doctor.check_trace_file(cast("Settings", SimpleNamespace()), _machine(tmp_path)) is None
+    assert doctor.check_trace_file(load_settings({}), _machine(tmp_path)) is None
     assert _known(ask(path)) == ("ok", f"{tmp_path} is writable and has 2.0GiB left", "")
     assert _known(ask(path, GIB)).status == "ok"
     tight = _known(ask(path, GIB - 1))
@@ -526,7 +536,11 @@ def test_a_check_that_raises_is_a_finding(tmp_path: Path, monkeypatch: pytest.Mo
 def test_nothing_known_is_no_traceback(tmp_path: Path) -> None:
     """On a machine where every question fails, every check has an answer."""
     found = examine(load_settings({"name": "docs"}), _broken(tmp_path))
-    assert {f.name for f in found} == {c.name for c in (*doctor.CHECKS, *doctor.TIERS)} - {"trace_file", "control_file"}
+    assert {f.name for f in found} == {c.name for c in (*doctor.CHECKS, *doctor.TIERS)} - {
+        "trace_file",
+        "control_file",
+        "otel",
+    }
     assert all(f.remedy for f in found if f.status != "ok")
     assert {f.name for f in found if f.status == "ok"} == {"python", "VLLM_PLUGINS", "shared memory", "memory tier"}
 
