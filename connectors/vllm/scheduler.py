@@ -26,7 +26,7 @@ from kvpipe.plan import BROKEN, Job, Kind, StepPlan
 from kvpipe.policy import make_policy
 from kvpipe.statemachine import request as m
 from kvpipe.statemachine.chunk import CHUNK
-from kvpipe.statemachine.core import Compiled, Cursor
+from kvpipe.statemachine.core import Compiled, Cursor, Watch
 from kvpipe.trace.events import CacheReset
 from kvpipe.trace.log import Counters
 from kvpipe.trace.recorder import OFF, Recorder
@@ -68,8 +68,6 @@ class OpenChunk(NamedTuple):
 class Tracked(Cursor):
     """One request. `next_at` is the token count at which the next unit is full: until then there is nothing to do."""
 
-    life: Life
-
     __slots__ = (
         "epoch",
         "job",
@@ -84,13 +82,13 @@ class Tracked(Cursor):
         "saved",
     )
 
-    def __init__(self, request: Request, groups: int) -> None:
+    def __init__(self, request: Request, groups: int, life: Life, watch: Watch | None) -> None:
         """`saved` counts the units of the prefix that are saved, being saved, or given up.
 
         `later` is the step in which a lookup ends to ask for time; 0: it has not asked.
         """
-        super().__init__(_MACHINE, request.request_id)
-        self.request = request
+        super().__init__(_MACHINE, request.request_id, watch)
+        self.request, self.life = request, life
         self.epoch = self.saved = self.next_at = self.retries = self.later = 0
         self.preemptions = request.num_preemptions
         self.opened: list[OpenChunk | None] = [None] * groups
@@ -173,8 +171,8 @@ class SchedulerSide:
                 return old
             self.counters.fault("id_reused_before_finish", request=request.request_id)
             self._finish(old)
-        tracked = self._tracked[request.request_id] = Tracked(request, len(self.geometry.groups))
-        tracked.life = self._tell.added(tracked)
+        life, watch = self._tell.added(request)
+        tracked = self._tracked[request.request_id] = Tracked(request, len(self.geometry.groups), life, watch)
         return tracked
 
     def lookup(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:

@@ -6,11 +6,13 @@ import time
 from typing import TYPE_CHECKING, cast
 
 from kvpipe.plan import ROW_BYTES, Job, Kind
-from kvpipe.statemachine.core import Cursor, Edge, State
+from kvpipe.statemachine.core import Cursor, Edge, State, Watch
 from kvpipe.trace import events as e
 from kvpipe.trace.recorder import Recorder
 
 if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
     from kvpipe.catalog import Chunk
     from kvpipe.connectors.vllm.scheduler import Tracked
 
@@ -66,19 +68,19 @@ class Teller:
         self.missed_tokens: dict[str, int] = {}
         self.misses: dict[str, int] = {}
 
-    def added(self, tracked: Tracked) -> Life:
-        """A request has come. Returns its life."""
+    def added(self, request: Request) -> tuple[Life, Watch | None]:
+        """A request has come. Return its life, and who watches its cursor."""
         self._numbers += 1
-        trace, request = self.trace, tracked.request
+        trace = self.trace
         life = Life(self._numbers, sampled=trace.transitions and trace.sampled(request.request_id))
-        if life.sampled:
-            tracked.watch = self._moved
-            headers = getattr(request, "trace_headers", None) or {}
-            trace.put(e.RequestAdded(
-                *trace.of(request.request_id, 0),
-                prompt_tokens=request.num_prompt_tokens, traceparent=str(headers.get("traceparent", ""))[:64],
-            ))  # fmt: skip
-        return life
+        if not life.sampled:
+            return life, None
+        headers = getattr(request, "trace_headers", None) or {}
+        trace.put(e.RequestAdded(
+            *trace.of(request.request_id, 0),
+            prompt_tokens=request.num_prompt_tokens, traceparent=str(headers.get("traceparent", ""))[:64],
+        ))  # fmt: skip
+        return life, self._moved
 
     def answered(self, tracked: Tracked, answer: Answer) -> None:
         """A lookup was answered. vLLM may ask in every step; only what is new is told."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvpipe.connectors.vllm.connector import KVPipeConnector
-from kvpipe.connectors.vllm.scheduler import SchedulerSide, Tracked
+from kvpipe.connectors.vllm.scheduler import SchedulerSide
 from kvpipe.statemachine.request import RECOMPUTING
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ class RetryingSide(SchedulerSide):
         """Look up as if the request were new."""
         tracked = self._tracked.get(request.request_id)
         if tracked is not None and tracked.state.row == RECOMPUTING:
-            self._tracked[request.request_id] = Tracked(request, len(self.geometry.groups))
+            del self._tracked[request.request_id]
         return super().lookup(request, local_tokens)
 
 
