@@ -177,12 +177,12 @@ class Catalog:
         chunk.ready = piece.stop
         self._mark(chunk, Mark(piece.stop, piece.key, piece.keep))
         self._finish_write(chunk, landed=True)
-        return True
+        return bool(chunk.marks)
 
     def lost(self, piece: Piece) -> None:
         """A rank failed the piece: what landed before it stays, it and all after it are dropped."""
         self._unpend(piece)
-        self.lost_keys.add(piece.key, TORN)
+        self.lost_keys.add(piece.chunk.group, piece.key, TORN)
         self._finish_write(piece.chunk, landed=False)
 
     def keep_mark(self, chunk: Chunk, key: bytes) -> None:
@@ -209,6 +209,7 @@ class Catalog:
                 del index[old.key]
         chunk.marks = (*kept, mark)
         index[mark.key] = chunk
+        self.lost_keys.forget(chunk.group, mark.key)
 
     def _unpend(self, piece: Piece) -> None:
         pending = self._pending[piece.chunk.group]
@@ -265,11 +266,12 @@ class Catalog:
         for mark in chunk.marks:
             if index.get(mark.key) is chunk:
                 del index[mark.key]
-                self.lost_keys.add(mark.key, why)
+                self.lost_keys.add(chunk.group, mark.key, why)
         pending = self._pending[chunk.group]
         if chunk.writers:
             for key in [k for k, c in pending.items() if c is chunk]:
                 del pending[key]
+                self.lost_keys.add(chunk.group, key, why)
         self._reserved.discard(chunk)
         self._policy.remove(chunk)
         if self.on_drop is not None:

@@ -93,7 +93,7 @@ class Settings(BaseSettings):
         "`info` only what happens to requests.",
     )
     trace_sample: Annotated[float, BeforeValidator(_no_bool), Field(ge=0, le=1)] = Field(
-        1.0, description="Share of requests that are traced, by their ids; failures are traced always."
+        1.0, description="Share of requests that are traced, by their ids; failures of the others are traced too."
     )
     trace_bytes_max: Annotated[ByteSize, BeforeValidator(_no_bool), Field(ge=1 << 20)] = Field(
         ByteSize(1 << 30), description="Disk for the trace; the older half is kept as `FILE.1`."

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, TypeVar
 
 NOT_SAVED: Final = "not_saved"
 BEING_SAVED: Final = "being_saved"
@@ -19,12 +20,12 @@ BYPASS: Final = "bypass"
 NO_CONSUMER: Final = "no_consumer"
 
 REASONS: dict[str, str] = {
-    NOT_SAVED: "nobody has computed it since the engine started, or it was forgotten long ago",
+    NOT_SAVED: "nobody has saved it, or a chunk has grown beyond it, or it was forgotten long ago",
     BEING_SAVED: "it is being saved: not every rank has it yet",
     EVICTED: "it was held, and made room for others",
     RESET: "it was held before the cache was reset",
     TORN: "a rank failed to save it, so what others saved of it was dropped",
-    SALT: "the same tokens are held under another cache_salt or LoRA adapter",
+    SALT: "the same tokens were saved under another cache_salt, LoRA adapter or image",
     BELOW_MINIMUM: "what is left is shorter than the smallest unit that can be held, or vLLM has to compute it itself",
     LOAD_FAILED: "a load of this request failed; it computes",
     TIER_DOWN: "a rank cannot use its tier any more",
@@ -43,28 +44,37 @@ class Lost:
     def __init__(self, keys_max: int = KEYS_MAX) -> None:
         """Nothing was lost."""
         self._max = keys_max
-        self._why: dict[bytes, str] = {}
-        self._firsts: dict[int, bytes] = {}
+        self._why: OrderedDict[tuple[int, bytes], str] = OrderedDict()
+        self._firsts: OrderedDict[int, bytes] = OrderedDict()
 
-    def add(self, key: bytes, why: str) -> None:
-        """`key` cannot be found any more."""
-        _bounded(self._why, self._max)
-        self._why[key] = why
+    def add(self, group: int, key: bytes, why: str) -> None:
+        """`key` cannot be found in `group` any more."""
+        _remember(self._why, (group, key), why, self._max)
 
-    def why(self, key: bytes) -> str:
+    def forget(self, group: int, key: bytes) -> None:
+        """`key` can be found again."""
+        self._why.pop((group, key), None)
+
+    def why(self, group: int, key: bytes) -> str:
         """Return why `key` left, or that it never came."""
-        return self._why.get(key, NOT_SAVED)
+        return self._why.get((group, key), NOT_SAVED)
 
     def saved_first(self, tokens: Sequence[int], key: bytes) -> None:
         """The first unit of a prefix, of these `tokens`, is saved under `key`."""
-        _bounded(self._firsts, self._max)
-        self._firsts[hash(tuple(tokens))] = key
+        _remember(self._firsts, hash(tuple(tokens)), key, self._max)
 
     def has_twin(self, tokens: Sequence[int], key: bytes) -> bool:
-        """Whether the same tokens were saved under another key: another salt, or another adapter."""
+        """Whether the same tokens were saved under another key: another salt, adapter or image."""
         return self._firsts.get(hash(tuple(tokens)), key) != key
 
 
-def _bounded(table: dict[bytes, str] | dict[int, bytes], entries_max: int) -> None:
-    if len(table) >= entries_max:
-        del table[next(iter(table))]  # type: ignore[arg-type]
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+
+
+def _remember(table: OrderedDict[_Key, _Value], key: _Key, value: _Value, entries_max: int) -> None:
+    """Note `value` as the youngest; forget the oldest beyond `entries_max`."""
+    table.pop(key, None)
+    table[key] = value
+    if len(table) > entries_max:
+        table.popitem(last=False)

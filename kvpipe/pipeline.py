@@ -49,10 +49,10 @@ class Batch:
     """The jobs of one kind in one step: one copy plan, one ticket per layer, one cursor per job."""
 
     __slots__ = (
-        "abandoned",
         "closed",
         "confirmed",
         "cursors",
+        "doomed",
         "ended",
         "gave_up",
         "jobs",
@@ -66,6 +66,7 @@ class Batch:
         "submitted",
         "tickets",
         "told",
+        "traced",
         "waited",
     )
 
@@ -85,13 +86,17 @@ class Batch:
         self.closed = False  # nothing more will be submitted
         self.confirmed = kind is Kind.LOAD_ASYNC  # nobody reads before its copy has landed
         self.moved_ns = time.monotonic_ns()
-        self.moves: deque[str] = deque(maxlen=LAST_MOVES)
-        self.abandoned = False  # stuck, and no copy of it will touch memory any more
+        self.moves: deque[tuple[int, Edge]] = deque(maxlen=LAST_MOVES * len(jobs))
+        self.traced = False  # some of its jobs are, in detail
+        # set by the watchdog, and never taken back:
+        self.doomed = False  # stuck: nothing more of it is begun
 
     @property
     def settled(self) -> bool:
-        """Whether no copy can touch the jobs' slots or blocks any more."""
-        return self.last is None or self.last.over or self.abandoned
+        """Whether no copy can touch the jobs' slots or blocks any more. Asked when all of them were submitted."""
+        if self.doomed:  # its copies may end in any order
+            return all(ticket.over or ticket.withdrawn for ticket in tuple(self.tickets.values()))
+        return self.last is None or self.last.over
 
 
 class Pipeline:
@@ -319,6 +324,7 @@ class Pipeline:
         if not jobs:
             return None
         batch = Batch(kind, tuple(jobs), len(self._geometry.groups), step)
+        batch.traced = self._trace.detail and any(self._trace.sampled(job.request) for job in jobs)
         self._open_jobs.update((job.id, job) for job in jobs)
         self._loop.put((OPEN, batch, ""))
         return batch
@@ -329,11 +335,16 @@ class Pipeline:
         ticket = Ticket(batch, layer, batch.submitted.bit_count(), self._loop.put)
         batch.submitted |= 1 << layer
         batch.tickets[layer] = batch.last = ticket
-        if self._trace.detail:
+        if batch.traced:
             ids = [job.id for job in batch.jobs]
             self._trace.put(e.LayerSubmitted(*self._said(batch), kind=batch.kind.name.lower(), layer=layer, jobs=ids))
+        if batch.doomed:
+            ticket.complete(frozenset(job.id for job in batch.jobs))
+            return
         try:
             self._engine.submit(batch.plan, ticket)
+            if ticket.over:  # copied inline: the engine's thread has done it itself
+                self.waited_ns += time.monotonic_ns() - ticket.born_ns
         except Exception as error:  # noqa: BLE001  (no thread could be started, say: a ticket would never end)
             self.counters.fault("submit_failed", error=repr(error))
             if not ticket.over:
@@ -355,8 +366,7 @@ class Pipeline:
         batch.gave_up = True
         for ticket in batch.tickets.values():  # what has not begun shall not write into blocks that are given back
             self._engine.abandon(ticket)
-        if self._trace.lifecycle:
-            self._trace.put(e.TierSlow(*self._said(batch), tier=TIER, waited_ms=self._wait_s * 1000))
+        self._trace.put(e.TierSlow(*self._said(batch), tier=TIER, waited_ms=self._wait_s * 1000))
         if batch.kind is Kind.LOAD_SYNC:
             self._suspect(batch)
         self._loop.put((save_m.FAULT, batch, why))
@@ -393,6 +403,7 @@ class Pipeline:
         if isinstance(item, Ticket):
             batch = item.batch
             assert isinstance(batch, Batch)  # noqa: S101  (tickets are made in _submit only)
+            batch.moved_ns = time.monotonic_ns()
             self._landed(batch, item)
         else:
             event, batch, why = item
@@ -430,8 +441,9 @@ class Pipeline:
     def _landed(self, batch: Batch, ticket: Ticket) -> None:
         took_ns = time.monotonic_ns() - ticket.born_ns
         self.copied_ns[batch.kind] += took_ns
-        self.copied_bytes[batch.kind] += self._bytes(batch, ticket.layer)
-        if self._trace.detail:
+        if not ticket.failed:
+            self.copied_bytes[batch.kind] += self._bytes(batch, ticket.layer)
+        if batch.traced:
             self._trace.put(e.LayerCopied(
                 ticket.born_ns, *self._said(batch)[1:], kind=batch.kind.name.lower(), layer=ticket.layer,
                 jobs=[job.id for job in batch.jobs], took_ns=took_ns, failed=sorted(ticket.failed),
@@ -454,7 +466,7 @@ class Pipeline:
             edge = move(news, why)
         except IllegalTransition as error:
             # a bug of ours: the job is failed rather than trusted, and the engine never hears of it
-            said = {"machine": error.machine, "state": error.state, "event": error.event, "why": error.why}
+            said = {"machine": error.machine, "state": error.state, "on": error.event, "why": error.why}
             self.counters.fault("illegal_transition", **said)
             if was_final:
                 return
@@ -463,8 +475,7 @@ class Pipeline:
         if not edge.moves:
             self.counters["no_op_transitions"] += 1
             return
-        batch.moved_ns = time.monotonic_ns()
-        batch.moves.append(f"job {job.id}: {edge.event} -> {cursor.state.name}")
+        batch.moves.append((job.id, edge))
         if cursor.state.final:
             ok = cursor.state.row == save_m.FINALIZED
             batch.ended.append(Outcome(job, ok, "" if ok else why))
@@ -480,13 +491,19 @@ class Pipeline:
         return time.monotonic_ns(), self._trace.rank, request, epoch, batch.step
 
     def _watch(self, batch: Batch, job: Job) -> Watch | None:
-        if self._trace.detail and self._trace.sampled(job.request):
-            return functools.partial(self._told_of, batch.step, job)
-        return None
+        """Who hears of the job's moves; of a job that is not in the sample, only of its failure."""
+        if not self._trace.detail:
+            return None
+        told = self._moved if self._trace.sampled(job.request) else self._failed
+        return functools.partial(told, batch.step, job)
 
-    def _told_of(self, step: int, job: Job, cursor: Cursor, was: State, edge: Edge, why: str) -> None:
-        why = why if cursor.state.row == save_m.FAILED else ""
+    def _moved(self, step: int, job: Job, cursor: Cursor, was: State, edge: Edge, why: str) -> None:
+        why = why if edge.to.row == save_m.FAILED else ""
         self._trace.took(job.request, job.epoch, step, cursor, job.id, was, edge, why)
+
+    def _failed(self, step: int, job: Job, cursor: Cursor, was: State, edge: Edge, why: str) -> None:
+        if edge.rejects or (edge.moves and edge.to.row == save_m.FAILED):
+            self._trace.took(job.request, job.epoch, step, cursor, job.id, was, edge, why)
 
     def _bytes(self, batch: Batch, layer: int) -> int:
         """Bytes of one layer of a batch."""
@@ -500,21 +517,29 @@ class Pipeline:
         while True:
             await anyio.sleep(self._stuck_s / WATCHES_PER_LIMIT)
             oldest_ns = time.monotonic_ns() - int(self._stuck_s * 1e9)
-            for batch in [one for one in self._live if one.moved_ns < oldest_ns and not one.settled]:
+            for batch in [one for one in self._live if self._is_stuck(one, oldest_ns)]:
                 self._unstick(batch)
+
+    @staticmethod
+    def _is_stuck(batch: Batch, oldest_ns: int) -> bool:
+        last = batch.last  # of vLLM's thread: a step may still be submitting
+        born_ns = last.born_ns if last is not None else 0
+        return max(batch.moved_ns, born_ns) < oldest_ns and (batch.doomed or not batch.settled)
 
     def _unstick(self, batch: Batch) -> None:
         if not all(cursor.state.final for cursor in batch.cursors.values()):
-            waited_ms = (time.monotonic_ns() - batch.moved_ns) / 1e6
-            last, ids = list(batch.moves), [job.id for job in batch.jobs]
-            self.counters.fault("stuck", jobs=ids, kind=batch.kind.name.lower(), waited_ms=round(waited_ms), last=last)
-            if self._trace.lifecycle:
-                for job in batch.jobs:
-                    said = (time.monotonic_ns(), self._trace.rank, job.request, job.epoch, batch.step)
-                    kind = batch.kind.name.lower()
-                    self._trace.put(e.Stuck(*said, job=job.id, kind=kind, waited_ms=round(waited_ms, 3), last=last))
+            waited_ms, kind = round((time.monotonic_ns() - batch.moved_ns) / 1e6), batch.kind.name.lower()
             for job in batch.jobs:
+                moves = [f"{edge.event} -> {edge.to.name}" for number, edge in batch.moves if number == job.id]
+                last = moves[-LAST_MOVES:]
+                said = (time.monotonic_ns(), self._trace.rank, job.request, job.epoch, batch.step)
+                self.counters.fault("stuck", job=job.id, request=job.request, kind=kind, waited_ms=waited_ms, last=last)
+                self._trace.put(e.Stuck(*said, job=job.id, kind=kind, waited_ms=waited_ms, last=last))
+        batch.doomed = True  # first: what is submitted from now on is not begun
+        for job in batch.jobs:
+            if not batch.cursors[job.id].state.final:
                 self._fire(batch, job, batch.cursors[job.id].fire, save_m.FAULT, STUCK)
         # told only when it is safe: what cannot be taken back may still write, and is asked again
-        batch.abandoned = all([self._engine.abandon(ticket) for ticket in batch.tickets.values()])  # noqa: C419  (each of them)
+        for ticket in tuple(batch.tickets.values()):
+            ticket.withdrawn = ticket.withdrawn or self._engine.abandon(ticket)
         self._report(batch)

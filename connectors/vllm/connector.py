@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-ENGINE_ID_CHARS = 8
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -107,7 +106,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker: WorkerSide | None = None
         self._claim: NameClaim | None = None
         self._control: LoopThread | None = None
-        engine = str(transfer.engine_id or vllm_config.instance_id)[:ENGINE_ID_CHARS]
+        engine = support.engine_name(str(transfer.engine_id or vllm_config.instance_id))
         layers = len(self.geometry.layers)
         if role is KVConnectorRole.WORKER:
             rank = vllm_config.parallel_config.rank
@@ -117,11 +116,15 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             self._meter = meter(self.worker)
             self.counters.listener = self.recorder.fault
             return
+        tokens = support.hash_tokens(kv_cache_config, self.geometry)
+        if self.settings.name:
+            facts = support.identity(vllm_config, kv_cache_config, self.geometry)
+            self._claim = NameClaim(self.settings.name, facts, self.settings.state_dir)
         self.recorder, self.writer = tracing(self.settings, engine, "scheduler", SCHEDULER, layers)
         self.scheduler = SchedulerSide(
             self.settings,
             self.geometry,
-            hash_tokens=support.hash_tokens(kv_cache_config, self.geometry),
+            hash_tokens=tokens,
             ranks=vllm_config.parallel_config.world_size,
             saves=transfer.is_kv_producer,
             loads=transfer.is_kv_consumer,
@@ -132,12 +135,8 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         self._meter = meter(self.scheduler)
         told = vllm_config.kv_events_config
         if told is not None and told.enable_kv_cache_events:
-            tokens = support.hash_tokens(kv_cache_config, self.geometry)
             self.scheduler.announce(KvEvents(self.geometry.unit_tokens, tokens))
         self.counters.listener = self.recorder.fault
-        if self.settings.name:
-            facts = support.identity(vllm_config, kv_cache_config, self.geometry)
-            self._claim = NameClaim(self.settings.name, facts, self.settings.state_dir)
         if self.settings.control_file is not None:
             watch = functools.partial(watch_control_file, self.settings.control_file, self.set_freeze)
             self._control = LoopThread("kvpipe-control", _ignore, tasks=(watch,))
@@ -284,13 +283,15 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
     @_contained(_nothing)
     def shutdown(self) -> None:
         """End threads and give back the name. Idempotent."""
-        if self.worker is not None:
-            self.worker.shutdown()
-        if self._control is not None:
-            self._control.stop()
-        if self._claim is not None:
-            self._claim.release()
-        self.writer.close()
+        try:
+            if self.worker is not None:
+                self.worker.shutdown()
+            if self._control is not None:
+                self._control.stop()
+            if self._claim is not None:
+                self._claim.release()
+        finally:
+            self.writer.close()
 
     # ---- scheduler side -------------------------------------------------------------------------------------------
 

@@ -17,8 +17,6 @@ from kvpipe.catalog import Chunk, Piece
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-EVENTS_MAX = 1 << 16  # vLLM takes them after every step
-
 
 class KvEvents:
     """Collects events until vLLM takes them."""
@@ -72,5 +70,4 @@ class KvEvents:
         ))  # fmt: skip
 
     def _add(self, event: KVCacheEvent) -> None:
-        if len(self._events) < EVENTS_MAX:
-            self._events.append(event)
+        self._events.append(event)  # vLLM takes them after every step: bounded by what one publishes and evicts

@@ -33,7 +33,7 @@ class Metric(NamedTuple):
 METRICS: dict[str, Metric] = {
     "hit_tokens": Metric("counter", "tier", "Tokens found beyond vLLM's own cache, at admission."),
     "missed_tokens": Metric("counter", "reason", "Tokens of admitted requests that nobody held, by the reason."),
-    "misses": Metric("counter", "reason", "Admissions that found less than the whole prompt, by the reason."),
+    "misses": Metric("counter", "reason", "Admissions for which not all that can be held was, by the reason."),
     "copied_bytes": Metric("counter", "kind", "Bytes saved and loaded, over all ranks."),
     "copy_seconds": Metric("counter", "kind", "Seconds from the submission of a layer's copy to its end, added up."),
     "wait_seconds": Metric("counter", "", "Seconds that the engine's own thread has waited for copies."),
@@ -42,6 +42,7 @@ METRICS: dict[str, Metric] = {
     "evictions": Metric("counter", "", "Chunks evicted from the pool."),
     "transitions": Metric("counter", "machine", "Moves of the state machines."),
     "no_op_transitions": Metric("counter", "machine", "Events that changed nothing in the state machines."),
+    "trace_dropped": Metric("counter", "where", "Traced events that were lost, in the queue or at a sink."),
     "pool_chunks": Metric("gauge", "", "Chunks that the pool has room for."),
     "pool_chunks_used": Metric("gauge", "", "Chunks that the pool holds."),
     "leases": Metric("gauge", "", "Leases that loads in flight hold on chunks."),

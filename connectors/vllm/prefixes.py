@@ -42,7 +42,7 @@ class Prefixes:
         if self._windows and best * self._unit >= request.num_tokens:
             best -= 1  # the recomputed last token's window reaches one token further back than a new token's
         for group in self._full:
-            best = self._longest_full(self._catalog.index(group), hashes, best)
+            best = self._longest_full(group, hashes, best)
         while best and self._windows:
             gaps = [self._window_gap(g, hashes, best, window) for g, window in self._windows]
             shorter = [gap for gap in gaps if gap >= 0]
@@ -56,7 +56,8 @@ class Prefixes:
     def why_short(self, request: Request, units: int) -> str:
         """Return why no more than the first `units` units of `request` are found: one of `misses.REASONS`."""
         stop = self.final_units(request, request.num_tokens)
-        if units >= stop:
+        given_back = bool(self._windows) and stop * self._unit >= request.num_tokens  # as in `longest`
+        if units >= stop - given_back:
             return misses.BELOW_MINIMUM
         hashes, lost = request.block_hashes, self._catalog.lost_keys
         last = min(units // self._per_chunk * self._per_chunk + self._per_chunk, stop)
@@ -66,7 +67,7 @@ class Prefixes:
                     continue
                 if self._catalog.known(group, key):
                     return misses.BEING_SAVED
-                if (why := lost.why(key)) != misses.NOT_SAVED:
+                if (why := lost.why(group, key)) != misses.NOT_SAVED:
                     return why
         if not units and lost.has_twin(request.all_token_ids[: self._unit], self.key(hashes, 1)):
             return misses.SALT
@@ -95,7 +96,8 @@ class Prefixes:
                 if chunk is not None:
                     yield chunk
 
-    def _longest_full(self, index: dict[bytes, Chunk], hashes: Sequence[bytes], best: int) -> int:
+    def _longest_full(self, group: int, hashes: Sequence[bytes], best: int) -> int:
+        index = self._catalog.index(group)
         per_chunk, step = self._per_chunk, self._per_chunk * self._hashes_per_unit
         found = 0
         for key in hashes[step - 1 : best * self._hashes_per_unit : step]:
@@ -103,7 +105,7 @@ class Prefixes:
                 break
             found += 1
         base = found * per_chunk
-        return self._shorter(index, hashes, base, min(best, base + per_chunk - 1))
+        return self._longest_in_last_chunk(group, hashes, min(best, base + per_chunk - 1))
 
     def _longest_in_last_chunk(self, group: int, hashes: Sequence[bytes], best: int) -> int:
         base = best // self._per_chunk * self._per_chunk

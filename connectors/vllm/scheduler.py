@@ -193,18 +193,18 @@ class SchedulerSide:
             # vLLM must compute at least one token; an async load may cover the whole prompt, it sees to it itself
             tokens = min(tokens, request.num_tokens - 1)
         external = max(0, tokens - local_tokens)
-        missed = request.num_tokens - local_tokens - external
-        why = self._prefixes.why_short(request, units) if missed else ""
+        missed = request.num_tokens - max(local_tokens, units * self._unit)  # the last token, if held, is no miss
+        why = self._prefixes.why_short(request, max(units, local_tokens // self._unit)) if missed > 0 else ""
         if not external:
             tracked.fire(m.LOOKUP_MISS)
             self.counters["lookup_miss"] += 1
-            self._tell.answered(tracked, Answer(local_tokens, 0, missed, why))
+            self._tell.answered(tracked, Answer(local_tokens, 0, max(0, missed), why))
             return 0, False
         if self._async and self._room and self._manager is not None and not self._room.fits(request, self._manager):
             return self._ask_later(tracked, local_tokens)
         tracked.fire(m.LOOKUP_HIT)
         self.counters["lookup_hit"] += 1
-        self._tell.answered(tracked, Answer(local_tokens, external, missed, why))
+        self._tell.answered(tracked, Answer(local_tokens, external, max(0, missed), why))
         return external, self._async
 
     def _why_not(self, tracked: Tracked) -> str:
@@ -351,8 +351,7 @@ class SchedulerSide:
         """Forget every chunk. Jobs in flight are not published any more."""
         dropped = self.catalog.reset()
         self.counters["reset"] += 1
-        if self.trace.lifecycle:
-            self.trace.put(CacheReset(*self.trace.of("", 0), chunks=dropped))
+        self.trace.put(CacheReset(*self.trace.of("", 0), chunks=dropped))
         for tracked in self._tracked.values():
             self._give_up_saving(tracked)  # the KV that it goes on with may be what the reset was meant to forget
             tracked.epoch = self._new_epoch()
@@ -384,7 +383,7 @@ class SchedulerSide:
         }  # fmt: skip
         values: Values = {name: {"": value} for name, value in gauges.items()}
         values |= {"hit_tokens": tell.hit_tokens, "missed_tokens": tell.missed_tokens, "misses": tell.misses}
-        return values | {"faults": self.counters.faults}
+        return values | {"faults": self.counters.faults, "trace_dropped": self.trace.losses}
 
     def machines(self) -> tuple[Compiled, ...]:
         """Return the machines whose cursors this side owns."""
@@ -678,5 +677,5 @@ class SchedulerSide:
             self._loads_due.remove(flight)
             self._flights.pop(flight.job.id, None)
             if flight.owner is not None:
-                self._tell.load_ended(tracked, flight.job, self.catalog.release(flight.owner), ok=True)
+                self._tell.load_dropped(tracked, flight.job, self.catalog.release(flight.owner))
         self._tell.done(tracked)

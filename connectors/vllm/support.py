@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -150,6 +152,14 @@ def weights_digest(model: str, revision: str | None, load_format: str, seed: int
                 f.seek(max(0, size - _SAMPLE_BYTES) * i // (_WEIGHT_SAMPLES - 1))
                 digest.update(f.read(_SAMPLE_BYTES))
     return digest.hexdigest()[:32]
+
+
+def engine_name(engine_id: str) -> str:
+    """Return what traces call an engine: vLLM's id of it, a random one by its first part, and which replica it is."""
+    head, replica, number = engine_id.partition("_dp")
+    with contextlib.suppress(ValueError):  # not of the user's own making
+        head = str(uuid.UUID(head))[:8]
+    return head + replica + number
 
 
 def refuse_sync_with_groups(groups: int) -> None:

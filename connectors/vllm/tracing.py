@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 from kvpipe.plan import ROW_BYTES, Job, Kind
 from kvpipe.statemachine.core import Cursor, Edge, State, Watch
+from kvpipe.statemachine.request import RECOMPUTING
 from kvpipe.trace import events as e
 from kvpipe.trace.recorder import Recorder
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from kvpipe.connectors.vllm.scheduler import Tracked
 
 TIER = "memory"
+TRACEPARENT_CHARS_MAX = 64
 _NS_PER_MS = 1e6
 
 
@@ -45,15 +47,16 @@ class Life:
     """What the events of a request need to know of it."""
 
     __slots__ = (
-        "added_ns", "admissions", "answer", "failures", "loaded", "loading_ns", "loading_since", "number",
-        "pages_saved", "sampled",
+        "added_ns", "admissions", "answer", "failures", "loaded", "loading", "loading_ns", "loading_since", "number",
+        "pages_saved", "sampled", "traceparent",
     )  # fmt: skip
 
-    def __init__(self, number: int, *, sampled: bool) -> None:
+    def __init__(self, number: int, traceparent: str, *, sampled: bool) -> None:
         """`number` is what the trace calls the request's cursor; ids may be used again."""
-        self.number, self.sampled, self.added_ns = number, sampled, time.monotonic_ns()
+        self.number, self.traceparent, self.sampled = number, traceparent, sampled
+        self.added_ns = time.monotonic_ns()
         self.answer: Answer | None = None
-        self.admissions = self.failures = self.loaded = self.pages_saved = 0
+        self.admissions = self.failures = self.loading = self.loaded = self.pages_saved = 0  # in tokens, the loads
         self.loading_since = self.loading_ns = 0
 
 
@@ -72,15 +75,13 @@ class Teller:
         """A request has come. Return its life, and who watches its cursor."""
         self._numbers += 1
         trace = self.trace
-        life = Life(self._numbers, sampled=trace.transitions and trace.sampled(request.request_id))
-        if not life.sampled:
-            return life, None
         headers = getattr(request, "trace_headers", None) or {}
-        trace.put(e.RequestAdded(
-            *trace.of(request.request_id, 0),
-            prompt_tokens=request.num_prompt_tokens, traceparent=str(headers.get("traceparent", ""))[:64],
-        ))  # fmt: skip
-        return life, self._moved
+        parent = str(headers.get("traceparent", ""))[:TRACEPARENT_CHARS_MAX]
+        life = Life(self._numbers, parent, sampled=trace.transitions and trace.sampled(request.request_id))
+        if life.sampled:
+            common = trace.of(request.request_id, 0)
+            trace.put(e.RequestAdded(*common, prompt_tokens=request.num_prompt_tokens, traceparent=parent))
+        return life, (self._moved if life.sampled else self._failed) if trace.transitions else None
 
     def answered(self, tracked: Tracked, answer: Answer) -> None:
         """A lookup was answered. vLLM may ask in every step; only what is new is told."""
@@ -117,7 +118,7 @@ class Teller:
     def load_planned(self, tracked: Tracked, job: Job, tokens: int, chunks: int) -> None:
         """A load was planned, and so many chunks leased for it."""
         life, trace = tracked.life, self.trace
-        life.loaded += tokens
+        life.loading = tokens
         if job.kind == Kind.LOAD_ASYNC:
             life.loading_since = time.monotonic_ns()
         if life.sampled:
@@ -133,6 +134,7 @@ class Teller:
             life.loading_ns += time.monotonic_ns() - life.loading_since
             life.loading_since = 0
         life.failures += not ok
+        life.loaded, life.loading = life.loaded + (life.loading if ok else 0), 0
         if life.sampled:
             self.trace.put(e.LeasesReturned(*self.trace.of(job.request, job.epoch), chunks=leases))
 
@@ -143,9 +145,17 @@ class Teller:
         if tracked.life.sampled:
             self.trace.put(e.SavePlanned(*self.trace.of(job.request, job.epoch), job=job.id, pages=pages))
 
+    def load_dropped(self, tracked: Tracked, job: Job, leases: int) -> None:
+        """The load never went out, for its request is over."""
+        tracked.life.loading = 0
+        self.load_ended(tracked, job, leases, ok=True)
+
     def done(self, tracked: Tracked) -> None:
         """The request is over."""
         trace, life, request = self.trace, tracked.life, tracked.request
+        if life.loading_since:  # its load is not
+            life.loading_ns += time.monotonic_ns() - life.loading_since
+            life.loading_since = 0
         if trace.lifecycle:
             status = getattr(request, "status", None)
             trace.put(e.RequestDone(
@@ -154,6 +164,7 @@ class Teller:
                 output_tokens=request.num_tokens - request.num_prompt_tokens, loaded_tokens=life.loaded,
                 saved_pages=life.pages_saved, preemptions=request.num_preemptions, loads_failed=life.failures,
                 loading_ms=_ms(life.loading_ns), lived_ms=_ms(time.monotonic_ns() - life.added_ns),
+                traceparent=life.traceparent,
             ))  # fmt: skip
 
     def chunk_moved(self, cursor: Cursor, was: State, edge: Edge, why: str) -> None:
@@ -168,6 +179,11 @@ class Teller:
             trace.took(
                 tracked.request.request_id, tracked.epoch, trace.step, cursor, tracked.life.number, was, edge, why
             )
+
+    def _failed(self, cursor: Cursor, was: State, edge: Edge, why: str) -> None:
+        """Of a request that is not in the sample, its failures are told."""
+        if edge.rejects or (edge.moves and edge.to.row == RECOMPUTING):
+            self._moved(cursor, was, edge, why)
 
 
 def _ms(ns: int) -> float:

@@ -166,8 +166,7 @@ class WorkerSide:
             self.trace.put(StepRan(*common, took_ns=took_ns, jobs=len(plan.jobs), waited_ns=waited_ns))
         if not pipeline.alive and not self.lost:
             self.lost = True
-            if self.trace.lifecycle:
-                self.trace.put(TierLost(*self.trace.of("", 0), tier=TIER, why="the loop thread has ended"))
+            self.trace.put(TierLost(*self.trace.of("", 0), tier=TIER, why="the loop thread has ended"))
 
     def collect(self) -> tuple[set[str], set[str]]:
         """Return (requests whose async load ended, those of them that failed), each request once per load."""
@@ -204,7 +203,7 @@ class WorkerSide:
             return {}
         wait_s = pipeline.waited_ns / 1e9
         values = copied(pipeline.copied_bytes, pipeline.copied_ns)
-        values |= {"wait_seconds": {"": wait_s}, "faults": self.counters.faults}
+        values |= {"wait_seconds": {"": wait_s}, "faults": self.counters.faults, "trace_dropped": self.trace.losses}
         return values
 
     def machines(self) -> tuple[Compiled, ...]:

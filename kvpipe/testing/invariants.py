@@ -341,6 +341,13 @@ def the_trace_replays(watched: Watched) -> Iterator[str]:
     watched.heard = len(replay.problems)
 
 
+@invariant(1, says="When nothing is left to do, the trace says that every request and job is over.", when="drain")
+def the_trace_ends(watched: Watched) -> Iterator[str]:
+    """The last move of each is traced too; and as many chunks are held as the trace knows of."""
+    watched.trial.hear()
+    yield from watched.trial.replay.unfinished()
+
+
 @invariant(9, says="Retries, jobs and slots are bounded.")
 def everything_is_bounded(watched: Watched) -> Iterator[str]:
     """Sizes against their limits."""

@@ -34,6 +34,7 @@ class Event(msgspec.Struct, gc=False, tag_field="event", forbid_unknown_fields=T
     """What all events say. `engine` and `wall_ns` are filled in by the writer."""
 
     level: ClassVar[int] = DEBUG
+    throttled: ClassVar[bool] = False  # in the log, where it may come by the thousand
 
     t_ns: int
     rank: int
@@ -73,6 +74,7 @@ class Dropped(Event, tag="dropped"):
     """Events were lost here: the queue was full, or the file could not be written."""
 
     level = WARNING
+    throttled = True
     count: int = 0
     why: str = ""
 
@@ -136,6 +138,7 @@ class RequestDone(Event, tag="request_done"):
     loads_failed: int = 0
     loading_ms: float = 0.0
     lived_ms: float = 0.0
+    traceparent: str = ""
 
 
 class LeasesTaken(Event, tag="leases_taken"):
@@ -216,6 +219,7 @@ class TierSlow(Event, tag="tier_slow"):
     """A copy from or to a tier did not end in `waited_ms`; its jobs are failed."""
 
     level = WARNING
+    throttled = True
     tier: str = ""
     waited_ms: float = 0.0
 
@@ -232,6 +236,7 @@ class Stuck(Event, tag="stuck"):
     """A job has not moved for `waited_ms` and is failed. `last`: its last transitions."""
 
     level = WARNING
+    throttled = True
     job: int = 0
     kind: str = ""
     waited_ms: float = 0.0
@@ -269,6 +274,7 @@ class Illegal(Transition, tag="illegal"):
     """The table rejects the event here: a bug of kvpipe, contained. The cursor has not moved."""
 
     level = WARNING
+    throttled = True
 
 
 class LayerLanded(Transition, tag="layer_landed"):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kvpipe.trace.events import Event
 
 _BOUND = ("engine", "request", "epoch")
+_TAKEN = {"event", "level", "timestamp"}  # by structlog
 Format = Literal["console", "json"]
 _HIDDEN = {"t_ns", "wall_ns"}  # the log has a clock of its own
 
@@ -33,7 +34,7 @@ class Counters(Counter[str]):
     @property
     def faults(self) -> dict[str, int]:
         """How often each fault has happened."""
-        return {name: self[name] for name in self.fault_names}
+        return {name: self[name] for name in tuple(self.fault_names)}
 
     def fault(self, name: str, **fields: Any) -> None:  # noqa: ANN401
         """Count a fault and tell of it, with a bound on log volume."""
@@ -43,8 +44,7 @@ class Counters(Counter[str]):
             if self.listener is not None:
                 self.listener(name, self[name], fields)
                 return
-            with contextlib.suppress(OSError, ValueError):  # a closed or full stderr must not reach the engine
-                structlog.get_logger("kvpipe").warning(name, seen=self[name], **fields)
+            warn(name, seen=self[name], **fields)
 
 
 def configure(level: str, form: Format = "console") -> None:
@@ -77,6 +77,20 @@ def tell(event: Event) -> None:
     if name == "fault":
         name, said = str(said.pop("name")), said | dict(said.pop("fields", {}))
         said.pop("fields", None)
+    said = {f"{key}_" if key in _TAKEN else key: printable(value) for key, value in said.items()}
     bound = {key: said.pop(key) for key in _BOUND if key in said}
     with contextlib.suppress(OSError, ValueError):  # a closed or full stderr must not stop the writer
         structlog.get_logger("kvpipe").bind(**bound).log(event.level, name, **said)
+
+
+def warn(name: str, **fields: object) -> None:
+    """Log a warning; a closed or full stderr does not matter."""
+    with contextlib.suppress(OSError, ValueError):
+        structlog.get_logger("kvpipe").warning(name, **fields)
+
+
+def printable(value: Any) -> Any:  # noqa: ANN401  (whatever it is)
+    """Return a text with its control characters spelled out: a request id may be anything. Other values as they are."""
+    if not isinstance(value, str) or value.isprintable():
+        return value
+    return value.encode("unicode_escape").decode("ascii")

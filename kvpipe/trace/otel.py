@@ -5,6 +5,7 @@ A request's life is known when it is over, so its span is made then, with the ti
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
 OPEN_MAX = 100_000
+EVENTS_MAX = 128  # of one request
+_TOLD = (e.Lookup, e.LoadPlanned, e.SavePlanned, e.Preempted, e.Resumed, e.Recomputing)
 _NS_PER_MS = 1_000_000
 
 
@@ -45,19 +48,21 @@ class OtelSink:
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("kvpipe", __version__)
-        self._open: dict[str, list[e.Event]] = {}
+        self._open: OrderedDict[str, list[e.Event]] = OrderedDict()
 
     def write(self, events: Sequence[e.Event]) -> str:
         """See `Sink`."""
         for event in events:
-            if event.rank != e.SCHEDULER or not event.request:
-                continue
             if isinstance(event, e.RequestDone):
                 self._send(event, self._open.pop(event.request, []))
-                continue
-            if event.request not in self._open and len(self._open) >= OPEN_MAX:
-                del self._open[next(iter(self._open))]
-            self._open.setdefault(event.request, []).append(event)
+            elif isinstance(event, e.RequestAdded | e.RequestAdmitted):
+                if event.request not in self._open and len(self._open) >= OPEN_MAX:
+                    self._open.popitem(last=False)
+                self._open.setdefault(event.request, []).append(event)
+            elif isinstance(event, _TOLD) and event.request in self._open:
+                self._open[event.request].append(event)
+            if event.request in self._open:
+                del self._open[event.request][EVENTS_MAX:]
         return ""
 
     def close(self) -> None:
@@ -68,8 +73,8 @@ class OtelSink:
         from opentelemetry.trace import SpanKind  # noqa: PLC0415
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator  # noqa: PLC0415
 
-        header = next((one.traceparent for one in before if isinstance(one, e.RequestAdded)), "")
-        parent = TraceContextTextMapPropagator().extract({"traceparent": header}) if header else None
+        header = {"traceparent": done.traceparent} if done.traceparent else {}
+        parent = TraceContextTextMapPropagator().extract(header) if header else None
         span = self._tracer.start_span(
             "kvpipe.request",
             context=parent,

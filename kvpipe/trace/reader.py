@@ -61,22 +61,22 @@ class Trace:
                     continue
                 try:
                     event: Event = decode(line)
-                except (msgspec.DecodeError, UnicodeDecodeError):
+                except (msgspec.DecodeError, UnicodeDecodeError) as error:
                     if line.strip():
-                        self.unread[self._why(line)] += 1
+                        self.unread[self._why(line, str(error))] += 1
                     continue
                 if isinstance(event, Started) and event.format > FORMAT:
                     self.unread[NEWER] += 1
                 yield event
 
-    def _why(self, line: bytes) -> str:
+    def _why(self, line: bytes, error: str) -> str:
         try:
             tag = self._tag.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError):
             if line.startswith(b'{"event":"') and not line.rstrip().endswith(b"}"):
                 return CUT
             return MALFORMED if line.startswith(b'{"event":"') else FOREIGN
-        return NEWER if tag.event not in EVENTS else MALFORMED
+        return NEWER if tag.event not in EVENTS or "unknown field" in error else MALFORMED
 
     def unread_said(self) -> str:
         """Return one sentence about what could not be read, or nothing."""

@@ -6,6 +6,7 @@ microsecond whatever the disk does. What does not fit is counted, and the trace 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -13,7 +14,7 @@ import stat
 import threading
 import time
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from time import monotonic_ns
@@ -28,7 +29,10 @@ from kvpipe.trace.events import SCHEDULER, Dropped, Ended, Event, Fault, Started
 
 QUEUE_EVENTS_MAX = 1 << 17
 POLL_S = 0.05
+COMPLAINTS_S = 60.0
+THROTTLE = 1000
 CLOSE_S_MAX = 2.0
+_PASSING = {errno.ENOSPC, errno.EAGAIN, errno.EDQUOT}
 _SLICE_EVENTS = 64  # encoded at a time: the thread that computes gets the interpreter in between
 _HASH_MAX = 1 << 32
 
@@ -55,14 +59,18 @@ class Recorder:
         self._share = int(sample * _HASH_MAX)
         self._max = queue_events_max
         self._queue: deque[Event | Taken] = deque()
-        self.dropped = 0
+        self.dropped = self.lost = 0  # in the queue, and at a sink
+        self._gap = 0
         self.request, self.epoch, self.step = "", 0, 0
 
     def put(self, event: Event) -> None:
         """Tell `event`, or count it as dropped. Any thread."""
         if len(self._queue) < self._max:
+            if self._gap:
+                self._tell_gap()
             self._queue.append(event)
         else:
+            self._gap += 1
             self.dropped += 1
 
     def took(
@@ -71,8 +79,11 @@ class Recorder:
         """Tell that `cursor`, which the trace calls `number`, took `edge` in state `was`."""
         queue = self._queue
         if len(queue) < self._max:
+            if self._gap:
+                self._tell_gap()
             queue.append(Taken(monotonic_ns(), request, epoch, step, cursor.machine, number, was, edge, why))
         else:
+            self._gap += 1
             self.dropped += 1
 
     def take(self, count: int = QUEUE_EVENTS_MAX) -> list[Event]:
@@ -86,9 +97,21 @@ class Recorder:
         """How many events are not taken yet."""
         return len(self._queue)
 
-    def end(self, event: Ended) -> None:
+    @property
+    def losses(self) -> dict[str, int]:
+        """How many events were lost, by where."""
+        return {"queue": self.dropped, "sink": self.lost}
+
+    def end(self, dropped: int) -> None:
         """Tell that nothing comes any more; there is room for that in a full queue too."""
-        self._queue.append(event)
+        if self._gap:
+            self._tell_gap()
+        self._queue.append(Ended(monotonic_ns(), self.rank, "", 0, self.step, dropped=dropped))
+
+    def _tell_gap(self) -> None:
+        """Say how many events are missing here."""
+        count, self._gap = self._gap, 0
+        self._queue.append(Dropped(*self.of("", 0), count=count, why="the queue was full"))
 
     def sampled(self, request: str) -> bool:
         """Whether `request` is one of the sample: the same answer on every rank."""
@@ -113,7 +136,7 @@ class Recorder:
         self.put(Fault(*self.of(str(fields.get("request", "")), 0), name=name, seen=seen, fields=said))
 
 
-OFF = Recorder()
+OFF = Recorder(queue_events_max=0)
 """Tells nothing."""
 
 
@@ -137,8 +160,8 @@ class Writer:
         self._cpus = cpus
         self._recorder, self._sinks, self._engine = recorder, tuple(sinks), engine
         self._wall_ns = time.time_ns() - monotonic_ns()
-        self._told = 0
-        self._lost: dict[str, int] = {}
+        self._complained_s = -COMPLAINTS_S
+        self.lost_why = ""  # the last reason for which a sink has lost events
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._main, name="kvpipe-trace", daemon=True)
         self._thread.start()
@@ -146,20 +169,14 @@ class Writer:
     def close(self) -> None:
         """Write what is queued, end the thread. Idempotent; bounded, should a sink hang."""
         if not self._stop.is_set():
-            recorder = self._recorder
-            recorder.end(Ended(monotonic_ns(), recorder.rank, "", 0, recorder.step, dropped=self.dropped))
+            self._recorder.end(self.dropped)
             self._stop.set()
             self._thread.join(CLOSE_S_MAX)
 
     @property
-    def lost(self) -> dict[str, int]:
-        """How many events sinks have lost, by the reason."""
-        return dict(self._lost)
-
-    @property
     def dropped(self) -> int:
         """How many events were lost, in the queue or at a sink."""
-        return self._recorder.dropped + sum(self._lost.values())
+        return self._recorder.dropped + self._recorder.lost
 
     def _main(self) -> None:
         if self._cpus:
@@ -168,16 +185,13 @@ class Writer:
             self._flush()
         self._flush()
         for sink in self._sinks:
-            sink.close()
+            with contextlib.suppress(Exception):
+                sink.close()
 
     def _flush(self) -> None:
         recorder = self._recorder
         while recorder.waiting:
             events = recorder.take(_SLICE_EVENTS)
-            if recorder.dropped != self._told:
-                count, self._told = recorder.dropped - self._told, recorder.dropped
-                at = events[0]
-                events.insert(0, Dropped(at.t_ns, at.rank, "", 0, at.step, count=count, why="the queue was full"))
             for event in events:
                 event.engine, event.wall_ns = self._engine, event.t_ns + self._wall_ns
             for sink in self._sinks:
@@ -186,8 +200,17 @@ class Writer:
                 except Exception as error:  # noqa: BLE001  (one sink's bug must not silence the others)
                     why = f"{type(sink).__name__}: {error!r}"
                 if why:
-                    self._lost[why] = self._lost.get(why, 0) + len(events)
+                    recorder.lost += len(events)
+                    self._complain(why)
             time.sleep(0)
+
+    def _complain(self, why: str) -> None:
+        """Log that events are lost, now and then: the trace itself may be what cannot be written."""
+        self.lost_why = why
+        now = time.monotonic()
+        if now - self._complained_s >= COMPLAINTS_S:
+            self._complained_s = now
+            log.warn("trace_lost", why=why, events=self._recorder.lost)
 
 
 class FileSink:
@@ -198,7 +221,6 @@ class FileSink:
         self._path, self._half, self._started = path, bytes_max // 2, started
         self._encoder = msgspec.json.Encoder()
         self._fd = -1
-        self._torn = False  # the last line was cut off by a full disk
         self._regular = True
         self._lost = 0
         self._why = ""
@@ -212,12 +234,12 @@ class FileSink:
                 at = events[0]
                 gap = Dropped(at.t_ns, at.rank, "", 0, at.step, at.wall_ns, at.engine, self._lost, self._why)
                 lines.insert(0, self._encoder.encode(gap))
-            self._put(b"\n".join(lines) + b"\n")
-        except OSError as e:
+            self._put(lines)
+        except Exception as error:  # noqa: BLE001  (whatever it was, the next line says how many are missing)
             self._lost += len(events)
-            self._why = f"{self._path}: {e.strerror or e}"
-            if e.errno not in {errno.ENOSPC, errno.EAGAIN, errno.EDQUOT}:
-                self.close()  # tried anew with the next events
+            self._why = f"{self._path}: {getattr(error, 'strerror', None) or error}"
+            if not isinstance(error, OSError) or error.errno not in _PASSING:
+                self.close()  # opened anew with the next events
             return self._why
         self._lost = 0
         return ""
@@ -242,11 +264,17 @@ class FileSink:
                 pass
             self._rotate()
         # a pipe that nobody reads, or that is full, loses events; it does not hold anybody up
-        self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+        piped = self._path.exists() and not self._path.is_file()
+        access = os.O_WRONLY if piped else os.O_RDWR
+        self._fd = os.open(self._path, access | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
         self._regular = stat.S_ISREG(os.fstat(self._fd).st_mode)
         started = self._started
         started.t_ns, started.wall_ns, started.engine = first.t_ns, first.wall_ns, first.engine
-        self._put(self._encoder.encode(started) + b"\n")
+        try:
+            self._put([self._encoder.encode(started)])
+        except OSError:
+            self.close()  # nothing may follow in a file that does not say who writes
+            raise
         started.part += 1
 
     def _rotate(self) -> None:
@@ -261,15 +289,18 @@ class FileSink:
         finally:
             self.close()
 
-    def _put(self, data: bytes) -> None:
-        data = b"\n" + data if self._torn else data
+    def _put(self, lines: list[bytes]) -> None:
+        data = b"\n".join(lines) + b"\n"
+        if self._regular and self._is_torn():
+            data = b"\n" + data
         done = 0
-        try:
-            while done < len(data):
-                done += os.write(self._fd, data[done:])
-        finally:
-            if done:
-                self._torn = data[done - 1] != ord("\n")
+        while done < len(data):
+            done += os.write(self._fd, data[done:])
+
+    def _is_torn(self) -> bool:
+        """Whether the file's last line was cut off, by a full disk or a crash, of this process or another."""
+        size = os.fstat(self._fd).st_size
+        return size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
 
 
 class LogSink:
@@ -278,12 +309,19 @@ class LogSink:
     def __init__(self, level: int) -> None:
         """`level`: of Python's `logging`."""
         self._level = level
+        self._seen: Counter[str] = Counter()
 
     def write(self, events: Sequence[Event]) -> str:
-        """See `Sink`."""
+        """See `Sink`. Of what may come by the thousand, the first is told and every thousandth."""
         for event in events:
-            if event.level >= self._level:
-                log.tell(event)
+            if event.level < self._level:
+                continue
+            if event.throttled:
+                name = str(event.__struct_config__.tag)
+                self._seen[name] += 1
+                if self._seen[name] % THROTTLE != 1:
+                    continue
+            log.tell(event)
         return ""
 
     def close(self) -> None:

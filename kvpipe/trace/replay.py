@@ -49,8 +49,10 @@ class Replay:
             self._move(event, process)
         elif isinstance(event, Started):
             self._layers[process] = event.layers
-            if event.part == 0:
+            if event.part == 0:  # a new engine, though perhaps of the same name
                 self._complete[process] = event.detail and event.sample >= 1
+                self._at = {at: state for at, state in self._at.items() if (at.engine, at.rank) != process}
+                self._ended.discard(process)
         elif isinstance(event, Dropped):
             self.dropped += event.count
             self._complete[process] = False
@@ -69,6 +71,12 @@ class Replay:
                 and not state.final
             ):
                 self._problem(f"{at} was left in {state.name}")
+
+    def unfinished(self) -> list[str]:
+        """Return the requests and jobs that are not over, as far as the trace knows."""
+        return [
+            f"{at} is in {state.name}" for at, state in self._at.items() if at.machine != "chunk" and not state.final
+        ]
 
     @property
     def ok(self) -> bool:

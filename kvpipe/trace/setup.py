@@ -9,7 +9,7 @@ from kvpipe import __version__
 from kvpipe.config import Settings
 from kvpipe.errors import ConfigError
 from kvpipe.loop import spare_cpus
-from kvpipe.trace.events import Started
+from kvpipe.trace.events import SCHEDULER, Started
 from kvpipe.trace.recorder import FileSink, LogSink, Recorder, Sink, Writer
 
 
@@ -37,7 +37,7 @@ def tracing(settings: Settings, engine: str, side: str, rank: int, layers: int) 
             sample=settings.trace_sample, detail=detail,
         )  # fmt: skip
         sinks.append(FileSink(settings.trace_file, settings.trace_bytes_max, started))
-    if settings.otel:
+    if settings.otel and rank == SCHEDULER:  # requests are the scheduler's
         from kvpipe.trace.otel import OtelSink  # noqa: PLC0415  (an extra)
 
         sinks.append(OtelSink(engine))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 from rich import box
 from rich.console import Console
 from rich.markup import escape
@@ -16,6 +17,7 @@ from rich.table import Table
 
 from kvpipe.misses import REASONS
 from kvpipe.trace import events as e
+from kvpipe.trace.log import printable
 from kvpipe.trace.reader import Trace, files_of
 
 SLOWEST = 10
@@ -28,6 +30,7 @@ _OVERVIEW = tuple(
         e.CacheReset, e.TierSlow, e.TierLost, e.Stuck, e.Fault, e.Illegal,
     )
 )  # fmt: skip
+_COPIES = tuple(f'{{"event":"{kind.__struct_config__.tag}"'.encode() for kind in (e.LayerSubmitted, e.LayerCopied))
 _COMMON = frozenset(e.Event.__struct_fields__)
 _NS_PER_MS = 1e6
 
@@ -58,7 +61,8 @@ class Overview:
         self.tokens: Counter[str] = Counter()
         self.misses: Counter[str] = Counter()
         self.missed_tokens: Counter[str] = Counter()
-        self.wrong: Counter[str] = Counter()
+        self._wrong: Counter[str] = Counter()
+        self._seen: dict[tuple[str, int, str], int] = {}  # what each side's counter of a fault stood at when last told
         self.first_ns, self.last_ns = 0, 0
 
     def feed(self, event: e.Event) -> None:
@@ -76,11 +80,19 @@ class Overview:
             case e.Dropped():
                 self.dropped += event.count
             case e.Fault():
-                self.wrong[f"{event.name}"] += 1
+                self._seen[event.engine, event.rank, event.name] = event.seen
             case e.TierSlow() | e.TierLost() | e.Stuck() | e.Illegal() | e.CacheReset() | e.FreezeSwitched():
-                self.wrong[str(event.__struct_config__.tag)] += 1
+                self._wrong[str(event.__struct_config__.tag)] += 1
             case _:
                 pass
+
+    @property
+    def wrong(self) -> Counter[str]:
+        """How often what went wrong did, at least."""
+        counts = Counter(self._wrong)
+        for (_, _, name), seen in self._seen.items():
+            counts[name] += seen
+        return counts
 
     @property
     def slowest(self) -> list[Row]:
@@ -129,17 +141,14 @@ def _is_of_interest(line: bytes) -> bool:
 
 def show_overview(path: Path, console: Console, slowest: int = SLOWEST) -> int:
     """Print what a trace comes to."""
-    traces = [
-        Trace(part, lambda line: line.startswith(_OVERVIEW) or not line.startswith(b'{"event":"'))
-        for part in files_of(path)
-    ]
+    traces = [Trace(part, _is_of_interest) for part in files_of(path)]
     found = Overview(slowest)
     for event in itertools.chain.from_iterable(traces):
         found.feed(event)
     lines = sum(trace.lines for trace in traces)
     seconds = (found.last_ns - found.first_ns) / 1e9
     console.print(
-        f"[bold]{path}[/]: {lines} lines, {len(found.engines)} engine{'s' * (len(found.engines) != 1)}, "
+        f"[bold]{_safe(path)}[/]: {lines} lines, {len(found.engines)} engine{'s' * (len(found.engines) != 1)}, "
         f"{seconds:.1f} s, {found.done} requests over"
     )
     if total := found.tokens.total():
@@ -150,7 +159,7 @@ def show_overview(path: Path, console: Console, slowest: int = SLOWEST) -> int:
         console.print(f"{total} tokens were asked for: {', '.join(shares)}.", highlight=False)
     for trace in traces:
         if trace.unread_said():
-            console.print(f"{trace.path}: {trace.unread_said()}", style="yellow")
+            console.print(f"{_safe(trace.path)}: {trace.unread_said()}", style="yellow")
     if found.dropped:
         console.print(f"{found.dropped} events were dropped while tracing.", style="yellow")
     if found.slowest:
@@ -166,30 +175,48 @@ def show_overview(path: Path, console: Console, slowest: int = SLOWEST) -> int:
 
 def show_request(path: Path, request: str, console: Console, *, every: bool = False) -> int:
     """Print the life of `request`: vLLM's id of it, or the client's, to which vLLM adds a suffix."""
-    needle = request.encode()
-    traces = [Trace(part, lambda line: needle in line) for part in files_of(path)]
+    needle = msgspec.json.encode(request)[1:-1]
     events = [
-        one for one in itertools.chain(*traces) if one.request == request or one.request.startswith(f"{request}-")
+        one
+        for one in _read(path, lambda line: needle in line)
+        if one.request == request or one.request.startswith(f"{request}-")
     ]
     if not events:
-        console.print(f"{path} has no event of request {request!r}; `kvpipe trace show {path}` lists the slowest.")
+        console.print(
+            f"{_safe(path)} has no event of request {_safe(request)}; "
+            f"`kvpipe trace show {_safe(path)}` lists the slowest."
+        )
         return 1
-    for name in sorted({one.request for one in events}):
-        _waterfall([one for one in events if one.request == name], console, every=every)
+    if every:
+        jobs = {one.job for one in events if isinstance(one, e.LoadPlanned | e.SavePlanned)}
+        copies = _read(path, lambda line: line.startswith(_COPIES))
+        shared = [one for one in copies if isinstance(one, e.LayerSubmitted | e.LayerCopied) and not one.request]
+        events += [one for one in shared if jobs.intersection(one.jobs)]  # of several requests at once
+    for name in sorted({one.request for one in events if one.request}):
+        _waterfall(name, [one for one in events if one.request in {name, ""}], console, every=every)
     return 0
 
 
-def _waterfall(events: list[e.Event], console: Console, *, every: bool) -> None:
+def _read(path: Path, wanted: Callable[[bytes], bool]) -> Iterator[e.Event]:
+    return itertools.chain.from_iterable(Trace(part, wanted) for part in files_of(path))
+
+
+def _safe(text: object) -> str:
+    """Return a text that neither the terminal nor rich takes for a command."""
+    return escape(str(printable(str(text))))
+
+
+def _waterfall(name: str, events: list[e.Event], console: Console, *, every: bool) -> None:
     events.sort(key=lambda one: one.t_ns)
     begin, end = events[0].t_ns, events[-1].t_ns
     lines = sorted(_each(events) if every else _phases(events))
     scale = (_BAR - 1) / max(1, end - begin)
-    console.print(f"[bold]request {events[0].request}[/], {(end - begin) / _NS_PER_MS:.1f} ms", highlight=False)
-    for first, last, name, said in lines:
+    console.print(f"[bold]request {_safe(name)}[/], {(end - begin) / _NS_PER_MS:.1f} ms", highlight=False)
+    for first, last, what, said in lines:
         at = int((first - begin) * scale)
         bar = " " * at + "━" * max(1, round((last - first) * scale))
         console.print(
-            f"{(first - begin) / _NS_PER_MS:10.2f} ms  [cyan]{bar[:_BAR]:{_BAR}}[/]  [bold]{name:18}[/] {said}",
+            f"{(first - begin) / _NS_PER_MS:10.2f} ms  [cyan]{bar[:_BAR]:{_BAR}}[/]  [bold]{what:18}[/] {said}",
             highlight=False, markup=True, no_wrap=True, overflow="ellipsis",
         )  # fmt: skip
 
@@ -209,7 +236,7 @@ def _phases(events: list[e.Event]) -> Iterator[Line]:
             case e.Transition(machine="save" | "load") if not isinstance(event, e.NoOp):
                 jobs.setdefault((event.machine, event.cursor), []).append(event)
             case e.Preempted() | e.Resumed() | e.Recomputing() | e.Illegal():
-                yield event.t_ns, event.t_ns, str(event.__struct_config__.tag), event.why
+                yield event.t_ns, event.t_ns, str(event.__struct_config__.tag), _safe(event.why)
             case e.RequestAdded() | e.Lookup() | e.RequestAdmitted() | e.RequestDone() | e.Stuck() | e.Fault():
                 yield event.t_ns, event.t_ns, str(event.__struct_config__.tag), _fields(event)
             case _:
@@ -220,7 +247,7 @@ def _phases(events: list[e.Event]) -> Iterator[Line]:
         layers = sum(isinstance(one, e.LayerLanded) for one in moves) // len(ranks)
         ends = {f"{one.now} {one.why}".strip() for one in moves if not isinstance(one, e.LayerLanded)}
         blocks = f"{plan.pages} blocks, " if plan is not None else ""
-        end = escape(", ".join(sorted(ends))) or "not over"
+        end = _safe(", ".join(sorted(ends))) or "not over"
         said = f"job {job}: {blocks}{layers} layers on {len(ranks)} rank{'s' * (len(ranks) > 1)}, {end}"
         yield plan.t_ns if plan is not None else moves[0].t_ns, moves[-1].t_ns, machine, said
 
@@ -235,7 +262,7 @@ def _each(events: list[e.Event]) -> Iterator[Line]:
 
 def _fields(event: e.Event) -> str:
     said = ((key, getattr(event, key)) for key in event.__struct_fields__ if key not in _COMMON)
-    return escape(" ".join(f"{key}={value}" for key, value in said if value not in ("", 0, {}, [])))
+    return _safe(" ".join(f"{key}={value}" for key, value in said if value not in ("", 0, {}, [])))
 
 
 def _slowest(rows: list[Row]) -> Table:
@@ -247,7 +274,7 @@ def _slowest(rows: list[Row]) -> Table:
     for row in rows:
         table.add_row(
             f"{row.lived_ms:.0f}", f"{row.waited_ms:.0f}", f"{row.loading_ms:.0f}", str(row.prompt),
-            str(row.hit), str(row.preemptions), row.status.removeprefix("finished_"), escape(row.request),
+            str(row.hit), str(row.preemptions), row.status.removeprefix("finished_"), _safe(row.request),
         )  # fmt: skip
     return table
 
@@ -266,7 +293,7 @@ def _misses(found: Overview) -> Table:
 def _counted(title: str, counts: Counter[str]) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("what", no_wrap=True)
-    table.add_column("times", justify="right")
+    table.add_column("times, at least", justify="right")
     for what, times in counts.most_common():
         table.add_row(what, str(times))
     return table

@@ -106,7 +106,19 @@ def _span(part: npt.NDArray[np.int64]) -> Span:
 class Ticket:
     """One submitted copy of one layer. Completed exactly once; `sink` then hands it to the loop thread."""
 
-    __slots__ = ("_lock", "abandoned", "batch", "born_ns", "failed", "layer", "mark", "ordinal", "over", "sink")
+    __slots__ = (
+        "_lock",
+        "abandoned",
+        "batch",
+        "born_ns",
+        "failed",
+        "layer",
+        "mark",
+        "ordinal",
+        "over",
+        "sink",
+        "withdrawn",
+    )
 
     def __init__(self, batch: object, layer: int, ordinal: int, sink: Callable[[Ticket], object]) -> None:
         """`ordinal` counts the batch's submissions from 0: the k of ``LAYER_k``."""
@@ -115,6 +127,7 @@ class Ticket:
         self.mark: object = None  # the engine's own: what device work can be ordered after
         self.over = False  # no copy of this ticket touches memory any more
         self.abandoned = False  # it is not to be begun any more
+        self.withdrawn = False  # and it has not: it never will touch memory
         self.born_ns = time.monotonic_ns()
         self._lock = threading.Lock()
         self._lock.acquire()

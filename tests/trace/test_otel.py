@@ -24,7 +24,7 @@ def _life(request: str, parent: str = "") -> list[e.Event]:
     return [
         e.RequestAdded(*at(0), prompt_tokens=100, traceparent=parent),
         e.RequestAdmitted(*at(5), hit_tokens={"memory": 64}, missed_tokens=36, why="evicted"),
-        e.RequestDone(*at(40), status="finished_stopped", loaded_tokens=64, lived_ms=40.0),
+        e.RequestDone(*at(40), status="finished_stopped", loaded_tokens=64, lived_ms=40.0, traceparent=parent),
     ]
 
 
@@ -62,11 +62,23 @@ def test_what_is_kept_of_requests_that_do_not_end_is_bounded(monkeypatch: pytest
     for i in range(10):
         sink.write(_life(f"r{i}")[:1])
     assert list(sink._open) == ["r7", "r8", "r9"]
+    sink.write([e.LoadPlanned(1, -1, "r9", 1, 1, job=i) for i in range(500)])
+    assert len(sink._open["r9"]) == 128
+    sink.write([e.RequestDone(1, -1, "r9", 1, 1), e.Published(1, -1, "r9", 1, 1), e.SavePlanned(1, -1, "r9", 1, 1)])
+    assert "r9" not in sink._open, "what comes after the end begins nothing"
     sink.close()
+
+
+def test_a_rank_sends_nothing() -> None:
+    """Requests are the scheduler's."""
+    told, writer = tracing(load_settings({"otel": True}), "e", "worker", 0, 4)
+    writer.close()
+    assert told.lifecycle
+    assert not any(isinstance(sink, OtelSink) for sink in writer._sinks)
 
 
 def test_without_the_extra_the_engine_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """One sentence says what to install."""
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ConfigError, match=r"otel=true needs OpenTelemetry .*pip install 'kvpipe\[otel\]'"):
-        tracing(load_settings({"otel": True}), "e", "worker", 0, 4)
+        tracing(load_settings({"otel": True}), "e", "scheduler", -1, 4)

@@ -87,15 +87,21 @@ def test_every_layer_of_a_save_is_told() -> None:
 
 
 def test_who_is_not_in_the_sample_is_not_told_in_detail() -> None:
-    """The batch's copies are, for they are not one request's."""
+    """But for its failure."""
     rig = Told(sample=0.0)
     rig.pipeline.begin(plan(job(1, SAVE, [(0, 0, 0, 3)])))
     rig.save_all()
     rig.engine.complete_all()
     rig.pipeline.end_step()
     assert rig.news() == {1: True}
-    assert not rig.told(e.Transition)
-    assert rig.told(e.LayerCopied)
+    assert rig.events == []
+    rig.engine.failing = lambda _plan, _ticket: frozenset({2})
+    rig.pipeline.begin(plan(job(2, SAVE, [(0, 0, 0, 3)])))
+    rig.save_all()
+    rig.engine.complete_all()
+    rig.pipeline.end_step()
+    assert rig.news() == {2: False}
+    assert [type(one) for one in rig.events] == [e.Failed]
     rig.pipeline.shutdown()
 
 
@@ -159,9 +165,9 @@ def test_a_stuck_load_is_reported_and_failed() -> None:
     assert rig.counters["stuck"] == 1
     (stuck,) = rig.told(e.Stuck)
     assert isinstance(stuck, e.Stuck)
-    assert (stuck.job, stuck.kind) == (1, "load_async")
+    assert (stuck.job, stuck.kind, stuck.request) == (1, "load_async", "r1")
     assert stuck.waited_ms >= STUCK_MS
-    assert stuck.last == ["job 1: landed_next -> LAYER_0"]
+    assert stuck.last == ["landed_next -> LAYER_0"]
     engine.complete_all()  # the news after all
     rig.settle()
     time.sleep(3 * STUCK_MS / 1000)
@@ -187,6 +193,43 @@ def test_a_stuck_load_that_may_still_write_is_not_given_back() -> None:
     engine.can = True
     _until(lambda: rig.pipeline._outbox.__len__() == 1)
     assert [outcome.ok for outcome in rig.pipeline.collect()] == [False]
+    rig.pipeline.shutdown()
+
+
+def test_each_stuck_job_is_told_with_its_own_moves() -> None:
+    """Of many in one batch too."""
+    rig = Told(Obliging(), stuck_ms_max=STUCK_MS)
+    rig.pipeline.begin(plan(*(job(i, ASYNC, [(0, 0, 0, i)]) for i in range(9))))
+    rig.pipeline.start_loads()
+    rig.engine.complete(Direction.LOAD)
+    rig.pipeline.end_step()
+    _until(lambda: rig.counters["stuck"] == 9)
+    rig.settle()
+    stuck = rig.told(e.Stuck)
+    assert [one.job for one in stuck if isinstance(one, e.Stuck)] == list(range(9))
+    assert all(one.last == ["landed_next -> LAYER_0"] for one in stuck if isinstance(one, e.Stuck))
+    rig.pipeline.shutdown()
+
+
+def test_what_is_submitted_to_a_stuck_batch_is_not_begun() -> None:
+    """Its step goes on, but nothing is copied any more, and it is reported when what was begun is over."""
+    engine = Obliging()
+    engine.can = False
+    rig = Told(engine, stuck_ms_max=STUCK_MS)
+    rig.pipeline.begin(plan(job(1, SAVE, [(0, 0, 0, 3)])))
+    rig.pipeline.save_layer(0)
+    _until(lambda: rig.counters["stuck"] == 1)
+    rig.settle()
+    for layer in range(1, rig.layers):
+        rig.pipeline.save_layer(layer)
+    assert engine.layers_of(1) == [0]
+    engine.waiting = Waiting.DEVICE
+    rig.pipeline.end_step()
+    rig.settle()
+    assert rig.pipeline.collect() == [], "a copy of it may still read"
+    engine.complete_all()
+    assert rig.news() == {1: False}
+    assert rig.replay().problems == []
     rig.pipeline.shutdown()
 
 

@@ -67,12 +67,25 @@ def test_what_is_readable_is_read(tmp_path: Path) -> None:
     strange = lines[3].replace(b'"rank":0', b'"rank":"first"')
     damaged = b'{"event":"layer_landed","t_ns":' + b"\xff}"
     foreign = b"INFO 11-21 09:00:00 [core.py:58] starting"
-    mixed = [lines[0], foreign, *lines[1:4], newer, strange, b"", damaged, b'{"time": 1}', *lines[4:], lines[3][:40]]
+    tomorrows = lines[3].replace(b'"rank":0', b'"rank":0,"colour":"red"')
+    mixed = [
+        tomorrows,
+        lines[0],
+        foreign,
+        *lines[1:4],
+        newer,
+        strange,
+        b"",
+        damaged,
+        b'{"time": 1}',
+        *lines[4:],
+        lines[3][:40],
+    ]
     path.write_bytes(b"\n".join(mixed))
     trace = Trace(path)
     assert list(trace) == events
-    assert trace.unread == {FOREIGN: 2, NEWER: 1, MALFORMED: 2, CUT: 1}
-    assert trace.unread_said().startswith(f"6 of {len(mixed)} lines could not be read: 2 ")
+    assert trace.unread == {FOREIGN: 2, NEWER: 2, MALFORMED: 2, CUT: 1}
+    assert trace.unread_said().startswith(f"7 of {len(mixed)} lines could not be read: 2 ")
 
 
 def test_a_newer_format_is_named(tmp_path: Path) -> None:
@@ -179,6 +192,20 @@ def test_a_trace_whose_beginning_is_gone_begins_where_it_is() -> None:
     assert done.ok
     assert done.dropped == 7
     assert not replay([_started(), *saved[:1], *saved[2:]]).ok
+
+
+def test_a_restarted_engine_begins_anew() -> None:
+    """Though it has the same name, and its jobs the same numbers."""
+    whole = _whole()
+    assert replay([*whole, *whole]).problems == []
+    crashed = [one for one in whole if not isinstance(one, e.Ended)][:4]
+    assert replay([*whole, *crashed]).problems == [], "the first one's end says nothing of the second"
+
+
+def test_what_is_not_over_is_named() -> None:
+    """Requests and jobs; chunks may stay."""
+    done = replay([_started(), *_moves("save", 1, *SAVED[:2]), *_moves("chunk", 4, "reserve", "landed_last")])
+    assert done.unfinished() == ["save 1 (rank 0 of e) is in LAYER_1"]
 
 
 def test_problems_are_bounded() -> None:

@@ -33,6 +33,9 @@ def _event(number: int, request: str = "r") -> e.LeasesTaken:
     return e.LeasesTaken(number, 0, request, 1, 2, chunks=number)
 
 
+Numbered = e.Dropped | e.LeasesTaken
+
+
 def _file(path: Path, bytes_max: int = BIG) -> FileSink:
     return FileSink(path, bytes_max, e.Started(0, 0, "", 0, 0, layers=3))
 
@@ -112,6 +115,36 @@ def test_a_full_queue_drops_and_says_how_many() -> None:
     assert writer.dropped == 20
 
 
+def test_a_gap_is_told_where_it_is() -> None:
+    """Behind what came before it and ahead of what came after, so that a replay begins anew in the right place."""
+    told = Recorder(0, queue_events_max=3)
+    for number in range(5):
+        told.put(_event(number))
+    taken = told.take()
+    told.put(_event(5))
+    taken += told.take()
+    said = [one.count if isinstance(one, e.Dropped) else -one.chunks for one in taken if isinstance(one, Numbered)]
+    assert said == [0, -1, -2, 2, -5]
+    for number in range(5):
+        told.put(_event(number))
+    told.end(0)
+    assert [type(one) for one in told.take()][-2:] == [e.Dropped, e.Ended]
+
+
+def test_a_trace_that_cannot_be_written_is_logged(said: io.StringIO, tmp_path: Path) -> None:
+    """Once a minute: the trace itself cannot say it. And counted."""
+    told = Recorder(0)
+    writer = Writer(told, [_file(tmp_path / "gone" / "trace")], "engine")
+    for number in range(5):
+        told.put(_event(number))
+        _until(lambda: not told.waiting)
+    writer.close()
+    (line,) = said.getvalue().splitlines()
+    assert json.loads(line)["event"] == "trace_lost"
+    assert "No such file" in json.loads(line)["why"]
+    assert told.losses == {"queue": 0, "sink": 6}
+
+
 def test_a_hanging_sink_holds_neither_tellers_nor_the_shutdown_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """`put` returns at once, `close` after a bounded time."""
     monkeypatch.setattr(recorder, "CLOSE_S_MAX", 0.1)
@@ -143,7 +176,8 @@ def test_a_sink_that_raises_loses_its_events_only() -> None:
     told.put(_event(1))
     writer.close()
     assert [one.chunks for one in sink.events if isinstance(one, e.LeasesTaken)] == [0, 1]
-    assert "Broken: ValueError('cannot take 1')" in writer.lost
+    assert "Broken: ValueError" in writer.lost_why
+    assert told.losses == {"queue": 0, "sink": 3}
 
 
 def test_the_sample_is_the_same_everywhere_and_of_its_size() -> None:
@@ -238,6 +272,43 @@ def test_a_full_disk_loses_events_and_says_so(tmp_path: Path, small_disk: int) -
     assert sum(isinstance(one, e.Started) for one in events) == 2, "each time that the file was opened"
 
 
+def test_what_a_crash_has_torn_costs_one_line(tmp_path: Path) -> None:
+    """Of whatever process: who writes next begins a line of its own."""
+    path = tmp_path / "trace"
+    path.write_bytes(b'{"event":"step_r')
+    sink = _file(path)
+    assert not sink.write([_event(1)])
+    with path.open("ab") as other:
+        other.write(b'{"event":"lo')
+    assert not sink.write([_event(2)])
+    sink.close()
+    trace = Trace(path)
+    assert [type(one) for one in trace] == [e.Started, e.LeasesTaken, e.LeasesTaken]
+    assert trace.unread.total() == 2
+
+
+def test_every_file_says_who_writes(tmp_path: Path, small_disk: int) -> None:
+    """Though the disk was full when it was opened."""
+    path = tmp_path / "trace"
+    path.write_bytes(b"x" * (small_disk - 20) + b"\n")
+    sink = _file(path)
+    assert sink.write([_event(1)])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 30, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    assert not sink.write([_event(2)])
+    sink.close()
+    assert [type(one) for one in Trace(path)] == [e.Started, e.Dropped, e.LeasesTaken]
+
+
+def test_what_cannot_be_encoded_is_counted(tmp_path: Path) -> None:
+    """A request id that is no text costs its own slice."""
+    path = tmp_path / "trace"
+    sink = _file(path)
+    assert sink.write([_event(1, "\ud800")])
+    assert not sink.write([_event(2)])
+    sink.close()
+    assert [one.count for one in Trace(path) if isinstance(one, e.Dropped)] == [1]
+
+
 def test_a_pipe_that_nobody_reads_loses_events(tmp_path: Path) -> None:
     """Opening, filling and closing it: nothing blocks, nothing raises."""
     path = tmp_path / "pipe"
@@ -299,6 +370,21 @@ def test_the_log_makes_nothing_of_what_nobody_reads(said: io.StringIO) -> None:
     """A sink at `warning` leaves out what the log's own level would let through."""
     LogSink(logging.WARNING).write([e.RequestAdmitted(1, -1, "r1", 2, 3, 4, "e1"), e.Stuck(1, 0, "r1", 0, 3, 4, "e1")])
     assert [json.loads(line)["event"] for line in said.getvalue().splitlines()] == ["stuck"]
+
+
+def test_what_may_come_by_the_thousand_is_told_now_and_then(said: io.StringIO) -> None:
+    """The first and each thousandth."""
+    LogSink(logging.INFO).write([e.Dropped(1, 0, "", 0, 0, count=i) for i in range(1, 2002)])
+    assert [json.loads(line)["count"] for line in said.getvalue().splitlines()] == [1, 1001, 2001]
+
+
+def test_a_field_may_have_any_name_and_any_text(said: io.StringIO) -> None:
+    """Those that the log has itself are written with an underscore; control characters are spelled out."""
+    fields = {"event": "landed_next", "level": "9", "why": "a\nb\x1b[31m"}
+    LogSink(logging.INFO).write([e.Fault(1, 0, "r\x1b", 0, 0, name="illegal_transition", seen=1, fields=fields)])
+    line = json.loads(said.getvalue())
+    assert (line["event"], line["event_"], line["level_"]) == ("illegal_transition", "landed_next", "9")
+    assert (line["why"], line["request"]) == ("a\\nb\\x1b[31m", "r\\x1b")
 
 
 def test_a_closed_stderr_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -61,8 +62,8 @@ def test_the_rest_is_too_short() -> None:
     told.publish(told.request("old", 4, shared=4))
     assert told.why(told.request("short", 0, extra=5)) == (0, 5, misses.BELOW_MINIMUM)
     assert told.why(told.request("a little more", 4, shared=4, extra=3)) == (4 * UNIT, 3, misses.BELOW_MINIMUM)
-    assert told.why(told.request("the same", 4, shared=4)) == (4 * UNIT - 1, 1, misses.BELOW_MINIMUM)
-    assert told.why(told.request("vLLM has it", 4, shared=4), 4 * UNIT - 1) == (0, 1, misses.BELOW_MINIMUM)
+    assert told.why(told.request("the same", 4, shared=4)) == (4 * UNIT - 1, 0, "")
+    assert told.why(told.request("vLLM has it", 4, shared=4), 4 * UNIT - 1) == (0, 0, "")
 
 
 def test_it_is_being_saved() -> None:
@@ -89,6 +90,62 @@ def test_it_was_evicted_or_reset(windows: tuple[int | None, ...]) -> None:
     assert told.why(again) == (0, 4 * UNIT, misses.EVICTED)
     told.side.reset()
     assert told.why(told.request("other1", 4)) == (0, 4 * UNIT, misses.RESET)
+
+
+def test_a_reset_while_it_is_being_saved() -> None:
+    """What was in flight is forgotten with the rest."""
+    told = Told()
+    first = told.request("first", 4, shared=4)
+    told.admit(first)
+    told.step(first)
+    told.side.reset()
+    assert told.why(told.request("second", 4, shared=4)) == (0, 4 * UNIT, misses.RESET)
+
+
+def test_what_is_saved_again_is_not_lost_any_more() -> None:
+    """The reason of an earlier loss is forgotten."""
+    told = Told(slots=1)
+    old, other = told.request("old", 4), told.request("other", 4)
+    for request in (old, other, told.request("old", 4)):
+        told.publish(request)
+    assert told.side.catalog.lost_keys.why(0, old.block_hashes[-1]) == misses.NOT_SAVED
+    assert told.side.catalog.lost_keys.why(0, other.block_hashes[-1]) == misses.EVICTED
+
+
+def test_what_vllm_has_is_not_asked_about() -> None:
+    """The reason is of what neither has."""
+    told = Told(slots=1, chunk_units=2)
+    told.publish(told.request("old", 2, shared=2))
+    told.publish(told.request("other", 2))
+    longer = told.request("longer", 4, shared=2)
+    assert told.why(longer) == (0, 4 * UNIT, misses.EVICTED)
+    assert told.why(longer, 2 * UNIT) == (0, 2 * UNIT, misses.NOT_SAVED)
+
+
+def test_a_window_needs_the_last_unit_computed() -> None:
+    """A whole prompt that is held, but for the unit that is given back."""
+    told = Told(windows=(None, 2 * UNIT), load="async")
+    told.publish(told.request("old", 4, shared=4))
+    assert told.why(told.request("same", 4, shared=4)) == (3 * UNIT, UNIT, misses.BELOW_MINIMUM)
+
+
+def test_a_load_that_never_came() -> None:
+    """Nothing was loaded, and it was waited for until the end."""
+    told = Told(load="async", ranks=2)
+    told.publish(told.request("old", 4, shared=4))
+    failing, leaving = told.request("failing", 6, shared=4), told.request("leaving", 6, shared=4)
+    told.admit(failing)
+    (load,) = told.step()
+    told.report((load, 1, 1))
+    told.admit(leaving)
+    told.step()
+    told.side.finished(failing)
+    time.sleep(0.005)
+    told.side.finished(leaving)
+    first, second = told.told(e.RequestDone)[-2:]
+    assert (first.loaded_tokens, first.loads_failed) == (0, 1)
+    assert (second.loaded_tokens, second.loads_failed) == (0, 0)
+    assert second.loading_ms >= 5
 
 
 def test_it_is_held_under_another_salt() -> None:
@@ -144,9 +201,9 @@ def test_what_is_remembered_is_bounded() -> None:
     """The oldest is forgotten first."""
     lost = Lost(keys_max=3)
     for i in range(5):
-        lost.add(bytes([i]), misses.EVICTED)
+        lost.add(0, bytes([i]), misses.EVICTED)
         lost.saved_first([i], bytes([i]))
-    assert [lost.why(bytes([i])) for i in range(5)] == [misses.NOT_SAVED] * 2 + [misses.EVICTED] * 3
+    assert [lost.why(0, bytes([i])) for i in range(5)] == [misses.NOT_SAVED] * 2 + [misses.EVICTED] * 3
     assert [lost.has_twin([i], b"else") for i in range(5)] == [False] * 2 + [True] * 3
     assert not lost.has_twin([4], bytes([4]))
 

@@ -114,7 +114,37 @@ def test_no_such_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     """Says how to find one."""
     path = _write(tmp_path / "t", _request("r1", 1))
     assert main(["trace", "show", str(path), "--request", "r2"]) == 1
-    assert "has no event of request 'r2'" in capsys.readouterr().out
+    assert "has no event of request r2; " in capsys.readouterr().out
+
+
+def test_what_a_request_id_may_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither the terminal nor the table takes it for a command."""
+    name = 'a[/x]\x1b[31m"b'
+    path = _write(tmp_path / "t", _request(name, 1))
+    assert main(["trace", "show", str(path)]) == 0
+    assert main(["trace", "show", str(path), "--request", name]) == 0
+    assert main(["trace", "show", str(path), "--request", "nope[/x]\x1b"]) == 1
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert out.count('a[/x]\\x1b[31m"b') == 2
+
+
+def test_a_fault_is_counted_as_often_as_it_happened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its events are the first and each thousandth, of every side."""
+    seen = [(0, 1), (0, 1001), (1, 1)]
+    path = _write(tmp_path / "t", [e.Fault(1, rank, "", 0, 0, 1, "e", name="odd", seen=times) for rank, times in seen])
+    assert main(["trace", "show", str(path)]) == 0
+    assert ["odd", "1002"] in [line.split() for line in capsys.readouterr().out.splitlines()]
+
+
+def test_copies_of_several_requests_are_each_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With --all, by their jobs."""
+    events = _request("r1", 40)
+    events.append(e.SavePlanned(1, -1, "r1", 1, 1, 0, "e", job=7, pages=5))
+    events += [e.LayerCopied(2, 0, "", 0, 1, 0, "e", kind="save", layer=3, jobs=jobs) for jobs in ([6, 7], [8])]
+    path = _write(tmp_path / "t", events)
+    assert main(["trace", "show", str(path), "--request", "r1", "--all"]) == 0
+    assert capsys.readouterr().out.count("layer_copied") == 1
 
 
 def test_an_empty_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
