@@ -113,6 +113,22 @@ def test_a_bad_copy_fails_its_own_jobs_only(kind: str, bad: int, direction: Dire
 @every_engine
 @EXAMPLES
 @given(schedule=schedules)
+def test_what_is_given_up_touches_nothing(kind: str, schedule: list[int]) -> None:
+    """From the moment that `abandon` says so; and it says so of every copy that is over."""
+    with world(kind, schedule=schedule) as w:
+        w.pool.tensor.fill_(9)
+        load = make_job(1, rows_of(0, TABLE), Kind.LOAD_ASYNC)
+        tickets = [w.submit(Direction.LOAD, layer, [load], layer) for layer in range(LAYERS)]
+        w.let_run()
+        then = {k: w.caches[k].cpu().clone() for k, ticket in enumerate(tickets) if w.engine.abandon(ticket)}
+        w.drain()
+        assert all(torch.equal(w.caches[layer].cpu(), bytes_then) for layer, bytes_then in then.items())
+        assert all(w.engine.abandon(ticket) for ticket in tickets)
+
+
+@every_engine
+@EXAMPLES
+@given(schedule=schedules)
 def test_shutdown_finishes_what_was_submitted(kind: str, schedule: list[int]) -> None:
     """After `shutdown`, also a second one, every ticket is complete and the bytes are there; later ones fail."""
     with world(kind, schedule=schedule) as w:
