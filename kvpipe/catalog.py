@@ -177,7 +177,7 @@ class Catalog:
         chunk.ready = piece.stop
         self._mark(chunk, Mark(piece.stop, piece.key, piece.keep))
         self._finish_write(chunk, landed=True)
-        return bool(chunk.marks)
+        return True
 
     def lost(self, piece: Piece) -> None:
         """A rank failed the piece: what landed before it stays, it and all after it are dropped."""

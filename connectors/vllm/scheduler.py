@@ -594,7 +594,7 @@ class SchedulerSide:
             for piece in flight.pieces:
                 if self.catalog.landed(piece):
                     self.counters["pieces_published"] += 1
-                    if self.events is not None:
+                    if self.events is not None and piece.chunk.marks:  # else another copy was quicker
                         self.events.published(flight.tracked.request, piece)
             return
         self.counters.fault("save_failed", request=flight.job.request, job=flight.job.id)

@@ -8,7 +8,8 @@ import torch
 
 from kvpipe.connectors.vllm.connector import KVPipeConnector
 from kvpipe.testing.faults import FaultyCpuEngine
-from kvpipe.transfer.base import Direction, TransferEngine
+from kvpipe.transfer.base import CopyPlan, Direction, Ticket, TransferEngine
+from kvpipe.transfer.cpu import CpuEngine
 
 
 class EverySecondLoadFails(KVPipeConnector):
@@ -35,6 +36,27 @@ class EverySecondSaveFails(KVPipeConnector):
     def make_engine(self) -> TransferEngine | None:
         """Copy for real, but fail."""
         return FaultyCpuEngine(1, fail=lambda direction, job, layer: direction is Direction.SAVE and job and layer == 5)
+
+
+class _Losing(CpuEngine):
+    """Loses the first load: its copies never begin, and nobody is told."""
+
+    lost: CopyPlan | None = None
+
+    def submit(self, plan: CopyPlan, ticket: Ticket) -> None:
+        """See `TransferEngine.submit`."""
+        if plan.direction is Direction.LOAD and self.lost is None:
+            self.lost = plan
+        if plan is not self.lost:
+            super().submit(plan, ticket)
+
+
+class FirstLoadIsLost(KVPipeConnector):
+    """The first load never ends."""
+
+    def make_engine(self) -> TransferEngine | None:
+        """Copy for real, but lose."""
+        return _Losing(1)
 
 
 class Unruly(KVPipeConnector):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvpipe.trace import events as e
+from kvpipe.trace.reader import Trace
 from tests.engine.common import assert_clean, baseline, engine, prompt
 
 pytestmark = pytest.mark.engine
@@ -48,6 +51,25 @@ def test_every_second_load_fails_and_the_request_with_it(load: str) -> None:
             if outputs[i].outputs[0].finish_reason == "length":
                 assert list(outputs[i].outputs[0].token_ids) == answer
         assert assert_clean(live)["load_failed"] == 2
+
+
+def test_a_load_that_never_ends_is_given_up(trace_file: Path) -> None:
+    """The watchdog reports it with its request; the request computes, and the next one loads."""
+    expected = baseline(PROMPTS[:1], 12, enable_prefix_caching=False)
+    options: dict[str, Any] = {"connector": "FirstLoadIsLost", "module": FAULTY, "enable_prefix_caching": False}
+    with engine(kvpipe={"load": "async", "stuck_ms_max": 300}, **options) as live:
+        for _ in range(3):
+            assert live.generate(PROMPTS[:1], 12) == expected
+            live.settle()
+        stats = assert_clean(live)
+    assert stats["worker.stuck"] == stats["load_failed"] == 1
+    events = list(Trace(trace_file))
+    (stuck,) = [one for one in events if isinstance(one, e.Stuck)]
+    lives = [one for one in events if isinstance(one, e.RequestDone)]
+    assert [one.loads_failed for one in lives] == [0, 1, 0]
+    assert stuck.request == lives[1].request
+    assert lives[1].loading_ms >= 300
+    assert lives[2].loaded_tokens > 0
 
 
 def test_every_second_save_fails() -> None:
