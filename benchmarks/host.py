@@ -19,6 +19,7 @@ from benchmarks.report import Figure, median_s
 from kvpipe.catalog import Catalog
 from kvpipe.config import load_settings
 from kvpipe.connectors.vllm.metadata import PlanMetadata
+from kvpipe.connectors.vllm.metrics import meter
 from kvpipe.connectors.vllm.scheduler import SchedulerSide
 from kvpipe.geometry import Geometry, Group, Layer
 from kvpipe.pipeline import Pipeline
@@ -137,7 +138,7 @@ def _request(name: str, tokens: int, block: int = 16, seed: int = 0) -> Any:
     hashes = [f"{seed}:{i}".encode().ljust(32, b".") for i in range(tokens // block)]
     return SimpleNamespace(
         request_id=name, num_tokens=tokens, num_prompt_tokens=tokens, num_computed_tokens=0,
-        num_preemptions=0, block_hashes=hashes,
+        num_preemptions=0, block_hashes=hashes, all_token_ids=range(tokens), lora_request=None,
     )  # fmt: skip
 
 
@@ -188,6 +189,7 @@ def _scheduler() -> list[Figure]:
         Figure("lookup, 128k tokens, full hit", full * 1e3, 1, "ms"),
         Figure("lookup, 128k tokens, miss", miss * 1e6, 20, "us"),
         Figure("plan a step, 256 running, nothing new", median_s(lambda: side.plan_step(step), 200) * 1e3, 0.3, "ms"),
+        Figure("metrics of a step, nothing new", median_s(meter(side).take, 500, 10) * 1e6, 50, "us"),
     ]
 
 

@@ -104,6 +104,10 @@ class Catalog:
         """Return the group's index, for lookups that probe many keys. Not to be changed."""
         return self._index[group]
 
+    def pending(self, group: int) -> dict[bytes, Chunk]:
+        """Return the keys of `group` that are being written. Not to be changed."""
+        return self._pending[group]
+
     def known(self, group: int, key: bytes) -> bool:
         """Whether `key` can be found or is being written."""
         return key in self._index[group] or key in self._pending[group]

@@ -44,20 +44,20 @@ class Lost:
     def __init__(self, keys_max: int = KEYS_MAX) -> None:
         """Nothing was lost."""
         self._max = keys_max
-        self._why: OrderedDict[tuple[int, bytes], str] = OrderedDict()
+        self.reasons: OrderedDict[tuple[int, bytes], str] = OrderedDict()  # by group and key; read by lookups
         self._firsts: OrderedDict[int, bytes] = OrderedDict()
 
     def add(self, group: int, key: bytes, why: str) -> None:
         """`key` cannot be found in `group` any more."""
-        _remember(self._why, (group, key), why, self._max)
+        _remember(self.reasons, (group, key), why, self._max)
 
     def forget(self, group: int, key: bytes) -> None:
         """`key` can be found again."""
-        self._why.pop((group, key), None)
+        self.reasons.pop((group, key), None)
 
     def why(self, group: int, key: bytes) -> str:
         """Return why `key` left, or that it never came."""
-        return self._why.get((group, key), NOT_SAVED)
+        return self.reasons.get((group, key), NOT_SAVED)
 
     def saved_first(self, tokens: Sequence[int], key: bytes) -> None:
         """The first unit of a prefix, of these `tokens`, is saved under `key`."""

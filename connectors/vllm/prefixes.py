@@ -61,13 +61,16 @@ class Prefixes:
             return misses.BELOW_MINIMUM
         hashes, lost = request.block_hashes, self._catalog.lost_keys
         last = min(units // self._per_chunk * self._per_chunk + self._per_chunk, stop)
+        step, reasons = self._hashes_per_unit, lost.reasons
+        keys = hashes[(units + 1) * step - 1 : last * step : step]
         for group in self._groups:
-            for key in (self.key(hashes, longer) for longer in range(units + 1, last + 1)):
-                if self._catalog.find(group, key) is not None:
+            found, pending = self._catalog.index(group), self._catalog.pending(group)
+            for key in keys:
+                if key in found:
                     continue
-                if self._catalog.known(group, key):
+                if key in pending:
                     return misses.BEING_SAVED
-                if (why := lost.why(group, key)) != misses.NOT_SAVED:
+                if (why := reasons.get((group, key))) is not None:
                     return why
         if not units and lost.has_twin(request.all_token_ids[: self._unit], self.key(hashes, 1)):
             return misses.SALT
