@@ -533,7 +533,7 @@ class Pipeline:
                 moves = [f"{edge.event} -> {edge.to.name}" for number, edge in batch.moves if number == job.id]
                 last = moves[-LAST_MOVES:]
                 said = (time.monotonic_ns(), self._trace.rank, job.request, job.epoch, batch.step)
-                self.counters.fault("stuck", job=job.id, request=job.request, kind=kind, waited_ms=waited_ms, last=last)
+                self.counters.noted("stuck")
                 self._trace.put(e.Stuck(*said, job=job.id, kind=kind, waited_ms=waited_ms, last=last))
         batch.doomed = True  # first: what is submitted from now on is not begun
         for job in batch.jobs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from kvpipe.plan import ROW_BYTES, Job, Kind
 from kvpipe.statemachine.core import Cursor, Edge, State, Watch
@@ -22,20 +22,14 @@ TRACEPARENT_CHARS_MAX = 64
 _NS_PER_MS = 1e6
 
 
-class Answer:
-    """What a lookup has found: tokens that vLLM has, that kvpipe adds, that neither has and why."""
+class Answer(NamedTuple):
+    """What a lookup has found, in tokens: that vLLM has, that kvpipe adds, that neither has and why."""
 
-    __slots__ = ("hit", "later", "local", "missed", "why")
-
-    def __init__(self, local: int = 0, hit: int = 0, missed: int = 0, why: str = "", *, later: bool = False) -> None:
-        """Counts in tokens."""
-        self.local, self.hit, self.missed, self.why, self.later = local, hit, missed, why, later
-
-    def __eq__(self, other: object) -> bool:
-        """Whether it is the same answer."""
-        return isinstance(other, Answer) and all(getattr(self, k) == getattr(other, k) for k in self.__slots__)
-
-    __hash__ = None  # type: ignore[assignment]
+    local: int = 0
+    hit: int = 0
+    missed: int = 0
+    why: str = ""
+    later: bool = False
 
     @property
     def by_tier(self) -> dict[str, int]:

@@ -36,10 +36,14 @@ class Counters(Counter[str]):
         """How often each fault has happened."""
         return {name: self[name] for name in tuple(self.fault_names)}
 
-    def fault(self, name: str, **fields: Any) -> None:  # noqa: ANN401
-        """Count a fault and tell of it, with a bound on log volume."""
+    def noted(self, name: str) -> None:
+        """Count a fault of which an event of its own tells."""
         self[name] += 1
         self.fault_names.add(name)
+
+    def fault(self, name: str, **fields: Any) -> None:  # noqa: ANN401
+        """Count a fault and tell of it, with a bound on log volume."""
+        self.noted(name)
         if self[name] % 1000 == 1:
             if self.listener is not None:
                 self.listener(name, self[name], fields)

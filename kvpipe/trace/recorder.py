@@ -55,7 +55,6 @@ class Recorder:
         `sample`: the share of requests of which `transitions` and `detail` tell, by their ids.
         """
         self.rank, self.lifecycle, self.transitions, self.detail = rank, lifecycle, transitions, detail
-        self.sample = sample
         self._share = int(sample * _HASH_MAX)
         self._max = queue_events_max
         self._queue: deque[Event | Taken] = deque()
@@ -115,19 +114,14 @@ class Recorder:
 
     def sampled(self, request: str) -> bool:
         """Whether `request` is one of the sample: the same answer on every rank."""
-        return self._share >= _HASH_MAX or zlib.crc32(request.encode()) < self._share
+        return self._share >= _HASH_MAX or zlib.crc32(request.encode("utf-8", "surrogatepass")) < self._share
 
     def about(self, request: str, epoch: int) -> None:
         """What is told without a request of its own, of slots and chunks, is told of this one from now on."""
         self.request, self.epoch = request, epoch
 
-    @property
-    def common(self) -> tuple[int, int, str, int, int]:
-        """What every event says first: now, rank, request, epoch, step."""
-        return monotonic_ns(), self.rank, self.request, self.epoch, self.step
-
     def of(self, request: str, epoch: int) -> tuple[int, int, str, int, int]:
-        """As `common`, of a request."""
+        """What every event says first, of a request: now, rank, request, epoch, step."""
         return monotonic_ns(), self.rank, request, epoch, self.step
 
     def fault(self, name: str, seen: int, fields: dict[str, object]) -> None:

@@ -190,6 +190,7 @@ def test_the_sample_is_the_same_everywhere_and_of_its_size() -> None:
     assert 800 < len(chosen) < 1200
     assert all(Recorder(sample=1.0).sampled(name) for name in names)
     assert not any(Recorder(sample=0.0).sampled(name) for name in names)
+    assert half.sampled("\ud800") in {True, False}, "whatever its id is made of"
 
 
 # ---- the file -------------------------------------------------------------------------------------------------------
