@@ -64,6 +64,8 @@ class _NoCopy:
 
     def attach(self, *_: Any) -> None: ...
 
+    def prepare(self, plan: CopyPlan) -> None: ...
+
     def submit(self, plan: CopyPlan, ticket: Ticket) -> None:  # noqa: ARG002
         ticket.complete()
 

@@ -64,6 +64,15 @@ class Settings(BaseSettings):
         description="On CPU: 1 copies beside the forward in a thread per direction, 0 copies inline; unset: 1 if "
         "a core is left beside the engine's own threads.",
     )
+    mover: Literal["auto", "dma", "staged", "direct"] = Field(
+        "auto",
+        description="On CUDA, how pages move: `dma` by the copy engines, stretch by stretch; `staged` gathered by a "
+        "kernel into device memory, then by the copy engines; `direct` by a kernel; `auto` the quickest for each "
+        "batch, as measured at start-up.",
+    )
+    staging_bytes_max: Annotated[ByteSize, BeforeValidator(_no_bool), Field(ge=0)] = Field(
+        ByteSize(64 << 20), description="On CUDA, device memory per rank that pages are gathered in; 0: none."
+    )
     wait_ms_max: Annotated[int, BeforeValidator(_no_bool), Field(gt=0, le=3_600_000)] = Field(
         30_000, description="Longest wait for a copy before its job is failed."
     )

@@ -151,7 +151,7 @@ def _pin(size: int) -> None:
     import torch  # noqa: PLC0415
 
     from kvpipe.tiers.memory import HostPool  # noqa: PLC0415
-    from kvpipe.transfer.cuda import CudaDevice  # noqa: PLC0415
+    from kvpipe.transfer.device import CudaDevice  # noqa: PLC0415
 
     pool, device = HostPool(_probe_geometry(size)), CudaDevice(torch.device("cuda", torch.cuda.current_device()))
     device.register(pool.base, pool.slots * pool.slot_bytes)

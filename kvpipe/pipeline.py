@@ -326,6 +326,7 @@ class Pipeline:
         batch = Batch(kind, tuple(jobs), len(self._geometry.groups), step)
         batch.traced = self._trace.detail and any(self._trace.sampled(job.request) for job in jobs)
         self._open_jobs.update((job.id, job) for job in jobs)
+        self._engine.prepare(batch.plan)
         self._loop.put((OPEN, batch, ""))
         return batch
 
@@ -337,7 +338,8 @@ class Pipeline:
         batch.tickets[layer] = batch.last = ticket
         if batch.traced:
             ids = [job.id for job in batch.jobs]
-            self._trace.put(e.LayerSubmitted(*self._said(batch), kind=batch.kind.name.lower(), layer=layer, jobs=ids))
+            said, kind, mover = self._said(batch), batch.kind.name.lower(), batch.plan.mover
+            self._trace.put(e.LayerSubmitted(*said, kind=kind, layer=layer, jobs=ids, mover=mover))
         if batch.doomed:
             ticket.complete(frozenset(job.id for job in batch.jobs))
             return

@@ -14,12 +14,14 @@ from kvpipe.loop import CPUS_AT_START, spare_cpus
 from kvpipe.pipeline import TIER, TOLD, Pipeline
 from kvpipe.plan import EMPTY_PLAN, Kind, Outcome, StepPlan
 from kvpipe.tiers.memory import HostPool
-from kvpipe.trace.events import StepRan, TierLost
+from kvpipe.trace.events import MoverMeasured, StepRan, TierLost
 from kvpipe.trace.log import Counters
 from kvpipe.trace.recorder import OFF, Recorder
-from kvpipe.transfer.base import TransferEngine
+from kvpipe.transfer.base import Direction, TransferEngine
+from kvpipe.transfer.calibrate import Cost
 from kvpipe.transfer.cpu import CpuEngine
 from kvpipe.transfer.cuda import CudaEngine
+from kvpipe.transfer.movers import Mover
 from kvpipe.transfer.pages import PageView, view_pages
 
 if TYPE_CHECKING:
@@ -95,7 +97,9 @@ class WorkerSide:
     def _make_engine(self, views: list[PageView]) -> TransferEngine:
         device = views[0].tensor.device.type
         if device == "cuda":
-            return CudaEngine()
+            mover = None if self.settings.mover == "auto" else Mover(self.settings.mover)
+            staging_bytes_max = int(self.settings.staging_bytes_max)
+            return CudaEngine(mover=mover, staging_bytes_max=staging_bytes_max, told=self._measured)
         if device != "cpu":
             msg = (
                 f"kvpipe: KV caches on device {device!r} are not supported by this release; "
@@ -107,6 +111,12 @@ class WorkerSide:
         if threads is None:
             threads = 1 if spare or len(CPUS_AT_START) > torch.get_num_threads() else 0
         return CpuEngine(threads, spare)
+
+    def _measured(self, direction: Direction, mover: Mover, cost: Cost) -> None:
+        told = MoverMeasured(*self.trace.of("", 0), kind=direction.name.lower(), mover=mover.value)
+        told.fixed_us, told.copy_us = round(cost.fixed_us, 1), round(cost.copy_us, 3)
+        told.gb_per_s = round(cost.gb_per_s, 1)
+        self.trace.put(told)
 
     # ---- hooks, in the order of a step ----------------------------------------------------------------------------
 

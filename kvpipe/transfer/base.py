@@ -1,7 +1,7 @@
 """The transfer protocol: what the pipeline asks of an engine, and what an engine owes it.
 
 An engine copies one layer of one batch of jobs per submission. It completes submissions of one direction in the
-order in which they were submitted, each exactly once, from any thread. It never raises out of `submit`.
+order in which they were submitted, each exactly once, from any thread. It never raises out of `prepare` and `submit`.
 """
 
 from __future__ import annotations
@@ -59,42 +59,51 @@ class Span(NamedTuple):
 class CopyPlan:
     """The rows of a batch of jobs per cache group, merged. Compiled once per step, used by every layer.
 
-    `runs[g]` is an (n, 5) array of `Run`s, `spans[g]` a list of `Span`s: an engine takes what suits it.
+    `rows[g]` is an (n, 3) array of slot, page and block, `cuts[g]` where a new span begins in it, and `runs[g]` an
+    (m, 5) array of `Run`s: an engine takes what suits it.
     """
 
-    __slots__ = ("direction", "jobs", "runs", "spans")
+    __slots__ = ("_spans", "cuts", "direction", "jobs", "mark", "mover", "rows", "runs")
 
     def __init__(self, direction: Direction, jobs: Sequence[Job], groups: int) -> None:
         """Merge adjacent rows. O(rows), vectorised."""
         self.direction, self.jobs = direction, tuple(jobs)
+        self.mark: object = None  # the engine's own
+        self.mover = ""  # how the engine moves it, for the trace
+        self._spans: dict[int, list[Span]] = {}
         tables = [job.table().astype(np.int64) for job in jobs]
         owners = np.repeat([job.id for job in jobs], [len(t) for t in tables]) if jobs else np.empty(0, np.int64)
         rows = np.concatenate(tables) if tables else np.empty((0, 4), np.int64)
-        runs, spans = [], []
-        for g in range(groups):
-            mine = rows[:, 0] == g
-            merged = _merge(rows[mine][:, 1:], owners[mine])
-            runs.append(merged[0])
-            spans.append(merged[1])
-        self.runs: tuple[npt.NDArray[np.int64], ...] = tuple(runs)
-        self.spans: tuple[list[Span], ...] = tuple(spans)
+        parts = [(rows[mine][:, 1:], owners[mine]) for mine in (rows[:, 0] == g for g in range(groups))]
+        merged = [_merge(*part) for part in parts]
+        self.rows: tuple[npt.NDArray[np.int64], ...] = tuple(mine for mine, _ in parts)
+        self.runs: tuple[npt.NDArray[np.int64], ...] = tuple(runs for runs, _ in merged)
+        self.cuts: tuple[npt.NDArray[np.int64], ...] = tuple(cuts for _, cuts in merged)
 
     def run_list(self, group: int) -> list[Run]:
         """Return the runs of `group` as plain tuples."""
         return [Run(*row) for row in self.runs[group].tolist()]
 
+    def spans(self, group: int) -> list[Span]:
+        """Return the spans of `group`. Made when they are first asked for."""
+        made = self._spans.get(group)
+        if made is None:
+            rows = self.rows[group]
+            made = self._spans[group] = [_span(part) for part in np.split(rows, self.cuts[group][1:]) if len(part)]
+        return made
 
-def _merge(rows: npt.NDArray[np.int64], owners: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], list[Span]]:
-    """Merge (slot, page, block) rows: into runs (both sides adjacent, one owner) and spans (slot side adjacent)."""
+
+def _merge(
+    rows: npt.NDArray[np.int64], owners: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Merge (slot, page, block) rows into runs (both sides adjacent, one owner); and where spans begin."""
     step = np.diff(rows, axis=0)
     same_span = (step[:, 0] == 0) & (step[:, 1] == 1)
     same_run = same_span & (step[:, 2] == 1) & (np.diff(owners) == 0)
     first = np.flatnonzero(np.append(len(rows) > 0, ~same_run)[: len(rows)])
     length = np.diff(np.append(first, len(rows)))
     runs = np.column_stack([owners[first], rows[first], length]).astype(np.int64)
-    cuts = np.flatnonzero(~same_span) + 1
-    parts = np.split(rows, cuts) if len(rows) else []
-    return runs, list(map(_span, parts))
+    return runs, np.flatnonzero(np.append(len(rows) > 0, ~same_span)[: len(rows)])
 
 
 def _span(part: npt.NDArray[np.int64]) -> Span:
@@ -160,10 +169,14 @@ class TransferEngine(Protocol):
     def attach(self, views: Sequence[PageView], geometry: Geometry, pool: HostPool) -> None:
         """Bind the paged cache (one view per layer, in `geometry.layers` order) and the pool."""
 
+    def prepare(self, plan: CopyPlan) -> None:
+        """A step begins. What the caller has computed so far is all that a load of `plan` may not overwrite."""
+
     def submit(self, plan: CopyPlan, ticket: Ticket) -> None:
         """Copy layer `ticket.layer` of `plan`; complete the ticket when the bytes have landed.
 
-        An engine that knows of a failure before it may complete the ticket sets `ticket.failed` early.
+        An engine may hold a layer back until more of the plan has come, or until somebody orders something after it.
+        One that knows of a failure before it may complete the ticket sets `ticket.failed` early.
         """
 
     def guard_read(self, ticket: Ticket, timeout_s: float) -> bool:

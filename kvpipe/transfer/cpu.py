@@ -49,6 +49,9 @@ class CpuEngine:
         self._words = tuple(map(_as_words, self._views))
         self._host_bytes = pool.tensor.view(-1).numpy()
 
+    def prepare(self, plan: CopyPlan) -> None:
+        """See `TransferEngine.prepare`. The caller computes on the host: nothing of it is still to come."""
+
     def submit(self, plan: CopyPlan, ticket: Ticket) -> None:
         """See `TransferEngine.submit`."""
         if self._closed:
@@ -114,7 +117,7 @@ class CpuEngine:
         group, index = self._geometry.layers[layer]
         view, words, offset = self._views[layer], self._words[layer], self._geometry.layer_offsets[group][index]
         saving, size, flat = plan.direction is Direction.SAVE, view.page_bytes, self._pool.tensor
-        for slot, first, pages, block, adjacent, blocks in plan.spans[group]:
+        for slot, first, pages, block, adjacent, blocks in plan.spans(group):
             at, n = slot * self._geometry.slot_bytes + offset + first * size, pages * size
             if (adjacent and view.dense) or pages == 1:
                 host, paged = self._pool.base + at, view.base + block * view.stride_bytes

@@ -1,7 +1,10 @@
-"""The CUDA engine: copies on one stream per direction, ordered against the forward by events on the device.
+"""The CUDA engine: copies beside the forward, ordered against it by events on the device.
 
 The host never waits for a copy: `guard_read` and `fence` make the compute stream wait, and a completion thread asks
 the events whether they have fired. So a ticket may be confirmed by its readers before it is known to have landed.
+
+Layers are queued in *waves*, of so many bytes that queueing them costs the host less than the bus takes to move them.
+Of a load that readers wait for layer by layer, two waves are queued ahead of the reader: the hooks share the work.
 """
 
 from __future__ import annotations
@@ -9,220 +12,294 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from typing import Any, Final, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, NamedTuple
 
 import structlog
 import torch
 
-from kvpipe.errors import TransferError
+from kvpipe.errors import UnsupportedError
 from kvpipe.geometry import Geometry
+from kvpipe.plan import Kind
 from kvpipe.tiers.memory import HostPool
+from kvpipe.transfer import calibrate
 from kvpipe.transfer.base import NO_JOBS, CopyPlan, Direction, Ticket
+from kvpipe.transfer.device import CudaDevice, Device, Event
+from kvpipe.transfer.movers import Lane, Layout, Mover, Prepared
 from kvpipe.transfer.pages import PageView
 
 log = structlog.get_logger("kvpipe.transfer")
 
 POLL_S_MIN: Final = 0.000_05
-POLL_S_MAX: Final = 0.001
+POLL_S_MAX: Final = 0.000_2
 PIN_PIECE_BYTES_MAX: Final = 256 << 20  # about 25 ms in the driver
 SHUTDOWN_S_MAX: Final = 30.0
-_HOST_REGISTER_PORTABLE: Final = 1
-
-Pair = tuple[torch.Tensor, torch.Tensor]
-
-
-class Event(Protocol):
-    """A point in a stream."""
-
-    def query(self) -> bool:
-        """Whether everything before it is done."""
-
-
-class Stream(Protocol):
-    """A queue of device work."""
-
-    def record_event(self) -> Any:  # noqa: ANN401  (an `Event`: torch's stubs know only their own)
-        """Mark the point after what was queued so far."""
-
-    def wait_event(self, event: Any) -> None:  # noqa: ANN401
-        """Hold back what is queued from now on until `event` has fired."""
-
-    def synchronize(self) -> None:
-        """Block the host until the queue is empty."""
-
-
-class Device(Protocol):
-    """The few things that the engine asks of CUDA."""
-
-    def stream(self) -> Stream:
-        """Make a stream."""
-
-    def current_stream(self) -> Stream:
-        """Return the stream on which the caller computes."""
-
-    def copy(self, stream: Any, pairs: Iterator[Pair]) -> None:  # noqa: ANN401
-        """Queue copies to each first from each second tensor."""
-
-    def register(self, address: int, size: int) -> None:
-        """Pin host memory. Raises `TransferError`."""
-
-    def unregister(self, address: int) -> None:
-        """Undo `register`. Raises `TransferError`."""
-
-
-class CudaDevice:
-    """`Device` over torch.cuda."""
-
-    def __init__(self, device: torch.device) -> None:
-        """`device` has an index: a new thread's current device is not the engine's."""
-        self._device = device
-
-    def stream(self) -> Stream:
-        """See `Device.stream`."""
-        return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-
-    def current_stream(self) -> Stream:
-        """See `Device.current_stream`."""
-        return torch.cuda.current_stream(self._device)
-
-    def copy(self, stream: torch.cuda.Stream, pairs: Iterator[Pair]) -> None:
-        """See `Device.copy`. Inference mode: vLLM's caches may be inference tensors, read-only outside of it."""
-        with torch.inference_mode(), torch.cuda.stream(stream):
-            for to, source in pairs:
-                to.copy_(source, non_blocking=True)
-
-    def register(self, address: int, size: int) -> None:
-        """See `Device.register`."""
-        with torch.cuda.device(self._device):
-            cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            self._check(cudart.cudaHostRegister(address, size, _HOST_REGISTER_PORTABLE))
-
-    def unregister(self, address: int) -> None:
-        """See `Device.unregister`."""
-        with torch.cuda.device(self._device):
-            cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            self._check(cudart.cudaHostUnregister(address))
-
-    @staticmethod
-    def _check(code: Any) -> None:  # noqa: ANN401  (cudaError, which only CUDA builds have)
-        if int(code) != 0:
-            raise TransferError(f"CUDA error {int(code)}")
+STAGING_BYTES_MAX: Final = 64 << 20
+STAGING_ALIGN_BYTES: Final = 64
+WAVE_BYTES: Final = 4 << 20  # 80 us on a bus of 50 GB/s; queueing a wave takes about half of that
+WAVES_AHEAD: Final = 2
 
 
 class _Flight(NamedTuple):
-    ticket: Ticket
+    """A wave on its way."""
+
+    tickets: tuple[Ticket, ...]
     plan: CopyPlan
     event: Event | None
     failed: frozenset[int]
 
 
+class _Queue:
+    """One direction's submissions of one plan that have not been queued on the device yet."""
+
+    __slots__ = ("bytes", "plan", "sizes", "submitted", "tickets", "waves")
+
+    def __init__(self, plan: CopyPlan | None = None) -> None:
+        self.plan = plan
+        self.tickets: deque[Ticket] = deque()
+        self.sizes: deque[int] = deque()
+        self.bytes = self.submitted = self.waves = 0
+
+    @property
+    def lazy(self) -> bool:
+        """Whether each layer has a reader who will ask for it."""
+        return self.plan is not None and any(job.kind == Kind.LOAD_SYNC for job in self.plan.jobs)
+
+    def put(self, ticket: Ticket, size: int) -> None:
+        ticket.mark = self
+        self.tickets.append(ticket)
+        self.sizes.append(size)
+        self.bytes += size
+        self.submitted += 1
+
+    def take(self, bytes_min: int) -> list[Ticket]:
+        """Take a wave: tickets until they have `bytes_min` bytes, or all."""
+        taken: list[Ticket] = []
+        size = 0
+        while self.tickets and (not taken or size < bytes_min):
+            taken.append(self.tickets.popleft())
+            size += self.sizes.popleft()
+        self.bytes -= size
+        return taken
+
+    def drop(self, ticket: Ticket) -> None:
+        ticket.mark = None
+        place = self.tickets.index(ticket)
+        del self.tickets[place]
+        self.bytes -= self.sizes[place]
+        del self.sizes[place]
+
+
+class Mark(NamedTuple):
+    """What a queued ticket can be ordered by. The events are None where not even an event could be recorded."""
+
+    landed: Event | None
+    read: Event | None
+    wave: int
+    queue: _Queue
+
+
 class CudaEngine:
     """Implements `TransferEngine` for caches in the memory of a CUDA device."""
 
-    def __init__(self, device: Device | None = None) -> None:
-        """`device`: None for the one that holds the caches."""
-        self._given = device
+    def __init__(
+        self,
+        device: Device | None = None,
+        *,
+        mover: Mover | None = None,
+        staging_bytes_max: int = STAGING_BYTES_MAX,
+        wave_bytes: int = WAVE_BYTES,
+        calibrate_s_max: float = calibrate.SECONDS_MAX,
+        told: Callable[[Direction, Mover, calibrate.Cost], object] = lambda *_: None,
+    ) -> None:
+        """`device`: None for the one that holds the caches. `mover`: None for the quickest for each plan.
+
+        `told` hears what each mover was measured to cost.
+        """
+        self._given, self._pinned_mover = device, mover
+        self._staging_bytes_max, self._wave_bytes, self._calibrate_s_max = (
+            staging_bytes_max,
+            wave_bytes,
+            calibrate_s_max,
+        )
+        self._told = told
+        self._queues = {d: _Queue() for d in Direction}
+        self._queueing = threading.RLock()  # guards _queues
         self._flights: dict[Direction, deque[_Flight]] = {d: deque() for d in Direction}
         self._news = threading.Condition()  # guards _flights and _closed
         self._closed = False
         self._pinned: list[int] = []
+        self._pinned_slots = 0
+        self._unmeasured = Mover.DMA
         self._threads: tuple[threading.Thread, ...] = ()
+        self.costs: calibrate.Costs = {direction: {} for direction in Direction}
 
     def attach(self, views: Sequence[PageView], geometry: Geometry, pool: HostPool) -> None:
-        """See `TransferEngine.attach`. Pinning goes on in the background; until it is done, copies are slower."""
-        self._views, self._geometry, self._pool = tuple(views), geometry, pool
+        """See `TransferEngine.attach`. All but the first piece of the pool is pinned in the background.
+
+        Raises:
+            UnsupportedError: the mover that was asked for cannot be used here.
+
+        """
+        self._layout, self._pool = Layout(views, geometry, pool), pool
         self._device: Device = self._given or CudaDevice(views[0].tensor.device)
-        self._streams = {d: self._device.stream() for d in Direction}
+        self._staging, no_kernels = self._allocate_staging()
+        each = None if self._staging is None else self._staging.view(len(Direction), -1)
+        self._lanes = {d: Lane(self._device, d, self._layout, None if each is None else each[d]) for d in Direction}
+        self._pieces = pool.pieces(PIN_PIECE_BYTES_MAX)
+        self._pin_next()
+        if self._pinned_slots:
+            self._calibrate(no_kernels)
         mains = {"kvpipe-landed": self._complete, "kvpipe-pin": self._pin}
         self._threads = tuple(threading.Thread(target=m, name=n, daemon=True) for n, m in mains.items())
         for thread in self._threads:
             thread.start()
 
+    # ---- vLLM's thread -------------------------------------------------------------------------------------------
+
+    def prepare(self, plan: CopyPlan) -> None:
+        """See `TransferEngine.prepare`."""
+        try:
+            plan.mark = self._prepare(plan)
+        except Exception:  # `submit` tries again, and fails the plan if it must
+            log.exception("prepare_failed")
+
     def submit(self, plan: CopyPlan, ticket: Ticket) -> None:
         """See `TransferEngine.submit`."""
-        if self._closed:
-            ticket.complete(_all(plan))
-            return
-        stream, event, failed = self._streams[plan.direction], None, NO_JOBS
-        try:
-            # a save reads what compute has written; a load must not overwrite what compute still reads
-            stream.wait_event(self._device.current_stream().record_event())
-            self._device.copy(stream, self._pairs(plan, ticket.layer))
-        except Exception:
-            log.exception("copy_failed", layer=ticket.layer)
-            failed = _all(plan)
-        try:
-            event = stream.record_event()  # after a failure too: some of its copies may be queued
-        except Exception:
-            log.exception("device_lost", layer=ticket.layer)
-            failed = _all(plan)
-        ticket.mark, ticket.failed = event, failed
-        if not self._take_off(plan.direction, _Flight(ticket, plan, event, failed)):
-            ticket.complete(_all(plan))
+        with self._queueing:
+            if self._closed:
+                ticket.complete(_all(plan))
+                return
+            queue = self._queues[plan.direction]
+            if queue.plan is not plan:
+                self._launch_all(queue)
+                queue = self._queues[plan.direction] = _Queue(plan)
+            known = ticket.layer < len(self._layout.views)
+            queue.put(ticket, self._layout.layer_bytes(plan, ticket.layer) if known else self._wave_bytes)
+            full = queue.bytes >= self._wave_bytes or queue.submitted == len(self._layout.views)
+            if full and not (queue.lazy and queue.waves >= WAVES_AHEAD):
+                self._launch(queue)
 
     def guard_read(self, ticket: Ticket, timeout_s: float) -> bool:  # noqa: ARG002  (the device waits, not the host)
         """See `TransferEngine.guard_read`."""
-        return self._order(ticket)
+        with self._queueing:
+            mark = self._reach(ticket)
+            if mark is not None and mark.wave == mark.queue.waves - 1:  # the reader is in the newest wave
+                self._launch(mark.queue)
+        return self._order(ticket, mark and mark.landed)
 
     def fence(self, ticket: Ticket, timeout_s: float) -> bool:  # noqa: ARG002
-        """See `TransferEngine.fence`. A stream is a queue, so its last event stands for all."""
-        return self._order(ticket)
+        """See `TransferEngine.fence`. All of a plan is read in order, so its last event stands for all."""
+        with self._queueing:
+            mark = self._reach(ticket)
+        return self._order(ticket, mark and mark.read)
 
     def abandon(self, ticket: Ticket) -> bool:
         """See `TransferEngine.abandon`. What is queued on a stream cannot be taken back."""
+        with self._queueing:
+            queue = ticket.mark
+            if isinstance(queue, _Queue) and queue.plan is not None:
+                queue.drop(ticket)
+                self._take_off(queue.plan.direction, _Flight((ticket,), queue.plan, None, _all(queue.plan)))
+                return True
         try:
-            return ticket.over or (ticket.mark is not None and ticket.mark.query())  # type: ignore[attr-defined]
+            landed = ticket.mark.landed if isinstance(ticket.mark, Mark) else None
+            return ticket.over or (landed is not None and landed.query())
         except Exception:
             log.exception("abandon_failed", layer=ticket.layer)
             return False
 
     def shutdown(self) -> None:
         """See `TransferEngine.shutdown`. Bounded: a device that hangs fails what is left."""
-        with self._news:
-            self._closed = True
-            self._news.notify()
+        with self._queueing:
+            for queue in self._queues.values():
+                self._launch_all(queue)
+            with self._news:
+                self._closed = True
+                self._news.notify()
         for thread in self._threads:
             thread.join(SHUTDOWN_S_MAX)
         drained = not any(thread.is_alive() for thread in self._threads)
         for direction in Direction:
             for flight in tuple(self._flights[direction]):
                 if self._land(direction, flight):
-                    flight.ticket.complete(_all(flight.plan))
+                    self._tell(flight, _all(flight.plan))
         while drained and self._pinned:  # what a hanging device may still write to stays pinned
             try:
                 self._device.unregister(self._pinned.pop())
             except Exception:
                 log.exception("unpinning_failed")
 
-    def _order(self, ticket: Ticket) -> bool:
-        """Make the current stream wait for the copy."""
-        if ticket.mark is None:
+    # ---- queueing -------------------------------------------------------------------------------------------------
+
+    def _prepare(self, plan: CopyPlan) -> Prepared:
+        # A load must not overwrite what compute still reads: it comes after all that is queued when its step begins.
+        # What the step itself computes has nothing to do with the blocks of its loads.
+        start = self._device.current_stream().record_event() if plan.direction is Direction.LOAD else None
+        mover = self._choose(plan)
+        plan.mover = mover.value
+        return self._lanes[plan.direction].prepare(plan, mover, start)
+
+    def _choose(self, plan: CopyPlan) -> Mover:
+        if any(len(rows) and rows[:, 0].max() >= self._pinned_slots for rows in plan.rows):
+            return Mover.PAGEABLE
+        if self._pinned_mover is not None:
+            return self._pinned_mover
+        costs = self.costs[plan.direction]
+        return calibrate.choose(costs, self._layout, plan) if costs else self._unmeasured
+
+    def _reach(self, ticket: Ticket) -> Mark | None:
+        """Launch waves until `ticket` is in one of them."""
+        while isinstance(ticket.mark, _Queue):
+            self._launch(ticket.mark)
+        return ticket.mark if isinstance(ticket.mark, Mark) else None
+
+    def _launch_all(self, queue: _Queue) -> None:
+        while queue.tickets:
+            self._launch(queue)
+
+    def _launch(self, queue: _Queue) -> None:
+        """Queue one wave on the device."""
+        plan, tickets = queue.plan, queue.take(self._wave_bytes)
+        if plan is None or not tickets:
+            return
+        layers, failed = [ticket.layer for ticket in tickets], NO_JOBS
+        lane = self._lanes[plan.direction]
+        landed = read = None
+        try:
+            prepared = plan.mark if isinstance(plan.mark, Prepared) else self._prepare(plan)
+            plan.mark = prepared
+            start = prepared.start or self._device.current_stream().record_event()
+            landed, read = lane.queue(plan, prepared, layers, start)
+        except Exception:
+            log.exception("copy_failed", layers=layers)
+            failed = _all(plan)
+            try:
+                landed = read = lane.end()  # some of its copies may be queued
+            except Exception:
+                log.exception("device_lost", layers=layers)
+        for ticket in tickets:
+            ticket.mark, ticket.failed = Mark(landed, read, queue.waves, queue), failed
+        queue.waves += 1
+        flight = _Flight(tuple(tickets), plan, landed, failed)
+        if not self._take_off(plan.direction, flight):
+            self._tell(flight, _all(plan))
+
+    def _order(self, ticket: Ticket, event: Event | None) -> bool:
+        """Make the current stream wait for `event`."""
+        if event is None:
             return ticket.done
         try:
-            self._device.current_stream().wait_event(ticket.mark)
+            self._device.current_stream().wait_event(event)
         except Exception:
             log.exception("wait_failed", layer=ticket.layer)
             return False
         return True
 
-    def _pairs(self, plan: CopyPlan, layer: int) -> Iterator[Pair]:
-        group, index = self._geometry.layers[layer]
-        view, offset = self._views[layer], self._geometry.layer_offsets[group][index]
-        for _, slot, page, block, pages in plan.run_list(group):
-            start = offset + page * view.page_bytes
-            host = self._pool.tensor[slot, start : start + pages * view.page_bytes].view(pages, view.page_bytes)
-            paged = view.tensor[block : block + pages]
-            to, source = (host, paged) if plan.direction is Direction.SAVE else (paged, host)
-            if view.dense:
-                yield to, source
-            else:
-                yield from zip(to, source, strict=True)
-
     # ---- the completion thread ------------------------------------------------------------------------------------
 
     def _complete(self) -> None:
+        self._device.enter_thread()
         poll_s = POLL_S_MIN
         while True:
             with self._news:
@@ -230,36 +307,35 @@ class CudaEngine:
                     self._news.wait()
                 closed = self._closed
             if closed:
-                for stream in self._streams.values():
-                    with suppress(Exception):  # the events say what failed
-                        stream.synchronize()
+                for lane in self._lanes.values():
+                    try:
+                        lane.synchronize()
+                    except Exception as error:  # noqa: BLE001  (the events say which copies it concerns)
+                        log.warning("synchronize_failed", why=repr(error))
             # Saves are asked first and loads are told first: a save that has fired rests on loads that had fired by
             # then, so news of a failed load never comes after news of a save computed from it.
             saves = list(self._fired(Direction.SAVE))
             fired = [*self._fired(Direction.LOAD), *saves]
-            for ticket, failed in fired:
-                try:
-                    ticket.complete(failed)
-                except Exception:
-                    log.exception("sink_failed", layer=ticket.layer)
+            for flight, failed in fired:
+                self._tell(flight, failed)
             if closed and not any(self._flights.values()):
                 return
             poll_s = POLL_S_MIN if fired else min(2 * poll_s, POLL_S_MAX)
             if not fired:
                 time.sleep(poll_s)
 
-    def _fired(self, direction: Direction) -> Iterator[tuple[Ticket, frozenset[int]]]:
+    def _fired(self, direction: Direction) -> Iterator[tuple[_Flight, frozenset[int]]]:
         while flights := self._flights[direction]:
             flight = flights[0]
-            ticket, plan, event, failed = flight
+            failed = flight.failed
             try:
-                if event is not None and not event.query():
+                if flight.event is not None and not flight.event.query():
                     return
             except Exception:
-                log.exception("copy_failed", layer=ticket.layer)
-                failed = _all(plan)
+                log.exception("copy_failed", layers=[ticket.layer for ticket in flight.tickets])
+                failed = _all(flight.plan)
             if self._land(direction, flight):
-                yield ticket, failed
+                yield flight, failed
 
     def _take_off(self, direction: Direction, flight: _Flight) -> bool:
         with self._news:
@@ -269,7 +345,7 @@ class CudaEngine:
             return not self._closed
 
     def _land(self, direction: Direction, flight: _Flight) -> bool:
-        """Whoever gets True, the completion thread or `shutdown`, completes the ticket."""
+        """Whoever gets True, the completion thread or `shutdown`, completes the tickets."""
         with self._news:
             flights = self._flights[direction]
             mine = bool(flights) and flights[0] is flight
@@ -277,24 +353,78 @@ class CudaEngine:
                 flights.popleft()
             return mine
 
-    # ---- the pinning thread ---------------------------------------------------------------------------------------
+    @staticmethod
+    def _tell(flight: _Flight, failed: frozenset[int]) -> None:
+        for ticket in flight.tickets:
+            try:
+                ticket.complete(failed)
+            except Exception:
+                log.exception("sink_failed", layer=ticket.layer)
+
+    # ---- pinning, staging, calibration ----------------------------------------------------------------------------
 
     def _pin(self) -> None:
-        for address, size in self._pool.pieces(PIN_PIECE_BYTES_MAX):
-            if self._closed:
-                return
-            try:
-                self._device.register(address, size)
-            except Exception as e:  # noqa: BLE001  (whatever it is, copies work without)
-                log.warning(
-                    "pool_not_pinned",
-                    why=str(e),
-                    pinned_pieces=len(self._pinned),
-                    effect="copies to and from the rest are slower and block the host",
-                    remedy="set a smaller pool_bytes_max or raise the limit on locked memory",
-                )
-                return
-            self._pinned.append(address)
+        self._device.enter_thread()
+        while not self._closed and self._pin_next():
+            pass
+
+    def _pin_next(self) -> bool:
+        """Pin the next piece of the pool. Returns False when there is none, or no more can be pinned."""
+        piece = next(self._pieces, None)
+        if piece is None:
+            return False
+        try:
+            self._device.register(*piece)
+        except Exception as e:  # noqa: BLE001  (whatever it is, copies work without)
+            self._pieces = iter(())
+            log.warning(
+                "pool_not_pinned",
+                why=str(e),
+                pinned_pieces=len(self._pinned),
+                effect="copies to and from the rest are slower and block the host",
+                remedy="set a smaller pool_bytes_max or raise the limit on locked memory",
+            )
+            return False
+        self._pinned.append(piece[0])
+        self._pinned_slots += piece[1] // self._pool.slot_bytes
+        return True
+
+    def _allocate_staging(self) -> tuple[torch.Tensor | None, str]:
+        """Return device memory for the bays of both directions, or why kernels cannot be used."""
+        why = self._device.has_kernels()
+        if not why and not self._layout.align:
+            why = "addresses or sizes of the KV cache are no multiples of 8 bytes"
+        size = self._staging_bytes_max // STAGING_ALIGN_BYTES * STAGING_ALIGN_BYTES
+        if why or not size:
+            return None, why
+        try:
+            return self._device.allocate(size), ""
+        except Exception as error:  # noqa: BLE001  (out of memory: there are other ways to copy)
+            log.warning("no_staging", why=str(error), remedy="set a smaller staging_bytes_max")
+            return None, ""
+
+    def _calibrate(self, no_kernels: str) -> None:
+        page = max(view.page_bytes for view in self._layout.views)
+        open_ways = {
+            Mover.DMA: "",
+            Mover.STAGED: no_kernels or ("" if page <= self._lanes[Direction.SAVE].bay_bytes else "no page fits a bay"),
+            Mover.DIRECT: no_kernels or ("" if self._device.reads_pool() else "kernels cannot read host memory here"),
+        }
+        asked = self._pinned_mover
+        movers = [mover for mover, why in open_ways.items() if not why and asked in {None, mover}]
+        if self._calibrate_s_max and movers:
+            self.costs = calibrate.measure(
+                self._device, self._lanes, self._layout, movers, self._pinned_slots, self._calibrate_s_max
+            )
+            for direction, costs in self.costs.items():
+                for mover, cost in costs.items():
+                    self._told(direction, mover, cost)
+            movers = [mover for mover in movers if mover in self.costs[Direction.SAVE]]
+            self._unmeasured = Mover.PAGEABLE  # not even DMA has passed its check
+        if asked is not None and asked not in movers and asked is not Mover.PAGEABLE:
+            why = open_ways[asked] or "it failed its check"
+            msg = f"kvpipe: mover={asked.value!r} cannot be used here ({why}); set mover to 'auto' or 'dma'"
+            raise UnsupportedError(msg)
 
 
 def _all(plan: CopyPlan) -> frozenset[int]:

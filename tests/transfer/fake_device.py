@@ -7,21 +7,32 @@ steps does too, so a missing wait shows as wrong bytes under some sequence.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from triton.runtime.interpreter import InterpretedFunction
 
 from kvpipe.errors import TransferError
+from kvpipe.transfer.base import Ticket
+from kvpipe.transfer.cuda import Mark
+from kvpipe.transfer.device import Copies, Launch
+from kvpipe.transfer.kernels import copy_pages
 
 Work = Callable[[], None]
 
 
 class FakeEvent:
-    """Fires when its stream gets there."""
+    """Fires when its stream, `of`, gets there."""
 
-    def __init__(self) -> None:
+    def __init__(self, of: str) -> None:
+        self.of = of
         self.fired = self.broken = False
 
     def query(self) -> bool:
@@ -54,10 +65,10 @@ class FakeStream:
 
     def record_event(self) -> FakeEvent:
         """See torch.cuda.Stream."""
-        if self.name in self.device.lost:
+        if any(self.name.startswith(name) for name in self.device.lost):
             msg = "CUDA error: unspecified launch failure"
             raise RuntimeError(msg)
-        event = FakeEvent()
+        event = FakeEvent(self.name)
 
         def fire() -> None:
             event.fired = True
@@ -66,8 +77,8 @@ class FakeStream:
         return event
 
     def wait_event(self, event: FakeEvent) -> None:
-        """See torch.cuda.Stream. A device made to forget the waits of this stream forgets it."""
-        if self.name not in self.device.forgets:
+        """See torch.cuda.Stream. A device made to forget this stream's waits for that stream forgets it."""
+        if (self.name, event.of) not in self.device.forgets:
             with self.device.lock:
                 self.queue.append(event)
 
@@ -86,25 +97,34 @@ class FakeStream:
 
 
 class FakeDevice:
-    """Implements `kvpipe.transfer.cuda.Device`. `compute` is the caller's stream.
+    """Implements `kvpipe.transfer.device.Device`. `compute` is the caller's stream.
 
-    `forgets` names the streams whose waits are dropped: what a missing ``wait_event`` in the engine would do.
+    `forgets` has (waiting stream, stream waited for): waits that are dropped, as if the engine had forgotten them. With
+    `interpreted` launches run the real kernel in Triton's interpreter; without, what it should do.
     """
 
-    def __init__(self, forgets: Iterable[str] = (), pins_max: int = 1 << 30) -> None:
+    def __init__(
+        self, forgets: Iterable[tuple[str, str]] = (), pins_max: int = 1 << 30, *, interpreted: bool = False
+    ) -> None:
         self.forgets = frozenset(forgets)
         self.lock = threading.RLock()
         self.compute = FakeStream(self, "compute")
         self.streams = [self.compute]
-        self.lost: set[str] = set()  # streams that cannot record events any more
-        self.copies_until_error = -1  # how many copies may be queued before one raises; -1: all
+        self.lost: set[str] = set()  # streams, by how their names begin, that cannot record events any more
+        self.copies_until_error = -1  # how many copies and launches may be queued before one raises; -1: all
+        self.errors_on = ""  # of the streams whose names begin so
         self.pins_max = pins_max
         self.pinned: dict[int, int] = {}
         self.pin_log: list[tuple[int, int]] = []
+        self.interpreted = interpreted
+        self.no_kernels = ""
+        self.memory_max = 1 << 30
+        self.moved: Counter[str] = Counter()  # operations by kind
+        self.deepest = 0  # the most layers of a launch
 
-    def stream(self) -> FakeStream:
-        """The engine makes them in the order of `Direction`."""
-        made = FakeStream(self, ("save", "load")[len(self.streams) - 1])
+    def stream(self, name: str) -> FakeStream:
+        """Make a stream."""
+        made = FakeStream(self, name)
         self.streams.append(made)
         return made
 
@@ -112,18 +132,69 @@ class FakeDevice:
         """The caller's stream."""
         return self.compute
 
+    def enter_thread(self) -> None:
+        """Nothing to do."""
+
     def copy(self, stream: FakeStream, pairs: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Queue copies, each in two halves so that other streams can come between."""
+        """Queue copies."""
+        self.moved["copy"] += 1
         for to, source in pairs:
-            if self.copies_until_error == 0:
-                self.copies_until_error = -1
-                msg = "CUDA error: invalid argument"
-                raise RuntimeError(msg)
-            self.copies_until_error -= self.copies_until_error > 0
-            to_bytes, source_bytes = to.view(-1), source.view(-1)
-            middle = len(to_bytes) // 2
-            for half in (slice(0, middle), slice(middle, None)):
-                stream.put(_copy(to_bytes[half], source_bytes[half]))
+            self._queue_copy(stream, to.view(-1), source.view(-1))
+
+    def copy_batch(self, stream: FakeStream, copies: Copies) -> None:
+        """Queue copies between addresses."""
+        self.moved["batch"] += 1
+        for to, source, size in zip(*(column.tolist() for column in copies), strict=True):
+            self._queue_copy(stream, _bytes_at(to, size), _bytes_at(source, size))
+
+    def _queue_copy(self, stream: FakeStream, to: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue a copy in two halves, so that other streams can come between."""
+        self._may_fail(stream)
+        middle = len(to) // 2
+        for half in (slice(0, middle), slice(middle, None)):
+            stream.put(_copy(to[half], source[half]))
+
+    def _may_fail(self, stream: FakeStream) -> None:
+        if not stream.name.startswith(self.errors_on):
+            return
+        if self.copies_until_error == 0:
+            self.copies_until_error = -1
+            msg = "CUDA error: invalid argument"
+            raise RuntimeError(msg)
+        self.copies_until_error -= self.copies_until_error > 0
+
+    def upload(self, stream: FakeStream, array: npt.NDArray[Any]) -> torch.Tensor:
+        """Queue a copy to a tensor whose bytes are nonsense until then."""
+        made, wanted = torch.full(array.shape, -1, dtype=torch.from_numpy(array).dtype), torch.tensor(array)
+        stream.put(_copy(made, wanted))
+        return made
+
+    def launch(self, stream: FakeStream, launch: Launch) -> None:
+        """Queue the kernel, in two halves of its rows unless it is interpreted."""
+        self.moved["launch"] += 1
+        self.deepest = max(self.deepest, launch.layers)
+        self._may_fail(stream)
+        if self.interpreted:
+            stream.put(lambda: INTERPRETED[(launch.programs,)](*launch.arguments, **launch.constants))
+            return
+        middle = launch.rows // 2
+        for half in (range(middle), range(middle, launch.rows)):
+            stream.put(functools.partial(_move_rows, launch, half))
+
+    def allocate(self, size: int) -> torch.Tensor:
+        """Return memory that holds nonsense."""
+        if size > self.memory_max:
+            msg = "CUDA out of memory"
+            raise RuntimeError(msg)
+        return torch.full((size,), 0xEE, dtype=torch.uint8)
+
+    def has_kernels(self) -> str:
+        """Say what the test says."""
+        return self.no_kernels
+
+    def reads_pool(self) -> bool:
+        """It does."""
+        return True
 
     def register(self, address: int, size: int) -> None:
         """Pin, as far as `pins_max` goes."""
@@ -152,8 +223,44 @@ class FakeDevice:
         assert not any(stream.queue for stream in self.streams), "the streams wait for each other"
 
 
+INTERPRETED = InterpretedFunction(copy_pages.fn)
+"""The kernel, run by Triton's interpreter: the addresses are those of host memory."""
+
+
+def _bytes_at(address: int, size: int) -> torch.Tensor:
+    """Return the bytes at an address of this process."""
+    return torch.from_numpy(np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address)))
+
+
+def _move_rows(launch: Launch, rows: Iterable[int]) -> None:
+    """What the kernel is to do, page by page, written down without regard to speed."""
+    for deep in range(launch.layers):
+        base, offset = launch.places[launch.layer + deep].tolist()
+        for number in rows:
+            row = launch.first + number
+            slot, page, block, span, pages = launch.table[row].tolist()
+            paged = _bytes_at(base + block * launch.stride, launch.page_bytes)
+            if launch.bay is None:
+                other = launch.pool + slot * launch.slot_bytes + offset + page * launch.page_bytes
+            elif launch.layers == 1:
+                other = launch.bay + number * launch.page_bytes
+            else:
+                before = (span - launch.first) * launch.layers + deep * pages
+                other = launch.bay + (before + row - span) * launch.page_bytes
+            there = _bytes_at(other, launch.page_bytes)
+            to, source = (there, paged) if launch.saving else (paged, there)
+            to.copy_(source)
+
+
 def _copy(to: torch.Tensor, source: torch.Tensor) -> Work:
     def work() -> None:
         to.copy_(source)
 
     return work
+
+
+def landed_of(ticket: Ticket) -> FakeEvent:
+    """Return the event that says that a queued ticket's bytes have landed."""
+    assert isinstance(ticket.mark, Mark)
+    assert isinstance(ticket.mark.landed, FakeEvent)
+    return ticket.mark.landed

@@ -17,8 +17,8 @@ PAGES = min(GEOMETRY.pages_per_chunk)
 block_lists = st.lists(st.integers(0, BLOCKS - 1), min_size=1, max_size=PAGES, unique=True)
 """Blocks of one group: in any order, adjacent or not."""
 tables = st.fixed_dictionaries(dict.fromkeys(range(len(GEOMETRY.groups)), block_lists))
-schedules: st.SearchStrategy[list[int]] = st.one_of(st.just([]), st.lists(st.integers(0, 3), min_size=30, max_size=120))
-"""0 gives the turn back, 1 to 3 run one of the streams that can run; none: nothing runs before the end."""
+schedules: st.SearchStrategy[list[int]] = st.one_of(st.just([]), st.lists(st.integers(0, 7), min_size=30, max_size=200))
+"""0 gives the turn back, others run one of the streams that can run; none: nothing runs before the end."""
 
 
 def saves_are_right(w: World, table: dict[int, list[int]], turns: int = 3) -> bool:

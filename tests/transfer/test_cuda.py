@@ -23,34 +23,62 @@ from kvpipe.transfer.base import NO_JOBS, Direction, TransferEngine
 from kvpipe.transfer.cpu import CpuEngine
 from kvpipe.transfer.cuda import CudaEngine
 from kvpipe.transfer.pages import PageView
-from tests.transfer.fake_device import FakeDevice, FakeEvent
+from tests.transfer.fake_device import FakeDevice, landed_of
 from tests.transfer.programs import loads_are_right, saves_are_right, schedules, tables
-from tests.transfer.worlds import GEOMETRY, LAYERS, WAIT_S, World, eventually, make_job, rows_of, world
+from tests.transfer.worlds import FAKES, GEOMETRY, LAYERS, WAIT_S, World, eventually, make_job, rows_of, world
 
+on_devices = pytest.mark.parametrize("kind", FAKES)
 TABLE = {0: [0, 1, 5], 1: [7, 2]}
 Program = Callable[[World, dict[int, list[int]]], bool]
 
 
+WAITS = {
+    "dma": [
+        ("save-bus", "compute", saves_are_right),
+        ("compute", "save-bus", saves_are_right),
+        ("load-bus", "compute", loads_are_right),
+        ("compute", "load-bus", loads_are_right),
+    ],
+    "direct": [
+        ("save-kernel", "compute", saves_are_right),
+        ("compute", "save-kernel", saves_are_right),
+        ("load-kernel", "compute", loads_are_right),
+        ("compute", "load-kernel", loads_are_right),
+    ],
+    "staged": [
+        ("save-kernel", "compute", saves_are_right),
+        ("save-bus", "save-kernel", saves_are_right),
+        ("save-kernel", "save-bus", saves_are_right),
+        ("compute", "save-kernel", saves_are_right),
+        ("load-kernel", "compute", loads_are_right),
+        ("load-kernel", "load-bus", loads_are_right),
+        ("load-bus", "load-kernel", loads_are_right),
+        ("compute", "load-kernel", loads_are_right),
+    ],
+}
+WAITS["pageable"] = WAITS["dma"]
+"""Every wait of the engine: (stream that waits, stream waited for, program that needs it)."""
+
+
 @pytest.mark.parametrize(
-    ("stream", "program"),
-    [("save", saves_are_right), ("compute", saves_are_right), ("load", loads_are_right), ("compute", loads_are_right)],
-    ids=["save-after-compute", "fence", "load-after-compute", "guard_read"],
+    ("mover", "waits", "waits_for", "program"), [(m, *wait) for m, waits in WAITS.items() for wait in waits]
 )
-def test_a_forgotten_wait_is_found(stream: str, program: Program) -> None:
-    """Without any one of the engine's four waits some schedule gives wrong bytes, and the tests would find it."""
+def test_a_forgotten_wait_is_found(mover: str, waits: str, waits_for: str, program: Program) -> None:
+    """Without any one of the engine's waits some schedule gives wrong bytes, and the tests would find it."""
 
     def breaks(drawn: tuple[dict[int, list[int]], list[int]]) -> bool:
         table, schedule = drawn
-        with world("fake_cuda", device=FakeDevice(forgets=[stream]), schedule=schedule) as w:
+        with world(f"fake_{mover}", device=FakeDevice(forgets=[(waits, waits_for)]), schedule=schedule) as w:
             return not program(w, table)
 
-    few = settings(max_examples=200, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+    few = settings(max_examples=300, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
     find(st.tuples(tables, schedules), breaks, settings=few)  # raises where there is none
 
 
-def test_the_host_never_waits() -> None:
+@on_devices
+def test_the_host_never_waits(kind: str) -> None:
     """On a device that runs nothing at all, submissions, guards and fences return, and no ticket is complete."""
-    with world("fake_cuda") as w:
+    with world(kind) as w:
         for direction in Direction:
             for layer in range(LAYERS):
                 ticket = w.submit(direction, layer, [make_job(direction, rows_of(direction, TABLE))], layer)
@@ -63,10 +91,11 @@ def test_the_host_never_waits() -> None:
 
 @pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize("copies", [0, 1, 3])
-def test_an_error_between_copies_fails_the_ticket(direction: Direction, copies: int) -> None:
+@on_devices
+def test_an_error_between_copies_fails_the_ticket(kind: str, direction: Direction, copies: int) -> None:
     """A layer of which some copies were queued fails, early enough for its reader to know; the fence still holds."""
-    with capture_logs(), world("fake_cuda") as w:
-        w.device.copies_until_error = copies
+    with capture_logs(), world(kind) as w:
+        w.device.copies_until_error = copies if kind != "fake_direct" else 0  # which does all in one launch
         job = make_job(7, [(0, 1, page, block) for page, block in enumerate((0, 2, 4, 6))])
         bad = w.submit(direction, 0, [job])
         assert bad.failed == {7}
@@ -80,19 +109,21 @@ def test_an_error_between_copies_fails_the_ticket(direction: Direction, copies: 
         assert w.completed == [bad, good]
 
 
-def test_an_error_on_the_device_fails_the_ticket() -> None:
+@on_devices
+def test_an_error_on_the_device_fails_the_ticket(kind: str) -> None:
     """An error that CUDA reports only when the event is asked fails that ticket's jobs, in order, and no other's."""
-    with capture_logs(), world("fake_cuda") as w:
+    with capture_logs(), world(kind) as w:
         tickets = [w.submit(Direction.SAVE, layer, [make_job(4, rows_of(0, TABLE))], layer) for layer in range(LAYERS)]
-        cast("FakeEvent", tickets[1].mark).broken = True
+        landed_of(tickets[1]).broken = True
         w.drain()
         assert w.completed == tickets
         assert [t.failed for t in tickets] == [NO_JOBS, {4}, NO_JOBS]
 
 
-def test_a_lost_device_fails_tickets_and_guards() -> None:
+@on_devices
+def test_a_lost_device_fails_tickets_and_guards(kind: str) -> None:
     """Where not even an event can be recorded, the ticket fails and no order is claimed; nothing raises."""
-    with capture_logs(), world("fake_cuda") as w:
+    with capture_logs(), world(kind) as w:
         job = make_job(4, rows_of(0, TABLE), Kind.LOAD_SYNC)
         before = w.submit(Direction.LOAD, 0, [job])
         w.device.lost = {"compute", "load"}
@@ -104,15 +135,16 @@ def test_a_lost_device_fails_tickets_and_guards() -> None:
 
 
 @pytest.mark.parametrize("late", Direction, ids=lambda d: f"fires-while-{d.name}-is-asked")
-def test_a_failed_load_is_told_before_a_save_that_rests_on_it(late: Direction) -> None:
+@on_devices
+def test_a_failed_load_is_told_before_a_save_that_rests_on_it(kind: str, late: Direction) -> None:
     """Whenever the device gets on between two questions, news of a load precedes news of a save computed from it."""
-    with world("fake_cuda") as w:
+    with world(kind) as w:
         asked = threading.Event()
         load = w.submit(Direction.LOAD, 0, [make_job(1, rows_of(0, TABLE), Kind.LOAD_SYNC)])
         assert w.engine.guard_read(load, 0)
         w.write_block(0, 0, 9)
         save = w.submit(Direction.SAVE, 0, [make_job(2, rows_of(1, TABLE))])
-        event = cast("FakeEvent", (save if late is Direction.SAVE else load).mark)
+        event = landed_of(save if late is Direction.SAVE else load)
         ask = event.query
 
         def query() -> bool:
@@ -127,10 +159,11 @@ def test_a_failed_load_is_told_before_a_save_that_rests_on_it(late: Direction) -
         assert w.completed == [load, save]
 
 
-def test_the_pool_is_pinned_in_whole_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_devices
+def test_the_pool_is_pinned_in_whole_slots(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of whole slots cover the pool once, without a gap, and `shutdown` unpins exactly what was pinned."""
     monkeypatch.setattr(cuda, "PIN_PIECE_BYTES_MAX", 3 * GEOMETRY.slot_bytes + 1)
-    with world("fake_cuda") as w:
+    with world(kind) as w:
         pool = w.pool
         sizes = [3 * pool.slot_bytes, 3 * pool.slot_bytes, 2 * pool.slot_bytes]
         assert eventually(lambda: len(w.device.pin_log) == 3)
@@ -148,10 +181,11 @@ def test_a_piece_is_at_least_a_slot() -> None:
     assert list(pool.pieces(1)) == [(pool.base + i * pool.slot_bytes, pool.slot_bytes) for i in range(pool.slots)]
 
 
-def test_a_pool_that_cannot_be_pinned_still_works(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_devices
+def test_a_pool_that_cannot_be_pinned_still_works(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where pinning fails there is one warning with a remedy, bytes are right, and only what is pinned is unpinned."""
     monkeypatch.setattr(cuda, "PIN_PIECE_BYTES_MAX", GEOMETRY.slot_bytes)
-    with capture_logs() as logs, world("fake_cuda", device=FakeDevice(pins_max=2)) as w:
+    with capture_logs() as logs, world(kind, device=FakeDevice(pins_max=2)) as w:
         assert eventually(lambda: any(entry["event"] == "pool_not_pinned" for entry in logs))
         assert saves_are_right(w, TABLE)
         w.engine.shutdown()
@@ -174,11 +208,12 @@ def test_the_caches_choose_the_engine(where: str, made: type[TransferEngine] | N
         assert type(side._make_engine(views)) is made
 
 
-def test_a_hanging_device_does_not_hang_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_devices
+def test_a_hanging_device_does_not_hang_shutdown(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """When the device never gets on, `shutdown` returns, tickets fail, and memory it may still write stays pinned."""
     monkeypatch.setattr(cuda, "SHUTDOWN_S_MAX", 0.05)
     gate = threading.Event()
-    with world("fake_cuda") as w:
+    with world(kind) as w:
         assert eventually(lambda: len(w.device.pinned) == 1)
         for stream in w.device.streams:
             monkeypatch.setattr(stream, "synchronize", gate.wait)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import cast
 
 import pytest
 from hypothesis import given, settings
@@ -14,9 +13,10 @@ from structlog.testing import capture_logs
 from kvpipe.pipeline import Pipeline
 from kvpipe.plan import Kind, Outcome, StepPlan
 from kvpipe.trace.log import Counters
-from tests.transfer.fake_device import FakeDevice, FakeEvent
+from tests.transfer.fake_device import FakeDevice, landed_of
 from tests.transfer.programs import schedules
 from tests.transfer.worlds import (
+    FAKES,
     GEOMETRY,
     KINDS,
     LAYERS,
@@ -32,6 +32,7 @@ from tests.transfer.worlds import (
 LOADED, SAVED = {0: [0, 1], 1: [3]}, {0: [4, 6, 7], 1: [5]}
 LOAD, SAVE = 1, 2
 PLAN = StepPlan(1, (make_job(LOAD, rows_of(0, LOADED), Kind.LOAD_SYNC), make_job(SAVE, rows_of(1, SAVED), Kind.SAVE)))
+on_devices = pytest.mark.parametrize("kind", FAKES)
 Reads = list[tuple[Callable[[], bytes], int]]
 
 
@@ -122,9 +123,10 @@ def test_a_step_is_right_whenever_its_copies_land(kind: str, schedule: list[int]
         assert p.counters.keys() <= {"no_op_transitions", "wait_repeated"}, "no fault"
 
 
-def test_nothing_is_reported_before_it_has_landed() -> None:
+@on_devices
+def test_nothing_is_reported_before_it_has_landed(kind: str) -> None:
     """On a device that runs nothing, a whole step passes without a wait or a report; the confirmation is kept."""
-    with world("fake_cuda") as w, pipeline_over(w) as p:
+    with world(kind) as w, pipeline_over(w) as p:
         run_step(w, p)
         assert p.collect() == []
         assert p.in_flight == 2
@@ -132,9 +134,10 @@ def test_nothing_is_reported_before_it_has_landed() -> None:
         assert collect(p, 2) == [(LOAD, True), (SAVE, True)]
 
 
-def test_a_layer_read_without_waiting_is_never_trusted() -> None:
+@on_devices
+def test_a_layer_read_without_waiting_is_never_trusted(kind: str) -> None:
     """A step whose layers did not wait fails its load and its save, however late the copies land."""
-    with capture_logs(), world("fake_cuda") as w, pipeline_over(w) as p:
+    with capture_logs(), world(kind) as w, pipeline_over(w) as p:
         run_step(w, p, waits=False)
         assert p.collect() == [], "the copies may still touch slots and blocks"
         w.drain_all()
@@ -142,10 +145,11 @@ def test_a_layer_read_without_waiting_is_never_trusted() -> None:
 
 
 @pytest.mark.parametrize("copies", range(LAYERS))
-def test_a_load_that_cannot_be_queued_is_reported_in_its_step(copies: int) -> None:
+@on_devices
+def test_a_load_that_cannot_be_queued_is_reported_in_its_step(kind: str, copies: int) -> None:
     """The engine hears of a load that failed at its submission at the end of that very step; the step's save fails."""
-    with capture_logs(), world("fake_cuda") as w, pipeline_over(w) as p, running(w.device):
-        w.device.copies_until_error = copies
+    with capture_logs(), world(kind) as w, pipeline_over(w) as p, running(w.device):
+        w.device.errors_on, w.device.copies_until_error = "load", copies
         p.begin(PLAN)
         p.start_loads()
         for layer in range(LAYERS):
@@ -159,24 +163,26 @@ def test_a_load_that_cannot_be_queued_is_reported_in_its_step(copies: int) -> No
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
-def test_a_load_that_fails_on_the_device_is_reported_before_the_save(layer: int) -> None:
+@on_devices
+def test_a_load_that_fails_on_the_device_is_reported_before_the_save(kind: str, layer: int) -> None:
     """News of a load that failed after its step comes before the save computed from it, so that one can be dropped."""
-    with capture_logs(), world("fake_cuda") as w, pipeline_over(w) as p:
+    with capture_logs(), world(kind) as w, pipeline_over(w) as p:
         p.begin(PLAN)
         p.start_loads()
-        assert p._sync is not None
-        cast("FakeEvent", p._sync.tickets[layer].mark).broken = True
         for k in range(LAYERS):
             p.wait_layer(k)
             p.save_layer(k)
+        assert p._sync is not None
+        landed_of(p._sync.tickets[layer]).broken = True
         p.end_step()
         w.drain_all()
         assert [job for job, _ in collect(p, 2)] == [LOAD, SAVE]
 
 
-def test_shutdown_withdraws_an_open_step() -> None:
+@on_devices
+def test_shutdown_withdraws_an_open_step(kind: str) -> None:
     """A step that never ends is withdrawn at shutdown: its jobs are reported once, none of them good."""
-    with capture_logs(), world("fake_cuda") as w:
+    with capture_logs(), world(kind) as w:
         with pipeline_over(w) as p:
             p.begin(PLAN)
             p.start_loads()

@@ -16,6 +16,7 @@ from kvpipe.tiers.memory import HostPool
 from kvpipe.transfer.base import CopyPlan, Direction, Ticket, TransferEngine
 from kvpipe.transfer.cpu import CpuEngine
 from kvpipe.transfer.cuda import CudaEngine
+from kvpipe.transfer.movers import BAYS, Mover
 from kvpipe.transfer.pages import view_pages
 from tests.transfer.fake_device import FakeDevice
 
@@ -36,7 +37,9 @@ Row = tuple[int, int, int, int]
 NO_GPU = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs an NVIDIA GPU: torch.cuda.is_available() is False on this machine"
 )
-KINDS = ["cpu_inline", "cpu_threads", "fake_cuda", pytest.param("cuda", marks=NO_GPU)]
+FAKES = [f"fake_{mover.value}" for mover in Mover]
+KINDS = ["cpu_inline", "cpu_threads", *FAKES, *(pytest.param(f"cuda_{m.value}", marks=NO_GPU) for m in Mover)]
+BAY_PAGES = 2  # so few that every plan needs a bay twice
 
 
 def make_job(number: int, rows: Iterable[Row], kind: Kind = Kind.SAVE) -> Job:
@@ -48,13 +51,22 @@ class World:
     """Compute is queued with `write_block` and `read_block`, and happens when the device gets there."""
 
     def __init__(
-        self, kind: str, *, dense: bool = True, device: FakeDevice | None = None, schedule: Iterable[int] = ()
+        self,
+        kind: str,
+        *,
+        dense: bool = True,
+        device: FakeDevice | None = None,
+        schedule: Iterable[int] = (),
+        wave_bytes: int = 0,
     ) -> None:
-        """`schedule`: which stream a simulated device runs next; 0 hands the turn back to the caller."""
-        self.kind = kind
+        """`schedule`: which stream a simulated device runs next; 0 hands the turn back to the caller.
+
+        `wave_bytes`: 0 queues every layer as it is submitted.
+        """
+        self.kind, self.wave_bytes = kind, wave_bytes
         self.device = device or FakeDevice()
         self._schedule = iter(schedule)
-        where = "cuda" if kind == "cuda" else "cpu"
+        where = "cuda" if kind.startswith("cuda") else "cpu"
         gap = 1 if dense else 2
         self.caches = [
             torch.zeros(BLOCKS, gap, PAGE_BYTES, dtype=torch.uint8, device=where)[:, 0] for _ in range(LAYERS)
@@ -67,14 +79,27 @@ class World:
         self.tickets: list[Ticket] = []
 
     def _engine(self) -> TransferEngine:
-        if self.kind == "fake_cuda":
-            return CudaEngine(self.device)
-        return CudaEngine() if self.kind == "cuda" else CpuEngine(int(self.kind == "cpu_threads"))
+        if self.kind.startswith("cpu"):
+            return CpuEngine(int(self.kind == "cpu_threads"))
+        mover = Mover(self.kind.partition("_")[2])
+        staging = len(Direction) * BAYS * BAY_PAGES * PAGE_BYTES
+        return CudaEngine(
+            self.device if self.fake else None,
+            mover=mover,
+            staging_bytes_max=staging if mover is Mover.STAGED else 0,
+            wave_bytes=self.wave_bytes,
+            calibrate_s_max=0,
+        )
 
     @property
     def device_ordered(self) -> bool:
         """Whether `guard_read` and `fence` return before the copy is done."""
-        return self.kind.endswith("cuda")
+        return not self.kind.startswith("cpu")
+
+    @property
+    def fake(self) -> bool:
+        """Whether the device is simulated."""
+        return self.kind.startswith("fake")
 
     def submit(self, direction: Direction, layer: int, jobs: Iterable[Job], ordinal: int = 0) -> Ticket:
         """Submit one layer."""
@@ -94,14 +119,14 @@ class World:
         return lambda: got.cpu().numpy().tobytes()
 
     def _compute(self, work: Callable[[], object]) -> None:
-        if self.kind == "fake_cuda":
+        if self.fake:
             self.device.compute.put(lambda: (work(), None)[1])
         else:
             work()
 
     def let_run(self) -> None:
         """Give a simulated device its turn."""
-        if self.kind == "fake_cuda":
+        if self.fake:
             for choice in self._schedule:
                 if choice == 0 or not self.device.step(choice - 1):
                     return
@@ -113,9 +138,11 @@ class World:
 
     def drain_all(self) -> None:
         """Let everything that was submitted happen."""
-        if self.kind == "fake_cuda":
+        if self.fake:
+            for choice in self._schedule:
+                self.device.step(choice)
             self.device.drain()
-        elif self.kind == "cuda":
+        elif self.device_ordered:
             torch.cuda.synchronize()
 
     def slot_page(self, layer: int, slot: int, page: int) -> torch.Tensor:

@@ -75,6 +75,9 @@ class FakeEngine:
     def attach(self, views: Sequence[PageView], geometry: Geometry, pool: HostPool) -> None:
         """See `TransferEngine.attach`."""
 
+    def prepare(self, plan: CopyPlan) -> None:
+        """See `TransferEngine.prepare`."""
+
     def submit(self, plan: CopyPlan, ticket: Ticket) -> None:
         """See `TransferEngine.submit`. Failures are known early, as an engine on a device has to know them."""
         ticket.failed = self.failing(plan, ticket)

@@ -1,0 +1,184 @@
+"""Which way is the fastest: measured once at start-up, on the engine's own streams, pool and bays.
+
+Each mover gets a cost model of three numbers, ``us = fixed + copies * copy_us + bytes * byte_us``, from three measured
+plans: one page; pages none of which is adjacent to another; whole chunks. A plan then goes the way that the models
+say is the quickest; between near-equals the one that takes no multiprocessor from the forward wins.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from statistics import median
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+
+from kvpipe.geometry import Geometry, Group, Layer
+from kvpipe.plan import Job, Kind
+from kvpipe.tiers.memory import HostPool
+from kvpipe.transfer.base import CopyPlan, Direction
+from kvpipe.transfer.device import Device
+from kvpipe.transfer.movers import Lane, Layout, Mover
+from kvpipe.transfer.pages import view_pages
+
+SECONDS_MAX: Final = 0.5
+REPEATS: Final = 5
+PAGES_MAX: Final = 256
+BYTES_MAX: Final = 16 << 20
+BURDEN: Final[Mapping[Mover, float]] = {Mover.DMA: 1.0, Mover.STAGED: 1.05, Mover.DIRECT: 1.25, Mover.PAGEABLE: 1.0}
+"""What a mover's microseconds weigh: a staged copy runs two short kernels, a direct one holds multiprocessors."""
+
+
+class Cost(NamedTuple):
+    """Microseconds of one submission: `fixed_us`, and for every copy and byte."""
+
+    fixed_us: float
+    copy_us: float
+    byte_us: float
+
+    def of(self, copies: int, size: int) -> float:
+        """Microseconds for `size` bytes in `copies` copies."""
+        return self.fixed_us + copies * self.copy_us + size * self.byte_us
+
+    @property
+    def gb_per_s(self) -> float:
+        """The rate of endless bytes; 0 where bytes were too quick to be measured."""
+        return 1e-3 / self.byte_us if self.byte_us else 0.0
+
+
+class Sample(NamedTuple):
+    """A measured plan."""
+
+    copies: int
+    size: int
+    us: float
+
+
+Costs = dict[Direction, dict[Mover, Cost]]
+
+
+def fit(samples: Iterable[Sample]) -> Cost:
+    """Fit a cost to samples; no part of it is negative.
+
+    By least squares over the parts that come out positive; a negative part is noise and is set to zero.
+    """
+    known = list(samples)
+    wanted = np.array([s.us for s in known])
+    columns = np.array([[1.0, s.copies, s.size] for s in known])
+    active = [0, 1, 2]
+    parts = np.zeros(3)
+    while active:
+        solution = np.linalg.lstsq(columns[:, active], wanted, rcond=None)[0]
+        if (solution >= 0).all():
+            parts[active] = solution
+            break
+        active.pop(int(np.argmin(solution * columns[:, active].max(axis=0))))
+    return Cost(*parts.tolist())
+
+
+def copies_of(layout: Layout, plan: CopyPlan, mover: Mover) -> tuple[int, int]:
+    """Return (copies, bytes) of one layer of `plan`: of the layer that has the most of them."""
+    copies = size = 0
+    for layer, group in enumerate(layout.groups):
+        mine = layout.layer_bytes(plan, layer)
+        if mine > size:
+            size = mine
+            whole = plan.runs if layout.views[layer].dense else plan.rows
+            copies = {Mover.DMA: len(whole[group]), Mover.STAGED: len(plan.cuts[group])}.get(mover, 1)
+    return copies, size
+
+
+def choose(costs: Mapping[Mover, Cost], layout: Layout, plan: CopyPlan) -> Mover:
+    """Return the quickest mover for `plan`."""
+
+    def weighed(mover: Mover) -> float:
+        return costs[mover].of(*copies_of(layout, plan, mover)) * BURDEN[mover]
+
+    return min(costs, key=weighed)
+
+
+class _Bench:
+    """One layer of scratch pages in device memory, and the pool's first slots."""
+
+    def __init__(self, device: Device, page_bytes: int, pages_per_chunk: int, pool: HostPool, slots: int) -> None:
+        pages = min(PAGES_MAX, BYTES_MAX // page_bytes, slots * pages_per_chunk)
+        self.blocks = max(2, pages // pages_per_chunk * pages_per_chunk)
+        self.pages_per_chunk = pages_per_chunk
+        cache = device.allocate(self.blocks * page_bytes).view(self.blocks, page_bytes)
+        geometry = Geometry((Group((Layer("scratch", page_bytes),), 1),), pages_per_chunk, pool.slots * pool.slot_bytes)
+        self.layout = Layout([view_pages("scratch", cache, self.blocks)], geometry, pool)
+        self.cache = cache
+
+    def plan(self, direction: Direction, pages: int, *, holes: bool) -> CopyPlan:
+        """`pages` pages of whole chunks in adjacent blocks; with `holes` every second one, so that none is adjacent."""
+        block = np.arange(0, pages, 1 + holes)
+        slot, page = block // self.pages_per_chunk, block % self.pages_per_chunk
+        rows = np.column_stack([np.zeros_like(page), slot, page, block]).astype("<i4").tobytes()
+        return CopyPlan(direction, (Job(0, int(Kind.SAVE), "", 0, rows),), 1)
+
+
+def measure(
+    device: Device,
+    lanes: Mapping[Direction, Lane],
+    layout: Layout,
+    movers: Iterable[Mover],
+    slots: int,
+    seconds_max: float = SECONDS_MAX,
+) -> Costs:
+    """Measure every mover in both directions, in pinned slots 0 to `slots` - 1, whose bytes are lost.
+
+    A mover that raises, or that brings other bytes than it was given, is not in the answer. What is not measured when
+    `seconds_max` is over goes by what is.
+    """
+    deadline = time.monotonic() + seconds_max
+    size = min(view.page_bytes for view in layout.views)
+    layer = next(i for i, view in enumerate(layout.views) if view.page_bytes == size)
+    bench = _Bench(device, size, layout.geometry.pages_per_chunk[layout.groups[layer]], layout.pool, slots)
+    costs: Costs = {direction: {} for direction in Direction}
+    for mover in movers:
+        try:
+            right = _check(lanes, bench, mover)  # compiles the kernels, too: not in anybody's time
+        except Exception:  # noqa: BLE001  (whatever it is, this way is not open)
+            right = False
+        for direction in Direction if right else ():
+            plans = [
+                bench.plan(direction, n, holes=h) for n, h in ((1, False), (bench.blocks, True), (bench.blocks, False))
+            ]
+            samples = [_sample(lanes[direction], bench, mover, plan, deadline) for plan in plans]
+            costs[direction][mover] = fit(samples)
+    return costs
+
+
+def _check(lanes: Mapping[Direction, Lane], bench: _Bench, mover: Mover) -> bool:
+    """Whether pages that are saved, wiped and loaded again are what they were."""
+    pattern = torch.randint(0, 256, bench.cache.shape, dtype=torch.uint8)
+    bench.cache.copy_(pattern)
+    for direction in (Direction.SAVE, Direction.LOAD):
+        if direction is Direction.LOAD:
+            bench.cache.zero_()
+        _run(lanes[direction], bench, mover, bench.plan(direction, bench.blocks, holes=True))
+    want = torch.zeros_like(pattern)
+    want[::2] = pattern[::2]
+    return torch.equal(bench.cache.cpu(), want)
+
+
+def _run(lane: Lane, bench: _Bench, mover: Mover, plan: CopyPlan) -> float:
+    """Return the microseconds from the submission to the host's knowing that the bytes have landed."""
+    own = lane.over(bench.layout)
+    prepared = own.prepare(plan, mover, None)
+    own.synchronize()
+    start = own.device.current_stream().record_event()
+    began = time.perf_counter()
+    own.queue(plan, prepared, [0], start)
+    own.synchronize()
+    return (time.perf_counter() - began) * 1e6
+
+
+def _sample(lane: Lane, bench: _Bench, mover: Mover, plan: CopyPlan, deadline: float) -> Sample:
+    took = [_run(lane, bench, mover, plan)]
+    while len(took) < REPEATS and time.monotonic() < deadline:
+        took.append(_run(lane, bench, mover, plan))
+    copies, size = copies_of(bench.layout, plan, mover)
+    return Sample(copies, size, median(took))

@@ -1,0 +1,66 @@
+"""The gather/scatter kernel: pages between the paged cache and a staging bay, or the slots of the host pool themselves.
+
+A row says where one page is: (slot, page in the slot, block, first row of its span, rows of its span), int32. A *span*
+is a stretch of adjacent pages of one slot. A bay holds ``[span][layer][page of the span]``, so that a span of one
+layer, or of all layers when it is a whole chunk, is one contiguous copy to or from its slot.
+
+Triton compiles it where it is used; there is no extension to install. Integers are not specialised on: one compiled
+kernel per combination of the constants serves every step, and no step ever waits for the compiler.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+ROW_COLUMNS = 5
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["bay", "pool", "slot_bytes", "stride", "vectors", "first", "count", "layer", "layers"],
+)
+def copy_pages(  # type: ignore[no-untyped-def]  # noqa: ANN201
+    table,  # noqa: ANN001  (int32, rows x ROW_COLUMNS)
+    places,  # noqa: ANN001  (int64, layers x 2: address of the layer's cache, offset of the layer in a slot)
+    bay,  # noqa: ANN001  (address of the bay)
+    pool,  # noqa: ANN001  (address of the host pool)
+    slot_bytes,  # noqa: ANN001
+    stride,  # noqa: ANN001  (bytes from block to block)
+    vectors,  # noqa: ANN001  (units of ALIGN bytes of a page)
+    first,  # noqa: ANN001  (row to begin with)
+    count,  # noqa: ANN001  (rows)
+    layer,  # noqa: ANN001  (layer to begin with)
+    layers,  # noqa: ANN001  (layers)
+    STAGED: tl.constexpr,  # noqa: N803
+    SAVE: tl.constexpr,  # noqa: N803
+    WORDS: tl.constexpr,  # noqa: N803
+    ALIGN: tl.constexpr,  # noqa: N803
+):
+    """Copy `layers` x `count` pages. Each program takes every n-th piece of at most WORDS words."""
+    words = vectors * (ALIGN // 8)  # a multiple of ALIGN by construction, or the mask would cut accesses in two
+    pieces = (words + WORDS - 1) // WORDS
+    for item in range(tl.program_id(0), layers * count * pieces, tl.num_programs(0)):
+        number = item // pieces
+        row = first + number % count
+        deep = number // count
+        at = table + row * 5
+        slot = tl.load(at).to(tl.int64)
+        page = tl.load(at + 1).to(tl.int64)
+        block = tl.load(at + 2).to(tl.int64)
+        base = tl.load(places + (layer + deep) * 2)
+        offset = tl.load(places + (layer + deep) * 2 + 1)
+        lanes = (item % pieces) * WORDS + tl.arange(0, WORDS)
+        inside = lanes < words
+        if STAGED:
+            span = tl.load(at + 3).to(tl.int64)
+            pages = tl.load(at + 4).to(tl.int64)
+            place = (span - first) * layers + deep * pages + row - span
+            where = bay + place * words * 8
+        else:
+            where = pool + slot * slot_bytes + offset + page * words * 8
+        paged = tl.multiple_of((base + block * stride).to(tl.pointer_type(tl.int64)), ALIGN) + lanes
+        other = tl.multiple_of(where.to(tl.pointer_type(tl.int64)), ALIGN) + lanes
+        if SAVE:
+            tl.store(other, tl.load(paged, mask=inside), mask=inside)
+        else:
+            tl.store(paged, tl.load(other, mask=inside), mask=inside)

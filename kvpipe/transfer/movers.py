@@ -1,0 +1,308 @@
+"""The ways in which a layer's pages can go between the paged cache and the host pool, each a few queue operations.
+
+=========  ========================================================================================================
+dma        The copy engines move every stretch of pages that is adjacent on both sides. No kernel; slow below 64 KiB.
+staged     A kernel gathers the pages into a bay in device memory, in microseconds, and the copy engines move whole
+           spans between the bay and the slots. A save's blocks are free as soon as they are gathered.
+direct     A kernel moves pages between the cache and the slots by itself. One launch, however many pages; it keeps
+           a few multiprocessors busy for as long as the bus takes.
+pageable   torch's copies, for slots that are not pinned. They block the host.
+=========  ========================================================================================================
+
+A `Lane` has the streams and bays of one direction. Everything of one plan goes the same way, so that the last event of
+a plan stands for all of its layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from copy import copy
+from enum import StrEnum
+from functools import cached_property
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+
+from kvpipe.geometry import Geometry
+from kvpipe.tiers.memory import HostPool
+from kvpipe.transfer.base import CopyPlan, Direction
+from kvpipe.transfer.device import VECTOR_BYTES, WORD_BYTES, Copies, Device, Event, Ints, Launch, Stream
+from kvpipe.transfer.pages import PageView
+
+BAYS: Final = 2  # one fills while the other empties
+
+
+class Mover(StrEnum):
+    """How pages move."""
+
+    DMA = "dma"
+    STAGED = "staged"
+    DIRECT = "direct"
+    PAGEABLE = "pageable"
+
+
+class Alike(NamedTuple):
+    """Consecutive layers of one group whose pages have one size and distance: what one launch can serve."""
+
+    group: int
+    first: int
+    layers: int
+
+
+class Piece(NamedTuple):
+    """What goes through one bay: `rows` rows from row `first` of the group on, of `layers` layers from `layer` on."""
+
+    layer: int
+    layers: int
+    first: int
+    rows: int
+
+
+class Queued(NamedTuple):
+    """What device work can be ordered after: the bytes have landed; the source can be overwritten."""
+
+    landed: Event
+    read: Event
+
+
+class Layout:
+    """Where everything lies: the paged caches, and the slots of the host pool."""
+
+    def __init__(self, views: Sequence[PageView], geometry: Geometry, pool: HostPool) -> None:
+        """`views` has one view per layer, in `geometry.layers` order."""
+        self.views, self.geometry, self.pool = tuple(views), geometry, pool
+        self.groups = [group for group, _ in geometry.layers]
+        self.offsets = [geometry.layer_offsets[group][index] for group, index in geometry.layers]
+        self.places = np.array([*zip((v.base for v in views), self.offsets, strict=True)], np.int64).reshape(-1, 2)
+
+    @cached_property
+    def align(self) -> int:
+        """The largest of 16 and 8 that divides every address and size that a kernel would use, or 0."""
+        sizes = [n for v in self.views for n in (v.base, v.page_bytes, v.stride_bytes)]
+        every = int(np.gcd.reduce([self.pool.base, self.pool.slot_bytes, *sizes, *self.offsets]))
+        return next((n for n in (VECTOR_BYTES, WORD_BYTES) if every % n == 0), 0)
+
+    def layer_bytes(self, plan: CopyPlan, layer: int) -> int:
+        """Bytes of one layer of a plan."""
+        return len(plan.rows[self.groups[layer]]) * self.views[layer].page_bytes
+
+    def alike(self, layers: Sequence[int]) -> Iterator[Alike]:
+        """Cut `layers` where the group, the size of a page or the distance of pages changes, or a layer is missing."""
+        run: list[int] = []
+        for layer in sorted(layers):
+            if run and (layer != run[-1] + 1 or self._kind(layer) != self._kind(run[-1])):
+                yield Alike(self.groups[run[0]], run[0], len(run))
+                run = []
+            run.append(layer)
+        if run:
+            yield Alike(self.groups[run[0]], run[0], len(run))
+
+    def _kind(self, layer: int) -> tuple[int, int, int]:
+        view = self.views[layer]
+        return self.groups[layer], view.page_bytes, view.stride_bytes
+
+    def runs(self, plan: CopyPlan, alike: Alike) -> Copies:
+        """Return the copies of adjacent pages between cache and slots, of all layers of `alike`."""
+        view = self.views[alike.first]
+        if view.dense:
+            _, slot, page, block, pages = plan.runs[alike.group].T
+        else:
+            (slot, page, block), pages = plan.rows[alike.group].T, np.int64(1)
+        size = view.page_bytes
+        host = self.pool.base + slot * self.pool.slot_bytes + page * size
+        deep = slice(alike.first, alike.first + alike.layers)
+        hosts = np.add.outer(self.places[deep, 1], host).ravel()
+        paged = np.add.outer(self.places[deep, 0], block * view.stride_bytes).ravel()
+        sizes = np.tile(np.broadcast_to(pages * size, host.shape), alike.layers)
+        return _towards(plan.direction, paged, hosts, sizes)
+
+    def pieces(self, plan: CopyPlan, alike: Alike, bay_bytes: int) -> Iterator[Piece]:
+        """Cut `alike` into what fits a bay: all of it, or layer by layer, or stretches of rows of a layer."""
+        size, rows = self.views[alike.first].page_bytes, len(plan.rows[alike.group])
+        if alike.layers * rows * size <= bay_bytes:
+            yield Piece(alike.first, alike.layers, 0, rows)
+            return
+        step = bay_bytes // size
+        for layer in range(alike.first, alike.first + alike.layers):
+            for first in range(0, rows, step):
+                yield Piece(layer, 1, first, min(step, rows - first))
+
+    def spans(self, plan: CopyPlan, piece: Piece, bay: int) -> Copies:
+        """Return the copies of spans between a bay and slots.
+
+        A bay holds ``[span][layer][page]``, a slot ``[layer][page]``: a whole chunk is one copy for all layers.
+        """
+        group, size = self.groups[piece.layer], self.views[piece.layer].page_bytes
+        rows, cuts = plan.rows[group], plan.cuts[group]
+        last = piece.first + piece.rows
+        begin, end = np.searchsorted(cuts, piece.first, "right") - 1, np.searchsorted(cuts, last, "left")
+        first = np.maximum(cuts[begin:end], piece.first)
+        pages = np.diff(np.append(first, last))
+        slot, page, _ = rows[first].T
+        host = self.pool.base + self.offsets[piece.layer] + slot * self.pool.slot_bytes + page * size
+        staged = bay + (first - piece.first) * piece.layers * size
+        whole = self.geometry.pages_per_chunk[group]
+        sizes = pages * size
+        if piece.layers > 1:
+            full = pages == whole
+            part = np.flatnonzero(~full)
+            deep = np.arange(piece.layers, dtype=np.int64)
+            hosts = np.append(host[full], np.add.outer(host[part], deep * whole * size).ravel())
+            bays = np.append(staged[full], (staged[part, None] + np.outer(sizes[part], deep)).ravel())
+            sizes = np.append(sizes[full] * piece.layers, np.repeat(sizes[part], piece.layers))
+            return _towards(plan.direction, bays, hosts, sizes)
+        return _towards(plan.direction, staged, host, sizes)
+
+    def table(self, plan: CopyPlan) -> tuple[np.ndarray[Any, np.dtype[np.int32]], list[int]]:
+        """Return the kernel's rows of all groups, and where each group's begin."""
+        parts, firsts = [], [0]
+        for rows, cuts in zip(plan.rows, plan.cuts, strict=True):
+            pages = np.diff(np.append(cuts, len(rows)))
+            parts.append(np.column_stack([rows, np.repeat(cuts, pages) + firsts[-1], np.repeat(pages, pages)]))
+            firsts.append(firsts[-1] + len(rows))
+        return np.concatenate(parts).astype(np.int32), firsts[:-1]
+
+
+def _towards(direction: Direction, device: Ints, host: Ints, sizes: Ints) -> Copies:
+    targets, sources = (host, device) if direction is Direction.SAVE else (device, host)
+    return Copies(*(np.ascontiguousarray(a, dtype=np.int64) for a in (targets, sources, sizes)))
+
+
+class Prepared:
+    """What a lane knows of a plan beyond its rows."""
+
+    __slots__ = ("firsts", "mover", "start", "table")
+
+    def __init__(self, mover: Mover, start: Event | None, table: object = None, firsts: Sequence[int] = ()) -> None:
+        """`start`: what a load must come after. `table`: the kernel's rows on the device, a group's from `firsts`."""
+        self.mover, self.start, self.table, self.firsts = mover, start, table, firsts
+
+
+class _Bay:
+    """A part of the staging memory. `free` is None until it has been used."""
+
+    __slots__ = ("address", "free")
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+        self.free: Event | None = None
+
+
+class Lane:
+    """One direction: a stream for the copy engines, one for kernels, and the bays between them."""
+
+    def __init__(self, device: Device, direction: Direction, layout: Layout, staging: torch.Tensor | None) -> None:
+        """`staging`: device memory for the bays, or None where there shall be none."""
+        self.device, self.direction, self.layout = device, direction, layout
+        name = direction.name.lower()
+        self.bus: Stream = device.stream(f"{name}-bus")
+        self.kernel: Stream = device.stream(f"{name}-kernel")
+        self._staging = staging
+        self.bay_bytes = 0 if staging is None else staging.numel() // BAYS // VECTOR_BYTES * VECTOR_BYTES
+        base = 0 if staging is None else staging.data_ptr()
+        self._bays = [_Bay(base + i * self.bay_bytes) for i in range(BAYS)]
+        self._turn = 0
+        self.places: object = None
+
+    def over(self, layout: Layout) -> Lane:
+        """Return this lane, its streams and bays, for other caches."""
+        made = copy(self)
+        made.layout, made.places = layout, None
+        return made
+
+    def prepare(self, plan: CopyPlan, mover: Mover, start: Event | None) -> Prepared:
+        """Bring to the device what the mover needs there."""
+        if mover not in {Mover.STAGED, Mover.DIRECT}:
+            return Prepared(mover, start)
+        if self.places is None:
+            self.places = self.device.upload(self.kernel, self.layout.places)
+        table, firsts = self.layout.table(plan)
+        return Prepared(mover, start, self.device.upload(self.kernel, table), firsts)
+
+    def queue(self, plan: CopyPlan, prepared: Prepared, layers: Sequence[int], start: Event) -> Queued:
+        """Queue the copies of `layers`, to begin after `start`."""
+        if prepared.mover is Mover.STAGED:
+            return self._staged(plan, prepared, layers, start)
+        if prepared.mover is Mover.DIRECT:
+            self.kernel.wait_event(start)
+            for alike in self.layout.alike(layers):
+                piece = Piece(alike.first, alike.layers, 0, len(plan.rows[alike.group]))
+                self._launch(prepared, alike.group, piece, None)
+            landed = self.kernel.record_event()
+            return Queued(landed, landed)
+        self.bus.wait_event(start)
+        if prepared.mover is Mover.PAGEABLE:
+            self.device.copy(self.bus, self._pairs(plan, layers))
+        else:
+            for alike in self.layout.alike(layers):
+                self._copy(self.layout.runs(plan, alike))
+        landed = self.bus.record_event()
+        return Queued(landed, landed)
+
+    def end(self) -> Event:
+        """Return an event after everything that was queued."""
+        self.bus.wait_event(self.kernel.record_event())
+        made: Event = self.bus.record_event()
+        return made
+
+    def synchronize(self) -> None:
+        """Block the host until everything is done."""
+        self.kernel.synchronize()
+        self.bus.synchronize()
+
+    def _staged(self, plan: CopyPlan, prepared: Prepared, layers: Sequence[int], start: Event) -> Queued:
+        saving = plan.direction is Direction.SAVE
+        self.kernel.wait_event(start)  # what is in the bays concerns nobody else: only the kernel has to wait
+        landed = read = None
+        for alike in self.layout.alike(layers):
+            for piece in self.layout.pieces(plan, alike, self.bay_bytes):
+                bay = self._bays[self._turn]
+                self._turn = (self._turn + 1) % BAYS
+                first, second = (self.kernel, self.bus) if saving else (self.bus, self.kernel)
+                if bay.free is not None:
+                    first.wait_event(bay.free)
+                if saving:
+                    self._launch(prepared, alike.group, piece, bay.address)
+                else:
+                    self._copy(self.layout.spans(plan, piece, bay.address))
+                read = first.record_event()
+                second.wait_event(read)
+                if saving:
+                    self._copy(self.layout.spans(plan, piece, bay.address))
+                else:
+                    self._launch(prepared, alike.group, piece, bay.address)
+                landed = bay.free = second.record_event()
+        if landed is None or read is None:  # no rows of these layers
+            landed = read = self.kernel.record_event()
+        return Queued(landed, read if saving else landed)
+
+    def _copy(self, copies: Copies) -> None:
+        if len(copies.sizes):
+            self.device.copy_batch(self.bus, copies)
+
+    def _launch(self, prepared: Prepared, group: int, piece: Piece, bay: int | None) -> None:
+        if not piece.rows:
+            return
+        view, pool = self.layout.views[piece.layer], self.layout.pool
+        self.device.launch(
+            self.kernel,
+            Launch(
+                prepared.table, self.places, bay, pool.base, pool.slot_bytes, view.stride_bytes, view.page_bytes,
+                prepared.firsts[group] + piece.first, piece.rows, piece.layer, piece.layers,
+                saving=self.direction is Direction.SAVE, align=self.layout.align,
+            ),
+        )  # fmt: skip
+
+    def _pairs(self, plan: CopyPlan, layers: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for layer in layers:
+            view, offset = self.layout.views[layer], self.layout.offsets[layer]
+            for _, slot, page, block, pages in plan.run_list(self.layout.groups[layer]):
+                start = offset + page * view.page_bytes
+                host = self.layout.pool.tensor[slot, start : start + pages * view.page_bytes]
+                host, paged = host.view(pages, view.page_bytes), view.tensor[block : block + pages]
+                to, source = (host, paged) if plan.direction is Direction.SAVE else (paged, host)
+                if view.dense:
+                    yield to, source
+                else:
+                    yield from zip(to, source, strict=True)

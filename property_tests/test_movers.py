@@ -1,0 +1,169 @@
+"""Every way to move pages gives the bytes of a naive copy, whatever the waves, the bays and the order of events."""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+from kvpipe.geometry import Geometry, Group, Layer
+from kvpipe.plan import Job, Kind
+from kvpipe.tiers.memory import HostPool
+from kvpipe.transfer.base import CopyPlan, Direction, Ticket
+from kvpipe.transfer.cpu import CpuEngine
+from kvpipe.transfer.cuda import CudaEngine
+from kvpipe.transfer.movers import BAYS, Layout, Mover
+from kvpipe.transfer.pages import PageView, view_pages
+from property_tests.profiles import examples
+from tests.transfer.fake_device import FakeDevice
+from tests.unit.fakes import WAIT_S, Row, rows
+
+BLOCKS, SLOTS, CHUNK = 20, 6, 32
+SIZES = (64, 96, 8)
+
+
+class Case(NamedTuple):
+    """Caches and what is copied: `saves` are (group, slot, page, block), `loads` bring all of it into other blocks."""
+
+    geometry: Geometry
+    pads: list[int]
+    saves: list[Row]
+    loads: list[Row]
+    cut: int
+    order: list[int]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Draw one or two groups of one to four layers; pages in order or in none, chunks whole or not."""
+    groups: list[Group] = []
+    for tokens in draw(st.sampled_from([[4], [4, 8], [8, 4], [16]])):
+        alike = st.builds(lambda size, count: [size] * count, st.sampled_from(SIZES), st.integers(2, 4))
+        sizes = draw(alike | st.lists(st.sampled_from(SIZES), min_size=1, max_size=4))
+        layers = tuple(Layer(f"{len(groups)}.{i}", size) for i, size in enumerate(sizes))
+        groups.append(Group(layers, block_tokens=tokens))
+    geometry = Geometry(tuple(groups), CHUNK, SLOTS * 4096)
+    saves: list[Row] = []
+    loads: list[Row] = []
+    slots = draw(st.permutations(range(SLOTS)))
+    for g, pages in enumerate(geometry.pages_per_chunk):
+        mine = slots[g * SLOTS // len(groups) : (g + 1) * SLOTS // len(groups)]
+        places = list(itertools.product(mine, range(pages)))[:BLOCKS]
+        keep = draw(st.lists(st.booleans(), min_size=len(places), max_size=len(places)) | st.just([True] * len(places)))
+        chosen = [place for place, kept in zip(places, keep, strict=True) if kept]
+        chosen = draw(st.just(chosen) | st.permutations(chosen))
+        sources, targets = (draw(st.just(list(range(BLOCKS))) | st.permutations(range(BLOCKS))) for _ in range(2))
+        saves += [(g, slot, page, sources[i]) for i, (slot, page) in enumerate(chosen)]
+        loads += [(g, slot, page, targets[i]) for i, (slot, page) in enumerate(chosen)]
+    pads = draw(st.lists(st.sampled_from([0, 0, 16, 40]), min_size=len(geometry.layers), max_size=len(geometry.layers)))
+    count = len(geometry.layers)
+    order = draw(st.just(list(range(count))) | st.permutations(range(count)))
+    return Case(geometry, pads, saves, loads, draw(st.integers(0, len(saves))), order)
+
+
+def make_caches(case: Case) -> tuple[list[torch.Tensor], list[PageView]]:
+    """Return a cache of random bytes per layer, shape (BLOCKS, page_bytes), padding between blocks; and its views."""
+    caches = []
+    for pad, layer in zip(case.pads, (layer for group in case.geometry.groups for layer in group.layers), strict=True):
+        stride = layer.page_bytes + pad
+        buffer = torch.randint(0, 256, (BLOCKS * stride // 8 * 8,), dtype=torch.uint8)
+        caches.append(torch.as_strided(buffer, (BLOCKS, layer.page_bytes), (stride, 1)))
+    return caches, [view_pages(str(i), cache, BLOCKS) for i, cache in enumerate(caches)]
+
+
+def whole(cache: torch.Tensor) -> torch.Tensor:
+    """Return every byte of a cache's storage, the padding too."""
+    return torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())
+
+
+def run(engine: CudaEngine, device: FakeDevice, plan: CopyPlan, case: Case, choices: list[int]) -> None:
+    """Submit every layer and let the device run, in the order that `choices` say."""
+    told: list[Ticket] = []
+    tickets = [Ticket(None, layer, i, told.append) for i, layer in enumerate(case.order)]
+    engine.prepare(plan)
+    for ticket in tickets:
+        engine.submit(plan, ticket)
+    for ticket in tickets if plan.direction is Direction.LOAD else tickets[-1:]:
+        assert (engine.guard_read if plan.direction is Direction.LOAD else engine.fence)(ticket, 0)
+    for choice in choices:
+        device.step(choice)
+    device.drain()
+    assert all(ticket.wait(WAIT_S) for ticket in tickets)
+    assert told == tickets
+    assert not any(ticket.failed for ticket in tickets)
+
+
+def there_and_back(engine: CudaEngine, device: FakeDevice, case: Case, choices: list[int], kind: Kind) -> None:
+    """Save, then load into other blocks; compare every byte of the pool and the caches with the CPU engine's."""
+    caches, views = make_caches(case)
+    pool, wanted_pool = HostPool(case.geometry), HostPool(case.geometry)
+    wanted = [torch.as_strided(whole(c).clone(), c.shape, c.stride()) for c in caches]
+    reference = CpuEngine(0)
+    reference.attach([view_pages(str(i), c, BLOCKS) for i, c in enumerate(wanted)], case.geometry, wanted_pool)
+    engine.attach(views, case.geometry, pool)
+    groups = len(case.geometry.groups)
+    try:
+        for direction, table, of in ((Direction.SAVE, case.saves, Kind.SAVE), (Direction.LOAD, case.loads, kind)):
+            parts = [table[: case.cut], table[case.cut :]]
+            jobs = [Job(10 + i, int(of), f"r{i}", 1, rows(part)) for i, part in enumerate(parts)]
+            run(engine, device, CopyPlan(direction, jobs, groups), case, choices)
+            for layer in case.order:
+                reference.copy_layer(CopyPlan(direction, jobs, groups), layer)
+            assert torch.equal(pool.tensor, wanted_pool.tensor)
+            assert all(torch.equal(whole(c), whole(w)) for c, w in zip(caches, wanted, strict=True))
+    finally:
+        engine.shutdown()
+
+
+@pytest.mark.parametrize("mover", Mover)
+@examples(60)
+@given(
+    case=cases(),
+    wave_bytes=st.sampled_from([0, 400, 1 << 20, 1 << 20]),
+    bay_pages=st.integers(1, 6) | st.just(200),
+    choices=st.lists(st.integers(0, 7), max_size=200),
+    kind=st.sampled_from([Kind.LOAD_SYNC, Kind.LOAD_ASYNC]),
+)
+def test_every_mover_copies_what_the_cpu_engine_copies(
+    mover: Mover, case: Case, wave_bytes: int, bay_pages: int, choices: list[int], kind: Kind
+) -> None:
+    """Any tables, any layers, any waves and bays: the bytes in slots and blocks are the CPU engine's."""
+    staging = len(Direction) * BAYS * bay_pages * max(SIZES)
+    device = FakeDevice()
+    options = {"mover": mover, "staging_bytes_max": staging, "wave_bytes": wave_bytes, "calibrate_s_max": 0.0}
+    there_and_back(CudaEngine(device, **options), device, case, choices, kind)  # type: ignore[arg-type]
+    if mover is Mover.STAGED and any(case.saves):
+        event("a launch of several layers" if device.deepest > 1 else "one layer per launch")
+
+
+@pytest.mark.parametrize("mover", [Mover.STAGED, Mover.DIRECT])
+@examples(6)
+@given(case=cases(), wave_bytes=st.just(1 << 20), bay_pages=st.sampled_from([3, 200]))
+def test_the_kernel_copies_what_the_cpu_engine_copies(
+    mover: Mover, case: Case, wave_bytes: int, bay_pages: int
+) -> None:
+    """The real kernel, run by Triton's interpreter, gives the CPU engine's bytes."""
+    staging = len(Direction) * BAYS * bay_pages * max(SIZES)
+    device = FakeDevice(interpreted=True)
+    options = {"mover": mover, "staging_bytes_max": staging, "wave_bytes": wave_bytes, "calibrate_s_max": 0.0}
+    there_and_back(CudaEngine(device, **options), device, case, [], Kind.LOAD_ASYNC)  # type: ignore[arg-type]
+
+
+@given(case=cases())
+def test_few_copies_for_whole_chunks(case: Case) -> None:
+    """A chunk whose pages are all there is one copy for all layers of a piece; others one per layer and span."""
+    _, views = make_caches(case)
+    layout = Layout(views, case.geometry, HostPool(case.geometry))
+    plan = CopyPlan(Direction.SAVE, [Job(1, 0, "r", 1, rows(case.saves))], len(case.geometry.groups))
+    for alike in layout.alike(range(len(views))):
+        for piece in layout.pieces(plan, alike, 1 << 20):
+            copies = layout.spans(plan, piece, 0)
+            pages = np.diff(np.append(plan.cuts[alike.group], len(plan.rows[alike.group])))
+            full = int((pages == case.geometry.pages_per_chunk[alike.group]).sum())
+            assert len(copies.sizes) == full + (len(pages) - full) * alike.layers
+            assert copies.sizes.sum() == piece.rows * piece.layers * views[alike.first].page_bytes

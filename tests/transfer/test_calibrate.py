@@ -1,0 +1,223 @@
+"""Which mover is chosen: from measured costs, by number of copies and bytes, and never one that brings wrong bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpipe.errors import UnsupportedError
+from kvpipe.geometry import Geometry, Group, Layer
+from kvpipe.plan import Kind
+from kvpipe.tiers.memory import HostPool
+from kvpipe.transfer import calibrate
+from kvpipe.transfer.base import CopyPlan, Direction
+from kvpipe.transfer.calibrate import Cost, Sample, choose, copies_of, fit
+from kvpipe.transfer.cuda import CudaEngine
+from kvpipe.transfer.device import Copies, Launch
+from kvpipe.transfer.movers import Lane, Layout, Mover
+from kvpipe.transfer.pages import view_pages
+from tests.transfer.fake_device import FakeDevice, FakeStream
+from tests.transfer.worlds import BLOCKS, GEOMETRY, LAYERS, PAGE_BYTES, make_job, rows_of
+
+
+def attach(device: FakeDevice, mover: Mover | None = None, **options: int) -> CudaEngine:
+    """Attach an engine, which measures."""
+    caches = [torch.zeros(BLOCKS, PAGE_BYTES, dtype=torch.uint8) for _ in range(LAYERS)]
+    engine = CudaEngine(device, mover=mover, **options)  # type: ignore[arg-type]
+    engine.attach([view_pages(f"{i}", cache, BLOCKS) for i, cache in enumerate(caches)], GEOMETRY, HostPool(GEOMETRY))
+    return engine
+
+
+@given(
+    parts=st.tuples(*[st.floats(0, 50)] * 2, st.floats(0, 0.001)),
+    points=st.lists(st.tuples(st.integers(1, 300), st.integers(1, 1 << 24)), min_size=3, max_size=5, unique=True),
+)
+def test_fit_is_never_negative_and_right_without_noise(
+    parts: tuple[float, float, float], points: list[tuple[int, int]]
+) -> None:
+    """No part of a cost is negative; where the samples obey the model, the fit says what they say."""
+    real = Cost(*parts)
+    fitted = fit(Sample(copies, size, real.of(copies, size)) for copies, size in points)
+    assert min(fitted) >= 0
+    for copies, size in points:
+        assert fitted.of(copies, size) == pytest.approx(real.of(copies, size), rel=0.02, abs=0.05)
+
+
+def test_noise_cannot_make_a_part_negative() -> None:
+    """Many copies that took less than one, and more bytes that took less: both parts are nothing."""
+    assert fit([Sample(1, 64, 10.0), Sample(64, 4096, 8.0), Sample(4, 8192, 7.0)]) == pytest.approx((25 / 3, 0, 0))
+
+
+COSTS = {
+    Mover.DMA: Cost(10, 1.3, 1 / 55_000),
+    Mover.STAGED: Cost(20, 0.3, 1 / 54_000),
+    Mover.DIRECT: Cost(14, 0, 1 / 47_000),
+}
+"""Like those of a GPU with a fifth-generation bus; bytes per microsecond."""
+
+
+def layout_and_plan(page_bytes: int, requests: int, pages: int, *, adjacent: bool) -> tuple[Layout, CopyPlan]:
+    """Return a plan of `requests` stretches of `pages` pages, none of which meets another."""
+    group = Group((Layer("a", page_bytes),), block_tokens=16)
+    geometry = Geometry((group,), chunk_tokens=256, pool_bytes_max=(requests + 1) * 16 * max(page_bytes, 256))
+    step = 1 if adjacent else 2
+    rows = [(0, r, p, step * (r * (pages + 1) + p)) for r in range(requests) for p in range(pages)]
+    blocks = max(row[3] for row in rows) + 1
+    view = view_pages("a", torch.empty(blocks, page_bytes, dtype=torch.uint8), blocks)
+    return Layout([view], geometry, HostPool(geometry)), CopyPlan(Direction.SAVE, [make_job(1, rows)], 1)
+
+
+@pytest.mark.parametrize(
+    ("page_bytes", "requests", "pages", "adjacent", "expected"),
+    [
+        (64 << 10, 1, 16, True, Mover.DMA),  # one copy is one copy
+        (1 << 20, 4, 16, False, Mover.DMA),  # pages so large that nothing is to be gained
+        (8 << 10, 32, 16, False, Mover.STAGED),  # small scattered pages of whole chunks: few large copies
+        (8 << 10, 64, 1, False, Mover.DIRECT),  # a page here and there, of many requests
+    ],
+)
+def test_the_choice_follows_from_the_costs(
+    page_bytes: int, requests: int, pages: int, adjacent: bool, expected: Mover
+) -> None:
+    """Few large copies go by DMA, scattered pages of whole chunks through a bay, stray pages by the kernel."""
+    layout, plan = layout_and_plan(page_bytes, requests, pages, adjacent=adjacent)
+    assert choose(COSTS, layout, plan) is expected
+
+
+def test_a_plan_is_counted_as_it_is_copied() -> None:
+    """DMA counts runs, or pages where the cache has gaps; a bay counts spans; the kernel is one."""
+    layout, plan = layout_and_plan(1024, 3, 4, adjacent=True)
+    assert {mover: copies_of(layout, plan, mover) for mover in COSTS} == {
+        Mover.DMA: (3, 12 * 1024),
+        Mover.STAGED: (3, 12 * 1024),
+        Mover.DIRECT: (1, 12 * 1024),
+    }
+    scattered = layout_and_plan(1024, 3, 4, adjacent=False)
+    assert copies_of(*scattered, Mover.DMA) == (12, 12 * 1024)
+
+
+def test_every_way_is_measured_in_both_directions() -> None:
+    """Costs of all three."""
+    engine = attach(FakeDevice())
+    try:
+        assert {direction: set(costs) for direction, costs in engine.costs.items()} == {
+            direction: {Mover.DMA, Mover.STAGED, Mover.DIRECT} for direction in Direction
+        }
+    finally:
+        engine.shutdown()
+
+
+class Wrong(FakeDevice):
+    """A device whose kernels bring wrong bytes."""
+
+    def launch(self, stream: FakeStream, launch: Launch) -> None:
+        """Leave the last page out."""
+        super().launch(stream, launch._replace(rows=launch.rows - 1))
+
+
+class Refusing(FakeDevice):
+    """A device that compiles no kernel."""
+
+    def launch(self, stream: FakeStream, launch: Launch) -> None:  # noqa: ARG002
+        """As without a C compiler."""
+        raise RuntimeError("Failed to find C compiler")
+
+
+class NoBatches(FakeDevice):
+    """A device whose driver knows no batches."""
+
+    def copy_batch(self, stream: FakeStream, copies: Copies) -> None:  # noqa: ARG002
+        """As an old one."""
+        raise RuntimeError("CUDA error 801")
+
+
+@pytest.mark.parametrize("make", [Wrong, Refusing])
+def test_a_way_that_fails_its_check_is_not_taken(make: Callable[[], FakeDevice]) -> None:
+    """A kernel that brings wrong bytes, or none, is out; copies go by DMA, and nothing is raised."""
+    engine = attach(make())
+    try:
+        assert {mover for costs in engine.costs.values() for mover in costs} == {Mover.DMA}
+    finally:
+        engine.shutdown()
+
+
+def test_without_any_way_copies_are_torchs() -> None:
+    """When not even batches can be queued, what is left is slow, and right."""
+    device = NoBatches()
+    device.no_kernels = "no Triton"
+    engine = attach(device)
+    try:
+        plan = CopyPlan(Direction.SAVE, [make_job(1, rows_of(0, {0: [1], 1: [2]}), Kind.SAVE)], 2)
+        engine.prepare(plan)
+        assert plan.mover == Mover.PAGEABLE
+    finally:
+        engine.shutdown()
+
+
+@pytest.mark.parametrize("mover", [Mover.DMA, Mover.STAGED, Mover.DIRECT])
+def test_a_pinned_mover_is_taken(mover: Mover) -> None:
+    """Whoever asks for one gets it, whatever the costs."""
+    engine = attach(FakeDevice(), mover)
+    try:
+        for direction in Direction:
+            plan = CopyPlan(direction, [make_job(1, rows_of(0, {0: [1, 4], 1: [2]}), Kind(direction))], 2)
+            engine.prepare(plan)
+            assert plan.mover == mover
+    finally:
+        engine.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "mover", "why"),
+    [
+        (Wrong(), {}, Mover.STAGED, "it failed its check"),
+        (FakeDevice(), {"staging_bytes_max": 64}, Mover.STAGED, "no page fits a bay"),
+        (FakeDevice(), {"staging_bytes_max": 0}, Mover.STAGED, "no page fits a bay"),
+    ],
+)
+def test_a_pinned_mover_that_cannot_be_used_is_refused(
+    device: FakeDevice, options: dict[str, int], mover: Mover, why: str
+) -> None:
+    """The refusal names the key, the value, the reason and the remedy, before the engine starts."""
+    with pytest.raises(UnsupportedError, match=rf"mover='{mover.value}' cannot be used here \({why}\); set mover to"):
+        attach(device, mover, **options)
+
+
+def test_without_kernels_the_reason_is_said() -> None:
+    """Where Triton is missing, DMA is all there is, and who asks for more hears why."""
+    device = FakeDevice()
+    device.no_kernels = "ModuleNotFoundError(\"No module named 'triton'\")"
+    engine = attach(device)
+    engine.shutdown()
+    assert {mover for costs in engine.costs.values() for mover in costs} == {Mover.DMA}
+    with pytest.raises(UnsupportedError, match="No module named 'triton'"):
+        attach(device, Mover.DIRECT)
+
+
+def test_no_memory_for_staging_is_no_reason_to_stop() -> None:
+    """A full device gets no bays: one warning, and the other ways."""
+    device = FakeDevice()
+    device.memory_max = 1 << 20
+    engine = attach(device)
+    engine.shutdown()
+    assert set(engine.costs[Direction.SAVE]) == {Mover.DMA, Mover.DIRECT}
+
+
+def test_measuring_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Past its time a measurement repeats nothing more; every way has its three samples all the same."""
+    runs: list[Mover] = []
+    real = calibrate._run
+
+    def run(lane: Lane, bench: Any, mover: Mover, plan: CopyPlan) -> float:
+        runs.append(mover)
+        return real(lane, bench, mover, plan)
+
+    monkeypatch.setattr(calibrate, "_run", run)
+    engine = attach(FakeDevice(), calibrate_s_max=1e-9)  # type: ignore[arg-type]
+    engine.shutdown()
+    assert len(runs) == 3 * (2 + 2 * 3), "per way: a check of two copies, and three samples each way"
