@@ -64,8 +64,8 @@ def machine() -> dict[str, object]:
     }
 
 
-def show(title: str, figures: list[Figure], path: Path) -> None:
-    """Print the table and write the JSON."""
+def show(title: str, figures: list[Figure], path: Path, **more: object) -> None:
+    """Print the table and write the JSON, which says `more` too."""
     table = Table(title=title, box=box.SIMPLE_HEAD)
     table.add_column("figure")
     for heading in ("median", "limit", "unit"):
@@ -79,4 +79,4 @@ def show(title: str, figures: list[Figure], path: Path) -> None:
     Console(width=132).print(table)
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = [asdict(f) | {"holds": f.ok} for f in figures]
-    path.write_text(json.dumps({"machine": machine(), "figures": rows}, indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps({"machine": machine(), **more, "figures": rows}, indent=1) + "\n", encoding="utf-8")

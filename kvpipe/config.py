@@ -53,7 +53,13 @@ class Settings(BaseSettings):
     load: Literal["auto", "sync", "async"] = Field(
         "auto",
         description="`sync` overlaps a hit's load with the forward, layer by layer; `async` lets the request wait "
-        "while others run; `auto` is `sync`, but `async` for models with several KV cache groups.",
+        "while others run; `auto` is `sync`, but `async` for models with several KV cache groups and where "
+        "`stall_ms_max` says so.",
+    )
+    stall_ms_max: Annotated[int, BeforeValidator(_no_bool), Field(ge=0, le=3_600_000)] = Field(
+        50,
+        description="With `load=auto`: a hit whose load should take longer, at the rate measured so far, is loaded "
+        "asynchronously when other requests run; 0: every such hit.",
     )
     save_decode: bool = Field(default=True, description="Save the KV of generated tokens too.")
     save_partial: bool = Field(default=True, description="Save a last chunk that is not full, block by block.")

@@ -40,6 +40,7 @@ CONDEMNED: Final = "it was planned to fail"
 TOLD: Final = "its blocks were reported as suspects, in its step"
 STUCK: Final = "it did not move in stuck_ms_max"
 LAST_MOVES: Final = 8
+RATE_BYTES: Final = 256 << 20  # of loads: the older half of so many is forgotten
 OPEN: Final = "open"
 SUBMITTED: Final = "submitted"
 STEP_END: Final = "step_end"
@@ -119,6 +120,9 @@ class Pipeline:
         self._live: dict[Batch, None] = {}  # the loop thread's own: batches with jobs that are not reported
         self.waited_ns = 0  # by vLLM's thread, for copies
         self.copied_bytes, self.copied_ns = dict.fromkeys(Kind, 0), dict.fromkeys(Kind, 0)
+        self.load_rate = 0.0  # bytes per second; of late
+        self._loaded_ns = 0  # when the last layer of a load landed
+        self._of_late = (0, 0)  # bytes of loads, and nanoseconds that they took
         self._engine, self._geometry = engine, geometry
         self._layers = len(geometry.layers)
         self._all = (1 << self._layers) - 1
@@ -444,7 +448,10 @@ class Pipeline:
         took_ns = time.monotonic_ns() - ticket.born_ns
         self.copied_ns[batch.kind] += took_ns
         if not ticket.failed:
-            self.copied_bytes[batch.kind] += self._bytes(batch, ticket.layer)
+            size = self._bytes(batch, ticket.layer)
+            self.copied_bytes[batch.kind] += size
+            if batch.kind is not Kind.SAVE:
+                self._rate(ticket, size)
         if batch.traced:
             self._trace.put(e.LayerCopied(
                 ticket.born_ns, *self._said(batch)[1:], kind=batch.kind.name.lower(), layer=ticket.layer,
@@ -483,6 +490,16 @@ class Pipeline:
             batch.ended.append(Outcome(job, ok, "" if ok else why))
             if not ok:
                 self.counters.fault("job_failed", job=job.id, request=job.request, state=cursor.state.name, why=why)
+
+    def _rate(self, ticket: Ticket, size: int) -> None:
+        """Learn how fast loads are: a layer's copy begins when it is queued, or when the one before it has landed."""
+        now = time.monotonic_ns()
+        took_ns, self._loaded_ns = now - max(ticket.begun_ns, self._loaded_ns), now
+        loaded, spent_ns = self._of_late
+        self._of_late = loaded + size, spent_ns + max(0, took_ns)  # layers that land together share their time
+        self.load_rate = self._of_late[0] * 1e9 / max(1, self._of_late[1])
+        if self._of_late[0] > RATE_BYTES:
+            self._of_late = self._of_late[0] // 2, self._of_late[1] // 2
 
     # ---- what is told ---------------------------------------------------------------------------------------------
 

@@ -268,7 +268,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         if self.worker is None:
             return None
         tallies, lost = self.worker.take_tallies(), self.worker.lost
-        return ReportMetadata(tallies, lost=lost) if tallies or lost else None
+        return ReportMetadata(tallies, lost=lost, rate=self.worker.load_rate) if tallies or lost else None
 
     @_contained(_nothing)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
@@ -334,7 +334,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         if self.scheduler is not None and connector_output.invalid_block_ids:
             self.scheduler.invalidated(connector_output.invalid_block_ids)
         if self.scheduler is not None and isinstance(report, ReportMetadata):
-            self.scheduler.reported(report.tallies)
+            self.scheduler.reported(report.tallies, report.rate)
             self.scheduler.tier_lost |= report.lost
 
     @_contained(lambda: (False, None))

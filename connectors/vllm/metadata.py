@@ -35,16 +35,20 @@ class Tally(NamedTuple):
 
 
 class ReportMetadata(KVConnectorWorkerMetadata):
-    """Job outcomes of one step, per job id, added up over the ranks that reported. `lost`: a rank's tier is."""
+    """Job outcomes of one step, per job id, added up over the ranks that reported. `lost`: a rank's tier is.
 
-    def __init__(self, tallies: dict[int, Tally], *, lost: bool = False) -> None:
+    `rate`: bytes per second of the slowest rank's loads; 0: none has loaded yet.
+    """
+
+    def __init__(self, tallies: dict[int, Tally], *, lost: bool = False, rate: float = 0.0) -> None:
         """`tallies` is owned by the report."""
-        self.tallies, self.lost = tallies, lost
+        self.tallies, self.lost, self.rate = tallies, lost, rate
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Add another rank's report."""
         if isinstance(other, ReportMetadata):
             self.lost |= other.lost
+            self.rate = min(self.rate or other.rate, other.rate or self.rate)
             for job, tally in other.tallies.items():
                 mine = self.tallies.get(job, Tally(0, 0))
                 self.tallies[job] = Tally(mine.ok + tally.ok, mine.bad + tally.bad)

@@ -20,6 +20,7 @@ from kvpipe.config import Settings
 from kvpipe.connectors.vllm.prefixes import Prefixes
 from kvpipe.connectors.vllm.room import Room
 from kvpipe.connectors.vllm.spoiled import Part, Spoiled
+from kvpipe.connectors.vllm.stall import Stall
 from kvpipe.connectors.vllm.tracing import Answer, Life, Teller
 from kvpipe.geometry import Geometry
 from kvpipe.plan import BROKEN, Job, Kind, StepPlan
@@ -54,6 +55,7 @@ class Match(NamedTuple):
     step: int
     local_tokens: int
     units: int
+    waits: bool = False  # for an asynchronous load
 
 
 class OpenChunk(NamedTuple):
@@ -137,6 +139,7 @@ class SchedulerSide:
         self.tier_lost = False  # a rank cannot keep or bring anything any more: nothing is promised or planned
         self._saves, self._loads, self._ranks = saves, loads, ranks
         self._async = settings.load == "async" or (settings.load == "auto" and groups > 1)
+        self._stall = Stall(geometry, settings.stall_ms_max) if settings.load == "auto" and groups == 1 else None
         self._unit, self._per_chunk = geometry.unit_tokens, geometry.units_per_chunk
         self._prefixes = Prefixes(self.catalog, geometry, hash_tokens)
         self.events: KvEvents | None = None
@@ -187,9 +190,10 @@ class SchedulerSide:
             self._tell.answered(tracked, Answer(local_tokens, 0, request.num_tokens - local_tokens, why))
             return 0, False
         units = self._prefixes.longest(request)
-        tracked.match = Match(self._step, local_tokens, units)
         tokens = units * self._unit
-        if not self._async:
+        waits = self._waits(tokens - local_tokens)
+        tracked.match = Match(self._step, local_tokens, units, waits)
+        if not waits:
             # vLLM must compute at least one token; an async load may cover the whole prompt, it sees to it itself
             tokens = min(tokens, request.num_tokens - 1)
         external = max(0, tokens - local_tokens)
@@ -200,12 +204,16 @@ class SchedulerSide:
             self.counters["lookup_miss"] += 1
             self._tell.answered(tracked, Answer(local_tokens, 0, max(0, missed), why))
             return 0, False
-        if self._async and self._room and self._manager is not None and not self._room.fits(request, self._manager):
+        if waits and self._room and self._manager is not None and not self._room.fits(request, self._manager):
             return self._ask_later(tracked, local_tokens)
         tracked.fire(m.LOOKUP_HIT)
         self.counters["lookup_hit"] += 1
         self._tell.answered(tracked, Answer(local_tokens, external, max(0, missed), why))
-        return external, self._async
+        return external, waits
+
+    def _waits(self, tokens: int) -> bool:
+        """Whether a load of `tokens` is asynchronous."""
+        return self._async or (self._stall is not None and self._stall.too_long(tokens, loading=bool(self._room)))
 
     def _why_not(self, tracked: Tracked) -> str:
         """Return why nothing is loaded for this request, whatever is held."""
@@ -243,7 +251,8 @@ class SchedulerSide:
                 self._tell.admitted(tracked, "")
             return
         self._begin_admission(tracked, match.units if match is not None else 0)
-        kind = Kind.LOAD_ASYNC if self._async else Kind.LOAD_SYNC
+        waits = self._async if match is None else match.waits
+        kind = Kind.LOAD_ASYNC if waits else Kind.LOAD_SYNC
         owner = Owner(request.request_id, tracked.epoch)
         self.trace.about(*owner)
         self._tell.admitted(tracked, kind.name.lower())
@@ -266,7 +275,7 @@ class SchedulerSide:
         flight = self._take_off(kind, tracked, rows, (), owner, 0)
         self._loads_due.append(flight)
         self._tell.load_planned(tracked, flight.job, external_tokens, len(chunks))
-        if self._async:
+        if waits:
             self._room.park(request)
         self.counters["tokens_loaded"] += external_tokens
 
@@ -278,6 +287,8 @@ class SchedulerSide:
                 self._notice_preemption(tracked, told=True)
         if self._room:
             self._room.leave(output.num_scheduled_tokens.keys())
+        if self._stall is not None:
+            self._stall.running = len(output.num_scheduled_tokens)
         jobs = (*self._plan_loads(output), *self._plan_saves(output))
         self._step += 1
         self.trace.step = self._step + 1  # what comes now belongs to the step that is planned next
@@ -313,8 +324,13 @@ class SchedulerSide:
                     jobs.append(job)
         return jobs
 
-    def reported(self, tallies: dict[int, Tally]) -> None:
-        """Ranks have ended jobs: publish, release, or fail them once all ranks have spoken."""
+    def reported(self, tallies: dict[int, Tally], rate: float = 0.0) -> None:
+        """Ranks have ended jobs: publish, release, or fail them once all ranks have spoken.
+
+        `rate`: bytes per second of the slowest one's loads; 0: none has loaded yet.
+        """
+        if self._stall is not None and rate:
+            self._stall.rate = rate
         for job_id, tally in sorted(tallies.items()):  # pieces of a chunk land in the order of their jobs
             flight = self._flights.get(job_id)
             if flight is None:
@@ -617,7 +633,8 @@ class SchedulerSide:
         if failed.distrusted:
             return
         failed.distrusted = True
-        self.counters.fault("load_failed", request=failed.job.request, job=failed.job.id)
+        kind = Kind(failed.job.kind).name.lower()
+        self.counters.fault("load_failed", request=failed.job.request, job=failed.job.id, kind=kind)
         if failed.tracked.epoch == failed.job.epoch:
             self._give_up_saving(failed.tracked)
         if failed.job.kind == Kind.LOAD_SYNC:

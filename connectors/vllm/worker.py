@@ -204,6 +204,11 @@ class WorkerSide:
         self._tallies = {}
         return tallies
 
+    @property
+    def load_rate(self) -> float:
+        """Bytes per second of this rank's loads; 0: none yet."""
+        return self.pipeline.load_rate if self.pipeline is not None else 0.0
+
     def totals(self) -> Values:
         """Return what the metrics say of this side, as of now."""
         from kvpipe.connectors.vllm.metrics import copied  # noqa: PLC0415  (imports vllm)

@@ -148,7 +148,7 @@ class Watched:
         new, self._faults = self.trial.faults[self._faults :], len(self.trial.faults)
         for fault in new:
             self.excused.add(fault.fields.get("request", ""))
-            if fault.name == "load_failed" and not self.trial.shape.sync_loads:
+            if fault.name == "load_failed" and fault.fields["kind"] == "load_async":
                 self.stale.pop(fault.fields["request"], None)  # vLLM has freed its blocks: it begins anew
             if fault.name not in self.trial.excused:
                 yield f"{fault.name} {fault.fields}"

@@ -62,9 +62,9 @@ class Shape(NamedTuple):
     policy: str = "lru"
 
     @property
-    def sync_loads(self) -> bool:
-        """Whether kvpipe loads inside a step."""
-        return self.load == "sync" or (self.load == "auto" and len(self.windows) == 1)
+    def async_loads(self) -> bool:
+        """Whether kvpipe may load between steps: with `auto`, of one group too, as soon as others run."""
+        return self.load != "sync"
 
     def layer_names(self) -> list[list[str]]:
         """Return the names of each group's layers."""
@@ -75,7 +75,7 @@ class Shape(NamedTuple):
         slot_bytes = max(4096, self.layers_per_group * 4 * BLOCK * 8)
         return {
             "pool_bytes_max": self.pool_slots * slot_bytes, "chunk_tokens": 4 * BLOCK, "load": self.load,
-            "mode": self.mode, "policy": self.policy, "log_level": "error",
+            "mode": self.mode, "policy": self.policy, "log_level": "error", "stall_ms_max": 0,
         }  # fmt: skip
 
 
@@ -84,6 +84,7 @@ SHAPES: dict[str, Shape] = {
     "sync": Shape(load="sync"),
     "async-load": Shape(load="async", policy="s3fifo"),
     "step-mode": Shape(load="sync", mode="step"),
+    "either-load": Shape(load="auto"),
     "hybrid": _HYBRID,
     "device-order": Shape(load="sync", device=True, layers_per_group=4),
     "two-ranks": Shape(load="sync", ranks=2, layers_per_group=4),
@@ -94,6 +95,7 @@ SHAPES: dict[str, Shape] = {
     "async-scheduler-v2": Shape(asynchronous=True, load="sync", failing=False, v2=True),
     "async-scheduler-async-load": Shape(asynchronous=True, load="async"),
     "async-scheduler-device-order": Shape(asynchronous=True, load="async", device=True),
+    "async-scheduler-either-load": Shape(asynchronous=True, load="auto", ranks=2, failing=False, device=True),
     "async-scheduler-drafts": Shape(asynchronous=True, load="async", drafts=3, v2=True),
     "async-scheduler-hybrid": _HYBRID._replace(asynchronous=True, ranks=2),
 }

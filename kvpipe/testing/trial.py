@@ -408,7 +408,7 @@ class Trial:
     def _held_apart(self) -> bool:
         """Whether others than running requests hold blocks."""
         if self.kvpipe is not None:
-            return not self.shape.sync_loads
+            return self.shape.async_loads
         manager, running = self.scheduler.kv_cache_manager, [r.request_id for r in self.scheduler.running]
         tables = (m.req_to_blocks.get(r, ()) for m in manager.coordinator.single_type_managers for r in running)
         theirs = {block.block_id for table in tables for block in table if not block.is_null}

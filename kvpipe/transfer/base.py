@@ -119,6 +119,7 @@ class Ticket:
         "_lock",
         "abandoned",
         "batch",
+        "begun_ns",
         "born_ns",
         "failed",
         "layer",
@@ -137,7 +138,7 @@ class Ticket:
         self.over = False  # no copy of this ticket touches memory any more
         self.abandoned = False  # it is not to be begun any more
         self.withdrawn = False  # and it has not: it never will touch memory
-        self.born_ns = time.monotonic_ns()
+        self.born_ns = self.begun_ns = time.monotonic_ns()  # an engine that holds it back says when it has begun
         self._lock = threading.Lock()
         self._lock.acquire()
 

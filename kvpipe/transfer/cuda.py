@@ -129,7 +129,7 @@ class CudaEngine:
         self._news = threading.Condition()  # guards _flights and _closed
         self._closed = False
         self._pinned: list[int] = []
-        self._pinned_slots = 0
+        self.pinned_slots = 0
         self._unmeasured = Mover.DMA
         self._threads: tuple[threading.Thread, ...] = ()
         self.costs: calibrate.Costs = {direction: {} for direction in Direction}
@@ -145,10 +145,10 @@ class CudaEngine:
         self._device: Device = self._given or CudaDevice(views[0].tensor.device)
         self._staging, no_kernels = self._allocate_staging()
         each = None if self._staging is None else self._staging.view(len(Direction), -1)
-        self._lanes = {d: Lane(self._device, d, self._layout, None if each is None else each[d]) for d in Direction}
+        self.lanes = {d: Lane(self._device, d, self._layout, None if each is None else each[d]) for d in Direction}
         self._pieces = pool.pieces(PIN_PIECE_BYTES_MAX)
         self._pin_next()
-        if self._pinned_slots:
+        if self.pinned_slots:
             self._calibrate(no_kernels)
         mains = {"kvpipe-landed": self._complete, "kvpipe-pin": self._pin}
         self._threads = tuple(threading.Thread(target=m, name=n, daemon=True) for n, m in mains.items())
@@ -238,10 +238,10 @@ class CudaEngine:
         start = self._device.current_stream().record_event() if plan.direction is Direction.LOAD else None
         mover = self._choose(plan)
         plan.mover = mover.value
-        return self._lanes[plan.direction].prepare(plan, mover, start)
+        return self.lanes[plan.direction].prepare(plan, mover, start)
 
     def _choose(self, plan: CopyPlan) -> Mover:
-        if any(len(rows) and rows[:, 0].max() >= self._pinned_slots for rows in plan.rows):
+        if any(len(rows) and rows[:, 0].max() >= self.pinned_slots for rows in plan.rows):
             return Mover.PAGEABLE
         if self._pinned_mover is not None:
             return self._pinned_mover
@@ -264,7 +264,7 @@ class CudaEngine:
         if plan is None or not tickets:
             return
         layers, failed = [ticket.layer for ticket in tickets], NO_JOBS
-        lane = self._lanes[plan.direction]
+        lane = self.lanes[plan.direction]
         landed = read = None
         try:
             prepared = plan.mark if isinstance(plan.mark, Prepared) else self._prepare(plan)
@@ -278,7 +278,9 @@ class CudaEngine:
                 landed = read = lane.end()  # some of its copies may be queued
             except Exception:
                 log.exception("device_lost", layers=layers)
+        begun_ns = time.monotonic_ns()
         for ticket in tickets:
+            ticket.begun_ns = begun_ns
             ticket.mark, ticket.failed = Mark(landed, read, queue.waves, queue), failed
         queue.waves += 1
         flight = _Flight(tuple(tickets), plan, landed, failed)
@@ -307,7 +309,7 @@ class CudaEngine:
                     self._news.wait()
                 closed = self._closed
             if closed:
-                for lane in self._lanes.values():
+                for lane in self.lanes.values():
                     try:
                         lane.synchronize()
                     except Exception as error:  # noqa: BLE001  (the events say which copies it concerns)
@@ -386,7 +388,7 @@ class CudaEngine:
             )
             return False
         self._pinned.append(piece[0])
-        self._pinned_slots += piece[1] // self._pool.slot_bytes
+        self.pinned_slots += piece[1] // self._pool.slot_bytes
         return True
 
     def _allocate_staging(self) -> tuple[torch.Tensor | None, str]:
@@ -407,14 +409,14 @@ class CudaEngine:
         page = max(view.page_bytes for view in self._layout.views)
         open_ways = {
             Mover.DMA: "",
-            Mover.STAGED: no_kernels or ("" if page <= self._lanes[Direction.SAVE].bay_bytes else "no page fits a bay"),
+            Mover.STAGED: no_kernels or ("" if page <= self.lanes[Direction.SAVE].bay_bytes else "no page fits a bay"),
             Mover.DIRECT: no_kernels or ("" if self._device.reads_pool() else "kernels cannot read host memory here"),
         }
         asked = self._pinned_mover
         movers = [mover for mover, why in open_ways.items() if not why and asked in {None, mover}]
         if self._calibrate_s_max and movers:
             self.costs = calibrate.measure(
-                self._device, self._lanes, self._layout, movers, self._pinned_slots, self._calibrate_s_max
+                self._device, self.lanes, self._layout, movers, self.pinned_slots, self._calibrate_s_max
             )
             for direction, costs in self.costs.items():
                 for mover, cost in costs.items():

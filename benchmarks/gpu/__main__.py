@@ -1,0 +1,131 @@
+"""Check and measure the CUDA data plane on one GPU: `python -m benchmarks.gpu [--simulated] [--seconds-max 480]`.
+
+Needs torch and Triton; the figures of the pipeline's hooks need anyio, pydantic, msgspec and structlog too. vLLM is not
+needed (`benchmarks.gpu.engine` is what runs it).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu import (
+    bare,  # first: it stands in for what a bare machine lacks
+    hooks,
+    plane,
+    race,
+)
+from benchmarks.gpu.rig import Gpu
+from benchmarks.report import Figure, machine, show
+from kvpipe.transfer.movers import Mover
+
+Part = tuple[str, Callable[[], Iterable[Figure]] | str]
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+
+
+def hunts(gpu: Gpu, rounds: int) -> Iterator[Figure]:
+    """Hunt for races in every mover, with and without waves."""
+    for mover in Mover:
+        for wave_bytes in (0, 1 << 20):
+            found = race.Hunt(gpu, mover, wave_bytes).run(rounds)
+            name = f"race hunt: {mover.value}, {'waves' if wave_bytes else 'layer by layer'}"
+            yield Figure(
+                name, found.wrong + found.failed, 0, "wrong", f"{found.rounds} rounds of {race.SHAPE.layers} layers"
+            )
+
+
+def parts(gpu: Gpu) -> list[Part]:
+    """List what is run, in the order of its importance, or why it is not."""
+    small = gpu.simulated
+    rounds, pairs = (6, 2) if small else (2000, 15)
+    width = (32, 64) if small else (4096, 14336)
+    limit: list[plane.Limit] = []
+
+    def measure_limit() -> Iterator[Figure]:
+        limit.append(plane.Limit(gpu, 1 << 20 if small else 512 << 20))
+        for direction, rate in limit[0].one.items():
+            yield Figure(
+                f"one large pinned copy, {direction.name.lower()}", rate, 0, "GB/s", "the limit", at_least=True
+            )
+        yield Figure("one large pinned copy each way at once", limit[0].both, 0, "GB/s", "the limit", at_least=True)
+
+    def of(shape_number: int) -> Callable[[], Iterator[Figure]]:
+        shape, chunks, asked = plane.SHAPES[shape_number]
+        return lambda: plane.throughput(gpu, limit[0], gpu.sized(shape), 2 if small else chunks, asked)
+
+    needs = ", ".join(bare.ABSENT)
+    unmeasured = f"not measured, for want of {needs}"
+    return [
+        ("limit", measure_limit),
+        ("races", lambda: hunts(gpu, rounds)),
+        ("Llama-3-8B", of(0)),
+        ("Llama-3-70B TP4", of(1)),
+        ("hidden load", lambda: plane.hidden_load(gpu, 16 if small else 2048, 512 if small else 2048, pairs, width)),
+        ("decode", lambda: plane.decode_saving(gpu, 64, pairs, width)),
+        ("hooks", unmeasured if needs else lambda: hooks.hooks(gpu, 3 if small else 30)),
+        ("latency", unmeasured if needs else lambda: hooks.latency(gpu, 20 if small else 200)),
+    ]
+
+
+def main(arguments: list[str]) -> int:
+    """Run the parts, print one table, write JSON; a part that fails does not stop the others."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser.add_argument("--simulated", action="store_true", help="run everything on the host, to see that it runs")
+    parser.add_argument("--seconds-max", type=float, default=480, help="begin no part after so long")
+    parser.add_argument("--json", type=Path, default=RESULTS / "gpu.json", help="where figures go")
+    parser.add_argument("--only", action="append", help="this part; may be repeated")
+    options = parser.parse_args(arguments)
+    if not options.simulated and not torch.cuda.is_available():
+        print(
+            "kvpipe: no GPU is here (torch.cuda.is_available() is False); --simulated runs without one", file=sys.stderr
+        )
+        return 2
+    gpu = Gpu(simulated=options.simulated)
+    began, figures, troubles = time.monotonic(), [], []
+    for name, run in parts(gpu):
+        if options.only and name not in {"limit", *options.only}:
+            continue
+        if time.monotonic() - began > options.seconds_max:
+            troubles.append(f"{name}: not run, {options.seconds_max:g} s were over")
+            continue
+        if isinstance(run, str):
+            troubles.append(f"{name}: {run}")
+            continue
+        part_began = time.monotonic()
+        try:
+            figures += list(run())
+        except Exception as error:  # noqa: BLE001  (the other parts are worth having)
+            traceback.print_exc()
+            troubles.append(f"{name}: {error!r}")
+        print(f"{name}: {time.monotonic() - part_began:.1f} s", file=sys.stderr)
+    title = "CUDA data plane, simulated: the times mean nothing" if options.simulated else "CUDA data plane"
+    show(title, figures, options.json, gpu=device(gpu), troubles=troubles)
+    print(*troubles, sep="\n")
+    return int(bool(troubles) or any(f.name.startswith("race") and not f.ok for f in figures))
+
+
+def device(gpu: Gpu) -> dict[str, object]:
+    """What the figures were measured on, beyond the host."""
+    if gpu.simulated:
+        return {"gpu": "none: simulated on the host"}
+    import triton
+
+    properties = torch.cuda.get_device_properties(gpu.where)
+    driver = torch._C._cuda_getDriverVersion() if hasattr(torch._C, "_cuda_getDriverVersion") else None
+    return machine() | {
+        "gpu": properties.name,
+        "gpu_bytes": properties.total_memory,
+        "cuda": torch.version.cuda,
+        "driver_api": driver,
+        "triton": triton.__version__,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

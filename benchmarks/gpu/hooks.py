@@ -1,0 +1,154 @@
+"""What the pipeline costs the host: its hooks, the way from an event to a transition, and idling."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import fmean, median, quantiles
+
+import numpy as np
+import torch
+
+from benchmarks.gpu.rig import LLAMA_8B, LLAMA_70B_TP4, PAGES, Gpu, Rig
+from benchmarks.report import Figure
+from kvpipe.plan import Job, Kind, StepPlan
+from kvpipe.transfer.cuda import Mark
+
+SYNCHRONISING = (
+    "cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cuStreamSynchronize",
+    "cuCtxSynchronize", "cuEventSynchronize", "cuMemcpyDtoH_v2", "cuMemcpyHtoD_v2", "cudaMemcpyToSymbol",
+)  # fmt: skip
+REQUESTS = 64
+CPU_TICKS = 100
+
+
+def _jobs(rig: Rig, step: int) -> tuple[Job, ...]:
+    """Every request saves a chunk, and every second one loads one, in blocks in no order."""
+    blocks = iter(rig.blocks_for(rig.blocks))
+    jobs = []
+    for number in range(REQUESTS):
+        kind = Kind.LOAD_SYNC if number % 2 else Kind.SAVE
+        rows = np.array([(0, number, page, next(blocks)) for page in range(PAGES)], "<i4")
+        jobs.append(Job(step * REQUESTS + number, int(kind), f"r{number}", 1, rows.tobytes()))
+    return tuple(jobs)
+
+
+def hooks(gpu: Gpu, steps: int) -> Iterator[Figure]:
+    """Host time per hook with work, of 80 layers and 64 requests; no synchronising call in any."""
+    from kvpipe.pipeline import Pipeline
+    from kvpipe.trace.log import Counters
+
+    rig = Rig(gpu, gpu.sized(LLAMA_70B_TP4), REQUESTS, None)
+    rig.wait_pinned()
+    pipe = Pipeline(rig.engine, rig.geometry, layerwise=True, wait_ms_max=30_000, counters=Counters())
+    pipe.blocks = rig.blocks
+    took: dict[str, list[float]] = {}
+
+    def timed(name: str, call: Callable[..., object], *args: object) -> None:
+        began = time.perf_counter_ns()
+        call(*args)
+        took.setdefault(name, []).append((time.perf_counter_ns() - began) / 1e3)
+
+    work = torch.ones(1 << 16, device=gpu.where)
+
+    def step(number: int) -> None:
+        plan = StepPlan(number, _jobs(rig, number))
+        timed("begin (bind)", pipe.begin, plan)
+        timed("start_load_kv", pipe.start_loads)
+        for layer in range(rig.shape.layers):
+            timed("wait_for_layer_load", pipe.wait_layer, layer)
+            work.mul_(1.0)
+            timed("save_kv_layer", pipe.save_layer, layer)
+        timed("wait_for_save", pipe.end_step)
+
+    for number in range(steps + 2):
+        step(number)
+        gpu.sync()
+        time.sleep(0.01)
+        pipe.collect()
+        if number == 1:
+            took.clear()
+    for name, times in took.items():
+        p99 = quantiles(times, n=100)[98] if len(times) > 1 else times[0]
+        yield Figure(f"host time of {name}", fmean(times), 15, "us", f"median {median(times):.1f}, p99 {p99:.1f}")
+    if not gpu.simulated:
+        yield Figure("synchronising calls in hooks", _synchronising(step, steps + 2), 0, "calls", "profiled")
+    pipe.shutdown()
+    rig.close()
+
+
+def _synchronising(step: Callable[[int], None], number: int) -> float:
+    """Profile one step; count calls that make the host wait for the device."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    profiler = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True)
+    profiler.start()  # type: ignore[no-untyped-call]
+    try:
+        step(number)
+    finally:
+        profiler.stop()  # type: ignore[no-untyped-call]
+    names = [str(event.name) for event in profiler.events() or []]  # type: ignore[no-untyped-call]
+    # the profiler itself synchronises once when it stops
+    return float(max(0, sum(name in SYNCHRONISING for name in names) - names.count("cudaDeviceSynchronize")))
+
+
+def latency(gpu: Gpu, samples: int) -> Iterator[Figure]:
+    """From the moment at which an event has fired until the loop thread has moved the cursor."""
+    from kvpipe.pipeline import Pipeline
+    from kvpipe.trace.log import Counters
+
+    shape = gpu.sized(LLAMA_8B)._replace(layers=1)
+    rig = Rig(gpu, shape, 8, None)
+    rig.wait_pinned()
+    pipe = Pipeline(rig.engine, rig.geometry, layerwise=True, wait_ms_max=30_000, counters=Counters())
+    pipe.blocks = rig.blocks
+    moved: list[int] = []
+    landed = pipe._landed
+
+    def heard(*args: object) -> None:
+        landed(*args)  # type: ignore[arg-type]
+        moved.append(time.perf_counter_ns())
+
+    pipe._landed = heard  # type: ignore[method-assign, assignment]
+    took = []
+    for number in range(samples):
+        rows = np.array([(0, number % 8, page, page) for page in range(PAGES)], "<i4").tobytes()
+        gpu.sleep(0.3 + number % 5)
+        pipe.begin(StepPlan(number, (Job(number, int(Kind.SAVE), "r", 1, rows),)))
+        pipe.save_layer(0)
+        batch = pipe._save
+        assert batch is not None
+        assert batch.last is not None
+        mark = batch.last.mark
+        pipe.end_step()
+        if isinstance(mark, Mark) and mark.landed is not None:
+            while not mark.landed.query():
+                time.sleep(0)  # let the others have the interpreter
+        fired = time.perf_counter_ns()
+        while len(moved) <= number:
+            time.sleep(0.000_02)
+        took.append((moved[number] - fired) / 1e3)
+        pipe.collect()
+    yield Figure("from event to transition", median(took), 200, "us", f"p90 {quantiles(took, n=10)[8]:.0f}")
+    yield Figure("threads when idle", _idle_percent(2.0 if not gpu.simulated else 0.5), 3, "% of a core")
+    pipe.shutdown()
+    rig.close()
+
+
+def _idle_percent(seconds: float) -> float:
+    """Percent of a core that kvpipe's threads use when there is nothing to do."""
+
+    def ticks() -> int:
+        total = 0
+        for thread in threading.enumerate():
+            if thread.name.startswith("kvpipe"):
+                stat = Path(f"/proc/self/task/{thread.native_id}/stat").read_text(encoding="ascii")
+                total += sum(map(int, stat.rsplit(")", 1)[1].split()[11:13]))
+        return total
+
+    before = ticks()
+    time.sleep(seconds)
+    return (ticks() - before) / CPU_TICKS / seconds * 100

@@ -1,0 +1,198 @@
+"""How fast bytes move, beside the bus itself, and what the forward notices of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.rig import CHUNK_TOKENS, LLAMA_8B, LLAMA_70B_TP4, PAGES, Gpu, Rig, Shape
+from benchmarks.report import Figure
+from kvpipe.plan import Kind
+from kvpipe.transfer.base import CopyPlan, Direction
+from kvpipe.transfer.movers import Mover
+
+GB = 1e9
+REPEATS = 7
+MOVERS = (None, Mover.DMA, Mover.STAGED, Mover.DIRECT)
+
+
+class Limit:
+    """What one large pinned copy makes of the bus: gigabytes per second up, down and both at once."""
+
+    def __init__(self, gpu: Gpu, size: int = 512 << 20) -> None:
+        """Measure."""
+        self.gpu, self.size = gpu, size
+        self.host = [gpu.pinned(size).fill_(7) for _ in Direction]
+        self.there = [torch.full((size,), 9, dtype=torch.uint8, device=gpu.where) for _ in Direction]
+        self.streams = [None if gpu.simulated else torch.cuda.Stream() for _ in Direction]  # type: ignore[no-untyped-call]
+        self.one = {d: size / GB / (gpu.median_ms(lambda d=d: self.run(d), REPEATS) / 1e3) for d in Direction}  # type: ignore[misc]
+        self.both = 2 * size / GB / (gpu.median_ms(lambda: self.run(*Direction), REPEATS) / 1e3)
+
+    def run(self, *directions: Direction) -> tuple[Any, Any]:
+        """Copy, in each direction on a stream of its own."""
+        self.gpu.sync()
+        begin = self.gpu.mark()
+        for d in directions:
+            to, source = (self.host, self.there) if d is Direction.SAVE else (self.there, self.host)
+            with self._on(d):
+                to[d].copy_(source[d], non_blocking=True)
+        for d in directions:
+            if not self.gpu.simulated:
+                torch.cuda.current_stream().wait_stream(self.streams[d])  # type: ignore[arg-type]
+        return begin, self.gpu.mark()
+
+    @contextmanager
+    def _on(self, direction: Direction) -> Iterator[None]:
+        stream = self.streams[direction]
+        if stream is None:
+            yield
+            return
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            yield
+
+
+def throughput(gpu: Gpu, limit: Limit, shape: Shape, chunks: int, asked: float) -> Iterator[Figure]:
+    """Whole chunks in scattered blocks, each way and both ways, by every mover; shares of the limit."""
+    for mover in MOVERS:
+        rig = Rig(gpu, shape, chunks, mover)
+        rig.wait_pinned()
+        yield from _one_mover(rig, limit, mover.value if mover else "auto", asked)
+        if mover is None:
+            yield from _calibrated(rig)
+        assert rig.failed() == 0, "a copy failed"
+        rig.close()
+
+
+def _one_mover(rig: Rig, limit: Limit, name: str, asked: float) -> Iterator[Figure]:
+    size = rig.chunks * rig.shape.chunk_bytes / GB
+
+    def rate(*plans: CopyPlan) -> float:
+        return len(plans) * size / (rig.gpu.median_ms(lambda: rig.copy(*plans), REPEATS) / 1e3)
+
+    for direction in Direction:
+        plan = rig.chunk_plan(direction)
+        got, most = rate(plan), limit.one[direction]
+        title = f"{rig.shape.name}: {direction.name.lower()}, {name}"
+        note = f"{plan.mover}: {got:.1f} of {most:.1f} GB/s"
+        yield Figure(title, got / most, asked, "x limit", note, at_least=True)
+    plans = [rig.chunk_plan(Direction.SAVE), rig.chunk_plan(Direction.LOAD, first=rig.chunks)]
+    got = rate(*plans)
+    note = f"{plans[0].mover}, {plans[1].mover}: {got:.1f} of {limit.both:.1f} GB/s"
+    title = f"{rig.shape.name}: both ways at once, {name}"
+    yield Figure(title, got / limit.both, 0.8, "x limit", note, at_least=True)
+
+
+def _calibrated(rig: Rig) -> Iterator[Figure]:
+    yield Figure(f"{rig.shape.name}: start-up", rig.attach_s, 10, "s", "pins a piece, compiles kernels, calibrates")
+    for direction, costs in rig.engine.costs.items():
+        for way, cost in costs.items():
+            title = f"{rig.shape.name}: calibrated {direction.name.lower()}, {way.value}"
+            note = f"{cost.fixed_us:.0f} us a batch, {cost.copy_us:.2f} us a copy"
+            yield Figure(title, cost.gb_per_s, 0, "GB/s", note, at_least=True)
+
+
+class Forward:
+    """The matrix products of a Llama-3-8B layer, for so many tokens."""
+
+    def __init__(self, gpu: Gpu, tokens: int, layers: int, hidden: int = 4096, inner: int = 14336) -> None:
+        """One set of weights per layer where they fit, as in life: decode reads them all."""
+        self.gpu, self.layers = gpu, layers
+        shapes = [(hidden, hidden * 3 // 2), (hidden, hidden), (hidden, 2 * inner), (inner, hidden)]
+        scale = hidden**-0.5
+        self.weights = [
+            [torch.randn(shape, device=gpu.where, dtype=gpu.dtype) * scale for shape in shapes] for _ in range(layers)
+        ]
+        self.x = torch.randn(tokens, hidden, device=gpu.where, dtype=gpu.dtype)
+        self.y = torch.randn(tokens, inner, device=gpu.where, dtype=gpu.dtype)
+
+    def layer(self, number: int) -> None:
+        """Run one layer."""
+        qkv, out, up, down = self.weights[number]
+        self.x @ qkv
+        self.x @ out
+        self.x @ up
+        self.y @ down
+
+    def run(self, before: Callable[[int], object], after: Callable[[int], object]) -> tuple[Any, Any]:
+        """Run all layers with hooks; return the marks before and after."""
+        begin = self.gpu.mark()
+        for number in range(self.layers):
+            before(number)
+            self.layer(number)
+            after(number)
+        return begin, self.gpu.mark()
+
+
+def nothing(_: int) -> None:
+    """A hook without work."""
+
+
+def paired(gpu: Gpu, plain: Callable[[], tuple[Any, Any]], loaded: Callable[[], tuple[Any, Any]], pairs: int) -> float:
+    """Return the median ratio of `loaded` to `plain`, run in turns."""
+    ratios = []
+    for turn in range(pairs + 1):
+        gpu.sync()
+        a = gpu.ms(*plain())
+        gpu.sync()
+        b = gpu.ms(*loaded())
+        if turn:
+            ratios.append(b / a)
+    return sorted(ratios)[len(ratios) // 2]
+
+
+def hidden_load(gpu: Gpu, tokens: int, hit_tokens: int, pairs: int, width: tuple[int, int]) -> Iterator[Figure]:
+    """A prefill of `tokens` while `hit_tokens` are loaded layer by layer, against the same without."""
+    shape = gpu.sized(LLAMA_8B)
+    forward = Forward(gpu, tokens, shape.layers, *width)
+    for mover in MOVERS:
+        chunks = max(1, hit_tokens // CHUNK_TOKENS)
+        rig = Rig(gpu, shape, chunks, mover)
+        rig.wait_pinned()
+
+        def loading(rig: Rig = rig, chunks: int = chunks) -> tuple[Any, Any]:
+            begin = gpu.mark()
+            plan = rig.plan(Direction.LOAD, [(slot, PAGES) for slot in range(chunks)], Kind.LOAD_SYNC)
+            rig.engine.prepare(plan)
+            tickets = [rig.submit(plan, layer) for layer in range(shape.layers)]
+            forward.run(lambda k: rig.engine.guard_read(tickets[k], 0), nothing)
+            return begin, gpu.mark()
+
+        ratio = paired(gpu, lambda: forward.run(nothing, nothing), loading, pairs)
+        title = f"prefill of {tokens} while loading {hit_tokens}, {mover.value if mover else 'auto'}"
+        yield Figure(title, ratio, 1.03, "x without")
+        rig.close()
+
+
+def decode_saving(gpu: Gpu, requests: int, pairs: int, width: tuple[int, int]) -> Iterator[Figure]:
+    """A decode step of `requests` while every token's KV is saved, block by block, against the same without."""
+    shape = gpu.sized(LLAMA_8B)
+    forward = Forward(gpu, requests, shape.layers, *width)
+    for mover in MOVERS:
+        rig = Rig(gpu, shape, 8, mover)
+        rig.wait_pinned()
+
+        def saving(rig: Rig = rig) -> tuple[Any, Any]:
+            begin = gpu.mark()
+            blocks = max(1, requests // 16)  # of 16 tokens: so many are full in a step
+            plan = rig.plan(Direction.SAVE, [(slot, 1) for slot in range(blocks)], Kind.SAVE)
+            rig.engine.prepare(plan)
+            tickets = {}
+
+            def save(layer: int) -> None:
+                tickets[layer] = rig.submit(plan, layer)
+
+            forward.run(nothing, save)
+            rig.engine.fence(tickets[shape.layers - 1], 0)  # the next step's compute waits for what still reads
+            return begin, gpu.mark()
+
+        ratio = paired(gpu, lambda: forward.run(nothing, nothing), saving, pairs)
+        title = f"decode step of {requests} while saving, {mover.value if mover else 'auto'}"
+        yield Figure(title, ratio, 1.01, "x without")
+        rig.close()
+
+
+SHAPES = ((LLAMA_8B, 32, 0.9), (LLAMA_70B_TP4, 64, 0.85))

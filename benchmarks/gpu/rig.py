@@ -1,0 +1,193 @@
+"""A transfer engine over caches of a model's shape, and the clock of the device that they are on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from kvpipe.geometry import Geometry, Group, Layer
+from kvpipe.plan import Job, Kind
+from kvpipe.tiers.memory import HostPool
+from kvpipe.transfer.base import CopyPlan, Direction, Ticket
+from kvpipe.transfer.cuda import CudaEngine, Mark
+from kvpipe.transfer.movers import Mover
+from kvpipe.transfer.pages import PageView, view_pages
+
+BLOCK_TOKENS, CHUNK_TOKENS = 16, 256
+PAGES = CHUNK_TOKENS // BLOCK_TOKENS
+
+
+class Shape(NamedTuple):
+    """A model's KV cache on one rank: layers, and bytes of a block of 16 tokens in one of them."""
+
+    name: str
+    layers: int
+    page_bytes: int
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of 256 tokens in all layers."""
+        return self.layers * self.page_bytes * PAGES
+
+
+SIMULATED_LAYERS, SIMULATED_SHRINKS = 4, 128
+LLAMA_8B = Shape("Llama-3-8B", 32, 64 << 10)
+LLAMA_70B_TP4 = Shape("Llama-3-70B TP4", 80, 8 << 10)
+
+
+class Gpu:
+    """A CUDA device, or, `simulated`, host memory with a device that does everything at once."""
+
+    def __init__(self, *, simulated: bool) -> None:
+        """Choose the device."""
+        self.simulated = simulated
+        self.where = torch.device("cpu") if simulated else torch.device("cuda", torch.cuda.current_device())
+        self.dtype = torch.float32 if simulated else torch.bfloat16
+
+    def sized(self, shape: Shape) -> Shape:
+        """Return `shape`, or a small one where nothing is measured."""
+        if not self.simulated:
+            return shape
+        return shape._replace(layers=SIMULATED_LAYERS, page_bytes=shape.page_bytes // SIMULATED_SHRINKS)
+
+    def mark(self) -> Any:
+        """Return a point in time on the compute stream."""
+        if self.simulated:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()  # type: ignore[no-untyped-call]
+        return event
+
+    def ms(self, begin: Any, end: Any) -> float:
+        """Milliseconds between two marks."""
+        if self.simulated:
+            return float((end - begin) * 1e3)
+        end.synchronize()
+        return float(begin.elapsed_time(end))
+
+    def sync(self) -> None:
+        """Wait for the device."""
+        if not self.simulated:
+            torch.cuda.synchronize()
+
+    def sleep(self, ms: float) -> None:
+        """Keep the current stream busy."""
+        if not self.simulated:
+            torch.cuda._sleep(int(ms * 1.5e6))  # type: ignore[no-untyped-call]  # cycles, at about 1.5 GHz
+
+    def pinned(self, size: int) -> torch.Tensor:
+        """Return `size` bytes of pinned host memory."""
+        return torch.empty(size, dtype=torch.uint8, pin_memory=not self.simulated)
+
+    def engine(self, mover: Mover | None, **options: Any) -> CudaEngine:
+        """Make an engine."""
+        if not self.simulated:
+            return CudaEngine(mover=mover, **options)
+        from benchmarks.gpu.simulated import Immediate
+
+        return CudaEngine(Immediate(), mover=mover, **options)
+
+    def median_ms(self, run: Callable[[], tuple[Any, Any]], repeats: int) -> float:
+        """Return the median time between the two marks that `run` makes, after a warm-up."""
+        run()
+        return median(self.ms(*run()) for _ in range(repeats))
+
+
+class Rig:
+    """An engine of one mover over caches of one shape."""
+
+    def __init__(self, gpu: Gpu, shape: Shape, chunks: int, mover: Mover | None, **options: Any) -> None:
+        """Make caches for twice as many chunks as slots, fill them at random, and attach the engine."""
+        self.gpu, self.shape, self.chunks = gpu, shape, chunks
+        self.blocks = 2 * chunks * PAGES
+        group = Group(tuple(Layer(f"layer.{i}", shape.page_bytes) for i in range(shape.layers)), BLOCK_TOKENS)
+        self.geometry = Geometry((group,), CHUNK_TOKENS, 2 * chunks * -(-shape.chunk_bytes // 4096) * 4096)
+        self.caches = [self._cache() for _ in range(shape.layers)]
+        self.pool = HostPool(self.geometry)
+        views: list[PageView] = [view_pages(f"layer.{i}", c, self.blocks) for i, c in enumerate(self.caches)]
+        began = time.perf_counter()
+        self.engine = gpu.engine(mover, **options)
+        self.engine.attach(views, self.geometry, self.pool)
+        self.attach_s = time.perf_counter() - began
+        self.told: list[Ticket] = []
+        self._random = np.random.default_rng(0)
+
+    def _cache(self) -> torch.Tensor:
+        words = torch.randint(0, 1 << 62, (self.blocks, self.shape.page_bytes // 8), device=self.gpu.where)
+        return words.view(torch.uint8)
+
+    def wait_pinned(self) -> float:
+        """Wait until the whole pool is pinned; return the seconds since the engine was made."""
+        began = time.perf_counter()
+        while self.engine.pinned_slots < self.pool.slots and time.perf_counter() - began < 60:
+            time.sleep(0.005)
+        return self.attach_s + time.perf_counter() - began
+
+    def blocks_for(self, count: int) -> list[int]:
+        """Return `count` blocks in no order."""
+        return [int(b) for b in self._random.permutation(self.blocks)[:count]]
+
+    def plan(
+        self,
+        direction: Direction,
+        stretches: Iterable[tuple[int, int]],
+        kind: Kind,
+        blocks: Iterable[int] | None = None,
+    ) -> CopyPlan:
+        """Plan one job per (slot, pages), into or out of `blocks`; None: blocks in no order."""
+        wanted = list(stretches)
+        given = iter(self.blocks_for(sum(pages for _, pages in wanted)) if blocks is None else blocks)
+        jobs = []
+        for number, (slot, pages) in enumerate(wanted):
+            rows = np.array([(0, slot, page, next(given)) for page in range(pages)], "<i4")
+            jobs.append(Job(number, int(kind), f"r{number}", 1, rows.tobytes()))
+        return CopyPlan(direction, jobs, 1)
+
+    def chunk_plan(self, direction: Direction, chunks: int | None = None, first: int = 0) -> CopyPlan:
+        """Plan whole chunks in blocks in no order."""
+        kind = Kind.SAVE if direction is Direction.SAVE else Kind.LOAD_ASYNC
+        return self.plan(direction, [(first + slot, PAGES) for slot in range(chunks or self.chunks)], kind)
+
+    def submit(self, plan: CopyPlan, layer: int, ordinal: int | None = None) -> Ticket:
+        """Submit one layer."""
+        ticket = Ticket(None, layer, layer if ordinal is None else ordinal, self.told.append)
+        self.engine.submit(plan, ticket)
+        return ticket
+
+    def land(self, ticket: Ticket) -> None:
+        """Make the compute stream wait until a ticket's bytes have landed."""
+        self.engine.fence(ticket, 0)  # whatever was held back is queued now
+        if not self.gpu.simulated and isinstance(ticket.mark, Mark) and ticket.mark.landed is not None:
+            torch.cuda.current_stream().wait_event(ticket.mark.landed)  # type: ignore[arg-type]
+
+    def copy(self, *plans: CopyPlan) -> tuple[Any, Any]:
+        """Copy every layer of the plans, side by side; return the marks before and after."""
+        self.gpu.sync()
+        begin = self.gpu.mark()
+        for plan in plans:
+            plan.mark = None
+            self.engine.prepare(plan)
+        last: dict[CopyPlan, Ticket] = {}
+        for layer in range(self.shape.layers):
+            for plan in plans:
+                last[plan] = self.submit(plan, layer)
+        for ticket in last.values():
+            self.land(ticket)
+        return begin, self.gpu.mark()
+
+    def failed(self) -> int:
+        """Return how many tickets have failed so far; all must have been told of."""
+        self.gpu.sync()
+        return sum(bool(ticket.failed) for ticket in self.told)
+
+    def close(self) -> None:
+        """Shut the engine down and free memory."""
+        self.engine.shutdown()
+        self.caches.clear()
+        if not self.gpu.simulated:
+            torch.cuda.empty_cache()

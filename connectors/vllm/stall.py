@@ -1,0 +1,34 @@
+"""Whether a hit is better loaded between steps, so that the others do not wait for it.
+
+A layerwise (sync) load hides behind the forward of its own step, layer by layer; what it cannot hide, the whole batch
+waits for. An asynchronous load lets the others run, and its own request a step later. So a hit is asynchronous when
+others run and its load would take longer than they should ever wait, or would queue behind another asynchronous one.
+"""
+
+from __future__ import annotations
+
+from kvpipe.geometry import Geometry
+
+
+class Stall:
+    """Knows how fast loads are and whether anybody would wait."""
+
+    def __init__(self, geometry: Geometry, stall_ms_max: int) -> None:
+        """Nothing was measured yet, and nobody runs."""
+        self._token_bytes = sum(group.bytes_per_block / group.block_tokens for group in geometry.groups)
+        self._stall_s_max = stall_ms_max / 1000
+        self.rate = 0.0
+        """Bytes per second of the slowest rank's loads, as last measured; 0: not yet."""
+        self.running = 0
+        """Requests that the last step computed."""
+
+    def too_long(self, tokens: int, *, loading: bool) -> bool:
+        """Whether a load of `tokens` should not be waited for. `loading`: an asynchronous one is under way.
+
+        What was never measured is taken for instant, unless no wait at all is allowed.
+        """
+        if not self.running:
+            return False
+        if loading or not self._stall_s_max:
+            return True
+        return self.rate > 0 and tokens * self._token_bytes / self.rate > self._stall_s_max
