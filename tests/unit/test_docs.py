@@ -10,6 +10,7 @@ from kvpipe.config import markdown_table
 from kvpipe.testing.invariants import INVARIANTS, LAWS, SEEN_BY_TRIALS
 from kvpipe.testing.mutants import MUTANTS
 from kvpipe.testing.page import PAGE, VERDICTS, fill
+from kvpipe.transfer import layouts
 
 ROOT = Path(__file__).parents[2]
 BEGIN = "<!-- config:begin (printed by `kvpipe config`; a test keeps it fresh) -->\n"
@@ -45,3 +46,10 @@ def test_every_law_is_held_by_an_invariant() -> None:
     """And no invariant holds a law that there is not."""
     held = {law for one in INVARIANTS.values() for law in one.laws} | {law for law, _ in SEEN_BY_TRIALS.values()}
     assert held == set(LAWS)
+
+
+def test_the_layouts_page_is_fresh() -> None:
+    """Its tables are those that the code prints, with the name of every known layout."""
+    text = layouts.DOCS.read_text(encoding="utf-8")
+    assert layouts.fill(text) == text, "python -m kvpipe.transfer.layouts"
+    assert all(f"`{name}`" in text for name in layouts.ADAPTERS)

@@ -9,7 +9,7 @@ from kvpipe.errors import UnsupportedError
 from kvpipe.transfer.pages import view_pages
 
 B, H, N, C, L = 6, 2, 4, 8, 3  # blocks, heads, tokens of a block, content, layers
-LAYOUTS = {"LBHNC": "LBHNC", "LBNHC": "LBNHC", "BLHNC": "BLHNC", "BLNHC": "BLNHC"}
+LAYOUTS = {"LBHNC": "hnd", "LBNHC": "nhd", "BLHNC": "cross_layer_hnd", "BLNHC": "cross_layer_nhd"}
 
 
 def _layers(physical: str, *, heads: int = H, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -27,6 +27,7 @@ def test_known_layouts_view_the_bytes_of_each_block(physical: str, dtype: torch.
     """View block b holds exactly the elements of logical block b, and writing it changes only that block."""
     for layer in _layers(physical, dtype=dtype):
         view = view_pages("x", layer, B)
+        assert view.layout == LAYOUTS[physical]
         assert (view.blocks, view.page_bytes) == (B, H * N * C * layer.element_size())
         assert view.dense == (physical[0] == "L")
         assert view.tensor.shape == (B, view.page_bytes)
@@ -52,11 +53,12 @@ def test_layouts_that_cut_a_block_up_are_refused(physical: str) -> None:
     assert "VLLM_KV_CACHE_LAYOUT" in str(caught.value)
 
 
-@pytest.mark.parametrize("physical", ["LHBNC", "BHLNC"])
-def test_one_head_makes_them_plain(physical: str) -> None:
+@pytest.mark.parametrize(("physical", "name"), [("LHBNC", "mla"), ("BHLNC", "cross_layer_mla")])
+def test_one_head_makes_them_plain(physical: str, name: str) -> None:
     """With one head (MLA) the same layouts are one run of bytes per block."""
     for layer in _layers(physical, heads=1):
         view = view_pages("x", layer, B)
+        assert view.layout == name
         assert view.page_bytes == N * C * 4
         for b in range(B):
             assert torch.equal(view.tensor[b].view(torch.float32), layer[b].flatten())
@@ -72,7 +74,7 @@ def test_kernel_blocks_within_a_block() -> None:
 
 def test_gaps_between_kernel_blocks_are_refused() -> None:
     """Kernel blocks of one block that do not touch are no single run of bytes."""
-    cache = torch.zeros(B * 2, 3, H * N * C)[:, 1]
+    cache = torch.zeros(B * 2, 3, H * N * C)[:, 1].view(B * 2, H, N, C)
     with pytest.raises(UnsupportedError, match="kernel blocks are not contiguous"):
         view_pages("x", cache, B)
     assert not view_pages("x", cache, B * 2).dense
@@ -87,18 +89,10 @@ def test_padded_pages_and_an_offset() -> None:
     assert torch.equal(view.tensor[4].view(torch.float32), cache[4].flatten())
 
 
-def test_mla_without_a_head_dimension() -> None:
-    """A [B, N, C] cache is viewed like any other."""
-    cache = torch.arange(B * N * C, dtype=torch.bfloat16).view(B, N, C)
-    view = view_pages("x", cache, B)
-    assert view.dense
-    assert torch.equal(view.tensor[5].view(torch.bfloat16), cache[5].flatten())
-
-
 @pytest.mark.parametrize(
     ("cache", "blocks"),
-    [(torch.zeros(2, 5, 8), 5), (torch.zeros(7, 8), 2), (torch.zeros(8), 8), (torch.zeros(4, 8), 0)],
-    ids=["K and V outermost", "no multiple", "one dimension", "no blocks"],
+    [(torch.zeros(7, 8), 2), (torch.zeros(8), 8), (torch.zeros(4, 8), 0)],
+    ids=["no multiple", "one dimension", "no blocks"],
 )
 def test_a_first_dimension_that_is_not_the_blocks_is_refused(cache: torch.Tensor, blocks: int) -> None:
     """The first dimension has to be the blocks, or a multiple of them."""

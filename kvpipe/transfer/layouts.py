@@ -1,0 +1,282 @@
+"""The layouts in which vLLM 0.32 and 0.33 hand paged KV caches over, by name. `python -m kvpipe.transfer.layouts`.
+
+vLLM gives every layer one logical tensor [B, H, N, C]: blocks, heads, tokens of a block (states, for compressing
+models), and the content of one head's token, keys and values side by side in it. Only its strides say how the bytes
+lie. A name has two parts: in which order the bytes of one page lie, and what lies between one block and the next.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+DOCS = Path(__file__).parents[2] / "docs" / "layouts.md"
+DIMENSIONS, OPAQUE_DIMENSIONS = 4, 2
+DS_MLA_BYTES = (584, 656)
+"""Of one token in `fp8_ds_mla`: DeepSeek V4's (448 + 128 + 8) and V3.2's (512 + 16 + 128)."""
+
+
+class Paged(NamedTuple):
+    """What is known of one layer's cache: logical shape, strides in elements, bytes of an element, blocks."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    itemsize: int
+    blocks: int
+
+    @property
+    def split(self) -> int:
+        """Kernel blocks (first dimension) of one block: 1 if the attention kernel takes the scheduler's blocks."""
+        return self.shape[0] // self.blocks
+
+    @property
+    def page(self) -> int:
+        """Elements of one kernel block."""
+        return prod(self.shape[1:])
+
+    def lies(self, *order: int) -> bool:
+        """Whether the dimensions `order`, outermost first, are one dense run; strides of size 1 mean nothing."""
+        run = 1
+        for dim in reversed(order):
+            if self.shape[dim] != 1 and self.strides[dim] != run:
+                return False
+            run *= self.shape[dim]
+        return True
+
+    @property
+    def by_stride(self) -> list[int]:
+        """The dimensions inside a kernel block, those of large strides first."""
+        return sorted(range(1, len(self.shape)), key=lambda dim: self.strides[dim], reverse=True)
+
+    @property
+    def heads(self) -> int:
+        """Size of the head dimension; 0 if there is none."""
+        return self.shape[1] if len(self.shape) == DIMENSIONS else 0
+
+
+Predicate = Callable[[Paged], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One half of a layout's name."""
+
+    name: str
+    bytes: str
+    """Its dimensions in the order of the bytes, outermost first."""
+    says: str
+    """Where it comes from, one line."""
+    fits: Predicate
+
+
+INSIDE: tuple[Part, ...] = (
+    Part(
+        "fp8_ds_mla",
+        "N C",
+        "sparse MLA with an fp8 cache: one record of 656 bytes (DeepSeek V4: 584) per token",
+        lambda c: c.heads == 1 and c.itemsize == 1 and c.shape[3] in DS_MLA_BYTES and c.lies(1, 2, 3),
+    ),
+    Part(
+        "mla",
+        "N C",
+        "one head, so that HND and NHD are the same bytes: MLA's latents, an indexer's keys, or one KV head a rank",
+        lambda c: c.heads == 1 and c.lies(1, 2, 3),
+    ),
+    Part(
+        "hnd",
+        "H N C",
+        "heads first: vLLM's LBHNC and BLHNC, the CPU build's, FlashInfer's on Blackwell",
+        lambda c: c.heads > 1 and c.lies(1, 2, 3),
+    ),
+    Part(
+        "nhd",
+        "N H C",
+        "tokens first: vLLM's LBNHC and BLNHC, what FLASH_ATTN, TRITON_ATTN and FLASHINFER prefer",
+        lambda c: c.heads > 1 and c.lies(2, 1, 3),
+    ),
+)
+"""Of one page. The first that fits gives the name: one head is `mla`, one token a block with several heads is `hnd`."""
+
+BETWEEN: tuple[Part, ...] = (
+    Part("", "B [{}]", "block after block", lambda c: c.split == 1 and c.strides[0] == c.page),
+    Part(
+        "kernel_blocks_",
+        "B r [{}]",
+        "r kernel blocks a block, as the attention kernel takes smaller ones than the scheduler",
+        lambda c: c.split > 1 and c.strides[0] == c.page,
+    ),
+    Part(
+        "cross_layer_",
+        "B L [{}]",
+        "a block holds the pages of L layers of one size (BLHNC, BLNHC); this is one layer's view",
+        lambda c: c.split == 1 and c.strides[0] > c.page and c.strides[0] % c.page == 0,
+    ),
+    Part(
+        "padded_",
+        "B [{}] gap",
+        "pages end in padding (page_size_padded, alignment) or are packed beside pages of other sizes",
+        lambda c: c.split == 1 and c.strides[0] > c.page,
+    ),
+)
+"""From one block to the next. The first that fits gives the name; padding of whole pages is called `cross_layer_`."""
+
+OPAQUE = Part(
+    "bytes",
+    "P",
+    "kvpipe's own scratch pages, [B, P]",
+    lambda c: len(c.shape) == OPAQUE_DIMENSIONS and c.lies(1),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A known layout."""
+
+    inside: Part
+    between: Part
+
+    @property
+    def name(self) -> str:
+        """What traces and errors call it."""
+        return self.between.name + self.inside.name
+
+    @property
+    def bytes(self) -> str:
+        """Return its dimensions in the order of the bytes; one page in brackets."""
+        return self.between.bytes.format(self.inside.bytes)
+
+    @property
+    def says(self) -> str:
+        """Return where it comes from, one line."""
+        return f"{self.inside.says}; {self.between.says}"
+
+    def fits(self, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, blocks: int) -> bool:
+        """Whether a cache is of this layout.
+
+        Args:
+            shape: logical, [B * r, H, N, C].
+            strides: in elements.
+            itemsize: bytes of an element.
+            blocks: B, the number of blocks that the scheduler hands out.
+
+        """
+        cache = Paged(shape, strides, itemsize, blocks)
+        # without a whole number of kernel blocks to a block there is no `split`; nothing is known of empty pages
+        whole = len(shape) > 1 and blocks > 0 and prod(shape) > 0 and shape[0] % blocks == 0
+        return whole and self.inside.fits(cache) and self.between.fits(cache)
+
+
+_PLAIN, _, _, _PADDED = BETWEEN
+ADAPTERS: dict[str, Adapter] = {
+    adapter.name: adapter
+    for adapter in (
+        *(Adapter(inside, between) for inside in INSIDE for between in BETWEEN),
+        Adapter(OPAQUE, _PLAIN),
+        Adapter(OPAQUE, _PADDED),
+    )
+}
+"""By name. A cache has the first layout that fits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A reason to refuse a cache that fits no adapter."""
+
+    why: str
+    says: str
+    """Where such a cache comes from, one line."""
+    fits: Predicate
+
+
+KV_OUTERMOST = "keys and values are two outermost planes, so one block is two runs of bytes"
+HEADS_OUTERMOST = "the blocks of one head lie together, so the bytes of one block are not contiguous"
+NOT_CONTIGUOUS = "the bytes of one block are not contiguous"
+OVERLAP = "its blocks overlap"
+KERNEL_BLOCKS_APART = "its kernel blocks are not contiguous within a block"
+UNKNOWN_ORDER = "the bytes of one block are contiguous, but in no known order"
+
+NOT_WHOLE = "its first dimension is not a multiple of the {blocks} blocks"
+REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        KV_OUTERMOST,
+        "attention backends before vLLM 0.32, [2, B, …]; none in 0.32 and 0.33",
+        lambda c: len(c.shape) > 2 and c.shape[0] == 2 != c.blocks and c.blocks > 0 and c.shape[1] % c.blocks == 0,  # noqa: PLR2004
+    ),
+    Refusal(
+        NOT_WHOLE,
+        "no vLLM that is known",
+        lambda c: len(c.shape) < OPAQUE_DIMENSIONS or c.blocks <= 0 or c.shape[0] % c.blocks != 0,
+    ),
+    Refusal(
+        "it has not the 4 dimensions [B, H, N, C], or nothing in one of them",
+        "attention backends before vLLM 0.32",
+        lambda c: len(c.shape) not in {OPAQUE_DIMENSIONS, DIMENSIONS} or not prod(c.shape),
+    ),
+    Refusal(
+        HEADS_OUTERMOST,
+        "`VLLM_KV_CACHE_LAYOUT` LHBNC or BHLNC and more than one head; LHBNC is ROCm's own choice",
+        lambda c: c.heads > 1 and c.lies(2, 3) and c.strides[1] > prod(c.shape[2:]),
+    ),
+    Refusal(NOT_CONTIGUOUS, "no vLLM that is known", lambda c: not c.lies(*c.by_stride)),
+    Refusal(OVERLAP, "no vLLM that is known", lambda c: c.strides[0] < c.page),
+    Refusal(
+        KERNEL_BLOCKS_APART,
+        "no vLLM that is known: 0.32 and 0.33 do not split packed or padded blocks",
+        lambda c: c.split > 1 and c.strides[0] != c.page,
+    ),
+    Refusal(UNKNOWN_ORDER, "no vLLM that is known", lambda _: True),
+)
+"""The first that fits is the reason given; each may rely on those before it not fitting."""
+
+
+def find(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, blocks: int) -> Adapter | None:
+    """Return the layout of a cache (arguments as in `Adapter.fits`), None if it is unknown."""
+    return next((one for one in ADAPTERS.values() if one.fits(shape, strides, itemsize, blocks)), None)
+
+
+def why_unknown(shape: tuple[int, ...], strides: tuple[int, ...], blocks: int) -> str:
+    """Say why `find` knows no layout for a cache of this shape and these strides in elements."""
+    cache = Paged(shape, strides, 1, blocks)
+    return next(one.why for one in REFUSALS if one.fits(cache)).format(blocks=blocks)
+
+
+def pages_table() -> str:
+    """Return a row per order of the bytes of a page, with the names of its layouts, in Markdown."""
+    rows = ["| layouts | a page | where it comes from |", "|---|---|---|"]
+    for inside in (*INSIDE, OPAQUE):
+        names = ", ".join(f"`{one.name}`" for one in ADAPTERS.values() if one.inside is inside)
+        rows.append(f"| {names} | `{inside.bytes}` | {inside.says} |")
+    return "\n".join(rows) + "\n"
+
+
+def blocks_table() -> str:
+    """Return a row per way from one block to the next, in Markdown."""
+    rows = ["| name begins with | the cache | where it comes from |", "|---|---|---|"]
+    for part in BETWEEN:
+        begins = f"`{part.name}`" if part.name else ""
+        rows.append(f"| {begins} | `{part.bytes.format('page')}` | {part.says} |")
+    return "\n".join(rows) + "\n"
+
+
+def refused_table() -> str:
+    """Return a row per reason to refuse a cache, in Markdown."""
+    rows = ["| refused because | where such a cache comes from |", "|---|---|"]
+    return "\n".join([*rows, *(f"| {one.why.format(blocks='B')} | {one.says} |" for one in REFUSALS)]) + "\n"
+
+
+def fill(text: str) -> str:
+    """Return the page's text with its tables as the code has them."""
+    for name, table in (("pages", pages_table()), ("blocks", blocks_table()), ("refused", refused_table())):
+        begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
+        head, _, rest = text.partition(begin)
+        text = head + begin + table + end + rest.partition(end)[2]
+    return text
+
+
+if __name__ == "__main__":
+    DOCS.write_text(fill(DOCS.read_text(encoding="utf-8")), encoding="utf-8")
+    sys.stdout.write(f"{DOCS}\n")
