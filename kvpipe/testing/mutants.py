@@ -510,6 +510,11 @@ MUTANTS: dict[str, Mutant] = {
         _one(_SCHEDULER, "lookup", " and not self._room.fits(request, self._manager)", " and False"),
         shape="hybrid",
     ),
+    "promise_not_kept": Mutant(
+        "A hit that was promised between steps is loaded in its step, or the other way round.",
+        _one(_SCHEDULER, "admitted", "waits = self._async if match is None else match.waits", "waits = self._async"),
+        shape="either-load",
+    ),
     "reports_not_waited_for": Mutant(
         "The engine stops stepping while ranks still owe reports.",
         _one(_CONNECTOR, "has_pending_push_work", "self.scheduler.pending", "False"),
