@@ -14,7 +14,7 @@ import torch
 from benchmarks.gpu.rig import LLAMA_8B, LLAMA_70B_TP4, PAGES, Gpu, Rig
 from benchmarks.report import Figure
 from kvpipe.plan import Job, Kind, StepPlan
-from kvpipe.transfer.cuda import Mark
+from kvpipe.transfer.cuda import POLL_S_MAX, POLL_S_MIN, Mark
 
 SYNCHRONISING = (
     "cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cuStreamSynchronize",
@@ -136,6 +136,41 @@ def latency(gpu: Gpu, samples: int) -> Iterator[Figure]:
     yield Figure("threads when idle", _idle_percent(2.0 if not gpu.simulated else 0.5), 3, "% of a core")
     pipe.shutdown()
     rig.close()
+
+
+def wakeups(gpu: Gpu, samples: int) -> Iterator[Figure]:
+    """Ways to hear of an event: how much later than by asking without a pause, and at what cost of a core."""
+
+    def poll(event: torch.cuda.Event) -> None:
+        pause_s = POLL_S_MIN
+        while not event.query():  # type: ignore[no-untyped-call]
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, POLL_S_MAX)
+
+    def spin(event: torch.cuda.Event) -> None:
+        while not event.query():  # type: ignore[no-untyped-call]
+            pass
+
+    late: dict[str, list[float]] = {}
+    busy: dict[str, float] = {}
+    ways: dict[str, Callable[[torch.cuda.Event], object]] = {
+        "asking without a pause": spin, "polling with back-off": poll, "a blocking event": lambda e: e.synchronize()
+    }  # fmt: skip
+    for number in range(samples):
+        for way, wait in ways.items():
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            gpu.sync()
+            began, cpu = time.perf_counter(), time.thread_time()
+            gpu.sleep(1 + number % 7)
+            event.record()
+            wait(event)
+            late.setdefault(way, []).append((time.perf_counter() - began) * 1e6)
+            busy[way] = busy.get(way, 0) + time.thread_time() - cpu
+    first = late["asking without a pause"]
+    for way, took in late.items():
+        share = busy[way] / (sum(took) / 1e6) * 100
+        delay = median(a - b for a, b in zip(took, first, strict=True))
+        yield Figure(f"hearing of an event by {way}", delay, 200, "us later", f"{share:.0f} % of a core while waiting")
 
 
 def _idle_percent(seconds: float) -> float:

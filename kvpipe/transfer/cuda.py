@@ -41,12 +41,13 @@ WAVES_AHEAD: Final = 2
 
 
 class _Flight(NamedTuple):
-    """A wave on its way."""
+    """A wave on its way. `last`: of its plan."""
 
     tickets: tuple[Ticket, ...]
     plan: CopyPlan
     event: Event | None
     failed: frozenset[int]
+    last: bool = False
 
 
 class _Queue:
@@ -283,7 +284,8 @@ class CudaEngine:
             ticket.begun_ns = begun_ns
             ticket.mark, ticket.failed = Mark(landed, read, queue.waves, queue), failed
         queue.waves += 1
-        flight = _Flight(tuple(tickets), plan, landed, failed)
+        last = queue.submitted == len(self._layout.views) and not queue.tickets
+        flight = _Flight(tuple(tickets), plan, landed, failed, last)
         if not self._take_off(plan.direction, flight):
             self._tell(flight, _all(plan))
 
@@ -362,6 +364,8 @@ class CudaEngine:
                 ticket.complete(failed)
             except Exception:
                 log.exception("sink_failed", layer=ticket.layer)
+        if flight.last:
+            flight.plan.mark = None  # device memory, which should not wait for the garbage collector
 
     # ---- pinning, staging, calibration ----------------------------------------------------------------------------
 

@@ -46,11 +46,13 @@ def test_models(recipe: str, groups: int, options: dict[str, Any]) -> None:
         assert assert_clean(live)["tokens_loaded"] > stats["tokens_loaded"]
 
 
-def test_bfloat16() -> None:
-    """In bfloat16 the answers are those of vLLM's own prefix cache: cold, and with a hit."""
-    with engine(dtype="bfloat16") as plain:
+@pytest.mark.parametrize("cache", ["auto", "fp8", "fp8_e5m2"])
+def test_bfloat16(cache: str) -> None:
+    """In bfloat16, its cache in fp8 too, the answers are those of vLLM's own prefix cache: cold, and with a hit."""
+    options: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_dtype": cache}
+    with engine(**options) as plain:
         expected = [[plain.generate([p], 40) for p in PROMPTS] for _ in range(2)]
-    with engine(kvpipe={}, dtype="bfloat16", enable_prefix_caching=False) as live:
+    with engine(kvpipe={}, enable_prefix_caching=False, **options) as live:
         assert [[live.generate([p], 40) for p in PROMPTS] for _ in range(2)] == expected
         assert assert_clean(live)["tokens_loaded"] == 288 + 512
 

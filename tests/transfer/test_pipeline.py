@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from kvpipe.pipeline import Pipeline
 from kvpipe.plan import Kind, Outcome, StepPlan
 from kvpipe.trace.log import Counters
-from tests.transfer.fake_device import FakeDevice, landed_of
+from tests.transfer.fake_device import FakeDevice, FakeEvent, landed_of
 from tests.transfer.programs import schedules
 from tests.transfer.worlds import (
     FAKES,
@@ -132,6 +132,27 @@ def test_nothing_is_reported_before_it_has_landed(kind: str) -> None:
         assert p.in_flight == 2
         w.drain_all()
         assert collect(p, 2) == [(LOAD, True), (SAVE, True)]
+
+
+@on_devices
+def test_an_async_load_does_not_wait_for_its_steps_forward(kind: str) -> None:
+    """It lands while the forward of the step that planned it still computes; what came before that step, it awaits."""
+    with world(kind) as w, pipeline_over(w) as p:
+        before, forward = FakeEvent("compute"), FakeEvent("compute")
+        w.device.compute.wait_event(before)
+        p.begin(StepPlan(1, (make_job(LOAD, rows_of(0, LOADED), Kind.LOAD_ASYNC),)))
+        w.device.compute.wait_event(forward)
+        p.start_loads()  # after the forward was queued, as vLLM's runners do
+        p.end_step()
+        while w.device.step(0):
+            pass
+        assert p.collect() == [], "the blocks may still be read by what was queued before"
+        before.fired = True
+        while w.device.step(0):
+            pass
+        assert collect(p, 1) == [(LOAD, True)]
+        assert w.device.compute.queue, "and the forward has not begun"
+        forward.fired = True
 
 
 @on_devices

@@ -42,7 +42,7 @@ def test_every_part_runs(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr[-3000:]
     said = json.loads((tmp_path / "gpu.json").read_text())
     assert said["gpu"] == {"gpu": "none: simulated on the host"}
-    assert said["troubles"] == []
+    assert said["troubles"] == ["wake-ups: needs a GPU"]
     figures = {figure["name"]: figure for figure in said["figures"]}
     assert len(figures) == len(said["figures"])
     assert sum(name.startswith("race hunt") and figure["holds"] for name, figure in figures.items()) == 2 * len(Mover)
@@ -54,7 +54,7 @@ def test_every_part_runs(tmp_path: Path) -> None:
 def test_torch_and_triton_are_enough(tmp_path: Path) -> None:
     """Without kvpipe's other needs the data plane is measured, and what is not is said, with the reason."""
     ran = run("-c", BLOCKED, "--simulated", "--only", "races", "--only", "hooks", "--json", str(tmp_path / "gpu.json"))
-    assert ran.returncode == 1, ran.stderr[-3000:]
+    assert ran.returncode == 0, ran.stderr[-3000:]
     said = json.loads((tmp_path / "gpu.json").read_text())
     assert said["troubles"] == ["hooks: not measured, for want of anyio, pydantic, msgspec, structlog"]
     assert sum(figure["name"].startswith("race hunt") for figure in said["figures"]) == 2 * len(Mover)

@@ -10,7 +10,18 @@ from structlog.testing import capture_logs
 
 from kvpipe.plan import Kind
 from kvpipe.transfer.base import CopyPlan, Direction, Ticket
-from tests.transfer.worlds import FAKES, GEOMETRY, LAYERS, PAGE_BYTES, WAIT_S, World, make_job, rows_of, world
+from tests.transfer.worlds import (
+    FAKES,
+    GEOMETRY,
+    LAYERS,
+    PAGE_BYTES,
+    WAIT_S,
+    World,
+    eventually,
+    make_job,
+    rows_of,
+    world,
+)
 
 on_devices = pytest.mark.parametrize("kind", FAKES)
 TABLE = {0: [0, 2], 1: [5, 3]}
@@ -48,6 +59,18 @@ def test_a_wave_has_as_many_layers_as_have_the_bytes(kind: str, wave_bytes: int,
         assert len(set(marks)) == len(waves)
         w.drain()
         assert w.completed == tickets
+
+
+@on_devices
+def test_a_plan_that_has_landed_holds_no_device_memory(kind: str) -> None:
+    """Its table of rows is given back with the last wave; a fence that comes later finds its event all the same."""
+    with world(kind) as w:
+        tickets = submit_all(w, Kind.SAVE)
+        plan = tickets[0].mark.queue.plan  # type: ignore[attr-defined]
+        assert plan.mark is not None
+        w.drain()
+        assert eventually(lambda: plan.mark is None)
+        assert w.engine.fence(tickets[-1], 0)
 
 
 @on_devices
