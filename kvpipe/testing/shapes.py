@@ -95,7 +95,9 @@ SHAPES: dict[str, Shape] = {
     "async-scheduler-v2": Shape(asynchronous=True, load="sync", failing=False, v2=True),
     "async-scheduler-async-load": Shape(asynchronous=True, load="async"),
     "async-scheduler-device-order": Shape(asynchronous=True, load="async", device=True),
-    "async-scheduler-either-load": Shape(asynchronous=True, load="auto", ranks=2, failing=False, device=True),
+    "async-scheduler-either-load": Shape(
+        asynchronous=True, load="auto", ranks=2, failing=False, device=True, pool_slots=24
+    ),
     "async-scheduler-drafts": Shape(asynchronous=True, load="async", drafts=3, v2=True),
     "async-scheduler-hybrid": _HYBRID._replace(asynchronous=True, ranks=2),
 }
