@@ -1,0 +1,80 @@
+"""Keep only one architecture's code in an ELF's CUDA fat binaries: `fatprune.py IN OUT 90`.
+
+A fat binary (section ``.nv_fatbin``) holds the same kernels for many GPUs. Sizes and offsets of the ELF stay as they
+are; what is dropped becomes zeros, which compress to nothing. A fat binary without code for the wanted architecture
+keeps its smallest entry, so that it still loads.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, NamedTuple
+
+MAGIC: Final = 0xBA55ED50
+SECTION: Final = b".nv_fatbin"
+CUBIN: Final = 2  # the kind of an entry: 1 is PTX, 2 is machine code
+ALIGN: Final = 8
+
+
+class Entry(NamedTuple):
+    """One architecture's code in a fat binary."""
+
+    kind: int
+    arch: int
+    data: bytes
+
+
+def sections(elf: bytearray) -> Iterator[tuple[int, int]]:
+    """Yield (offset, end) of every section of fat binaries."""
+    (table,) = struct.unpack_from("<Q", elf, 0x28)
+    size, count, names_index = struct.unpack_from("<HHH", elf, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQIIQQ", elf, table + i * size) for i in range(count)]
+    names = headers[names_index][4]
+    for header in headers:
+        at = names + header[0]
+        if bytes(elf[at : elf.index(0, at)]) == SECTION:
+            yield header[4], header[4] + header[5]
+
+
+def entries(elf: bytearray, begin: int, end: int) -> Iterator[Entry]:
+    """Yield the entries of the fat binary whose body is `begin` to `end`."""
+    while begin < end:
+        kind, _, header, payload = struct.unpack_from("<HHIQ", elf, begin)
+        (arch,) = struct.unpack_from("<I", elf, begin + 28)
+        yield Entry(kind, arch, bytes(elf[begin : begin + header + payload]))
+        begin += header + payload
+
+
+def prune(elf: bytearray, arch: int) -> tuple[int, int]:
+    """Prune in place; return how many fat binaries have code for `arch`, and how many have not."""
+    with_code = without = 0
+    for begin, end in sections(elf):
+        at = begin
+        while at < end:
+            if struct.unpack_from("<I", elf, at)[0] != MAGIC:
+                at += ALIGN
+                continue
+            header, body = struct.unpack_from("<HQ", elf, at + 6)
+            found = list(entries(elf, at + header, at + header + body))
+            kept = [e for e in found if e.kind == CUBIN and e.arch == arch]
+            with_code, without = with_code + bool(kept), without + (not kept)
+            data = b"".join(e.data for e in kept or [min(found, key=lambda e: len(e.data))])
+            elf[at + header : at + header + body] = data + bytes(body - len(data))
+            struct.pack_into("<Q", elf, at + 8, len(data))
+            at = -(-(at + header + body) // ALIGN) * ALIGN
+    return with_code, without
+
+
+def main(source: str, target: str, arch: str) -> None:
+    """Write the pruned copy of `source` to `target`."""
+    elf = bytearray(Path(source).read_bytes())
+    with_code, without = prune(elf, int(arch))
+    Path(target).write_bytes(elf)
+    sys.stdout.write(f"{Path(source).name}: {with_code} fat binaries with sm_{arch}, {without} without\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

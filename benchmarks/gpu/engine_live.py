@@ -1,0 +1,220 @@
+"""An engine for these scenarios: answers with their margins, the KV cache's bytes, kvpipe's counters and pool."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from kvpipe.connectors.vllm.worker import WorkerSide
+from kvpipe.testing.engine import Engine
+from kvpipe.tiers.memory import HostPool
+from kvpipe.transfer.pages import view_pages
+
+MODULE: Final = "kvpipe.connectors.vllm.connector"  # named, so that kvpipe need not be installed
+CHOICES: Final = 2  # log-probabilities per token: the answer's, and the runner-up's
+PIN_S_MAX: Final = 60.0
+SETTLE_STEPS_MAX: Final = 2000
+NOISY: Final = ("vllm.renderers.base", "vllm.v1.worker.cpu_worker")  # warn of what is not used here
+GAUGES: Final = ("leases", "pieces_writing", "jobs_in_flight", "requests")
+
+
+class Setup(NamedTuple):
+    """What all engines of a run have in common."""
+
+    cuda: bool
+    block: int
+    options: dict[str, Any]  # of `vllm.LLM`
+
+
+class Answer(NamedTuple):
+    """Greedy tokens, and by how much each won over the next best, in log-probability."""
+
+    tokens: list[int]
+    margins: list[float]
+
+
+class Live(Engine):
+    """One engine in this process. Closed even when it could not be made."""
+
+    def __init__(self, setup: Setup, model: str, kvpipe: dict[str, Any] | None = None, **options: Any) -> None:
+        """`kvpipe`: the extra config, or None for an engine without a connector."""
+        quiet = None if kvpipe is None else {"log_level": "warning"} | kvpipe
+        module = None if kvpipe is None else MODULE
+        settings = {"block_size": setup.block, "use_tqdm_on_load": False} | setup.options | options
+        self._cuda = setup.cuda
+        for name in NOISY:
+            logging.getLogger(name).setLevel(logging.ERROR)
+        try:
+            super().__init__(model, kvpipe=quiet, module=module, **settings)
+        except BaseException:
+            _clean_up(cuda=setup.cuda)
+            raise
+
+    # ---- running --------------------------------------------------------------------------------------------------
+
+    def ask(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Answer]:
+        """Run `prompts` together."""
+        ids = [self.put(prompt, max_tokens) for prompt in prompts]
+        outputs = self.drain()
+        return [answer_of(outputs[i]) for i in ids]
+
+    def put(self, prompt: Sequence[int], max_tokens: int) -> str:
+        """Add a greedy request that tells its margins, and return its id."""
+        from vllm import SamplingParams
+
+        request_id = f"m{self._ids}"
+        self._ids += 1
+        params = SamplingParams(
+            max_tokens=max_tokens, temperature=0.0, ignore_eos=True, detokenize=False, logprobs=CHOICES
+        )
+        self.llm.llm_engine.add_request(request_id, {"prompt_token_ids": list(prompt)}, params)
+        return request_id
+
+    def settle(self, steps_max: int = SETTLE_STEPS_MAX) -> None:
+        """Step on until nothing is owed, also where steps are scheduled ahead of their results."""
+        for _ in range(steps_max):
+            ahead = bool(getattr(self.core, "batch_queue", None))
+            pending = self.scheduler.connector is not None and self.connector.has_pending_push_work()
+            if not (ahead or pending or self.scheduler.has_requests()):
+                return
+            self.core.step_fn()
+            time.sleep(0.001)
+        message = f"jobs are still in flight after {steps_max} idle steps"
+        raise TimeoutError(message)
+
+    def forget(self) -> None:
+        """Empty vLLM's own prefix cache; kvpipe's stays."""
+        self.settle()
+        if self.llm.reset_prefix_cache() is False:
+            message = "vLLM refused to reset its prefix cache: blocks are still in use"
+            raise RuntimeError(message)
+
+    def close(self) -> None:
+        """Shut down, and give back the device's memory."""
+        try:
+            super().close()
+        finally:
+            _clean_up(cuda=self._cuda)
+
+    # ---- looking --------------------------------------------------------------------------------------------------
+
+    @property
+    def runner(self) -> Any:
+        """VLLM's model runner."""
+        return self.core.model_executor.driver_worker.worker.model_runner
+
+    @property
+    def graphs(self) -> str:
+        """The CUDA graph mode that vLLM has settled on."""
+        return str(self.core.vllm_config.compilation_config.cudagraph_mode.name)
+
+    @property
+    def side(self) -> WorkerSide:
+        """The connector's worker side."""
+        side = self.worker_connector.worker
+        assert side is not None
+        return side
+
+    @property
+    def pool(self) -> HostPool:
+        """The connector's host memory."""
+        pipeline = self.side.pipeline
+        assert pipeline is not None
+        return pipeline._engine._pool  # type: ignore[attr-defined,no-any-return]
+
+    def count(self, name: str) -> int:
+        """One of the scheduler side's counters."""
+        return int(self.connector.stats().get(name, 0))
+
+    def pages(self) -> list[torch.Tensor]:
+        """Per layer the whole cache as (blocks, page bytes), aliasing it."""
+        blocks = self.core.vllm_config.cache_config.num_gpu_blocks
+        return [view_pages(str(i), cache, blocks).tensor for i, cache in enumerate(self.runner.kv_caches)]
+
+    def prefix_of(self, request_id: str, tokens: int) -> list[torch.Tensor]:
+        """Return copies, per layer, of a request's first blocks. Its prompt must have been computed."""
+        (internal,) = [r for r in self.scheduler.requests if r.startswith(request_id)]
+        (table,) = self.scheduler.kv_cache_manager.get_block_ids(internal)
+        if self._cuda:
+            torch.cuda.synchronize()
+        index = torch.tensor(table[: tokens // self.connector.geometry.unit_tokens])
+        return [pages[index.to(pages.device)].cpu() for pages in self.pages()]
+
+    def wait_for_pinning(self) -> None:
+        """Wait until the pool is pinned: copies to and from what is not yet pinned are slower."""
+        limit = time.monotonic() + PIN_S_MAX
+        while any(thread.name == "kvpipe-pin" for thread in threading.enumerate()):
+            if time.monotonic() > limit:
+                message = f"the pool is not pinned after {PIN_S_MAX:.0f} s"
+                raise TimeoutError(message)
+            time.sleep(0.05)
+
+    def check_clean(self) -> dict[str, int]:
+        """Return kvpipe's counters. Raises unless nothing was contained, lost or left over."""
+        self.settle()
+        scheduler = self.connector.scheduler
+        pipeline = self.side.pipeline
+        assert scheduler is not None
+        assert pipeline is not None
+        scheduler.catalog.check_integrity()
+        stats = self.connector.stats()
+        faults = {"scheduler": dict(scheduler.counters.faults), "worker": dict(self.side.counters.faults)}
+        assert not any(faults.values()), faults
+        assert pipeline.in_flight == 0, pipeline.in_flight
+        left = {gauge: stats[gauge] for gauge in GAUGES if stats[gauge]}
+        assert not left, left
+        return stats
+
+
+@contextlib.contextmanager
+def without_connector(live: Live) -> Iterator[None]:
+    """Take the connector out of the settled engine, on both sides, as if it had been started without one."""
+    from vllm.distributed.kv_transfer import kv_transfer_state
+
+    live.settle()
+    scheduler, runner = live.scheduler, live.runner
+    kept, group = scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT
+    held = getattr(runner, "kv_connector", None)  # model runner V2 has its own reference
+    scheduler.connector = kv_transfer_state._KV_CONNECTOR_AGENT = None
+    if held is not None:
+        from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
+
+        runner.kv_connector = NO_OP_KV_CONNECTOR
+    try:
+        yield
+        live.settle()
+    finally:
+        scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT = kept, group
+        if held is not None:
+            runner.kv_connector = held
+
+
+def answer_of(output: Any) -> Answer:
+    """Read tokens and margins of a finished request."""
+    (done,) = output.outputs
+    margins = []
+    for choices in done.logprobs or ():
+        best = sorted((choice.logprob for choice in choices.values()), reverse=True)
+        margins.append(best[0] - best[1])
+    return Answer(list(done.token_ids), margins)
+
+
+def _clean_up(*, cuda: bool) -> None:
+    """Free vLLM's process-wide state and the device's memory, however far the engine had come."""
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+    from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
+    for call in (ensure_kv_transfer_shutdown, destroy_model_parallel, destroy_distributed_environment):
+        with contextlib.suppress(Exception):
+            call()
+    if cuda:
+        gc.unfreeze()  # vLLM froze what it made at start-up: else its tensors would stay. Takes seconds.
+        gc.collect()
+        torch.cuda.empty_cache()

@@ -1,0 +1,177 @@
+"""Time to first token and decode throughput: kvpipe, vLLM's own prefix cache, and no connector, interleaved."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from statistics import median
+from typing import Any, Final, NamedTuple
+
+from benchmarks.gpu.engine_correctness import prompt
+from benchmarks.gpu.engine_live import Live, Setup, without_connector
+from benchmarks.gpu.engine_models import SHAPES, Shape
+from benchmarks.gpu.engine_report import Figures, Ledger
+
+MODES: Final = ("layerwise", "step")
+ROUND_S_MAX: Final = 90.0  # a section stops repeating then
+
+
+class Plan(NamedTuple):
+    """What is measured on a shape."""
+
+    lengths: tuple[int, ...]
+    rounds: int  # after one that warms up
+    requests: int
+    answer: int
+    pool: str
+    memory: float  # share of the GPU's
+    dtype: str
+
+
+PLANS: Final = {
+    "tiny": Plan((256, 512), 2, 4, 16, "64MiB", 0.1, "float32"),
+    "mid": Plan((2048, 8192), 5, 32, 128, "4GiB", 0.3, "bfloat16"),
+    "big": Plan((2048, 8192), 5, 32, 128, "8GiB", 0.5, "bfloat16"),
+}
+DECODE_PROMPT: Final = 32
+SLACK_TOKENS: Final = 256
+
+
+def options_of(setup: Setup, plan: Plan) -> dict[str, Any]:
+    """Return the engine's settings: the longest prompt is prefilled in one step."""
+    longest = max(plan.lengths) + SLACK_TOKENS
+    held = 2 * longest + plan.requests * (DECODE_PROMPT + plan.answer + setup.block)
+    return {
+        "max_model_len": longest,
+        "max_num_batched_tokens": longest,
+        "max_num_seqs": 2 * plan.requests,
+        "num_gpu_blocks_override": -(-held // setup.block),
+        "enable_prefix_caching": True,
+        "dtype": plan.dtype,
+    } | ({"gpu_memory_utilization": plan.memory} if setup.cuda else {})
+
+
+class Meter:
+    """Measures one engine."""
+
+    def __init__(self, live: Live, shape: Shape, plan: Plan) -> None:
+        """Prompts are never used twice unless they are meant to be found."""
+        self._live, self._shape, self._plan = live, shape, plan
+        self._seeds = itertools.count(10_000)
+        self._item = live.runner.kv_caches[0].element_size()
+
+    def first_token(self, length: int) -> Figures:
+        """Return medians of the time to first token: cold, loaded by kvpipe, and found in vLLM's own cache."""
+        seconds: dict[str, list[float]] = {}
+        loaded = 0
+        self._live.wait_for_pinning()
+        for number in self._rounds():
+            took, loaded = self._one(length)
+            for name, value in took.items():
+                if number:
+                    seconds.setdefault(name, []).append(value)
+        cold, warm, own = (median(seconds[name]) for name in ("cold", "warm", "own"))
+        size = loaded * self._shape.token_elements * self._item
+        figures: Figures = {"cold ms": 1e3 * cold, "warm ms": 1e3 * warm, "own cache ms": 1e3 * own}
+        figures |= {"warm/cold": warm / cold, "warm/own": warm / own, "loaded MiB": size / 2**20}
+        if warm > own:
+            figures["GB/s beyond own"] = size / 1e9 / (warm - own)
+        return figures | {"rounds": len(seconds["cold"])}
+
+    def _one(self, length: int) -> tuple[dict[str, float], int]:
+        live, tokens = self._live, self._prompt(length)
+        took = {"cold": self._timed(lambda: live.generate([tokens], 1))}
+        live.forget()
+        before = live.count("tokens_loaded")
+        took["warm"] = self._timed(lambda: live.generate([tokens], 1))
+        live.settle()
+        loaded = live.count("tokens_loaded") - before
+        assert loaded >= length - 2 * live.connector.geometry.unit_tokens, (
+            f"only {loaded} of {length} tokens were loaded"
+        )
+        took["own"] = self._timed(lambda: live.generate([tokens], 1))
+        live.settle()
+        assert live.count("tokens_loaded") - before == loaded, "vLLM's own prefix cache was not used"
+        return took, loaded
+
+    def overhead(self) -> Figures:
+        """With nothing to reuse: a cold first token, and decoding, with kvpipe saving and with it taken out."""
+        plan, ratios = self._plan, dict[str, list[float]]()
+        rates: dict[bool, list[float]] = {True: [], False: []}
+        for number in self._rounds():
+            order = (False, True) if number % 2 else (True, False)
+            decode = {on: self._decode(on=on) for on in order}
+            cold = {on: self._cold(max(plan.lengths), on=on) for on in order}
+            if number:
+                ratios.setdefault("decode throughput, saving/without", []).append(decode[False] / decode[True])
+                ratios.setdefault("cold first token, saving/without", []).append(cold[True] / cold[False])
+                for on, seconds in decode.items():
+                    rates[on].append(plan.requests * plan.answer / seconds)
+        figures: Figures = {name: median(values) for name, values in ratios.items()}
+        return figures | {"tokens/s saving": median(rates[True]), "tokens/s without": median(rates[False])}
+
+    def _decode(self, *, on: bool) -> float:
+        prompts = [self._prompt(DECODE_PROMPT) for _ in range(self._plan.requests)]
+        return self._with(lambda: self._live.generate(prompts, self._plan.answer), on=on)
+
+    def _cold(self, length: int, *, on: bool) -> float:
+        tokens = self._prompt(length)
+        return self._with(lambda: self._live.generate([tokens], 1), on=on)
+
+    def _with(self, call: Callable[[], object], *, on: bool) -> float:
+        self._live.forget()
+        with nullcontext() if on else without_connector(self._live):
+            took = self._timed(call)
+        self._live.settle()
+        return took
+
+    def _rounds(self) -> Iterator[int]:
+        """Yield the number of each round; 0 warms up. At least one is measured."""
+        begin = time.monotonic()
+        for number in range(self._plan.rounds + 1):
+            if number > 1 and time.monotonic() - begin > ROUND_S_MAX:
+                return
+            yield number
+
+    def _prompt(self, length: int) -> list[int]:
+        return prompt(length - 1, next(self._seeds), self._shape.vocab)  # no whole block is left to compute again
+
+    @staticmethod
+    def _timed(call: Callable[[], object]) -> float:
+        begin = time.perf_counter()
+        call()
+        return time.perf_counter() - begin
+
+
+def run(ledger: Ledger, setup: Setup, model: str, name: str) -> None:
+    """Measure shape `name` in both modes."""
+    plan, shape = PLANS[name], SHAPES[name]
+    for mode in MODES:
+        made = list[Live]()
+
+        def start(mode: str = mode, made: list[Live] = made) -> Figures:
+            config = {"mode": mode, "pool_bytes_max": plan.pool}
+            made.append(Live(setup, model, config, **options_of(setup, plan), load_format=_load_format(shape)))
+            return {"page bytes": made[0].pages()[0].shape[1], "cudagraph_mode": made[0].graphs}
+
+        started = ledger.run(f"{name} {mode}: start", start)
+        meter = Meter(made[0], shape, plan) if started else None
+        sections: dict[str, Callable[[Meter], Figures]] = {
+            f"first token, {length} tokens": partial(Meter.first_token, length=length) for length in plan.lengths
+        }
+        for label, section in (sections | {"overhead of saving": Meter.overhead}).items():
+            full = f"{name} {mode}: {label}"
+            if meter is None:
+                ledger.skip(full, "the engine was not started")
+            else:
+                ledger.run(full, partial(section, meter))
+        meter = None
+        if made:
+            ledger.run(f"{name} {mode}: shutdown", made.pop().close, always=True)
+
+
+def _load_format(shape: Shape) -> str:
+    return "dummy" if shape.dummy else "auto"
