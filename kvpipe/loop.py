@@ -62,12 +62,15 @@ class LoopThread:
         """False once the loop has stopped, for whatever reason."""
         return self._thread.is_alive() and not self._stopping
 
-    def put(self, item: object) -> bool:
-        """Hand `item` to the loop. Returns False, and drops it, after `stop`."""
+    def put(self, item: object, *, wake: bool = True) -> bool:
+        """Hand `item` to the loop. Returns False, and drops it, after `stop`.
+
+        Without `wake` a sleeping loop finds it when something else wakes it: soon, and at no cost to the caller.
+        """
         if self._stopping:
             return False
         self._inbox.append(item)
-        if not self._awake:
+        if wake and not self._awake:
             self._ring()
         return True
 
@@ -116,7 +119,7 @@ class LoopThread:
                 group.start_soon(self._guarded, task)
             self._ready.set()
             while True:
-                self._drain()
+                self.drain()
                 if self._stopping and not self._inbox:
                     break
                 await self._bell.wait()
@@ -131,7 +134,8 @@ class LoopThread:
             self.errors += 1
             log.exception("task_failed", task=repr(task)[:200])
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
+        """Handle what is in the inbox. For the loop's own tasks."""
         while True:
             self._awake = True
             while self._inbox:

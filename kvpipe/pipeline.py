@@ -19,7 +19,7 @@ import structlog
 
 from kvpipe.geometry import Geometry
 from kvpipe.loop import LoopThread
-from kvpipe.plan import BROKEN, ROW_BYTES, Job, Kind, Outcome, StepPlan
+from kvpipe.plan import BROKEN, ROW_BYTES, Job, Kind, Outcome, StepPlan, table_of
 from kvpipe.statemachine import load as load_m
 from kvpipe.statemachine import save as save_m
 from kvpipe.statemachine.core import Compiled, Cursor, Edge, IllegalTransition, State, Watch
@@ -160,8 +160,9 @@ class Pipeline:
             return
         by_kind: dict[Kind, list[Job]] = {}
         junk = False
-        for job in plan.jobs:
-            why = self._poison(job)
+        poison = self._poison(plan.jobs)
+        for place, job in enumerate(plan.jobs):
+            why = poison.get(place)
             if why:
                 if why is not CONDEMNED:
                     self.counters.fault("poisoned_plan", job=job.id, why=why)
@@ -303,13 +304,21 @@ class Pipeline:
         self._engine.shutdown()
         self._loop.stop()
 
-    def _poison(self, job: Job) -> str:
-        """Return why `job` cannot be carried out, or nothing."""
-        if job.kind not in Kind.__members__.values():
-            return f"unknown kind {job.kind}"
-        if len(job.rows) % ROW_BYTES:
-            return "its rows are cut"
-        group, slot, page, block = job.table().T
+    def _poison(self, jobs: tuple[Job, ...]) -> dict[int, str]:
+        """Return why jobs cannot be carried out, by their places in `jobs`. All are looked at together at first."""
+        if len(jobs) > 1 and not self._poison_of(jobs):
+            return {}
+        each = ((place, self._poison_of((job,))) for place, job in enumerate(jobs))
+        return {place: why for place, why in each if why}
+
+    def _poison_of(self, jobs: tuple[Job, ...]) -> str:
+        """Return why not all of `jobs` can be carried out, or nothing."""
+        for job in jobs:
+            if job.kind not in Kind.__members__.values():
+                return f"unknown kind {job.kind}"
+            if len(job.rows) % ROW_BYTES:
+                return "its rows are cut"
+        group, slot, page, block = table_of(jobs).T
         if not len(group):
             return ""
         pages = np.asarray(self._geometry.pages_per_chunk)
@@ -331,7 +340,7 @@ class Pipeline:
         batch.traced = self._trace.detail and any(self._trace.sampled(job.request) for job in jobs)
         self._open_jobs.update((job.id, job) for job in jobs)
         self._engine.prepare(batch.plan)
-        self._loop.put((OPEN, batch, ""))
+        self._loop.put((OPEN, batch, ""), wake=False)  # nothing is to be done before its first copy, or its step's end
         return batch
 
     def _submit(self, batch: Batch, layer: int) -> None:
@@ -535,6 +544,7 @@ class Pipeline:
         """Fail jobs whose copies have not ended, and that have not moved, for `stuck_ms_max`."""
         while True:
             await anyio.sleep(self._stuck_s / WATCHES_PER_LIMIT)
+            self._loop.drain()  # a batch may have been put there without waking anybody
             oldest_ns = time.monotonic_ns() - int(self._stuck_s * 1e9)
             for batch in [one for one in self._live if self._is_stuck(one, oldest_ns)]:
                 self._unstick(batch)

@@ -6,6 +6,7 @@ cache, in every layer of the group, to or from page `page` of slot `slot`. That 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -41,6 +42,11 @@ class Job(NamedTuple):
     def blocks(self) -> set[int]:
         """Return the ids of the paged blocks that the job touches."""
         return set(self.table()[:, 3].tolist())
+
+
+def table_of(jobs: Iterable[Job]) -> npt.NDArray[np.int32]:
+    """Return the rows of all `jobs`, whose rows are whole, one job's after the other's."""
+    return np.frombuffer(b"".join([job.rows for job in jobs]), dtype="<i4").reshape(-1, 4)
 
 
 class StepPlan(NamedTuple):

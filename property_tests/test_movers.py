@@ -162,7 +162,7 @@ def test_few_copies_for_whole_chunks(case: Case) -> None:
     plan = CopyPlan(Direction.SAVE, [Job(1, 0, "r", 1, rows(case.saves))], len(case.geometry.groups))
     for alike in layout.alike(range(len(views))):
         for piece in layout.pieces(plan, alike, 1 << 20):
-            copies = layout.spans(plan, piece, 0)
+            copies = layout.spans(plan, piece, 0, {})
             pages = np.diff(np.append(plan.cuts[alike.group], len(plan.rows[alike.group])))
             full = int((pages == case.geometry.pages_per_chunk[alike.group]).sum())
             assert len(copies.sizes) == full + (len(pages) - full) * alike.layers

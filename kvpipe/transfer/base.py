@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvpipe.plan import Job
+from kvpipe.plan import ROW_BYTES, Job, table_of
 
 if TYPE_CHECKING:
     from kvpipe.geometry import Geometry
@@ -71,10 +71,12 @@ class CopyPlan:
         self.mark: object = None  # the engine's own
         self.mover = ""  # how the engine moves it, for the trace
         self._spans: dict[int, list[Span]] = {}
-        tables = [job.table().astype(np.int64) for job in jobs]
-        owners = np.repeat([job.id for job in jobs], [len(t) for t in tables]) if jobs else np.empty(0, np.int64)
-        rows = np.concatenate(tables) if tables else np.empty((0, 4), np.int64)
-        parts = [(rows[mine][:, 1:], owners[mine]) for mine in (rows[:, 0] == g for g in range(groups))]
+        rows = table_of(jobs).astype(np.int64)
+        owners = np.repeat(np.array([job.id for job in jobs], np.int64), [len(job.rows) // ROW_BYTES for job in jobs])
+        if groups == 1:
+            parts = [(rows[:, 1:], owners)]
+        else:
+            parts = [(rows[mine][:, 1:], owners[mine]) for mine in (rows[:, 0] == g for g in range(groups))]
         merged = [_merge(*part) for part in parts]
         self.rows: tuple[npt.NDArray[np.int64], ...] = tuple(mine for mine, _ in parts)
         self.runs: tuple[npt.NDArray[np.int64], ...] = tuple(runs for runs, _ in merged)

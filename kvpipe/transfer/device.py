@@ -7,6 +7,7 @@ stable between releases. Tests answer with a simulated device that may do whatev
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -90,16 +91,25 @@ class Launch(NamedTuple):
     @property
     def constants(self) -> dict[str, Any]:
         """The ones that it is compiled for."""
-        words = min(WORDS_MAX, 1 << (self.page_bytes // WORD_BYTES - 1).bit_length())
-        return {"STAGED": self.bay is not None, "SAVE": self.saving, "WORDS": words, "ALIGN": self.align}
+        return _constants(self.page_bytes, self.align, staged=self.bay is not None, saving=self.saving)
 
     @property
     def programs(self) -> int:
         """How many of them run."""
         if self.bay is None:
             return DIRECT_PROGRAMS
-        words: int = self.constants["WORDS"] * WORD_BYTES
-        return min(STAGED_PROGRAMS_MAX, self.layers * self.rows * -(-self.page_bytes // words))
+        turn = _words(self.page_bytes) * WORD_BYTES
+        return min(STAGED_PROGRAMS_MAX, self.layers * self.rows * -(-self.page_bytes // turn))
+
+
+def _words(page_bytes: int) -> int:
+    """Words of a program's turn: a power of two, and a page where that is not more than `WORDS_MAX`."""
+    return min(WORDS_MAX, 1 << (page_bytes // WORD_BYTES - 1).bit_length())
+
+
+@functools.cache
+def _constants(page_bytes: int, align: int, *, staged: bool, saving: bool) -> dict[str, Any]:
+    return {"STAGED": staged, "SAVE": saving, "WORDS": _words(page_bytes), "ALIGN": align}
 
 
 class Device(Protocol):

@@ -66,6 +66,10 @@ class Queued(NamedTuple):
     read: Event
 
 
+Kept = dict[tuple[int, ...], tuple[Ints, Ints, Ints]]
+"""What is the same for all layers of a kind: offsets on the host, offsets on the device, bytes."""
+
+
 class Layout:
     """Where everything lies: the paged caches, and the slots of the host pool."""
 
@@ -89,6 +93,9 @@ class Layout:
 
     def alike(self, layers: Sequence[int]) -> Iterator[Alike]:
         """Cut `layers` where the group, the size of a page or the distance of pages changes, or a layer is missing."""
+        if len(layers) == 1:
+            yield Alike(self.groups[layers[0]], layers[0], 1)
+            return
         run: list[int] = []
         for layer in sorted(layers):
             if run and (layer != run[-1] + 1 or self._kind(layer) != self._kind(run[-1])):
@@ -102,20 +109,26 @@ class Layout:
         view = self.views[layer]
         return self.groups[layer], view.page_bytes, view.stride_bytes
 
-    def runs(self, plan: CopyPlan, alike: Alike) -> Copies:
+    def runs(self, plan: CopyPlan, alike: Alike, kept: Kept) -> Copies:
         """Return the copies of adjacent pages between cache and slots, of all layers of `alike`."""
         view = self.views[alike.first]
-        if view.dense:
-            _, slot, page, block, pages = plan.runs[alike.group].T
+        size, stride = view.page_bytes, view.stride_bytes
+        key = (alike.group, size, stride)
+        if key not in kept:
+            if view.dense:
+                _, slot, page, block, pages = plan.runs[alike.group].T
+            else:
+                slot, page, block = plan.rows[alike.group].T
+                pages = np.ones_like(page)
+            kept[key] = (slot * self.pool.slot_bytes + page * size, block * stride, np.ascontiguousarray(pages * size))
+        host, paged, sizes = kept[key]
+        if alike.layers == 1:
+            host, paged = host + (self.pool.base + self.offsets[alike.first]), paged + view.base
         else:
-            (slot, page, block), pages = plan.rows[alike.group].T, np.int64(1)
-        size = view.page_bytes
-        host = self.pool.base + slot * self.pool.slot_bytes + page * size
-        deep = slice(alike.first, alike.first + alike.layers)
-        hosts = np.add.outer(self.places[deep, 1], host).ravel()
-        paged = np.add.outer(self.places[deep, 0], block * view.stride_bytes).ravel()
-        sizes = np.tile(np.broadcast_to(pages * size, host.shape), alike.layers)
-        return _towards(plan.direction, paged, hosts, sizes)
+            deep = slice(alike.first, alike.first + alike.layers)
+            host = np.add.outer(self.places[deep, 1] + self.pool.base, host).ravel()
+            paged, sizes = np.add.outer(self.places[deep, 0], paged).ravel(), np.tile(sizes, alike.layers)
+        return Copies(host, paged, sizes) if plan.direction is Direction.SAVE else Copies(paged, host, sizes)
 
     def pieces(self, plan: CopyPlan, alike: Alike, bay_bytes: int) -> Iterator[Piece]:
         """Cut `alike` into what fits a bay: all of it, or layer by layer, or stretches of rows of a layer."""
@@ -128,31 +141,38 @@ class Layout:
             for first in range(0, rows, step):
                 yield Piece(layer, 1, first, min(step, rows - first))
 
-    def spans(self, plan: CopyPlan, piece: Piece, bay: int) -> Copies:
+    def spans(self, plan: CopyPlan, piece: Piece, bay: int, kept: Kept) -> Copies:
         """Return the copies of spans between a bay and slots.
 
         A bay holds ``[span][layer][page]``, a slot ``[layer][page]``: a whole chunk is one copy for all layers.
         """
         group, size = self.groups[piece.layer], self.views[piece.layer].page_bytes
+        key = (group, size, piece.layers, piece.first, piece.rows)
+        if key not in kept:
+            kept[key] = self._spans(plan, piece, group, size)
+        host, staged, sizes = kept[key]
+        host, staged = host + (self.pool.base + self.offsets[piece.layer]), staged + bay
+        return Copies(host, staged, sizes) if plan.direction is Direction.SAVE else Copies(staged, host, sizes)
+
+    def _spans(self, plan: CopyPlan, piece: Piece, group: int, size: int) -> tuple[Ints, Ints, Ints]:
+        """Return (offset from the layer's first slot, offset in the bay, bytes) of the spans of a piece."""
         rows, cuts = plan.rows[group], plan.cuts[group]
         last = piece.first + piece.rows
         begin, end = np.searchsorted(cuts, piece.first, "right") - 1, np.searchsorted(cuts, last, "left")
         first = np.maximum(cuts[begin:end], piece.first)
         pages = np.diff(np.append(first, last))
         slot, page, _ = rows[first].T
-        host = self.pool.base + self.offsets[piece.layer] + slot * self.pool.slot_bytes + page * size
-        staged = bay + (first - piece.first) * piece.layers * size
-        whole = self.geometry.pages_per_chunk[group]
+        host = slot * self.pool.slot_bytes + page * size
+        staged = (first - piece.first) * piece.layers * size
         sizes = pages * size
         if piece.layers > 1:
+            whole = self.geometry.pages_per_chunk[group]
             full = pages == whole
-            part = np.flatnonzero(~full)
-            deep = np.arange(piece.layers, dtype=np.int64)
-            hosts = np.append(host[full], np.add.outer(host[part], deep * whole * size).ravel())
-            bays = np.append(staged[full], (staged[part, None] + np.outer(sizes[part], deep)).ravel())
+            part, deep = np.flatnonzero(~full), np.arange(piece.layers, dtype=np.int64)
+            host = np.append(host[full], np.add.outer(host[part], deep * whole * size).ravel())
+            staged = np.append(staged[full], (staged[part, None] + np.outer(sizes[part], deep)).ravel())
             sizes = np.append(sizes[full] * piece.layers, np.repeat(sizes[part], piece.layers))
-            return _towards(plan.direction, bays, hosts, sizes)
-        return _towards(plan.direction, staged, host, sizes)
+        return host, staged, np.ascontiguousarray(sizes)
 
     def table(self, plan: CopyPlan) -> tuple[np.ndarray[Any, np.dtype[np.int32]], list[int]]:
         """Return the kernel's rows of all groups, and where each group's begin."""
@@ -164,19 +184,15 @@ class Layout:
         return np.concatenate(parts).astype(np.int32), firsts[:-1]
 
 
-def _towards(direction: Direction, device: Ints, host: Ints, sizes: Ints) -> Copies:
-    targets, sources = (host, device) if direction is Direction.SAVE else (device, host)
-    return Copies(*(np.ascontiguousarray(a, dtype=np.int64) for a in (targets, sources, sizes)))
-
-
 class Prepared:
     """What a lane knows of a plan beyond its rows."""
 
-    __slots__ = ("firsts", "mover", "start", "table")
+    __slots__ = ("firsts", "kept", "mover", "start", "table")
 
     def __init__(self, mover: Mover, start: Event | None, table: object = None, firsts: Sequence[int] = ()) -> None:
         """`start`: what a load must come after. `table`: the kernel's rows on the device, a group's from `firsts`."""
         self.mover, self.start, self.table, self.firsts = mover, start, table, firsts
+        self.kept: Kept = {}
 
 
 class _Bay:
@@ -236,7 +252,7 @@ class Lane:
             self.device.copy(self.bus, self._pairs(plan, layers))
         else:
             for alike in self.layout.alike(layers):
-                self._copy(self.layout.runs(plan, alike))
+                self._copy(self.layout.runs(plan, alike, prepared.kept))
         landed = self.bus.record_event()
         return Queued(landed, landed)
 
@@ -265,11 +281,11 @@ class Lane:
                 if saving:
                     self._launch(prepared, alike.group, piece, bay.address)
                 else:
-                    self._copy(self.layout.spans(plan, piece, bay.address))
+                    self._copy(self.layout.spans(plan, piece, bay.address, prepared.kept))
                 read = first.record_event()
                 second.wait_event(read)
                 if saving:
-                    self._copy(self.layout.spans(plan, piece, bay.address))
+                    self._copy(self.layout.spans(plan, piece, bay.address, prepared.kept))
                 else:
                     self._launch(prepared, alike.group, piece, bay.address)
                 landed = bay.free = second.record_event()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import anyio
 import pytest
@@ -191,3 +192,42 @@ def test_a_lost_loop_is_noticed() -> None:
     loop._thread.join(WAIT_S)
     assert not loop.alive
     assert not loop.settle(threading.TIMEOUT_MAX)
+
+
+def test_an_item_may_wait_for_something_that_wakes_the_loop() -> None:
+    """Put without waking, it is handled with the next item that does, in order; and by `settle` and `stop`."""
+    seen: list[object] = []
+    loop = LoopThread("quiet", seen.append)
+    assert loop.settle(WAIT_S)
+    assert loop.put("first", wake=False)
+    time.sleep(0.05)
+    assert seen == []
+    assert loop.put("second")
+    assert loop.settle(WAIT_S)
+    assert seen == ["first", "second"]
+    loop.put("third", wake=False)
+    assert loop.settle(WAIT_S)
+    assert seen[2:] == ["third"]
+    loop.put("fourth", wake=False)
+    assert loop.stop()
+    assert seen[3:] == ["fourth"]
+
+
+def test_a_task_of_the_loop_may_look_into_the_inbox() -> None:
+    """`drain` on the loop's own thread handles what nobody was woken for."""
+    seen: list[object] = []
+    asked = threading.Event()
+
+    async def look() -> None:
+        while not asked.is_set():
+            await anyio.sleep(0.001)
+        loop.drain()
+
+    loop = LoopThread("looked-into", seen.append, tasks=(look,))
+    loop.put("quiet", wake=False)
+    asked.set()
+    deadline = time.monotonic() + WAIT_S
+    while not seen and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert seen == ["quiet"]
+    assert loop.stop()
