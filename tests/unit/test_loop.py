@@ -216,16 +216,16 @@ def test_an_item_may_wait_for_something_that_wakes_the_loop() -> None:
 def test_a_task_of_the_loop_may_look_into_the_inbox() -> None:
     """`drain` on the loop's own thread handles what nobody was woken for."""
     seen: list[object] = []
-    asked = threading.Event()
+    asked = anyio.Event()
 
     async def look() -> None:
-        while not asked.is_set():
-            await anyio.sleep(0.001)
+        await asked.wait()
         loop.drain()
 
     loop = LoopThread("looked-into", seen.append, tasks=(look,))
     loop.put("quiet", wake=False)
-    asked.set()
+    assert loop._loop is not None
+    loop._loop.call_soon_threadsafe(asked.set)
     deadline = time.monotonic() + WAIT_S
     while not seen and time.monotonic() < deadline:
         time.sleep(0.001)

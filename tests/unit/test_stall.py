@@ -33,12 +33,12 @@ def test_who_waits_for_whom(running: int, loading: bool, rate: float, stall_ms_m
     assert stall.too_long(1000, loading=loading) is expected
 
 
-@pytest.mark.parametrize(("mine", "other", "sum_"), [(0.0, 5.0, 5.0), (5.0, 0.0, 5.0), (7.0, 5.0, 5.0), (0.0, 0.0, 0.0)])
-def test_the_slowest_rank_counts(mine: float, other: float, sum_: float) -> None:
+@pytest.mark.parametrize(("mine", "other", "slowest"), [(0, 5, 5), (5, 0, 5), (7, 5, 5), (0, 0, 0)])
+def test_the_slowest_rank_counts(mine: float, other: float, slowest: float) -> None:
     """Ranks that have loaded nothing yet say nothing."""
     report = ReportMetadata({1: Tally(1, 0)}, rate=mine)
     report.aggregate(ReportMetadata({1: Tally(1, 0)}, rate=other))
-    assert report.rate == sum_
+    assert report.rate == slowest
 
 
 def test_the_rate_is_that_of_copies_not_of_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
