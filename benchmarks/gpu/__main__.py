@@ -7,6 +7,7 @@ needed (`benchmarks.gpu.engine` is what runs it).
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 import time
 import traceback
@@ -22,7 +23,7 @@ from benchmarks.gpu import (
     race,
 )
 from benchmarks.gpu.rig import Gpu
-from benchmarks.report import Figure, machine, show
+from benchmarks.report import Figure, show
 from kvpipe.transfer.movers import Mover
 
 Part = tuple[str, Callable[[], Iterable[Figure]] | str]
@@ -81,6 +82,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seconds-max", type=float, default=480, help="begin no part after so long")
     parser.add_argument("--json", type=Path, default=RESULTS / "gpu.json", help="where figures go")
     parser.add_argument("--only", action="append", help="this part; may be repeated")
+    parser.add_argument("--commit", default="", help="what is measured, where there is no git to say so")
     options = parser.parse_args(arguments)
     if not options.simulated and not torch.cuda.is_available():
         print(
@@ -106,26 +108,25 @@ def main(arguments: list[str]) -> int:
             troubles.append(f"{name}: {error!r}")
         print(f"{name}: {time.monotonic() - part_began:.1f} s", file=sys.stderr)
     title = "CUDA data plane, simulated: the times mean nothing" if options.simulated else "CUDA data plane"
-    show(title, figures, options.json, gpu=device(gpu), troubles=troubles)
+    show(title, figures, options.json, gpu=device(gpu, options.commit), troubles=troubles)
     print(*troubles, sep="\n")
     return int((bool(troubles) and not gpu.simulated) or any(f.name.startswith("race") and not f.ok for f in figures))
 
 
-def device(gpu: Gpu) -> dict[str, object]:
+def device(gpu: Gpu, commit: str) -> dict[str, object]:
     """What the figures were measured on, beyond the host."""
     if gpu.simulated:
         return {"gpu": "none: simulated on the host"}
     import triton
 
     properties = torch.cuda.get_device_properties(gpu.where)
-    driver = torch._C._cuda_getDriverVersion() if hasattr(torch._C, "_cuda_getDriverVersion") else None
-    return machine() | {
-        "gpu": properties.name,
-        "gpu_bytes": properties.total_memory,
-        "cuda": torch.version.cuda,
-        "driver_api": driver,
-        "triton": triton.__version__,
-    }
+    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        driver = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=20).stdout.split("\n")[0]  # noqa: S603
+    except (OSError, subprocess.TimeoutExpired):
+        driver = ""
+    versions = {"cuda": torch.version.cuda, "triton": triton.__version__, "driver": driver.strip()}
+    return {"gpu": properties.name, "gpu_bytes": properties.total_memory, "commit": commit, **versions}
 
 
 if __name__ == "__main__":

@@ -91,8 +91,8 @@ def _synchronising(step: Callable[[int], None], number: int) -> float:
     finally:
         profiler.stop()  # type: ignore[no-untyped-call]
     names = [str(event.name) for event in profiler.events() or []]  # type: ignore[no-untyped-call]
-    # the profiler itself synchronises once when it stops
-    return float(max(0, sum(name in SYNCHRONISING for name in names) - names.count("cudaDeviceSynchronize")))
+    # the profiler itself synchronises the device once, when it stops
+    return float(max(0, sum(name in SYNCHRONISING for name in names) - 1))
 
 
 def latency(gpu: Gpu, samples: int) -> Iterator[Figure]:

@@ -53,11 +53,10 @@ class Hunt:
         blocks = rig.blocks_for(2 * count)
         source = torch.tensor(blocks[:count], device=where)
         target = torch.tensor(blocks[count:], device=where)
-        save = rig.plan(Direction.SAVE, stretches, Kind.SAVE, blocks=blocks[:count])
-        load = rig.plan(Direction.LOAD, stretches, Kind.LOAD_SYNC, blocks=blocks[count:])
+        loads = rig.jobs(stretches, Kind.LOAD_SYNC, blocks[count:])
         if number % 2:
             self.gpu.sleep(0.02)  # compute itself is late
-        rig.engine.prepare(save)
+        save = rig.begin(Direction.SAVE, rig.jobs(stretches, Kind.SAVE, blocks[:count]))
         truths = []
         for layer, cache in enumerate(rig.caches):
             truth = torch.randint(0, 256, (count, SHAPE.page_bytes), dtype=torch.uint8, device=where)
@@ -70,7 +69,7 @@ class Hunt:
             cache[source] = 0xA5
         landed: list[Ticket] = [last]
         rig.land(*landed)  # a chunk is found when it has landed, and not before
-        rig.engine.prepare(load)
+        load = rig.begin(Direction.LOAD, loads)
         tickets = [rig.submit(load, layer) for layer in range(SHAPE.layers)]
         for ticket, cache, truth in zip(tickets, rig.caches, truths, strict=True):
             self.late()

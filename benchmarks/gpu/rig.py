@@ -132,26 +132,29 @@ class Rig:
         """Return `count` blocks in no order."""
         return [int(b) for b in self._random.permutation(self.blocks)[:count]]
 
-    def plan(
-        self,
-        direction: Direction,
-        stretches: Iterable[tuple[int, int]],
-        kind: Kind,
-        blocks: Iterable[int] | None = None,
-    ) -> CopyPlan:
-        """Plan one job per (slot, pages), into or out of `blocks`; None: blocks in no order."""
+    def jobs(
+        self, stretches: Iterable[tuple[int, int]], kind: Kind, blocks: Iterable[int] | None = None
+    ) -> tuple[Job, ...]:
+        """Return one job per (slot, pages), into or out of `blocks`; None: blocks in no order."""
         wanted = list(stretches)
         given = iter(self.blocks_for(sum(pages for _, pages in wanted)) if blocks is None else blocks)
         jobs = []
         for number, (slot, pages) in enumerate(wanted):
             rows = np.array([(0, slot, page, next(given)) for page in range(pages)], "<i4")
             jobs.append(Job(number, int(kind), f"r{number}", 1, rows.tobytes()))
-        return CopyPlan(direction, jobs, 1)
+        return tuple(jobs)
+
+    def begin(self, direction: Direction, jobs: tuple[Job, ...]) -> CopyPlan:
+        """Do what a step's beginning does: compile a plan and prepare it."""
+        plan = CopyPlan(direction, jobs, 1)
+        self.engine.prepare(plan)
+        return plan
 
     def chunk_plan(self, direction: Direction, chunks: int | None = None, first: int = 0) -> CopyPlan:
         """Plan whole chunks in blocks in no order."""
         kind = Kind.SAVE if direction is Direction.SAVE else Kind.LOAD_ASYNC
-        return self.plan(direction, [(first + slot, PAGES) for slot in range(chunks or self.chunks)], kind)
+        stretches = [(first + slot, PAGES) for slot in range(chunks or self.chunks)]
+        return CopyPlan(direction, self.jobs(stretches, kind), 1)
 
     def submit(self, plan: CopyPlan, layer: int, ordinal: int | None = None) -> Ticket:
         """Submit one layer."""

@@ -299,8 +299,14 @@ class CudaEngine:
 
     # ---- the completion thread ------------------------------------------------------------------------------------
 
+    def _enter_thread(self) -> None:
+        try:
+            self._device.enter_thread()
+        except Exception as error:  # noqa: BLE001  (without it all is well but for a graph that is being captured)
+            log.warning("thread_not_entered", why=repr(error))
+
     def _complete(self) -> None:
-        self._device.enter_thread()
+        self._enter_thread()
         poll_s = POLL_S_MIN
         while True:
             with self._news:
@@ -367,7 +373,7 @@ class CudaEngine:
     # ---- pinning, staging, calibration ----------------------------------------------------------------------------
 
     def _pin(self) -> None:
-        self._device.enter_thread()
+        self._enter_thread()
         while not self._closed and self._pin_next():
             pass
 

@@ -13,9 +13,12 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 import torch
 
 from kvpipe.errors import TransferError
+
+log = structlog.get_logger("kvpipe.transfer")
 
 Ints = npt.NDArray[np.int64]
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -28,7 +31,6 @@ WARPS: Final = 8
 VECTOR_BYTES: Final = 16
 
 _HOST_REGISTER_PORTABLE, _HOST_REGISTER_MAPPED = 1, 2
-_NOT_SUPPORTED, _NOT_FOUND = 801, 500
 _RELAXED: Final = 2
 _ORDER_STREAM: Final = 1
 _PREFER_OVERLAP: Final = 1
@@ -246,9 +248,9 @@ class _Attributes(ctypes.Structure):
 class Driver:
     """The calls that torch does not offer, from the driver's library, which every CUDA process has loaded."""
 
-    def __init__(self, name: str = "libcuda.so.1") -> None:
+    def __init__(self, library: Any = None) -> None:  # noqa: ANN401  (a `ctypes.CDLL`, or what stands for one)
         """Look the symbols up. ``cuMemcpyBatchAsync`` came with CUDA 12.8; without it copies are queued one by one."""
-        library = ctypes.CDLL(name)
+        library = library or ctypes.CDLL("libcuda.so.1")
         address, size, code = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
         self._copy = library.cuMemcpyAsync
         self._copy.argtypes, self._copy.restype = (address, address, size, address), code
@@ -272,10 +274,10 @@ class Driver:
                 targets.ctypes.data, sources.ctypes.data, sizes.ctypes.data, len(sizes),
                 self._how_at, ctypes.addressof(self._from_first), 1, ctypes.addressof(failed), stream,
             )  # fmt: skip
-            if code not in {_NOT_SUPPORTED, _NOT_FOUND}:
-                _check(code)
+            if code == 0:
                 return
-            self._batch = None
+            self._batch = None  # one by one from now on; copies that were queued before are made again
+            log.warning("no_batches", why=f"CUDA error {code}", effect="queueing copies takes longer")
         for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
             _check(self._copy(target, source, size, stream))
 
