@@ -15,7 +15,8 @@ from kvpipe.transfer.device import Copies, Driver
 
 STREAM = 0x7F00_0000_1234
 P, N, CODE = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-BATCH = ctypes.CFUNCTYPE(CODE, ctypes.POINTER(N), ctypes.POINTER(N), ctypes.POINTER(N), N, P, ctypes.POINTER(N), N, P, P)
+NS = ctypes.POINTER(N)
+BATCH = ctypes.CFUNCTYPE(CODE, NS, NS, NS, N, P, NS, N, P, P)
 
 
 class Library:
