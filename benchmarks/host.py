@@ -66,6 +66,8 @@ class _NoCopy:
 
     def prepare(self, plan: CopyPlan) -> None: ...
 
+    def reached(self, ticket: Ticket) -> None: ...
+
     def submit(self, plan: CopyPlan, ticket: Ticket) -> None:  # noqa: ARG002
         ticket.complete()
 

@@ -154,6 +154,7 @@ def _pin(size: int) -> None:
     from kvpipe.transfer.device import CudaDevice  # noqa: PLC0415
 
     pool, device = HostPool(_probe_geometry(size)), CudaDevice(torch.device("cuda", torch.cuda.current_device()))
+    device.enter_thread()
     device.register(pool.base, pool.slots * pool.slot_bytes)
     device.unregister(pool.base)
 

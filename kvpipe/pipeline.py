@@ -123,6 +123,7 @@ class Pipeline:
         self.load_rate = 0.0  # bytes per second; of late
         self._loaded_ns = 0  # when the last layer of a load landed
         self._of_late = (0, 0)  # bytes of loads, and nanoseconds that they took
+        self._wave_ns, self._wave_counts = 0, False  # when the wave that lands was queued; whether it says how fast
         self._engine, self._geometry = engine, geometry
         self._layers = len(geometry.layers)
         self._all = (1 << self._layers) - 1
@@ -177,16 +178,26 @@ class Pipeline:
             self._junk()
 
     def start_loads(self) -> None:
-        """Submit every layer of the step's loads. In step mode, wait for sync loads: no hook will."""
-        for batch in (self._sync, self._async):
-            if batch is not None and not batch.submitted:
-                for layer in range(self._layers):
-                    self._submit(batch, layer)
-                self._loop.put((SUBMITTED, batch, ""))
-        self._async = None  # from now on it lives in the loop alone
-        if self._sync is not None and not self._layerwise:
+        """Submit every layer of the step's loads. In step mode, wait for sync loads: no hook will.
+
+        Asynchronous loads come after sync ones, whose readers are in this very forward: at its end.
+        """
+        sync = self._sync
+        if sync is not None:
+            self._start(sync)
+            if self._layerwise:
+                return
             for layer in range(self._layers):
                 self.wait_layer(layer)
+        batch, self._async = self._async, None  # from now on it lives in the loop alone
+        if batch is not None:
+            self._start(batch)
+
+    def _start(self, batch: Batch) -> None:
+        if not batch.submitted:
+            for layer in range(self._layers):
+                self._submit(batch, layer)
+            self._loop.put((SUBMITTED, batch, ""))
 
     def wait_layer(self, layer: int) -> None:
         """Return when `layer`'s loads are in place, or have failed."""
@@ -203,7 +214,9 @@ class Pipeline:
             self.counters["wait_repeated"] += 1
             return
         ticket = batch.tickets[layer]
-        if not ticket.done and not self._timed(self._engine.guard_read, ticket):
+        if ticket.done:
+            self._engine.reached(ticket)
+        elif not self._timed(self._engine.guard_read, ticket):
             self._give_up(batch, TIMED_OUT)
             return
         batch.waited |= bit
@@ -501,11 +514,18 @@ class Pipeline:
                 self.counters.fault("job_failed", job=job.id, request=job.request, state=cursor.state.name, why=why)
 
     def _rate(self, ticket: Ticket, size: int) -> None:
-        """Learn how fast loads are: a layer's copy begins when it is queued, or when the one before it has landed."""
+        """Learn how fast loads are, from layers that were queued before the one before them had landed.
+
+        Others may have waited for compute. Layers that were queued together (a wave) land together.
+        """
         now = time.monotonic_ns()
-        took_ns, self._loaded_ns = now - max(ticket.begun_ns, self._loaded_ns), now
+        if ticket.begun_ns != self._wave_ns:
+            self._wave_ns, self._wave_counts = ticket.begun_ns, self._loaded_ns > ticket.begun_ns
+        took_ns, self._loaded_ns = now - self._loaded_ns, now
+        if not self._wave_counts:
+            return
         loaded, spent_ns = self._of_late
-        self._of_late = loaded + size, spent_ns + max(0, took_ns)  # layers that land together share their time
+        self._of_late = loaded + size, spent_ns + max(0, took_ns)
         self.load_rate = self._of_late[0] * 1e9 / max(1, self._of_late[1])
         if self._of_late[0] > RATE_BYTES:
             self._of_late = self._of_late[0] // 2, self._of_late[1] // 2

@@ -28,10 +28,14 @@ SIZES = (64, 96, 8)
 
 
 class Case(NamedTuple):
-    """Caches and what is copied: `saves` are (group, slot, page, block), `loads` bring all of it into other blocks."""
+    """Caches, of pages of `sizes` bytes with `pads` between them, and what is copied.
+
+    `saves` are (group, slot, page, block), `loads` bring all of it into other blocks.
+    """
 
     geometry: Geometry
     pads: list[int]
+    sizes: list[int]
     saves: list[Row]
     loads: list[Row]
     cut: int
@@ -42,10 +46,13 @@ class Case(NamedTuple):
 def cases(draw: st.DrawFn) -> Case:
     """Draw one or two groups of one to four layers; pages in order or in none, chunks whole or not."""
     groups: list[Group] = []
+    paddings: list[int] = []
     for tokens in draw(st.sampled_from([[4], [4, 8], [8, 4], [16]])):
         alike = st.builds(lambda size, count: [size] * count, st.sampled_from(SIZES), st.integers(2, 4))
         sizes = draw(alike | st.lists(st.sampled_from(SIZES), min_size=1, max_size=4))
-        layers = tuple(Layer(f"{len(groups)}.{i}", size) for i, size in enumerate(sizes))
+        padding = draw(st.sampled_from([0, 0, 32]))  # of vLLM's specification: a page's share of a slot is larger
+        layers = tuple(Layer(f"{len(groups)}.{i}", size + padding) for i, size in enumerate(sizes))
+        paddings += [padding] * len(sizes)
         groups.append(Group(layers, block_tokens=tokens))
     geometry = Geometry(tuple(groups), CHUNK, SLOTS * 4096)
     saves: list[Row] = []
@@ -62,17 +69,19 @@ def cases(draw: st.DrawFn) -> Case:
         loads += [(g, slot, page, targets[i]) for i, (slot, page) in enumerate(chosen)]
     pads = draw(st.lists(st.sampled_from([0, 0, 16, 40]), min_size=len(geometry.layers), max_size=len(geometry.layers)))
     count = len(geometry.layers)
+    padded = [layer.page_bytes for group in groups for layer in group.layers]
+    view_sizes = [size - padding for size, padding in zip(padded, paddings, strict=True)]
     order = draw(st.just(list(range(count))) | st.permutations(range(count)))
-    return Case(geometry, pads, saves, loads, draw(st.integers(0, len(saves))), order)
+    return Case(geometry, pads, view_sizes, saves, loads, draw(st.integers(0, len(saves))), order)
 
 
 def make_caches(case: Case) -> tuple[list[torch.Tensor], list[PageView]]:
     """Return a cache of random bytes per layer, shape (BLOCKS, page_bytes), padding between blocks; and its views."""
     caches = []
-    for pad, layer in zip(case.pads, (layer for group in case.geometry.groups for layer in group.layers), strict=True):
-        stride = layer.page_bytes + pad
+    for pad, size in zip(case.pads, case.sizes, strict=True):
+        stride = size + pad
         buffer = torch.randint(0, 256, (BLOCKS * stride // 8 * 8,), dtype=torch.uint8)
-        caches.append(torch.as_strided(buffer, (BLOCKS, layer.page_bytes), (stride, 1)))
+        caches.append(torch.as_strided(buffer, (BLOCKS, size), (stride, 1)))
     return caches, [view_pages(str(i), cache, BLOCKS) for i, cache in enumerate(caches)]
 
 

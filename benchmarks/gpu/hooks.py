@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import fmean, median, quantiles
@@ -19,6 +20,7 @@ from kvpipe.transfer.cuda import POLL_S_MAX, POLL_S_MIN, Mark
 SYNCHRONISING = (
     "cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cuStreamSynchronize",
     "cuCtxSynchronize", "cuEventSynchronize", "cuMemcpyDtoH_v2", "cuMemcpyHtoD_v2", "cudaMemcpyToSymbol",
+    "cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaFreeHost", "cudaHostRegister", "cudaMallocHost",
 )  # fmt: skip
 REQUESTS = 64
 CPU_TICKS = 100
@@ -80,19 +82,21 @@ def hooks(gpu: Gpu, steps: int) -> Iterator[Figure]:
 
 
 def _synchronising(step: Callable[[int], None], number: int) -> float:
-    """Profile one step; count calls that make the host wait for the device."""
+    """Count calls of a step that may make the host wait for the device, beyond those of the profiler itself."""
+    step(number)  # torch keeps the memory that a step needs
+    ours = _profiled(lambda: step(number + 1))
+    return float(sum((ours - _profiled(lambda: None)).values()))
+
+
+def _profiled(run: Callable[[], object]) -> Counter[str]:
+    """Return the synchronising calls that the profiler sees, by name."""
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
-    profiler = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True)
-    profiler.start()  # type: ignore[no-untyped-call]
-    try:
-        step(number)
-    finally:
-        profiler.stop()  # type: ignore[no-untyped-call]
-    names = [str(event.name) for event in profiler.events() or []]  # type: ignore[no-untyped-call]
-    # the profiler itself synchronises the device once, when it stops
-    return float(max(0, sum(name in SYNCHRONISING for name in names) - 1))
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        run()
+    names = (str(event.name) for event in profiler.events() or [])  # type: ignore[no-untyped-call]
+    return Counter(name for name in names if name in SYNCHRONISING)
 
 
 def latency(gpu: Gpu, samples: int) -> Iterator[Figure]:

@@ -154,15 +154,19 @@ def hidden_load(gpu: Gpu, tokens: int, hit_tokens: int, pairs: int, width: tuple
         rig = Rig(gpu, shape, chunks, mover)
         rig.wait_pinned()
 
-        def loading(rig: Rig = rig, chunks: int = chunks) -> tuple[Any, Any]:
+        read: list[bool] = []
+
+        def loading(rig: Rig = rig, chunks: int = chunks, read: list[bool] = read) -> tuple[Any, Any]:
             jobs = rig.jobs([(slot, PAGES) for slot in range(chunks)], Kind.LOAD_SYNC)
             begin = gpu.mark()
             plan = rig.begin(Direction.LOAD, jobs)
             tickets = [rig.submit(plan, layer) for layer in range(shape.layers)]
-            forward.run(lambda k: rig.engine.guard_read(tickets[k], 0), nothing)
+            forward.run(lambda k: read.append(rig.engine.guard_read(tickets[k], 0)), nothing)
             return begin, gpu.mark()
 
         ratio = paired(gpu, lambda: forward.run(nothing, nothing), loading, pairs)
+        assert all(read), "a guard failed"
+        assert rig.failed() == 0, "a copy failed"
         title = f"prefill of {tokens} while loading {hit_tokens}, {mover.value if mover else 'auto'}"
         yield Figure(title, ratio, 1.03, "x without")
         rig.close()
@@ -197,6 +201,7 @@ def decode_saving(gpu: Gpu, requests: int, pairs: int, width: tuple[int, int]) -
             return begin, gpu.mark()
 
         ratio = paired(gpu, plain, saving, pairs)
+        assert rig.failed() == 0, "a copy failed"
         title = f"decode step of {requests} while saving, {mover.value if mover else 'auto'}"
         yield Figure(title, ratio, 1.01, "x without")
         rig.close()

@@ -45,14 +45,18 @@ class Hunt:
         with torch.cuda.stream(stream):  # type: ignore[arg-type]
             self.gpu.sleep(0.05 + 0.3 * float(torch.rand((), generator=self.random)))
 
+    def draw(self, rounds: int) -> None:
+        """Draw the blocks of all rounds: a copy to the device between two rounds would wait for the device."""
+        self.blocks = [self.rig.blocks_for(2 * CHUNKS * PAGES) for _ in range(rounds)]
+        self.on_device = torch.tensor(self.blocks, device=self.gpu.where)
+
     def round(self, number: int) -> None:
         """Write, save, overwrite; load elsewhere, read after the guard; no waiting in between."""
         rig, where = self.rig, self.gpu.where
         stretches = [(slot, PAGES - (number + slot) % 3) for slot in range(CHUNKS)]
         count = sum(pages for _, pages in stretches)
-        blocks = rig.blocks_for(2 * count)
-        source = torch.tensor(blocks[:count], device=where)
-        target = torch.tensor(blocks[count:], device=where)
+        blocks = self.blocks[number][: 2 * count]
+        source, target = self.on_device[number, :count], self.on_device[number, count : 2 * count]
         loads = rig.jobs(stretches, Kind.LOAD_SYNC, blocks[count:])
         if number % 2:
             self.gpu.sleep(0.02)  # compute itself is late
@@ -79,6 +83,7 @@ class Hunt:
 
     def run(self, rounds: int) -> Finding:
         """Hunt, and look now and then."""
+        self.draw(rounds)
         for number in range(rounds):
             self.round(number)
             if number % PATIENCE == PATIENCE - 1:

@@ -277,6 +277,8 @@ class SchedulerSide:
         self._tell.load_planned(tracked, flight.job, external_tokens, len(chunks))
         if waits:
             self._room.park(request)
+        elif self._stall is not None:
+            self._stall.due += external_tokens
         self.counters["tokens_loaded"] += external_tokens
 
     def plan_step(self, output: SchedulerOutput) -> StepPlan:
@@ -288,7 +290,7 @@ class SchedulerSide:
         if self._room:
             self._room.leave(output.num_scheduled_tokens.keys())
         if self._stall is not None:
-            self._stall.running = len(output.num_scheduled_tokens)
+            self._stall.running, self._stall.due = len(output.num_scheduled_tokens), 0
         jobs = (*self._plan_loads(output), *self._plan_saves(output))
         self._step += 1
         self.trace.step = self._step + 1  # what comes now belongs to the step that is planned next

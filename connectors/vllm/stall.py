@@ -2,7 +2,8 @@
 
 A layerwise (sync) load hides behind the forward of its own step, layer by layer; what it cannot hide, the whole batch
 waits for. An asynchronous load lets the others run, and its own request a step later. So a hit is asynchronous when
-others run and its load would take longer than they should ever wait, or would queue behind another asynchronous one.
+others run and its load, with those that the step does already, would take longer than they should ever wait, or would
+queue behind another asynchronous one.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ class Stall:
         """Bytes per second of the slowest rank's loads, as last measured; 0: not yet."""
         self.running = 0
         """Requests that the last step computed."""
+        self.due = 0
+        """Tokens whose sync loads the next step does already."""
 
     def too_long(self, tokens: int, *, loading: bool) -> bool:
         """Whether a load of `tokens` should not be waited for. `loading`: an asynchronous one is under way.
@@ -31,4 +34,4 @@ class Stall:
             return False
         if loading or not self._stall_s_max:
             return True
-        return self.rate > 0 and tokens * self._token_bytes / self.rate > self._stall_s_max
+        return self.rate > 0 and (self.due + tokens) * self._token_bytes / self.rate > self._stall_s_max

@@ -185,6 +185,9 @@ class TransferEngine(Protocol):
     def guard_read(self, ticket: Ticket, timeout_s: float) -> bool:
         """Order the caller's next compute after the copy. CPU: wait. CUDA: the compute stream waits."""
 
+    def reached(self, ticket: Ticket) -> object:
+        """A reader has come to a layer that has landed: an engine that holds others back may begin the next."""
+
     def fence(self, ticket: Ticket, timeout_s: float) -> bool:
         """Order later writes to the paged blocks after the copy has read them."""
 

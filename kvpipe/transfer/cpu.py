@@ -68,6 +68,9 @@ class CpuEngine:
         """See `TransferEngine.guard_read`."""
         return ticket.wait(timeout_s)
 
+    def reached(self, ticket: Ticket) -> None:
+        """See `TransferEngine.reached`. Nothing is held back."""
+
     def fence(self, ticket: Ticket, timeout_s: float) -> bool:
         """See `TransferEngine.fence`. Copies of one direction complete in order, so the last one stands for all."""
         return ticket.wait(timeout_s)

@@ -180,11 +180,16 @@ class CudaEngine:
 
     def guard_read(self, ticket: Ticket, timeout_s: float) -> bool:  # noqa: ARG002  (the device waits, not the host)
         """See `TransferEngine.guard_read`."""
+        mark = self.reached(ticket)
+        return ticket.over or self._order(ticket, mark and mark.landed)
+
+    def reached(self, ticket: Ticket) -> Mark | None:
+        """See `TransferEngine.reached`. When the reader is in the newest wave, the next is queued."""
         with self._queueing:
             mark = self._reach(ticket)
-            if mark is not None and mark.wave == mark.queue.waves - 1:  # the reader is in the newest wave
+            if mark is not None and mark.wave == mark.queue.waves - 1:
                 self._launch(mark.queue)
-        return self._order(ticket, mark and mark.landed)
+        return mark
 
     def fence(self, ticket: Ticket, timeout_s: float) -> bool:  # noqa: ARG002
         """See `TransferEngine.fence`. All of a plan is read in order, so its last event stands for all."""
@@ -422,9 +427,13 @@ class CudaEngine:
         asked = self._pinned_mover
         movers = [mover for mover, why in open_ways.items() if not why and asked in {None, mover}]
         if self._calibrate_s_max and movers:
-            self.costs = calibrate.measure(
-                self._device, self.lanes, self._layout, movers, self.pinned_slots, self._calibrate_s_max
-            )
+            try:
+                self.costs = calibrate.measure(
+                    self._device, self.lanes, self._layout, movers, self.pinned_slots, self._calibrate_s_max
+                )
+            except Exception as error:  # noqa: BLE001  (no memory to measure in, say: copies have a way all the same)
+                log.warning("not_calibrated", why=repr(error)[:400], effect="copies go by DMA")
+                return
             for direction, costs in self.costs.items():
                 for mover, cost in costs.items():
                     self._told(direction, mover, cost)

@@ -101,7 +101,7 @@ class Launch(NamedTuple):
         if self.bay is None:
             return DIRECT_PROGRAMS
         turn = _words(self.page_bytes) * WORD_BYTES
-        return min(STAGED_PROGRAMS_MAX, self.layers * self.rows * -(-self.page_bytes // turn))
+        return max(1, min(STAGED_PROGRAMS_MAX, self.layers * self.rows * -(-self.page_bytes // turn)))
 
 
 def _words(page_bytes: int) -> int:
@@ -177,6 +177,7 @@ class CudaDevice:
         default mode its queries and registrations would fail, and make the capture fail.
         """
         torch.cuda.set_device(self._device)
+        self._driver.enter(self._device.index or 0)
         self._driver.ignore_captures()
 
     def copy(self, stream: torch.cuda.Stream, pairs: Iterator[Pair]) -> None:
@@ -218,16 +219,12 @@ class CudaDevice:
         return self._driver.host_pointers_are_device_pointers(self._device.index or 0)
 
     def register(self, address: int, size: int) -> None:
-        """See `Device.register`."""
-        with torch.cuda.device(self._device):
-            cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            _check(int(cudart.cudaHostRegister(address, size, _HOST_REGISTER_PORTABLE | _HOST_REGISTER_MAPPED)))
+        """See `Device.register`. Not through the runtime: a failure would be the next launch's, too."""
+        self._driver.register(address, size)
 
     def unregister(self, address: int) -> None:
         """See `Device.unregister`."""
-        with torch.cuda.device(self._device):
-            cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            _check(int(cudart.cudaHostUnregister(address)))
+        self._driver.unregister(address)
 
 
 class _Location(ctypes.Structure):
@@ -260,6 +257,14 @@ class Driver:
             self._batch.restype = code
         self._attribute = library.cuDeviceGetAttribute
         self._attribute.argtypes, self._attribute.restype = (address, code, code), code
+        self._register = library.cuMemHostRegister_v2
+        self._register.argtypes, self._register.restype = (address, size, ctypes.c_uint), code
+        self._unregister = library.cuMemHostUnregister
+        self._unregister.argtypes, self._unregister.restype = (address,), code
+        self._retain = library.cuDevicePrimaryCtxRetain
+        self._retain.argtypes, self._retain.restype = (address, code), code
+        self._make_current = library.cuCtxSetCurrent
+        self._make_current.argtypes, self._make_current.restype = (address,), code
         self._exchange = library.cuThreadExchangeStreamCaptureMode
         self._exchange.argtypes, self._exchange.restype = (address,), code
         self._how = _Attributes(_ORDER_STREAM, _Location(), _Location(), _PREFER_OVERLAP)
@@ -280,6 +285,20 @@ class Driver:
             log.warning("no_batches", why=f"CUDA error {code}", effect="queueing copies takes longer")
         for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
             _check(self._copy(target, source, size, stream))
+
+    def register(self, address: int, size: int) -> None:
+        """Pin host memory for all contexts, and map it. Raises `TransferError`."""
+        _check(self._register(address, size, _HOST_REGISTER_PORTABLE | _HOST_REGISTER_MAPPED))
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`. Raises `TransferError`."""
+        _check(self._unregister(address))
+
+    def enter(self, device: int) -> None:
+        """Make the device's primary context, which torch uses, the calling thread's. Raises `TransferError`."""
+        context = ctypes.c_void_p()
+        _check(self._retain(ctypes.byref(context), device))
+        _check(self._make_current(context))
 
     def ignore_captures(self) -> None:
         """Let the calling thread work while another captures a graph. Raises `TransferError`."""

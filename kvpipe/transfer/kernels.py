@@ -13,14 +13,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-ROW_COLUMNS = 5
-
 
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=["bay", "pool", "slot_bytes", "stride", "vectors", "first", "count", "layer", "layers"],
 )
 def copy_pages(  # type: ignore[no-untyped-def]  # noqa: ANN201
-    table,  # noqa: ANN001  (int32, rows x ROW_COLUMNS)
+    table,  # noqa: ANN001  (int32, rows x 5)
     places,  # noqa: ANN001  (int64, layers x 2: address of the layer's cache, offset of the layer in a slot)
     bay,  # noqa: ANN001  (address of the bay)
     pool,  # noqa: ANN001  (address of the host pool)

@@ -31,6 +31,8 @@ from kvpipe.transfer.device import VECTOR_BYTES, WORD_BYTES, Copies, Device, Eve
 from kvpipe.transfer.pages import PageView
 
 BAYS: Final = 2  # one fills while the other empties
+ROW_COLUMNS: Final = 5
+TABLE_BYTES: Final = [1 << shift for shift in range(9, 21)]  # of tables of rows: torch keeps powers of two
 
 
 class Mover(StrEnum):
@@ -92,18 +94,26 @@ class Layout:
         return len(plan.rows[self.groups[layer]]) * self.views[layer].page_bytes
 
     def alike(self, layers: Sequence[int]) -> Iterator[Alike]:
-        """Cut `layers` where the group, the size of a page or the distance of pages changes, or a layer is missing."""
+        """Cut `layers` where the group, the size or the distance of pages changes, or they are not adjacent in a slot.
+
+        A layer's share of a slot may be larger than its pages: vLLM's specification may pad them.
+        """
         if len(layers) == 1:
             yield Alike(self.groups[layers[0]], layers[0], 1)
             return
         run: list[int] = []
         for layer in sorted(layers):
-            if run and (layer != run[-1] + 1 or self._kind(layer) != self._kind(run[-1])):
+            if run and not self._follows(layer, run[-1]):
                 yield Alike(self.groups[run[0]], run[0], len(run))
                 run = []
             run.append(layer)
         if run:
             yield Alike(self.groups[run[0]], run[0], len(run))
+
+    def _follows(self, layer: int, before: int) -> bool:
+        size = self.geometry.pages_per_chunk[self.groups[before]] * self.views[before].page_bytes
+        adjacent = layer == before + 1 and self.offsets[layer] == self.offsets[before] + size
+        return adjacent and self._kind(layer) == self._kind(before)
 
     def _kind(self, layer: int) -> tuple[int, int, int]:
         view = self.views[layer]
@@ -236,6 +246,17 @@ class Lane:
         table, firsts = self.layout.table(plan)
         return Prepared(mover, start, self.device.upload(self.kernel, table), firsts)
 
+    def warm(self, *, staged: bool, direct: bool) -> None:
+        """Compile the kernels of every size of page, and let torch keep pinned memory for tables, before any step."""
+        if self.places is None:
+            self.places = self.device.upload(self.kernel, self.layout.places)
+        table = self.device.upload(self.kernel, np.zeros((1, ROW_COLUMNS), np.int32))
+        for layer in {view.page_bytes: layer for layer, view in enumerate(self.layout.views)}.values():
+            for bay in [self._bays[0].address] * staged + [None] * direct:  # of no rows: nothing is copied
+                self.device.launch(self.kernel, self._arguments(table, 0, Piece(layer, 1, 0, 0), bay))
+        for size in TABLE_BYTES:
+            self.device.upload(self.kernel, np.zeros(size, np.uint8))
+
     def queue(self, plan: CopyPlan, prepared: Prepared, layers: Sequence[int], start: Event) -> Queued:
         """Queue the copies of `layers`, to begin after `start`."""
         if prepared.mover is Mover.STAGED:
@@ -298,16 +319,16 @@ class Lane:
             self.device.copy_batch(self.bus, copies)
 
     def _launch(self, prepared: Prepared, group: int, piece: Piece, bay: int | None) -> None:
-        if not piece.rows:
-            return
+        if piece.rows:
+            launch = self._arguments(prepared.table, prepared.firsts[group] + piece.first, piece, bay)
+            self.device.launch(self.kernel, launch)
+
+    def _arguments(self, table: object, first: int, piece: Piece, bay: int | None) -> Launch:
         view, pool = self.layout.views[piece.layer], self.layout.pool
-        self.device.launch(
-            self.kernel,
-            Launch(
-                prepared.table, self.places, bay, pool.base, pool.slot_bytes, view.stride_bytes, view.page_bytes,
-                prepared.firsts[group] + piece.first, piece.rows, piece.layer, piece.layers,
-                saving=self.direction is Direction.SAVE, align=self.layout.align,
-            ),
+        return Launch(
+            table, self.places, bay, pool.base, pool.slot_bytes, view.stride_bytes, view.page_bytes,
+            first, piece.rows, piece.layer, piece.layers,
+            saving=self.direction is Direction.SAVE, align=self.layout.align,
         )  # fmt: skip
 
     def _pairs(self, plan: CopyPlan, layers: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -208,14 +209,48 @@ def test_no_memory_for_staging_is_no_reason_to_stop() -> None:
     assert set(engine.costs[Direction.SAVE]) == {Mover.DMA, Mover.DIRECT}
 
 
+def test_no_memory_at_all_is_no_reason_to_stop() -> None:
+    """Where not even scratch pages can be had, nothing is measured, and copies go by DMA."""
+    device = FakeDevice()
+    device.memory_max = 0
+    engine = attach(device)
+    try:
+        plan = CopyPlan(Direction.SAVE, [make_job(1, rows_of(0, {0: [1], 1: [2]}))], 2)
+        engine.prepare(plan)
+        assert plan.mover == Mover.DMA
+    finally:
+        engine.shutdown()
+
+
+def test_every_kernel_is_compiled_before_the_first_step() -> None:
+    """Each size of page, staged and not, each way: launched once at start-up, with nothing to copy."""
+    device = FakeDevice()
+    launched: list[Launch] = []
+    real = device.launch
+
+    def launch(stream: FakeStream, what: Launch) -> None:
+        launched.append(what)
+        real(stream, what)
+
+    device.launch = launch  # type: ignore[method-assign, assignment]
+    group = Group((Layer("a", 64), Layer("b", 4096), Layer("c", 64)), block_tokens=16)
+    geometry = Geometry((group,), 64, 8 * 40960)
+    caches = [torch.zeros(BLOCKS, layer.page_bytes, dtype=torch.uint8) for layer in group.layers]
+    engine = CudaEngine(device)
+    engine.attach([view_pages(f"{i}", c, BLOCKS) for i, c in enumerate(caches)], geometry, HostPool(geometry))
+    engine.shutdown()
+    warm = [(one.page_bytes, one.bay is None, one.saving) for one in launched if not one.rows]
+    assert sorted(warm) == sorted(itertools.product((64, 4096), (False, True), (False, True)))
+
+
 def test_measuring_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Past its time a measurement repeats nothing more; every way has its three samples all the same."""
     runs: list[Mover] = []
     real = calibrate._run
 
-    def run(lane: Lane, bench: Any, mover: Mover, plan: CopyPlan) -> float:
+    def run(lane: Lane, bench: Any, mover: Mover, plan: CopyPlan, layers: int = 1) -> float:
         runs.append(mover)
-        return real(lane, bench, mover, plan)
+        return real(lane, bench, mover, plan, layers)
 
     monkeypatch.setattr(calibrate, "_run", run)
     engine = attach(FakeDevice(), calibrate_s_max=1e-9)  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ BATCH = ctypes.CFUNCTYPE(CODE, NS, NS, NS, N, P, NS, N, P, P)
 class Library:
     """Stands for libcuda: its functions are called through C, and copy at once."""
 
-    def __init__(self, *, batch: bool = True, code: int = 0, single: int = 0) -> None:
+    def __init__(self, *, batch: bool = True, code: int = 0, single: int = 0) -> None:  # noqa: C901
         self.seen: list[Any] = []
         self.attributes: tuple[int, ...] = ()
         self.code, self.single = code, single
@@ -53,6 +53,26 @@ class Library:
             self.seen.append(("mode", ctypes.c_int.from_address(mode).value))
             return 0
 
+        def register(address: int, size: int, flags: int) -> int:
+            self.seen.append(("register", address, size, flags))
+            return self.single
+
+        def unregister(address: int) -> int:
+            self.seen.append(("unregister", address))
+            return self.single
+
+        def retain(context: int, device: int) -> int:
+            ctypes.c_void_p.from_address(context).value = 0x7000_0000_0000 + device
+            return 0
+
+        def make_current(context: int) -> int:
+            self.seen.append(("current", context))
+            return 0
+
+        self.cuMemHostRegister_v2 = ctypes.CFUNCTYPE(CODE, P, N, ctypes.c_uint)(register)
+        self.cuMemHostUnregister = ctypes.CFUNCTYPE(CODE, P)(unregister)
+        self.cuDevicePrimaryCtxRetain = ctypes.CFUNCTYPE(CODE, P, CODE)(retain)
+        self.cuCtxSetCurrent = ctypes.CFUNCTYPE(CODE, P)(make_current)
         self.cuMemcpyAsync = ctypes.CFUNCTYPE(CODE, P, P, N, P)(copy)
         self.cuDeviceGetAttribute = ctypes.CFUNCTYPE(CODE, P, CODE, CODE)(attribute)
         self.cuThreadExchangeStreamCaptureMode = ctypes.CFUNCTYPE(CODE, P)(exchange)
@@ -114,6 +134,27 @@ def test_a_copy_that_is_refused_raises() -> None:
     _, _, copies = make(2)
     with pytest.raises(TransferError, match="CUDA error 700"), capture_logs():
         Driver(Library(code=700, single=700)).copy_batch(STREAM, copies)
+
+
+def test_pinning_and_unpinning() -> None:
+    """Pinned memory is portable (1) and mapped (2), so that kernels can use it; a refusal raises."""
+    library = Library()
+    driver = Driver(library)
+    driver.register(1 << 44, 1 << 33)
+    driver.unregister(1 << 44)
+    assert library.seen == [("register", 1 << 44, 1 << 33, 3), ("unregister", 1 << 44)]
+    refusing = Driver(Library(single=2))
+    with pytest.raises(TransferError, match="CUDA error 2"):
+        refusing.register(4096, 4096)
+    with pytest.raises(TransferError, match="CUDA error 2"):
+        refusing.unregister(4096)
+
+
+def test_a_thread_gets_the_primary_context() -> None:
+    """The driver's calls need one; the runtime gives it to a thread only when it is first used there."""
+    library = Library()
+    Driver(library).enter(3)
+    assert library.seen == [("current", 0x7000_0000_0003)]
 
 
 def test_threads_ignore_captures() -> None:

@@ -75,3 +75,4 @@ def test_a_program_takes_a_page_or_sixteen_kibibytes(page_bytes: int, words: int
     launch = Launch("table", "places", 1 << 40, 1 << 41, 4096, 64, page_bytes, 0, 3, 0, 2, saving=True, align=16)
     assert launch.constants["WORDS"] == words
     assert launch.programs == min(512, 2 * 3 * -(-page_bytes // (8 * words)))
+    assert launch._replace(rows=0).programs == 1, "an empty grid is an error to CUDA"

@@ -13,6 +13,7 @@ from structlog.testing import capture_logs
 from kvpipe.pipeline import Pipeline
 from kvpipe.plan import Kind, Outcome, StepPlan
 from kvpipe.trace.log import Counters
+from kvpipe.transfer.cuda import Mark
 from tests.transfer.fake_device import FakeDevice, FakeEvent, landed_of
 from tests.transfer.programs import schedules
 from tests.transfer.worlds import (
@@ -153,6 +154,40 @@ def test_an_async_load_does_not_wait_for_its_steps_forward(kind: str) -> None:
         assert collect(p, 1) == [(LOAD, True)]
         assert w.device.compute.queue, "and the forward has not begun"
         forward.fired = True
+
+
+@on_devices
+def test_readers_call_for_layers_however_fast_copies_are(kind: str) -> None:
+    """A layer is queued before its reader comes, also where those before it have landed long ago."""
+    with world(kind) as w, pipeline_over(w) as p, running(w.device):
+        p.begin(StepPlan(1, (make_job(LOAD, rows_of(0, LOADED), Kind.LOAD_SYNC),)))
+        p.start_loads()
+        assert p._sync is not None
+        tickets = p._sync.tickets
+        for layer in range(LAYERS):
+            assert tickets[layer].wait(WAIT_S), "nobody has called for it"
+            p.wait_layer(layer)
+        p.end_step()
+        assert collect(p, 1) == [(LOAD, True)]
+
+
+@on_devices
+def test_async_loads_leave_the_way_to_sync_ones(kind: str) -> None:
+    """In a step with both, only two waves of the sync load are queued before its forward."""
+    with world(kind) as w, pipeline_over(w) as p:
+        both = (
+            make_job(LOAD, rows_of(0, LOADED), Kind.LOAD_SYNC),
+            make_job(3, rows_of(1, SAVED), Kind.LOAD_ASYNC),
+        )
+        p.begin(StepPlan(1, both))
+        p.start_loads()
+        assert p._sync is not None
+        assert [isinstance(ticket.mark, Mark) for ticket in p._sync.tickets.values()] == [True, True, False]
+        for layer in range(LAYERS):
+            p.wait_layer(layer)
+        p.end_step()
+        w.drain_all()
+        assert sorted(collect(p, 2)) == [(LOAD, True), (3, True)]
 
 
 @on_devices

@@ -165,3 +165,15 @@ def test_shutdown_finishes_what_was_held_back(kind: str) -> None:
         tickets = [*submit_all(w, Kind.LOAD_SYNC, 2), *submit_all(w, Kind.SAVE, 1)]
         w.engine.shutdown()
         assert all(ticket.done and not ticket.failed for ticket in tickets)
+
+
+@on_devices
+def test_a_reader_of_what_has_landed_calls_for_more_too(kind: str) -> None:
+    """However far the copies are ahead of the forward, two waves are under way."""
+    with world(kind) as w:
+        tickets = submit_all(w, Kind.LOAD_SYNC)
+        w.drain_all()
+        assert all(ticket.wait(WAIT_S) for ticket in tickets[:2])
+        w.engine.reached(tickets[1])
+        assert queued(w)
+        w.drain()

@@ -78,6 +78,9 @@ class FakeEngine:
     def prepare(self, plan: CopyPlan) -> None:
         """See `TransferEngine.prepare`."""
 
+    def reached(self, ticket: Ticket) -> None:
+        """See `TransferEngine.reached`."""
+
     def submit(self, plan: CopyPlan, ticket: Ticket) -> None:
         """See `TransferEngine.submit`. Failures are known early, as an engine on a device has to know them."""
         ticket.failed = self.failing(plan, ticket)

@@ -7,7 +7,9 @@ import pytest
 from kvpipe.connectors.vllm.metadata import ReportMetadata, Tally
 from kvpipe.connectors.vllm.stall import Stall
 from kvpipe.geometry import Geometry, Group, Layer
+from kvpipe.pipeline import Batch
 from kvpipe.plan import Kind
+from kvpipe.transfer.base import Direction
 from tests.unit.fakes import Rig, job, plan
 
 TOKEN_BYTES = 2 * 100 // 4  # two layers, pages of 100 bytes for 4 tokens
@@ -33,6 +35,15 @@ def test_who_waits_for_whom(running: int, loading: bool, rate: float, stall_ms_m
     assert stall.too_long(1000, loading=loading) is expected
 
 
+def test_the_loads_of_a_step_add_up() -> None:
+    """Ten hits of 30 ms in one step would be 300 ms: the second is already too much."""
+    stall = Stall(GEOMETRY, 50)
+    stall.running, stall.rate = 1, 1000 * TOKEN_BYTES / 0.03
+    assert not stall.too_long(1000, loading=False)
+    stall.due = 1000
+    assert stall.too_long(1000, loading=False)
+
+
 @pytest.mark.parametrize(("mine", "other", "slowest"), [(0, 5, 5), (5, 0, 5), (7, 5, 5), (0, 0, 0)])
 def test_the_slowest_rank_counts(mine: float, other: float, slowest: float) -> None:
     """Ranks that have loaded nothing yet say nothing."""
@@ -42,24 +53,54 @@ def test_the_slowest_rank_counts(mine: float, other: float, slowest: float) -> N
 
 
 def test_the_rate_is_that_of_copies_not_of_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers that land together share their time; time in which none was under way does not count."""
+    """What was queued before the one before it landed says how fast the bus is; a first wave may wait for compute."""
+    rig = Rig()
+    now = [1_000_000_000]
+    monkeypatch.setattr("time.monotonic_ns", lambda: now[0])
+    pages = [rig.geometry.groups[g].layers[i].page_bytes for g, i in rig.geometry.layers]
+    for number, wait_ns in ((1, 700_000_000), (2, 5_000_000_000)):
+        rig.pipeline.begin(plan(job(number, Kind.LOAD_ASYNC)))
+        for layer in range(rig.layers):  # each is queued by itself
+            rig.pipeline._submit(rig.pipeline._async, layer)  # type: ignore[arg-type]
+            now[0] += 1000
+        now[0] += wait_ns  # for whatever was computed before
+        for _ in range(rig.layers):
+            rig.engine.complete(Direction.LOAD)
+            rig.settle()
+            now[0] += 500_000
+        assert rig.pipeline.load_rate == pytest.approx(sum(pages[1:]) / 1000e-6)
+        rig.pipeline.start_loads()
+        rig.pipeline.end_step()
+    rig.pipeline.shutdown()
+
+
+def test_a_wave_lands_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that were queued together share the time since the wave before them."""
     rig = Rig()
     now = [1_000_000_000]
     monkeypatch.setattr("time.monotonic_ns", lambda: now[0])
     pages = [rig.geometry.groups[g].layers[i].page_bytes for g, i in rig.geometry.layers]
     rig.pipeline.begin(plan(job(1, Kind.LOAD_ASYNC)))
+    rig.pipeline._submit(rig.pipeline._async, 0)  # type: ignore[arg-type]
+    now[0] += 1000
     rig.pipeline.start_loads()
-    assert rig.pipeline.load_rate == 0
-    now[0] += 500_000
-    rig.engine.complete_all()  # all three at once
+    for layer in (1, 2):
+        rig.pipeline._submit(rig.pipeline._async or _batch(rig), layer)
+    now[0] += 800_000
+    rig.engine.complete(Direction.LOAD)
     rig.settle()
-    assert rig.pipeline.load_rate == pytest.approx(sum(pages) / 500e-6)
-    now[0] += 3_000_000_000  # nothing to do for three seconds
+    assert rig.pipeline.load_rate == 0, "the first says nothing"
+    now[0] += 500_000
+    rig.engine.complete(Direction.LOAD)
+    rig.engine.complete(Direction.LOAD)
+    rig.settle()
+    assert rig.pipeline.load_rate == pytest.approx(sum(pages[1:]) / 500e-6)
     rig.pipeline.end_step()
-    rig.pipeline.begin(plan(job(2, Kind.LOAD_ASYNC)))
-    rig.pipeline.start_loads()
-    now[0] += 500_000
-    rig.engine.complete_all()
-    rig.settle()
-    assert rig.pipeline.load_rate == pytest.approx(sum(pages) / 500e-6)
     rig.pipeline.shutdown()
+
+
+def _batch(rig: Rig) -> Batch:
+    """Return the batch of the last submission."""
+    batch = rig.engine.copies[-1].ticket.batch
+    assert isinstance(batch, Batch)
+    return batch
