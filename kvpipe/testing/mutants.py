@@ -421,7 +421,7 @@ MUTANTS: dict[str, Mutant] = {
     # ---- races and failures ---------------------------------------------------------------------------------------
     "load_not_waited_for": Mutant(
         "Attention reads a layer before its copy has landed.",
-        _one(_PIPELINE, "wait_layer", "if not ticket.done and", "if False and"),
+        _one(_PIPELINE, "wait_layer", "elif not self._timed(self._engine.guard_read, ticket):", "elif False:"),
     ),
     "load_waited_for_by_count": Mutant(
         "The k-th wait waits for layer k, whatever its name.",
@@ -434,7 +434,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "step_mode_without_wait": Mutant(
         "Without hooks between layers nobody waits for loads.",
-        _one(_PIPELINE, "start_loads", "self._sync is not None and not self._layerwise", "False"),
+        _one(_PIPELINE, "start_loads", "self.wait_layer(layer)", "pass"),
         shape="step-mode",
     ),
     "source_reused_before_the_copy": Mutant(
