@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvpipe.connectors.vllm.metadata import ReportMetadata, Tally
@@ -11,6 +13,7 @@ from kvpipe.pipeline import Batch
 from kvpipe.plan import Kind
 from kvpipe.transfer.base import Direction
 from tests.unit.fakes import Rig, job, plan
+from tests.unit.scheduler_world import ASYNC, SYNC, World
 
 TOKEN_BYTES = 2 * 100 // 4  # two layers, pages of 100 bytes for 4 tokens
 GEOMETRY = Geometry((Group((Layer("a", 100), Layer("b", 100)), block_tokens=4),), 16, 1 << 20)
@@ -104,3 +107,36 @@ def _batch(rig: Rig) -> Batch:
     batch = rig.engine.copies[-1].ticket.batch
     assert isinstance(batch, Batch)
     return batch
+
+
+def _kinds(world: World, *requests: Any) -> list[Kind]:
+    """Admit requests in one pass, and return how each is loaded."""
+    jobs: dict[str, Kind] = {}
+    for request in requests:
+        world.admit(request)
+    for one in world.step():
+        jobs[one.request] = Kind(one.kind)
+    return [jobs[request.request_id] for request in requests]
+
+
+def test_hits_of_one_step_share_what_others_may_wait() -> None:
+    """Alone a hit loads in its step; beside others as long as all such loads together are quick enough."""
+    world = World(load="auto")
+    page_bytes = 64
+    saved = world.request("saved", 8, shared=8)
+    world.admit(saved)
+    world.succeed(*world.step(saved))  # it runs: others would wait
+    world.side.reported({}, rate=8 * page_bytes / 0.03)  # a hit of eight units takes 30 ms
+    hits = [world.request(f"hit{i}", 9, shared=8) for i in range(3)]
+    assert _kinds(world, *hits) == [SYNC, ASYNC, ASYNC]
+
+
+def test_a_hit_alone_is_loaded_in_its_step_however_large() -> None:
+    """Nobody waits for it but itself."""
+    world = World(load="auto")
+    saved = world.request("saved", 8, shared=8)
+    world.admit(saved)
+    world.succeed(*world.step(saved))
+    world.side.reported({}, rate=1.0)
+    world.step()  # nobody runs any more
+    assert _kinds(world, world.request("hit", 9, shared=8)) == [SYNC]
