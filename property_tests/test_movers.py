@@ -176,3 +176,15 @@ def test_few_copies_for_whole_chunks(case: Case) -> None:
             full = int((pages == case.geometry.pages_per_chunk[alike.group]).sum())
             assert len(copies.sizes) == full + (len(pages) - full) * alike.layers
             assert copies.sizes.sum() == piece.rows * piece.layers * views[alike.first].page_bytes
+
+
+@pytest.mark.parametrize("mover", Mover)
+def test_a_padded_specification_is_copied_like_any_other(mover: Mover) -> None:
+    """Where vLLM says more bytes for a page than the cache has, layers are not adjacent in a slot."""
+    geometry = Geometry((Group(tuple(Layer(str(i), 96) for i in range(3)), block_tokens=8),), CHUNK, SLOTS * 4096)
+    rows_ = [(0, 1, page, 2 * page) for page in range(geometry.pages_per_chunk[0])]
+    moved = [(0, 1, page, 2 * page + 1) for page in range(geometry.pages_per_chunk[0])]
+    case = Case(geometry, [0] * 3, [64] * 3, rows_, moved, 0, [0, 1, 2])
+    device = FakeDevice()
+    engine = CudaEngine(device, mover=mover, staging_bytes_max=1 << 16, wave_bytes=1 << 20, calibrate_s_max=0)
+    there_and_back(engine, device, case, [], Kind.LOAD_ASYNC)
