@@ -6,7 +6,7 @@ ARGS ?=
 PROFILE ?= default
 SECONDS_MAX ?= 3600
 .DEFAULT_GOAL := help
-.PHONY: help setup browser demo test test-fast fuzz mutants bench serve lint format lock contract
+.PHONY: help setup browser demo test test-fast fuzz mutants bench bench-gpu serve lint format lock contract
 
 help:
 	@echo "make demo    a real vLLM engine with and without kvpipe, side by side"
@@ -14,6 +14,7 @@ help:
 	@echo "make fuzz [SECONDS_MAX=3600]   vLLM's real scheduler with random moves; goes on where the last run ended"
 	@echo "make mutants bugs put back in, one at a time: the tests must find each"
 	@echo "make bench   the benchmarks: a table and docs/results/*.json"
+	@echo "make bench-gpu   the CUDA data plane, and a real vLLM on CUDA; needs an NVIDIA GPU"
 	@echo "make serve MODEL=... [KVPIPE='{\"chunk_tokens\": 512}'] [ARGS=...]   the OpenAI-compatible server with kvpipe on"
 	@echo "make lint    ruff and mypy"
 
@@ -43,6 +44,10 @@ mutants: setup
 
 bench: setup browser
 	$(PY) -m benchmarks
+
+bench-gpu: setup
+	$(PY) -m benchmarks.gpu
+	$(PY) -m benchmarks.gpu.engine --json docs/results/gpu-engine.json
 
 serve: setup
 	@test -n "$(MODEL)" || { echo "say which model: make serve MODEL=path-or-name" >&2; exit 2; }
