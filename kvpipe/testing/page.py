@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import kvpipe.tables
 from kvpipe.testing.invariants import INVARIANTS, LAWS, SEEN_BY_TRIALS
 from kvpipe.testing.mutants import MUTANTS
 from kvpipe.testing.reach import MACHINES, reachable
@@ -64,11 +65,7 @@ def _table(*head: str, rows: Iterator[tuple[str, ...]]) -> str:
 
 def fill(text: str, verdicts: list[dict[str, object]]) -> str:
     """Return `text` with every generated table made anew."""
-    for name, table in tables(verdicts).items():
-        begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
-        at = text.index(begin) + len(begin)
-        text = text[:at] + table + text[text.index(end) :]
-    return text
+    return kvpipe.tables.fill(text, tables(verdicts))
 
 
 if __name__ == "__main__":

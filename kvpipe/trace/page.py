@@ -6,6 +6,7 @@ import logging
 import sys
 from pathlib import Path
 
+from kvpipe import tables
 from kvpipe.misses import REASONS
 from kvpipe.trace.events import EVENTS, Event, Transition
 
@@ -31,11 +32,7 @@ def reasons_table() -> str:
 
 def fill(text: str) -> str:
     """Return the page's text with its tables as the code has them."""
-    for name, table in (("events", events_table()), ("reasons", reasons_table())):
-        begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
-        head, _, rest = text.partition(begin)
-        text = head + begin + table + end + rest.partition(end)[2]
-    return text
+    return tables.fill(text, {"events": events_table(), "reasons": reasons_table()})
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ SECONDS_MAX: Final = 0.5
 REPEATS: Final = 5
 PAGES_MAX: Final = 256
 BYTES_MAX: Final = 16 << 20
-BURDEN: Final[Mapping[Mover, float]] = {Mover.DMA: 1.0, Mover.STAGED: 1.05, Mover.DIRECT: 1.25, Mover.PAGEABLE: 1.0}
+BURDEN: Final[Mapping[Mover, float]] = {Mover.DMA: 1.0, Mover.STAGED: 1.05, Mover.DIRECT: 1.25}
 """What a mover's microseconds weigh: a staged copy runs two short kernels, a direct one holds multiprocessors."""
 
 

@@ -14,6 +14,8 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
+from kvpipe import tables
+
 DOCS = Path(__file__).parents[2] / "docs" / "layouts.md"
 DIMENSIONS, OPAQUE_DIMENSIONS = 4, 2
 DS_MLA_BYTES = (584, 656)
@@ -270,11 +272,7 @@ def refused_table() -> str:
 
 def fill(text: str) -> str:
     """Return the page's text with its tables as the code has them."""
-    for name, table in (("pages", pages_table()), ("blocks", blocks_table()), ("refused", refused_table())):
-        begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
-        head, _, rest = text.partition(begin)
-        text = head + begin + table + end + rest.partition(end)[2]
-    return text
+    return tables.fill(text, {"pages": pages_table(), "blocks": blocks_table(), "refused": refused_table()})
 
 
 if __name__ == "__main__":

@@ -241,16 +241,12 @@ class Lane:
         """Bring to the device what the mover needs there."""
         if mover not in {Mover.STAGED, Mover.DIRECT}:
             return Prepared(mover, start)
-        if self.places is None:
-            self.places = self.device.upload(self.kernel, self.layout.places)
         table, firsts = self.layout.table(plan)
-        return Prepared(mover, start, self.device.upload(self.kernel, table), firsts)
+        return Prepared(mover, start, self._upload(table), firsts)
 
     def warm(self, *, staged: bool, direct: bool) -> None:
         """Compile the kernels of every size of page, and let torch keep pinned memory for tables, before any step."""
-        if self.places is None:
-            self.places = self.device.upload(self.kernel, self.layout.places)
-        table = self.device.upload(self.kernel, np.zeros((1, ROW_COLUMNS), np.int32))
+        table = self._upload(np.zeros((1, ROW_COLUMNS), np.int32))
         for layer in {view.page_bytes: layer for layer, view in enumerate(self.layout.views)}.values():
             for bay in [self._bays[0].address] * staged + [None] * direct:  # of no rows: nothing is copied
                 self.device.launch(self.kernel, self._arguments(table, 0, Piece(layer, 1, 0, 0), bay))
@@ -313,6 +309,12 @@ class Lane:
         if landed is None or read is None:  # no rows of these layers
             landed = read = self.kernel.record_event()
         return Queued(landed, read if saving else landed)
+
+    def _upload(self, table: np.ndarray[Any, np.dtype[np.int32]]) -> object:
+        """Bring a table of rows to the device, and before the first of them where the layers lie."""
+        if self.places is None:
+            self.places = self.device.upload(self.kernel, self.layout.places)
+        return self.device.upload(self.kernel, table)
 
     def _copy(self, copies: Copies) -> None:
         if len(copies.sizes):
