@@ -21,15 +21,3 @@ class UnsupportedError(UsageError):
 
 class TransferError(RuntimeError):
     """A copy, a tier or a worker failed."""
-
-
-class CopyError(TransferError):
-    """A copy between paged blocks and host slots failed.
-
-    `jobs` are the ids of the jobs whose bytes are not to be trusted.
-    """
-
-    def __init__(self, message: str, jobs: frozenset[int]) -> None:
-        """Keep the job ids beside the message."""
-        super().__init__(message)
-        self.jobs = jobs

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,13 +21,14 @@ from kvpipe.connectors.vllm.prefixes import Prefixes
 from kvpipe.connectors.vllm.room import Room
 from kvpipe.connectors.vllm.spoiled import Part, Spoiled
 from kvpipe.connectors.vllm.stall import Stall
-from kvpipe.connectors.vllm.tracing import Answer, Life, Teller
+from kvpipe.connectors.vllm.tracing import Answer, Teller
+from kvpipe.connectors.vllm.tracked import REQUEST, Flight, Match, OpenChunk, Tracked
 from kvpipe.geometry import Geometry
 from kvpipe.plan import BROKEN, Job, Kind, StepPlan
 from kvpipe.policy import make_policy
 from kvpipe.statemachine import request as m
 from kvpipe.statemachine.chunk import CHUNK
-from kvpipe.statemachine.core import Compiled, Cursor, Watch
+from kvpipe.statemachine.core import Compiled
 from kvpipe.trace.events import CacheReset
 from kvpipe.trace.log import Counters
 from kvpipe.trace.recorder import OFF, Recorder
@@ -45,70 +46,6 @@ NEVER = 1 << 60
 SAVE_RETRIES_MAX = 3
 LATER_STEPS_MAX = 100
 """For how many steps a lookup asks to be asked again, before the hit is given up."""
-
-_MACHINE = m.REQUEST.compile()
-
-
-class Match(NamedTuple):
-    """The answer to the last lookup: valid until the end of the scheduling pass in which it was given."""
-
-    step: int
-    local_tokens: int
-    units: int
-    waits: bool = False  # for an asynchronous load
-
-
-class OpenChunk(NamedTuple):
-    """A chunk that this request is filling, from unit `base` on: `filled` units, whose prefix hash is `key`."""
-
-    base: int
-    chunk: Chunk
-    filled: int
-    key: bytes
-
-
-class Tracked(Cursor):
-    """One request. `next_at` is the token count at which the next unit is full: until then there is nothing to do."""
-
-    __slots__ = (
-        "epoch",
-        "job",
-        "later",
-        "life",
-        "match",
-        "next_at",
-        "opened",
-        "preemptions",
-        "request",
-        "retries",
-        "saved",
-    )
-
-    def __init__(self, request: Request, groups: int, life: Life, watch: Watch | None) -> None:
-        """`saved` counts the units of the prefix that are saved, being saved, or given up.
-
-        `later` is the step in which a lookup ends to ask for time; 0: it has not asked.
-        """
-        super().__init__(_MACHINE, request.request_id, watch)
-        self.request, self.life = request, life
-        self.epoch = self.saved = self.next_at = self.retries = self.later = 0
-        self.preemptions = request.num_preemptions
-        self.opened: list[OpenChunk | None] = [None] * groups
-        self.match: Match | None = None
-        self.job = 0
-
-
-class Flight:
-    """A job that the ranks have not all reported yet."""
-
-    __slots__ = ("bad", "born_ns", "distrusted", "job", "ok", "owner", "pieces", "tracked", "unit")
-
-    def __init__(self, job: Job, tracked: Tracked, pieces: tuple[Piece, ...], owner: Owner | None, unit: int) -> None:
-        """`unit` is the first unit that the job saves."""
-        self.job, self.tracked, self.pieces, self.owner, self.unit = job, tracked, pieces, owner, unit
-        self.ok = self.bad = 0
-        self.born_ns = time.monotonic_ns()
-        self.distrusted = False  # of a save: its bytes may rest on garbage; of a load: it is known to have failed
 
 
 class SchedulerSide:
@@ -405,7 +342,7 @@ class SchedulerSide:
 
     def machines(self) -> tuple[Compiled, ...]:
         """Return the machines whose cursors this side owns."""
-        return _MACHINE, CHUNK.compile()
+        return REQUEST, CHUNK.compile()
 
     # ---- loading --------------------------------------------------------------------------------------------------
 

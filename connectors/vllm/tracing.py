@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvpipe.catalog import Chunk
-    from kvpipe.connectors.vllm.scheduler import Tracked
+    from kvpipe.connectors.vllm.tracked import Tracked
 
 TIER = "memory"
 TRACEPARENT_CHARS_MAX = 64
