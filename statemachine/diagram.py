@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from kvpipe.statemachine.breaker import BREAKER
+from kvpipe.statemachine.carry import CARRY
 from kvpipe.statemachine.chunk import CHUNK
 from kvpipe.statemachine.core import Advance, Go, Machine, Reject, Stay
 from kvpipe.statemachine.load import LOAD
 from kvpipe.statemachine.request import REQUEST
 from kvpipe.statemachine.save import SAVE
+from kvpipe.statemachine.stage import STAGE
 
-MACHINES: tuple[Machine, ...] = (SAVE, LOAD, REQUEST, CHUNK)
+MACHINES: tuple[Machine, ...] = (SAVE, LOAD, REQUEST, CHUNK, STAGE, CARRY, BREAKER)
 
 
 def to_markdown(machine: Machine) -> str:
