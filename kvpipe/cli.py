@@ -12,6 +12,7 @@ from kvpipe import __version__
 from kvpipe.config import load_settings, markdown_table, parse_extra
 from kvpipe.control import write_freeze
 from kvpipe.errors import UsageError
+from kvpipe.tiers import command as tiers
 from kvpipe.trace import command
 
 
@@ -53,6 +54,9 @@ def _parser() -> argparse.ArgumentParser:
 
     trace = sub.add_parser("trace", help="read what an engine with trace_file has written: show, replay, timeline")
     command.add_parsers(trace)
+
+    cache = sub.add_parser("cache", help="what tiers hold: stats, ls, verify, purge")
+    tiers.add_parsers(cache)
 
     doctor = sub.add_parser("doctor", help="check this environment, and say what to do")
     doctor.add_argument("extra", nargs="?", default="{}", help="kv_connector_extra_config as JSON")

@@ -6,29 +6,22 @@ Precedence: ``kv_connector_extra_config`` over ``KVPIPE_*`` variables over the f
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
-import reprlib
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BeforeValidator, ByteSize, Field, ValidationError
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import BeforeValidator, ByteSize, Field, SerializeAsAny, ValidationError
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
+from kvpipe import keys
 from kvpipe.errors import ConfigError
+from kvpipe.tiers.registry import parse_tiers
+from kvpipe.tiers.spec import TierSpec, no_bool
 
 PREFIX = "KVPIPE_"
-_NEAR_MIN, _WORD_BONUS = 0.5, 0.25  # likeness from which a name is suggested; what a shared word adds
-
-
-def _no_bool(value: object) -> object:
-    """Refuse True and False where a number is meant; pydantic would read them as 1 and 0."""
-    if isinstance(value, bool):
-        msg = "expected a number, not true or false"
-        raise ValueError(msg)  # noqa: TRY004  (pydantic turns ValueError into its own report)
-    return value
 
 
 class Settings(BaseSettings):
@@ -41,11 +34,25 @@ class Settings(BaseSettings):
         "layerwise",
         description="`layerwise` copies each layer as soon as it is computed; `step` copies all at the step's end.",
     )
-    chunk_tokens: Annotated[int, BeforeValidator(_no_bool), Field(gt=0)] = Field(
+    chunk_tokens: Annotated[int, BeforeValidator(no_bool), Field(gt=0)] = Field(
         256, description="Tokens per chunk, a multiple of the engine's block size."
     )
-    pool_bytes_max: Annotated[ByteSize, BeforeValidator(_no_bool)] = Field(
+    pool_bytes_max: Annotated[ByteSize, BeforeValidator(no_bool)] = Field(
         ByteSize(4 << 30), description="Host memory for chunks, per rank; takes units such as `8GiB`."
+    )
+    tiers: Annotated[tuple[SerializeAsAny[TierSpec], ...], NoDecode, BeforeValidator(parse_tiers)] = Field(
+        (),
+        description="Places beyond host memory, nearest first: URLs separated by whitespace, or a list of URLs and "
+        "tables of keys ([`docs/tiers.md`](docs/tiers.md)).",
+    )
+    lookup_ms_max: Annotated[int, BeforeValidator(no_bool), Field(ge=1, le=600_000)] = Field(
+        1000,
+        description="With tiers: longest that a request waits for a lookup and for chunks to come from a tier; then it "
+        "goes on with what has come.",
+    )
+    tier_bytes_in_flight_max: Annotated[ByteSize, BeforeValidator(no_bool)] = Field(
+        ByteSize(256 << 20),
+        description="Host memory per rank that writes to tiers hold at once, beyond it chunks are not written.",
     )
     policy: Literal["lru", "s3fifo"] = Field(
         "lru", description="Eviction: `lru`, or `s3fifo`, which a scan of one-time prompts cannot flush."
@@ -56,7 +63,7 @@ class Settings(BaseSettings):
         "while others run; `auto` is `sync`, but `async` for models with several KV cache groups and where "
         "`stall_ms_max` says so.",
     )
-    stall_ms_max: Annotated[int, BeforeValidator(_no_bool), Field(ge=0, le=3_600_000)] = Field(
+    stall_ms_max: Annotated[int, BeforeValidator(no_bool), Field(ge=0, le=3_600_000)] = Field(
         50,
         description="With `load=auto`: a hit whose load should take longer, at the rate measured so far, is loaded "
         "asynchronously when other requests run; 0: every such hit.",
@@ -65,7 +72,7 @@ class Settings(BaseSettings):
     save_partial: bool = Field(default=True, description="Save a last chunk that is not full, block by block.")
     freeze: bool = Field(default=False, description="Serve hits, save nothing new. Can be switched at run time.")
     bypass: bool = Field(default=False, description="Neither save nor load.")
-    copy_threads: Annotated[Annotated[int, Field(ge=0, le=1)] | None, BeforeValidator(_no_bool)] = Field(
+    copy_threads: Annotated[Annotated[int, Field(ge=0, le=1)] | None, BeforeValidator(no_bool)] = Field(
         None,
         description="On CPU: 1 copies beside the forward in a thread per direction, 0 copies inline; unset: 1 if "
         "a core is left beside the engine's own threads.",
@@ -76,10 +83,10 @@ class Settings(BaseSettings):
         "kernel into device memory, then by the copy engines; `direct` by a kernel; `auto` the quickest for each "
         "batch, as measured at start-up.",
     )
-    staging_bytes_max: Annotated[ByteSize, BeforeValidator(_no_bool), Field(ge=0)] = Field(
+    staging_bytes_max: Annotated[ByteSize, BeforeValidator(no_bool), Field(ge=0)] = Field(
         ByteSize(64 << 20), description="On CUDA, device memory per rank that pages are gathered in; 0: none."
     )
-    wait_ms_max: Annotated[int, BeforeValidator(_no_bool), Field(gt=0, le=3_600_000)] = Field(
+    wait_ms_max: Annotated[int, BeforeValidator(no_bool), Field(gt=0, le=3_600_000)] = Field(
         30_000, description="Longest wait for a copy before its job is failed."
     )
     control_file: Path | None = Field(
@@ -90,7 +97,7 @@ class Settings(BaseSettings):
         description="Where named caches are registered; unset: `$XDG_STATE_HOME/kvpipe` or `~/.local/state/kvpipe`.",
     )
     config_file: Path | None = Field(None, description="YAML file with any of these keys.")
-    stuck_ms_max: Annotated[int, BeforeValidator(_no_bool), Field(gt=0, le=3_600_000)] = Field(
+    stuck_ms_max: Annotated[int, BeforeValidator(no_bool), Field(gt=0, le=3_600_000)] = Field(
         60_000, description="A load or save that has not moved for so long is reported and failed."
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
@@ -107,10 +114,10 @@ class Settings(BaseSettings):
         description="`debug` traces every transition of every machine, so that the trace can be replayed; "
         "`info` only what happens to requests.",
     )
-    trace_sample: Annotated[float, BeforeValidator(_no_bool), Field(ge=0, le=1)] = Field(
+    trace_sample: Annotated[float, BeforeValidator(no_bool), Field(ge=0, le=1)] = Field(
         1.0, description="Share of requests that are traced, by their ids; failures of the others are traced too."
     )
-    trace_bytes_max: Annotated[ByteSize, BeforeValidator(_no_bool), Field(ge=1 << 20)] = Field(
+    trace_bytes_max: Annotated[ByteSize, BeforeValidator(no_bool), Field(ge=1 << 20)] = Field(
         ByteSize(1 << 30), description="Disk for the trace; the older half is kept as `FILE.1`."
     )
     otel: bool = Field(
@@ -154,9 +161,10 @@ def load_settings(extra: dict[str, Any] | None = None) -> Settings:
         settings = Settings(**given)
     except ValidationError as e:
         problem = e.errors()[0]
-        key = ".".join(str(p) for p in problem["loc"]) or "configuration"
-        why = problem["msg"].removeprefix("Value error, ")
-        msg = f"kvpipe: {key}={reprlib.repr(problem['input'])} is not valid ({why}); {_remedy(key)}"
+        cause = problem.get("ctx", {}).get("error")
+        if isinstance(cause, ConfigError):  # it says all, and shows no secret of a URL
+            raise cause from None
+        msg = f"kvpipe: {keys.first_problem(e, Settings.model_fields)}"
         raise ConfigError(msg) from None
     if settings.bypass and settings.freeze:
         msg = "kvpipe: bypass=true contradicts freeze=true (bypass serves no hits); set only one of them"
@@ -177,25 +185,12 @@ def parse_extra(extra: str) -> dict[str, Any]:
     return parsed
 
 
-def _refuse_unknown(keys: Any, where: str, shown: Any = str) -> None:  # noqa: ANN401
-    valid = list(Settings.model_fields)
-    for key in keys:
+def _refuse_unknown(given: Iterable[Any], where: str, shown: Callable[[str], str] = str) -> None:
+    valid = Settings.model_fields
+    for key in given:
         if key not in valid:
-            near = _nearest(str(key).lower().replace("-", "_"), valid)
-            hint = f"did you mean {shown(near)!r}?" if near else f"valid keys are {', '.join(map(shown, valid))}"
-            msg = f"kvpipe: unknown key {shown(key)!r} in the {where}; {hint}"
+            msg = f"kvpipe: unknown key {shown(key)!r} in the {where}; {keys.suggest(key, valid, shown=shown)}"
             raise ConfigError(msg)
-
-
-def _nearest(key: str, valid: list[str]) -> str | None:
-    """Return the valid key that looks most like `key`; one that shares a whole word looks more like it."""
-
-    def score(name: str) -> float:
-        common = set(key.split("_")) & set(name.split("_"))
-        return difflib.SequenceMatcher(None, key, name).ratio() + (_WORD_BONUS if common else 0)
-
-    best = max(valid, key=score)
-    return best if score(best) >= _NEAR_MIN else None
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -213,23 +208,6 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return data
 
 
-def _remedy(key: str) -> str:
-    field = Settings.model_fields.get(key.split(".", maxsplit=1)[0])
-    if field is None:
-        return "see the configuration table in the README"
-    return f"{key} means: {field.description} Default: {_default(field.default)}"
-
-
-def _default(value: object) -> str:
-    if isinstance(value, ByteSize):
-        return value.human_readable()
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def markdown_table() -> str:
     """Return the README's configuration table, one row per key."""
-    rows = ["| key | default | what it does |", "|---|---|---|"]
-    for key, field in Settings.model_fields.items():
-        default = "" if field.default in (None, "") else f"`{_default(field.default)}`"
-        rows.append(f"| `{key}` | {default} | {str(field.description).replace('|', chr(92) + '|')} |")
-    return "\n".join(rows) + "\n"
+    return keys.table(Settings.model_fields)

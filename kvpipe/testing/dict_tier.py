@@ -1,0 +1,72 @@
+"""The tier that every other is compared with: a dictionary."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+
+import anyio.lowlevel
+
+from kvpipe.tiers.base import Capacity, Entry, Get, Key, Put, Read, Written
+
+
+class DictTier:
+    """Keeps values in this process, for ever."""
+
+    def __init__(self, name: str = "dict") -> None:
+        """Nothing is held."""
+        self.name = name
+        self.values: dict[str, bytes] = {}
+
+    async def open(self) -> None:
+        """See `Tier.open`."""
+
+    async def exists(self, keys: Sequence[Key]) -> list[bool]:
+        """See `Tier.exists`."""
+        await anyio.lowlevel.checkpoint()
+        return [key.text in self.values for key in keys]
+
+    async def read(self, gets: Sequence[Get]) -> list[Read]:
+        """See `Tier.read`."""
+        await anyio.lowlevel.checkpoint()
+        return [self._read(get) for get in gets]
+
+    def _read(self, get: Get) -> Read:
+        value = self.values.get(get.key.text)
+        if value is None:
+            return Read.MISS
+        if len(value) != get.size:
+            return Read.DAMAGED
+        at = 0
+        for part in get.into:
+            part[:] = value[at : at + part.nbytes]
+            at += part.nbytes
+        return Read.HIT
+
+    async def write(self, puts: Sequence[Put]) -> list[Written]:
+        """See `Tier.write`."""
+        await anyio.lowlevel.checkpoint()
+        out = []
+        for put in puts:
+            out.append(Written.PRESENT if put.key.text in self.values else Written.STORED)
+            if out[-1] is Written.STORED:
+                self.values[put.key.text] = b"".join(put.parts)
+        return out
+
+    async def delete(self, keys: Sequence[Key]) -> int:
+        """See `Tier.delete`."""
+        return sum(self.values.pop(key.text, None) is not None for key in keys)
+
+    async def capacity(self) -> Capacity:
+        """See `Tier.capacity`."""
+        return Capacity(len(self.values), sum(map(len, self.values.values())), None)
+
+    async def health(self) -> None:
+        """See `Tier.health`."""
+
+    async def scan(self) -> AsyncIterator[Entry]:
+        """See `Tier.scan`."""
+        for name, value in list(self.values.items()):
+            yield Entry(Key.parse(name), len(value), None)
+
+    async def close(self) -> None:
+        """See `Tier.close`."""

@@ -1,0 +1,197 @@
+"""The tier protocol: what is asked of a place beyond host memory that keeps chunks, and what it owes.
+
+A tier keeps *values*: opaque bytes of a known length under a key. It knows nothing of tokens, headers or checksums.
+What a value means is said by `envelope.py`, which also notices when a tier returns other bytes than it was given. So a
+tier may be wrong, slow or gone at any time: it must only say so, and never touch a buffer that it has given back.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Callable, Sequence
+from enum import Enum
+from typing import Final, NamedTuple, Protocol, TypeVar
+
+import anyio
+import anyio.to_thread
+
+from kvpipe.errors import TransferError
+
+ALIGN_BYTES: Final = 4096
+"""Buffers begin at multiples of it, and their lengths are such: what direct I/O wants."""
+
+_KEY = re.compile(
+    r"(?P<namespace>[0-9a-f]{32})-(?P<chunk>(?:[0-9a-f]{2}){16,64})"
+    r"-g(?P<group>[0-9]{1,4})-r(?P<rank>[0-9]{1,6})of(?P<ranks>[0-9]{1,6})"
+)
+_T = TypeVar("_T")
+
+
+class TierError(TransferError):
+    """The tier cannot be used now: it is down, slow, refuses, or is not what its configuration says."""
+
+
+class TierFullError(TierError):
+    """The tier has no room, or may not be written to. What it holds can still be read."""
+
+
+class Key(NamedTuple):
+    """One rank's part of one chunk. Every field has a mark of its own in the text: a new one cannot be misread.
+
+    `namespace`: 32 hex digits, what the bytes depend on beside the tokens (weights, dtype, layout, ranks …).
+    `chunk`: hash of the token prefix up to the chunk's end, 16 to 64 bytes.
+    `group`: KV cache group.
+    """
+
+    namespace: str
+    chunk: bytes
+    group: int
+    rank: int
+    ranks: int
+
+    @property
+    def text(self) -> str:
+        """The key as a name: lower-case letters, digits and '-' only, at most 190 characters."""
+        return f"{self.namespace}-{self.chunk.hex()}-g{self.group}-r{self.rank}of{self.ranks}"
+
+    @classmethod
+    def parse(cls, text: str) -> Key:
+        """Read what `text` has written. Raises ValueError for anything else."""
+        match = _KEY.fullmatch(text)
+        if match is None:
+            msg = f"{text!r} is no key of a chunk"
+            raise ValueError(msg)
+        chunk, numbers = bytes.fromhex(match["chunk"]), (int(match[part]) for part in ("group", "rank", "ranks"))
+        key = cls(match["namespace"], chunk, *numbers)
+        if key.text != text:  # a number with leading zeros: two names for one key
+            msg = f"{text!r} is no key of a chunk"
+            raise ValueError(msg)
+        return key
+
+
+class Put(NamedTuple):
+    """A value to be written: the concatenation of `parts`, aligned (`ALIGN_BYTES`) and not changed meanwhile."""
+
+    key: Key
+    parts: tuple[memoryview, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the value."""
+        return sum(part.nbytes for part in self.parts)
+
+
+class Get(NamedTuple):
+    """A value to be read into the writable, aligned (`ALIGN_BYTES`) buffers `into`, one after the other.
+
+    The value must be exactly as long as they are together. What they hold after anything but `Read.HIT` is undefined.
+    """
+
+    key: Key
+    into: tuple[memoryview, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the value."""
+        return sum(part.nbytes for part in self.into)
+
+
+class Read(Enum):
+    """How the read of one value ended."""
+
+    HIT = "hit"
+    MISS = "miss"  # not there
+    DAMAGED = "damaged"  # there, but it cannot be what was written: of another length, say
+
+
+class Written(Enum):
+    """How the write of one value ended."""
+
+    STORED = "stored"
+    PRESENT = "present"  # it was there already: nothing was written, its age is renewed
+
+
+class Capacity(NamedTuple):
+    """What a tier holds, as far as it knows."""
+
+    items: int
+    bytes_used: int
+    bytes_max: int | None  # None: it has no limit that it knows of
+
+
+class Entry(NamedTuple):
+    """One value in a listing."""
+
+    key: Key
+    bytes: int
+    age_s: float | None  # seconds since it was written or last used; None: the tier does not know
+
+
+class Tier(Protocol):
+    """A place for values. All methods are coroutines on one event loop.
+
+    They are safe to run beside each other, but for `open` and `close`, which belong to one owner.
+
+    Every method may raise `TierError`, and nothing else but a cancellation. All may be cancelled at any time. When
+    `read` or `write` has returned, raised, or been cancelled, nothing touches its buffers any more; a value whose write
+    did not return is either wholly there or not there at all, never torn. Nothing waits longer than the tier's own
+    `timeout_ms_max` without a byte moving, or, where a client cannot tell, than that and a time by the value's size.
+    """
+
+    name: str
+    """What it is called in traces, metrics and errors: its kind, and its place among tiers of one kind."""
+
+    async def open(self) -> None:
+        """Connect; make folders; rebuild an index. May be called again after a failure, or after `close`."""
+
+    async def exists(self, keys: Sequence[Key]) -> list[bool]:
+        """Return which values are there, in one round trip, or as few as there are servers."""
+
+    async def read(self, gets: Sequence[Get]) -> list[Read]:
+        """Read values straight into their buffers."""
+
+    async def write(self, puts: Sequence[Put]) -> list[Written]:
+        """Keep values; a bounded tier drops the oldest to make room. Raises `TierFullError` if it cannot."""
+
+    async def delete(self, keys: Sequence[Key]) -> int:
+        """Drop values; return how many were there."""
+
+    async def capacity(self) -> Capacity:
+        """Return what is held."""
+
+    async def health(self) -> None:
+        """Return if the tier can be used, cheaply; raise `TierError` saying why not."""
+
+    def scan(self) -> AsyncIterator[Entry]:
+        """Yield every value of kvpipe's that is there, in no order, while others read and write."""
+
+    async def close(self) -> None:
+        """Finish what is under way, release connections and threads. Idempotent. Nothing is left for process exit."""
+
+
+async def blocking(
+    limiter: anyio.CapacityLimiter, work: Callable[[], _T], stop: Callable[[], object] | None = None
+) -> _T:
+    """Run `work` in a thread. A cancellation calls `stop`, which makes `work` end soon, and waits for the thread.
+
+    So no thread touches a buffer after its coroutine is gone.
+    """
+    ended: list[_T | Exception] = []
+
+    async def watch() -> None:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            if not ended and stop is not None:
+                stop()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(watch)
+        try:
+            ended.append(await anyio.to_thread.run_sync(work, limiter=limiter))  # shielded: it waits for the thread
+        except Exception as error:  # noqa: BLE001  (raised below, not wrapped in a group)
+            ended.append(error)
+        group.cancel_scope.cancel()
+    if isinstance(ended[0], Exception):
+        raise ended[0]
+    return ended[0]

@@ -1,0 +1,318 @@
+"""A rank's carrier: brings chunks from tiers into slots, and from slots to tiers, beside everything else.
+
+The scheduler side decides what is carried, and holds the slots meanwhile. Each order has a cursor on the loop thread,
+and is reported once, when nothing touches its slot any more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+import anyio
+import anyio.abc
+import numpy as np
+
+from kvpipe.geometry import Geometry
+from kvpipe.loop import LoopThread
+from kvpipe.plan import Order
+from kvpipe.statemachine import carry as m
+from kvpipe.statemachine.core import Compiled, Cursor, Edge, State
+from kvpipe.tiers.base import ALIGN_BYTES, Get, Key, Put, Read, TierError, blocking
+from kvpipe.tiers.envelope import HEADER_BYTES, DamagedError, pages
+from kvpipe.tiers.memory import HostPool
+from kvpipe.tiers.shelf import READ, WRITE, Shelf
+from kvpipe.trace.log import Counters
+from kvpipe.trace.recorder import OFF, Recorder
+
+CARRY: Final[Compiled] = m.CARRY.compile()
+TIMEOUTS_MAX: Final = 10
+"""A value takes at most so many of its tier's `timeout_ms_max`, however slowly its bytes trickle."""
+DRAIN_S_MAX: Final = 5.0
+"""For how long a shutdown waits for chunks that are on their way to a tier."""
+
+Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+
+
+class Carried(NamedTuple):
+    """How one order ended on this rank."""
+
+    order: Order
+    ok: bool
+
+
+class Bodies:
+    """Where a chunk's bytes are in its slot. A body is ``[layer][page]`` without gaps, padded to `ALIGN_BYTES`.
+
+    That of a whole chunk is the slot itself. A shorter one is gathered into a buffer of its own.
+    """
+
+    def __init__(self, geometry: Geometry, pool: HostPool) -> None:
+        """Look at the pool's slots as numpy arrays."""
+        self._geometry = geometry
+        self._slots: Bytes = pool.tensor.numpy()
+
+    def size(self, group: int, units: int) -> int:
+        """Bytes of the body of `units` units, padding included."""
+        return -(-self._geometry.groups[group].bytes_per_block * self._pages(group, units) // ALIGN_BYTES) * ALIGN_BYTES
+
+    def whole(self, units: int) -> bool:
+        """Whether so many units are a whole chunk."""
+        return units == self._geometry.units_per_chunk
+
+    def of(self, slot: int, group: int, units: int) -> memoryview:
+        """Return the slot's own memory, for a body of this size."""
+        view: memoryview = self._slots[slot].data
+        return view[: self.size(group, units)]
+
+    def gather(self, slot: int, group: int, units: int) -> memoryview:
+        """Return a body to be written: the slot's own memory for a whole chunk, else a copy."""
+        used = self._geometry.groups[group].bytes_per_block * self._pages(group, units)
+        if self.whole(units):
+            body = self._slots[slot][: self.size(group, units)]
+        else:
+            body = np.frombuffer(pages(self.size(group, units)), np.uint8)
+            for mine, theirs in self._stretches(slot, group, units):
+                body[mine] = theirs
+        body[used:] = 0  # padding: nobody else's bytes go out
+        view: memoryview = body.data
+        return view
+
+    def scatter(self, body: memoryview, slot: int, group: int, units: int) -> None:
+        """Put a body that is no whole chunk where it belongs in the slot."""
+        flat: Bytes = np.frombuffer(body, np.uint8)
+        for mine, theirs in self._stretches(slot, group, units):
+            theirs[:] = flat[mine]
+
+    def _pages(self, group: int, units: int) -> int:
+        return self._geometry.pages_per_unit[group] * units
+
+    def _stretches(self, slot: int, group: int, units: int) -> list[tuple[slice, Bytes]]:
+        out, at, pages = [], 0, self._pages(group, units)
+        layers = self._geometry.groups[group].layers
+        for layer, offset in zip(layers, self._geometry.layer_offsets[group], strict=True):
+            size = layer.page_bytes * pages
+            out.append((slice(at, at + size), self._slots[slot][offset : offset + size]))
+            at += size
+        return out
+
+
+class Carrier:
+    """One per rank."""
+
+    def __init__(
+        self,
+        shelves: Sequence[Shelf],
+        geometry: Geometry,
+        pool: HostPool,
+        *,
+        rank: int,
+        ranks: int,
+        counters: Counters,
+        cpus: frozenset[int] = frozenset(),
+        trace: Recorder = OFF,
+    ) -> None:
+        """Start the thread, on `cpus` if any are given."""
+        self.shelves = tuple(shelves)
+        self._bodies = Bodies(geometry, pool)
+        self._rank, self._ranks, self.counters, self._trace = rank, ranks, counters, trace
+        self._turns = [
+            {use: anyio.CapacityLimiter(shelf.spec.lanes) for use in (READ, WRITE)} for shelf in self.shelves
+        ]
+        self._threads = anyio.CapacityLimiter(4)
+        self._group: anyio.abc.TaskGroup | None = None
+        self._early: list[tuple[Order, str, int]] = []
+        self._outbox: deque[Carried] = deque()
+        self._open: dict[int, Order] = {}  # taken, and not yet reported
+        self._begun = self._ended = self._storing = 0
+        self._serving = True
+        self.bytes = {(shelf.name, use): 0 for shelf in self.shelves for use in (READ, WRITE)}
+        self.seconds = dict.fromkeys(self.bytes, 0.0)
+        self._loop = LoopThread("kvpipe-carrier", self._take, tasks=(self._serve,), cpus=cpus)
+
+    # ---- vLLM's thread --------------------------------------------------------------------------------------------
+
+    def begin(self, orders: Sequence[Order], space: str, step: int) -> None:
+        """Take a step's orders. Their chunks' namespace is `space`."""
+        self._begun += len(orders)
+        for order in orders:
+            self._open[order.id] = order
+            if not self._loop.put((order, space, step)):
+                self._end(order, ok=False)
+
+    def hurry(self) -> None:
+        """Probe the tiers that are left alone, now."""
+        for shelf in self.shelves:
+            self._loop.put(shelf.hurry)
+
+    @property
+    def open(self) -> int:
+        """Orders that were taken and have not ended."""
+        return self._begun - self._ended
+
+    def collect(self) -> list[Carried]:
+        """Return how orders ended since the last call, each exactly once."""
+        lost = not self.alive  # asked first: what it reported before its end is in the outbox
+        out = []
+        while self._outbox:
+            out.append(self._outbox.popleft())
+            self._open.pop(out[-1].order.id, None)
+        if lost and self._open:
+            self.counters.fault("carrier_lost")
+            out += [Carried(order, ok=False) for order in self._open.values()]
+            self._open.clear()
+        return out
+
+    @property
+    def alive(self) -> bool:
+        """Whether orders can be carried out."""
+        return self._serving and self._loop.alive
+
+    @property
+    def unreadable(self) -> frozenset[int]:
+        """The tiers, by their places, that this rank does not read at present."""
+        left = (place for place, shelf in enumerate(self.shelves) if not shelf.breakers[READ].allows)
+        return frozenset(left) if self.alive else frozenset(range(len(self.shelves)))
+
+    def shutdown(self) -> None:
+        """Finish what is on its way to a tier, within bounds, give up the rest, close the tiers. Idempotent."""
+        deadline = time.monotonic() + DRAIN_S_MAX
+        while self.alive and (self._storing or self._loop.waiting) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        self._loop.stop(DRAIN_S_MAX)
+
+    # ---- the loop thread ------------------------------------------------------------------------------------------
+
+    async def _serve(self) -> None:
+        try:
+            async with anyio.create_task_group() as group:
+                for shelf in self.shelves:
+                    group.start_soon(shelf.keep)
+                self._group = group
+                for early in self._early:
+                    self._begin(early)
+                self._early.clear()
+                await anyio.sleep_forever()
+        finally:
+            self._serving = False
+
+    def _take(self, item: tuple[Order, str, int]) -> None:
+        self._storing += item[0].stores
+        if self._group is None and self._serving:
+            self._early.append(item)
+        else:
+            self._begin(item)
+
+    def _begin(self, item: tuple[Order, str, int]) -> None:
+        try:
+            if self._group is not None and self._serving:
+                self._group.start_soon(self._carry, *item)
+                return
+        except RuntimeError as error:  # it is ending
+            self.counters.fault("carry_failed", order=item[0].id, error=repr(error))
+        self._storing -= item[0].stores
+        self._end(item[0], ok=False)
+
+    async def _carry(self, order: Order, space: str, step: int) -> None:
+        cursor = Cursor(CARRY, order.id, self._watch(step))
+        turns, has_turn = None, False
+        try:
+            shelf = self.shelves[order.tier]  # fails on a rank that has fewer
+            use, move = (WRITE, self._store) if order.stores else (READ, self._fetch)
+            key = Key(shelf.space(space), order.chunk, order.group, self._rank, self._ranks)
+            turns = self._turns[order.tier][use]
+            with anyio.move_on_after(shelf.timeout_s * TIMEOUTS_MAX):
+                await turns.acquire_on_behalf_of(cursor)
+                has_turn = True
+            if not has_turn:  # not the tier's fault: it may be well, and busy with what came before
+                cursor.fire(m.FAULT, "no lane has become free")
+            elif not shelf.breakers[use].allows:
+                cursor.fire(m.REFUSE, "the breaker is open")
+            else:
+                cursor.fire(m.BEGIN)
+                await self._try(cursor, shelf, use, order, key, move)
+        except Exception as error:  # noqa: BLE001  (a bug of ours or a tier's: this order has failed, others go on)
+            self.counters.fault("carry_failed", order=order.id, error=repr(error))
+            if not cursor.state.final:
+                cursor.fire(m.FAULT, repr(error))
+        finally:
+            if has_turn and turns is not None:
+                turns.release_on_behalf_of(cursor)
+            if not cursor.state.final:
+                cursor.fire(m.CANCEL)
+            self._storing -= order.stores
+            self._end(order, ok=cursor.state.row == m.FINALIZED)
+
+    def _end(self, order: Order, *, ok: bool) -> None:
+        self._outbox.append(Carried(order, ok))
+        self._ended += 1
+
+    async def _try(
+        self, cursor: Cursor, shelf: Shelf, use: str, order: Order, key: Key, move: Callable[..., Any]
+    ) -> None:
+        began = time.monotonic()
+        try:
+            with anyio.fail_after(shelf.timeout_s * TIMEOUTS_MAX):
+                await shelf.ready()
+                why = await move(shelf, order, key)
+        except TimeoutError:
+            self._failed(cursor, shelf, use, "it took too long", slow=True)
+            return
+        except TierError as error:
+            self._failed(cursor, shelf, use, str(error))
+            return
+        took_s = time.monotonic() - began
+        shelf.breakers[use].ok()
+        self.seconds[shelf.name, use] += took_s
+        if why:
+            cursor.fire(m.MISS, why)
+            return
+        self.bytes[shelf.name, use] += self._bodies.size(order.group, order.units)
+        cursor.fire(m.DONE)
+
+    def _failed(self, cursor: Cursor, shelf: Shelf, use: str, why: str, *, slow: bool = False) -> None:
+        cursor.fire(m.FAULT, why)
+        self.counters.fault("tier_failed", tier=shelf.name, use=use, why=why)
+        shelf.fault(use, why, slow=slow)
+
+    async def _fetch(self, shelf: Shelf, order: Order, key: Key) -> str:
+        """Bring a chunk into its slot. Returns why it was not there, or nothing."""
+        bodies, (slot, group, units) = self._bodies, (order.slot, order.group, order.units)
+        whole, header = bodies.whole(units), pages(HEADER_BYTES)
+        body = bodies.of(slot, group, units) if whole else pages(bodies.size(group, units))
+        (read,) = await shelf.tier.read([Get(key, (header, body))])
+        why = "" if read is Read.HIT else read.value
+        if not why:
+            try:
+                await blocking(self._threads, lambda: shelf.sealer.unseal(key, units, header, body))
+            except DamagedError as error:
+                why = f"damaged: {error}"
+        if why and read is not Read.MISS:
+            self.counters.fault("chunk_damaged", tier=shelf.name, why=why)
+            if WRITE in shelf.breakers and shelf.spec.store != "never":
+                await shelf.tier.delete([key])
+        if not why and not whole:
+            bodies.scatter(body, slot, group, units)
+        return why
+
+    async def _store(self, shelf: Shelf, order: Order, key: Key) -> str:
+        """Write a chunk. Returns nothing: it is there now."""
+        body = self._bodies.gather(order.slot, order.group, order.units)
+        parts = await blocking(self._threads, lambda: shelf.sealer.seal(key, order.units, body))
+        await shelf.tier.write([Put(key, parts)])
+        return ""
+
+    # ---- what is told ---------------------------------------------------------------------------------------------
+
+    def _watch(self, step: int) -> Callable[[Cursor, State, Edge, str], object] | None:
+        if not self._trace.detail:
+            return None
+
+        def moved(cursor: Cursor, was: State, edge: Edge, why: str) -> None:
+            number = cursor.key
+            assert isinstance(number, int)  # noqa: S101  (it is the order's id)
+            self._trace.took("", 0, step, cursor, number, was, edge, why)
+
+        return moved

@@ -1,0 +1,54 @@
+"""Whether a tier can be used from here: opened, asked, and given a small value that is read back and dropped."""
+
+from __future__ import annotations
+
+import os
+
+import anyio
+
+from kvpipe.tiers.base import Get, Key, Put, Read, Tier, TierError
+from kvpipe.tiers.envelope import HEADER_BYTES, DamagedError, Sealer, pages, secret_of
+from kvpipe.tiers.spec import TierSpec
+
+NAMESPACE = "0" * 32
+"""No engine's: a hash of nothing."""
+PATIENCE = 4
+"""How many of its `timeout_ms_max` a tier has for all of it."""
+
+
+def problem_of(name: str, spec: TierSpec) -> str:
+    """Return what is wrong with a tier, or nothing. Raises `ConfigError` for what is wrong with its configuration."""
+    tier, sealer = spec.make(name, writes=spec.store != "never"), Sealer(secret_of(spec))
+    return anyio.run(_problem, tier, sealer, spec)
+
+
+async def _problem(tier: Tier, sealer: Sealer, spec: TierSpec) -> str:
+    try:
+        with anyio.fail_after(spec.timeout_ms_max * PATIENCE / 1000):
+            await tier.open()
+            await tier.health()
+            return await _round_trip(tier, sealer) if spec.store != "never" else ""
+    except TierError as error:
+        return str(error)
+    except TimeoutError:
+        return f"no answer in {PATIENCE} x timeout_ms_max"
+    finally:
+        with anyio.move_on_after(PATIENCE, shield=True):
+            await tier.close()
+
+
+async def _round_trip(tier: Tier, sealer: Sealer) -> str:
+    key, body = Key(NAMESPACE, os.urandom(32), 0, 0, 1), pages(HEADER_BYTES)
+    body[:16] = os.urandom(16)
+    kept = bytes(body)
+    await tier.write([Put(key, sealer.seal(key, 1, body))])
+    header, back = pages(HEADER_BYTES), pages(len(kept))
+    (read,) = await tier.read([Get(key, (header, back))])
+    await tier.delete([key])
+    if read is not Read.HIT:
+        return f"a value that was written was not there to be read ({read.value})"
+    try:
+        sealer.unseal(key, 1, header, back)
+    except DamagedError as error:
+        return f"a value came back damaged ({error})"
+    return "" if bytes(back) == kept else "a value came back changed"

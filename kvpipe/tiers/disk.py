@@ -1,0 +1,344 @@
+"""The disk tier: one file per value, in a folder that any number of processes share, also of several hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from stat import S_ISREG
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
+from urllib.parse import SplitResult, unquote
+
+import anyio
+import anyio.lowlevel
+import anyio.to_thread
+from pydantic import BeforeValidator, ByteSize, Field, field_validator
+
+from kvpipe.errors import ConfigError
+from kvpipe.tiers.base import Capacity, Entry, Get, Key, Put, Read, TierError, TierFullError, Written, blocking
+from kvpipe.tiers.disk_files import Mover, Root, opened, shelf
+from kvpipe.tiers.disk_index import Index
+from kvpipe.tiers.disk_room import Room
+from kvpipe.tiers.spec import TierSpec, no_bool
+
+_RENEW_S: Final = 60.0
+"""A file's time is renewed by a use of it if it is older."""
+_LOOK_S, _LOOK_SHARE = 0.1, 10
+"""Shortest time between passes over the folder, and as a multiple of how long the last one took."""
+_OLD_S: Final = 0.5
+"""What was found longer ago is not answered with: a pass is awaited."""
+_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # the last: a pipe must not stop it
+_NO_FILE: Final = frozenset((errno.ELOOP, errno.ENXIO))
+"""What opening a link or a socket says."""
+_I = TypeVar("_I")
+_O = TypeVar("_O")
+
+
+class DiskSpec(TierSpec):
+    """A folder on a disk, or on a file system that hosts share."""
+
+    kind: Literal["disk"] = "disk"
+    schemes: ClassVar[tuple[str, ...]] = ("file",)
+
+    path: Path = Field(description="Folder, absolute; made if it is not there. `~` is the home folder.")
+    bytes_max: Annotated[ByteSize, BeforeValidator(no_bool), Field(gt=0)] = Field(
+        ByteSize(100 << 30), description="Room for all files of kvpipe's in the folder, whoever wrote them."
+    )
+    fsync: bool = Field(
+        default=False, description="Wait until a value is on the disk: it outlives a power cut, and writing is slower."
+    )
+    direct: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Direct I/O, past the page cache: `on`, `off`, or `auto` for on where the file system has it.",
+    )
+
+    @field_validator("path")
+    @classmethod
+    def _absolute(cls, path: Path) -> Path:
+        try:
+            path = path.expanduser()
+        except RuntimeError as error:
+            raise ValueError(f"{error}; write an absolute path") from None
+        if not path.is_absolute():
+            raise ValueError("expected an absolute path, such as /var/cache/kvpipe")
+        return path
+
+    @classmethod
+    def from_url(cls, url: SplitResult) -> dict[str, Any]:
+        """See `TierSpec.from_url`."""
+        if url.netloc not in {"", "localhost"} or not url.path.startswith("/"):
+            raise ValueError("a file URL has three slashes and an absolute path: file:///var/cache/kvpipe")
+        if url.fragment:
+            raise ValueError("write a # in a path as %23")
+        return {"path": unquote(url.path)}
+
+    def make(self, name: str, *, writes: bool = True) -> DiskTier:
+        """See `TierSpec.make`.
+
+        Raises:
+            ConfigError: the path is no folder, cannot be written to though it should be, or is on a file system that is
+                smaller than `bytes_max`.
+
+        """
+        self._check()
+        return DiskTier(self, name, writes=writes)
+
+    def _check(self) -> None:
+        where = f"kvpipe: disk tier: path={str(self.path)!r}"
+        there = next(path for path in (self.path, *self.path.parents) if os.path.lexists(path))
+        if not there.is_dir():
+            raise ConfigError(f"{where}: {there} is no folder; name another path")
+        if self.store == "never":
+            return
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise ConfigError(f"{where}: {there} cannot be written to; name another path, or set store=never")
+        stat = os.statvfs(there)
+        size = stat.f_frsize * stat.f_blocks
+        if self.bytes_max > size:
+            raise ConfigError(
+                f"kvpipe: disk tier: bytes_max={self.bytes_max} is more than the {size} bytes of the file system of "
+                f"{there}; set a smaller bytes_max"
+            )
+
+
+class DiskTier:
+    """See `Tier`. Every file operation is in a thread; `exists` is answered from memory."""
+
+    def __init__(self, spec: DiskSpec, name: str, *, writes: bool) -> None:
+        """`writes`: see `TierSpec.make`. Nothing is touched."""
+        self.name, self.spec = name, spec
+        self.timeout_s = spec.timeout_ms_max / 1000
+        self._makes, self._writes = spec.store != "never", writes and spec.store != "never"
+        self._root, self._index, self._mover = Root(spec.path), Index(), Mover(spec.direct)
+        self._room = Room(self._root, self._index, spec.bytes_max, self.timeout_s, sync=spec.fsync)
+        self._open = False
+        self._reads, self._puts = anyio.CapacityLimiter(spec.lanes), anyio.CapacityLimiter(spec.lanes)
+        self._looker: threading.Thread | None = None
+        self._looked_s, self._took_s, self._trouble = -math.inf, 0.0, ""
+
+    async def open(self) -> None:
+        """See `Tier.open`. A folder that cannot be written to is opened for reading."""
+        self._room.stopping.clear()
+        self._reads, self._puts = anyio.CapacityLimiter(self.spec.lanes), anyio.CapacityLimiter(self.spec.lanes)
+
+        def start() -> None:
+            self._root.adopt(make=self._makes)
+            self._listed()
+            if self._writes:
+                with contextlib.suppress(TierFullError), self._root.failures(writing=True):
+                    self._room.open()
+
+        await blocking(self._puts, start, self._room.stopping.set)
+        self._open = True
+
+    async def exists(self, keys: Sequence[Key]) -> list[bool]:
+        """See `Tier.exists`. Others' values are found half a second after they were written, or sooner."""
+        self._check_open()
+        await anyio.lowlevel.checkpoint()
+        await self._fresh()
+        return self._index.holds(keys)
+
+    async def read(self, gets: Sequence[Get]) -> list[Read]:
+        """See `Tier.read`."""
+        return await self._each(self._reads, self._read, gets)
+
+    async def write(self, puts: Sequence[Put]) -> list[Written]:
+        """See `Tier.write`."""
+        self._check_open()
+        if puts and not self._writes:
+            raise TierFullError(f"{self.spec.path} is only read here")
+        return await self._each(self._puts, self._write, puts)
+
+    async def delete(self, keys: Sequence[Key]) -> int:
+        """See `Tier.delete`."""
+
+        def work(keys: Sequence[Key]) -> int:
+            with self._root.failures(writing=True):
+                return self._room.delete(keys)
+
+        return sum(await self._each(self._puts, work, [keys] if keys else []))
+
+    async def capacity(self) -> Capacity:
+        """See `Tier.capacity`."""
+        await self._each(self._reads, self._listed, [None])
+        return Capacity(*self._index.total(), self.spec.bytes_max)
+
+    async def health(self) -> None:
+        """See `Tier.health`."""
+
+        def work(_: None) -> None:
+            with self._root.failures(writing=True):
+                with self._root.open() as root:
+                    os.fstatvfs(root)
+                if self._writes:
+                    self._room.check()
+
+        await self._each(self._reads, work, [None])
+
+    async def scan(self) -> AsyncIterator[Entry]:
+        """See `Tier.scan`."""
+        await self._each(self._reads, self._listed, [None])
+        for key, size, used_s in self._index.all():
+            yield Entry(key, size, max(0.0, time.time() - used_s))
+
+    async def close(self) -> None:
+        """See `Tier.close`."""
+        self._open = False
+        for limiter in (self._reads, self._puts):
+            async with AsyncExitStack() as places:
+                for _ in range(self.spec.lanes):  # when it has every place, nothing is under way
+                    user = object()
+                    await limiter.acquire_on_behalf_of(user)
+                    places.callback(limiter.release_on_behalf_of, user)
+
+        def end() -> None:
+            self._room.stopping.set()
+            if self._looker is not None:
+                self._looker.join(self.timeout_s)
+            self._room.stopping.clear()
+            with contextlib.suppress(TierError), self._root.failures():
+                self._room.close()
+
+        await blocking(self._puts, end)
+
+    # ---- on the loop thread ---------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise TierError(f"{self.spec.path} is not open")
+
+    async def _each(self, limiter: anyio.CapacityLimiter, work: Callable[[_I], _O], items: Sequence[_I]) -> list[_O]:
+        """Return `work` of each item, done in as many threads as the limiter has places. The first failure ends all."""
+        self._check_open()
+        todo, done, failed = deque(enumerate(items)), dict[int, _O](), list[TierError]()
+
+        def lane() -> None:
+            while True:
+                try:
+                    at, item = todo.popleft()
+                except IndexError:
+                    return
+                try:
+                    done[at] = work(item)
+                except TierError as error:
+                    failed.append(error)
+                    todo.clear()
+
+        async with anyio.create_task_group() as group:
+            for _ in range(min(len(items), self.spec.lanes)):
+                group.start_soon(blocking, limiter, lane, todo.clear)
+        if failed:
+            raise failed[0]
+        return [done[at] for at in range(len(items))]
+
+    async def _fresh(self) -> None:
+        """Begin a pass over the folder if the last was some time ago; wait for it if it was long ago."""
+        age_s, rest_s = time.monotonic() - self._looked_s, self._took_s * _LOOK_SHARE
+        looker = self._looker
+        if age_s > max(_LOOK_S, rest_s) and (looker is None or not looker.is_alive()):
+            looker = self._looker = threading.Thread(target=self._pass, name=f"kvpipe-{self.name}", daemon=True)
+            looker.start()
+        if looker is not None and age_s > max(_OLD_S, rest_s):
+            await anyio.to_thread.run_sync(looker.join, self.timeout_s, abandon_on_cancel=True)
+            if looker.is_alive():
+                raise TierError(f"{self.spec.path}: no listing in timeout_ms_max={self.spec.timeout_ms_max}")
+        if self._trouble:
+            raise TierError(self._trouble)
+
+    # ---- in threads -----------------------------------------------------------------------------------------------
+
+    def _pass(self) -> None:
+        """Bring the index up to date, and note what keeps it from that."""
+        begin_s = time.monotonic()
+        try:
+            with self._root.failures(), self._root.open() as root:
+                self._index.refresh(root, self._room.stopping)
+            self._trouble = ""
+        except TierError as error:
+            self._trouble = str(error)
+        self._looked_s = time.monotonic()
+        self._took_s = self._looked_s - begin_s
+
+    def _listed(self, _: None = None) -> None:
+        self._pass()
+        if self._trouble:
+            raise TierError(self._trouble)
+
+    def _read(self, get: Get) -> Read:
+        with self._root.failures(), self._root.open() as root:
+            try:
+                with shelf(root, get.key) as at, opened(get.key.text, _READ, at) as fd:
+                    found = os.fstat(fd)
+                    if not S_ISREG(found.st_mode) or found.st_size != get.size:
+                        return Read.DAMAGED
+                    if self._mover.move(fd, os.preadv, get.into) < get.size:
+                        return Read.DAMAGED
+                    self._index.add(get.key, get.size, _renewed(fd, found))
+                    return Read.HIT
+            except (FileNotFoundError, NotADirectoryError):
+                self._index.forget(get.key)
+                return Read.MISS
+            except OSError as error:
+                if error.errno not in _NO_FILE:
+                    raise
+                return Read.DAMAGED
+
+    def _write(self, put: Put) -> Written:
+        with self._root.failures(writing=True):
+            if self._present(put.key):
+                return Written.PRESENT
+            draft = self._room.begin(put.size)
+            try:
+                with self._room.opened(draft) as fd:
+                    self._fill(fd, put)
+                first = self._room.finish(draft, put.key)
+            except BaseException:
+                with contextlib.suppress(OSError, TierError):
+                    self._room.drop(draft)
+                raise
+            if self.spec.fsync:
+                with self._root.open() as root, shelf(root, put.key) as at:
+                    os.fsync(at)
+        return Written.STORED if first else Written.PRESENT
+
+    def _present(self, key: Key) -> bool:
+        """Whether a value is there. It is used now."""
+        try:
+            with (
+                self._root.open() as root,
+                shelf(root, key) as at,
+                opened(key.text, _READ, at) as fd,
+            ):
+                found = os.fstat(fd)
+                if S_ISREG(found.st_mode):
+                    self._index.add(key, found.st_size, _renewed(fd, found))
+                return S_ISREG(found.st_mode)
+        except FileNotFoundError:
+            return False
+
+    def _fill(self, fd: int, put: Put) -> None:
+        try:
+            os.posix_fallocate(fd, 0, put.size)  # a full disk says so now
+        except OSError as error:
+            if error.errno not in {errno.EINVAL, errno.EOPNOTSUPP}:  # the file system cannot
+                raise
+        if self._mover.move(fd, os.pwritev, put.parts) < put.size:
+            raise TierError(f"{self.spec.path}: a write ended early")
+        if self.spec.fsync:
+            os.fsync(fd)
+
+
+def _renewed(fd: int, found: os.stat_result) -> float:
+    """Mark a file as used now if it was not of late. Return its time."""
+    if time.time() - found.st_mtime > _RENEW_S:
+        with contextlib.suppress(OSError):  # of a disk that is read only
+            os.utime(fd)
+            return os.fstat(fd).st_mtime
+    return found.st_mtime

@@ -1,0 +1,273 @@
+"""Lookups in tiers, beside the scheduler's thread: which chunks of a prefix are there, on every rank."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import anyio
+import anyio.abc
+import anyio.to_thread
+
+from kvpipe.loop import LoopThread
+from kvpipe.tiers.base import Key, TierError
+from kvpipe.tiers.shelf import FIND, Shelf
+
+KEYS_PER_CALL_MAX = 4096
+LOOKUPS_MAX = 256
+"""Lookups under way at once; more wait, at most until their deadline."""
+_PIECE_BYTES = 1 << 20
+Signature = tuple[tuple[str, int, int], ...]
+
+Place = tuple[int, int]
+"""A cache group, and the units of the prefix that a chunk ends at."""
+
+
+class Adapter(NamedTuple):
+    """A LoRA adapter: its name and path are in vLLM's hash; its bytes are not."""
+
+    path: str
+
+
+class Lookup:
+    """One question. The scheduler's thread makes it, and reads the answer once it is `done`."""
+
+    __slots__ = (
+        "adapter", "deadline_s", "digest", "done", "down", "found", "groups", "keys", "space", "until_s", "wanted",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        keys: Sequence[bytes],
+        wanted: tuple[Place, ...],
+        *,
+        groups: int,
+        space: str,
+        seconds_max: float,
+        adapter: Adapter | None = None,
+    ) -> None:
+        """`keys[u]`: hash of the first u + 1 units. `wanted`: whole chunks that are not in memory."""
+        self.keys, self.wanted, self.groups, self.space, self.adapter = keys, wanted, groups, space, adapter
+        self.deadline_s, self.until_s = seconds_max, time.monotonic() + seconds_max
+        self.found: dict[Place, int] = {}
+        """In which tier, by its place in the order, each place that was found is."""
+        self.digest = b""  # of the adapter
+        self.down = False  # a tier could not be asked
+        self.done = False  # written last
+
+
+class Finder:
+    """One per scheduler's process."""
+
+    def __init__(
+        self, shelves: Sequence[Shelf], *, ranks: int, units_per_chunk: int, fault: Callable[[str, str, str], object]
+    ) -> None:
+        """Start the thread. `fault(tier, use, why)` hears of calls that failed."""
+        self.shelves = tuple(shelves)
+        self._ranks, self._per_chunk, self._fault = ranks, units_per_chunk, fault
+        self._digests: dict[str, tuple[Signature, bytes]] = {}
+        self._learning: set[str] = set()
+        self.unreadable: frozenset[int] = frozenset()
+        """Tiers, by their places, that some rank leaves alone. Set by the scheduler's thread."""
+        self._asked = self._answered = 0
+        self._limit = anyio.Semaphore(LOOKUPS_MAX)
+        self._group: anyio.abc.TaskGroup | None = None
+        self._early: list[Lookup | Adapter] = []
+        self._serving = True
+        self._loop = LoopThread("kvpipe-finder", self._take, tasks=(self._serve,))
+
+    def ask(self, lookup: Lookup) -> None:
+        """Begin `lookup`. Never blocks; a lookup that cannot be made is `done` with nothing found."""
+        self._asked += 1
+        if not self._loop.put(lookup):
+            self._end(lookup)
+
+    @property
+    def usable(self) -> bool:
+        """Whether any tier can be asked."""
+        return self._serving and any(self._asks(place) for place in range(len(self.shelves)))
+
+    def _asks(self, place: int) -> bool:
+        return place not in self.unreadable and self.shelves[place].breakers[FIND].allows
+
+    def hurry(self) -> None:
+        """Probe the tiers that are left alone, now."""
+        for shelf in self.shelves:
+            self._loop.put(shelf.hurry)
+
+    @property
+    def open(self) -> int:
+        """Lookups that were asked and not answered."""
+        return self._asked - self._answered
+
+    def stop(self) -> None:
+        """End the thread, and close the tiers. Idempotent."""
+        self._loop.stop()
+
+    # ---- the loop thread ------------------------------------------------------------------------------------------
+
+    async def _serve(self) -> None:
+        try:
+            async with anyio.create_task_group() as group:
+                for shelf in self.shelves:
+                    group.start_soon(shelf.keep)
+                self._group = group
+                for item in self._early:
+                    self._take(item)
+                self._early.clear()
+                await anyio.sleep_forever()
+        finally:
+            self._serving = False
+
+    def _take(self, item: Lookup | Adapter) -> None:
+        if not self._serving:
+            self._over(item)
+        elif self._group is None:
+            self._early.append(item)
+        else:
+            try:
+                if isinstance(item, Lookup):
+                    self._group.start_soon(self._answer, item)
+                else:
+                    self._group.start_soon(self._learn, item)
+            except RuntimeError:  # it is ending
+                self._over(item)
+
+    def _over(self, item: Lookup | Adapter) -> None:
+        if isinstance(item, Lookup):
+            self._end(item)
+
+    async def _answer(self, lookup: Lookup) -> None:
+        try:
+            with anyio.move_on_after(lookup.deadline_s * 2):  # what it waits for has limits of its own, before this
+                async with self._limit:
+                    if lookup.adapter is not None:
+                        await self._learn(lookup.adapter)
+                        lookup.digest = self.digest(lookup.adapter) or b""
+                    await self._find(lookup, lookup.wanted)
+                    await self._find(lookup, self._partial(lookup))
+        except Exception as error:  # noqa: BLE001  (a bug of a tier's: other lookups go on)
+            self._fault("", FIND, repr(error))
+        finally:
+            self._end(lookup)
+
+    def _end(self, lookup: Lookup) -> None:
+        lookup.done = True
+        self._answered += 1
+
+    def _partial(self, lookup: Lookup) -> tuple[Place, ...]:
+        """The places within the chunk that follows the last whole one that is found or held, of each group."""
+        out: list[Place] = []
+        for group in range(lookup.groups):
+            missing = [units for g, units in lookup.wanted if g == group and (g, units) not in lookup.found]
+            whole = len(lookup.keys) // self._per_chunk * self._per_chunk
+            base = min(missing) - self._per_chunk if missing else whole
+            stop = min(base + self._per_chunk, len(lookup.keys) + 1)
+            out += [(group, units) for units in range(base + 1, stop)]
+        return tuple(out)
+
+    async def _find(self, lookup: Lookup, places: tuple[Place, ...]) -> None:
+        for index, shelf in enumerate(self.shelves):
+            left = [place for place in places if place not in lookup.found]
+            if not left:
+                return
+            if not self._asks(index) or not await self._ready(shelf, lookup):
+                lookup.down = True
+                continue
+            for first in range(0, len(left), max(1, KEYS_PER_CALL_MAX // self._ranks)):
+                part = left[first : first + max(1, KEYS_PER_CALL_MAX // self._ranks)]
+                there = await self._exists(shelf, lookup, part)
+                if there is None:
+                    lookup.down = True
+                    break
+                lookup.found.update(dict.fromkeys(there, index))
+
+    async def _ready(self, shelf: Shelf, lookup: Lookup) -> bool:
+        """Wait a while for a tier that is still being opened: others are to be asked too."""
+        left_s = lookup.until_s - time.monotonic()
+        with anyio.move_on_after(left_s / 2) as waited:
+            await shelf.ready()
+        if waited.cancelled_caught and left_s > 0:
+            self._failed(shelf, "it is still being opened")
+        return not waited.cancelled_caught
+
+    async def _exists(self, shelf: Shelf, lookup: Lookup, places: Sequence[Place]) -> list[Place] | None:
+        """Return those of `places` that `shelf` holds for every rank; None: it could not be asked."""
+        space, left_s = shelf.space(lookup.space), lookup.until_s - time.monotonic()
+        keys = [
+            Key(space, chunk_name(lookup.keys[units - 1], lookup.digest), group, rank, self._ranks)
+            for group, units in places
+            for rank in range(self._ranks)
+        ]
+        if left_s <= 0:  # spent on others
+            return None
+        try:
+            with anyio.fail_after(min(shelf.timeout_s, left_s)):
+                there = await shelf.tier.exists(keys)
+        except TimeoutError:  # the lookup's own limit is often the shorter: then it takes several to be sure
+            self._failed(shelf, "no answer in time", slow=left_s >= shelf.timeout_s)
+            return None
+        except TierError as error:
+            self._failed(shelf, str(error))
+            return None
+        shelf.breakers[FIND].ok()
+        return [place for i, place in enumerate(places) if all(there[i * self._ranks : (i + 1) * self._ranks])]
+
+    def _failed(self, shelf: Shelf, why: str, *, slow: bool = False) -> None:
+        self._fault(shelf.name, FIND, why)
+        shelf.fault(FIND, why, slow=slow)
+
+    async def _learn(self, adapter: Adapter) -> None:
+        """Read the adapter's bytes, if its files are others than the last time."""
+        try:
+            signature = await anyio.to_thread.run_sync(adapter_signature, adapter.path)
+            if signature != self._digests.get(adapter.path, (None,))[0]:
+                digest = await anyio.to_thread.run_sync(adapter_digest, adapter.path)
+                self._digests[adapter.path] = (signature, digest)
+        except OSError as error:
+            self._fault("", FIND, f"adapter: {error}")
+            self._digests[adapter.path] = ((), secrets.token_bytes(32))  # shared with nobody
+        finally:
+            self._learning.discard(adapter.path)
+
+    def digest(self, adapter: Adapter | None) -> bytes | None:
+        """Return what tells the adapter's bytes from others'; None: ask again, it is being read. Any thread."""
+        if adapter is None:
+            return b""
+        known = self._digests.get(adapter.path)
+        if known is not None:
+            return known[1]
+        if adapter.path not in self._learning:
+            self._learning.add(adapter.path)
+            self._loop.put(adapter)
+        return None
+
+
+def chunk_name(prefix_hash: bytes, adapter: bytes) -> bytes:
+    """Return what a chunk is called in tiers: the hash of its prefix, and of the adapter's bytes if it has one."""
+    return hashlib.sha256(prefix_hash + adapter).digest() if adapter else prefix_hash
+
+
+def adapter_signature(path: str) -> Signature:
+    """Return names, sizes and times of change of an adapter's files. Raises OSError."""
+    folder = Path(path)
+    files = sorted(file for file in folder.rglob("*") if file.is_file()) if folder.is_dir() else []
+    return tuple((str(file.relative_to(folder)), (at := file.stat()).st_size, at.st_mtime_ns) for file in files)
+
+
+def adapter_digest(path: str) -> bytes:
+    """Identify the bytes of a LoRA adapter: all of its files; of what is no folder, its name. Raises OSError."""
+    folder = Path(path)
+    digest = hashlib.sha256(b"adapter")
+    if not folder.is_dir():
+        digest.update(path.encode("utf-8", "surrogatepass"))
+    for name, size, _ in adapter_signature(path):
+        digest.update(f"{name}:{size}:".encode())
+        with (folder / name).open("rb") as file:
+            while data := file.read(_PIECE_BYTES):
+                digest.update(data)
+    return digest.digest()

@@ -1,0 +1,157 @@
+"""The kinds of tiers there are, and how what a user writes becomes their specifications.
+
+`python -m kvpipe.tiers.registry` rewrites the tables of keys in docs/tiers.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import reprlib
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import SplitResult, parse_qsl, quote, urlsplit
+
+from pydantic import ValidationError
+
+from kvpipe import keys, tables
+from kvpipe.errors import ConfigError
+from kvpipe.tiers.disk import DiskSpec
+from kvpipe.tiers.mooncake import MooncakeSpec
+from kvpipe.tiers.redis import RedisSpec
+from kvpipe.tiers.s3 import S3Spec
+from kvpipe.tiers.spec import TierSpec
+
+SPECS: Final[tuple[type[TierSpec], ...]] = (DiskSpec, RedisSpec, S3Spec, MooncakeSpec)
+DOCS: Final = Path(__file__).parents[2] / "docs" / "tiers.md"
+_KINDS: Final[Mapping[str, type[TierSpec]]] = {spec.model_fields["kind"].default: spec for spec in SPECS}
+_SCHEMES: Final[Mapping[str, type[TierSpec]]] = {scheme: spec for spec in SPECS for scheme in spec.schemes}
+_PLACES: Final[Mapping[str, tuple[str, ...]]] = {
+    "disk": ("path",),
+    "redis": ("host", "port", "db", "prefix"),
+    "s3": ("url", "endpoint"),
+    "mooncake": ("master",),
+}
+"""Keys that say where a kind's values are: two tiers that agree in them would be one."""
+_EXAMPLES = "a path such as /mnt/kv or a URL such as redis://HOST:6379/0"
+
+
+def parse_tiers(value: object) -> tuple[TierSpec, ...]:
+    """Read the configuration's `tiers`: a list of what `parse_tier` takes, or a text of URLs or of a list in JSON.
+
+    Raises:
+        ConfigError: one of them is wrong, or two are the same place.
+
+    """
+    if isinstance(value, str):
+        text = value.strip()
+        try:
+            value = json.loads(text) if text.startswith(("[", "{")) else text.split()
+        except json.JSONDecodeError as error:
+            msg = f"kvpipe: tiers begins as JSON but is none ({error}); mend it, or write URLs separated by blanks"
+            raise ConfigError(msg) from None
+    if not isinstance(value, Sequence):
+        msg = f"kvpipe: tiers is no list but of type {type(value).__name__}; give one entry per tier: {_EXAMPLES}"
+        raise ConfigError(msg)
+    specs = tuple(one if isinstance(one, TierSpec) else parse_tier(one, at) for at, one in enumerate(value, 1))
+    first: dict[tuple[object, ...], int] = {}
+    for at, spec in enumerate(specs, 1):
+        if (other := first.setdefault(_place(spec), at)) != at:
+            msg = f"kvpipe: tier {at} ({spec.kind}) is the same place as tier {other}; leave one of them out"
+            raise ConfigError(msg)
+    return specs
+
+
+def parse_tier(value: str | Mapping[str, Any], at: int = 1) -> TierSpec:
+    """Read one tier: a URL, an absolute path for disk, or a table of keys with `kind`. `at`: its place in the list.
+
+    Raises:
+        ConfigError: it is none of these, or a key is unknown, missing or wrong. The sentence shows no secret.
+
+    """
+    spec, given = _of_url(value, at) if isinstance(value, str) else _of_table(value, at)
+    kind = spec.model_fields["kind"].default
+    try:
+        return spec.model_validate(given)
+    except ValidationError as error:
+        why = keys.first_problem(error, spec.model_fields, f"a {kind} tier has")
+        raise ConfigError(f"kvpipe: tier {at} ({kind}): {why}") from None
+
+
+def named(specs: Iterable[TierSpec]) -> tuple[tuple[str, TierSpec], ...]:
+    """Return each tier with its name: its kind, from the second of a kind on with its number."""
+    seen: Counter[str] = Counter()
+    out = []
+    for spec in specs:
+        seen[spec.kind] += 1
+        out.append((spec.kind if seen[spec.kind] == 1 else f"{spec.kind}-{seen[spec.kind]}", spec))
+    return tuple(out)
+
+
+def _place(spec: TierSpec) -> tuple[object, ...]:
+    return (spec.kind, *(str(getattr(spec, key)).rstrip("/") for key in _PLACES[spec.kind]))
+
+
+def _of_table(value: object, at: int) -> tuple[type[TierSpec], dict[str, Any]]:
+    if not isinstance(value, Mapping):
+        msg = f"kvpipe: tier {at} is of type {type(value).__name__}; give {_EXAMPLES}, or a table of keys with 'kind'"
+        raise ConfigError(msg)
+    kind = value.get("kind")
+    if kind is None:
+        raise ConfigError(f"kvpipe: tier {at}: kind is missing; it is one of {', '.join(_KINDS)}")
+    spec = _KINDS.get(str(kind))
+    if spec is None:
+        remedy = keys.suggest(kind, _KINDS, "kinds are")
+        raise ConfigError(f"kvpipe: tier {at}: no tier is of kind={reprlib.repr(kind)}; {remedy}")
+    return spec, {str(key): one for key, one in value.items()}
+
+
+def _of_url(text: str, at: int) -> tuple[type[TierSpec], dict[str, Any]]:
+    text = os.path.expanduser(text)  # noqa: PTH111  (of any text, not of a path)
+    if text.startswith("/"):
+        path, mark, query = text.partition("?")
+        text = f"file://{quote(path)}{mark}{query}"
+    scheme, mark, _ = text.partition("://")
+    if not mark:
+        raise ConfigError(
+            f"kvpipe: tier {at}: {keys.public(text)!r} is neither a URL nor an absolute path; write {_EXAMPLES}"
+        )
+    spec = _SCHEMES.get(scheme.lower())
+    if spec is None:
+        remedy = keys.suggest(scheme, _SCHEMES, "URLs begin with", lambda one: f"{one}://")
+        raise ConfigError(f"kvpipe: tier {at}: no tier has URLs such as {keys.public(text)!r}; {remedy}")
+    where = f"kvpipe: tier {at} ({spec.model_fields['kind'].default}): {keys.public(text)!r}"
+    url = _split(text)
+    if url is None:
+        raise ConfigError(f"{where} is no valid URL; write {_EXAMPLES}, with special characters as %XX")
+    try:
+        return spec, spec.parse_url(url)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _split(text: str) -> SplitResult | None:
+    try:
+        url = urlsplit(text)
+        url.port  # noqa: B018  (it is read only now)
+        parse_qsl(url.query, strict_parsing=bool(url.query))
+    except ValueError:  # its message would show what it cannot read
+        return None
+    return url
+
+
+def key_tables() -> dict[str, str]:
+    """Return the tables of docs/tiers.md: the keys of every tier, and of each kind."""
+    every = TierSpec.model_fields
+    out = {"keys": keys.table({key: field for key, field in every.items() if key != "kind"})}
+    for kind, spec in _KINDS.items():
+        out[f"keys-{kind}"] = keys.table({key: one for key, one in spec.model_fields.items() if key not in every})
+    return out
+
+
+if __name__ == "__main__":
+    DOCS.write_text(tables.fill(DOCS.read_text(encoding="utf-8"), key_tables()), encoding="utf-8")
+    sys.stdout.write(f"{DOCS}\n")

@@ -1,0 +1,99 @@
+"""Parsing is total: whatever bytes a tier returns, they are the value that was stored, or they are damaged."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpipe.tiers.base import ALIGN_BYTES, Key
+from kvpipe.tiers.envelope import HEADER_BYTES, DamagedError, Sealer, describe
+from property_tests.profiles import examples
+from tests.tiers.buffers import aligned, content, filled
+
+PLAIN, ENCRYPTED = Sealer(None), Sealer(bytes(32))
+BODY = ALIGN_BYTES
+
+keys = st.builds(
+    Key,
+    st.binary(min_size=16, max_size=16).map(bytes.hex),
+    st.binary(min_size=16, max_size=64),
+    st.integers(0, 9999),
+    st.integers(0, 999_999),
+    st.integers(0, 999_999),
+)
+units = st.integers(0, 2**32 - 1)
+sealers = st.sampled_from([PLAIN, ENCRYPTED])
+
+
+def outcome(sealer: Sealer, key: Key, count: int, header: bytes, body: bytes) -> bool:
+    """Return whether these bytes pass for the value; anything else than that or `DamagedError` is a bug."""
+    parts = filled(header + body, (HEADER_BYTES, len(body)))
+    try:
+        sealer.unseal(key, count, *parts)
+    except DamagedError:
+        return False
+    return True
+
+
+@examples(300)
+@given(sealers, keys, units, st.integers(1, 3), st.integers(0, 99))
+def test_what_is_sealed_comes_back(sealer: Sealer, key: Key, count: int, pages: int, seed: int) -> None:
+    """Every key, number of units and body comes back as it was, and the header tells them."""
+    body = content(seed, pages * ALIGN_BYTES)
+    header, stored = sealer.seal(key, count, filled(body, (len(body),))[0])
+    assert describe(header)[:3] == (key, count, len(body))
+    sealer.unseal(key, count, header, stored)
+    assert bytes(stored) == body
+
+
+@examples(500)
+@given(sealers, st.binary(max_size=256), st.booleans())
+def test_random_bytes_are_damaged(sealer: Sealer, start: bytes, sign: bool) -> None:  # noqa: FBT001
+    """Random bytes are no header: neither alone, nor behind the right magic, nor with a checksum that fits."""
+    key = Key("0" * 32, bytes(16), 0, 0, 1)
+    for begin in (b"", struct.pack("<8sH", b"kvpipe\r\n", 1)):
+        header = (begin + start).ljust(HEADER_BYTES, b"\0")
+        if sign:
+            header = header[:-8] + xxhash.xxh3_64_digest(header[:-8])
+        assert not outcome(sealer, key, 0, header, bytes(BODY))
+
+
+@examples(500)
+@given(
+    sealers, st.lists(st.tuples(st.integers(0, HEADER_BYTES + BODY - 1), st.integers(1, 255)), min_size=1, max_size=8)
+)
+def test_changed_bytes_are_noticed(sealer: Sealer, changes: list[tuple[int, int]]) -> None:
+    """However the bytes of a value change, it passes if and only if they come to what they were."""
+    key = Key("1" * 32, bytes(range(32)), 1, 2, 3)
+    parts = sealer.seal(key, 7, filled(content(7, BODY), (BODY,))[0])
+    good = b"".join(parts)
+    bad = bytearray(good)
+    for at, mask in changes:
+        bad[at] ^= mask
+    assert outcome(sealer, key, 7, bytes(bad[:HEADER_BYTES]), bytes(bad[HEADER_BYTES:])) == (bytes(bad) == good)
+
+
+@examples(300)
+@given(sealers, st.integers(0, 35), st.binary(min_size=1, max_size=8))
+def test_forged_fields_are_damaged(sealer: Sealer, at: int, forged: bytes) -> None:
+    """A header whose fields are overwritten and whose checksum is made to fit passes only as what it was."""
+    key = Key("1" * 32, bytes(range(32)), 1, 2, 3)
+    header, body = sealer.seal(key, 7, aligned(BODY))
+    good = bytes(header)
+    header[at : at + len(forged)] = forged
+    header[-8:] = xxhash.xxh3_64_digest(header[:-8])
+    changed = bytes(header) != good
+    nonce_only = sealer is PLAIN and header[:24] == good[:24] and header[36:-24] == good[36:-24]
+    assert outcome(sealer, key, 7, bytes(header), bytes(body)) == (not changed or nonce_only)
+
+
+@examples(200)
+@given(st.binary(max_size=2 * HEADER_BYTES))
+def test_any_length_is_answered(data: bytes) -> None:
+    """Bytes of any length are described or damaged."""
+    with pytest.raises(DamagedError):
+        describe(data)

@@ -1,0 +1,1 @@
+"""Tests of tiers, each on its own and all together."""

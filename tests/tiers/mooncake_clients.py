@@ -1,0 +1,65 @@
+"""What the tests of the Mooncake tier share: clients of a real cluster, and waiting for it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import anyio
+import pytest
+
+from kvpipe.tiers.base import Tier, TierError
+from kvpipe.tiers.mooncake import MooncakeTier
+from tests.tiers.buffers import get, put, some_key
+from tests.tiers.mooncake_server import Master
+from tests.tiers.world_mooncake import spec_of
+
+KIB, MIB = 1 << 10, 1 << 20
+QUICK: dict[str, Any] = {"timeout_ms_max": 700}
+LENDS: dict[str, Any] = {"segment_bytes": "64MiB"}
+ALLOWED_S = 5.0
+"""More than any bound of the tier, less than its client's own waits on a master that is gone."""
+
+
+@asynccontextmanager
+async def client(of: Master, *, writes: bool = True, **keys: object) -> AsyncIterator[MooncakeTier]:
+    """Open a client and close it."""
+    tier = spec_of(of, **keys).make("mooncake", writes=writes)
+    await tier.open()
+    try:
+        yield tier
+    finally:
+        await tier.close()
+
+
+async def fails(call: Callable[[], Awaitable[object]], words: str | None = None) -> None:
+    """Check that a call ends with a TierError, and soon."""
+    begin = time.monotonic()
+    with pytest.raises(TierError, match=words):
+        await call()
+    assert time.monotonic() - begin < ALLOWED_S
+
+
+async def every_call_fails(tier: Tier, keys: int) -> None:
+    """Check that of each kind of call."""
+    await fails(partial(tier.exists, [some_key(i) for i in range(keys)]))
+    await fails(partial(tier.read, [get(i, 64 * KIB) for i in range(keys)]))
+    await fails(partial(tier.write, [put(100 + i, 64 * KIB) for i in range(keys)]))
+    await fails(partial(tier.delete, [some_key(i) for i in range(keys)]))
+    await fails(tier.health)
+
+
+async def soon(call: Callable[[], Awaitable[object]], wanted: object, wait_s: float = 15.0) -> None:
+    """Try a call until it returns what is wanted."""
+    until = time.monotonic() + wait_s
+    got: object = None
+    while time.monotonic() < until:
+        with contextlib.suppress(TierError):
+            if (got := await call()) == wanted:
+                return
+        await anyio.sleep(0.1)
+    raise AssertionError(f"{got} is not {wanted}")

@@ -1,0 +1,265 @@
+"""A rank's carrier: bytes between slots and tiers, and what becomes of orders when a tier is not what it should be."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from kvpipe.geometry import Geometry, Group, Layer
+from kvpipe.plan import Order
+from kvpipe.testing.held_tier import DictSpec, HeldTier
+from kvpipe.tiers.carrier import Carried, Carrier
+from kvpipe.tiers.memory import HostPool
+from kvpipe.tiers.shelf import FAULTS_MAX, READ, WRITE, Shelf, shelves
+from kvpipe.trace.log import Counters
+
+PAGE = 512
+GEOMETRY = Geometry(
+    (Group((Layer("a", PAGE), Layer("b", 2 * PAGE)), 32), Group((Layer("c", PAGE),), 32, 64)), 128, 8 * 8192
+)
+SPACE, CHUNK = "0" * 32, bytes(range(32))
+WAIT_S = 20.0
+
+
+class Rank:
+    """One rank's pool and carrier, over tiers that the test holds."""
+
+    def __init__(self, tiers: Sequence[HeldTier], **spec: Any) -> None:
+        """`spec`: keys of every tier."""
+        self.pool, self.counters = HostPool(GEOMETRY), Counters()
+        told = DictSpec.model_validate({"timeout_ms_max": 60_000} | spec)
+        self.shelves: list[Shelf] = shelves([(tier.name, told, tier) for tier in tiers], (READ, WRITE))
+        self.carrier = Carrier(self.shelves, GEOMETRY, self.pool, rank=0, ranks=1, counters=self.counters)
+        self._ids = 0
+
+    def carry(self, *, stores: bool, slot: int, units: int = 4, tier: int = 0, group: int = 0) -> Order:
+        """Order one chunk."""
+        self._ids += 1
+        order = Order(self._ids, stores, tier, slot, group, units, CHUNK)
+        self.carrier.begin([order], SPACE, 1)
+        return order
+
+    def ended(self, count: int = 1) -> list[bool]:
+        """Wait for so many orders; return whether each ended well."""
+        out: list[Carried] = []
+        limit = time.monotonic() + WAIT_S
+        while len(out) < count:
+            assert time.monotonic() < limit, out
+            out += self.carrier.collect()
+            time.sleep(0.001)
+        return [one.ok for one in out]
+
+    def fill(self, slot: int, seed: int) -> torch.Tensor:
+        """Give a slot random bytes, and return a copy of them."""
+        slot_bytes = self.pool.slot(slot)
+        slot_bytes[:] = torch.randint(0, 256, slot_bytes.shape, dtype=torch.uint8, generator=_seeded(seed))
+        return slot_bytes.clone()
+
+
+def _seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@contextmanager
+def _rank(*tiers: HeldTier, **spec: Any) -> Iterator[Rank]:
+    made = Rank(tiers or (HeldTier(),), **spec)
+    try:
+        yield made
+        assert not made.carrier._loop.errors
+    finally:
+        made.carrier.shutdown()
+
+
+@pytest.mark.parametrize("units", [1, 3, 4])
+@pytest.mark.parametrize("group", [0, 1])
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_a_chunk_comes_back(units: int, group: int, encrypted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was stored of one slot is in another after a fetch, byte for byte, and no other page of it is touched."""
+    monkeypatch.setenv("TEST_SECRET", base64.b64encode(bytes(32)).decode())
+    tier = HeldTier()
+    with _rank(tier, **({"encryption_key_env": "TEST_SECRET"} if encrypted else {})) as rank:
+        was, other = rank.fill(0, 1), rank.fill(5, 2)
+        rank.carry(stores=True, slot=0, units=units, group=group)
+        assert rank.ended() == [True]
+        rank.carry(stores=False, slot=5, units=units, group=group)
+        assert rank.ended() == [True]
+        at = 0
+        for layer, offset in zip(GEOMETRY.groups[group].layers, GEOMETRY.layer_offsets[group], strict=True):
+            used, size = layer.page_bytes * units, layer.page_bytes * 4
+            assert torch.equal(rank.pool.slot(5)[offset : offset + used], was[offset : offset + used])
+            if units < 4:
+                assert torch.equal(
+                    rank.pool.slot(5)[offset + used : offset + size], other[offset + used : offset + size]
+                )
+            at += used
+        (value,) = tier.values.values()
+        assert len(value) == 4096 + -(-at // 4096) * 4096
+        assert (bytes(was[:PAGE].numpy().tobytes()) in value) == (not encrypted)
+        if not encrypted:
+            assert not any(value[4096 + at :]), "somebody else's bytes in the padding"
+
+
+def test_what_is_not_there() -> None:
+    """A chunk that the tier does not have is a miss, which is no failure of the tier."""
+    with _rank() as rank:
+        for _ in range(2 * FAULTS_MAX):
+            rank.carry(stores=False, slot=0)
+            assert rank.ended() == [False]
+        assert rank.shelves[0].breakers[READ].allows
+        assert not rank.counters.faults
+
+
+@pytest.mark.parametrize("trouble", ["damages", "cuts"])
+def test_damaged_bytes(trouble: str) -> None:
+    """Bytes that are not what was stored are never published, and dropped from the tier."""
+    tier = HeldTier()
+    with _rank(tier) as rank:
+        rank.carry(stores=True, slot=0)
+        assert rank.ended() == [True]
+        tier.trouble = trouble
+        rank.carry(stores=False, slot=1)
+        assert rank.ended() == [False]
+        assert rank.counters.faults == {"chunk_damaged": 1}
+        assert not tier.values
+
+
+def test_a_chunk_of_another_length() -> None:
+    """A value that says that it holds fewer units than asked for is damaged, also where its length is the same."""
+    with _rank() as rank:
+        rank.carry(stores=True, slot=0, units=1)
+        assert rank.ended() == [True]
+        rank.carry(stores=False, slot=1, units=2)
+        assert rank.ended() == [False]
+        assert rank.counters["chunk_damaged"] == 1
+
+
+def test_a_tier_that_fails_is_left_alone_and_comes_back() -> None:
+    """After some failures in a row a tier is not asked any more, for one purpose; a probe finds it well again."""
+    tier = HeldTier()
+    with _rank(tier) as rank:
+        tier.trouble = "full"
+        for _ in range(FAULTS_MAX):
+            rank.carry(stores=True, slot=0)
+            assert rank.ended() == [False]
+        assert not rank.shelves[0].breakers[WRITE].allows
+        assert rank.shelves[0].breakers[READ].allows
+        assert rank.counters["tier_failed"] == FAULTS_MAX
+        rank.carry(stores=True, slot=0)
+        assert rank.ended() == [False]
+        assert rank.counters["tier_failed"] == FAULTS_MAX, "it was tried"
+        tier.trouble = "none"
+        limit = time.monotonic() + WAIT_S
+        while not rank.shelves[0].breakers[WRITE].allows:
+            assert time.monotonic() < limit
+            rank.carrier.hurry()
+            time.sleep(0.01)
+        rank.carry(stores=True, slot=0)
+        assert rank.ended() == [True]
+        assert rank.shelves[0].breakers[WRITE].state.name == "CLOSED"
+
+
+def test_a_tier_that_hangs() -> None:
+    """Orders that a hanging tier holds, and those behind them, fail within their limits; its slots are free then."""
+    tier = HeldTier()
+    with _rank(tier, timeout_ms_max=20, lanes=1) as rank:
+        rank.carry(stores=True, slot=0)
+        assert rank.ended() == [True]
+        tier.hold()
+        for slot in range(3):
+            rank.carry(stores=False, slot=slot)
+        assert rank.ended(3) == [False] * 3
+        assert rank.carrier.open == 0
+        assert not rank.shelves[0].breakers[READ].allows
+        assert rank.carrier.unreadable == frozenset({0})
+        tier.let_go()
+        limit = time.monotonic() + WAIT_S
+        while rank.carrier.unreadable:
+            assert time.monotonic() < limit
+            rank.carrier.hurry()
+            time.sleep(0.01)
+        rank.carry(stores=False, slot=0)
+        assert rank.ended() == [True]
+
+
+def test_a_queue_that_is_too_long() -> None:
+    """An order for which no lane becomes free in time fails, and is no failure of the tier, which may be well."""
+    tier = HeldTier()
+    with _rank(tier, timeout_ms_max=30, lanes=1) as rank:
+        taken = rank.carrier._turns[0][READ]
+        rank.carrier._loop.put(lambda: taken.acquire_on_behalf_of_nowait("somebody"))
+        rank.carry(stores=False, slot=0)
+        assert rank.ended() == [False]
+        assert rank.shelves[0].breakers[READ].allows
+        rank.carrier._loop.put(lambda: taken.release_on_behalf_of("somebody"))
+        rank.carry(stores=True, slot=0)
+        assert rank.ended() == [True]
+        rank.carry(stores=False, slot=0)
+        assert rank.ended() == [True]
+
+
+def test_an_order_that_no_rank_can_carry() -> None:
+    """An order for a tier that this rank does not have fails; others are carried out."""
+    with _rank() as rank:
+        rank.carry(stores=False, slot=0, tier=7)
+        assert rank.ended() == [False]
+        rank.carry(stores=True, slot=0)
+        assert rank.ended() == [True]
+
+
+def test_engines_of_another_key_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values of another encryption key, or of none, are misses; nobody takes them for damaged and drops them."""
+    tier = HeldTier()
+    for i in range(2):
+        monkeypatch.setenv(f"TEST_SECRET_{i}", base64.b64encode(bytes([i]) * 32).decode())
+    specs: list[dict[str, Any]] = [{}, {"encryption_key_env": "TEST_SECRET_0"}, {"encryption_key_env": "TEST_SECRET_1"}]
+    for i, spec in enumerate(specs):
+        with _rank(tier, **spec) as rank:
+            rank.carry(stores=False, slot=0)
+            assert rank.ended() == [False]
+            assert not rank.counters.faults
+            rank.carry(stores=True, slot=0)
+            assert rank.ended() == [True]
+        assert len(tier.values) == i + 1
+
+
+def test_a_shutdown_stores_what_is_under_way() -> None:
+    """Chunks on their way to a tier arrive, though the engine stops."""
+    tier = HeldTier()
+    with _rank(tier) as rank:
+        for _ in range(4):
+            rank.carry(stores=True, slot=0)
+    assert len(tier.values) == 1
+    assert rank.ended(4) == [True] * 4
+
+
+def test_a_carrier_whose_thread_is_gone() -> None:
+    """Orders of a carrier that cannot carry any more are reported as failed, each once."""
+    tier = HeldTier()
+    with _rank(tier) as rank:
+        tier.hold()
+        rank.carry(stores=False, slot=0)
+        rank.carrier._loop.stop()
+        rank.carry(stores=False, slot=1)
+        assert rank.ended(2) == [False, False]
+        assert rank.carrier.collect() == []
+        tier.let_go()
+
+
+def test_tiers_do_not_wait_for_each_other() -> None:
+    """A tier that hangs holds nothing up that goes to or comes from another."""
+    slow, quick = HeldTier("slow"), HeldTier("quick")
+    with _rank(slow, quick) as rank:
+        slow.hold()
+        for _ in range(20):
+            rank.carry(stores=True, slot=0, tier=0)
+        for stores in (True, False):
+            rank.carry(stores=stores, slot=1, tier=1)
+            assert rank.ended() == [True]
+        slow.let_go()
+        assert rank.ended(20) == [True] * 20

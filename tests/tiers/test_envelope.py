@@ -1,0 +1,278 @@
+"""What a value in a tier is made of, and what is said when it is something else."""
+
+from __future__ import annotations
+
+import base64
+import struct
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+
+from kvpipe.errors import ConfigError, TransferError
+from kvpipe.tiers.base import ALIGN_BYTES, Key
+from kvpipe.tiers.envelope import HEADER_BYTES, Cipher, DamagedError, Sealer, describe, secret_of
+from kvpipe.tiers.spec import TierSpec
+from tests.tiers.buffers import aligned, content, filled, some_key
+
+SECRET, OTHER = bytes(range(32)), bytes(32)
+SECRETS = pytest.mark.parametrize("secret", [None, SECRET], ids=["plain", "encrypted"])
+BODY = 3 * ALIGN_BYTES
+LONGEST = Key("f" * 32, bytes(range(64)), 9999, 999_998, 999_999)
+
+
+def sealed(secret: bytes | None, key: Key | None = None) -> tuple[Key, memoryview, memoryview]:
+    """Return a key, and the two parts of the value that is stored under it."""
+    key = key or some_key(1)
+    return (key, *Sealer(secret).seal(key, 16, filled(content(1, BODY), (BODY,))[0]))
+
+
+def why(secret: bytes | None, key: Key, header: memoryview, body: memoryview, units: int = 16) -> str:
+    """Return why a value is damaged."""
+    with pytest.raises(DamagedError) as caught:
+        Sealer(secret).unseal(key, units, header, body)
+    return str(caught.value)
+
+
+def address(of: memoryview) -> int:
+    """Return where a buffer begins."""
+    import numpy as np
+
+    return int(np.frombuffer(of, np.uint8).ctypes.data)
+
+
+def signed(header: memoryview) -> memoryview:
+    """Make a changed header's checksum right again, as an attacker could."""
+    header[-8:] = xxhash.xxh3_64_digest(header[:-8])
+    return header
+
+
+@SECRETS
+@pytest.mark.parametrize("key", [some_key(1), LONGEST], ids=["usual", "longest"])
+def test_what_is_sealed_comes_back(secret: bytes | None, key: Key) -> None:
+    """Another sealer with the same secret finds the body as it was, and the header says what it is."""
+    _, header, body = sealed(secret, key)
+    found = describe(header)
+    cipher = Cipher.PLAIN if secret is None else Cipher.AES_256_GCM
+    assert found[:4] == (key, 16, BODY, cipher)
+    Sealer(secret).unseal(key, 16, header, body)
+    assert bytes(body) == content(1, BODY)
+
+
+@SECRETS
+def test_parts_are_aligned(secret: bytes | None) -> None:
+    """Header and body begin at pages and are as long as the tiers expect, so that direct I/O takes them."""
+    _, header, body = sealed(secret)
+    assert (header.nbytes, body.nbytes) == (HEADER_BYTES, BODY)
+    assert address(header) % ALIGN_BYTES == address(body) % ALIGN_BYTES == 0
+
+
+def test_a_plain_body_is_not_copied() -> None:
+    """Without a secret the slot's own memory is what is written."""
+    body = aligned(BODY)
+    assert Sealer(None).seal(some_key(1), 16, body)[1] is body
+
+
+def test_an_encrypted_body_shows_nothing() -> None:
+    """With a secret the slot stays as it is, and what is written has none of its pages, and differs each time."""
+    body = filled(content(1, BODY), (BODY,))[0]
+    sealer = Sealer(SECRET)
+    first, second = (bytes(sealer.seal(some_key(1), 16, body)[1]) for _ in range(2))
+    assert bytes(body) == content(1, BODY)
+    assert first != second
+    assert not set(pieces(first)) & set(pieces(bytes(body)))
+    assert not set(pieces(first)) & set(pieces(second))
+
+
+def pieces(data: bytes) -> list[bytes]:
+    """Return a buffer's pieces of 16 bytes."""
+    return [data[at : at + 16] for at in range(0, len(data), 16)]
+
+
+def test_the_format_is_fixed() -> None:
+    """A header's bytes are those of version 1: what is stored today can be read by later releases."""
+    key, header, body = sealed(None)
+    text = key.text.encode()
+    fields = struct.pack("<8sHBBIQ12s", b"kvpipe\r\n", 1, 0, len(text), 16, BODY, b"") + text
+    wanted = fields.ljust(HEADER_BYTES - 24, b"\0") + xxhash.xxh3_128_digest(body)
+    assert bytes(header) == wanted + xxhash.xxh3_64_digest(wanted)
+
+
+def test_the_ciphers_key_is_fixed() -> None:
+    """An encrypted value is AES-256-GCM under HKDF-SHA256 of secret and namespace: any later release reads it."""
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+    key, header, body = sealed(SECRET)
+    derived = HKDF(SHA256(), 32, None, b"kvpipe tier " + key.namespace.encode()).derive(SECRET)
+    found = describe(header)
+    plain = AESGCM(derived).decrypt(found.nonce, bytes(body) + found.check, bytes(header[:-24]))
+    assert plain == content(1, BODY)
+
+
+@SECRETS
+def test_every_changed_byte_of_a_header_is_noticed(secret: bytes | None) -> None:
+    """Whichever byte of a header changes, parsing says so."""
+    _, header, _ = sealed(secret)
+    for at in range(HEADER_BYTES):
+        header[at] ^= 0x40
+        with pytest.raises(DamagedError):
+            describe(header)
+        header[at] ^= 0x40
+    describe(header)
+
+
+@SECRETS
+def test_changed_bytes_of_a_body_are_noticed(secret: bytes | None) -> None:
+    """A bit that flips anywhere in the body makes the value damaged."""
+    for at in (0, 1, ALIGN_BYTES, BODY - 1):
+        key, header, body = sealed(secret)
+        body[at] ^= 1
+        assert why(secret, key, header, body) == ("checksum" if secret is None else "decryption")
+
+
+@SECRETS
+@pytest.mark.parametrize(
+    ("at", "wrong", "said"),
+    [
+        (0, b"KVPIPE\r\n", "magic"),
+        (8, struct.pack("<H", 2), "version"),
+        (10, b"\7", "cipher"),
+        (11, b"\0", "key"),
+        (11, b"\xff", "key"),
+        (12, struct.pack("<I", 17), "units"),
+        (16, struct.pack("<Q", BODY - 1), "length"),
+        (16, struct.pack("<Q", 1 << 62), "length"),
+        (36, b"\xff", "key"),
+        (36, b"F", "key"),
+    ],
+)
+def test_a_field_that_is_wrong_is_named(secret: bytes | None, at: int, wrong: bytes, said: str) -> None:
+    """A header whose checksum is right but which is not the expected one says in which field."""
+    key, header, body = sealed(secret)
+    header[at : at + len(wrong)] = wrong
+    assert why(secret, key, signed(header), body) == said
+
+
+@pytest.mark.parametrize("at", [24, HEADER_BYTES - 24, 2000], ids=["nonce", "tag", "behind the fields"])
+def test_all_of_an_encrypted_header_is_authenticated(at: int) -> None:
+    """Who can write to the tier but has no secret cannot change any byte of a header."""
+    key, header, body = sealed(SECRET)
+    header[at] ^= 1
+    assert why(SECRET, key, signed(header), body) == "decryption"
+
+
+def test_what_was_asked_for_must_be_what_is_there() -> None:
+    """Another key, other units and another length are damaged: a tier that mixes up its values is found out."""
+    key, header, body = sealed(None)
+    for other in (some_key(2), some_key(1, "0" * 32), key._replace(group=1), key._replace(rank=1, ranks=2)):
+        assert why(None, other, header, body) == "key"
+    assert why(None, key, header, body, units=15) == "units"
+    assert why(None, key, header, body[:-ALIGN_BYTES]) == "length"
+    assert why(None, key, header[:-1], body) == "length"
+
+
+@pytest.mark.parametrize(
+    ("stored", "read", "said"),
+    [(None, SECRET, "cipher"), (SECRET, None, "cipher"), (SECRET, OTHER, "decryption")],
+    ids=["plain, wanted encrypted", "encrypted, wanted plain", "another secret"],
+)
+def test_another_secret_is_a_miss(stored: bytes | None, read: bytes | None, said: str) -> None:
+    """A value that was stored with another secret, or with or without one, is damaged and no error of another kind."""
+    assert why(read, *sealed(stored)) == said
+    assert issubclass(DamagedError, TransferError)
+
+
+def test_a_namespace_has_a_key_of_its_own() -> None:
+    """A value moved to another namespace, with a header made to fit, does not decrypt."""
+    key, header, body = sealed(SECRET)
+    moved = key._replace(namespace="0" * 32)
+    header[36:68] = moved.namespace.encode()
+    assert why(SECRET, moved, signed(header), body) == "decryption"
+
+
+class Spec(TierSpec):
+    """A tier that only has the common keys."""
+
+    kind: str = "test"
+
+    @classmethod
+    def from_url(cls, url: Any) -> dict[str, Any]:
+        """See `TierSpec.from_url`."""
+        raise NotImplementedError
+
+    def make(self, name: str, *, writes: bool = True) -> Any:
+        """See `TierSpec.make`."""
+        raise NotImplementedError
+
+
+def spec(**given: Any) -> TierSpec:
+    """Return a tier's configuration."""
+    return Spec.model_validate(given)
+
+
+def test_secrets_come_from_a_variable_or_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """32 bytes in base64, from where the configuration says; none if it says nothing."""
+    text = base64.b64encode(SECRET).decode()
+    monkeypatch.setenv("MY_KEY", text)
+    (tmp_path / "key").write_text(text + "\n", encoding="ascii")
+    assert secret_of(spec()) is None
+    assert secret_of(spec(encryption_key_env="MY_KEY")) == SECRET
+    assert secret_of(spec(encryption_key_file=tmp_path / "key")) == SECRET
+
+
+@pytest.mark.parametrize("wrong", ["hunter2", "aHVudGVyMg==", "hünter2", "A" * 43, "A" * 44, ""])
+def test_a_wrong_secret_is_refused_and_not_shown(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is no key of 32 bytes in base64 is refused with the variable's name and the remedy, not with its value."""
+    monkeypatch.setenv("MY_KEY", wrong)
+    with pytest.raises(ConfigError, match="MY_KEY") as caught:
+        secret_of(spec(encryption_key_env="MY_KEY"))
+    assert not wrong or wrong not in str(caught.value)
+    assert not wrong or "openssl rand -base64 32" in str(caught.value)
+
+
+def test_a_secret_is_in_no_repr() -> None:
+    """A sealer that is printed, or any object it holds, shows no secret."""
+    sealer = Sealer(SECRET)
+    shown = repr(sealer) + repr(vars(sealer)) + repr(vars(sealer._gcm))
+    assert repr(SECRET) not in shown
+    assert SECRET.hex() not in shown
+
+
+WITHOUT = """
+import sys
+sys.modules["cryptography"] = None
+from kvpipe.errors import ConfigError
+from kvpipe.tiers.envelope import Sealer
+Sealer(None)
+try:
+    Sealer(bytes(32))
+except ConfigError as error:
+    print(error)
+"""
+
+
+def test_encryption_needs_its_extra_only_where_it_is_used() -> None:
+    """Without the package, plain values work; a secret is refused with what to install."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "kvpipe: encryption needs the package cryptography; pip install 'kvpipe[encryption]'\n"
+
+
+@SECRETS
+def test_threads_seal_beside_each_other(secret: bytes | None) -> None:
+    """One sealer serves many threads: what each has sealed, it reads back."""
+    sealer = Sealer(secret)
+
+    def one(i: int) -> bool:
+        key, (plain,) = some_key(i), filled(content(i, BODY), (BODY,))
+        header, body = sealer.seal(key, i, plain)
+        sealer.unseal(key, i, header, body)
+        return bytes(body) == content(i, BODY)
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(one, range(64)))

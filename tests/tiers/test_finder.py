@@ -1,0 +1,207 @@
+"""Lookups in tiers: what counts as found, in which order tiers are asked, and what a tier that fails costs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpipe.testing.held_tier import DictSpec, HeldTier
+from kvpipe.tiers.base import Key
+from kvpipe.tiers.finder import Adapter, Finder, Lookup, Place, adapter_digest, chunk_name
+from kvpipe.tiers.shelf import FAULTS_MAX, FIND, shelves
+
+SPACE, WAIT_S, PER_CHUNK = "1" * 32, 20.0, 4
+KEYS = [bytes([unit]) * 32 for unit in range(14)]
+WHOLE: tuple[Place, ...] = ((0, 4), (0, 8), (0, 12))
+
+
+@contextmanager
+def _finder(*tiers: HeldTier, ranks: int = 1, faults: list[str] | None = None, **spec: Any) -> Iterator[Finder]:
+    told = DictSpec.model_validate({"timeout_ms_max": 60_000} | spec)
+    heard = [] if faults is None else faults
+    made = Finder(
+        shelves([(tier.name, told, tier) for tier in tiers], (FIND,)),
+        ranks=ranks,
+        units_per_chunk=PER_CHUNK,
+        fault=lambda tier, use, why: heard.append(f"{tier} {use}: {why}"),
+    )
+    try:
+        yield made
+        assert not made._loop.errors
+    finally:
+        made.stop()
+
+
+def _hold(tier: HeldTier, *ends: int, group: int = 0, rank: int = 0, ranks: int = 1, digest: bytes = b"") -> None:
+    for units in ends:
+        tier.values[Key(SPACE, chunk_name(KEYS[units - 1], digest), group, rank, ranks).text] = b""
+
+
+def _ask(finder: Finder, wanted: Sequence[Place] = WHOLE, seconds_max: float = 60.0, **more: Any) -> Lookup:
+    groups = 1 + max((group for group, _ in wanted), default=0)
+    lookup = Lookup(KEYS, tuple(wanted), groups=groups, space=SPACE, seconds_max=seconds_max, **more)
+    finder.ask(lookup)
+    limit = time.monotonic() + WAIT_S
+    while not lookup.done:
+        assert time.monotonic() < limit
+        time.sleep(0.001)
+    return lookup
+
+
+def test_whole_chunks_and_the_one_behind_them() -> None:
+    """All whole chunks are asked for; within the chunk that follows the last of them, every length."""
+    tier = HeldTier()
+    _hold(tier, 4, 8, 10, 11, 13)
+    with _finder(tier) as finder:
+        assert _ask(finder).found == dict.fromkeys([(0, 4), (0, 8), (0, 10), (0, 11)], 0)
+        tier.values.clear()
+        _hold(tier, 4, 8, 12, 13)
+        assert _ask(finder).found == dict.fromkeys([*WHOLE, (0, 13)], 0)
+        assert _ask(finder, [(0, 12)]).found == dict.fromkeys([(0, 12), (0, 13)], 0)
+
+
+def test_every_rank_must_have_its_part() -> None:
+    """A chunk counts only if all ranks' parts are there."""
+    tier = HeldTier()
+    for rank in range(3):
+        _hold(tier, 4, rank=rank, ranks=3)
+    _hold(tier, 8, rank=1, ranks=3)
+    with _finder(tier, ranks=3) as finder:
+        assert _ask(finder).found == {(0, 4): 0}
+
+
+def test_groups_do_not_meet() -> None:
+    """A chunk of one cache group says nothing about another's."""
+    tier = HeldTier()
+    _hold(tier, 4, group=1)
+    with _finder(tier) as finder:
+        assert _ask(finder, [(0, 4), (1, 4)]).found == {(1, 4): 0}
+
+
+def test_the_first_tier_that_has_it() -> None:
+    """Tiers are asked in order, and each only for what those before it do not have."""
+    near, far = HeldTier("near"), HeldTier("far")
+    _hold(near, 4)
+    _hold(far, 4, 8)
+    with _finder(near, far) as finder:
+        assert _ask(finder).found == {(0, 4): 0, (0, 8): 1}
+
+
+def test_a_tier_that_fails() -> None:
+    """A tier that fails is passed over, and left alone after some failures; the others are asked all the same."""
+    near, far = HeldTier("near"), HeldTier("far")
+    _hold(far, 4)
+    near.trouble = "down"
+    faults: list[str] = []
+    with _finder(near, far, faults=faults) as finder:
+        for _ in range(FAULTS_MAX + 2):
+            lookup = _ask(finder)
+            assert lookup.found == {(0, 4): 1}
+            assert lookup.down
+        assert finder.usable
+        far.trouble = "down"
+        for _ in range(FAULTS_MAX):
+            assert _ask(finder).found == {}
+        assert not any(shelf.breakers[FIND].allows for shelf in finder.shelves)
+    assert set(faults) == {"near find: it is down", "far find: it is down"}
+    assert len(faults) < 3 * FAULTS_MAX
+
+
+def test_a_tier_that_hangs() -> None:
+    """A lookup ends within its own limit, and a tier's limit, whatever tiers do; and says that one was not asked."""
+    tier = HeldTier()
+    tier.hold()
+    with _finder(tier) as finder:
+        for left in reversed(range(FAULTS_MAX)):  # by the lookup's own limit, which is the shorter by default
+            lookup = _ask(finder, seconds_max=0.05)
+            assert (lookup.found, lookup.down) == ({}, True)
+            assert finder.shelves[0].breakers[FIND].allows == (left > 0)
+    with _finder(tier, timeout_ms_max=30) as finder:
+        lookup = _ask(finder)
+        assert lookup.down
+        assert not finder.usable
+    tier.let_go()
+
+
+def test_a_finder_that_has_stopped() -> None:
+    """Whoever asks a finder that is gone is answered, with nothing."""
+    with _finder(HeldTier()) as finder:
+        pass
+    assert not _ask(finder).found
+
+
+def test_the_bytes_of_an_adapter_count(tmp_path: Path) -> None:
+    """Chunks of a LoRA adapter are found only with an adapter of the same bytes, wherever it lies."""
+    for name, data in (("a", b"one"), ("b", b"one"), ("c", b"two")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter.safetensors").write_bytes(data)
+    tier = HeldTier()
+    _hold(tier, 4, digest=adapter_digest(str(tmp_path / "a")))
+    with _finder(tier) as finder:
+        for name, found in (("a", True), ("b", True), ("c", False)):
+            adapter = Adapter(str(tmp_path / name))
+            assert bool(_ask(finder, adapter=adapter).found) == found, name
+            assert finder.digest(adapter) == adapter_digest(adapter.path)
+        assert not _ask(finder).found
+        (tmp_path / "a" / "adapter.safetensors").write_bytes(b"two")
+        assert not _ask(finder, adapter=Adapter(str(tmp_path / "a"))).found
+    assert finder.digest(None) == b""
+
+
+def test_an_adapter_is_read_when_it_is_asked_for(tmp_path: Path) -> None:
+    """Who stores chunks of an adapter that nobody has looked up gets its digest too, a moment later."""
+    (tmp_path / "weights.safetensors").write_bytes(b"x" * (3 << 20))
+    with _finder(HeldTier()) as finder:
+        limit = time.monotonic() + WAIT_S
+        while finder.digest(Adapter(str(tmp_path))) is None:
+            assert time.monotonic() < limit
+            time.sleep(0.001)
+        assert finder.digest(Adapter(str(tmp_path))) == adapter_digest(str(tmp_path))
+
+
+class _Broken(HeldTier):
+    """A tier with a bug."""
+
+    async def open(self) -> None:
+        """Raise what no tier should."""
+        raise RuntimeError("can't start new thread")
+
+
+def test_a_tier_with_a_bug_costs_only_itself() -> None:
+    """What a tier raises that it should not is its failure: the others are asked as before."""
+    good = HeldTier("good")
+    _hold(good, 4)
+    faults: list[str] = []
+    with _finder(_Broken("broken"), good, faults=faults) as finder:
+        for _ in range(FAULTS_MAX + 1):
+            assert _ask(finder, seconds_max=5.0).found == {(0, 4): 1}
+
+
+def test_a_tier_that_a_rank_cannot_read() -> None:
+    """A tier that some rank leaves alone is not asked: what it holds could not be brought."""
+    tier = HeldTier()
+    _hold(tier, 4)
+    with _finder(tier) as finder:
+        assert _ask(finder).found
+        finder.unreadable = frozenset({0})
+        assert not finder.usable
+        assert not _ask(finder).found
+
+
+def test_an_adapter_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter whose files cannot be read costs its requests their hits, and nobody else's."""
+
+    def broken(_: str) -> bytes:
+        raise OSError
+
+    monkeypatch.setattr("kvpipe.tiers.finder.adapter_digest", broken)
+    tier = HeldTier()
+    _hold(tier, 4)
+    with _finder(tier) as finder:
+        assert not _ask(finder, adapter=Adapter("/x")).found
+        assert _ask(finder).found

@@ -1,0 +1,358 @@
+"""The Redis tier with servers that go away, come back, move, or are none; with TLS; with a cluster."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import signal
+import socket
+import threading
+from pathlib import Path
+from unittest.mock import Mock
+
+import anyio
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpipe.tiers.base import Entry, Get, Read, Tier, TierError, Written
+from kvpipe.tiers.resp import Lane
+from tests.tiers.buffers import aligned, content, data, get, put, some_key
+from tests.tiers.proxy import Proxy
+from tests.tiers.servers import LOCAL, Server, certificates, free_port, polite, pretending, serving
+from tests.tiers.world_redis import OTHER, client, guarded, guarded_spec, name, refused, single, spec, three
+from tests.tiers.worlds import run
+
+MIB = 1 << 20
+
+
+async def begun(buffer: memoryview) -> None:
+    """Wait until something has been read into a buffer of zeroes."""
+    while not any(buffer[:16]):  # noqa: ASYNC110  (nothing tells)
+        await anyio.sleep(0.001)
+
+
+# ---- TLS ----------------------------------------------------------------------------------------------------------
+
+
+def test_tls_verifies(tmp_path: Path) -> None:
+    """The right authority opens; another one, a name the certificate lacks, or no TLS on one side are TierErrors."""
+    server, port, _ = guarded()
+
+    async def play() -> None:
+        tier = guarded_spec(host=LOCAL).make("redis")
+        await tier.open()
+        await tier.close()
+
+    run(play)
+    other = certificates(tmp_path)
+    assert "certificate verify failed" in refused(guarded_spec(tls_ca_file=other.ca))
+    assert "certificate verify failed" in refused(guarded_spec(tls_ca_file=None))
+    assert "mismatch" in refused(guarded_spec(host=OTHER))
+    assert "no connection" in refused(guarded_spec(port=server.port, timeout_ms_max=500))
+    assert "127.0.0.1" in refused(spec(port, timeout_ms_max=500))
+    assert "no connection" in refused(guarded_spec(tls_cert_file=None, tls_key_file=None))
+
+
+# ---- servers that go away -----------------------------------------------------------------------------------------
+
+
+def test_a_killed_server_is_used_again_when_it_is_back() -> None:
+    """After a kill -9 calls are TierErrors; after a restart the very next one works, called in between or not."""
+    with serving("valkey") as server:
+
+        async def play() -> None:
+            async with client(server.port) as tier:
+                for down in (True, False):
+                    await tier.write([put(i, 65536) for i in range(8)])
+                    await tier.read([get(i, 65536) for i in range(8)])
+                    server.send(signal.SIGKILL)
+                    for call in (tier.exists([some_key(1)]), tier.read([get(1, 65536)])) if down else ():
+                        with pytest.raises(TierError, match=re.escape(LOCAL)):
+                            await call
+                    server.start()
+                    assert await tier.read([get(1, 65536)]) == [Read.MISS]
+                    assert await tier.write([put(1, 65536)]) == [Written.STORED]
+                    assert await tier.exists([some_key(1)]) == [True]
+
+        run(play)
+
+
+def test_a_stopped_server_costs_no_more_than_the_limit() -> None:
+    """A stopped server is a TierError naming timeout_ms_max, where a connection is new too; then it works on."""
+    with serving("redis") as server:
+
+        async def play() -> None:
+            async with client(server.port, timeout_ms_max=400) as tier:
+                await tier.write([put(1, MIB)])
+                server.send(signal.SIGSTOP)
+                with anyio.fail_after(10):  # many times what they are allowed
+                    for call in (
+                        tier.exists([some_key(1)]),
+                        tier.read([get(1, MIB)]),
+                        tier.write([put(2, MIB)]),
+                        tier.health(),
+                    ):
+                        with pytest.raises(TierError, match="no answer within timeout_ms_max"):
+                            await call
+                server.send(signal.SIGCONT)
+                assert await tier.read([get(1, MIB)]) == [Read.HIT]
+
+        run(play)
+
+
+def test_a_connection_cut_in_a_value_is_an_error() -> None:
+    """A connection that is cut, or stalls, in the middle of a value is a TierError; the next read is whole."""
+    server = single("redis")
+
+    async def play() -> None:
+        with Proxy(server.port) as proxy:
+            async with client(proxy.port, timeout_ms_max=800) as tier:
+                await tier.write([put(1, 4 * MIB)])
+                for spoil in ("cut", "stall"):
+                    proxy.cut_after = MIB if spoil == "cut" else None
+                    proxy.rate_bytes_s = 20 * MIB
+                    wanted = get(1, 4096, 4 * MIB - 4096)
+                    async with anyio.create_task_group() as group:
+                        if spoil == "stall":
+                            group.start_soon(stall, proxy, wanted)
+                        with pytest.raises(TierError):
+                            await tier.read([wanted])
+                    proxy.cut_after, proxy.stalled, proxy.rate_bytes_s = None, False, None
+                    assert await tier.read([wanted]) == [Read.HIT]
+                    assert data(wanted.into) == content(1, 4 * MIB)
+
+    async def stall(proxy: Proxy, wanted: Get) -> None:
+        await begun(wanted.into[0])
+        proxy.stalled = True
+
+    run(play)
+
+
+def test_a_read_cancelled_in_a_value_stops() -> None:
+    """A read cancelled in the middle of its value does not touch the buffer again, and a new connection is made."""
+    server = single("redis")
+
+    async def play() -> None:
+        with Proxy(server.port) as proxy:
+            async with client(proxy.port, lanes=1) as tier:
+                await tier.write([put(1, 8 * MIB)])
+                proxy.rate_bytes_s = 20 * MIB
+                into = aligned(8 * MIB)
+                connections = proxy.connections
+                async with anyio.create_task_group() as group:
+                    group.start_soon(tier.read, [Get(some_key(1), (into,))])
+                    await begun(into)
+                    group.cancel_scope.cancel()
+                assert not any(into[-16:]), "it was in the middle"
+                into[:] = b"\xa5" * len(into)
+                await anyio.sleep(0.1)
+                assert into == b"\xa5" * len(into)
+                proxy.rate_bytes_s = None
+                assert await tier.read([Get(some_key(1), (into,))]) == [Read.HIT]
+                assert into == content(1, 8 * MIB)
+                assert proxy.connections == connections + 1
+
+    server.ask("FLUSHALL")
+    run(play)
+
+
+def test_what_is_no_server_is_told() -> None:
+    """A name that does not exist, a port that is shut, is silent, or speaks HTTP are TierErrors that say so."""
+    assert "no connection" in refused(spec(6379, host="no.such.host.invalid"))
+    assert "Connection refused" in refused(spec(free_port()))
+    with pretending(lambda _: b"") as port:
+        assert "no answer within timeout_ms_max" in refused(spec(port, timeout_ms_max=100))
+    with pretending(lambda _: b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
+        assert "does not speak the protocol of Redis: 'HTTP/1.1 400 Bad Request'" in refused(spec(port))
+    with pretending(lambda _: b"x" * 100_000) as port:
+        assert "does not speak the protocol of Redis: 'xxxx" in refused(spec(port))
+    with pretending(lambda _: None) as port:
+        assert "the server has closed the connection" in refused(spec(port))
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b":abc",
+        b"$999999999999",
+        b"$5\r\nabcdefg",
+        b"*-7",
+        b"*1000000",
+        b"*1\r\n" * 5000,
+        b"$3\r\nabc",
+        b"+",
+        b":7",
+        b"?",
+        b"$-1",
+    ],
+)
+def test_answers_of_another_shape_are_errors(reply: bytes) -> None:
+    """An answer that makes no sense to what was asked is a TierError or no hit, of every method, and nothing else."""
+
+    async def play() -> None:
+        async with client(port, timeout_ms_max=1000) as tier:
+            for call in (
+                tier.exists([some_key(1)]),
+                tier.write([put(1, 4096)]),
+                tier.delete([some_key(1)]),
+                tier.capacity(),
+            ):
+                try:
+                    assert await call in ([False], [Written.STORED], [Written.PRESENT], 0)
+                except TierError:
+                    continue
+            for read in (tier.read([get(1, 4096)]), listed(tier)):
+                try:
+                    assert await read in ([Read.MISS], [Read.DAMAGED])
+                except TierError:
+                    continue
+
+    async def listed(tier: Tier) -> list[Entry]:
+        return [entry async for entry in tier.scan()]
+
+    with pretending(polite(lambda _: reply + b"\r\n")) as port:
+        run(play)
+
+
+@given(st.lists(st.integers(0, 60), max_size=12), st.sampled_from([0, 1, 5000, 20_000]), st.integers(1, 3))
+def test_replies_may_come_in_any_pieces(cuts: list[int], size: int, parts: int) -> None:
+    """However the bytes of replies are cut on their way, and however many buffers there are, they are read the same."""
+    value = content(size, size)
+    said = b"$%d\r\n%b\r\n:1\r\n" % (size, value) + b":0\r\n:1\r\n-ERR no\r\n*2\r\n$-1\r\n$2\r\nab\r\n:1\r\n"
+    near, far = socket.socketpair()
+    lane = Lane(lambda _: Mock())
+    lane.on_connect(Mock(_sock=near))  # as redis-py says it
+
+    def trickle() -> None:
+        at = 0
+        for cut in cuts:
+            far.sendall(said[at : at + cut])
+            at += cut
+        far.sendall(said[at:])
+
+    with near, far:
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        edges = [size * i // parts for i in range(parts + 1)]
+        into = [memoryview(bytearray(high - low)) for low, high in itertools.pairwise(edges)]
+        assert lane.fetch(b"GET", into, more=1) == size
+        assert b"".join(into) == value
+        assert lane.ask(b"ASK", 5) == [0, 1, "ERR no", [None, b"ab"], 1]
+        thread.join()
+
+
+# ---- cluster ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nodes() -> list[Server]:
+    """Return an empty cluster."""
+    found = three("valkey")
+    for server in found:
+        server.ask("FLUSHALL")
+    return found
+
+
+def test_a_cluster_shares_the_values(nodes: list[Server]) -> None:
+    """Values are spread over all primaries, found by any client, counted and listed together."""
+
+    async def play() -> None:
+        async with client(nodes[0].port, cluster=True) as tier, client(nodes[2].port, cluster=True) as other:
+            await tier.write([put(i, 4096) for i in range(60)])
+            assert all(await other.exists([some_key(i) for i in range(60)]))
+            assert len([entry async for entry in other.scan()]) == (await other.capacity()).items == 60
+            assert await other.delete([some_key(i) for i in range(60)]) == 60
+
+    shares: list[int] = []
+
+    async def shared() -> None:
+        async with client(nodes[1].port, cluster=True) as tier:
+            await tier.write([put(i, 4096) for i in range(60)])
+            shares.extend(server.ask("DBSIZE") for server in nodes)
+
+    run(play)
+    run(shared)
+    assert min(shares) > 5
+    assert sum(shares) == 60
+
+
+def test_a_slot_that_has_moved_is_found(nodes: list[Server]) -> None:
+    """When slots move to another primary, reads, lookups and writes follow, with the layout that was known before."""
+    ids = [server.ask("CLUSTER", "MYID") for server in nodes]
+
+    def give(slots: range, to: int) -> None:
+        for slot in slots:
+            for server in nodes:
+                server.ask("CLUSTER", "SETSLOT", slot, "NODE", ids[to])
+
+    async def play() -> None:
+        async with client(nodes[0].port, cluster=True) as tier:
+            assert await tier.write([put(1, 65536), put(2, 65536)]) == [Written.STORED] * 2
+            slot = nodes[0].ask("CLUSTER", "KEYSLOT", name(some_key(1)))
+            home = nodes.index(next(n for n in nodes if name(some_key(1)).encode() in n.ask("KEYS", "*")))
+            nodes[home].ask("DEL", name(some_key(1)))
+            give(range(slot, slot + 1), (home + 1) % 3)
+            try:
+                assert await tier.read([get(1, 65536), get(2, 65536)]) == [Read.MISS, Read.HIT]
+                assert await tier.write([put(1, 65536)]) == [Written.STORED]
+                assert await tier.read([get(1, 65536)]) == [Read.HIT]
+                assert nodes[(home + 1) % 3].ask("EXISTS", name(some_key(1))) == 1
+            finally:
+                nodes[(home + 1) % 3].ask("DEL", name(some_key(1)))
+                give(range(slot, slot + 1), home)
+
+    run(play)
+
+
+def test_a_cluster_without_one_server_serves_the_rest(nodes: list[Server]) -> None:
+    """When a primary is killed its keys are errors and those of the others are served; when it is back, all are."""
+
+    async def play() -> None:
+        async with client(nodes[0].port, cluster=True, timeout_ms_max=1000) as tier:
+            await tier.write([put(i, 4096) for i in range(30)])
+            lost = [
+                i for i in range(30) if some_key(i).text in {entry.decode()[7:] for entry in nodes[2].ask("KEYS", "*")}
+            ]
+            kept = [i for i in range(30) if i not in lost]
+            assert lost
+            nodes[2].send(signal.SIGKILL)
+            try:
+                for i in lost[:2]:
+                    with pytest.raises(TierError):
+                        await tier.read([get(i, 4096)])
+                assert await tier.read([get(i, 4096) for i in kept]) == [Read.HIT] * len(kept)
+                assert await tier.exists([some_key(i) for i in kept]) == [True] * len(kept)
+                slot = nodes[0].ask("CLUSTER", "KEYSLOT", name(some_key(lost[0])))
+                heir = nodes[0].ask("CLUSTER", "MYID")
+                for server in nodes[:2]:
+                    server.ask("CLUSTER", "SETSLOT", slot, "NODE", heir)
+                with pytest.raises(TierError):
+                    await tier.exists([some_key(lost[0])])
+                assert await tier.exists([some_key(lost[0])]) == [False], "another server has the slot now"
+            finally:
+                nodes[2].start()
+            await found(tier, lost[0])
+
+    async def found(tier: Tier, i: int) -> None:
+        while True:  # the others take a moment to see it again
+            try:
+                assert await tier.write([put(i, 4096)]) == [Written.STORED]
+            except TierError:
+                await anyio.sleep(0.05)
+            else:
+                return
+
+    run(play)
+
+
+def test_cluster_and_single_are_told_apart(nodes: list[Server]) -> None:
+    """A cluster that is used as one server, and the other way round, is a TierError that says what to set."""
+
+    async def play() -> None:
+        async with client(nodes[0].port) as tier:
+            with pytest.raises(TierError, match="it belongs to a cluster; set cluster to true"):
+                await tier.exists([some_key(i) for i in range(30)])
+
+    run(play)
+    assert "cluster support disabled" in refused(spec(single("redis").port, cluster=True))

@@ -1,0 +1,462 @@
+"""What is particular to the S3 tier: what it refuses, what it says when the store fails, how it reads, how it ends."""
+
+from __future__ import annotations
+
+import mmap
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import Any
+from urllib.parse import urlsplit
+
+import anyio
+import pytest
+from pydantic import ValidationError
+
+from kvpipe.errors import ConfigError
+from kvpipe.tiers.base import Get, Put, Read, TierError, TierFullError, Written
+from kvpipe.tiers.s3 import S3Spec, S3Tier
+from tests.tiers.buffers import aligned, content, data, filled, get, put, some_key, value
+from tests.tiers.proxy import Proxy
+from tests.tiers.s3_server import BUCKET, S3Server, answering, fresh_prefix, shared
+from tests.tiers.world_s3 import KEYS, spec_of
+from tests.tiers.worlds import run
+
+KIB, MIB = 1 << 10, 1 << 20
+SHORT_MS = 300
+SILENT = "no answer within timeout_ms_max"
+
+
+@asynccontextmanager
+async def opened(spec: S3Spec) -> AsyncIterator[S3Tier]:
+    """Open a client and close it."""
+    tier = spec.make("s3")
+    await tier.open()
+    try:
+        yield tier
+    finally:
+        await tier.close()
+
+
+async def swallow(why: str, call: Callable[..., Awaitable[object]], *args: object) -> None:
+    """Make `call`, which has to end with TierError saying `why`."""
+    with pytest.raises(TierError, match=why):
+        await call(*args)
+
+
+async def soon(call: Callable[[], Awaitable[object]]) -> bool:
+    """Make `call` until it raises no TierError, for some seconds; return whether it did."""
+    for _ in range(100):
+        with suppress(TierError):
+            await call()
+            return True
+        await anyio.sleep(0.1)
+    return False
+
+
+def everything(tier: S3Tier) -> dict[str, Callable[[], Awaitable[Any]]]:
+    """Return a call of every kind."""
+
+    async def scan() -> None:
+        async for _ in tier.scan():
+            pass
+
+    return {
+        "exists": partial(tier.exists, [some_key(i) for i in range(100)]),
+        "read": partial(tier.read, [get(1, 4096), get(2, 4096)]),
+        "write": partial(tier.write, [put(1, 4096)]),
+        "delete": partial(tier.delete, [some_key(1)]),
+        "capacity": tier.capacity,
+        "health": tier.health,
+        "scan": scan,
+    }
+
+
+# ---- what is configured ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"endpoint": "http://store:9000"}, "has no TLS.*write https, or set allow_http=true"),
+        ({"endpoint": "store:9000"}, "is no URL of a server; write https://HOST:PORT"),
+        ({"endpoint": "https://me:pass-word@store"}, "a key is not written into a URL"),
+        ({"url": "s3://"}, "names no bucket; write s3://BUCKET/PREFIX"),
+        ({"url": "/mnt/kv"}, "names no bucket; write s3://BUCKET/PREFIX"),
+        ({"url": "s3://me:pass-word@bucket/x"}, "a key is not written into a URL"),
+        ({"url": "s3://bucket/a/../b"}, "has an empty part"),
+        ({"url": "s3://bucket/a//b"}, "has an empty part"),
+        ({"url": "az://account"}, "names no container; write az://ACCOUNT/CONTAINER/PREFIX"),
+        ({"url": "gs://bucket", "region": "eu"}, "are for s3://, not gs://.*leave them out"),
+        ({"access_key_env": "A"}, "belong together; name both, or neither"),
+        ({"secret_key_file": "/x"}, "belong together; name both, or neither"),
+        ({"read_bytes": "4KiB"}, "read_bytes"),
+        ({"lanes": True}, "lanes"),
+    ],
+)
+def test_a_wrong_specification_is_refused(keys: dict[str, Any], reason: str) -> None:
+    """A key that is wrong or contradicts another is refused with the remedy before anything starts, without secrets."""
+    with pytest.raises(ValidationError, match=reason) as caught:
+        S3Spec.model_validate({"url": "s3://bucket/prefix"} | keys)
+    assert "pass-word" not in caught.value.errors()[0]["msg"]
+
+
+def test_a_url_says_it_all() -> None:
+    """A URL gives bucket and prefix, its query the other keys."""
+    url = "s3://bucket/a/b?endpoint=https://store:9000&region=eu-west-1&lanes=8&read_bytes=16MiB"
+    spec = S3Spec.model_validate(S3Spec.parse_url(urlsplit(url)))
+    assert (spec.url, spec.endpoint, spec.region) == ("s3://bucket/a/b", "https://store:9000", "eu-west-1")
+    assert (spec.lanes, spec.read_bytes) == (8, 16 * MIB)
+
+
+def test_secrets_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable that is not set is an error that names it, when the tier is made."""
+    spec = spec_of(shared())
+    monkeypatch.delenv("TESTS_S3_SECRET")
+    with pytest.raises(ConfigError, match="tier s3: secret key: environment variable TESTS_S3_SECRET is empty"):
+        spec.make("s3")
+
+
+def test_the_client_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the client the error names the extra to install."""
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(ConfigError, match=r"pip install 'kvpipe\[s3\]'"):
+        spec_of(shared()).make("s3")
+
+
+# ---- stores that fail -----------------------------------------------------------------------------------------------
+
+
+def refused(spec: S3Spec) -> str:
+    """Return what opening says."""
+    said = []
+
+    async def play() -> None:
+        with pytest.raises(TierError) as caught:
+            async with opened(spec):
+                pass
+        said.append(str(caught.value))
+
+    run(play)
+    assert not any(secret in said[0] for secret in KEYS.values())
+    return said[0]
+
+
+def test_a_bucket_that_is_not_there() -> None:
+    """A missing bucket is no miss: opening says that there is no such bucket."""
+    assert "there is no such bucket" in refused(spec_of(shared(), url="s3://no-such-bucket/x"))
+
+
+def test_a_host_that_is_not_there() -> None:
+    """A name that does not resolve is said so."""
+    said = refused(spec_of(shared(), endpoint="https://store.invalid", timeout_ms_max=2000))
+    assert "no such host" in said
+
+
+def test_wrong_keys() -> None:
+    """Keys that the store does not know are said so, and are not in what is said."""
+    with S3Server(INITIAL_NO_AUTH_ACTION_COUNT="1") as server:
+        assert "InvalidAccessKeyId (403): see that the keys are right" in refused(spec_of(server))
+
+
+def test_a_store_without_room() -> None:
+    """A store that is full, or over its quota, raises TierFullError from writes; the rest goes on."""
+    for status, code in ((507, "XMinioStorageFull"), (403, "QuotaExceeded"), (507, "")):
+
+        def answer(method: str, _: bool, said: tuple[int, str] = (status, code)) -> tuple[int, str]:
+            return said if method == "PUT" else (404, "NoSuchKey")
+
+        async def play(url: str) -> None:
+            async with opened(spec_of(shared(), endpoint=url)) as tier:
+                with pytest.raises(TierFullError, match="has no room"):
+                    await tier.write([put(1, 4096)])
+                assert await tier.read([get(1, 4096)]) == [Read.MISS]
+
+        with answering(answer) as url:
+            run(play, url)
+
+
+def test_a_store_that_knows_no_conditions() -> None:
+    """Where a store cannot be told not to replace an object, values are written without the condition."""
+    puts = []
+
+    def answer(method: str, condition: bool) -> tuple[int, str]:
+        if method == "PUT":
+            puts.append(condition)
+            return (501, "NotImplemented") if condition else (200, "")
+        return 404, "NoSuchKey"
+
+    async def play(url: str) -> None:
+        async with opened(spec_of(shared(), endpoint=url, timeout_ms_max=1000)) as tier:
+            assert await tier.write([put(1, 4096)]) == [Written.STORED]
+            assert puts[0], "it is asked for at first"
+            puts.clear()
+            assert await tier.write([put(2, 4096)]) == [Written.STORED]
+
+    with answering(answer) as url:
+        run(play, url)
+    assert puts == [False]
+
+
+def test_a_store_that_dies_and_comes_back() -> None:
+    """While the server is dead every call raises TierError; the same client works again when it is back."""
+
+    async def play() -> None:
+        async with opened(spec_of(server, timeout_ms_max=SHORT_MS)) as tier:
+            assert await tier.write([put(1, 64 * KIB)]) == [Written.STORED]
+            server.kill()
+            for what, ask in everything(tier).items():
+                with pytest.raises(TierError, match="connection refused"):
+                    await ask()
+                assert what
+            await anyio.to_thread.run_sync(server.start)
+            await tier.health()
+            assert await tier.read([get(1, 64 * KIB)]) == [Read.MISS]
+            assert await tier.write([put(1, 64 * KIB)]) == [Written.STORED]
+            assert await tier.read([get(1, 64 * KIB)]) == [Read.HIT]
+
+    with S3Server() as server:
+        run(play)
+
+
+def test_a_store_that_stands_still() -> None:
+    """A stopped server costs its timeout and a TierError, whatever is asked; when it goes on, so does the tier."""
+
+    async def play() -> None:
+        async with opened(spec_of(server, timeout_ms_max=SHORT_MS)) as tier:
+            await tier.write([put(1, 64 * KIB)])
+            server.pause()
+            for what, ask in everything(tier).items():
+                with anyio.fail_after(10), pytest.raises(TierError, match=SILENT):
+                    await ask()
+                assert what
+            server.resume()
+            assert await soon(tier.health)
+            assert await tier.read([get(1, 64 * KIB)]) == [Read.HIT]
+
+    with S3Server() as server:
+        try:
+            run(play)
+        finally:
+            server.resume()
+
+
+def test_a_store_that_takes_no_body() -> None:
+    """When a write is cancelled, or ends by its timeout, while its body is sent, nobody has its buffers any more."""
+    go_on, begun = threading.Event(), threading.Event()
+
+    def answer(method: str, _: bool) -> tuple[int, str]:
+        if method == "PUT":
+            begun.set()
+            go_on.wait(20)
+        return 404, "NoSuchKey"
+
+    async def play(url: str) -> None:
+        async with opened(spec_of(shared(), endpoint=url, timeout_ms_max=SHORT_MS)) as tier:
+            for cancelled in (True, False):
+                begun.clear()
+                memory = mmap.mmap(-1, 8 * MIB)
+                part = memoryview(memory)
+                async with anyio.create_task_group() as group:
+                    group.start_soon(swallow, SILENT, tier.write, [Put(some_key(1), (part,))])
+                    await anyio.to_thread.run_sync(begun.wait, 20)
+                    if cancelled:
+                        group.cancel_scope.cancel()
+                part.release()
+                memory.close()  # raises BufferError if somebody has it
+
+    with answering(answer) as url:
+        try:
+            run(play, url)
+        finally:
+            go_on.set()
+
+
+# ---- values ---------------------------------------------------------------------------------------------------------
+
+
+def proxied(proxy: Proxy, **keys: Any) -> S3Spec:
+    """Return the specification of a place on the shared server, by way of the proxy."""
+    return spec_of(shared(), endpoint=f"http://127.0.0.1:{proxy.port}", **keys)
+
+
+def test_ranges_are_put_together_in_order() -> None:
+    """A large value is read in ranges, side by side, into buffers with other borders: every byte is in its place."""
+    sizes = (4096, 3 * MIB, 512 * KIB, 5 * MIB + 4096)
+
+    async def play(proxy: Proxy) -> None:
+        async with opened(proxied(proxy, read_bytes=MIB, lanes=6)) as tier:
+            whole = content(1, sum(sizes))
+            await tier.write([Put(some_key(1), filled(whole, (sum(sizes),)))])
+            before, proxy.latency_s = proxy.connections, 0.01
+            wanted = Get(some_key(1), tuple(map(aligned, sizes)))
+            assert await tier.read([wanted]) == [Read.HIT]
+            assert data(wanted.into) == whole
+            assert proxy.connections - before >= 5, "one connection would do for one after the other"
+
+    with Proxy(shared().port) as proxy:
+        run(play, proxy)
+
+
+def test_a_value_that_is_replaced_while_it_is_read() -> None:
+    """Ranges of two values under one key are never put together: the read is DAMAGED, or of one value."""
+    size, url = 8 * MIB, f"s3://{BUCKET}/{fresh_prefix()}"
+
+    async def play(proxy: Proxy) -> None:
+        other = spec_of(shared(), url=url).make("other")._store()
+        async with opened(proxied(proxy, url=url, read_bytes=MIB, lanes=1)) as tier:
+            await tier.write([Put(some_key(1), value(1, size))])
+            proxy.rate_bytes_s = 20e6
+            wanted, ends = get(1, size), []
+
+            async def read() -> None:
+                ends.extend(await tier.read([wanted]))
+
+            async with anyio.create_task_group() as group:
+                group.start_soon(read)
+                await anyio.sleep(0.15)
+                await tier._api.put_async(other, some_key(1).text, content(2, size), use_multipart=False)
+            assert ends == [Read.DAMAGED] or data(wanted.into) in (content(1, size), content(2, size))
+
+    with Proxy(shared().port) as proxy:
+        run(play, proxy)
+
+
+async def stall_soon(proxy: Proxy) -> None:
+    """Let nothing pass from soon on."""
+    await anyio.sleep(0.1)
+    proxy.stalled = True
+
+
+def test_an_answer_that_is_cut_or_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer that ends early, or stops half way, is a TierError or, tried again, the value; never anything else."""
+
+    async def play(proxy: Proxy) -> None:
+        async with opened(proxied(proxy, timeout_ms_max=SHORT_MS)) as tier:
+            await tier.write([put(1, 4 * MIB)])
+            for after in (1, 100, 700, 64 * KIB, 2 * MIB, 4 * MIB):
+                proxy.cut_after, wanted = after, get(1, 4 * MIB)
+                try:
+                    assert await tier.read([wanted]) == [Read.HIT]
+                    assert data(wanted.into) == content(1, 4 * MIB)
+                except TierError as error:
+                    assert "s3: GET: " in str(error)  # noqa: PT017
+                proxy.cut_after = None
+            proxy.rate_bytes_s = 10e6
+            monkeypatch.setattr("kvpipe.tiers.s3.SLOW_BYTES", 1)  # so that it is not the whole that takes too long
+            async with anyio.create_task_group() as group:
+                group.start_soon(stall_soon, proxy)
+                with anyio.fail_after(10), pytest.raises(TierError, match=SILENT):
+                    await tier.read([get(1, 4 * MIB)])
+            proxy.stalled, proxy.rate_bytes_s = False, None
+            assert await tier.read([get(1, 4 * MIB)]) == [Read.HIT]
+
+    with Proxy(shared().port) as proxy:
+        run(play, proxy)
+
+
+def test_what_is_not_ours_is_left_alone() -> None:
+    """Foreign objects under the prefix are not listed; an empty object under a key of ours is DAMAGED."""
+    path = f"{BUCKET}/{fresh_prefix()}"
+
+    async def play() -> None:
+        async with opened(spec_of(shared(), url=f"s3://{path}")) as tier:
+            await tier.write([put(1, 4096)])
+            for name in ("readme.txt", f"deep/{some_key(2).text}", some_key(3).text + "x", "x" * 200):
+                assert shared().ask("PUT", f"/{path}/{name}", b"foreign") == 200
+            assert shared().ask("PUT", f"/{path}-other/{some_key(4).text}", bytes(4096)) == 200
+            assert [entry.key async for entry in tier.scan()] == [some_key(1)]
+            assert (await tier.capacity()).items == 1
+            assert shared().ask("PUT", f"/{path}/{some_key(5).text}", b"") == 200
+            assert await tier.read([get(4, 4096), get(5, 4096)]) == [Read.MISS, Read.DAMAGED]
+
+    run(play)
+
+
+# ---- the end --------------------------------------------------------------------------------------------------------
+
+
+def test_close_ends_what_is_under_way() -> None:
+    """Closing while a read and a write stand still ends both with TierError; then nothing is under way."""
+
+    async def play(proxy: Proxy) -> None:
+        tier = proxied(proxy, timeout_ms_max=SHORT_MS).make("s3")
+        await tier.open()
+        proxy.stalled = True
+        async with anyio.create_task_group() as group:
+            group.start_soon(swallow, "it is not open", tier.read, [get(1, MIB)])
+            group.start_soon(swallow, "it is not open", tier.write, [put(2, MIB)])
+            await anyio.sleep(0.05)
+            assert len(tier._scopes) == 2
+            await tier.close()
+            assert not tier._scopes
+            assert not tier._futures
+
+    with Proxy(shared().port) as proxy:
+        run(play, proxy)
+
+
+LEAVING = """
+import asyncio
+import sys
+import anyio
+import kvpipe.tiers.s3
+assert "obstore" not in sys.modules
+from tests.tiers.buffers import get, put
+from tests.tiers.world_s3 import S3Spec, KEYS
+import os
+os.environ |= KEYS
+tasks = []
+
+async def play():
+    tier = S3Spec.model_validate_json(sys.argv[1]).make("s3")
+    await tier.open()
+    await tier.write([put(i, 1 << 20) for i in range(2)])
+    async def go(call, *args):
+        try:
+            await call(*args)
+        except kvpipe.tiers.base.TierError:
+            pass
+    for i in range(8):
+        tasks.append(asyncio.ensure_future(go(tier.read, [get(i % 2, 1 << 20)])))
+        tasks.append(asyncio.ensure_future(go(tier.write, [put(10 + i, 1 << 20)])))
+        tasks.append(asyncio.ensure_future(go(tier.exists, [put(i, 4096).key for i in range(50)])))
+    await anyio.sleep(float(sys.argv[2]))
+    for task in tasks:
+        if sys.argv[3] == "cancel":
+            task.cancel()
+    await tier.close()
+    await anyio.sleep(0.05)
+
+# not anyio.run, which would clean up: what close leaves under way is seen
+asyncio.new_event_loop().run_until_complete(play())
+"""
+
+
+def test_the_interpreter_ends_while_transfers_are_under_way() -> None:
+    """A process that closes the tier under load, or cancels it all, and ends at once, ends well and says nothing."""
+    ways = [(0.0, "close"), (0.02, "cancel"), (0.05, "close"), (0.1, "cancel"), (0.2, "close")]
+    children = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                LEAVING,
+                spec_of(shared(), timeout_ms_max=1000).model_dump_json(),
+                str(after_s),
+                how,
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for after_s, how in ways
+    ]
+    try:
+        said = [child.communicate(timeout=60)[0] for child in children]
+        assert [(child.returncode, text) for child, text in zip(children, said, strict=True)] == [(0, b"")] * len(ways)
+    finally:
+        for child in children:
+            child.kill()
