@@ -125,14 +125,21 @@ class Catalog:
             chunk.leases += 1
             owned.append(chunk)  # one by one: a rejected chunk must not hide the leases before it
 
-    def release(self, owner: Owner) -> int:
-        """Return every lease of `owner`; how many there were. The last chunk of a prefix is evicted first."""
+    def release(self, owner: Owner, *, hit: bool = True) -> int:
+        """Return every lease of `owner`; how many there were. The last chunk of a prefix is evicted first.
+
+        `hit`: the chunks were of use to a request, which the policy remembers.
+        """
         chunks = self._leases.pop(owner, [])
         self._leased_s.pop(owner, None)
         for chunk in reversed(chunks):
             chunk.leases -= 1
-            self._let_go(chunk, hit=True)
+            self._let_go(chunk, reader=True, hit=hit)
         return len(chunks)
+
+    def leased_by(self, owner: Owner) -> int:
+        """Return how many leases `owner` has."""
+        return len(self._leases.get(owner, ()))
 
     def refresh(self, chunks: Iterator[Chunk]) -> None:
         """Order a finished request's chunks so that the ends of prefixes go before their beginnings."""
@@ -240,9 +247,9 @@ class Catalog:
                 self._drop(chunk, EVICTED)
                 return
         if chunk.state.row != m.ABSENT:
-            self._let_go(chunk, hit=False)
+            self._let_go(chunk, reader=False, hit=False)
 
-    def _let_go(self, chunk: Chunk, *, hit: bool) -> None:
+    def _let_go(self, chunk: Chunk, *, reader: bool, hit: bool) -> None:
         """A reader or writer left; when it was the last, the chunk is evictable, or its slot free if evicted."""
         if chunk.held:
             return
@@ -251,7 +258,7 @@ class Catalog:
             self._evicting.discard(chunk)
             self._free.append(chunk.slot)
         else:
-            if hit:
+            if reader:
                 chunk.fire(m.DRAINED)
             self._policy.insert(chunk, hit=hit)
 

@@ -552,6 +552,20 @@ def check_memory_tier(settings: Settings, _: Machine) -> Answer:
     return Answer("ok", f"a pool of {_size(pool.slots * pool.slot_bytes)} was allocated, written and read ({pages})")
 
 
+def check_tiers(settings: Settings, _: Machine) -> Answer | None:
+    """Every tier beyond memory keeps a small value and gives it back."""
+    from kvpipe.tiers.checkup import problem_of  # noqa: PLC0415  (imports their clients)
+    from kvpipe.tiers.registry import named  # noqa: PLC0415
+
+    if not settings.tiers:
+        return None
+    problems = {name: problem_of(name, spec) for name, spec in named(settings.tiers)}
+    bad = "; ".join(f"{name}: {_one_line(why)}" for name, why in problems.items() if why)
+    if bad:
+        return Answer("warn", bad, "an engine runs without it, with fewer hits, and uses it when it is back")
+    return Answer("ok", f"a value was written, read and dropped: {', '.join(problems)}")
+
+
 def _probe_geometry(size: int) -> Geometry:
     """A pool of `size` bytes in slots of at most 1 MiB. Raises `ConfigError` where that is less than one page."""
     return Geometry((Group((Layer("probe", min(size, 1 << 20)),), 1),), chunk_tokens=1, pool_bytes_max=size)
@@ -568,7 +582,7 @@ class Check(NamedTuple):
     if_raised: Status
 
 
-TIERS: list[Check] = [Check("memory tier", check_memory_tier, "fail")]
+TIERS: list[Check] = [Check("memory tier", check_memory_tier, "fail"), Check("tiers", check_tiers, "fail")]
 """One check for each tier that chunks are kept in."""
 
 CHECKS: list[Check] = [

@@ -15,6 +15,9 @@ SALT: Final = "salt"
 BELOW_MINIMUM: Final = "below_minimum"
 LOAD_FAILED: Final = "load_failed"
 TIER_DOWN: Final = "tier_down"
+TIER_LATE: Final = "tier_late"
+TIER_LOST: Final = "tier_lost"
+TIER_ASKED: Final = "tier_asked"
 NO_ROOM: Final = "no_room"
 BYPASS: Final = "bypass"
 NO_CONSUMER: Final = "no_consumer"
@@ -28,7 +31,10 @@ REASONS: dict[str, str] = {
     SALT: "the same tokens were saved under another cache_salt, LoRA adapter or image",
     BELOW_MINIMUM: "what is left is shorter than the smallest unit that can be held, or vLLM has to compute it itself",
     LOAD_FAILED: "a load of this request failed; it computes",
-    TIER_DOWN: "a rank cannot use its tier any more",
+    TIER_DOWN: "a tier cannot be used: nobody knows what it holds, or a rank has lost its memory",
+    TIER_LATE: "a tier did not answer, or not bring it, in lookup_ms_max",
+    TIER_LOST: "a tier held it at the lookup, but a rank could not bring it: gone, damaged, or the tier failed",
+    TIER_ASKED: "a tier is asked for it, or is bringing it (told while the request waits)",
     NO_ROOM: "held, but others were loading and there were not blocks for all for too long",
     BYPASS: "kvpipe is bypassed",
     NO_CONSUMER: "this engine's kv_role does not load",

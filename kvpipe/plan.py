@@ -49,11 +49,31 @@ def table_of(jobs: Iterable[Job]) -> npt.NDArray[np.int32]:
     return np.frombuffer(b"".join([job.rows for job in jobs]), dtype="<i4").reshape(-1, 4)
 
 
+class Order(NamedTuple):
+    """Carry the first `units` units of one chunk between its slot and a tier, on every rank. Not bound to the step.
+
+    `stores`: to the tier, else from it. `tier`: its place in the configuration. `chunk`: its name there.
+    """
+
+    id: int
+    stores: bool
+    tier: int
+    slot: int
+    group: int
+    units: int
+    chunk: bytes
+
+
 class StepPlan(NamedTuple):
-    """One engine step's jobs. A step without work has none."""
+    """One engine step's jobs, and what is to be carried besides. A step without work has none.
+
+    `space`: the namespace of the orders' chunks.
+    """
 
     step: int
     jobs: tuple[Job, ...] = ()
+    orders: tuple[Order, ...] = ()
+    space: str = ""
 
 
 EMPTY_PLAN = StepPlan(0)

@@ -7,11 +7,12 @@ costs a cache miss.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
@@ -23,14 +24,18 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvpipe.config import Settings, load_settings
 from kvpipe.connectors.vllm import compat, support
 from kvpipe.connectors.vllm.kv_events import KvEvents
-from kvpipe.connectors.vllm.metadata import PlanMetadata, ReportMetadata
+from kvpipe.connectors.vllm.metadata import LayoutMetadata, PlanMetadata, ReportMetadata
 from kvpipe.connectors.vllm.metrics import KVPipeProm, KVPipeStats, meter
 from kvpipe.connectors.vllm.scheduler import SchedulerSide
+from kvpipe.connectors.vllm.weights import Weights
 from kvpipe.connectors.vllm.worker import WorkerSide
 from kvpipe.control import watch_control_file
 from kvpipe.loop import LoopThread
 from kvpipe.names import NameClaim
 from kvpipe.plan import EMPTY_PLAN
+from kvpipe.tiers.finder import Finder
+from kvpipe.tiers.registry import named
+from kvpipe.tiers.shelf import FIND, READ, WRITE, MadeTier, Shelf, shelves
 from kvpipe.trace.events import SCHEDULER, FreezeSwitched
 from kvpipe.trace.log import Counters, configure
 from kvpipe.trace.setup import tracing
@@ -74,6 +79,10 @@ def _nothing() -> None:
     return None
 
 
+WEIGHTS_S_MAX = 10.0
+"""For how long the start waits until it is known which weights these are; after that, the first requests do not."""
+
+
 class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
     """Saves and loads KV through explicit state machines. See the README for configuration."""
 
@@ -106,12 +115,19 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker: WorkerSide | None = None
         self._claim: NameClaim | None = None
         self._control: LoopThread | None = None
+        self._finder: Finder | None = None
+        self._facts: dict[str, Any] = {}
+        self._layout = ""
         engine = support.engine_name(str(transfer.engine_id or vllm_config.instance_id))
         layers = len(self.geometry.layers)
         if role is KVConnectorRole.WORKER:
             rank = vllm_config.parallel_config.rank
             self.recorder, self.writer = tracing(self.settings, engine, "worker", rank, layers)
             self.worker = WorkerSide(self.settings, self.geometry, self.recorder)
+            self.worker.rank, self.worker.ranks = rank, vllm_config.parallel_config.world_size
+            uses = (READ, WRITE) if transfer.is_kv_producer else (READ,)
+            self.worker.make_shelves = functools.partial(self._shelves, uses)
+            self._shelves(uses)  # what is wrong with it is said now
             self.counters = self.worker.counters
             self._meter = meter(self.worker)
             self.counters.listener = self.recorder.fault
@@ -133,6 +149,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         )
         self.counters = self.scheduler.counters
         self._meter = meter(self.scheduler)
+        self._use_tiers(vllm_config, kv_cache_config)
         told = vllm_config.kv_events_config
         if told is not None and told.enable_kv_cache_events:
             self.scheduler.announce(KvEvents(self.geometry.unit_tokens, tokens))
@@ -191,12 +208,42 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         """Return a transfer engine, or None for the one that fits the device. Tests inject faults here."""
         return None
 
+    def make_tiers(self, *, writes: bool) -> Sequence[MadeTier]:
+        """Return the tiers of the configuration, not yet opened. Tests bring their own here."""
+        return [(name, spec, spec.make(name, writes=writes)) for name, spec in named(self.settings.tiers)]
+
+    def _use_tiers(self, config: VllmConfig, cache: KVCacheConfig) -> None:
+        """Let the scheduler's side look beyond memory, if there is anything."""
+        made = self._shelves((FIND,))
+        if self.scheduler is None or not made:
+            return
+        support.check_hashes(config)
+        self._facts = support.identity(config, cache, self.geometry)
+        ranks, units = config.parallel_config.world_size, self.geometry.units_per_chunk
+        self._finder = Finder(made, ranks=ranks, units_per_chunk=units, fault=self._tier_failed)
+        self.scheduler.use_tiers(self._finder)
+
+    def _shelves(self, uses: tuple[str, ...]) -> list[Shelf]:
+        return shelves(self.make_tiers(writes=WRITE in uses), uses, self.recorder)
+
+    def _tier_failed(self, tier: str, use: str, why: str) -> None:
+        self.counters.fault("tier_failed", tier=tier, use=use, why=why)
+
     # ---- worker side ----------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Refuse unknown layouts now, before the first request."""
         if self.worker is not None:
-            self.worker.register(kv_caches, self._kv_cache_config.num_blocks, self.make_engine())
+            blocks = self._kv_cache_config.num_blocks
+            self.worker.register(kv_caches, blocks, self.make_engine())
+            self._layout = support.fingerprint({"layout": support.layout_facts(kv_caches, blocks, self._vllm_config)})
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Tell the scheduler's side what this rank's bytes depend on, if others may read them."""
+        if self.worker is None or self.worker.carrier is None:
+            return None
+        tiers = [(shelf.name, shelf.spec.kind) for shelf in self.worker.carrier.shelves]
+        return LayoutMetadata(self.worker.rank, support.fingerprint({"layout": self._layout, "tiers": tiers}))
 
     @_contained(_nothing)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -267,8 +314,12 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         """Report the jobs that ended on this rank."""
         if self.worker is None:
             return None
-        tallies, lost = self.worker.take_tallies(), self.worker.lost
-        return ReportMetadata(tallies, lost=lost, rate=self.worker.load_rate) if tallies or lost else None
+        worker = self.worker
+        tallies, lost, unreadable = worker.take_tallies(), worker.lost, worker.take_unreadable()
+        if not tallies and not lost and unreadable is None:
+            return None
+        told = {} if unreadable is None else {worker.rank: unreadable}
+        return ReportMetadata(tallies, lost=lost, rate=worker.load_rate, unreadable=told)
 
     @_contained(_nothing)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
@@ -286,12 +337,29 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             if self.worker is not None:
                 self.worker.shutdown()
+            if self._finder is not None:
+                self._finder.stop()
             if self._control is not None:
                 self._control.stop()
             if self._claim is not None:
                 self._claim.release()
         finally:
             self.writer.close()
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        """Every rank has said what its bytes depend on: from now on tiers are used, in a namespace of all that."""
+        if self._finder is not None:
+            told = sorted((one.rank, one.digest) for one in metadata.values() if isinstance(one, LayoutMetadata))
+            ranks = self._vllm_config.parallel_config.world_size
+            if len(told) != ranks:
+                self.counters.fault("tiers_not_on_all_ranks", ranks=ranks, told=len(told))
+                return
+            self._facts["layouts"] = told
+            Weights(self._vllm_config, self.settings.state_dir, self._know_weights).start(WEIGHTS_S_MAX)
+
+    def _know_weights(self, digest: str) -> None:
+        if self.scheduler is not None and self.scheduler.staging is not None:
+            self.scheduler.staging.space = support.fingerprint(self._facts | {"weights": digest})
 
     # ---- scheduler side -------------------------------------------------------------------------------------------
 
@@ -336,6 +404,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         if self.scheduler is not None and isinstance(report, ReportMetadata):
             self.scheduler.reported(report.tallies, report.rate)
             self.scheduler.tier_lost |= report.lost
+            self.scheduler.tiers_left(report.unreadable)
 
     @_contained(lambda: (False, None))
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002

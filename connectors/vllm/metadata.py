@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 
-from kvpipe.plan import Job, StepPlan
+from kvpipe.plan import Job, Order, StepPlan
 
 
 class PlanMetadata(KVConnectorMetadata):
@@ -20,11 +24,24 @@ class PlanMetadata(KVConnectorMetadata):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Flatten to builtin tuples."""
-        return _unpack, (self.plan.step, tuple(tuple(job) for job in self.plan.jobs))
+        step, jobs, orders, space = self.plan
+        packed = (step, tuple(tuple(job) for job in jobs))
+        return _unpack, (*packed, tuple(tuple(order) for order in orders), space) if orders else packed
 
 
-def _unpack(step: int, jobs: tuple[tuple[Any, ...], ...]) -> PlanMetadata:
-    return PlanMetadata(StepPlan(step, tuple(Job(*job) for job in jobs)))
+def _unpack(
+    step: int, jobs: tuple[tuple[Any, ...], ...], orders: tuple[tuple[Any, ...], ...] = (), space: str = ""
+) -> PlanMetadata:
+    plan = StepPlan(step, tuple(Job(*job) for job in jobs), tuple(Order(*order) for order in orders), space)
+    return PlanMetadata(plan)
+
+
+class LayoutMetadata(KVConnectorHandshakeMetadata):
+    """What one rank's chunks depend on that is known only where its caches are: a digest."""
+
+    def __init__(self, rank: int, digest: str) -> None:
+        """`rank`: of the engine's ranks."""
+        self.rank, self.digest = rank, digest
 
 
 class Tally(NamedTuple):
@@ -40,14 +57,22 @@ class ReportMetadata(KVConnectorWorkerMetadata):
     `rate`: bytes per second of the slowest rank's loads; 0: none has loaded yet.
     """
 
-    def __init__(self, tallies: dict[int, Tally], *, lost: bool = False, rate: float = 0.0) -> None:
-        """`tallies` is owned by the report."""
-        self.tallies, self.lost, self.rate = tallies, lost, rate
+    def __init__(
+        self,
+        tallies: dict[int, Tally],
+        *,
+        lost: bool = False,
+        rate: float = 0.0,
+        unreadable: dict[int, frozenset[int]] | None = None,
+    ) -> None:
+        """`tallies` is owned by the report. `unreadable`: by rank, the tiers that it leaves alone, if that is new."""
+        self.tallies, self.lost, self.rate, self.unreadable = tallies, lost, rate, unreadable or {}
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Add another rank's report."""
         if isinstance(other, ReportMetadata):
             self.lost |= other.lost
+            self.unreadable |= other.unreadable
             self.rate = min(self.rate or other.rate, other.rate or self.rate)
             for job, tally in other.tallies.items():
                 mine = self.tallies.get(job, Tally(0, 0))

@@ -8,7 +8,7 @@ that serves `/metrics`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple, Protocol
 
 from prometheus_client import Counter, Gauge
@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from kvpipe.plan import Kind
 from kvpipe.statemachine.core import Compiled
+from kvpipe.tiers.shelf import Shelf
 
 PREFIX = "vllm:kvpipe_"
 SELDOM_S = 0.5
@@ -38,6 +39,9 @@ METRICS: dict[str, Metric] = {
     "copy_seconds": Metric("counter", "kind", "Seconds from the submission of a layer's copy to its end, added up."),
     "wait_seconds": Metric("counter", "", "Seconds that the engine's own thread has waited for copies."),
     "faults": Metric("counter", "name", "What went wrong and was contained: a cache miss each, never a crash."),
+    "tier_bytes": Metric("counter", "flow", "Bytes read from and written to tiers, over all ranks."),
+    "tier_seconds": Metric("counter", "flow", "Seconds that reads and writes of tiers took, added up."),
+    "tiers_left": Metric("gauge", "flow", "1 while a tier is left alone because it fails."),
     "preemptions": Metric("counter", "", "Preemptions of requests."),
     "evictions": Metric("counter", "", "Chunks evicted from the pool."),
     "transitions": Metric("counter", "machine", "Moves of the state machines."),
@@ -173,6 +177,11 @@ def copied(sizes: dict[Kind, int], times_ns: dict[Kind, int]) -> Values:
         "copied_bytes": {names[kind]: size for kind, size in sizes.items()},
         "copy_seconds": {names[kind]: ns / _NS_PER_S for kind, ns in times_ns.items()},
     }
+
+
+def left(shelves: Iterable[Shelf]) -> dict[str, float]:
+    """Return which tiers are left alone at present, by what for."""
+    return {f"{one.name} {use}": not breaker.allows for one in shelves for use, breaker in one.breakers.items()}
 
 
 def transitions(*machines: Compiled) -> Values:

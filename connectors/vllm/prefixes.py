@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import ChainMap
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvpipe import misses
@@ -11,6 +12,9 @@ from kvpipe.geometry import Geometry
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+Index = Mapping[bytes, object]
+"""The keys of one cache group that count as held."""
 
 
 class Prefixes:
@@ -35,22 +39,34 @@ class Prefixes:
         """Return the units whose tokens and hashes are final, of the first `tokens` tokens."""
         return min(min(tokens, request.num_tokens) // self._unit, len(request.block_hashes) // self._hashes_per_unit)
 
-    def longest(self, request: Request) -> int:
-        """Return the longest prefix, in units, that every cache group holds as far as it needs to."""
+    def unit_keys(self, request: Request) -> Sequence[bytes]:
+        """Return the hashes of the first unit, the first two units and so on, of all that are final."""
+        stop, step = self.final_units(request, request.num_tokens), self._hashes_per_unit
+        keys: Sequence[bytes] = request.block_hashes[step - 1 : stop * step : step]
+        return keys
+
+    def longest(self, request: Request, extra: Sequence[dict[bytes, object]] = ()) -> int:
+        """Return the longest prefix, in units, that every cache group holds as far as it needs to.
+
+        `extra`: keys per group that count as held.
+        """
+        indexes: list[Index] = [self._catalog.index(group) for group in self._groups]
+        if extra:
+            indexes = [ChainMap(index, more) for index, more in zip(indexes, extra, strict=True)]  # type: ignore[arg-type]
         hashes: Sequence[bytes] = request.block_hashes
         best = self.final_units(request, request.num_tokens)
         if self._windows and best * self._unit >= request.num_tokens:
             best -= 1  # the recomputed last token's window reaches one token further back than a new token's
         for group in self._full:
-            best = self._longest_full(group, hashes, best)
+            best = self._longest_full(indexes[group], hashes, best)
         while best and self._windows:
-            gaps = [self._window_gap(g, hashes, best, window) for g, window in self._windows]
+            gaps = [self._window_gap(indexes[g], hashes, best, window) for g, window in self._windows]
             shorter = [gap for gap in gaps if gap >= 0]
             if not shorter:
                 break
             best = min(shorter)
             for group in self._full:  # whole chunks below a held prefix are held: only the last one can be shorter
-                best = self._longest_in_last_chunk(group, hashes, best)
+                best = self._longest_in_last_chunk(indexes[group], hashes, best)
         return best
 
     def why_short(self, request: Request, units: int) -> str:
@@ -82,7 +98,11 @@ class Prefixes:
 
     def holding(self, group: int, hashes: Sequence[bytes], base: int, stop: int) -> Chunk | None:
         """Return a chunk that starts at unit `base` and can be found at least as far as `stop`."""
-        index = self._catalog.index(group)
+        chunk = self._holding(self._catalog.index(group), hashes, base, stop)
+        assert chunk is None or isinstance(chunk, Chunk)  # noqa: S101  (the catalog holds nothing else)
+        return chunk
+
+    def _holding(self, index: Index, hashes: Sequence[bytes], base: int, stop: int) -> object | None:
         last = min(base + self._per_chunk, len(hashes) // self._hashes_per_unit)
         for units in range(stop, last + 1):
             chunk = index.get(self.key(hashes, units))
@@ -99,8 +119,7 @@ class Prefixes:
                 if chunk is not None:
                     yield chunk
 
-    def _longest_full(self, group: int, hashes: Sequence[bytes], best: int) -> int:
-        index = self._catalog.index(group)
+    def _longest_full(self, index: Index, hashes: Sequence[bytes], best: int) -> int:
         per_chunk, step = self._per_chunk, self._per_chunk * self._hashes_per_unit
         found = 0
         for key in hashes[step - 1 : best * self._hashes_per_unit : step]:
@@ -108,25 +127,25 @@ class Prefixes:
                 break
             found += 1
         base = found * per_chunk
-        return self._longest_in_last_chunk(group, hashes, min(best, base + per_chunk - 1))
+        return self._longest_in_last_chunk(index, hashes, min(best, base + per_chunk - 1))
 
-    def _longest_in_last_chunk(self, group: int, hashes: Sequence[bytes], best: int) -> int:
+    def _longest_in_last_chunk(self, index: Index, hashes: Sequence[bytes], best: int) -> int:
         base = best // self._per_chunk * self._per_chunk
-        if best == base or self.holding(group, hashes, base, best):
+        if best == base or self._holding(index, hashes, base, best):
             return best
-        return self._shorter(self._catalog.index(group), hashes, base, best - 1)
+        return self._shorter(index, hashes, base, best - 1)
 
-    def _window_gap(self, group: int, hashes: Sequence[bytes], best: int, window: int) -> int:
+    def _window_gap(self, index: Index, hashes: Sequence[bytes], best: int, window: int) -> int:
         """Return -1 when the last `window` units before `best` are held, or the next shorter prefix to try."""
         low = max(0, best - window)
         stop = best
         while stop > low:
             base = (stop - 1) // self._per_chunk * self._per_chunk
-            if not self.holding(group, hashes, base, stop):
-                return self._shorter(self._catalog.index(group), hashes, base, stop - 1)
+            if not self._holding(index, hashes, base, stop):
+                return self._shorter(index, hashes, base, stop - 1)
             stop = base
         return -1
 
-    def _shorter(self, index: dict[bytes, Chunk], hashes: Sequence[bytes], base: int, most: int) -> int:
+    def _shorter(self, index: Index, hashes: Sequence[bytes], base: int, most: int) -> int:
         """Return the longest prefix from `base` to `most` units that has a key, or `base`."""
         return next((units for units in range(most, base, -1) if self.key(hashes, units) in index), base)

@@ -7,8 +7,10 @@ one comparison per scheduled request, plus work for what is new.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import time
+import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,15 +22,17 @@ from kvpipe.config import Settings
 from kvpipe.connectors.vllm.prefixes import Prefixes
 from kvpipe.connectors.vllm.room import Room
 from kvpipe.connectors.vllm.spoiled import Part, Spoiled
+from kvpipe.connectors.vllm.staging import STAGE, Staging
 from kvpipe.connectors.vllm.stall import Stall
 from kvpipe.connectors.vllm.tracing import Answer, Teller
 from kvpipe.connectors.vllm.tracked import REQUEST, Flight, Match, OpenChunk, Tracked
 from kvpipe.geometry import Geometry
-from kvpipe.plan import BROKEN, Job, Kind, StepPlan
+from kvpipe.plan import BROKEN, Job, Kind, Order, StepPlan
 from kvpipe.policy import make_policy
 from kvpipe.statemachine import request as m
 from kvpipe.statemachine.chunk import CHUNK
 from kvpipe.statemachine.core import Compiled
+from kvpipe.tiers.shelf import BREAKER
 from kvpipe.trace.events import CacheReset
 from kvpipe.trace.log import Counters
 from kvpipe.trace.recorder import OFF, Recorder
@@ -41,8 +45,10 @@ if TYPE_CHECKING:
     from kvpipe.connectors.vllm.kv_events import KvEvents
     from kvpipe.connectors.vllm.metadata import Tally
     from kvpipe.connectors.vllm.metrics import Values
+    from kvpipe.tiers.finder import Finder
 
 NEVER = 1 << 60
+NO_TIERS: tuple[tuple[str, int], ...] = ()
 SAVE_RETRIES_MAX = 3
 LATER_STEPS_MAX = 100
 """For how many steps a lookup asks to be asked again, before the hit is given up."""
@@ -88,6 +94,24 @@ class SchedulerSide:
         self._step = 0
         self._next_job = self._epochs = 1
         self._manager: KVCacheManager | None = None
+        self.staging: Staging | None = None
+        self._unreadable: dict[int, frozenset[int]] = {}  # by rank
+
+    def use_tiers(self, finder: Finder) -> None:
+        """Look beyond memory, through `finder`."""
+        self.staging = Staging(
+            finder,
+            self.catalog,
+            self._prefixes,
+            self.geometry,
+            ranks=self._ranks,
+            lookup_ms_max=self.settings.lookup_ms_max,
+            bytes_in_flight_max=int(self.settings.tier_bytes_in_flight_max),
+            counters=self.counters,
+            new_id=self._new_job_id,
+            watch=self._tell.stage_moved if self.trace.detail else None,
+            stores=self._saves,
+        )
 
     # ---- vLLM's calls, in the order of a request's life -----------------------------------------------------------
 
@@ -126,6 +150,14 @@ class SchedulerSide:
             tracked.fire(m.LOOKUP_MISS)
             self._tell.answered(tracked, Answer(local_tokens, 0, request.num_tokens - local_tokens, why))
             return 0, False
+        staging = self.staging
+        if staging is not None:
+            tracked.stage, waits = staging.ask(tracked.stage, request, local_tokens // self._unit, self._step)
+            if waits:
+                missed = request.num_tokens - local_tokens
+                self._tell.answered(tracked, Answer(local_tokens, 0, missed, misses.TIER_ASKED, later=True))
+                tracked.fire(m.LOOKUP_LATER)
+                return None, False
         units = self._prefixes.longest(request)
         tokens = units * self._unit
         waits = self._waits(tokens - local_tokens)
@@ -136,6 +168,9 @@ class SchedulerSide:
         external = max(0, tokens - local_tokens)
         missed = request.num_tokens - max(local_tokens, units * self._unit)  # the last token, if held, is no miss
         why = self._prefixes.why_short(request, max(units, local_tokens // self._unit)) if missed > 0 else ""
+        staged = NO_TIERS
+        if staging is not None:
+            why, staged = staging.why(tracked.stage, why), staging.brought(tracked.stage, external)
         if not external:
             tracked.fire(m.LOOKUP_MISS)
             self.counters["lookup_miss"] += 1
@@ -145,7 +180,7 @@ class SchedulerSide:
             return self._ask_later(tracked, local_tokens)
         tracked.fire(m.LOOKUP_HIT)
         self.counters["lookup_hit"] += 1
-        self._tell.answered(tracked, Answer(local_tokens, external, max(0, missed), why))
+        self._tell.answered(tracked, Answer(local_tokens, external, max(0, missed), why, staged=staged))
         return external, waits
 
     def _waits(self, tokens: int) -> bool:
@@ -186,6 +221,7 @@ class SchedulerSide:
             if match is not None:
                 self._begin_admission(tracked, match.units)
                 self._tell.admitted(tracked, "")
+            self._end_stage(tracked)
             return
         self._begin_admission(tracked, match.units if match is not None else 0)
         waits = self._async if match is None else match.waits
@@ -203,6 +239,7 @@ class SchedulerSide:
             stop = -(-(match.local_tokens + external_tokens) // self._unit)
             rows, chunks = self._load_rows(request, blocks, first, stop)
             self.catalog.lease(owner, chunks)
+            self._offer_again(request, chunks)
         except Exception as e:  # noqa: BLE001  (vLLM counts on the load now: it must be reported, as failed)
             self.counters.fault("load_not_planned", request=request.request_id, error=repr(e))
             self.catalog.release(owner)
@@ -229,9 +266,17 @@ class SchedulerSide:
         if self._stall is not None:
             self._stall.running, self._stall.due = len(output.num_scheduled_tokens), 0
         jobs = (*self._plan_loads(output), *self._plan_saves(output))
+        orders = self._plan_orders()
         self._step += 1
         self.trace.step = self._step + 1  # what comes now belongs to the step that is planned next
-        return StepPlan(self._step, jobs)
+        return StepPlan(self._step, jobs, orders, self.staging.space if self.staging is not None else "")
+
+    def _plan_orders(self) -> tuple[Order, ...]:
+        """Plan what goes to and comes from tiers."""
+        if self.staging is None:
+            return ()
+        self.trace.about("", 0)
+        return self.staging.plan(stores=not (self.freeze or self.bypass))
 
     def _plan_loads(self, output: SchedulerOutput) -> list[Job]:
         due, self._loads_due = self._loads_due, []
@@ -273,7 +318,7 @@ class SchedulerSide:
         for job_id, tally in sorted(tallies.items()):  # pieces of a chunk land in the order of their jobs
             flight = self._flights.get(job_id)
             if flight is None:
-                self.counters["reported_again"] += 1
+                self._order_reported(job_id, tally)
                 continue
             flight.ok += tally.ok
             if tally.bad and flight.owner is not None:
@@ -281,6 +326,21 @@ class SchedulerSide:
             flight.bad += tally.bad
             if flight.ok + flight.bad >= self._ranks:
                 self._land(flight)
+
+    def tiers_left(self, unreadable: dict[int, frozenset[int]]) -> None:
+        """Ranks have said which tiers they leave alone from now on."""
+        if unreadable and self.staging is not None:
+            self._unreadable |= unreadable
+            self.staging.finder.unreadable = frozenset().union(*self._unreadable.values())
+
+    def _order_reported(self, order_id: int, tally: Tally) -> None:
+        try:
+            known = self.staging is not None and self.staging.reported(order_id, tally)
+        except Exception as e:  # noqa: BLE001  (other reports of the step must be heard)
+            self.counters.fault("order_not_landed", order=order_id, error=repr(e))
+            return
+        if not known:
+            self.counters["reported_again"] += 1
 
     def invalidated(self, blocks: set[int]) -> None:
         """VLLM was told that sync loads into `blocks` failed, ours or somebody else's.
@@ -301,6 +361,7 @@ class SchedulerSide:
         if tracked is not None and tracked.request is request:
             self.catalog.refresh(self._prefixes.chunks_from_the_end(request))
             self._finish(tracked)
+            self._offer_ends(tracked)
 
     def reset(self) -> bool:
         """Forget every chunk. Jobs in flight are not published any more."""
@@ -311,22 +372,28 @@ class SchedulerSide:
             self._give_up_saving(tracked)  # the KV that it goes on with may be what the reset was meant to forget
             tracked.epoch = self._new_epoch()
             tracked.match = None
+        if self.staging is not None:  # what tiers hold may be what the reset was meant to forget
+            self.staging.reset(hashlib.sha256(f"{self.staging.space}{uuid.uuid4()}".encode()).hexdigest()[:32])
         self.counters["reset_chunks"] += dropped
         return True
 
     @property
     def pending(self) -> bool:
         """Whether ranks still owe reports: the engine keeps stepping until they have come."""
-        return bool(self._flights)
+        return bool(self._flights) or (self.staging is not None and self.staging.pending)
 
     def stats(self) -> dict[str, int]:
         """Counters and gauges, for tests, the demo and operators."""
         c = self.catalog
         gauges = {"slots": c.slots, "slots_used": c.used, "leases": c.leases, "pieces_writing": c.writing}
-        return dict(self.counters) | gauges | {"jobs_in_flight": len(self._flights), "requests": len(self._tracked)}
+        orders = self.staging.orders if self.staging is not None else 0
+        gauges |= {"jobs_in_flight": len(self._flights), "orders_in_flight": orders, "requests": len(self._tracked)}
+        return dict(self.counters) | gauges
 
     def totals(self) -> Values:
         """Return what the metrics say of this side, as of now."""
+        from kvpipe.connectors.vllm.metrics import left  # noqa: PLC0415  (imports vllm)
+
         c, tell, now_ns = self.catalog, self._tell, time.monotonic_ns()
         stuck_ns = self.settings.stuck_ms_max * 1_000_000
         old = itertools.takewhile(lambda flight: now_ns - flight.born_ns > stuck_ns, self._flights.values())
@@ -337,12 +404,14 @@ class SchedulerSide:
             "frozen": self.freeze, "preemptions": self.counters["preempted"], "evictions": self.counters["evicted"],
         }  # fmt: skip
         values: Values = {name: {"": value} for name, value in gauges.items()}
+        if self.staging is not None:
+            values["tiers_left"] = left(self.staging.finder.shelves)
         values |= {"hit_tokens": tell.hit_tokens, "missed_tokens": tell.missed_tokens, "misses": tell.misses}
         return values | {"faults": self.counters.faults, "trace_dropped": self.trace.losses}
 
     def machines(self) -> tuple[Compiled, ...]:
         """Return the machines whose cursors this side owns."""
-        return REQUEST, CHUNK.compile()
+        return REQUEST, CHUNK.compile(), STAGE, BREAKER
 
     # ---- loading --------------------------------------------------------------------------------------------------
 
@@ -523,8 +592,7 @@ class SchedulerSide:
         unit: int,
     ) -> Flight:
         packed = np.asarray(rows, dtype="<i4").tobytes()
-        job = Job(self._next_job, int(kind), tracked.request.request_id, tracked.epoch, packed)
-        self._next_job += 1
+        job = Job(self._new_job_id(), int(kind), tracked.request.request_id, tracked.epoch, packed)
         flight = self._flights[job.id] = Flight(job, tracked, pieces, owner, unit)
         if owner is not None:
             tracked.job = job.id
@@ -549,6 +617,7 @@ class SchedulerSide:
             for piece in flight.pieces:
                 if self.catalog.landed(piece):
                     self.counters["pieces_published"] += 1
+                    self._offer(flight.tracked, piece.chunk, piece.stop)
                     if self.events is not None and piece.chunk.marks:  # else another copy was quicker
                         self.events.published(flight.tracked.request, piece)
             return
@@ -566,6 +635,31 @@ class SchedulerSide:
             tracked.retries += 1
             tracked.saved = min(tracked.saved, flight.unit)
             tracked.next_at = 0
+
+    # ---- what goes to tiers ---------------------------------------------------------------------------------------
+
+    def _offer(self, tracked: Tracked, chunk: Chunk, units: int) -> None:
+        """A piece has landed: a whole chunk can be stored, and a shorter one if it will not grow for this request."""
+        if self.staging is not None and (units == self._per_chunk or tracked.state.row == m.FINISHED):
+            for mark in chunk.marks:
+                if mark.units == units:
+                    self.staging.offer(tracked.request, chunk, chunk.group, units, mark.key)
+
+    def _offer_ends(self, tracked: Tracked) -> None:
+        """The request is over: the chunk that it ended in can be stored as far as it is filled."""
+        if self.staging is None:
+            return
+        for opened in tracked.opened:
+            if opened is not None and opened.filled < self._per_chunk:
+                for mark in opened.chunk.marks:
+                    self.staging.offer(tracked.request, opened.chunk, opened.chunk.group, mark.units, mark.key)
+
+    def _offer_again(self, request: Request, chunks: list[Chunk]) -> None:
+        """Chunks are of use to a second request."""
+        if self.staging is not None:
+            for chunk in chunks:
+                for mark in chunk.marks[-1:]:
+                    self.staging.offer(request, chunk, chunk.group, mark.units, mark.key, used=True)
 
     def _distrust(self, failed: Flight) -> None:
         """A load failed: what was computed since it was planned may rest on garbage, by whomever. Idempotent."""
@@ -599,6 +693,16 @@ class SchedulerSide:
 
     # ---- requests -------------------------------------------------------------------------------------------------
 
+    def _new_job_id(self) -> int:
+        """Jobs and orders are numbered together: ranks report both by their number."""
+        self._next_job += 1
+        return self._next_job - 1
+
+    def _end_stage(self, tracked: Tracked) -> None:
+        if self.staging is not None:
+            self.staging.end(tracked.stage)
+        tracked.stage = None
+
     def _new_epoch(self) -> int:
         """Epochs are unique in the engine, so that a reused request id never meets an older one's leases."""
         self._epochs += 1
@@ -607,6 +711,7 @@ class SchedulerSide:
     def _begin_admission(self, tracked: Tracked, held_units: int) -> None:
         """New blocks: what the catalog holds need not be saved, everything beyond it is open again."""
         tracked.epoch = self._new_epoch()
+        self._end_stage(tracked)
         tracked.later = 0
         tracked.saved = held_units
         tracked.next_at = tracked.retries = 0
@@ -625,6 +730,7 @@ class SchedulerSide:
 
     def _finish(self, tracked: Tracked) -> None:
         tracked.fire(m.FINISH)
+        self._end_stage(tracked)
         self._room.leave([tracked.request.request_id])
         tracked.next_at = NEVER
         del self._tracked[tracked.request.request_id]

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
+import platform
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     MLAAttentionSpec,
@@ -21,6 +24,7 @@ from kvpipe.errors import UnsupportedError
 from kvpipe.geometry import Geometry, Group, Layer
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
@@ -113,19 +117,64 @@ def identity(config: VllmConfig, cache: KVCacheConfig, geometry: Geometry) -> di
     return {
         "format": FORMAT_VERSION,
         "weights": weights_digest(str(model.model), model.revision, str(config.load_config.load_format), model.seed),
-        "model_config": hashlib.sha256(model.hf_config.to_json_string().encode()).hexdigest(),
+        "model_config": hashlib.sha256(json.dumps(_model_facts(model.hf_config), sort_keys=True).encode()).hexdigest(),
         "model_dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "kv_cache_dtype": str(cc.cache_dtype),
         "kv_cache_layout": str(cache.kv_cache_layout),
         "prefix_hash": str(cc.prefix_caching_hash_algo),
         "tensor_parallel_size": parallel.tensor_parallel_size,
+        "ranks": parallel.world_size,
         "chunk_tokens": geometry.chunk_tokens,
         "groups": [
             [g.block_tokens, g.window_tokens or 0, [[layer.name, layer.page_bytes] for layer in g.layers]]
             for g in geometry.groups
         ],
     }
+
+
+def _model_facts(config: PretrainedConfig) -> dict[str, Any]:
+    """Return the model's configuration without what says only where it lies and who wrote it."""
+    facts: dict[str, Any] = json.loads(config.to_json_string())
+    return {key: value for key, value in facts.items() if key not in {"_name_or_path", "transformers_version"}}
+
+
+def layout_facts(caches: dict[str, torch.Tensor], blocks: int, config: VllmConfig) -> list[Any]:
+    """Return what the bytes of a block depend on that is known only where the caches are, as plain data.
+
+    Backends of one specification lay the same KV out differently, on a CPU even by its instruction set.
+    """
+    layers = config.compilation_config.static_forward_context
+    facts: list[Any] = [platform.machine(), *sorted({cache.device.type for cache in caches.values()})]
+    if "cpu" in facts:
+        facts.append(torch.backends.cpu.get_cpu_capability())
+        facts.append(torch.cpu._is_amx_tile_supported())  # noqa: SLF001  (there is no other way to ask)
+    for name, cache in sorted(caches.items()):
+        backend = getattr(layers.get(name), "attn_backend", None)
+        split = cache.shape[0] // blocks if blocks else 0
+        inside = [split, list(cache.shape[1:]), list(cache.stride()[1:]), str(cache.dtype)]
+        facts.append([name, backend.get_name() if backend is not None else "", *inside])
+    return facts
+
+
+def check_hashes(config: VllmConfig) -> None:
+    """Raise `UnsupportedError` where another process would give a prefix another hash, or another prefix the same."""
+    multimodal = getattr(config.model_config, "multimodal_config", None)
+    if (
+        multimodal is not None
+        and not multimodal.mm_processor_cache_gb
+        and not config.cache_config.enable_prefix_caching
+    ):
+        _refuse(  # vLLM numbers images then instead of hashing them, anew in every process
+            "a multimodal model with tiers, without prefix caching and with mm_processor_cache_gb=0",
+            "switch one of the two on",
+        )
+    algorithm = str(config.cache_config.prefix_caching_hash_algo)
+    if algorithm.startswith("xxhash") and not os.environ.get("PYTHONHASHSEED"):
+        _refuse(
+            f"prefix_caching_hash_algo={algorithm!r} with tiers (its seed differs in every process)",
+            "use sha256, or set PYTHONHASHSEED to the same value everywhere",
+        )
 
 
 def fingerprint(facts: dict[str, Any]) -> str:

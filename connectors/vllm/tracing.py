@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvpipe.catalog import Chunk
+    from kvpipe.connectors.vllm.staging import Stage
     from kvpipe.connectors.vllm.tracked import Tracked
 
 TIER = "memory"
@@ -30,11 +31,15 @@ class Answer(NamedTuple):
     missed: int = 0
     why: str = ""
     later: bool = False
+    staged: tuple[tuple[str, int], ...] = ()
+    """What slower tiers have brought of the hit."""
 
     @property
     def by_tier(self) -> dict[str, int]:
         """The hit by tier."""
-        return {TIER: self.hit} if self.hit else {}
+        by = dict(self.staged)
+        kept = self.hit - sum(by.values())
+        return {TIER: kept, **by} if kept else by
 
 
 class Life:
@@ -96,7 +101,8 @@ class Teller:
         again = life.admissions > 0
         life.admissions += 1
         if load:
-            self.hit_tokens[TIER] += answer.hit
+            for tier, tokens in answer.by_tier.items():
+                self.hit_tokens[tier] = self.hit_tokens.get(tier, 0) + tokens
         if answer.why:
             self.misses[answer.why] = self.misses.get(answer.why, 0) + 1
             self.missed_tokens[answer.why] = self.missed_tokens.get(answer.why, 0) + answer.missed
@@ -165,6 +171,11 @@ class Teller:
         """A chunk took an edge, on behalf of whom the recorder is about."""
         trace, chunk = self.trace, cast("Chunk", cursor)
         trace.took(trace.request, trace.epoch, trace.step, cursor, chunk.slot, was, edge, why)
+
+    def stage_moved(self, cursor: Cursor, was: State, edge: Edge, why: str) -> None:
+        """A stage took an edge."""
+        trace, stage = self.trace, cast("Stage", cursor)
+        trace.took(stage.owner.request, 0, trace.step, cursor, -stage.owner.epoch, was, edge, why)
 
     def _moved(self, cursor: Cursor, was: State, edge: Edge, why: str) -> None:
         trace = self.trace

@@ -13,6 +13,7 @@ from kvpipe.statemachine.core import Compiled, Cursor, Watch
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+    from kvpipe.connectors.vllm.staging import Stage
     from kvpipe.connectors.vllm.tracing import Life
 
 REQUEST: Final[Compiled] = m.REQUEST.compile()
@@ -52,6 +53,7 @@ class Tracked(Cursor):
         "request",
         "retries",
         "saved",
+        "stage",
     )
 
     def __init__(self, request: Request, groups: int, life: Life, watch: Watch | None) -> None:
@@ -65,6 +67,7 @@ class Tracked(Cursor):
         self.preemptions = request.num_preemptions
         self.opened: list[OpenChunk | None] = [None] * groups
         self.match: Match | None = None
+        self.stage: Stage | None = None
         self.job = 0
 
 

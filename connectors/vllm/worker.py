@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +14,9 @@ from kvpipe.geometry import Geometry
 from kvpipe.loop import CPUS_AT_START, spare_cpus
 from kvpipe.pipeline import TIER, TOLD, Pipeline
 from kvpipe.plan import EMPTY_PLAN, Kind, Outcome, StepPlan
+from kvpipe.tiers.carrier import CARRY, Carrier
 from kvpipe.tiers.memory import HostPool
+from kvpipe.tiers.shelf import BREAKER, Shelf
 from kvpipe.trace.events import MoverMeasured, StepRan, TierLost
 from kvpipe.trace.log import Counters
 from kvpipe.trace.recorder import OFF, Recorder
@@ -44,6 +47,10 @@ class WorkerSide:
         self._bound = False
         self._bound_ns = self._waited_ns = 0
         self.lost = False  # this rank's tier cannot be used any more
+        self.make_shelves: Callable[[], Sequence[Shelf]] = tuple
+        self.carrier: Carrier | None = None
+        self.rank, self.ranks = 0, 1
+        self._unreadable: frozenset[int] = frozenset()
         self._tallies: dict[int, tuple[int, int]] = {}
         self._received: set[str] = set()
         self._failed: set[str] = set()
@@ -79,9 +86,10 @@ class WorkerSide:
         )
         self._index = {name: i for i, name in enumerate(names)}
         engine = engine or self._make_engine(views)
-        engine.attach(views, self.geometry, HostPool(self.geometry))
-        if self.pipeline is not None:
-            self.pipeline.shutdown()
+        pool = HostPool(self.geometry)
+        engine.attach(views, self.geometry, pool)
+        self.shutdown()
+        self._make_carrier(pool)
         self.pipeline = Pipeline(
             engine,
             self.geometry,
@@ -93,6 +101,21 @@ class WorkerSide:
             trace=self.trace,
         )
         self.pipeline.blocks = blocks
+
+    def _make_carrier(self, pool: HostPool) -> None:
+        """Carry chunks to and from tiers, if there are any."""
+        shelves = self.make_shelves()
+        if shelves:
+            self.carrier = Carrier(
+                shelves,
+                self.geometry,
+                pool,
+                rank=self.rank,
+                ranks=self.ranks,
+                counters=self.counters,
+                cpus=spare_cpus(),
+                trace=self.trace,
+            )
 
     def _make_engine(self, views: list[PageView]) -> TransferEngine:
         device = views[0].tensor.device.type
@@ -124,8 +147,17 @@ class WorkerSide:
         """A step begins."""
         self._plan, self._bound, self._bound_ns = plan, True, time.monotonic_ns()
         self.trace.step = plan.step
+        self._begin_orders(plan)
         if self.pipeline is not None:
             self.pipeline.begin(plan)
+
+    def _begin_orders(self, plan: StepPlan) -> None:
+        """Take the step's orders; a rank that has no tiers, unlike others, fails them."""
+        if self.carrier is not None:
+            self.carrier.begin(plan.orders, plan.space, plan.step)
+        elif plan.orders:
+            self.counters.fault("orders_without_tiers", orders=len(plan.orders))
+            self._tallies.update((order.id, (0, 1)) for order in plan.orders)
 
     def start_loads(self) -> None:
         """Loads may be submitted."""
@@ -200,9 +232,17 @@ class WorkerSide:
         if self.pipeline is not None:  # what the step's end has settled since `collect`
             for outcome in self.pipeline.collect():
                 self._account(outcome)
+        if self.carrier is not None:
+            self._tallies.update((one.order.id, (int(one.ok), int(not one.ok))) for one in self.carrier.collect())
         tallies = {job: Tally(*t) for job, t in self._tallies.items()}
         self._tallies = {}
         return tallies
+
+    def take_unreadable(self) -> frozenset[int] | None:
+        """Return the tiers that this rank does not read, if they are others than at the last call."""
+        now = self.carrier.unreadable if self.carrier is not None else frozenset()
+        was, self._unreadable = self._unreadable, now
+        return now if now != was else None
 
     @property
     def load_rate(self) -> float:
@@ -211,7 +251,7 @@ class WorkerSide:
 
     def totals(self) -> Values:
         """Return what the metrics say of this side, as of now."""
-        from kvpipe.connectors.vllm.metrics import copied  # noqa: PLC0415  (imports vllm)
+        from kvpipe.connectors.vllm.metrics import copied, left  # noqa: PLC0415  (imports vllm)
 
         pipeline = self.pipeline
         if pipeline is None:
@@ -219,16 +259,22 @@ class WorkerSide:
         wait_s = pipeline.waited_ns / 1e9
         values = copied(pipeline.copied_bytes, pipeline.copied_ns)
         values |= {"wait_seconds": {"": wait_s}, "faults": self.counters.faults, "trace_dropped": self.trace.losses}
+        if self.carrier is not None:
+            values["tier_bytes"] = {f"{tier} {use}": size for (tier, use), size in self.carrier.bytes.items()}
+            values["tier_seconds"] = {f"{tier} {use}": took for (tier, use), took in self.carrier.seconds.items()}
+            values["tiers_left"] = left(self.carrier.shelves)
         return values
 
     def machines(self) -> tuple[Compiled, ...]:
         """Return the machines whose cursors this side owns."""
-        return self.pipeline.machines if self.pipeline is not None else ()
+        return (*self.pipeline.machines, CARRY, BREAKER) if self.pipeline is not None else ()
 
     def shutdown(self) -> None:
         """End threads. Idempotent."""
         if self.pipeline is not None:
             self.pipeline.shutdown()
+        if self.carrier is not None:
+            self.carrier.shutdown()
 
     def _account(self, outcome: Outcome) -> None:
         job, ok, why = outcome

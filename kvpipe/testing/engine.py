@@ -164,7 +164,7 @@ class Engine:
                 raise TimeoutError(message)
         return outputs
 
-    def settle(self, steps_max: int = 200) -> None:
+    def settle(self, steps_max: int = 10_000) -> None:
         """Step on until the connector owes and is owed nothing, as a serving engine's idle loop would."""
         for _ in range(steps_max):
             if not (self.scheduler.has_requests() or self.connector.has_pending_push_work()):

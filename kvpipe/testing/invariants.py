@@ -14,7 +14,7 @@ import numpy as np
 
 from kvpipe.catalog import Chunk
 from kvpipe.connectors.vllm.scheduler import SAVE_RETRIES_MAX
-from kvpipe.plan import ROW_BYTES, Job, Kind
+from kvpipe.plan import ROW_BYTES, Job, Kind, Order
 from kvpipe.testing.trial import DRAIN_STEPS_MAX, Trial
 
 if TYPE_CHECKING:
@@ -142,6 +142,13 @@ class Watched:
         assert self.output is not None  # noqa: S101
         metadata: Any = self.output.kv_connector_metadata
         return (job for job in metadata.plan.jobs if job.kind == Kind.SAVE)
+
+    def orders(self) -> tuple[Order, ...]:
+        """Return the orders of the step that goes out."""
+        assert self.output is not None  # noqa: S101
+        metadata: Any = self.output.kv_connector_metadata
+        orders: tuple[Order, ...] = metadata.plan.orders
+        return orders
 
     def new_faults(self) -> Iterator[str]:
         """Yield the faults since the last call that no move has asked for, and excuse whom they name."""
@@ -274,6 +281,7 @@ def frozen_saves_nothing(watched: Watched) -> Iterator[str]:
     side = watched.trial.side
     if side.freeze or side.bypass:
         yield from (f"{job.request} saves {len(job.rows) // ROW_BYTES} pages" for job in watched.saves())
+        yield from (f"slot {order.slot} is stored in a tier" for order in watched.orders() if order.stores)
         return
     for request, _, now in list(_newly_final(watched)):
         watched.final[request.request_id] = Final(admission(request), now)
@@ -291,17 +299,18 @@ def a_reset_is_final(watched: Watched) -> Iterator[str]:
             yield f"slot {chunk.slot} can be found again"
 
 
-@invariant(6, says="Every lease belongs to a load in flight, by request and epoch, and every such load has its leases.")
+@invariant(6, says="Every lease has an owner that lives; every load and every store in flight has its leases.")
 def leases_have_owners(watched: Watched) -> Iterator[str]:
-    """Owners in the catalog against flights."""
+    """Owners in the catalog against loads and orders in flight, and requests that wait for tiers."""
     side = watched.trial.side
     owners = {flight.owner for flight in side._flights.values() if flight.owner is not None}  # noqa: SLF001
+    others = side.staging.owners if side.staging is not None else set()
     for owner in side.catalog._leases:  # noqa: SLF001
-        if owner not in owners:
-            yield f"{owner} has leases and no load"
-    for owner in owners:
+        if owner not in owners | others:
+            yield f"{owner} has leases, but neither a load nor an order nor a stage"
+    for owner in owners | (side.staging.storing if side.staging is not None else set()):
         if owner not in side.catalog._leases:  # noqa: SLF001
-            yield f"{owner} has a load and no leases"
+            yield f"{owner} has a load or a store, and no leases"
 
 
 @invariant(2, says="Slots, index, leases, writers and the policy agree.")
@@ -365,7 +374,7 @@ def everything_is_bounded(watched: Watched) -> Iterator[str]:
 def nothing_is_held(watched: Watched) -> Iterator[str]:
     """Gauges of both sides."""
     stats = watched.trial.side.stats()
-    for name in ("leases", "pieces_writing", "jobs_in_flight", "requests"):
+    for name in ("leases", "pieces_writing", "jobs_in_flight", "orders_in_flight", "requests"):
         if stats[name]:
             yield f"{stats[name]} {name}"
     for rank in watched.trial.ranks:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 
+from kvpipe.testing.held_tier import TROUBLES
 from kvpipe.testing.rank import QUIRKS
 from kvpipe.testing.shapes import Shape
 from kvpipe.testing.trial import ANSWER_TOKENS_MAX, DOCUMENT_TOKENS_MAX, DOCUMENTS, OWN_TOKENS_MAX, Move
@@ -35,6 +36,9 @@ ARGUMENTS: dict[str, tuple[Choices, ...]] = {
     "fail": (_INDEX, _EVEN, _INDEX),
     "lose": (_INDEX, _EVEN),
     "quirk": (_INDEX, range(len(QUIRKS)), range(len(QUIRKS))),
+    "hold": (_EVEN,),
+    "trouble": (range(2), (*[0] * 4, *range(len(TROUBLES)))),
+    "late": (),
     "dummy": (),
     "drain": (),
     "shutdown": (),
@@ -45,6 +49,7 @@ WEIGHTS = {
     "add": 10, "follow": 3, "reuse": 1, "schedule": 12, "execute": 10, "update": 12, "step": 16, "abort": 2, "tick": 8,
     "pace": 2, "again": 1, "reset": 1, "freeze": 1, "bypass": 0.4, "later": 0.6, "fail": 1.5,
     "lose": 1, "quirk": 2.5,
+    "hold": 1.5, "trouble": 1, "late": 0.7,
     "dummy": 0.4,
     "drain": 0.4,
 }  # fmt: skip

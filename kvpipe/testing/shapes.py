@@ -41,6 +41,7 @@ class Shape(NamedTuple):
     `asynchronous`: vLLM's AsyncScheduler, with two steps in flight. `drafts`: draft tokens per step. `v2`: the order of
     vLLM's second model runner. `deferred`: the step is finalized after its reports, as with a draft model.
     `device`: copies are ordered by a device and complete later.
+    `tiers`: dictionaries beyond memory, which the ranks share.
     `failing`: loads may fail; off where vLLM's own recovery is known to answer wrongly.
     """
 
@@ -59,6 +60,7 @@ class Shape(NamedTuple):
     seqs_max: int = 6
     step_tokens_max: int = 96
     pool_slots: int = 12
+    tiers: int = 0
     policy: str = "lru"
 
     @property
@@ -76,6 +78,7 @@ class Shape(NamedTuple):
         return {
             "pool_bytes_max": self.pool_slots * slot_bytes, "chunk_tokens": 4 * BLOCK, "load": self.load,
             "mode": self.mode, "policy": self.policy, "log_level": "error", "stall_ms_max": 0,
+            "lookup_ms_max": 600_000,
         }  # fmt: skip
 
 
@@ -100,6 +103,12 @@ SHAPES: dict[str, Shape] = {
     ),
     "async-scheduler-drafts": Shape(asynchronous=True, load="async", drafts=3, v2=True),
     "async-scheduler-hybrid": _HYBRID._replace(asynchronous=True, ranks=2),
+    "tier": Shape(tiers=1, pool_slots=6),
+    "two-tiers": Shape(tiers=2, ranks=2, load="async", pool_slots=6),
+    "async-scheduler-tier": Shape(
+        asynchronous=True, load="auto", tiers=1, failing=False, policy="s3fifo", pool_slots=6
+    ),
+    "tier-hybrid": _HYBRID._replace(tiers=1, pool_slots=12),
 }
 
 

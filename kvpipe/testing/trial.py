@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvpipe.plan import Kind
 from kvpipe.testing.content import VOCAB, WRONG_TOKEN, Sequence
 from kvpipe.testing.held import HeldEngine
+from kvpipe.testing.held_tier import TROUBLES, DictSpec, HeldTier
 from kvpipe.testing.rank import QUIRKS, Ran, Rank, Reporter, Runner, Step, Wrong
 from kvpipe.testing.shapes import BLOCK, KVPIPE, Connector, Shape, make_configs
 from kvpipe.trace.events import SCHEDULER, Started
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 
     from kvpipe.connectors.vllm.connector import KVPipeConnector
     from kvpipe.connectors.vllm.scheduler import SchedulerSide
+    from kvpipe.tiers.carrier import Carrier
+    from kvpipe.tiers.finder import Finder
+    from kvpipe.tiers.shelf import MadeTier
 
 Move = tuple[Any, ...]
 SETTLE_SECONDS_MAX = 20.0
@@ -59,6 +63,9 @@ MOVES = {
     "fail": "rank, is a load, layer: the next copy job fails in that layer",
     "lose": "rank, is a load: the news of the next awaited copy is lost for long",
     "quirk": "rank, two indices: the next step's hooks are not what they should be, in one way or two",
+    "hold": "on or off: tiers answer nothing until they are let go",
+    "trouble": "tier, kind: what is wrong with a tier from now on",
+    "late": "whoever waits for a tier has waited long enough",
     "dummy": "hooks of a warm-up run, without a step",
     "drain": "no more arrivals: everything ends",
     "shutdown": "the engine stops, whatever is in flight",
@@ -130,8 +137,11 @@ class Trial:
         self.replay = Replay()  # of everything that both sides trace
         self._recorders: list[Recorder] = []
         self._record(self.scheduler.connector, SCHEDULER)
+        self._carriers: list[Finder | Carrier] = []
         self._kvpipe: Any = self.scheduler.connector if _is_kvpipe(self.scheduler.connector) else None
+        self.tiers = [HeldTier(f"dict-{i}") for i in range(shape.tiers)]
         self._make_ranks(config, cache)
+        self._use_tiers(config, cache)
         self.runners: list[Runner] = [*self.ranks] or [Reporter(shape)]
         self._aggregator = KVOutputAggregator(len(self.runners))
         self.live: dict[str, Live] = {}
@@ -160,11 +170,29 @@ class Trial:
             worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
             self._record(worker, index)
             if _is_kvpipe(worker):
+                worker.make_tiers, worker.worker.rank = self._made_tiers, index
                 self.engines.append(engine := HeldEngine(device=self.shape.device))
                 worker.make_engine = lambda engine=engine: engine
             self.ranks.append(rank := Rank(index, worker, self.shape))
             if _is_kvpipe(worker):
                 rank.before_results = self._settle
+
+    def _made_tiers(self, *, writes: bool) -> list[MadeTier]:  # noqa: ARG002
+        spec = DictSpec.model_validate({"lanes": 64, "timeout_ms_max": 600_000})
+        return [(tier.name, spec, tier) for tier in self.tiers]
+
+    def _use_tiers(self, config: VllmConfig, cache: KVCacheConfig) -> None:
+        """Let both sides use the trial's tiers, as vLLM does when the ranks have their caches."""
+        if self.kvpipe is None or not self.tiers:
+            return
+        self.kvpipe.make_tiers = self._made_tiers  # type: ignore[method-assign]
+        self.kvpipe._use_tiers(config, cache)  # noqa: SLF001
+        told = {rank.index: rank.connector.get_handshake_metadata() for rank in self.ranks}
+        self.kvpipe.set_xfer_handshake_metadata_pp_aware({(0, index): one for index, one in told.items() if one})
+        sides = [self.side.staging.finder] if self.side.staging is not None else []
+        self._carriers = [*sides, *(rank.connector.worker.carrier for rank in self.ranks)]  # type: ignore[attr-defined]
+        for shelf in (shelf for one in self._carriers for shelf in one.shelves):
+            shelf.probe_s = 3600.0  # by the clock: a sequence would not have one outcome
 
     @property
     def kvpipe(self) -> KVPipeConnector | None:
@@ -255,6 +283,7 @@ class Trial:
     def _schedule(self) -> None:
         if self.in_flight >= (2 if self.shape.asynchronous else 1) or not self.scheduler.has_requests():
             return
+        self._settle_tiers()
         output = self.scheduler.schedule()
         self.on_schedule(output)
         if self._pickles:
@@ -395,6 +424,34 @@ class Trial:
             self.engines[rank % len(self.engines)].again(ahead)
             self._settle()
 
+    def _hold(self, on: bool) -> None:  # noqa: FBT001
+        for tier in self.tiers:
+            if on:
+                tier.hold()
+            else:
+                tier.let_go()
+        self._settle()
+
+    def _trouble(self, tier: int, kind: int) -> None:
+        if self.tiers:
+            self.tiers[tier % len(self.tiers)].trouble = TROUBLES[kind % len(TROUBLES)]
+            self.excused |= {"tier_failed", "chunk_damaged"}
+            if not any(one.trouble == "down" for one in self.tiers):
+                self._mend()
+
+    def _mend(self) -> None:
+        """Let everybody hear that the tiers are back."""
+        breakers = [b for one in self._carriers for shelf in one.shelves for b in shelf.breakers.values()]
+        limit = time.monotonic() + SETTLE_SECONDS_MAX
+        for one in self._carriers:
+            one.hurry()
+        while not all(breaker.allows for breaker in breakers) and time.monotonic() < limit:
+            time.sleep(0.0001)
+
+    def _late(self) -> None:
+        if self.kvpipe is not None and self.side.staging is not None:
+            self.side.staging.hurry()
+
     def _shutdown(self) -> None:
         self.close()
 
@@ -457,6 +514,7 @@ class Trial:
 
     def _drain(self) -> None:
         self.deferrals = 0
+        self._hold(on=False)
         for rank in self.ranks:
             rank.quirks.clear()
         for _ in range(DRAIN_STEPS_MAX):
@@ -474,6 +532,7 @@ class Trial:
 
     def _let_end(self) -> None:
         """Let copies end that were held or lost; those of a foreign connector end by themselves."""
+        self._hold(on=False)
         self._tick(0, 0)
         self._tick(4, 4)
         if not self.engines:
@@ -485,6 +544,16 @@ class Trial:
             pipeline = rank.connector.worker.pipeline  # type: ignore[attr-defined]
             if not pipeline._loop.settle(SETTLE_SECONDS_MAX):  # noqa: SLF001
                 self.violations.append(f"no_hang: the loop thread of rank {rank.index} does not settle: {engine}")
+        self._settle_tiers()
+
+    def _settle_tiers(self) -> None:
+        """Wait until all that tiers were asked has ended, or is held back."""
+        limit = time.monotonic() + SETTLE_SECONDS_MAX
+        while sum(one.open for one in self._carriers) > sum(tier.waiting for tier in self.tiers):
+            if time.monotonic() > limit:
+                self.violations.append("no_hang: what tiers were asked does not end")
+                return
+            time.sleep(0.0001)
 
     # ---- listening ------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from typing import ClassVar
 
 import msgspec
 
-from kvpipe.statemachine import chunk, load, request, save
+from kvpipe.statemachine import breaker, carry, chunk, load, request, save, stage
 from kvpipe.statemachine.core import Advance, Compiled, Edge, Go, Machine, State
 
 FORMAT = 1
@@ -27,7 +27,9 @@ SCHEDULER = -1
 """`rank` of the scheduler's side."""
 
 DEBUG, INFO, WARNING = logging.DEBUG, logging.INFO, logging.WARNING
-MACHINES: dict[str, Machine] = {m.name: m for m in (save.SAVE, load.LOAD, request.REQUEST, chunk.CHUNK)}
+MACHINES: dict[str, Machine] = {
+    m.name: m for m in (save.SAVE, load.LOAD, request.REQUEST, chunk.CHUNK, stage.STAGE, carry.CARRY, breaker.BREAKER)
+}
 
 
 class Event(msgspec.Struct, gc=False, tag_field="event", forbid_unknown_fields=True):
@@ -244,6 +246,21 @@ class TierLost(Event, tag="tier_lost"):
     why: str = ""
 
 
+class TierLeft(Event, tag="tier_left"):
+    """A slower tier fails, and is left alone until a probe says that it is back. `use`: find, read or write."""
+
+    level = WARNING
+    tier: str = ""
+    use: str = ""
+    why: str = ""
+
+
+class TierBack(TierLeft, tag="tier_back"):
+    """It is used again."""
+
+    level = INFO
+
+
 class Stuck(Event, tag="stuck"):
     """A job has not moved for `waited_ms` and is failed. `last`: its last transitions."""
 
@@ -357,6 +374,42 @@ class Evicted(Transition, tag="evicted"):
     """The slot is free."""
 
 
+class TierFound(Transition, tag="tier_found"):
+    """Tiers hold more of the request's prefix than memory does."""
+
+
+class Fetching(Transition, tag="fetching"):
+    """The ranks are told to bring it, while the request waits."""
+
+
+class Staged(Transition, tag="staged"):
+    """The request waits no longer; what has come is leased for it."""
+
+
+class Unstaged(Transition, tag="unstaged"):
+    """Nothing is leased for the waiting request any more."""
+
+
+class CarryBegun(Transition, tag="carry_begun"):
+    """A chunk's bytes are on their way from or to a tier."""
+
+
+class Missed(Transition, tag="missed"):
+    """The tier did not have the chunk after all; `why` says what it had."""
+
+
+class BreakerOpened(Transition, tag="breaker_opened"):
+    """A tier is left alone."""
+
+
+class BreakerHalfOpened(Transition, tag="breaker_half_opened"):
+    """It says that it is back: one call will show."""
+
+
+class BreakerClosed(Transition, tag="breaker_closed"):
+    """It is used again."""
+
+
 _BY_STATE: dict[tuple[str, str], type[Transition]] = {
     **{
         (machine.name, state): kind
@@ -381,6 +434,18 @@ _BY_STATE: dict[tuple[str, str], type[Transition]] = {
     ("chunk", chunk.READY): Published,
     ("chunk", chunk.EVICTING): Evicting,
     ("chunk", chunk.ABSENT): Evicted,
+    ("stage", stage.FOUND): TierFound,
+    ("stage", stage.FETCHING): Fetching,
+    ("stage", stage.HELD): Staged,
+    ("stage", stage.OVER): Unstaged,
+    ("carry", carry.MOVING): CarryBegun,
+    ("carry", carry.FINALIZED): Finalized,
+    ("carry", carry.MISSED): Missed,
+    ("carry", carry.FAILED): Failed,
+    ("carry", carry.ABORTED): Aborted,
+    ("breaker", breaker.OPEN): BreakerOpened,
+    ("breaker", breaker.HALF_OPEN): BreakerHalfOpened,
+    ("breaker", breaker.CLOSED): BreakerClosed,
 }
 
 

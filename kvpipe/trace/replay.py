@@ -75,7 +75,9 @@ class Replay:
     def unfinished(self) -> list[str]:
         """Return the requests and jobs that are not over, as far as the trace knows."""
         return [
-            f"{at} is in {state.name}" for at, state in self._at.items() if at.machine != "chunk" and not state.final
+            f"{at} is in {state.name}"
+            for at, state in self._at.items()
+            if MACHINES[at.machine].finals and not state.final
         ]
 
     @property

@@ -19,6 +19,7 @@ import pytest
 from kvpipe import doctor
 from kvpipe.config import Settings, load_settings
 from kvpipe.doctor import Answer, Check, Device, Finding, HashSeeds, Machine, examine
+from kvpipe.tiers.envelope import DamagedError
 
 ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
@@ -518,6 +519,25 @@ def test_memory_tier_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (forgets.status, forgets.said) == ("fail", "15 of 16 slots did not hold what was written to them")
 
 
+def test_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tier that works is said to; one that is down is named, with the reason; none is no finding."""
+
+    def found(*tiers: object) -> Answer | None:
+        return doctor.check_tiers(load_settings({"tiers": list(tiers)}), _machine(tmp_path))
+
+    assert found() is None
+    disk = {"kind": "disk", "path": str(tmp_path / "kv")}
+    answer = _known(found(disk))
+    assert (answer.status, answer.said) == ("ok", "a value was written, read and dropped: disk")
+    assert not list((tmp_path / "kv").rglob("*-g0-*"))
+    answer = _known(found({"kind": "redis", "host": "127.0.0.1", "port": 1}, disk))
+    assert answer.status == "warn"
+    assert answer.said.startswith("redis: ")
+    assert "disk" not in answer.said
+    monkeypatch.setattr("kvpipe.tiers.envelope.Sealer.unseal", _raising(DamagedError("checksum")))
+    assert _known(found(disk)).said == "disk: a value came back damaged (checksum)"
+
+
 # ---- all of them ----------------------------------------------------------------------------------------------------
 
 
@@ -540,6 +560,7 @@ def test_nothing_known_is_no_traceback(tmp_path: Path) -> None:
         "trace_file",
         "control_file",
         "otel",
+        "tiers",
     }
     assert all(f.remedy for f in found if f.status != "ok")
     assert {f.name for f in found if f.status == "ok"} == {"python", "VLLM_PLUGINS", "shared memory", "memory tier"}

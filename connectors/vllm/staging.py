@@ -1,0 +1,484 @@
+"""The scheduler side of slower tiers: asks them for waiting requests, plans what ranks fetch and store.
+
+A fetched chunk is reserved and published like a saved one, so a lookup only ever looks at memory. Work on the
+scheduler's thread is what is new: a lookup's keys when it is asked, its answer when it has come, one order per chunk.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from kvpipe import misses
+from kvpipe.catalog import Catalog, Chunk, Owner, Piece
+from kvpipe.connectors.vllm.prefixes import Prefixes
+from kvpipe.geometry import Geometry
+from kvpipe.plan import Order
+from kvpipe.statemachine import chunk as chunk_m
+from kvpipe.statemachine import stage as m
+from kvpipe.statemachine.core import Compiled, Cursor, Watch
+from kvpipe.tiers.finder import Adapter, Finder, Lookup, Place, chunk_name
+from kvpipe.trace.log import Counters
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+    from kvpipe.connectors.vllm.metadata import Tally
+
+STAGE: Final[Compiled] = m.STAGE.compile()
+SHARE: Final = 0.75
+"""Of the pool, at most, that waiting requests hold."""
+STORE_SHARE: Final = 0.25
+"""Of the pool, at most, that chunks on their way to tiers hold."""
+ORDERS_PER_LANE: Final = 4
+"""Fetches that are with the ranks at once, for each of a tier's lanes: the others wait here, and can be given up."""
+PATIENCE_S: Final = 5.0
+"""For how long an idle engine goes on stepping for an order; an older one is reported with the next step there is."""
+OFFERS_MAX: Final = 4096
+"""Chunks that wait to be stored; the oldest is dropped."""
+REST_STEPS: Final = 100
+"""For how many steps nothing is stored in a tier that has just failed to: its ranks' breakers would only refuse it."""
+STORES: Final = "\0store"
+"""The owner of leases of chunks on their way to a tier; no request id has a zero byte."""
+
+
+class Stage(Cursor):
+    """One request's. `waits`: orders that have not landed; `taken`: tokens that came, by tier."""
+
+    __slots__ = ("answer", "asked_step", "deadline_s", "lookup", "owner", "request", "taken", "todo", "waits", "why")
+
+    def __init__(self, number: int, request: Request, lookup: Lookup, watch: Watch | None) -> None:
+        """The tiers are asked."""
+        super().__init__(STAGE, number, watch)
+        self.request, self.lookup = request, lookup
+        self.owner = Owner(request.request_id, -number)  # admissions have positive epochs
+        self.deadline_s = time.monotonic() + lookup.deadline_s
+        self.waits: set[int] = set()
+        self.todo: deque[Place] = deque()  # what is still to be ordered, in the order of the prefix
+        self.taken: dict[int, int] = {}
+        self.asked_step, self.answer = -1, True
+        self.why = ""  # it came to nothing, or to less
+
+
+class Carriage:
+    """An order that the ranks have not all reported yet."""
+
+    __slots__ = ("bad", "born_s", "ok", "order", "owner", "piece", "stages")
+
+    def __init__(self, order: Order, piece: Piece | None, owner: Owner | None) -> None:
+        """`piece`: of a fetch; `owner`: of a store's lease."""
+        self.order, self.piece, self.owner = order, piece, owner
+        self.ok = self.bad = 0
+        self.born_s = time.monotonic()
+        self.stages: list[Stage] = []
+
+
+class Offer(NamedTuple):
+    """A chunk that should be stored, of a prefix that was computed with `adapter`."""
+
+    chunk: Chunk
+    units: int
+    key: bytes
+    adapter: Adapter | None
+
+
+class Staging:
+    """One per engine that has tiers."""
+
+    def __init__(
+        self,
+        finder: Finder,
+        catalog: Catalog,
+        prefixes: Prefixes,
+        geometry: Geometry,
+        *,
+        ranks: int,
+        lookup_ms_max: int,
+        bytes_in_flight_max: int,
+        counters: Counters,
+        new_id: Callable[[], int],
+        watch: Watch | None,
+        stores: bool,
+    ) -> None:
+        """`stores`: whether this engine writes to tiers. Nothing is asked before `space` is set."""
+        self.finder, self._catalog, self._prefixes, self._geometry = finder, catalog, prefixes, geometry
+        self._ranks, self._lookup_s_max = ranks, lookup_ms_max / 1000
+        self._counters, self._new_id, self._watch = counters, new_id, watch
+        self.space = ""
+        self._policies = [shelf.spec.store if stores else "never" for shelf in finder.shelves]
+        self.names = tuple(shelf.name for shelf in finder.shelves)
+        self._per_chunk = geometry.units_per_chunk
+        self._held_max = max(1, int(catalog.slots * SHARE))
+        self._stores_max = max(1, min(int(catalog.slots * STORE_SHARE), bytes_in_flight_max // geometry.slot_bytes))
+        self._fetches_max = [shelf.spec.lanes * ORDERS_PER_LANE for shelf in finder.shelves]
+        self._fetches = [0] * len(self.names)  # with the ranks, by tier
+        self._leased = 0  # by stages
+        self._due: list[Order] = []
+        self._carriages: dict[int, Carriage] = {}
+        self._fetching: dict[tuple[int, bytes], Carriage] = {}
+        self._storing = self._step = 0
+        self._rests = [0] * len(self.names)  # until which step nothing is stored in a tier
+        self._found: list[Stage] = []
+        self._stages: set[Stage] = set()
+        self._offers: OrderedDict[tuple[int, int, bytes], Offer] = OrderedDict()
+        self._numbers = 0
+        full = [group for group, kind in enumerate(geometry.groups) if kind.window_tokens is None]
+        self._counted = full[0] if full else 0  # the group whose chunks are counted: others hold the same tokens
+
+    # ---- waiting requests -----------------------------------------------------------------------------------------
+
+    def ask(self, stage: Stage | None, request: Request, local: int, step: int) -> tuple[Stage | None, bool]:
+        """Return (the request's stage, whether it waits). Answers the same within a step.
+
+        `local`: units of the prefix that vLLM holds itself.
+        """
+        if stage is None:
+            stage = self._begin(request, local)
+            if stage is None:
+                return None, False
+            stage.asked_step = step  # the answer may be there already, but not twice the same in this step
+        if stage.asked_step != step:
+            stage.asked_step = step
+            stage.answer = self._waits(stage, local)
+        return stage, stage.answer
+
+    def _begin(self, request: Request, local: int) -> Stage | None:
+        if not self.space or not self.finder.usable:
+            return None
+        units = max(self._prefixes.longest(request), local)
+        stop = self._prefixes.final_units(request, request.num_tokens)
+        if units >= stop or (units and stop - units < self._per_chunk):
+            return None  # a few tokens are computed sooner than asked for
+        keys = self._prefixes.unit_keys(request)
+        wanted = tuple(
+            (group, end)
+            for group in range(len(self._geometry.groups))
+            for end in range(self._per_chunk, stop + 1, self._per_chunk)
+            if keys[end - 1] not in self._catalog.index(group)
+        )
+        lookup = Lookup(
+            keys,
+            wanted,
+            groups=len(self._geometry.groups),
+            space=self.space,
+            seconds_max=self._lookup_s_max,
+            adapter=_adapter(request),
+        )
+        self._numbers += 1
+        stage = Stage(self._numbers, request, lookup, self._watch)
+        self._stages.add(stage)
+        self._counters["tier_lookup"] += 1
+        self.finder.ask(lookup)
+        return stage
+
+    def _waits(self, stage: Stage, local: int) -> bool:
+        row = stage.state.row
+        if row == m.ASKING and stage.lookup.done:
+            if self._reach(stage) > max(self._prefixes.longest(stage.request), local):
+                stage.fire(m.SOME)
+                self._found.append(stage)
+            else:
+                stage.why = misses.TIER_DOWN if stage.lookup.down else ""
+                self._end(stage, m.NOTHING)
+        elif row in {m.ASKING, m.FOUND, m.FETCHING} and time.monotonic() >= stage.deadline_s:
+            stage.why = misses.TIER_LATE
+            self._counters["tier_lookup_late"] += 1
+            if row == m.FETCHING:
+                stage.todo.clear()
+                stage.fire(m.DEADLINE)
+            else:
+                self._end(stage, m.DEADLINE)
+        return stage.state.row in {m.ASKING, m.FOUND, m.FETCHING}
+
+    def _reach(self, stage: Stage) -> int:
+        """Return how many units of the prefix memory and tiers hold together."""
+        keys = stage.lookup.keys
+        extra: tuple[dict[bytes, object], ...] = tuple({} for _ in self._geometry.groups)
+        for group, units in stage.lookup.found:
+            extra[group][keys[units - 1]] = stage
+        return self._prefixes.longest(stage.request, extra)
+
+    def why(self, stage: Stage | None, why: str) -> str:
+        """Return why tiers have not brought what memory does not have for the reason `why`, if that is the reason."""
+        if why in {"", misses.BELOW_MINIMUM, misses.SALT}:
+            return why
+        if stage is not None:
+            return stage.why or why
+        return why if self.finder.usable or why == misses.BEING_SAVED else misses.TIER_DOWN
+
+    def brought(self, stage: Stage | None, tokens: int) -> tuple[tuple[str, int], ...]:
+        """Return which tiers have brought how many of a hit's `tokens`."""
+        out: list[tuple[str, int]] = []
+        if stage is None:
+            return ()
+        for tier, some in sorted(stage.taken.items()):
+            out.append((self.names[tier], min(some, tokens)))
+            tokens -= out[-1][1]
+        return tuple(one for one in out if one[1])
+
+    def end(self, stage: Stage | None) -> None:
+        """The request was admitted or preempted, is over, or the cache was reset."""
+        if stage is not None and not stage.state.final:
+            self._end(stage, m.END)
+
+    def _end(self, stage: Stage, event: str) -> None:
+        stage.fire(event)
+        stage.todo.clear()
+        self._stages.discard(stage)
+        self._leased -= self._catalog.release(stage.owner, hit=False)
+
+    # ---- fetching -------------------------------------------------------------------------------------------------
+
+    def plan(self, *, stores: bool) -> tuple[Order, ...]:
+        """Plan a step's orders: fetches for whom something was found, then stores, as far as there is room.
+
+        What goes wrong costs misses: the loads of the step depend on the plan, and the ranks on every order in it.
+        """
+        self._step += 1
+        waiting, self._found = self._found, []
+        for stage in waiting:
+            try:
+                self._fetch(stage)
+            except Exception as e:  # noqa: BLE001
+                self._counters.fault("fetch_not_planned", request=stage.owner.request, error=repr(e))
+                self.end(stage)
+        if not stores:
+            self._offers.clear()
+        try:
+            self._store()
+        except Exception as e:  # noqa: BLE001
+            self._counters.fault("store_not_planned", error=repr(e))
+        due, self._due = self._due, []
+        return tuple(due)
+
+    def _fetch(self, stage: Stage) -> None:
+        """Order what a stage still needs, as far as there are lanes; it comes here again for the rest."""
+        if time.monotonic() >= stage.deadline_s:
+            return  # it hears of it when vLLM asks again
+        if stage.state.row == m.FOUND:
+            needed = list(self._needed(stage))
+            self._lease(stage, [chunk for _, chunk in needed if chunk is not None])  # first: a fetch may evict
+            stage.todo.extend(place for place, chunk in needed if chunk is None)
+            stage.fire(m.SENT if stage.todo else m.NO_ROOM)
+        while stage.state.row == m.FETCHING and stage.todo and self._order(stage, stage.todo[0]):
+            stage.todo.popleft()
+        if stage.todo:
+            self._found.append(stage)
+        elif stage.state.row == m.FETCHING and not stage.waits:
+            stage.fire(m.NO_ROOM)
+
+    def _order(self, stage: Stage, place: Place) -> bool:
+        """Order one chunk, or wait for somebody else's order. False: not yet."""
+        group, units = place
+        key, tier = stage.lookup.keys[units - 1], stage.lookup.found[place]
+        carriage = self._fetching.get((group, key))
+        if carriage is None:
+            there = self._catalog.find(group, key)
+            if there is not None:
+                self._lease(stage, [there])
+            if self._catalog.known(group, key):
+                return True  # it has come meanwhile, or is being saved
+            if self._fetches[tier] >= self._fetches_max[tier]:
+                return False
+            carriage = self._reserve(stage, place, key) if self._leased + len(self._fetching) < self._held_max else None
+            if carriage is None:
+                self._counters["tier_no_room"] += 1
+                stage.todo.clear()
+                stage.todo.append(place)  # the caller takes it away: this was the last
+                return True
+        carriage.stages.append(stage)
+        stage.waits.add(carriage.order.id)
+        return True
+
+    def _lease(self, stage: Stage, chunks: list[Chunk]) -> None:
+        chunks = chunks[: max(0, self._held_max - self._leased - len(self._fetching))]
+        self._catalog.lease(stage.owner, chunks)
+        self._leased += len(chunks)
+
+    def _needed(self, stage: Stage) -> Iterator[tuple[Place, Chunk | None]]:
+        """Yield the places of the prefix that tiers and memory reach together, in the order of the prefix.
+
+        With the chunk that memory holds there, or None where a tier must bring it.
+        """
+        reach, per_chunk, keys = self._reach(stage), self._per_chunk, stage.lookup.keys
+        for base in range(0, reach, per_chunk):
+            high = min(base + per_chunk, reach)
+            for group, kind in enumerate(self._geometry.groups):
+                window = kind.window_tokens
+                if window is not None and (reach - high) * self._geometry.unit_tokens > window:
+                    continue  # wholly outside of the window, seen from the end
+                chunk = self._prefixes.holding(group, stage.request.block_hashes, base, high)
+                if chunk is not None:
+                    yield (group, high), chunk
+                    continue
+                ends = range(high, min(base + per_chunk, len(keys)) + 1)
+                end = next((units for units in ends if (group, units) in stage.lookup.found), 0)
+                if end:
+                    yield (group, end), None
+
+    def _reserve(self, stage: Stage, place: Place, key: bytes) -> Carriage | None:
+        group, units = place
+        chunk = self._catalog.reserve(group)
+        if chunk is None:
+            return None
+        base = (units - 1) // self._per_chunk * self._per_chunk
+        piece = self._catalog.write(chunk, units - base, key, keep=units - base < self._per_chunk, base=base)
+        name = chunk_name(key, stage.lookup.digest)
+        order = Order(self._new_id(), False, stage.lookup.found[place], chunk.slot, group, units - base, name)  # noqa: FBT003
+        carriage = self._carriages[order.id] = self._fetching[group, key] = Carriage(order, piece, None)
+        self._fetches[order.tier] += 1
+        self._due.append(order)
+        self._counters["chunks_fetching"] += 1
+        return carriage
+
+    # ---- storing --------------------------------------------------------------------------------------------------
+
+    def offer(self, request: Request, chunk: Chunk, group: int, units: int, key: bytes, *, used: bool = False) -> None:
+        """A chunk can be stored as far as `units`. `used`: it was of use, else it is new."""
+        if not self.space:
+            return
+        policies = {"all"} if not used else {"second_use"}
+        tiers = [tier for tier, policy in enumerate(self._policies) if policy in policies]
+        if not tiers:
+            return
+        self._put_off(tiers, Offer(chunk, units, key, _adapter(request)), group)
+
+    def _put_off(self, tiers: list[int], offer: Offer, group: int) -> None:
+        for tier in tiers:
+            if self._rests[tier] > self._step:
+                self._counters["store_dropped_tier_failed"] += 1
+            else:
+                self._offers[tier, group, offer.key] = offer
+        while len(self._offers) > OFFERS_MAX:
+            self._offers.popitem(last=False)
+            self._counters["store_dropped_queue_full"] += 1
+
+    def _store(self) -> None:
+        unnamed: dict[tuple[int, int, bytes], Offer] = {}
+        while self._offers and self._storing < self._stores_max:
+            place, offer = self._offers.popitem(last=False)
+            (tier, group, key), chunk = place, offer.chunk
+            digest = self.finder.digest(offer.adapter)
+            if digest is None:
+                unnamed[place] = offer
+                continue
+            if chunk.state.row not in {chunk_m.READY, chunk_m.GROWING} or not any(
+                mark.key == key and mark.units == offer.units for mark in chunk.marks
+            ):
+                self._counters["store_dropped_evicted"] += 1
+                continue
+            name = chunk_name(key, digest)
+            order = Order(self._new_id(), True, tier, chunk.slot, group, offer.units, name)  # noqa: FBT003
+            owner = Owner(STORES, order.id)
+            self._catalog.lease(owner, [chunk])
+            self._carriages[order.id] = Carriage(order, None, owner)
+            self._storing += 1
+            self._due.append(order)
+        self._offers.update(unnamed)
+
+    # ---- reports --------------------------------------------------------------------------------------------------
+
+    def reported(self, order_id: int, tally: Tally) -> bool:
+        """Ranks have ended an order. Returns whether it is one of ours."""
+        carriage = self._carriages.get(order_id)
+        if carriage is None:
+            return False
+        carriage.ok += tally.ok
+        carriage.bad += tally.bad
+        if carriage.ok + carriage.bad >= self._ranks:
+            del self._carriages[order_id]
+            if carriage.piece is not None:
+                self._landed(carriage, carriage.piece)
+            else:
+                assert carriage.owner is not None  # noqa: S101  (a store's)
+                self._storing -= 1
+                if carriage.bad:
+                    self._rest(carriage.order.tier)
+                self._catalog.release(carriage.owner, hit=False)
+                self._counters["chunks_not_stored" if carriage.bad else "chunks_stored"] += 1
+        return True
+
+    def _rest(self, tier: int) -> None:
+        """Store nothing in a tier for a while; what waits for it is not stored."""
+        self._rests[tier] = self._step + REST_STEPS
+        for place in [place for place in self._offers if place[0] == tier]:
+            del self._offers[place]
+            self._counters["store_dropped_tier_failed"] += 1
+
+    def _landed(self, carriage: Carriage, piece: Piece) -> None:
+        order = carriage.order
+        self._fetches[order.tier] -= 1
+        self._fetching.pop((order.group, piece.key), None)
+        if carriage.bad:
+            self._catalog.lost(piece)
+            self._counters["chunks_not_fetched"] += 1
+        else:
+            self._catalog.landed(piece)
+            self._counters["chunks_fetched"] += 1
+        there = self._catalog.find(order.group, piece.key)
+        for stage in carriage.stages:
+            stage.waits.discard(order.id)
+            self._told(stage, carriage, there)
+        if there is piece.chunk and not carriage.bad:
+            nearer = [tier for tier in range(order.tier) if self._policies[tier] != "never"]
+            if nearer and carriage.stages:
+                adapter = carriage.stages[0].lookup.adapter
+                self._put_off(nearer, Offer(piece.chunk, order.units, piece.key, adapter), order.group)
+
+    def _told(self, stage: Stage, carriage: Carriage, chunk: Chunk | None) -> None:
+        if stage.state.row != m.FETCHING:
+            stage.fire(m.CAME if not carriage.bad else m.LOST)
+            return
+        if carriage.bad or chunk is None:
+            stage.why = misses.TIER_LOST
+            stage.todo.clear()
+            stage.fire(m.LOST)
+            return
+        self._lease(stage, [chunk])
+        if carriage.order.group == self._counted:
+            tier, tokens = carriage.order.tier, carriage.order.units * self._geometry.unit_tokens
+            stage.taken[tier] = stage.taken.get(tier, 0) + tokens
+        stage.fire(m.CAME if stage.waits or stage.todo else m.CAME_LAST)
+
+    # ---- the truth about itself -----------------------------------------------------------------------------------
+
+    def hurry(self) -> None:
+        """Let nobody wait any longer. For tests."""
+        for stage in self._stages:
+            stage.deadline_s = 0.0
+
+    def reset(self, space: str) -> None:
+        """Forget what was found and offered; from now on chunks are kept under another namespace."""
+        self.space = space
+        self._offers.clear()
+        self._found.clear()
+        for stage in list(self._stages):
+            self._end(stage, m.END)
+
+    @property
+    def pending(self) -> bool:
+        """Whether ranks owe reports that should come soon, or there is something to store."""
+        last = next(reversed(self._carriages.values()), None)
+        return bool(self._offers) or (last is not None and time.monotonic() - last.born_s < PATIENCE_S)
+
+    @property
+    def storing(self) -> set[Owner]:
+        """Who leases the chunks that are on their way to tiers."""
+        return {carriage.owner for carriage in self._carriages.values() if carriage.owner is not None}
+
+    @property
+    def owners(self) -> set[Owner]:
+        """Whose leases there may be."""
+        return self.storing | {stage.owner for stage in self._stages}
+
+    @property
+    def orders(self) -> int:
+        """How many orders the ranks have not all reported."""
+        return len(self._carriages)
+
+
+def _adapter(request: Request) -> Adapter | None:
+    lora = request.lora_request
+    return None if lora is None else Adapter(str(lora.lora_path))

@@ -1,0 +1,67 @@
+"""A second engine, in a process of its own: takes requests as lines of JSON, answers with lines of JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+
+class Child:
+    """An engine in another process."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        """Start it; `options` are those of `tests.engine.common.engine`."""
+        command = [sys.executable, "-m", "tests.engine.child_engine", json.dumps(options)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def generate(self, prompts: Sequence[Sequence[int]], tokens: int, **more: Any) -> tuple[list[Any], dict[str, int]]:
+        """Return its answers, and the tokens that it has found so far by tier."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps({"prompts": prompts, "max_tokens": tokens} | more), file=self._process.stdin, flush=True)
+        answers, hits = json.loads(self._process.stdout.readline())
+        return answers, hits
+
+    def close(self) -> None:
+        """Let it shut down in good order."""
+        try:
+            self._process.communicate(timeout=60)
+        finally:
+            self._process.kill()
+            self._process.wait()
+        assert self._process.returncode == 0
+
+
+@contextmanager
+def child(**options: Any) -> Iterator[Child]:
+    """Run a second engine meanwhile."""
+    made = Child(options)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def main() -> None:
+    """Serve until standard input ends."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    from tests.engine.common import assert_clean, engine
+
+    with engine(**json.loads(sys.argv[1])) as live:
+        for line in sys.stdin:
+            asked = json.loads(line)
+            answers = live.generate(asked.pop("prompts"), **asked)
+            assert_clean(live)
+            side = live.connector.scheduler
+            assert side is not None
+            print(json.dumps([answers, side._tell.hit_tokens]), file=out, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""What can go wrong with tiers in mid-run, on a real engine: the same answers, no stall, and hits again afterwards."""
+
+from __future__ import annotations
+
+import errno
+import json
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from kvpipe.testing.engine import Engine
+from tests.engine.common import assert_clean, baseline, engine, prompt
+from tests.tiers.mooncake_server import master, node
+from tests.tiers.proxy import Proxy
+from tests.tiers.s3_server import S3Server
+from tests.tiers.servers import LOCAL, serving
+from tests.tiers.world_mooncake import spec_of as mooncake_spec
+from tests.tiers.world_s3 import spec_of as s3_spec
+
+pytestmark = pytest.mark.engine
+
+PROMPTS = [prompt(300, 81), prompt(200, 82)]
+DUE = 288 + 192
+TOKENS = 8
+OWN: dict[str, Any] = {"enable_prefix_caching": False}
+STALL_S_MAX = 8.0
+"""A fault may hold two requests up for some of `timeout_ms_max` (500 ms), never for long."""
+
+
+def _config(*tiers: dict[str, Any]) -> dict[str, Any]:
+    return {"chunk_tokens": 64, "tiers": [tier | {"timeout_ms_max": 500} for tier in tiers]}
+
+
+class Played:
+    """An engine with tiers, from whose memory everything can be taken, so that only the tiers hold it."""
+
+    def __init__(self, live: Engine, expected: Sequence[Sequence[int]]) -> None:
+        """Nothing was asked yet."""
+        self.live, self.expected = live, expected
+        self._seen = 0
+
+    def play(self) -> int:
+        """Forget what memory holds, ask again; return how many tokens tiers have brought."""
+        side = self.live.connector.scheduler
+        assert side is not None
+        side.catalog.reset()
+        begin = time.monotonic()
+        assert self.live.generate(PROMPTS, TOKENS) == self.expected
+        assert time.monotonic() - begin < STALL_S_MAX
+        assert_clean(self.live)
+        found = sum(tokens for tier, tokens in side._tell.hit_tokens.items() if tier != "memory")
+        brought, self._seen = found - self._seen, found
+        return brought
+
+    def until(self, tokens: int, seconds_max: float = 30.0) -> None:
+        """Ask until tiers bring so much."""
+        limit, brought = time.monotonic() + seconds_max, -1
+        while brought != tokens:
+            assert time.monotonic() < limit, brought
+            brought = self.play()
+            time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    """What every engine here must answer."""
+    return baseline(PROMPTS, TOKENS, **OWN)
+
+
+def _flip(files: list[Path]) -> None:
+    """Flip one bit of each body."""
+    for i, file in enumerate(files):
+        data = bytearray(file.read_bytes())
+        data[random.Random(i).randrange(4096, len(data))] ^= 8
+        file.write_bytes(data)
+
+
+def _truncate(files: list[Path]) -> None:
+    """Cut each file in the middle."""
+    for file in files:
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def _swap(files: list[Path]) -> None:
+    """Give every file another key's bytes."""
+    held = [file.read_bytes() for file in files]
+    for file, data in zip(files, held[1:] + held[:1], strict=True):
+        file.write_bytes(data)
+
+
+def _header_only(files: list[Path]) -> None:
+    """Leave a header, as of a file that was half written, with the length of a whole one."""
+    for file in files:
+        size = file.stat().st_size
+        file.write_bytes(file.read_bytes()[:4096].ljust(size, b"\0"))
+
+
+def _unlink(files: list[Path]) -> None:
+    """Let them vanish behind the index."""
+    for file in files:
+        file.unlink()
+
+
+def _aside(files: list[Path]) -> None:
+    """Put a file where the folder was."""
+    folder = next(parent for parent in files[0].parents if parent.name == "kv")
+    folder.rename(folder.with_name("aside"))
+    folder.write_text("no folder")
+
+
+def test_disk_in_mid_run(tmp_path: Path, expected: list[list[int]]) -> None:
+    """Whatever becomes of its files: flipped, cut, swapped, half written, gone; the folder itself gone, and back."""
+    config = _config({"kind": "disk", "path": str(tmp_path / "kv"), "bytes_max": "1GiB"})
+    faults: list[Callable[[list[Path]], None]] = [_flip, _truncate, _swap, _header_only, _unlink]
+    with engine(kvpipe=config, **OWN) as live:
+        played = Played(live, expected)
+        played.play()
+        for fault in faults:
+            played.until(DUE)
+            fault(sorted((tmp_path / "kv").rglob("*-g0-r0of1")))
+            assert played.play() < DUE, fault.__name__
+        played.until(DUE)
+        _aside(sorted((tmp_path / "kv").rglob("*-g0-r0of1")))
+        played.play()
+        (tmp_path / "kv").unlink()
+        shutil.move(tmp_path / "aside", tmp_path / "kv")
+        played.until(DUE)
+        counters = live.worker_connector.counters
+        assert counters["chunk_damaged"] >= len(PROMPTS) * 3
+
+
+def test_redis_in_mid_run(expected: list[list[int]]) -> None:
+    """The server is slow, cuts and stalls, is stopped, full, wants a password, is killed; and each time comes back."""
+    with serving("redis") as server, Proxy(server.port) as proxy:
+        tier = {"kind": "redis", "host": LOCAL, "port": proxy.port}
+        with engine(kvpipe=_config(tier), **OWN) as live:
+            played = Played(live, expected)
+            played.play()
+            played.until(DUE)
+
+            proxy.rate_bytes_s = 2e6
+            assert played.play() <= DUE
+            proxy.rate_bytes_s = None
+            proxy.cut_after = 300_000
+            assert played.play() < DUE
+            proxy.cut_after = None
+            played.until(DUE)
+            proxy.stalled = True
+            assert played.play() == 0
+            proxy.stalled = False
+            played.until(DUE)
+
+            server.send(signal.SIGSTOP)
+            assert played.play() == 0
+            server.send(signal.SIGCONT)
+            played.until(DUE)
+
+            server.ask("CONFIG", "SET", "maxmemory-policy", "noeviction")
+            server.ask("FLUSHALL")
+            server.ask("CONFIG", "SET", "maxmemory", "1")
+            assert [played.play() for _ in range(2)] == [0, 0]
+            server.ask("CONFIG", "SET", "maxmemory", "0")
+            played.until(DUE)
+
+            server.ask("CONFIG", "SET", "requirepass", "not told")
+            proxy.cut()
+            assert played.play() == 0
+            with redis.Redis(LOCAL, server.port, password="not told") as client:  # noqa: S106  (not a secret)
+                client.config_set("requirepass", "")
+            played.until(DUE)
+
+            server.send(signal.SIGKILL)
+            assert played.play() == 0
+            server.start()
+            played.until(DUE)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+def test_a_disk_that_takes_nothing(
+    tmp_path: Path, expected: list[list[int]], number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that becomes full, read only or forbidden in mid-run is still read, and written to again afterwards."""
+    config = _config({"kind": "disk", "path": str(tmp_path / "kv")})
+    with engine(kvpipe=config, **OWN) as live:
+        played = Played(live, expected)
+        with monkeypatch.context() as patch:
+            patch.setattr("os.ftruncate", _raising(OSError(number, "refused")))
+            assert [played.play() for _ in range(2)] == [0, 0]
+            assert live.worker_connector.counters["tier_failed"] > 0
+        played.until(DUE)
+        with monkeypatch.context() as patch:
+            patch.setattr("os.ftruncate", _raising(OSError(number, "refused")))
+            assert played.play() == DUE
+
+
+def _raising(error: OSError) -> Callable[..., None]:
+    def fail(*_: object) -> None:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize("kind", ["s3", "mooncake"])
+def test_a_server_is_killed_in_mid_run(kind: str, expected: list[list[int]]) -> None:
+    """The server is killed: the answers are the same, and without a stall; it is started again: its hits are back."""
+    if kind == "s3":
+        server = S3Server().start()
+        made = s3_spec(server, timeout_ms_max=500)
+        _in_mid_run(json.loads(made.model_dump_json(exclude_none=True)), server.kill, server.start, expected)
+        server.kill()
+        return
+    with master() as one, node(one.address, 64 << 20):
+        told = json.loads(mooncake_spec(one).model_dump_json(exclude_none=True))
+        _in_mid_run(told, one.kill, None, expected)
+
+
+def _in_mid_run(
+    tier: dict[str, Any], kill: Callable[[], object], start: Callable[[], object] | None, expected: list[list[int]]
+) -> None:
+    with engine(kvpipe=_config(tier), **OWN) as live:
+        played = Played(live, expected)
+        played.play()
+        played.until(DUE)
+        kill()
+        assert played.play() == 0
+        if start is not None:
+            start()
+            played.until(DUE)
+
+
+@pytest.mark.parametrize(
+    "tier",
+    [
+        pytest.param({"kind": "redis", "host": "no-such-host.invalid"}, id="no-name"),
+        pytest.param({"kind": "redis", "host": LOCAL, "port": 1}, id="no-server"),
+    ],
+)
+def test_a_tier_that_was_never_there(tier: dict[str, Any], expected: list[list[int]], tmp_path: Path) -> None:
+    """An engine starts and serves without a tier that cannot be reached, and uses the one behind it."""
+    config = _config(tier, {"kind": "disk", "path": str(tmp_path / "kv")})
+    with engine(kvpipe=config, **OWN) as live:
+        played = Played(live, expected)
+        played.play()
+        played.until(DUE)

@@ -1,0 +1,197 @@
+"""Tiers beyond memory, on real engines: what one engine has saved another finds, and whatever fails costs only hits."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from kvpipe.testing.engine import Engine
+from kvpipe.testing.models import make_model
+from tests.engine.child_engine import child
+from tests.engine.common import assert_clean, baseline, engine, prompt
+from tests.tiers.worlds import WORLDS
+
+pytestmark = pytest.mark.engine
+
+PROMPTS = [prompt(300, 1), prompt(611, 2), prompt(150, 3)]
+DUE = sum(len(p) // 32 * 32 for p in PROMPTS)
+TOKENS = 20
+OWN: dict[str, Any] = {"enable_prefix_caching": False}
+SMALL = {"chunk_tokens": 64, "lookup_ms_max": 20_000}
+
+
+def _disk(folder: Path, **more: Any) -> dict[str, Any]:
+    """The configuration of small chunks on disk."""
+    store = more.pop("tiers_store", "all")
+    return SMALL | {"tiers": [{"kind": "disk", "path": str(folder / "kv"), "bytes_max": "1GiB", "store": store}]} | more
+
+
+def _hits(live: Engine) -> dict[str, int]:
+    side = live.connector.scheduler
+    assert side is not None
+    return dict(side._tell.hit_tokens)
+
+
+def _fill(folder: Path, **options: Any) -> None:
+    """Let an engine save all of `PROMPTS`, and stop it."""
+    with engine(kvpipe=_disk(folder), **OWN | options) as live:
+        live.generate(PROMPTS, TOKENS)
+        assert assert_clean(live)["chunks_stored"] > 0
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what an engine has saved."""
+    folder = tmp_path_factory.mktemp("filled")
+    _fill(folder)
+    return folder
+
+
+@pytest.mark.parametrize("recipe", ["llama", "gemma2-hybrid"])
+def test_restart_with_disk(tmp_path: Path, recipe: str) -> None:
+    """A restarted engine finds on disk what the one before it has saved, and answers the same."""
+    expected = baseline(PROMPTS, TOKENS, recipe, **OWN)
+    for restarted in (False, True):
+        with engine(recipe, _disk(tmp_path), **OWN) as live:
+            assert live.generate(PROMPTS, TOKENS) == expected
+            stats, hits = assert_clean(live), _hits(live)
+        assert hits.get("disk", 0) == restarted * DUE, (hits, stats)
+        assert stats.get("tokens_loaded", 0) == restarted * DUE
+    assert "worker.chunk_damaged" not in stats
+
+
+@pytest.mark.parametrize("kind", ["disk", "redis", "s3", "mooncake"])
+def test_two_engines_at_once(tmp_path: Path, kind: str) -> None:
+    """Two engines share a store while both run: each finds what the other has saved, and both answer the same."""
+    first, second = [prompt(300, 61)], [prompt(420, 62)]
+    expected = baseline([*first, *second], TOKENS, **OWN)
+    with WORLDS[kind](tmp_path) as world:
+        config = SMALL | {"tiers": [json.loads(world.spec.model_dump_json(exclude_none=True))]}
+        with child(kvpipe=config, **OWN) as other, engine(kvpipe=config, **OWN) as live:
+            assert live.generate(first, TOKENS) == expected[:1]
+            assert_clean(live)
+            answers, hits = other.generate([*first, *second], TOKENS)
+            assert answers == expected
+            assert hits[kind] == 288
+            assert live.generate(second, TOKENS) == expected[1:]
+            assert_clean(live)
+            assert _hits(live)[kind] == 416
+
+
+def test_producer_and_consumer(tmp_path: Path) -> None:
+    """Prefill here, decode there: a consumer goes on from what a producer has saved, and saves nothing itself."""
+    expected = baseline(PROMPTS, TOKENS, **OWN)
+    with engine(kvpipe=_disk(tmp_path), role="kv_producer", **OWN) as live:
+        assert live.generate(PROMPTS, 1) == [answer[:1] for answer in expected]
+        assert_clean(live)
+    files = sorted((tmp_path / "kv").rglob("*-g0-*"))
+    with engine(kvpipe=_disk(tmp_path), role="kv_consumer", **OWN) as live:
+        assert live.generate(PROMPTS, TOKENS) == expected
+        assert_clean(live)
+        assert _hits(live)["disk"] == DUE
+    assert sorted((tmp_path / "kv").rglob("*-g0-*")) == files
+    assert files
+
+
+def test_two_ranks_with_disk(tmp_path: Path, filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks find nothing of one rank's, bring their own parts back, and compute a chunk whose part is gone."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    options = OWN | {"tensor_parallel_size": 2}
+    shutil.copytree(filled / "kv", tmp_path / "kv")
+    with engine(kvpipe=_disk(tmp_path), **options) as live:
+        expected = live.generate(PROMPTS, TOKENS)
+        assert_clean(live)
+        assert _hits(live) == {"memory": 0}
+    with engine(kvpipe=_disk(tmp_path), **options) as live:
+        assert live.generate(PROMPTS, TOKENS) == expected
+        assert_clean(live)
+        assert _hits(live)["disk"] == DUE
+        for part in (tmp_path / "kv").rglob("*-r1of2"):
+            part.unlink()
+        time.sleep(1)  # until folders that have changed are looked at again
+        side = live.connector.scheduler
+        assert side is not None
+        side.catalog.reset()
+        assert live.generate(PROMPTS, TOKENS) == expected
+        assert_clean(live)
+        assert _hits(live)["disk"] == DUE
+
+
+def test_a_pool_of_eight_chunks_over_disk(tmp_path: Path) -> None:
+    """More is found than memory holds: most of it comes from disk, again and again, and the answers are the same."""
+    prompts = [prompt(200 + 7 * i, 70 + i) for i in range(8)]
+    expected = baseline(prompts, 4, **OWN)
+    eight = 8 * 6 * 2 * 64 * 4 * 32 * 4
+    with engine(kvpipe=_disk(tmp_path, pool_bytes_max=eight), **OWN) as live:
+        assert live.connector.stats()["slots"] == 8
+        for _ in range(3):
+            for one, answer in zip(prompts, expected, strict=True):
+                assert live.generate([one], 4) == [answer]
+                live.settle()
+        assert_clean(live)
+        assert live.generate(prompts, 4) == expected
+        assert_clean(live)
+        assert _hits(live)["disk"] > sum(map(len, prompts))
+
+
+def test_salts_do_not_meet_in_a_tier(tmp_path: Path) -> None:
+    """A prompt under another salt is not found by another engine; under the same salt it is."""
+    expected = baseline(PROMPTS[:1], TOKENS, **OWN)
+    with engine(kvpipe=_disk(tmp_path), **OWN) as live:
+        assert live.generate(PROMPTS[:1], TOKENS, salt="mine") == expected
+        assert_clean(live)
+    with engine(kvpipe=_disk(tmp_path), **OWN) as live:
+        for salt, due in (("yours", 0), (None, 0), ("mine", 288)):
+            assert live.generate(PROMPTS[:1], TOKENS, salt=salt) == expected
+            assert_clean(live)
+            assert _hits(live).get("disk", 0) == due, salt
+
+
+@pytest.mark.parametrize(
+    ("options", "config", "found"),
+    [
+        pytest.param({}, {}, True, id="same model elsewhere"),
+        pytest.param({"dtype": "bfloat16"}, {}, False, id="dtype"),
+        pytest.param({}, {"chunk_tokens": 128}, False, id="chunks"),
+        pytest.param({"block_size": 64}, {}, False, id="blocks"),
+        pytest.param({"weights": "others"}, {}, False, id="weights"),
+    ],
+)
+def test_who_shares(
+    tmp_path: Path,
+    filled: Path,
+    options: dict[str, Any],
+    config: dict[str, Any],
+    found: bool,
+) -> None:
+    """The same model in another folder finds what was saved; other weights, dtypes or layouts never do."""
+    model, options = tmp_path / "model", dict(options)
+    shutil.copytree(make_model("llama"), model)
+    if options.pop("weights", None):
+        weights = load_file(model / "model.safetensors")
+        save_file({name: tensor * 1.01 for name, tensor in weights.items()}, model / "model.safetensors")
+    live = Engine(str(model), kvpipe=_disk(filled, **config, tiers_store="never"), **OWN | options)
+    try:
+        live.generate(PROMPTS, 2)
+        stats = assert_clean(live)
+        assert _hits(live) == ({"memory": 0, "disk": DUE} if found else {"memory": 0})
+        assert stats["tier_lookup"] == len(PROMPTS)
+    finally:
+        live.close()
+
+
+def test_a_reset_forgets_tiers_too(tmp_path: Path) -> None:
+    """After a reset, for new weights say, nothing that was saved before it is found in a tier either."""
+    with engine(kvpipe=_disk(tmp_path), **OWN) as live:
+        expected = live.generate(PROMPTS[:1], TOKENS)
+        live.settle()
+        assert live.llm.reset_prefix_cache(reset_connector=True)
+        assert live.generate(PROMPTS[:1], TOKENS) == expected
+        assert_clean(live)
+        assert _hits(live) == {"memory": 0}
