@@ -6,7 +6,7 @@ ARGS ?=
 PROFILE ?= default
 SECONDS_MAX ?= 3600
 .DEFAULT_GOAL := help
-.PHONY: help setup browser demo test test-fast fuzz mutants bench bench-gpu serve lint format lock contract
+.PHONY: help setup programs demo test test-fast fuzz mutants bench bench-gpu serve lint format lock contract
 
 help:
 	@echo "make demo    a real vLLM engine with and without kvpipe, side by side"
@@ -21,19 +21,17 @@ help:
 setup:
 	@tools/setup.sh
 
-browser: setup
-	@tools/setup.sh browser
+programs: setup
+	@tools/setup.sh programs
 
 demo: setup
 	@$(PY) -m kvpipe.cli demo
 
-test: setup browser
-	PYTHONHASHSEED=0 $(PY) -m pytest tests/unit tests/trace tests/transfer property_tests -q --hypothesis-profile=$(PROFILE)
-	PYTHONHASHSEED=0 $(PY) -m pytest tests/contract -q
-	PYTHONHASHSEED=0 $(PY) -m pytest tests/engine -q
+test: setup programs
+	@tools/test.sh $(PROFILE)
 
-test-fast: setup browser
-	PYTHONHASHSEED=0 $(PY) -m pytest tests/unit tests/trace tests/transfer property_tests -q -m "not slow"
+test-fast: setup programs
+	PYTHONHASHSEED=0 $(PY) -m pytest tests/unit tests/trace tests/transfer tests/tiers property_tests -q -m "not slow"
 
 fuzz: setup
 	$(PY) -m kvpipe.testing.nightly --seconds $(SECONDS_MAX) --sequences property_tests/regressions \
@@ -42,7 +40,7 @@ fuzz: setup
 mutants: setup
 	$(PY) -m kvpipe.testing.mutate --sequences property_tests/regressions --json docs/results/mutants.json
 
-bench: setup browser
+bench: setup programs
 	$(PY) -m benchmarks
 
 bench-gpu: setup

@@ -102,10 +102,20 @@ class _Run:
             history += self.play(f"conversation, turn {turn}", [history], ANSWER_TOKENS)[0]
         crowd = [_prompt(150 + 20 * i, 100 + i) for i in range(CROWD)]
         self.play(f"{CROWD} requests at once", crowd, CROWD_ANSWER_TOKENS)
+        if self.engine.scheduler.connector is not None:
+            self.engine.settle()  # as an idle server does: what is on its way to the disk arrives
         return self.rows
 
+    def restarted(self, rows: list[Row]) -> None:
+        """Ask once more for what was asked before the restart."""
+        self.engine.generate([_prompt(64, 0)], 2)
+        again = _prompt(PROMPT_TOKENS, 1)
+        self.play(RESTARTED, [again], ANSWER_TOKENS)
+        rows.append(self.rows[-1])
 
-SCENARIOS = 6
+
+SCENARIOS = 7
+RESTARTED = "restarted, from disk"
 
 
 def run_demo(log: Path, json_path: Path | None) -> int:
@@ -114,7 +124,12 @@ def run_demo(log: Path, json_path: Path | None) -> int:
     log.parent.mkdir(parents=True, exist_ok=True)
     trace, page = log.with_name("demo-trace.jsonl"), log.with_name("demo-timeline.html")
     trace.unlink(missing_ok=True)
-    traced = {"pool_bytes_max": "1GiB", "trace_file": str(trace)}
+    disk = log.with_name("demo-disk").absolute()
+    shutil.rmtree(disk, ignore_errors=True)
+    traced = {
+        "pool_bytes_max": "1GiB", "trace_file": str(trace),
+        "tiers": [{"kind": "disk", "path": str(disk), "bytes_max": "2GiB"}],
+    }  # fmt: skip
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -138,6 +153,11 @@ def run_demo(log: Path, json_path: Path | None) -> int:
                 results[label] = _Run(engine, tick).all()
                 engine.close()
                 progress.advance(task)
+                tick("restarting vLLM")
+                engine = Engine(model, kvpipe=config, **ENGINE)
+                _Run(engine, tick).restarted(results[label])
+                engine.close()
+    shutil.rmtree(disk, ignore_errors=True)
     plain, piped = results["without kvpipe"], results["with kvpipe"]
     same = _print(console, plain, piped)
     write_html(Trace(trace), page)
@@ -183,8 +203,8 @@ def _print(console: Console, plain: list[Row], piped: list[Row]) -> bool:
     console.print(table)
     console.print(
         "TTFT: time to first token, mean over the row's requests, without and with\n"
-        "kvpipe. Tokens loaded: brought back from host memory, not computed; vLLM's own\n"
-        "prefix cache is off here. A preempted request counts each time it loads.",
+        "kvpipe. Tokens loaded: brought back from host memory or disk, not computed;\n"
+        "vLLM's own prefix cache is off here. A preempted request counts each time.",
         style="dim",
     )
     if not all_same:

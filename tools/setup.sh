@@ -14,9 +14,11 @@ debian() { # Debian packages that a bare machine may lack, when we may install t
     echo "please install: $*" >&2; return 1
   fi
 }
-# the timeline page is tested in a real browser
-if [ "${1:-}" = browser ]; then
-  { command -v chromium && command -v chromedriver; } >/dev/null 2>&1 || debian chromium chromium-driver; exit
+# the timeline page is tested in a real browser, tiers with a real server (Valkey, Mooncake and S3 come as Python packages)
+if [ "${1:-}" = programs ]; then
+  { command -v chromium && command -v chromedriver && command -v redis-server &&
+    ldconfig -p | grep libibverbs.so.1; } >/dev/null 2>&1 || debian chromium chromium-driver redis-server libibverbs1
+  exit
 fi
 stamp=.venv/.kvpipe-$kind; want=$(cat "$lock" pyproject.toml tools/setup.sh | sha256sum)
 [ -x .venv/bin/python ] && [ "$(cat "$stamp" 2>/dev/null || true)" = "$want" ] && exit 0

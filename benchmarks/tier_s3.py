@@ -1,0 +1,96 @@
+"""The S3 tier beside its client called directly, on a real server on loopback: informative, the server is the limit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+import anyio
+
+from benchmarks.report import Figure
+from kvpipe.tiers.s3 import S3Tier
+from tests.tiers.buffers import aligned, get, put, some_key
+from tests.tiers.s3_server import shared
+from tests.tiers.world_s3 import spec_of
+
+REPEATS = 7
+BODY_BYTES = (1 << 20, 8 << 20, 32 << 20)
+LIMIT = 3.0
+"""How many times as long as the client alone a call may take."""
+
+_Call = Callable[[], Awaitable[Any]]
+
+
+def run() -> list[Figure]:
+    """Every figure: seconds through the tier over seconds of the client alone."""
+    return anyio.run(_run)
+
+
+async def _run() -> list[Figure]:
+    tier = spec_of(shared()).make("s3")
+    await tier.open()
+    figures = [figure for size in BODY_BYTES for figure in await _values(tier, size)]
+    figures.append(await _questions(tier, 200))
+    await tier.close()
+    return figures
+
+
+async def _values(tier: S3Tier, size: int) -> list[Figure]:
+    api, ask, send = tier._api, tier._asks, tier._puts
+    numbers = iter(range(size, size + 10_000))
+    one, wanted = put(size - 1, size), get(size - 1, size)
+    await tier.write([one])
+
+    async def write() -> None:
+        await tier.write([one._replace(key=some_key(next(numbers)))])
+
+    async def write_directly() -> None:
+        await api.put_async(send, f"direct-{next(numbers)}", list(one.parts), mode="create", use_multipart=False)
+
+    async def read_directly() -> None:
+        target[:] = await (await api.get_async(ask, one.key.text)).bytes_async()
+
+    target = aligned(size)
+    pairs: dict[str, tuple[_Call, _Call]] = {
+        "write": (write, write_directly),
+        "read": (partial(tier.read, [wanted]), read_directly),
+    }
+    return [_figure(f"{what} {size >> 20} MiB", size, await _pair(*pair)) for what, pair in pairs.items()]
+
+
+async def _questions(tier: S3Tier, count: int) -> Figure:
+    keys = [some_key(i) for i in range(count)]
+
+    async def directly() -> None:
+        async with anyio.create_task_group() as group:
+            for key in keys:
+                group.start_soon(_head, tier, key.text)
+
+    mine, alone = await _pair(partial(tier.exists, keys), directly)
+    return Figure(f"exists, {count} keys", mine / alone, LIMIT, "of client", f"{mine / count * 1e6:.0f} us per key")
+
+
+async def _head(tier: S3Tier, name: str) -> None:
+    try:
+        await tier._api.head_async(tier._asks, name)
+    except FileNotFoundError:
+        return
+
+
+async def _pair(*calls: _Call) -> list[float]:
+    """Return the least seconds of each call, made in turns."""
+    seconds: list[list[float]] = [[] for _ in calls]
+    for _ in range(REPEATS):
+        for call, took in zip(calls, seconds, strict=True):
+            begin = time.perf_counter()
+            await call()
+            took.append(time.perf_counter() - begin)
+    return [min(took) for took in seconds]
+
+
+def _figure(name: str, size: int, seconds: list[float]) -> Figure:
+    mine, alone = seconds
+    beside = f"{size / mine / 1e6:.0f} of {size / alone / 1e6:.0f} MB/s"
+    return Figure(name, mine / alone, LIMIT, "of client", beside)
