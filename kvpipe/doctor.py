@@ -457,9 +457,9 @@ def check_shared_memory(_: Settings, __: Machine) -> Answer:
 
 
 def check_state_dir(settings: Settings, machine: Machine) -> Answer:
-    """A named cache can be registered."""
-    if not settings.name and settings.state_dir is None:
-        return Answer("ok", "not used without a name")
+    """A named cache can be registered, and remembered which weights are which."""
+    if not settings.name and not settings.tiers and settings.state_dir is None:
+        return Answer("ok", "not used without a name, or tiers")
     folder = settings.state_dir or default_state_dir()
     status: Status = "fail" if settings.name else "warn"  # without a name nothing is written
     remedy = "set state_dir to a folder that the engine's user may write to"

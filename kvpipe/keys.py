@@ -39,7 +39,8 @@ def first_problem(error: ValidationError, fields: Fields, owner: str = "valid ke
     Not shown is the value of a key that is unknown, or that names a variable for a secret: it may be the secret itself.
     `owner`: what has these keys, for a list of them.
     """
-    problem = error.errors()[0]
+    problems = error.errors()  # a key that is unknown may be the one that is missing, written wrongly
+    problem = next((one for one in problems if one["type"] == "extra_forbidden"), problems[0])
     if not problem["loc"]:  # keys that contradict each other
         return _reason(problem["msg"])
     key = ".".join(map(str, problem["loc"]))

@@ -177,21 +177,24 @@ async def blocking(
     So no thread touches a buffer after its coroutine is gone.
     """
     ended: list[_T | Exception] = []
+    done = anyio.Event()
 
-    async def watch() -> None:
+    async def run() -> None:
+        with anyio.CancelScope(shield=True):
+            try:
+                ended.append(await anyio.to_thread.run_sync(work, limiter=anyio.CapacityLimiter(1)))
+            except Exception as error:  # noqa: BLE001  (raised below, not wrapped in a group)
+                ended.append(error)
+            done.set()
+
+    async with limiter, anyio.create_task_group() as group:
+        group.start_soon(run)  # a task that is cancelled before it has begun never runs: then nothing was begun
         try:
-            await anyio.sleep_forever()
-        finally:
-            if not ended and stop is not None:
+            await done.wait()
+        except anyio.get_cancelled_exc_class():
+            if stop is not None:
                 stop()
-
-    async with anyio.create_task_group() as group:
-        group.start_soon(watch)
-        try:
-            ended.append(await anyio.to_thread.run_sync(work, limiter=limiter))  # shielded: it waits for the thread
-        except Exception as error:  # noqa: BLE001  (raised below, not wrapped in a group)
-            ended.append(error)
-        group.cancel_scope.cancel()
+            raise  # the group waits for the thread
     if isinstance(ended[0], Exception):
         raise ended[0]
     return ended[0]

@@ -174,6 +174,8 @@ class Lane:
     def on_connect(self, connection: Any) -> None:  # noqa: ANN401  (its socket is not in its types)
         """Hear that TCP, and TLS, are there."""
         self._sock = connection._sock  # noqa: SLF001  (what redis-py's own readers do)
+        if self._stopped:  # meanwhile, or before redis-py has tried again
+            self.stop()
 
     def on_disconnect(self) -> None:
         """Hear that they are no more."""

@@ -318,8 +318,13 @@ def test_a_folder_that_is_not_there_is_not_made(cache: Said, tmp_path: Path) -> 
 
 
 def command(*args: str, **kwargs: Any) -> subprocess.Popen[str]:
-    """Start `kvpipe cache` in a process of its own."""
-    return subprocess.Popen([sys.executable, "-m", "kvpipe.cli", "cache", *args], text=True, **kwargs)
+    """Start `kvpipe cache` in a process of its own, which hears interrupts though these tests may run in background."""
+    words = [sys.executable, "-m", "kvpipe.cli", "cache", *args]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what is ignored is inherited
+    try:
+        return subprocess.Popen(words, text=True, **kwargs)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_an_interrupt_ends_it_cleanly() -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import base64
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import anyio
 import pytest
 import torch
 
 from kvpipe.geometry import Geometry, Group, Layer
 from kvpipe.plan import Order
 from kvpipe.testing.held_tier import DictSpec, HeldTier
+from kvpipe.tiers.base import blocking
 from kvpipe.tiers.carrier import Carried, Carrier
 from kvpipe.tiers.memory import HostPool
 from kvpipe.tiers.shelf import FAULTS_MAX, READ, WRITE, Shelf, shelves
@@ -263,3 +266,24 @@ def test_tiers_do_not_wait_for_each_other() -> None:
             assert rank.ended() == [True]
         slow.let_go()
         assert rank.ended(20) == [True] * 20
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.00005, 0.01])
+def test_a_cancelled_thread_is_told_to_stop(after_s: float) -> None:
+    """However soon a blocking call is cancelled, its thread is told to end, and has ended when the call has."""
+
+    async def play() -> None:
+        for _ in range(50):
+            begun, stopped, ended = threading.Event(), threading.Event(), threading.Event()
+
+            def work(begun: Any = begun, stopped: Any = stopped, ended: Any = ended) -> None:
+                begun.set()
+                assert stopped.wait(WAIT_S)
+                ended.set()
+
+            with anyio.move_on_after(after_s):
+                await blocking(limiter, work, stopped.set)
+            assert begun.is_set() == ended.is_set()
+
+    limiter = anyio.CapacityLimiter(2)
+    anyio.run(play)

@@ -405,7 +405,8 @@ def _free(size: int) -> Any:
 
 def test_state_dir(tmp_path: Path) -> None:
     """The folder is needed for a name only; one that cannot be made there is a failure."""
-    assert doctor.check_state_dir(load_settings(), _machine(tmp_path)) == ("ok", "not used without a name", "")
+    unused = ("ok", "not used without a name, or tiers", "")
+    assert doctor.check_state_dir(load_settings(), _machine(tmp_path)) == unused
     good, bad = tmp_path / "to" / "be" / "made", tmp_path / "file" / "folder"
     bad.parent.write_text("", encoding="utf-8")
     machine = _machine(tmp_path, free_bytes=_free(GIB))
