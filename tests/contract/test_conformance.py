@@ -61,7 +61,7 @@ class CannotStart(Base):
 @pytest.fixture(scope="module")
 def bench() -> Iterator[Bench]:
     """Return a bench that finds hangs soon."""
-    with Bench(Limits(stuck_seconds=1.5)) as made:
+    with Bench(Limits(stuck_seconds=5)) as made:
         yield made
 
 
@@ -75,7 +75,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def fuzz(out: Path, connector: str, module: Path | str, *more: str) -> int:
     """Run the command as an author does, briefly."""
-    limits = ["--seeds", "1", "--shape", "sync", "--shrink-seconds", "6", "--stuck-seconds", "1.5"]
+    limits = ["--seeds", "1", "--shape", "sync", "--shrink-seconds", "8", "--stuck-seconds", "3"]
     return main(["fuzz", "--connector", connector, "--module", str(module), "--out", str(out), *limits, *more])
 
 
