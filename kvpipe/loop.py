@@ -62,11 +62,6 @@ class LoopThread:
         """False once the loop has stopped, for whatever reason."""
         return self._thread.is_alive() and not self._stopping
 
-    @property
-    def waiting(self) -> bool:
-        """Whether something was put there that was not handled yet."""
-        return bool(self._inbox)
-
     def put(self, item: object, *, wake: bool = True) -> bool:
         """Hand `item` to the loop. Returns False, and drops it, after `stop`.
 

@@ -359,7 +359,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _know_weights(self, digest: str) -> None:
         if self.scheduler is not None and self.scheduler.staging is not None:
-            self.scheduler.staging.space = support.fingerprint(self._facts | {"weights": digest})
+            self.scheduler.staging.space.base = support.fingerprint(self._facts | {"weights": digest})
 
     # ---- scheduler side -------------------------------------------------------------------------------------------
 

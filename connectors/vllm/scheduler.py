@@ -7,12 +7,10 @@ one comparison per scheduled request, plus work for what is new.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import time
-import uuid
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,11 +19,12 @@ from kvpipe.catalog import Catalog, Chunk, Owner, Piece
 from kvpipe.config import Settings
 from kvpipe.connectors.vllm.prefixes import Prefixes
 from kvpipe.connectors.vllm.room import Room
+from kvpipe.connectors.vllm.saving import NEVER, Row, Saving
 from kvpipe.connectors.vllm.spoiled import Part, Spoiled
 from kvpipe.connectors.vllm.staging import STAGE, Staging
 from kvpipe.connectors.vllm.stall import Stall
 from kvpipe.connectors.vllm.tracing import Answer, Teller
-from kvpipe.connectors.vllm.tracked import REQUEST, Flight, Match, OpenChunk, Tracked
+from kvpipe.connectors.vllm.tracked import REQUEST, Flight, Match, Tracked
 from kvpipe.geometry import Geometry
 from kvpipe.plan import BROKEN, Job, Kind, Order, StepPlan
 from kvpipe.policy import make_policy
@@ -47,7 +46,6 @@ if TYPE_CHECKING:
     from kvpipe.connectors.vllm.metrics import Values
     from kvpipe.tiers.finder import Finder
 
-NEVER = 1 << 60
 NO_TIERS: tuple[tuple[str, int], ...] = ()
 SAVE_RETRIES_MAX = 3
 LATER_STEPS_MAX = 100
@@ -85,6 +83,7 @@ class SchedulerSide:
         self._stall = Stall(geometry, settings.stall_ms_max) if settings.load == "auto" and groups == 1 else None
         self._unit, self._per_chunk = geometry.unit_tokens, geometry.units_per_chunk
         self._prefixes = Prefixes(self.catalog, geometry, hash_tokens)
+        self._saving = Saving(settings, geometry, self.catalog, self._prefixes, self.counters)
         self.events: KvEvents | None = None
         self._room = Room(geometry, step_tokens_max)
         self._spoiled = Spoiled(geometry.groups[0].block_tokens)
@@ -117,7 +116,7 @@ class SchedulerSide:
 
     def bind(self, manager: KVCacheManager) -> None:
         """Remember the cache manager: the truth about block tables."""
-        self._manager = manager
+        self._manager = self._saving.manager = manager
 
     def announce(self, events: KvEvents) -> None:
         """Tell `events` of what can be found from now on."""
@@ -239,7 +238,8 @@ class SchedulerSide:
             stop = -(-(match.local_tokens + external_tokens) // self._unit)
             rows, chunks = self._load_rows(request, blocks, first, stop)
             self.catalog.lease(owner, chunks)
-            self._offer_again(request, chunks)
+            if self.staging is not None:
+                self.staging.stores.used(request, chunks)
         except Exception as e:  # noqa: BLE001  (vLLM counts on the load now: it must be reported, as failed)
             self.counters.fault("load_not_planned", request=request.request_id, error=repr(e))
             self.catalog.release(owner)
@@ -269,7 +269,7 @@ class SchedulerSide:
         orders = self._plan_orders()
         self._step += 1
         self.trace.step = self._step + 1  # what comes now belongs to the step that is planned next
-        return StepPlan(self._step, jobs, orders, self.staging.space if self.staging is not None else "")
+        return StepPlan(self._step, jobs, orders, self.staging.space.name if self.staging is not None else "")
 
     def _plan_orders(self) -> tuple[Order, ...]:
         """Plan what goes to and comes from tiers."""
@@ -361,7 +361,8 @@ class SchedulerSide:
         if tracked is not None and tracked.request is request:
             self.catalog.refresh(self._prefixes.chunks_from_the_end(request))
             self._finish(tracked)
-            self._offer_ends(tracked)
+            if self.staging is not None:
+                self.staging.stores.ended(tracked)
 
     def reset(self) -> bool:
         """Forget every chunk. Jobs in flight are not published any more."""
@@ -369,11 +370,11 @@ class SchedulerSide:
         self.counters["reset"] += 1
         self.trace.put(CacheReset(*self.trace.of("", 0), chunks=dropped))
         for tracked in self._tracked.values():
-            self._give_up_saving(tracked)  # the KV that it goes on with may be what the reset was meant to forget
+            self._saving.give_up(tracked)  # the KV that it goes on with may be what the reset was meant to forget
             tracked.epoch = self._new_epoch()
             tracked.match = None
         if self.staging is not None:  # what tiers hold may be what the reset was meant to forget
-            self.staging.reset(hashlib.sha256(f"{self.staging.space}{uuid.uuid4()}".encode()).hexdigest()[:32])
+            self.staging.reset()
         self.counters["reset_chunks"] += dropped
         return True
 
@@ -417,10 +418,10 @@ class SchedulerSide:
 
     def _load_rows(
         self, request: Request, blocks: KVCacheBlocks, first: int, stop: int
-    ) -> tuple[list[tuple[int, int, int, int]], list[Chunk]]:
+    ) -> tuple[list[Row], list[Chunk]]:
         """Return the rows that bring units [first, stop) into `blocks`, and the chunks they read."""
         hashes = request.block_hashes
-        rows: list[tuple[int, int, int, int]] = []
+        rows: list[Row] = []
         chunks: list[Chunk] = []
         for group, table in enumerate(blocks.blocks):
             pages = self.geometry.pages_per_unit[group]
@@ -474,111 +475,20 @@ class SchedulerSide:
         pieces: list[Piece] = []
         self.trace.about(tracked.request.request_id, tracked.epoch)
         try:
-            job = self._plan_save(tracked, end, pieces)
-            if job is not None:
-                if not tracked.life.pages_saved:
-                    self._prefixes.remember_first(tracked.request)
-                self._tell.save_planned(tracked, job)
+            rows, first = self._saving.plan(tracked, end, pieces)
+            if not pieces:
+                return None
+            job = self._take_off(Kind.SAVE, tracked, rows, tuple(pieces), None, first).job
+            if not tracked.life.pages_saved:
+                self._prefixes.remember_first(tracked.request)
+            self._tell.save_planned(tracked, job)
         except Exception as e:  # noqa: BLE001
             self.counters.fault("save_not_planned", request=tracked.request.request_id, error=repr(e))
             for piece in pieces:
                 self.catalog.lost(piece)
-            self._give_up_saving(tracked)
+            self._saving.give_up(tracked)
             return None
         return job
-
-    def _give_up_saving(self, tracked: Tracked) -> None:
-        """Save nothing more of this request before its next admission."""
-        tracked.next_at = NEVER
-        tracked.opened = [None] * len(tracked.opened)
-
-    def _plan_save(self, tracked: Tracked, end: int, pieces: list[Piece]) -> Job | None:
-        request = tracked.request
-        units = self._prefixes.final_units(request, end)
-        prompt_units = request.num_prompt_tokens // self._unit
-        if not self.settings.save_decode:
-            units = min(units, prompt_units)
-        if not self.settings.save_partial:
-            units -= units % self._per_chunk
-        if units < tracked.saved:  # a streaming session cut its tokens
-            tracked.saved = units
-            tracked.opened = [None] * len(tracked.opened)
-        done_with = not self.settings.save_decode and units >= prompt_units
-        step = self._unit if self.settings.save_partial else self._per_chunk * self._unit
-        tracked.next_at = NEVER if done_with else units * self._unit + step
-        if units == tracked.saved:
-            return None
-        hashes = request.block_hashes
-        rows: list[tuple[int, int, int, int]] = []
-        first, tracked.saved = tracked.saved, units
-        for group in range(len(self.geometry.groups)):
-            for base in range(first // self._per_chunk * self._per_chunk, units, self._per_chunk):
-                low, high = max(base, first), min(base + self._per_chunk, units)
-                key = self._prefixes.key(hashes, high)
-                if self.catalog.known(group, key):
-                    tracked.opened[group] = None
-                    self.counters["save_known"] += 1
-                    continue
-                piece = self._claim(tracked, group, base, low, high, keep=high == prompt_units)
-                if piece is not None:
-                    pieces.append(piece)
-                    rows += self._save_rows(tracked, group, base, piece)
-        if not pieces:
-            return None
-        self.counters["units_saved"] += sum(p.stop - p.start for p in pieces)
-        flight = self._take_off(Kind.SAVE, tracked, rows, tuple(pieces), None, first)
-        return flight.job
-
-    def _claim(self, tracked: Tracked, group: int, base: int, low: int, high: int, *, keep: bool) -> Piece | None:
-        """Claim units [low, high) of the chunk that starts at unit `base`, in the chunk where they continue best."""
-        hashes = tracked.request.block_hashes
-        key = self._prefixes.key(hashes, high)
-        opened = tracked.opened[group]
-        chunk: Chunk | None = None
-        if low > base:
-            before = self._prefixes.key(hashes, low)
-            if opened is not None and opened.base == base and opened.key == before:
-                chunk = opened.chunk if opened.chunk.tail == before else None
-            if chunk is None:  # where another request, or an earlier admission, has left off
-                found = self.catalog.find(group, before)
-                if found is not None and found.tail == before:
-                    self.catalog.keep_mark(found, before)
-                    chunk = found
-            if chunk is not None and chunk.state.row in {"EVICTING", "ABSENT"}:
-                chunk = None
-        start = low if chunk is not None else base
-        pages = self.geometry.pages_per_unit[group]
-        if self._any_null(tracked, group, start * pages, high * pages):
-            self.counters["save_out_of_window"] += 1
-            tracked.opened[group] = None
-            return None
-        if chunk is None:
-            chunk = self.catalog.reserve(group)
-            if chunk is None:
-                tracked.opened[group] = None
-                return None
-        piece = self.catalog.write(chunk, high - base, key, keep=keep, base=base)
-        tracked.opened[group] = OpenChunk(base, chunk, high - base, key)
-        return piece
-
-    def _table(self, tracked: Tracked, group: int) -> Sequence[Any]:
-        """VLLM's own block table of the request, as it is now. Never kept."""
-        assert self._manager is not None  # noqa: S101  (bound before the first step)
-        manager = self._manager.coordinator.single_type_managers[group]
-        table: Sequence[Any] = manager.req_to_blocks[tracked.request.request_id]
-        return table
-
-    def _any_null(self, tracked: Tracked, group: int, first: int, stop: int) -> bool:
-        table = self._table(tracked, group)
-        return len(table) < stop or any(table[i].is_null for i in range(first, stop))
-
-    def _save_rows(self, tracked: Tracked, group: int, base: int, piece: Piece) -> list[tuple[int, int, int, int]]:
-        pages = self.geometry.pages_per_unit[group]
-        table, slot, offset = self._table(tracked, group), piece.chunk.slot, base * pages
-        return [
-            (group, slot, page, table[offset + page].block_id)
-            for page in range(piece.start * pages, piece.stop * pages)
-        ]
 
     # ---- jobs -----------------------------------------------------------------------------------------------------
 
@@ -586,7 +496,7 @@ class SchedulerSide:
         self,
         kind: Kind,
         tracked: Tracked,
-        rows: list[tuple[int, int, int, int]],
+        rows: list[Row],
         pieces: tuple[Piece, ...],
         owner: Owner | None,
         unit: int,
@@ -617,7 +527,8 @@ class SchedulerSide:
             for piece in flight.pieces:
                 if self.catalog.landed(piece):
                     self.counters["pieces_published"] += 1
-                    self._offer(flight.tracked, piece.chunk, piece.stop)
+                    if self.staging is not None:
+                        self.staging.stores.landed(flight.tracked, piece.chunk, piece.stop)
                     if self.events is not None and piece.chunk.marks:  # else another copy was quicker
                         self.events.published(flight.tracked.request, piece)
             return
@@ -636,31 +547,6 @@ class SchedulerSide:
             tracked.saved = min(tracked.saved, flight.unit)
             tracked.next_at = 0
 
-    # ---- what goes to tiers ---------------------------------------------------------------------------------------
-
-    def _offer(self, tracked: Tracked, chunk: Chunk, units: int) -> None:
-        """A piece has landed: a whole chunk can be stored, and a shorter one if it will not grow for this request."""
-        if self.staging is not None and (units == self._per_chunk or tracked.state.row == m.FINISHED):
-            for mark in chunk.marks:
-                if mark.units == units:
-                    self.staging.offer(tracked.request, chunk, chunk.group, units, mark.key)
-
-    def _offer_ends(self, tracked: Tracked) -> None:
-        """The request is over: the chunk that it ended in can be stored as far as it is filled."""
-        if self.staging is None:
-            return
-        for opened in tracked.opened:
-            if opened is not None and opened.filled < self._per_chunk:
-                for mark in opened.chunk.marks:
-                    self.staging.offer(tracked.request, opened.chunk, opened.chunk.group, mark.units, mark.key)
-
-    def _offer_again(self, request: Request, chunks: list[Chunk]) -> None:
-        """Chunks are of use to a second request."""
-        if self.staging is not None:
-            for chunk in chunks:
-                for mark in chunk.marks[-1:]:
-                    self.staging.offer(request, chunk, chunk.group, mark.units, mark.key, used=True)
-
     def _distrust(self, failed: Flight) -> None:
         """A load failed: what was computed since it was planned may rest on garbage, by whomever. Idempotent."""
         if failed.distrusted:
@@ -669,7 +555,7 @@ class SchedulerSide:
         kind = Kind(failed.job.kind).name.lower()
         self.counters.fault("load_failed", request=failed.job.request, job=failed.job.id, kind=kind)
         if failed.tracked.epoch == failed.job.epoch:
-            self._give_up_saving(failed.tracked)
+            self._saving.give_up(failed.tracked)
         if failed.job.kind == Kind.LOAD_SYNC:
             self._spoiled.add(failed.job.blocks())
             self._forget_local_hits(failed)

@@ -7,19 +7,20 @@ scheduler's thread is what is new: a lookup's keys when it is asked, its answer 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from kvpipe import misses
 from kvpipe.catalog import Catalog, Chunk, Owner, Piece
 from kvpipe.connectors.vllm.prefixes import Prefixes
+from kvpipe.connectors.vllm.storing import Offer, Storing, adapter_of
 from kvpipe.geometry import Geometry
 from kvpipe.plan import Order
-from kvpipe.statemachine import chunk as chunk_m
 from kvpipe.statemachine import stage as m
 from kvpipe.statemachine.core import Compiled, Cursor, Watch
-from kvpipe.tiers.finder import Adapter, Finder, Lookup, Place, chunk_name
+from kvpipe.tiers.finder import Finder, Lookup, Place, chunk_name
+from kvpipe.tiers.namespace import Namespace
 from kvpipe.trace.log import Counters
 
 if TYPE_CHECKING:
@@ -30,18 +31,10 @@ if TYPE_CHECKING:
 STAGE: Final[Compiled] = m.STAGE.compile()
 SHARE: Final = 0.75
 """Of the pool, at most, that waiting requests hold."""
-STORE_SHARE: Final = 0.25
-"""Of the pool, at most, that chunks on their way to tiers hold."""
 ORDERS_PER_LANE: Final = 4
 """Fetches that are with the ranks at once, for each of a tier's lanes: the others wait here, and can be given up."""
 PATIENCE_S: Final = 5.0
 """For how long an idle engine goes on stepping for an order; an older one is reported with the next step there is."""
-OFFERS_MAX: Final = 4096
-"""Chunks that wait to be stored; the oldest is dropped."""
-REST_STEPS: Final = 100
-"""For how many steps nothing is stored in a tier that has just failed to: its ranks' breakers would only refuse it."""
-STORES: Final = "\0store"
-"""The owner of leases of chunks on their way to a tier; no request id has a zero byte."""
 
 
 class Stage(Cursor):
@@ -65,23 +58,14 @@ class Stage(Cursor):
 class Carriage:
     """An order that the ranks have not all reported yet."""
 
-    __slots__ = ("bad", "born_s", "ok", "order", "owner", "piece", "stages")
+    __slots__ = ("bad", "born_s", "ok", "order", "piece", "stages")
 
-    def __init__(self, order: Order, piece: Piece | None, owner: Owner | None) -> None:
-        """`piece`: of a fetch; `owner`: of a store's lease."""
-        self.order, self.piece, self.owner = order, piece, owner
+    def __init__(self, order: Order, piece: Piece | None = None) -> None:
+        """`piece`: of a fetch."""
+        self.order, self.piece = order, piece
         self.ok = self.bad = 0
         self.born_s = time.monotonic()
         self.stages: list[Stage] = []
-
-
-class Offer(NamedTuple):
-    """A chunk that should be stored, of a prefix that was computed with `adapter`."""
-
-    chunk: Chunk
-    units: int
-    key: bytes
-    adapter: Adapter | None
 
 
 class Staging:
@@ -102,27 +86,32 @@ class Staging:
         watch: Watch | None,
         stores: bool,
     ) -> None:
-        """`stores`: whether this engine writes to tiers. Nothing is asked before `space` is set."""
+        """`stores`: whether this engine writes to tiers. Nothing is asked before `space` has a name."""
         self.finder, self._catalog, self._prefixes, self._geometry = finder, catalog, prefixes, geometry
         self._ranks, self._lookup_s_max = ranks, lookup_ms_max / 1000
         self._counters, self._new_id, self._watch = counters, new_id, watch
-        self.space = ""
-        self._policies = [shelf.spec.store if stores else "never" for shelf in finder.shelves]
+        self.space = Namespace()
+        self.stores = Storing(
+            finder,
+            catalog,
+            geometry,
+            self.space,
+            policies=[shelf.spec.store if stores else "never" for shelf in finder.shelves],
+            bytes_in_flight_max=bytes_in_flight_max,
+            counters=counters,
+            new_id=new_id,
+        )
         self.names = tuple(shelf.name for shelf in finder.shelves)
         self._per_chunk = geometry.units_per_chunk
         self._held_max = max(1, int(catalog.slots * SHARE))
-        self._stores_max = max(1, min(int(catalog.slots * STORE_SHARE), bytes_in_flight_max // geometry.slot_bytes))
         self._fetches_max = [shelf.spec.lanes * ORDERS_PER_LANE for shelf in finder.shelves]
         self._fetches = [0] * len(self.names)  # with the ranks, by tier
         self._leased = 0  # by stages
         self._due: list[Order] = []
         self._carriages: dict[int, Carriage] = {}
         self._fetching: dict[tuple[int, bytes], Carriage] = {}
-        self._storing = self._step = 0
-        self._rests = [0] * len(self.names)  # until which step nothing is stored in a tier
         self._found: list[Stage] = []
         self._stages: set[Stage] = set()
-        self._offers: OrderedDict[tuple[int, int, bytes], Offer] = OrderedDict()
         self._numbers = 0
         full = [group for group, kind in enumerate(geometry.groups) if kind.window_tokens is None]
         self._counted = full[0] if full else 0  # the group whose chunks are counted: others hold the same tokens
@@ -145,7 +134,7 @@ class Staging:
         return stage, stage.answer
 
     def _begin(self, request: Request, local: int) -> Stage | None:
-        if not self.space or not self.finder.usable:
+        if not self.space.name or not self.finder.usable:
             return None
         units = max(self._prefixes.longest(request), local)
         stop = self._prefixes.final_units(request, request.num_tokens)
@@ -162,9 +151,9 @@ class Staging:
             keys,
             wanted,
             groups=len(self._geometry.groups),
-            space=self.space,
+            space=self.space.name,
             seconds_max=self._lookup_s_max,
-            adapter=_adapter(request),
+            adapter=adapter_of(request),
         )
         self._numbers += 1
         stage = Stage(self._numbers, request, lookup, self._watch)
@@ -236,7 +225,6 @@ class Staging:
 
         What goes wrong costs misses: the loads of the step depend on the plan, and the ranks on every order in it.
         """
-        self._step += 1
         waiting, self._found = self._found, []
         for stage in waiting:
             try:
@@ -245,11 +233,13 @@ class Staging:
                 self._counters.fault("fetch_not_planned", request=stage.owner.request, error=repr(e))
                 self.end(stage)
         if not stores:
-            self._offers.clear()
+            self.stores.clear()
+        begun = len(self._due)
         try:
-            self._store()
+            self.stores.plan(self._due)
         except Exception as e:  # noqa: BLE001
             self._counters.fault("store_not_planned", error=repr(e))
+        self._carriages.update((order.id, Carriage(order)) for order in self._due[begun:])
         due, self._due = self._due, []
         return tuple(due)
 
@@ -327,56 +317,11 @@ class Staging:
         piece = self._catalog.write(chunk, units - base, key, keep=units - base < self._per_chunk, base=base)
         name = chunk_name(key, stage.lookup.digest)
         order = Order(self._new_id(), False, stage.lookup.found[place], chunk.slot, group, units - base, name)  # noqa: FBT003
-        carriage = self._carriages[order.id] = self._fetching[group, key] = Carriage(order, piece, None)
+        carriage = self._carriages[order.id] = self._fetching[group, key] = Carriage(order, piece)
         self._fetches[order.tier] += 1
         self._due.append(order)
         self._counters["chunks_fetching"] += 1
         return carriage
-
-    # ---- storing --------------------------------------------------------------------------------------------------
-
-    def offer(self, request: Request, chunk: Chunk, group: int, units: int, key: bytes, *, used: bool = False) -> None:
-        """A chunk can be stored as far as `units`. `used`: it was of use, else it is new."""
-        if not self.space:
-            return
-        policies = {"all"} if not used else {"second_use"}
-        tiers = [tier for tier, policy in enumerate(self._policies) if policy in policies]
-        if not tiers:
-            return
-        self._put_off(tiers, Offer(chunk, units, key, _adapter(request)), group)
-
-    def _put_off(self, tiers: list[int], offer: Offer, group: int) -> None:
-        for tier in tiers:
-            if self._rests[tier] > self._step:
-                self._counters["store_dropped_tier_failed"] += 1
-            else:
-                self._offers[tier, group, offer.key] = offer
-        while len(self._offers) > OFFERS_MAX:
-            self._offers.popitem(last=False)
-            self._counters["store_dropped_queue_full"] += 1
-
-    def _store(self) -> None:
-        unnamed: dict[tuple[int, int, bytes], Offer] = {}
-        while self._offers and self._storing < self._stores_max:
-            place, offer = self._offers.popitem(last=False)
-            (tier, group, key), chunk = place, offer.chunk
-            digest = self.finder.digest(offer.adapter)
-            if digest is None:
-                unnamed[place] = offer
-                continue
-            if chunk.state.row not in {chunk_m.READY, chunk_m.GROWING} or not any(
-                mark.key == key and mark.units == offer.units for mark in chunk.marks
-            ):
-                self._counters["store_dropped_evicted"] += 1
-                continue
-            name = chunk_name(key, digest)
-            order = Order(self._new_id(), True, tier, chunk.slot, group, offer.units, name)  # noqa: FBT003
-            owner = Owner(STORES, order.id)
-            self._catalog.lease(owner, [chunk])
-            self._carriages[order.id] = Carriage(order, None, owner)
-            self._storing += 1
-            self._due.append(order)
-        self._offers.update(unnamed)
 
     # ---- reports --------------------------------------------------------------------------------------------------
 
@@ -392,20 +337,8 @@ class Staging:
             if carriage.piece is not None:
                 self._landed(carriage, carriage.piece)
             else:
-                assert carriage.owner is not None  # noqa: S101  (a store's)
-                self._storing -= 1
-                if carriage.bad:
-                    self._rest(carriage.order.tier)
-                self._catalog.release(carriage.owner, hit=False)
-                self._counters["chunks_not_stored" if carriage.bad else "chunks_stored"] += 1
+                self.stores.over(carriage.order, ok=not carriage.bad)
         return True
-
-    def _rest(self, tier: int) -> None:
-        """Store nothing in a tier for a while; what waits for it is not stored."""
-        self._rests[tier] = self._step + REST_STEPS
-        for place in [place for place in self._offers if place[0] == tier]:
-            del self._offers[place]
-            self._counters["store_dropped_tier_failed"] += 1
 
     def _landed(self, carriage: Carriage, piece: Piece) -> None:
         order = carriage.order
@@ -422,10 +355,8 @@ class Staging:
             stage.waits.discard(order.id)
             self._told(stage, carriage, there)
         if there is piece.chunk and not carriage.bad:
-            nearer = [tier for tier in range(order.tier) if self._policies[tier] != "never"]
-            if nearer and carriage.stages:
-                adapter = carriage.stages[0].lookup.adapter
-                self._put_off(nearer, Offer(piece.chunk, order.units, piece.key, adapter), order.group)
+            adapter = carriage.stages[0].lookup.adapter
+            self.stores.brought(order.tier, Offer(piece.chunk, order.units, piece.key, adapter))
 
     def _told(self, stage: Stage, carriage: Carriage, chunk: Chunk | None) -> None:
         if stage.state.row != m.FETCHING:
@@ -449,10 +380,10 @@ class Staging:
         for stage in self._stages:
             stage.deadline_s = 0.0
 
-    def reset(self, space: str) -> None:
-        """Forget what was found and offered; from now on chunks are kept under another namespace."""
-        self.space = space
-        self._offers.clear()
+    def reset(self) -> None:
+        """Forget what was found and offered; from now on chunks are kept under another name."""
+        self.space.renew()
+        self.stores.clear()
         self._found.clear()
         for stage in list(self._stages):
             self._end(stage, m.END)
@@ -461,24 +392,14 @@ class Staging:
     def pending(self) -> bool:
         """Whether ranks owe reports that should come soon, or there is something to store."""
         last = next(reversed(self._carriages.values()), None)
-        return bool(self._offers) or (last is not None and time.monotonic() - last.born_s < PATIENCE_S)
-
-    @property
-    def storing(self) -> set[Owner]:
-        """Who leases the chunks that are on their way to tiers."""
-        return {carriage.owner for carriage in self._carriages.values() if carriage.owner is not None}
+        return self.stores.pending or (last is not None and time.monotonic() - last.born_s < PATIENCE_S)
 
     @property
     def owners(self) -> set[Owner]:
         """Whose leases there may be."""
-        return self.storing | {stage.owner for stage in self._stages}
+        return {*self.stores.under_way.values(), *(stage.owner for stage in self._stages)}
 
     @property
     def orders(self) -> int:
         """How many orders the ranks have not all reported."""
         return len(self._carriages)
-
-
-def _adapter(request: Request) -> Adapter | None:
-    lora = request.lora_request
-    return None if lora is None else Adapter(str(lora.lora_path))

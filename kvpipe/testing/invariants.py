@@ -308,7 +308,8 @@ def leases_have_owners(watched: Watched) -> Iterator[str]:
     for owner in side.catalog._leases:  # noqa: SLF001
         if owner not in owners | others:
             yield f"{owner} has leases, but neither a load nor an order nor a stage"
-    for owner in owners | (side.staging.storing if side.staging is not None else set()):
+    stores = set(side.staging.stores.under_way.values()) if side.staging is not None else set()
+    for owner in owners | stores:
         if owner not in side.catalog._leases:  # noqa: SLF001
             yield f"{owner} has a load or a store, and no leases"
 

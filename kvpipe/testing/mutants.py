@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 _SCHEDULER = "kvpipe.connectors.vllm.scheduler:SchedulerSide"
 _CURSOR = "kvpipe.statemachine.core:Cursor"
+_SAVING = "kvpipe.connectors.vllm.saving:Saving"
+_STORING = "kvpipe.connectors.vllm.storing:Storing"
 _PREFIXES = "kvpipe.connectors.vllm.prefixes:Prefixes"
 _WORKER = "kvpipe.connectors.vllm.worker:WorkerSide"
 _CONNECTOR = "kvpipe.connectors.vllm.connector:KVPipeConnector"
@@ -56,7 +58,12 @@ def _keys(kind: str) -> tuple[Patch, ...]:
     other = f"__import__({__name__!r}, fromlist=['']).{kind}"
     return tuple(
         Patch(where, "*", f"{request}.block_hashes", f"{other}({request})")
-        for where, request in ((_SCHEDULER, "tracked.request"), (_SCHEDULER, "request"), (_PREFIXES, "request"))
+        for where, request in (
+            (_SCHEDULER, "request"),
+            (_SAVING, "tracked.request"),
+            (_SAVING, "request"),
+            (_PREFIXES, "request"),
+        )
     )
 
 
@@ -185,7 +192,7 @@ MUTANTS: dict[str, Mutant] = {
     "block_ids_extended_on_resume": Mutant(
         "A resumed request's new blocks are put behind those that it has lost.",
         _one(
-            _SCHEDULER,
+            _SAVING,
             "_table",
             "return table",
             "held = self.__dict__.setdefault('tables', {}).setdefault((tracked, group), [])\n"
@@ -263,8 +270,8 @@ MUTANTS: dict[str, Mutant] = {
     "not_saved_when_computed_runs_ahead": Mutant(
         "What is computed ahead of the final tokens is skipped, and never come back to.",
         _one(
-            _SCHEDULER,
-            "_plan_save",
+            _SAVING,
+            "plan",
             "units = self._prefixes.final_units(request, end)",
             "units = self._prefixes.final_units(request, end)\n    if end > request.num_tokens:\n"
             "        tracked.next_at = end + self._unit\n        return None",
@@ -274,8 +281,8 @@ MUTANTS: dict[str, Mutant] = {
     "decode_not_saved": Mutant(
         "What a request generates is silently not saved.",
         _one(
-            _SCHEDULER,
-            "_plan_save",
+            _SAVING,
+            "plan",
             "units = self._prefixes.final_units(request, end)",
             "units = self._prefixes.final_units(request, min(end, request.num_prompt_tokens))",
         ),
@@ -298,8 +305,8 @@ MUTANTS: dict[str, Mutant] = {
     "saved_before_computed": Mutant(
         "The whole prompt is saved with its first piece.",
         _one(
-            _SCHEDULER,
-            "_plan_save",
+            _SAVING,
+            "plan",
             "units = self._prefixes.final_units(request, end)",
             "units = self._prefixes.final_units(request, request.num_tokens)",
         ),
@@ -323,7 +330,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "tail_unchecked": Mutant(
         "A request writes on in a chunk that it has begun, though another has meanwhile.",
-        _one(_SCHEDULER, "_claim", "opened.chunk if opened.chunk.tail == before else None", "opened.chunk"),
+        _one(_SAVING, "_claim", "opened.chunk if opened.chunk.tail == before else None", "opened.chunk"),
     ),
     # ---- publishing -----------------------------------------------------------------------------------------------
     "published_before_the_last_layer": Mutant(
@@ -398,7 +405,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "reset_does_not_stop_saves": Mutant(
         "Requests that live through a reset go on to be saved.",
-        _one(_SCHEDULER, "reset", "self._give_up_saving(tracked)", "pass"),
+        _one(_SCHEDULER, "reset", "self._saving.give_up(tracked)", "pass"),
     ),
     "reset_spares_what_is_being_written": Mutant(
         "A reset drops what can be found, and not what is being written.",
@@ -547,7 +554,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "window_blocks_saved": Mutant(
         "Blocks outside of a sliding window, which vLLM has given away, are saved.",
-        _one(_SCHEDULER, "_any_null", "any(table[i].is_null for i in range(first, stop))", "False"),
+        _one(_SAVING, "_any_null", "any(table[i].is_null for i in range(first, stop))", "False"),
         shape="hybrid",
     ),
     "retried_without_end": Mutant(
@@ -557,10 +564,10 @@ MUTANTS: dict[str, Mutant] = {
     "whole_prompt_every_step": Mutant(
         "Every step saves the whole prefix anew.",
         _one(
-            _SCHEDULER,
-            "_plan_save",
+            _SAVING,
+            "plan",
             "first, tracked.saved = tracked.saved, units",
-            "first, tracked.saved = 0, units\n    self.catalog._pending[0].clear()",
+            "first, tracked.saved = 0, units\n    self._catalog._pending[0].clear()",
         ),
     ),
     # ---- tiers ----------------------------------------------------------------------------------------------------
@@ -589,13 +596,18 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "store_leases_kept": Mutant(
         "A chunk that was stored in a tier is held for ever.",
-        _one(_STAGING, "reported", "self._catalog.release(carriage.owner, hit=False)", "pass"),
+        _one(
+            _STORING,
+            "over",
+            "self._catalog.release(self.under_way.pop(order.id), hit=False)",
+            "self.under_way.pop(order.id)",
+        ),
         "tier",
         "nothing_is_held",
     ),
     "store_not_leased": Mutant(
         "A chunk on its way to a tier may be evicted, and its slot filled anew, meanwhile.",
-        _one(_STAGING, "_store", "self._catalog.lease(owner, [chunk])", "pass"),
+        _one(_STORING, "plan", "self._catalog.lease(owner, [chunk])", "pass"),
         "tier",
         "leases_have_owners",
     ),

@@ -12,16 +12,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import anyio
-import anyio.abc
 import numpy as np
 
 from kvpipe.geometry import Geometry
-from kvpipe.loop import LoopThread
 from kvpipe.plan import Order
 from kvpipe.statemachine import carry as m
 from kvpipe.statemachine.core import Compiled, Cursor, Edge, State
 from kvpipe.tiers.base import ALIGN_BYTES, Get, Key, Put, Read, TierError, blocking
 from kvpipe.tiers.envelope import HEADER_BYTES, DamagedError, pages
+from kvpipe.tiers.keeper import Keeper
 from kvpipe.tiers.memory import HostPool
 from kvpipe.tiers.shelf import READ, WRITE, Shelf
 from kvpipe.trace.log import Counters
@@ -122,15 +121,13 @@ class Carrier:
             {use: anyio.CapacityLimiter(shelf.spec.lanes) for use in (READ, WRITE)} for shelf in self.shelves
         ]
         self._threads = anyio.CapacityLimiter(4)
-        self._group: anyio.abc.TaskGroup | None = None
-        self._early: list[tuple[Order, str, int]] = []
         self._outbox: deque[Carried] = deque()
         self._open: dict[int, Order] = {}  # taken, and not yet reported
-        self._begun = self._ended = self._storing = 0
-        self._serving = True
+        self._begun = self._ended = 0
+        self._stores_begun = self._stores_ended = 0
         self.bytes = {(shelf.name, use): 0 for shelf in self.shelves for use in (READ, WRITE)}
         self.seconds = dict.fromkeys(self.bytes, 0.0)
-        self._loop = LoopThread("kvpipe-carrier", self._take, tasks=(self._serve,), cpus=cpus)
+        self._keeper = Keeper("kvpipe-carrier", shelves, cpus)
 
     # ---- vLLM's thread --------------------------------------------------------------------------------------------
 
@@ -139,13 +136,12 @@ class Carrier:
         self._begun += len(orders)
         for order in orders:
             self._open[order.id] = order
-            if not self._loop.put((order, space, step)):
-                self._end(order, ok=False)
+            self._stores_begun += order.stores
+            self._keeper.begin(self._carry, (order, space, step), self._refuse)
 
     def hurry(self) -> None:
         """Probe the tiers that are left alone, now."""
-        for shelf in self.shelves:
-            self._loop.put(shelf.hurry)
+        self._keeper.hurry()
 
     @property
     def open(self) -> int:
@@ -168,7 +164,7 @@ class Carrier:
     @property
     def alive(self) -> bool:
         """Whether orders can be carried out."""
-        return self._serving and self._loop.alive
+        return self._keeper.alive
 
     @property
     def unreadable(self) -> frozenset[int]:
@@ -179,43 +175,17 @@ class Carrier:
     def shutdown(self) -> None:
         """Finish what is on its way to a tier, within bounds, give up the rest, close the tiers. Idempotent."""
         deadline = time.monotonic() + DRAIN_S_MAX
-        while self.alive and (self._storing or self._loop.waiting) and time.monotonic() < deadline:
+        while self.alive and self._stores_begun > self._stores_ended and time.monotonic() < deadline:
             time.sleep(0.005)
-        self._loop.stop(DRAIN_S_MAX)
+        self._keeper.stop(DRAIN_S_MAX)
 
     # ---- the loop thread ------------------------------------------------------------------------------------------
 
-    async def _serve(self) -> None:
-        try:
-            async with anyio.create_task_group() as group:
-                for shelf in self.shelves:
-                    group.start_soon(shelf.keep)
-                self._group = group
-                for early in self._early:
-                    self._begin(early)
-                self._early.clear()
-                await anyio.sleep_forever()
-        finally:
-            self._serving = False
-
-    def _take(self, item: tuple[Order, str, int]) -> None:
-        self._storing += item[0].stores
-        if self._group is None and self._serving:
-            self._early.append(item)
-        else:
-            self._begin(item)
-
-    def _begin(self, item: tuple[Order, str, int]) -> None:
-        try:
-            if self._group is not None and self._serving:
-                self._group.start_soon(self._carry, *item)
-                return
-        except RuntimeError as error:  # it is ending
-            self.counters.fault("carry_failed", order=item[0].id, error=repr(error))
-        self._storing -= item[0].stores
+    def _refuse(self, item: tuple[Order, str, int]) -> None:
         self._end(item[0], ok=False)
 
-    async def _carry(self, order: Order, space: str, step: int) -> None:
+    async def _carry(self, item: tuple[Order, str, int]) -> None:
+        order, space, step = item
         cursor = Cursor(CARRY, order.id, self._watch(step))
         turns, has_turn = None, False
         try:
@@ -242,11 +212,11 @@ class Carrier:
                 turns.release_on_behalf_of(cursor)
             if not cursor.state.final:
                 cursor.fire(m.CANCEL)
-            self._storing -= order.stores
             self._end(order, ok=cursor.state.row == m.FINALIZED)
 
     def _end(self, order: Order, *, ok: bool) -> None:
         self._outbox.append(Carried(order, ok))
+        self._stores_ended += order.stores
         self._ended += 1
 
     async def _try(

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import anyio
-import anyio.abc
 import anyio.to_thread
 
-from kvpipe.loop import LoopThread
 from kvpipe.tiers.base import Key, TierError
+from kvpipe.tiers.keeper import Keeper
 from kvpipe.tiers.shelf import FIND, Shelf
 
 KEYS_PER_CALL_MAX = 4096
+STOP_S_MAX = 5.0
 LOOKUPS_MAX = 256
 """Lookups under way at once; more wait, at most until their deadline."""
 _PIECE_BYTES = 1 << 20
@@ -75,29 +75,24 @@ class Finder:
         """Tiers, by their places, that some rank leaves alone. Set by the scheduler's thread."""
         self._asked = self._answered = 0
         self._limit = anyio.Semaphore(LOOKUPS_MAX)
-        self._group: anyio.abc.TaskGroup | None = None
-        self._early: list[Lookup | Adapter] = []
-        self._serving = True
-        self._loop = LoopThread("kvpipe-finder", self._take, tasks=(self._serve,))
+        self._keeper = Keeper("kvpipe-finder", shelves)
 
     def ask(self, lookup: Lookup) -> None:
         """Begin `lookup`. Never blocks; a lookup that cannot be made is `done` with nothing found."""
         self._asked += 1
-        if not self._loop.put(lookup):
-            self._end(lookup)
+        self._keeper.begin(self._answer, lookup, self._end)
 
     @property
     def usable(self) -> bool:
         """Whether any tier can be asked."""
-        return self._serving and any(self._asks(place) for place in range(len(self.shelves)))
+        return self._keeper.alive and any(self._asks(place) for place in range(len(self.shelves)))
 
     def _asks(self, place: int) -> bool:
         return place not in self.unreadable and self.shelves[place].breakers[FIND].allows
 
     def hurry(self) -> None:
         """Probe the tiers that are left alone, now."""
-        for shelf in self.shelves:
-            self._loop.put(shelf.hurry)
+        self._keeper.hurry()
 
     @property
     def open(self) -> int:
@@ -106,40 +101,9 @@ class Finder:
 
     def stop(self) -> None:
         """End the thread, and close the tiers. Idempotent."""
-        self._loop.stop()
+        self._keeper.stop(STOP_S_MAX)
 
     # ---- the loop thread ------------------------------------------------------------------------------------------
-
-    async def _serve(self) -> None:
-        try:
-            async with anyio.create_task_group() as group:
-                for shelf in self.shelves:
-                    group.start_soon(shelf.keep)
-                self._group = group
-                for item in self._early:
-                    self._take(item)
-                self._early.clear()
-                await anyio.sleep_forever()
-        finally:
-            self._serving = False
-
-    def _take(self, item: Lookup | Adapter) -> None:
-        if not self._serving:
-            self._over(item)
-        elif self._group is None:
-            self._early.append(item)
-        else:
-            try:
-                if isinstance(item, Lookup):
-                    self._group.start_soon(self._answer, item)
-                else:
-                    self._group.start_soon(self._learn, item)
-            except RuntimeError:  # it is ending
-                self._over(item)
-
-    def _over(self, item: Lookup | Adapter) -> None:
-        if isinstance(item, Lookup):
-            self._end(item)
 
     async def _answer(self, lookup: Lookup) -> None:
         try:
@@ -228,11 +192,15 @@ class Finder:
             if signature != self._digests.get(adapter.path, (None,))[0]:
                 digest = await anyio.to_thread.run_sync(adapter_digest, adapter.path)
                 self._digests[adapter.path] = (signature, digest)
-        except OSError as error:
-            self._fault("", FIND, f"adapter: {error}")
-            self._digests[adapter.path] = ((), secrets.token_bytes(32))  # shared with nobody
+        except Exception as error:  # noqa: BLE001  (a file that cannot be read, or no thread: other lookups go on)
+            self._fault("", FIND, f"adapter: {error!r}")
+            self._unknown(adapter)
         finally:
             self._learning.discard(adapter.path)
+
+    def _unknown(self, adapter: Adapter) -> None:
+        """Share chunks of this adapter with nobody."""
+        self._digests[adapter.path] = ((), secrets.token_bytes(32))
 
     def digest(self, adapter: Adapter | None) -> bytes | None:
         """Return what tells the adapter's bytes from others'; None: ask again, it is being read. Any thread."""
@@ -243,7 +211,7 @@ class Finder:
             return known[1]
         if adapter.path not in self._learning:
             self._learning.add(adapter.path)
-            self._loop.put(adapter)
+            self._keeper.begin(self._learn, adapter, self._unknown)
         return None
 
 

@@ -74,7 +74,7 @@ def _rank(*tiers: HeldTier, **spec: Any) -> Iterator[Rank]:
     made = Rank(tiers or (HeldTier(),), **spec)
     try:
         yield made
-        assert not made.carrier._loop.errors
+        assert not made.carrier._keeper.loop.errors
     finally:
         made.carrier.shutdown()
 
@@ -195,11 +195,11 @@ def test_a_queue_that_is_too_long() -> None:
     tier = HeldTier()
     with _rank(tier, timeout_ms_max=30, lanes=1) as rank:
         taken = rank.carrier._turns[0][READ]
-        rank.carrier._loop.put(lambda: taken.acquire_on_behalf_of_nowait("somebody"))
+        rank.carrier._keeper.loop.put(lambda: taken.acquire_on_behalf_of_nowait("somebody"))
         rank.carry(stores=False, slot=0)
         assert rank.ended() == [False]
         assert rank.shelves[0].breakers[READ].allows
-        rank.carrier._loop.put(lambda: taken.release_on_behalf_of("somebody"))
+        rank.carrier._keeper.loop.put(lambda: taken.release_on_behalf_of("somebody"))
         rank.carry(stores=True, slot=0)
         assert rank.ended() == [True]
         rank.carry(stores=False, slot=0)
@@ -247,7 +247,7 @@ def test_a_carrier_whose_thread_is_gone() -> None:
     with _rank(tier) as rank:
         tier.hold()
         rank.carry(stores=False, slot=0)
-        rank.carrier._loop.stop()
+        rank.carrier._keeper.loop.stop()
         rank.carry(stores=False, slot=1)
         assert rank.ended(2) == [False, False]
         assert rank.carrier.collect() == []

@@ -14,6 +14,7 @@ import pytest
 import xxhash
 
 from kvpipe.errors import ConfigError, TransferError
+from kvpipe.testing.held_tier import DictSpec
 from kvpipe.tiers.base import ALIGN_BYTES, Key
 from kvpipe.tiers.envelope import HEADER_BYTES, Cipher, DamagedError, Sealer, describe, secret_of
 from kvpipe.tiers.spec import TierSpec
@@ -196,24 +197,9 @@ def test_a_namespace_has_a_key_of_its_own() -> None:
     assert why(SECRET, moved, signed(header), body) == "decryption"
 
 
-class Spec(TierSpec):
-    """A tier that only has the common keys."""
-
-    kind: str = "test"
-
-    @classmethod
-    def from_url(cls, url: Any) -> dict[str, Any]:
-        """See `TierSpec.from_url`."""
-        raise NotImplementedError
-
-    def make(self, name: str, *, writes: bool = True) -> Any:
-        """See `TierSpec.make`."""
-        raise NotImplementedError
-
-
 def spec(**given: Any) -> TierSpec:
     """Return a tier's configuration."""
-    return Spec.model_validate(given)
+    return DictSpec.model_validate(given)
 
 
 def test_secrets_come_from_a_variable_or_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ def _finder(*tiers: HeldTier, ranks: int = 1, faults: list[str] | None = None, *
     )
     try:
         yield made
-        assert not made._loop.errors
+        assert not made._keeper.loop.errors
     finally:
         made.stop()
 

@@ -265,12 +265,12 @@ def test_tiers_on_some_ranks_only() -> None:
     trial = Trial(SHAPES["two-tiers"], 2)
     try:
         assert trial.side.staging is not None
-        trial.side.staging.space = ""
+        trial.side.staging.space.base = ""
         assert trial.kvpipe is not None
         one = trial.ranks[0].connector.get_handshake_metadata()
         assert one is not None
         trial.kvpipe.set_xfer_handshake_metadata_pp_aware({(0, 0): one})
-        assert not trial.side.staging.space
+        assert not trial.side.staging.space.name
         assert trial.kvpipe.counters["tiers_not_on_all_ranks"] == 1
     finally:
         trial.close()
@@ -283,3 +283,18 @@ def test_a_producer_stores_chunks_of_adapters() -> None:
         before = len(played.trial.tiers[0].values)
         played.do(("add", 1, 199, 0, 3, 0, 1), ("drain",))
         assert len(played.trial.tiers[0].values) > before
+
+
+def test_a_reset_before_the_weights_are_known() -> None:
+    """What was kept before a reset is not shared after it, also where the name becomes known only later."""
+    with _played() as played:
+        played.trial.tiers[0].values, kept = dict(played.trial.tiers[0].values), played.trial.tiers[0].values
+        space = played.staging.space
+        base, space.base = space.base, ""
+        played.do(("reset", True, False))
+        assert not space.name
+        space.base = base
+        assert space.name not in {"", base}
+        hits = played.run()
+        assert "dict-0" not in hits
+        assert played.trial.tiers[0].values.keys() > kept.keys()
