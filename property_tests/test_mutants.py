@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from kvpipe.misses import SALT
 from kvpipe.pipeline import Pipeline
+from kvpipe.tables import fill
 from kvpipe.testing.mutants import MUTANTS, Mutant, Patch
 from kvpipe.testing.mutate import judge, mutated
 from kvpipe.testing.nightly import sequences
@@ -25,10 +27,10 @@ def test_killed(name: str) -> None:
 
 def test_a_mutant_is_taken_out_again() -> None:
     """What the process runs afterwards is the code as it is written."""
-    before = Pipeline.end_step
+    before = Pipeline.end_step.__code__
     with mutated(MUTANTS["storers_not_cleared"]):
-        assert Pipeline.end_step is not before
-    assert Pipeline.end_step is before
+        assert Pipeline.end_step.__code__ is not before
+    assert Pipeline.end_step.__code__ is before
     assert "batch, self._save = self._save, None" in inspect.getsource(Pipeline.end_step)
 
 
@@ -38,3 +40,38 @@ def test_a_mutant_whose_text_is_gone_says_so(method: str) -> None:
     gone = Mutant("Nothing.", (Patch("kvpipe.pipeline:Pipeline", method, "storer.next()", "pass"),))
     with pytest.raises(LookupError, match="mend the mutant"), mutated(gone):
         pass
+
+
+def test_a_function_is_mutated_wherever_it_was_imported() -> None:
+    """Not only where it is defined."""
+    page = "<!-- a:begin -->\nold<!-- a:end -->"
+    bug = Mutant("Nothing is filled in.", (Patch("kvpipe.tables", "fill", "    return text", "    return ''"),))
+    with mutated(bug):
+        assert not fill(page, {"a": "new"})
+    assert "new" in fill(page, {"a": "new"})
+
+
+def alive() -> None:
+    """Fail where the salt is not what it is."""
+    assert SALT
+
+
+def test_a_mutant_that_a_test_of_its_own_must_find(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is killed when that test fails, lives when it passes, and is an error when there is no such test."""
+    patches = (Patch("property_tests.test_mutants", "alive", "assert SALT", "assert not SALT"),)
+    here = "property_tests/test_mutants.py::"
+    for name, mutant in {
+        "killed": Mutant("", patches, test=f"{here}test_what_a_mutant_of_its_own_breaks"),
+        "lives": Mutant("", patches, test=f"{here}test_a_mutant_is_taken_out_again"),
+        "lost": Mutant("", patches, test=f"{here}test_nothing"),
+    }.items():
+        monkeypatch.setitem(MUTANTS, name, mutant)
+    assert judge("killed", []).by == "test_what_a_mutant_of_its_own_breaks"
+    assert not judge("lives", []).by
+    with pytest.raises(LookupError, match="test_nothing"):
+        judge("lost", [])
+
+
+def test_what_a_mutant_of_its_own_breaks() -> None:
+    """See the test before."""
+    alive()

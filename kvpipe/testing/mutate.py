@@ -2,7 +2,7 @@
 
 A mutant replaces text in the source of a few methods and compiles them anew, in the running process; where the text
 is no longer there it says so. Each is given the default profile of the property tests, case by case, in forked
-children, until an invariant is broken.
+children, until an invariant is broken; or, where it names a test, that test.
 """
 
 from __future__ import annotations
@@ -15,14 +15,19 @@ import inspect
 import json
 import os
 import sys
+import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple, NoReturn
 
-from kvpipe.testing.children import Bench, Case, Limits
+import pytest
+
+from kvpipe.testing.children import LOG_MAX, SAID_MAX, Bench, Case, Limits
 from kvpipe.testing.mutants import MUTANTS, Mutant
 from kvpipe.testing.nightly import SEEDS, Work, make_pool, sequences
 from kvpipe.testing.shapes import KVPIPE, SHAPES
@@ -32,48 +37,55 @@ STUCK_SECONDS = 20.0
 
 @contextmanager
 def mutated(mutant: Mutant) -> Iterator[None]:
-    """Put `mutant` into this process, and take it out again.
+    """Put `mutant` into this process, and take it out again. Whoever has imported a function has it, too.
 
     Raises:
         LookupError: the text that it replaces is not there, or not once.
 
     """
-    undo: list[tuple[type, str, Callable[..., Any]]] = []
+    sources: dict[FunctionType, str] = {}
+    codes: dict[FunctionType, CodeType] = {}
     try:
         for where, method, old, new in mutant.patches:
             module, _, name = where.partition(":")
-            owner = getattr(importlib.import_module(module), name)
-            functions = {k: f for k, f in vars(owner).items() if inspect.isfunction(f) and method in {"*", k}}
+            owner: Any = importlib.import_module(module)
+            functions = dict(_functions(getattr(owner, name) if name else owner, method))
             changed = 0
             for key, function in functions.items():
-                source = _source(function)
+                source = sources.get(function) or textwrap.dedent(inspect.getsource(function))
                 if method == "*" and old not in source:
                     continue
                 if old not in source or (method != "*" and source.count(old) != 1):
                     raise LookupError(f"{where}.{key} has {old!r} {source.count(old)} times; mend the mutant")
-                undo.append((owner, key, function))
-                setattr(owner, key, _compiled(function, source.replace(old, new)))
+                codes.setdefault(function, function.__code__)
+                sources[function] = source.replace(old, new)
+                function.__code__ = _compiled(function, sources[function])
                 changed += 1
             if not changed:
                 raise LookupError(f"{where}.{method} has no {old!r}; mend the mutant")
         yield
     finally:
-        for owner, key, function in reversed(undo):
-            setattr(owner, key, function)
+        for function, code in codes.items():
+            function.__code__ = code
 
 
-def _source(function: Callable[..., Any]) -> str:
-    made: str | None = getattr(function, "mutated_source", None)
-    return made if made is not None else textwrap.dedent(inspect.getsource(function))
+def _functions(owner: Any, method: str) -> Iterator[tuple[str, FunctionType]]:  # noqa: ANN401  (a class or a module)
+    for key, found in vars(owner).items():
+        plain = getattr(found, "__func__", None) or getattr(found, "fget", None) or found
+        function = inspect.unwrap(plain) if callable(plain) else plain
+        if method in {"*", key} and isinstance(function, FunctionType):
+            yield key, function
 
 
-def _compiled(function: Callable[..., Any], source: str) -> Callable[..., Any]:
+def _compiled(function: FunctionType, source: str) -> CodeType:
+    """Return the code of `source`, a `def`, with the free variables that `function` has."""
+    free = function.__code__.co_freevars
+    whole = f"def _({', '.join(free)}):\n{textwrap.indent(source, '    ')}\n    return {function.__name__}\n"
     made: dict[str, Any] = {}
-    code = compile(source, f"<mutated {function.__qualname__}>", "exec", __future__.annotations.compiler_flag)
-    exec(code, inspect.unwrap(function).__globals__, made)  # noqa: S102  (our own text)
-    (mutant,) = made.values()
-    mutant.mutated_source = source
-    return mutant  # type: ignore[no-any-return]
+    name = f"<mutated {function.__qualname__}>"
+    exec(compile(whole, name, "exec", __future__.annotations.compiler_flag), function.__globals__, made)  # noqa: S102
+    code: CodeType = inspect.unwrap(made["_"](*free)).__code__
+    return code
 
 
 # ---- trying to kill them --------------------------------------------------------------------------------------------
@@ -103,6 +115,9 @@ def judge(name: str, kept: list[Work]) -> Verdict:
     """Give a mutant the cases of the default profile until one finds it."""
     began, trials, steps = time.monotonic(), 0, 0
     mutant = MUTANTS[name]
+    if mutant.test:
+        by, said = _tested(mutant)
+        return Verdict(name, by, said, "", -1, 1, 0, time.monotonic() - began)
     with Bench(Limits(STUCK_SECONDS)) as bench, mutated(mutant):
         for case in profile(mutant, kept):
             found = bench.run(case)
@@ -111,6 +126,43 @@ def judge(name: str, kept: list[Work]) -> Verdict:
             if by and mutant.by in {"", by}:
                 return Verdict(name, by, found.said, case.shape, case.seed, trials, steps, time.monotonic() - began)
     return Verdict(name, "", "", "", -1, trials, steps, time.monotonic() - began)
+
+
+def _tested(mutant: Mutant) -> tuple[str, str]:
+    """Run the mutant's own test in a forked child. Returns (who killed it, what was said).
+
+    Raises:
+        LookupError: there is no such test.
+
+    """
+    with tempfile.TemporaryFile() as log:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if not pid:
+            _run_test(mutant, log.fileno())
+        status = os.waitpid(pid, 0)[1]
+        log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_MAX))
+        said = log.read().decode(errors="replace")
+    code = os.waitstatus_to_exitcode(status)
+    if code not in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED}:
+        raise LookupError(f"{mutant.test} ended with {code}: {said}")
+    return (mutant.test.rpartition("::")[2] if code else "", said)
+
+
+def _run_test(mutant: Mutant, log: int) -> NoReturn:
+    """In a child: run the mutant's test, under the mutant."""
+    code = 70  # EX_SOFTWARE
+    try:
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, closefd=False)
+        with mutated(mutant):
+            code = int(pytest.main([mutant.test, "-q", "-x", "--tb=short", "-p", "no:cacheprovider"]))
+    except BaseException:  # noqa: BLE001  (the child must not come back)
+        traceback.print_exc()
+    finally:
+        os._exit(code)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -134,13 +186,21 @@ def main(arguments: list[str] | None = None) -> int:
                 f"{verdict.steps:6} steps {verdict.seconds:6.1f} s\n"
             )
             sys.stdout.flush()
-    verdicts.sort(key=lambda verdict: list(MUTANTS).index(verdict.name))
     alive = [verdict.name for verdict in verdicts if not verdict.by]
     if options.json is not None:
-        text = json.dumps([verdict._asdict() for verdict in verdicts], indent=1)
-        options.json.write_text(text + "\n", encoding="utf-8")
+        keep(options.json, verdicts)
     sys.stdout.write(f"{len(verdicts) - len(alive)} of {len(verdicts)} mutants killed\n")
     return 1 if alive else 0
+
+
+def keep(file: Path, verdicts: list[Verdict]) -> None:
+    """Write `verdicts` over older ones of the same mutants; those of mutants that are gone go."""
+    known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    every = {one["name"]: one for one in known} | {
+        one.name: one._asdict() | {"said": one.said[:SAID_MAX]} for one in verdicts
+    }
+    text = json.dumps([every[name] for name in MUTANTS if name in every], indent=1)
+    file.write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def tables(verdicts: list[dict[str, object]]) -> dict[str, str]:
         "mutants": _table(
             "bug put back in", "", "found by", "after",
             rows=(
-                (f"`{n}`", one.does, f"`{killed[n]['by']}`", f"{killed[n]['steps']} steps")
+                (f"`{n}`", one.does, f"`{killed[n]['by']}`", "its test" if one.test else f"{killed[n]['steps']} steps")
                 for n, one in MUTANTS.items()
                 if n in killed
             ),

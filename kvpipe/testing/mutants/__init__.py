@@ -1,0 +1,12 @@
+"""The catalogue of bugs to put back in: those that killed a layerwise cache in production, and others that would."""
+
+from __future__ import annotations
+
+from kvpipe.testing.mutants import calls, finding, keys, publishing, races, tiers
+from kvpipe.testing.mutants.base import Mutant, Patch
+
+__all__ = ["MUTANTS", "Mutant", "Patch"]
+
+MUTANTS: dict[str, Mutant] = {
+    name: mutant for area in (calls, keys, publishing, races, finding, tiers) for name, mutant in area.MUTANTS.items()
+}

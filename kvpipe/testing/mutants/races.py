@@ -1,0 +1,113 @@
+"""Races and failures."""
+
+from __future__ import annotations
+
+from kvpipe.testing.mutants.base import CONNECTOR, CURSOR, PIPELINE, SCHEDULER, WORKER, Mutant, Patch, one
+
+MUTANTS: dict[str, Mutant] = {
+    "load_not_waited_for": Mutant(
+        "Attention reads a layer before its copy has landed.",
+        one(PIPELINE, "wait_layer", "elif not self._timed(self._engine.guard_read, ticket):", "elif False:"),
+    ),
+    "load_waited_for_by_count": Mutant(
+        "The k-th wait waits for layer k, whatever its name.",
+        one(
+            WORKER,
+            "wait_layer",
+            "self._index.get(name)",
+            "self.pipeline._sync.waited.bit_count() % len(self._index) if self.pipeline._sync else None",
+        ),
+    ),
+    "step_mode_without_wait": Mutant(
+        "Without hooks between layers nobody waits for loads.",
+        one(PIPELINE, "start_loads", "self.wait_layer(layer)", "pass"),
+        shape="step-mode",
+    ),
+    "source_reused_before_the_copy": Mutant(
+        "The step ends before its copies have read their blocks.",
+        one(PIPELINE, "end_step", "if batch.last is not None and not self._timed", "if False and self._timed"),
+    ),
+    "unwaited_layer_believed": Mutant(
+        "A load counts as good though attention has read a layer without waiting.",
+        one(PIPELINE, "end_loads", "elif batch.waited == self._all:", "elif not batch.gave_up:"),
+        by="every_read_is_right",
+    ),
+    "failed_sync_load_not_reported": Mutant(
+        "vLLM is not told which blocks hold garbage.",
+        one(WORKER, "_account", "self._bad_blocks |= job.blocks()", "pass"),
+    ),
+    "failed_async_load_not_reported": Mutant(
+        "vLLM is told that an asynchronous load has ended, not that it has failed.",
+        one(WORKER, "_account", "self._failed.add(job.request)", "pass"),
+        shape="async-load",
+    ),
+    "lost_load_not_reported": Mutant(
+        "A load that was waited for in vain is not reported.",
+        one(PIPELINE, "_suspect", "self._suspects |= job.blocks()", "pass"),
+    ),
+    "async_load_reported_twice": Mutant(
+        "vLLM is told twice that a load has ended.",
+        one(
+            WORKER,
+            "collect",
+            "self._received = self._received, set()",
+            "self._received = self._received, self._received",
+        ),
+        shape="async-load",
+    ),
+    "load_reported_before_it_ends": Mutant(
+        "An asynchronous load is reported when it is submitted.",
+        (
+            Patch(
+                PIPELINE,
+                "_told",
+                "        batch.closed = True\n        return\n",
+                "        batch.closed = True\n        if batch.kind is Kind.LOAD_ASYNC:\n"
+                "            batch.ended += [Outcome(job, ok=True, why='') for job in batch.jobs]\n        return\n",
+            ),
+            Patch(
+                PIPELINE,
+                "_report",
+                "batch.closed and batch.settled",
+                "batch.closed",
+            ),
+        ),
+        shape="async-load",
+    ),
+    "lost_load_reported_again": Mutant(
+        "Blocks of a load that was reported in its step are reported again when its copies end.",
+        one(WORKER, "_account", " and why != TOLD", ""),
+    ),
+    "garbage_left_in_the_prefix_cache": Mutant(
+        "After a failed load its blocks stay hits of vLLM's own prefix cache.",
+        one(SCHEDULER, "_distrust", "self._forget_local_hits(failed)", "pass"),
+        shape="device-order",
+    ),
+    "spoiled_block_left_to_another": Mutant(
+        "A block that a failed load has spoiled is left to the first of those that share it, aborted or not.",
+        one(SCHEDULER, "_plan_loads", "if self._spoiled:", "if False:"),
+    ),
+    "failed_load_tried_for_ever": Mutant(
+        "A request whose load has failed is promised the same hit again.",
+        one(SCHEDULER, "_why_not", "tracked.state.row == m.RECOMPUTING", "False"),
+    ),
+    "async_loads_hold_what_others_need": Mutant(
+        "Asynchronous loads are taken whether or not there is room for all who hold blocks.",
+        one(SCHEDULER, "lookup", " and not self._room.fits(request, self._manager)", " and False"),
+        shape="hybrid",
+    ),
+    "promise_not_kept": Mutant(
+        "A hit that was promised between steps is loaded in its step, or the other way round.",
+        one(SCHEDULER, "admitted", "waits = self._async if match is None else match.waits", "waits = self._async"),
+        shape="either-load",
+    ),
+    "reports_not_waited_for": Mutant(
+        "The engine stops stepping while ranks still owe reports.",
+        one(CONNECTOR, "has_pending_push_work", "self.scheduler.pending", "False"),
+        shape="device-order",
+    ),
+    "moves_not_traced": Mutant(
+        "A machine's move is not told to whoever watches.",
+        one(CURSOR, "fire", "if self.watch is not None:", "if self.watch is not None and event != 'landed_next':"),
+    ),
+}

@@ -1,0 +1,65 @@
+"""What goes to tiers, and what comes from there."""
+
+from __future__ import annotations
+
+from kvpipe.testing.mutants.base import STAGING, STORING, Mutant, Patch, one
+
+MUTANTS: dict[str, Mutant] = {
+    "fetch_believed": Mutant(
+        "A fetched chunk is published though a rank could not bring it.",
+        one(STAGING, "_landed", "if carriage.bad:", "if False:"),
+        "tier",
+        "findable_chunks_are_whole_and_true",
+    ),
+    "bytes_not_checked": Mutant(
+        "What a tier returns is taken for what was stored.",
+        one("kvpipe.tiers.envelope:Sealer", "unseal", 'raise DamagedError("checksum")', "pass"),
+        "tier",
+        "findable_chunks_are_whole_and_true",
+    ),
+    "first_rank_decides": Mutant(
+        "A fetched chunk is published when one rank of several has it.",
+        one(STAGING, "reported", "carriage.ok + carriage.bad >= self._ranks", "carriage.ok"),
+        "two-tiers",
+    ),
+    "stage_leases_kept": Mutant(
+        "A request that waited for a tier keeps its chunks for ever.",
+        one(STAGING, "_end", "self._leased -= self._catalog.release(stage.owner, hit=False)", "pass"),
+        "tier",
+        "nothing_is_held",
+    ),
+    "store_leases_kept": Mutant(
+        "A chunk that was stored in a tier is held for ever.",
+        one(
+            STORING,
+            "over",
+            "self._catalog.release(self.under_way.pop(order.id), hit=False)",
+            "self.under_way.pop(order.id)",
+        ),
+        "tier",
+        "nothing_is_held",
+    ),
+    "store_not_leased": Mutant(
+        "A chunk on its way to a tier may be evicted, and its slot filled anew, meanwhile.",
+        one(STORING, "plan", "self._catalog.lease(owner, [chunk])", "pass"),
+        "tier",
+        "leases_have_owners",
+    ),
+    "parts_not_told_apart": Mutant(
+        "All ranks write their parts of a chunk under one name.",
+        (
+            Patch("kvpipe.tiers.carrier:Carrier", "_carry", "order.group, self._rank,", "order.group, 0,"),
+            Patch("kvpipe.tiers.finder:Finder", "_exists", "lookup.digest), group, rank", "lookup.digest), group, 0"),
+        ),
+        "two-tiers",
+    ),
+    "groups_not_told_apart": Mutant(
+        "All cache groups write their chunks under one name.",
+        (
+            Patch("kvpipe.tiers.carrier:Carrier", "_carry", "order.chunk, order.group, self", "order.chunk, 0, self"),
+            Patch("kvpipe.tiers.finder:Finder", "_exists", "lookup.digest), group, rank", "lookup.digest), 0, rank"),
+        ),
+        "tier-hybrid",
+        "findable_chunks_are_whole_and_true",
+    ),
+}
