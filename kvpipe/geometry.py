@@ -83,6 +83,20 @@ class Geometry:
         return tuple(self.chunk_tokens // g.block_tokens for g in self.groups)
 
     @cached_property
+    def windows(self) -> bool:
+        """Whether any group forgets what lies before its window."""
+        return any(g.window_tokens is not None for g in self.groups)
+
+    @cached_property
+    def loads_between_steps(self) -> bool:
+        """Whether every load must be asynchronous, since vLLM could not recover from a sync one that fails.
+
+        Of several groups it takes no report of failed blocks; of a window it cuts the request back to the first one,
+        but what lies before it in the window is gone already, and is read as it is.
+        """
+        return len(self.groups) > 1 or self.windows
+
+    @cached_property
     def layer_offsets(self) -> tuple[tuple[int, ...], ...]:
         """Per group and layer: byte offset of the layer's first page in a slot."""
         out = []

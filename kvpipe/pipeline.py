@@ -61,6 +61,7 @@ class Batch:
         "last",
         "moved_ns",
         "moves",
+        "open",
         "pages",
         "plan",
         "step",
@@ -78,7 +79,10 @@ class Batch:
         self.pages = [int(runs[:, 4].sum()) for runs in self.plan.runs]  # per group
         self.submitted = self.waited = 0
         self.tickets: dict[int, Ticket] = {}
-        self.last: Ticket | None = None
+        self.open: deque[Ticket] = (
+            deque()
+        )  # put there before their copies begin; the loop thread takes out what is over
+        self.last: Ticket | None = None  # of those that the engine has taken: copies of a batch complete in order
         self.gave_up = False  # a wait timed out
         self.told = False  # the blocks of its sync loads were reported before the jobs' end
         # the loop thread's own:
@@ -94,10 +98,13 @@ class Batch:
 
     @property
     def settled(self) -> bool:
-        """Whether no copy can touch the jobs' slots or blocks any more. Asked when all of them were submitted."""
-        if self.doomed:  # its copies may end in any order
-            return all(ticket.over or ticket.withdrawn for ticket in tuple(self.tickets.values()))
-        return self.last is None or self.last.over
+        """Whether no copy can touch the jobs' slots or blocks any more: none, in whatever order they end.
+
+        Asked by the loop thread, when all of them were submitted.
+        """
+        while self.open and (self.open[0].over or self.open[0].withdrawn):
+            self.open.popleft()
+        return not self.open
 
 
 class Pipeline:
@@ -361,7 +368,8 @@ class Pipeline:
             return
         ticket = Ticket(batch, layer, batch.submitted.bit_count(), self._loop.put)
         batch.submitted |= 1 << layer
-        batch.tickets[layer] = batch.last = ticket
+        batch.tickets[layer] = ticket
+        batch.open.append(ticket)
         if batch.traced:
             ids = [job.id for job in batch.jobs]
             said, kind, mover = self._said(batch), batch.kind.name.lower(), batch.plan.mover
@@ -371,6 +379,7 @@ class Pipeline:
             return
         try:
             self._engine.submit(batch.plan, ticket)
+            batch.last = ticket
             if ticket.over:  # copied inline: the engine's thread has done it itself
                 self.waited_ns += time.monotonic_ns() - ticket.born_ns
         except Exception as error:  # noqa: BLE001  (no thread could be started, say: a ticket would never end)

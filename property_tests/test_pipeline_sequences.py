@@ -38,7 +38,7 @@ class Sequences(RuleBasedStateMachine):
         super().__init__()
         self.rig = Rig(layerwise=self.layerwise)
         self.rig.engine.failing = self._failing
-        self.fail_next = 0
+        self.fail_next, self.refuse_next = 0, False
         self.jobs: dict[int, Job] = {}
         self.steps: list[Step] = [Step()]
         self.reported: dict[int, bool] = {}
@@ -46,6 +46,10 @@ class Sequences(RuleBasedStateMachine):
 
     def _failing(self, copies: CopyPlan, ticket: Ticket) -> frozenset[int]:
         assert 0 <= ticket.layer < LAYERS
+        if self.refuse_next:
+            self.refuse_next = False
+            msg = "no thread could be started"
+            raise RuntimeError(msg)
         if not self.fail_next:
             return frozenset()
         chosen = frozenset(j.id for j in copies.jobs if j.id % 2 or self.fail_next > 1)
@@ -156,6 +160,11 @@ class Sequences(RuleBasedStateMachine):
     def fail_the_next_copy(self, who: int) -> None:
         """The next submission fails, for the odd jobs or for all."""
         self.fail_next = who
+
+    @rule()
+    def refuse_the_next_copy(self) -> None:
+        """The next submission raises, though an engine should not."""
+        self.refuse_next = True
 
     @precondition(lambda self: not self.down and len(self.steps) > 4)
     @rule()

@@ -108,8 +108,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         configure(self.settings.log_level, self.settings.log_format)
         support.check_engine(vllm_config)
         self.geometry = support.make_geometry(kv_cache_config, self.settings)
-        if self.settings.load == "sync" and len(self.geometry.groups) > 1:
-            support.refuse_sync_with_groups(len(self.geometry.groups))
+        support.check_load(self.settings, self.geometry)
         self.counters = Counters()
         self.scheduler: SchedulerSide | None = None
         self.worker: WorkerSide | None = None

@@ -79,8 +79,8 @@ class SchedulerSide:
         self.freeze, self.bypass = settings.freeze, settings.bypass
         self.tier_lost = False  # a rank cannot keep or bring anything any more: nothing is promised or planned
         self._saves, self._loads, self._ranks = saves, loads, ranks
-        self._async = settings.load == "async" or (settings.load == "auto" and groups > 1)
-        self._stall = Stall(geometry, settings.stall_ms_max) if settings.load == "auto" and groups == 1 else None
+        self._async = settings.load == "async" or geometry.loads_between_steps
+        self._stall = Stall(geometry, settings.stall_ms_max) if settings.load == "auto" and not self._async else None
         self._unit, self._per_chunk = geometry.unit_tokens, geometry.units_per_chunk
         self._prefixes = Prefixes(self.catalog, geometry, hash_tokens)
         self._saving = Saving(settings, geometry, self.catalog, self._prefixes, self.counters)

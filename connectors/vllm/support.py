@@ -211,6 +211,13 @@ def engine_name(engine_id: str) -> str:
     return head + replica + number
 
 
-def refuse_sync_with_groups(groups: int) -> None:
-    """VLLM cannot be told of a failed sync load of a model with several cache groups: it would stop."""
-    _refuse(f"load='sync' for a model with {groups} KV cache groups", "set load to 'auto' or 'async'")
+def check_load(settings: Settings, geometry: Geometry) -> None:
+    """Raise `UnsupportedError` where loads are to be sync, and vLLM could not recover from one that fails."""
+    if settings.load == "sync" and geometry.loads_between_steps:
+        groups = len(geometry.groups)
+        what = (
+            f"{groups} KV cache groups"
+            if groups > 1
+            else f"a sliding window of {geometry.groups[0].window_tokens} tokens"
+        )
+        _refuse(f"load='sync' for a model with {what}", "set load to 'auto' or 'async'")

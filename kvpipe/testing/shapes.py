@@ -89,6 +89,7 @@ SHAPES: dict[str, Shape] = {
     "step-mode": Shape(load="sync", mode="step"),
     "either-load": Shape(load="auto"),
     "hybrid": _HYBRID,
+    "window": Shape(windows=(2 * BLOCK,)),
     "device-order": Shape(load="sync", device=True, layers_per_group=4),
     "two-ranks": Shape(load="sync", ranks=2, layers_per_group=4),
     "two-ranks-async-load": Shape(load="async", ranks=2, v2=True),

@@ -114,14 +114,14 @@ def test_a_hit_that_vanished_is_emitted_as_broken(load: str) -> None:
 
 def test_one_failed_save_plan_costs_nobody_else_anything() -> None:
     """An exception while a save is planned loses neither loads nor other saves of the step, nor any claimed piece."""
-    world = World(windows=(None, None), load="sync")
+    world = World(windows=(None, None))
     world.publish(world.request("old", 2, shared=2))
     loading, broken, fine = world.request("loading", 4, shared=2), world.request("broken", 3), world.request("fine", 3)
     for request in (loading, broken, fine):
         world.admit(request)
     del world.tables[1]["broken"]  # the first group's piece has been claimed when this is found out
     jobs = world.step(broken, loading, fine)
-    assert [(job.kind, job.request) for job in jobs] == [(SYNC, "loading"), (SAVE, "loading"), (SAVE, "fine")]
+    assert [(job.kind, job.request) for job in jobs] == [(ASYNC, "loading"), (SAVE, "loading"), (SAVE, "fine")]
     world.check()
     assert world.side.counters["save_not_planned"] == 1
     assert world.side.catalog.writing == 4  # two requests in two groups

@@ -6,7 +6,7 @@ import pytest
 
 from kvpipe.pipeline import TOLD
 from kvpipe.plan import Kind
-from kvpipe.transfer.base import CopyPlan, Ticket
+from kvpipe.transfer.base import CopyPlan, Direction, Ticket
 from tests.unit.fakes import FakeEngine, Rig, Waiting, job, plan
 
 SAVE, SYNC, ASYNC = Kind.SAVE, Kind.LOAD_SYNC, Kind.LOAD_ASYNC
@@ -119,6 +119,28 @@ def test_a_copy_that_cannot_be_submitted_fails_its_jobs(layerwise: bool, layers:
     assert rig.news() == {1: False, 2: False, 3: False}
     assert rig.in_flight() == 0
     assert rig.counters["submit_failed"] == 3 * len(layers)
+    p.shutdown()
+    assert rig.counters["illegal_transition"] == 0
+
+
+@pytest.mark.parametrize("kind", [SAVE, SYNC, ASYNC])
+@pytest.mark.parametrize("layer", range(3))
+def test_no_job_is_reported_while_a_layer_before_the_refused_one_is_copied(kind: Kind, layer: int) -> None:
+    """An engine raises at one layer: the job ends when every copy that was taken has, in whatever order they end."""
+    rig = Rig(RaisingEngine((layer,)))
+    rig.engine.waiting = Waiting.DEVICE
+    p = rig.pipeline
+    p.begin(plan(job(1, kind)))
+    p.start_loads()
+    rig.wait_all()
+    rig.save_all()
+    p.end_step()
+    direction = Direction.SAVE if kind is SAVE else Direction.LOAD
+    queue = rig.engine.queues[direction]
+    assert rig.news() == ({} if queue else {1: False})
+    while queue:
+        rig.engine.complete(direction)
+        assert rig.news() == ({} if queue else {1: False}), "a copy may still touch its blocks"
     p.shutdown()
     assert rig.counters["illegal_transition"] == 0
 
