@@ -183,7 +183,7 @@ def test_shutdown_with_work_in_flight() -> None:
 def test_cache_reset_in_mid_run() -> None:
     """A reset forgets everything, also what is being saved; leases in flight are honoured; answers stay right."""
     expected = baseline(PROMPTS, 40)
-    with engine(kvpipe={}) as live:
+    with engine(kvpipe={}, enable_prefix_caching=True) as live:
         live.generate(PROMPTS, 4)
         ids = [live.add(p, 40) for p in PROMPTS]
         outputs: dict[str, Any] = {}

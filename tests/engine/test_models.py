@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +50,19 @@ def test_models(recipe: str, groups: int, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("cache", ["auto", "fp8"])
 def test_bfloat16(cache: str) -> None:
-    """In bfloat16, its cache in fp8 too, the answers are those of vLLM's own prefix cache: cold, and with a hit."""
+    """In bfloat16, its cache in fp8 too, the answers are those of vLLM's own prefix cache: cold, and with a hit.
+
+    VLLM's CPU build has a cache in fp8 only where there is AVX-512 or AMX, and refuses one elsewhere, with kvpipe as
+    without.
+    """
     options: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_dtype": cache}
-    with engine(**options) as plain:
+    if cache == "fp8" and not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()):
+        with pytest.raises(NotImplementedError, match="AVX-512 or AMX"), engine(**options):
+            pass
+        with pytest.raises(NotImplementedError, match="AVX-512 or AMX"), engine(kvpipe={}, **options):
+            pass
+        return
+    with engine(enable_prefix_caching=True, **options) as plain:
         expected = [[plain.generate([p], 40) for p in PROMPTS] for _ in range(2)]
     with engine(kvpipe={}, enable_prefix_caching=False, **options) as live:
         assert [[live.generate([p], 40) for p in PROMPTS] for _ in range(2)] == expected
@@ -66,24 +78,56 @@ def _pages(live: Engine, request_id: str, tokens: int) -> list[torch.Tensor]:
     return [cache[table[: tokens // block]].clone() for cache in caches]
 
 
-def test_mla() -> None:
-    """MLA's loaded cache is byte-equal to the computed one, and the first answer is that of no connector.
+@contextmanager
+def _platform_with(*, amx: bool) -> Iterator[None]:
+    """Let vLLM's platform decide as on a CPU with AMX or without; the kernels are those that run on every CPU."""
+    from vllm.platforms.cpu import CpuPlatform
 
-    Answers from loaded KV cannot be compared with a cold run here: vLLM's MLA takes another path (and bfloat16
-    rounding) for a prefill with context, and its CPU build switches its own prefix cache off for MLA.
-    """
-    expected = baseline(PROMPTS[:1], 30, "deepseek-mla", dtype="bfloat16")
+    decide = CpuPlatform.check_and_update_config
+
+    def decided(vllm_config: Any) -> None:
+        with pytest.MonkeyPatch.context() as asked:
+            asked.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+            decide(vllm_config)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+        patch.setattr(CpuPlatform, "check_and_update_config", staticmethod(decided))
+        yield
+
+
+def _mla_answers(live: Engine) -> tuple[list[list[int]], list[list[torch.Tensor]]]:
+    """Three answers to one prompt, and the pages of its tokens, as they were when its prefill was done."""
     answers, pages = [], []
-    with engine("deepseek-mla", {"chunk_tokens": 128}, dtype="bfloat16") as live:
-        for _ in range(3):
-            request = live.add(PROMPTS[0], 30)
-            live.step()
-            pages.append(_pages(live, request, 288))
-            answers.append(list(live.drain()[request].outputs[0].token_ids))
-        assert assert_clean(live)["tokens_loaded"] == 2 * 288
-    assert answers[:1] == expected
+    for _ in range(3):
+        request = live.add(PROMPTS[0], 30)
+        live.step()
+        pages.append(_pages(live, request, 288))
+        answers.append(list(live.drain()[request].outputs[0].token_ids))
+    return answers, pages
+
+
+MLA: dict[str, Any] = {"recipe": "deepseek-mla", "dtype": "bfloat16", "block_size": 16}
+
+
+@pytest.mark.parametrize("amx", [False, True], ids=["without-AMX", "with-AMX"])
+def test_mla(*, amx: bool) -> None:
+    """MLA's loaded cache is byte-equal to the computed one; the answers are those of vLLM's own prefix cache.
+
+    A cold run does not say what the answer after a hit is: vLLM's MLA takes another path (and bfloat16 rounding) for
+    a prefill with context. VLLM has its own prefix cache of MLA on a CPU with AMX only, so its platform is asked as if
+    the CPU had it; without, a hit's answers are compared with each other and begin as the cold one does.
+    """
+    with _platform_with(amx=amx):
+        with engine(enable_prefix_caching=True, **MLA) as plain:
+            assert plain.core.vllm_config.cache_config.enable_prefix_caching == amx
+            expected = [plain.generate([PROMPTS[0]], 30)[0] for _ in range(3 if amx else 1)]
+        with engine(kvpipe={"chunk_tokens": 128}, enable_prefix_caching=False, **MLA) as live:
+            answers, pages = _mla_answers(live)
+            assert assert_clean(live)["tokens_loaded"] == 2 * 288
+    assert answers[: len(expected)] == expected
     assert answers[1] == answers[2]
-    assert answers[1][0] == expected[0][0]
+    assert answers[1][0] == answers[0][0]
     for again in pages[1:]:
         assert all(torch.equal(a, b) for a, b in zip(pages[0], again, strict=True))
     assert all(page.any() for page in pages[0])
@@ -93,7 +137,7 @@ def test_mla() -> None:
 def test_windows_with_preemption_and_caching(recipe: str) -> None:
     """Sliding windows free blocks early; preempted and resumed requests are right all the same."""
     prompts = [prompt(100 + 30 * i, 600 + i) for i in range(8)]
-    options: dict[str, Any] = {"num_gpu_blocks_override": 44, "max_model_len": 640}
+    options: dict[str, Any] = {"num_gpu_blocks_override": 44, "max_model_len": 640, "enable_prefix_caching": True}
     expected = baseline(prompts, 120, recipe, **options)
     with engine(recipe, {"chunk_tokens": 64}, **options) as live:
         for _ in range(2):

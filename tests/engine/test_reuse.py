@@ -146,7 +146,7 @@ def test_prefix_cache_hit_that_ends_inside_a_chunk() -> None:
     head, tail = prompt(96, 8), prompt(400, 9)
     whole = head + tail
     expected = baseline([whole], 8)
-    with engine(kvpipe={"chunk_tokens": 256}) as live:
+    with engine(kvpipe={"chunk_tokens": 256}, enable_prefix_caching=True) as live:
         assert live.generate([whole], 8) == expected
         live.settle()
         live.llm.reset_prefix_cache()
