@@ -88,13 +88,7 @@ class Prefixes:
                     return misses.BEING_SAVED
                 if (why := reasons.get((group, key))) is not None:
                     return why
-        if not units and lost.has_twin(request.all_token_ids[: self._unit], self.key(hashes, 1)):
-            return misses.SALT
         return misses.NOT_SAVED
-
-    def remember_first(self, request: Request) -> None:
-        """The request's first unit is being saved: remember of which tokens it is, whatever its salt."""
-        self._catalog.lost_keys.saved_first(request.all_token_ids[: self._unit], self.key(request.block_hashes, 1))
 
     def holding(self, group: int, hashes: Sequence[bytes], base: int, stop: int) -> Chunk | None:
         """Return a chunk that starts at unit `base` and can be found at least as far as `stop`."""

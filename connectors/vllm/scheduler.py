@@ -479,8 +479,6 @@ class SchedulerSide:
             if not pieces:
                 return None
             job = self._take_off(Kind.SAVE, tracked, rows, tuple(pieces), None, first).job
-            if not tracked.life.pages_saved:
-                self._prefixes.remember_first(tracked.request)
             self._tell.save_planned(tracked, job)
         except Exception as e:  # noqa: BLE001
             self.counters.fault("save_not_planned", request=tracked.request.request_id, error=repr(e))

@@ -191,7 +191,7 @@ class Staging:
 
     def why(self, stage: Stage | None, why: str) -> str:
         """Return why tiers have not brought what memory does not have for the reason `why`, if that is the reason."""
-        if why in {"", misses.BELOW_MINIMUM, misses.SALT}:
+        if why in {"", misses.BELOW_MINIMUM}:
             return why
         if stage is not None:
             return stage.why or why

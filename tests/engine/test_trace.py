@@ -56,7 +56,7 @@ def test_a_crowd_is_traced_from_end_to_end(trace_file: Path, capfd: pytest.Captu
 
 
 def test_why_a_prompt_was_not_found(trace_file: Path) -> None:
-    """Not saved, evicted, of another salt, reset, too short, bypassed."""
+    """Not saved, nor under its salt, evicted, reset, too short, bypassed."""
     with engine(kvpipe={"chunk_tokens": 64, "pool_bytes_max": "1MiB"}, enable_prefix_caching=False) as live:
         slots = live.connector.geometry.slots
 
@@ -77,7 +77,7 @@ def test_why_a_prompt_was_not_found(trace_file: Path) -> None:
         ask(first)
         counted = live.connector.scheduler.totals()["misses"]  # type: ignore[union-attr]
     why = [one.why for one in Trace(trace_file) if isinstance(one, e.RequestAdmitted)]
-    assert why == ["not_saved", "salt", "below_minimum", *["not_saved"] * (slots + 1), "evicted", "reset", "bypass"]
+    assert why == [*["not_saved"] * 2, "below_minimum", *["not_saved"] * (slots + 1), "evicted", "reset", "bypass"]
     assert counted == {name: why.count(name) for name in why}
 
 

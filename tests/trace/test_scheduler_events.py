@@ -148,20 +148,6 @@ def test_a_load_that_never_came() -> None:
     assert second.loading_ms >= 5
 
 
-def test_it_is_held_under_another_salt() -> None:
-    """The same first tokens, another key; but not when anything at all was found."""
-    told = Told()
-    told.publish(told.request("old", 4))
-    salted = told.request("salted", 4)
-    assert told.why(salted) == (0, 4 * UNIT, misses.SALT)
-    other = told.request("other tokens", 4)
-    other.all_token_ids = range(1000, 1064)
-    assert told.why(other) == (0, 4 * UNIT, misses.NOT_SAVED)
-    told.publish(told.request("shared", 4, shared=4))
-    told.publish(told.request("salted, too", 4))
-    assert told.why(told.request("longer", 6, shared=4)) == (4 * UNIT, 2 * UNIT, misses.NOT_SAVED)
-
-
 def test_kvpipe_does_not_load_for_it() -> None:
     """A producer; a bypassed engine; a request whose load failed; a lost tier."""
     assert Told(loads=False).why(Told().request("r", 4)) == (0, 4 * UNIT, misses.NO_CONSUMER)
@@ -202,10 +188,8 @@ def test_what_is_remembered_is_bounded() -> None:
     lost = Lost(keys_max=3)
     for i in range(5):
         lost.add(0, bytes([i]), misses.EVICTED)
-        lost.saved_first([i], bytes([i]))
     assert [lost.why(0, bytes([i])) for i in range(5)] == [misses.NOT_SAVED] * 2 + [misses.EVICTED] * 3
-    assert [lost.has_twin([i], b"else") for i in range(5)] == [False] * 2 + [True] * 3
-    assert not lost.has_twin([4], bytes([4]))
+    assert len(lost.reasons) == 3
 
 
 # ---- a life ---------------------------------------------------------------------------------------------------------

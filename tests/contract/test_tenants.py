@@ -1,0 +1,100 @@
+"""What one tenant can tell of another: requests of other salts differ in content only, and nobody sees a difference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+from kvpipe.testing.moves import random_moves
+from kvpipe.testing.shapes import SHAPES
+from kvpipe.testing.trial import DOCUMENTS, Move, Trial
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+SEEDS, MOVES, TOKENS = 6, 120, 240
+KINDS = frozenset(
+    {"add", "follow", "reuse", "step", "schedule", "execute", "update", "tick", "abort", "reset", "drain"}
+)
+ANSWERED: tuple[Move, ...] = (("add", 0, 128, 0, 5, 1), ("drain",), ("add", 0, 128, 0, 5, 0), ("drain",))
+"""Another tenant asks a document, then somebody without a salt asks the same."""
+
+
+class Seen(Trial):
+    """A trial that notes all that can be read of it from outside, but for the time by the clock."""
+
+    def __init__(self, shape: str, seed: int, *, apart: bool) -> None:
+        """`apart`: those with a salt or an adapter ask other documents than those without, of equal length."""
+        super().__init__(SHAPES[shape], seed)
+        self.documents = [[self.rng.randrange(200) for _ in range(TOKENS)] for _ in range(DOCUMENTS)]
+        self.theirs = [[199 - token for token in text] for text in self.documents] if apart else self.documents
+        self.answers: list[Any] = []
+        self.told: list[dict[str, Any]] = []
+        ask = self.scheduler.connector.get_num_new_matched_tokens  # type: ignore[union-attr]
+
+        def lookup(request: Request, computed: int) -> tuple[int | None, bool]:
+            answer = ask(request, computed)
+            self.answers.append((request.request_id, computed, answer))
+            return answer
+
+        self.scheduler.connector.get_num_new_matched_tokens = lookup  # type: ignore[method-assign, union-attr]
+
+    def _add(self, document: int, take: int, own: int, answer: int, salt: int = 0, lora: int = 0) -> None:
+        lora = 0 if self.tiers else lora  # an adapter's files are read by the clock
+        mine, self.documents = self.documents, self.theirs if salt or lora else self.documents
+        super()._add(document, take, own, answer, salt, lora)
+        self.documents = mine
+
+    def hear(self) -> None:
+        """Note what is traced, without its times."""
+        for recorder in self._recorders:
+            for event in recorder.take():
+                self.replay.feed(event)
+                said = msgspec.to_builtins(event)
+                self.told.append({key: value for key, value in said.items() if not key.endswith(("_ns", "_ms"))})
+
+    def run(self, moves: Iterable[Move]) -> tuple[Any, ...]:
+        """Make the moves; return lookups' answers, the trace, the metrics and the counters."""
+        for move in moves:
+            self.do(move)
+        self.hear()
+        totals = {name: dict(values) for name, values in self.side.totals().items() if not name.endswith("_seconds")}
+        counted = [dict(one.counters) for one in self.engines_sides()]
+        self.close()
+        told = sorted(map(repr, self.told))  # a rank tells from two threads
+        return self.answers, told, totals, counted, self.side.stats()
+
+    def engines_sides(self) -> list[Any]:
+        """Return the connector of every side."""
+        return [self.scheduler.connector, *(rank.connector for rank in self.ranks)]
+
+
+def both(shape: str, seed: int, moves: Iterable[Move]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return what is seen when other tenants ask the same documents, and when they ask others."""
+    made = list(moves)
+    together, apart = (Seen(shape, seed, apart=one).run(made) for one in (False, True))
+    return together, apart
+
+
+def test_a_first_block_that_another_tenant_has_asked() -> None:
+    """The miss of somebody without its salt is counted, traced and answered as if nobody had asked."""
+    together, apart = both("sync", 0, ANSWERED)
+    for name, one, other in zip(("answers", "trace", "metrics", "counters", "stats"), together, apart, strict=True):
+        assert one == other, name
+    assert together[2]["misses"] == {"not_saved": 2}
+
+
+@pytest.mark.parametrize("shape", ["sync", "async-load", "hybrid", "tier"])
+def test_nobody_sees_what_others_ask(shape: str) -> None:
+    """Whatever happens, in whatever order: answers, trace, metrics and counters depend on no other salt's tokens."""
+    hits = 0
+    for seed in range(SEEDS):
+        moves = [move for move in random_moves(f"tenants {seed}", 3 * MOVES) if move[0] in KINDS][:MOVES]
+        together, apart = both(shape, seed, [*moves, ("drain",)])
+        for name, one, other in zip(("answers", "trace", "metrics", "counters", "stats"), together, apart, strict=True):
+            assert one == other, f"seed {seed}: {name}"
+        hits += sum(together[2]["hit_tokens"].values())
+    assert hits, "something was shared within a salt, or nothing was tried"
