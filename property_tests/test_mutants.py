@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpipe.misses import SALT
+from kvpipe.misses import EVICTED
 from kvpipe.pipeline import Pipeline
 from kvpipe.tables import fill
 from kvpipe.testing.mutants import MUTANTS, Mutant, Patch
@@ -52,13 +52,13 @@ def test_a_function_is_mutated_wherever_it_was_imported() -> None:
 
 
 def alive() -> None:
-    """Fail where the salt is not what it is."""
-    assert SALT
+    """Fail where a reason is not what it is."""
+    assert EVICTED
 
 
 def test_a_mutant_that_a_test_of_its_own_must_find(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is killed when that test fails, lives when it passes, and is an error when there is no such test."""
-    patches = (Patch("property_tests.test_mutants", "alive", "assert SALT", "assert not SALT"),)
+    patches = (Patch("property_tests.test_mutants", "alive", "assert EVICTED", "assert not EVICTED"),)
     here = "property_tests/test_mutants.py::"
     for name, mutant in {
         "killed": Mutant("", patches, test=f"{here}test_what_a_mutant_of_its_own_breaks"),

@@ -33,6 +33,8 @@ from kvpipe.testing.nightly import SEEDS, Work, make_pool, sequences
 from kvpipe.testing.shapes import KVPIPE, SHAPES
 
 STUCK_SECONDS = 20.0
+_PYTEST = ("-q", "-x", "--tb=short", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
+"""What is mutated was imported before pytest."""
 
 
 @contextmanager
@@ -158,7 +160,7 @@ def _run_test(mutant: Mutant, log: int) -> NoReturn:
         os.dup2(log, 2)
         sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, closefd=False)
         with mutated(mutant):
-            code = int(pytest.main([mutant.test, "-q", "-x", "--tb=short", "-p", "no:cacheprovider"]))
+            code = int(pytest.main([mutant.test, *_PYTEST]))
     except BaseException:  # noqa: BLE001  (the child must not come back)
         traceback.print_exc()
     finally:
