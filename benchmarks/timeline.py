@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.report import Figure
-from kvpipe.trace.timeline import write_html
+from kvpipe.trace.timeline_html import write_html
 from tests.trace.browser import Browser
 from tests.trace.synthetic import play
 

@@ -22,7 +22,7 @@ from rich.table import Table
 from kvpipe.testing.engine import Engine
 from kvpipe.testing.models import VOCAB, make_model
 from kvpipe.trace.reader import Trace
-from kvpipe.trace.timeline import write_html
+from kvpipe.trace.timeline_html import write_html
 
 MODEL = "demo"
 BLOCKS = 80  # of 32 tokens: few enough that ten requests at once do not fit

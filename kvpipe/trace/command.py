@@ -10,11 +10,12 @@ from pathlib import Path
 from rich.console import Console
 
 from kvpipe.errors import UsageError
+from kvpipe.trace.log import printable
 from kvpipe.trace.reader import Trace, files_of
 from kvpipe.trace.replay import Replay
 from kvpipe.trace.show import SLOWEST, show
 
-PROBLEMS_SHOWN = 20
+PROBLEMS_SHOWN, PROBLEM_CHARS_MAX = 20, 400
 PIPE_COLUMNS = 160
 
 
@@ -55,9 +56,9 @@ def _replay(args: argparse.Namespace) -> int:
     done.finish()
     for trace in traces:
         if trace.unread_said():
-            sys.stdout.write(f"{trace.path}: {trace.unread_said()}\n")
+            sys.stdout.write(f"{printable(str(trace.path))}: {trace.unread_said()}\n")
     for problem in done.problems[:PROBLEMS_SHOWN]:
-        sys.stdout.write(f"PROBLEM {problem}\n")
+        sys.stdout.write(f"PROBLEM {printable(problem[:PROBLEM_CHARS_MAX])}\n")
     more = len(done.problems) + done.more_problems - PROBLEMS_SHOWN
     if more > 0:
         sys.stdout.write(f"and {more} more\n")
@@ -69,15 +70,26 @@ def _replay(args: argparse.Namespace) -> int:
 
 
 def _timeline(args: argparse.Namespace) -> int:
-    from kvpipe.trace.timeline import write_html, write_perfetto  # noqa: PLC0415  (seldom needed)
+    from kvpipe.trace.perfetto import write_perfetto  # noqa: PLC0415  (seldom needed)
+    from kvpipe.trace.timeline import EVENTS_MAX  # noqa: PLC0415
+    from kvpipe.trace.timeline_html import write_html  # noqa: PLC0415
 
-    traces = [Trace(part) for part in files_of(args.file)]
+    parts = files_of(args.file)
+    traces = [Trace(part) for part in parts]
+    if any(args.out.exists() and args.out.samefile(part) for part in parts):
+        raise UsageError(f"kvpipe: -o {args.out} is the trace itself; name another file")
+    write = write_perfetto if args.perfetto else write_html
     try:
-        (write_perfetto if args.perfetto else write_html)(itertools.chain.from_iterable(traces), args.out)
+        timeline = write(itertools.chain.from_iterable(traces), args.out)
     except OSError as error:
         raise UsageError(f"kvpipe: -o {args.out} cannot be written ({error.strerror}); name another file") from None
     for trace in traces:
         if trace.unread_said():
-            sys.stdout.write(f"{trace.path}: {trace.unread_said()}\n")
-    sys.stdout.write(f"written: {args.out}\n")
+            sys.stdout.write(f"{printable(str(trace.path))}: {trace.unread_said()}\n")
+    if timeline.left_out:
+        sys.stdout.write(
+            f"{timeline.left_out} events are not drawn: a page has room for the first {EVENTS_MAX}; "
+            "trace fewer requests (trace_sample), or for a shorter time\n"
+        )
+    sys.stdout.write(f"written: {printable(str(args.out))}\n")
     return 0

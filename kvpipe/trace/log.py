@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import sys
 from collections import Counter
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 _BOUND = ("engine", "request", "epoch")
 _TAKEN = {"event", "level", "timestamp"}  # by structlog
 Format = Literal["console", "json"]
+ID_CHARS_MAX = 256
+"""Of a request's id in traces and logs; vLLM's own ids have less than 100. A client may send any."""
 _HIDDEN = {"t_ns", "wall_ns"}  # the log has a clock of its own
 
 
@@ -91,6 +94,14 @@ def warn(name: str, **fields: object) -> None:
     """Log a warning; a closed or full stderr does not matter."""
     with contextlib.suppress(OSError, ValueError):
         structlog.get_logger("kvpipe").warning(name, **fields)
+
+
+def bounded(request: str) -> str:
+    """Return what traces and logs call a request: its id, or the beginning and a digest of one that is very long."""
+    if len(request) <= ID_CHARS_MAX:
+        return request
+    digest = hashlib.sha256(request.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    return f"{request[: ID_CHARS_MAX - 17]}~{digest}"
 
 
 def printable(value: Any) -> Any:  # noqa: ANN401  (whatever it is)

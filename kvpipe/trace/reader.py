@@ -15,6 +15,11 @@ from kvpipe.errors import UsageError
 from kvpipe.trace.events import EVENTS, FORMAT, Event, Started
 
 LINE_BYTES_MAX = 1 << 20
+LAYERS_MAX = 4096
+"""Of a rank, as far as a trace is believed: a machine has a state per layer."""
+_NS_MAX = 1 << 63
+"""As a clock counts them, 292 years. A number without end is none that can be reckoned with."""
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _READ_BYTES = 1 << 20
 
 CUT = "cut off"
@@ -61,18 +66,25 @@ class Trace:
                     continue
                 try:
                     event: Event = decode(line)
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                except _UNREADABLE as error:
                     if line.strip():
                         self.unread[self._why(line, str(error))] += 1
                     continue
-                if isinstance(event, Started) and event.format > FORMAT:
-                    self.unread[NEWER] += 1
+                if not (0 <= event.t_ns < _NS_MAX and 0 <= event.wall_ns < _NS_MAX):
+                    self.unread[MALFORMED] += 1
+                    continue
+                if isinstance(event, Started):
+                    if not 0 <= event.layers <= LAYERS_MAX:
+                        self.unread[MALFORMED] += 1
+                        continue
+                    if event.format > FORMAT:
+                        self.unread[NEWER] += 1
                 yield event
 
     def _why(self, line: bytes, error: str) -> str:
         try:
             tag = self._tag.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except _UNREADABLE:
             if line.startswith(b'{"event":"') and not line.rstrip().endswith(b"}"):
                 return CUT
             return MALFORMED if line.startswith(b'{"event":"') else FOREIGN

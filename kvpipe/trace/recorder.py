@@ -188,6 +188,7 @@ class Writer:
             events = recorder.take(_SLICE_EVENTS)
             for event in events:
                 event.engine, event.wall_ns = self._engine, event.t_ns + self._wall_ns
+                event.request = log.bounded(event.request)
             for sink in self._sinks:
                 try:
                     why = sink.write(events)

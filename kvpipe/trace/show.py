@@ -17,7 +17,7 @@ from rich.table import Table
 
 from kvpipe.misses import REASONS
 from kvpipe.trace import events as e
-from kvpipe.trace.log import printable
+from kvpipe.trace.log import bounded, printable
 from kvpipe.trace.reader import Trace, files_of
 
 SLOWEST = 10
@@ -154,7 +154,8 @@ def show_overview(path: Path, console: Console, slowest: int = SLOWEST) -> int:
     if total := found.tokens.total():
         names = {"local": "held by vLLM itself", "missed": "computed"}
         shares = (
-            f"{tokens / total:.0%} {names.get(what, f'from {what}')}" for what, tokens in found.tokens.most_common()
+            f"{tokens / total:.0%} {names.get(what, f'from {_safe(what)}')}"
+            for what, tokens in found.tokens.most_common()
         )
         console.print(f"{total} tokens were asked for: {', '.join(shares)}.", highlight=False)
     for trace in traces:
@@ -175,6 +176,7 @@ def show_overview(path: Path, console: Console, slowest: int = SLOWEST) -> int:
 
 def show_request(path: Path, request: str, console: Console, *, every: bool = False) -> int:
     """Print the life of `request`: vLLM's id of it, or the client's, to which vLLM adds a suffix."""
+    request = bounded(request)
     needle = msgspec.json.encode(request)[1:-1]
     events = [
         one
@@ -214,7 +216,7 @@ def _waterfall(name: str, events: list[e.Event], console: Console, *, every: boo
     console.print(f"[bold]request {_safe(name)}[/], {(end - begin) / _NS_PER_MS:.1f} ms", highlight=False)
     for first, last, what, said in lines:
         at = int((first - begin) * scale)
-        bar = " " * at + "━" * max(1, round((last - first) * scale))
+        bar = " " * at + "━" * max(1, round((min(last, end) - first) * scale))
         console.print(
             f"{(first - begin) / _NS_PER_MS:10.2f} ms  [cyan]{bar[:_BAR]:{_BAR}}[/]  [bold]{what:18}[/] {said}",
             highlight=False, markup=True, no_wrap=True, overflow="ellipsis",
@@ -274,7 +276,7 @@ def _slowest(rows: list[Row]) -> Table:
     for row in rows:
         table.add_row(
             f"{row.lived_ms:.0f}", f"{row.waited_ms:.0f}", f"{row.loading_ms:.0f}", str(row.prompt),
-            str(row.hit), str(row.preemptions), row.status.removeprefix("finished_"), _safe(row.request),
+            str(row.hit), str(row.preemptions), _safe(row.status.removeprefix("finished_")), _safe(row.request),
         )  # fmt: skip
     return table
 
@@ -286,7 +288,7 @@ def _misses(found: Overview) -> Table:
     table.add_column("tokens", justify="right")
     table.add_column("it means", overflow="fold")
     for why, times in found.misses.most_common():
-        table.add_row(why, str(times), str(found.missed_tokens[why]), REASONS.get(why, ""))
+        table.add_row(_safe(why), str(times), str(found.missed_tokens[why]), REASONS.get(why, ""))
     return table
 
 
@@ -295,5 +297,5 @@ def _counted(title: str, counts: Counter[str]) -> Table:
     table.add_column("what", no_wrap=True)
     table.add_column("times, at least", justify="right")
     for what, times in counts.most_common():
-        table.add_row(what, str(times))
+        table.add_row(_safe(what), str(times))
     return table

@@ -8,18 +8,10 @@ begins with the first that is heard of it.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import heapq
-import json
-import math
-from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from importlib import resources
-from operator import itemgetter
-from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from kvpipe.statemachine import load, save
 from kvpipe.trace import events as e
@@ -53,15 +45,12 @@ REQUESTS, FORWARDS, LOADS, SAVES, NOTES = "requests", "forward", "loads", "saves
 LANES = (REQUESTS, FORWARDS, LOADS, SAVES, NOTES)
 """The lanes of a side, from top to bottom."""
 
-FORMAT = 1
-_TEMPLATE = "timeline.html"
-_DATA, _HASH = "@TRACE@", "@SCRIPT_HASH@"
-_SCRIPT_BEGIN, _SCRIPT_END = "<script>", "</script>"
+EVENTS_MAX: Final = 250_000
+"""As many as a browser draws without a long pause, in about 300 MB here."""
 _CLOCKS_DIFFER_NS = 1_000_000_000
-_EXACT_MAX = 1 << 53
-"""JavaScript rounds greater integers."""
 _NS_PER_MS = 1_000_000
-_NS_PER_US = 1_000
+_TOOK_NS_MAX = 10**15
+"""Eleven days: what lasts longer is nonsense."""
 _MS_MAX = 1e12
 
 
@@ -107,6 +96,10 @@ class Timeline(NamedTuple):
     events: list[Event]
     at_ns: list[int]
     """When each of `events` happened, counted from the trace's start."""
+    total: int
+    """How many events the trace has, drawn or not."""
+    left_out: int
+    """How many of those that something is drawn for were too many."""
 
 
 Side = tuple[str, int, str]
@@ -116,27 +109,74 @@ Bundle = list[Span]
 
 
 class _Trace:
-    """The events in order, and what links them."""
+    """The events that are drawn, in order, and what the others say of them. Only the former are kept."""
 
-    def __init__(self, events: Iterable[Event]) -> None:
-        unordered = list(events)
-        times, self.origin_ns, self.wall_ns = _aligned(unordered)
-        order = sorted(range(len(unordered)), key=lambda i: (times[i], _TIES.get(type(unordered[i]), 1)))
-        self.events = [unordered[i] for i in order]
-        self.at_ns = [times[i] - self.origin_ns for i in order]
-        self.duration_ns = 0
-        self.last_ns: dict[str, int] = {}
+    def __init__(self, events: Iterable[Event], events_max: int) -> None:
+        self.left_out = 0
         self.request_of: dict[tuple[str, int], str] = {}
         self.job_ended_ns: dict[tuple[str, int], int] = {}
-        for t, event in zip(self.at_ns, self.events, strict=True):
-            self.last_ns[event.engine] = max(t, self.last_ns.get(event.engine, 0))
-            self.duration_ns = max(self.duration_ns, t + _took(event))
-            if isinstance(event, e.LoadPlanned | e.SavePlanned | e.Stuck):
-                self.request_of[event.engine, event.job] = event.request
-            elif isinstance(event, e.Transition) and event.machine in _JOB_MACHINES:
-                self.request_of.setdefault((event.engine, event.cursor), event.request)
-                if event.rank != SCHEDULER and isinstance(event, _JOB_ENDS):
-                    self.job_ended_ns[event.engine, event.cursor] = t
+        self._planned: dict[tuple[str, int], str] = {}
+        self._clocks = _Clocks()
+        names: dict[str, str] = {}
+        kept: list[tuple[int, Event]] = []
+        last_ns: dict[str, int] = {}
+        self.total = 0
+        for event in events:
+            self.total += 1
+            event.engine = names.setdefault(event.engine, event.engine)
+            event.request = names.setdefault(event.request, event.request)
+            t = self._clocks.time_ns(event)
+            last_ns[event.engine] = max(t, last_ns.get(event.engine, t))
+            self._link(event, t)
+            if not _is_drawn(event):
+                continue
+            if len(kept) < events_max:
+                kept.append((t, event))
+            else:
+                self.left_out += 1
+        self.origin_ns = origin = self._clocks.origin_ns or 0
+        self.wall_ns = origin + self._clocks.offset_ns if self._clocks.offset_ns else 0
+        kept.sort(key=lambda one: (one[0], _TIES.get(type(one[1]), 1)))
+        self.events = [event for _, event in kept]
+        self.at_ns = [t - origin for t, _ in kept]
+        self.last_ns = {engine: t - origin for engine, t in last_ns.items()}
+        self.job_ended_ns = {job: t - origin for job, t in self.job_ended_ns.items()}
+        self.request_of |= self._planned
+        ends = (t + _took(event) for t, event in zip(self.at_ns, self.events, strict=True))
+        self.duration_ns = max(max(ends, default=0), max(self.last_ns.values(), default=0))
+
+    def _link(self, event: Event, t: int) -> None:
+        """Note whose a job is, and when it ended. The request that a plan names counts; else who has it first."""
+        if isinstance(event, e.LoadPlanned | e.SavePlanned | e.Stuck):
+            self._planned[event.engine, event.job] = event.request
+        elif isinstance(event, e.Transition) and event.machine in _JOB_MACHINES:
+            job = event.engine, event.cursor
+            self.request_of.setdefault(job, event.request)
+            if event.rank != SCHEDULER and isinstance(event, _JOB_ENDS):
+                self.job_ended_ns[job] = max(t, self.job_ended_ns.get(job, t))
+
+
+class _Clocks:
+    """Puts the events of several hosts on one clock.
+
+    The processes of a host share a monotonic clock. A clock that stands elsewhere (another host's, or that of an
+    earlier boot) is told by the wall clock beside it, and is shifted.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is known. `offset_ns`: from the monotonic clock to the wall clock; `origin_ns`: the first event."""
+        self.offset_ns = 0
+        self.origin_ns: int | None = None
+
+    def time_ns(self, event: Event) -> int:
+        """Return when `event` happened, on the clock of the first event that knows the wall clock."""
+        shift = 0
+        if event.wall_ns:
+            self.offset_ns = self.offset_ns or event.wall_ns - event.t_ns
+            shift = event.wall_ns - event.t_ns - self.offset_ns
+        t = event.t_ns + (shift if abs(shift) > _CLOCKS_DIFFER_NS else 0)
+        self.origin_ns = t if self.origin_ns is None else min(t, self.origin_ns)
+        return t
 
 
 _TIES: dict[type[Event], int] = {e.Started: -1, e.RequestAdded: 0, e.RequestDone: 2, e.Ended: 3}
@@ -144,23 +184,15 @@ _JOB_MACHINES = frozenset({load.LOAD.name, save.SAVE.name})
 _JOB_ENDS = (e.Finalized, e.Failed, e.Aborted)
 
 
-def _aligned(events: list[Event]) -> tuple[list[int], int, int]:
-    """Return each event's time, the first of them, and the wall clock then.
-
-    The processes of a host share a monotonic clock. A clock that stands elsewhere (another host's, or that of an
-    earlier boot) is told by the wall clock beside it, and is shifted.
-    """
-    offset = next((event.wall_ns - event.t_ns for event in events if event.wall_ns), 0)
-    times = []
-    for event in events:
-        shift = event.wall_ns - event.t_ns - offset if event.wall_ns else 0
-        times.append(event.t_ns + (shift if abs(shift) > _CLOCKS_DIFFER_NS else 0))
-    origin = min(times, default=0)
-    return times, origin, origin + offset if offset else 0
+def _is_drawn(event: Event) -> bool:
+    """Whether a span or a mark is made of `event`: of most moves of machines none is."""
+    if isinstance(event, e.StepRan | e.LayerCopied) or type(event) in _MARKED:
+        return True
+    return event.rank == SCHEDULER and bool(event.request) and isinstance(event, _OF_A_LIFE)
 
 
 def _took(event: Event) -> int:
-    return max(0, event.took_ns) if isinstance(event, e.StepRan | e.LayerCopied) else 0
+    return min(max(0, event.took_ns), _TOOK_NS_MAX) if isinstance(event, e.StepRan | e.LayerCopied) else 0
 
 
 def _ns(ms: float) -> int:
@@ -168,9 +200,12 @@ def _ns(ms: float) -> int:
     return int(min(ms, _MS_MAX) * _NS_PER_MS) if ms > 0 else 0
 
 
-def spans(events: Iterable[Event]) -> Timeline:
-    """Make a timeline of `events`, which may come in any order and lack anything."""
-    trace = _Trace(events)
+def spans(events: Iterable[Event], events_max: int = EVENTS_MAX) -> Timeline:
+    """Make a timeline of `events`, which may come in any order and lack anything.
+
+    At most `events_max` of those that something is drawn for are kept, the first that come.
+    """
+    trace = _Trace(events, events_max)
     sides: dict[Side, list[Bundle]] = defaultdict(list)
     lives = _Lives(trace)
     for i, event in enumerate(trace.events):
@@ -190,7 +225,10 @@ def spans(events: Iterable[Event]) -> Timeline:
     for side, mark in _evictions(trace):
         sides[side].append([mark])
     lanes, placed = _place(sides)
-    return Timeline(trace.origin_ns, trace.wall_ns, trace.duration_ns, lanes, placed, trace.events, trace.at_ns)
+    return Timeline(
+        trace.origin_ns, trace.wall_ns, trace.duration_ns, lanes, placed, trace.events, trace.at_ns, trace.total,
+        trace.left_out,
+    )  # fmt: skip
 
 
 def _lasting(trace: _Trace, i: int, kind: str, name: str) -> Span:
@@ -430,209 +468,6 @@ def _rows(bundles: list[Bundle]) -> list[int]:
     return rows
 
 
-# ---- the page -------------------------------------------------------------------------------------------------------
-
-
-def write_html(events: Iterable[Event], path: Path) -> Timeline:
-    """Write the timeline of `events` as one page that needs nothing else. Return it."""
-    timeline = spans(events)
-    template = resources.files("kvpipe.trace").joinpath(_TEMPLATE).read_text(encoding="utf-8")
-    script = template[template.rindex(_SCRIPT_BEGIN) + len(_SCRIPT_BEGIN) : template.rindex(_SCRIPT_END)]
-    # the page's policy runs this one script and nothing else, whatever the data say
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    before, after = template.replace(_HASH, f"sha256-{digest}", 1).split(_DATA, 1)
-    path.write_text(before + _json(_columns(timeline)) + after, encoding="utf-8")
-    return timeline
-
-
-def _json(value: object) -> str:
-    """JSON that may stand inside an HTML element: pure ASCII and no tags."""
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _plain(value: Any) -> Any:  # noqa: ANN401  (any field of any event)
-    """What JSON and JavaScript can hold of a field: numbers that they would round are text."""
-    if isinstance(value, bool | str) or value is None:
-        return value
-    if isinstance(value, int):
-        return value if abs(value) < _EXACT_MAX else str(value)
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if isinstance(value, dict):
-        return {str(key): _plain(one) for key, one in value.items()}
-    return [_plain(one) for one in value] if isinstance(value, list | tuple) else str(value)
-
-
-class _Strings(dict[str, int]):
-    """Each string once."""
-
-    def __missing__(self, text: str) -> int:
-        number = self[text] = len(self)
-        return number
-
-
-def _columns(timeline: Timeline) -> dict[str, object]:
-    """Return the timeline by columns, and the events that it shows; columns of one value are told once."""
-    strings = _Strings()
-    kinds = _Strings()
-    shown = sorted({i for span in timeline.spans for i in span.events}, key=lambda i: (_tag(timeline.events[i]), i))
-    number = {i: n for n, i in enumerate(shown)}
-    tracks: list[list[int]] = []
-    before, track = 0, (-1, -1, -1)
-    begins: list[int] = []
-    for span in timeline.spans:
-        here = (span.lane, span.row, span.layer)
-        if here != track:
-            track = here
-            tracks.append([*here, 0])
-        tracks[-1][3] += 1
-        begins.append(span.begin_ns - before)
-        before = span.begin_ns
-    return {
-        "format": FORMAT,
-        "origin_ns": str(timeline.origin_ns),
-        "wall_ns": str(timeline.wall_ns),
-        "duration_ns": timeline.duration_ns,
-        "events": len(timeline.events),
-        "lanes": timeline.lanes,
-        "tracks": tracks,
-        "spans": {
-            "begin": begins,
-            "took": [span.end_ns - span.begin_ns for span in timeline.spans],
-            "kind": [kinds[span.kind] for span in timeline.spans],
-            "name": [strings[span.name] for span in timeline.spans],
-            "requests": _ragged([strings[one] for one in span.requests] for span in timeline.spans),
-            "events": _ragged([number[i] for i in span.events] for span in timeline.spans),
-            "open": [i for i, span in enumerate(timeline.spans) if span.is_open],
-        },
-        "shown": _tables(timeline, shown, strings),
-        "kinds": [[kind, MARKS.get(kind, "")] for kind in kinds],
-        "strings": list(strings),
-    }
-
-
-def _tag(event: Event) -> str:
+def tag_of(event: Event) -> str:
+    """Return what the trace calls this kind of event."""
     return str(event.__struct_config__.tag)
-
-
-def _ragged(lists: Iterable[list[int]]) -> list[list[int]]:
-    """Return the lists' lengths, and all of them in one."""
-    lengths, flat = [], list[int]()
-    for one in lists:
-        lengths.append(len(one))
-        flat += one
-    return [lengths, flat]
-
-
-def _tables(timeline: Timeline, shown: list[int], strings: _Strings) -> list[dict[str, object]]:
-    """Return a table for each kind of event: its tag, when each happened, and the columns of all other fields.
-
-    A column is [form, values]: "one" value for all, "text" as indices of `strings`, or "each" as it is.
-    """
-    by_tag: dict[str, list[int]] = defaultdict(list)
-    for i in shown:
-        by_tag[_tag(timeline.events[i])].append(i)
-    tables: list[dict[str, object]] = []
-    for tag, numbers in by_tag.items():
-        some = [timeline.events[i] for i in numbers]
-        at = [timeline.at_ns[i] for i in numbers]
-        fields: dict[str, list[object]] = {}
-        for field in some[0].__struct_fields__:
-            if field == "t_ns":
-                values: list[Any] = [
-                    str(event.t_ns - timeline.origin_ns - t) for event, t in zip(some, at, strict=True)
-                ]
-            elif field == "wall_ns":
-                values = [
-                    str(event.wall_ns - timeline.wall_ns - t) if event.wall_ns else ""
-                    for event, t in zip(some, at, strict=True)
-                ]
-            else:
-                values = [_plain(getattr(event, field)) for event in some]
-            fields[field] = _column(values, strings)
-        tables.append({"tag": tag, "at": at, "fields": fields})
-    return tables
-
-
-def _column(values: list[Any], strings: _Strings) -> list[object]:
-    if all(value == values[0] and type(value) is type(values[0]) for value in values):
-        return ["one", values[0]]
-    if all(isinstance(value, str) for value in values):
-        return ["text", [strings[value] for value in values]]
-    return ["each", values]
-
-
-# ---- Perfetto -------------------------------------------------------------------------------------------------------
-
-_THREADS = {REQUESTS: 1, NOTES: 2, FORWARDS: 3, LOADS: 1000, SAVES: 2000}
-"""The thread number of each lane's first row: rows are threads, for what stands on one thread must be nested."""
-
-
-def write_perfetto(events: Iterable[Event], path: Path) -> Timeline:
-    """Write the timeline of `events` as Chrome trace events: for ui.perfetto.dev, chrome://tracing. Return it."""
-    timeline = spans(events)
-    lines = ",\n".join(json.dumps(one, separators=(",", ":"), allow_nan=False) for one in _chrome(timeline))
-    path.write_text(f'{{"displayTimeUnit":"ms","traceEvents":[\n{lines}\n]}}\n', encoding="utf-8")
-    return timeline
-
-
-def _chrome(timeline: Timeline) -> Iterator[dict[str, object]]:
-    processes: dict[tuple[str, int], int] = {}
-    for lane in timeline.lanes:
-        pid = processes.setdefault((lane.engine, lane.rank), len(processes) + 1)
-        side = "scheduler" if lane.rank == SCHEDULER else f"rank {lane.rank}"
-        yield from _named("process", pid, 0, f"{lane.engine} {side}".strip())
-        for row in range(1 if lane.name == REQUESTS else lane.rows):
-            thread = _THREADS[lane.name] + row
-            yield from _named("thread", pid, thread, lane.name + (f" {row + 1}" if row else ""))
-    pids = [processes[lane.engine, lane.rank] for lane in timeline.lanes]
-    timed: list[tuple[int, dict[str, object]]] = []
-    for number, life in enumerate(_lives_of(timeline)):
-        common = {"cat": "request", "id": number + 1, "pid": pids[life[0].lane], "tid": _THREADS[REQUESTS]}
-        begin, end = ({"ph": ph, "name": life[0].name} | common for ph in "be")
-        timed.append((life[0].begin_ns, begin | {"args": _args(timeline, life[0])}))
-        for phase in life[1:]:
-            begin_phase, end_phase = ({"ph": ph, "name": phase.name} | common for ph in "be")
-            timed.append((phase.begin_ns, begin_phase | {"args": _args(timeline, phase)}))
-            timed.append((phase.end_ns, end_phase))
-        timed.append((life[0].end_ns, end))
-    for span in timeline.spans:
-        lane = timeline.lanes[span.lane]
-        thread = _THREADS[lane.name] + (0 if lane.name == REQUESTS else span.row)
-        one = {"name": span.name, "cat": lane.name, "pid": pids[span.lane], "tid": thread}
-        if span.kind in MARKS:
-            timed.append((span.begin_ns, {"ph": "i", "s": "t"} | one | {"args": _args(timeline, span)}))
-        elif lane.name != REQUESTS:
-            took = {"dur": (span.end_ns - span.begin_ns) / _NS_PER_US}
-            timed.append((span.begin_ns, {"ph": "X"} | one | took | {"args": _args(timeline, span)}))
-    timed.sort(key=itemgetter(0))  # what begins and ends at one time keeps its order, so it stays nested
-    for t, one in timed:
-        yield one | {"ts": t / _NS_PER_US}
-
-
-def _named(what: str, pid: int, tid: int, name: str) -> Iterator[dict[str, object]]:
-    """Name a process or a thread, and keep it in its place."""
-    common = {"ph": "M", "pid": pid, "tid": tid, "ts": 0}
-    yield common | {"name": f"{what}_name", "args": {"name": name}}
-    yield common | {"name": f"{what}_sort_index", "args": {"sort_index": tid or pid}}
-
-
-def _lives_of(timeline: Timeline) -> Iterator[Bundle]:
-    """Yield each request's life, and its phases behind it."""
-    rows: dict[tuple[int, int], list[Bundle]] = {}
-    for span in timeline.spans:  # of a row: first all lives, then all phases, both in order of time
-        if span.kind == LIFE:
-            rows.setdefault((span.lane, span.row), []).append([span])
-        elif span.kind in PHASES:
-            lives = rows[span.lane, span.row]
-            lives[bisect_right(lives, span.begin_ns, key=lambda life: life[0].begin_ns) - 1].append(span)
-    for lives in rows.values():
-        yield from lives
-
-
-def _args(timeline: Timeline, span: Span) -> dict[str, object]:
-    """Return all fields of the events that a span was made of, the earlier's by its tag where there are several."""
-    told = [(timeline.events[i], _tag(timeline.events[i])) for i in span.events]
-    fields = [(tag, {name: _plain(getattr(event, name)) for name in event.__struct_fields__}) for event, tag in told]
-    return fields[0][1] if len(fields) == 1 else dict(fields)

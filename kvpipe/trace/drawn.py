@@ -1,0 +1,42 @@
+"""What the writers of timelines share: files that are whole or not there, and values that a browser can hold."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+_EXACT_MAX = 1 << 53
+"""JavaScript rounds greater integers."""
+
+
+@contextlib.contextmanager
+def written(path: Path) -> Iterator[TextIO]:
+    """Write `path` as a whole or not at all: what was there stays until the new text is complete."""
+    if path.exists() and not path.is_file():  # a terminal or a pipe
+        with path.open("w", encoding="utf-8") as there:
+            yield there
+        return
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, prefix=".kvpipe-", delete=False) as out:
+        try:
+            yield cast("TextIO", out)
+        except BaseException:
+            Path(out.name).unlink(missing_ok=True)
+            raise
+    Path(out.name).replace(path)
+
+
+def plain(value: Any) -> Any:  # noqa: ANN401  (any field of any event)
+    """What JSON and JavaScript can hold of a field: numbers that they would round are text."""
+    if isinstance(value, bool | str) or value is None:
+        return value
+    if isinstance(value, int):
+        return value if abs(value) < _EXACT_MAX else str(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, dict):
+        return {str(key): plain(one) for key, one in value.items()}
+    return [plain(one) for one in value] if isinstance(value, list | tuple) else str(value)
