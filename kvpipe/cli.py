@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from kvpipe import __version__
 from kvpipe.config import load_settings, markdown_table, parse_extra
@@ -23,6 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest and args.run is not _fuzz:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     args.rest, args.is_process = rest, argv is None
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a path need not be text
     try:
         return int(args.run(args))
     except UsageError as e:
@@ -82,8 +87,20 @@ def _demo(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> int:
     settings = load_settings(parse_extra(args.extra))
     for key, value in settings.model_dump().items():
-        print(f"{key} = {value}")  # noqa: T201
+        print(f"{key} = {[_public(tier) for tier in value] if key == 'tiers' else value}")  # noqa: T201
     return 0
+
+
+def _public(tier: dict[str, Any]) -> dict[str, Any]:
+    """Return a tier's keys; what should name a secret and names nothing may be the secret itself, and is not shown."""
+    there: dict[str, Callable[[str], bool]] = {"_env": os.environ.__contains__, "_file": os.path.exists}
+    unknown = [
+        key
+        for key, value in tier.items()
+        for end, is_there in there.items()
+        if key.endswith(end) and value and not is_there(value)
+    ]
+    return tier | dict.fromkeys(unknown, "(not there)")
 
 
 def _freeze(args: argparse.Namespace) -> int:

@@ -10,18 +10,21 @@ import json
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import yaml
-from pydantic import BeforeValidator, ByteSize, Field, SerializeAsAny, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, Field, SerializeAsAny, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
-from kvpipe import keys
+from kvpipe import files, keys
 from kvpipe.errors import ConfigError
+from kvpipe.names import check_name
 from kvpipe.tiers.registry import parse_tiers
-from kvpipe.tiers.spec import TierSpec, no_bool
+from kvpipe.tiers.spec import TierSpec
+from kvpipe.values import LocalPath, Size, no_bool
 
 PREFIX = "KVPIPE_"
+FILE_BYTES_MAX: Final = 1 << 20
 
 
 class Settings(BaseSettings):
@@ -29,7 +32,9 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True, validate_default=True)
 
-    name: str = Field("", description="Name of the cache; engines that use one name must have one layout.")
+    name: Annotated[str, AfterValidator(lambda name: name and check_name(name))] = Field(
+        "", description="Name of the cache; engines that use one name must have one layout."
+    )
     mode: Literal["layerwise", "step"] = Field(
         "layerwise",
         description="`layerwise` copies each layer as soon as it is computed; `step` copies all at the step's end.",
@@ -37,7 +42,7 @@ class Settings(BaseSettings):
     chunk_tokens: Annotated[int, BeforeValidator(no_bool), Field(gt=0)] = Field(
         256, description="Tokens per chunk, a multiple of the engine's block size."
     )
-    pool_bytes_max: Annotated[ByteSize, BeforeValidator(no_bool)] = Field(
+    pool_bytes_max: Size = Field(
         ByteSize(4 << 30), description="Host memory for chunks, per rank; takes units such as `8GiB`."
     )
     tiers: Annotated[tuple[SerializeAsAny[TierSpec], ...], NoDecode, BeforeValidator(parse_tiers)] = Field(
@@ -50,7 +55,7 @@ class Settings(BaseSettings):
         description="With tiers: longest that a request waits for a lookup and for chunks to come from a tier; then it "
         "goes on with what has come.",
     )
-    tier_bytes_in_flight_max: Annotated[ByteSize, BeforeValidator(no_bool)] = Field(
+    tier_bytes_in_flight_max: Size = Field(
         ByteSize(256 << 20),
         description="Host memory per rank that writes to tiers hold at once, beyond it chunks are not written.",
     )
@@ -83,21 +88,21 @@ class Settings(BaseSettings):
         "kernel into device memory, then by the copy engines; `direct` by a kernel; `auto` the quickest for each "
         "batch, as measured at start-up.",
     )
-    staging_bytes_max: Annotated[ByteSize, BeforeValidator(no_bool), Field(ge=0)] = Field(
+    staging_bytes_max: Annotated[Size, Field(ge=0)] = Field(
         ByteSize(64 << 20), description="On CUDA, device memory per rank that pages are gathered in; 0: none."
     )
     wait_ms_max: Annotated[int, BeforeValidator(no_bool), Field(gt=0, le=3_600_000)] = Field(
         30_000, description="Longest wait for a copy before its job is failed."
     )
-    control_file: Path | None = Field(
+    control_file: LocalPath | None = Field(
         None, description="File that `kvpipe freeze on|off` writes and a running engine obeys."
     )
-    state_dir: Path | None = Field(
+    state_dir: LocalPath | None = Field(
         None,
         description="Where named caches are registered, and remembered which weights are which; unset: "
         "`$XDG_STATE_HOME/kvpipe` or `~/.local/state/kvpipe`.",
     )
-    config_file: Path | None = Field(None, description="YAML file with any of these keys.")
+    config_file: LocalPath | None = Field(None, description="YAML file with any of these keys.")
     stuck_ms_max: Annotated[int, BeforeValidator(no_bool), Field(gt=0, le=3_600_000)] = Field(
         60_000, description="A load or save that has not moved for so long is reported and failed."
     )
@@ -107,7 +112,7 @@ class Settings(BaseSettings):
     log_format: Literal["console", "json"] = Field(
         "console", description="`json`: one object per line, for a log collector."
     )
-    trace_file: Path | None = Field(
+    trace_file: LocalPath | None = Field(
         None, description="File for the trace, lines of JSON; all processes of the engine append to it."
     )
     trace_level: Literal["info", "debug"] = Field(
@@ -118,7 +123,7 @@ class Settings(BaseSettings):
     trace_sample: Annotated[float, BeforeValidator(no_bool), Field(ge=0, le=1)] = Field(
         1.0, description="Share of requests that are traced, by their ids; failures of the others are traced too."
     )
-    trace_bytes_max: Annotated[ByteSize, BeforeValidator(no_bool), Field(ge=1 << 20)] = Field(
+    trace_bytes_max: Annotated[Size, Field(ge=1 << 20)] = Field(
         ByteSize(1 << 30), description="Disk for the trace; the older half is kept as `FILE.1`."
     )
     otel: bool = Field(
@@ -155,10 +160,11 @@ def load_settings(extra: dict[str, Any] | None = None) -> Settings:
     env = {k.upper(): v for k, v in os.environ.items() if k.upper().startswith(PREFIX)}  # as pydantic reads them
     _refuse_unknown({k[len(PREFIX) :].lower() for k in env}, "environment", shown=lambda k: PREFIX + k.upper())
     path = given.get("config_file") or env.get(PREFIX + "CONFIG_FILE")
-    if path:
-        in_env = {k[len(PREFIX) :].lower() for k in env}
-        given = {k: v for k, v in _read_yaml(Path(str(path))).items() if k not in in_env} | given
     try:
+        if path:
+            in_env = {k[len(PREFIX) :].lower() for k in env}
+            found = _read_yaml(_Where.model_validate({"config_file": path}).config_file)
+            given = {k: v for k, v in found.items() if k not in in_env} | given
         settings = Settings(**given)
     except ValidationError as e:
         problem = e.errors()[0]
@@ -177,11 +183,12 @@ def parse_extra(extra: str) -> dict[str, Any]:
     """Read kv_connector_extra_config from JSON. Raises `ConfigError`."""
     try:
         parsed = json.loads(extra)
-    except json.JSONDecodeError as e:
-        msg = f"kvpipe: extra={extra!r} is not JSON ({e}); write it as '{{\"chunk_tokens\": 256}}'"
+    except (ValueError, RecursionError) as e:
+        msg = f"kvpipe: extra is not JSON ({keys.place(e)}); write it as '{{\"chunk_tokens\": 256}}'"
         raise ConfigError(msg) from None
     if not isinstance(parsed, dict):
-        msg = f"kvpipe: extra={extra!r} is not a JSON object; write it as '{{\"chunk_tokens\": 256}}'"
+        found = type(parsed).__name__
+        msg = f"kvpipe: extra is no JSON object but of type {found}; write it as '{{\"chunk_tokens\": 256}}'"
         raise ConfigError(msg)
     return parsed
 
@@ -190,16 +197,40 @@ def _refuse_unknown(given: Iterable[Any], where: str, shown: Callable[[str], str
     valid = Settings.model_fields
     for key in given:
         if key not in valid:
-            msg = f"kvpipe: unknown key {shown(key)!r} in the {where}; {keys.suggest(key, valid, shown=shown)}"
+            msg = (
+                f"kvpipe: unknown key {shown(keys.name(key))!r} in the {where}; {keys.suggest(key, valid, shown=shown)}"
+            )
             raise ConfigError(msg)
+
+
+class _Where(BaseModel):
+    config_file: LocalPath = Field(description="YAML file with any of these keys.")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without aliases: a table of keys needs none, and with them a short file is an endless one."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Refuse an alias."""
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.MarkedYAMLError(problem="an alias", problem_mark=self.peek_event().start_mark)  # type: ignore[no-untyped-call]
+        return super().compose_node(parent, index)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
-        msg = f"kvpipe: config_file={str(path)!r} cannot be read ({e}); give the path of a YAML file of keys"
-        raise ConfigError(msg) from None
+        data = yaml.load(files.read_small(path, FILE_BYTES_MAX).decode(), _Loader)  # noqa: S506  (a safe one)
+    except (OSError, UnicodeDecodeError) as e:
+        why = files.why(e) if isinstance(e, OSError) else "it is no text"
+    except (yaml.YAMLError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as e:
+        why = keys.place(e)
+    else:
+        return _checked(path, data)
+    msg = f"kvpipe: config_file={str(path)!r} cannot be read ({why}); give the path of a YAML file of keys"
+    raise ConfigError(msg) from None
+
+
+def _checked(path: Path, data: object) -> dict[str, Any]:
     if data is None:  # an empty file
         return {}
     if not isinstance(data, dict):

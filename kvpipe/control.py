@@ -3,20 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import anyio
+import anyio.to_thread
+
+from kvpipe import files
+from kvpipe.errors import ConfigError
 
 POLL_S = 0.5
+CONTROL_BYTES_MAX = 4096
+_MODE = 0o644  # the engine that reads it may run as another user
 _WORDS = {"on": True, "off": False}
 
 
+def check_control_file(path: Path) -> None:
+    """Refuse what can be no control file. One that is not there yet can be, and so can a link to a file.
+
+    Raises:
+        ConfigError: it is a folder, a pipe, a device, or cannot be looked at.
+
+    """
+    try:
+        kind = files.kind_of(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        kind = f"not to be looked at ({files.why(error)})"
+    if kind:
+        raise ConfigError(f"kvpipe: control_file={str(path)!r} is {kind}; name a file, which need not exist yet")
+
+
 def write_freeze(path: Path, *, on: bool) -> None:
-    """Tell the engine that watches `path` to freeze or to go on saving."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".part")
-    partial.write_text(f"freeze: {'on' if on else 'off'}\n", encoding="utf-8")
-    partial.replace(path)
+    """Tell the engine that watches `path` to freeze or to go on saving.
+
+    Raises:
+        ConfigError: it is no file, or cannot be written.
+
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kind = files.kind_of(path.lstat().st_mode) if path.exists() or path.is_symlink() else ""
+        if not kind:
+            files.replace_text(path, f"freeze: {'on' if on else 'off'}\n", _MODE)
+            return
+        why = f"it is {kind}"
+    except (OSError, ValueError) as error:
+        why = files.why(error)
+    msg = f"kvpipe: control_file={str(path)!r} cannot be written ({why}); name a file in a folder that you may write to"
+    raise ConfigError(msg)
 
 
 def read_freeze(text: str) -> bool | None:
@@ -28,11 +64,11 @@ def read_freeze(text: str) -> bool | None:
 async def watch_control_file(path: Path, set_freeze: Callable[[bool], None]) -> None:
     """Call `set_freeze` whenever the file says something else than before. Runs until cancelled."""
     last: bool | None = None
-    file = anyio.Path(path)
+    read = partial(files.read_small, path, CONTROL_BYTES_MAX)
     while True:
         try:
-            wanted = read_freeze(await file.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError):  # absent, being replaced, or no text
+            wanted = read_freeze((await anyio.to_thread.run_sync(read, abandon_on_cancel=True)).decode())
+        except (OSError, UnicodeDecodeError):  # absent, being replaced, no file, or no text
             wanted = None
         if wanted is not None and wanted != last:
             set_freeze(wanted)

@@ -24,10 +24,13 @@ from pydantic import ByteSize
 from rich.console import Console
 from rich.text import Text
 
+from kvpipe import files
 from kvpipe.config import Settings, load_settings, parse_extra
+from kvpipe.control import check_control_file as check_path
 from kvpipe.errors import UnsupportedError, UsageError
 from kvpipe.geometry import Geometry, Group, Layer
 from kvpipe.names import default_state_dir
+from kvpipe.trace.setup import check_trace_file as check_trace_path
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -496,15 +499,19 @@ def check_trace_file(settings: Settings, machine: Machine) -> Answer | None:
         if path.is_dir() or not folder.is_dir():
             said = f"{path} is a folder" if path.is_dir() else f"{folder} is not a folder that exists"
             return Answer("fail", f"{said}, so nothing would be traced", remedy)
+        check_trace_path(path)
         if path.exists() and not path.is_file():
             return Answer("ok", f"{path} is a pipe or a device")
         free = _writable(folder, machine)
     except OSError as e:
         return Answer("fail", f"{folder} is not writable ({_one_line(e)}), so nothing would be traced", remedy)
     most = int(settings.trace_bytes_max)
+    said, remedy = files.doubts(path), "delete it, or name another: a new one is its owner's alone"
     if free < most:
-        said = f"{folder} has {_size(free)} left, a trace grows to {_size(most)}"
-        return Answer("warn", f"{said}: what does not fit is lost", "free some space, or set a smaller trace_bytes_max")
+        said = f"{folder} has {_size(free)} left, a trace grows to {_size(most)}: what does not fit is lost"
+        remedy = "free some space, or set a smaller trace_bytes_max"
+    if said:
+        return Answer("warn", said, remedy)
     return Answer("ok", f"{folder} is writable and has {_size(free)} left")
 
 
@@ -517,6 +524,7 @@ def check_control_file(settings: Settings, machine: Machine) -> Answer | None:
     try:
         if path.is_dir():
             return Answer("fail", f"{path} is a folder, so no engine can read it as a file", remedy)
+        check_path(path)
         _writable(path.parent, machine)
     except OSError as e:
         said = (

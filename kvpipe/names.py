@@ -6,10 +6,21 @@ import fcntl
 import json
 import os
 import re
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from kvpipe import files, keys
 from kvpipe.errors import ConfigError
+
+LOCK_S_MAX: Final = 5.0
+"""How long another's exclusive lock on a record is waited for. Engines hold one for as long as it takes to write it."""
+RECORD_BYTES_MAX: Final = 1 << 20
+_POLL_S: Final = 0.05
+_SHOWN_CHARS: Final = 60
+_OPEN: Final = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_HOLDERS_MAX: Final = 3
+_PROC: Final = Path("/proc")
 
 
 def default_state_dir() -> Path:
@@ -17,55 +28,133 @@ def default_state_dir() -> Path:
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "kvpipe"
 
 
+def check_name(name: str) -> str:
+    """Return a name. Raises ValueError if no record can be called so."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name):
+        msg = "use letters, digits, '_', '.' and '-' (64 at most)"
+        raise ValueError(msg)
+    return name
+
+
 class NameClaim:
     """A shared claim on a name by one engine. The record of a name that no living engine holds is replaced."""
 
     def __init__(self, name: str, facts: dict[str, Any], state_dir: Path | None = None) -> None:
-        """Claim `name` for an engine that `facts` identify.
+        """Claim `name` for an engine that `facts` identify. Waits for LOCK_S_MAX at most.
 
         Raises:
-            ConfigError: the name is no file name, or a living engine of another layout holds it.
+            ConfigError: the name is no file name, a living engine of another layout holds it, or its record cannot be
+                opened, locked or read.
 
         """
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name):
-            msg = f"kvpipe: name={name!r} is not valid; use letters, digits, '_', '.' and '-' (64 at most)"
-            raise ConfigError(msg)
-        folder = state_dir or default_state_dir()
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file = (folder / f"{name}.json").open("a+", encoding="utf-8")
         try:
-            self._claim(name, json.loads(json.dumps(facts)))  # as they will be read back: a tuple becomes a list
+            check_name(name)
+        except ValueError as error:
+            raise ConfigError(f"kvpipe: name={keys.name(name)!r} is not valid; {error}") from None
+        self._name = name
+        self._fd = -1
+        try:
+            folder = state_dir or default_state_dir()
+            self._path = folder / f"{name}.json"
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._fd = os.open(self._path, _OPEN, 0o600)
+            if kind := files.kind_of(os.fstat(self._fd).st_mode):
+                raise files.OddFileError(f"it is {kind}")  # noqa: TRY301
+            self._claim(json.loads(json.dumps(facts)))  # as they will be read back: a tuple becomes a list
+        except (OSError, RuntimeError, ValueError) as error:
+            self.release()
+            if isinstance(error, ConfigError):
+                raise
+            where = f" {str(self._path)!r}" if hasattr(self, "_path") else ""
+            msg = (
+                f"kvpipe: name={name!r}: its record{where} cannot be used ({files.why(error)}); set state_dir to a "
+                "folder of this user's"
+            )
+            raise ConfigError(msg) from None
         except BaseException:
-            self._file.close()
+            self.release()
             raise
 
-    def _claim(self, name: str, facts: dict[str, Any]) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            fcntl.flock(self._file, fcntl.LOCK_SH)
-            self._file.seek(0)
-            theirs = json.loads(self._file.read() or "{}")
-            differs = sorted(k for k in {*facts, *theirs} if facts.get(k) != theirs.get(k))
-            if differs:
-                key = differs[0]
-                msg = (
-                    f"kvpipe: name={name!r} is used by a running engine whose {key} is {_short(theirs.get(key))}, "
-                    f"here it is {_short(facts.get(key))}; choose another name for this engine"
-                )
-                raise ConfigError(msg) from None
+    def _claim(self, facts: dict[str, Any]) -> None:
+        if self._locked(fcntl.LOCK_EX):
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, json.dumps(facts, sort_keys=True).encode(), 0)
+            fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return
-        self._file.seek(0)
-        self._file.truncate()
-        self._file.write(json.dumps(facts, sort_keys=True))
-        self._file.flush()
-        fcntl.flock(self._file, fcntl.LOCK_SH)
+        until = time.monotonic() + LOCK_S_MAX
+        while not self._locked(fcntl.LOCK_SH):
+            if time.monotonic() > until:
+                msg = (
+                    f"kvpipe: name={self._name!r}: its record {str(self._path)!r} has been locked for {LOCK_S_MAX:.0f} "
+                    f"s by {_holders(self._fd)}; end that, or choose another name or state_dir"
+                )
+                raise ConfigError(msg)
+            time.sleep(_POLL_S)
+        theirs = self._theirs()
+        differs = sorted(k for k in {*facts, *theirs} if facts.get(k) != theirs.get(k))
+        if differs:
+            key = differs[0]
+            msg = (
+                f"kvpipe: name={self._name!r} is used by a running engine whose {_short(key)} is "
+                f"{_short(theirs.get(key))}, here it is {_short(facts.get(key))}; choose another name for this engine"
+            )
+            raise ConfigError(msg)
+
+    def _locked(self, how: int) -> bool:
+        try:
+            fcntl.flock(self._fd, how | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def _theirs(self) -> dict[str, Any]:
+        """Return what the record says that a running engine holds."""
+        data = os.pread(self._fd, RECORD_BYTES_MAX + 1, 0)
+        try:
+            theirs = json.loads(data or "{}") if len(data) <= RECORD_BYTES_MAX else None
+        except (ValueError, RecursionError):
+            theirs = None
+        if not isinstance(theirs, dict):
+            msg = (
+                f"kvpipe: name={self._name!r}: its record {str(self._path)!r} is damaged, and held by "
+                f"{_holders(self._fd)}; end the engines of that name and delete the file, or choose another name"
+            )
+            raise ConfigError(msg)
+        return theirs
 
     def release(self) -> None:
         """Give the name back. Idempotent."""
-        self._file.close()
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def _holders(fd: int) -> str:
+    """Say which processes hold a lock on an open file, as far as this one may know."""
+    at = os.fstat(fd)
+    place = f"{os.major(at.st_dev):02x}:{os.minor(at.st_dev):02x}:{at.st_ino}"
+    pids = []
+    try:
+        for line in (_PROC / "locks").read_text(encoding="ascii", errors="replace").splitlines():
+            words = line.split()  # 1: FLOCK  ADVISORY  WRITE 4711 08:01:131074 0 EOF
+            pid = words[words.index(place) - 1] if place in words and "->" not in words else "0"
+            if pid not in {"0", "-1", str(os.getpid())}:
+                pids.append(pid)
+    except OSError:
+        pass
+    if not pids:
+        return "a process that cannot be seen from here"
+    return " and ".join(_process(pid) for pid in dict.fromkeys(pids[:_HOLDERS_MAX]))
+
+
+def _process(pid: str) -> str:
+    try:
+        command = (_PROC / pid / "comm").read_text(encoding="utf-8", errors="replace").strip()
+        return f"process {pid} ({_short(command)}) of {files.owner_of((_PROC / pid).stat().st_uid)}"
+    except OSError:
+        return f"process {pid}"
 
 
 def _short(value: object) -> str:
     text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."  # noqa: PLR2004
+    return text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 3] + "..."

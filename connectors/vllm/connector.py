@@ -29,7 +29,7 @@ from kvpipe.connectors.vllm.metrics import KVPipeProm, KVPipeStats, meter
 from kvpipe.connectors.vllm.scheduler import SchedulerSide
 from kvpipe.connectors.vllm.weights import Weights
 from kvpipe.connectors.vllm.worker import WorkerSide
-from kvpipe.control import watch_control_file
+from kvpipe.control import check_control_file, watch_control_file
 from kvpipe.loop import LoopThread
 from kvpipe.names import NameClaim
 from kvpipe.plan import EMPTY_PLAN
@@ -154,6 +154,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             self.scheduler.announce(KvEvents(self.geometry.unit_tokens, tokens))
         self.counters.listener = self.recorder.fault
         if self.settings.control_file is not None:
+            check_control_file(self.settings.control_file)
             watch = functools.partial(watch_control_file, self.settings.control_file, self.set_freeze)
             self._control = LoopThread("kvpipe-control", _ignore, tasks=(watch,))
 

@@ -19,14 +19,17 @@ from urllib.parse import SplitResult, unquote
 import anyio
 import anyio.lowlevel
 import anyio.to_thread
-from pydantic import BeforeValidator, ByteSize, Field, field_validator
+from pydantic import ByteSize, Field, field_validator
 
+from kvpipe import files
 from kvpipe.errors import ConfigError
 from kvpipe.tiers.base import Capacity, Entry, Get, Key, Put, Read, TierError, TierFullError, Written, blocking
 from kvpipe.tiers.disk_files import Mover, Root, opened, shelf
 from kvpipe.tiers.disk_index import Index
 from kvpipe.tiers.disk_room import Room
-from kvpipe.tiers.spec import TierSpec, no_bool
+from kvpipe.tiers.spec import TierSpec
+from kvpipe.trace.log import warn
+from kvpipe.values import LocalPath, Size
 
 _RENEW_S: Final = 60.0
 """A file's time is renewed by a use of it if it is older."""
@@ -47,8 +50,8 @@ class DiskSpec(TierSpec):
     kind: Literal["disk"] = "disk"
     schemes: ClassVar[tuple[str, ...]] = ("file",)
 
-    path: Path = Field(description="Folder, absolute; made if it is not there. `~` is the home folder.")
-    bytes_max: Annotated[ByteSize, BeforeValidator(no_bool), Field(gt=0)] = Field(
+    path: LocalPath = Field(description="Folder, absolute; made if it is not there. `~` is the home folder.")
+    bytes_max: Annotated[Size, Field(gt=0)] = Field(
         ByteSize(100 << 30), description="Room for all files of kvpipe's in the folder, whoever wrote them."
     )
     fsync: bool = Field(
@@ -64,8 +67,8 @@ class DiskSpec(TierSpec):
     def _absolute(cls, path: Path) -> Path:
         try:
             path = path.expanduser()
-        except RuntimeError as error:
-            raise ValueError(f"{error}; write an absolute path") from None
+        except RuntimeError:
+            raise ValueError("there is no such home folder; write an absolute path") from None
         if not path.is_absolute():
             raise ValueError("expected an absolute path, such as /var/cache/kvpipe")
         return path
@@ -93,10 +96,13 @@ class DiskSpec(TierSpec):
     def _check(self) -> None:
         where = f"kvpipe: disk tier: path={str(self.path)!r}"
         there = next(path for path in (self.path, *self.path.parents) if os.path.lexists(path))
-        if not there.is_dir():
+        if not os.path.isdir(there):  # noqa: PTH112  (asked of a loop of links, Path raises)
             raise ConfigError(f"{where}: {there} is no folder; name another path")
         if self.store == "never":
             return
+        if doubt := files.doubts(self.path):  # whoever may write to it may change what is found
+            remedy = "give it to the engine's user, with mode 0700, or set encryption_key_file"
+            warn("tier_folder_shared", path=str(self.path), why=doubt, remedy=remedy)
         if not os.access(there, os.W_OK | os.X_OK):
             raise ConfigError(f"{where}: {there} cannot be written to; name another path, or set store=never")
         stat = os.statvfs(there)

@@ -24,9 +24,11 @@ import anyio.to_thread
 from pydantic import BeforeValidator, ByteSize, Field, field_validator
 
 from kvpipe.errors import ConfigError
+from kvpipe.keys import name
 from kvpipe.tiers.base import Capacity, Entry, Get, Key, Put, Read, TierError, TierFullError, Written
 from kvpipe.tiers.mooncake_process import ClientProcess, Lane, beside, copy
-from kvpipe.tiers.spec import TierSpec, no_bool
+from kvpipe.tiers.spec import TierSpec
+from kvpipe.values import Size, no_bool
 
 KEYS_MAX: Final = 1000
 """Keys in one question: it must fit into one message of a local socket."""
@@ -50,7 +52,6 @@ CODES: Final = {
 _Asked = TypeVar("_Asked", Get, Put)
 _End = TypeVar("_End")
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})")
-Size = Annotated[ByteSize, BeforeValidator(no_bool), Field(ge=0)]
 
 
 class MooncakeSpec(TierSpec):
@@ -69,10 +70,10 @@ class MooncakeSpec(TierSpec):
     local_host: str = Field(
         "", description="Name or address by which other members reach this machine; default: the way to the master."
     )
-    segment_bytes: Size = Field(
+    segment_bytes: Annotated[Size, Field(ge=0)] = Field(
         ByteSize(1 << 30), description="Memory that each rank lends the cluster; its values are gone when it ends."
     )
-    buffer_bytes: Annotated[ByteSize, BeforeValidator(no_bool), Field(ge=1 << 20)] = Field(
+    buffer_bytes: Annotated[Size, Field(ge=1 << 20)] = Field(
         ByteSize(1 << 30),
         description="Shared memory of each rank for values on their way, taken as it is first used; one value has "
         "at most a quarter of it.",
@@ -88,7 +89,7 @@ class MooncakeSpec(TierSpec):
     def _address(cls, value: str) -> str:
         match = _ADDRESS.fullmatch(value)
         if value and (match is None or not 0 < int(match["port"]) < 1 << 16):
-            msg = f"{value!r} is no address; write HOST:PORT"
+            msg = f"{name(value)!r} is no address; write HOST:PORT"
             raise ValueError(msg)
         return value
 
@@ -105,6 +106,9 @@ class MooncakeSpec(TierSpec):
     def _no_secret(cls, value: str) -> str:
         if "@" in value:
             msg = "it holds a password; give that in the environment, as MC_REDIS_PASSWORD for one"
+            raise ValueError(msg)
+        if "?" in value:
+            msg = "it has a query, which may hold a secret; leave that out"
             raise ValueError(msg)
         return value
 

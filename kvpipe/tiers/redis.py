@@ -7,11 +7,11 @@ are renewed whenever it is read or offered again.
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 from urllib.parse import SplitResult, unquote
 
@@ -21,7 +21,8 @@ from kvpipe.errors import ConfigError
 from kvpipe.tiers.base import Capacity, Entry, Get, Key, Put, Read, Tier, TierFullError, Written
 from kvpipe.tiers.redis_servers import Server, Servers
 from kvpipe.tiers.resp import VALUE_BYTES_MAX, Lane, Refusal, Reply, command, reason
-from kvpipe.tiers.spec import TierSpec, no_bool, secret
+from kvpipe.tiers.spec import TierSpec, secret
+from kvpipe.values import LocalPath, Variable, no_bool
 
 PORT: Final = 6379
 SCAN_KEYS: Final = 1000
@@ -35,18 +36,20 @@ class RedisSpec(TierSpec):
 
     kind: Literal["redis"] = "redis"
     host: str = Field(
-        description="Name or address of the server, or of any server of the cluster.", pattern=r"^[^\s/@]+$"
+        description="Name or address of the server, or of any server of the cluster.",
+        pattern=r"^[^\s/@?#=&\x00]+$",
+        max_length=255,
     )
     port: Annotated[int, BeforeValidator(no_bool), Field(gt=0, lt=65536)] = Field(PORT, description="Its port.")
     db: Annotated[int, BeforeValidator(no_bool), Field(ge=0, lt=1 << 31)] = Field(0, description="Database number.")
     cluster: bool = Field(default=False, description="It is a cluster: values are spread over its primaries.")
     username: str = Field("", description="User of its access control list; empty: `default`.")
-    password_env: str = Field("", description="Environment variable with the password.")
-    password_file: Path | None = Field(None, description="File with the password.")
+    password_env: Variable = Field("", description="Environment variable with the password.")
+    password_file: LocalPath | None = Field(None, description="File with the password.")
     tls: bool = Field(default=False, description="Encrypt the connection; certificate and host name are verified.")
-    tls_ca_file: Path | None = Field(None, description="Authorities to trust instead of the system's (PEM).")
-    tls_cert_file: Path | None = Field(None, description="Certificate to show to the server (PEM).")
-    tls_key_file: Path | None = Field(None, description="Its private key (PEM).")
+    tls_ca_file: LocalPath | None = Field(None, description="Authorities to trust instead of the system's (PEM).")
+    tls_cert_file: LocalPath | None = Field(None, description="Certificate to show to the server (PEM).")
+    tls_key_file: LocalPath | None = Field(None, description="Its private key (PEM).")
     ttl_s: Annotated[int, BeforeValidator(no_bool), Field(ge=0, le=10 * 366 * 86400)] = Field(
         0, description="Values that were not used for so long are dropped by the server; 0: never for their age."
     )
@@ -80,8 +83,8 @@ class RedisSpec(TierSpec):
         if not url.hostname:
             raise ValueError("the host is missing; write redis://HOST:6379/0")
         db = url.path.strip("/")
-        if not ((db.isascii() and db.isdigit()) or not db):
-            raise ValueError(f"{db!r} is no number of a database; write redis://HOST:6379/0")
+        if not re.fullmatch(r"[0-9]{0,10}", db):
+            raise ValueError("its path is no number of a database; write redis://HOST:6379/0")
         said = {
             "host": url.hostname,
             "port": url.port,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import reprlib
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +23,9 @@ from kvpipe.tiers.mooncake import MooncakeSpec
 from kvpipe.tiers.redis import RedisSpec
 from kvpipe.tiers.s3 import S3Spec
 from kvpipe.tiers.spec import TierSpec
+from kvpipe.values import PATH_CHARS_MAX
 
+TIERS_MAX: Final = 16
 SPECS: Final[tuple[type[TierSpec], ...]] = (DiskSpec, RedisSpec, S3Spec, MooncakeSpec)
 DOCS: Final = Path(__file__).parents[2] / "docs" / "tiers.md"
 _KINDS: Final[Mapping[str, type[TierSpec]]] = {spec.model_fields["kind"].default: spec for spec in SPECS}
@@ -50,10 +51,13 @@ def parse_tiers(value: object) -> tuple[TierSpec, ...]:
         text = value.strip()
         try:
             value = json.loads(text) if text.startswith(("[", "{")) else text.split()
-        except json.JSONDecodeError as error:
-            msg = f"kvpipe: tiers begins as JSON but is none ({error}); mend it, or write URLs separated by blanks"
+        except (ValueError, RecursionError) as error:
+            why = keys.place(error)
+            msg = f"kvpipe: tiers begins as JSON but is none ({why}); mend it, or write URLs separated by blanks"
             raise ConfigError(msg) from None
-    if not isinstance(value, Sequence):
+    if not isinstance(value, Sequence) or len(value) > TIERS_MAX:
+        if isinstance(value, Sequence):
+            raise ConfigError(f"kvpipe: tiers has {len(value)} entries; give at most {TIERS_MAX}")
         msg = f"kvpipe: tiers is no list but of type {type(value).__name__}; give one entry per tier: {_EXAMPLES}"
         raise ConfigError(msg)
     specs = tuple(one if isinstance(one, TierSpec) else parse_tier(one, at) for at, one in enumerate(value, 1))
@@ -102,28 +106,32 @@ def _of_table(value: object, at: int) -> tuple[type[TierSpec], dict[str, Any]]:
     kind = value.get("kind")
     if kind is None:
         raise ConfigError(f"kvpipe: tier {at}: kind is missing; it is one of {', '.join(_KINDS)}")
-    spec = _KINDS.get(str(kind))
+    spec = _KINDS.get(kind) if isinstance(kind, str) else None
     if spec is None:
         remedy = keys.suggest(kind, _KINDS, "kinds are")
-        raise ConfigError(f"kvpipe: tier {at}: no tier is of kind={reprlib.repr(kind)}; {remedy}")
-    return spec, {str(key): one for key, one in value.items()}
+        raise ConfigError(f"kvpipe: tier {at}: no tier is of kind{keys.shown(kind)}; {remedy}")
+    return spec, {key if isinstance(key, str) else keys.name(key): one for key, one in value.items()}
 
 
 def _of_url(text: str, at: int) -> tuple[type[TierSpec], dict[str, Any]]:
+    if "\0" in text or len(text) > PATH_CHARS_MAX:
+        raise ConfigError(
+            f"kvpipe: tier {at} is longer than {PATH_CHARS_MAX} characters or has a zero byte; write {_EXAMPLES}"
+        )
     text = os.path.expanduser(text)  # noqa: PTH111  (of any text, not of a path)
     if text.startswith("/"):
         path, mark, query = text.partition("?")
-        text = f"file://{quote(path)}{mark}{query}"
+        text = f"file://{quote(os.fsencode(path))}{mark}{query}"
     scheme, mark, _ = text.partition("://")
     if not mark:
         raise ConfigError(
-            f"kvpipe: tier {at}: {keys.public(text)!r} is neither a URL nor an absolute path; write {_EXAMPLES}"
+            f"kvpipe: tier {at}: {keys.name(text)!r} is neither a URL nor an absolute path; write {_EXAMPLES}"
         )
     spec = _SCHEMES.get(scheme.lower())
     if spec is None:
         remedy = keys.suggest(scheme, _SCHEMES, "URLs begin with", lambda one: f"{one}://")
-        raise ConfigError(f"kvpipe: tier {at}: no tier has URLs such as {keys.public(text)!r}; {remedy}")
-    where = f"kvpipe: tier {at} ({spec.model_fields['kind'].default}): {keys.public(text)!r}"
+        raise ConfigError(f"kvpipe: tier {at}: no tier has URLs such as {keys.name(text)!r}; {remedy}")
+    where = f"kvpipe: tier {at} ({spec.model_fields['kind'].default}): {keys.name(text)!r}"
     url = _split(text)
     if url is None:
         raise ConfigError(f"{where} is no valid URL; write {_EXAMPLES}, with special characters as %XX")

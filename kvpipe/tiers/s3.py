@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, Self, TypeVar
 from urllib.parse import SplitResult, urlsplit
@@ -23,8 +22,10 @@ import numpy as np
 from pydantic import ByteSize, Field, SecretStr, model_validator
 
 from kvpipe.errors import ConfigError
+from kvpipe.keys import name
 from kvpipe.tiers.base import Capacity, Entry, Get, Key, Put, Read, TierError, TierFullError, Written
 from kvpipe.tiers.spec import TierSpec, secret
+from kvpipe.values import LocalPath, Size, Variable
 
 SLOW_BYTES: Final = 4 << 20
 """What must move in every `timeout_ms_max` of a request: a connection that is slower has failed."""
@@ -66,28 +67,28 @@ class S3Spec(TierSpec):
     endpoint: str = Field("", description="URL of a server of one's own, for s3; empty: that of the cloud.")
     allow_http: bool = Field(default=False, description="Allow an endpoint without TLS.")
     region: str = Field("", description="Region, for s3; empty: AWS_REGION, or us-east-1.", pattern=r"^[A-Za-z0-9-]*$")
-    access_key_env: str = Field(
+    access_key_env: Variable = Field(
         "", description="Environment variable with the access key, for s3. None: the cloud's usual sources."
     )
-    access_key_file: Path | None = Field(None, description="File with the same.")
-    secret_key_env: str = Field("", description="Environment variable with the secret key, for s3.")
-    secret_key_file: Path | None = Field(None, description="File with the same.")
-    read_bytes: Annotated[ByteSize, Field(ge=1 << 20, le=1 << 30)] = Field(
+    access_key_file: LocalPath | None = Field(None, description="File with the same.")
+    secret_key_env: Variable = Field("", description="Environment variable with the secret key, for s3.")
+    secret_key_file: LocalPath | None = Field(None, description="File with the same.")
+    read_bytes: Annotated[Size, Field(ge=1 << 20, le=1 << 30)] = Field(
         ByteSize(8 << 20), description="A larger value is read in ranges of so many bytes, side by side."
     )
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        url = urlsplit(self.url)
+        url, shown = _split("url", self.url), name(self.url)
         example = "az://ACCOUNT/CONTAINER/PREFIX" if url.scheme == "az" else f"{url.scheme or 's3'}://BUCKET/PREFIX"
         if "@" in url.netloc:
             raise ValueError("url: a key is not written into a URL; name a variable in access_key_env, secret_key_env")
         if url.scheme not in self.schemes or not url.netloc or url.query or url.fragment:
-            raise ValueError(f"url={self.url!r} names no bucket; write {example}")
+            raise ValueError(f"url={shown!r} names no bucket, or has a query; write {example}")
         if url.scheme == "az" and not url.path.strip("/"):
-            raise ValueError(f"url={self.url!r} names no container; write {example}")
+            raise ValueError(f"url={shown!r} names no container; write {example}")
         if any(part in {"", ".", ".."} for part in url.path.strip("/").split("/")) and url.path.strip("/"):
-            raise ValueError(f"url={self.url!r} has an empty part, '.' or '..' in its path; write {example}")
+            raise ValueError(f"url={shown!r} has an empty part, '.' or '..' in its path; write {example}")
         self._agree_on_keys(url.scheme)
         self._agree_on_endpoint()
         return self
@@ -104,14 +105,14 @@ class S3Spec(TierSpec):
             )
 
     def _agree_on_endpoint(self) -> None:
-        end = urlsplit(self.endpoint)
+        end, shown = _split("endpoint", self.endpoint), name(self.endpoint)
         if "@" in end.netloc:
             raise ValueError("endpoint: a key is not written into a URL; name a variable in access_key_env")
         if self.endpoint and (end.scheme not in {"http", "https"} or not end.netloc or end.query or end.fragment):
-            raise ValueError(f"endpoint={self.endpoint!r} is no URL of a server; write https://HOST:PORT")
+            raise ValueError(f"endpoint={shown!r} is no URL of a server; write https://HOST:PORT")
         if end.scheme == "http" and not self.allow_http:
             raise ValueError(
-                f"endpoint={self.endpoint!r} has no TLS: others can read it all; write https, or set allow_http=true"
+                f"endpoint={shown!r} has no TLS: others can read it all; write https, or set allow_http=true"
             )
 
     @classmethod
@@ -135,6 +136,17 @@ class S3Spec(TierSpec):
             raise ConfigError(f"kvpipe: tier {name}: {error}") from None
         keys = {"access_key_id": access, "secret_access_key": hidden}
         return S3Tier(name, self, obstore, {key: value for key, value in keys.items() if value is not None})
+
+
+def _split(key: str, text: str) -> SplitResult:
+    try:
+        url = urlsplit(text)
+        url.port  # noqa: B018  (it is read only now)
+    except ValueError:  # its message would show what it cannot read
+        raise ValueError(f"{key}={name(text)!r} is no valid URL; write special characters as %XX") from None
+    if "\0" in text:
+        raise ValueError(f"{key}={name(text)!r} has a zero byte; leave it out")
+    return url
 
 
 class RefusedError(TierError):

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import os
-import re
 from abc import abstractmethod
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 from urllib.parse import SplitResult, parse_qsl
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
 
+from kvpipe import files
+from kvpipe.keys import name
 from kvpipe.tiers.base import Tier
+from kvpipe.values import LocalPath, Variable, no_bool
 
-
-def no_bool(value: object) -> object:
-    """Refuse True and False where a number is meant; pydantic would read them as 1 and 0."""
-    if isinstance(value, bool):
-        msg = "expected a number, not true or false"
-        raise ValueError(msg)  # noqa: TRY004  (pydantic turns ValueError into its own report)
-    return value
+SECRET_FILE_BYTES_MAX: Final = 64 << 10
 
 
 class TierSpec(BaseModel):
@@ -40,10 +36,10 @@ class TierSpec(BaseModel):
     lanes: Annotated[int, BeforeValidator(no_bool), Field(gt=0, le=64)] = Field(
         4, description="Reads, and as many writes, under way at once, per rank."
     )
-    encryption_key_env: str = Field(
+    encryption_key_env: Variable = Field(
         "", description="Environment variable with 32 bytes in base64: values are encrypted (AES-256-GCM)."
     )
-    encryption_key_file: Path | None = Field(None, description="File with the same.")
+    encryption_key_file: LocalPath | None = Field(None, description="File with the same.")
 
     @classmethod
     @abstractmethod
@@ -56,7 +52,7 @@ class TierSpec(BaseModel):
         given = {"kind": cls.model_fields["kind"].default, **cls.from_url(url)}
         for key, value in parse_qsl(url.query, keep_blank_values=True, strict_parsing=bool(url.query)):
             if key in given:
-                msg = f"{key!r} is said twice; leave it out of the query"
+                msg = f"{name(key)!r} is said twice; leave it out of the query"
                 raise ValueError(msg)
             given[key] = value
         return given
@@ -80,16 +76,20 @@ def secret(env: str, file: Path | None, what: str) -> SecretStr | None:
     if env and file is not None:
         msg = f"{what}: name a variable or a file, not both"
         raise ValueError(msg)
+    key = what if what.endswith(("_env", "_file")) else f"{what.replace(' ', '_')}_{'env' if env else 'file'}"
     if env:
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", env):
-            msg = f"{what}: expected the name of an environment variable"  # it may be the secret itself: not shown
-            raise ValueError(msg)
         text = os.environ.get(env, "")
         where = f"environment variable {env}"
+        if env not in os.environ:  # it may be the secret itself: not shown
+            where = f"the environment variable that {key} names"
     elif file is not None:
-        where = f"file {file}"
+        there = file.is_absolute() and len(file.parts) > 2 and file.parent.is_dir()  # noqa: PLR2004  (/FOLDER/FILE)
+        where = f"file {file}" if there else f"the file that {key} names"
         try:
-            text = file.read_text(encoding="utf-8").strip()
+            text = files.read_small(file, SECRET_FILE_BYTES_MAX).decode().strip()
+        except files.OddFileError as error:
+            msg = f"{what}: {where} cannot be read ({error})"
+            raise ValueError(msg) from None
         except (OSError, UnicodeDecodeError) as error:
             msg = f"{what}: {where} cannot be read ({type(error).__name__})"
             raise ValueError(msg) from None

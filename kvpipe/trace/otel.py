@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from kvpipe import __version__
 from kvpipe.errors import ConfigError
 from kvpipe.trace import events as e
+from kvpipe.trace.recorder import each
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -49,21 +50,25 @@ class OtelSink:
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("kvpipe", __version__)
         self._open: OrderedDict[str, list[e.Event]] = OrderedDict()
+        self.lost = 0
 
     def write(self, events: Sequence[e.Event]) -> str:
         """See `Sink`."""
-        for event in events:
-            if isinstance(event, e.RequestDone):
-                self._send(event, self._open.pop(event.request, []))
-            elif isinstance(event, e.RequestAdded | e.RequestAdmitted):
-                if event.request not in self._open and len(self._open) >= OPEN_MAX:
-                    self._open.popitem(last=False)
-                self._open.setdefault(event.request, []).append(event)
-            elif isinstance(event, _TOLD) and event.request in self._open:
-                self._open[event.request].append(event)
-            if event.request in self._open:
-                del self._open[event.request][EVENTS_MAX:]
-        return ""
+        told, why = each(events, self._tell)
+        self.lost += len(events) - len(told)
+        return why
+
+    def _tell(self, event: e.Event) -> None:
+        if isinstance(event, e.RequestDone):
+            self._send(event, self._open.pop(event.request, []))
+        elif isinstance(event, e.RequestAdded | e.RequestAdmitted):
+            if event.request not in self._open and len(self._open) >= OPEN_MAX:
+                self._open.popitem(last=False)
+            self._open.setdefault(event.request, []).append(event)
+        elif isinstance(event, _TOLD) and event.request in self._open:
+            self._open[event.request].append(event)
+        if event.request in self._open:
+            del self._open[event.request][EVENTS_MAX:]
 
     def close(self) -> None:
         """See `Sink`."""

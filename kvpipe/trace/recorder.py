@@ -15,10 +15,10 @@ import threading
 import time
 import zlib
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from time import monotonic_ns
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -33,8 +33,12 @@ COMPLAINTS_S = 60.0
 THROTTLE = 1000
 CLOSE_S_MAX = 2.0
 _PASSING = {errno.ENOSPC, errno.EAGAIN, errno.EDQUOT}
+_OPEN = os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
+_LOCK_S_MAX = 1.0
+_WHY_CHARS_MAX = 400
 _SLICE_EVENTS = 64  # encoded at a time: the thread that computes gets the interpreter in between
 _HASH_MAX = 1 << 32
+_T = TypeVar("_T")
 
 
 class Recorder:
@@ -89,7 +93,13 @@ class Recorder:
         """Return the oldest events, up to `count`, and forget them."""
         queue = self._queue
         taken = [queue.popleft() for _ in range(min(len(queue), count))]
-        return [one.event(self.rank) if isinstance(one, Taken) else one for one in taken]
+        out: list[Event] = []
+        for one in taken:
+            try:
+                out.append(one.event(self.rank) if isinstance(one, Taken) else one)
+            except Exception:  # noqa: BLE001  (it is lost alone)
+                self.lost += 1
+        return out
 
     @property
     def waiting(self) -> int:
@@ -137,11 +147,25 @@ OFF = Recorder(queue_events_max=0)
 class Sink(Protocol):
     """Where events go. Called on the writer's thread only."""
 
+    lost: int
+    """How many events it could not write, so far."""
+
     def write(self, events: Sequence[Event]) -> str:
-        """Write `events`; return why they are lost, or nothing."""
+        """Write `events`, each of which may fail by itself; return why some are lost, or nothing."""
 
     def close(self) -> None:
         """Write what is left and let go."""
+
+
+def each(events: Sequence[Event], do: Callable[[Event], _T]) -> tuple[list[_T], str]:
+    """Return what `do` makes of each event, and why it fails for some, which are left out."""
+    made, why = [], ""
+    for event in events:
+        try:
+            made.append(do(event))
+        except Exception as error:  # noqa: BLE001  (a bad one is lost alone)
+            why = f"{type(event).__name__} cannot be told: {error!r}"[:_WHY_CHARS_MAX]
+    return made, why
 
 
 class Writer:
@@ -190,12 +214,13 @@ class Writer:
                 event.engine, event.wall_ns = self._engine, event.t_ns + self._wall_ns
                 event.request = log.bounded(event.request)
             for sink in self._sinks:
+                before = sink.lost
                 try:
                     why = sink.write(events)
                 except Exception as error:  # noqa: BLE001  (one sink's bug must not silence the others)
-                    why = f"{type(sink).__name__}: {error!r}"
+                    why, before = f"{type(sink).__name__}: {error!r}", sink.lost - len(events)
                 if why:
-                    recorder.lost += len(events)
+                    recorder.lost += sink.lost - before
                     self._complain(why)
             time.sleep(0)
 
@@ -217,27 +242,33 @@ class FileSink:
         self._encoder = msgspec.json.Encoder()
         self._fd = -1
         self._regular = True
-        self._lost = 0
+        self.lost = 0
+        self._untold = 0  # of those: the file does not say yet that they are missing
         self._why = ""
 
     def write(self, events: Sequence[Event]) -> str:
         """See `Sink`. One write of whole lines, so that processes do not mix theirs."""
+        lines, odd = each(events, self._encoder.encode)
+        whole = len(lines)
+        if odd:
+            self._loses(len(events) - whole, odd)
         try:
             self._open(events[0])
-            lines = [self._encoder.encode(event) for event in events]
-            if self._lost:
+            if self._untold:
                 at = events[0]
-                gap = Dropped(at.t_ns, at.rank, "", 0, at.step, at.wall_ns, at.engine, self._lost, self._why)
+                gap = Dropped(at.t_ns, at.rank, "", 0, at.step, at.wall_ns, at.engine, self._untold, self._why)
                 lines.insert(0, self._encoder.encode(gap))
             self._put(lines)
         except Exception as error:  # noqa: BLE001  (whatever it was, the next line says how many are missing)
-            self._lost += len(events)
-            self._why = f"{self._path}: {getattr(error, 'strerror', None) or error}"
+            self._loses(whole, f"{self._path}: {getattr(error, 'strerror', None) or error}")
             if not isinstance(error, OSError) or error.errno not in _PASSING:
                 self.close()  # opened anew with the next events
             return self._why
-        self._lost = 0
-        return ""
+        self._untold = 0
+        return odd
+
+    def _loses(self, count: int, why: str) -> None:
+        self.lost, self._untold, self._why = self.lost + count, self._untold + count, why
 
     def close(self) -> None:
         """See `Sink`."""
@@ -260,8 +291,7 @@ class FileSink:
             self._rotate()
         # a pipe that nobody reads, or that is full, loses events; it does not hold anybody up
         piped = self._path.exists() and not self._path.is_file()
-        access = os.O_WRONLY if piped else os.O_RDWR
-        self._fd = os.open(self._path, access | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+        self._fd = os.open(self._path, (os.O_WRONLY if piped else os.O_RDWR) | _OPEN, 0o600)
         self._regular = stat.S_ISREG(os.fstat(self._fd).st_mode)
         started = self._started
         started.t_ns, started.wall_ns, started.engine = first.t_ns, first.wall_ns, first.engine
@@ -274,7 +304,11 @@ class FileSink:
 
     def _rotate(self) -> None:
         """Put the full file aside, unless another process was quicker."""
-        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        until = time.monotonic() + _LOCK_S_MAX
+        while not _locked(self._fd):
+            if time.monotonic() > until:  # somebody keeps it who does not write: it is not waited for with every event
+                raise BlockingIOError(errno.EAGAIN, "another process keeps the file locked")
+            time.sleep(POLL_S / 10)
         try:
             there = os.stat(self._path)  # noqa: PTH116
             if there.st_ino == os.fstat(self._fd).st_ino:
@@ -298,26 +332,38 @@ class FileSink:
         return size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
 
 
+def _locked(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 class LogSink:
     """Tells the operator: kvpipe's structured log, at its level; at most two lines per request at `info`."""
 
     def __init__(self, level: int) -> None:
         """`level`: of Python's `logging`."""
         self._level = level
+        self.lost = 0
         self._seen: Counter[str] = Counter()
 
     def write(self, events: Sequence[Event]) -> str:
         """See `Sink`. Of what may come by the thousand, the first is told and every thousandth."""
-        for event in events:
-            if event.level < self._level:
-                continue
-            if event.throttled:
-                name = str(event.__struct_config__.tag)
-                self._seen[name] += 1
-                if self._seen[name] % THROTTLE != 1:
-                    continue
-            log.tell(event)
-        return ""
+        told, why = each(events, self._tell)
+        self.lost += len(events) - len(told)
+        return why
+
+    def _tell(self, event: Event) -> None:
+        if event.level < self._level:
+            return
+        if event.throttled:
+            name = str(event.__struct_config__.tag)
+            self._seen[name] += 1
+            if self._seen[name] % THROTTLE != 1:
+                return
+        log.tell(event)
 
     def close(self) -> None:
         """Nothing is held."""

@@ -4,13 +4,40 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
+from pathlib import Path
 
-from kvpipe import __version__
+from kvpipe import __version__, files
 from kvpipe.config import Settings
 from kvpipe.errors import ConfigError
 from kvpipe.loop import spare_cpus
 from kvpipe.trace.events import SCHEDULER, Started
+from kvpipe.trace.log import warn
 from kvpipe.trace.recorder import FileSink, LogSink, Recorder, Sink, Writer
+
+
+def check_trace_file(path: Path) -> None:
+    """Refuse what a trace is not written to. A file is made, a pipe and a character device are written to as they are.
+
+    Raises:
+        ConfigError: its folder does not exist, or it is a folder, a link, a socket or a disk.
+
+    """
+    why = "its folder does not exist; make it, or name another"
+    if path.absolute().parent.is_dir():
+        try:
+            mode = path.lstat().st_mode
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            why = f"it cannot be looked at ({files.why(error)}); name another"
+        else:
+            if stat.S_ISREG(mode) or stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
+                return
+            why = f"it is {files.kind_of(mode)}; name a file, which is made"
+            if stat.S_ISLNK(mode):  # who made it may not be who runs the engine
+                why = "it is a link, which is not followed; name the file that it leads to"
+    raise ConfigError(f"kvpipe: trace_file={str(path)!r}: {why}")
 
 
 def tracing(settings: Settings, engine: str, side: str, rank: int, layers: int) -> tuple[Recorder, Writer]:
@@ -27,11 +54,9 @@ def tracing(settings: Settings, engine: str, side: str, rank: int, layers: int) 
     )
     sinks: list[Sink] = [LogSink(level)]
     if settings.trace_file is not None:
-        if not settings.trace_file.absolute().parent.is_dir():
-            msg = (
-                f"kvpipe: trace_file={str(settings.trace_file)!r}: its folder does not exist; make it, or name another"
-            )
-            raise ConfigError(msg)
+        check_trace_file(settings.trace_file)
+        if doubt := files.doubts(settings.trace_file):
+            warn("trace_file_shared", path=str(settings.trace_file), why=doubt, remedy="delete it, or name another")
         started = Started(
             0, rank, "", 0, 0, kvpipe=__version__, side=side, pid=os.getpid(), layers=layers,
             sample=settings.trace_sample, detail=detail,

@@ -65,7 +65,7 @@ def test_urls_say_it_all(url: str, keys: dict[str, object]) -> None:
             {"kind": "redis", "host": "h", "password": PASSWORD},
             "name a variable in password_env or a file in password_file",
         ),
-        ("redis://h/zero", "'zero' is no number of a database"),
+        ("redis://h/zero", "its path is no number of a database"),
         ("redis:///0", "the host is missing"),
         ({"kind": "redis"}, "host is missing"),
         ({"kind": "redis", "host": "a b"}, "host='a b' is not valid"),
@@ -93,7 +93,10 @@ def test_files_are_read_before_the_engine_starts(tmp_path: Path, monkeypatch: py
         ({"tls_ca_file": junk}, "tls_ca_file=.*junk cannot be used"),
         ({"tls_cert_file": files.cert, "tls_key_file": junk}, "tls_cert_file=.*tls_key_file=.*junk cannot be used"),
         ({"password_file": tmp_path / "none"}, "password: file .*none cannot be read"),
-        ({"password_env": "KVPIPE_TEST_NOT_SET"}, "password: environment variable KVPIPE_TEST_NOT_SET is empty"),
+        (
+            {"password_env": "KVPIPE_TEST_NOT_SET"},
+            "password: the environment variable that password_env names is empty",
+        ),
     ):
         with pytest.raises(ConfigError, match=why):
             spec(1, tls=True, **keys).make("redis")

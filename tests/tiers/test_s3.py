@@ -113,10 +113,10 @@ def test_a_url_says_it_all() -> None:
 
 
 def test_secrets_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A variable that is not set is an error that names it, when the tier is made."""
+    """A variable that is not set is an error that names its key, when the tier is made."""
     spec = spec_of(shared())
     monkeypatch.delenv("TESTS_S3_SECRET")
-    with pytest.raises(ConfigError, match="tier s3: secret key: environment variable TESTS_S3_SECRET is empty"):
+    with pytest.raises(ConfigError, match="s3: secret key: the environment variable that secret_key_env names is"):
         spec.make("s3")
 
 

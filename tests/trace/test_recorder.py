@@ -52,6 +52,7 @@ class Memory:
         """Nothing has come."""
         self.events: list[e.Event] = []
         self.closed = False
+        self.lost = 0
         self.why = ""
         self.hold = threading.Event()
         self.hold.set()
@@ -60,6 +61,7 @@ class Memory:
         """See `Sink`."""
         self.hold.wait(10)
         self.events += events
+        self.lost += len(events) if self.why else 0
         return self.why
 
     def close(self) -> None:
@@ -302,14 +304,17 @@ def test_every_file_says_who_writes(tmp_path: Path, small_disk: int, monkeypatch
     assert [type(one) for one in Trace(path)] == [e.Started, e.Dropped, e.LeasesTaken]
 
 
-def test_what_cannot_be_encoded_is_counted(tmp_path: Path) -> None:
-    """A request id that is no text costs its own slice."""
+def test_what_cannot_be_encoded_is_lost_alone(tmp_path: Path) -> None:
+    """A request id that is no text costs one event, which the file says is missing, and no other of its slice."""
     path = tmp_path / "trace"
     sink = _file(path)
-    assert sink.write([_event(1, "\ud800")])
-    assert not sink.write([_event(2)])
+    assert "LeasesTaken cannot be told" in sink.write([_event(1), _event(2, "\ud800"), _event(3)])
+    assert sink.lost == 1
+    assert not sink.write([_event(4)])
+    assert sink.write([_event(5, "\ud800")])
     sink.close()
-    assert [one.count for one in Trace(path) if isinstance(one, e.Dropped)] == [1]
+    assert _numbers(path) == [1, 3, 4]
+    assert [one.count for one in Trace(path) if isinstance(one, e.Dropped)] == [1, 1]
 
 
 def test_a_pipe_that_nobody_reads_loses_events(tmp_path: Path) -> None:

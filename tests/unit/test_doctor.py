@@ -644,8 +644,8 @@ def test_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     [
         ('{"chunk_sizee": 4}', "kvpipe: unknown key 'chunk_sizee' in the kv_connector_extra_config; did you mean"),
         ('{"chunk_tokens": 0}', "kvpipe: chunk_tokens=0 is not valid"),
-        ("{", "kvpipe: extra='{' is not JSON"),
-        ("[1]", "kvpipe: extra='[1]' is not a JSON object"),
+        ("{", "kvpipe: extra is not JSON ("),
+        ("[1]", "kvpipe: extra is no JSON object but of type list"),
     ],
 )
 def test_a_wrong_configuration_is_a_finding(

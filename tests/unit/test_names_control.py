@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
+from stat import S_IMODE
+from typing import Any
+from unittest.mock import Mock
 
 import anyio
 import pytest
 
-from kvpipe.control import read_freeze, watch_control_file, write_freeze
+from kvpipe import cli
+from kvpipe.control import check_control_file, read_freeze, watch_control_file, write_freeze
 from kvpipe.errors import ConfigError
 from kvpipe.names import NameClaim, default_state_dir
 from tests.unit.fakes import WAIT_S
@@ -66,6 +78,107 @@ def test_a_stale_record_is_replaced(tmp_path: Path, stale: str) -> None:
     held.release()
 
 
+@pytest.mark.parametrize(
+    "damage", ["garbage", "[1]", "{" * 100_000, '{"a": ' + "9" * 5000 + "}", "x" * (2 << 20), "\0"]
+)
+def test_a_damaged_record_that_is_held_is_one_sentence(tmp_path: Path, damage: str) -> None:
+    """It names the record, who holds it and the remedy; without a holder the record is replaced."""
+    held = NameClaim("docs", FACTS, tmp_path)
+    (tmp_path / "docs.json").write_text(damage, encoding="utf-8")
+    with pytest.raises(
+        ConfigError, match=r"its record '.+docs.json' is damaged, .+ delete the file, or choose"
+    ) as caught:
+        NameClaim("docs", FACTS, tmp_path)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 600
+    held.release()
+    NameClaim("docs", FACTS, tmp_path).release()
+
+
+LOCKER = """
+import fcntl, sys, time
+file = open(sys.argv[1])  # reading is enough for a lock
+fcntl.flock(file, fcntl.LOCK_EX)
+print("locked", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_lock_of_somebody_elses_is_not_waited_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever keeps a record locked does not hang an engine: it is told which process that is, and whose."""
+    monkeypatch.setattr("kvpipe.names.LOCK_S_MAX", 0.3)
+    NameClaim("docs", FACTS, tmp_path).release()
+    locker = subprocess.Popen([sys.executable, "-c", LOCKER, str(tmp_path / "docs.json")], stdout=subprocess.PIPE)
+    try:
+        assert locker.stdout is not None
+        assert locker.stdout.readline() == b"locked\n"
+        begin = time.monotonic()
+        with pytest.raises(ConfigError, match=r"has been locked for .+; end that, or choose another name") as caught:
+            NameClaim("docs", FACTS, tmp_path)
+        assert time.monotonic() - begin < WAIT_S
+        seen = any(f" {locker.pid} " in line for line in Path("/proc/locks").read_text("ascii").splitlines())
+        assert (f"process {locker.pid} (" in str(caught.value)) == seen, "where the system shows locks"
+    finally:
+        locker.kill()
+        locker.communicate()
+    NameClaim("docs", FACTS, tmp_path).release()
+
+
+def test_a_lock_that_is_given_back_in_time_is_waited_for(tmp_path: Path) -> None:
+    """An engine that is just writing its record costs another a moment."""
+    NameClaim("docs", FACTS, tmp_path).release()
+    with (tmp_path / "docs.json").open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        timer = threading.Timer(0.2, fcntl.flock, (file, fcntl.LOCK_SH))
+        timer.start()
+        NameClaim("docs", FACTS, tmp_path).release()
+        timer.join()
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "link", "file for a folder", "zero byte"])
+def test_a_record_that_is_no_file_is_refused(tmp_path: Path, kind: str) -> None:
+    """A folder, a pipe, a link where the record should be, or a state folder that is none: one sentence, at once."""
+    record, state = tmp_path / "docs.json", tmp_path
+    if kind == "folder":
+        record.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(record)
+    elif kind == "link":
+        record.symlink_to(tmp_path / "beyond")
+    elif kind == "file for a folder":
+        state = tmp_path / "file"
+        state.touch()
+    else:
+        state = Path("/a\0b")
+    with pytest.raises(
+        ConfigError, match=r"name='docs': its record .+ cannot be used \(.+\); set state_dir to a folder"
+    ):
+        NameClaim("docs", FACTS, state)
+    assert not (tmp_path / "beyond").exists()
+
+
+def test_a_record_is_its_owners_alone(tmp_path: Path) -> None:
+    """The record and its folder are private: others cannot even lock it."""
+    before = os.umask(0)
+    try:
+        NameClaim("docs", FACTS, tmp_path / "state").release()
+    finally:
+        os.umask(before)
+    assert S_IMODE((tmp_path / "state").stat().st_mode) == 0o700
+    assert S_IMODE((tmp_path / "state" / "docs.json").stat().st_mode) == 0o600
+
+
+def test_without_a_home_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody knows this user's home, the remedy is state_dir."""
+
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr("kvpipe.names.default_state_dir", nowhere)
+    with pytest.raises(ConfigError, match="set state_dir"):
+        NameClaim("docs", FACTS)
+
+
 @pytest.mark.parametrize("name", ["", "../up", "a/b", ".hidden", "x" * 65, "a b", "docs\n"])
 def test_a_name_that_is_no_file_name_is_refused(tmp_path: Path, name: str) -> None:
     """A name that could leave the folder is refused, and nothing is written."""
@@ -90,6 +203,95 @@ def test_freeze_roundtrip(tmp_path: Path, *, on: bool) -> None:
     write_freeze(path, on=on)
     assert read_freeze(path.read_text(encoding="utf-8")) is on
     assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "link", "below a file", "zero byte", "read only"])
+def test_what_cannot_be_written_is_one_sentence(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`kvpipe freeze` where one may not write, or on what is no file, says so in one line, with status 2."""
+    path = tmp_path / "control"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link":
+        path.symlink_to(tmp_path / "beyond")
+    elif kind == "below a file":
+        path.touch()
+        path = path / "control"
+    elif kind == "zero byte":
+        path = Path("a\0b")
+    else:
+        monkeypatch.setattr(os, "open", Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
+    assert cli.main(["freeze", "on", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert re.fullmatch(r"kvpipe: control_file='.+' cannot be written \(.+\); name a file in a folder .+\n", said)
+    assert not (tmp_path / "beyond").exists()
+
+
+def test_drafts_cannot_be_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the file is written to first is new each time, is not opened if it is there, and is gone afterwards."""
+    path, seen = tmp_path / "control", []
+    real = os.open
+
+    def noted(name: Any, flags: int, *rest: Any, **named: Any) -> int:
+        seen.append((str(name), flags))
+        return real(name, flags, *rest, **named)
+
+    monkeypatch.setattr(os, "open", noted)
+    for on in (True, False):
+        write_freeze(path, on=on)
+    (one, flags), (other, _) = seen
+    assert one != other
+    assert flags & os.O_EXCL
+    assert flags & os.O_NOFOLLOW
+    assert [*tmp_path.iterdir()] == [path]
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "device", "loop"])
+def test_an_engine_does_not_start_with_an_odd_control_file(kind: str, tmp_path: Path) -> None:
+    """A folder, a pipe, a device or a loop of links can be no control file; what is not there yet can."""
+    path = tmp_path / "control"
+    check_control_file(path)
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path = Path("/dev/zero")
+    else:
+        path.symlink_to(path)
+    with pytest.raises(ConfigError, match=r"control_file='.+' is .+; name a file, which need not exist yet"):
+        check_control_file(path)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "long"])
+def test_the_watcher_is_not_held_up(kind: str, tmp_path: Path) -> None:
+    """What becomes a pipe, an endless device or a long file is passed over; then the engine obeys again."""
+    path = tmp_path / "control"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.write_bytes(b"freeze: on" + b" " * (64 << 20))
+    told: list[bool] = []
+
+    async def play() -> None:
+        with anyio.fail_after(WAIT_S):
+            async with anyio.create_task_group() as group:
+                group.start_soon(watch_control_file, path, told.append)
+                await anyio.sleep(0.2)
+                assert told == []
+                path.unlink()
+                write_freeze(path, on=True)
+                while not told:  # noqa: ASYNC110  (nothing tells)
+                    await anyio.sleep(0.02)
+                group.cancel_scope.cancel()
+
+    anyio.run(play)
+    assert told == [True]
 
 
 @pytest.mark.parametrize("text", ["", "freeze", "freeze:", "freeze: maybe", "thaw: on", "on", "freeze: on off", "\0"])

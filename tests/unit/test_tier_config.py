@@ -140,7 +140,7 @@ def test_settings_show_every_key_of_a_tier() -> None:
         ('{"kind": "redis"}', "tiers is no list but of type dict; give "),
         (
             "[1",
-            "tiers begins as JSON but is none (Expecting ',' delimiter: line 1 column 3 (char 2)); mend it, or write",
+            "tiers begins as JSON but is none (Expecting ',' delimiter at line 1, column 3); mend it, or write",
         ),
         ([5], "tier 1 is of type int; give a path such as /mnt/kv"),
         (["redis://h", None], "tier 2 is of type NoneType; give "),
@@ -151,7 +151,7 @@ def test_settings_show_every_key_of_a_tier() -> None:
         ([{}], "tier 1: kind is missing; it is one of disk, redis, s3, mooncake"),
         ([{"kind": "reddis"}], "tier 1: no tier is of kind='reddis'; did you mean 'redis'?"),
         ([{"kind": 7}], "tier 1: no tier is of kind=7; kinds are disk, redis, s3, mooncake"),
-        ([{"kind": ["redis"]}], "tier 1: no tier is of kind=['redis']; "),
+        ([{"kind": ["redis"]}], "tier 1: no tier is of kind of type list; kinds are "),
         ("s3://b/p redis://h?lane=5", "tier 2 (redis): unknown key 'lane'; did you mean 'lanes'?"),
         ([{"kind": "redis", "host": "h", "lane": 5}], "tier 1 (redis): unknown key 'lane'; did you mean 'lanes'?"),
         (

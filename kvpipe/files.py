@@ -1,0 +1,100 @@
+"""Small files that others may have a hand in: read within bounds and without waiting, replaced whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import secrets
+import stat
+from pathlib import Path
+
+_READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe that nobody writes to must not stop it
+_DRAFT = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFLNK: "a link",
+}
+
+
+class OddFileError(OSError):
+    """It is no regular file, or longer than it may be. Its text says so."""
+
+
+def kind_of(mode: int) -> str:
+    """Return what `st_mode` says that something is, in words; nothing for a regular file."""
+    return _KINDS.get(stat.S_IFMT(mode), "")
+
+
+def owner_of(uid: int) -> str:
+    """Return what a user is called."""
+    with contextlib.suppress(KeyError):
+        return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
+    return f"uid {uid}"
+
+
+def doubts(path: Path) -> str:
+    """Return why others may have a hand in a file or folder, or read it though it is ours; nothing: they do not."""
+    try:
+        found = path.stat()
+    except (OSError, ValueError):
+        return ""
+    if found.st_uid not in {os.geteuid(), 0}:
+        return f"it belongs to {owner_of(found.st_uid)}"
+    if stat.S_ISREG(found.st_mode) and found.st_mode & 0o066:
+        return (
+            f"its mode {stat.S_IMODE(found.st_mode):04o} lets others {'write' if found.st_mode & 0o022 else 'read'} it"
+        )
+    return "everybody may write to it" if stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_IWOTH else ""
+
+
+def read_small(path: Path, bytes_max: int) -> bytes:
+    """Return what a regular file holds, also one that a link leads to.
+
+    Raises:
+        OSError: it cannot be read; `OddFileError`: it is something else, or longer than `bytes_max`.
+
+    """
+    try:
+        fd = os.open(path, _READ)
+    except ValueError:  # a zero byte in the name
+        raise OddFileError("no path") from None
+    try:
+        if kind := kind_of(os.fstat(fd).st_mode):
+            raise OddFileError(f"it is {kind}")
+        data = b""
+        while len(data) <= bytes_max and (more := os.read(fd, bytes_max + 1 - len(data))):
+            data += more
+    finally:
+        os.close(fd)
+    if len(data) > bytes_max:
+        raise OddFileError(f"it is longer than {bytes_max} bytes")
+    return data
+
+
+def replace_text(path: Path, text: str, mode: int = 0o600) -> None:
+    """Make a file hold `text`, all at once. What it is written to meanwhile has a name that nobody can guess.
+
+    Raises:
+        OSError: it cannot be written.
+
+    """
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    fd = os.open(draft, _DRAFT, mode)
+    try:
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            file.write(text)
+        draft.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise
+
+
+def why(error: Exception) -> str:
+    """Return why a file could not be used, in short, and without its name."""
+    return str(getattr(error, "strerror", None) or error) or type(error).__name__

@@ -1,0 +1,69 @@
+"""Types of what a user sets: numbers, sizes, paths, names of variables. What nobody can mean is refused."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Annotated, Final
+
+from pydantic import AfterValidator, BeforeValidator, ByteSize, Field
+
+BYTES_END: Final = 1 << 63
+PATH_CHARS_MAX: Final = 4000
+
+
+def no_bool(value: object) -> object:
+    """Refuse True and False where a number is meant; pydantic would read them as 1 and 0. And what is not finite."""
+    if isinstance(value, bool):
+        msg = "expected a number, not true or false"
+        raise ValueError(msg)  # noqa: TRY004  (pydantic turns ValueError into its own report)
+    if isinstance(value, float) and not math.isfinite(value):
+        msg = "expected a finite number"
+        raise ValueError(msg)
+    return value
+
+
+def _number_of_bytes(value: object) -> object:
+    """Refuse what pydantic would choke on."""
+    digits = re.match(r"\s*([0-9.]*)", value) if isinstance(value, str) else None
+    if digits is not None and len(digits[1]) > len(str(BYTES_END)):
+        value = BYTES_END
+    return _fewer(value) if isinstance(value, int) and not isinstance(value, bool) else no_bool(value)
+
+
+def _fewer(value: int) -> int:
+    if abs(value) >= BYTES_END:
+        msg = "expected fewer than 2**63 bytes"
+        raise ValueError(msg)
+    return value
+
+
+Size = Annotated[ByteSize, BeforeValidator(_number_of_bytes), AfterValidator(_fewer)]
+"""A number of bytes, also with a unit."""
+
+
+def _local(value: object) -> object:
+    text = str(value) if isinstance(value, str | Path) else ""
+    if "://" in text:
+        msg = "expected a path on this machine, not a URL"
+        raise ValueError(msg)
+    if "\0" in text or len(text) > PATH_CHARS_MAX:
+        msg = f"expected a path of at most {PATH_CHARS_MAX} characters, and no zero byte among them"
+        raise ValueError(msg)
+    return value
+
+
+LocalPath = Annotated[Path, BeforeValidator(_local)]
+"""A path that the system can be asked about."""
+
+
+def _variable(value: str) -> str:
+    if value and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,254}", value):
+        msg = "expected the name of an environment variable"
+        raise ValueError(msg)
+    return value
+
+
+Variable = Annotated[str, AfterValidator(_variable), Field(repr=False)]
+"""The name of a variable that holds a secret. Who errs writes the secret itself there: it is not shown."""

@@ -1,0 +1,124 @@
+"""The trace as a file among others: whose it is, what it may not be, and what a bad event or a held lock costs."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpipe.config import load_settings
+from kvpipe.errors import ConfigError
+from kvpipe.trace import events as e
+from kvpipe.trace.reader import Trace
+from kvpipe.trace.recorder import LogSink, Recorder, Writer
+from kvpipe.trace.setup import tracing
+from tests.trace.test_recorder import Memory
+from tests.trace.test_recorder import _event as event
+from tests.trace.test_recorder import _file as file
+from tests.trace.test_recorder import _numbers as numbers
+
+
+@pytest.mark.parametrize("where", ["queue", "file", "log"])
+def test_one_bad_event_costs_no_other(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 64 that are written together one that cannot be made, encoded or logged is lost, and counted as one."""
+    told, sink = Recorder(0), Memory()
+    path = tmp_path / "trace"
+    bad: Any = event(31, "\ud800" if where == "file" else "bad")
+    if where == "queue":
+        bad = e.Taken(1, "r", 1, 1, None, 1, None, None, "")  # type: ignore[arg-type]
+    for one in [*map(event, range(31)), bad, *map(event, range(32, 64))]:
+        told._queue.append(one)
+    logged: list[int] = []
+
+    def tell(one: e.Event) -> None:
+        if isinstance(one, e.LeasesTaken):
+            assert one.request != "bad"
+            logged.append(one.chunks)
+
+    monkeypatch.setattr("kvpipe.trace.log.tell", tell)
+    writer = Writer(told, [LogSink(0), file(path), sink], "engine")
+    writer.close()
+    whole, less = [*range(64)], [*range(31), *range(32, 64)]
+    kept = [one.chunks for one in sink.events if isinstance(one, e.LeasesTaken)]
+    assert kept == (less if where == "queue" else whole)
+    assert numbers(path) == (whole if where == "log" else less)
+    assert logged == (whole if where == "file" else less)
+    assert told.losses == {"queue": 0, "sink": 1}
+
+
+def test_a_trace_is_its_owners_alone(tmp_path: Path) -> None:
+    """Whatever the umask, the file is 0600, and so is the one that follows it; one that is there keeps its mode."""
+    before = os.umask(0)
+    try:
+        path = tmp_path / "trace"
+        sink = file(path, 2000)
+        for i in range(20):
+            assert not sink.write([event(i)])
+        sink.close()
+        assert {stat.S_IMODE(one.stat().st_mode) for one in tmp_path.iterdir()} == {0o600}
+        assert len(list(tmp_path.iterdir())) == 2
+    finally:
+        os.umask(before)
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    """A link where the trace should be loses events; what it leads to is not touched, nor made."""
+    path, beyond = tmp_path / "trace", tmp_path / "beyond"
+    for _ in range(2):
+        path.symlink_to(beyond)
+        sink = file(path)
+        assert "Too many levels of symbolic links" in sink.write([event(1)])
+        sink.close()
+        path.unlink()
+        assert not beyond.exists() or beyond.read_bytes() == b"mine"
+        beyond.write_bytes(b"mine")
+
+
+def test_a_lock_on_a_full_trace_is_not_waited_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When somebody keeps the file locked it is not rotated: events are lost and counted, nobody hangs."""
+    monkeypatch.setattr("kvpipe.trace.recorder._LOCK_S_MAX", 0.05)
+    path = tmp_path / "trace"
+    sink = file(path, 2000)
+    assert not sink.write([event(i) for i in range(20)])
+    with path.open("rb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert "keeps the file locked" in sink.write([event(20)])
+    assert not sink.write([event(21)])
+    sink.close()
+    assert [one.count for one in Trace(path) if isinstance(one, e.Dropped)] == [1]
+
+
+@pytest.mark.parametrize("kind", ["link", "folder", "socket", "no folder"])
+def test_what_cannot_be_a_trace_is_refused(kind: str, tmp_path: Path) -> None:
+    """Before the engine starts, in one sentence."""
+    path = tmp_path / ("a/trace" if kind == "no folder" else "t")
+    if kind == "link":
+        path.symlink_to(tmp_path / "beyond")
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(str(path))
+    with pytest.raises(ConfigError, match=rf"trace_file='.+': .*{kind.removeprefix('no ')}.*name"):
+        tracing(load_settings({"trace_file": str(path)}), "e", "worker", 0, 1)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "file", "new"])
+def test_what_can_be_a_trace_is_not_refused(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A pipe, a character device and a file are; of a file that others can read the log says so."""
+    path = Path("/dev/null") if kind == "device" else tmp_path / "t"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "file":
+        path.touch()
+        path.chmod(0o644)
+    recorder, writer = tracing(load_settings({"trace_file": str(path)}), "e", "worker", 0, 1)
+    writer.close()
+    assert recorder.lost == (1 if kind == "pipe" else 0)
+    said = "".join(capsys.readouterr())
+    assert ("its mode 0644 lets others read it" in said) == (kind == "file")

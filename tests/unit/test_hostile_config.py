@@ -1,0 +1,274 @@
+"""Whatever is written into the configuration, it is taken, or refused in one sentence that shows no secret."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kvpipe import cli
+from kvpipe.config import Settings, load_settings, parse_extra
+from kvpipe.errors import ConfigError, UsageError
+from kvpipe.tiers.registry import SPECS, named
+
+SECRET = "Hunter2Hunter2"  # noqa: S105  (it is looked for in messages; it is short enough to be shown whole)
+SENTENCE_CHARS_MAX = 2000
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [n for n in os.environ if n.upper().startswith("KVPIPE_")]:
+        monkeypatch.delenv(name)
+
+
+def deep(levels: int) -> list[Any]:
+    """Return lists in each other."""
+    made: list[Any] = []
+    for _ in range(levels):
+        made = [made]
+    return made
+
+
+def cyclic() -> dict[str, Any]:
+    """Return a table that holds itself."""
+    made: dict[str, Any] = {"kind": "redis"}
+    made["host"] = made
+    return made
+
+
+def bomb() -> list[Any]:
+    """Return what is small, and 10**9 elements when it is written out."""
+    made: list[Any] = ["x"]
+    for _ in range(9):
+        made = [made] * 10
+    return made
+
+
+NASTY: dict[str, Any] = {
+    "nan": float("nan"), "inf": float("inf"), "-inf": float("-inf"), "-0": -0.0, "1e308": 1e308,
+    "huge": 10**5000, "-huge": -(10**5000), "2**63": 1 << 63, "2**64": 1 << 64, "-1": -1,
+    "huge text": "9" * 5000, "huge size": "9" * 400 + "GiB", "huge unit": "1" + "x" * 100_000,
+    "long": "x" * 1_000_000, "long path": "/" + "x/" * 4000, "long name": "/" + "x" * 5000,
+    "NUL": "a\0b", "NUL path": "/a\0b", "~NUL": "~a\0b", "surrogate": "\ud800", "surrogate path": "/\udcff/x",
+    "lines": "a\nb\r\n\x1b[31mc", "empty": "", "blank": " ", "~": "~nobody-is-called-so", "percent": "%s%n{0}",
+    "bytes": b"\xff\xfe", "None": None, "True": True, "[]": [], "{}": {}, "set": {1, 2}, "tuple key": {(1, 2): 3},
+    "object": object(), "deep": deep(900), "cycle": cyclic(), "bomb": bomb(), "[[]]": [[]], "[None]": [None],
+    "kind bomb": [{"kind": bomb()}], "kind NUL": [{"kind": "redis", "host": "\0"}], "cyclic tier": [cyclic()],
+    "huge port": [{"kind": "redis", "host": "h", "port": 10**5000}], "huge db": "redis://h/" + "9" * 5000,
+    "port": "redis://h:99999999999999999999", "idna": "redis://" + "a" * 70 + ".example", "fullwidth": "redis://h\uff1a1",
+    "unicode": "redis://\u2100", "[json": "[" * 100_000, "{json": '{"a":' * 100_000, "[9": f"[{'9' * 5000}]",
+    "file NUL": "file:///a%00b", "file surrogate": "file:///%ff", "two dots": "s3://b/../..", "az": "az://", "gs": "gs://",
+    "mooncake": "mooncake://h:999999", "mooncake deep": [{"kind": "mooncake", "master": deep(900)}],
+    "nan tier": [{"kind": "disk", "path": "/x", "bytes_max": float("nan")}],
+    "inf tier": [{"kind": "disk", "path": "/x", "bytes_max": float("inf")}],
+    "NUL tier": [{"kind": "disk", "path": "/x\0"}], "many": ["/x"] * 10_000,
+}  # fmt: skip
+"""What no sane person writes, and files get filled with all the same."""
+
+
+def refused(load: Callable[[], object]) -> str:
+    """Return the sentence with which `load` refuses, or nothing."""
+    try:
+        load()
+    except UsageError as error:
+        said = str(error)
+        assert said.startswith("kvpipe: ")
+        assert said.isprintable(), "one line, and nothing that a terminal would obey"
+        assert len(said) <= SENTENCE_CHARS_MAX
+        assert SECRET not in said
+        return said
+    return ""
+
+
+@pytest.mark.parametrize("value", NASTY.values(), ids=NASTY)
+def test_every_key_takes_any_value(value: Any) -> None:
+    """Every key of the extra config is, with every nasty value, taken or refused in one printable sentence."""
+    for key in Settings.model_fields:
+        said = refused(lambda key=key: load_settings({key: value}))  # type: ignore[misc]
+        assert not said or key in said or key == "tiers"
+
+
+@pytest.mark.parametrize("value", NASTY.values(), ids=NASTY)
+def test_every_key_of_a_tier_takes_any_value(value: Any) -> None:
+    """The same of every key of every kind of tier."""
+    good = {"redis": {"host": "h"}, "disk": {"path": "/x"}, "s3": {"url": "s3://b/p"}, "mooncake": {"master": "h:1"}}
+    for spec in SPECS:
+        kind = spec.model_fields["kind"].default
+        for key in spec.model_fields:
+            table = {"kind": kind, **good[kind], key: value}
+            refused(lambda table=table: load_settings({"tiers": [table]}))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("value", NASTY.values(), ids=NASTY)
+def test_keys_may_be_anything(value: Any) -> None:
+    """What is nasty as a value is refused as a key too: of the extra config, and of a tier."""
+    try:
+        hash(value)
+    except TypeError:
+        return
+    assert refused(lambda: load_settings({value: 1}))
+    assert refused(lambda: load_settings({"tiers": [{"kind": "redis", "host": "h", value: 1}]}))
+
+
+@pytest.mark.parametrize("value", NASTY.values(), ids=NASTY)
+def test_variables_take_any_text(value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same of every variable, as far as the system lets it be set."""
+    if not isinstance(value, str) or "\0" in value or len(value) > 100_000 or "\ud800" in value:
+        return
+    for key in Settings.model_fields:
+        with monkeypatch.context() as patch:
+            patch.setenv(f"KVPIPE_{key.upper()}", value)
+            refused(load_settings)
+
+
+FILES: dict[str, bytes] = {
+    "open list": b"a: [1", "tag": b"!!python/object/apply:os.system [ls]", "unhashable": b"? [a, b]\n: 1",
+    "bomb": b"a: &a [x, x]\n" + b"".join(b"%c: &%c [*%c, *%c]\n" % (c, c, c - 1, c - 1) for c in range(98, 122)),
+    "cycle": b"tiers: &a [*a]", "cyclic key": b"&a ? *a : 1", "deep": b"tiers: " + b"[" * 100_000,
+    "deep map": b"{a: " * 20_000, "huge": b"chunk_tokens: " + b"9" * 5000, "date": b"name: 2001-99-99",
+    "binary": b"mode: !!binary '!'", "float": b"trace_sample: .nan", "inf": b"pool_bytes_max: .inf",
+    "time": b"mode: 99999999:59:59", "merge": b"<<: 5", "two": b"a: 1\n---\nb: 2", "NUL": b"name: a\0b",
+    "bell": b"name: \x07", "large": b"# " + b"x" * (2 << 20), "surrogate": rb'name: "\ud800"', "tab": b"\tname: x",
+    "omap": b"!!omap [1]", "set": b"!!set {name, mode}", "int": b"!!int x", "timestamp": b"!!timestamp x",
+    "null": b"~: 1", "number": b"1: 1", "list": b"- a", "text": b"a", "alias": b"*a", "json": b'{"mode": "step"',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", FILES.values(), ids=FILES)
+def test_files_hold_anything(text: bytes, tmp_path: Path) -> None:
+    """A YAML file that is broken, huge, a bomb, or of odd types is refused with its path, and without its content."""
+    path = tmp_path / "kvpipe.yaml"
+    path.write_bytes(text)
+    said = refused(lambda: load_settings({"config_file": str(path)}))
+    assert said
+    assert str(path) in said or "is not valid" in said
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "device", "absent", "locked"])
+def test_what_is_no_file_is_not_read(kind: str, tmp_path: Path) -> None:
+    """A folder, a pipe that nobody writes to, an endless device: refused at once."""
+    path = tmp_path / "kvpipe.yaml"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path = Path("/dev/zero")
+    elif kind == "locked":
+        path = Path("/proc/self/mem")
+    assert f"config_file={str(path)!r} cannot be read (" in refused(lambda: load_settings({"config_file": str(path)}))
+
+
+EXTRAS = {
+    "broken": f'{{"tiers": "redis://:{SECRET}@h"', "list": f'["{SECRET}"]', "text": f'"{SECRET}"', "word": SECRET,
+    "deep": "[" * 100_000, "huge": f'{{"chunk_tokens": {"9" * 5000}}}', "nan": '{"chunk_tokens": NaN}', "empty": "",
+    "inf": '{"pool_bytes_max": Infinity}', "NUL": "\0", "surrogate": '{"name": "\\ud800"}', "key": '{"\\ud800\\n": 1}',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("extra", EXTRAS.values(), ids=EXTRAS)
+def test_extra_is_any_text(extra: str) -> None:
+    """What `kvpipe check` and `kvpipe doctor` are given as JSON is refused in one sentence that does not repeat it."""
+    assert refused(lambda: load_settings(parse_extra(extra)))
+
+
+# ---- secrets --------------------------------------------------------------------------------------------------------
+
+PRESIGNED = f"https://bucket.s3.amazonaws.com/x?X-Amz-Credential=AKIA&X-Amz-Signature={SECRET}"
+LEAKS: dict[str, dict[str, Any]] = {
+    "S3 query": {"tiers": f"s3://bucket/prefix?X-Amz-Signature={SECRET}"},
+    "S3 table": {"tiers": [{"kind": "s3", "url": f"s3://bucket/prefix?X-Amz-Signature={SECRET}"}]},
+    "S3 web": {"tiers": PRESIGNED},
+    "S3 web table": {"tiers": [{"kind": "s3", "url": PRESIGNED}]},
+    "S3 endpoint": {"tiers": [{"kind": "s3", "url": "s3://b/p", "endpoint": PRESIGNED}]},
+    "S3 endpoint, http": {"tiers": [{"kind": "s3", "url": "s3://b/p", "endpoint": f"http://{SECRET}:x@h"}]},
+    "S3 path": {"tiers": [{"kind": "s3", "url": f"s3://b/..?k={SECRET}"}]},
+    "no scheme": {"tiers": f"bucket/x?X-Amz-Signature={SECRET}"},
+    "redis host": {"tiers": [{"kind": "redis", "host": f"h?password={SECRET} x"}]},
+    "redis list": {"tiers": [{"kind": "redis", "host": ["h", SECRET]}]},
+    "redis table": {"tiers": [{"kind": "redis", "host": {"name": "h", "password": SECRET}}]},
+    "mooncake": {"tiers": [{"kind": "mooncake", "master": f"u:{SECRET}@h:1"}]},
+    "mooncake metadata": {"tiers": [{"kind": "mooncake", "master": "h:1", "metadata_server": f"http://h/?t={SECRET}"}]},
+    "password_env": {"tiers": [{"kind": "redis", "host": "h", "password_env": SECRET}]},
+    "password_env, odd": {"tiers": [{"kind": "redis", "host": "h", "password_env": f"{SECRET}!"}]},
+    "password_env, number": {"tiers": [{"kind": "redis", "host": "h", "password_env": {"x": SECRET}}]},
+    "password_env, URL": {"tiers": f"redis://h?password_env={SECRET}"},
+    "access_key_env": {"tiers": [{"kind": "s3", "url": "s3://b", "access_key_env": SECRET, "secret_key_env": SECRET}]},
+    "encryption_key_env": {"tiers": [{"kind": "disk", "path": "/x", "encryption_key_env": SECRET}]},
+    "config_file": {"config_file": PRESIGNED},
+    "config_file, user": {"config_file": f"https://me:{SECRET}@host/kvpipe.yaml"},
+    "config_file, table": {"config_file": {"password": SECRET}},
+    "config_file, list": {"config_file": [SECRET]},
+    **{key: {key: f"https://me:{SECRET}@host/x?y={SECRET}"} for key in Settings.model_fields},
+    **{f"{key}, table": {key: {"password": SECRET}} for key in Settings.model_fields},
+    **{f"{key}, list": {key: [[SECRET]]} for key in Settings.model_fields},
+}  # fmt: skip
+"""Where people write secrets, though they should not."""
+
+
+@pytest.mark.parametrize("extra", LEAKS.values(), ids=LEAKS)
+def test_no_secret_is_repeated(extra: dict[str, Any], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Neither the refusal, nor the tier's making, nor `repr`, `kvpipe check` or the tier's own file shows a secret."""
+
+    def load() -> None:
+        settings = load_settings(extra)
+        assert SECRET not in repr(settings)
+        assert SECRET not in str(settings)
+        for name, spec in named(settings.tiers):
+            assert SECRET not in repr(spec)
+            refused(lambda name=name, spec=spec: _made(name, spec))  # type: ignore[misc]
+
+    refused(load)
+    cli.main(["check", json.dumps(extra)])
+    path = tmp_path / "kvpipe.yaml"
+    path.write_text(yaml.safe_dump(extra), encoding="utf-8")
+    refused(lambda: load_settings({"config_file": str(path)}))
+    path.write_text(f"password: {SECRET}: [\n", encoding="utf-8")
+    refused(lambda: load_settings({"config_file": str(path)}))
+    shown = capsys.readouterr()
+    assert SECRET not in shown.out + shown.err
+
+
+def _made(name: str, spec: Any) -> None:
+    from kvpipe.tiers.shelf import Shelf
+
+    Shelf(name, spec, spec.make(name, writes=False), ())
+
+
+def test_the_examination_shows_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does `kvpipe doctor`, whether the configuration is right or wrong."""
+    from kvpipe import doctor
+
+    monkeypatch.setattr(doctor, "CHECKS", [])
+    monkeypatch.setattr(doctor, "TIERS", [check for check in doctor.TIERS if check.name == "tiers"])
+    for extra in LEAKS.values():
+        assert SECRET not in repr(doctor.examine_extra(json.dumps(extra)))
+    assert SECRET not in repr(doctor.examine_extra(f'{{"tiers": "{SECRET}"'))
+
+
+def test_a_wrong_command_shows_no_secret(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nor does the command that is given a broken configuration, or a tier with a secret in it; the status is 2."""
+    assert cli.main(["check", f'{{"tiers": "redis://:{SECRET}@h"']) == 2
+    assert cli.main(["cache", "stats", f"s3://b/p?X-Amz-Signature={SECRET}"]) == 2
+    shown = capsys.readouterr()
+    assert SECRET not in shown.out + shown.err
+    assert "Traceback" not in shown.err
+
+
+def test_names_of_variables_are_shown_where_they_are_names(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`kvpipe check` names a variable that is set; one that is not may be the password itself, and is not named."""
+    monkeypatch.setenv("KV_PASSWORD", SECRET)
+    assert cli.main(["check", '{"tiers": "redis://h?password_env=KV_PASSWORD"}']) == 0
+    assert "KV_PASSWORD" in capsys.readouterr().out
+    assert cli.main(["check", f'{{"tiers": "redis://h?password_env={SECRET}"}}']) == 0
+    assert SECRET not in capsys.readouterr().out
+    (spec,) = load_settings({"tiers": f"redis://h?password_env={SECRET}"}).tiers
+    with pytest.raises(ConfigError, match="password: the environment variable that password_env names is empty"):
+        spec.make("redis")
