@@ -19,6 +19,7 @@ TIER_ASKED: Final = "tier_asked"
 NO_ROOM: Final = "no_room"
 BYPASS: Final = "bypass"
 NO_CONSUMER: Final = "no_consumer"
+NOT_READ: Final = "not_read"
 
 REASONS: dict[str, str] = {
     NOT_SAVED: "nobody with its cache_salt, LoRA adapter and images has saved it, or a chunk has grown beyond it, "
@@ -36,6 +37,7 @@ REASONS: dict[str, str] = {
     NO_ROOM: "held, but others were loading and there were not blocks for all for too long",
     BYPASS: "kvpipe is bypassed",
     NO_CONSUMER: "this engine's kv_role does not load",
+    NOT_READ: "the request wants no cache read (`skip_reading_prefix_cache`: prompt_logprobs, pooling of every token)",
 }
 """Why a lookup found less than the whole prompt, and what that means.
 

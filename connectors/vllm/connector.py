@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvpipe.config import Settings, load_settings
-from kvpipe.connectors.vllm import compat, support
+from kvpipe.connectors.vllm import compat, models, support
 from kvpipe.connectors.vllm.kv_events import KvEvents
 from kvpipe.connectors.vllm.metadata import LayoutMetadata, PlanMetadata, ReportMetadata
 from kvpipe.connectors.vllm.metrics import KVPipeProm, KVPipeStats, meter
@@ -234,6 +234,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Refuse unknown layouts now, before the first request."""
         if self.worker is not None:
+            models.check_backends(models.backends(self._vllm_config, kv_caches).values())
             blocks = self._kv_cache_config.num_blocks
             self.worker.register(kv_caches, blocks, self.make_engine())
             self._layout = support.fingerprint({"layout": support.layout_facts(kv_caches, blocks, self._vllm_config)})

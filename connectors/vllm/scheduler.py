@@ -190,6 +190,8 @@ class SchedulerSide:
         """Return why nothing is loaded for this request, whatever is held."""
         if self.bypass:
             return misses.BYPASS
+        if tracked.request.skip_reading_prefix_cache:  # vLLM would take no hit: it needs every token of the prompt
+            return misses.NOT_READ
         if not self._loads:
             return misses.NO_CONSUMER
         if self.tier_lost:

@@ -12,21 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    MLAAttentionSpec,
-    SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
-)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
 from kvpipe.config import Settings
-from kvpipe.errors import UnsupportedError
+from kvpipe.connectors.vllm import models
+from kvpipe.connectors.vllm.models import refuse
 from kvpipe.geometry import Geometry, Group, Layer
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 FORMAT_VERSION = 1
 """Of the bytes in a slot. A change makes every older chunk a miss."""
@@ -35,11 +31,6 @@ _SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
 _DRAFTERS = ("ngram", "ngram_gpu", "suffix")
 _WEIGHT_SAMPLES = 16
 _SAMPLE_BYTES = 65_536
-
-
-def _refuse(what: str, remedy: str) -> None:
-    msg = f"kvpipe: {what} is not supported; {remedy}"
-    raise UnsupportedError(msg)
 
 
 def check_engine(config: VllmConfig) -> None:
@@ -52,21 +43,20 @@ def check_engine(config: VllmConfig) -> None:
     ):
         size = getattr(parallel, name, 1)
         if size > 1:
-            _refuse(f"{name}={size}", remedy)
+            refuse(f"{name}={size}", remedy)
     if getattr(parallel, "use_ubatching", False):
-        _refuse("microbatching (enable_dbo or ubatch_size: a layer's hooks run once per microbatch)", "switch it off")
+        refuse("microbatching (enable_dbo or ubatch_size: a layer's hooks run once per microbatch)", "switch it off")
     if parallel.world_size > 1 and parallel.distributed_executor_backend == "external_launcher":
-        _refuse("distributed_executor_backend='external_launcher' with several ranks", "use 'mp' or 'ray'")
+        refuse("distributed_executor_backend='external_launcher' with several ranks", "use 'mp' or 'ray'")
     if getattr(config.model_config, "enable_sleep_mode", False):
-        _refuse("enable_sleep_mode=True (it remaps the KV cache under registered addresses)", "set it to False")
+        refuse("enable_sleep_mode=True (it remaps the KV cache under registered addresses)", "set it to False")
     drafts = config.speculative_config
     if drafts is not None and drafts.method not in _DRAFTERS:
-        _refuse(
+        refuse(
             f"speculative method={drafts.method!r} (its draft layers' KV depends on a token beyond the prefix)",
             f"use one of {', '.join(_DRAFTERS)}",
         )
-    if config.model_config is not None and config.model_config.is_encoder_decoder:
-        _refuse("an encoder-decoder model", "serve it without a KV connector")
+    models.check_model(config)
 
 
 def make_geometry(cache: KVCacheConfig, settings: Settings) -> Geometry:
@@ -77,37 +67,32 @@ def make_geometry(cache: KVCacheConfig, settings: Settings) -> Geometry:
         ConfigError: chunk or pool size do not fit the engine.
 
     """
+    models.check_specs(cache)
     groups = []
     for i, group in enumerate(cache.kv_cache_groups):
-        per_layer = _layer_specs(group.kv_cache_spec, group.layer_names)
+        per_layer = models.layer_specs(group.kv_cache_spec, group.layer_names)
         windows = set()
         for name, spec in per_layer.items():
             if type(spec) not in _SPECS or not spec.prefix_cacheable or not group.enable_kv_transfer:
-                _refuse(
+                refuse(
                     f"the KV cache of layer {name!r} ({type(spec).__name__}, group {i})",
                     "kvpipe knows full, sliding-window and MLA attention",
                 )
             windows.add(spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None)
         if len(windows) != 1 or group.host_resident or group.is_eagle_group:
-            _refuse(f"KV cache group {i} (mixed windows, host resident or of a drafter)", "serve it without kvpipe")
+            refuse(f"KV cache group {i} (mixed windows, host resident or of a drafter)", "serve it without kvpipe")
         layers = tuple(Layer(name, spec.page_size_bytes) for name, spec in per_layer.items())
         groups.append(Group(layers, group.kv_cache_spec.block_size, windows.pop()))
     if not groups:
-        _refuse("a model without KV cache", "serve it without kvpipe")
+        refuse("a model without KV cache", "serve it without kvpipe")
     return Geometry(tuple(groups), settings.chunk_tokens, int(settings.pool_bytes_max))
-
-
-def _layer_specs(spec: KVCacheSpec, names: list[str]) -> dict[str, KVCacheSpec]:
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        return {name: spec.kv_cache_specs[name] for name in names}
-    return dict.fromkeys(names, spec)
 
 
 def hash_tokens(cache: KVCacheConfig, geometry: Geometry) -> int:
     """Return the tokens per block hash. Raises `UnsupportedError` unless a unit is a whole number of hashes."""
     size = cache.hash_block_size or geometry.unit_tokens
     if geometry.unit_tokens % size:
-        _refuse(f"hash_block_size={size} with blocks of {geometry.unit_tokens} tokens", "unset prefix_match_unit")
+        refuse(f"hash_block_size={size} with blocks of {geometry.unit_tokens} tokens", "unset prefix_match_unit")
     return int(size)
 
 
@@ -144,16 +129,15 @@ def layout_facts(caches: dict[str, torch.Tensor], blocks: int, config: VllmConfi
 
     Backends of one specification lay the same KV out differently, on a CPU even by its instruction set.
     """
-    layers = config.compilation_config.static_forward_context
     facts: list[Any] = [platform.machine(), *sorted({cache.device.type for cache in caches.values()})]
     if "cpu" in facts:
         facts.append(torch.backends.cpu.get_cpu_capability())
         facts.append(torch.cpu._is_amx_tile_supported())  # noqa: SLF001  (there is no other way to ask)
+    backends = models.backends(config, caches)
     for name, cache in sorted(caches.items()):
-        backend = getattr(layers.get(name), "attn_backend", None)
         split = cache.shape[0] // blocks if blocks else 0
         inside = [split, list(cache.shape[1:]), list(cache.stride()[1:]), str(cache.dtype)]
-        facts.append([name, backend.get_name() if backend is not None else "", *inside])
+        facts.append([name, backends[name], *inside])
     return facts
 
 
@@ -165,13 +149,13 @@ def check_hashes(config: VllmConfig) -> None:
         and not multimodal.mm_processor_cache_gb
         and not config.cache_config.enable_prefix_caching
     ):
-        _refuse(  # vLLM numbers images then instead of hashing them, anew in every process
+        refuse(  # vLLM numbers images then instead of hashing them, anew in every process
             "a multimodal model with tiers, without prefix caching and with mm_processor_cache_gb=0",
             "switch one of the two on",
         )
     algorithm = str(config.cache_config.prefix_caching_hash_algo)
     if algorithm.startswith("xxhash") and not os.environ.get("PYTHONHASHSEED"):
-        _refuse(
+        refuse(
             f"prefix_caching_hash_algo={algorithm!r} with tiers (its seed differs in every process)",
             "use sha256, or set PYTHONHASHSEED to the same value everywhere",
         )
@@ -220,4 +204,4 @@ def check_load(settings: Settings, geometry: Geometry) -> None:
             if groups > 1
             else f"a sliding window of {geometry.groups[0].window_tokens} tokens"
         )
-        _refuse(f"load='sync' for a model with {what}", "set load to 'auto' or 'async'")
+        refuse(f"load='sync' for a model with {what}", "set load to 'auto' or 'async'")

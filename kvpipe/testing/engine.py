@@ -128,8 +128,10 @@ class Engine:
         request_id: str | None = None,
         salt: str | None = None,
         lora: Any = None,  # noqa: ANN401
+        params: Any = None,  # noqa: ANN401
+        media: dict[str, Any] | None = None,
     ) -> str:
-        """Add a greedy request and return its id."""
+        """Add a request, greedy unless `params` say otherwise, and return its id. `media`: images and such."""
         from vllm import SamplingParams
 
         if request_id is None:
@@ -138,7 +140,10 @@ class Engine:
         tokens: dict[str, Any] = {"prompt_token_ids": list(prompt)}
         if salt is not None:
             tokens["cache_salt"] = salt
-        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+        if media is not None:
+            tokens["multi_modal_data"] = media
+        if params is None:
+            params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
         self.llm.llm_engine.add_request(request_id, tokens, params, lora_request=lora)  # type: ignore[arg-type]
         return request_id
 

@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,11 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
             "query_pre_attn_scalar": 32,
             "layer_types": ["sliding_attention", "full_attention"] * 3,
         },
+    ),
+    # a prefix-LM: the tokens of a prompt attend to each other in both directions
+    "prefix-lm": (
+        "HrmText",
+        {"num_hidden_layers": 2, "H_cycles": 1, "L_cycles": 2, "num_key_value_heads": 8, "embedding_scale": 1.0},
     ),
     "deepseek-mla": (
         "DeepseekV2",
@@ -101,6 +107,30 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
 def cache_dir() -> Path:
     """Return where models are kept between runs: `$KVPIPE_CACHE_DIR`-free, under the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvpipe" / "models"
+
+
+def make_tokenizer(folder: Path | None = None, special: Sequence[str] = ()) -> Path:
+    """Make a tokenizer in which token `i` is the word ``ti``, but for `special` words at the end of the vocabulary."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+
+    target = folder or cache_dir() / "tokenizer"
+    if not (target / "tokenizer.json").is_file():
+        words = [*(f"t{i}" for i in range(VOCAB - len(special))), *special]
+        tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="t0"))  # noqa: S106
+        tokenizer.pre_tokenizer = WhitespaceSplit()
+        made = PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, bos_token="t1", eos_token="t2", pad_token="t0",  # noqa: S106
+            additional_special_tokens=list(special),
+        )  # fmt: skip
+        with tempfile.TemporaryDirectory(dir=target.parent) as work:
+            made.save_pretrained(work)
+            target.mkdir(exist_ok=True)
+            for path in Path(work).iterdir():
+                path.replace(target / path.name)
+    return target
 
 
 def make_model(recipe: str, folder: Path | None = None) -> Path:

@@ -326,3 +326,23 @@ def test_blocks_reported_as_invalid_fail_their_load_before_its_report() -> None:
     assert world.side.catalog.leases == 0
     assert world.side.counters["load_failed"] == 1
     assert world.side.counters["illegal_transition"] == 0
+
+
+def test_a_request_that_reads_no_cache_is_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It needs every token of its prompt: no probe, no question to a tier, no hit; what it computes is saved."""
+    world = World()
+    world.publish(world.request("old", 4, shared=4))
+    monkeypatch.setattr(world.side._prefixes, "longest", lambda _: pytest.fail("looked up"))
+    monkeypatch.setattr(world.side, "staging", object())  # asked for anything, it raises
+    request = world.request("new", 6, shared=4)
+    request.skip_reading_prefix_cache = True
+    assert world.ask(request) == 0
+    monkeypatch.undo()
+    assert world.admit(request) == 0
+    (job,) = world.step(request)
+    assert job.kind == SAVE
+    world.succeed(job)
+    assert world.found(request) == 6
+    assert world.side._tell.misses["not_read"] == 1
+    assert not any(world.side._tell.hit_tokens.values())
+    assert world.side.catalog.leases == 0

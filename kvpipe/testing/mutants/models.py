@@ -1,0 +1,36 @@
+"""Which models and which requests are served: what vLLM says of prefixes is not heard."""
+
+from __future__ import annotations
+
+from kvpipe.testing.mutants.base import SCHEDULER, Mutant, one
+
+_MODELS = "kvpipe.connectors.vllm.models"
+_UNIT = "tests/unit/test_models.py"
+
+MUTANTS: dict[str, Mutant] = {
+    "pooling_is_taken_for_generation": Mutant(
+        "What vLLM says of prefixes is asked of models that generate only: MEAN and CLS pooling get hits.",
+        one(
+            _MODELS,
+            "_uncut",
+            "if model.is_prefix_caching_supported:",
+            "if model.is_prefix_caching_supported or model.pooler_config is not None:",
+        ),
+        test=f"{_UNIT}::test_each_statement_refuses",
+    ),
+    "only_the_first_layer_is_asked": Mutant(
+        "A group is served when its first layer looks at no later token, whatever the others do.",
+        one(_MODELS, "check_specs", "group.layer_names).values()", "group.layer_names[:1]).values()"),
+        test=f"{_UNIT}::test_one_layer_that_looks_ahead_is_enough",
+    ),
+    "batch_invariance_is_not_asked_for": Mutant(
+        "Attention backends after whose hits vLLM's batch invariance does not hold are served where it is promised.",
+        one(_MODELS, "check_backends", "if envs.VLLM_BATCH_INVARIANT else ()", "if False else ()"),
+        test=f"{_UNIT}::test_batch_invariance_without_hits_only",
+    ),
+    "requests_that_read_nothing_are_looked_up": Mutant(
+        "A request whose prompt vLLM computes in full is looked up all the same, and fetched from tiers.",
+        one(SCHEDULER, "_why_not", "if tracked.request.skip_reading_prefix_cache:", "if False:"),
+        test="tests/unit/test_scheduler_side.py::test_a_request_that_reads_no_cache_is_not_looked_up",
+    ),
+}

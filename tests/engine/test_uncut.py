@@ -1,0 +1,109 @@
+"""Prompts that cannot be cut, and requests that read no cache: refused in one sentence, or served without a hit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvpipe.errors import UnsupportedError
+from kvpipe.testing.engine import Engine
+from kvpipe.testing.models import make_tokenizer
+from tests.engine.common import assert_clean, engine, prompt
+
+pytestmark = pytest.mark.engine
+
+LONG = prompt(300, 71)
+
+
+def refused(match: str, recipe: str = "llama", **options: Any) -> None:
+    """The engine does not start with kvpipe; the sentence says what is not supported."""
+    with pytest.raises(UnsupportedError, match=match), engine(recipe, {}, **options):
+        pass
+
+
+@pytest.mark.parametrize("caching", [None, False])
+def test_a_prefix_lm_is_refused(*, caching: bool | None) -> None:
+    """`non_causal`: the KV of a prompt's tokens depends on all of its tokens, whoever has switched the cache off."""
+    refused(r"kvpipe: non-causal attention \(prefix-LM; layer '.+'\) is not supported; serve it without", "prefix-lm",
+            enable_prefix_caching=caching)  # fmt: skip
+
+
+def _embedding(live: Engine, tokens: Sequence[int]) -> torch.Tensor:
+    from vllm import PoolingParams
+
+    name = live.add(tokens, params=PoolingParams(task="embed"))
+    return live.drain()[name].outputs.data  # type: ignore[no-any-return]
+
+
+def _pooling(how: str) -> dict[str, Any]:
+    from vllm.config import PoolerConfig
+
+    return {
+        "runner": "pooling",
+        "convert": "embed",
+        "pooler_config": PoolerConfig(pooling_type=how),
+        "tokenizer": str(make_tokenizer()),
+        "skip_tokenizer_init": False,
+    }
+
+
+@pytest.mark.parametrize(("how", "caching"), [("MEAN", None), ("MEAN", True), ("CLS", False)])
+def test_pooling_of_the_whole_prompt_is_refused(how: str, *, caching: bool | None) -> None:
+    """MEAN and CLS need all tokens in one step: also when a user switches vLLM's prefix cache on all the same."""
+    refused(
+        f"pooling with seq_pooling_type='{how}' .* is not supported", enable_prefix_caching=caching, **_pooling(how)
+    )
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_pooling_of_the_last_token(*, caching: bool) -> None:
+    """An embedding of the last token is the same from a hit, of another prompt's head too."""
+    options = _pooling("LAST") | {"enable_prefix_caching": caching}
+    asked = [LONG, LONG, LONG[:200] + prompt(70, 72)]
+    with engine(**options) as plain:
+        expected = [_embedding(plain, tokens) for tokens in asked]
+    with engine(kvpipe={"chunk_tokens": 64}, **options) as live:
+        for tokens, one in zip(asked, expected, strict=True):
+            torch.testing.assert_close(_embedding(live, tokens), one)
+            live.settle()
+            live.llm.reset_prefix_cache()
+        assert assert_clean(live)["tokens_loaded"] == 288 + 192
+
+
+def test_requests_that_read_no_cache_ask_for_nothing(tmp_path: Path) -> None:
+    """Log-probabilities of a prompt need all of it: no lookup, nothing fetched from a tier, no hit counted."""
+    from vllm import SamplingParams
+
+    def asked() -> SamplingParams:
+        return SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, detokenize=False, prompt_logprobs=2)
+
+    def told(live: Engine) -> tuple[list[int], list[dict[int, float]]]:
+        name = live.add(LONG, params=asked())
+        output = live.drain()[name]
+        ranked = [{token: one.logprob for token, one in at.items()} for at in output.prompt_logprobs[1:]]
+        return list(output.outputs[0].token_ids), ranked
+
+    options: dict[str, Any] = {"enable_prefix_caching": True}
+    tier = {"kind": "disk", "path": str(tmp_path), "bytes_max": "1GiB", "store": "all"}
+    disk = {"chunk_tokens": 64, "lookup_ms_max": 20_000, "tiers": [tier]}
+    with engine(**options) as plain:
+        expected = told(plain)
+    with engine(kvpipe=disk, **options) as live:
+        assert live.generate([LONG], 8) == [expected[0]]
+        assert assert_clean(live)["chunks_stored"] > 0
+    with engine(kvpipe=disk, **options) as live:
+        side = live.connector.scheduler
+        assert side is not None
+        for held in ("on disk", "in memory"):
+            assert told(live) == expected, held
+            stats = assert_clean(live)
+            assert not any(side._tell.hit_tokens.values()), held
+            assert set(side._tell.misses) == {"not_read"}
+            assert not {"tokens_loaded", "lookup_hit", "tier_lookup", "chunks_fetching"} & set(stats), stats
+        live.llm.reset_prefix_cache()
+        assert live.generate([LONG], 8) == [expected[0]]
+        assert assert_clean(live)["tokens_loaded"] == 288

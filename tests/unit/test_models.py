@@ -1,0 +1,104 @@
+"""What vLLM says of prefixes, and what kvpipe makes of it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.platforms import CpuArchEnum, current_platform
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, UniformTypeKVCacheSpecs
+
+from kvpipe.connectors.vllm import models
+from kvpipe.errors import UnsupportedError
+
+PLAIN = {
+    "attn_type": "decoder",
+    "is_diffusion": False,
+    "is_encoder_decoder": False,
+    "is_prefix_caching_supported": True,
+    "pooler_config": None,
+    "rswa_window": None,
+}
+
+
+def _config(*, mm_encoder_only: bool = False, **model: Any) -> Any:
+    return SimpleNamespace(model_config=SimpleNamespace(**PLAIN | model), is_mm_encoder_only=mm_encoder_only)
+
+
+def test_a_plain_model_is_served() -> None:
+    """Nothing is said against a decoder, nor where the engine has no model."""
+    models.check_model(_config())
+    models.check_model(SimpleNamespace(model_config=None))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (_config(is_encoder_decoder=True, is_prefix_caching_supported=False), "an encoder-decoder model"),
+        (_config(attn_type="attention_free", is_prefix_caching_supported=False), "attn_type is 'attention_free'"),
+        (
+            _config(
+                attn_type="encoder_only",
+                is_prefix_caching_supported=False,
+                pooler_config=SimpleNamespace(seq_pooling_type="LAST", tok_pooling_type="ALL"),
+            ),
+            "pooling by a model whose attn_type is 'encoder_only'",
+        ),
+        (
+            _config(
+                is_prefix_caching_supported=False,
+                pooler_config=SimpleNamespace(seq_pooling_type="LAST", tok_pooling_type="STEP"),
+            ),
+            "tok_pooling_type='STEP'",
+        ),
+        (_config(rswa_window=128), "R-SWA"),
+        (_config(is_diffusion=True), "a diffusion language model"),
+        (_config(mm_encoder_only=True), "only the encoder"),
+    ],
+)
+def test_each_statement_refuses(config: Any, named: str) -> None:
+    """The sentence names what vLLM says it of, and the remedy, however the prefix cache is set."""
+    with pytest.raises(UnsupportedError, match=named) as caught:
+        models.check_model(config)
+    assert str(caught.value).startswith("kvpipe: ")
+    assert str(caught.value).endswith("is not supported; serve it without a KV connector")
+
+
+def test_riscv_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """VLLM's CPU backend has no context of a prefill there."""
+    monkeypatch.setattr(type(current_platform), "get_cpu_architecture", classmethod(lambda _: CpuArchEnum.RISCV))
+    with pytest.raises(UnsupportedError, match="RISC-V"):
+        models.check_model(_config())
+
+
+def _cache(*non_causal: bool) -> Any:
+    specs = [
+        FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=size, dtype=torch.float32, non_causal=tagged)
+        for size, tagged in enumerate(non_causal, 32)
+    ]
+    names = [f"l{i}" for i in range(len(specs))]
+    one = (
+        specs[0]
+        if len(specs) == 1
+        else UniformTypeKVCacheSpecs(32, kv_cache_specs=dict(zip(names, specs, strict=True)))
+    )
+    return SimpleNamespace(kv_cache_groups=[KVCacheGroupSpec(names, one)])
+
+
+@pytest.mark.parametrize("tags", [(True,), (False, True), (True, False)])
+def test_one_layer_that_looks_ahead_is_enough(tags: tuple[bool, ...]) -> None:
+    """A non-causal layer is found alone, and among others in a group of several specifications."""
+    models.check_specs(_cache(*(False for _ in tags)))
+    with pytest.raises(UnsupportedError, match="non-causal attention"):
+        models.check_specs(_cache(*tags))
+
+
+def test_batch_invariance_without_hits_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backends that keep vLLM's promise of batch invariance only without hits are refused where it is made."""
+    models.check_backends(["FLASHINFER", "TRITON_MLA"])
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    models.check_backends(["FLASH_ATTN", "CPU_ATTN", ""])
+    with pytest.raises(UnsupportedError, match="VLLM_BATCH_INVARIANT=1 with the attention backend FLASHINFER"):
+        models.check_backends(["FLASH_ATTN", "FLASHINFER"])
