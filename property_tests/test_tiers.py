@@ -31,7 +31,7 @@ WAIT_S = 5.0
 HANG_S = 0.05
 FILLING = 0xA5
 CHANCES = {Fault.LATE: 0.05, Fault.ERROR: 0.05, Fault.LOST: 0.05, Fault.FULL: 0.05, Fault.MISS: 0.05, Fault.FLIP: 0.05}
-SEALER = Sealer(None)
+SEALER = Sealer()
 LATE = {"disk"}
 """Kinds whose clients ask what they remember: what another client does is seen by `exists` some time later."""
 

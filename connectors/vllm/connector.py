@@ -33,6 +33,7 @@ from kvpipe.control import check_control_file, watch_control_file
 from kvpipe.loop import LoopThread
 from kvpipe.names import NameClaim
 from kvpipe.plan import EMPTY_PLAN
+from kvpipe.tiers.envelope import VERSION
 from kvpipe.tiers.finder import Finder
 from kvpipe.tiers.registry import named
 from kvpipe.tiers.shelf import FIND, READ, WRITE, MadeTier, Shelf, shelves
@@ -218,7 +219,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         if self.scheduler is None or not made:
             return
         support.check_hashes(config)
-        self._facts = support.identity(config, cache, self.geometry)
+        self._facts = support.identity(config, cache, self.geometry) | {"values": VERSION}
         ranks, units = config.parallel_config.world_size, self.geometry.units_per_chunk
         self._finder = Finder(made, ranks=ranks, units_per_chunk=units, fault=self._tier_failed)
         self.scheduler.use_tiers(self._finder)

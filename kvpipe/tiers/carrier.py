@@ -191,7 +191,7 @@ class Carrier:
         try:
             shelf = self.shelves[order.tier]  # fails on a rank that has fewer
             use, move = (WRITE, self._store) if order.stores else (READ, self._fetch)
-            key = Key(shelf.space(space), order.chunk, order.group, self._rank, self._ranks)
+            key = Key(space, order.chunk, order.group, self._rank, self._ranks)
             turns = self._turns[order.tier][use]
             with anyio.move_on_after(shelf.timeout_s * TIMEOUTS_MAX):
                 await turns.acquire_on_behalf_of(cursor)
@@ -252,26 +252,30 @@ class Carrier:
         bodies, (slot, group, units) = self._bodies, (order.slot, order.group, order.units)
         whole, header = bodies.whole(units), pages(HEADER_BYTES)
         body = bodies.of(slot, group, units) if whole else pages(bodies.size(group, units))
-        (read,) = await shelf.tier.read([Get(key, (header, body))])
+        read, name = Read.MISS, key
+        for name in shelf.sealer.names(key):
+            (read,) = await shelf.tier.read([Get(name, (header, body))])
+            if read is not Read.MISS:
+                break
         why = "" if read is Read.HIT else read.value
         if not why:
             try:
-                await blocking(self._threads, lambda: shelf.sealer.unseal(key, units, header, body))
+                await blocking(self._threads, lambda: shelf.sealer.unseal(name, units, header, body))
             except DamagedError as error:
                 why = f"damaged: {error}"
         if why and read is not Read.MISS:
             self.counters.fault("chunk_damaged", tier=shelf.name, why=why)
             if WRITE in shelf.breakers and shelf.spec.store != "never":
-                await shelf.tier.delete([key])
+                await shelf.tier.delete([name])
         if not why and not whole:
             bodies.scatter(body, slot, group, units)
         return why
 
     async def _store(self, shelf: Shelf, order: Order, key: Key) -> str:
         """Write a chunk. Returns nothing: it is there now."""
-        body = self._bodies.gather(order.slot, order.group, order.units)
-        parts = await blocking(self._threads, lambda: shelf.sealer.seal(key, order.units, body))
-        await shelf.tier.write([Put(key, parts)])
+        body, name = self._bodies.gather(order.slot, order.group, order.units), shelf.sealer.names(key)[0]
+        parts = await blocking(self._threads, lambda: shelf.sealer.seal(name, order.units, body))
+        await shelf.tier.write([Put(name, parts)])
         return ""
 
     # ---- what is told ---------------------------------------------------------------------------------------------

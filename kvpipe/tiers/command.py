@@ -23,7 +23,8 @@ from rich.table import Table
 from kvpipe.config import load_settings
 from kvpipe.errors import UsageError
 from kvpipe.tiers.base import ALIGN_BYTES, Entry, Get, Read, Tier, TierError
-from kvpipe.tiers.envelope import HEADER_BYTES, DamagedError, Sealer, describe, pages, secret_of
+from kvpipe.tiers.envelope import HEADER_BYTES, DamagedError, Sealer, describe, pages
+from kvpipe.tiers.keyring import secrets_of
 from kvpipe.tiers.registry import named, parse_tiers
 from kvpipe.tiers.spec import TierSpec
 
@@ -191,7 +192,7 @@ def _by_key(entry: Entry) -> str:
 
 async def _verify(job: Job, report: Report) -> bool:
     """Read `lanes` values at once. Memory: so many of the largest."""
-    sealer, why, damaged, deleted = Sealer(secret_of(job.spec)), Counter[str](), list[dict[str, str]](), 0
+    sealer, why, damaged, deleted = Sealer(secrets_of(job.spec)), Counter[str](), list[dict[str, str]](), 0
     buffers = [pages(HEADER_BYTES) for _ in range(job.spec.lanes)]
     async for batch in job.batches(job.spec.lanes):
         verdicts = await _verdicts(job.tier, sealer, batch, buffers)

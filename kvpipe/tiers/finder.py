@@ -142,8 +142,9 @@ class Finder:
             if not self._asks(index) or not await self._ready(shelf, lookup):
                 lookup.down = True
                 continue
-            for first in range(0, len(left), max(1, KEYS_PER_CALL_MAX // self._ranks)):
-                part = left[first : first + max(1, KEYS_PER_CALL_MAX // self._ranks)]
+            count = max(1, KEYS_PER_CALL_MAX // (self._ranks * shelf.sealer.ways))
+            for first in range(0, len(left), count):
+                part = left[first : first + count]
                 there = await self._exists(shelf, lookup, part)
                 if there is None:
                     lookup.down = True
@@ -161,9 +162,11 @@ class Finder:
 
     async def _exists(self, shelf: Shelf, lookup: Lookup, places: Sequence[Place]) -> list[Place] | None:
         """Return those of `places` that `shelf` holds for every rank; None: it could not be asked."""
-        space, left_s = shelf.space(lookup.space), lookup.until_s - time.monotonic()
-        keys = [
-            Key(space, chunk_name(lookup.keys[units - 1], lookup.digest), group, rank, self._ranks)
+        left_s = lookup.until_s - time.monotonic()
+        names = [
+            shelf.sealer.names(
+                Key(lookup.space, chunk_name(lookup.keys[units - 1], lookup.digest), group, rank, self._ranks)
+            )
             for group, units in places
             for rank in range(self._ranks)
         ]
@@ -171,7 +174,7 @@ class Finder:
             return None
         try:
             with anyio.fail_after(min(shelf.timeout_s, left_s)):
-                there = await shelf.tier.exists(keys)
+                there = await shelf.tier.exists([name for some in names for name in some])
         except TimeoutError:  # the lookup's own limit is often the shorter: then it takes several to be sure
             self._failed(shelf, "no answer in time", slow=left_s >= shelf.timeout_s)
             return None
@@ -179,7 +182,9 @@ class Finder:
             self._failed(shelf, str(error))
             return None
         shelf.breakers[FIND].ok()
-        return [place for i, place in enumerate(places) if all(there[i * self._ranks : (i + 1) * self._ranks])]
+        ways, ranks = shelf.sealer.ways, self._ranks
+        parts = [any(there[at : at + ways]) for at in range(0, len(there), ways)]
+        return [place for i, place in enumerate(places) if all(parts[i * ranks : (i + 1) * ranks])]
 
     def _failed(self, shelf: Shelf, why: str, *, slow: bool = False) -> None:
         self._fault(shelf.name, FIND, why)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
@@ -12,7 +11,8 @@ import anyio
 from kvpipe.statemachine import breaker as m
 from kvpipe.statemachine.core import Compiled, Cursor, Edge, State
 from kvpipe.tiers.base import Tier, TierError, TierFullError
-from kvpipe.tiers.envelope import Sealer, secret_of
+from kvpipe.tiers.envelope import Sealer
+from kvpipe.tiers.keyring import secrets_of
 from kvpipe.tiers.spec import TierSpec
 from kvpipe.trace import events as e
 from kvpipe.trace.recorder import OFF, Recorder
@@ -80,18 +80,12 @@ class Shelf:
 
         """
         self.name, self.spec, self.tier = name, spec, tier
-        secret = secret_of(spec)
-        self.sealer = Sealer(secret)
-        self._mark = b"" if secret is None else hashlib.sha256(b"kvpipe namespace" + secret).digest()
+        self.sealer = Sealer(secrets_of(spec))
         self.breakers = {use: Breaker(name, use, place * len(USES) + USES.index(use), trace) for use in uses}
         self.timeout_s, self.probe_s = spec.timeout_ms_max / 1000, PROBE_S
         self._opened = anyio.Event()
         self._bell = anyio.Event()
         self._hurry = anyio.Event()
-
-    def space(self, space: str) -> str:
-        """Return the namespace here: values of another encryption key, or of none, are never met."""
-        return hashlib.sha256(space.encode() + self._mark).hexdigest()[:32] if self._mark else space
 
     def hurry(self) -> None:
         """Probe now. On the loop thread."""

@@ -37,9 +37,13 @@ class TierSpec(BaseModel):
         4, description="Reads, and as many writes, under way at once, per rank."
     )
     encryption_key_env: Variable = Field(
-        "", description="Environment variable with 32 bytes in base64: values are encrypted (AES-256-GCM)."
+        "",
+        description="Environment variable with 32 bytes in base64: values are encrypted (AES-256-GCM), and their names "
+        "hidden. Several, with blanks between them: the first encrypts, any decrypts.",
     )
-    encryption_key_file: LocalPath | None = Field(None, description="File with the same.")
+    encryption_key_file: LocalPath | None = Field(
+        None, description="File with the same, a key per line, that only its owner may read."
+    )
 
     @classmethod
     @abstractmethod

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import os
 import shutil
 import time
 from pathlib import Path
@@ -151,6 +153,43 @@ def test_salts_do_not_meet_in_a_tier(tmp_path: Path) -> None:
             assert live.generate(PROMPTS[:1], TOKENS, salt=salt) == expected
             assert_clean(live)
             assert _hits(live).get("disk", 0) == due, salt
+
+
+def _block_names(tokens: list[int]) -> set[str]:
+    """What vLLM's hash chain, which everybody can compute, calls the blocks of a prompt."""
+    from vllm import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(32, sha256)
+    return {key.hex() for key in Request("guess", tokens, SamplingParams(), None, block_hasher=hasher).block_hashes}
+
+
+def test_who_reads_a_disk_and_guesses_the_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain disk confirms the guess block by block; one with an encryption key shows nothing, and serves hits."""
+    monkeypatch.setenv("DISK_KEY", base64.b64encode(os.urandom(32)).decode())
+    plain, hidden = (
+        {"kind": "disk", "path": str(tmp_path / name), "bytes_max": "1GiB"} for name in ("plain", "hidden")
+    )
+    hidden["encryption_key_env"] = "DISK_KEY"
+    with engine(kvpipe=SMALL | {"tiers": [plain, hidden]}, **OWN) as live:
+        expected = live.generate(PROMPTS, TOKENS)
+        assert_clean(live)
+        space = live.connector.scheduler.staging.space.name  # type: ignore[union-attr]
+    guesses = {space} | _block_names(PROMPTS[0])
+    for folder, confirmed in (("plain", True), ("hidden", False)):
+        files = [file for file in (tmp_path / folder).rglob("*") if file.is_file()]
+        seen = [text for file in files for text in (str(file).encode(), file.read_bytes())]
+        assert any(guess.encode() in text for guess in guesses - {space} for text in seen) == confirmed
+        assert any(space.encode() in text for text in seen) == confirmed
+        assert any(bytes.fromhex(guess) in text for guess in guesses for text in seen) is False
+    shutil.rmtree(tmp_path / "plain")
+    with engine(kvpipe=SMALL | {"tiers": [plain, hidden]}, **OWN) as live:
+        assert live.generate(PROMPTS, TOKENS) == expected
+        assert_clean(live)
+        assert _hits(live) == {"memory": 0, "disk-2": DUE}
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from kvpipe.tiers.disk import DiskSpec, DiskTier
 from kvpipe.tiers.envelope import HEADER_BYTES, Sealer
 from tests.tiers.buffers import aligned, content, some_key
 
-SEALER, UNITS = Sealer(None), 16
+SEALER, UNITS = Sealer(), 16
 DELETE_EACH = 13
 
 

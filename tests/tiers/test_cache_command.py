@@ -23,7 +23,8 @@ from kvpipe.cli import main
 from kvpipe.testing.dict_tier import DictTier
 from kvpipe.tiers.base import ALIGN_BYTES, Key, Put, TierError
 from kvpipe.tiers.command import Job, Report, _purge, _stats
-from kvpipe.tiers.envelope import HEADER_BYTES, Sealer, secret_of
+from kvpipe.tiers.envelope import HEADER_BYTES, Sealer
+from kvpipe.tiers.keyring import secrets_of
 from kvpipe.tiers.registry import parse_tier
 from tests.tiers.buffers import content, filled, some_key
 from tests.tiers.servers import LOCAL, free_port, serving
@@ -57,7 +58,7 @@ def server() -> Iterator[str]:
 def fill(where: str, keys: list[Key] = KEYS) -> None:
     """Write a value under each key, as an engine does."""
     spec = parse_tier(where)
-    sealer = Sealer(secret_of(spec))
+    sealer = Sealer(secrets_of(spec))
 
     async def write() -> None:
         tier = spec.make("test")
@@ -212,7 +213,7 @@ def test_verify_decrypts(cache: Said, tmp_path: Path, monkeypatch: pytest.Monkey
     path = str(tmp_path / "kv")
     fill(f"{path}?bytes_max=1GiB&encryption_key_env=GOOD_KEY")
     assert cache.json("verify", f"{path}?encryption_key_env=GOOD_KEY")["good"] == 10
-    for query, why in (("?encryption_key_env=OTHER_KEY", "decryption"), ("", "cipher")):
+    for query, why in (("?encryption_key_env=OTHER_KEY", "encryption key"), ("", "cipher")):
         assert cache.json("verify", path + query, status=1)["reasons"] == [{"why": why, "items": 10}]
     assert cache("verify", f"{path}?encryption_key_env=SHORT_KEY") == 2
     assert "SHORT_KEY" in cache.err

@@ -16,7 +16,7 @@ import torch
 from kvpipe.geometry import Geometry, Group, Layer
 from kvpipe.plan import Order
 from kvpipe.testing.held_tier import DictSpec, HeldTier
-from kvpipe.tiers.base import blocking
+from kvpipe.tiers.base import Tier, blocking
 from kvpipe.tiers.carrier import Carried, Carrier
 from kvpipe.tiers.memory import HostPool
 from kvpipe.tiers.shelf import FAULTS_MAX, READ, WRITE, Shelf, shelves
@@ -33,7 +33,7 @@ WAIT_S = 20.0
 class Rank:
     """One rank's pool and carrier, over tiers that the test holds."""
 
-    def __init__(self, tiers: Sequence[HeldTier], **spec: Any) -> None:
+    def __init__(self, tiers: Sequence[Tier], **spec: Any) -> None:
         """`spec`: keys of every tier."""
         self.pool, self.counters = HostPool(GEOMETRY), Counters()
         told = DictSpec.model_validate({"timeout_ms_max": 60_000} | spec)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import struct
 import subprocess
 import sys
@@ -16,7 +17,8 @@ import xxhash
 from kvpipe.errors import ConfigError, TransferError
 from kvpipe.testing.held_tier import DictSpec
 from kvpipe.tiers.base import ALIGN_BYTES, Key
-from kvpipe.tiers.envelope import HEADER_BYTES, Cipher, DamagedError, Sealer, describe, secret_of
+from kvpipe.tiers.envelope import HEADER_BYTES, Cipher, DamagedError, Sealer, describe
+from kvpipe.tiers.keyring import KEYS_MAX, secrets_of
 from kvpipe.tiers.spec import TierSpec
 from tests.tiers.buffers import aligned, content, filled, some_key
 
@@ -26,16 +28,21 @@ BODY = 3 * ALIGN_BYTES
 LONGEST = Key("f" * 32, bytes(range(64)), 9999, 999_998, 999_999)
 
 
+def sealer_of(secret: bytes | None) -> Sealer:
+    """Return what encrypts with `secret`, or not at all."""
+    return Sealer(() if secret is None else (secret,))
+
+
 def sealed(secret: bytes | None, key: Key | None = None) -> tuple[Key, memoryview, memoryview]:
     """Return a key, and the two parts of the value that is stored under it."""
     key = key or some_key(1)
-    return (key, *Sealer(secret).seal(key, 16, filled(content(1, BODY), (BODY,))[0]))
+    return (key, *sealer_of(secret).seal(key, 16, filled(content(1, BODY), (BODY,))[0]))
 
 
 def why(secret: bytes | None, key: Key, header: memoryview, body: memoryview, units: int = 16) -> str:
     """Return why a value is damaged."""
     with pytest.raises(DamagedError) as caught:
-        Sealer(secret).unseal(key, units, header, body)
+        sealer_of(secret).unseal(key, units, header, body)
     return str(caught.value)
 
 
@@ -60,7 +67,7 @@ def test_what_is_sealed_comes_back(secret: bytes | None, key: Key) -> None:
     found = describe(header)
     cipher = Cipher.PLAIN if secret is None else Cipher.AES_256_GCM
     assert found[:4] == (key, 16, BODY, cipher)
-    Sealer(secret).unseal(key, 16, header, body)
+    sealer_of(secret).unseal(key, 16, header, body)
     assert bytes(body) == content(1, BODY)
 
 
@@ -75,13 +82,13 @@ def test_parts_are_aligned(secret: bytes | None) -> None:
 def test_a_plain_body_is_not_copied() -> None:
     """Without a secret the slot's own memory is what is written."""
     body = aligned(BODY)
-    assert Sealer(None).seal(some_key(1), 16, body)[1] is body
+    assert Sealer().seal(some_key(1), 16, body)[1] is body
 
 
 def test_an_encrypted_body_shows_nothing() -> None:
     """With a secret the slot stays as it is, and what is written has none of its pages, and differs each time."""
     body = filled(content(1, BODY), (BODY,))[0]
-    sealer = Sealer(SECRET)
+    sealer = Sealer([SECRET])
     first, second = (bytes(sealer.seal(some_key(1), 16, body)[1]) for _ in range(2))
     assert bytes(body) == content(1, BODY)
     assert first != second
@@ -95,25 +102,33 @@ def pieces(data: bytes) -> list[bytes]:
 
 
 def test_the_format_is_fixed() -> None:
-    """A header's bytes are those of version 1: what is stored today can be read by later releases."""
+    """A header's bytes are those of version 2: what is stored today can be read by later releases."""
     key, header, body = sealed(None)
     text = key.text.encode()
-    fields = struct.pack("<8sHBBIQ12s", b"kvpipe\r\n", 1, 0, len(text), 16, BODY, b"") + text
+    fields = struct.pack("<8sHBBIQ48s", b"kvpipe\r\n", 2, 0, len(text), 16, BODY, b"") + text
     wanted = fields.ljust(HEADER_BYTES - 24, b"\0") + xxhash.xxh3_128_digest(body)
     assert bytes(header) == wanted + xxhash.xxh3_64_digest(wanted)
 
 
 def test_the_ciphers_key_is_fixed() -> None:
-    """An encrypted value is AES-256-GCM under HKDF-SHA256 of secret and namespace: any later release reads it."""
+    """An encrypted value is AES-256-GCM under HKDF-SHA256 of secret and salt: any later release reads it."""
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
     from cryptography.hazmat.primitives.hashes import SHA256
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-    key, header, body = sealed(SECRET)
-    derived = HKDF(SHA256(), 32, None, b"kvpipe tier " + key.namespace.encode()).derive(SECRET)
+    _, header, body = sealed(SECRET)
     found = describe(header)
-    plain = AESGCM(derived).decrypt(found.nonce, bytes(body) + found.check, bytes(header[:-24]))
+    values = HKDF(SHA256(), 32, None, b"kvpipe tier 2 values").derive(SECRET)
+    derived = HKDF(SHA256(), 32, found.salt, b"kvpipe tier 2 value").derive(values)
+    plain = AESGCM(derived).decrypt(bytes(12), bytes(body) + found.check, bytes(header[:-24]))
     assert plain == content(1, BODY)
+    assert found.mark == HKDF(SHA256(), 16, None, b"kvpipe tier 2 mark").derive(SECRET)
+    names = HKDF(SHA256(), 32, None, b"kvpipe tier 2 names").derive(SECRET)
+    key = some_key(1, group=2, rank=3, ranks=4)
+    (name,) = Sealer([SECRET]).names(key)
+    assert name.chunk == hashlib.blake2b(key.text.encode(), key=names, digest_size=32).digest()
+    assert name.namespace == hashlib.blake2b(key.namespace.encode(), key=names, digest_size=16).hexdigest()
+    assert name[2:] == (0, 0, 1)
 
 
 @SECRETS
@@ -142,15 +157,15 @@ def test_changed_bytes_of_a_body_are_noticed(secret: bytes | None) -> None:
     ("at", "wrong", "said"),
     [
         (0, b"KVPIPE\r\n", "magic"),
-        (8, struct.pack("<H", 2), "version"),
+        (8, struct.pack("<H", 1), "version"),
         (10, b"\7", "cipher"),
         (11, b"\0", "key"),
         (11, b"\xff", "key"),
         (12, struct.pack("<I", 17), "units"),
         (16, struct.pack("<Q", BODY - 1), "length"),
         (16, struct.pack("<Q", 1 << 62), "length"),
-        (36, b"\xff", "key"),
-        (36, b"F", "key"),
+        (72, b"\xff", "key"),
+        (72, b"F", "key"),
     ],
 )
 def test_a_field_that_is_wrong_is_named(secret: bytes | None, at: int, wrong: bytes, said: str) -> None:
@@ -160,7 +175,7 @@ def test_a_field_that_is_wrong_is_named(secret: bytes | None, at: int, wrong: by
     assert why(secret, key, signed(header), body) == said
 
 
-@pytest.mark.parametrize("at", [24, HEADER_BYTES - 24, 2000], ids=["nonce", "tag", "behind the fields"])
+@pytest.mark.parametrize("at", [40, HEADER_BYTES - 24, 2000], ids=["salt", "tag", "behind the fields"])
 def test_all_of_an_encrypted_header_is_authenticated(at: int) -> None:
     """Who can write to the tier but has no secret cannot change any byte of a header."""
     key, header, body = sealed(SECRET)
@@ -180,7 +195,7 @@ def test_what_was_asked_for_must_be_what_is_there() -> None:
 
 @pytest.mark.parametrize(
     ("stored", "read", "said"),
-    [(None, SECRET, "cipher"), (SECRET, None, "cipher"), (SECRET, OTHER, "decryption")],
+    [(None, SECRET, "cipher"), (SECRET, None, "cipher"), (SECRET, OTHER, "encryption key")],
     ids=["plain, wanted encrypted", "encrypted, wanted plain", "another secret"],
 )
 def test_another_secret_is_a_miss(stored: bytes | None, read: bytes | None, said: str) -> None:
@@ -189,11 +204,11 @@ def test_another_secret_is_a_miss(stored: bytes | None, read: bytes | None, said
     assert issubclass(DamagedError, TransferError)
 
 
-def test_a_namespace_has_a_key_of_its_own() -> None:
+def test_a_name_is_part_of_what_is_authenticated() -> None:
     """A value moved to another namespace, with a header made to fit, does not decrypt."""
     key, header, body = sealed(SECRET)
     moved = key._replace(namespace="0" * 32)
-    header[36:68] = moved.namespace.encode()
+    header[72:104] = moved.namespace.encode()
     assert why(SECRET, moved, signed(header), body) == "decryption"
 
 
@@ -207,9 +222,10 @@ def test_secrets_come_from_a_variable_or_a_file(tmp_path: Path, monkeypatch: pyt
     text = base64.b64encode(SECRET).decode()
     monkeypatch.setenv("MY_KEY", text)
     (tmp_path / "key").write_text(text + "\n", encoding="ascii")
-    assert secret_of(spec()) is None
-    assert secret_of(spec(encryption_key_env="MY_KEY")) == SECRET
-    assert secret_of(spec(encryption_key_file=tmp_path / "key")) == SECRET
+    (tmp_path / "key").chmod(0o600)
+    assert secrets_of(spec()) == ()
+    assert secrets_of(spec(encryption_key_env="MY_KEY")) == (SECRET,)
+    assert secrets_of(spec(encryption_key_file=tmp_path / "key")) == (SECRET,)
 
 
 @pytest.mark.parametrize("wrong", ["hunter2", "aHVudGVyMg==", "hünter2", "A" * 43, "A" * 44, ""])
@@ -217,15 +233,78 @@ def test_a_wrong_secret_is_refused_and_not_shown(wrong: str, monkeypatch: pytest
     """What is no key of 32 bytes in base64 is refused with the variable's name and the remedy, not with its value."""
     monkeypatch.setenv("MY_KEY", wrong)
     with pytest.raises(ConfigError, match="MY_KEY") as caught:
-        secret_of(spec(encryption_key_env="MY_KEY"))
+        secrets_of(spec(encryption_key_env="MY_KEY"))
     assert not wrong or wrong not in str(caught.value)
     assert not wrong or "openssl rand -base64 32" in str(caught.value)
 
 
+def test_several_keys_are_read_and_the_first_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blanks and lines are between them; what was written with an older one is found by its name and read."""
+    texts = [base64.b64encode(one).decode() for one in (OTHER, SECRET)]
+    monkeypatch.setenv("MY_KEY", f" {texts[0]}\n{texts[1]}\n")
+    secrets = secrets_of(spec(encryption_key_env="MY_KEY"))
+    assert secrets == (OTHER, SECRET)
+    old, new = Sealer([SECRET]), Sealer(secrets)
+    key, body = some_key(1), filled(content(1, BODY), (BODY,))[0]
+    (was,) = old.names(key)
+    now, then = new.names(key)
+    assert then == was != now
+    header, value = old.seal(was, 16, body)
+    new.unseal(then, 16, header, value)
+    assert bytes(value) == content(1, BODY)
+    header, value = new.seal(now, 16, body)
+    with pytest.raises(DamagedError, match="encryption key"):
+        old.unseal(now, 16, header, value)
+
+
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        ([SECRET, SECRET], "encryption_key_env='MY_KEY': key 2 is there twice"),
+        ([SECRET, b"short"], "encryption_key_env='MY_KEY': key 2 does not hold 32 bytes"),
+        ([bytes([i]) * 32 for i in range(KEYS_MAX + 1)], "holds 9 keys; 8 are allowed"),
+    ],
+    ids=["twice", "short", "many"],
+)
+def test_a_wrong_ring_is_refused(texts: list[bytes], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sentence says which key is wrong, and shows none."""
+    monkeypatch.setenv("MY_KEY", "\n".join(base64.b64encode(one).decode() for one in texts))
+    with pytest.raises(ConfigError, match=said) as caught:
+        secrets_of(spec(encryption_key_env="MY_KEY"))
+    assert not any(base64.b64encode(one).decode() in str(caught.value) for one in texts)
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o666])
+@pytest.mark.parametrize("link", [False, True])
+def test_a_key_that_others_can_read_is_refused(mode: int, link: bool, tmp_path: Path) -> None:
+    """Also behind a link; the sentence says what to do. As its owner's alone it is read, behind a link too."""
+    file, there = tmp_path / "key", tmp_path / "link"
+    there.symlink_to(file)
+    file.write_text(base64.b64encode(SECRET).decode(), encoding="ascii")
+    file.chmod(mode)
+    named = spec(encryption_key_file=there if link else file)
+    with pytest.raises(ConfigError, match=f"mode 0{mode:o}.; chmod 0600 it"):
+        secrets_of(named)
+    file.chmod(0o400)
+    assert secrets_of(named) == (SECRET,)
+
+
+def test_a_key_encrypts_one_value() -> None:
+    """Two values under one name, of one body, share nothing but their mark: no key comes near a limit of the cipher."""
+    sealer, body = Sealer([SECRET]), filled(content(1, BODY), (BODY,))[0]
+    values = [sealer.seal(some_key(1), 16, body) for _ in range(20)]
+    headers = [describe(header) for header, _ in values]
+    assert len({one.salt for one in headers}) == len({one.check for one in headers}) == 20
+    assert {len(one.salt) for one in headers} == {32}
+    assert len({one.mark for one in headers}) == 1
+    pads = {bytes(a ^ b for a, b in zip(value[:64], content(1, 64), strict=True)) for _, value in values}
+    assert len(pads) == 20, "a key stream was used twice"
+
+
 def test_a_secret_is_in_no_repr() -> None:
     """A sealer that is printed, or any object it holds, shows no secret."""
-    sealer = Sealer(SECRET)
-    shown = repr(sealer) + repr(vars(sealer)) + repr(vars(sealer._gcm))
+    sealer = Sealer([SECRET])
+    shown = repr(sealer) + repr(vars(sealer)) + repr(sealer._first)
     assert repr(SECRET) not in shown
     assert SECRET.hex() not in shown
 
@@ -235,9 +314,9 @@ import sys
 sys.modules["cryptography"] = None
 from kvpipe.errors import ConfigError
 from kvpipe.tiers.envelope import Sealer
-Sealer(None)
+Sealer()
 try:
-    Sealer(bytes(32))
+    Sealer([bytes(32)])
 except ConfigError as error:
     print(error)
 """
@@ -252,7 +331,7 @@ def test_encryption_needs_its_extra_only_where_it_is_used() -> None:
 @SECRETS
 def test_threads_seal_beside_each_other(secret: bytes | None) -> None:
     """One sealer serves many threads: what each has sealed, it reads back."""
-    sealer = Sealer(secret)
+    sealer = sealer_of(secret)
 
     def one(i: int) -> bool:
         key, (plain,) = some_key(i), filled(content(i, BODY), (BODY,))

@@ -44,7 +44,8 @@ def _hold(tier: HeldTier, *ends: int, group: int = 0, rank: int = 0, ranks: int 
 
 def _ask(finder: Finder, wanted: Sequence[Place] = WHOLE, seconds_max: float = 60.0, **more: Any) -> Lookup:
     groups = 1 + max((group for group, _ in wanted), default=0)
-    lookup = Lookup(KEYS, tuple(wanted), groups=groups, space=SPACE, seconds_max=seconds_max, **more)
+    told: dict[str, Any] = {"keys": KEYS, "space": SPACE} | more
+    lookup = Lookup(wanted=tuple(wanted), groups=groups, seconds_max=seconds_max, **told)
     finder.ask(lookup)
     limit = time.monotonic() + WAIT_S
     while not lookup.done:

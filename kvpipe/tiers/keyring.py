@@ -1,0 +1,127 @@
+"""Encryption keys of a tier, and what each makes: names that nobody can guess, and a key of its own for every value.
+
+From each secret HKDF-SHA256 derives three things: a mark, by which values say whose they are; a key for names; and what
+keys of values are derived from, each with 32 random bytes that the value shows. So one AES-256-GCM key encrypts one
+value, and no number of values comes near a limit of GCM's.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from kvpipe.errors import ConfigError
+from kvpipe.tiers.base import Key
+from kvpipe.tiers.spec import TierSpec, secret
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.ciphers import AEADDecryptionContext, AEADEncryptionContext
+
+SECRET_BYTES: Final = 32
+MARK_BYTES, SALT_BYTES = 16, 32
+KEYS_MAX: Final = 8
+"""Of one tier: each is one more name to look for."""
+_NONCE = bytes(12)  # a key that is used once needs no other
+
+
+class EncryptionKey(NamedTuple):
+    """What is made of one secret, which none of it shows.
+
+    `mark`: the same in all its values; it says nothing of the secret. `name`: what is stored under a key is called so
+    in the tier. `sealing` and `opening` return the cipher of one value, by the value's salt.
+    """
+
+    mark: bytes
+    name: Callable[[Key], Key]
+    sealing: Callable[[bytes], AEADEncryptionContext]
+    opening: Callable[[bytes, bytes], AEADDecryptionContext]
+
+
+def encryption_key(secret: bytes) -> EncryptionKey:
+    """Derive everything from a secret. Raises `ConfigError` where the extra is not installed."""
+    try:
+        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes  # noqa: PLC0415  (an extra)
+        from cryptography.hazmat.primitives.hashes import SHA256  # noqa: PLC0415
+        from cryptography.hazmat.primitives.kdf.hkdf import HKDF  # noqa: PLC0415
+    except ImportError:
+        msg = "kvpipe: encryption needs the package cryptography; pip install 'kvpipe[encryption]'"
+        raise ConfigError(msg) from None
+
+    def derive(what: bytes, size: int) -> bytes:
+        return HKDF(SHA256(), size, None, b"kvpipe tier 2 " + what).derive(secret)
+
+    names, values = derive(b"names", SECRET_BYTES), derive(b"values", SECRET_BYTES)
+
+    def keyed(text: str, size: int) -> bytes:
+        return hashlib.blake2b(text.encode(), key=names, digest_size=size).digest()
+
+    def name(key: Key) -> Key:
+        """Group and rank are in the hash: parts of one chunk have nothing in common."""
+        return Key(keyed(key.namespace, 16).hex(), keyed(key.text, 32), 0, 0, 1)
+
+    def aes(salt: bytes) -> algorithms.AES:
+        return algorithms.AES(HKDF(SHA256(), SECRET_BYTES, salt, b"kvpipe tier 2 value").derive(values))
+
+    return EncryptionKey(
+        derive(b"mark", MARK_BYTES),
+        name,
+        lambda salt: Cipher(aes(salt), modes.GCM(_NONCE)).encryptor(),
+        lambda salt, tag: Cipher(aes(salt), modes.GCM(_NONCE, tag)).decryptor(),
+    )
+
+
+def secrets_of(spec: TierSpec) -> tuple[bytes, ...]:
+    """Return the secrets of a tier: the first encrypts, any of them decrypts; none: its values are plain.
+
+    Raises:
+        ConfigError: what `encryption_key_env` or `encryption_key_file` names cannot be read, may be read by others, or
+            does not hold up to KEYS_MAX times SECRET_BYTES in base64.
+
+    """
+    key = "encryption_key_env" if spec.encryption_key_env else "encryption_key_file"
+    where = f"kvpipe: {spec.kind} tier: "
+    try:
+        _check_mode(spec)
+        found = secret(spec.encryption_key_env, spec.encryption_key_file, key)
+    except ValueError as error:
+        raise ConfigError(f"{where}{error}") from None
+    if found is None:
+        return ()
+    named = f"{key}={str(getattr(spec, key))!r}"  # there is such a variable or file: it is not the secret itself
+    secrets = [_decoded(text) for text in found.get_secret_value().split()]
+    remedy = f"make one with `openssl rand -base64 {SECRET_BYTES}`"
+    if len(secrets) > KEYS_MAX:
+        raise ConfigError(f"{where}{named} holds {len(secrets)} keys; {KEYS_MAX} are allowed: drop old ones")
+    for at, one in enumerate(secrets, 1):
+        which = f"{named}: key {at}" if len(secrets) > 1 else named
+        if len(one) != SECRET_BYTES:
+            raise ConfigError(f"{where}{which} does not hold {SECRET_BYTES} bytes in base64; {remedy}")
+        if one in secrets[: at - 1]:
+            raise ConfigError(f"{where}{which} is there twice; leave it out, or {remedy}")
+    return tuple(secrets)
+
+
+def _check_mode(spec: TierSpec) -> None:
+    """Refuse a file that others may read. Links are followed: what they lead to is what counts."""
+    file = spec.encryption_key_file
+    try:
+        mode = 0 if file is None else file.stat().st_mode
+    except (OSError, ValueError):
+        return  # said where it is read
+    if mode & 0o077:
+        msg = f"encryption_key_file: it may be read by others than its owner (mode {mode & 0o777:04o}); chmod 0600 it"
+        raise ValueError(msg)
+
+
+def _decoded(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError:
+        return b""
+
+
+def ring(secrets: Sequence[bytes]) -> dict[bytes, EncryptionKey]:
+    """Return keys by their marks, in order."""
+    return {one.mark: one for one in map(encryption_key, secrets)}
