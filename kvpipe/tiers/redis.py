@@ -15,17 +15,21 @@ from functools import partial
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 from urllib.parse import SplitResult, unquote
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from kvpipe.errors import ConfigError
+from kvpipe.tiers import hosts
 from kvpipe.tiers.base import Capacity, Entry, Get, Key, Put, Read, Tier, TierFullError, Written
 from kvpipe.tiers.redis_servers import Server, Servers
-from kvpipe.tiers.resp import VALUE_BYTES_MAX, Lane, Refusal, Reply, command, reason
+from kvpipe.tiers.resp import VALUE_BYTES_MAX, Lane, Refusal, Reply, Shape, command, reason
 from kvpipe.tiers.spec import TierSpec, secret
 from kvpipe.values import LocalPath, Variable, no_bool
 
 PORT: Final = 6379
 SCAN_KEYS: Final = 1000
+LISTED: Final = Shape(items=16 * SCAN_KEYS, bytes=8 << 20, depth=2)
+"""Of a page of names; a server may send some more than it is asked for."""
+INFO: Final = Shape(bytes=64 << 10)
 _REMEDY: Final = "name a variable in password_env or a file in password_file instead"
 
 
@@ -43,6 +47,12 @@ class RedisSpec(TierSpec):
     port: Annotated[int, BeforeValidator(no_bool), Field(gt=0, lt=65536)] = Field(PORT, description="Its port.")
     db: Annotated[int, BeforeValidator(no_bool), Field(ge=0, lt=1 << 31)] = Field(0, description="Database number.")
     cluster: bool = Field(default=False, description="It is a cluster: values are spread over its primaries.")
+    cluster_hosts: Annotated[str, AfterValidator(hosts.check)] = Field(
+        "",
+        description="Hosts of the cluster, beside `host`, that are given the password: names, addresses, `*.DOMAIN` or "
+        "networks such as `10.0.0.0/8`, separated by commas.",
+        max_length=4000,
+    )
     username: str = Field("", description="User of its access control list; empty: `default`.")
     password_env: Variable = Field("", description="Environment variable with the password.")
     password_file: LocalPath | None = Field(None, description="File with the password.")
@@ -68,6 +78,8 @@ class RedisSpec(TierSpec):
     def _agree(self) -> Self:
         if self.cluster and self.db:
             raise ValueError(f"db={self.db}: a cluster has database 0 only; leave db out")
+        if self.cluster_hosts and not self.cluster:
+            raise ValueError("cluster_hosts is of no use without a cluster; set cluster to true, or leave it out")
         for key in ("tls_ca_file", "tls_cert_file", "tls_key_file"):
             if getattr(self, key) is not None and not self.tls:
                 raise ValueError(f"{key} is of no use without TLS; set tls to true, or write rediss://")
@@ -170,7 +182,7 @@ class RedisTier:
                 commands += command(b"EXPIRE", names[index], *self._ttl)
             return lane.fetch(commands, gets[index].into, more=len(self._ttl))
 
-        replies = await self._servers.spread(names, lambda server, at: server.bulk(server.reads, at, one))
+        replies = await self._servers.spread(names, lambda server, at, asking: server.bulk("reads", at, one, asking))
         return [self._seen(get, reply) for get, reply in zip(gets, replies, strict=True)]
 
     async def write(self, puts: Sequence[Put]) -> list[Written]:
@@ -190,7 +202,7 @@ class RedisTier:
             return lane.store((b"SET", names[absent[at]]), puts[absent[at]].parts, options)
 
         replies = await self._servers.spread(
-            [names[index] for index in absent], lambda server, at: server.bulk(server.writes, at, one)
+            [names[index] for index in absent], lambda server, at, asking: server.bulk("writes", at, one, asking)
         )
         out = [Written.PRESENT] * len(puts)
         for index, reply in zip(absent, replies, strict=True):
@@ -205,7 +217,7 @@ class RedisTier:
     async def capacity(self) -> Capacity:
         """See `Tier.capacity`. It is that of the whole servers: all keys of the database, all memory in use."""
         items, used, most = 0, 0, []
-        for reply in await self._servers.everywhere(command(b"INFO", b"memory") + command(b"DBSIZE"), 2):
+        for reply in await self._servers.everywhere(command(b"INFO", b"memory") + command(b"DBSIZE"), 2, INFO):
             match reply:
                 case [bytes(info), int(count)]:
                     lines = dict(line.partition(b":")[::2] for line in info.splitlines())
@@ -227,7 +239,7 @@ class RedisTier:
             cursor, wanted = b"0", f"{self._prefix}*".encode()
             while True:
                 ask = command(b"SCAN", cursor, b"MATCH", wanted, b"COUNT", str(SCAN_KEYS).encode())
-                match self._servers.done((await server.ask(ask, 1))[0]):
+                match self._servers.done((await server.ask(ask, 1, LISTED))[0]):
                     case [bytes(cursor), list(names)]:
                         pass
                     case _:
@@ -276,4 +288,4 @@ class RedisTier:
 
 
 def _number(text: bytes) -> int:
-    return int(text) if text.isdigit() else 0
+    return int(text) if text.isdigit() and len(text) < len(str(1 << 63)) else 0

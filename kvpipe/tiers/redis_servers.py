@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import random
+import re
 from binascii import crc_hqx
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 import anyio
 import anyio.lowlevel
 import anyio.to_thread
 
+from kvpipe.tiers import hosts
 from kvpipe.tiers.base import TierError, TierFullError, blocking
-from kvpipe.tiers.resp import Lane, Refusal, Reply, command, per_name, reason
+from kvpipe.tiers.resp import ASKING, SHORT, Lane, Refusal, Reply, Shape, command, per_name, reason
 
 if TYPE_CHECKING:
     from kvpipe.tiers.redis import RedisSpec
@@ -25,7 +27,14 @@ ASK_LANES: Final = 2
 PROBES_MAX: Final = 4
 """Servers that are asked at once for the cluster's layout."""
 
-_MOVED: Final = frozenset({"MOVED", "ASK", "CLUSTERDOWN"})
+SERVERS_MAX: Final = 1000
+"""Primaries of a cluster."""
+LAYOUT: Final = Shape(items=200_000, bytes=8 << 20, depth=5)
+
+_MOVED: Final = frozenset({"MOVED", "CLUSTERDOWN"})
+_ASK: Final = "ASK"
+_HOST: Final = re.compile(r"[A-Za-z0-9_.:%-]{1,255}")
+_THERE: Final = re.compile(r"ASK [0-9]{1,5} (?P<host>[A-Za-z0-9_.:%\[\]-]{0,255}):(?P<port>[0-9]{1,5})")
 _FULL: Final = frozenset({"OOM", "READONLY", "MISCONF", "NOREPLICAS"})
 _REMEDIES: Final = {
     "NOAUTH": "it wants a password; set password_env or password_file",
@@ -33,7 +42,7 @@ _REMEDIES: Final = {
     "NOPERM": "its user may not do this; docs/tiers.md lists the commands that are used",
 }
 _T = TypeVar("_T")
-_Ask = Callable[["Server", Sequence[int]], Awaitable[list[Reply]]]
+_Ask = Callable[["Server", Sequence[int], bytes], Awaitable[list[Reply]]]
 
 
 class Server:
@@ -51,9 +60,9 @@ class Server:
         self._connecting: set[Lane] = set()  # also those that nobody waits for any more
         self._closed = False
 
-    async def ask(self, commands: bytes, count: int) -> list[Reply]:
-        """Send `count` commands at once and return their replies. Raises TierError."""
-        return await self.use(self._asks, lambda lane: lane.ask(commands, count))
+    async def ask(self, commands: bytes, count: int, shape: Shape = SHORT) -> list[Reply]:
+        """Send `count` commands at once and return their replies, which must fit into `shape`. Raises TierError."""
+        return await self.use(self._asks, lambda lane: lane.ask(commands, count, shape))
 
     async def use(self, gate: anyio.Semaphore, work: Callable[[Lane], _T]) -> _T:
         """Run `work` with a connection in a thread, when `gate` lets it. Raises TierError.
@@ -76,9 +85,20 @@ class Server:
                 self._drop()
             return result
 
-    async def bulk(self, gate: anyio.Semaphore, at: Iterable[int], one: Callable[[Lane, int], Reply]) -> list[Reply]:
-        """Do `one` for each index, over one connection: more are no quicker, and are there for other calls."""
-        return await self.use(gate, lambda lane: [one(lane, index) for index in at])
+    async def bulk(
+        self, use: Literal["reads", "writes"], at: Iterable[int], one: Callable[[Lane, int], Reply], asking: bytes
+    ) -> list[Reply]:
+        """Do `one` for each index, over one connection: more are no quicker, and are there for other calls.
+
+        `asking`: said before each, if there is anything.
+        """
+
+        def each(lane: Lane, index: int) -> Reply:
+            if asking:
+                lane.ask(asking, 1)
+            return one(lane, index)
+
+        return await self.use(getattr(self, use), lambda lane: [each(lane, index) for index in at])
 
     def retire(self) -> None:
         """Disconnect, and whatever is under way when it has ended."""
@@ -154,8 +174,11 @@ class Servers:
     async def each(self, names: Sequence[bytes], verb: bytes, *options: bytes) -> list[Reply]:
         """Send one command per name, all at once. Raises TierError if one is refused."""
 
-        async def ask(server: Server, at: Sequence[int]) -> list[Reply]:
-            return await server.ask(per_name(verb, [names[index] for index in at], *options), len(at))
+        async def ask(server: Server, at: Sequence[int], asking: bytes) -> list[Reply]:
+            commands = per_name(verb, [names[index] for index in at], *options, before=asking)
+            return (await server.ask(commands, len(at) * (2 if asking else 1)))[
+                1 if asking else 0 :: 2 if asking else 1
+            ]
 
         replies = await self.spread(names, ask)
         for reply in replies:
@@ -164,40 +187,65 @@ class Servers:
         return replies
 
     async def spread(self, names: Sequence[bytes], ask: _Ask) -> list[Reply]:
-        """Ask every server for the names (by index) that it has. A layout that turns out to be old is renewed, once."""
+        """Ask every server for the names (by index) that it has.
+
+        A layout that turns out to be old is renewed, once. Names that are on their way to another server, within a slot
+        that is being moved, are asked for there, this once: the layout stays.
+        """
         everything = range(len(names))
         if not self._cluster:
             (server,) = await self.primaries()
-            return await ask(server, everything) if names else []
+            return await ask(server, everything, b"") if names else []
         replies = await self._by_slot(names, everything, ask)
         if moved := [index for index in everything if getattr(replies[index], "code", "") in _MOVED]:
             self._slots = []
             replies |= await self._by_slot(names, moved, ask)
+        if moving := [index for index in everything if getattr(replies[index], "code", "") == _ASK]:
+            replies |= await self._meanwhile(names, moving, replies, ask)
         return [replies[index] for index in everything]
 
     async def _by_slot(self, names: Sequence[bytes], indices: Sequence[int], ask: _Ask) -> dict[int, Reply]:
         await self._refresh()
         homes: dict[Server, list[int]] = {}
         for index in indices:
-            slot = crc_hqx(names[index], 0) % SLOTS  # no name has braces
-            server = self._slots[slot]
-            if server is None:
-                raise TierError(f"{self.name}: no server of the cluster has slot {slot}")
-            homes.setdefault(server, []).append(index)
+            homes.setdefault(self._home(names[index]), []).append(index)
+        return await self._at(homes, ask, b"")
+
+    async def _meanwhile(
+        self, names: Sequence[bytes], indices: Sequence[int], replies: dict[int, Reply], ask: _Ask
+    ) -> dict[int, Reply]:
+        """Ask again where the refusals say that the names are going."""
+        homes: dict[Server, list[int]] = {}
+        for index in indices:
+            said = _THERE.fullmatch(str(replies[index]))
+            if said is None:
+                raise self.odd("ASK")
+            place = (said["host"].strip("[]") or self._home(names[index]).host, int(said["port"]))
+            homes.setdefault(self._reach(place, self._servers), []).append(index)
+        return await self._at(homes, ask, ASKING)
+
+    def _home(self, name: bytes) -> Server:
+        slot = crc_hqx(name, 0) % SLOTS  # no name has braces
+        server = self._slots[slot] if self._slots else None
+        if server is None:
+            raise TierError(f"{self.name}: no server of the cluster has slot {slot}")
+        return server
+
+    async def _at(self, homes: dict[Server, list[int]], ask: _Ask, asking: bytes) -> dict[int, Reply]:
         replies: dict[int, Reply] = {}
 
         async def part(server: Server) -> None:
-            replies.update(zip(homes[server], await ask(server, homes[server]), strict=True))
+            replies.update(zip(homes[server], await ask(server, homes[server], asking), strict=True))
 
         await self._together(part, homes)
         return replies
 
-    async def everywhere(self, commands: bytes, count: int) -> list[list[Reply]]:
+    async def everywhere(self, commands: bytes, count: int, shape: Shape = SHORT) -> list[list[Reply]]:
         """Send commands to all primaries."""
         out: list[list[Reply]] = []
 
         async def part(server: Server) -> None:
-            out.append([self.done(reply) for reply in await server.ask(commands, count)])
+            out.append([self.done(reply) for reply in await server.ask(commands, count, shape)])
 
         await self._together(part, await self.primaries())
         return out
@@ -242,7 +290,7 @@ class Servers:
 
             async def probe(server: Server) -> None:
                 try:
-                    (reply,) = await server.ask(command(b"CLUSTER", b"SLOTS"), 1)
+                    (reply,) = await server.ask(command(b"CLUSTER", b"SLOTS"), 1, LAYOUT)
                     found.append((server, self.done(reply)))
                 except TierError as error:
                     errors.append(error)
@@ -259,13 +307,16 @@ class Servers:
     def _lay_out(self, asked: Server, layout: Any) -> None:  # noqa: ANN401  (checked here)
         slots: list[Server | None] = [None] * SLOTS
         servers = {(self._spec.host, self._spec.port): self._first()}
+        taken = 0
         try:
             for low, high, (host, port, *_), *_ in layout:
                 place = (asked.host if host in {None, b"", b"?"} else host.decode("ascii"), port)
-                if place not in servers:
-                    servers[place] = self._servers.get(place) or self._make(*place)
-                part = range(SLOTS)[low : high + 1]
-                slots[part.start : part.stop] = [servers[place]] * len(part)
+                if not (0 <= low <= high < SLOTS and isinstance(port, int) and _HOST.fullmatch(place[0])):
+                    raise ValueError  # noqa: TRY301
+                taken += high - low + 1
+                if taken > SLOTS:  # two for one slot
+                    raise ValueError  # noqa: TRY301
+                slots[low : high + 1] = [self._reach(place, servers)] * (high - low + 1)
         except (TypeError, ValueError, AttributeError):
             raise self.odd("CLUSTER SLOTS") from None
         if not any(slots):
@@ -274,6 +325,26 @@ class Servers:
             if place not in servers:
                 server.retire()
         self._servers, self._slots = servers, slots
+
+    def _reach(self, place: tuple[str, int], servers: dict[tuple[str, int], Server]) -> Server:
+        """Return the server at a place that the cluster has named, and note it in `servers`. Raises TierError."""
+        host, port = place
+        if place not in servers:
+            if not 0 < port < 1 << 16 or len(servers) >= SERVERS_MAX:
+                raise self.odd("CLUSTER SLOTS")
+            if not self._trusted(host):
+                raise TierError(
+                    f"{self.name}: the cluster names {host}:{port}, which is not {self._spec.host} and not in "
+                    "cluster_hosts: it is not given the password; list the cluster's hosts in cluster_hosts"
+                )
+            servers[place] = self._servers.get(place) or self._make(*place)
+        return servers[place]
+
+    def _trusted(self, host: str) -> bool:
+        """Whether a host may be connected to: it is told the password at once. Anybody may be, where there is none."""
+        spec = self._spec
+        secret = spec.password_env or spec.password_file is not None
+        return not secret or host == spec.host or hosts.among(host, spec.cluster_hosts)
 
     def _make(self, host: str, port: int) -> Server:
         return Server(f"{self.name} at {host}:{port}", host, partial(self._lane, host, port), self._spec)

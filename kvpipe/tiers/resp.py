@@ -15,7 +15,7 @@ import ssl
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     from redis import Connection
@@ -23,13 +23,27 @@ if TYPE_CHECKING:
 VALUE_BYTES_MAX: Final = 512 << 20
 """The longest value that the protocol knows."""
 
-LINE_BYTES_MAX, TEXT_BYTES_MAX, ITEMS_MAX, DEPTH_MAX = 4096, 64 << 10, 100_000, 8
-"""What is accepted of a server in a line, a short text, a list, and lists in each other."""
+LINE_BYTES_MAX: Final = 4096
 
 SHOWN_MAX: Final = 200
 _WAITS: Final = 4  # parts that a wait for whole values is cut into; after all but one without a byte it is over
 _BITS: Final = re.compile(rb"(?::[01]\r\n)+")
 _RECEIVE_BYTES, _DRAIN_BYTES, _TLS_BYTES, _PARTS_MAX = 16 << 10, 256 << 10, 256 << 10, 512
+
+
+class Shape(NamedTuple):
+    """What the replies to one question may come to, together: what is asked decides that, not who answers."""
+
+    items: int = 0
+    """Elements of all lists."""
+    bytes: int = 0
+    """Of all texts that are no line."""
+    depth: int = 0
+    """Lists in each other."""
+
+
+SHORT: Final = Shape()
+"""Numbers, words and refusals."""
 
 
 class Refusal(str):
@@ -58,9 +72,13 @@ def command(*words: bytes) -> bytes:
     return b"*%d\r\n%s" % (len(words), _words(words))
 
 
-def per_name(verb: bytes, names: Iterable[bytes], *options: bytes) -> bytes:
-    """Return the same command for every name, as they are sent."""
-    head, tail = b"*%d\r\n%s" % (2 + len(options), _words([verb])), _words(options)
+ASKING: Final = b"*1\r\n$6\r\nASKING\r\n"
+"""Said before one command for a key that is on its way to that server."""
+
+
+def per_name(verb: bytes, names: Iterable[bytes], *options: bytes, before: bytes = b"") -> bytes:
+    """Return the same command for every name, as they are sent, each with `before` in front."""
+    head, tail = b"%b*%d\r\n%s" % (before, 2 + len(options), _words([verb])), _words(options)
     return b"".join([b"%b$%d\r\n%b\r\n%b" % (head, len(name), name, tail) for name in names])
 
 
@@ -83,6 +101,7 @@ class Lane:
         self._stopped = False
         self._buffer = bytearray()
         self._at = 0  # what comes before it in the buffer is used up
+        self._items = self._bytes = 0  # that may still come of the replies that are being read
 
     def connect(self) -> None:
         """Connect. Raises LaneError; its text says why and holds no secret."""
@@ -128,16 +147,17 @@ class Lane:
 
     # ---- commands -------------------------------------------------------------------------------------------------
 
-    def ask(self, commands: bytes, count: int) -> list[Reply]:
-        """Send `count` commands at once and return their replies, which must be short."""
+    def ask(self, commands: bytes, count: int, shape: Shape = SHORT) -> list[Reply]:
+        """Send `count` commands at once and return their replies, which must fit into `shape`."""
         self._send([commands])
+        self._items, self._bytes = shape.items, shape.bytes
         replies: list[Reply] = []
         while len(replies) < count:
             if bits := _BITS.match(self._buffer, self._at):  # a thousand at once: one by one they take a millisecond
                 replies += [byte - ord("0") for byte in self._buffer[self._at + 1 : bits.end() : len(b":0\r\n")]]
                 self._at = bits.end()
             else:
-                replies.append(self._reply())
+                replies.append(self._reply(shape.depth))
         if len(replies) > count:
             raise LaneError("the server has answered more than it was asked")
         return replies
@@ -159,7 +179,7 @@ class Lane:
             found = size
             self._receive(into if size == sum(part.nbytes for part in into) else self._nowhere(size))
         for _ in range(more):
-            self._reply()
+            self._short()
         return found
 
     def store(self, before: Sequence[bytes], parts: Sequence[memoryview], after: Sequence[bytes]) -> Reply:
@@ -167,7 +187,7 @@ class Lane:
         size = sum(part.nbytes for part in parts)
         head = b"*%d\r\n%s$%d\r\n" % (len(before) + 1 + len(after), _words(before), size)
         self._send([head, *parts, b"\r\n" + _words(after)])
-        return self._reply()
+        return self._short()
 
     # ---- what redis-py wants of a reader, while it connects ---------------------------------------------------------
 
@@ -185,7 +205,7 @@ class Lane:
         """Return the reply to a command of redis-py's."""
         from redis import ResponseError  # noqa: PLC0415
 
-        reply = self._reply()
+        reply = self._short()
         return ResponseError(str(reply)) if isinstance(reply, Refusal) else reply
 
     # ---- bytes ----------------------------------------------------------------------------------------------------
@@ -246,7 +266,12 @@ class Lane:
 
     # ---- replies --------------------------------------------------------------------------------------------------
 
-    def _reply(self, depth: int = 0) -> Reply:
+    def _short(self) -> Reply:
+        self._items = self._bytes = 0
+        return self._reply(0)
+
+    def _reply(self, depth: int) -> Reply:
+        """Read a reply of `depth` lists in each other at most, and of what is left of `_items` and `_bytes`."""
         line = self._line()
         kind = line[:1]
         if kind == b":":
@@ -255,11 +280,13 @@ class Lane:
             return line[1:]
         if kind == b"-":
             return Refusal(self._shown(line[1:]))
-        if kind == b"*" and depth < DEPTH_MAX:
-            count = self._count(line, b"*", ITEMS_MAX)
-            return None if count < 0 else [self._reply(depth + 1) for _ in range(count)]
-        if (size := self._count(line, b"$", TEXT_BYTES_MAX)) < 0:
+        if kind == b"*" and depth:
+            count = self._count(line, b"*", self._items)
+            self._items -= max(count, 0)
+            return None if count < 0 else [self._reply(depth - 1) for _ in range(count)]
+        if (size := self._count(line, b"$", self._bytes)) < 0:
             return None
+        self._bytes -= size
         text = bytearray(size)
         self._receive([memoryview(text)])
         return bytes(text)
@@ -278,7 +305,7 @@ class Lane:
             count = int(line[1:])
         except ValueError:
             raise self._nonsense(line) from None
-        if line[:1] != kind or count > highest:
+        if line[:1] != kind or count > highest or count < (-1 if kind != b":" else -highest):
             raise self._nonsense(line)
         return count
 

@@ -184,7 +184,7 @@ Answer = Callable[[list[bytes]], bytes | None]
 
 
 @contextmanager
-def pretending(answer: Answer) -> Iterator[int]:
+def pretending(answer: Answer, host: str = LOCAL) -> Iterator[int]:
     """Run something on a port (which is yielded) that reads commands like a server and answers as it is told."""
 
     class Handler(socketserver.StreamRequestHandler):
@@ -205,7 +205,7 @@ def pretending(answer: Answer) -> Iterator[int]:
         def handle_error(self, *_: object) -> None:
             """A client that went away is no news."""
 
-    with Listener((LOCAL, 0), Handler) as listener:
+    with Listener((host, 0), Handler) as listener:
         thread = threading.Thread(target=listener.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         try:

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpipe.tiers.base import Entry, Get, Read, Tier, TierError, Written
-from kvpipe.tiers.resp import Lane
+from kvpipe.tiers.resp import Lane, Shape
 from tests.tiers.buffers import aligned, content, data, get, put, some_key
 from tests.tiers.proxy import Proxy
 from tests.tiers.servers import LOCAL, Server, certificates, free_port, polite, pretending, serving
@@ -238,7 +238,7 @@ def test_replies_may_come_in_any_pieces(cuts: list[int], size: int, parts: int) 
         into = [memoryview(bytearray(high - low)) for low, high in itertools.pairwise(edges)]
         assert lane.fetch(b"GET", into, more=1) == size
         assert b"".join(into) == value
-        assert lane.ask(b"ASK", 5) == [0, 1, "ERR no", [None, b"ab"], 1]
+        assert lane.ask(b"ASK", 5, Shape(items=2, bytes=2, depth=1)) == [0, 1, "ERR no", [None, b"ab"], 1]
         thread.join()
 
 

@@ -1,0 +1,44 @@
+"""Which hosts an operator means: names, addresses, `*.DOMAIN`, networks."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import re
+from typing import Final
+
+_NAME: Final = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?")
+_Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+def check(text: str) -> str:
+    """Return a list of hosts, separated by commas, as it is. Raises ValueError saying which of them is none."""
+    for one in _split(text):
+        if _network(one) is None and not _NAME.fullmatch(one):
+            msg = f"{one[:80]!r} is no name, address, *.DOMAIN or network"
+            raise ValueError(msg)
+    return text
+
+
+def among(host: str, text: str) -> bool:
+    """Whether `host` is one of those that `text` lists."""
+    address = _network(host)
+    for one in _split(text.lower()):
+        network = _network(one)
+        if network is None:
+            name = host.lower().rstrip(".")
+            if name == one or (one.startswith("*.") and name.endswith(one[1:])):
+                return True
+        elif address is not None and address.version == network.version and address[0] in network:
+            return True
+    return False
+
+
+def _split(text: str) -> list[str]:
+    return [one.strip() for one in text.split(",") if one.strip()]
+
+
+def _network(text: str) -> _Network | None:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_network(text.strip("[]"), strict=False)
+    return None

@@ -1,0 +1,281 @@
+"""Servers that answer more than they were asked, name hosts of somebody else's, or move keys: as clients meet them."""
+
+from __future__ import annotations
+
+import socket
+import socketserver
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from kvpipe.errors import ConfigError
+from kvpipe.tiers import hosts
+from kvpipe.tiers.base import Read, TierError, Written
+from kvpipe.tiers.registry import parse_tier
+from tests.tiers.buffers import content, data, get, put, some_key
+from tests.tiers.memory_growth import GROWTH_BYTES_MAX, peak_growth
+from tests.tiers.servers import LOCAL, Server, polite, pretending
+from tests.tiers.world_redis import OTHER, PASSWORD, PASSWORD_ENV, client, name, spec, three
+from tests.tiers.worlds import run
+
+SLOTS = 16384
+
+
+@contextmanager
+def flooding(head: bytes, flood: bytes) -> Iterator[int]:
+    """Answer politely while a client connects; then send `head` once and `flood` for ever. Yields the port."""
+
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            while line := self.rfile.readline():
+                words = [self.rfile.read(int(self.rfile.readline()[1:]) + 2)[:-2] for _ in range(int(line[1:]))]
+                if words[0] in {b"CLIENT", b"AUTH", b"PING", b"SELECT"}:
+                    self.wfile.write(b"+OK\r\n")
+                    continue
+                self.wfile.write(head)
+                while True:
+                    self.wfile.write(flood)
+
+    class Listener(socketserver.ThreadingTCPServer):
+        daemon_threads = True
+
+        def handle_error(self, *_: object) -> None:
+            """The client has gone, which was to be shown."""
+
+    with Listener((LOCAL, 0), Handler) as listener:
+        thread = threading.Thread(target=listener.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        try:
+            yield listener.server_address[1]
+        finally:
+            listener.shutdown()
+            thread.join()
+
+
+FLOODS: dict[str, tuple[bytes, bytes]] = {
+    "lists in lists": (b"*100000\r\n", b"*100000\r\n" + b":1\r\n" * 20_000),
+    "a list": (b"*100000\r\n" * 7, b":1\r\n" * 20_000),
+    "texts": (b"*100000\r\n" * 4, (b"$65536\r\n" + bytes(65536) + b"\r\n") * 16),
+    "names": (b"*2\r\n$1\r\n7\r\n*100000\r\n", (b"$60000\r\n" + bytes(60000) + b"\r\n") * 16),
+    "numbers": (b"", b":1\r\n" * 20_000),
+    "a value": (b"$536870912\r\n", bytes(1 << 20)),
+    "a line": (b"+", bytes(1 << 20)),
+    "refusals": (b"", (b"-ERR " + b"x" * 4000 + b"\r\n") * 100),
+}
+
+
+@pytest.mark.parametrize("cluster", [False, True])
+@pytest.mark.parametrize("flood", FLOODS.values(), ids=FLOODS)
+def test_memory_is_bounded_by_what_was_asked(flood: tuple[bytes, bytes], cluster: bool) -> None:
+    """Whatever a server sends for ever, a client that calls every method grows by less than a fixed bound."""
+    with flooding(*flood) as port:
+        told = {"kind": "redis", "host": LOCAL, "port": port, "cluster": cluster, "timeout_ms_max": 1000}
+        assert peak_growth(told) < GROWTH_BYTES_MAX
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        b"*2\r\n" + b"*3\r\n:0\r\n:16383\r\n*2\r\n$9\r\n127.0.0.1\r\n:1\r\n" * 2,
+        b"*1\r\n*3\r\n:0\r\n:99999\r\n*2\r\n$9\r\n127.0.0.1\r\n:1\r\n",
+        b"*1\r\n*3\r\n:-5\r\n:5\r\n*2\r\n$9\r\n127.0.0.1\r\n:1\r\n",
+        b"*1\r\n*3\r\n:5\r\n:2\r\n*2\r\n$9\r\n127.0.0.1\r\n:1\r\n",
+        b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$9\r\n127.0.0.1\r\n:99999\r\n",
+        b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$3\r\na b\r\n:1\r\n",
+        b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$9\r\n127.0.0.1\r\n*0\r\n",
+        b"*2000\r\n" + b"".join(
+            b"*3\r\n:%d\r\n:%d\r\n*2\r\n$9\r\n127.0.0.1\r\n:%d\r\n" % (i, i, i + 1) for i in range(2000)
+        ),
+    ],
+    ids=["twice", "beyond", "below", "backwards", "port", "host", "no port", "too many"],
+)  # fmt: skip
+def test_a_layout_that_makes_no_sense_is_refused(layout: bytes) -> None:
+    """Slots that are given twice or do not exist, hosts and ports that are none, thousands of servers: a TierError."""
+
+    async def play() -> None:
+        with pytest.raises(TierError, match="the answer to CLUSTER SLOTS cannot be read"):
+            async with client(port, cluster=True):
+                pass
+
+    with pretending(polite(lambda words: layout if words[0] == b"CLUSTER" else b":0\r\n")) as port:
+        run(play)
+
+
+# ---- hosts ------------------------------------------------------------------------------------------------------
+
+
+def layout_of(host: str, port: int) -> bytes:
+    """Return the answer to CLUSTER SLOTS that gives all slots to one server."""
+    return b"*1\r\n*3\r\n:0\r\n:%d\r\n*2\r\n$%d\r\n%b\r\n:%d\r\n" % (SLOTS - 1, len(host), host.encode(), port)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"password_env": PASSWORD_ENV}, False),
+        ({"password_env": PASSWORD_ENV, "cluster_hosts": "10.0.0.0/8,*.example,127.0.0.3"}, False),
+        ({"password_env": PASSWORD_ENV, "cluster_hosts": "10.0.0.0/8, 127.0.0.0/8"}, True),
+        ({"password_env": PASSWORD_ENV, "cluster_hosts": OTHER}, True),
+        ({}, True),
+    ],
+)
+def test_the_password_goes_to_no_host_that_was_not_named(
+    given: dict[str, Any], told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cluster that names another host, in its layout or by ASK, has it connected to only if it was configured.
+
+    Or if there is no password. Otherwise the refusal names the host and the key, and the host hears nothing at all.
+    """
+    monkeypatch.setenv(PASSWORD_ENV, PASSWORD)
+    heard: list[list[bytes]] = []
+
+    def thief(words: list[bytes]) -> bytes:
+        heard.append(words)
+        return b":1\r\n" if words[0] == b"EXISTS" else b"+OK\r\n"
+
+    with pretending(thief, OTHER) as far:
+        for way in ("layout", "ask"):
+
+            def answer(words: list[bytes], way: str = way) -> bytes:
+                if words[0] == b"CLUSTER":
+                    return layout_of(OTHER, far) if way == "layout" else layout_of(LOCAL, port)
+                return b"-ASK 7 %b:%d\r\n" % (OTHER.encode(), far) if words[0] == b"EXISTS" else b"+OK\r\n"
+
+            async def play() -> None:
+                tier = spec(port, cluster=True, **given).make("redis")
+                try:
+                    await tier.open()
+                    assert await tier.exists([some_key(1)]) == [True]
+                finally:
+                    await tier.close()
+
+            with pretending(polite(answer)) as port:
+                heard.clear()
+                if told:
+                    run(play)
+                    assert heard
+                else:
+                    with pytest.raises(TierError, match=rf"{OTHER}:{far}, which is not {LOCAL} .* cluster_hosts"):
+                        run(play)
+                    assert heard == []
+
+
+@pytest.mark.parametrize(
+    ("host", "text", "wanted"),
+    [
+        ("10.1.2.3", "10.0.0.0/8", True), ("11.1.2.3", "10.0.0.0/8", False), ("10.1.2.3", "10.1.2.3", True),
+        ("a.kv.example", "*.kv.example", True), ("akv.example", "*.kv.example", False), ("KV.ex", "kv.ex", True),
+        ("kv.example.evil", "*.example", False), ("fd00::1", "fd00::/8", True), ("[fd00::1]", "fd00::1", True),
+        ("10.1.2.3", "fd00::/8", False), ("10.evil", "10.0.0.0/8", False), ("x", "", False), ("x", "y, x", True),
+        ("example", "*.example", False),
+    ],
+)  # fmt: skip
+def test_hosts_are_those_that_are_listed(host: str, text: str, wanted: bool) -> None:
+    """A name, an address, all names below a domain, all addresses of a network: those, and no others."""
+    assert hosts.among(host, hosts.check(text)) == wanted
+
+
+@pytest.mark.parametrize("text", ["*", "a b", "10.0.0.0/99", "*.*", "http://x", "a,,b/"])
+def test_hosts_that_are_none_are_refused(text: str) -> None:
+    """What is no host is refused with the key, before anything starts; so is the key without a cluster."""
+    with pytest.raises(ConfigError, match=r"cluster_hosts=.+ is not valid \(.+ is no name, address"):
+        parse_tier({"kind": "redis", "host": "h", "cluster": True, "cluster_hosts": text})
+    with pytest.raises(ConfigError, match="cluster_hosts is of no use without a cluster"):
+        parse_tier({"kind": "redis", "host": "h", "cluster_hosts": "x"})
+
+
+# ---- keys that move ---------------------------------------------------------------------------------------------
+
+
+def test_ask_is_for_once() -> None:
+    """A refusal with ASK has this one command sent there, after ASKING; the layout stays as it is."""
+    near: list[bytes] = []
+    far: list[bytes] = []
+
+    def old(words: list[bytes]) -> bytes:
+        near.append(words[0])
+        if words[0] == b"CLUSTER":
+            return layout_of(LOCAL, here)
+        return b"-ASK 7 %b:%d\r\n" % (LOCAL.encode(), there)
+
+    def new(words: list[bytes]) -> bytes:
+        far.append(words[0])
+        return {b"ASKING": b"+OK\r\n", b"GET": b"$-1\r\n", b"SET": b"+OK\r\n"}.get(words[0], b":0\r\n")
+
+    async def play() -> None:
+        async with client(here, cluster=True) as tier:
+            near.clear()
+            assert await tier.exists([some_key(1), some_key(2)]) == [False, False]
+            assert await tier.read([get(1, 4096)]) == [Read.MISS]
+            assert await tier.write([put(1, 4096)]) == [Written.STORED]
+            assert await tier.delete([some_key(1)]) == 0
+
+    with pretending(polite(new)) as there, pretending(polite(old)) as here:
+        run(play)
+    assert near == [b"EXISTS", b"EXISTS", b"GET", b"TOUCH", b"SET", b"UNLINK"]
+    assert far[::2] == [b"ASKING"] * 6
+    assert far[1::2] == near
+
+
+@pytest.mark.parametrize(
+    "said", [b"-ASK\r\n", b"-ASK 7 \r\n", b"-ASK 7 h:0\r\n", b"-ASK 7 h:99999\r\n", b"-ASK 7 a b:1\r\n"]
+)
+def test_an_odd_ask_is_an_error(said: bytes) -> None:
+    """A refusal with ASK that names no server is a TierError."""
+
+    async def play() -> None:
+        async with client(port, cluster=True) as tier:
+            with pytest.raises(TierError, match="cannot be read"):
+                await tier.exists([some_key(1)])
+
+    with pretending(polite(lambda words: layout_of(LOCAL, port) if words[0] == b"CLUSTER" else said + b"\r\n")) as port:
+        run(play)
+
+
+def test_a_slot_that_is_being_moved_is_used_on() -> None:
+    """While a real cluster moves a slot, what has gone ahead is found where it is, and what is new is written there."""
+    nodes: list[Server] = three("valkey")
+    for server in nodes:
+        server.ask("FLUSHALL")
+    slot = nodes[0].ask("CLUSTER", "KEYSLOT", name(some_key(1)))
+    ids = [server.ask("CLUSTER", "MYID") for server in nodes]
+
+    async def play() -> None:
+        async with client(nodes[0].port, cluster=True) as tier:
+            assert await tier.write([put(1, 65536)]) == [Written.STORED]
+            home = next(at for at, node in enumerate(nodes) if node.ask("DBSIZE"))
+            heir = (home + 1) % 3
+            nodes[home].ask("DEL", name(some_key(1)))
+            nodes[heir].ask("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[home])
+            nodes[home].ask("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[heir])
+            try:
+                assert await tier.exists([some_key(1)]) == [False]
+                assert await tier.write([put(1, 65536)]) == [Written.STORED]
+                assert nodes[heir].ask("DBSIZE") == 1
+                wanted = get(1, 4096, 61440)
+                assert await tier.read([wanted]) == [Read.HIT]
+                assert data(wanted.into) == content(1, 65536)
+            finally:
+                nodes[heir].ask("FLUSHALL")
+                for server in nodes:
+                    server.ask("CLUSTER", "SETSLOT", slot, "STABLE")
+
+    run(play)
+
+
+def test_a_port_that_is_shut_is_still_one_error() -> None:
+    """A layout that names a port nobody listens on is a TierError, as before."""
+    with socket.socket() as shut:
+        shut.bind((LOCAL, 0))
+        layout = layout_of(LOCAL, shut.getsockname()[1])
+
+        async def play() -> None:
+            with pytest.raises(TierError, match="no connection"):
+                async with client(port, cluster=True):
+                    pass
+
+        with pretending(polite(lambda _: layout)) as port:
+            run(play)
