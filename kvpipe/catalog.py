@@ -80,19 +80,28 @@ class Piece(NamedTuple):
 class Catalog:
     """The authority over slots, keys and leases."""
 
-    def __init__(self, slots: int, groups: int, policy: Policy, counters: Counters) -> None:
-        """All slots are free."""
+    def __init__(
+        self, slots: int, groups: int, policy: Policy, counters: Counters, *, ready: int | None = None
+    ) -> None:
+        """The first `ready` of the slots are free, by default all: the others are not used yet."""
         self.slots, self._policy, self.counters = slots, policy, counters
         self.watch: Watch | None = None  # of the chunks that are reserved from now on
         self.on_drop: Callable[[Chunk], object] | None = None  # hears of chunks that cannot be found any more
         self.lost_keys = Lost()
-        self._free = list(range(slots - 1, -1, -1))
+        self.ready = slots if ready is None else ready
+        self._free = list(range(self.ready - 1, -1, -1))
         self._index: tuple[dict[bytes, Chunk], ...] = tuple({} for _ in range(groups))
         self._pending: tuple[dict[bytes, Chunk], ...] = tuple({} for _ in range(groups))
         self._evicting: set[Chunk] = set()
         self._reserved: set[Chunk] = set()
         self._leases: dict[Owner, list[Chunk]] = {}
         self._leased_s: dict[Owner, float] = {}
+
+    def use_more(self, ready: int) -> None:
+        """The first `ready` slots are in memory on every rank: they may be used. Fewer than before: nothing happens."""
+        stop = min(ready, self.slots)
+        self._free[:0] = range(stop - 1, self.ready - 1, -1)  # those used before are in the caches of the processor
+        self.ready = max(self.ready, stop)
 
     # ---- finding -------------------------------------------------------------------------------------------------
 
@@ -150,7 +159,7 @@ class Catalog:
     # ---- writing -------------------------------------------------------------------------------------------------
 
     def reserve(self, group: int) -> Chunk | None:
-        """Claim a free slot, evicting if need be; None when every chunk is held."""
+        """Claim a free slot that is ready, evicting if need be; None when every chunk is held."""
         if not self._free and not self._evict_one():
             self.counters["save_dropped_pool_full"] += 1
             return None
@@ -308,8 +317,8 @@ class Catalog:
 
     @property
     def used(self) -> int:
-        """How many slots are not free."""
-        return self.slots - len(self._free)
+        """How many slots hold something."""
+        return self.ready - len(self._free)
 
     @property
     def writing(self) -> int:
@@ -334,7 +343,8 @@ class Catalog:
         check(len(set(slots)) == len(slots), "two chunks share a slot")
         check(len(set(self._free)) == len(self._free), "a slot is free twice")
         check(not set(slots) & set(self._free), "a chunk's slot is free")
-        check(len(slots) + len(self._free) == self.slots, f"slots lost: {self.slots - len(slots) - len(self._free)}")
+        check(len(slots) + len(self._free) == self.ready, f"slots lost: {self.ready - len(slots) - len(self._free)}")
+        check(all(slot < self.ready for slot in (*slots, *self._free)), "a slot is used that is not ready")
         leased: dict[int, int] = {}
         for owned in self._leases.values():
             for c in owned:

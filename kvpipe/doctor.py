@@ -24,7 +24,7 @@ from pydantic import ByteSize
 from rich.console import Console
 from rich.text import Text
 
-from kvpipe import files
+from kvpipe import files, headroom
 from kvpipe.config import Settings, load_settings, parse_extra
 from kvpipe.control import check_control_file as check_path
 from kvpipe.errors import UnsupportedError, UsageError
@@ -174,8 +174,8 @@ class Machine(NamedTuple):
     ranks: int = 1
     python: tuple[int, ...] = tuple(sys.version_info[:3])
     environ: Mapping[str, str] = os.environ
-    proc: Path = Path("/proc")
-    cgroups: Path = Path("/sys/fs/cgroup")
+    proc: Path = headroom.PROC
+    cgroups: Path = headroom.CGROUPS
     cpu_topology: Path = Path("/sys/devices/system/cpu")
     torch_version: Callable[[], str] = _torch_version
     vllm_version: Callable[[], str | None] = _vllm_version
@@ -394,7 +394,8 @@ def check_hash_seed(settings: Settings, machine: Machine) -> Answer:
 def check_memory(settings: Settings, machine: Machine) -> Answer:
     """The ranks' pools fit into what is free: the system's memory, and what the cgroups leave."""
     pool, ranks = int(settings.pool_bytes_max), machine.ranks
-    free, where = min([(_available_bytes(machine), "MemAvailable"), *_cgroup_rooms(machine)])
+    rooms = [headroom.system_room(machine.proc), *headroom.cgroup_rooms(machine.proc, machine.cgroups)]
+    free, _, where = min(rooms)
     share = pool * ranks / free if free > 0 else float("inf")
     pools = f"{_size(pool)}" if ranks == 1 else f"{ranks} x {_size(pool)}"
     said = f"pool_bytes_max is {pools}, {_size(max(free, 0))} are free ({where})"
@@ -406,49 +407,6 @@ def check_memory(settings: Settings, machine: Machine) -> Answer:
     if share <= POOL_SHARE_FAIL:
         return Answer("warn", f"{said}: {share:.0%}, which leaves little for the model and the engine", remedy)
     return Answer("fail", f"{said}: the pool does not fit, and the engine would be killed as it fills", remedy)
-
-
-def _available_bytes(machine: Machine) -> int:
-    for line in (machine.proc / "meminfo").read_text(encoding="utf-8").splitlines():
-        key, _, value = line.partition(":")
-        if key == "MemAvailable":
-            return int(value.split()[0]) << 10
-    msg = f"{machine.proc / 'meminfo'} has no line MemAvailable"
-    raise OSError(msg)
-
-
-def _cgroup_rooms(machine: Machine) -> Iterator[tuple[int, str]]:
-    """Yield what each memory limit above this process leaves, of either version of cgroups.
-
-    Cached file pages that are not in use are counted as free: the kernel drops them first.
-    """
-    try:
-        lines = (machine.proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            root, limit, usage, cached = machine.cgroups, "memory.max", "memory.current", "inactive_file"
-        elif "memory" in controllers.split(","):
-            root, cached = machine.cgroups / "memory", "total_inactive_file"
-            limit, usage = "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
-            continue
-        parts = [part for part in path.split("/") if part]
-        if ".." in parts:  # a group outside of this namespace
-            parts = []
-        for depth in range(len(parts), -1, -1):
-            folder = root.joinpath(*parts[:depth])
-            try:
-                most = (folder / limit).read_text(encoding="utf-8").strip()
-                used = int((folder / usage).read_text(encoding="utf-8"))
-                stat = (folder / "memory.stat").read_text(encoding="utf-8")
-            except OSError:  # not mounted here, or the root, which has no limit
-                continue
-            if most != "max":  # version 1 has a number beyond any memory instead
-                idle = dict(row.split(maxsplit=1) for row in stat.splitlines()).get(cached, "0")
-                yield int(most) - used + int(idle), f"cgroup limit {_size(int(most))}"
 
 
 def check_shared_memory(_: Settings, __: Machine) -> Answer:

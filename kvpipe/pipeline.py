@@ -145,6 +145,7 @@ class Pipeline:
         self._open_jobs: dict[int, Job] = {}
         self._suspects: set[int] = set()
         self.blocks = 1 << 31  # how many paged blocks the engine has; the connector knows when caches are registered
+        self.slots_ready: Callable[[], int] = lambda: geometry.slots  # how many, from the first on, may be used
         self._closed = False
         self._loop = LoopThread("kvpipe-loop", self._handle, tasks=(self._watch_over,), cpus=cpus)
 
@@ -346,7 +347,7 @@ class Pipeline:
             return CONDEMNED
         wrong = {
             "a group": (group < 0) | (group >= len(pages)),
-            "a slot": (slot < 0) | (slot >= self._geometry.slots),
+            "a slot": (slot < 0) | (slot >= self.slots_ready()),
             "a page": (page < 0) | (page >= pages[np.clip(group, 0, len(pages) - 1)]),
             "a block": (block < 0) | (block >= self.blocks),
         }

@@ -150,7 +150,7 @@ class Live(Engine):
     def wait_for_pinning(self) -> None:
         """Wait until the pool is pinned: copies to and from what is not yet pinned are slower."""
         limit = time.monotonic() + PIN_S_MAX
-        while any(thread.name == "kvpipe-pin" for thread in threading.enumerate()):
+        while any(thread.name == "kvpipe-ready" for thread in threading.enumerate()):
             if time.monotonic() > limit:
                 message = f"the pool is not pinned after {PIN_S_MAX:.0f} s"
                 raise TimeoutError(message)

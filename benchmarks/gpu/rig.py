@@ -13,6 +13,7 @@ import torch
 from kvpipe.geometry import Geometry, Group, Layer
 from kvpipe.plan import Job, Kind
 from kvpipe.tiers.memory import HostPool
+from kvpipe.tiers.ready import Readier
 from kvpipe.transfer.base import CopyPlan, Direction, Ticket
 from kvpipe.transfer.cuda import CudaEngine, Mark
 from kvpipe.transfer.movers import Mover
@@ -113,6 +114,8 @@ class Rig:
         began = time.perf_counter()
         self.engine = gpu.engine(mover, **options)
         self.engine.attach(views, self.geometry, self.pool)
+        self._readier = Readier(self.pool, self.engine.claim, piece_bytes=self.engine.piece_bytes)
+        self._readier.begin("use")
         self.attach_s = time.perf_counter() - began
         self.told: list[Ticket] = []
         self._random = np.random.default_rng(0)
@@ -190,6 +193,7 @@ class Rig:
 
     def close(self) -> None:
         """Shut the engine down and free memory."""
+        self._readier.stop()
         self.engine.shutdown()
         self.caches.clear()
         if not self.gpu.simulated:

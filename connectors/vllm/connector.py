@@ -241,11 +241,14 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             self._layout = support.fingerprint({"layout": support.layout_facts(kv_caches, blocks, self._vllm_config)})
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Tell the scheduler's side what this rank's bytes depend on, if others may read them."""
-        if self.worker is None or self.worker.carrier is None:
+        """Tell the scheduler's side what this rank has ready, and what its bytes depend on, if others may read them."""
+        if self.worker is None:
             return None
-        tiers = [(shelf.name, shelf.spec.kind) for shelf in self.worker.carrier.shelves]
-        return LayoutMetadata(self.worker.rank, support.fingerprint({"layout": self._layout, "tiers": tiers}))
+        digest = ""
+        if self.worker.carrier is not None:
+            tiers = [(shelf.name, shelf.spec.kind) for shelf in self.worker.carrier.shelves]
+            digest = support.fingerprint({"layout": self._layout, "tiers": tiers})
+        return LayoutMetadata(self.worker.rank, digest, self.worker.ready)
 
     @_contained(_nothing)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -318,10 +321,12 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             return None
         worker = self.worker
         tallies, lost, unreadable = worker.take_tallies(), worker.lost, worker.take_unreadable()
-        if not tallies and not lost and unreadable is None:
+        ready = worker.take_ready()
+        if not tallies and not lost and unreadable is None and ready is None:
             return None
         told = {} if unreadable is None else {worker.rank: unreadable}
-        return ReportMetadata(tallies, lost=lost, rate=worker.load_rate, unreadable=told)
+        slots = {} if ready is None else {worker.rank: ready}
+        return ReportMetadata(tallies, lost=lost, rate=worker.load_rate, unreadable=told, ready=slots)
 
     @_contained(_nothing)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
@@ -350,8 +355,11 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """Every rank has said what its bytes depend on: from now on tiers are used, in a namespace of all that."""
+        said = [one for one in metadata.values() if isinstance(one, LayoutMetadata)]
+        if self.scheduler is not None:
+            self.scheduler.slots_ready({one.rank: one.ready for one in said})
         if self._finder is not None:
-            told = sorted((one.rank, one.digest) for one in metadata.values() if isinstance(one, LayoutMetadata))
+            told = sorted((one.rank, one.digest) for one in said if one.digest)
             ranks = self._vllm_config.parallel_config.world_size
             if len(told) != ranks:
                 self.counters.fault("tiers_not_on_all_ranks", ranks=ranks, told=len(told))
@@ -407,6 +415,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             self.scheduler.reported(report.tallies, report.rate)
             self.scheduler.tier_lost |= report.lost
             self.scheduler.tiers_left(report.unreadable)
+            self.scheduler.slots_ready(report.ready)
 
     @_contained(lambda: (False, None))
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002

@@ -37,11 +37,11 @@ def _unpack(
 
 
 class LayoutMetadata(KVConnectorHandshakeMetadata):
-    """What one rank's chunks depend on that is known only where its caches are: a digest."""
+    """What one rank says when its caches are there: what its chunks depend on, as a digest, and its `ready` slots."""
 
-    def __init__(self, rank: int, digest: str) -> None:
-        """`rank`: of the engine's ranks."""
-        self.rank, self.digest = rank, digest
+    def __init__(self, rank: int, digest: str, ready: int = 0) -> None:
+        """`rank`: of the engine's ranks. `digest`: empty without tiers."""
+        self.rank, self.digest, self.ready = rank, digest, ready
 
 
 class Tally(NamedTuple):
@@ -64,15 +64,18 @@ class ReportMetadata(KVConnectorWorkerMetadata):
         lost: bool = False,
         rate: float = 0.0,
         unreadable: dict[int, frozenset[int]] | None = None,
+        ready: dict[int, int] | None = None,
     ) -> None:
-        """`tallies` is owned by the report. `unreadable`: by rank, the tiers that it leaves alone, if that is new."""
+        """`tallies` is owned by the report. By rank, if that is new: tiers that it leaves alone, its ready slots."""
         self.tallies, self.lost, self.rate, self.unreadable = tallies, lost, rate, unreadable or {}
+        self.ready = ready or {}
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Add another rank's report."""
         if isinstance(other, ReportMetadata):
             self.lost |= other.lost
             self.unreadable |= other.unreadable
+            self.ready |= other.ready
             self.rate = min(self.rate or other.rate, other.rate or self.rate)
             for job, tally in other.tallies.items():
                 mine = self.tallies.get(job, Tally(0, 0))

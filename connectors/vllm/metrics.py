@@ -48,6 +48,7 @@ METRICS: dict[str, Metric] = {
     "no_op_transitions": Metric("counter", "machine", "Events that changed nothing in the state machines."),
     "trace_dropped": Metric("counter", "where", "Traced events that were lost, in the queue or at a sink."),
     "pool_chunks": Metric("gauge", "", "Chunks that the pool has room for."),
+    "pool_chunks_ready": Metric("gauge", "", "Of these, chunks whose memory is there: all, some time after start-up."),
     "pool_chunks_used": Metric("gauge", "", "Chunks that the pool holds."),
     "leases": Metric("gauge", "", "Leases that loads in flight hold on chunks."),
     "oldest_lease_seconds": Metric("gauge", "", "Age of the oldest lease."),

@@ -73,7 +73,8 @@ class SchedulerSide:
         self.trace, self._tell = trace, Teller(trace)
         trace.step = 1
         groups = len(geometry.groups)
-        self.catalog = Catalog(geometry.slots, groups, make_policy(settings.policy, geometry.slots), self.counters)
+        policy, ready = make_policy(settings.policy, geometry.slots), None if settings.pool_touch == "use" else 0
+        self.catalog = Catalog(geometry.slots, groups, policy, self.counters, ready=ready)
         if trace.detail:
             self.trace_chunks()
         self.freeze, self.bypass = settings.freeze, settings.bypass
@@ -95,6 +96,7 @@ class SchedulerSide:
         self._manager: KVCacheManager | None = None
         self.staging: Staging | None = None
         self._unreadable: dict[int, frozenset[int]] = {}  # by rank
+        self._ready: dict[int, int] = {}  # slots, by rank
 
     def use_tiers(self, finder: Finder) -> None:
         """Look beyond memory, through `finder`."""
@@ -335,6 +337,12 @@ class SchedulerSide:
             self._unreadable |= unreadable
             self.staging.finder.unreadable = frozenset().union(*self._unreadable.values())
 
+    def slots_ready(self, ready: dict[int, int]) -> None:
+        """Ranks have said how many of their slots, from the first on, may be used. All of them count, or none."""
+        self._ready |= ready
+        if ready and len(self._ready) == self._ranks:
+            self.catalog.use_more(min(self._ready.values()))
+
     def _order_reported(self, order_id: int, tally: Tally) -> None:
         try:
             known = self.staging is not None and self.staging.reported(order_id, tally)
@@ -388,7 +396,13 @@ class SchedulerSide:
     def stats(self) -> dict[str, int]:
         """Counters and gauges, for tests, the demo and operators."""
         c = self.catalog
-        gauges = {"slots": c.slots, "slots_used": c.used, "leases": c.leases, "pieces_writing": c.writing}
+        gauges = {
+            "slots": c.slots,
+            "slots_used": c.used,
+            "slots_ready": c.ready,
+            "leases": c.leases,
+            "pieces_writing": c.writing,
+        }
         orders = self.staging.orders if self.staging is not None else 0
         gauges |= {"jobs_in_flight": len(self._flights), "orders_in_flight": orders, "requests": len(self._tracked)}
         return dict(self.counters) | gauges
@@ -401,7 +415,7 @@ class SchedulerSide:
         stuck_ns = self.settings.stuck_ms_max * 1_000_000
         old = itertools.takewhile(lambda flight: now_ns - flight.born_ns > stuck_ns, self._flights.values())
         gauges = {
-            "pool_chunks": c.slots, "pool_chunks_used": c.used, "leases": c.leases,
+            "pool_chunks": c.slots, "pool_chunks_ready": c.ready, "pool_chunks_used": c.used, "leases": c.leases,
             "oldest_lease_seconds": c.oldest_lease_s, "requests": len(self._tracked),
             "jobs_in_flight": len(self._flights), "stuck_jobs": sum(1 for _ in old),
             "frozen": self.freeze, "preemptions": self.counters["preempted"], "evictions": self.counters["evicted"],

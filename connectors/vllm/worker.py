@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -16,8 +16,9 @@ from kvpipe.pipeline import TIER, TOLD, Pipeline
 from kvpipe.plan import EMPTY_PLAN, Kind, Outcome, StepPlan
 from kvpipe.tiers.carrier import CARRY, Carrier
 from kvpipe.tiers.memory import HostPool
+from kvpipe.tiers.ready import SHARE_OF_A_BUSY_CORE, How, Manners, Readier
 from kvpipe.tiers.shelf import BREAKER, Shelf
-from kvpipe.trace.events import MoverMeasured, StepRan, TierLost
+from kvpipe.trace.events import MoverMeasured, PoolReady, PoolShort, StepRan, TierLost
 from kvpipe.trace.log import Counters
 from kvpipe.trace.recorder import OFF, Recorder
 from kvpipe.transfer.base import Direction, TransferEngine
@@ -30,7 +31,12 @@ from kvpipe.transfer.pages import PageView, view_pages
 if TYPE_CHECKING:
     from kvpipe.connectors.vllm.metadata import Tally
     from kvpipe.connectors.vllm.metrics import Values
+    from kvpipe.headroom import Room
     from kvpipe.statemachine.core import Compiled
+
+
+IDLE_NS: Final = 100_000_000
+"""So long after a step's end the engine counts as idle."""
 
 
 class WorkerSide:
@@ -51,6 +57,10 @@ class WorkerSide:
         self.carrier: Carrier | None = None
         self.rank, self.ranks = 0, 1
         self._unreadable: frozenset[int] = frozenset()
+        self._device = "cpu"
+        self._pool: HostPool | None = None
+        self._readier: Readier | None = None
+        self._told_ready = 0
         self._tallies: dict[int, tuple[int, int]] = {}
         self._received: set[str] = set()
         self._failed: set[str] = set()
@@ -85,10 +95,11 @@ class WorkerSide:
             if n not in names and (t.data_ptr(), view_pages(n, t, blocks).page_bytes) in known
         )
         self._index = {name: i for i, name in enumerate(names)}
+        self._device = views[0].tensor.device.type
         engine = engine or self._make_engine(views)
-        pool = HostPool(self.geometry)
-        engine.attach(views, self.geometry, pool)
         self.shutdown()
+        again, self._pool = self._pool is not None, (pool := HostPool(self.geometry))
+        engine.attach(views, self.geometry, pool)
         self._make_carrier(pool)
         self.pipeline = Pipeline(
             engine,
@@ -100,7 +111,39 @@ class WorkerSide:
             stuck_ms_max=self.settings.stuck_ms_max,
             trace=self.trace,
         )
-        self.pipeline.blocks = blocks
+        self.pipeline.blocks, self.pipeline.slots_ready = blocks, lambda: pool.ready
+        # slots of a pool that takes another's place may be in use
+        self._make_ready(engine, pool, "use" if again else self.settings.pool_touch)
+
+    def _make_ready(self, engine: TransferEngine, pool: HostPool, how: How) -> None:
+        """Have the pool's memory before it is used."""
+        spare = spare_cpus()
+        alone = spare or self._has_idle_core() or self._device != "cpu"
+        share = 1.0 if alone else SHARE_OF_A_BUSY_CORE
+        self._readier = Readier(
+            pool,
+            engine.claim,
+            piece_bytes=engine.piece_bytes,
+            manners=Manners(spare, share, self._is_busy),
+            done=self._pool_ready,
+            short=self._pool_short,
+        )
+        self._readier.begin(how)
+
+    def _is_busy(self) -> bool:
+        """Whether the engine is in a step, or was a moment ago."""
+        return self._bound or time.monotonic_ns() - self._bound_ns < IDLE_NS
+
+    def _pool_ready(self, took_s: float) -> None:
+        told = PoolReady(*self.trace.of("", 0), slots=self.geometry.slots, took_ms=round(took_s * 1e3, 1))
+        told.gigabytes = round(self.geometry.slots * self.geometry.slot_bytes / 1e9, 3)
+        self.trace.put(told)
+
+    def _pool_short(self, room: Room) -> None:
+        told = PoolShort(*self.trace.of("", 0), slots=self.geometry.slots, where=room.where)
+        told.ready, told.free_mb = self.ready, round(room.free / 1e6, 1)
+        told.remedy = "set a smaller pool_bytes_max: what has no memory is not used"
+        self.trace.put(told)
 
     def _make_carrier(self, pool: HostPool) -> None:
         """Carry chunks to and from tiers, if there are any."""
@@ -132,8 +175,13 @@ class WorkerSide:
         spare = spare_cpus()
         threads = self.settings.copy_threads
         if threads is None:
-            threads = 1 if spare or len(CPUS_AT_START) > torch.get_num_threads() else 0
+            threads = int(bool(spare) or self._has_idle_core())
         return CpuEngine(threads, spare)
+
+    @staticmethod
+    def _has_idle_core() -> bool:
+        """Whether the forward's threads leave a core of those that the process may use."""
+        return len(CPUS_AT_START) > torch.get_num_threads()
 
     def _measured(self, direction: Direction, mover: Mover, cost: Cost) -> None:
         told = MoverMeasured(*self.trace.of("", 0), kind=direction.name.lower(), mover=mover.value)
@@ -245,6 +293,16 @@ class WorkerSide:
         return now if now != was else None
 
     @property
+    def ready(self) -> int:
+        """So many of this rank's slots, from the first on, may be used."""
+        return self._pool.ready if self._pool is not None else 0
+
+    def take_ready(self) -> int | None:
+        """Return `ready`, if it is another than at the last call."""
+        was, self._told_ready = self._told_ready, self.ready
+        return self._told_ready if self._told_ready != was else None
+
+    @property
     def load_rate(self) -> float:
         """Bytes per second of this rank's loads; 0: none yet."""
         return self.pipeline.load_rate if self.pipeline is not None else 0.0
@@ -271,6 +329,8 @@ class WorkerSide:
 
     def shutdown(self) -> None:
         """End threads. Idempotent."""
+        if self._readier is not None:
+            self._readier.stop()
         if self.pipeline is not None:
             self.pipeline.shutdown()
         if self.carrier is not None:

@@ -18,12 +18,14 @@ import torch
 from kvpipe.plan import Kind
 from kvpipe.testing.content import Sequence, Words, layer_key
 from kvpipe.testing.shapes import BLOCK, Shape
+from kvpipe.tiers.memory import HostPool
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
 
+STEPS_PER_SLOT = 6
 QUIRKS = {
     "no_waits": "attention reads without `wait_for_layer_load`",
     "no_saves": "`save_kv_layer` is not called",
@@ -165,6 +167,9 @@ class Rank(Runner):
         self._forward: Any = SimpleNamespace(no_compile_layers=attached, attn_metadata=self._attention)
         self._no_forward: Any = SimpleNamespace(no_compile_layers=attached, attn_metadata=None)
         connector.register_kv_caches({layer.name: layer.cache for layer in self.layers})
+        self._ready_at = STEPS_PER_SLOT + index  # the step with which the next slot of a fresh pool is ready
+        if shape.fresh:
+            self._pool.ready = 1 + index
 
     def execute(self, step: Step, drafts: dict[str, list[int]]) -> Ran:
         """Run one step. `drafts` are the draft tokens that end each request's scheduled tokens."""
@@ -219,9 +224,18 @@ class Rank(Runner):
             self.connector.save_kv_layer(layer.name, layer.cache, self._attention)
         self.connector.wait_for_save()
 
+    @property
+    def _pool(self) -> HostPool:
+        pool = self.connector.worker._pool  # type: ignore[attr-defined]  # noqa: SLF001
+        assert isinstance(pool, HostPool)  # noqa: S101
+        return pool
+
     def _take_quirks(self) -> set[str]:
         quirks, self.quirks = set(self.quirks), []
         self._steps += 1
+        if self.shape.fresh and self._steps >= self._ready_at:
+            self._ready_at += STEPS_PER_SLOT
+            self._pool.ready = min(self._pool.ready + 1, self._pool.slots)
         if self.shape.mode == "step" and self._steps % 2:
             quirks.add("no_layers")  # some steps replay a full CUDA graph
         return quirks

@@ -42,6 +42,7 @@ class Shape(NamedTuple):
     vLLM's second model runner. `deferred`: the step is finalized after its reports, as with a draft model.
     `device`: copies are ordered by a device and complete later.
     `tiers`: dictionaries beyond memory, which the ranks share.
+    `fresh`: the slots of the ranks' pools become ready one by one, beside the steps.
     `failing`: loads may fail; off where vLLM's own recovery is known to answer wrongly.
     """
 
@@ -61,6 +62,7 @@ class Shape(NamedTuple):
     step_tokens_max: int = 96
     pool_slots: int = 12
     tiers: int = 0
+    fresh: bool = False
     policy: str = "lru"
 
     @property
@@ -90,6 +92,7 @@ SHAPES: dict[str, Shape] = {
     "either-load": Shape(load="auto"),
     "hybrid": _HYBRID,
     "window": Shape(windows=(2 * BLOCK,)),
+    "fresh-pool": Shape(ranks=2, fresh=True),
     "device-order": Shape(load="sync", device=True, layers_per_group=4),
     "two-ranks": Shape(load="sync", ranks=2, layers_per_group=4),
     "two-ranks-async-load": Shape(load="async", ranks=2, v2=True),
@@ -105,6 +108,7 @@ SHAPES: dict[str, Shape] = {
     "async-scheduler-drafts": Shape(asynchronous=True, load="async", drafts=3, v2=True),
     "async-scheduler-hybrid": _HYBRID._replace(asynchronous=True, ranks=2),
     "tier": Shape(tiers=1, pool_slots=6),
+    "tier-fresh-pool": Shape(asynchronous=True, tiers=1, fresh=True, failing=False),
     "two-tiers": Shape(tiers=2, ranks=2, load="async", pool_slots=6),
     "async-scheduler-tier": Shape(
         asynchronous=True, load="auto", tiers=1, failing=False, policy="s3fifo", pool_slots=6

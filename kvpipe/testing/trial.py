@@ -182,15 +182,18 @@ class Trial:
         return [(tier.name, spec, tier) for tier in self.tiers]
 
     def _use_tiers(self, config: VllmConfig, cache: KVCacheConfig) -> None:
-        """Let both sides use the trial's tiers, as vLLM does when the ranks have their caches."""
-        if self.kvpipe is None or not self.tiers:
+        """Let both sides use the trial's tiers, and shake hands, as vLLM does when the ranks have their caches."""
+        if self.kvpipe is None:
             return
+        if not self.ranks:
+            self.side.slots_ready({0: self.side.catalog.slots})
         self.kvpipe.make_tiers = self._made_tiers  # type: ignore[method-assign]
         self.kvpipe._use_tiers(config, cache)  # noqa: SLF001
         told = {rank.index: rank.connector.get_handshake_metadata() for rank in self.ranks}
         self.kvpipe.set_xfer_handshake_metadata_pp_aware({(0, index): one for index, one in told.items() if one})
         sides = [self.side.staging.finder] if self.side.staging is not None else []
-        self._carriers = [*sides, *(rank.connector.worker.carrier for rank in self.ranks)]  # type: ignore[attr-defined]
+        carriers = [rank.connector.worker.carrier for rank in self.ranks]  # type: ignore[attr-defined]
+        self._carriers = [*sides, *(one for one in carriers if one is not None)]
         for shelf in (shelf for one in self._carriers for shelf in one.shelves):
             shelf.probe_s = 3600.0  # by the clock: a sequence would not have one outcome
 

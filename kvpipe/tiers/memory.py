@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
 
 import torch
 
@@ -12,7 +11,10 @@ from kvpipe.geometry import Geometry
 
 
 class HostPool:
-    """`geometry.slots` slots of `geometry.slot_bytes`, page-aligned, committed by the system as they are first used."""
+    """`geometry.slots` slots of `geometry.slot_bytes`, page-aligned, committed by the system as they are first used.
+
+    `ready`: so many of them, from the first on, may be used. A `Readier` takes it back to 0 and makes it grow.
+    """
 
     def __init__(self, geometry: Geometry) -> None:
         """Reserve the address range. No memory is touched.
@@ -22,6 +24,7 @@ class HostPool:
 
         """
         self.slots, self.slot_bytes = geometry.slots, geometry.slot_bytes
+        self.ready = self.slots
         # Private, because shared memory gets no huge pages on most systems; and not for children: a page that is pinned
         # must not be copied when both sides of a fork write to it.
         try:
@@ -46,12 +49,3 @@ class HostPool:
     def slot(self, index: int) -> torch.Tensor:
         """Return slot `index` as uint8, shape (slot_bytes,)."""
         return self.tensor[index]
-
-    def pieces(self, bytes_max: int) -> Iterator[tuple[int, int]]:
-        """Yield (address, bytes) of the pool in pieces of at most `bytes_max`, or one slot where that is larger.
-
-        A piece is a number of whole slots, because a copy must not cross from one pinned piece into the next.
-        """
-        step = max(1, bytes_max // self.slot_bytes)
-        for slot in range(0, self.slots, step):
-            yield self.base + slot * self.slot_bytes, min(step, self.slots - slot) * self.slot_bytes

@@ -212,6 +212,29 @@ class MoverMeasured(Event, tag="mover_measured"):
     gb_per_s: float = 0.0
 
 
+class PoolReady(Event, tag="pool_ready"):
+    """All of a rank's pool is in memory, `took_ms` after it was begun."""
+
+    level = INFO
+    slots: int = 0
+    gigabytes: float = 0.0
+    took_ms: float = 0.0
+
+
+class PoolShort(Event, tag="pool_short"):
+    """There is no memory to spare for more of the pool than `ready` of its slots; it is asked for again later.
+
+    `free_mb` are left, as `where` says.
+    """
+
+    level = WARNING
+    ready: int = 0
+    slots: int = 0
+    free_mb: float = 0.0
+    where: str = ""
+    remedy: str = ""
+
+
 # ---- what an operator switches, and what goes wrong -----------------------------------------------------------------
 
 

@@ -169,8 +169,17 @@ class Ticket:
 class TransferEngine(Protocol):
     """Copies layers. One per rank."""
 
+    piece_bytes: int
+    """How much of the pool `claim` takes at once, about."""
+
     def attach(self, views: Sequence[PageView], geometry: Geometry, pool: HostPool) -> None:
         """Bind the paged cache (one view per layer, in `geometry.layers` order) and the pool."""
+
+    def claim(self, address: int, size: int) -> None:
+        """Whole slots of the pool are in memory and will be used: pin them, say. Harmless when repeated; on any thread.
+
+        Never raises: what cannot be claimed can be copied to and from all the same.
+        """
 
     def prepare(self, plan: CopyPlan) -> None:
         """A step begins. What the caller has computed so far is all that a load of `plan` may not overwrite."""

@@ -34,6 +34,8 @@ _Work = tuple[CopyPlan, Ticket] | None
 class CpuEngine:
     """Implements `TransferEngine` for caches in host memory."""
 
+    piece_bytes = 64 << 20
+
     def __init__(self, threads: int, cpus: frozenset[int] = frozenset()) -> None:
         """`threads`: 0 or 1 per direction. `cpus`: cores that the threads may use; empty: any."""
         self._threads, self._cpus = threads, cpus
@@ -48,6 +50,9 @@ class CpuEngine:
         self._views, self._geometry, self._pool = tuple(views), geometry, pool
         self._words = tuple(map(_as_words, self._views))
         self._host_bytes = pool.tensor.view(-1).numpy()
+
+    def claim(self, address: int, size: int) -> None:
+        """See `TransferEngine.claim`. Memory is all that is needed."""
 
     def prepare(self, plan: CopyPlan) -> None:
         """See `TransferEngine.prepare`. The caller computes on the host: nothing of it is still to come."""

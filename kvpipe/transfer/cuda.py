@@ -100,6 +100,8 @@ class Mark(NamedTuple):
 class CudaEngine:
     """Implements `TransferEngine` for caches in the memory of a CUDA device."""
 
+    piece_bytes = PIN_PIECE_BYTES_MAX
+
     def __init__(
         self,
         device: Device | None = None,
@@ -129,11 +131,12 @@ class CudaEngine:
         self._pinned: list[int] = []
         self.pinned_slots = 0
         self._unmeasured = Mover.DMA
-        self._threads: tuple[threading.Thread, ...] = ()
+        self._pins = True  # until it fails
+        self._thread: threading.Thread | None = None
         self.costs: calibrate.Costs = {direction: {} for direction in Direction}
 
     def attach(self, views: Sequence[PageView], geometry: Geometry, pool: HostPool) -> None:
-        """See `TransferEngine.attach`. All but the first piece of the pool is pinned in the background.
+        """See `TransferEngine.attach`. The first piece of the pool is pinned, to measure in.
 
         Raises:
             UnsupportedError: the mover that was asked for cannot be used here.
@@ -144,14 +147,17 @@ class CudaEngine:
         self._staging, no_kernels = self._allocate_staging()
         each = None if self._staging is None else self._staging.view(len(Direction), -1)
         self.lanes = {d: Lane(self._device, d, self._layout, None if each is None else each[d]) for d in Direction}
-        self._pieces = pool.pieces(PIN_PIECE_BYTES_MAX)
-        self._pin_next()
+        self._pin(pool.base, min(max(1, self.piece_bytes // pool.slot_bytes), pool.slots) * pool.slot_bytes)
         if self.pinned_slots:
             self._calibrate(no_kernels)
-        mains = {"kvpipe-landed": self._complete, "kvpipe-pin": self._pin}
-        self._threads = tuple(threading.Thread(target=m, name=n, daemon=True) for n, m in mains.items())
-        for thread in self._threads:
-            thread.start()
+        self._thread = threading.Thread(target=self._complete, name="kvpipe-landed", daemon=True)
+        self._thread.start()
+
+    def claim(self, address: int, size: int) -> None:
+        """See `TransferEngine.claim`. Pins it; pieces come in the order of their slots."""
+        if address not in self._pinned and not self._closed and self._pins:
+            self._enter_thread()
+            self._pin(address, size)
 
     # ---- vLLM's thread -------------------------------------------------------------------------------------------
 
@@ -220,9 +226,9 @@ class CudaEngine:
             with self._news:
                 self._closed = True
                 self._news.notify()
-        for thread in self._threads:
-            thread.join(SHUTDOWN_S_MAX)
-        drained = not any(thread.is_alive() for thread in self._threads)
+        if self._thread is not None:
+            self._thread.join(SHUTDOWN_S_MAX)
+        drained = self._thread is None or not self._thread.is_alive()
         for direction in Direction:
             for flight in tuple(self._flights[direction]):
                 if self._land(direction, flight):
@@ -377,20 +383,12 @@ class CudaEngine:
 
     # ---- pinning, staging, calibration ----------------------------------------------------------------------------
 
-    def _pin(self) -> None:
-        self._enter_thread()
-        while not self._closed and self._pin_next():
-            pass
-
-    def _pin_next(self) -> bool:
-        """Pin the next piece of the pool. Returns False when there is none, or no more can be pinned."""
-        piece = next(self._pieces, None)
-        if piece is None:
-            return False
+    def _pin(self, address: int, size: int) -> None:
+        """Pin the next piece of the pool. A copy must not cross from one pinned piece into the next: whole slots."""
         try:
-            self._device.register(*piece)
+            self._device.register(address, size)
         except Exception as e:  # noqa: BLE001  (whatever it is, copies work without)
-            self._pieces = iter(())
+            self._pins = False
             log.warning(
                 "pool_not_pinned",
                 why=str(e),
@@ -398,10 +396,9 @@ class CudaEngine:
                 effect="copies to and from the rest are slower and block the host",
                 remedy="set a smaller pool_bytes_max or raise the limit on locked memory",
             )
-            return False
-        self._pinned.append(piece[0])
-        self.pinned_slots += piece[1] // self._pool.slot_bytes
-        return True
+            return
+        self._pinned.append(address)
+        self.pinned_slots += size // self._pool.slot_bytes
 
     def _allocate_staging(self) -> tuple[torch.Tensor | None, str]:
         """Return device memory for the bays of both directions, or why kernels cannot be used."""

@@ -18,6 +18,7 @@ from kvpipe.connectors.vllm.worker import WorkerSide
 from kvpipe.errors import UnsupportedError
 from kvpipe.plan import Kind
 from kvpipe.tiers.memory import HostPool
+from kvpipe.tiers.ready import Readier
 from kvpipe.transfer import cuda
 from kvpipe.transfer.base import NO_JOBS, Direction, TransferEngine
 from kvpipe.transfer.cpu import CpuEngine
@@ -58,6 +59,11 @@ WAITS = {
 }
 WAITS["pageable"] = WAITS["dma"]
 """Every wait of the engine: (stream that waits, stream waited for, program that needs it)."""
+
+
+def make_ready(w: World) -> None:
+    """Make the world's whole pool ready, as a rank does at start-up."""
+    Readier(w.pool, w.engine.claim, piece_bytes=w.engine.piece_bytes).begin("start")
 
 
 @pytest.mark.parametrize(
@@ -162,31 +168,34 @@ def test_a_failed_load_is_told_before_a_save_that_rests_on_it(kind: str, late: D
 @on_devices
 def test_the_pool_is_pinned_in_whole_slots(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of whole slots cover the pool once, without a gap, and `shutdown` unpins exactly what was pinned."""
-    monkeypatch.setattr(cuda, "PIN_PIECE_BYTES_MAX", 3 * GEOMETRY.slot_bytes + 1)
+    monkeypatch.setattr(CudaEngine, "piece_bytes", 3 * GEOMETRY.slot_bytes + 1)
     with world(kind) as w:
         pool = w.pool
         sizes = [3 * pool.slot_bytes, 3 * pool.slot_bytes, 2 * pool.slot_bytes]
-        assert eventually(lambda: len(w.device.pin_log) == 3)
+        assert len(w.device.pin_log) == 1, "enough to measure in"
+        make_ready(w)
+        assert pool.ready == pool.slots
         assert [size for _, size in w.device.pin_log] == sizes
         assert [at - pool.base for at, _ in w.device.pin_log] == [0, sizes[0], sizes[0] + sizes[1]]
-        threads_gone = eventually(lambda: not any(t.name == "kvpipe-pin" for t in threading.enumerate()))
-        assert threads_gone
         w.engine.shutdown()
         assert w.device.pinned == {}
 
 
 def test_a_piece_is_at_least_a_slot() -> None:
     """A slot larger than the piece limit is a piece of its own: no copy ever crosses two pieces."""
-    pool = HostPool(GEOMETRY)
-    assert list(pool.pieces(1)) == [(pool.base + i * pool.slot_bytes, pool.slot_bytes) for i in range(pool.slots)]
+    pool, claimed = HostPool(GEOMETRY), list[tuple[int, int]]()
+    Readier(pool, lambda *piece: claimed.append(piece), piece_bytes=1).begin("start")
+    assert claimed == [(pool.base + i * pool.slot_bytes, pool.slot_bytes) for i in range(pool.slots)]
 
 
 @on_devices
 def test_a_pool_that_cannot_be_pinned_still_works(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where pinning fails there is one warning with a remedy, bytes are right, and only what is pinned is unpinned."""
-    monkeypatch.setattr(cuda, "PIN_PIECE_BYTES_MAX", GEOMETRY.slot_bytes)
+    monkeypatch.setattr(CudaEngine, "piece_bytes", GEOMETRY.slot_bytes)
     with capture_logs() as logs, world(kind, device=FakeDevice(pins_max=2)) as w:
-        assert eventually(lambda: any(entry["event"] == "pool_not_pinned" for entry in logs))
+        make_ready(w)
+        assert w.pool.ready == w.pool.slots, "all can be used"
+        assert cast("CudaEngine", w.engine).pinned_slots == len(w.device.pin_log) == 2
         assert saves_are_right(w, TABLE)
         w.engine.shutdown()
         assert w.device.pinned == {}
@@ -223,7 +232,8 @@ def test_a_hanging_device_does_not_hang_shutdown(kind: str, monkeypatch: pytest.
         assert ticket.failed == {3}
         assert w.device.pinned
         gate.set()
-        for thread in cast("CudaEngine", w.engine)._threads:
-            thread.join(WAIT_S)
-            assert not thread.is_alive()
+        thread = cast("CudaEngine", w.engine)._thread
+        assert thread is not None
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
         assert w.completed == [ticket]

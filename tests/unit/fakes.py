@@ -63,6 +63,8 @@ class Copy(NamedTuple):
 class FakeEngine:
     """Copies nothing. Completes each direction in order, when the test says so or when it is waited for."""
 
+    piece_bytes = 1 << 20
+
     def __init__(self) -> None:
         """Nothing was submitted."""
         self.waiting = Waiting.OBEDIENT
@@ -74,6 +76,9 @@ class FakeEngine:
 
     def attach(self, views: Sequence[PageView], geometry: Geometry, pool: HostPool) -> None:
         """See `TransferEngine.attach`."""
+
+    def claim(self, address: int, size: int) -> None:
+        """See `TransferEngine.claim`."""
 
     def prepare(self, plan: CopyPlan) -> None:
         """See `TransferEngine.prepare`."""

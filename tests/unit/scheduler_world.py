@@ -67,7 +67,7 @@ class World:
         trace: Recorder = OFF,
     ) -> None:
         """An empty cache."""
-        settings = load_settings({"load": load})
+        settings = load_settings({"load": load, "pool_touch": "use"})
         geometry = make_geometry(windows, chunk_units, slots)
         self.ranks, self.groups, self.free = ranks, len(windows), 1 << 20
         self.side = SchedulerSide(
