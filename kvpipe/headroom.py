@@ -70,9 +70,7 @@ def cgroup_rooms(proc: Path = PROC, cgroups: Path = CGROUPS) -> Iterator[Room]:
                 continue
             if most != "max":  # version 1 has a number beyond any memory instead
                 idle = dict(row.split(maxsplit=1) for row in stat.splitlines()).get(cached, "0")
-                yield Room(
-                    int(most) - used + int(idle), int(most), f"cgroup limit {int(most) / (1 << 30):.1f}GiB"
-                )
+                yield Room(int(most) - used + int(idle), int(most), f"cgroup limit {int(most) / (1 << 30):.1f}GiB")
 
 
 def tightest(proc: Path = PROC, cgroups: Path = CGROUPS) -> Room | None:
