@@ -1,0 +1,168 @@
+"""vLLM's OpenAI-compatible server in processes of its own, and clients that stream from it, leave it, and kill it."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from kvpipe.testing.models import make_model
+
+START_SECONDS_MAX = 300
+ANSWER_SECONDS_MAX = 240
+TROUBLES = ("contained_error", "illegal_transition", "EngineDeadError")
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+class Server:
+    """`with Server(...)`: it answers from then on, and has ended afterwards, whatever it is doing."""
+
+    def __init__(
+        self, log: Path, kvpipe: dict[str, Any] | None, *options: str, model: Path | None = None, **environment: str
+    ) -> None:
+        """`options`: of the command. `log`: where its output goes; what it logs while it stops is not judged."""
+        self.model, self.port, self.log = str(model or make_model("llama")), _free_port(), log
+        flag: dict[str, Any] = {"kv_connector": "KVPipeConnector", "kv_role": "kv_both"}  # the README's
+        if kvpipe is not None:
+            flag |= {"kv_load_failure_policy": "recompute", "kv_connector_extra_config": kvpipe}
+        self._command = [
+            sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model, "--host", "127.0.0.1",
+            "--port", str(self.port), "--skip-tokenizer-init", "--dtype", "float32", "--enforce-eager", "--block-size",
+            "32", "--max-model-len", "1024", "--kv-transfer-config", json.dumps(flag), *options,
+        ]  # fmt: skip
+        self._environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_SERVER_DEV_MODE": "1"} | environment
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stopping = False
+
+    def __enter__(self) -> Self:
+        """Start it and wait until it answers."""
+        with self.log.open("wb") as sink:
+            self._process = subprocess.Popen(
+                self._command, stdout=sink, stderr=subprocess.STDOUT, env=os.environ | self._environment,
+                start_new_session=True,
+            )  # fmt: skip
+        limit = time.monotonic() + START_SECONDS_MAX
+        try:
+            while not self._healthy():
+                assert self._process.poll() is None, self.said[-3000:]
+                assert time.monotonic() < limit, self.said[-3000:]
+                time.sleep(0.3)
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, _error: BaseException | None, _tb: TracebackType | None
+    ) -> None:
+        """Stop it; what it said while it served has no trouble in it."""
+        assert self._process is not None
+        said = self.said
+        if self._process.poll() is None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # vLLM waits for clients, now and then without end
+                self._process.wait(60)
+        self.kill()
+        if kind is None:
+            for trouble in TROUBLES:
+                assert trouble not in said, said[max(0, said.index(trouble) - 500) :][:3000]
+
+    @property
+    def said(self) -> str:
+        """Its output so far."""
+        return self.log.read_text("utf-8", "replace")
+
+    def kill(self) -> None:
+        """SIGKILL to all of its processes. Idempotent."""
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _healthy(self) -> bool:
+        try:
+            return self.ask("GET", "/health")[0] == http.client.OK
+        except OSError:
+            return False
+
+    def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, str]:
+        """Return status and text of one answer."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_SECONDS_MAX)
+        try:
+            connection.request(method, path, json.dumps(body) if body else None, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
+        finally:
+            connection.close()
+
+    def stream(
+        self, tokens: Sequence[int], max_tokens: int, *, leave_after: int | None = None, rank: int | None = None
+    ) -> list[int] | None:
+        """Return the tokens of a streamed answer; None when the client has left after so many events.
+
+        Raises:
+            OSError: the server is gone.
+
+        """
+        body = {
+            "model": self.model, "prompt": list(tokens), "max_tokens": max_tokens, "temperature": 0, "stream": True,
+            "ignore_eos": True, "detokenize": False, "return_token_ids": True,
+        }  # fmt: skip
+        headers = {"Content-Type": "application/json"} | ({} if rank is None else {"X-data-parallel-rank": str(rank)})
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_SECONDS_MAX)
+        said: list[int] = []
+        events = 0
+        try:
+            connection.request("POST", "/v1/completions", json.dumps(body), headers)
+            answer = connection.getresponse()
+            assert answer.status == http.client.OK, answer.read()[:2000]
+            for line in answer:
+                if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+                    continue
+                event = json.loads(line[6:])
+                assert "error" not in event, event
+                said += [token for choice in event["choices"] for token in choice["token_ids"] or ()]
+                events += 1
+                if events == leave_after:
+                    return None
+        except http.client.HTTPException as error:
+            raise ConnectionError(repr(error)) from error
+        finally:
+            connection.close()
+        if len(said) != max_tokens:
+            raise ConnectionError(f"{len(said)} of {max_tokens} tokens came")
+        return said
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Return the sum of `vllm:kvpipe_<name>` over all lines with `labels`."""
+        lines = self.ask("GET", "/metrics")[1].splitlines()
+        wanted = [f'{key}="{value}"' for key, value in labels.items()]
+        return sum(
+            float(line.rsplit(" ", 1)[1])
+            for line in lines
+            if line.startswith((f"vllm:kvpipe_{name}{{", f"vllm:kvpipe_{name}_total{{"))
+            and all(one in line for one in wanted)
+        )
+
+    def idle(self, seconds_max: float = 60.0) -> None:
+        """Wait until nothing runs and kvpipe holds nothing, which must come by itself."""
+        limit = time.monotonic() + seconds_max
+        held = ("requests", "leases", "jobs_in_flight")
+        while sum(self.metric(name) for name in held):
+            assert time.monotonic() < limit, {name: self.metric(name) for name in held}
+            time.sleep(0.3)

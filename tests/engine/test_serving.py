@@ -1,0 +1,132 @@
+"""What users do to a server: stream, leave in mid-answer, reset the cache, kill it, run several engines on one disk."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.common import baseline, prompt
+from tests.engine.serving import Server
+
+pytestmark = pytest.mark.engine
+
+SHARED = prompt(192, 71)
+PROMPTS = [SHARED + prompt(40 + 30 * i, 80 + i) for i in range(6)] + [prompt(400, 90)]
+TOKENS = 24
+FEW_BLOCKS = ("--num-gpu-blocks-override", "40", "--max-num-seqs", "12")
+
+
+def _disk(folder: Path, **more: Any) -> dict[str, Any]:
+    return {
+        "chunk_tokens": 64, "pool_bytes_max": "64MiB", "lookup_ms_max": 20_000,
+        "tiers": [{"kind": "disk", "path": str(folder / "kv"), "bytes_max": "1GiB"}],
+    } | more  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    """What an engine without kvpipe answers."""
+    return baseline(PROMPTS, TOKENS, enable_prefix_caching=False)
+
+
+class Clients:
+    """So many clients at once, each of which asks time and again; a third of them leave in mid-answer."""
+
+    def __init__(self, server: Server, expected: list[list[int]], clients: int, each: int) -> None:
+        """Begin."""
+        self._server, self._expected, self._each = server, expected, each
+        self.right = self.left = self.broken = 0
+        self.begun = threading.Semaphore(0)
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(clients)
+        self._running = [self._pool.submit(self._client, number) for number in range(clients)]
+
+    def _client(self, number: int) -> None:
+        rng = random.Random(number)
+        for _ in range(self._each):
+            which = rng.randrange(len(PROMPTS))
+            leave_after = rng.randrange(1, TOKENS // 2) if number % 3 == 0 else None
+            self.begun.release()
+            try:
+                said = self._server.stream(PROMPTS[which], TOKENS, leave_after=leave_after)
+            except OSError:
+                with self._lock:
+                    self.broken += 1
+                return
+            assert said is None or said == self._expected[which]
+            with self._lock:
+                self.left += said is None
+                self.right += said is not None
+
+    def join(self) -> None:
+        """Wait for all. What one of them has found wrong is raised here."""
+        for one in self._running:
+            one.result()
+        self._pool.shutdown()
+
+
+def test_streaming_clients_that_leave_while_the_cache_is_reset(tmp_path: Path, expected: list[list[int]]) -> None:
+    """Every finished answer is right, with preemptions and resets under way; afterwards nothing is held."""
+    with Server(tmp_path / "log", _disk(tmp_path), *FEW_BLOCKS) as server:
+        clients = Clients(server, expected, clients=24, each=3)
+        for _ in range(2):
+            for _ in range(20):
+                assert clients.begun.acquire(timeout=240)
+            assert server.ask("POST", "/reset_prefix_cache?reset_external=true")[0] == 200
+        clients.join()
+        assert (clients.right, clients.left, clients.broken) == (16 * 3, 8 * 3, 0)
+        server.idle()
+        assert server.metric("preemptions") > 0
+        assert server.metric("hit_tokens") > 0
+        assert server.stream(PROMPTS[0], TOKENS) == expected[0]
+
+
+def test_killed_in_mid_load_and_restarted(
+    tmp_path: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice: whoever comes up again on the disk answers rightly, and finds what the one before it has saved."""
+    monkeypatch.delenv("KVPIPE_TRACE_FILE")  # a killed process may leave half a line
+    found = []
+    for last in (False, False, True):
+        with Server(tmp_path / "log", _disk(tmp_path), *FEW_BLOCKS) as server:
+            clients = Clients(server, expected, clients=8, each=1 if last else 40)
+            if last:
+                clients.join()
+                assert not clients.broken
+            else:
+                limit = time.monotonic() + 240
+                while clients.right < 12:
+                    assert time.monotonic() < limit
+                    time.sleep(0.05)
+            found.append(server.metric("hit_tokens", tier="disk"))
+            if not last:
+                server.kill()
+                clients.join()
+                assert clients.broken
+    assert not found[0]
+    assert found[1] > 0
+    assert found[2] > 0
+
+
+def test_two_replicas_share_all_there_is(tmp_path: Path, expected: list[list[int]]) -> None:
+    """Data parallel, two API servers; one disk, name, state folder and trace: each finds what the other has saved."""
+    kvpipe = _disk(tmp_path, name="shared", state_dir=str(tmp_path / "state"))
+    options = ("--data-parallel-size", "2", "--api-server-count", "2", "--no-enable-prefix-caching")
+    with Server(tmp_path / "log", kvpipe, *options, VLLM_CPU_OMP_THREADS_BIND="nobind") as server:
+        for which, rank in ((0, 0), (1, 1), (6, 0)):
+            assert server.stream(PROMPTS[which], TOKENS, rank=rank) == expected[which]
+        server.idle()
+        limit = time.monotonic() + 60
+        while len(list((tmp_path / "kv").rglob("*.kv"))) < 10 and time.monotonic() < limit:
+            time.sleep(0.2)
+        for which, rank in ((0, 1), (1, 0), (6, 1)):
+            assert server.stream(PROMPTS[which], TOKENS, rank=rank) == expected[which]
+        server.idle()
+        for replica in "01":
+            assert server.metric("hit_tokens", tier="disk", engine=replica) > 0
