@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import re
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from types import ModuleType
@@ -34,6 +34,8 @@ HEADS_PER_LANE: Final = 16
 RETRIES: Final = 2
 THREAD_BYTES: Final = 256 << 10
 """A copy of more than that is made in a thread: the loop has other work in that time."""
+PIECE_BYTES: Final = 1 << 20
+"""Of a body that is being read, what is held at once, and not yet where it belongs."""
 PAGE: Final = 1000
 POLL_S: Final = 0.001
 ABSENT: Final = "kvpipe-health"
@@ -84,7 +86,7 @@ class S3Spec(TierSpec):
         if "@" in url.netloc:
             raise ValueError("url: a key is not written into a URL; name a variable in access_key_env, secret_key_env")
         if url.scheme not in self.schemes or not url.netloc or url.query or url.fragment:
-            raise ValueError(f"url={shown!r} names no bucket, or has a query; write {example}")
+            raise ValueError(f"url={shown!r} names no bucket; write {example}")
         if url.scheme == "az" and not url.path.strip("/"):
             raise ValueError(f"url={shown!r} names no container; write {example}")
         if any(part in {"", ".", ".."} for part in url.path.strip("/").split("/")) and url.path.strip("/"):
@@ -261,14 +263,25 @@ class S3Tier:
             return _Range(Read.MISS if answer.status == _MISSING else Read.DAMAGED)
         if answer.meta["size"] != get.size or answer.range != (start, stop):
             return _Range(Read.DAMAGED)
-        data = await self._ask("GET", answer.bytes_async, stop - start)
-        if len(data) != stop - start:
-            return _Range(Read.DAMAGED)
-        if len(data) > THREAD_BYTES:
-            await anyio.to_thread.run_sync(_scatter, memoryview(data), get.into, start, limiter=self._threads)
-        else:
-            _scatter(memoryview(data), get.into, start)
-        return _Range(Read.HIT, answer.meta["e_tag"])
+        whole = await self._take(answer.stream(min_chunk_size=min(stop - start, PIECE_BYTES)), get, start, stop)
+        return _Range(Read.HIT, answer.meta["e_tag"]) if whole else _Range(Read.DAMAGED)
+
+    async def _take(self, pieces: Any, get: Get, start: int, stop: int) -> bool:  # noqa: ANN401  (it has no types)
+        """Copy a body into bytes [start, stop) of `get`, piece by piece; return whether it was exactly as long."""
+        at = start
+        with self._limited("GET", stop - start):
+            while True:
+                try:
+                    data = await self._watched(pieces.__anext__())
+                except StopAsyncIteration:
+                    return at == stop
+                if len(data) > stop - at:  # whatever the store has said of its length: no more of it is read
+                    return False
+                if len(data) > THREAD_BYTES:
+                    await anyio.to_thread.run_sync(_scatter, memoryview(data), get.into, at, limiter=self._threads)
+                else:
+                    _scatter(memoryview(data), get.into, at)
+                at += len(data)
 
     async def write(self, puts: Sequence[Put]) -> list[Written]:
         """See `Tier.write`."""
@@ -346,17 +359,24 @@ class S3Tier:
 
     async def _ask(self, what: str, request: Callable[[], asyncio.Future[_T]], size: int = 0) -> _T:
         """Make a request that moves `size` bytes, and return what it gives. Raises TierError."""
+        with self._limited(what, size):
+            return await self._watched(request())
+
+    @contextmanager
+    def _limited(self, what: str, size: int) -> Iterator[None]:
+        """Let `close`, or too long a wait for `size` bytes, end what is inside. Raises TierError."""
         self._opened()
         with anyio.move_on_after(self._timeout_s * (1 + size / SLOW_BYTES)) as scope:
             self._scopes.add(scope)
             try:
-                return await self._watched(request())
+                yield
             except (self._api.exceptions.BaseError, OSError, ValueError) as error:
                 raise self._failure(what, error) from None
             finally:
                 self._scopes.discard(scope)
-        self._opened()
-        raise TierError(f"{self.name}: {what}: {_REASONS['TimedOut']}")
+        if scope.cancelled_caught:
+            self._opened()
+            raise TierError(f"{self.name}: {what}: {_REASONS['TimedOut']}")
 
     def _watched(self, future: asyncio.Future[_T]) -> asyncio.Future[_T]:
         """Let `close` wait until nobody has `future` any more: the client's threads have it to their very end.

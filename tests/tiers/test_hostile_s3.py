@@ -1,0 +1,150 @@
+"""Stores that send more than they were asked for, or lie about how long it is: as the S3 tier meets them."""
+
+from __future__ import annotations
+
+import socketserver
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from kvpipe.tiers.base import Read, TierError
+from kvpipe.tiers.s3 import S3Spec
+from tests.tiers.buffers import aligned, content, data, get
+from tests.tiers.memory_growth import GROWTH_BYTES_MAX, peak_growth
+from tests.tiers.s3_server import LOCAL
+from tests.tiers.world_s3 import KEYS
+from tests.tiers.worlds import run
+
+SIZE = 65536
+FLOOD = bytes(1 << 20)
+HEAD = 'HTTP/1.1 {status}\r\nETag: "1"\r\nLast-Modified: Sat, 21 Nov 2020 21:21:21 GMT\r\n{length}{range}\r\n'
+
+Send = Callable[[bytes], object]
+
+
+@contextmanager
+def storing(reply: Callable[[str, dict[str, str], Send], None]) -> Iterator[dict[str, Any]]:
+    """Run a store that sends to a method and headers what `reply` says; yield the specification of a client."""
+
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            while line := self.rfile.readline().decode():
+                headers = {}
+                while field := self.rfile.readline().decode().strip():
+                    name, _, value = field.partition(":")
+                    headers[name.lower()] = value.strip()
+                self.rfile.read(int(headers.get("content-length", 0)))
+                if "kvpipe-health" in line:
+                    self.wfile.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+                else:
+                    reply(line.split()[0], headers, self.wfile.write)
+
+    class Listener(socketserver.ThreadingTCPServer):
+        daemon_threads = True
+
+        def handle_error(self, *_: object) -> None:
+            """The client has gone, which was to be shown."""
+
+    with Listener((LOCAL, 0), Handler) as listener:
+        thread = threading.Thread(target=listener.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        try:
+            yield {
+                "kind": "s3", "url": "s3://bucket/prefix", "endpoint": f"http://{LOCAL}:{listener.server_address[1]}",
+                "allow_http": True, "region": "us-east-1", "timeout_ms_max": 1000,
+                "access_key_env": "TESTS_S3_ACCESS", "secret_key_env": "TESTS_S3_SECRET",
+            }  # fmt: skip
+        finally:
+            listener.shutdown()
+            thread.join()
+
+
+def head_of(headers: dict[str, str], length: str, *, total: int | None = None) -> bytes:
+    """Return the head of an answer to a ranged request; `length` is a header, or nothing."""
+    start, _, last = headers["range"].removeprefix("bytes=").partition("-")
+    ranged = f"Content-Range: bytes {start}-{last}/{int(last) + 1 if total is None else total}\r\n"
+    return HEAD.format(status="206 Partial Content", length=length, range=ranged).encode()
+
+
+def chunked(body: bytes) -> bytes:
+    """Return a piece of a body without a length."""
+    return b"%x\r\n%b\r\n" % (len(body), body)
+
+
+def endless(way: str) -> Callable[[str, dict[str, str], Send], None]:
+    """Return a store whose bodies have no end."""
+
+    def reply(method: str, headers: dict[str, str], send: Send) -> None:
+        lengths = {"chunked": "Transfer-Encoding: chunked\r\n", "long": f"Content-Length: {1 << 40}\r\n", "none": ""}
+        if method != "GET" or "range" not in headers:
+            send(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+            return
+        send(head_of(headers, lengths[way]))
+        while True:
+            send(chunked(FLOOD) if way == "chunked" else FLOOD)
+
+    return reply
+
+
+@pytest.mark.parametrize("way", ["chunked", "long", "none"])
+def test_memory_is_bounded_by_what_was_asked(way: str) -> None:
+    """Whatever length a store says that a body has, no more of it is taken than was asked for."""
+    with storing(endless(way)) as told:
+        assert peak_growth(told) < GROWTH_BYTES_MAX
+
+
+@pytest.mark.parametrize("extra", [-4096, -1, 0, 1, 4096, 1 << 20])
+@pytest.mark.parametrize("size", [SIZE, 3 << 20])
+def test_a_body_of_another_length_is_damaged(extra: int, size: int) -> None:
+    """A body that is shorter or longer than the store has said is no hit; one of the right length is."""
+    body = (content(1, size) + bytes(1 << 20))[: size + extra]
+
+    def reply(_: str, headers: dict[str, str], send: Send) -> None:
+        begin, last = (int(number) for number in headers["range"].removeprefix("bytes=").split("-"))
+        part = body[begin : last + 1 + extra] if last + 1 == size else body[begin : last + 1]
+        send(head_of(headers, f"Content-Length: {len(part)}\r\n", total=size))
+        for at in range(0, len(part), 50_000):
+            send(part[at : at + 50_000])
+
+    async def play(told: dict[str, Any]) -> None:
+        tier = S3Spec.model_validate(told | {"read_bytes": 2 << 20}).make("s3")
+        await tier.open()
+        try:
+            wanted = get(1, 4096, size - 4096)
+            try:
+                ended = await tier.read([wanted])
+            except TierError:
+                ended = [Read.DAMAGED]
+            assert ended == ([Read.HIT] if extra == 0 else [Read.DAMAGED])
+            if extra == 0:
+                assert data(wanted.into) == body
+        finally:
+            await tier.close()
+
+    with storing(reply) as told, pytest.MonkeyPatch.context() as patch:
+        for name, text in KEYS.items():
+            patch.setenv(name, text)
+        run(play, told)
+
+
+def test_nothing_beyond_the_buffer_is_touched() -> None:
+    """A longer body does not run over into what lies behind the buffer that was given."""
+    room = aligned(SIZE + 4096)
+    room[SIZE:] = b"\xa5" * 4096
+
+    async def play(told: dict[str, Any]) -> None:
+        tier = S3Spec.model_validate(told).make("s3")
+        await tier.open()
+        try:
+            assert await tier.read([get(1, SIZE)._replace(into=(room[:SIZE],))]) == [Read.DAMAGED]
+        finally:
+            await tier.close()
+
+    with storing(endless("long")) as told, pytest.MonkeyPatch.context() as patch:
+        for name, text in KEYS.items():
+            patch.setenv(name, text)
+        run(play, told)
+    assert room[SIZE:] == b"\xa5" * 4096
