@@ -82,12 +82,12 @@ class Geometry:
         """Per group: blocks per chunk."""
         return tuple(self.chunk_tokens // g.block_tokens for g in self.groups)
 
-    @cached_property
+    @property
     def windows(self) -> bool:
         """Whether any group forgets what lies before its window."""
         return any(g.window_tokens is not None for g in self.groups)
 
-    @cached_property
+    @property
     def loads_between_steps(self) -> bool:
         """Whether every load must be asynchronous, since vLLM could not recover from a sync one that fails.
 

@@ -2,22 +2,27 @@
 
 A lookup promises nothing and holds nothing, so it may be repeated, answered and never followed up. Leases are taken
 only when vLLM has allocated blocks (ADMIT_LOAD), and belong to the load job from then on.
+
+vLLM asks for a request that holds no blocks. Beside another connector that may be one that was admitted: the other's
+asynchronous load for it has failed, and vLLM has taken its blocks back without a word (ASKED_ANEW).
 """
 
 from __future__ import annotations
 
 from kvpipe.statemachine.core import Machine, go, reject, stay
 
-NEW, ALLOCATED, LOADING, RUNNING = "NEW", "ALLOCATED", "LOADING", "RUNNING"
+NEW, ALLOCATED, LOADING, RUNNING, LET_DOWN = "NEW", "ALLOCATED", "LOADING", "RUNNING", "LET_DOWN"
 PREEMPTED, RECOMPUTING, DRAINING, FINISHED = "PREEMPTED", "RECOMPUTING", "DRAINING", "FINISHED"
 
 LOOKUP_HIT, LOOKUP_MISS, LOOKUP_LATER = "lookup_hit", "lookup_miss", "lookup_later"
 ADMIT_LOAD, ADMIT_EMPTY, DISPATCH = "admit_load", "admit_empty", "dispatch"
 LOADED, LOAD_FAILED = "loaded", "load_failed"
-PREEMPT, PREEMPT_LATE, FINISH = "preempt", "preempt_late", "finish"
+PREEMPT, PREEMPT_LATE, ASKED_ANEW, FINISH = "preempt", "preempt_late", "asked_anew", "finish"
 
 _ASKED = "an answer is not a promise: nothing is leased before blocks are allocated"
 _LATE = "the notice is older than the admission that followed it"
+_EARLIER = "the load of an earlier admission; its job returns the leases"
+_FREE = "it holds no blocks that could be taken back"
 _GONE = "the request is gone"
 _OVER = "the request is over; its id may be used again by a new cursor"
 
@@ -31,6 +36,8 @@ REQUEST = Machine(
         ALLOCATED: "blocks allocated for a hit, chunks leased, the load not yet sent to the workers",
         LOADING: "the load is with the workers",
         RUNNING: "scheduled; its new blocks are saved as they become final",
+        LET_DOWN: "lost its blocks with another connector's failed load; may load within a step, and only so: vLLM's "
+        "scheduler counts the blocks of its first load against a second one between steps, and may never admit it",
         PREEMPTED: "lost its blocks; will be looked up again",
         RECOMPUTING: "a load failed; it never loads again, which keeps the scheduler from retrying for ever",
         DRAINING: "finished while its load is with the workers; the leases end with the job",
@@ -47,6 +54,7 @@ REQUEST = Machine(
         LOAD_FAILED: "a rank failed the load",
         PREEMPT: "vLLM took the request's blocks",
         PREEMPT_LATE: "the notice of a preemption that a later admission has overtaken",
+        ASKED_ANEW: "vLLM asks for the request though it has admitted it",
         FINISH: "the request finished or was aborted",
     },
     table={
@@ -61,6 +69,7 @@ REQUEST = Machine(
             LOAD_FAILED: reject("nothing was loading"),
             PREEMPT: stay("never admitted, so nothing is lost"),
             PREEMPT_LATE: stay(_LATE),
+            ASKED_ANEW: stay(_FREE),
             FINISH: go(FINISHED),
         },
         ALLOCATED: {
@@ -74,6 +83,7 @@ REQUEST = Machine(
             LOAD_FAILED: reject("the load has not been sent"),
             PREEMPT: go(PREEMPTED),
             PREEMPT_LATE: stay(_LATE),
+            ASKED_ANEW: reject("blocks are allocated; vLLM asks only before"),
             FINISH: go(FINISHED),
         },
         LOADING: {
@@ -87,12 +97,13 @@ REQUEST = Machine(
             LOAD_FAILED: go(RECOMPUTING),
             PREEMPT: go(PREEMPTED),
             PREEMPT_LATE: stay(_LATE),
+            ASKED_ANEW: reject("a load is in flight; vLLM asks only before"),
             FINISH: go(DRAINING),
         },
         RUNNING: {
-            LOOKUP_HIT: reject("it has its blocks; vLLM asks only before"),
-            LOOKUP_MISS: reject("it has its blocks; vLLM asks only before"),
-            LOOKUP_LATER: reject("it has its blocks; vLLM asks only before"),
+            LOOKUP_HIT: reject("it has its blocks, unless it is asked for anew"),
+            LOOKUP_MISS: reject("it has its blocks, unless it is asked for anew"),
+            LOOKUP_LATER: reject("it has its blocks, unless it is asked for anew"),
             ADMIT_LOAD: reject("it has its blocks; a new load needs a preemption first"),
             ADMIT_EMPTY: stay("more blocks for the same admission"),
             DISPATCH: reject("nothing was allocated for a load"),
@@ -100,6 +111,21 @@ REQUEST = Machine(
             LOAD_FAILED: go(RECOMPUTING),
             PREEMPT: go(PREEMPTED),
             PREEMPT_LATE: stay(_LATE),
+            ASKED_ANEW: go(LET_DOWN),
+            FINISH: go(FINISHED),
+        },
+        LET_DOWN: {
+            LOOKUP_HIT: stay(_ASKED),
+            LOOKUP_MISS: stay(_ASKED),
+            LOOKUP_LATER: stay(_ASKED),
+            ADMIT_LOAD: go(ALLOCATED),
+            ADMIT_EMPTY: go(RUNNING),
+            DISPATCH: reject("nothing was allocated for a load"),
+            LOADED: stay(_EARLIER),
+            LOAD_FAILED: stay(_EARLIER),
+            PREEMPT: stay(_FREE),
+            PREEMPT_LATE: stay(_LATE),
+            ASKED_ANEW: stay(_FREE),
             FINISH: go(FINISHED),
         },
         PREEMPTED: {
@@ -109,10 +135,11 @@ REQUEST = Machine(
             ADMIT_LOAD: go(ALLOCATED),
             ADMIT_EMPTY: go(RUNNING),
             DISPATCH: reject("the allocation was lost with the preemption"),
-            LOADED: stay("the load of an earlier admission; its job returns the leases"),
-            LOAD_FAILED: stay("the load of an earlier admission; its job returns the leases"),
+            LOADED: stay(_EARLIER),
+            LOAD_FAILED: stay(_EARLIER),
             PREEMPT: stay("already preempted"),
             PREEMPT_LATE: stay(_LATE),
+            ASKED_ANEW: stay(_FREE),
             FINISH: go(FINISHED),
         },
         RECOMPUTING: {
@@ -126,6 +153,7 @@ REQUEST = Machine(
             LOAD_FAILED: stay("failed already"),
             PREEMPT: stay("lost its blocks; it will recompute"),
             PREEMPT_LATE: stay(_LATE),
+            ASKED_ANEW: stay("the blocks of a failed load are given back; it never loads again"),
             FINISH: go(FINISHED),
         },
         DRAINING: {
@@ -139,6 +167,7 @@ REQUEST = Machine(
             LOAD_FAILED: go(FINISHED),
             PREEMPT: stay(_GONE),
             PREEMPT_LATE: stay(_GONE),
+            ASKED_ANEW: reject(_GONE),
             FINISH: stay("finished already"),
         },
         FINISHED: {
@@ -152,6 +181,7 @@ REQUEST = Machine(
             LOAD_FAILED: stay(_OVER),
             PREEMPT: stay(_OVER),
             PREEMPT_LATE: stay(_OVER),
+            ASKED_ANEW: reject(_OVER),
             FINISH: stay("finished already"),
         },
     },

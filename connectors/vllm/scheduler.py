@@ -144,6 +144,8 @@ class SchedulerSide:
         """Return (external tokens, async), or (None, False): ask again. Takes nothing, so it may be asked any time."""
         tracked = self.on_new_request(request)
         self._notice_preemption(tracked)
+        if tracked.state.row == m.RUNNING:
+            tracked.fire(m.ASKED_ANEW)
         tracked.match = None
         why = self._why_not(tracked)
         if why:
@@ -161,7 +163,7 @@ class SchedulerSide:
                 return None, False
         units = self._prefixes.longest(request)
         tokens = units * self._unit
-        waits = self._waits(tokens - local_tokens)
+        waits = tracked.state.row != m.LET_DOWN and self._waits(tokens - local_tokens)
         tracked.match = Match(self._step, local_tokens, units, waits)
         if not waits:
             # vLLM must compute at least one token; an async load may cover the whole prompt, it sees to it itself
@@ -198,7 +200,8 @@ class SchedulerSide:
             return misses.NO_CONSUMER
         if self.tier_lost:
             return misses.TIER_DOWN
-        return misses.LOAD_FAILED if tracked.state.row == m.RECOMPUTING else ""
+        row = tracked.state.row
+        return misses.LOAD_FAILED if row == m.RECOMPUTING or (row == m.LET_DOWN and self._async) else ""
 
     def _ask_later(self, tracked: Tracked, local_tokens: int) -> tuple[int | None, bool]:
         """Wait for others' loads to end; after a while compute instead."""

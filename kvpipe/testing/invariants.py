@@ -8,13 +8,14 @@ do. `SEEN_BY_TRIALS` are those that a trial notices itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
 from kvpipe.catalog import Chunk
 from kvpipe.connectors.vllm.scheduler import SAVE_RETRIES_MAX
 from kvpipe.plan import ROW_BYTES, Job, Kind, Order
+from kvpipe.testing.ears import plan_in
 from kvpipe.testing.trial import DRAIN_STEPS_MAX, Trial
 
 if TYPE_CHECKING:
@@ -124,11 +125,13 @@ class Watched:
             self.forgotten |= set(side.catalog.index(group).values())
         tables = scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
         for request_id, request in scheduler.requests.items():
-            if tables.get(request_id):
+            if tables.get(request_id) and request_id not in scheduler.failed_recving_kv_req_ids:  # they begin anew
                 self.stale[request_id] = admission(request)
                 self.excused.add(request_id)
 
     def _check(self, when: When) -> None:
+        while self.trial.let_down:  # vLLM takes their blocks back: they begin anew
+            self.stale.pop(self.trial.let_down.pop(), None)
         found = []
         for one in INVARIANTS.values():
             if one.when == when and (one.outside or self.trial.kvpipe is not None):
@@ -140,23 +143,18 @@ class Watched:
     def saves(self) -> Iterator[Job]:
         """Yield the saves of the step that goes out."""
         assert self.output is not None  # noqa: S101
-        metadata: Any = self.output.kv_connector_metadata
-        return (job for job in metadata.plan.jobs if job.kind == Kind.SAVE)
+        return (job for job in plan_in(self.output.kv_connector_metadata).jobs if job.kind == Kind.SAVE)
 
     def orders(self) -> tuple[Order, ...]:
         """Return the orders of the step that goes out."""
         assert self.output is not None  # noqa: S101
-        metadata: Any = self.output.kv_connector_metadata
-        orders: tuple[Order, ...] = metadata.plan.orders
-        return orders
+        return plan_in(self.output.kv_connector_metadata).orders
 
     def new_faults(self) -> Iterator[str]:
         """Yield the faults since the last call that no move has asked for, and excuse whom they name."""
         new, self._faults = self.trial.faults[self._faults :], len(self.trial.faults)
         for fault in new:
             self.excused.add(fault.fields.get("request", ""))
-            if fault.name == "load_failed" and fault.fields["kind"] == "load_async":
-                self.stale.pop(fault.fields["request"], None)  # vLLM has freed its blocks: it begins anew
             if fault.name not in self.trial.excused:
                 yield f"{fault.name} {fault.fields}"
 
@@ -338,7 +336,7 @@ def no_illegal_transition(watched: Watched) -> Iterator[str]:
             if counters[name]:
                 yield f"{counters[name]} x {name}"
     for rank in watched.trial.ranks:
-        if errors := rank.connector.worker.pipeline._loop.errors:  # type: ignore[attr-defined]  # noqa: SLF001
+        if errors := rank.kvpipe.worker.pipeline._loop.errors:  # noqa: SLF001
             yield f"{errors} errors on the loop thread of rank {rank.index}"
 
 
@@ -379,7 +377,7 @@ def nothing_is_held(watched: Watched) -> Iterator[str]:
         if stats[name]:
             yield f"{stats[name]} {name}"
     for rank in watched.trial.ranks:
-        pipeline = rank.connector.worker.pipeline  # type: ignore[attr-defined]
+        pipeline = rank.kvpipe.worker.pipeline
         if pipeline.in_flight:
             yield f"{pipeline.in_flight} jobs on rank {rank.index}"
 
@@ -398,5 +396,6 @@ def all_blocks_are_back(watched: Watched) -> Iterator[str]:
 
 
 def _counters(watched: Watched) -> Iterator[dict[str, int]]:
-    for side in (watched.trial.scheduler.connector, *(rank.connector for rank in watched.trial.ranks)):
-        yield side.counters  # type: ignore[union-attr]
+    assert watched.trial.kvpipe is not None  # noqa: S101
+    for side in (watched.trial.kvpipe, *(rank.kvpipe for rank in watched.trial.ranks)):
+        yield side.counters

@@ -73,8 +73,7 @@ def mutated(mutant: Mutant) -> Iterator[None]:
 
 def _functions(owner: Any, method: str) -> Iterator[tuple[str, FunctionType]]:  # noqa: ANN401  (a class or a module)
     for key, found in vars(owner).items():
-        plain = getattr(found, "__func__", None) or getattr(found, "fget", None) or found
-        function = inspect.unwrap(plain) if callable(plain) else plain
+        function = _plain(found)
         if method in {"*", key} and isinstance(function, FunctionType):
             yield key, function
 
@@ -86,8 +85,14 @@ def _compiled(function: FunctionType, source: str) -> CodeType:
     made: dict[str, Any] = {}
     name = f"<mutated {function.__qualname__}>"
     exec(compile(whole, name, "exec", __future__.annotations.compiler_flag), function.__globals__, made)  # noqa: S102
-    code: CodeType = inspect.unwrap(made["_"](*free)).__code__
+    code: CodeType = _plain(made["_"](*free)).__code__
     return code
+
+
+def _plain(found: Any) -> Any:  # noqa: ANN401
+    """Return the function in a static or class method, a property, a wrapper; anything else as it is."""
+    plain = getattr(found, "__func__", None) or getattr(found, "fget", None) or found
+    return inspect.unwrap(plain) if callable(plain) else plain
 
 
 # ---- trying to kill them --------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ def run(shape: Shape, seed: int, moves: Iterable[Move] | None = None) -> Ran:
     finally:
         trial.close()
     counters: Counter[str] = Counter()
-    for connector in (trial.scheduler.connector, *(rank.connector for rank in trial.ranks)):
+    for connector in (trial.kvpipe, *(rank.kvpipe for rank in trial.ranks)):
         counters.update(getattr(connector, "counters", {}))
     return Ran(trial.steps, watched.broken, made, counters)
 

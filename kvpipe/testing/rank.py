@@ -17,6 +17,7 @@ import torch
 
 from kvpipe.plan import Kind
 from kvpipe.testing.content import Sequence, Words, layer_key
+from kvpipe.testing.ears import kvpipe_in
 from kvpipe.testing.shapes import BLOCK, Shape
 from kvpipe.tiers.memory import HostPool
 
@@ -154,6 +155,7 @@ class Rank(Runner):
         """Make the paged cache and register it."""
         super().__init__(shape)
         self.index, self.connector = index, connector
+        self.kvpipe: Any = kvpipe_in(connector)
         self.quirks: list[str] = []
         self.before_results: Callable[[], object] = lambda: None
         self._steps = 0

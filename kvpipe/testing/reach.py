@@ -37,6 +37,8 @@ _OWN_STEP = (
     "a failed sync load is known with its own step: only the asynchronous scheduler can preempt in between, where "
     "vLLM's own recovery answers wrongly (no shape lets loads fail there)"
 )
+_ADMITTED = "sent for a request that counts as running only: of the others vLLM is expected to ask"
+_NO_LOAD = "a load of an earlier admission that is reported so late: its rank's news would have to be lost for long"
 _JUDGED_ONCE = "a job is judged once, when every rank has spoken, and a recomputing request has no other"
 
 
@@ -65,6 +67,12 @@ _UNREACHABLE: dict[Cell, str] = {
     **_cells("request", request.ALLOCATED, (request.ADMIT_EMPTY, request.PREEMPT, request.FINISH), _SAME_SCHEDULE),
     **_cells("request", request.LOADING, (request.ADMIT_EMPTY,), "the job's report comes with the news that it ended"),
     **_cells("request", request.LOADING, (request.PREEMPT_LATE,), "the notice comes before the load is sent"),
+    **dict.fromkeys(
+        (Cell("request", state, request.ASKED_ANEW) for state in request.REQUEST.states if state != request.RUNNING),
+        _ADMITTED,
+    ),
+    **_cells("request", request.LET_DOWN, (request.PREEMPT, request.PREEMPT_LATE), "it has no blocks to be taken"),
+    **_cells("request", request.LET_DOWN, (request.LOADED, request.LOAD_FAILED), _NO_LOAD),
     **_cells("request", request.PREEMPTED, (request.PREEMPT,), "an admission lies between two preemptions"),
     **_cells("request", request.RUNNING, (request.LOAD_FAILED,), _OWN_STEP),
     **_cells("request", request.PREEMPTED, (request.LOAD_FAILED,), _OWN_STEP),

@@ -43,6 +43,7 @@ class Shape(NamedTuple):
     `device`: copies are ordered by a device and complete later.
     `tiers`: dictionaries beyond memory, which the ranks share.
     `fresh`: the slots of the ranks' pools become ready one by one, beside the steps.
+    `sibling`: under vLLM's MultiConnector, behind a connector whose asynchronous loads fail.
     `failing`: loads may fail; off where vLLM's own recovery is known to answer wrongly.
     """
 
@@ -64,6 +65,7 @@ class Shape(NamedTuple):
     tiers: int = 0
     fresh: bool = False
     policy: str = "lru"
+    sibling: bool = False
 
     @property
     def async_loads(self) -> bool:
@@ -107,6 +109,8 @@ SHAPES: dict[str, Shape] = {
     ),
     "async-scheduler-drafts": Shape(asynchronous=True, load="async", drafts=3, v2=True),
     "async-scheduler-hybrid": _HYBRID._replace(asynchronous=True, ranks=2),
+    "sibling": Shape(sibling=True, tiers=1, pool_slots=6),
+    "sibling-async-load": Shape(sibling=True, load="async", asynchronous=True),
     "tier": Shape(tiers=1, pool_slots=6),
     "tier-fresh-pool": Shape(asynchronous=True, tiers=1, fresh=True, failing=False),
     "two-tiers": Shape(tiers=2, ranks=2, load="async", pool_slots=6),
@@ -115,6 +119,19 @@ SHAPES: dict[str, Shape] = {
     ),
     "tier-hybrid": _HYBRID._replace(tiers=1, pool_slots=12),
 }
+
+
+def _beside(connector: Connector, extra: dict[str, Any]) -> tuple[Connector, dict[str, Any]]:
+    """Return a MultiConnector, and its configuration: a sibling that is asked first, and `connector`."""
+    both = [Connector("SiblingConnector", "kvpipe.testing.sibling"), connector]
+    configured = [
+        {
+            "kv_connector": one.name, "kv_role": "kv_both", "kv_connector_module_path": one.module,
+            "kv_connector_extra_config": (extra if one is connector else {}) | json.loads(one.extra),
+        }
+        for one in both
+    ]  # fmt: skip
+    return Connector("MultiConnector", None), {"connectors": configured}
 
 
 @functools.cache
@@ -139,6 +156,8 @@ def make_configs(shape: Shape, connector: Connector = KVPIPE, policy: str = "rec
     groups = [KVCacheGroupSpec(names, spec) for names, spec in zip(shape.layer_names(), specs, strict=True)]
     cache = KVCacheConfig(num_blocks=shape.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
     extra = shape.kvpipe_extra() if connector.name == KVPIPE.name else {}
+    if shape.sibling:
+        connector, extra = _beside(connector, extra)
     with tempfile.TemporaryDirectory(prefix="kvpipe-trial-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(_MODEL), encoding="utf-8")
         model = ModelConfig(

@@ -11,17 +11,17 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from kvpipe.plan import Kind
 from kvpipe.testing.content import VOCAB, WRONG_TOKEN, Sequence
+from kvpipe.testing.drafts import Drafter
+from kvpipe.testing.ears import Ears, kvpipe_in, plan_in
 from kvpipe.testing.held import HeldEngine
 from kvpipe.testing.held_tier import TROUBLES, DictSpec, HeldTier
 from kvpipe.testing.rank import QUIRKS, Ran, Rank, Reporter, Runner, Step, Wrong
 from kvpipe.testing.shapes import BLOCK, KVPIPE, Connector, Shape, make_configs
-from kvpipe.trace.events import SCHEDULER, Started
-from kvpipe.trace.recorder import Recorder
-from kvpipe.trace.replay import Replay
+from kvpipe.trace.events import SCHEDULER
 from kvpipe.transfer.base import Direction
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-    from kvpipe.connectors.vllm.connector import KVPipeConnector
     from kvpipe.connectors.vllm.scheduler import SchedulerSide
     from kvpipe.tiers.carrier import Carrier
     from kvpipe.tiers.finder import Finder
@@ -70,13 +69,6 @@ MOVES = {
     "drain": "no more arrivals: everything ends",
     "shutdown": "the engine stops, whatever is in flight",
 }
-
-
-class Fault(NamedTuple):
-    """A fault that kvpipe has counted."""
-
-    name: str
-    fields: dict[str, Any]
 
 
 class Live:
@@ -130,15 +122,15 @@ class Trial:
             structured_output_manager=StructuredOutputManager(config),
         )
         self.scheduler.use_v2_model_runner = shape.v2
-        self.faults: list[Fault] = []
+        self.ears = Ears()
+        self.faults, self.replay = self.ears.faults, self.ears.replay
         self.excused = {"reset"}  # names of faults that a move of this trial has asked for
         self.engines: list[HeldEngine] = []
         self.ranks: list[Rank] = []
-        self.replay = Replay()  # of everything that both sides trace
-        self._recorders: list[Recorder] = []
-        self._record(self.scheduler.connector, SCHEDULER)
+        self.kvpipe = kvpipe_in(self.scheduler.connector)
+        if self.kvpipe is not None:
+            self.ears.listen(self.kvpipe, SCHEDULER)
         self._carriers: list[Finder | Carrier] = []
-        self._kvpipe: Any = self.scheduler.connector if _is_kvpipe(self.scheduler.connector) else None
         self.tiers = [HeldTier(f"dict-{i}") for i in range(shape.tiers)]
         self._make_ranks(config, cache)
         self._use_tiers(config, cache)
@@ -153,13 +145,14 @@ class Trial:
         self.on_reset: Callable[[], object] = lambda: None
         self.steps = self.reads = self.added = 0
         self.wrong: list[Wrong] = []
+        self.let_down: set[str] = set()  # requests of which vLLM was told that an asynchronous load has failed
         self.is_down = False
         self._reversed = False
         self.careful = True  # leave out what vLLM itself is known to fail at
         self._wrap_lookup()
         self._scheduled: deque[Step] = deque()
         self._executed: deque[tuple[Step, ModelRunnerOutput]] = deque()
-        self._draft_rng = random.Random(seed + 1)  # noqa: S311
+        self._drafter = Drafter(seed + 1, shape.drafts)
         self._moves: dict[str, Callable[..., None]] = {name: getattr(self, f"_{name}") for name in MOVES}
 
     def _make_ranks(self, config: VllmConfig, cache: KVCacheConfig) -> None:
@@ -168,13 +161,14 @@ class Trial:
 
         for index in range(self.shape.ranks):
             worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
-            self._record(worker, index)
-            if _is_kvpipe(worker):
-                worker.make_tiers, worker.worker.rank = self._made_tiers, index
+            mine: Any = kvpipe_in(worker)
+            if mine is not None:
+                self.ears.listen(mine, index)
+                mine.make_tiers, mine.worker.rank = self._made_tiers, index
                 self.engines.append(engine := HeldEngine(device=self.shape.device))
-                worker.make_engine = lambda engine=engine: engine
+                mine.make_engine = lambda engine=engine: engine
             self.ranks.append(rank := Rank(index, worker, self.shape))
-            if _is_kvpipe(worker):
+            if mine is not None:
                 rank.before_results = self._settle
 
     def _made_tiers(self, *, writes: bool) -> list[MadeTier]:  # noqa: ARG002
@@ -192,16 +186,10 @@ class Trial:
         told = {rank.index: rank.connector.get_handshake_metadata() for rank in self.ranks}
         self.kvpipe.set_xfer_handshake_metadata_pp_aware({(0, index): one for index, one in told.items() if one})
         sides = [self.side.staging.finder] if self.side.staging is not None else []
-        carriers = [rank.connector.worker.carrier for rank in self.ranks]  # type: ignore[attr-defined]
+        carriers = [rank.kvpipe.worker.carrier for rank in self.ranks]
         self._carriers = [*sides, *(one for one in carriers if one is not None)]
         for shelf in (shelf for one in self._carriers for shelf in one.shelves):
             shelf.probe_s = 3600.0  # by the clock: a sequence would not have one outcome
-
-    @property
-    def kvpipe(self) -> KVPipeConnector | None:
-        """The scheduler's side, when it is kvpipe that is on trial."""
-        connector: KVPipeConnector | None = self._kvpipe
-        return connector
 
     @property
     def side(self) -> SchedulerSide:
@@ -215,6 +203,10 @@ class Trial:
         if self.is_down:
             return
         self._moves[move[0]](*move[1:])
+
+    def hear(self) -> None:
+        """Feed what was traced since the last call back through the machines."""
+        self.ears.hear()
 
     def close(self) -> None:
         """End threads, in vLLM's order. Idempotent."""
@@ -310,6 +302,8 @@ class Trial:
         if not self._executed:
             return
         step, result = self._executed.popleft()
+        told = result.kv_connector_output
+        self.let_down |= told.failed_recving if told is not None else set()
         for outputs in self.scheduler.update_from_output(step.output, result).values():
             for one in outputs.outputs:
                 self.live[one.request_id].output += one.new_token_ids
@@ -356,8 +350,8 @@ class Trial:
         told = result.kv_connector_output
         invalid: set[int] = told.invalid_block_ids if told is not None else set()
         if self.kvpipe is not None and invalid and not self._reversed:
-            metadata: Any = step.output.kv_connector_metadata
-            loads = [job.blocks() for job in metadata.plan.jobs if job.kind == Kind.LOAD_SYNC]
+            jobs = plan_in(step.output.kv_connector_metadata).jobs
+            loads = [job.blocks() for job in jobs if job.kind == Kind.LOAD_SYNC]
             if others := invalid - {block for blocks in loads for block in blocks}:
                 self.violations.append(f"only_failed_blocks_are_reported: {others}, which this step has not loaded")
         for wrong in (w for one in ran for w in one.wrong):  # vLLM throws away what rests on invalid blocks
@@ -375,7 +369,7 @@ class Trial:
             if self.shape.asynchronous and request not in fresh:  # placeholders: only the runner knows its drafts
                 stop = self.runners[0].computed(request)
                 scheduled = output.num_scheduled_tokens[request]
-                out[request] = self._guess(step.sequences[request], stop + scheduled - len(tokens), len(tokens))
+                out[request] = self._drafter.guess(step.sequences[request], stop + scheduled - len(tokens), len(tokens))
             else:
                 out[request] = list(tokens)  # where a fresh request has placeholders, they are rejected
         return out
@@ -387,13 +381,8 @@ class Trial:
         guesses = []
         for request_id in ids:
             one = self.live[request_id]
-            count = self._draft_rng.randint(0, self.shape.drafts)
-            guesses.append(self._guess(one.sequence, len(one.sequence.prompt) + len(one.output), count))
+            guesses.append(self._drafter.propose(one.sequence, len(one.sequence.prompt) + len(one.output)))
         self.scheduler.update_draft_token_ids(DraftTokenIds(ids, guesses))
-
-    def _guess(self, sequence: Sequence, first: int, count: int) -> list[int]:
-        right = self._draft_rng.randint(0, count)
-        return [sequence.token(first + i) ^ (i >= right) for i in range(count)]
 
     # ---- disturbances ---------------------------------------------------------------------------------------------
 
@@ -544,7 +533,7 @@ class Trial:
     def _settle(self) -> None:
         """Wait until kvpipe's loop threads have heard of every completion, so that a sequence has one outcome."""
         for engine, rank in zip(self.engines, self.ranks, strict=bool(self.engines)):
-            pipeline = rank.connector.worker.pipeline  # type: ignore[attr-defined]
+            pipeline = rank.kvpipe.worker.pipeline
             if not pipeline._loop.settle(SETTLE_SECONDS_MAX):  # noqa: SLF001
                 self.violations.append(f"no_hang: the loop thread of rank {rank.index} does not settle: {engine}")
         self._settle_tiers()
@@ -558,33 +547,7 @@ class Trial:
                 return
             time.sleep(0.0001)
 
-    # ---- listening ------------------------------------------------------------------------------------------------
-
-    def hear(self) -> None:
-        """Feed what was traced since the last call back through the machines."""
-        for recorder in self._recorders:
-            for event in recorder.take():
-                self.replay.feed(event)
-
-    def _record(self, side: Any, rank: int) -> None:  # noqa: ANN401
-        if not _is_kvpipe(side):
-            return
-        side.writer.close()
-        recorder: Recorder = side.recorder
-        recorder.take()
-        recorder.rank, recorder.lifecycle, recorder.transitions, recorder.detail = rank, True, True, True
-        if side.scheduler is not None:
-            side.scheduler.trace_chunks()
-        self.replay.feed(Started(0, rank, "", 0, 0, layers=len(side.geometry.layers)))
-        self._recorders.append(recorder)
-        counters = side.counters
-        count = counters.fault
-
-        def fault(name: str, **fields: Any) -> None:  # noqa: ANN401
-            self.faults.append(Fault(name, fields))
-            count(name, **fields)
-
-        counters.fault = fault
+    # ---- lookups --------------------------------------------------------------------------------------------------
 
     def _wrap_lookup(self) -> None:
         """Let lookups answer None while `deferrals` lasts, as a slow tier's do; ask kvpipe twice now and then."""
@@ -606,10 +569,3 @@ class Trial:
             return answer
 
         connector.get_num_new_matched_tokens = lookup
-
-
-def _is_kvpipe(connector: object) -> bool:
-    """Whether `connector` is kvpipe's, or made from it."""
-    from kvpipe.connectors.vllm.connector import KVPipeConnector
-
-    return isinstance(connector, KVPipeConnector)

@@ -357,12 +357,16 @@ class Running(Transition, tag="running"):
     """The request computes."""
 
 
+class LetDown(Transition, tag="let_down"):
+    """Another connector's load for the request has failed, and vLLM has taken its blocks back."""
+
+
 class Preempted(Transition, tag="preempted"):
     """vLLM took the request's blocks."""
 
 
 class Resumed(Transition, tag="resumed"):
-    """A preempted request has blocks again."""
+    """A request that had lost its blocks has some again."""
 
 
 class Recomputing(Transition, tag="recomputing"):
@@ -448,6 +452,7 @@ _BY_STATE: dict[tuple[str, str], type[Transition]] = {
     ("request", request.ALLOCATED): Allocated,
     ("request", request.LOADING): Dispatched,
     ("request", request.RUNNING): Running,
+    ("request", request.LET_DOWN): LetDown,
     ("request", request.PREEMPTED): Preempted,
     ("request", request.RECOMPUTING): Recomputing,
     ("request", request.DRAINING): Draining,
@@ -474,7 +479,11 @@ _BY_STATE: dict[tuple[str, str], type[Transition]] = {
 
 def kind_of(machine: str, was: str, now: str) -> type[Transition]:
     """Return the event of a move from row `was` to row `now` of a machine's table."""
-    if (machine, was) == ("request", request.PREEMPTED) and now in {request.ALLOCATED, request.RUNNING}:
+    if (
+        machine == "request"
+        and was in {request.LET_DOWN, request.PREEMPTED}
+        and now in {request.ALLOCATED, request.RUNNING}
+    ):
         return Resumed
     return _BY_STATE[machine, now]
 

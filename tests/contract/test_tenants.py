@@ -50,7 +50,7 @@ class Seen(Trial):
 
     def hear(self) -> None:
         """Note what is traced, without its times."""
-        for recorder in self._recorders:
+        for recorder in self.ears.recorders:
             for event in recorder.take():
                 self.replay.feed(event)
                 said = msgspec.to_builtins(event)

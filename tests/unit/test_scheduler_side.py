@@ -346,3 +346,27 @@ def test_a_request_that_reads_no_cache_is_not_looked_up(monkeypatch: pytest.Monk
     assert world.side._tell.misses["not_read"] == 1
     assert not any(world.side._tell.hit_tokens.values())
     assert world.side.catalog.leases == 0
+
+
+@pytest.mark.parametrize(("load", "answers"), [("auto", (4 * UNIT, False)), ("async", (0, False))])
+def test_a_request_that_another_connector_has_let_down_is_asked_for_anew(load: str, answers: tuple[int, bool]) -> None:
+    """Its hit is loaded within the step, though others run: between steps vLLM might never admit it again."""
+    world = World(load=load)
+    world.publish(world.request("old", 4, shared=4))
+    request = world.request("new", 6, shared=4)
+    hit = world.ask(request)
+    assert hit == 4 * UNIT
+    world.side.admitted(request, world.allocate(request), 0)  # for the other's load, which fails
+    for tables in world.tables:
+        del tables["new"]
+    world.step()
+    if world.side._stall is not None:
+        world.side._stall.running, world.side._stall.rate = 1, 1.0  # somebody would wait very long
+    assert world.side.lookup(request, 0) == world.side.lookup(request, 0) == answers
+    world.side.admitted(request, world.allocate(request), answers[0])
+    jobs = world.step(request)
+    assert [job.kind for job in jobs] == ([SYNC, SAVE] if answers[0] else [SAVE])
+    world.succeed(*jobs)
+    world.side.finished(request)
+    assert world.found(request) == 6
+    assert world.side.counters["contained_error"] == world.side.catalog.leases == 0

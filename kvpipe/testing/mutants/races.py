@@ -89,7 +89,36 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "failed_load_tried_for_ever": Mutant(
         "A request whose load has failed is promised the same hit again.",
-        one(SCHEDULER, "_why_not", "tracked.state.row == m.RECOMPUTING", "False"),
+        one(SCHEDULER, "_why_not", "row == m.RECOMPUTING or", ""),
+    ),
+    "asked_anew_unnoticed": Mutant(
+        "A request that lost its blocks with another connector's load, and is asked for anew, counts as running.",
+        one(SCHEDULER, "lookup", "tracked.fire(m.ASKED_ANEW)", "pass"),
+        shape="sibling",
+    ),
+    "let_down_and_loaded_between_steps": Mutant(
+        "After another connector's failed load a hit is loaded between steps, which vLLM may never admit.",
+        (
+            *one(SCHEDULER, "_why_not", " or (row == m.LET_DOWN and self._async)", ""),
+            *one(SCHEDULER, "lookup", "tracked.state.row != m.LET_DOWN and", ""),
+        ),
+        shape="sibling-async-load",
+    ),
+    "windows_load_within_the_step": Mutant(
+        "Models with a sliding window load within the step, where vLLM cannot recover from a load that fails.",
+        one("kvpipe.geometry:Geometry", "loads_between_steps", " or self.windows", ""),
+        shape="window",
+        by="every_read_is_right",
+    ),
+    "settled_by_the_last_ticket": Mutant(
+        "A job is reported when the last copy that was asked for is over, though earlier ones are not.",
+        one(
+            "kvpipe.pipeline:Batch",
+            "settled",
+            "while self.open and (self.open[0].over or self.open[0].withdrawn):",
+            "while self.open and (self.open[-1].over or self.open[0].withdrawn):",
+        ),
+        test="tests/unit/test_timeouts.py::test_no_job_is_reported_while_a_layer_before_the_refused_one_is_copied",
     ),
     "async_loads_hold_what_others_need": Mutant(
         "Asynchronous loads are taken whether or not there is room for all who hold blocks.",
