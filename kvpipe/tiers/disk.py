@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import math
 import os
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AsyncExitStack
 from pathlib import Path
 from stat import S_ISREG
-from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, TypeVar
 from urllib.parse import SplitResult, unquote
 
 import anyio
@@ -35,6 +37,8 @@ _RENEW_S: Final = 60.0
 """A file's time is renewed by a use of it if it is older."""
 _LOOK_S, _LOOK_SHARE = 0.1, 10
 """Shortest time between passes over the folder, and as a multiple of how long the last one took."""
+_ASKED_S, _SPACES_MAX = 60.0, 64
+"""How long ago, and how many, namespaces may have been asked for that a pass for lookups looks at."""
 _OLD_S: Final = 0.5
 """What was found longer ago is not answered with: a pass is awaited."""
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # the last: a pipe must not stop it
@@ -114,6 +118,14 @@ class DiskSpec(TierSpec):
             )
 
 
+class _Pass(NamedTuple):
+    """A look at the folder: at which namespaces (None: all), when it ended, how long it took."""
+
+    spaces: frozenset[str] | None
+    ended_s: float
+    took_s: float
+
+
 class DiskTier:
     """See `Tier`. Every file operation is in a thread; `exists` is answered from memory."""
 
@@ -127,12 +139,16 @@ class DiskTier:
         self._open = False
         self._reads, self._puts = anyio.CapacityLimiter(spec.lanes), anyio.CapacityLimiter(spec.lanes)
         self._looker: threading.Thread | None = None
-        self._looked_s, self._took_s, self._trouble = -math.inf, 0.0, ""
+        self._seen = anyio.Event()  # set when the pass that is under way has ended
+        self._looks = False
+        self._asked: OrderedDict[str, float] = OrderedDict()  # when each namespace was, the latest last
+        self._last, self._trouble = _Pass(frozenset(), -math.inf, 0.0), ""
 
     async def open(self) -> None:
         """See `Tier.open`. A folder that cannot be written to is opened for reading."""
         self._room.stopping.clear()
         self._reads, self._puts = anyio.CapacityLimiter(self.spec.lanes), anyio.CapacityLimiter(self.spec.lanes)
+        self._looks = False
 
         def start() -> None:
             self._root.adopt(make=self._makes)
@@ -148,7 +164,7 @@ class DiskTier:
         """See `Tier.exists`. Others' values are found half a second after they were written, or sooner."""
         self._check_open()
         await anyio.lowlevel.checkpoint()
-        await self._fresh()
+        await self._fresh({key.namespace for key in keys})
         return self._index.holds(keys)
 
     async def read(self, gets: Sequence[Get]) -> list[Read]:
@@ -244,33 +260,70 @@ class DiskTier:
             raise failed[0]
         return [done[at] for at in range(len(items))]
 
-    async def _fresh(self) -> None:
-        """Begin a pass over the folder if the last was some time ago; wait for it if it was long ago."""
-        age_s, rest_s = time.monotonic() - self._looked_s, self._took_s * _LOOK_SHARE
-        looker = self._looker
-        if age_s > max(_LOOK_S, rest_s) and (looker is None or not looker.is_alive()):
-            looker = self._looker = threading.Thread(target=self._pass, name=f"kvpipe-{self.name}", daemon=True)
-            looker.start()
-        if looker is not None and age_s > max(_OLD_S, rest_s):
-            await anyio.to_thread.run_sync(looker.join, self.timeout_s, abandon_on_cancel=True)
-            if looker.is_alive():
-                raise TierError(f"{self.spec.path}: no listing in timeout_ms_max={self.spec.timeout_ms_max}")
+    async def _fresh(self, spaces: AbstractSet[str]) -> None:
+        """Begin a pass over namespaces' folders if the last was some time ago; wait for it if it was long ago.
+
+        All who wait do so for one pass, and none of them in a thread.
+        """
+        now_s = time.monotonic()
+        for space in spaces:
+            self._asked[space] = now_s
+            self._asked.move_to_end(space)
+        while len(self._asked) > _SPACES_MAX:
+            self._asked.popitem(last=False)
+        try:
+            with anyio.fail_after(self.timeout_s):
+                while True:
+                    last = self._last
+                    age_s = (
+                        time.monotonic() - last.ended_s if last.spaces is None or spaces <= last.spaces else math.inf
+                    )
+                    if age_s > max(_LOOK_S, last.took_s * _LOOK_SHARE) and not self._looks:
+                        self._look()
+                    if age_s <= max(_OLD_S, last.took_s * _LOOK_SHARE):
+                        break
+                    await self._seen.wait()
+        except TimeoutError:
+            msg = f"{self.spec.path}: no listing in timeout_ms_max={self.spec.timeout_ms_max}"
+            raise TierError(msg) from None
         if self._trouble:
             raise TierError(self._trouble)
 
+    def _look(self) -> None:
+        """Begin a pass over the folders of namespaces that lookups have asked for of late."""
+        loop, seen = asyncio.get_running_loop(), anyio.Event()
+        old_s = time.monotonic() - _ASKED_S
+        spaces = frozenset(space for space, asked_s in self._asked.items() if asked_s > old_s)
+
+        def ended() -> None:
+            if self._seen is seen:
+                self._looks = False
+            seen.set()
+
+        def work() -> None:
+            try:
+                self._pass(spaces)
+            finally:
+                with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+                    loop.call_soon_threadsafe(ended)
+
+        looker = threading.Thread(target=work, name=f"kvpipe-{self.name}", daemon=True)
+        looker.start()
+        self._looker, self._seen, self._looks = looker, seen, True
+
     # ---- in threads -----------------------------------------------------------------------------------------------
 
-    def _pass(self) -> None:
-        """Bring the index up to date, and note what keeps it from that."""
+    def _pass(self, spaces: frozenset[str] | None = None) -> None:
+        """Bring the index up to date, of all namespaces if none are given, and note what keeps it from that."""
         begin_s = time.monotonic()
         try:
             with self._root.failures(), self._root.open() as root:
-                self._index.refresh(root, self._room.stopping)
+                self._index.refresh(root, self._room.stopping, spaces)
             self._trouble = ""
         except TierError as error:
             self._trouble = str(error)
-        self._looked_s = time.monotonic()
-        self._took_s = self._looked_s - begin_s
+        end_s = time.monotonic()
+        self._last = _Pass(spaces, end_s, end_s - begin_s)
 
     def _listed(self, _: None = None) -> None:
         self._pass()
@@ -310,7 +363,11 @@ class DiskTier:
                     self._room.drop(draft)
                 raise
             if self.spec.fsync:
-                with self._root.open() as root, shelf(root, put.key) as at:
+                with (
+                    contextlib.suppress(FileNotFoundError),  # evicted already, and its folder with it
+                    self._root.open() as root,
+                    shelf(root, put.key) as at,
+                ):
                     os.fsync(at)
         return Written.STORED if first else Written.PRESENT
 

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from itertools import islice
 from typing import Final
 
@@ -20,6 +21,7 @@ from kvpipe.tiers.base import Key
 from kvpipe.tiers.disk_files import folder, folders, listed, place
 
 _SPACE, _SHELF = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]{2}")
+_SHELVES: Final = [f"{byte:02x}" for byte in range(256)]
 _GRAIN_NS, _COARSE_NS = 50_000_000, 2_000_000_000
 """A change so soon after another may leave the folder's time as it was; the second: where times are whole seconds."""
 _CHUNK_BYTES: Final = range(16, 65)
@@ -49,6 +51,7 @@ class Index:
         self._lock, self._pass = threading.Lock(), threading.Lock()
         self._passing, self._own = False, set[Key]()
         self._frames: dict[tuple[str, str], Key] = {}
+        self._bare: set[str] = set()  # namespaces whose folders have been found without any
 
     def holds(self, keys: Sequence[Key]) -> list[bool]:
         """Return which keys are there."""
@@ -87,8 +90,10 @@ class Index:
         with self._lock:
             return len(self._sizes), self._bytes
 
-    def refresh(self, root: int, stopping: threading.Event) -> None:
-        """Look what has changed in the folder `root`. What was seen until `stopping` is set is kept.
+    def refresh(self, root: int, stopping: threading.Event, spaces: AbstractSet[str] | None = None) -> None:
+        """Look what has changed in the folder `root`, or only in its folders `spaces`.
+
+        What was seen until `stopping` is set is kept.
 
         Raises:
             OSError: a folder cannot be read.
@@ -97,20 +102,37 @@ class Index:
         seen: set[tuple[str, str]] = set()
         new: dict[Key, float] = {}
         with self._pass, self._watched():
-            for space in folders(root, _SPACE):
-                with _vanishing(), folder(space.name, root) as at:
+            found = spaces if spaces is not None else [space.name for space in folders(root, _SPACE)]
+            for space in found:
+                with _vanishing(), folder(space, root) as at:
                     for shelf in folders(at, _SHELF):
                         if stopping.is_set():
                             return
-                        seen.add((space.name, shelf.name))
+                        seen.add((space, shelf.name))
                         with _vanishing():
-                            self._look(at, space.name, shelf, new)
+                            self._look(at, space, shelf, new)
             with self._lock:
-                for gone in self._shelves.keys() - seen:
-                    self._shelves[gone].changed_ns = None  # it may come back as it was
-                    for key in self._shelves[gone].keys - self._own:
-                        self._forget(key)
+                for gone in [place for place in self._shelves if place not in seen]:
+                    if spaces is None or gone[0] in spaces:
+                        for key in self._shelves[gone].keys - self._own:
+                            self._forget(key)
+                        self._shelves[gone].changed_ns = None  # it may come back as it was
+                        if not self._shelves[gone].keys:
+                            del self._shelves[gone]
                 self._unsorted |= new
+                if spaces is None:
+                    self._bare = {space for space in found if not any((space, shelf) in seen for shelf in _SHELVES)}
+
+    def vacant(self) -> list[tuple[str, str]]:
+        """Return the folders that nothing was found in: of namespaces, and of what they are divided into."""
+        with self._lock:
+            bare, self._bare = self._bare, set()
+            return [*(place for place, shelf in self._shelves.items() if not shelf.keys), *((one, "") for one in bare)]
+
+    def is_vacant(self, key: Key) -> bool:
+        """Whether nothing is known to be where `key` would be."""
+        shelf = self._shelves.get(place(key))
+        return shelf is None or not shelf.keys
 
     def _look(self, at: int, space: str, entry: os.DirEntry[str], new: dict[Key, float]) -> None:
         """List one folder if it has changed, and add what is `new` there."""

@@ -20,11 +20,11 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final, NamedTuple
 
 from kvpipe.tiers.base import Key, TierError, TierFullError
-from kvpipe.tiers.disk_files import ACCOUNT, TMP, Root, file_at, folder, folders, listed, opened, shelf
+from kvpipe.tiers.disk_files import ACCOUNT, TMP, Root, file_at, folder, folders, listed, opened, place, shelf
 from kvpipe.tiers.disk_index import Index
 
 _DESK = re.compile(r"[0-9a-f]{16}")
@@ -93,6 +93,11 @@ class Room:
         self._leave()
         with self._held() as held:
             self._set_up(held)
+        vacant = self._index.vacant()
+        for begin in range(0, len(vacant), _BATCH):
+            with self._held() as held:
+                for one in vacant[begin : begin + _BATCH]:
+                    _remove(held.root, one)
 
     def close(self) -> None:
         """Give up the folder for drafts."""
@@ -269,7 +274,19 @@ class Room:
             found = None
         held.bytes -= found.st_size if found else 0
         self._index.forget(key)
+        if self._index.is_vacant(key):
+            _remove(held.root, place(key))
         return found is not None
+
+
+def _remove(root: int, at: tuple[str, str]) -> None:
+    """Remove folders that are empty. Writers make them, and put a file there, with the account's lock held, too."""
+    outer, inner = at
+    with suppress(OSError):  # it is not empty, or somebody else's, or gone
+        if inner:
+            with folder(outer, root) as fd:
+                os.rmdir(inner, dir_fd=fd)
+        os.rmdir(outer, dir_fd=root)
 
 
 @contextmanager

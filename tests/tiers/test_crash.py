@@ -22,7 +22,7 @@ from kvpipe.tiers.disk_files import TMP
 from kvpipe.tiers.envelope import HEADER_BYTES
 from tests.tiers.buffers import aligned, some_key
 from tests.tiers.crash_writer import SEALER, UNITS, spec_of
-from tests.tiers.test_disk import walk
+from tests.tiers.disks import walk
 
 ROUNDS, CHILDREN, LIFE_S_MAX, PER_CHILD = 10, 10, 0.15, 100_000
 MIB = 1 << 20

@@ -1,0 +1,136 @@
+"""Tiers on disks of their own, what is in their folders, and disks that are small or refuse, for the tests of them."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpipe.tiers.base import Read
+from kvpipe.tiers.disk import DiskSpec, DiskTier
+from kvpipe.tiers.disk_files import ACCOUNT, place
+from tests.tiers.buffers import content, data, get, some_key
+
+KIB, MIB = 1 << 10, 1 << 20
+ROOM = 16 * 64 * KIB
+
+
+def spec_of(path: Path, **given: Any) -> DiskSpec:
+    """Return a specification of a tier in `path`, of 1 GiB if nothing else is said."""
+    return DiskSpec.model_validate({"path": path, "bytes_max": 1 << 30, **given})
+
+
+@contextlib.asynccontextmanager
+async def opened(path: Path, *, writes: bool = True, **given: Any) -> Any:
+    """Open a tier in `path`, and close it."""
+    tier = spec_of(path, **given).make("disk", writes=writes)
+    await tier.open()
+    try:
+        yield tier
+    finally:
+        await tier.close()
+
+
+def file_of(path: Path, i: int) -> Path:
+    """Return the file of chunk `i`."""
+    return path.joinpath(*place(some_key(i)), some_key(i).text)
+
+
+def names(path: Path) -> list[Path]:
+    """Return all there is in a folder."""
+    return sorted(path.rglob("*"))
+
+
+def walk(path: Path) -> dict[str, int]:
+    """Return the sizes of the tier's files, unfinished ones included, by their names."""
+    return {
+        os.path.relpath(os.path.join(folder, name), path): os.lstat(os.path.join(folder, name)).st_size  # noqa: PTH118
+        for folder, _, names in os.walk(path)
+        for name in names
+        if name not in {ACCOUNT, "lock"} and not os.path.islink(os.path.join(folder, name))  # noqa: PTH114, PTH118
+    }
+
+
+async def reads(tier: DiskTier, i: int, size: int = 64 * KIB, **key: Any) -> Read:
+    """Read chunk `i`; a hit must be what was written."""
+    wanted = get(i, size, **key)
+    (read,) = await tier.read([wanted])
+    assert read is not Read.HIT or data(wanted.into) == content(i, size)
+    return read
+
+
+def mount(path: Path, *options: str) -> bool:
+    """Mount; False where that is not permitted."""
+    return ran("mount", *options, str(path))
+
+
+def unmount(path: Path) -> None:
+    """Unmount, also what is in use."""
+    assert ran("umount", "--lazy", str(path))
+
+
+def ran(*command: str) -> bool:
+    """Run a command; return whether it ended well."""
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+@contextlib.contextmanager
+def small_disk(path: Path, size: int, patch: pytest.MonkeyPatch) -> Iterator[bool]:
+    """Make `path` a file system of `size` bytes; where nothing may be mounted, a folder that is full at that size."""
+    path.mkdir()
+    if mount(path, "-t", "tmpfs", "-o", f"size={size}", "none"):
+        try:
+            yield True
+        finally:
+            ran("umount", "--lazy", str(path))  # the test may have done so
+        return
+    real = os.posix_fallocate
+
+    def limited(fd: int, at: int, n: int) -> None:
+        if sum(walk(path).values()) > size:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(fd, at, n)
+
+    with patch.context() as patched:
+        patched.setattr(os, "posix_fallocate", limited)
+        yield False
+
+
+@contextlib.contextmanager
+def refusing(path: Path, error: int, *, mounted: bool, patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let nothing be written in `path`, for EROFS or EPERM: by the file system's own means where they may be used."""
+    if error == errno.EROFS and mounted:
+        assert mount(path, "-o", "remount,ro")
+        try:
+            yield
+        finally:
+            assert mount(path, "-o", "remount,rw")
+        return
+    inner = [path, *(p for p in path.rglob("*") if not p.is_symlink())]
+    if error == errno.EPERM and _immutable(inner, "+i"):
+        try:
+            yield
+        finally:
+            assert _immutable(inner, "-i")
+        return
+    real = os.open
+
+    def refused(name: Any, flags: int, *rest: Any, **named: Any) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR):
+            raise OSError(error, os.strerror(error))
+        return real(name, flags, *rest, **named)
+
+    with patch.context() as patched:
+        patched.setattr(os, "open", refused)
+        patched.setattr(os, "access", lambda *_: False)
+        yield
+
+
+def _immutable(paths: list[Path], flag: str) -> bool:
+    return ran("chattr", flag, *map(str, paths))

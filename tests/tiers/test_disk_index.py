@@ -1,0 +1,308 @@
+"""What the disk tier knows of its files, and of what others do to them."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from kvpipe.tiers import disk_files, disk_index
+from kvpipe.tiers.base import Capacity, Key, Read, TierError, TierFullError, Written
+from kvpipe.tiers.disk import DiskTier
+from kvpipe.tiers.disk_files import TMP, place
+from tests.tiers.buffers import NAMESPACE, put, some_key
+from tests.tiers.disks import (
+    KIB,
+    names,
+    opened,
+    reads,
+    spec_of,
+)
+from tests.tiers.worlds import WAIT_S, run
+
+
+def test_others_values_are_found_soon(tmp_path: Path) -> None:
+    """What another client writes or deletes is known within a second, also to one that only reads."""
+
+    async def known(tier: DiskTier, wanted: list[bool]) -> None:
+        until = time.monotonic() + 1
+        while await tier.exists([some_key(1), some_key(2)]) != wanted:
+            assert time.monotonic() < until
+            await anyio.sleep(0.02)
+
+    async def play() -> None:
+        async with opened(tmp_path, writes=False) as reader, opened(tmp_path) as tier, opened(tmp_path) as other:
+            for wanted in ([True, False], [True, True]):
+                await other.write([put(sum(wanted), 64 * KIB)])
+                for one in (reader, tier):
+                    await known(one, wanted)
+            await other.delete([some_key(1)])
+            for one in (reader, tier):
+                await known(one, [False, True])
+
+    run(play)
+
+
+def test_a_folder_may_go_and_come_back(tmp_path: Path) -> None:
+    """What is in a folder that is moved away is not found, and is found again when the folder is back as it was."""
+
+    async def play() -> None:
+        async with opened(tmp_path) as tier:
+            await tier.write([put(1, 64 * KIB)])
+            await anyio.sleep(0.1)  # until the folder's time says that nothing has changed since
+            assert (await tier.capacity()).items == 1
+            (tmp_path / NAMESPACE).rename(tmp_path / "aside")
+            assert await tier.capacity() == Capacity(0, 0, 1 << 30)
+            (tmp_path / "aside").rename(tmp_path / NAMESPACE)
+            assert await tier.capacity() == Capacity(1, 64 * KIB, 1 << 30)
+            assert await tier.exists([some_key(1)]) == [True]
+
+    run(play)
+
+
+def test_a_reader_leaves_no_trace(tmp_path: Path) -> None:
+    """With store=never nothing is made or written; a missing folder is said, and found when it is there."""
+
+    async def play() -> None:
+        reader = spec_of(tmp_path / "kv", store="never").make("disk")
+        with pytest.raises(TierError, match="No such file"):
+            await reader.open()
+        assert names(tmp_path) == []
+        async with opened(tmp_path / "kv") as tier:
+            await tier.write([put(1, 64 * KIB)])
+            before = names(tmp_path)
+            await reader.open()
+            assert await reads(reader, 1) is Read.HIT
+            with pytest.raises(TierFullError, match="only read"):
+                await reader.write([put(2, 64 * KIB)])
+            await reader.health()
+            await reader.close()
+            assert names(tmp_path) == before
+
+    run(play)
+
+
+def test_what_happens_during_a_listing_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this process writes and deletes while a folder is listed is newer than the listing."""
+    same = [key for i in range(4000) if (key := some_key(i)).chunk[0] == some_key(0).chunk[0]][:3]
+    real = disk_files.listed
+
+    async def play() -> None:
+        async with opened(tmp_path) as tier:
+            await tier.write([put(0, 4096)._replace(key=key) for key in same[:2]])
+
+            def meanwhile(at: int) -> Any:
+                found = real(at)
+                monkeypatch.setattr("kvpipe.tiers.disk_index.listed", real)
+                assert tier._room.delete(same[:1]) == 1
+                assert tier._write(put(0, 4096)._replace(key=same[2])) is Written.STORED
+                return found
+
+            await anyio.sleep(0.06)
+            monkeypatch.setattr("kvpipe.tiers.disk_index.listed", meanwhile)
+            tier._index._shelves[place(same[0])].changed_ns = None
+            tier._pass()
+            assert tier._index.holds(same) == [False, True, True]
+            assert tier._index.total() == (2, 8192)
+            tier._pass()
+            assert tier._index.holds(same) == [False, True, True]
+
+    run(play)
+
+
+def test_what_is_deleted_during_a_listing_stays_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of another's that this process deletes after a listing has seen it is not found."""
+
+    async def play() -> None:
+        async with opened(tmp_path) as tier, opened(tmp_path) as other:
+            await other.write([put(1, 4096)])
+
+            @contextlib.contextmanager
+            def folder(*args: Any) -> Iterator[int]:
+                with disk_files.folder(*args) as fd:
+                    yield fd
+                deleted.extend([tier._room.delete([some_key(1)])] if not deleted else [])
+
+            deleted: list[int] = []
+            monkeypatch.setattr("kvpipe.tiers.disk_index.folder", folder)
+            tier._pass()
+            assert deleted == [1]
+            assert tier._index.holds([some_key(1)]) == [False]
+            assert tier._index.total() == (0, 0)
+
+    run(play)
+
+
+def test_names_are_read_as_keys_are() -> None:
+    """The index knows a file by its name exactly if that is a key's text."""
+    index, base = disk_index.Index(), some_key(1).text
+    names = [base, *(some_key(i).text for i in range(5)), base.upper(), base + "0", base[1:], base.replace("-", "_")]
+    names += [re.sub("-[0-9a-f]{64}", f"-{chunk}", base) for chunk in ("", "ab" * 15, "ab" * 16, "ab" * 65, "ab " * 20)]
+    for name in names:
+        try:
+            wanted: Key | None = Key.parse(name)
+        except ValueError:
+            wanted = None
+        assert index._key(name) == wanted, name
+
+
+# ---- many lookups, many namespaces ----------------------------------------------------------------------------------
+
+
+def test_lookups_that_wait_hold_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many wait for a listing that takes long, they wait for the same one, and no thread is one of theirs."""
+    go_on, real = threading.Event(), disk_index.Index.refresh
+    passes = []
+
+    def slow(self: disk_index.Index, *args: Any) -> None:
+        passes.append(args)
+        go_on.wait(WAIT_S)
+        real(self, *args)
+
+    async def play() -> None:
+        async with opened(tmp_path) as tier:
+            await tier.write([put(1, 4096)])
+            await anyio.sleep(0.6)  # what is known is old
+            before = threading.active_count()
+            monkeypatch.setattr(disk_index.Index, "refresh", slow)
+            answers: list[list[bool]] = []
+
+            async def ask() -> None:
+                answers.append(await tier.exists([some_key(1), some_key(2)]))
+
+            async with anyio.create_task_group() as group:
+                for _ in range(200):
+                    group.start_soon(ask)
+                await anyio.sleep(0.2)
+                assert threading.active_count() <= before + 1
+                assert anyio.to_thread.current_default_thread_limiter().borrowed_tokens == 0
+                assert await reads(tier, 1, 4096) is Read.HIT, "others go on"
+                assert not answers
+                go_on.set()
+            assert answers == [[True, False]] * 200
+            assert len(passes) == 1
+
+    run(play)
+
+
+def test_a_listing_that_does_not_end_is_waited_for_no_longer_than_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lookups end after timeout_ms_max in TierError; a tier that is opened again looks anew."""
+    go_on, real = threading.Event(), disk_index.Index.refresh
+
+    async def play() -> None:
+        async with opened(tmp_path, timeout_ms_max=200) as tier:
+            await tier.write([put(1, 4096)])
+            await anyio.sleep(0.6)
+            monkeypatch.setattr(disk_index.Index, "refresh", lambda *_: go_on.wait(WAIT_S))
+            for _ in range(2):
+                with pytest.raises(TierError, match="no listing in timeout_ms_max=200"):
+                    await tier.exists([some_key(1)])
+            monkeypatch.setattr(disk_index.Index, "refresh", real)
+            go_on.set()
+            await tier.close()
+            await tier.open()
+            assert await tier.exists([some_key(1)]) == [True]
+
+    run(play)
+
+
+def test_a_lookup_looks_at_its_own_namespace_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What others' namespaces hold makes a lookup's pass no longer; what is new is found."""
+    looked: list[int] = []
+    real = disk_files.folder
+
+    @contextlib.contextmanager
+    def counted(*args: Any) -> Iterator[int]:
+        looked.append(1)
+        with real(*args) as fd:
+            yield fd
+
+    async def play() -> None:
+        async with opened(tmp_path, writes=False) as reader, opened(tmp_path) as other:
+            await other.write([put(1, 4096), *(put(2, 4096, namespace=f"{i:032x}") for i in range(100))])
+            await anyio.sleep(0.6)
+            monkeypatch.setattr(disk_index, "folder", counted)
+            assert await reader.exists([some_key(1)]) == [True]
+            assert len(looked) <= 4
+            assert await reader.exists([some_key(2, f"{7:032x}")]) == [True], "the first time that it is asked for"
+            assert await reader.exists([some_key(2, f"{999:032x}")]) == [False]
+            assert len(looked) <= 20
+            assert (await reader.capacity()).items == 101
+
+    run(play)
+
+
+def folders_in(path: Path) -> list[str]:
+    """Return the folders of namespaces, and those in them."""
+    found = [one.relative_to(path) for one in path.rglob("*") if one.is_dir()]
+    return sorted(str(one) for one in found if one.parts[0] != TMP)
+
+
+@pytest.mark.parametrize("how", ["delete", "evict", "by hand"])
+def test_folders_that_are_empty_are_removed(tmp_path: Path, how: str) -> None:
+    """With the last value of a folder goes the folder, and its namespace's; what was left before, at opening."""
+    spaces = [f"{i:032x}" for i in range(20)]
+
+    async def play() -> None:
+        async with opened(tmp_path, bytes_max=20 * 64 * KIB) as tier:
+            await tier.write([put(1, 64 * KIB, namespace=space) for space in spaces])
+            assert len(folders_in(tmp_path)) == 40
+            if how == "delete":
+                assert await tier.delete([some_key(1, space) for space in spaces]) == 20
+            elif how == "evict":
+                await tier.write([put(i, 64 * KIB) for i in range(20)])
+            else:
+                for one in names(tmp_path):
+                    if one.name.endswith("of1"):
+                        one.unlink()
+                (tmp_path / ("e" * 32)).mkdir()
+                (tmp_path / ("f" * 32)).mkdir()
+                (tmp_path / ("f" * 32) / "notes").touch()
+                (tmp_path / "mine").mkdir()
+        async with opened(tmp_path, bytes_max=20 * 64 * KIB) as tier:
+            left = {one.split("/")[0] for one in folders_in(tmp_path)}
+            assert left == {"evict": {NAMESPACE}, "by hand": {"f" * 32, "mine"}}.get(how, set())
+            assert await tier.write([put(1, 64 * KIB, namespace=spaces[0])]) == [Written.STORED]
+            assert await reads(tier, 1, 64 * KIB, namespace=spaces[0]) is Read.HIT
+
+    run(play)
+
+
+CHURN = """
+import sys
+from pathlib import Path
+from kvpipe.tiers.base import Written
+from tests.tiers.buffers import put, some_key
+from tests.tiers.disks import opened
+from tests.tiers.worlds import WAIT_S, run
+async def play():
+    async with opened(Path(sys.argv[1])) as tier:
+        for i in range(150):
+            assert await tier.write([put(1, 4096)]) in ([Written.STORED], [Written.PRESENT])
+            await tier.delete([some_key(1)])
+run(play)
+"""
+
+
+def test_a_folder_is_not_removed_under_a_writer(tmp_path: Path) -> None:
+    """While processes write and delete the only value of a namespace, folders come and go: no write fails for it."""
+    children = [
+        subprocess.Popen([sys.executable, "-c", CHURN, str(tmp_path)], stderr=subprocess.PIPE) for _ in range(3)
+    ]
+    try:
+        assert [(child.communicate(timeout=60)[1], child.returncode) for child in children] == [(b"", 0)] * 3
+    finally:
+        for child in children:
+            child.kill()
+    assert folders_in(tmp_path) == []
