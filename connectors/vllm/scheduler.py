@@ -21,7 +21,7 @@ from kvpipe.connectors.vllm.prefixes import Prefixes
 from kvpipe.connectors.vllm.room import Room
 from kvpipe.connectors.vllm.saving import NEVER, Row, Saving
 from kvpipe.connectors.vllm.spoiled import Part, Spoiled
-from kvpipe.connectors.vllm.staging import STAGE, Staging
+from kvpipe.connectors.vllm.staging import PATIENCE_S, STAGE, Staging
 from kvpipe.connectors.vllm.stall import Stall
 from kvpipe.connectors.vllm.tracing import Answer, Teller
 from kvpipe.connectors.vllm.tracked import REQUEST, Flight, Match, Tracked
@@ -92,6 +92,7 @@ class SchedulerSide:
         self._flights: dict[int, Flight] = {}
         self._loads_due: list[Flight] = []
         self._step = 0
+        self._patience_ns = int(settings.stuck_ms_max * 1e6 + PATIENCE_S * 1e9)
         self._next_job = self._epochs = 1
         self._manager: KVCacheManager | None = None
         self.staging: Staging | None = None
@@ -393,8 +394,15 @@ class SchedulerSide:
 
     @property
     def pending(self) -> bool:
-        """Whether ranks still owe reports: the engine keeps stepping until they have come."""
-        return bool(self._flights) or (self.staging is not None and self.staging.pending)
+        """Whether ranks owe reports that should come soon: an engine that has nothing else to do steps until they have.
+
+        A rank fails a job that does not move for `stuck_ms_max`. A report that has not come some time after that may be
+        lost; if it is not, it comes with the next step there is.
+        """
+        last = next(reversed(self._flights.values()), None)
+        if last is not None and time.monotonic_ns() - last.born_ns < self._patience_ns:
+            return True
+        return self.staging is not None and self.staging.pending
 
     def stats(self) -> dict[str, int]:
         """Counters and gauges, for tests, the demo and operators."""

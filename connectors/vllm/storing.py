@@ -149,8 +149,8 @@ class Storing:
 
     @property
     def pending(self) -> bool:
-        """Whether something waits to be stored."""
-        return bool(self._offers)
+        """Whether something waits to be stored, and for nothing but the next step."""
+        return bool(self._offers) and len(self.under_way) < self._max
 
 
 def adapter_of(request: Request) -> Adapter | None:

@@ -370,3 +370,43 @@ def test_a_request_that_another_connector_has_let_down_is_asked_for_anew(load: s
     world.side.finished(request)
     assert world.found(request) == 6
     assert world.side.counters["contained_error"] == world.side.catalog.leases == 0
+
+
+@pytest.mark.parametrize("kind", [SAVE, SYNC, ASYNC])
+def test_a_report_that_is_lost_does_not_keep_the_engine_up(kind: int) -> None:
+    """Some time after ranks must have reported a job, nobody steps for it any more; if it comes, it counts."""
+    world = World(ranks=2)
+    first, other = world.request("first", 4, shared=4), world.request("other", 4, shared=4)
+    world.admit(first)
+    (job,) = world.step(first)
+    if kind != SAVE:
+        world.succeed(job)
+        world.side._async = kind == ASYNC
+        world.admit(other)
+        (job,) = world.step(*([] if kind == ASYNC else [other]))
+    assert job.kind == kind
+    assert bool(world.side.pending)
+    flight = world.side._flights[job.id]
+    flight.born_ns -= int((world.side.settings.stuck_ms_max / 1000 - 1) * 1e9)
+    assert bool(world.side.pending), "its rank may fail it only now"
+    flight.born_ns -= int(10e9)
+    assert not bool(world.side.pending)
+    assert world.side.stats()["jobs_in_flight"] == 1
+    world.succeed(job)
+    assert not bool(world.side.pending)
+    assert world.side.stats()["jobs_in_flight"] == 0
+
+
+def test_a_later_job_is_waited_for_beside_a_lost_one() -> None:
+    """A lost report does not make the engine forget what is still under way."""
+    world = World()
+    first, other = world.request("first", 4), world.request("other", 4)
+    world.admit(first)
+    (lost,) = world.step(first)
+    world.side._flights[lost.id].born_ns -= int(1e12)
+    assert not bool(world.side.pending)
+    world.admit(other)
+    (job,) = world.step(other)
+    assert bool(world.side.pending)
+    world.succeed(job)
+    assert not bool(world.side.pending)

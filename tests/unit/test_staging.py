@@ -298,3 +298,16 @@ def test_a_reset_before_the_weights_are_known() -> None:
         hits = played.run()
         assert "dict-0" not in hits
         assert played.trial.tiers[0].values.keys() > kept.keys()
+
+
+def test_what_waits_for_stores_that_are_never_reported_keeps_nobody_up() -> None:
+    """While as many stores are with the ranks as may be, offers wait for those, and not for the engine's next step."""
+    with _played() as played:
+        stores = played.staging.stores
+        kept, stores.under_way = stores.under_way, {}
+        stores._offers[0, "chunk", b"key"] = "offer"  # type: ignore[index, assignment]
+        assert bool(stores.pending)
+        stores.under_way = dict.fromkeys(range(stores._max), "owner")  # type: ignore[arg-type]
+        assert not bool(stores.pending)
+        stores._offers.clear()
+        stores.under_way = kept
