@@ -104,8 +104,7 @@ class Settings(BaseSettings):
     )
     state_dir: LocalPath | None = Field(
         None,
-        description="Where named caches are registered, and remembered which weights are which; unset: "
-        "`$XDG_STATE_HOME/kvpipe` or `~/.local/state/kvpipe`.",
+        description="Where named caches are registered; unset: `$XDG_STATE_HOME/kvpipe` or `~/.local/state/kvpipe`.",
     )
     config_file: LocalPath | None = Field(None, description="YAML file with any of these keys.")
     stuck_ms_max: Annotated[int, BeforeValidator(no_bool), Field(gt=0, le=3_600_000)] = Field(

@@ -17,6 +17,7 @@ TIER_LATE: Final = "tier_late"
 TIER_LOST: Final = "tier_lost"
 TIER_ASKED: Final = "tier_asked"
 NO_ROOM: Final = "no_room"
+WEIGHTS: Final = "weights"
 BYPASS: Final = "bypass"
 NO_CONSUMER: Final = "no_consumer"
 NOT_READ: Final = "not_read"
@@ -35,6 +36,7 @@ REASONS: dict[str, str] = {
     TIER_LOST: "a tier held it at the lookup, but a rank could not bring it: gone, damaged, or the tier failed",
     TIER_ASKED: "a tier is asked for it, or is bringing it (told while the request waits)",
     NO_ROOM: "held, but others were loading and there were not blocks for all for too long",
+    WEIGHTS: "the weights may have changed: every rank reads its own again (told while the request waits)",
     BYPASS: "kvpipe is bypassed",
     NO_CONSUMER: "this engine's kv_role does not load",
     NOT_READ: "the request wants no cache read (`skip_reading_prefix_cache`: prompt_logprobs, pooling of every token)",

@@ -67,13 +67,15 @@ class Order(NamedTuple):
 class StepPlan(NamedTuple):
     """One engine step's jobs, and what is to be carried besides. A step without work has none.
 
-    `space`: the namespace of the orders' chunks.
+    `space`: the namespace of the orders' chunks. `question`: ranks are to say which weights they have, before anything
+    is computed, under this number; 0: they are not asked.
     """
 
     step: int
     jobs: tuple[Job, ...] = ()
     orders: tuple[Order, ...] = ()
     space: str = ""
+    question: int = 0
 
 
 EMPTY_PLAN = StepPlan(0)

@@ -26,8 +26,9 @@ from kvpipe.connectors.vllm import compat, models, support
 from kvpipe.connectors.vllm.kv_events import KvEvents
 from kvpipe.connectors.vllm.metadata import LayoutMetadata, PlanMetadata, ReportMetadata
 from kvpipe.connectors.vllm.metrics import KVPipeProm, KVPipeStats, meter
+from kvpipe.connectors.vllm.model import LoadedModel, watch_packing
 from kvpipe.connectors.vllm.scheduler import SchedulerSide
-from kvpipe.connectors.vllm.weights import Weights
+from kvpipe.connectors.vllm.weights import suspect
 from kvpipe.connectors.vllm.worker import WorkerSide
 from kvpipe.control import check_control_file, watch_control_file
 from kvpipe.loop import LoopThread
@@ -38,7 +39,7 @@ from kvpipe.tiers.finder import Finder
 from kvpipe.tiers.registry import named
 from kvpipe.tiers.shelf import FIND, READ, WRITE, MadeTier, Shelf, shelves
 from kvpipe.trace.events import SCHEDULER, FreezeSwitched
-from kvpipe.trace.log import Counters, configure
+from kvpipe.trace.log import Counters, configure, warn
 from kvpipe.trace.setup import tracing
 from kvpipe.transfer.base import TransferEngine
 
@@ -80,8 +81,7 @@ def _nothing() -> None:
     return None
 
 
-WEIGHTS_S_MAX = 10.0
-"""For how long the start waits until it is known which weights these are; after that, the first requests do not."""
+watch_packing()  # where this is imported before the model is loaded; elsewhere vLLM's plugin has done it
 
 
 class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
@@ -133,9 +133,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             self.counters.listener = self.recorder.fault
             return
         tokens = support.hash_tokens(kv_cache_config, self.geometry)
-        if self.settings.name:
-            facts = support.identity(vllm_config, kv_cache_config, self.geometry)
-            self._claim = NameClaim(self.settings.name, facts, self.settings.state_dir)
+        self._facts = support.identity(vllm_config, kv_cache_config, self.geometry)
         self.recorder, self.writer = tracing(self.settings, engine, "scheduler", SCHEDULER, layers)
         self.scheduler = SchedulerSide(
             self.settings,
@@ -148,8 +146,9 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             trace=self.recorder,
         )
         self.counters = self.scheduler.counters
+        self.scheduler.weights.watch(vllm_config)
         self._meter = meter(self.scheduler)
-        self._use_tiers(vllm_config, kv_cache_config)
+        self._use_tiers(vllm_config)
         told = vllm_config.kv_events_config
         if told is not None and told.enable_kv_cache_events:
             self.scheduler.announce(KvEvents(self.geometry.unit_tokens, tokens))
@@ -213,13 +212,13 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         """Return the tiers of the configuration, not yet opened. Tests bring their own here."""
         return [(name, spec, spec.make(name, writes=writes)) for name, spec in named(self.settings.tiers)]
 
-    def _use_tiers(self, config: VllmConfig, cache: KVCacheConfig) -> None:
+    def _use_tiers(self, config: VllmConfig) -> None:
         """Let the scheduler's side look beyond memory, if there is anything."""
         made = self._shelves((FIND,))
         if self.scheduler is None or not made:
             return
         support.check_hashes(config)
-        self._facts = support.identity(config, cache, self.geometry) | {"values": VERSION}
+        self._facts["values"] = VERSION
         ranks, units = config.parallel_config.world_size, self.geometry.units_per_chunk
         self._finder = Finder(made, ranks=ranks, units_per_chunk=units, fault=self._tier_failed)
         self.scheduler.use_tiers(self._finder)
@@ -239,16 +238,23 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             blocks = self._kv_cache_config.num_blocks
             self.worker.register(kv_caches, blocks, self.make_engine())
             self._layout = support.fingerprint({"layout": support.layout_facts(kv_caches, blocks, self._vllm_config)})
+            self._find_model(self.worker)
+
+    @_contained(_nothing)
+    def _find_model(self, worker: WorkerSide) -> None:
+        """Let this rank say which weights it has."""
+        changed = functools.partial(suspect, self._vllm_config, "loaded")
+        worker.weigh = LoadedModel(self._vllm_config.compilation_config.static_forward_context, changed).digest
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Tell the scheduler's side what this rank has ready, and what its bytes depend on, if others may read them."""
+        """Tell the scheduler's side what this rank has ready, what its bytes depend on, which weights it has."""
         if self.worker is None:
             return None
         digest = ""
         if self.worker.carrier is not None:
             tiers = [(shelf.name, shelf.spec.kind) for shelf in self.worker.carrier.shelves]
             digest = support.fingerprint({"layout": self._layout, "tiers": tiers})
-        return LayoutMetadata(self.worker.rank, digest, self.worker.ready)
+        return LayoutMetadata(self.worker.rank, digest, self.worker.ready, self.worker.weigh_now())
 
     @_contained(_nothing)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -321,12 +327,13 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             return None
         worker = self.worker
         tallies, lost, unreadable = worker.take_tallies(), worker.lost, worker.take_unreadable()
-        ready = worker.take_ready()
-        if not tallies and not lost and unreadable is None and ready is None:
+        ready, weighed = worker.take_ready(), worker.take_weighed()
+        if not tallies and not lost and unreadable is None and ready is None and weighed is None:
             return None
         told = {} if unreadable is None else {worker.rank: unreadable}
         slots = {} if ready is None else {worker.rank: ready}
-        return ReportMetadata(tallies, lost=lost, rate=worker.load_rate, unreadable=told, ready=slots)
+        weights = {} if weighed is None else {worker.rank: weighed}
+        return ReportMetadata(tallies, lost=lost, rate=worker.load_rate, unreadable=told, ready=slots, weights=weights)
 
     @_contained(_nothing)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
@@ -354,22 +361,32 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             self.writer.close()
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """Every rank has said what its bytes depend on: from now on tiers are used, in a namespace of all that."""
-        said = [one for one in metadata.values() if isinstance(one, LayoutMetadata)]
-        if self.scheduler is not None:
-            self.scheduler.slots_ready({one.rank: one.ready for one in said})
-        if self._finder is not None:
-            told = sorted((one.rank, one.digest) for one in said if one.digest)
-            ranks = self._vllm_config.parallel_config.world_size
-            if len(told) != ranks:
-                self.counters.fault("tiers_not_on_all_ranks", ranks=ranks, told=len(told))
-                return
-            self._facts["layouts"] = told
-            Weights(self._vllm_config, self.settings.state_dir, self._know_weights).start(WEIGHTS_S_MAX)
+        """Every rank has said what its bytes depend on: from now on tiers are used, in a namespace of all that.
 
-    def _know_weights(self, digest: str) -> None:
-        if self.scheduler is not None and self.scheduler.staging is not None:
-            self.scheduler.staging.space.base = support.fingerprint(self._facts | {"weights": digest})
+        Raises:
+            ConfigError: a living engine with another layout, or other weights, has the same name.
+
+        """
+        if self.scheduler is None:
+            return
+        told = [one for one in metadata.values() if isinstance(one, LayoutMetadata)]
+        told.sort(key=lambda one: one.rank)
+        self.scheduler.slots_ready({one.rank: one.ready for one in told})
+        ranks, weights = self._vllm_config.parallel_config.world_size, self.scheduler.weights
+        if len(told) == ranks:
+            weights.know(one.weights for one in told)
+        if self._finder is not None and len([one for one in told if one.digest]) != ranks:
+            self.counters.fault("tiers_not_on_all_ranks", ranks=ranks, told=len(told))
+        elif self._finder is not None:
+            self._facts["layouts"] = [(one.rank, one.digest) for one in told]
+            self.scheduler.base_of = lambda digest: support.fingerprint(self._facts | {"weights": digest})
+            self.scheduler.name_space()
+            if not weights.digest:
+                remedy = "tiers are not used: install kvpipe where every process of vLLM finds it"
+                warn("weights_not_known", remedy=remedy)
+        if self.settings.name:
+            facts = self._facts | {"weights": weights.digest}
+            self._claim = NameClaim(self.settings.name, facts, self.settings.state_dir)
 
     # ---- scheduler side -------------------------------------------------------------------------------------------
 
@@ -412,6 +429,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         if self.scheduler is not None and connector_output.invalid_block_ids:
             self.scheduler.invalidated(connector_output.invalid_block_ids)
         if self.scheduler is not None and isinstance(report, ReportMetadata):
+            self.scheduler.weighed(report.weights)
             self.scheduler.reported(report.tallies, report.rate)
             self.scheduler.tier_lost |= report.lost
             self.scheduler.tiers_left(report.unreadable)

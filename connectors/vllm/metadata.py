@@ -24,24 +24,30 @@ class PlanMetadata(KVConnectorMetadata):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Flatten to builtin tuples."""
-        step, jobs, orders, space = self.plan
+        step, jobs, orders, space, question = self.plan
         packed = (step, tuple(tuple(job) for job in jobs))
-        return _unpack, (*packed, tuple(tuple(order) for order in orders), space) if orders else packed
+        if orders or question:
+            return _unpack, (*packed, tuple(tuple(order) for order in orders), space, question)
+        return _unpack, packed
 
 
 def _unpack(
-    step: int, jobs: tuple[tuple[Any, ...], ...], orders: tuple[tuple[Any, ...], ...] = (), space: str = ""
+    step: int,
+    jobs: tuple[tuple[Any, ...], ...],
+    orders: tuple[tuple[Any, ...], ...] = (),
+    space: str = "",
+    question: int = 0,
 ) -> PlanMetadata:
-    plan = StepPlan(step, tuple(Job(*job) for job in jobs), tuple(Order(*order) for order in orders), space)
-    return PlanMetadata(plan)
+    made = tuple(Job(*job) for job in jobs), tuple(Order(*order) for order in orders)
+    return PlanMetadata(StepPlan(step, *made, space, question))
 
 
 class LayoutMetadata(KVConnectorHandshakeMetadata):
-    """What one rank says when its caches are there: what its chunks depend on, as a digest, and its `ready` slots."""
+    """What one rank says when its caches are there: what its chunks depend on, as digests, and its `ready` slots."""
 
-    def __init__(self, rank: int, digest: str, ready: int = 0) -> None:
-        """`rank`: of the engine's ranks. `digest`: empty without tiers."""
-        self.rank, self.digest, self.ready = rank, digest, ready
+    def __init__(self, rank: int, digest: str, ready: int = 0, weights: str = "") -> None:
+        """`rank`: of the engine's ranks. `digest`: empty without tiers. `weights`: as loaded; empty: it cannot say."""
+        self.rank, self.digest, self.ready, self.weights = rank, digest, ready, weights
 
 
 class Tally(NamedTuple):
@@ -65,10 +71,14 @@ class ReportMetadata(KVConnectorWorkerMetadata):
         rate: float = 0.0,
         unreadable: dict[int, frozenset[int]] | None = None,
         ready: dict[int, int] | None = None,
+        weights: dict[int, tuple[int, str]] | None = None,
     ) -> None:
-        """`tallies` is owned by the report. By rank, if that is new: tiers that it leaves alone, its ready slots."""
+        """`tallies` is owned by the report. By rank, if that is new: tiers that it leaves alone, its ready slots.
+
+        `weights`: by rank, which weights it has, and the question that asked for it.
+        """
         self.tallies, self.lost, self.rate, self.unreadable = tallies, lost, rate, unreadable or {}
-        self.ready = ready or {}
+        self.ready, self.weights = ready or {}, weights or {}
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Add another rank's report."""
@@ -76,6 +86,7 @@ class ReportMetadata(KVConnectorWorkerMetadata):
             self.lost |= other.lost
             self.unreadable |= other.unreadable
             self.ready |= other.ready
+            self.weights |= other.weights
             self.rate = min(self.rate or other.rate, other.rate or self.rate)
             for job, tally in other.tallies.items():
                 mine = self.tallies.get(job, Tally(0, 0))

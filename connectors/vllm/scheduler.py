@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,9 +22,11 @@ from kvpipe.connectors.vllm.room import Room
 from kvpipe.connectors.vllm.saving import NEVER, Row, Saving
 from kvpipe.connectors.vllm.spoiled import Part, Spoiled
 from kvpipe.connectors.vllm.staging import PATIENCE_S, STAGE, Staging
+from kvpipe.connectors.vllm.stale import Stale
 from kvpipe.connectors.vllm.stall import Stall
 from kvpipe.connectors.vllm.tracing import Answer, Teller
 from kvpipe.connectors.vllm.tracked import REQUEST, Flight, Match, Tracked
+from kvpipe.connectors.vllm.weights import Weights
 from kvpipe.geometry import Geometry
 from kvpipe.plan import BROKEN, Job, Kind, Order, StepPlan
 from kvpipe.policy import make_policy
@@ -88,6 +90,8 @@ class SchedulerSide:
         self.events: KvEvents | None = None
         self._room = Room(geometry, step_tokens_max)
         self._spoiled = Spoiled(geometry.groups[0].block_tokens)
+        self.weights, self._stale = Weights(ranks, self.counters), Stale()
+        self.base_of: Callable[[str], str] = str  # the namespace's base, of the weights' digest
         self._tracked: dict[str, Tracked] = {}
         self._flights: dict[int, Flight] = {}
         self._loads_due: list[Flight] = []
@@ -119,7 +123,8 @@ class SchedulerSide:
 
     def bind(self, manager: KVCacheManager) -> None:
         """Remember the cache manager: the truth about block tables."""
-        self._manager = self._saving.manager = manager
+        self._manager = self._saving.manager = self._stale.manager = manager
+        self.weights.watch_resets(manager)
 
     def announce(self, events: KvEvents) -> None:
         """Tell `events` of what can be found from now on."""
@@ -149,6 +154,8 @@ class SchedulerSide:
             tracked.fire(m.ASKED_ANEW)
         tracked.match = None
         why = self._why_not(tracked)
+        if self.weights.doubtful and why != misses.LOAD_FAILED:  # vLLM's own cache may be out of date, too
+            return self._ask_later(tracked, local_tokens, misses.WEIGHTS)
         if why:
             tracked.match = Match(self._step, local_tokens, 0)
             tracked.fire(m.LOOKUP_MISS)
@@ -181,7 +188,7 @@ class SchedulerSide:
             self._tell.answered(tracked, Answer(local_tokens, 0, max(0, missed), why))
             return 0, False
         if waits and self._room and self._manager is not None and not self._room.fits(request, self._manager):
-            return self._ask_later(tracked, local_tokens)
+            return self._ask_later(tracked, local_tokens, misses.NO_ROOM)
         tracked.fire(m.LOOKUP_HIT)
         self.counters["lookup_hit"] += 1
         self._tell.answered(tracked, Answer(local_tokens, external, max(0, missed), why, staged=staged))
@@ -204,11 +211,11 @@ class SchedulerSide:
         row = tracked.state.row
         return misses.LOAD_FAILED if row == m.RECOMPUTING or (row == m.LET_DOWN and self._async) else ""
 
-    def _ask_later(self, tracked: Tracked, local_tokens: int) -> tuple[int | None, bool]:
-        """Wait for others' loads to end; after a while compute instead."""
+    def _ask_later(self, tracked: Tracked, local_tokens: int, why: str) -> tuple[int | None, bool]:
+        """Wait for others' loads to end, or for the ranks to say which weights they have; after a while compute."""
         tracked.later = tracked.later or self._step + LATER_STEPS_MAX
         missed, later = tracked.request.num_tokens - local_tokens, self._step < tracked.later
-        self._tell.answered(tracked, Answer(local_tokens, 0, missed, misses.NO_ROOM, later=later))
+        self._tell.answered(tracked, Answer(local_tokens, 0, missed, why, later=later))
         if not later:
             tracked.match = Match(self._step, 0, 0)  # what is held now may be evicted before it is computed
             tracked.fire(m.LOOKUP_MISS)
@@ -226,11 +233,11 @@ class SchedulerSide:
         if external_tokens <= 0:
             tracked.fire(m.ADMIT_EMPTY)
             if match is not None:
-                self._begin_admission(tracked, match.units)
+                self._begin_admission(tracked, match.units, blocks)
                 self._tell.admitted(tracked, "")
             self._end_stage(tracked)
             return
-        self._begin_admission(tracked, match.units if match is not None else 0)
+        self._begin_admission(tracked, match.units if match is not None else 0, blocks)
         waits = self._async if match is None else match.waits
         kind = Kind.LOAD_ASYNC if waits else Kind.LOAD_SYNC
         owner = Owner(request.request_id, tracked.epoch)
@@ -269,6 +276,7 @@ class SchedulerSide:
             tracked = self._tracked.get(request_id)
             if tracked is not None:
                 self._notice_preemption(tracked, told=True)
+        self._stale.plan_step(output.preempted_req_ids or ())
         if self._room:
             self._room.leave(output.num_scheduled_tokens.keys())
         if self._stall is not None:
@@ -277,14 +285,15 @@ class SchedulerSide:
         orders = self._plan_orders()
         self._step += 1
         self.trace.step = self._step + 1  # what comes now belongs to the step that is planned next
-        return StepPlan(self._step, jobs, orders, self.staging.space.name if self.staging is not None else "")
+        space = self.staging.space.name if self.staging is not None else ""
+        return StepPlan(self._step, jobs, orders, space, self.weights.ask())
 
     def _plan_orders(self) -> tuple[Order, ...]:
         """Plan what goes to and comes from tiers."""
         if self.staging is None:
             return ()
         self.trace.about("", 0)
-        return self.staging.plan(stores=not (self.freeze or self.bypass))
+        return self.staging.plan(stores=not (self.freeze or self.bypass or self.weights.doubtful))
 
     def _plan_loads(self, output: SchedulerOutput) -> list[Job]:
         due, self._loads_due = self._loads_due, []
@@ -301,7 +310,7 @@ class SchedulerSide:
 
     def _plan_saves(self, output: SchedulerOutput) -> list[Job]:
         jobs: list[Job] = []
-        if not self._saves or self.freeze or self.bypass or self.tier_lost:
+        if not self._saves or self.freeze or self.bypass or self.tier_lost or self.weights.doubtful:
             return jobs
         tracked_of = self._tracked
         for request_id, scheduled in output.num_scheduled_tokens.items():
@@ -378,19 +387,38 @@ class SchedulerSide:
             if self.staging is not None:
                 self.staging.stores.ended(tracked)
 
+    def weighed(self, told: dict[int, tuple[int, str]]) -> None:
+        """Ranks have read their weights again. If they are others, nothing is left that was computed with them."""
+        if not told or not self.weights.answered(told):
+            return
+        self._forget()
+        self._stale.begin(self._tracked)
+        self.name_space()
+
+    def name_space(self) -> None:
+        """Keep chunks in tiers under the name of the weights as they are now; if they are not known, nowhere."""
+        if self.staging is not None:
+            self.staging.space.base = self.base_of(self.weights.digest) if self.weights.digest else ""
+
     def reset(self) -> bool:
+        """Forget every chunk, for good: in tiers, too, nothing is found again that was kept before."""
+        self.counters["reset"] += 1
+        self._forget()
+        if self.staging is not None:
+            self.staging.space.renew()
+        return True
+
+    def _forget(self) -> None:
         """Forget every chunk. Jobs in flight are not published any more."""
         dropped = self.catalog.reset()
-        self.counters["reset"] += 1
         self.trace.put(CacheReset(*self.trace.of("", 0), chunks=dropped))
         for tracked in self._tracked.values():
             self._saving.give_up(tracked)  # the KV that it goes on with may be what the reset was meant to forget
             tracked.epoch = self._new_epoch()
             tracked.match = None
-        if self.staging is not None:  # what tiers hold may be what the reset was meant to forget
-            self.staging.reset()
+        if self.staging is not None:
+            self.staging.forget()
         self.counters["reset_chunks"] += dropped
-        return True
 
     @property
     def pending(self) -> bool:
@@ -619,7 +647,7 @@ class SchedulerSide:
         self._epochs += 1
         return self._epochs
 
-    def _begin_admission(self, tracked: Tracked, held_units: int) -> None:
+    def _begin_admission(self, tracked: Tracked, held_units: int, blocks: KVCacheBlocks) -> None:
         """New blocks: what the catalog holds need not be saved, everything beyond it is open again."""
         tracked.epoch = self._new_epoch()
         self._end_stage(tracked)
@@ -627,6 +655,8 @@ class SchedulerSide:
         tracked.saved = held_units
         tracked.next_at = tracked.retries = 0
         tracked.opened = [None] * len(tracked.opened)
+        if self._stale.rests_on(tracked.request.request_id, blocks):
+            self._saving.give_up(tracked)
 
     def _notice_preemption(self, tracked: Tracked, *, told: bool = False) -> None:
         """VLLM counts preemptions on the request: the notice itself may be late, or never come."""
@@ -644,6 +674,7 @@ class SchedulerSide:
         self._end_stage(tracked)
         self._room.leave([tracked.request.request_id])
         tracked.next_at = NEVER
+        self._stale.leave(tracked.request.request_id)
         del self._tracked[tracked.request.request_id]
         due = [f for f in self._loads_due if f.tracked is tracked]
         for flight in due:  # never sent: nobody will report it

@@ -380,9 +380,8 @@ class Staging:
         for stage in self._stages:
             stage.deadline_s = 0.0
 
-    def reset(self) -> None:
-        """Forget what was found and offered; from now on chunks are kept under another name."""
-        self.space.renew()
+    def forget(self) -> None:
+        """Forget what was found and offered: from now on chunks are kept under another name."""
         self.stores.clear()
         self._found.clear()
         for stage in list(self._stages):

@@ -8,7 +8,6 @@ import json
 import os
 import platform
 import uuid
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,8 +28,6 @@ FORMAT_VERSION = 1
 
 _SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
 _DRAFTERS = ("ngram", "ngram_gpu", "suffix")
-_WEIGHT_SAMPLES = 16
-_SAMPLE_BYTES = 65_536
 
 
 def check_engine(config: VllmConfig) -> None:
@@ -97,11 +94,10 @@ def hash_tokens(cache: KVCacheConfig, geometry: Geometry) -> int:
 
 
 def identity(config: VllmConfig, cache: KVCacheConfig, geometry: Geometry) -> dict[str, Any]:
-    """Everything that a chunk's bytes depend on beside its token prefix, as plain data. A difference is a miss."""
+    """Everything that a chunk's bytes depend on beside tokens and weights, as plain data. A difference is a miss."""
     model, cc, parallel = config.model_config, config.cache_config, config.parallel_config
     return {
         "format": FORMAT_VERSION,
-        "weights": weights_digest(str(model.model), model.revision, str(config.load_config.load_format), model.seed),
         "model_config": hashlib.sha256(json.dumps(_model_facts(model.hf_config), sort_keys=True).encode()).hexdigest(),
         "model_dtype": str(model.dtype),
         "quantization": str(model.quantization),
@@ -164,27 +160,6 @@ def check_hashes(config: VllmConfig) -> None:
 def fingerprint(facts: dict[str, Any]) -> str:
     """Return the namespace of `facts`: 32 hex digits."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def weights_digest(model: str, revision: str | None, load_format: str, seed: int | None) -> str:
-    """Identify the weights without reading them all: names, sizes and samples of every weight file.
-
-    A model that is not a local folder is identified by its name and revision; dummy weights by their seed.
-    """
-    digest = hashlib.sha256(json.dumps([model if not Path(model).is_dir() else "", revision, load_format]).encode())
-    if "dummy" in load_format:
-        digest.update(str(seed).encode())
-        return digest.hexdigest()[:32]
-    folder = Path(model)
-    files = sorted(p for p in folder.glob("*") if p.suffix in {".safetensors", ".bin", ".pt", ".gguf"})
-    for path in files if folder.is_dir() else ():
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size}:".encode())
-        with path.open("rb") as f:
-            for i in range(_WEIGHT_SAMPLES):
-                f.seek(max(0, size - _SAMPLE_BYTES) * i // (_WEIGHT_SAMPLES - 1))
-                digest.update(f.read(_SAMPLE_BYTES))
-    return digest.hexdigest()[:32]
 
 
 def engine_name(engine_id: str) -> str:

@@ -1,105 +1,173 @@
-"""Which weights an engine has, by every byte of their files: what is kept in a tier outlives the engine that wrote it.
+"""Which weights the engine has, as its scheduler's side knows it: told by every rank, doubted, asked for again.
 
-The files are read in the background, at the rate at which memory is read if the engine has just loaded them, and what
-they come to is remembered by path, size and time of change. Until it is known tiers are not used.
+Whatever may have changed them makes them doubtful: nothing is found and nothing saved until every rank has read its
+weights again, at the beginning of a step. If they are others, everything is forgotten, and what is kept from now on has
+another name: that of the new weights, so that who goes back to the old ones finds what was kept of them.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
-import threading
-from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Final
+import functools
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Final
 
-import xxhash
-
-from kvpipe.names import default_state_dir
-from kvpipe.trace.log import warn
+from kvpipe.trace.log import Counters, warn
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
 
-SUFFIXES: Final = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors"})
-_PIECE_BYTES: Final = 8 << 20
-_KNOWN_MAX: Final = 10_000
+HARMLESS: Final = frozenset(
+    {
+        "add_lora",  # of an adapter, which has a name of its own
+        "annotate_profile",
+        "check_health",
+        "compile_or_warm_up_model",
+        "compute_weight_checksums",
+        "determine_available_memory",
+        "execute_dummy_batch",
+        "execute_model",
+        "get_cache_block_size_bytes",
+        "get_compilation_match_table",
+        "get_encoder_timing_stats",
+        "get_kv_cache_spec",
+        "get_kv_connector_handshake_metadata",
+        "get_model_inspection",
+        "get_supported_kv_cache_layouts",
+        "get_supported_tasks",
+        "initialize_from_config",
+        "init_weight_transfer_engine",
+        "list_loras",
+        "pin_lora",
+        "profile",
+        "release_late_interaction_query_cache",
+        "remove_lora",
+        "reset_encoder_cache",
+        "reset_mm_cache",
+        "sample_tokens",
+        "save_sharded_state",
+        "save_tensorized_model",
+        "set_kv_cache_layout",
+        "shutdown",
+        "shutdown_weight_transfer_engine",
+        "supports_draft_weight_updates",
+        "synchronize_device",
+        "take_draft_token_ids",
+        "update_max_model_len",
+    }
+)
+"""What vLLM asks of its workers that leaves the weights alone. After anything else they are read again."""
+
+_WATCHED: Final = "_kvpipe_watched"
+_WATCHING: Final[weakref.WeakSet[Weights]] = weakref.WeakSet()
+"""Of the engines whose scheduler is in this process."""
 
 
 class Weights:
-    """Finds out, in a thread, and says so to `done`."""
+    """One per engine, on the scheduler's thread."""
 
-    def __init__(self, config: VllmConfig, state_dir: Path | None, done: Callable[[str], object]) -> None:
-        """Do not begin yet. `state_dir`: where to remember what files came to."""
-        self._config, self._done = config, done
-        self._known = (state_dir or default_state_dir()) / "weights.json"
-        self._thread = threading.Thread(target=self._run, name="kvpipe-weights", daemon=True)
+    def __init__(self, ranks: int, counters: Counters) -> None:
+        """Nothing is known."""
+        self._ranks, self._counters = ranks, counters
+        self.digest = ""
+        """Of all ranks' weights; nothing: a rank cannot say."""
+        self._question = self._answered = self._sent = 0
+        self.engine: object = None
+        """The cache configuration: the one object that all parts of an engine share in a process."""
 
-    def start(self, seconds_max: float) -> None:
-        """Begin, and wait for so long: most models are done by then."""
-        self._thread.start()
-        self._thread.join(seconds_max)
+    @property
+    def doubtful(self) -> bool:
+        """Whether they may be others than `digest` says."""
+        return self._answered < self._question
 
-    def _run(self) -> None:
-        try:
-            digest = self._digest()
-        except Exception as error:  # noqa: BLE001  (tiers stay unused; the engine serves)
-            warn("weights_not_read", error=repr(error), remedy="tiers are not used: let kvpipe read the model's files")
+    def know(self, told: Iterable[str]) -> None:
+        """Every rank has said which weights it has loaded, in the order of the ranks."""
+        self.digest = _together(told)
+
+    def suspect(self, why: str = "") -> None:
+        """Something has happened that may have changed them."""
+        self._question += 1
+        self._counters["weights_suspected"] += 1
+        self._counters[f"weights_suspected.{why}"] += bool(why)
+
+    def ask(self) -> int:
+        """Return the question that the next step takes to the ranks; 0: none."""
+        if not self.doubtful or self._sent == self._question:
+            return 0
+        self._sent = self._question
+        return self._question
+
+    def answered(self, told: dict[int, tuple[int, str]]) -> bool:
+        """Ranks have read their weights: question and digest, by rank. Returns whether they are others than before.
+
+        Every answer counts, also one that is overtaken by another question: steps were computed with those weights.
+        """
+        if len(told) < self._ranks:
+            self._counters.fault("weights_not_on_all_ranks", ranks=self._ranks, told=len(told))
+            digest = ""
         else:
-            self._done(digest)
+            digest = _together(digest for _, (_, digest) in sorted(told.items()))
+        self._answered = max(self._answered, *(question for question, _ in told.values()))
+        before, self.digest = self.digest, digest
+        changed = not digest or digest != before
+        self._counters["weights_changed" if changed else "weights_unchanged"] += 1
+        return changed
 
-    def _digest(self) -> str:
-        model, load = self._config.model_config, self._config.load_config
-        facts = [str(load.load_format)]
-        if "dummy" in facts[0]:
-            facts.append(str(model.seed))
-        elif (folder := folder_of(str(model.model), model.revision)) is not None:
-            facts += self._files(folder)
-        else:  # streamed from elsewhere: there is nothing to read here
-            facts += [str(model.model), str(model.revision)]
-        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    # ---- who may change them --------------------------------------------------------------------------------------
 
-    def _files(self, folder: Path) -> list[str]:
-        """Return name and digest of every file of weights. One that cannot be read is nobody else's."""
-        known: dict[str, str] = {}
-        with contextlib.suppress(OSError, ValueError):
-            known = {str(key): str(value) for key, value in json.loads(self._known.read_text("utf-8")).items()}
-        before, out = len(known), []
-        for path in sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES):
-            real = path.resolve()
-            at = real.stat()
-            name = f"{real}:{at.st_size}:{at.st_mtime_ns}"
-            if name not in known:
-                known[name] = file_digest(real)
-            out.append(f"{path.relative_to(folder)}:{known[name]}")
-        if len(known) != before:
-            with contextlib.suppress(OSError):
-                self._known.parent.mkdir(parents=True, exist_ok=True)
-                partial = self._known.with_name(f"{self._known.name}.{threading.get_native_id()}")
-                partial.write_text(json.dumps(dict(list(known.items())[-_KNOWN_MAX:])), encoding="utf-8")
-                partial.replace(self._known)
-        return out
+    def watch(self, config: VllmConfig) -> None:
+        """Hear of everything that vLLM asks of the workers of this engine."""
+        from vllm.v1.executor.abstract import Executor  # noqa: PLC0415  (slow)
 
+        self.engine = config.cache_config
+        _WATCHING.add(self)
+        kinds = [Executor]
+        for kind in kinds:
+            kinds.extend(kind.__subclasses__())
+            if "collective_rpc" in vars(kind):
+                _watch_rpc(kind)
 
-def folder_of(model: str, revision: str | None) -> Path | None:
-    """Return the folder of a model's files: itself, or that of its commit in the hub's cache; None: neither."""
-    if Path(model).is_dir():
-        return Path(model)
-    if Path(model).is_file():
-        return Path(model).parent
-    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415  (comes with vLLM)
+    def watch_resets(self, manager: KVCacheManager) -> None:
+        """Hear of resets of vLLM's own prefix cache: who changes weights behind its back calls that."""
+        reset = manager.reset_prefix_cache
+        if hasattr(reset, _WATCHED):
+            return
 
-    found = None
-    with contextlib.suppress(ValueError):
-        found = try_to_load_from_cache(model, "config.json", revision=revision)
-    return Path(found).parent if isinstance(found, str) else None
+        @functools.wraps(reset)
+        def watched() -> bool:
+            self.suspect("reset_prefix_cache")
+            return reset()
+
+        setattr(watched, _WATCHED, True)
+        manager.reset_prefix_cache = watched  # type: ignore[method-assign]
 
 
-def file_digest(path: Path) -> str:
-    """Return what all bytes of a file come to (xxh3-128): to tell weights apart, not to resist forgery."""
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while data := file.read(_PIECE_BYTES):
-            digest.update(data)
-    return digest.hexdigest()
+def suspect(config: VllmConfig, why: str) -> None:
+    """Tell whoever watches this engine in this process that its weights may be others now."""
+    for weights in list(_WATCHING):
+        if weights.engine is config.cache_config:
+            weights.suspect(why)
+
+
+def _together(told: Iterable[str]) -> str:
+    digests = list(told)
+    return ":".join(digests) if digests and all(digests) else ""
+
+
+def _watch_rpc(kind: Any) -> None:  # noqa: ANN401  (a class of executors)
+    call = kind.collective_rpc
+    if hasattr(call, _WATCHED):
+        return
+
+    @functools.wraps(call)
+    def watched(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        if not (isinstance(method, str) and method in HARMLESS):
+            try:
+                suspect(self.vllm_config, method if isinstance(method, str) else "callable")
+            except Exception as error:  # noqa: BLE001  (vLLM's call goes on)
+                warn("weights_not_watched", error=repr(error))
+        return call(self, method, *args, **kwargs)
+
+    setattr(watched, _WATCHED, True)
+    kind.collective_rpc = watched

@@ -56,6 +56,8 @@ class WorkerSide:
         self.make_shelves: Callable[[], Sequence[Shelf]] = tuple
         self.carrier: Carrier | None = None
         self.rank, self.ranks = 0, 1
+        self.weigh: Callable[[], str] = str  # which weights this rank has; nothing: it cannot say
+        self._weighed: tuple[int, str] | None = None
         self._unreadable: frozenset[int] = frozenset()
         self._device = "cpu"
         self._pool: HostPool | None = None
@@ -195,9 +197,24 @@ class WorkerSide:
         """A step begins."""
         self._plan, self._bound, self._bound_ns = plan, True, time.monotonic_ns()
         self.trace.step = plan.step
+        if plan.question:
+            self._weighed = plan.question, self.weigh_now()
         self._begin_orders(plan)
         if self.pipeline is not None:
             self.pipeline.begin(plan)
+
+    def weigh_now(self) -> str:
+        """Return which weights this rank has; nothing, where that cannot be said."""
+        try:
+            return self.weigh()
+        except Exception as error:  # noqa: BLE001  (nothing is shared then; the engine serves)
+            self.counters.fault("weights_not_read", error=repr(error))
+            return ""
+
+    def take_weighed(self) -> tuple[int, str] | None:
+        """Return which weights this rank has, and the question that asked for it, once."""
+        weighed, self._weighed = self._weighed, None
+        return weighed
 
     def _begin_orders(self, plan: StepPlan) -> None:
         """Take the step's orders; a rank that has no tiers, unlike others, fails them."""

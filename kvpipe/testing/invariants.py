@@ -182,7 +182,7 @@ def findable_chunks_are_whole_and_true(watched: Watched) -> Iterator[str]:
     """Every byte of what became findable since the last check."""
     catalog, geometry = watched.trial.side.catalog, watched.trial.side.geometry
     now: dict[tuple[int, bytes], tuple[int, int]] = {}
-    for group in range(len(geometry.groups)):
+    for group in range(0 if watched.trial.side.weights.doubtful else len(geometry.groups)):
         for key, chunk in catalog.index(group).items():
             units = next(mark.units for mark in chunk.marks if mark.key == key)
             now[group, key] = (chunk.slot, units)
@@ -226,7 +226,7 @@ def confirmed_tokens_only(watched: Watched) -> Iterator[str]:
     """Keys of pieces in flight against the hashes of true prefixes."""
     for flight in watched.trial.side._flights.values():  # noqa: SLF001
         for piece in flight.pieces:
-            if piece.key not in watched.trial.prefixes:
+            if piece.key not in watched.trial.prefixes and piece.key not in watched.trial.old_keys:
                 yield f"a piece of {flight.job.request} is written under a key of no prefix"
 
 
@@ -237,7 +237,7 @@ def what_becomes_final_is_saved(watched: Watched) -> Iterator[str]:
     """The catalog against vLLM's own counts, while nothing is evicted, frozen or failed."""
     side, counters = watched.trial.side, watched.trial.side.counters
     before, watched.dropped = watched.dropped, counters["evicted"] + counters["save_dropped_pool_full"]
-    if watched.dropped != before or side.freeze or side.bypass:
+    if watched.dropped != before or side.freeze or side.bypass or side.weights.doubtful:
         return
     assert watched.output is not None  # noqa: S101
     for request, was, now in _newly_final(watched):
@@ -273,11 +273,11 @@ def _newly_final(watched: Watched) -> Iterator[tuple[Request, int, int]]:
             yield request, was, units
 
 
-@invariant(8, says="A frozen or bypassed engine saves nothing.", when="schedule")
+@invariant(8, says="An engine that is frozen, bypassed or in doubt of its weights saves nothing.", when="schedule")
 def frozen_saves_nothing(watched: Watched) -> Iterator[str]:
     """The plan of the step; and the last check of it, which remembers how far it has come."""
     side = watched.trial.side
-    if side.freeze or side.bypass:
+    if side.freeze or side.bypass or side.weights.doubtful:
         yield from (f"{job.request} saves {len(job.rows) // ROW_BYTES} pages" for job in watched.saves())
         yield from (f"slot {order.slot} is stored in a tier" for order in watched.orders() if order.stores)
         return
@@ -285,14 +285,18 @@ def frozen_saves_nothing(watched: Watched) -> Iterator[str]:
         watched.final[request.request_id] = Final(admission(request), now)
 
 
-@invariant(10, says="What was computed before a reset is never found after it, nor saved.", when="schedule")
+@invariant(
+    10,
+    says="What was computed before a reset, or with other weights, is never found after it, nor saved.",
+    when="schedule",
+)
 def a_reset_is_final(watched: Watched) -> Iterator[str]:
     """Admissions and chunks that were there when the connector's cache was reset."""
     side, requests = watched.trial.side, watched.trial.scheduler.requests
     for job in watched.saves():
         if job.request in watched.stale and watched.stale[job.request] == admission(requests[job.request]):
             yield f"{job.request} is saved, with blocks from before the reset"
-    for group in range(len(side.geometry.groups)):
+    for group in range(0 if side.weights.doubtful else len(side.geometry.groups)):  # nobody is told of them yet
         for chunk in watched.forgotten.intersection(side.catalog.index(group).values()):
             yield f"slot {chunk.slot} can be found again"
 

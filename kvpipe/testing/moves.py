@@ -30,6 +30,7 @@ ARGUMENTS: dict[str, tuple[Choices, ...]] = {
     "pace": (range(4), range(4), (*_SELDOM, *[False] * 4)),
     "again": (_INDEX, range(1, 9)),
     "reset": (_EVEN, _EVEN),
+    "weights": (range(3),),
     "freeze": (_SELDOM,),
     "bypass": (_SELDOM,),
     "later": (_INDEX,),

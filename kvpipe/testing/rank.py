@@ -140,10 +140,12 @@ class Reporter(Runner):
         self._update_states(output)
         said = {r: self._count(r, step, drafts.get(r, [])) for r in output.num_scheduled_tokens}
         assert isinstance(output.kv_connector_metadata, PlanMetadata)  # noqa: S101
-        jobs = output.kv_connector_metadata.plan.jobs
+        jobs, question = output.kv_connector_metadata.plan.jobs, output.kv_connector_metadata.plan.question
+        done = {job.id: Tally(1, 0) for job in jobs}
+        weights = {0: (question, "weights 0")} if question else None
         told = KVConnectorOutput(
             finished_recving={job.request for job in jobs if job.kind == Kind.LOAD_ASYNC} or None,
-            kv_connector_worker_meta=ReportMetadata({job.id: Tally(1, 0) for job in jobs}) if jobs else None,
+            kv_connector_worker_meta=ReportMetadata(done, weights=weights) if jobs or question else None,
         )
         return Ran(told, said, [])
 

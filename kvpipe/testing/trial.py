@@ -56,6 +56,7 @@ MOVES = {
     "pace": "saves, loads, backwards: from now on copies complete by so many, at once; 0: when waited for",
     "again": "rank, ahead: the last completion is delivered once more, that of so many copies later twice",
     "reset": "connector, running: the prefix cache is reset",
+    "weights": "which: everything is aborted and the weights change, or do not; nobody resets anything",
     "freeze": "on or off",
     "bypass": "on or off",
     "later": "times: lookups answer that they do not know yet",
@@ -124,6 +125,7 @@ class Trial:
         self.scheduler.use_v2_model_runner = shape.v2
         self.ears = Ears()
         self.faults, self.replay = self.ears.faults, self.ears.replay
+        self.weights = "weights 0"
         self.excused = {"reset"}  # names of faults that a move of this trial has asked for
         self.engines: list[HeldEngine] = []
         self.ranks: list[Rank] = []
@@ -133,12 +135,13 @@ class Trial:
         self._carriers: list[Finder | Carrier] = []
         self.tiers = [HeldTier(f"dict-{i}") for i in range(shape.tiers)]
         self._make_ranks(config, cache)
-        self._use_tiers(config, cache)
+        self._introduce(config)
         self.runners: list[Runner] = [*self.ranks] or [Reporter(shape)]
         self._aggregator = KVOutputAggregator(len(self.runners))
         self.live: dict[str, Live] = {}
         self.over: list[Live] = []
         self.prefixes: dict[bytes, tuple[Sequence, int]] = {}  # what each block hash must stand for
+        self.old_keys: set[bytes] = set()  # of prefixes that were computed with other weights
         self.violations: list[str] = []
         self.on_schedule: Callable[[SchedulerOutput], object] = lambda _: None
         self.on_update: Callable[[], object] = lambda: None
@@ -169,22 +172,26 @@ class Trial:
                 mine.make_engine = lambda engine=engine: engine
             self.ranks.append(rank := Rank(index, worker, self.shape))
             if mine is not None:
+                mine.worker.weigh = lambda: self.weights
                 rank.before_results = self._settle
 
     def _made_tiers(self, *, writes: bool) -> list[MadeTier]:  # noqa: ARG002
         spec = DictSpec.model_validate({"lanes": 64, "timeout_ms_max": 600_000})
         return [(tier.name, spec, tier) for tier in self.tiers]
 
-    def _use_tiers(self, config: VllmConfig, cache: KVCacheConfig) -> None:
+    def _introduce(self, config: VllmConfig) -> None:
         """Let both sides use the trial's tiers, and shake hands, as vLLM does when the ranks have their caches."""
         if self.kvpipe is None:
             return
         if not self.ranks:
             self.side.slots_ready({0: self.side.catalog.slots})
+            return
         self.kvpipe.make_tiers = self._made_tiers  # type: ignore[method-assign]
-        self.kvpipe._use_tiers(config, cache)  # noqa: SLF001
+        self.kvpipe._use_tiers(config)  # noqa: SLF001
         told = {rank.index: rank.connector.get_handshake_metadata() for rank in self.ranks}
         self.kvpipe.set_xfer_handshake_metadata_pp_aware({(0, index): one for index, one in told.items() if one})
+        if not self.tiers:
+            return
         sides = [self.side.staging.finder] if self.side.staging is not None else []
         carriers = [rank.kvpipe.worker.carrier for rank in self.ranks]
         self._carriers = [*sides, *(one for one in carriers if one is not None)]
@@ -248,7 +255,9 @@ class Trial:
 
         prompt, wanted = prompt[:PROMPT_TOKENS_MAX], 1 + answer % ANSWER_TOKENS_MAX
         self.added += 1
-        one = self.live[request_id] = Live(request_id, Sequence(prompt, f"{salt}/{lora}"), wanted, salt, lora)
+        one = self.live[request_id] = Live(
+            request_id, Sequence(prompt, f"{salt}/{lora}/{self.weights}"), wanted, salt, lora
+        )
 
         def request(tokens: list[int]) -> Request:
             return Request(
@@ -453,6 +462,20 @@ class Trial:
         if connector:
             self.on_reset()
         self.scheduler.reset_prefix_cache(reset_running_requests=running, reset_connector=connector)
+
+    def _weights(self, which: int) -> None:
+        if self.kvpipe is None or not self.ranks or self.side.weights.doubtful:
+            return
+        while self._scheduled:  # before the call that changes them
+            self._execute()
+        for index in reversed(range(len(self.live))):
+            self._abort(index)
+        if self.weights != f"weights {which}":
+            self.on_reset()
+            self.old_keys |= set(self.prefixes)
+            self.prefixes.clear()
+        self.weights = f"weights {which}"
+        self.side.weights.suspect("move")
 
     def _held_apart(self) -> bool:
         """Whether others than running requests hold blocks."""

@@ -7,7 +7,10 @@ import uuid
 
 
 class Namespace:
-    """Has no name until `base` is known, a hash of all that the bytes depend on. Renewed, it shares nothing."""
+    """Has no name until `base` is known, a hash of all that the bytes depend on. Renewed, it shares nothing.
+
+    `base` may become another one, and become known late: what was renewed stays so.
+    """
 
     def __init__(self) -> None:
         """Nothing is known."""

@@ -80,6 +80,7 @@ class World:
             SimpleNamespace(
                 coordinator=SimpleNamespace(single_type_managers=managers),
                 evict_blocks=self.forgotten.update,
+                reset_prefix_cache=lambda: True,
                 block_pool=SimpleNamespace(get_num_free_blocks=lambda: self.free),
             )
         )

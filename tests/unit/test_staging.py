@@ -51,6 +51,8 @@ class Played:
         """Take everything from memory, and from vLLM's own cache."""
         self.trial.side.catalog.reset()
         assert self.trial.scheduler.reset_prefix_cache()
+        side = self.trial.side
+        side.weighed(dict.fromkeys(range(len(self.trial.ranks)), (side.weights.ask(), self.trial.weights)))
 
     @property
     def waiting(self) -> list[str]:

@@ -1,64 +1,253 @@
-"""Which weights an engine has: every byte counts, wherever the files lie; and what cannot be read shares nothing."""
+"""Which weights an engine has: read from what is in memory, doubted whenever they may have changed, asked for again."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
+import gc
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from kvpipe.connectors.vllm import support, weights
-from kvpipe.connectors.vllm.weights import Weights
+from kvpipe.connectors.vllm import model as model_module
+from kvpipe.connectors.vllm import support
+from kvpipe.connectors.vllm.model import LoadedModel
+from kvpipe.connectors.vllm.stale import Stale
+from kvpipe.connectors.vllm.weights import HARMLESS, Weights, suspect
 from kvpipe.errors import UnsupportedError
+from kvpipe.trace.log import Counters
 
 
-def _digest(model: Path | str, state: Path, load_format: str = "auto") -> str:
-    config: Any = SimpleNamespace(
-        model_config=SimpleNamespace(model=str(model), revision=None, seed=0),
-        load_config=SimpleNamespace(load_format=load_format),
-    )
-    told: list[str] = []
-    Weights(config, state, told.append).start(20.0)
-    return told[0] if told else ""
+class _Attention(torch.nn.Module):
+    """Stands for vLLM's."""
 
 
-def test_every_byte_counts(tmp_path: Path) -> None:
-    """One byte anywhere makes other weights; the same bytes in another folder do not."""
-    data = bytearray(os.urandom(1 << 20))
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "model.safetensors").write_bytes(data)
-    assert _digest(tmp_path / "a", tmp_path) == _digest(tmp_path / "b", tmp_path)
-    data[777_777] ^= 1
-    (tmp_path / "b" / "model.safetensors").write_bytes(data)
-    assert _digest(tmp_path / "a", tmp_path) != _digest(tmp_path / "b", tmp_path)
+class _Model(torch.nn.Module):
+    """Two layers and an embedding that is tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Linear(8, 4)
+        self.attention = torch.nn.ModuleList([_Attention(), _Attention()])
+        self.head = torch.nn.Linear(8, 4)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.ones(()))
+        self.loaded = 0
+
+    def load_weights(self, weights: object) -> object:
+        """Load nothing."""
+        self.loaded += 1
+        return weights
+
+    @property
+    def layers(self) -> dict[str, Any]:
+        """What vLLM's configuration knows of the model."""
+        return {f"layers.{i}": layer for i, layer in enumerate(self.attention)}
 
 
-def test_files_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a file came to is remembered until it changes; a record that is no JSON is not minded."""
-    model, reads = tmp_path / "m", list[Path]()
-    model.mkdir()
-    (model / "model.safetensors").write_bytes(b"x")
-    (tmp_path / "weights.json").write_text("{", encoding="utf-8")
-    read = weights.file_digest
-
-    def counted(path: Path) -> str:
-        reads.append(path)
-        return read(path)
-
-    monkeypatch.setattr(weights, "file_digest", counted)
-    assert _digest(model, tmp_path) == _digest(model, tmp_path)
-    assert len(reads) == 1
+def test_the_model_is_found() -> None:
+    """The module that holds an engine's attention layers is its model; others' are not, nor one that holds a part."""
+    mine, other, told = _Model(), _Model(), list[int]()
+    loaded = LoadedModel(mine.layers, lambda: told.append(1))
+    assert loaded.roots == [mine]
+    assert LoadedModel(other.layers, gc.collect).roots == [other]
+    assert LoadedModel(mine.layers | {"elsewhere": SimpleNamespace()}, gc.collect).roots == [mine]
+    assert LoadedModel({}, gc.collect).digest() == ""
+    assert LoadedModel({"gone": torch.nn.Linear(1, 1)}, gc.collect).digest() != ""
+    assert mine.load_weights("w") == "w"
+    mine.load_state_dict(mine.state_dict())
+    assert mine.loaded == 1
+    assert len(told) == 2
 
 
-def test_weights_that_cannot_be_read(tmp_path: Path) -> None:
-    """Where a file cannot be read nothing is said, so that tiers stay unused."""
-    (tmp_path / "model.safetensors").symlink_to(tmp_path / "gone")
-    assert _digest(tmp_path, tmp_path) == ""
-    assert _digest("no/such-model", tmp_path)
-    assert _digest(tmp_path, tmp_path, "dummy")
+def test_every_tensor_counts() -> None:
+    """Parameters and buffers, whoever changed them in whatever way, make other weights; back again, the same ones."""
+    model = _Model()
+    loaded = LoadedModel(model.layers, gc.collect)
+    before = loaded.digest()
+    for tensor in [*model.parameters(), *model.buffers()]:
+        kept = tensor.detach().clone()
+        tensor.data.mul_(1.5)
+        tensor.data.add_(0.25)
+        assert loaded.digest() not in {before, ""}
+        tensor.data.copy_(kept)
+        assert loaded.digest() == before
+    model.head.weight = torch.nn.Parameter(model.embed.weight.detach().clone())  # tied no more
+    assert loaded.digest() != before
+
+
+class _Packs:
+    """Packs a layer's weights away, as vLLM's kernels for CPUs do."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Leave nothing to read."""
+        layer.weight = torch.nn.Parameter(torch.empty(0))
+
+    def unpack(self, layer: Any, value: float) -> None:
+        """Load weights once more."""
+        layer.weight = torch.nn.Parameter(torch.full((3, 3), value))
+
+
+def test_weights_that_are_packed_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are read before, and whenever they are loaded again; packed away unread, nothing can be said."""
+    from vllm.model_executor.layers.quantization import base_config
+
+    monkeypatch.setattr(base_config, "QuantizeMethodBase", _Packs)
+    found = []
+    for seen in (True, False):
+        for value in (1.0, 2.0, 1.0):
+            model = _Model()
+            for tensor in model.parameters():
+                tensor.data.fill_(value)
+            packs = _Packs()
+            model.attention[0].register_parameter("weight", torch.nn.Parameter(torch.full((3, 3), value)))
+            model.attention[0].register_buffer("bias", torch.ones(3))
+            setattr(model.attention[0], "quant_method", packs)  # noqa: B010  (a module may have any attribute)
+            loaded = LoadedModel(model.layers, gc.collect)
+            if seen:
+                model_module._watch_layer(model.attention[0])
+            for _ in range(2):  # the second time there is less left to read
+                packs.process_weights_after_loading(model.attention[0])
+            for tensor in model.parameters():
+                tensor.data.fill_(0.0)
+            found.append(loaded.digest())
+            packs.unpack(model.attention[0], 1.0)
+            packs.process_weights_after_loading(model.attention[0])
+            found.append(loaded.digest())
+    assert len({*found[0:6:2]}) == 2
+    assert {found[0], found[4]} == {*found[1:6:2]}
+    assert found[6:] == [""] * 6
+
+
+def _doubts(weights: Weights) -> bool:
+    return weights.doubtful
+
+
+def _asked(weights: Weights) -> int:
+    question = weights.ask()
+    assert weights.ask() == 0
+    return question
+
+
+def test_doubt_and_answers() -> None:
+    """A suspicion is doubt until every rank has answered the last question; each answer says whether they changed."""
+    weights = Weights(2, Counters())
+    weights.know(["a", "b"])
+    assert not _doubts(weights)
+    assert weights.ask() == 0
+    weights.suspect()
+    first = _asked(weights)
+    weights.suspect("reload_weights")
+    second = _asked(weights)
+    assert weights.answered({0: (first, "x"), 1: (first, "b")})
+    assert _doubts(weights)
+    assert weights.answered({0: (second, "a"), 1: (second, "b")})  # back, but steps were computed in between
+    assert not _doubts(weights)
+    weights.suspect()
+    assert not weights.answered({0: (_asked(weights), "a"), 1: (second + 1, "b")})
+
+
+@pytest.mark.parametrize("told", [{0: "a"}, {0: "a", 1: ""}, {0: "b", 1: "a"}])
+def test_answers_that_are_not_the_same(told: dict[int, str]) -> None:
+    """A rank that is silent, that cannot say, or two that have swapped their weights: they are others."""
+    weights = Weights(2, Counters())
+    weights.know(["a", "b"])
+    weights.suspect()
+    question = _asked(weights)
+    assert weights.answered({rank: (question, digest) for rank, digest in told.items()})
+    assert not _doubts(weights)
+
+
+def test_calls_of_the_executor() -> None:
+    """Whatever vLLM's workers are asked that is not known to be harmless is a suspicion, of that engine alone."""
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    class Executor(UniProcExecutor):
+        """One without workers."""
+
+        def __init__(self, config: Any) -> None:
+            self.vllm_config = config
+            self.driver_worker = SimpleNamespace(update=lambda: 7, execute_model=lambda: 8)  # type: ignore[assignment]
+
+    mine, other = (SimpleNamespace(cache_config=SimpleNamespace()) for _ in range(2))
+    weights = Weights(1, Counters())
+    weights.watch(mine)  # type: ignore[arg-type]
+    weights.watch(mine)  # type: ignore[arg-type]
+    assert Executor(mine).collective_rpc("execute_model") == [8]
+    assert Executor(other).collective_rpc("update") == [7]
+    suspect(other, "loaded")  # type: ignore[arg-type]
+    assert not _doubts(weights)
+    assert Executor(mine).collective_rpc("update") == [7]
+    assert _doubts(weights)
+    assert Executor(mine).collective_rpc(lambda _worker: 9) == [9]
+    suspect(mine, "loaded")  # type: ignore[arg-type]
+    counted = {name.partition(".")[2]: n for name, n in weights._counters.items() if "." in name}
+    assert counted == {"update": 1, "callable": 1, "loaded": 1}
+
+
+def test_what_is_harmless_exists() -> None:
+    """Each name that is taken for harmless is a method of vLLM's workers that does not change weights."""
+    from vllm.v1.worker import worker_base
+    from vllm.v1.worker.gpu_worker import Worker
+
+    known = {*dir(Worker), *dir(worker_base.WorkerWrapperBase)}
+    assert known >= HARMLESS
+    changing = {
+        "load",
+        "reload",
+        "update_weights",
+        "update_config",
+        "start",
+        "finish",
+        "sleep",
+        "wake",
+        "apply",
+        "reset_w",
+    }
+    assert not [name for name in HARMLESS if any(name.startswith(word) for word in changing)]
+
+
+class _Manager:
+    """As much of vLLM's cache manager as is asked."""
+
+    def __init__(self) -> None:
+        self.block_pool = SimpleNamespace(num_gpu_blocks=10)
+        self.tables: dict[str, list[Any]] = {}
+        self.coordinator = SimpleNamespace(single_type_managers=[SimpleNamespace(req_to_blocks=self.tables)])
+        self.evicted: list[set[int]] = []
+
+    def evict_blocks(self, blocks: set[int]) -> None:
+        """Note it."""
+        self.evicted.append(blocks)
+
+    def give(self, request: str, *blocks: int) -> Any:
+        """Give blocks to a request."""
+        self.tables[request] = [SimpleNamespace(block_id=block, is_null=not block) for block in blocks]
+        return SimpleNamespace(blocks=[self.tables[request]])
+
+
+def test_requests_that_go_on_with_old_kv() -> None:
+    """What rests on blocks of a stale request is stale; what was preempted, or takes nothing over, is not."""
+    stale, manager = Stale(), _Manager()
+    stale.manager = manager  # type: ignore[assignment]
+    stale.plan_step([])
+    assert manager.evicted == []
+    manager.give("old", 0, 1, 2)
+    stale.begin(["old", "waiting"])
+    assert manager.evicted.pop() == set(range(10))
+    assert not stale.rests_on("new", manager.give("new", 0, 3, 4))
+    assert stale.rests_on("heir", manager.give("heir", 1, 5))
+    stale.leave("old")
+    assert stale.rests_on("grandchild", manager.give("grandchild", 5, 6))
+    stale.plan_step([])
+    assert manager.evicted.pop() == {1, 5, 6}
+    stale.plan_step(["heir"])
+    assert manager.evicted.pop() == set(range(10))
+    assert not stale.rests_on("heir", manager.give("heir", 7, 8))
+    stale.leave("grandchild")
+    assert not stale.rests_on("late", manager.give("late", 6))
+    stale.plan_step([])
+    assert not any(manager.evicted)
 
 
 def test_images_that_are_numbered() -> None:

@@ -1,0 +1,138 @@
+"""The model that a rank has loaded: which weights those are, and whoever changes them in this process.
+
+What was computed depends on the bytes in memory, not on files: those may be others by now. Where vLLM packs a layer's
+weights away (a CPU's kernels keep them where nobody can read them), they are read just before.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from kvpipe.digest import tensors_digest
+from kvpipe.trace.log import warn
+
+
+class Seen(NamedTuple):
+    """What a layer's weights came to before vLLM brought them into the form that its kernels want; which had bytes."""
+
+    digest: str
+    names: frozenset[str]
+
+
+_PACKED: Final[weakref.WeakKeyDictionary[torch.nn.Module, Seen]] = weakref.WeakKeyDictionary()
+_WATCHED: Final = "_kvpipe_watched"
+
+
+def watch_packing() -> None:
+    """Read weights that are about to be packed away, from now on. Idempotent; before a model is loaded."""
+    from vllm.model_executor.model_loader import base_loader  # noqa: PLC0415  (slow)
+
+    pack = base_loader.process_weights_after_loading
+    if hasattr(pack, _WATCHED):
+        return
+
+    @functools.wraps(pack)
+    def watched(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        for module in model.modules():
+            _watch_layer(module)
+        return pack(model, *args, **kwargs)
+
+    setattr(watched, _WATCHED, True)
+    base_loader.process_weights_after_loading = watched
+
+
+def _watch_layer(module: torch.nn.Module) -> None:
+    """Wrap what packs the layer's weights, when they are loaded and whenever they are loaded again."""
+    method = getattr(module, "quant_method", None)
+    pack = getattr(method, "process_weights_after_loading", None)
+    if pack is None or hasattr(pack, _WATCHED):
+        return
+
+    @functools.wraps(pack)
+    def watched(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        try:
+            own = list(_own(layer))
+            names = frozenset(name for name, tensor in own if tensor.numel())
+            if names and (layer not in _PACKED or names >= _PACKED[layer].names):  # else they are packed already
+                _PACKED[layer] = Seen(tensors_digest(own), names)
+        except Exception as error:  # noqa: BLE001  (the model must be loaded all the same)
+            _PACKED.pop(layer, None)
+            warn("weights_not_read", layer=type(layer).__name__, error=repr(error))
+        return pack(layer, *args, **kwargs)
+
+    setattr(watched, _WATCHED, True)
+    method.process_weights_after_loading = watched  # type: ignore[union-attr]
+
+
+def _own(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(recurse=False)
+    yield from module.named_buffers(recurse=False)
+
+
+class LoadedModel:
+    """The model that the attention layers of an engine belong to."""
+
+    def __init__(self, layers: dict[str, Any], changed: Callable[[], object]) -> None:
+        """`layers`: vLLM's attention layers by name. `changed` is told when weights are loaded in this process.
+
+        vLLM hands no model to a connector, and its runners differ: the model is the module that holds the layers and
+        that no other module holds. This is to be done before vLLM hides its objects from the garbage collector.
+        """
+        wanted = {id(layer) for layer in layers.values() if isinstance(layer, torch.nn.Module)}
+        modules = [] if not wanted else [one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module)]
+        held = {id(child) for module in modules for child in module._modules.values()}  # noqa: SLF001
+        tops = [one for one in modules if id(one) not in held]
+        inside = {id(top): wanted & {id(module) for module in top.modules()} for top in tops}
+        self.roots = [top for top in tops if inside[id(top)]]
+        if not wanted or set().union(*inside.values()) != wanted:
+            self.roots = []
+        for root in self.roots:
+            _watch_root(root, changed)
+
+    def digest(self) -> str:
+        """Return which weights these are, now. Nothing: it cannot be said."""
+        if not self.roots or any(_gone(module) for root in self.roots for module in root.modules()):
+            return ""
+        told = sorted(tensors_digest(_named(root)) for root in self.roots)
+        return told[0] if len(told) == 1 else tensors_digest((one, torch.empty(0)) for one in told)
+
+
+def _gone(module: torch.nn.Module) -> bool:
+    """Whether the module's weights were packed away unread."""
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase  # noqa: PLC0415  (slow)
+
+    method, own = getattr(module, "quant_method", None), list(_own(module))
+    if not own or module in _PACKED or not isinstance(method, QuantizeMethodBase):
+        return False
+    plain = type(method).__name__.startswith("Unquantized")  # a quantized one may have left no more than its scales
+    return not plain or not any(tensor.numel() for _, tensor in own)
+
+
+def _named(root: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from root.named_parameters()
+    yield from root.named_buffers()
+    for name, module in root.named_modules():
+        if module in _PACKED:
+            yield f"{name} {_PACKED[module].digest}", torch.empty(0)
+
+
+def _watch_root(root: torch.nn.Module, changed: Callable[[], object]) -> None:
+    """Hear of weights that somebody in this process loads into the model without asking vLLM."""
+    load = getattr(root, "load_weights", None)
+    if load is None or hasattr(load, _WATCHED):
+        return
+
+    @functools.wraps(load)
+    def watched(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        changed()
+        return load(*args, **kwargs)
+
+    setattr(watched, _WATCHED, True)
+    root.load_weights = watched  # type: ignore[assignment]
+    root.register_load_state_dict_post_hook(lambda _module, _keys: changed())  # type: ignore[no-untyped-call]

@@ -1,0 +1,279 @@
+"""Weights that change, on real engines: on disk between two starts, or in a running engine, by whatever road."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from kvpipe.testing.engine import Engine
+from kvpipe.testing.models import make_model
+from tests.engine.common import assert_clean, prompt
+
+pytestmark = pytest.mark.engine
+
+PROMPT = [prompt(300, 1)]
+FOUND = 288
+TOKENS = 12
+OWN: dict[str, Any] = {"enable_prefix_caching": False}
+
+
+def _copies(folder: Path) -> tuple[Path, Path]:
+    """Two models of one configuration whose weights' files have one size and one time."""
+    first, second = folder / "first", folder / "second"
+    for path, factor in ((first, 1.0), (second, 1.3)):
+        shutil.copytree(make_model("llama"), path)
+        file = path / "model.safetensors"
+        save_file({name: tensor * factor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+        os.utime(file, (1_000_000_000, 1_000_000_000))
+    assert (first / "model.safetensors").stat().st_size == (second / "model.safetensors").stat().st_size
+    return first, second
+
+
+def _replace(model: Path, other: Path) -> None:
+    """Put other weights where `model` has its own: same path, size and time."""
+    shutil.copyfile(other / "model.safetensors", model / "model.safetensors")
+    os.utime(model / "model.safetensors", (1_000_000_000, 1_000_000_000))
+
+
+@contextmanager
+def _engine(model: Path, folder: Path | None, **options: Any) -> Iterator[Engine]:
+    """An engine with a disk beyond its memory; None: without kvpipe."""
+    config = None
+    if folder is not None:
+        config = {
+            "chunk_tokens": 64, "lookup_ms_max": 20_000, "state_dir": str(folder / "state"),
+            "tiers": [{"kind": "disk", "path": str(folder / "kv"), "bytes_max": "1GiB"}],
+        }  # fmt: skip
+    live = Engine(str(model), kvpipe=config, **OWN | options)
+    try:
+        yield live
+    finally:
+        live.close()
+
+
+def _ask(live: Engine) -> tuple[list[list[int]], int]:
+    """Its answer, and how much of the prompt was found."""
+    before = _hits(live)
+    answer = live.generate(PROMPT, TOKENS)
+    assert_clean(live)
+    return answer, _hits(live) - before
+
+
+def _hits(live: Engine) -> int:
+    side = live.connector.scheduler
+    assert side is not None
+    return sum(side._tell.hit_tokens.values())
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[list[int]], list[list[int]]]:
+    """Two models, and what each of them answers without kvpipe."""
+    models, answers = _copies(tmp_path_factory.mktemp("models")), []
+    for model in models:
+        with _engine(model, None) as plain:
+            answers.append(plain.generate(PROMPT, TOKENS))
+    assert answers[0] != answers[1]
+    return *models, answers[0], answers[1]
+
+
+Right = tuple[Path, Path, list[list[int]], list[list[int]]]
+
+
+def test_files_replaced_between_two_starts(tmp_path: Path, right: Right) -> None:
+    """Weights replaced in place, with the same path, size and time: nothing old is found; put back, all is."""
+    model = tmp_path / "model"
+    shutil.copytree(right[0], model)
+    first, second, old, new = right
+    for weights, expected, found in ((first, old, 0), (second, new, 0), (second, new, FOUND), (first, old, FOUND)):
+        _replace(model, weights)
+        with _engine(model, tmp_path) as live:
+            assert _ask(live) == (expected, found)
+
+
+def test_files_replaced_after_the_load(tmp_path: Path, right: Right) -> None:
+    """What counts is what vLLM has loaded: an engine whose files are others by now keeps its KV under its own name."""
+    model = tmp_path / "model"
+    shutil.copytree(right[0], model)
+    with _engine(model, tmp_path) as live:
+        _replace(model, right[1])
+        assert _ask(live) == (right[2], 0)
+    with _engine(model, tmp_path) as live:
+        assert _ask(live) == (right[3], 0)
+    with _engine(right[0], tmp_path) as live:
+        assert _ask(live) == (right[2], FOUND)
+
+
+def _reload_weights(live: Engine, model: Path) -> None:
+    live.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model)})
+
+
+def _reload_in_worker(live: Engine, model: Path) -> None:
+    def load(worker: Any) -> None:
+        worker.reload_weights(weights_path=str(model))
+
+    live.llm.collective_rpc(load)
+
+
+def _apply_model(live: Engine, model: Path) -> None:
+    """Write into the tensors of the embedding behind everybody's back; a CPU has packed the others away."""
+    tensor = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
+
+    def write(loaded: Any) -> None:
+        loaded.model.embed_tokens.weight.data.copy_(tensor)
+
+    live.llm.apply_model(write)
+
+
+def _load_weights(live: Engine, model: Path) -> None:
+    """Load as training frameworks do in one process: past vLLM's calls, straight into the model."""
+    tensors = load_file(model / "model.safetensors")
+    loaded = live.core.model_executor.driver_worker.worker.model_runner.model
+    loaded.load_weights([("model.embed_tokens.weight", tensors["model.embed_tokens.weight"])])
+
+
+def _write_and_reset(live: Engine, model: Path) -> None:
+    """Write where nobody sees it, and reset vLLM's prefix cache, but not the connector's."""
+    tensor = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
+    loaded = live.core.model_executor.driver_worker.worker.model_runner.model
+    loaded.model.embed_tokens.weight.data.copy_(tensor)
+    live.llm.reset_prefix_cache()
+
+
+ROADS: list[Callable[[Engine, Path], None]] = [
+    _reload_weights, _reload_in_worker, _apply_model, _load_weights, _write_and_reset
+]  # fmt: skip
+
+
+def test_weights_changed_in_a_running_engine(tmp_path: Path, right: Right) -> None:
+    """By every road: what the old weights computed is not found, vLLM's own cache included, and back again it is."""
+    prompts = [[prompt(300, 20 + i)] for i in range(len(ROADS))]
+    old, new = [], []
+    with _engine(right[0], None) as plain:
+        for change, ask in zip(ROADS, prompts, strict=True):
+            old.append(plain.generate(ask, TOKENS))
+            change(plain, right[1])
+            new.append(plain.generate(ask, TOKENS))
+            _reload_weights(plain, right[0])
+    with _engine(right[0], tmp_path, enable_prefix_caching=True) as live:
+        assert _ask(live) == (right[2], 0)
+        for change, ask, was, will_be in zip(ROADS, prompts, old, new, strict=True):
+            assert was != will_be, change.__name__
+            assert live.generate(ask, TOKENS) == was
+            live.settle()
+            before = _hits(live)
+            change(live, right[1])
+            assert live.generate(ask, TOKENS) == will_be, change.__name__
+            assert _hits(live) == before, change.__name__
+            assert live.generate(ask, TOKENS) == will_be
+            _reload_weights(live, right[0])
+            assert live.generate(ask, TOKENS) == was, change.__name__
+            assert _hits(live) > before, change.__name__
+            assert_clean(live)
+        assert live.connector.stats()["weights_changed"] == 2 * len(ROADS)
+    with _engine(right[0], tmp_path) as fresh:
+        assert _ask(fresh) == (right[2], FOUND)
+
+
+def test_calls_that_change_nothing(tmp_path: Path, right: Right) -> None:
+    """After a call that might have changed the weights and has not, everything is found as before."""
+    with _engine(right[0], tmp_path) as live:
+        assert _ask(live) == (right[2], 0)
+        live.llm.collective_rpc(lambda worker: worker.rank)
+        assert _ask(live) == (right[2], FOUND)
+        live.llm.reset_prefix_cache()
+        assert _ask(live) == (right[2], FOUND)
+        stats = live.connector.stats()
+        assert (stats["weights_unchanged"], stats.get("weights_changed", 0)) == (2, 0)
+
+
+def test_weights_changed_under_running_requests(tmp_path: Path, right: Right) -> None:
+    """Requests that go on with old KV keep nothing of it, and hand nothing of it on, also through vLLM's own cache."""
+    with _engine(right[0], tmp_path, enable_prefix_caching=True) as live:
+        live.add(PROMPT[0], 400, request_id="old")
+        for _ in range(40):
+            live.step()
+        _reload_weights(live, right[1])
+        heirs = [live.add(PROMPT[0], TOKENS, request_id=f"new{i}") for i in range(2)]
+        outputs = live.drain()
+        assert live.connector.stats()["weights_changed"] == 1
+        assert [list(outputs[heir].outputs[0].token_ids) for heir in heirs] == right[3] * 2
+        followed = [PROMPT[0] + list(outputs["old"].outputs[0].token_ids)]
+        answer = live.generate(followed, TOKENS)
+        assert_clean(live)
+    with _engine(right[1], None) as plain:
+        assert answer == plain.generate(followed, TOKENS)
+    with _engine(right[1], tmp_path) as fresh:
+        assert fresh.generate(followed, TOKENS) == answer
+        assert_clean(fresh)
+
+
+def test_a_reset_stays_a_reset(tmp_path: Path, right: Right) -> None:
+    """A reset before or after weights change keeps its word: nothing is shared with whom has those weights."""
+    with _engine(right[0], tmp_path) as live:
+        assert _ask(live) == (right[2], 0)
+        assert live.llm.reset_prefix_cache(reset_connector=True)
+        _reload_weights(live, right[1])
+        assert _ask(live) == (right[3], 0)
+        _reload_weights(live, right[0])
+        assert _ask(live) == (right[2], 0)
+    with _engine(right[1], tmp_path) as fresh:
+        assert _ask(fresh) == (right[3], 0)
+
+
+def test_two_ranks(tmp_path: Path, right: Right, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two ranks, in processes of their own, weights are known and changes are noticed all the same."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    with _engine(right[0], tmp_path, tensor_parallel_size=2) as live:
+        assert _ask(live)[1] == 0
+        old, found = _ask(live)
+        assert found == FOUND
+        _reload_weights(live, right[1])
+        new, found = _ask(live)
+        assert found == 0
+        assert new != old
+        _reload_weights(live, right[0])
+        assert _ask(live) == (old, FOUND)
+    with _engine(right[1], tmp_path, tensor_parallel_size=2) as fresh:
+        assert _ask(fresh) == (new, FOUND)
+
+
+def test_an_engine_process_of_its_own(tmp_path: Path, right: Right) -> None:
+    """With vLLM's engine in a process of its own, calls of the client are noticed there."""
+    code = (
+        "import json, sys\n"
+        "from vllm import LLM, SamplingParams\n"
+        "model, other, folder, tokens = json.loads(sys.argv[1])\n"
+        "extra = {'chunk_tokens': 64, 'pool_bytes_max': '64MiB', 'lookup_ms_max': 20_000, 'tiers': folder}\n"
+        "transfer = {'kv_connector': 'KVPipeConnector', 'kv_role': 'kv_both', 'kv_connector_extra_config': extra,\n"
+        "            'kv_connector_module_path': 'kvpipe.connectors.vllm.connector'}\n"
+        "def answer():\n"
+        "    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, detokenize=False)\n"
+        "    return list(llm.generate({'prompt_token_ids': tokens}, params)[0].outputs[0].token_ids)\n"
+        "if __name__ == '__main__':\n"
+        "    llm = LLM(model=model, kv_transfer_config=transfer, skip_tokenizer_init=True, dtype='float32', seed=0,\n"
+        "              enforce_eager=True, block_size=32, max_model_len=1024, num_gpu_blocks_override=200)\n"
+        "    answers = [answer()]\n"
+        "    llm.collective_rpc('reload_weights', kwargs={'weights_path': other})\n"
+        "    answers += [answer(), answer()]\n"
+        "    print('answers:', json.dumps(answers), flush=True)\n"
+    )
+    script = tmp_path / "served.py"
+    script.write_text(code, encoding="utf-8")
+    arguments = json.dumps([str(right[0]), str(right[1]), str(tmp_path / "kv"), PROMPT[0]])
+    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    command = [sys.executable, str(script), arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=300)
+    line = next((one for one in done.stdout.splitlines() if one.startswith("answers:")), "")
+    assert line, done.stderr[-3000:]
+    answers = json.loads(line.removeprefix("answers:"))
+    assert answers == [right[2][0], right[3][0], right[3][0]]

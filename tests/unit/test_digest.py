@@ -1,0 +1,90 @@
+"""Digests of tensors: every bit counts, and where it lies, on a CPU and in the words that a device adds up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from kvpipe import digest
+from kvpipe.digest import device_digest, tensor_digest, tensors_digest
+
+DIGESTS = pytest.mark.parametrize("digest_of", [tensor_digest, device_digest])
+Digest = Callable[[torch.Tensor], str]
+
+
+def _random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    size = torch.empty(shape, dtype=dtype).element_size()
+    words = torch.randint(0, 256, (*shape, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(7))
+    return words.view(dtype).reshape(shape)
+
+
+@DIGESTS
+def test_every_bit_counts(digest_of: Digest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each bit that is flipped makes another digest: in the first word, at the seam of two pieces, in a torn end."""
+    monkeypatch.setattr(digest, "PIECE_BYTES", 64)
+    data = _random(135, dtype=torch.uint8)
+    found = {digest_of(data)}
+    for bit in range(len(data) * 8):
+        other = data.clone()
+        other[bit // 8] ^= 1 << bit % 8
+        found.add(digest_of(other))
+    assert len(found) == len(data) * 8 + 1
+
+
+@DIGESTS
+def test_places_count(digest_of: Digest) -> None:
+    """Rows, columns and words that change places, and words whose sum stays, make another digest."""
+    data = _random(16, 16, dtype=torch.int64)
+    added = data.clone()
+    added[0, 0] += 1
+    added[9, 9] -= 1
+    others = [data, data.flip(0), data.flip(1), data.roll(1, 1), data.t().contiguous(), added]
+    swapped = data.clone()
+    swapped[3, 3], swapped[7, 11] = data[7, 11], data[3, 3]
+    assert len({digest_of(one) for one in [*others, swapped]}) == len(others) + 1
+
+
+@DIGESTS
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.bool, torch.complex64]
+)
+def test_types_and_gaps(digest_of: Digest, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every type is read; one with gaps what lies in the gaps does not count."""
+    monkeypatch.setattr(digest, "PIECE_BYTES", 100)
+    data = _random(13, 9, dtype=torch.uint8) % 2
+    data = data.to(dtype)
+    gaps = data[:, ::2]
+    assert not gaps.is_contiguous()
+    before = digest_of(gaps)
+    data[:, 1::2] = data[:, :-1:2]
+    assert digest_of(gaps) == before
+    data[4, 4] = bool(data[4, 4] == 0)
+    assert digest_of(gaps) != before
+
+
+@DIGESTS
+def test_scalars_and_nothing(digest_of: Digest) -> None:
+    """A tensor of no dimension has bytes; an empty one and one that is nowhere have none."""
+    assert digest_of(torch.tensor(1.0)) != digest_of(torch.tensor(2.0))
+    assert tensor_digest(torch.empty(0)) == ""
+    assert tensor_digest(torch.empty(3, device="meta")) == "meta"
+
+
+def test_names_and_shapes_count() -> None:
+    """Tensors that change names, types or shapes make other weights; the order in which they are told does not."""
+    a, b = _random(4, 4), _random(4, 4) + 1
+    told = tensors_digest([("a", a), ("b", b)])
+    assert told == tensors_digest([("b", b), ("a", a)])
+    assert told == tensors_digest([("a", torch.nn.Parameter(a)), ("b", b)])
+    for other in (
+        [("a", b), ("b", a)],
+        [("a", a), ("c", b)],
+        [("a", a)],
+        [("a", a.reshape(2, 8)), ("b", b)],
+        [("a", a.view(torch.int32)), ("b", b)],
+        [("a", a.t()), ("b", b)],
+        [("a", a), ("b", b), ("c", torch.empty(0))],
+    ):
+        assert tensors_digest(other) != told
