@@ -30,6 +30,9 @@ from kvpipe.tiers.spec import TierSpec
 
 LISTED_MAX: Final = 1000
 BATCH: Final = 256  # keys dropped at a time
+LARGE_BYTES: Final = 256 << 20
+VALUE_BYTES_MAX: Final = 8 << 30
+"""No rank's part of a chunk is longer."""
 PIPE_COLUMNS: Final = 240
 INTERRUPTED: Final = 130
 GOOD, GONE = "good", "gone"
@@ -191,11 +194,18 @@ def _by_key(entry: Entry) -> str:
 
 
 async def _verify(job: Job, report: Report) -> bool:
-    """Read `lanes` values at once. Memory: so many of the largest."""
+    """Read `lanes` values at once, larger ones alone. Memory: so many of LARGE_BYTES, or one of VALUE_BYTES_MAX."""
     sealer, why, damaged, deleted = Sealer(secrets_of(job.spec)), Counter[str](), list[dict[str, str]](), 0
     buffers = [pages(HEADER_BYTES) for _ in range(job.spec.lanes)]
     async for batch in job.batches(job.spec.lanes):
-        verdicts = await _verdicts(job.tier, sealer, batch, buffers)
+        small = [entry for entry in batch if entry.bytes <= LARGE_BYTES]
+        found = dict(zip(small, await _verdicts(job.tier, sealer, small, buffers), strict=True))
+        for entry in batch:
+            if entry.bytes > VALUE_BYTES_MAX:  # it is not read, whoever says so
+                found[entry] = "length"
+            elif entry not in found:
+                (found[entry],) = await _verdicts(job.tier, sealer, [entry], [_room(entry)])
+        verdicts = [found[entry] for entry in batch]
         why.update(verdicts)
         wrong = [(entry.key, said) for entry, said in zip(batch, verdicts, strict=True) if said not in {GOOD, GONE}]
         damaged += [{"key": key.text, "why": said} for key, said in wrong[: LISTED_MAX - len(damaged)]]
@@ -208,11 +218,22 @@ async def _verify(job: Job, report: Report) -> bool:
     return not why
 
 
+def _room(entry: Entry) -> memoryview:
+    try:
+        return pages(_padded(entry.bytes))
+    except OSError:
+        raise TierError(f"{entry.key.text} is {entry.bytes} bytes long, for which there is no memory here") from None
+
+
+def _padded(size: int) -> int:
+    return max(HEADER_BYTES, -(-size // ALIGN_BYTES) * ALIGN_BYTES)  # a torn value will not fit
+
+
 async def _verdicts(tier: Tier, sealer: Sealer, batch: list[Entry], buffers: list[memoryview]) -> list[str]:
     """Say of each value that it is GOOD, GONE, or why it is damaged. `buffers` grow as needed."""
     parts = []
     for at, entry in enumerate(batch):
-        size = max(HEADER_BYTES, -(-entry.bytes // ALIGN_BYTES) * ALIGN_BYTES)  # a torn value will not fit
+        size = _padded(entry.bytes)
         if size > buffers[at].nbytes:
             buffers[at] = pages(size)
         parts.append((buffers[at][:HEADER_BYTES], buffers[at][HEADER_BYTES:size]))

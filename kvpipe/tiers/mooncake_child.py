@@ -25,6 +25,7 @@ import msgspec
 MESSAGE_BYTES_MAX = 1 << 20
 CLOSE_S_MAX = 10.0
 PAGE_KEYS = 500
+LINE_BYTES_MAX, METRICS_LINES_MAX = 64 << 10, 100_000
 SPINNER_NICE = 10
 """Of the threads that wait for transfers, by asking for ever: who moves the bytes, or runs a model, goes first."""
 
@@ -118,7 +119,7 @@ class Worker:
 
     def _listing(self) -> Iterator[list[str]]:
         with self._open("get_all_keys") as answer:
-            lines = (line.decode("utf-8", "replace").strip() for line in answer)
+            lines = (line.decode("utf-8", "replace").strip() for line in _lines(answer))
             keys = (line for line in lines if line)
             while page := list(islice(keys, PAGE_KEYS)):
                 yield page
@@ -126,9 +127,9 @@ class Worker:
     def capacity(self) -> list[int]:
         """Return the cluster's values, bytes used and bytes lent."""
         with self._open("metrics") as answer:
-            lines = (line.decode("utf-8", "replace").split() for line in answer)
-            told = {words[0]: words[1] for words in lines if len(words) == 2}  # noqa: PLR2004  (name and value)
-        names = ("master_key_count", "master_allocated_bytes", "master_total_capacity_bytes")
+            names = ("master_key_count", "master_allocated_bytes", "master_total_capacity_bytes")
+            lines = (line.decode("utf-8", "replace").split() for line in islice(_lines(answer), METRICS_LINES_MAX))
+            told = {words[0]: words[1] for words in lines if len(words) == 2 and words[0] in names}  # noqa: PLR2004
         return [int(float(told[name])) for name in names]
 
     def _open(self, what: str) -> Any:  # noqa: ANN401
@@ -142,6 +143,15 @@ class Worker:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), SPINNER_NICE)
             self._registered.add(lane)
         return [begin + at for at in accumulate(sizes[:-1], initial=0)]
+
+
+def _lines(answer: Any) -> Iterator[bytes]:  # noqa: ANN401
+    """Yield the lines of an answer. Raises ValueError where one has no end."""
+    while line := answer.readline(LINE_BYTES_MAX):
+        if len(line) == LINE_BYTES_MAX:
+            msg = "a line without an end"
+            raise ValueError(msg)
+        yield line
 
 
 def _size(replicas: Any) -> int:  # noqa: ANN401

@@ -27,7 +27,7 @@ from kvpipe.tiers.envelope import HEADER_BYTES, Sealer
 from kvpipe.tiers.keyring import secrets_of
 from kvpipe.tiers.registry import parse_tier
 from tests.tiers.buffers import content, filled, some_key
-from tests.tiers.servers import LOCAL, free_port, serving
+from tests.tiers.servers import LOCAL, free_port, polite, pretending, serving
 
 ONE, TWO = "1" * 32, "2" * 32
 BODY = 4 * ALIGN_BYTES
@@ -360,3 +360,31 @@ def test_progress_is_for_terminals(disk: str) -> None:
     assert json.loads(out)["good"] == 10
     assert b"disk" in shown
     assert b"values" in shown
+
+
+@pytest.mark.parametrize("size", [1 << 60, (1 << 63) - 1, -5, (8 << 30) + 1, 0])
+def test_absurd_lengths_are_damage(cache: Said, size: int) -> None:
+    """A value that is said to be of a length that no value has is not read, and no memory is taken for it."""
+    key = KEYS[0].text.encode()
+
+    def answer(words: list[bytes]) -> bytes:
+        name = b"kvpipe:" + key
+        return {
+            b"SCAN": b"*2\r\n$1\r\n0\r\n*1\r\n$%d\r\n%b\r\n" % (len(name), name),
+            b"STRLEN": b":%d\r\n" % size,
+            b"OBJECT": b":5\r\n",
+            b"GET": b"$5\r\nhello\r\n",
+        }[words[0]]
+
+    with pretending(polite(answer)) as port:
+        found = cache.json("verify", f"redis://{LOCAL}:{port}", status=0 if size == 0 else 1)
+    assert found["reasons"] == ([] if size == 0 else [{"why": "length", "items": 1}])
+
+
+def test_a_long_file_without_content_is_damage(cache: Said, disk: str) -> None:
+    """A file that is longer than any value, and empty, takes no memory; the others are checked all the same."""
+    os.truncate(file_of(disk, KEYS[3]), 9 << 30)
+    found = cache.json("verify", disk, status=1)
+    assert (found["good"], found["reasons"]) == (9, [{"why": "length", "items": 1}])
+    assert cache.json("verify", disk, "--delete", status=1)["deleted"] == 1
+    assert cache.json("verify", disk)["good"] == 9
