@@ -151,7 +151,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         self._use_tiers(vllm_config)
         told = vllm_config.kv_events_config
         if told is not None and told.enable_kv_cache_events:
-            self.scheduler.announce(KvEvents(self.geometry.unit_tokens, tokens))
+            self.scheduler.announce(KvEvents(kv_cache_config, self.geometry.unit_tokens, tokens))
         self.counters.listener = self.recorder.fault
         if self.settings.control_file is not None:
             check_control_file(self.settings.control_file)

@@ -1,49 +1,86 @@
 """vLLM's KV cache events for what kvpipe holds, so that prefix-aware routers see it (medium ``CPU``).
 
-A block is announced when the first chunk that holds it can be found, and removed with the last one.
+A block is announced when the first chunk that holds it can be found, and removed with the last one. Events say all that
+a block's hash covers, in the way vLLM's own do: whoever hears them from the start has an index that equals the catalog.
 """
 
 from __future__ import annotations
 
+import functools
+from array import array
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
-from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import (
+    generate_block_hash_extra_keys,
+    maybe_convert_block_hash,
+    to_event_extra_keys,
+)
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
-from kvpipe.catalog import Chunk, Piece
+from kvpipe.catalog import Chunk
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import BlockHash
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
+
+
+class Blocks(NamedTuple):
+    """Blocks of one prefix that lie in one chunk, one after the other, and all that their hashes cover."""
+
+    hashes: list[BlockHash]
+    parent: BlockHash | None
+    tokens: array[int]
+    extra_keys: list[tuple[Any, ...] | None]
+    lora_id: int | None
+    lora_name: str | None
+    session: str | None
 
 
 class KvEvents:
     """Collects events until vLLM takes them."""
 
-    def __init__(self, unit_tokens: int, hash_tokens: int) -> None:
+    def __init__(self, cache: KVCacheConfig, unit_tokens: int, hash_tokens: int) -> None:
         """`hash_tokens`: tokens per block hash, which is what a router calls a block."""
-        self._per_unit, self._hash_tokens = unit_tokens // hash_tokens, hash_tokens
-        self._held: Counter[tuple[int, bytes]] = Counter()
-        self._of: dict[Chunk, list[bytes]] = {}
+        self.blocks_per_unit, self._hash_tokens = unit_tokens // hash_tokens, hash_tokens
+        specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
+        self._kinds = [(get_kv_cache_spec_kind(one).value, get_kv_cache_spec_sliding_window(one)) for one in specs]
+        self._held: Counter[tuple[int, BlockHash]] = Counter()
+        self._of: dict[Chunk, list[Blocks]] = {}
         self._events: list[KVCacheEvent] = []
 
-    def published(self, request: Request, piece: Piece) -> None:
-        """`piece`, of a chunk of `request`'s prefix, can be found now."""
-        chunk, group = piece.chunk, piece.chunk.group
-        first = (piece.base + piece.start) * self._per_unit
-        stop = (piece.base + piece.stop) * self._per_unit
-        hashes: Sequence[bytes] = request.block_hashes[first:stop]
-        self._of.setdefault(chunk, []).extend(hashes)
-        self._held.update((group, key) for key in hashes)
-        new = [i for i, key in enumerate(hashes) if self._held[group, key] == 1]
-        if new:  # what is held already is the beginning: other chunks hold prefixes
-            self._stored(request, group, first + new[0], stop)
+    def watch(self, manager: KVCacheManager) -> None:
+        """Hear when vLLM empties its own cache: its event for that names no medium, and consumers forget ours too."""
+        reset = manager.reset_prefix_cache
+
+        @functools.wraps(reset)
+        def watched() -> bool:
+            done = reset()
+            if done:
+                self.cleared()
+            return done
+
+        manager.reset_prefix_cache = watched  # type: ignore[method-assign]
+
+    def published(self, request: Request, chunk: Chunk, base: int) -> None:
+        """A piece of `chunk`, which begins at unit `base` of `request`'s prefix, has landed."""
+        known = self._of.get(chunk, ())
+        first = base * self.blocks_per_unit + sum(len(blocks.hashes) for blocks in known)
+        stop = (base + chunk.marks[-1].units) * self.blocks_per_unit
+        if first >= stop or request.block_hashes[stop - 1 : stop] != [chunk.marks[-1].key]:
+            return  # found no further than before; or a session has cut its tokens meanwhile
+        blocks = self._blocks(request, first, stop)
+        self._of.setdefault(chunk, []).append(blocks)
+        self._announce(chunk.group, blocks)
 
     def dropped(self, chunk: Chunk) -> None:
         """`chunk` cannot be found any more."""
         gone = []
-        for key in self._of.pop(chunk, ()):
+        for key in (key for blocks in self._of.pop(chunk, ()) for key in blocks.hashes):
             self._held[chunk.group, key] -= 1
             if not self._held[chunk.group, key]:
                 del self._held[chunk.group, key]
@@ -51,22 +88,58 @@ class KvEvents:
         if gone:
             self._add(BlockRemoved(block_hashes=gone, medium=MEDIUM_CPU, group_idx=chunk.group))
 
+    def cleared(self) -> None:
+        """Consumers know of no block any more: announce all that is held."""
+        self._held.clear()
+        self._events.clear()
+        for chunk, held in self._of.items():
+            for blocks in held:
+                self._announce(chunk.group, blocks)
+
     def take(self) -> list[KVCacheEvent]:
         """Return the events since the last call."""
         events, self._events = self._events, []
         return events
 
-    def _stored(self, request: Request, group: int, first: int, stop: int) -> None:
-        hashes, lora = request.block_hashes, request.lora_request
-        self._add(BlockStored(
-            block_hashes=[maybe_convert_block_hash(key) for key in hashes[first:stop]],
-            parent_block_hash=maybe_convert_block_hash(hashes[first - 1]) if first else None,
-            token_ids=list(request.all_token_ids[first * self._hash_tokens : stop * self._hash_tokens]),
-            block_size=self._hash_tokens,
+    def _blocks(self, request: Request, first: int, stop: int) -> Blocks:
+        size, features, extra = self._hash_tokens, 0, []
+        for start in range(first * size, stop * size, size):
+            keys, features = generate_block_hash_extra_keys(request, start, start + size, features)
+            extra.append(keys)
+        hashes: Sequence[BlockHash] = request.block_hashes
+        lora = request.lora_request
+        return Blocks(
+            hashes=list(hashes[first:stop]),
+            parent=hashes[first - 1] if first else None,
+            tokens=array("q", request.all_token_ids[first * size : stop * size]),
+            extra_keys=extra,
             lora_id=lora.adapter_id if lora else None,
-            medium=MEDIUM_CPU,
             lora_name=lora.name if lora else None,
+            session=request.session_id,
+        )
+
+    def _announce(self, group: int, blocks: Blocks) -> None:
+        """Announce those of `blocks` that no other chunk holds."""
+        self._held.update((group, key) for key in blocks.hashes)
+        new = [i for i, key in enumerate(blocks.hashes) if self._held[group, key] == 1]
+        if not new:
+            return
+        at = new[0]  # what is held already is the beginning: other chunks hold prefixes
+        parent = blocks.hashes[at - 1] if at else blocks.parent
+        kind, window = self._kinds[group]
+        self._add(BlockStored(
+            block_hashes=[maybe_convert_block_hash(key) for key in blocks.hashes[at:]],
+            parent_block_hash=maybe_convert_block_hash(parent) if parent is not None else None,
+            token_ids=blocks.tokens[at * self._hash_tokens :].tolist(),
+            block_size=self._hash_tokens,
+            lora_id=blocks.lora_id,
+            medium=MEDIUM_CPU,
+            lora_name=blocks.lora_name,
+            extra_keys=to_event_extra_keys(blocks.extra_keys[at:]),
             group_idx=group,
+            kv_cache_spec_kind=kind,
+            kv_cache_spec_sliding_window=window,
+            session_id=blocks.session,
         ))  # fmt: skip
 
     def _add(self, event: KVCacheEvent) -> None:

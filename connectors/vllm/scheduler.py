@@ -117,6 +117,7 @@ class SchedulerSide:
             new_id=self._new_job_id,
             watch=self._tell.stage_moved if self.trace.detail else None,
             stores=self._saves,
+            published=self._published,
         )
 
     # ---- vLLM's calls, in the order of a request's life -----------------------------------------------------------
@@ -125,6 +126,8 @@ class SchedulerSide:
         """Remember the cache manager: the truth about block tables."""
         self._manager = self._saving.manager = self._stale.manager = manager
         self.weights.watch_resets(manager)
+        if self.events is not None:
+            self.events.watch(manager)
 
     def announce(self, events: KvEvents) -> None:
         """Tell `events` of what can be found from now on."""
@@ -575,6 +578,11 @@ class SchedulerSide:
             tracked.job = 0
             tracked.fire(m.LOAD_FAILED if flight.bad else m.LOADED)
 
+    def _published(self, request: Request, piece: Piece) -> None:
+        """Tell routers of what can be found now, if anybody listens."""
+        if self.events is not None and piece.chunk.marks:  # else another copy was quicker
+            self.events.published(request, piece.chunk, piece.base)
+
     def _land_save(self, flight: Flight) -> None:
         if not flight.bad and not flight.distrusted:
             for piece in flight.pieces:
@@ -582,8 +590,7 @@ class SchedulerSide:
                     self.counters["pieces_published"] += 1
                     if self.staging is not None:
                         self.staging.stores.landed(flight.tracked, piece.chunk, piece.stop)
-                    if self.events is not None and piece.chunk.marks:  # else another copy was quicker
-                        self.events.published(flight.tracked.request, piece)
+                    self._published(flight.tracked.request, piece)
             return
         self.counters.fault("save_failed", request=flight.job.request, job=flight.job.id)
         for piece in flight.pieces:

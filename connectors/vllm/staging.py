@@ -85,11 +85,15 @@ class Staging:
         new_id: Callable[[], int],
         watch: Watch | None,
         stores: bool,
+        published: Callable[[Request, Piece], object],
     ) -> None:
-        """`stores`: whether this engine writes to tiers. Nothing is asked before `space` has a name."""
+        """`stores`: whether this engine writes to tiers. Nothing is asked before `space` has a name.
+
+        `published` hears of what has come from a tier and can be found now, and of a request with that prefix.
+        """
         self.finder, self._catalog, self._prefixes, self._geometry = finder, catalog, prefixes, geometry
         self._ranks, self._lookup_s_max = ranks, lookup_ms_max / 1000
-        self._counters, self._new_id, self._watch = counters, new_id, watch
+        self._counters, self._new_id, self._watch, self._published = counters, new_id, watch, published
         self.space = Namespace()
         self.stores = Storing(
             finder,
@@ -348,7 +352,8 @@ class Staging:
             self._catalog.lost(piece)
             self._counters["chunks_not_fetched"] += 1
         else:
-            self._catalog.landed(piece)
+            if self._catalog.landed(piece):
+                self._published(carriage.stages[0].request, piece)
             self._counters["chunks_fetched"] += 1
         there = self._catalog.find(order.group, piece.key)
         for stage in carriage.stages:

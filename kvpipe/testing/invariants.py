@@ -325,6 +325,35 @@ def catalog_is_consistent(watched: Watched) -> Iterator[str]:
         yield str(e)
 
 
+@invariant(
+    2,
+    10,
+    says="Who hears KV cache events alone, and hashes what they say, knows exactly the blocks that can be found.",
+)
+def events_are_the_catalog(watched: Watched) -> Iterator[str]:
+    """A router's index against the chunks of every group, as far as each can be found."""
+    trial, router = watched.trial, watched.trial.router
+    events = trial.side.events
+    if router is None or events is None:
+        return
+    router.hear(trial.scheduler.kv_cache_manager.take_events())  # what no step was there to publish
+    router.hear(events.take())
+    yield from router.problems
+    router.problems.clear()
+    geometry = trial.side.geometry
+    for group in range(len(geometry.groups)):
+        held: set[bytes] = set()
+        for chunk in set(trial.side.catalog.index(group).values()):
+            key: bytes | None = chunk.marks[-1].key
+            for _ in range(chunk.marks[-1].units * events.blocks_per_unit):
+                if key is not None:
+                    held.add(key)
+                    key = trial.before.get(key)
+        heard = router.index.get(("CPU", group), set())
+        if held != heard:
+            yield f"group {group}: {len(held - heard)} blocks are not announced, {len(heard - held)} not held"
+
+
 @invariant(2, says="Every rank reports every job once.")
 def jobs_are_reported_once(watched: Watched) -> Iterator[str]:
     """The scheduler side's count of reports about jobs that it does not know."""

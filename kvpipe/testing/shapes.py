@@ -44,6 +44,7 @@ class Shape(NamedTuple):
     `tiers`: dictionaries beyond memory, which the ranks share.
     `fresh`: the slots of the ranks' pools become ready one by one, beside the steps.
     `sibling`: under vLLM's MultiConnector, behind a connector whose asynchronous loads fail.
+    `events`: vLLM publishes KV cache events, and a router listens.
     `failing`: loads may fail; off where vLLM's own recovery is known to answer wrongly.
     """
 
@@ -66,6 +67,7 @@ class Shape(NamedTuple):
     fresh: bool = False
     policy: str = "lru"
     sibling: bool = False
+    events: bool = False
 
     @property
     def async_loads(self) -> bool:
@@ -86,17 +88,17 @@ class Shape(NamedTuple):
         }  # fmt: skip
 
 
-_HYBRID = Shape(windows=(None, 2 * BLOCK), blocks=24, pool_slots=24)
+_HYBRID = Shape(windows=(None, 2 * BLOCK), blocks=24, pool_slots=24, events=True)
 SHAPES: dict[str, Shape] = {
     "sync": Shape(load="sync"),
-    "async-load": Shape(load="async", policy="s3fifo"),
+    "async-load": Shape(load="async", policy="s3fifo", events=True),
     "step-mode": Shape(load="sync", mode="step"),
     "either-load": Shape(load="auto"),
     "hybrid": _HYBRID,
     "window": Shape(windows=(2 * BLOCK,)),
     "fresh-pool": Shape(ranks=2, fresh=True),
     "device-order": Shape(load="sync", device=True, layers_per_group=4),
-    "two-ranks": Shape(load="sync", ranks=2, layers_per_group=4),
+    "two-ranks": Shape(load="sync", ranks=2, layers_per_group=4, events=True),
     "two-ranks-async-load": Shape(load="async", ranks=2, v2=True),
     "drafts": Shape(load="sync", drafts=3, deferred=True),
     "drafts-async-load": Shape(load="async", drafts=2, ranks=2),
@@ -111,7 +113,7 @@ SHAPES: dict[str, Shape] = {
     "async-scheduler-hybrid": _HYBRID._replace(asynchronous=True, ranks=2),
     "sibling": Shape(sibling=True, tiers=1, pool_slots=6),
     "sibling-async-load": Shape(sibling=True, load="async", asynchronous=True),
-    "tier": Shape(tiers=1, pool_slots=6),
+    "tier": Shape(tiers=1, pool_slots=6, events=True),
     "tier-fresh-pool": Shape(asynchronous=True, tiers=1, fresh=True, failing=False),
     "two-tiers": Shape(tiers=2, ranks=2, load="async", pool_slots=6),
     "async-scheduler-tier": Shape(
@@ -140,6 +142,7 @@ def make_configs(shape: Shape, connector: Connector = KVPIPE, policy: str = "rec
     from vllm.config import (
         CacheConfig,
         DeviceConfig,
+        KVEventsConfig,
         KVTransferConfig,
         ModelConfig,
         SchedulerConfig,
@@ -178,6 +181,7 @@ def make_configs(shape: Shape, connector: Connector = KVPIPE, policy: str = "rec
             ),
             cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
             speculative_config=drafts,
+            kv_events_config=KVEventsConfig(enable_kv_cache_events=shape.events, publisher="null"),
             kv_transfer_config=KVTransferConfig(
                 kv_connector=connector.name,
                 kv_role="kv_both",

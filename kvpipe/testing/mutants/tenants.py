@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from kvpipe.testing.mutants.base import PREFIXES, SCHEDULER, Mutant, Patch, one
+from kvpipe.testing.mutants.base import PREFIXES, SCHEDULER, STAGING, Mutant, Patch, one
 
 _TENANTS, _GUESSING = "tests/contract/test_tenants.py", "tests/tiers/test_guessing.py"
-_SEALER = "kvpipe.tiers.envelope:Sealer"
+_SEALER, _EVENTS = "kvpipe.tiers.envelope:Sealer", "kvpipe.connectors.vllm.kv_events:KvEvents"
+_HEARD = "events_are_the_catalog"
 
 MUTANTS: dict[str, Mutant] = {
     "a_miss_tells_of_another_salt": Mutant(
@@ -43,5 +44,35 @@ MUTANTS: dict[str, Mutant] = {
         "What was stored before the encryption key was changed is not found any more.",
         one(_SEALER, "names", "or (key,)", "[:0] or (next(iter(self._ring.values())).name(key),) * self.ways"),
         test=f"{_GUESSING}::test_a_key_is_changed_while_values_are_kept[disk]",
+    ),
+    "events_without_extra_keys": Mutant(
+        "Routers take salted, LoRA and image blocks for plain ones.",
+        one(_EVENTS, "_announce", "to_event_extra_keys(blocks.extra_keys[at:])", "None"),
+        shape="hybrid",
+        by=_HEARD,
+    ),
+    "events_of_one_group": Mutant(
+        "Blocks of every cache group are announced as the first one's.",
+        one(_EVENTS, "_announce", "group_idx=group", "group_idx=0"),
+        shape="hybrid",
+        by=_HEARD,
+    ),
+    "fetched_chunks_are_not_announced": Mutant(
+        "What comes from a tier can be found, and no router hears of it.",
+        one(STAGING, "_landed", "self._published(carriage.stages[0].request, piece)", "pass"),
+        shape="tier",
+        by=_HEARD,
+    ),
+    "routers_forget_with_vllms_cache": Mutant(
+        "vLLM empties its own cache, and nobody says that kvpipe still holds what it held.",
+        one(_EVENTS, "watch", "if done:", "if False:"),
+        shape="async-load",
+        by=_HEARD,
+    ),
+    "a_block_goes_with_its_first_chunk": Mutant(
+        "A block is removed when one of the chunks that hold it is dropped.",
+        one(_EVENTS, "dropped", "if not self._held[chunk.group, key]:", "if self._held[chunk.group, key] >= 0:"),
+        shape="async-load",
+        by=_HEARD,
     ),
 }

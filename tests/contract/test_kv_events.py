@@ -1,0 +1,170 @@
+"""What KV cache events say of blocks whose hash covers more than tokens: a router makes the same hashes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+import torch
+
+from kvpipe.catalog import Catalog, Chunk
+from kvpipe.connectors.vllm.kv_events import KvEvents
+from kvpipe.policy import make_policy
+from kvpipe.testing.router import Router
+from kvpipe.testing.shapes import BLOCK, SHAPES, make_configs
+from kvpipe.trace.log import Counters
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+BLOCKS, PATH = 8, "/adapters/french"
+
+
+def request_of(**more: Any) -> Request:
+    """A request of `BLOCKS` blocks."""
+    from vllm import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(BLOCK, sha256)
+    tokens = None if "prompt_embeds" in more else list(range(BLOCKS * BLOCK))
+    return Request("r", tokens, SamplingParams(max_tokens=8), None, block_hasher=hasher, **more)
+
+
+def image(name: str, offset: int, length: int) -> Any:
+    """An image in a prompt."""
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+
+    return MultiModalFeatureSpec(None, "image", name, PlaceholderRange(offset, length))
+
+
+def lora() -> Any:
+    """An adapter."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest("french", 1, PATH)
+
+
+KINDS: dict[str, Any] = {
+    "plain": dict,
+    "salt": lambda: {"cache_salt": "alice"},
+    "adapter": lambda: {"lora_request": lora()},
+    "images": lambda: {"mm_features": [image("cat", 40, 100), image("dog", 150, 20), image("cat", 200, 30)]},
+    "embeddings": lambda: {"prompt_embeds": torch.rand(BLOCKS * BLOCK, 4)},
+    "all": lambda: {
+        "cache_salt": "bob", "lora_request": lora(), "mm_features": [image("cat", 0, BLOCKS * BLOCK)], "session_id": "s"
+    },
+}  # fmt: skip
+
+
+def wired(events: list[Any]) -> list[Any]:
+    """What a subscriber decodes."""
+    from vllm.distributed.kv_events import KVEventBatch
+
+    batch = msgspec.msgpack.encode(KVEventBatch(ts=0.0, events=events))
+    return msgspec.msgpack.decode(batch, type=KVEventBatch).events
+
+
+class Told:
+    """A catalog of chunks of four blocks, its events and a router that hears them."""
+
+    def __init__(self) -> None:
+        """Nothing is held."""
+        self.catalog = Catalog(8, 2, make_policy("lru", 8), Counters())
+        self.events = KvEvents(make_configs(SHAPES["hybrid"])[1], BLOCK, BLOCK)
+        self.catalog.on_drop = self.events.dropped
+        self.router = Router({"french": PATH})
+        self.heard: list[Any] = []
+
+    def save(self, request: Request, pieces: Iterator[tuple[int, int]], group: int = 0) -> list[Chunk]:
+        """Save blocks piece by piece, in chunks of four."""
+        chunks: dict[int, Chunk] = {}
+        for start, stop in pieces:
+            base = start // 4 * 4
+            chunk = chunks.setdefault(base, self.catalog.reserve(group) if start == base else chunks.get(base))  # type: ignore[arg-type]
+            piece = self.catalog.write(chunk, stop - base, request.block_hashes[stop - 1], keep=False, base=base)
+            if self.catalog.landed(piece) and chunk.marks:
+                self.events.published(request, chunk, base)
+        return list(chunks.values())
+
+    def hear(self) -> list[Any]:
+        """Let the router hear what is new."""
+        self.heard = wired(self.events.take())
+        self.router.hear(self.heard)
+        assert self.router.problems == []
+        return self.heard
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("pieces", [[(0, 4), (4, 8)], [(0, 1), (1, 2), (2, 4), (4, 7), (7, 8)]], ids=["whole", "grown"])
+def test_a_router_makes_the_same_hashes(kind: str, pieces: list[tuple[int, int]]) -> None:
+    """Of tokens and extra keys, for every block and group, however the chunks were filled."""
+    request = request_of(**KINDS[kind]())
+    told = Told()
+    for group in range(2):
+        told.save(request, iter(pieces), group)
+    stored = told.hear()
+    for group, (spec, window) in enumerate([("full_attention", None), ("sliding_window", 2 * BLOCK)]):
+        assert told.router.index["CPU", group] == set(request.block_hashes)
+        mine = [one for one in stored if one.group_idx == group]
+        assert {(one.kv_cache_spec_kind, one.kv_cache_spec_sliding_window) for one in mine} == {(spec, window)}
+        assert {one.session_id for one in mine} == {request.session_id}
+    keys = [told.router.extra_keys[one] for one in request.block_hashes]
+    assert any(keys) == (kind != "plain")
+    told.catalog.reset()
+    told.hear()
+    assert not any(told.router.index.values())
+
+
+def test_they_are_vllms_own_words() -> None:
+    """For one prefix vLLM's block pool says the same of each block, but for the medium."""
+    from vllm.v1.core.block_pool import BlockPool
+
+    for kind in set(KINDS) - {"embeddings"}:
+        request = request_of(**KINDS[kind]())
+        pool = BlockPool(16, enable_caching=True, hash_block_size=BLOCK, enable_kv_cache_events=True)
+        pool.cache_full_blocks(request, pool.get_new_blocks(BLOCKS), 0, BLOCKS, BLOCK, 0)
+        (theirs,) = pool.take_events()
+        told = Told()
+        told.save(request, iter([(0, 4), (4, 8)]))
+        first, second = told.events.take()
+        for field in ("block_hashes", "token_ids", "extra_keys"):
+            assert getattr(first, field) + getattr(second, field) == getattr(theirs, field), (kind, field)
+        for field in ("lora_id", "lora_name", "block_size", "group_idx", "session_id", "parent_block_hash", "locality"):
+            assert getattr(first, field) == getattr(theirs, field), (kind, field)
+        assert second.parent_block_hash == first.block_hashes[-1]
+
+
+def test_a_block_is_held_as_long_as_any_chunk_holds_it() -> None:
+    """It is announced once and removed with the last; vLLM's own reset leaves consumers knowing what is held."""
+    request, told = request_of(), Told()
+    (short,) = told.save(request, iter([(0, 2)]))
+    (longer,) = told.save(request, iter([(0, 3)]))
+    assert [len(one.block_hashes) for one in told.hear()] == [2, 1]
+    told.catalog._drop(short, "evicted")
+    assert told.hear() == []
+    told.events.cleared()
+    told.router.index.clear()
+    assert [len(one.block_hashes) for one in told.hear()] == [3]
+    told.catalog._drop(longer, "evicted")
+    assert [type(one).__name__ for one in told.hear()] == ["BlockRemoved"]
+    assert told.router.index["CPU", 0] == set()
+
+
+def test_what_was_not_found_is_not_announced() -> None:
+    """Another copy was quicker: what a chunk holds beyond its marks is not said to be held by it."""
+    request, told = request_of(), Told()
+    (slow,) = told.save(request, iter([(0, 1)]))
+    piece = told.catalog.write(slow, 2, request.block_hashes[1], keep=False)
+    (quick,) = told.save(request, iter([(0, 2)]))
+    assert told.catalog.landed(piece)
+    told.events.published(request, slow, 0)
+    told.hear()
+    told.catalog._drop(quick, "evicted")
+    told.hear()
+    assert told.router.index["CPU", 0] == {request.block_hashes[0]}
+    assert slow.marks[-1].units == 1

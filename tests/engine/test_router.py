@@ -1,0 +1,60 @@
+"""A prefix-aware router beside a real engine: all that it knows it has from the engine's KV cache events."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvpipe.testing.router import Router
+from tests.engine.common import assert_clean, engine, prompt
+from tests.engine.test_models import _make_lora
+
+pytestmark = pytest.mark.engine
+
+
+def test_a_router_tells_salts_and_adapters_apart(tmp_path: Path) -> None:
+    """It makes the block hashes itself, of each request, finds each where it is, and goes on after vLLM's own reset."""
+    from vllm import SamplingParams
+    from vllm.config import KVEventsConfig
+    from vllm.distributed.kv_events import KVEventBatch
+    from vllm.lora.request import LoRARequest
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+    from vllm.v1.request import Request
+
+    adapter = LoRARequest("french", 1, str(_make_lora(tmp_path / "french", 1)))
+    router = Router({"french": adapter.lora_path})
+
+    def publish(batch: KVEventBatch) -> None:
+        router.hear(msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=KVEventBatch).events)
+
+    told = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    options: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2, "kv_events_config": told}
+    tokens, hasher = prompt(130, 1), get_request_block_hasher(32, sha256)
+    with engine(kvpipe={"chunk_tokens": 64}, enable_prefix_caching=True, **options) as live:
+        live.scheduler.kv_event_publisher.publish = publish  # type: ignore[method-assign, assignment]
+        asked: list[dict[str, Any]] = [{}, {"salt": "alice"}, {"lora": adapter}, {"salt": "bob", "lora": adapter}]
+        blocks: list[set[bytes]] = []
+        for one in asked:
+            live.generate([tokens], 2, **one)
+            live.settle()
+            named = Request(
+                "named", tokens, SamplingParams(), None,
+                block_hasher=hasher, cache_salt=one.get("salt"), lora_request=one.get("lora"),
+            )  # fmt: skip
+            blocks.append(set(named.block_hashes))
+        assert router.problems == []
+        for medium in ("CPU", "GPU"):
+            assert router.index[medium, 0] == set().union(*blocks)
+        assert len(router.index["CPU", 0]) == 4 * len(asked), "no block is another's"
+        assert live.llm.reset_prefix_cache()
+        live.generate([prompt(40, 2)], 2)
+        live.settle()
+        assert router.problems == []
+        assert set().union(*blocks) <= router.index["CPU", 0], "kvpipe's blocks are announced again"
+        assert not set().union(*blocks) & router.index["GPU", 0]
+        live.generate([tokens], 2, **asked[3])
+        assert assert_clean(live)["tokens_loaded"] == 128
