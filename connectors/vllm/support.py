@@ -100,6 +100,8 @@ def identity(config: VllmConfig, cache: KVCacheConfig, geometry: Geometry) -> di
         "format": FORMAT_VERSION,
         "model_config": hashlib.sha256(json.dumps(_model_facts(model.hf_config), sort_keys=True).encode()).hexdigest(),
         "model_dtype": str(model.dtype),
+        # rotary factors (LongRoPE) and the temperature of attention (Llama 4) follow from it; -1: fitted after
+        "max_model_len": [model.max_model_len, getattr(model, "original_max_model_len", None) == -1],
         "quantization": str(model.quantization),
         "kv_cache_dtype": str(cc.cache_dtype),
         "kv_cache_layout": str(cache.kv_cache_layout),

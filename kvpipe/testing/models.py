@@ -44,6 +44,20 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"] * 3,
         },
     ),
+    # its rotary factors are those of long prompts if the engine takes more than 512 tokens, of short ones if not
+    "phi3-longrope": (
+        "Phi3",
+        {
+            "max_position_embeddings": 2048,
+            "original_max_position_embeddings": 512,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0] * 16,
+                "long_factor": [4.0] * 16,
+            },
+        },
+    ),
     # a prefix-LM: the tokens of a prompt attend to each other in both directions
     "prefix-lm": (
         "HrmText",

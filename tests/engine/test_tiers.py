@@ -68,6 +68,18 @@ def test_restart_with_disk(tmp_path: Path, recipe: str) -> None:
     assert "worker.chunk_damaged" not in stats
 
 
+def test_the_longest_prompt_is_part_of_the_name(tmp_path: Path) -> None:
+    """Rotary factors may follow from `max_model_len`: engines that differ in it find nothing of each other."""
+    asked = [prompt(300, 65)]
+    for tokens_max, hits in ((512, 0), (1024, 0), (512, 288)):
+        options = OWN | {"max_model_len": tokens_max}
+        expected = baseline(asked, TOKENS, "phi3-longrope", **options)
+        with engine("phi3-longrope", _disk(tmp_path), **options) as live:
+            assert live.generate(asked, TOKENS) == expected
+            assert assert_clean(live).get("tokens_loaded", 0) == hits
+    assert expected != baseline(asked, TOKENS, "phi3-longrope", **OWN | {"max_model_len": 1024})
+
+
 @pytest.mark.parametrize("kind", ["disk", "redis", "s3", "mooncake"])
 def test_two_engines_at_once(tmp_path: Path, kind: str) -> None:
     """Two engines share a store while both run: each finds what the other has saved, and both answer the same."""

@@ -28,6 +28,11 @@ MUTANTS: dict[str, Mutant] = {
         one(_MODELS, "check_backends", "if envs.VLLM_BATCH_INVARIANT else ()", "if False else ()"),
         test=f"{_UNIT}::test_batch_invariance_without_hits_only",
     ),
+    "the_longest_prompt_is_not_in_the_name": Mutant(
+        "Engines of one model share a namespace though their max_model_len, and rotary factors with it, differ.",
+        one("kvpipe.connectors.vllm.support", "identity", "model.max_model_len,", "0,"),
+        test="tests/engine/test_tiers.py::test_the_longest_prompt_is_part_of_the_name",
+    ),
     "requests_that_read_nothing_are_looked_up": Mutant(
         "A request whose prompt vLLM computes in full is looked up all the same, and fetched from tiers.",
         one(SCHEDULER, "_why_not", "if tracked.request.skip_reading_prefix_cache:", "if False:"),

@@ -1,0 +1,62 @@
+"""Which models are served: every place where vLLM says that prefixes do not suffice, and every architecture asked."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvpipe.testing import contract, places, registry
+from tests.contract.test_scheduler_versions import FETCH_SECONDS_MAX, fetched
+
+WALK_SECONDS_MAX = 500
+
+
+def test_every_place_is_known() -> None:
+    """The installed vLLM says it where kvpipe knows that it does, once each, and nowhere else."""
+    import vllm
+
+    assert places.scan(Path(vllm.__file__).parent) == dict.fromkeys(places.PLACES, 1)
+
+
+def test_a_new_place_is_found(tmp_path: Path) -> None:
+    """A model that switches the prefix cache off, a layer that looks ahead and an unfit cache are each a place."""
+    (tmp_path / "m.py").write_text(
+        "class New:\n"
+        "    def hook(self, config):\n        config.cache_config.enable_prefix_caching = False\n"
+        "    def other(self, config):\n        config.cache_config.enable_prefix_caching = True\n"
+        "    def get_kv_cache_spec(self, spec):\n        return replace(spec, non_causal=True)\n"
+        "    @property\n    def prefix_cacheable(self):\n        return False\n"
+    )
+    assert set(places.scan(tmp_path)) == {"m.py:New.hook", "m.py:New.get_kv_cache_spec", "m.py:New.prefix_cacheable"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(FETCH_SECONDS_MAX + 60)
+def test_the_places_of_other_supported_releases() -> None:
+    """The same places, and no other, are in the sources of each recorded release that is not installed."""
+    import vllm
+
+    others = [v for v in contract.recorded() if v != contract.package_version(f"version = '{vllm.__version__}'")]
+    assert others
+    for version in others:
+        assert places.scan(fetched(version) / "vllm") == dict.fromkeys(places.PLACES, 1), version
+
+
+@pytest.mark.timeout(WALK_SECONDS_MAX + 30)
+def test_the_page_is_fresh() -> None:
+    """Each architecture of vLLM's registry is given the answer that the page says, whatever the machine."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("KVPIPE_", "VLLM_"))}
+    command = [sys.executable, "-m", registry.__name__, "--print"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=WALK_SECONDS_MAX, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    text = registry.DOCS.read_text(encoding="utf-8")
+    assert done.stdout.endswith(text), "python -m kvpipe.testing.registry"
+    asked = text[text.index("<!-- architectures:begin") :]
+    assert all(f"`{name}`" in asked for name in registry.served())
+    assert all(f"| {answer} |" in asked for answer in (registry.WORKS, registry.UNASKED))
