@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import socketserver
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from kvpipe.tiers.base import Read, TierError, Written
 from kvpipe.tiers.registry import parse_tier
 from tests.tiers.buffers import content, data, get, put, some_key
 from tests.tiers.memory_growth import GROWTH_BYTES_MAX, peak_growth
-from tests.tiers.servers import LOCAL, Server, polite, pretending
+from tests.tiers.servers import LOCAL, Server, certificates, free_port, polite, pretending, serving
 from tests.tiers.world_redis import OTHER, PASSWORD, PASSWORD_ENV, client, name, spec, three
 from tests.tiers.worlds import run
 
@@ -279,3 +281,41 @@ def test_a_port_that_is_shut_is_still_one_error() -> None:
 
         with pretending(polite(lambda _: layout)) as port:
             run(play)
+
+
+# ---- certificates that are replaced ---------------------------------------------------------------------------------
+
+
+def test_certificates_may_be_replaced_while_a_client_runs(tmp_path: Path) -> None:
+    """A server with a new authority's certificate is refused until the client's files are new too; then it is used.
+
+    The same client goes on, without being opened anew. A file that is half written costs errors that name its key.
+    """
+    mine, folders = tmp_path / "mine", [tmp_path / "old", tmp_path / "new"]
+    for folder in folders:
+        folder.mkdir()
+    old, new = map(certificates, folders)
+    shutil.copytree(tmp_path / "old", mine)
+    port = free_port()
+    told = {f"tls_{key}_file": mine / f"{key}.pem" for key in ("ca", "cert", "key")}
+
+    async def play(server: Server) -> None:
+        async with client(port, tls=True, **told) as tier:
+            assert await tier.write([put(1, 65536)]) == [Written.STORED]
+            words = [word.removeprefix("--") for word in new.options]
+            server.ask("CONFIG", "SET", *words)
+            assert await tier.exists([some_key(1)]) == [True], "connections that are there go on"
+            server.ask("CLIENT", "KILL", "TYPE", "normal")
+            with pytest.raises(TierError, match=r"certificate verify failed|no connection"):
+                await tier.exists([some_key(1)])
+            shutil.copy(tmp_path / "new" / "ca.pem", mine)
+            shutil.copy(tmp_path / "new" / "cert.pem", mine)
+            for _ in ("the key is still the old one", "half of a file"):
+                with pytest.raises(TierError, match=r"tls_cert_file=.+, tls_key_file=.+ cannot be used"):
+                    await tier.exists([some_key(1)])
+                (mine / "key.pem").write_bytes(new.key.read_bytes()[:60])
+            shutil.copy(tmp_path / "new" / "key.pem", mine)
+            assert await tier.read([get(1, 65536)]) == [Read.HIT]
+
+    with serving("redis", "--tls-port", str(port), *old.options) as server:
+        run(play, server)

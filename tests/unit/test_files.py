@@ -1,0 +1,87 @@
+"""Small files that others may have a hand in: what is noticed of them, how they are read, how they are replaced."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvpipe import files
+from kvpipe.tiers.disk import DiskSpec
+
+ME = 4711
+
+
+def found(mode: int, uid: int) -> Any:
+    """Return a path of which the system says this."""
+    return SimpleNamespace(stat=lambda: SimpleNamespace(st_mode=mode, st_uid=uid))
+
+
+@pytest.mark.parametrize(
+    ("mode", "uid", "wanted"),
+    [
+        (stat.S_IFREG | 0o600, ME, ""),
+        (stat.S_IFREG | 0o600, 0, ""),
+        (stat.S_IFREG | 0o600, ME + 1, f"it belongs to uid {ME + 1}"),
+        (stat.S_IFREG | 0o640, ME, "its mode 0640 lets others read it"),
+        (stat.S_IFREG | 0o622, ME, "its mode 0622 lets others write it"),
+        (stat.S_IFDIR | 0o755, ME, ""),
+        (stat.S_IFDIR | 0o775, ME, ""),
+        (stat.S_IFDIR | 0o777, ME, "everybody may write to it"),
+        (stat.S_IFDIR | 0o1777, 0, "everybody may write to it"),
+        (stat.S_IFDIR | 0o700, ME + 1, f"it belongs to uid {ME + 1}"),
+        (stat.S_IFIFO | 0o666, ME, ""),
+    ],
+)
+def test_what_others_have_a_hand_in_is_noticed(
+    mode: int, uid: int, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What belongs to somebody else (root apart), what others may read or write, and a folder that is everybody's."""
+    monkeypatch.setattr(os, "geteuid", lambda: ME)
+    assert files.doubts(found(mode, uid)) == wanted
+
+
+def test_what_is_not_there_raises_no_doubts(tmp_path: Path) -> None:
+    """It will be made."""
+    assert files.doubts(tmp_path / "none") == files.doubts(Path("a\0b")) == ""
+
+
+def test_a_tier_in_everybodys_folder_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder that everybody may write to is used, and the log says so with the remedy; a private one is not told."""
+    for mode in (0o777, 0o700):
+        tmp_path.chmod(mode)
+        DiskSpec.model_validate({"path": tmp_path, "bytes_max": 1 << 20}).make("disk")
+        said = "".join(capsys.readouterr())
+        assert ("everybody may write to it" in said and "encryption_key_file" in said) == (mode == 0o777)
+
+
+@pytest.mark.parametrize("size", [0, 1, 4095, 4096])
+def test_a_file_is_read_up_to_its_bound(size: int, tmp_path: Path) -> None:
+    """A file of the bound's length is read whole, also through a link; a longer one is refused."""
+    (tmp_path / "file").write_bytes(b"x" * size)
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    for name in ("file", "link"):
+        assert files.read_small(tmp_path / name, 4096) == b"x" * size
+    if size:
+        with pytest.raises(files.OddFileError, match=f"it is longer than {size - 1} bytes"):
+            files.read_small(tmp_path / "file", size - 1)
+
+
+def test_what_cannot_be_replaced_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When writing fails in the middle the old content stands, and no draft is left behind."""
+    path = tmp_path / "file"
+    files.replace_text(path, "old")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+    def failing(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", failing)
+    with pytest.raises(OSError, match="No space left"):
+        files.replace_text(path, "new")
+    assert [*tmp_path.iterdir()] == [path]
+    assert path.read_text("utf-8") == "old"
