@@ -5,15 +5,17 @@ KVPIPE ?= {}
 ARGS ?=
 PROFILE ?= default
 SECONDS_MAX ?= 3600
+REQUESTS ?= 20000
 MUTANTS ?=
 .DEFAULT_GOAL := help
-.PHONY: help setup programs demo test test-fast fuzz mutants bench bench-gpu serve lint format lock contract
+.PHONY: help setup programs demo test test-fast fuzz mutants soak bench bench-gpu serve lint format lock contract
 
 help:
 	@echo "make demo    a real vLLM engine with and without kvpipe, side by side"
 	@echo "make test [PROFILE=default|ci|nightly]   every test"
 	@echo "make fuzz [SECONDS_MAX=3600]   vLLM's real scheduler with random moves; goes on where the last run ended"
 	@echo "make mutants [MUTANTS='NAME …']   bugs put back in, one at a time: the tests must find each"
+	@echo "make soak [REQUESTS=20000]   a real engine with and without kvpipe: does what the process holds stay the same?"
 	@echo "make bench   the benchmarks: a table and docs/results/*.json"
 	@echo "make bench-gpu   the CUDA data plane, and a real vLLM on CUDA; needs an NVIDIA GPU"
 	@echo "make serve MODEL=... [KVPIPE='{\"chunk_tokens\": 512}'] [ARGS=...]   the OpenAI-compatible server with kvpipe on"
@@ -41,6 +43,9 @@ fuzz: setup
 mutants: setup
 	$(PY) -m kvpipe.testing.mutate $(MUTANTS) --sequences property_tests/regressions --json docs/results/mutants.json
 	$(PY) -m kvpipe.testing.page
+
+soak: setup
+	$(PY) -m kvpipe.testing.soak --requests $(REQUESTS) --json docs/results/soak.json
 
 bench: setup programs
 	$(PY) -m benchmarks

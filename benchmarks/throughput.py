@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
 from statistics import median
 
-from vllm.distributed.kv_transfer import kv_transfer_state
-
+from benchmarks import fresh
+from benchmarks.fresh import without_connector
 from benchmarks.report import Figure
 from benchmarks.warm import bind_cores
 from benchmarks.warm import prompt as make_prompt
@@ -23,20 +22,10 @@ LOADS = {
 }
 
 
-@contextlib.contextmanager
-def without_connector(engine: Engine) -> Iterator[None]:
-    """Take the connector out of the idle engine, on both sides, as if it had been started without one."""
-    connector, group = engine.scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT
-    engine.scheduler.connector = kv_transfer_state._KV_CONNECTOR_AGENT = None
-    try:
-        yield
-    finally:
-        engine.scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT = connector, group
-
-
 def run() -> list[Figure]:
     """Median of the ratios of neighbouring runs in one engine: equal engines differ by more than the limit."""
     bind_cores()
+    first = fresh.run()  # in a process that has touched little memory yet
     engine = Engine(str(make_model("serving")), kvpipe={"pool_bytes_max": "2GiB"}, num_gpu_blocks_override=600)
     seconds: dict[tuple[str, bool], list[float]] = {(load, on): [] for load in LOADS for on in (False, True)}
     seed = 0
@@ -54,7 +43,7 @@ def run() -> list[Figure]:
     saved = engine.connector.stats()["slots_used"]
     engine.close()
     assert saved > PAIRS * sum(n for n, *_ in LOADS.values()), "kvpipe saved what it was measured with"
-    out = []
+    out = first
     for load, (requests, prompt, answer, least) in LOADS.items():
         plain, piped = seconds[load, False], seconds[load, True]
         ratio = median(a / b for a, b in zip(plain, piped, strict=True))

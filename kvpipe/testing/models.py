@@ -104,6 +104,18 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
             "initializer_range": 0.05,
         },
     ),
+    # as small as a real model can be: what a step costs is vLLM's and kvpipe's own work
+    "soak": (
+        "Llama",
+        {
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+        },
+    ),
     # realistic KV size, 16 layers x (K and V) x 8 heads x 128 x float32 = 128 KiB per token; compute a CPU can afford
     "big-kv": (
         "Llama",

@@ -64,10 +64,11 @@ class World:
         ranks: int = 1,
         loads: bool = True,
         load: str = "auto",
+        touch: str = "use",
         trace: Recorder = OFF,
     ) -> None:
         """An empty cache."""
-        settings = load_settings({"load": load, "pool_touch": "use"})
+        settings = load_settings({"load": load, "pool_touch": touch})
         geometry = make_geometry(windows, chunk_units, slots)
         self.ranks, self.groups, self.free = ranks, len(windows), 1 << 20
         self.side = SchedulerSide(

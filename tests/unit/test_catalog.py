@@ -251,3 +251,37 @@ def test_a_chunk_grows_again_after_a_lost_piece() -> None:
     assert catalog.landed(again)
     assert catalog.find(0, b"12") is chunk
     catalog.check_integrity()
+
+
+def test_only_slots_that_are_ready_are_handed_out() -> None:
+    """What is not ready is neither free nor used; before it is, something older makes room."""
+    catalog = Catalog(4, 1, Lru(), Counters(), ready=0)
+    assert catalog.reserve(0) is None
+    catalog.use_more(2)
+    for key in (b"a", b"b", b"c"):
+        _publish(catalog, key)
+        catalog.check_integrity()
+    assert (catalog.used, catalog.ready) == (2, 2)
+    assert (catalog.known(0, b"a"), catalog.known(0, b"c")) == (False, True)
+    catalog.use_more(1)  # late news
+    assert catalog.ready == 2
+    catalog.use_more(9)
+    assert (catalog.used, catalog.ready) == (2, 4)
+    _publish(catalog, b"d")
+    _publish(catalog, b"e")
+    assert catalog.known(0, b"b")
+    assert {chunk.slot for chunk in catalog.index(0).values()} == {0, 1, 2, 3}
+    catalog.check_integrity()
+
+
+def test_a_slot_that_was_used_is_used_again_first() -> None:
+    """Its memory is in the caches of the processor, and nobody has to make more of it."""
+    catalog = Catalog(8, 1, Lru(), Counters(), ready=2)
+    _publish(catalog, b"a")
+    chunk = catalog.reserve(0)
+    assert chunk is not None
+    catalog.abandon(chunk)
+    catalog.use_more(8)
+    again = catalog.reserve(0)
+    assert again is not None
+    assert again.slot == chunk.slot

@@ -410,3 +410,16 @@ def test_a_later_job_is_waited_for_beside_a_lost_one() -> None:
     assert bool(world.side.pending)
     world.succeed(job)
     assert not bool(world.side.pending)
+def test_slots_are_used_when_every_rank_has_them_ready() -> None:
+    """A rank that has said nothing, or has got less far than others, holds all of them back."""
+    side = World(ranks=2, slots=8, touch="ahead").side
+    assert side.catalog.ready == 0
+    side.slots_ready({0: 5})
+    assert side.catalog.ready == 0
+    side.slots_ready({1: 3})
+    assert side.catalog.ready == 3
+    side.slots_ready({})
+    side.slots_ready({0: 8})
+    assert side.catalog.ready == 3
+    side.slots_ready({1: 8})
+    assert side.stats()["slots_ready"] == side.totals()["pool_chunks_ready"][""] == 8

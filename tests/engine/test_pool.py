@@ -1,0 +1,114 @@
+"""The pool on a real engine: ready before it is used, no larger than memory is, and out of the reach of children."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from kvpipe.connectors.vllm import worker
+from kvpipe.headroom import Room
+from kvpipe.testing.engine import Engine
+from kvpipe.tiers import ready
+from kvpipe.tiers.ready import Readier
+from kvpipe.trace.events import PoolReady, PoolShort
+from kvpipe.trace.reader import Trace
+from tests.engine.common import assert_clean, baseline, engine, prompt
+
+PROMPTS = [prompt(300, seed) for seed in range(4)]
+POOL = {"pool_bytes_max": "192MiB"}
+CHILD_S_MAX = 30.0
+
+
+def wait_for(live: Engine, slots: int) -> None:
+    """Step until the scheduler's side may use so many slots."""
+    limit = time.monotonic() + CHILD_S_MAX
+    while live.connector.stats()["slots_ready"] < slots:
+        assert time.monotonic() < limit, live.connector.stats()
+        live.generate([prompt(3, 99)], 1)
+
+
+def test_the_whole_pool_becomes_ready(trace_file: Path) -> None:
+    """The scheduler's side knows of the first piece from the start and of all when it is there; the trace says so."""
+    wanted = baseline(PROMPTS, 8)
+    with engine(kvpipe=POOL) as live:
+        at_start = live.connector.stats()["slots_ready"]
+        assert at_start > 0
+        slots = live.connector.stats()["slots"]
+        wait_for(live, slots)
+        assert live.generate(PROMPTS, 8) == wanted
+        assert_clean(live)
+    told = [event for event in Trace(trace_file) if isinstance(event, PoolReady)]
+    assert [event.slots for event in told] == [slots]
+
+
+def test_a_pool_that_the_machine_has_no_memory_for(monkeypatch: pytest.MonkeyPatch, trace_file: Path) -> None:
+    """The engine serves from what fits, evicts beyond it, says so once, and takes more when memory is back."""
+    monkeypatch.setattr(ready, "SHORT_S", 0.01)
+    plenty, short = Room(1 << 40, 1 << 40, "plenty"), Room(1 << 20, 1 << 40, "a limit")
+    rooms = [plenty]  # enough for the first piece
+    made = functools.partial(Readier, room=lambda: rooms.pop() if rooms else short)
+    monkeypatch.setattr(worker, "Readier", made)
+    many = [prompt(900, 50 + seed) for seed in range(8)]
+    wanted = baseline(many, 4)
+    with engine(kvpipe=POOL | {"chunk_tokens": 32}) as live:
+        stats = live.connector.stats()
+        assert 0 < stats["slots_ready"] < stats["slots"]
+        assert live.generate(many, 4) == wanted
+        assert live.connector.stats()["slots_ready"] == stats["slots_ready"]
+        rooms.extend([plenty] * 100)
+        wait_for(live, stats["slots"])
+        assert_clean(live)
+    told = [event for event in Trace(trace_file) if isinstance(event, (PoolShort, PoolReady))]
+    assert [type(event) for event in told] == [PoolShort, PoolReady]
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_fork_of_a_live_engine() -> None:
+    """A child that is forked while copies are under way and ends, with or without clean-up, changes nothing here."""
+    wanted = baseline(PROMPTS, 24)
+    with engine(kvpipe=POOL, enable_prefix_caching=False) as live:
+        live.generate(PROMPTS[:2], 4)
+        for clean in (True, False, True):
+            ids = [live.add(one, 24) for one in PROMPTS]
+            live.step()
+            child = os.fork()
+            if not child:
+                _end_of_child(live, clean=clean)
+            outputs = live.drain()
+            assert [list(outputs[i].outputs[0].token_ids) for i in ids] == wanted
+            assert _ended(child) == 0, "the child was killed, or hung"
+        assert live.connector.stats()["tokens_loaded"] > 0
+        side = live.worker_connector.worker
+        assert side is not None
+        assert side.pipeline is not None
+        assert side.pipeline.alive
+        assert_clean(live)
+
+
+def _end_of_child(live: Engine, *, clean: bool) -> None:
+    """What a child does that is none of the engine's business, up to a collection of all garbage and the end."""
+    code = 1
+    try:
+        if clean:
+            gc.collect()
+            live.connector.stats()
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _ended(child: int) -> int:
+    limit = time.monotonic() + CHILD_S_MAX
+    while time.monotonic() < limit:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return status
+        time.sleep(0.01)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    return -1

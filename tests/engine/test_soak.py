@@ -1,0 +1,92 @@
+"""What the process holds does not grow with requests: the short form of `make soak`, and what that says."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+
+from kvpipe.connectors.vllm.tracked import Tracked
+from kvpipe.testing import soak
+from kvpipe.testing.soak import Sample, player, plot, slope, table, verdict
+
+REQUESTS = 160
+BLOCKS_PER_REQUEST_MAX = 40.0
+"""Of Python's memory: keys of evicted chunks, of which so many thousand are remembered, are a dozen."""
+
+
+def kinds() -> Counter[str]:
+    """Return how many objects there are of each of kvpipe's classes."""
+    gc.collect()
+    return Counter(type(one).__qualname__ for one in gc.get_objects() if type(one).__module__.startswith("kvpipe"))
+
+
+def test_nothing_grows_with_requests() -> None:
+    """With a full pool as many objects, threads and files are held after so many more requests, and nothing is open."""
+    with player({"pool_bytes_max": "1MiB", "tiers": []}) as one:
+        one.play(REQUESTS)
+        before, objects = one.sample(), kinds()
+        one.play(2 * REQUESTS)
+        after, more = one.sample(), kinds() - objects
+        assert before.slots_used == after.slots_used
+        assert after.preemptions > before.preemptions > 0
+        assert after.loaded_tokens > before.loaded_tokens > 0
+        assert (after.leases, after.tracked, after.jobs, after.faults) == (0, 0, 0, 0)
+        assert sum(more.values()) <= after.slots_used // 8, more  # chunks have one mark, or some more
+        assert (after.threads, after.descriptors) == (before.threads, before.descriptors)
+        assert (after.python_blocks - before.python_blocks) / (2 * REQUESTS) < BLOCKS_PER_REQUEST_MAX
+
+
+def test_what_leaks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An object that is kept for every request is found by the count of objects."""
+    kept: list[Tracked] = []
+    with player({"pool_bytes_max": "1MiB", "tiers": []}) as one:
+        side = one.engine.connector.scheduler
+        assert side is not None
+        finish = side._finish
+
+        def leak(tracked: Tracked) -> None:
+            kept.append(tracked)
+            finish(tracked)
+
+        monkeypatch.setattr(side, "_finish", leak)
+        one.play(20)
+        before = one.sample()
+        one.play(20)
+        assert one.sample().objects >= before.objects + 20
+
+
+def samples(per_request: float, requests: int = 1000) -> list[Sample]:
+    """Return the samples of a process that grows for a while, and then by so many bytes per request."""
+    steps = range(requests // 10, requests + 1, requests // 10)
+    return [Sample(n, resident_bytes=int(min(n, 300) * 50_000 + n * per_request), threads=7) for n in steps]
+
+
+@pytest.mark.parametrize(("mine", "theirs", "flat"), [(0, 0, True), (900, 0, True), (1200, 0, False),
+                                                      (41_000, 40_000, True), (0, -9000, True)])  # fmt: skip
+def test_the_verdict(mine: float, theirs: float, flat: bool) -> None:
+    """Growth before the warm-up does not count, nor does vLLM's own; the sentence says both slopes."""
+    assert slope(samples(mine)) == pytest.approx(mine, abs=1)
+    is_flat, said = verdict(samples(theirs), samples(mine))
+    assert is_flat == flat
+    assert ("NOT flat" in said) != flat
+    assert f"{mine:+.0f} bytes per request with kvpipe, {theirs:+.0f} without" in said
+
+
+def test_the_plot_and_the_table() -> None:
+    """Both show the first and the last sample."""
+    drawn = plot({"plain": samples(0), "piped": samples(50_000)}).splitlines()
+    assert len(drawn) == soak.PLOT_ROWS + 3
+    assert drawn[1].rstrip().endswith("d")
+    assert "n" in drawn[-3]
+    rows = table("", samples(0)).columns[0]._cells
+    assert (rows[0], rows[-1]) == ("100", "1000")
+
+
+def test_allocations_are_counted() -> None:
+    """What C's allocator has given out grows by what is asked of it, where it says so at all."""
+    before = soak.malloc_bytes()
+    kept = SimpleNamespace(data=bytearray(32 << 20))
+    assert soak.malloc_bytes() == 0 or soak.malloc_bytes() >= before + len(kept.data)
