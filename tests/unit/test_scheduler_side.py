@@ -410,6 +410,8 @@ def test_a_later_job_is_waited_for_beside_a_lost_one() -> None:
     assert bool(world.side.pending)
     world.succeed(job)
     assert not bool(world.side.pending)
+
+
 def test_slots_are_used_when_every_rank_has_them_ready() -> None:
     """A rank that has said nothing, or has got less far than others, holds all of them back."""
     side = World(ranks=2, slots=8, touch="ahead").side
