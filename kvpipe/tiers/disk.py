@@ -269,7 +269,7 @@ class DiskTier:
         for space in spaces:
             self._asked[space] = now_s
             self._asked.move_to_end(space)
-        while len(self._asked) > _SPACES_MAX:
+        while len(self._asked) > max(_SPACES_MAX, len(spaces)):
             self._asked.popitem(last=False)
         try:
             with anyio.fail_after(self.timeout_s):

@@ -238,6 +238,8 @@ def test_a_lookup_looks_at_its_own_namespace_only(tmp_path: Path, monkeypatch: p
             assert await reader.exists([some_key(2, f"{7:032x}")]) == [True], "the first time that it is asked for"
             assert await reader.exists([some_key(2, f"{999:032x}")]) == [False]
             assert len(looked) <= 20
+            everywhere = [some_key(2, f"{i:032x}") for i in range(100)]
+            assert await reader.exists(everywhere) == [True] * 100, "however many at once"
             assert (await reader.capacity()).items == 101
 
     run(play)
