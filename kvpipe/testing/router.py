@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm.distributed.kv_events import BlockStored, KVCacheEvent
+    from vllm.distributed.kv_events import BlockStored, EventBatch, KVCacheEvent
+    from vllm.v1.core.sched.scheduler import Scheduler
 
 Place = tuple[str, int]
 """A medium, and a cache group."""
@@ -85,3 +86,14 @@ class Router:
             else:
                 out.append(("cache_salt", key) if isinstance(key, str) else ("mm", *key))
         return tuple(out)
+
+
+def listening(scheduler: Scheduler, adapters: Mapping[str, str]) -> Router:
+    """Return a router that hears what `scheduler` publishes, instead of anybody else."""
+    router = Router(adapters)
+
+    def publish(batch: EventBatch) -> None:
+        router.hear(batch.events)
+
+    scheduler.kv_event_publisher.publish = publish  # type: ignore[method-assign]
+    return router

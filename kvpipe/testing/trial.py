@@ -20,14 +20,13 @@ from kvpipe.testing.ears import Ears, kvpipe_in, plan_in
 from kvpipe.testing.held import HeldEngine
 from kvpipe.testing.held_tier import TROUBLES, DictSpec, HeldTier
 from kvpipe.testing.rank import QUIRKS, Ran, Rank, Reporter, Runner, Step, Wrong
-from kvpipe.testing.router import Router
+from kvpipe.testing.router import listening
 from kvpipe.testing.shapes import BLOCK, KVPIPE, Connector, Shape, make_configs
 from kvpipe.trace.events import SCHEDULER
 from kvpipe.transfer.base import Direction
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_events import EventBatch
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -44,8 +43,8 @@ DOCUMENTS, DOCUMENT_TOKENS_MAX, OWN_TOKENS_MAX, ANSWER_TOKENS_MAX, PROMPT_TOKENS
 DRAIN_STEPS_MAX = 4000
 LOOKUPS_PER_REPEAT = 5
 _SAVE, _LOAD = Direction.SAVE, Direction.LOAD
-NOWHERE, LORAS = "nowhere", 2
-"""Where adapters are, and how many ids of them there are."""
+ADAPTERS = {"lora1": "nowhere"}
+"""Where adapters are, by their names."""
 
 MOVES = {
     "add": "document, tokens of it, own tokens, answer tokens, salt, LoRA id: a new request",
@@ -146,7 +145,8 @@ class Trial:
         self.over: list[Live] = []
         self.prefixes: dict[bytes, tuple[Sequence, int]] = {}  # what each block hash must stand for
         self.old_keys: set[bytes] = set()  # of prefixes that were computed with other weights
-        self.router, self.before = self._make_router(), dict[bytes, bytes | None]()  # the block hash before each
+        self.router = listening(self.scheduler, ADAPTERS) if shape.events else None
+        self.before: dict[bytes, bytes | None] = {}  # the block hash before each
         self.violations: list[str] = []
         self.on_schedule: Callable[[SchedulerOutput], object] = lambda _: None
         self.on_update: Callable[[], object] = lambda: None
@@ -154,8 +154,7 @@ class Trial:
         self.steps = self.reads = self.added = 0
         self.wrong: list[Wrong] = []
         self.let_down: set[str] = set()  # requests of which vLLM was told that an asynchronous load has failed
-        self.is_down = False
-        self._reversed = False
+        self.is_down = self._reversed = False
         self.careful = True  # leave out what vLLM itself is known to fail at
         self._wrap_lookup()
         self._scheduled: deque[Step] = deque()
@@ -272,7 +271,7 @@ class Trial:
                 None,
                 block_hasher=self.hasher,
                 cache_salt=str(salt) if salt else None,
-                lora_request=LoRARequest(f"lora{lora}", lora, NOWHERE) if lora else None,
+                lora_request=LoRARequest(f"lora{lora}", lora, ADAPTERS["lora1"]) if lora else None,
             )
 
         previous: bytes | None = None
@@ -576,18 +575,6 @@ class Trial:
                 self.violations.append("no_hang: what tiers were asked does not end")
                 return
             time.sleep(0.0001)
-
-    def _make_router(self) -> Router | None:
-        """Return who hears what is published, if that is anything."""
-        if not self.shape.events:
-            return None
-        router = Router({f"lora{lora}": NOWHERE for lora in range(LORAS)})
-
-        def publish(batch: EventBatch) -> None:
-            router.hear(batch.events)
-
-        self.scheduler.kv_event_publisher.publish = publish  # type: ignore[method-assign]
-        return router
 
     # ---- lookups --------------------------------------------------------------------------------------------------
 

@@ -65,6 +65,7 @@ class Seen(Trial):
         counted = [dict(one.counters) for one in self.engines_sides()]
         self.close()
         told = sorted(map(repr, self.told))  # a rank tells from two threads
+        assert not any(key.hex() in line or repr(key) in line for key in self.prefixes for line in told)
         return self.answers, told, totals, counted, self.side.stats()
 
     def engines_sides(self) -> list[Any]:

@@ -42,6 +42,19 @@ def test_the_fuzzing_page_is_fresh() -> None:
     assert all(one["by"] for one in verdicts)
 
 
+def test_the_threat_model_names_what_there_is() -> None:
+    """Every row has a test, an invariant or a mutant that exists by that name, or says what remains."""
+    text = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+    files = [file for folder in ("tests", "property_tests") for file in (ROOT / folder).rglob("test_*.py")]
+    there = {name for file in files for name in re.findall(r"def (test_\w+)\(", file.read_text(encoding="utf-8"))}
+    named = set(re.findall(r"`(test_\w+)`", text))
+    assert named <= there
+    assert len(named) > 30
+    rows = [row for row in text.splitlines() if row.startswith("| ") and not row.startswith("| what |")]
+    held = named | set(INVARIANTS) | set(MUTANTS)
+    assert [row for row in rows if "emains" not in row and not any(f"`{name}`" in row for name in held)] == []
+
+
 def test_every_law_is_held_by_an_invariant() -> None:
     """And no invariant holds a law that there is not."""
     held = {law for one in INVARIANTS.values() for law in one.laws} | {law for law, _ in SEEN_BY_TRIALS.values()}
