@@ -29,8 +29,7 @@ log = structlog.get_logger("kvpipe.pool")
 
 How = Literal["ahead", "start", "use"]
 
-STROKE_BYTES: Final = 4 << 20  # touched at once: 14 ms where pages are slowest
-NICE: Final = 10  # on the cores that are kvpipe's own: copies go first
+STROKE_BYTES: Final = 4 << 20  # touched at once on the forward's own cores: 14 ms where pages are slowest
 SHARE_OF_A_BUSY_CORE: Final = 0.05
 LOOK_S: Final = 0.02
 SHORT_S: Final = 5.0  # how often memory is asked for again when there is none to spare
@@ -103,7 +102,6 @@ class Readier:
         if self._manners.cpus:
             with contextlib.suppress(OSError):  # a system that refuses is no reason not to run
                 os.sched_setaffinity(0, self._manners.cpus)
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         try:
             while self._at < self._pool.slots and not self._stop.is_set():
                 self._next()
@@ -136,13 +134,18 @@ class Readier:
         return not is_short
 
     def _touch(self, low: int, high: int) -> bool:
-        """Have the bytes from `low` to `high` in memory. Returns False when that was broken off."""
+        """Have the bytes from `low` to `high` in memory. Returns False when that was broken off.
+
+        In one stroke if it may: each comes back for the interpreter's lock, and whoever is asked for that lock waits
+        until this thread has had it, however long this thread waits for its core.
+        """
         manners = self._manners
-        for at in range(low, high, STROKE_BYTES):
+        stroke = STROKE_BYTES if manners.share < 1 else high - low
+        for at in range(low, high, stroke):
             if self._stop.is_set():
                 return False
             began = time.monotonic()
-            self._bytes[at : min(at + STROKE_BYTES, high) : mmap.PAGESIZE] = 0
+            self._bytes[at : min(at + stroke, high) : mmap.PAGESIZE] = 0
             if manners.share < 1 and manners.busy():
                 self._stop.wait((time.monotonic() - began) * (1 / manners.share - 1))
         self._bytes[high - 1] = 0

@@ -153,21 +153,20 @@ def test_on_a_core_of_the_forward_it_works_now_and_then(busy: bool, monkeypatch:
         assert len(rests) == (64 if busy else 0)
 
 
-def test_on_cores_of_its_own_it_lets_copies_go_first() -> None:
-    """The thread runs on the cores it was given, with less priority than its process."""
+def test_on_cores_of_its_own_it_does_not_hurry_others() -> None:
+    """The thread runs on the cores it was given, and with its process's priority: others wait for locks that it has."""
     cpus = frozenset([max(os.sched_getaffinity(0))])
     found: list[tuple[frozenset[int], int]] = []
 
-    def look() -> bool:
+    def look(*_: int) -> None:
         thread = threading.get_native_id()
         found.append((frozenset(os.sched_getaffinity(0)), os.getpriority(os.PRIO_PROCESS, thread)))
-        return False
 
-    before = os.getpriority(os.PRIO_PROCESS, 0)
-    with Rig(manners=Manners(cpus, 0.5, look)) as rig:
+    with Rig(manners=Manners(cpus)) as rig:
+        rig.readier._claim = look
         rig.readier.begin("start")
-        assert found[-1] == (cpus, min(before + ready.NICE, 19) if before < ready.NICE else before)
-    assert os.getpriority(os.PRIO_PROCESS, 0) == before
+        assert len(found) == 16
+        assert found[-1] == (cpus, os.getpriority(os.PRIO_PROCESS, 0))
 
 
 def test_stop_ends_it_in_mid_way() -> None:
