@@ -373,8 +373,8 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         told.sort(key=lambda one: one.rank)
         self.scheduler.slots_ready({one.rank: one.ready for one in told})
         ranks, weights = self._vllm_config.parallel_config.world_size, self.scheduler.weights
-        if len(told) == ranks:
-            weights.know(one.weights for one in told)
+        if len(told) == ranks and weights.know(one.weights for one in told):
+            self.scheduler.weights_changed()
         if self._finder is not None and len([one for one in told if one.digest]) != ranks:
             self.counters.fault("tiers_not_on_all_ranks", ranks=ranks, told=len(told))
         elif self._finder is not None:
@@ -384,7 +384,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             if not weights.digest:
                 remedy = "tiers are not used: install kvpipe where every process of vLLM finds it"
                 warn("weights_not_known", remedy=remedy)
-        if self.settings.name:
+        if self.settings.name and self._claim is None:
             facts = self._facts | {"weights": weights.digest}
             self._claim = NameClaim(self.settings.name, facts, self.settings.state_dir)
 

@@ -392,8 +392,11 @@ class SchedulerSide:
 
     def weighed(self, told: dict[int, tuple[int, str]]) -> None:
         """Ranks have read their weights again. If they are others, nothing is left that was computed with them."""
-        if not told or not self.weights.answered(told):
-            return
+        if told and self.weights.answered(told):
+            self.weights_changed()
+
+    def weights_changed(self) -> None:
+        """Forget what was computed with others, and keep nothing of what goes on with it."""
         self._forget()
         self._stale.begin(self._tracked)
         self.name_space()

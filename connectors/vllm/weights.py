@@ -73,6 +73,7 @@ class Weights:
         self.digest = ""
         """Of all ranks' weights; nothing: a rank cannot say."""
         self._question = self._answered = self._sent = 0
+        self._known = False
         self.engine: object = None
         """The cache configuration: the one object that all parts of an engine share in a process."""
 
@@ -81,9 +82,14 @@ class Weights:
         """Whether they may be others than `digest` says."""
         return self._answered < self._question
 
-    def know(self, told: Iterable[str]) -> None:
-        """Every rank has said which weights it has loaded, in the order of the ranks."""
-        self.digest = _together(told)
+    def know(self, told: Iterable[str]) -> bool:
+        """Ranks have said which weights they have, in their order. Returns whether those are others than before.
+
+        VLLM shakes hands once more when it wakes up.
+        """
+        before, self.digest = self.digest, _together(told)
+        known, self._known = self._known, True
+        return known and (not self.digest or self.digest != before)
 
     def suspect(self, why: str = "") -> None:
         """Something has happened that may have changed them."""

@@ -132,7 +132,9 @@ def _asked(weights: Weights) -> int:
 def test_doubt_and_answers() -> None:
     """A suspicion is doubt until every rank has answered the last question; each answer says whether they changed."""
     weights = Weights(2, Counters())
-    weights.know(["a", "b"])
+    assert not weights.know(["b", "a"])
+    assert weights.know(["a", "b"])
+    assert not weights.know(["a", "b"])
     assert not _doubts(weights)
     assert weights.ask() == 0
     weights.suspect()
