@@ -19,37 +19,44 @@ class Stale:
 
     def __init__(self) -> None:
         """Nothing is stale."""
-        self._requests: set[str] = set()
+        self._requests: dict[str, dict[int, int]] = {}  # how many blocks of each group were taken out
         self.manager: KVCacheManager | None = None
 
     def begin(self, requests: Iterable[str]) -> None:
         """The weights are others: whatever vLLM holds was computed with the old ones."""
-        self._requests = set(requests)
+        self._requests = {request: {} for request in requests}
         self._evict_all()
 
     def rests_on(self, request: str, blocks: KVCacheBlocks) -> bool:
         """Whether a request that is being admitted takes over blocks of one that is stale; it is stale, too, then."""
-        self._requests.discard(request)  # preempted since: it computes anew
+        self._requests.pop(request, None)  # preempted since: it computes anew
         if not self._requests:
             return False
         mine = {block.block_id for table in blocks.blocks for block in table if not block.is_null}
         if mine.isdisjoint(self._blocks()):
             return False
-        self._requests.add(request)
+        self._requests[request] = {}
         return True
 
     def plan_step(self, preempted: Iterable[str]) -> None:
         """Take out of vLLM's prefix cache what stale requests have put into it in this step."""
         if not self._requests or self.manager is None:
             return
-        if not self._requests.isdisjoint(preempted):  # their blocks are theirs no more
+        if any(request in self._requests for request in preempted):  # their blocks are theirs no more
             self._evict_all()
-        else:
-            self.manager.evict_blocks(self._blocks())
+            return
+        new: set[int] = set()
+        for group, one in enumerate(self.manager.coordinator.single_type_managers):
+            for request, done in self._requests.items():
+                first, done[group] = done.get(group, 0), one.num_cached_block.get(request, 0)
+                table = one.req_to_blocks.get(request, ())
+                new.update(table[i].block_id for i in range(first, min(done[group], len(table))))
+        if new:
+            self.manager.evict_blocks(new)
 
     def leave(self, request: str) -> None:
         """The request is over."""
-        self._requests.discard(request)
+        self._requests.pop(request, None)
 
     def _blocks(self) -> set[int]:
         if self.manager is None:
