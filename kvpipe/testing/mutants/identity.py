@@ -51,7 +51,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "a_change_is_not_forgotten": Mutant(
         "What memory holds is found after the weights have changed.",
-        one(SCHEDULER, "weighed", "self._forget()", "pass"),
+        one(SCHEDULER, "weights_changed", "self._forget()", "pass"),
         test=f"{_TRIAL}::test_weights_change[two-ranks]",
     ),
     "old_kv_is_handed_on": Mutant(
