@@ -104,10 +104,10 @@ class Prefixes:
                 return chunk
         return None
 
-    def chunks_from_the_end(self, request: Request) -> Iterator[Chunk]:
-        """Yield the whole chunks of the request's prefix, the last first."""
-        hashes, step = request.block_hashes, self._per_chunk * self._hashes_per_unit
-        for key in reversed(hashes[step - 1 :: step]):
+    def chunks_from_the_end(self, request: Request, units: int) -> Iterator[Chunk]:
+        """Yield the whole chunks of the first `units` units of the request, the last first."""
+        step, stop = self._per_chunk * self._hashes_per_unit, units * self._hashes_per_unit
+        for key in reversed(request.block_hashes[step - 1 : stop : step]):
             for group in self._groups:
                 chunk = self._catalog.find(group, key)
                 if chunk is not None:

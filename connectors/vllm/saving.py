@@ -14,9 +14,13 @@ from kvpipe.trace.log import Counters
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.request import Request
 
 NEVER: Final = 1 << 60
 """A token count that no request reaches."""
+
+ENDS: Final = 2
+"""The last units of a request of which one is saved as its end: of the very last one not all may be final."""
 
 Row = tuple[int, int, int, int]
 """Group, slot, page, block: see `kvpipe.plan`."""
@@ -39,6 +43,17 @@ class Saving:
         """Save nothing more of this request before its next admission."""
         tracked.next_at = NEVER
         tracked.opened = [None] * len(tracked.opened)
+
+    def ended(self, request: Request) -> None:
+        """The request is over: whoever continues it shall find where it ended, though others write on in that chunk."""
+        units = self._prefixes.final_units(request, request.num_tokens)
+        for group in range(len(self._geometry.groups)):
+            for ended in range(units, max(0, units - ENDS), -1):
+                key = self._prefixes.key(request.block_hashes, ended)
+                chunk = self._catalog.find(group, key)
+                if chunk is not None:
+                    self._catalog.keep_mark(chunk, key)
+                    break
 
     def plan(self, tracked: Tracked, end: int, pieces: list[Piece]) -> tuple[list[Row], int]:
         """Claim what of the first `end` tokens is final and not yet saved, piece by piece, into `pieces`.

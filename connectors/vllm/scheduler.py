@@ -92,6 +92,7 @@ class SchedulerSide:
         self._spoiled = Spoiled(geometry.groups[0].block_tokens)
         self.weights, self._stale = Weights(ranks, self.counters), Stale()
         self.base_of: Callable[[str], str] = str  # the namespace's base, of the weights' digest
+        self._left: set[int] = set()  # blocks of requests that were over before a sync load of their step was reported
         self._tracked: dict[str, Tracked] = {}
         self._flights: dict[int, Flight] = {}
         self._loads_due: list[Flight] = []
@@ -233,6 +234,8 @@ class SchedulerSide:
         tracked = self.on_new_request(request)
         self._notice_preemption(tracked)
         match, tracked.match = tracked.match, None
+        if match is not None and match.local_tokens:  # of use too, though vLLM needs no copy of it
+            self.catalog.refresh(self._prefixes.chunks_from_the_end(request, match.local_tokens // self._unit))
         if external_tokens <= 0:
             tracked.fire(m.ADMIT_EMPTY)
             if match is not None:
@@ -300,6 +303,8 @@ class SchedulerSide:
 
     def _plan_loads(self, output: SchedulerOutput) -> list[Job]:
         due, self._loads_due = self._loads_due, []
+        if self._left and not any(flight.job.kind == Kind.LOAD_SYNC for flight in self._flights.values()):
+            self._left.clear()
         for flight in due:
             if flight.tracked.job == flight.job.id and flight.tracked.state.row == m.ALLOCATED:
                 flight.tracked.fire(m.DISPATCH)
@@ -385,7 +390,10 @@ class SchedulerSide:
         """The request is over, in whatever state. Its jobs in flight end by themselves."""
         tracked = self._tracked.get(request.request_id)
         if tracked is not None and tracked.request is request:
-            self.catalog.refresh(self._prefixes.chunks_from_the_end(request))
+            self._saving.ended(request)
+            if any(flight.job.kind == Kind.LOAD_SYNC for flight in self._flights.values()):
+                self._left |= self._blocks_of(request.request_id)
+            self.catalog.refresh(self._prefixes.chunks_from_the_end(request, len(request.block_hashes)))
             self._finish(tracked)
             if self.staging is not None:
                 self.staging.stores.ended(tracked)
@@ -586,14 +594,19 @@ class SchedulerSide:
         if self.events is not None and piece.chunk.marks:  # else another copy was quicker
             self.events.published(request, piece.chunk, piece.base)
 
+    def _saved(self, tracked: Tracked, piece: Piece) -> None:
+        self.counters["pieces_published"] += 1
+        if tracked.state.row == m.FINISHED:  # it has ended here, as in `Saving.ended`
+            self.catalog.keep_mark(piece.chunk, piece.key)
+        if self.staging is not None:
+            self.staging.stores.landed(tracked, piece.chunk, piece.stop)
+        self._published(tracked.request, piece)
+
     def _land_save(self, flight: Flight) -> None:
         if not flight.bad and not flight.distrusted:
             for piece in flight.pieces:
                 if self.catalog.landed(piece):
-                    self.counters["pieces_published"] += 1
-                    if self.staging is not None:
-                        self.staging.stores.landed(flight.tracked, piece.chunk, piece.stop)
-                    self._published(flight.tracked.request, piece)
+                    self._saved(flight.tracked, piece)
             return
         self.counters.fault("save_failed", request=flight.job.request, job=flight.job.id)
         for piece in flight.pieces:
@@ -634,11 +647,15 @@ class SchedulerSide:
         """
         if self._manager is None:
             return
-        blocks = failed.job.blocks()
-        for manager in self._manager.coordinator.single_type_managers:
-            for request_id in self._tracked:
-                blocks.update(block.block_id for block in manager.req_to_blocks.get(request_id, ()))
+        blocks = failed.job.blocks() | self._left
+        for request_id in self._tracked:
+            blocks |= self._blocks_of(request_id)
         self._manager.evict_blocks(blocks)
+
+    def _blocks_of(self, request_id: str) -> set[int]:
+        """Return the blocks that a request holds, of all groups."""
+        managers = self._manager.coordinator.single_type_managers if self._manager is not None else ()
+        return {block.block_id for one in managers for block in one.req_to_blocks.get(request_id, ())}
 
     # ---- requests -------------------------------------------------------------------------------------------------
 

@@ -336,10 +336,7 @@ def _make_moves(
     trial.on_update = after_update
     try:
         for move in _until(case.moves, trial, limits.steps_max, beat):
-            drained = move[0] == "drain" and not trial.is_down
             trial.do(move)
-            if drained:
-                watched.after_drain()
             if watched.broken:
                 return None
         trial.close()

@@ -25,7 +25,7 @@ FINDINGS_MAX, SHOWN_MAX = 8, 12
 
 GRAMMAR = frozenset(
     {"add", "follow", "reuse", "schedule", "execute", "update", "step", "abort", "tick", "reset", "later", "drain",
-     "shutdown"}
+     "probe", "shutdown"}
 )  # fmt: skip
 """Moves that vLLM itself makes; the others are made with `--unruly`."""
 

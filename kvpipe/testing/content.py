@@ -48,6 +48,22 @@ class Sequence:
         return self.tokens[position]
 
 
+class Live:
+    """One request, and what it must answer."""
+
+    def __init__(self, request_id: str, sequence: Sequence, wanted: int, salt: int, lora: int) -> None:
+        """`wanted` is the number of tokens to answer."""
+        self.id, self.sequence, self.wanted, self.salt, self.lora = request_id, sequence, wanted, salt, lora
+        self.output: list[int] = []
+        self.aborted = False
+
+    @property
+    def expected(self) -> list[int]:
+        """The answer."""
+        first = len(self.sequence.prompt)
+        return [self.sequence.token(p) for p in range(first, first + self.wanted)]
+
+
 def layer_key(rank: int, layer: int) -> np.uint64:
     """Return what the prefix hashes are XORed with in `layer` (counted over all groups) of `rank`."""
     return np.uint64((layer + 1) * 0x9E3779B97F4A7C15 + (rank + 1) * 0xC2B2AE3D27D4EB4F & _MASK)

@@ -15,13 +15,17 @@ import numpy as np
 from kvpipe.catalog import Chunk
 from kvpipe.connectors.vllm.scheduler import SAVE_RETRIES_MAX
 from kvpipe.plan import ROW_BYTES, Job, Kind, Order
+from kvpipe.testing.content import Live
 from kvpipe.testing.ears import plan_in
+from kvpipe.testing.efficacy import Found, covers, find, keys_of, promised
 from kvpipe.testing.trial import DRAIN_STEPS_MAX, Trial
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
+OVER_MAX = 6
+"""So many of the requests that are over are looked up again and again."""
 Admission = tuple["Request", int]
 Check = Callable[["Watched"], Iterator[str]]
 When = Literal["schedule", "update", "drain"]
@@ -93,12 +97,17 @@ class Watched:
         self.excused: set[str] = set()  # requests whose KV need not be saved: a fault has named them
         self.forgotten: set[Chunk] = set()  # chunks that a reset has dropped
         self.stale: dict[str, Admission] = {}  # admissions that have lived through a reset
-        self.dropped = self.heard = 0
+        self.dropped = self.heard = self.gave_up = 0
+        self.asked: dict[str, int] = {}  # how much had been dropped when a request was last looked up
+        self.short: list[str] = []  # answers of lookups that should have been more
+        self.found: dict[Live, Found] = {}  # of the last requests that are over
         self.output: SchedulerOutput | None = None
         self.broken: list[str] = []
         trial.on_schedule = self.after_schedule
         trial.on_update = self.after_update
         trial.on_reset = self.before_reset
+        trial.on_drain = self.after_drain
+        trial.on_lookup = self.after_lookup
 
     def after_schedule(self, output: SchedulerOutput) -> None:
         """Check what holds for a step that goes out."""
@@ -114,6 +123,23 @@ class Watched:
         if not self.trial.is_down:
             self._check("update")
             self._check("drain")
+
+    def after_lookup(self, request: Request, computed: int, answer: tuple[int | None, bool]) -> None:
+        """Compare what kvpipe has promised with what it holds."""
+        side = self.trial.side
+        self.asked[request.request_id] = self.drops
+        before, self.gave_up = self.gave_up, side.counters["lookup_gave_up"]
+        if answer[0] is None or before != self.gave_up:
+            return
+        wanted = promised(side, request, computed, waits=answer[1])
+        if wanted is not None and answer[0] != wanted:
+            self.short.append(f"{request.request_id} beyond {computed}: {answer[0]} tokens instead of {wanted}")
+
+    @property
+    def drops(self) -> int:
+        """How often something that was to be saved, or was saved, had to give way."""
+        counters = self.trial.side.counters
+        return counters["evicted"] + counters["save_dropped_pool_full"]
 
     def before_reset(self) -> None:
         """Remember what the reset of the connector's cache must end."""
@@ -235,17 +261,51 @@ def confirmed_tokens_only(watched: Watched) -> Iterator[str]:
 )
 def what_becomes_final_is_saved(watched: Watched) -> Iterator[str]:
     """The catalog against vLLM's own counts, while nothing is evicted, frozen or failed."""
-    side, counters = watched.trial.side, watched.trial.side.counters
-    before, watched.dropped = watched.dropped, counters["evicted"] + counters["save_dropped_pool_full"]
+    side = watched.trial.side
+    before, watched.dropped = watched.dropped, watched.drops
     if watched.dropped != before or side.freeze or side.bypass or side.weights.doubtful:
         return
     assert watched.output is not None  # noqa: S101
+    per_chunk = side.geometry.units_per_chunk
     for request, was, now in _newly_final(watched):
+        if request.request_id in watched.excused:
+            continue
         start = request.num_computed_tokens - watched.output.num_scheduled_tokens[request.request_id]
-        if now > start // side.geometry.unit_tokens and request.request_id not in watched.excused:
-            for group, kind in enumerate(side.geometry.groups):
-                if kind.window_tokens is None and not side.catalog.known(group, request.block_hashes[now - 1]):
-                    yield f"{request.request_id}: unit {now - 1}, of those from {was} on"
+        fresh = watched.asked.get(request.request_id) == before  # all that it did not find when it was looked up is new
+        first = was if fresh else max(was, start // side.geometry.unit_tokens)
+        keys = keys_of(side, request)
+        for group, kind in enumerate(side.geometry.groups):
+            if kind.window_tokens is not None:
+                continue
+            known = side.catalog.index(group), side.catalog.pending(group)
+            for base in range(first // per_chunk * per_chunk, now, per_chunk):
+                high = min(base + per_chunk, now)
+                if not covers(keys, base, high, per_chunk, *known):
+                    yield f"{request.request_id}: unit {high - 1}, of those from {was} on"
+
+
+@invariant(4, says="A lookup promises all that is held of its prefix, to the last token.", when="schedule")
+def a_lookup_promises_all_that_is_held(watched: Watched) -> Iterator[str]:
+    """Each answer against an oracle of its own, in the moment in which it was given."""
+    short, watched.short = watched.short, []
+    yield from short
+
+
+@invariant(4, says="What was found of a request that is over is found for as long as it is not evicted, in full.")
+def what_is_found_stays_found(watched: Watched) -> Iterator[str]:
+    """The last requests' prompts and answers, looked up without being asked for: now, and when they were over."""
+    trial, side = watched.trial, watched.trial.side
+    before, watched.found = watched.found, {}
+    saving = {flight.job.request for flight in side._flights.values()}  # noqa: SLF001
+    for one in trial.over[-OVER_MAX:]:
+        then = before.get(one)
+        if then is None:
+            if one.id not in saving:
+                watched.found[one] = find(side, trial.request_of(one, one.sequence.prompt + one.output))
+            continue
+        watched.found[one] = then
+        if then.units and then.stands and (now := find(side, then.request).units) < then.units:
+            yield f"{one.id}: {now} units, {then.units} before"
 
 
 @invariant(7, says="What a step plans for a request is bounded by what became final in it.", when="schedule")

@@ -42,6 +42,7 @@ ARGUMENTS: dict[str, tuple[Choices, ...]] = {
     "late": (),
     "dummy": (),
     "drain": (),
+    "probe": (),
     "shutdown": (),
 }
 """What each argument of a move is drawn from; the first choice is the simplest."""
@@ -65,12 +66,12 @@ SHUTDOWNS = 0.1
 
 
 def random_moves(seed: int | str, count: int) -> Iterator[Move]:
-    """Yield `count` moves, and at last a drain or a shutdown."""
+    """Yield `count` moves, and at last a probe or a shutdown."""
     rng = random.Random(seed)  # noqa: S311
     weights = [weight * rng.choice(SWARM) for weight in WEIGHTS.values()]
     for name in rng.choices(list(WEIGHTS), weights, k=count):
         yield (name, *map(rng.choice, ARGUMENTS[name]))
-    yield ("shutdown",) if rng.random() < SHUTDOWNS else ("drain",)
+    yield ("shutdown",) if rng.random() < SHUTDOWNS else ("probe",)
 
 
 def trial_moves(shape: Shape, seed: int) -> Iterator[Move]:

@@ -53,8 +53,6 @@ def run(shape: Shape, seed: int, moves: Iterable[Move] | None = None) -> Ran:
         for move in trial_moves(shape, seed) if moves is None else moves:
             made.append(move)
             trial.do(move)
-            if move[0] == "drain":
-                watched.after_drain()
             if watched.broken:
                 break
     except Exception:  # noqa: BLE001  (whatever came out of vLLM is the finding)

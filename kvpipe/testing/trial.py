@@ -14,11 +14,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvpipe.plan import Kind
-from kvpipe.testing.content import VOCAB, WRONG_TOKEN, Sequence
+from kvpipe.testing.content import VOCAB, WRONG_TOKEN, Live, Sequence
 from kvpipe.testing.drafts import Drafter
 from kvpipe.testing.ears import Ears, kvpipe_in, plan_in
 from kvpipe.testing.held import HeldEngine
 from kvpipe.testing.held_tier import TROUBLES, DictSpec, HeldTier
+from kvpipe.testing.lookups import listen_to_lookups
 from kvpipe.testing.rank import QUIRKS, Ran, Rank, Reporter, Runner, Step, Wrong
 from kvpipe.testing.router import listening
 from kvpipe.testing.shapes import BLOCK, KVPIPE, Connector, Shape, make_configs
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+    from vllm.v1.request import Request
 
     from kvpipe.connectors.vllm.scheduler import SchedulerSide
     from kvpipe.tiers.carrier import Carrier
@@ -41,7 +43,7 @@ Move = tuple[Any, ...]
 SETTLE_SECONDS_MAX = 20.0
 DOCUMENTS, DOCUMENT_TOKENS_MAX, OWN_TOKENS_MAX, ANSWER_TOKENS_MAX, PROMPT_TOKENS_MAX = 4, 250, 40, 70, 330
 DRAIN_STEPS_MAX = 4000
-LOOKUPS_PER_REPEAT = 5
+PROBES = 3
 _SAVE, _LOAD = Direction.SAVE, Direction.LOAD
 ADAPTERS = {"lora1": "nowhere"}
 """Where adapters are, by their names."""
@@ -71,24 +73,9 @@ MOVES = {
     "late": "whoever waits for a tier has waited long enough",
     "dummy": "hooks of a warm-up run, without a step",
     "drain": "no more arrivals: everything ends",
+    "probe": "everything ends; then the last requests are asked once more, with vLLM's own cache and without it",
     "shutdown": "the engine stops, whatever is in flight",
 }
-
-
-class Live:
-    """One request, and what it must answer."""
-
-    def __init__(self, request_id: str, sequence: Sequence, wanted: int, salt: int, lora: int) -> None:
-        """`wanted` is the number of tokens to answer."""
-        self.id, self.sequence, self.wanted, self.salt, self.lora = request_id, sequence, wanted, salt, lora
-        self.output: list[int] = []
-        self.aborted = False
-
-    @property
-    def expected(self) -> list[int]:
-        """The answer."""
-        first = len(self.sequence.prompt)
-        return [self.sequence.token(p) for p in range(first, first + self.wanted)]
 
 
 class Trial:
@@ -146,19 +133,22 @@ class Trial:
         self.prefixes: dict[bytes, tuple[Sequence, int]] = {}  # what each block hash must stand for
         self.old_keys: set[bytes] = set()  # of prefixes that were computed with other weights
         self.router = listening(self.scheduler, ADAPTERS) if shape.events else None
-        self.before: dict[bytes, bytes | None] = {}  # the block hash before each
-        self.violations: list[str] = []
+        self.before = dict[bytes, bytes | None]()  # the block hash before each
+        self.violations = list[str]()
         self.on_schedule: Callable[[SchedulerOutput], object] = lambda _: None
         self.on_update: Callable[[], object] = lambda: None
         self.on_reset: Callable[[], object] = lambda: None
-        self.steps = self.reads = self.added = 0
-        self.wrong: list[Wrong] = []
-        self.let_down: set[str] = set()  # requests of which vLLM was told that an asynchronous load has failed
+        self.on_drain: Callable[[], object] = lambda: None
+        self.on_lookup: Callable[[Request, int, tuple[int | None, bool]], object] = lambda *_: None
+        self.steps = self.reads = self.added = self.deferrals = 0
+        self.wrong, self.let_down = (
+            list[Wrong](),
+            set[str](),
+        )  # requests of whose failed asynchronous loads vLLM was told
         self.is_down = self._reversed = False
         self.careful = True  # leave out what vLLM itself is known to fail at
-        self._wrap_lookup()
-        self._scheduled: deque[Step] = deque()
-        self._executed: deque[tuple[Step, ModelRunnerOutput]] = deque()
+        listen_to_lookups(self)
+        self._scheduled, self._executed = deque[Step](), deque[tuple[Step, "ModelRunnerOutput"]]()
         self._drafter = Drafter(seed + 1, shape.drafts)
         self._moves: dict[str, Callable[..., None]] = {name: getattr(self, f"_{name}") for name in MOVES}
 
@@ -253,32 +243,31 @@ class Trial:
         return [self.rng.randrange(VOCAB) for _ in range(tokens % (OWN_TOKENS_MAX + 1))]
 
     def _enter(self, request_id: str, prompt: list[int], answer: int, salt: int, lora: int) -> None:
+        prompt, wanted = prompt[:PROMPT_TOKENS_MAX], 1 + answer % ANSWER_TOKENS_MAX
+        self.added += 1
+        sequence = Sequence(prompt, f"{salt}/{lora}/{self.weights}")
+        one = self.live[request_id] = Live(request_id, sequence, wanted, salt, lora)
+        previous: bytes | None = None
+        for i, key in enumerate(self.request_of(one, prompt + one.expected).block_hashes):
+            self.prefixes.setdefault(key, (one.sequence, (i + 1) * BLOCK))
+            self.before[key], previous = previous, key
+        self.scheduler.add_request(self.request_of(one, prompt))
+
+    def request_of(self, one: Live, tokens: list[int]) -> Request:
+        """Return vLLM's request with `tokens` and all else that `one` has."""
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
         from vllm.v1.request import Request
 
-        prompt, wanted = prompt[:PROMPT_TOKENS_MAX], 1 + answer % ANSWER_TOKENS_MAX
-        self.added += 1
-        one = self.live[request_id] = Live(
-            request_id, Sequence(prompt, f"{salt}/{lora}/{self.weights}"), wanted, salt, lora
+        return Request(
+            one.id,
+            tokens,
+            SamplingParams(max_tokens=one.wanted, ignore_eos=True),
+            None,
+            block_hasher=self.hasher,
+            cache_salt=str(one.salt) if one.salt else None,
+            lora_request=LoRARequest(f"lora{one.lora}", one.lora, ADAPTERS["lora1"]) if one.lora else None,
         )
-
-        def request(tokens: list[int]) -> Request:
-            return Request(
-                request_id,
-                tokens,
-                SamplingParams(max_tokens=wanted, ignore_eos=True),
-                None,
-                block_hasher=self.hasher,
-                cache_salt=str(salt) if salt else None,
-                lora_request=LoRARequest(f"lora{lora}", lora, ADAPTERS["lora1"]) if lora else None,
-            )
-
-        previous: bytes | None = None
-        for i, key in enumerate(request(prompt + one.expected).block_hashes):
-            self.prefixes.setdefault(key, (one.sequence, (i + 1) * BLOCK))
-            self.before[key], previous = previous, key
-        self.scheduler.add_request(request(prompt))
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 
@@ -548,8 +537,22 @@ class Trial:
             elif not all(engine.idle for engine in self.engines):
                 self._let_end()
             else:
+                self.on_drain()
                 return
         self.violations.append(f"no_hang: still busy after {DRAIN_STEPS_MAX} steps: {sorted(self.live)}")
+
+    def _probe(self) -> None:
+        self._drain()
+        self._freeze(on=False)
+        self._bypass(on=False)
+        last = self.over[-PROBES:]
+        for local in (True, False):
+            if not local:
+                self._reset(connector=False, running=False)
+            for one in last:
+                prompt = one.sequence.prompt + one.output
+                self._enter(f"r{self.added}", prompt, 0, one.salt, one.lora)
+                self._drain()
 
     def _let_end(self) -> None:
         """Let copies end that were held or lost; those of a foreign connector end by themselves."""
@@ -575,26 +578,3 @@ class Trial:
                 self.violations.append("no_hang: what tiers were asked does not end")
                 return
             time.sleep(0.0001)
-
-    # ---- lookups --------------------------------------------------------------------------------------------------
-
-    def _wrap_lookup(self) -> None:
-        """Let lookups answer None while `deferrals` lasts, as a slow tier's do; ask kvpipe twice now and then."""
-        self.deferrals = lookups = 0
-        connector: Any = self.scheduler.connector
-        ask = connector.get_num_new_matched_tokens
-
-        def lookup(request: Any, computed: int) -> tuple[int | None, bool]:  # noqa: ANN401
-            nonlocal lookups
-            lookups += 1
-            answer: tuple[int | None, bool] = ask(request, computed)
-            if self.kvpipe is not None and not lookups % LOOKUPS_PER_REPEAT:
-                again = ask(request, computed)
-                if again != answer:
-                    self.violations.append(f"lookups_are_idempotent: {request.request_id}: {answer}, then {again}")
-            if self.deferrals:
-                self.deferrals -= 1
-                return None, False
-            return answer
-
-        connector.get_num_new_matched_tokens = lookup

@@ -425,3 +425,17 @@ def test_slots_are_used_when_every_rank_has_them_ready() -> None:
     assert side.catalog.ready == 3
     side.slots_ready({1: 8})
     assert side.stats()["slots_ready"] == side.totals()["pool_chunks_ready"][""] == 8
+
+
+def test_the_tail_of_a_request_does_not_evict_its_head() -> None:
+    """What vLLM's own prefix cache holds is of use: in a full pool others' chunks give way to the request's tail."""
+    world = World(chunk_units=4, slots=4)
+    world.publish(world.request("head", 8, shared=8))
+    world.publish(world.request("other", 8))
+    whole = world.request("whole", 11, shared=8)
+    assert world.admit_local(whole, 8 * UNIT) == 0
+    world.succeed(*world.step(whole))
+    world.side.finished(whole)
+    again = world.request("whole", 11, shared=8)
+    assert world.ask(again) == 11 * UNIT - 1
+    assert world.side.counters["evicted"] == 1

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from kvpipe.testing.mutants import calls, finding, identity, keys, models, pool, publishing, races, tenants, tiers
+from kvpipe.testing.mutants import (
+    calls,
+    efficacy,
+    finding,
+    identity,
+    keys,
+    models,
+    pool,
+    publishing,
+    races,
+    tenants,
+    tiers,
+)
 from kvpipe.testing.mutants.base import Mutant, Patch
 
 __all__ = ["MUTANTS", "Mutant", "Patch"]
 
 MUTANTS: dict[str, Mutant] = {
     name: mutant
-    for area in (calls, keys, publishing, races, finding, identity, tiers, tenants, models, pool)
+    for area in (calls, keys, publishing, races, finding, identity, efficacy, tiers, tenants, models, pool)
     for name, mutant in area.MUTANTS.items()
 }
