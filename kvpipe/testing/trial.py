@@ -456,7 +456,10 @@ class Trial:
             return
         if connector:
             self.on_reset()
+        doubtful = self.kvpipe is not None and self.side.weights.doubtful
         self.scheduler.reset_prefix_cache(reset_running_requests=running, reset_connector=connector)
+        if self.kvpipe is not None and not doubtful:  # the weights are the same, and nobody waits to hear it
+            self.side.weighed(dict.fromkeys(range(max(1, self.shape.ranks)), (self.side.weights.ask(), self.weights)))
 
     def _weights(self, which: int) -> None:
         if self.kvpipe is None or not self.ranks or self.side.weights.doubtful:
