@@ -125,3 +125,11 @@ def test_an_exception_inside_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(SchedulerSide, "lookup", lookup)
     assert any("contained_error" in ran.broken[0] for ran in runs(SHAPES["async-load"]))
+
+
+@pytest.mark.parametrize(("shape", "units"), [("sync", 2), ("async-scheduler", 1), ("drafts", 1)])
+def test_the_last_unit_of_an_answer(shape: str, units: int) -> None:
+    """33 tokens and 32 more: the KV of 64 is computed, of which the last 32 are final too late where steps overlap."""
+    ran = nightly.run(SHAPES[shape], 0, [("add", 1, 32, 0, 31), *[("step", 7)] * 6, ("drain",)])
+    assert ran.broken == []
+    assert ran.counters["units_saved"] == units
