@@ -16,6 +16,7 @@ TIER_DOWN: Final = "tier_down"
 TIER_LATE: Final = "tier_late"
 TIER_LOST: Final = "tier_lost"
 TIER_ASKED: Final = "tier_asked"
+ADAPTER: Final = "adapter"
 NO_ROOM: Final = "no_room"
 WEIGHTS: Final = "weights"
 BYPASS: Final = "bypass"
@@ -35,6 +36,7 @@ REASONS: dict[str, str] = {
     TIER_LATE: "a tier did not answer, or not bring it, in lookup_ms_max",
     TIER_LOST: "a tier held it at the lookup, but a rank could not bring it: gone, damaged, or the tier failed",
     TIER_ASKED: "a tier is asked for it, or is bringing it (told while the request waits)",
+    ADAPTER: "the bytes of its LoRA adapter are being read, or nobody knows them (told also while the request waits)",
     NO_ROOM: "held, but others were loading and there were not blocks for all for too long",
     WEIGHTS: "the weights may have changed: every rank reads its own again (told while the request waits)",
     BYPASS: "kvpipe is bypassed",

@@ -64,11 +64,23 @@ class Order(NamedTuple):
     chunk: bytes
 
 
+class Claim(NamedTuple):
+    """Job `job` is of KV computed with a LoRA adapter, `adapter` by vLLM's number, whose bytes come to `digest`.
+
+    A rank that holds other bytes under that number fails the job; and if it has held others since `since_step`.
+    """
+
+    job: int
+    adapter: int
+    digest: bytes
+    since_step: int
+
+
 class StepPlan(NamedTuple):
     """One engine step's jobs, and what is to be carried besides. A step without work has none.
 
     `space`: the namespace of the orders' chunks. `question`: ranks are to say which weights they have, before anything
-    is computed, under this number; 0: they are not asked.
+    is computed, under this number; 0: they are not asked. `claims`: of the jobs of requests with adapters.
     """
 
     step: int
@@ -76,6 +88,7 @@ class StepPlan(NamedTuple):
     orders: tuple[Order, ...] = ()
     space: str = ""
     question: int = 0
+    claims: tuple[Claim, ...] = ()
 
 
 EMPTY_PLAN = StepPlan(0)

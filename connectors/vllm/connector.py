@@ -125,6 +125,8 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             self.recorder, self.writer = tracing(self.settings, engine, "worker", rank, layers)
             self.worker = WorkerSide(self.settings, self.geometry, self.recorder)
             self.worker.rank, self.worker.ranks = rank, vllm_config.parallel_config.world_size
+            if vllm_config.lora_config is not None:
+                self.worker.adapters.watch()
             uses = (READ, WRITE) if transfer.is_kv_producer else (READ,)
             self.worker.make_shelves = functools.partial(self._shelves, uses)
             self._shelves(uses)  # what is wrong with it is said now
@@ -327,13 +329,15 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             return None
         worker = self.worker
         tallies, lost, unreadable = worker.take_tallies(), worker.lost, worker.take_unreadable()
-        ready, weighed = worker.take_ready(), worker.take_weighed()
-        if not tallies and not lost and unreadable is None and ready is None and weighed is None:
+        ready, weighed, news = worker.take_ready(), worker.take_weighed(), worker.adapters.news()
+        if not tallies and not lost and unreadable is None and ready is None and weighed is None and not news:
             return None
-        told = {} if unreadable is None else {worker.rank: unreadable}
-        slots = {} if ready is None else {worker.rank: ready}
-        weights = {} if weighed is None else {worker.rank: weighed}
-        return ReportMetadata(tallies, lost=lost, rate=worker.load_rate, unreadable=told, ready=slots, weights=weights)
+        report = ReportMetadata(tallies, lost=lost, rate=worker.load_rate)
+        report.unreadable = {} if unreadable is None else {worker.rank: unreadable}
+        report.ready = {} if ready is None else {worker.rank: ready}
+        report.weights = {} if weighed is None else {worker.rank: weighed}
+        report.adapters = {worker.rank: news} if news else {}
+        return report
 
     @_contained(_nothing)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
@@ -353,6 +357,8 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
                 self.worker.shutdown()
             if self._finder is not None:
                 self._finder.stop()
+            if self.scheduler is not None:
+                self.scheduler.adapters.reader.stop()
             if self._control is not None:
                 self._control.stop()
             if self._claim is not None:
@@ -434,6 +440,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             self.scheduler.tier_lost |= report.lost
             self.scheduler.tiers_left(report.unreadable)
             self.scheduler.slots_ready(report.ready)
+            self.scheduler.adapters.told(report.adapters)
 
     @_contained(lambda: (False, None))
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002

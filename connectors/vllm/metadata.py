@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvpipe.plan import Job, Order, StepPlan
+from kvpipe.plan import Claim, Job, Order, StepPlan
 
 
 class PlanMetadata(KVConnectorMetadata):
@@ -24,22 +24,25 @@ class PlanMetadata(KVConnectorMetadata):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Flatten to builtin tuples."""
-        step, jobs, orders, space, question = self.plan
-        packed = (step, tuple(tuple(job) for job in jobs))
-        if orders or question:
-            return _unpack, (*packed, tuple(tuple(order) for order in orders), space, question)
+        step, jobs, orders, space, question, claims = self.plan
+        packed = (step, _plain(jobs))
+        if orders or question or claims:
+            return _unpack, (*packed, _plain(orders), space, question, _plain(claims))
         return _unpack, packed
 
 
+_Plain = tuple[tuple[Any, ...], ...]
+
+
+def _plain(rows: tuple[tuple[Any, ...], ...]) -> _Plain:
+    return tuple(tuple(row) for row in rows)
+
+
 def _unpack(
-    step: int,
-    jobs: tuple[tuple[Any, ...], ...],
-    orders: tuple[tuple[Any, ...], ...] = (),
-    space: str = "",
-    question: int = 0,
+    step: int, jobs: _Plain, orders: _Plain = (), space: str = "", question: int = 0, claims: _Plain = ()
 ) -> PlanMetadata:
     made = tuple(Job(*job) for job in jobs), tuple(Order(*order) for order in orders)
-    return PlanMetadata(StepPlan(step, *made, space, question))
+    return PlanMetadata(StepPlan(step, *made, space, question, tuple(Claim(*claim) for claim in claims)))
 
 
 class LayoutMetadata(KVConnectorHandshakeMetadata):
@@ -72,13 +75,15 @@ class ReportMetadata(KVConnectorWorkerMetadata):
         unreadable: dict[int, frozenset[int]] | None = None,
         ready: dict[int, int] | None = None,
         weights: dict[int, tuple[int, str]] | None = None,
+        adapters: dict[int, dict[int, bytes]] | None = None,
     ) -> None:
         """`tallies` is owned by the report. By rank, if that is new: tiers that it leaves alone, its ready slots.
 
-        `weights`: by rank, which weights it has, and the question that asked for it.
+        `weights`: by rank, which weights it has, and the question that asked for it. `adapters`: by rank, digests by
+        number, empty of those that it does not hold any more.
         """
         self.tallies, self.lost, self.rate, self.unreadable = tallies, lost, rate, unreadable or {}
-        self.ready, self.weights = ready or {}, weights or {}
+        self.ready, self.weights, self.adapters = ready or {}, weights or {}, adapters or {}
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Add another rank's report."""
@@ -87,6 +92,7 @@ class ReportMetadata(KVConnectorWorkerMetadata):
             self.unreadable |= other.unreadable
             self.ready |= other.ready
             self.weights |= other.weights
+            self.adapters |= other.adapters
             self.rate = min(self.rate or other.rate, other.rate or self.rate)
             for job, tally in other.tallies.items():
                 mine = self.tallies.get(job, Tally(0, 0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvpipe import misses
@@ -20,9 +20,11 @@ Index = Mapping[bytes, object]
 class Prefixes:
     """Counts in units: the tokens that are a whole number of blocks in every cache group."""
 
-    def __init__(self, catalog: Catalog, geometry: Geometry, hash_tokens: int) -> None:
-        """`hash_tokens`: tokens per block hash."""
-        self._catalog = catalog
+    def __init__(
+        self, catalog: Catalog, geometry: Geometry, hash_tokens: int, hashes: Callable[[Request], Sequence[bytes]]
+    ) -> None:
+        """`hash_tokens`: tokens per block hash. `hashes(request)`: what its blocks are known by."""
+        self._catalog, self.hashes = catalog, hashes
         self._unit, self._per_chunk = geometry.unit_tokens, geometry.units_per_chunk
         self._hashes_per_unit = self._unit // hash_tokens
         self._groups = range(len(geometry.groups))
@@ -37,12 +39,12 @@ class Prefixes:
 
     def final_units(self, request: Request, tokens: int) -> int:
         """Return the units whose tokens and hashes are final, of the first `tokens` tokens."""
-        return min(min(tokens, request.num_tokens) // self._unit, len(request.block_hashes) // self._hashes_per_unit)
+        return min(min(tokens, request.num_tokens) // self._unit, len(self.hashes(request)) // self._hashes_per_unit)
 
     def unit_keys(self, request: Request) -> Sequence[bytes]:
         """Return the hashes of the first unit, the first two units and so on, of all that are final."""
         stop, step = self.final_units(request, request.num_tokens), self._hashes_per_unit
-        keys: Sequence[bytes] = request.block_hashes[step - 1 : stop * step : step]
+        keys: Sequence[bytes] = self.hashes(request)[step - 1 : stop * step : step]
         return keys
 
     def longest(self, request: Request, extra: Sequence[dict[bytes, object]] = ()) -> int:
@@ -53,7 +55,7 @@ class Prefixes:
         indexes: list[Index] = [self._catalog.index(group) for group in self._groups]
         if extra:
             indexes = [ChainMap(index, more) for index, more in zip(indexes, extra, strict=True)]  # type: ignore[arg-type]
-        hashes: Sequence[bytes] = request.block_hashes
+        hashes = self.hashes(request)
         best = self.final_units(request, request.num_tokens)
         if self._windows and best * self._unit >= request.num_tokens:
             best -= 1  # the recomputed last token's window reaches one token further back than a new token's
@@ -71,11 +73,13 @@ class Prefixes:
 
     def why_short(self, request: Request, units: int) -> str:
         """Return why no more than the first `units` units of `request` are found: one of `misses.REASONS`."""
+        hashes, lost = self.hashes(request), self._catalog.lost_keys
+        if not hashes and request.block_hashes:
+            return misses.ADAPTER
         stop = self.final_units(request, request.num_tokens)
         given_back = bool(self._windows) and stop * self._unit >= request.num_tokens  # as in `longest`
         if units >= stop - given_back:
             return misses.BELOW_MINIMUM
-        hashes, lost = request.block_hashes, self._catalog.lost_keys
         last = min(units // self._per_chunk * self._per_chunk + self._per_chunk, stop)
         step, reasons = self._hashes_per_unit, lost.reasons
         keys = hashes[(units + 1) * step - 1 : last * step : step]
@@ -107,7 +111,7 @@ class Prefixes:
     def chunks_from_the_end(self, request: Request, units: int) -> Iterator[Chunk]:
         """Yield the whole chunks of the first `units` units of the request, the last first."""
         step, stop = self._per_chunk * self._hashes_per_unit, units * self._hashes_per_unit
-        for key in reversed(request.block_hashes[step - 1 : stop : step]):
+        for key in reversed(self.hashes(request)[step - 1 : stop : step]):
             for group in self._groups:
                 chunk = self._catalog.find(group, key)
                 if chunk is not None:

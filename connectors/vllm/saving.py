@@ -49,7 +49,7 @@ class Saving:
         units = self._prefixes.final_units(request, request.num_tokens)
         for group in range(len(self._geometry.groups)):
             for ended in range(units, max(0, units - ENDS), -1):
-                key = self._prefixes.key(request.block_hashes, ended)
+                key = self._prefixes.key(self._prefixes.hashes(request), ended)
                 chunk = self._catalog.find(group, key)
                 if chunk is not None:
                     self._catalog.keep_mark(chunk, key)
@@ -75,7 +75,7 @@ class Saving:
         tracked.next_at = NEVER if done_with else units * self._unit + step
         if units == tracked.saved:
             return [], units
-        hashes = request.block_hashes
+        hashes = self._prefixes.hashes(request)
         rows: list[Row] = []
         first, tracked.saved = tracked.saved, units
         for group in range(len(self._geometry.groups)):
@@ -95,7 +95,7 @@ class Saving:
 
     def _claim(self, tracked: Tracked, group: int, base: int, low: int, high: int, *, keep: bool) -> Piece | None:
         """Claim units [low, high) of the chunk that starts at unit `base`, in the chunk where they continue best."""
-        hashes = tracked.request.block_hashes
+        hashes = self._prefixes.hashes(tracked.request)
         key = self._prefixes.key(hashes, high)
         opened = tracked.opened[group]
         chunk: Chunk | None = None

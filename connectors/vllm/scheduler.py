@@ -17,6 +17,7 @@ import numpy as np
 from kvpipe import misses
 from kvpipe.catalog import Catalog, Chunk, Owner, Piece
 from kvpipe.config import Settings
+from kvpipe.connectors.vllm.adapters import Adapters
 from kvpipe.connectors.vllm.prefixes import Prefixes
 from kvpipe.connectors.vllm.room import Room
 from kvpipe.connectors.vllm.saving import NEVER, Row, Saving
@@ -85,7 +86,8 @@ class SchedulerSide:
         self._async = settings.load == "async" or geometry.loads_between_steps
         self._stall = Stall(geometry, settings.stall_ms_max) if settings.load == "auto" and not self._async else None
         self._unit, self._per_chunk = geometry.unit_tokens, geometry.units_per_chunk
-        self._prefixes = Prefixes(self.catalog, geometry, hash_tokens)
+        self.adapters = Adapters(ranks, settings.lookup_ms_max / 1000, self.counters)
+        self._prefixes = Prefixes(self.catalog, geometry, hash_tokens, self.adapters.keys)
         self._saving = Saving(settings, geometry, self.catalog, self._prefixes, self.counters)
         self.events: KvEvents | None = None
         self._room = Room(geometry, step_tokens_max)
@@ -146,6 +148,7 @@ class SchedulerSide:
                 return old
             self.counters.fault("id_reused_before_finish", request=request.request_id)
             self._finish(old)
+        self.adapters.begin(request)
         life, watch = self._tell.added(request)
         tracked = self._tracked[request.request_id] = Tracked(request, len(self.geometry.groups), life, watch)
         return tracked
@@ -158,24 +161,21 @@ class SchedulerSide:
             tracked.fire(m.ASKED_ANEW)
         tracked.match = None
         why = self._why_not(tracked)
-        if self.weights.doubtful and why != misses.LOAD_FAILED:  # vLLM's own cache may be out of date, too
-            return self._ask_later(tracked, local_tokens, misses.WEIGHTS)
+        unknown = self._unknown(tracked, local_tokens, why)
+        if unknown is not None:
+            return unknown
         if why:
             tracked.match = Match(self._step, local_tokens, 0)
             tracked.fire(m.LOOKUP_MISS)
             self._tell.answered(tracked, Answer(local_tokens, 0, request.num_tokens - local_tokens, why))
             return 0, False
         staging = self.staging
-        if staging is not None:
+        if staging is not None and self.adapters.known(request):
             tracked.stage, waits = staging.ask(tracked.stage, request, local_tokens // self._unit, self._step)
             if waits:
-                missed = request.num_tokens - local_tokens
-                self._tell.answered(tracked, Answer(local_tokens, 0, missed, misses.TIER_ASKED, later=True))
-                tracked.fire(m.LOOKUP_LATER)
-                return None, False
-        units = self._prefixes.longest(request)
+                return self._later(tracked, local_tokens, misses.TIER_ASKED)
+        units, waits = self._held(tracked, local_tokens)
         tokens = units * self._unit
-        waits = tracked.state.row != m.LET_DOWN and self._waits(tokens - local_tokens)
         tracked.match = Match(self._step, local_tokens, units, waits)
         if not waits:
             # vLLM must compute at least one token; an async load may cover the whole prompt, it sees to it itself
@@ -197,6 +197,29 @@ class SchedulerSide:
         self.counters["lookup_hit"] += 1
         self._tell.answered(tracked, Answer(local_tokens, external, max(0, missed), why, staged=staged))
         return external, waits
+
+    def _held(self, tracked: Tracked, local_tokens: int) -> tuple[int, bool]:
+        """Return (units of the prefix that can be loaded, whether asynchronously)."""
+        units = self._prefixes.longest(tracked.request)
+        waits = tracked.state.row != m.LET_DOWN and self._waits(units * self._unit - local_tokens)
+        if waits and not self.adapters.certain(tracked.request):  # it could land before the ranks hold another adapter
+            return 0 if self._async else units, False
+        return units, waits
+
+    def _unknown(self, tracked: Tracked, local_tokens: int, why: str) -> tuple[int | None, bool] | None:
+        """Return the answer while nobody knows which weights or which adapter count, and None otherwise."""
+        if self.weights.doubtful and why != misses.LOAD_FAILED:  # vLLM's own cache may be out of date, too
+            return self._ask_later(tracked, local_tokens, misses.WEIGHTS)
+        if self.adapters.waits(tracked.request, self._step, worth=self.staging is not None and not self.bypass):
+            return self._later(tracked, local_tokens, misses.ADAPTER)
+        return None
+
+    def _later(self, tracked: Tracked, local_tokens: int, why: str) -> tuple[None, bool]:
+        """Ask to be asked again."""
+        missed = tracked.request.num_tokens - local_tokens
+        self._tell.answered(tracked, Answer(local_tokens, 0, missed, why, later=True))
+        tracked.fire(m.LOOKUP_LATER)
+        return None, False
 
     def _waits(self, tokens: int) -> bool:
         """Whether a load of `tokens` is asynchronous."""
@@ -234,8 +257,10 @@ class SchedulerSide:
         tracked = self.on_new_request(request)
         self._notice_preemption(tracked)
         match, tracked.match = tracked.match, None
-        if match is not None and match.local_tokens:  # of use too, though vLLM needs no copy of it
-            self.catalog.refresh(self._prefixes.chunks_from_the_end(request, match.local_tokens // self._unit))
+        if match is not None:
+            self.adapters.admitted(request, self._step + 1, match.local_tokens)
+            if match.local_tokens:  # of use too, though vLLM needs no copy of it
+                self.catalog.refresh(self._prefixes.chunks_from_the_end(request, match.local_tokens // self._unit))
         if external_tokens <= 0:
             tracked.fire(m.ADMIT_EMPTY)
             if match is not None:
@@ -260,7 +285,7 @@ class SchedulerSide:
             rows, chunks = self._load_rows(request, blocks, first, stop)
             self.catalog.lease(owner, chunks)
             if self.staging is not None:
-                self.staging.stores.used(request, chunks)
+                self.staging.stores.used(chunks)
         except Exception as e:  # noqa: BLE001  (vLLM counts on the load now: it must be reported, as failed)
             self.counters.fault("load_not_planned", request=request.request_id, error=repr(e))
             self.catalog.release(owner)
@@ -292,7 +317,7 @@ class SchedulerSide:
         self._step += 1
         self.trace.step = self._step + 1  # what comes now belongs to the step that is planned next
         space = self.staging.space.name if self.staging is not None else ""
-        return StepPlan(self._step, jobs, orders, space, self.weights.ask())
+        return StepPlan(self._step, jobs, orders, space, self.weights.ask(), self.adapters.claims(jobs))
 
     def _plan_orders(self) -> tuple[Order, ...]:
         """Plan what goes to and comes from tiers."""
@@ -489,7 +514,7 @@ class SchedulerSide:
         self, request: Request, blocks: KVCacheBlocks, first: int, stop: int
     ) -> tuple[list[Row], list[Chunk]]:
         """Return the rows that bring units [first, stop) into `blocks`, and the chunks they read."""
-        hashes = request.block_hashes
+        hashes = self._prefixes.hashes(request)
         rows: list[Row] = []
         chunks: list[Chunk] = []
         for group, table in enumerate(blocks.blocks):
@@ -699,6 +724,7 @@ class SchedulerSide:
     def _finish(self, tracked: Tracked) -> None:
         tracked.fire(m.FINISH)
         self._end_stage(tracked)
+        self.adapters.end(tracked.request)
         self._room.leave([tracked.request.request_id])
         tracked.next_at = NEVER
         self._stale.leave(tracked.request.request_id)

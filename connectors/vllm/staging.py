@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from kvpipe import misses
 from kvpipe.catalog import Catalog, Chunk, Owner, Piece
 from kvpipe.connectors.vllm.prefixes import Prefixes
-from kvpipe.connectors.vllm.storing import Offer, Storing, adapter_of
+from kvpipe.connectors.vllm.storing import Offer, Storing
 from kvpipe.geometry import Geometry
 from kvpipe.plan import Order
 from kvpipe.statemachine import stage as m
@@ -96,7 +96,6 @@ class Staging:
         self._counters, self._new_id, self._watch, self._published = counters, new_id, watch, published
         self.space = Namespace()
         self.stores = Storing(
-            finder,
             catalog,
             geometry,
             self.space,
@@ -151,14 +150,8 @@ class Staging:
             for end in range(self._per_chunk, stop + 1, self._per_chunk)
             if keys[end - 1] not in self._catalog.index(group)
         )
-        lookup = Lookup(
-            keys,
-            wanted,
-            groups=len(self._geometry.groups),
-            space=self.space.name,
-            seconds_max=self._lookup_s_max,
-            adapter=adapter_of(request),
-        )
+        groups, space = len(self._geometry.groups), self.space.name
+        lookup = Lookup(keys, wanted, groups=groups, space=space, seconds_max=self._lookup_s_max)
         self._numbers += 1
         stage = Stage(self._numbers, request, lookup, self._watch)
         self._stages.add(stage)
@@ -303,7 +296,7 @@ class Staging:
                 window = kind.window_tokens
                 if window is not None and (reach - high) * self._geometry.unit_tokens > window:
                     continue  # wholly outside of the window, seen from the end
-                chunk = self._prefixes.holding(group, stage.request.block_hashes, base, high)
+                chunk = self._prefixes.holding(group, self._prefixes.hashes(stage.request), base, high)
                 if chunk is not None:
                     yield (group, high), chunk
                     continue
@@ -319,8 +312,8 @@ class Staging:
             return None
         base = (units - 1) // self._per_chunk * self._per_chunk
         piece = self._catalog.write(chunk, units - base, key, keep=units - base < self._per_chunk, base=base)
-        name = chunk_name(key, stage.lookup.digest)
-        order = Order(self._new_id(), False, stage.lookup.found[place], chunk.slot, group, units - base, name)  # noqa: FBT003
+        found, name = stage.lookup.found[place], chunk_name(key)
+        order = Order(self._new_id(), False, found, chunk.slot, group, units - base, name)  # noqa: FBT003
         carriage = self._carriages[order.id] = self._fetching[group, key] = Carriage(order, piece)
         self._fetches[order.tier] += 1
         self._due.append(order)
@@ -360,8 +353,7 @@ class Staging:
             stage.waits.discard(order.id)
             self._told(stage, carriage, there)
         if there is piece.chunk and not carriage.bad:
-            adapter = carriage.stages[0].lookup.adapter
-            self.stores.brought(order.tier, Offer(piece.chunk, order.units, piece.key, adapter))
+            self.stores.brought(order.tier, Offer(piece.chunk, order.units, piece.key))
 
     def _told(self, stage: Stage, carriage: Carriage, chunk: Chunk | None) -> None:
         if stage.state.row != m.FETCHING:

@@ -11,13 +11,11 @@ from kvpipe.geometry import Geometry
 from kvpipe.plan import Order
 from kvpipe.statemachine import chunk as chunk_m
 from kvpipe.statemachine.request import FINISHED
-from kvpipe.tiers.finder import Adapter, Finder, chunk_name
+from kvpipe.tiers.finder import chunk_name
 from kvpipe.tiers.namespace import Namespace
 from kvpipe.trace.log import Counters
 
 if TYPE_CHECKING:
-    from vllm.v1.request import Request
-
     from kvpipe.connectors.vllm.tracked import Tracked
 
 STORE_SHARE: Final = 0.25
@@ -31,12 +29,11 @@ STORES: Final = "\0store"
 
 
 class Offer(NamedTuple):
-    """A chunk that should be stored as far as `units`, where `key` marks it; of a prefix computed with `adapter`."""
+    """A chunk that should be stored as far as `units`, where `key` marks it."""
 
     chunk: Chunk
     units: int
     key: bytes
-    adapter: Adapter | None
 
     @property
     def stands(self) -> bool:
@@ -51,7 +48,6 @@ class Storing:
 
     def __init__(
         self,
-        finder: Finder,
         catalog: Catalog,
         geometry: Geometry,
         space: Namespace,
@@ -62,7 +58,7 @@ class Storing:
         new_id: Callable[[], int],
     ) -> None:
         """`policies`: per tier, which chunks are written. Nothing is offered before `space` has a name."""
-        self._finder, self._catalog, self._space, self._policies = finder, catalog, space, policies
+        self._catalog, self._space, self._policies = catalog, space, policies
         self._counters, self._new_id, self._per_chunk = counters, new_id, geometry.units_per_chunk
         self._max = max(1, min(int(catalog.slots * STORE_SHARE), bytes_in_flight_max // geometry.slot_bytes))
         self._offers: OrderedDict[tuple[int, Chunk, bytes], Offer] = OrderedDict()
@@ -78,29 +74,29 @@ class Storing:
         if units == self._per_chunk or tracked.state.row == FINISHED:
             for mark in chunk.marks:
                 if mark.units == units:
-                    self._offer("all", tracked.request, chunk, units, mark.key)
+                    self._offer("all", chunk, units, mark.key)
 
     def ended(self, tracked: Tracked) -> None:
         """The request is over: the chunk that it ended in can be stored as far as it is filled."""
         for opened in tracked.opened:
             if opened is not None and opened.filled < self._per_chunk:
                 for mark in opened.chunk.marks:
-                    self._offer("all", tracked.request, opened.chunk, mark.units, mark.key)
+                    self._offer("all", opened.chunk, mark.units, mark.key)
 
-    def used(self, request: Request, chunks: list[Chunk]) -> None:
+    def used(self, chunks: list[Chunk]) -> None:
         """Chunks are of use to a second request."""
         for chunk in chunks:
             for mark in chunk.marks[-1:]:
-                self._offer("second_use", request, chunk, mark.units, mark.key)
+                self._offer("second_use", chunk, mark.units, mark.key)
 
     def brought(self, tier: int, offer: Offer) -> None:
         """A chunk has come from `tier`: those that are nearer can have it too."""
         self._put_off([nearer for nearer in range(tier) if self._policies[nearer] != "never"], offer)
 
-    def _offer(self, policy: str, request: Request, chunk: Chunk, units: int, key: bytes) -> None:
+    def _offer(self, policy: str, chunk: Chunk, units: int, key: bytes) -> None:
         if self._space.name:
             tiers = [tier for tier, theirs in enumerate(self._policies) if theirs == policy]
-            self._put_off(tiers, Offer(chunk, units, key, adapter_of(request)))
+            self._put_off(tiers, Offer(chunk, units, key))
 
     def _put_off(self, tiers: list[int], offer: Offer) -> None:
         for tier in tiers:
@@ -117,21 +113,16 @@ class Storing:
     def plan(self, due: list[Order]) -> None:
         """Add a step's stores to `due`, as far as there is room."""
         self._step += 1
-        unnamed = []
         while self._offers and len(self.under_way) < self._max:
             place, offer = self._offers.popitem(last=False)
-            digest = self._finder.digest(offer.adapter)
-            if digest is None:
-                unnamed.append((place, offer))
-            elif not offer.stands:
+            if not offer.stands:
                 self._counters["store_dropped_evicted"] += 1
             else:
-                chunk, name = offer.chunk, chunk_name(offer.key, digest)
+                chunk, name = offer.chunk, chunk_name(offer.key)
                 order = Order(self._new_id(), True, place[0], chunk.slot, chunk.group, offer.units, name)  # noqa: FBT003
                 owner = self.under_way[order.id] = Owner(STORES, order.id)
                 due.append(order)
                 self._catalog.lease(owner, [chunk])
-        self._offers.update(unnamed)
 
     def over(self, order: Order, *, ok: bool) -> None:
         """Every rank has reported a store."""
@@ -151,9 +142,3 @@ class Storing:
     def pending(self) -> bool:
         """Whether something waits to be stored, and for nothing but the next step."""
         return bool(self._offers) and len(self.under_way) < self._max
-
-
-def adapter_of(request: Request) -> Adapter | None:
-    """Return the LoRA adapter that a request is computed with."""
-    lora = request.lora_request
-    return None if lora is None else Adapter(str(lora.lora_path))

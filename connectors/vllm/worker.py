@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from kvpipe.config import Settings
+from kvpipe.connectors.vllm.held_adapters import HeldAdapters
 from kvpipe.errors import UnsupportedError
 from kvpipe.geometry import Geometry
 from kvpipe.loop import CPUS_AT_START, spare_cpus
@@ -52,6 +53,7 @@ class WorkerSide:
         self._plan: StepPlan = EMPTY_PLAN
         self._bound = False
         self._bound_ns = self._waited_ns = 0
+        self.adapters = HeldAdapters(self.counters)
         self.lost = False  # this rank's tier cannot be used any more
         self.make_shelves: Callable[[], Sequence[Shelf]] = tuple
         self.carrier: Carrier | None = None
@@ -194,7 +196,8 @@ class WorkerSide:
     # ---- hooks, in the order of a step ----------------------------------------------------------------------------
 
     def bind(self, plan: StepPlan) -> None:
-        """A step begins."""
+        """A step begins. Its requests' adapters are loaded."""
+        plan = self.adapters.checked(plan)
         self._plan, self._bound, self._bound_ns = plan, True, time.monotonic_ns()
         self.trace.step = plan.step
         if plan.question:

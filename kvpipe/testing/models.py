@@ -187,3 +187,24 @@ def make_model(recipe: str, folder: Path | None = None) -> Path:
                 path.replace(target / path.name)
         torch.random.set_rng_state(generator_state)
     return target
+
+
+def make_adapter(folder: Path, seed: int) -> Path:
+    """Write a LoRA adapter for "llama", drawn with `seed`, into `folder`: always of the same size and time."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in range(6):
+        for name, out in (("q_proj", 256), ("v_proj", 128)):
+            key = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{key}.lora_A.weight"] = torch.randn(8, 256, generator=generator) * 0.2
+            tensors[f"{key}.lora_B.weight"] = torch.randn(out, 8, generator=generator) * 0.2
+    save_file(tensors, str(folder / "adapter_model.safetensors"))
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    for path in folder.iterdir():
+        os.utime(path, (1_700_000_000, 1_700_000_000))
+    return folder

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import secrets
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import NamedTuple
 
 import anyio
-import anyio.to_thread
 
 from kvpipe.tiers.base import Key, TierError
 from kvpipe.tiers.keeper import Keeper
@@ -20,24 +16,18 @@ KEYS_PER_CALL_MAX = 4096
 STOP_S_MAX = 5.0
 LOOKUPS_MAX = 256
 """Lookups under way at once; more wait, at most until their deadline."""
-_PIECE_BYTES = 1 << 20
-Signature = tuple[tuple[str, int, int], ...]
+NAME_BYTES = 32
+"""Of a chunk's name, as of vLLM's hashes."""
 
 Place = tuple[int, int]
 """A cache group, and the units of the prefix that a chunk ends at."""
-
-
-class Adapter(NamedTuple):
-    """A LoRA adapter: its name and path are in vLLM's hash; its bytes are not."""
-
-    path: str
 
 
 class Lookup:
     """One question. The scheduler's thread makes it, and reads the answer once it is `done`."""
 
     __slots__ = (
-        "adapter", "deadline_s", "digest", "done", "down", "found", "groups", "keys", "space", "until_s", "wanted",
+        "deadline_s", "done", "down", "found", "groups", "keys", "space", "until_s", "wanted",
     )  # fmt: skip
 
     def __init__(
@@ -48,14 +38,12 @@ class Lookup:
         groups: int,
         space: str,
         seconds_max: float,
-        adapter: Adapter | None = None,
     ) -> None:
         """`keys[u]`: hash of the first u + 1 units. `wanted`: whole chunks that are not in memory."""
-        self.keys, self.wanted, self.groups, self.space, self.adapter = keys, wanted, groups, space, adapter
+        self.keys, self.wanted, self.groups, self.space = keys, wanted, groups, space
         self.deadline_s, self.until_s = seconds_max, time.monotonic() + seconds_max
         self.found: dict[Place, int] = {}
         """In which tier, by its place in the order, each place that was found is."""
-        self.digest = b""  # of the adapter
         self.down = False  # a tier could not be asked
         self.done = False  # written last
 
@@ -69,8 +57,6 @@ class Finder:
         """Start the thread. `fault(tier, use, why)` hears of calls that failed."""
         self.shelves = tuple(shelves)
         self._ranks, self._per_chunk, self._fault = ranks, units_per_chunk, fault
-        self._digests: dict[str, tuple[Signature, bytes]] = {}
-        self._learning: set[str] = set()
         self.unreadable: frozenset[int] = frozenset()
         """Tiers, by their places, that some rank leaves alone. Set by the scheduler's thread."""
         self._asked = self._answered = 0
@@ -109,9 +95,6 @@ class Finder:
         try:
             with anyio.move_on_after(lookup.deadline_s * 2):  # what it waits for has limits of its own, before this
                 async with self._limit:
-                    if lookup.adapter is not None:
-                        await self._learn(lookup.adapter)
-                        lookup.digest = self.digest(lookup.adapter) or b""
                     await self._find(lookup, lookup.wanted)
                     await self._find(lookup, self._partial(lookup))
         except Exception as error:  # noqa: BLE001  (a bug of a tier's: other lookups go on)
@@ -164,9 +147,7 @@ class Finder:
         """Return those of `places` that `shelf` holds for every rank; None: it could not be asked."""
         left_s = lookup.until_s - time.monotonic()
         names = [
-            shelf.sealer.names(
-                Key(lookup.space, chunk_name(lookup.keys[units - 1], lookup.digest), group, rank, self._ranks)
-            )
+            shelf.sealer.names(Key(lookup.space, chunk_name(lookup.keys[units - 1]), group, rank, self._ranks))
             for group, units in places
             for rank in range(self._ranks)
         ]
@@ -190,57 +171,7 @@ class Finder:
         self._fault(shelf.name, FIND, why)
         shelf.fault(FIND, why, slow=slow)
 
-    async def _learn(self, adapter: Adapter) -> None:
-        """Read the adapter's bytes, if its files are others than the last time."""
-        try:
-            signature = await anyio.to_thread.run_sync(adapter_signature, adapter.path)
-            if signature != self._digests.get(adapter.path, (None,))[0]:
-                digest = await anyio.to_thread.run_sync(adapter_digest, adapter.path)
-                self._digests[adapter.path] = (signature, digest)
-        except Exception as error:  # noqa: BLE001  (a file that cannot be read, or no thread: other lookups go on)
-            self._fault("", FIND, f"adapter: {error!r}")
-            self._unknown(adapter)
-        finally:
-            self._learning.discard(adapter.path)
 
-    def _unknown(self, adapter: Adapter) -> None:
-        """Share chunks of this adapter with nobody."""
-        self._digests[adapter.path] = ((), secrets.token_bytes(32))
-
-    def digest(self, adapter: Adapter | None) -> bytes | None:
-        """Return what tells the adapter's bytes from others'; None: ask again, it is being read. Any thread."""
-        if adapter is None:
-            return b""
-        known = self._digests.get(adapter.path)
-        if known is not None:
-            return known[1]
-        if adapter.path not in self._learning:
-            self._learning.add(adapter.path)
-            self._keeper.begin(self._learn, adapter, self._unknown)
-        return None
-
-
-def chunk_name(prefix_hash: bytes, adapter: bytes) -> bytes:
-    """Return what a chunk is called in tiers: the hash of its prefix, and of the adapter's bytes if it has one."""
-    return hashlib.sha256(prefix_hash + adapter).digest() if adapter else prefix_hash
-
-
-def adapter_signature(path: str) -> Signature:
-    """Return names, sizes and times of change of an adapter's files. Raises OSError."""
-    folder = Path(path)
-    files = sorted(file for file in folder.rglob("*") if file.is_file()) if folder.is_dir() else []
-    return tuple((str(file.relative_to(folder)), (at := file.stat()).st_size, at.st_mtime_ns) for file in files)
-
-
-def adapter_digest(path: str) -> bytes:
-    """Identify the bytes of a LoRA adapter: all of its files; of what is no folder, its name. Raises OSError."""
-    folder = Path(path)
-    digest = hashlib.sha256(b"adapter")
-    if not folder.is_dir():
-        digest.update(path.encode("utf-8", "surrogatepass"))
-    for name, size, _ in adapter_signature(path):
-        digest.update(f"{name}:{size}:".encode())
-        with (folder / name).open("rb") as file:
-            while data := file.read(_PIECE_BYTES):
-                digest.update(data)
-    return digest.digest()
+def chunk_name(key: bytes) -> bytes:
+    """Return what a chunk is called in tiers: by its key, which is longer where it says more than the prefix."""
+    return hashlib.sha256(key).digest() if len(key) > NAME_BYTES else key

@@ -5,14 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 from kvpipe.testing.held_tier import DictSpec, HeldTier
 from kvpipe.tiers.base import Key
-from kvpipe.tiers.finder import Adapter, Finder, Lookup, Place, adapter_digest, chunk_name
+from kvpipe.tiers.finder import Finder, Lookup, Place, chunk_name
 from kvpipe.tiers.shelf import FAULTS_MAX, FIND, shelves
 
 SPACE, WAIT_S, PER_CHUNK = "1" * 32, 20.0, 4
@@ -37,9 +34,9 @@ def _finder(*tiers: HeldTier, ranks: int = 1, faults: list[str] | None = None, *
         made.stop()
 
 
-def _hold(tier: HeldTier, *ends: int, group: int = 0, rank: int = 0, ranks: int = 1, digest: bytes = b"") -> None:
+def _hold(tier: HeldTier, *ends: int, group: int = 0, rank: int = 0, ranks: int = 1) -> None:
     for units in ends:
-        tier.values[Key(SPACE, chunk_name(KEYS[units - 1], digest), group, rank, ranks).text] = b""
+        tier.values[Key(SPACE, chunk_name(KEYS[units - 1]), group, rank, ranks).text] = b""
 
 
 def _ask(finder: Finder, wanted: Sequence[Place] = WHOLE, seconds_max: float = 60.0, **more: Any) -> Lookup:
@@ -136,35 +133,6 @@ def test_a_finder_that_has_stopped() -> None:
     assert not _ask(finder).found
 
 
-def test_the_bytes_of_an_adapter_count(tmp_path: Path) -> None:
-    """Chunks of a LoRA adapter are found only with an adapter of the same bytes, wherever it lies."""
-    for name, data in (("a", b"one"), ("b", b"one"), ("c", b"two")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "adapter.safetensors").write_bytes(data)
-    tier = HeldTier()
-    _hold(tier, 4, digest=adapter_digest(str(tmp_path / "a")))
-    with _finder(tier) as finder:
-        for name, found in (("a", True), ("b", True), ("c", False)):
-            adapter = Adapter(str(tmp_path / name))
-            assert bool(_ask(finder, adapter=adapter).found) == found, name
-            assert finder.digest(adapter) == adapter_digest(adapter.path)
-        assert not _ask(finder).found
-        (tmp_path / "a" / "adapter.safetensors").write_bytes(b"two")
-        assert not _ask(finder, adapter=Adapter(str(tmp_path / "a"))).found
-    assert finder.digest(None) == b""
-
-
-def test_an_adapter_is_read_when_it_is_asked_for(tmp_path: Path) -> None:
-    """Who stores chunks of an adapter that nobody has looked up gets its digest too, a moment later."""
-    (tmp_path / "weights.safetensors").write_bytes(b"x" * (3 << 20))
-    with _finder(HeldTier()) as finder:
-        limit = time.monotonic() + WAIT_S
-        while finder.digest(Adapter(str(tmp_path))) is None:
-            assert time.monotonic() < limit
-            time.sleep(0.001)
-        assert finder.digest(Adapter(str(tmp_path))) == adapter_digest(str(tmp_path))
-
-
 class _Broken(HeldTier):
     """A tier with a bug."""
 
@@ -192,17 +160,3 @@ def test_a_tier_that_a_rank_cannot_read() -> None:
         finder.unreadable = frozenset({0})
         assert not finder.usable
         assert not _ask(finder).found
-
-
-def test_an_adapter_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An adapter whose files cannot be read costs its requests their hits, and nobody else's."""
-
-    def broken(_: str) -> bytes:
-        raise OSError
-
-    monkeypatch.setattr("kvpipe.tiers.finder.adapter_digest", broken)
-    tier = HeldTier()
-    _hold(tier, 4)
-    with _finder(tier) as finder:
-        assert not _ask(finder, adapter=Adapter("/x")).found
-        assert _ask(finder).found

@@ -92,7 +92,7 @@ class World:
     def request(self, name: str, units: int, *, shared: int = 0, extra: int = 0) -> Any:
         """Make a request of `units` units and `extra` tokens; the first `shared` units are common to all requests."""
         made = SimpleNamespace(request_id=name, num_preemptions=0, num_computed_tokens=0, block_hashes=[])
-        made.skip_reading_prefix_cache = False
+        made.skip_reading_prefix_cache, made.lora_request = False, None
         made.num_tokens = made.num_prompt_tokens = units * UNIT + extra
         made.shared = shared
         made.all_token_ids = range(made.num_tokens)  # all prompts begin alike

@@ -49,7 +49,7 @@ MUTANTS: dict[str, Mutant] = {
         "All ranks write their parts of a chunk under one name.",
         (
             Patch("kvpipe.tiers.carrier:Carrier", "_carry", "order.group, self._rank,", "order.group, 0,"),
-            Patch("kvpipe.tiers.finder:Finder", "_exists", "lookup.digest), group, rank", "lookup.digest), group, 0"),
+            Patch("kvpipe.tiers.finder:Finder", "_exists", "group, rank, self._ranks)", "group, 0, self._ranks)"),
         ),
         "two-tiers",
     ),
@@ -57,7 +57,7 @@ MUTANTS: dict[str, Mutant] = {
         "All cache groups write their chunks under one name.",
         (
             Patch("kvpipe.tiers.carrier:Carrier", "_carry", "order.chunk, order.group, self", "order.chunk, 0, self"),
-            Patch("kvpipe.tiers.finder:Finder", "_exists", "lookup.digest), group, rank", "lookup.digest), 0, rank"),
+            Patch("kvpipe.tiers.finder:Finder", "_exists", "group, rank, self._ranks)", "0, rank, self._ranks)"),
         ),
         "tier-hybrid",
         "findable_chunks_are_whole_and_true",

@@ -1,0 +1,148 @@
+"""LoRA adapters on real engines: KV counts only for the bytes that the engine really held when it was computed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvpipe.adapters import SETTLED_S
+from kvpipe.testing.engine import Engine
+from kvpipe.testing.models import make_adapter
+from tests.engine.common import assert_clean, engine, prompt
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+
+pytestmark = pytest.mark.engine
+
+P, Q = prompt(300, 1), prompt(333, 2)
+BASE, ONE, TWO = 0, 1, 2
+TOKENS = 12
+HELD = 288  # whole blocks of P; those of Q are 320
+OPTIONS: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 3, "enable_prefix_caching": False}
+Answers = dict[tuple[int, int], list[int]]
+
+
+def _disk(folder: Path) -> dict[str, Any]:
+    return {"chunk_tokens": 64, "lookup_ms_max": 20_000, "tiers": [{"kind": "disk", "path": str(folder / "kv")}]}
+
+
+def _adapter(name: str, number: int, folder: Path, **more: Any) -> LoRARequest:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(name, number, str(folder), **more)
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    """What vLLM answers without a connector: by adapter (0: none) and prompt length."""
+    folder = tmp_path_factory.mktemp("adapters")
+    adapters = [None, *(_adapter(f"x{i}", i, make_adapter(folder / f"{i}", i)) for i in (ONE, TWO))]
+    with engine(**OPTIONS) as plain:
+        out = {(i, len(p)): plain.generate([p], TOKENS, lora=a)[0] for i, a in enumerate(adapters) for p in (P, Q)}
+    assert len({tuple(answer) for answer in out.values()}) == len(out)
+    return out
+
+
+def _say(live: Engine, tokens: Sequence[int], *adapters: LoRARequest | None) -> list[list[int]]:
+    """One batch: the same prompt with each adapter."""
+    ids = [live.add(tokens, TOKENS, lora=adapter) for adapter in adapters]
+    outputs = live.drain()
+    return [list(outputs[i].outputs[0].token_ids) for i in ids]
+
+
+def _loaded(live: Engine) -> int:
+    return assert_clean(live).get("tokens_loaded", 0)
+
+
+def _readings(live: Engine) -> int:
+    side, worker = live.connector.scheduler, live.worker_connector.worker
+    assert side is not None
+    assert worker is not None
+    return side.adapters.reader.readings + worker.adapters.readings
+
+
+def test_adapters_never_share(tmp_path: Path, right: Answers) -> None:
+    """The KV of one adapter is a miss for another and for the base model, and a hit for itself."""
+    adapters = [None, *(_adapter(f"a{i}", i, make_adapter(tmp_path / f"{i}", i)) for i in (ONE, TWO))]
+    with engine(kvpipe={}, **OPTIONS) as live:
+        loaded = 0
+        for i, adapter in enumerate(adapters):
+            assert _say(live, P, adapter) == [right[i, len(P)]]
+            assert _loaded(live) == loaded
+            assert _say(live, P, adapter) == [right[i, len(P)]]
+            loaded += HELD
+            assert _loaded(live) == loaded
+
+
+def test_names_ids_and_bytes_change_between_restarts(tmp_path: Path, right: Answers) -> None:
+    """What was computed with an adapter is found again by its bytes alone, and never with others.
+
+    Two adapters and the base model run in one batch. Both are overwritten while vLLM still serves what it has loaded.
+    In the next engine the adapters have each other's bytes, names and numbers; in the last all is as it was.
+    """
+    a, b, kv = tmp_path / "a", tmp_path / "b", _disk(tmp_path)
+    make_adapter(a, ONE), make_adapter(b, TWO)
+    with engine(kvpipe=kv, **OPTIONS) as live:
+        first = (None, _adapter("a", 1, a), _adapter("b", 2, b))
+        assert _say(live, P, *first) == [right[i, len(P)] for i in (BASE, ONE, TWO)]
+        make_adapter(a, TWO), make_adapter(b, ONE)
+        (a / "adapter_config.json").touch()  # the other keeps its times
+        assert _say(live, Q, *first) == [right[i, len(Q)] for i in (BASE, ONE, TWO)]
+        assert _loaded(live) == 0
+    with engine(kvpipe=kv, **OPTIONS) as live:
+        swapped = (None, _adapter("a", 2, a), _adapter("b", 1, b))
+        for tokens, held in ((P, HELD), (Q, HELD + 320)):
+            assert _say(live, tokens, *swapped) == [right[i, len(tokens)] for i in (BASE, TWO, ONE)]
+            assert _loaded(live) == held  # the base model's
+    make_adapter(a, ONE), make_adapter(b, TWO)
+    with engine(kvpipe=kv, **OPTIONS) as live:
+        for tokens, held in ((P, 3 * HELD), (Q, 3 * (HELD + 320))):
+            assert _say(live, tokens, *first) == [right[i, len(tokens)] for i in (BASE, ONE, TWO)]
+            assert _loaded(live) == held
+
+
+def test_an_adapter_changes_in_a_running_engine(tmp_path: Path, right: Answers) -> None:
+    """Loaded in place, or evicted and loaded again: KV is found with the bytes that it was computed with, only."""
+    a, b = make_adapter(tmp_path / "a", ONE), make_adapter(tmp_path / "b", TWO)
+    one, other = _adapter("a", 1, a), _adapter("b", 2, b)
+    with engine(kvpipe={}, **OPTIONS | {"max_loras": 1, "max_cpu_loras": 1}) as live:
+
+        def says(which: int, loaded: int, request: LoRARequest = one) -> None:
+            before = live.connector.stats().get("tokens_loaded", 0)
+            assert _say(live, P, request) == [right[which, len(P)]]
+            live.settle()
+            assert live.connector.stats().get("tokens_loaded", 0) - before == loaded
+
+        says(ONE, 0)
+        says(ONE, HELD)
+        make_adapter(a, TWO)
+        says(ONE, HELD)  # vLLM has it in memory
+        live.llm.llm_engine.add_lora(_adapter("a", 1, a, load_inplace=True))
+        assert _say(live, P, one) == [right[TWO, len(P)]]  # a load was promised, and failed
+        says(TWO, 0)
+        says(TWO, HELD)
+        make_adapter(a, ONE)
+        in_place = _adapter("a", 1, a, load_inplace=True)
+        says(ONE, HELD, in_place)  # as an API server sends it from then on
+        make_adapter(a, TWO)
+        says(TWO, HELD, in_place)
+        says(TWO, 0, other)  # vLLM has room for one
+        make_adapter(a, ONE)
+        says(ONE, HELD)
+        counters = assert_clean(live)
+        assert counters["worker.adapter_changed"] == 1
+
+
+def test_many_requests_of_one_new_adapter(tmp_path: Path, right: Answers) -> None:
+    """Sixty requests of an adapter that nobody has used yet read its bytes once beside vLLM, and once with it."""
+    new = _adapter("a", 1, make_adapter(tmp_path / "a", ONE))
+    time.sleep(SETTLED_S)
+    with engine(kvpipe=_disk(tmp_path), **OPTIONS) as live:
+        assert _say(live, P, *[new] * 60) == [right[ONE, len(P)]] * 60
+        assert_clean(live)
+        assert _readings(live) == 2
