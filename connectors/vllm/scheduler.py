@@ -258,9 +258,7 @@ class SchedulerSide:
         self._notice_preemption(tracked)
         match, tracked.match = tracked.match, None
         if match is not None:
-            self.adapters.admitted(request, self._step + 1, match.local_tokens)
-            if match.local_tokens:  # of use too, though vLLM needs no copy of it
-                self.catalog.refresh(self._prefixes.chunks_from_the_end(request, match.local_tokens // self._unit))
+            self._entered(request, match.local_tokens)
         if external_tokens <= 0:
             tracked.fire(m.ADMIT_EMPTY)
             if match is not None:
@@ -300,6 +298,12 @@ class SchedulerSide:
         elif self._stall is not None:
             self._stall.due += external_tokens
         self.counters["tokens_loaded"] += external_tokens
+
+    def _entered(self, request: Request, local_tokens: int) -> None:
+        """What vLLM holds of the request is of use, too, though it needs no copy of it."""
+        self.adapters.admitted(request, self._step + 1, local_tokens)
+        if local_tokens:
+            self.catalog.refresh(self._prefixes.chunks_from_the_end(request, local_tokens // self._unit))
 
     def plan_step(self, output: SchedulerOutput) -> StepPlan:
         """Plan the step: the loads that were admitted, and a save for every request with newly final units."""

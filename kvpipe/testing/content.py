@@ -27,6 +27,7 @@ class Sequence:
         self.tokens: list[int] = []
         self.hashes: Words = np.empty(0, np.uint64)
         self.prompt, self._seed = prompt, zlib.crc32(apart.encode())
+        self.lora = 0
 
     def upto(self, stop: int) -> Words:
         """Return the hashes of the first `stop` positions."""

@@ -32,7 +32,7 @@ class Found(NamedTuple):
 def keys_of(side: SchedulerSide, request: Request) -> Sequence[bytes]:
     """Return the hash of the first unit of the request's tokens, of the first two units, and so on."""
     step = side._prefixes._hashes_per_unit  # noqa: SLF001
-    return request.block_hashes[step - 1 :: step]
+    return side._prefixes.hashes(request)[step - 1 :: step]  # noqa: SLF001
 
 
 def find(side: SchedulerSide, request: Request) -> Found:
@@ -70,6 +70,8 @@ def promised(side: SchedulerSide, request: Request, local_tokens: int, *, waits:
     if tracked is None or side.bypass or side.tier_lost or side.weights.doubtful or tracked.state.row not in _LOADS:
         return None
     if tracked.state.row == request_m.LET_DOWN and side._async:  # noqa: SLF001
+        return None
+    if not side.adapters.certain(request):  # no asynchronous load may begin
         return None
     unit, keys = side.geometry.unit_tokens, keys_of(side, request)
     most = len(keys)

@@ -37,6 +37,7 @@ ARGUMENTS: dict[str, tuple[Choices, ...]] = {
     "fail": (_INDEX, _EVEN, _INDEX),
     "lose": (_INDEX, _EVEN),
     "quirk": (_INDEX, range(len(QUIRKS)), range(len(QUIRKS))),
+    "adapter": (range(3),),
     "hold": (_EVEN,),
     "trouble": (range(2), (*[0] * 4, *range(len(TROUBLES)))),
     "late": (),
@@ -51,7 +52,7 @@ WEIGHTS = {
     "add": 10, "follow": 3, "reuse": 1, "schedule": 12, "execute": 10, "update": 12, "step": 16, "abort": 2, "tick": 8,
     "pace": 2, "again": 1, "reset": 1, "freeze": 1, "bypass": 0.4, "later": 0.6, "fail": 1.5,
     "lose": 1, "quirk": 2.5,
-    "hold": 1.5, "trouble": 1, "late": 0.7,
+    "adapter": 1.5, "hold": 1.5, "trouble": 1, "late": 0.7,
     "dummy": 0.4,
     "drain": 0.4,
 }  # fmt: skip

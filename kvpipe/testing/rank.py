@@ -160,6 +160,7 @@ class Rank(Runner):
         self.kvpipe: Any = kvpipe_in(connector)
         self.quirks: list[str] = []
         self.before_results: Callable[[], object] = lambda: None
+        self.load_adapters: Callable[[set[int]], object] = lambda _: None
         self._steps = 0
         self.layers: list[PagedLayer] = []
         for i, name in enumerate(n for names in shape.layer_names() for n in names):
@@ -189,6 +190,7 @@ class Rank(Runner):
         connector.handle_preemptions(metadata)
         if not self.shape.v2:
             self._zero(output)
+        self.load_adapters({step.sequences[request].lora for request in output.num_scheduled_tokens})
         connector.bind_connector_metadata(metadata)
         runs = output.total_num_scheduled_tokens > 0
         context, kwargs = self._forward if runs else self._no_forward, {}

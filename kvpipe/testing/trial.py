@@ -6,6 +6,7 @@ can be replayed and shrunk. Every move is a tuple of a name and JSON values: `MO
 
 from __future__ import annotations
 
+import functools
 import pickle
 import random
 import time
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvpipe.plan import Kind
+from kvpipe.testing.adapters import CHANGES, PATHS, AdapterFake, name, path
 from kvpipe.testing.content import VOCAB, WRONG_TOKEN, Live, Sequence
 from kvpipe.testing.drafts import Drafter
 from kvpipe.testing.ears import Ears, kvpipe_in, plan_in
@@ -45,8 +47,6 @@ DOCUMENTS, DOCUMENT_TOKENS_MAX, OWN_TOKENS_MAX, ANSWER_TOKENS_MAX, PROMPT_TOKENS
 DRAIN_STEPS_MAX = 4000
 PROBES = 3
 _SAVE, _LOAD = Direction.SAVE, Direction.LOAD
-ADAPTERS = {"lora1": "nowhere"}
-"""Where adapters are, by their names."""
 
 MOVES = {
     "add": "document, tokens of it, own tokens, answer tokens, salt, LoRA id: a new request",
@@ -68,6 +68,7 @@ MOVES = {
     "fail": "rank, is a load, layer: the next copy job fails in that layer",
     "lose": "rank, is a load: the news of the next awaited copy is lost for long",
     "quirk": "rank, two indices: the next step's hooks are not what they should be, in one way or two",
+    "adapter": "kind: the LoRA adapter changes, on disk, in the ranks or both, once its requests are gone",
     "hold": "on or off: tiers answer nothing until they are let go",
     "trouble": "tier, kind: what is wrong with a tier from now on",
     "late": "whoever waits for a tier has waited long enough",
@@ -132,7 +133,7 @@ class Trial:
         self.over: list[Live] = []
         self.prefixes: dict[bytes, tuple[Sequence, int]] = {}  # what each block hash must stand for
         self.old_keys: set[bytes] = set()  # of prefixes that were computed with other weights
-        self.router = listening(self.scheduler, ADAPTERS) if shape.events else None
+        self.router = listening(self.scheduler, PATHS) if shape.events else None
         self.before = dict[bytes, bytes | None]()  # the block hash before each
         self.violations = list[str]()
         self.on_schedule: Callable[[SchedulerOutput], object] = lambda _: None
@@ -156,6 +157,9 @@ class Trial:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
+        self.adapters = AdapterFake()
+        if self.kvpipe is not None:
+            self.side.adapters.reader = self.adapters  # type: ignore[assignment]
         for index in range(self.shape.ranks):
             worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
             mine: Any = kvpipe_in(worker)
@@ -168,6 +172,8 @@ class Trial:
             if mine is not None:
                 mine.worker.weigh = lambda: self.weights
                 rank.before_results = self._settle
+                rank.load_adapters = functools.partial(self.adapters.load, index)
+                self.adapters.join(index, mine.worker.adapters)
 
     def _made_tiers(self, *, writes: bool) -> list[MadeTier]:  # noqa: ARG002
         spec = DictSpec.model_validate({"lanes": 64, "timeout_ms_max": 600_000})
@@ -245,10 +251,12 @@ class Trial:
     def _enter(self, request_id: str, prompt: list[int], answer: int, salt: int, lora: int) -> None:
         prompt, wanted = prompt[:PROMPT_TOKENS_MAX], 1 + answer % ANSWER_TOKENS_MAX
         self.added += 1
-        sequence = Sequence(prompt, f"{salt}/{lora}/{self.weights}")
+        sequence = Sequence(prompt, f"{salt}/{lora}/{self.adapters.version(lora)}/{self.weights}")
+        sequence.lora = lora
         one = self.live[request_id] = Live(request_id, sequence, wanted, salt, lora)
         previous: bytes | None = None
-        for i, key in enumerate(self.request_of(one, prompt + one.expected).block_hashes):
+        for i, block_hash in enumerate(self.request_of(one, prompt + one.expected).block_hashes):
+            key = self.adapters.key(block_hash, lora) if self.kvpipe is not None else block_hash
             self.prefixes.setdefault(key, (one.sequence, (i + 1) * BLOCK))
             self.before[key], previous = previous, key
         self.scheduler.add_request(self.request_of(one, prompt))
@@ -266,7 +274,7 @@ class Trial:
             None,
             block_hasher=self.hasher,
             cache_salt=str(one.salt) if one.salt else None,
-            lora_request=LoRARequest(f"lora{one.lora}", one.lora, ADAPTERS["lora1"]) if one.lora else None,
+            lora_request=LoRARequest(name(one.lora), one.lora, path(one.lora)) if one.lora else None,
         )
 
     # ---- steps ----------------------------------------------------------------------------------------------------
@@ -447,6 +455,20 @@ class Trial:
     def _late(self) -> None:
         if self.kvpipe is not None and self.side.staging is not None:
             self.side.staging.hurry()
+
+    def _adapter(self, kind: int) -> None:
+        """Requests that began with other bytes are none of kvpipe's business, nor are hits of vLLM's own cache."""
+        if self.kvpipe is None:
+            return
+        for place in reversed([place for place, one in enumerate(self.live.values()) if one.lora]):
+            self._abort(place)
+        while self._scheduled:  # the ranks' own requests are as old as what they hold
+            self._execute()
+        self.scheduler.kv_cache_manager.evict_blocks(set(range(self.shape.blocks)))
+        held = self.adapters.change(CHANGES[kind % len(CHANGES)])
+        self.excused |= {"adapter_changed", "job_failed", "save_failed", "load_failed"}
+        if not self.shape.failing:  # no load may fail: the scheduler's side hears of it before it plans the next
+            self.side.adapters.told(held)
 
     def _shutdown(self) -> None:
         self.close()

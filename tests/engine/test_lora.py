@@ -66,7 +66,7 @@ def _readings(live: Engine) -> int:
     return side.adapters.reader.readings + worker.adapters.readings
 
 
-def test_adapters_never_share(tmp_path: Path, right: Answers) -> None:
+def test_lora_adapters_never_share(tmp_path: Path, right: Answers) -> None:
     """The KV of one adapter is a miss for another and for the base model, and a hit for itself."""
     adapters = [None, *(_adapter(f"a{i}", i, make_adapter(tmp_path / f"{i}", i)) for i in (ONE, TWO))]
     with engine(kvpipe={}, **OPTIONS) as live:

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvpipe.testing.models import make_adapter
 from kvpipe.testing.router import Router
 from tests.engine.common import assert_clean, engine, prompt
-from tests.engine.test_models import _make_lora
 
 pytestmark = pytest.mark.engine
 
@@ -25,7 +25,7 @@ def test_a_router_tells_salts_and_adapters_apart(tmp_path: Path) -> None:
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher
     from vllm.v1.request import Request
 
-    adapter = LoRARequest("french", 1, str(_make_lora(tmp_path / "french", 1)))
+    adapter = LoRARequest("french", 1, str(make_adapter(tmp_path / "french", 1)))
     router = Router({"french": adapter.lora_path})
 
     def publish(batch: KVEventBatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvpipe.testing.mutants import (
+    adapters,
     calls,
     efficacy,
     finding,
@@ -21,6 +22,6 @@ __all__ = ["MUTANTS", "Mutant", "Patch"]
 
 MUTANTS: dict[str, Mutant] = {
     name: mutant
-    for area in (calls, keys, publishing, races, finding, identity, efficacy, tiers, tenants, models, pool)
+    for area in (adapters, calls, keys, publishing, races, finding, identity, efficacy, tiers, tenants, models, pool)
     for name, mutant in area.MUTANTS.items()
 }

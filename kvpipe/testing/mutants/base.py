@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 SCHEDULER = "kvpipe.connectors.vllm.scheduler:SchedulerSide"
 CURSOR = "kvpipe.statemachine.core:Cursor"
+ADAPTERS = "kvpipe.connectors.vllm.adapters:Adapters"
+HELD_ADAPTERS = "kvpipe.connectors.vllm.held_adapters:HeldAdapters"
 SAVING = "kvpipe.connectors.vllm.saving:Saving"
 STORING = "kvpipe.connectors.vllm.storing:Storing"
 PREFIXES = "kvpipe.connectors.vllm.prefixes:Prefixes"

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kvpipe.testing.mutants.base import CATALOG, PREFIXES, SAVING, SCHEDULER, Mutant, Patch, one
+from kvpipe.testing.mutants.base import ADAPTERS, CATALOG, PREFIXES, SAVING, SCHEDULER, Mutant, Patch, one
 from kvpipe.testing.shapes import BLOCK
 
 if TYPE_CHECKING:
@@ -15,17 +15,9 @@ if TYPE_CHECKING:
 
 
 def keys(kind: str) -> tuple[Patch, ...]:
-    """Take other keys than vLLM's, everywhere."""
+    """Take other keys than vLLM's and the adapter's, everywhere."""
     other = f"__import__({__name__!r}, fromlist=['']).{kind}"
-    return tuple(
-        Patch(where, "*", f"{request}.block_hashes", f"{other}({request})")
-        for where, request in (
-            (SCHEDULER, "request"),
-            (SAVING, "tracked.request"),
-            (SAVING, "request"),
-            (PREFIXES, "request"),
-        )
-    )
+    return one(ADAPTERS, "keys", "hashes: Sequence[bytes] = request.block_hashes", f"return {other}(request)")
 
 
 MUTANTS: dict[str, Mutant] = {
@@ -35,7 +27,7 @@ MUTANTS: dict[str, Mutant] = {
         one(
             PREFIXES,
             "final_units",
-            "min(min(tokens, request.num_tokens) // self._unit, len(request.block_hashes) // self._hashes_per_unit)",
+            "min(min(tokens, request.num_tokens) // self._unit, len(self.hashes(request)) // self._hashes_per_unit)",
             "tokens // self._unit",
         ),
         shape="drafts",
