@@ -72,6 +72,7 @@ format: setup
 lock:
 	$(PY) -m pip freeze | grep -v -i -E '^(-e |kvpipe|setuptools|pip)' > requirements/cpu.lock
 
-# make contract VERSION=0.34.0: does a new vLLM release fit?
+# does kvpipe fit every supported vLLM release, and, with VERSION=0.34.0, a new one?
 contract: setup
 	$(PY) tools/record_contract.py $(VERSION)
+	PYTHONHASHSEED=0 $(PY) -m pytest tests/contract/test_contract.py tests/contract/test_vllm_tests.py -q

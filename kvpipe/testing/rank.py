@@ -18,7 +18,7 @@ import torch
 from kvpipe.plan import Kind
 from kvpipe.testing.content import Sequence, Words, layer_key
 from kvpipe.testing.ears import kvpipe_in
-from kvpipe.testing.shapes import BLOCK, Shape
+from kvpipe.testing.shapes import Shape
 from kvpipe.tiers.memory import HostPool
 
 if TYPE_CHECKING:
@@ -153,8 +153,10 @@ class Reporter(Runner):
 class Rank(Runner):
     """One rank."""
 
-    def __init__(self, index: int, connector: KVConnectorBase_V1, shape: Shape) -> None:
-        """Make the paged cache and register it."""
+    def __init__(
+        self, index: int, connector: KVConnectorBase_V1, shape: Shape, names: list[list[str]] | None = None
+    ) -> None:
+        """Make the paged cache and register it. `names` are the layers of each group, if they are not the shape's."""
         super().__init__(shape)
         self.index, self.connector = index, connector
         self.kvpipe: Any = kvpipe_in(connector)
@@ -163,10 +165,12 @@ class Rank(Runner):
         self.load_adapters: Callable[[set[int]], object] = lambda _: None
         self._steps = 0
         self.layers: list[PagedLayer] = []
-        for i, name in enumerate(n for names in shape.layer_names() for n in names):
-            cache = torch.zeros(shape.blocks, 1, BLOCK, 2)
-            words: Words = cache.numpy().view(np.uint64).reshape(shape.blocks, BLOCK)
-            self.layers.append(PagedLayer(name, i // shape.layers_per_group, cache, words, layer_key(index, i)))
+        layers = [(group, name) for group, names in enumerate(names or shape.layer_names()) for name in names]
+        for i, (group, name) in enumerate(layers):
+            tokens = shape.block_tokens[group]
+            cache = torch.zeros(shape.blocks, 1, tokens, 2)
+            words: Words = cache.numpy().view(np.uint64).reshape(shape.blocks, tokens)
+            self.layers.append(PagedLayer(name, group, cache, words, layer_key(index, i)))
         attached = {layer.name: SimpleNamespace(kv_cache=layer.cache) for layer in self.layers}
         self._attention: Any = {layer.name: SimpleNamespace() for layer in self.layers}
         self._forward: Any = SimpleNamespace(no_compile_layers=attached, attn_metadata=self._attention)
@@ -191,6 +195,7 @@ class Rank(Runner):
         if not self.shape.v2:
             self._zero(output)
         self.load_adapters({step.sequences[request].lora for request in output.num_scheduled_tokens})
+        self._copy_blocks(output)
         connector.bind_connector_metadata(metadata)
         runs = output.total_num_scheduled_tokens > 0
         context, kwargs = self._forward if runs else self._no_forward, {}
@@ -255,6 +260,12 @@ class Rank(Runner):
             for layer in self.layers:
                 layer.words[block] = 0
 
+    def _copy_blocks(self, output: SchedulerOutput) -> None:
+        """Copy the blocks that a request shares in part, before it writes on in its own."""
+        for copy in output.kv_cache_block_copies or ():
+            for layer in self.layers:
+                layer.words[copy.dst_block_id] = layer.words[copy.src_block_id]
+
     def _run_layers(self, step: Step, drafts: dict[str, list[int]], quirks: set[str]) -> list[Wrong]:
         """Run every layer: write the new positions, read the whole context, check what was read."""
         connector, times = self.connector, 2 if "twice" in quirks else 1
@@ -286,20 +297,20 @@ class Rank(Runner):
         sequence = step.sequences[request]
         start, stop = self._computed[request], self._computed[request] + scheduled
         right = stop - len(drafts) + accepted(sequence, stop, drafts)
-        table = np.asarray(self._tables[request][layer.group])
+        table, block = np.asarray(self._tables[request][layer.group]), self.shape.block_tokens[layer.group]
         content = sequence.upto(stop)[start:] ^ layer.key
         content[right - start :] ^= np.uint64(0xBAD)  # of a draft that will be rejected, and of all behind it
         if junk:  # what rests on garbage is garbage
             content = ~content
         positions = np.arange(start, stop)
-        layer.words[table[positions // BLOCK], positions % BLOCK] = content
+        layer.words[table[positions // block], positions % block] = content
         window = self.shape.windows[layer.group]
         positions = np.arange(max(0, start - window + 1) if window else 0, right)
-        read = layer.words[table[positions // BLOCK], positions % BLOCK]
+        read = layer.words[table[positions // block], positions % block]
         differs = positions[read != (sequence.upto(stop)[positions[0] : right] ^ layer.key)]
         if not len(differs):
             return None
-        return Wrong(self.index, request, layer.name, differs.tolist(), frozenset(table[differs // BLOCK].tolist()))
+        return Wrong(self.index, request, layer.name, differs.tolist(), frozenset(table[differs // block].tolist()))
 
 
 def accepted(sequence: Sequence, stop: int, drafts: list[int]) -> int:

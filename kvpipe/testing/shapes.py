@@ -36,6 +36,8 @@ KVPIPE = Connector()
 class Shape(NamedTuple):
     """One engine. `windows` names each cache group's sliding window in tokens, None for full attention.
 
+    `sizes`: tokens per block of each group, where it is not `BLOCK` in all.
+
     `ranks`: 0 for an engine whose ranks have no connector and no caches: only the scheduler's side is on trial.
 
     `asynchronous`: vLLM's AsyncScheduler, with two steps in flight. `drafts`: draft tokens per step. `v2`: the order of
@@ -68,6 +70,12 @@ class Shape(NamedTuple):
     policy: str = "lru"
     sibling: bool = False
     events: bool = False
+    sizes: tuple[int, ...] = ()
+
+    @property
+    def block_tokens(self) -> tuple[int, ...]:
+        """Tokens per block, of each group."""
+        return self.sizes or (BLOCK,) * len(self.windows)
 
     @property
     def async_loads(self) -> bool:

@@ -1,0 +1,106 @@
+"""vLLM's own tests of its scheduler, of every supported release, with kvpipe on both sides of each scheduler."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvpipe.testing import attached, contract
+from kvpipe.testing.attached_tests import EXPECTED
+from kvpipe.testing.engine import ENVIRONMENT
+
+ROOT = Path(__file__).resolve().parents[2]
+FETCH_SECONDS_MAX = 1800
+RUN_SECONDS_MAX = 900
+TESTS_MIN = 150
+"""So many have kvpipe attached at least: fewer, and it would be another suite."""
+
+
+def fetched(*what: str) -> Path:
+    """Return the folder that the tool prints. Fails without a download."""
+    command = [sys.executable, str(ROOT / "tools" / "fetch_vllm_sources.py"), *what]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=FETCH_SECONDS_MAX, cwd=ROOT)
+    if done.returncode:
+        pytest.fail(f"vLLM {what[0]} is needed for this test: {done.stderr.strip()}", pytrace=False)
+    return Path(done.stdout.strip())
+
+
+def run(version: str, report: Path, *more: str, also: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the tests of `version` under its own scheduler. `also` is one more folder of modules."""
+    import vllm
+
+    folder = fetched(version, "--tests")
+    installed = contract.package_version(f"version = '{vllm.__version__}'") == version
+    paths = [str(ROOT), str(folder)] if installed else [str(fetched(version)), str(ROOT), str(folder)]
+    paths += [str(also)] if also is not None else []
+    command = [sys.executable, "-m", "pytest", "-p", attached.__name__, "-p", "no:cacheprovider", "-p", "no:warnings"]
+    command += ["-q", "--tb=short", "--show-capture=no", f"--attached-json={report}", *(more or ("tests/v1/core",))]
+    given = os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths), "VLLM_TARGET_DEVICE": "cpu"}
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=RUN_SECONDS_MAX, cwd=folder, env=given
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(FETCH_SECONDS_MAX + RUN_SECONDS_MAX)
+@pytest.mark.parametrize("version", contract.recorded())
+def test_vllms_own_tests_pass_with_kvpipe_attached(version: str, tmp_path: Path) -> None:
+    """All pass but those that are listed, which fail; nothing false is read, no fault is contained."""
+    done = run(version, tmp_path / "report.json")
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    said = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    assert said["tests"] >= TESTS_MIN, said
+    assert said["checked"] > said["steps"] // 4, said
+    assert said["tokens"]["tokens_loaded"] > 0, said
+    assert all("is not supported" in why for why in said["refused"]), said
+    assert all(EXPECTED.values())
+
+
+FINDERS = ("preemption", "no_preemption_when_space_available")
+"""What they ask is held by another request already."""
+
+BREAKAGES = {
+    "a load that reads nothing": (
+        (
+            "from kvpipe.transfer.cpu import CpuEngine as E\n"
+            "honest = E.copy_layer\n"
+            "E.copy_layer = lambda s, plan, layer: frozenset() if plan.direction == 1 else honest(s, plan, layer)\n"
+        ),
+        "a wrong read",
+    ),
+    "an exception behind the border": (
+        (
+            "from kvpipe.connectors.vllm.scheduler import SchedulerSide as S\n"
+            "def admitted(self, request, blocks, external): raise KeyError(request.request_id)\n"
+            "S.admitted = admitted\n"
+        ),
+        "contained_error",
+    ),
+    "an asynchronous load of nothing": (
+        (
+            "from kvpipe.connectors.vllm.scheduler import SchedulerSide as S\n"
+            "S.lookup = lambda self, request, local: (0, True)\n"
+        ),
+        "AssertionError",
+    ),
+}
+
+
+@pytest.mark.timeout(FETCH_SECONDS_MAX + RUN_SECONDS_MAX)
+@pytest.mark.parametrize("what", list(BREAKAGES))
+def test_a_broken_kvpipe_fails_vllms_tests(what: str, tmp_path: Path) -> None:
+    """A fault that is put into kvpipe is found by some of vLLM's own tests: they can fail."""
+    import vllm
+
+    source, sign = BREAKAGES[what]
+    (tmp_path / "kvpipe_broken.py").write_text(source, encoding="utf-8")
+    version = contract.package_version(f"version = '{vllm.__version__}'")
+    chosen = [f"tests/v1/core/test_scheduler.py::test_priority_scheduling_{name}" for name in FINDERS]
+    done = run(version, tmp_path / "report.json", "-p", "kvpipe_broken", *chosen, also=tmp_path)
+    assert done.returncode == 1, done.stdout[-4000:] + done.stderr[-2000:]
+    assert sign in done.stdout, done.stdout[-4000:]
