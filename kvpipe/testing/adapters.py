@@ -55,6 +55,10 @@ class AdapterFake:
         """Return what a block of a request that comes now is known by."""
         return block_hash + digest(number, self.version(number)) if number else block_hash
 
+    def other_keys(self, block_hash: bytes, number: int) -> list[bytes]:
+        """Return what it is taken for while the scheduler's side has not heard what ranks hold: they refuse it."""
+        return [block_hash + digest(number, version) for version in (0, 1)] if number else []
+
     # ---- in place of `AdapterReader` ------------------------------------------------------------------------------
 
     def digest(self, where: str, since_s: float) -> bytes:  # noqa: ARG002  (the files are always read at once)

@@ -132,7 +132,7 @@ class Trial:
         self.live: dict[str, Live] = {}
         self.over: list[Live] = []
         self.prefixes: dict[bytes, tuple[Sequence, int]] = {}  # what each block hash must stand for
-        self.old_keys: set[bytes] = set()  # of prefixes that were computed with other weights
+        self.old_keys: set[bytes] = set()  # of prefixes that were computed with other weights or adapters
         self.router = listening(self.scheduler, PATHS) if shape.events else None
         self.before = dict[bytes, bytes | None]()  # the block hash before each
         self.violations = list[str]()
@@ -257,6 +257,7 @@ class Trial:
         previous: bytes | None = None
         for i, block_hash in enumerate(self.request_of(one, prompt + one.expected).block_hashes):
             key = self.adapters.key(block_hash, lora) if self.kvpipe is not None else block_hash
+            self.old_keys.update(self.adapters.other_keys(block_hash, lora))
             self.prefixes.setdefault(key, (one.sequence, (i + 1) * BLOCK))
             self.before[key], previous = previous, key
         self.scheduler.add_request(self.request_of(one, prompt))
