@@ -151,7 +151,7 @@ def _request(name: str, tokens: int, block: int = 16, seed: int = 0) -> Any:
 
 
 def _side() -> tuple[SchedulerSide, _Manager]:
-    settings = load_settings({"chunk_tokens": 256, "pool_touch": "use"})
+    settings = load_settings({"chunk_tokens": 256, "prefault": "use"})
     side = SchedulerSide(settings, _geometry(page=1024, pool=1 << 34), hash_tokens=16, ranks=1, saves=True, loads=True)
     manager = _Manager()
     side.bind(manager)  # type: ignore[arg-type]

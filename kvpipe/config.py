@@ -45,7 +45,7 @@ class Settings(BaseSettings):
     pool_bytes_max: Size = Field(
         ByteSize(4 << 30), description="Host memory for chunks, per rank; takes units such as `8GiB`."
     )
-    pool_touch: Literal["ahead", "start", "use"] = Field(
+    prefault: Literal["ahead", "start", "use"] = Field(
         "ahead",
         description="When the pool's memory is taken from the system: `ahead` of its use, in the background from "
         "start-up on; `start`: before the engine serves; `use`: as chunks are first written, which forwards wait for.",

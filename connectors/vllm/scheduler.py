@@ -76,7 +76,7 @@ class SchedulerSide:
         self.trace, self._tell = trace, Teller(trace)
         trace.step = 1
         groups = len(geometry.groups)
-        policy, ready = make_policy(settings.policy, geometry.slots), None if settings.pool_touch == "use" else 0
+        policy, ready = make_policy(settings.policy, geometry.slots), None if settings.prefault == "use" else 0
         self.catalog = Catalog(geometry.slots, groups, policy, self.counters, ready=ready)
         if trace.detail:
             self.trace_chunks()

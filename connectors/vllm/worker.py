@@ -117,7 +117,7 @@ class WorkerSide:
         )
         self.pipeline.blocks, self.pipeline.slots_ready = blocks, lambda: pool.ready
         # slots of a pool that takes another's place may be in use
-        self._make_ready(engine, pool, "use" if again else self.settings.pool_touch)
+        self._make_ready(engine, pool, "use" if again else self.settings.prefault)
 
     def _make_ready(self, engine: TransferEngine, pool: HostPool, how: How) -> None:
         """Have the pool's memory before it is used."""

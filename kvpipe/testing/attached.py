@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 BLOCKS_PER_CHUNK = 4
-SETTINGS = {"pool_bytes_max": 1 << 20, "pool_touch": "use", "copy_threads": 0, "log_level": "error"}
+SETTINGS = {"pool_bytes_max": 1 << 20, "prefault": "use", "copy_threads": 0, "log_level": "error"}
 """What is not kvpipe's default: a small pool, and copies that a test need not wait for."""
 IMAGE_TOKENS_MAX = 576
 BLAST_STEPS = 150

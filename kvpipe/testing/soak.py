@@ -43,7 +43,7 @@ PROMPT_TOKENS_MAX, ANSWER_TOKENS_MAX, DOCUMENTS = 400, 40, 24
 ABORTS: Final = 0.04
 ENGINE: Final[dict[str, Any]] = {"num_gpu_blocks_override": 28, "max_model_len": 512, "max_num_batched_tokens": 512}
 KVPIPE: Final[dict[str, Any]] = {
-    "pool_bytes_max": "16MiB", "chunk_tokens": 64, "log_level": "error", "pool_touch": "start",
+    "pool_bytes_max": "16MiB", "chunk_tokens": 64, "log_level": "error", "prefault": "start",
 }  # fmt: skip
 PLOT_COLUMNS, PLOT_ROWS = 72, 12
 MIB: Final = 1 << 20

@@ -68,7 +68,7 @@ class World:
         trace: Recorder = OFF,
     ) -> None:
         """An empty cache."""
-        settings = load_settings({"load": load, "pool_touch": touch})
+        settings = load_settings({"load": load, "prefault": touch})
         geometry = make_geometry(windows, chunk_units, slots)
         self.ranks, self.groups, self.free = ranks, len(windows), 1 << 20
         self.side = SchedulerSide(
