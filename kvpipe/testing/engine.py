@@ -41,6 +41,17 @@ def _register_kernels_once() -> None:
         type(current_platform).register_triton_kernel_overrides = classmethod(lambda _cls: None)  # type: ignore[method-assign]
 
 
+def _free_process() -> None:
+    """Free what an engine has made for the whole process."""
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+    from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
+    ensure_kv_transfer_shutdown()
+    destroy_model_parallel()
+    destroy_distributed_environment()
+    gc.collect()
+
+
 class Engine:
     """Drives `vllm.LLM` one step at a time."""
 
@@ -82,7 +93,11 @@ class Engine:
         if torch.get_num_threads() > 1:  # torch was imported before ENVIRONMENT was set
             torch.set_num_threads(1)
         gc.freeze()  # vLLM collects garbage five times at start-up: keep that from walking every imported module
-        self.llm: LLM = LLM(model=model, kv_transfer_config=transfer, **settings | options)
+        try:
+            self.llm: LLM = LLM(model=model, kv_transfer_config=transfer, **settings | options)
+        except BaseException:
+            _free_process()  # a connector may be there already, and would be the next engine's
+            raise
         self._ids = 0
         self.preemptions: dict[str, int] = {}
 
@@ -191,12 +206,6 @@ class Engine:
 
     def close(self) -> None:
         """Shut the engine down and free its process-wide state, so that another can be made."""
-        from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
-        from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
-
         self.core.shutdown()
-        ensure_kv_transfer_shutdown()
         del self.llm
-        destroy_model_parallel()
-        destroy_distributed_environment()
-        gc.collect()
+        _free_process()
