@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from kvpipe.testing.mutants.base import Mutant, one
+from kvpipe.testing.mutants.base import SCHEDULER, Mutant, one
 
 _DIGEST, _WEIGHTS, _MODEL = "kvpipe.digest", "kvpipe.connectors.vllm.weights", "kvpipe.connectors.vllm.model"
-_UNIT = "tests/unit/test_weights.py"
+_STALE = "kvpipe.connectors.vllm.stale:Stale"
+_UNIT, _TRIAL = "tests/unit/test_weights.py", "property_tests/test_weights.py"
 
 MUTANTS: dict[str, Mutant] = {
     "weights_are_sampled": Mutant(
@@ -42,5 +43,20 @@ MUTANTS: dict[str, Mutant] = {
         "Weights that were others for a few steps only are taken for the same.",
         one(f"{_WEIGHTS}:Weights", "answered", "changed = not digest or digest != before", "changed = not digest"),
         test=f"{_UNIT}::test_doubt_and_answers",
+    ),
+    "doubt_is_served": Mutant(
+        "Hits are served while nobody knows whether the weights have changed.",
+        one(SCHEDULER, "_unknown", "self.weights.doubtful and", "False and"),
+        test=f"{_TRIAL}::test_weights_change[tier]",
+    ),
+    "a_change_is_not_forgotten": Mutant(
+        "What memory holds is found after the weights have changed.",
+        one(SCHEDULER, "weights_changed", "self._forget()", "pass"),
+        test=f"{_TRIAL}::test_weights_change[two-ranks]",
+    ),
+    "old_kv_is_handed_on": Mutant(
+        "A request that shares blocks with one that has old weights' KV saves them under the new weights' name.",
+        one(_STALE, "rests_on", "self._requests[request] = {}\n    return True", "return False"),
+        test=f"{_UNIT}::test_requests_that_go_on_with_old_kv",
     ),
 }
