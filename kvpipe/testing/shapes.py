@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
+from math import gcd, lcm
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,6 +79,16 @@ class Shape(NamedTuple):
         return self.sizes or (BLOCK,) * len(self.windows)
 
     @property
+    def unit_tokens(self) -> int:
+        """The least that a hit can have."""
+        return lcm(*self.block_tokens)
+
+    @property
+    def hash_tokens(self) -> int:
+        """Tokens per block hash."""
+        return gcd(*self.block_tokens)
+
+    @property
     def async_loads(self) -> bool:
         """Whether kvpipe may load between steps: with `auto`, of one group too, as soon as others run."""
         return self.load != "sync"
@@ -88,9 +99,9 @@ class Shape(NamedTuple):
 
     def kvpipe_extra(self) -> dict[str, Any]:
         """Return kvpipe's configuration."""
-        slot_bytes = max(4096, self.layers_per_group * 4 * BLOCK * 8)
+        slot_bytes = max(4096, self.layers_per_group * 4 * self.unit_tokens * 8)
         return {
-            "pool_bytes_max": self.pool_slots * slot_bytes, "chunk_tokens": 4 * BLOCK, "load": self.load,
+            "pool_bytes_max": self.pool_slots * slot_bytes, "chunk_tokens": 4 * self.unit_tokens, "load": self.load,
             "mode": self.mode, "policy": self.policy, "log_level": "error", "stall_ms_max": 0,
             "lookup_ms_max": 600_000,
         }  # fmt: skip
@@ -104,6 +115,7 @@ SHAPES: dict[str, Shape] = {
     "either-load": Shape(load="auto"),
     "hybrid": _HYBRID,
     "window": Shape(windows=(2 * BLOCK,)),
+    "block-sizes": Shape(windows=(None, 2 * BLOCK), sizes=(2 * BLOCK, BLOCK), blocks=24, pool_slots=12),
     "fresh-pool": Shape(ranks=2, fresh=True),
     "device-order": Shape(load="sync", device=True, layers_per_group=4),
     "two-ranks": Shape(load="sync", ranks=2, layers_per_group=4, events=True),
@@ -159,13 +171,16 @@ def make_configs(shape: Shape, connector: Connector = KVPIPE, policy: str = "rec
     )
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
-    common: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+    common: dict[str, Any] = {"num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
     specs = [
-        FullAttentionSpec(**common) if window is None else SlidingWindowSpec(**common, sliding_window=window)
-        for window in shape.windows
+        FullAttentionSpec(block_size=size, **common)
+        if window is None
+        else SlidingWindowSpec(block_size=size, **common, sliding_window=window)
+        for window, size in zip(shape.windows, shape.block_tokens, strict=True)
     ]
     groups = [KVCacheGroupSpec(names, spec) for names, spec in zip(shape.layer_names(), specs, strict=True)]
     cache = KVCacheConfig(num_blocks=shape.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+    cache.hash_block_size = shape.hash_tokens
     extra = shape.kvpipe_extra() if connector.name == KVPIPE.name else {}
     if shape.sibling:
         connector, extra = _beside(connector, extra)
@@ -187,7 +202,7 @@ def make_configs(shape: Shape, connector: Connector = KVPIPE, policy: str = "rec
                 enable_chunked_prefill=True,
                 is_encoder_decoder=False,
             ),
-            cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
+            cache_config=CacheConfig(block_size=shape.block_tokens[0], enable_prefix_caching=True),
             speculative_config=drafts,
             kv_events_config=KVEventsConfig(enable_kv_cache_events=shape.events, publisher="null"),
             kv_transfer_config=KVTransferConfig(

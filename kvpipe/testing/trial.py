@@ -24,7 +24,7 @@ from kvpipe.testing.held_tier import TROUBLES, DictSpec, HeldTier
 from kvpipe.testing.lookups import listen_to_lookups
 from kvpipe.testing.rank import QUIRKS, Ran, Rank, Reporter, Runner, Step, Wrong
 from kvpipe.testing.router import listening
-from kvpipe.testing.shapes import BLOCK, KVPIPE, Connector, Shape, make_configs
+from kvpipe.testing.shapes import KVPIPE, Connector, Shape, make_configs
 from kvpipe.trace.events import SCHEDULER
 from kvpipe.transfer.base import Direction
 
@@ -99,7 +99,7 @@ class Trial:
         from vllm.v1.structured_output import StructuredOutputManager
 
         init_none_hash(sha256)
-        self.hasher = get_request_block_hasher(BLOCK, sha256)
+        self.hasher = get_request_block_hasher(shape.hash_tokens, sha256)
         self.shape, self._pickles, self.rng = shape, seed % 2 == 0, random.Random(seed)  # noqa: S311
         self.documents = [
             [self.rng.randrange(VOCAB) for _ in range(self.rng.randint(40, DOCUMENT_TOKENS_MAX))]
@@ -110,7 +110,8 @@ class Trial:
         self.scheduler: Scheduler = kind(
             vllm_config=config,
             kv_cache_config=cache,
-            block_size=BLOCK,
+            block_size=shape.unit_tokens,
+            hash_block_size=shape.hash_tokens,
             structured_output_manager=StructuredOutputManager(config),
         )
         self.scheduler.use_v2_model_runner = shape.v2
@@ -258,7 +259,7 @@ class Trial:
         for i, block_hash in enumerate(self.request_of(one, prompt + one.expected).block_hashes):
             key = self.adapters.key(block_hash, lora) if self.kvpipe is not None else block_hash
             self.old_keys.update(self.adapters.other_keys(block_hash, lora))
-            self.prefixes.setdefault(key, (one.sequence, (i + 1) * BLOCK))
+            self.prefixes.setdefault(key, (one.sequence, (i + 1) * self.shape.hash_tokens))
             self.before[key], previous = previous, key
         self.scheduler.add_request(self.request_of(one, prompt))
 

@@ -21,6 +21,17 @@ def keys(kind: str) -> tuple[Patch, ...]:
 
 
 MUTANTS: dict[str, Mutant] = {
+    # ---- blocks of several sizes ----------------------------------------------------------------------------------
+    "one_hash_for_one_unit": Mutant(
+        "Block hashes are taken for those of units, though blocks of some groups are smaller.",
+        one(PREFIXES, "key", "units * self._hashes_per_unit - 1", "units - 1"),
+        shape="block-sizes",
+    ),
+    "one_page_for_one_unit": Mutant(
+        "A unit is loaded as one block of every group, though blocks of some groups are smaller.",
+        one(SCHEDULER, "_load_rows", "pages = self.geometry.pages_per_unit[group]", "pages = 1"),
+        shape="block-sizes",
+    ),
     # ---- what is final -----------------------------------------------------------------------------------------------
     "sliced_at_computed_tokens": Mutant(
         "Tokens count as final up to `num_computed_tokens`, which runs ahead.",
