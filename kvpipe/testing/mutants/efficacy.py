@@ -19,8 +19,8 @@ MUTANTS: dict[str, Mutant] = {
         one(
             SCHEDULER,
             "admitted",
-            "self._begin_admission(tracked, match.units)",
-            "self._begin_admission(tracked, max(match.units, match.local_tokens // self._unit))",
+            "self._begin_admission(tracked, match.units, blocks)",
+            "self._begin_admission(tracked, max(match.units, match.local_tokens // self._unit), blocks)",
         ),
     ),
     "only_failed_blocks_forgotten": Mutant(
@@ -75,7 +75,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "local_hits_not_of_use": Mutant(
         "What vLLM's own prefix cache holds is evicted from kvpipe's as if nobody used it.",
-        one(SCHEDULER, "admitted", "if match is not None and match.local_tokens:", "if False:"),
+        one(SCHEDULER, "_entered", "if local_tokens:", "if False:"),
         test="tests/unit/test_scheduler_side.py::test_the_tail_of_a_request_does_not_evict_its_head",
     ),
 }

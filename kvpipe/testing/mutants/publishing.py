@@ -77,7 +77,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "reset_does_not_stop_saves": Mutant(
         "Requests that live through a reset go on to be saved.",
-        one(SCHEDULER, "reset", "self._saving.give_up(tracked)", "pass"),
+        one(SCHEDULER, "_forget", "self._saving.give_up(tracked)", "pass"),
     ),
     "reset_spares_what_is_being_written": Mutant(
         "A reset drops what can be found, and not what is being written.",

@@ -100,7 +100,7 @@ MUTANTS: dict[str, Mutant] = {
         "After another connector's failed load a hit is loaded between steps, which vLLM may never admit.",
         (
             *one(SCHEDULER, "_why_not", " or (row == m.LET_DOWN and self._async)", ""),
-            *one(SCHEDULER, "lookup", "tracked.state.row != m.LET_DOWN and", ""),
+            *one(SCHEDULER, "_held", "tracked.state.row != m.LET_DOWN and", ""),
         ),
         shape="sibling-async-load",
     ),
