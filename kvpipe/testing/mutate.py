@@ -14,8 +14,8 @@ import importlib
 import inspect
 import json
 import os
+import subprocess
 import sys
-import tempfile
 import textwrap
 import time
 import traceback
@@ -23,12 +23,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FunctionType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import pytest
 
 from kvpipe.testing.children import LOG_MAX, SAID_MAX, Bench, Case, Limits
-from kvpipe.testing.mutants import MUTANTS, Mutant
+from kvpipe.testing.mutants import MUTANTS, Mutant, Patch
 from kvpipe.testing.nightly import SEEDS, Work, make_pool, sequences
 from kvpipe.testing.shapes import KVPIPE, SHAPES
 
@@ -136,40 +136,30 @@ def judge(name: str, kept: list[Work]) -> Verdict:
 
 
 def _tested(mutant: Mutant) -> tuple[str, str]:
-    """Run the mutant's own test in a forked child. Returns (who killed it, what was said).
+    """Run the mutant's own test in a process of its own. Returns (who killed it, what it said).
 
     Raises:
-        LookupError: there is no such test.
+        LookupError: the mutant's text is gone, or there is no such test.
 
     """
-    with tempfile.TemporaryFile() as log:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        pid = os.fork()
-        if not pid:
-            _run_test(mutant, log.fileno())
-        status = os.waitpid(pid, 0)[1]
-        log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_MAX))
-        said = log.read().decode(errors="replace")
-    code = os.waitstatus_to_exitcode(status)
-    if code not in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED}:
-        raise LookupError(f"{mutant.test} ended with {code}: {said}")
-    return (mutant.test.rpartition("::")[2] if code else "", said)
+    command = [sys.executable, "-m", "kvpipe.testing.mutate", "--under", json.dumps(mutant)]
+    ran = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)  # noqa: S603  (ours)
+    said = (ran.stdout + ran.stderr)[-LOG_MAX:]
+    if ran.returncode not in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED}:
+        raise LookupError(f"{mutant.test} ended with {ran.returncode}: {said}")
+    return (mutant.test.rpartition("::")[2] if ran.returncode else "", said)
 
 
-def _run_test(mutant: Mutant, log: int) -> NoReturn:
-    """In a child: run the mutant's test, under the mutant."""
-    code = 70  # EX_SOFTWARE
+def _run_test(text: str) -> int:
+    """Run the test of a mutant, which `text` has as JSON, under it; return pytest's exit status."""
+    does, patches, *rest = json.loads(text)
+    mutant = Mutant(does, tuple(Patch(*patch) for patch in patches), *rest)
     try:
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, closefd=False)
         with mutated(mutant):
-            code = int(pytest.main([mutant.test, *_PYTEST]))
-    except BaseException:  # noqa: BLE001  (the child must not come back)
+            return int(pytest.main([mutant.test, *_PYTEST]))
+    except LookupError:
         traceback.print_exc()
-    finally:
-        os._exit(code)
+        return int(pytest.ExitCode.USAGE_ERROR)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -179,7 +169,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--sequences", type=Path, help="folder with kept sequences, which are part of the profile")
     parser.add_argument("--json", type=Path, help="file for the verdicts")
+    parser.add_argument("--under", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if options.under is not None:
+        return _run_test(options.under)
     if unknown := set(options.names) - set(MUTANTS):
         parser.error(f"no mutant {', '.join(sorted(unknown))}; choose from {', '.join(MUTANTS)}")
     kept = sequences(options.sequences) if options.sequences is not None else []
