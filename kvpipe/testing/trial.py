@@ -567,6 +567,7 @@ class Trial:
                 self.on_drain()
                 return
         self.violations.append(f"no_hang: still busy after {DRAIN_STEPS_MAX} steps: {sorted(self.live)}")
+        self.on_drain()
 
     def _probe(self) -> None:
         self._drain()
