@@ -3,12 +3,13 @@ PY := .venv/bin/python
 MODEL ?=
 KVPIPE ?= {}
 ARGS ?=
+PART ?=
 PROFILE ?= default
 SECONDS_MAX ?= 3600
 REQUESTS ?= 20000
 MUTANTS ?=
 .DEFAULT_GOAL := help
-.PHONY: help setup programs demo test test-fast fuzz mutants soak bench bench-gpu serve lint format lock contract
+.PHONY: help setup programs demo test test-fast fuzz mutants soak bench bench-gpu serve lint format lock contract docs docs-packages
 
 help:
 	@echo "make demo    a real vLLM engine with and without kvpipe, side by side"
@@ -17,8 +18,9 @@ help:
 	@echo "make mutants [MUTANTS='NAME …']   bugs put back in, one at a time: the tests must find each"
 	@echo "make soak [REQUESTS=20000]   a real engine with and without kvpipe: does what the process holds stay the same?"
 	@echo "make bench   the benchmarks: a table and docs/results/*.json"
-	@echo "make bench-gpu   the CUDA data plane, and a real vLLM on CUDA; needs an NVIDIA GPU"
+	@echo "make bench-gpu [PART='1 2']   what is to be measured on an NVIDIA GPU, three parts of at most 10 minutes; 4 and 5: more"
 	@echo "make serve MODEL=... [KVPIPE='{\"chunk_tokens\": 512}'] [ARGS=...]   the OpenAI-compatible server with kvpipe on"
+	@echo "make docs    the site, in .cache/site: pages, API reference, search; fails on a broken link or a stale page"
 	@echo "make lint    ruff and mypy"
 
 setup:
@@ -27,32 +29,44 @@ setup:
 programs: setup
 	@tools/setup.sh programs
 
+docs-packages: setup
+	@tools/setup.sh docs
+
+docs: docs-packages
+	PYTHONHASHSEED=0 $(PY) -m pytest -q -k is_fresh tests/unit tests/statemachine tests/trace tests/tiers/test_config.py \
+	  tests/contract/test_models_page.py
+	$(PY) tools/docs_pages.py
+	$(PY) -m sphinx -W --keep-going -q -b html docs .cache/site
+	@echo "open .cache/site/index.html"
+
 demo: setup
 	@$(PY) -m kvpipe.cli demo
 
-test: setup programs
+test: setup programs docs-packages
 	@tools/test.sh $(PROFILE)
 
 test-fast: setup programs
-	PYTHONHASHSEED=0 $(PY) -m pytest tests/unit tests/trace tests/transfer tests/tiers property_tests -q -m "not slow"
+	PYTHONHASHSEED=0 $(PY) -m pytest tests property_tests --ignore tests/engine --ignore tests/contract -q -m "not slow"
 
 fuzz: setup
-	$(PY) -m kvpipe.testing.nightly --seconds $(SECONDS_MAX) --sequences property_tests/regressions \
-	  --state .cache/fuzz.json --reach
+	$(PY) -m kvpipe.connectors.vllm.trial.nightly --seconds $(SECONDS_MAX) --sequences property_tests/regressions \
+	  --state .cache/fuzz.json
 
 mutants: setup
-	$(PY) -m kvpipe.testing.mutate $(MUTANTS) --sequences property_tests/regressions --json docs/results/mutants.json
-	$(PY) -m kvpipe.testing.page
+	$(PY) -m kvpipe.connectors.vllm.trial.mutate $(MUTANTS) --sequences property_tests/regressions --json docs/results/mutants.json
+	$(PY) -m kvpipe.connectors.vllm.trial.page
 
 soak: setup
-	$(PY) -m kvpipe.testing.soak --requests $(REQUESTS) --json docs/results/soak.json
+	$(PY) -m kvpipe.connectors.vllm.trial.soak --requests $(REQUESTS) --json docs/results/soak.json
 
 bench: setup programs
 	$(PY) -m benchmarks
 
-bench-gpu: setup
-	$(PY) -m benchmarks.gpu
-	$(PY) -m benchmarks.gpu.engine --json docs/results/gpu-engine.json
+# with the machine's own Python where its torch has a GPU: such a machine may have no network to set up from
+bench-gpu:
+	@py=python3; $$py -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null || \
+	  { tools/setup.sh && py=$(PY); } || exit; \
+	$$py -m benchmarks.gpu.runs $(foreach part,$(PART),--part $(part)) $(ARGS)
 
 serve: setup
 	@test -n "$(MODEL)" || { echo "say which model: make serve MODEL=path-or-name" >&2; exit 2; }
@@ -70,7 +84,8 @@ format: setup
 	.venv/bin/ruff check --fix .
 
 lock:
-	$(PY) -m pip freeze | grep -v -i -E '^(-e |kvpipe|setuptools|pip)' > requirements/cpu.lock
+	$(PY) -m pip freeze | grep -v -i -E '^(-e |kvpipe|setuptools|pip)' | grep -v -i -x -F -f requirements/docs.lock \
+	  > requirements/cpu.lock
 
 # does kvpipe fit every supported vLLM release, and, with VERSION=0.34.0, a new one?
 contract: setup

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.report import Figure
 from benchmarks.warm import bind_cores, prompt, ttft
-from kvpipe.testing.engine import Engine
+from kvpipe.connectors.vllm.trial.engine import Engine
 from kvpipe.testing.models import make_model
 
 SIZES = (32, 64, 128, 256, 512, 1024)

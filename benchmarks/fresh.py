@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer import kv_transfer_state
 from benchmarks.report import Figure
 from benchmarks.warm import WARM_ENGINE
 from benchmarks.warm import prompt as make_prompt
-from kvpipe.testing.engine import Engine
+from kvpipe.connectors.vllm.trial.engine import Engine
 from kvpipe.testing.models import make_model
 
 ENGINES = 3

@@ -9,11 +9,11 @@ from functools import partial
 from multiprocessing.pool import Pool
 
 from benchmarks.report import Figure
-from kvpipe.testing.moves import trial_moves
-from kvpipe.testing.nightly import make_pool
-from kvpipe.testing.nightly import run as try_moves
-from kvpipe.testing.shapes import SHAPES, Shape
-from kvpipe.testing.trial import Move
+from kvpipe.connectors.vllm.trial.moves import trial_moves
+from kvpipe.connectors.vllm.trial.nightly import make_pool
+from kvpipe.connectors.vllm.trial.nightly import run as try_moves
+from kvpipe.connectors.vllm.trial.shapes import SHAPES, Shape
+from kvpipe.connectors.vllm.trial.trial import Move
 
 SEEDS = range(12)
 WARM_UP_SEED = 1000

@@ -16,21 +16,23 @@ import numpy as np
 import torch
 
 from benchmarks.report import Figure, median_s
-from kvpipe.catalog import Catalog
+from kvpipe.cache.catalog import Catalog
+from kvpipe.cache.policy import make_policy
 from kvpipe.config import load_settings
+from kvpipe.connectors.vllm.adapter import ManagedBlocks, Remedies
 from kvpipe.connectors.vllm.metadata import PlanMetadata
 from kvpipe.connectors.vllm.metrics import meter
-from kvpipe.connectors.vllm.scheduler import SchedulerSide
 from kvpipe.geometry import Geometry, Group, Layer
-from kvpipe.pipeline import Pipeline
-from kvpipe.plan import Job, Kind, StepPlan
-from kvpipe.policy import make_policy
-from kvpipe.statemachine.save import LANDED_AGAIN, SAVE, LayerCursor
-from kvpipe.tiers.memory import HostPool
+from kvpipe.messages import Job, Kind, StepPlan
+from kvpipe.scheduler.base import MISS
+from kvpipe.scheduler.side import SchedulerSide
+from kvpipe.statemachine.copy import LANDED_AGAIN, SAVE, LayerCursor
 from kvpipe.trace.log import Counters
 from kvpipe.transfer.base import CopyPlan, Direction, Ticket
 from kvpipe.transfer.cpu import CpuEngine
 from kvpipe.transfer.pages import view_pages
+from kvpipe.transfer.pool import HostPool
+from kvpipe.worker.pipeline import Pipeline
 
 LAYERS = 32
 
@@ -66,7 +68,8 @@ class _NoCopy:
 
     def attach(self, *_: Any) -> None: ...
 
-    def claim(self, *_: Any) -> None: ...
+    def claim(self, *_: Any) -> bool:
+        return True
 
     def prepare(self, plan: CopyPlan) -> None: ...
 
@@ -98,7 +101,7 @@ def _job(number: int, kind: Kind, blocks: int) -> Job:
 
 def _hooks() -> list[Figure]:
     geometry = _geometry()
-    pipeline = Pipeline(_NoCopy(), geometry, layerwise=True, wait_ms_max=1000, counters=Counters())
+    pipeline = Pipeline(_NoCopy(), geometry, wait_ms_max=1000, counters=Counters())
     out = []
 
     def hooks() -> None:
@@ -139,6 +142,7 @@ class _Manager:
 
     def __init__(self) -> None:
         self.req_to_blocks: dict[str, list[Any]] = {}
+        self.num_cached_block: dict[str, int] = {}
         self.coordinator = SimpleNamespace(single_type_managers=[self])
 
 
@@ -147,14 +151,17 @@ def _request(name: str, tokens: int, block: int = 16, seed: int = 0) -> Any:
     return SimpleNamespace(
         request_id=name, num_tokens=tokens, num_prompt_tokens=tokens, num_computed_tokens=0,
         num_preemptions=0, block_hashes=hashes, all_token_ids=range(tokens), lora_request=None,
+        skip_reading_prefix_cache=False, resumable=False,
     )  # fmt: skip
 
 
 def _side() -> tuple[SchedulerSide, _Manager]:
     settings = load_settings({"chunk_tokens": 256, "prefault": "use"})
-    side = SchedulerSide(settings, _geometry(page=1024, pool=1 << 34), hash_tokens=16, ranks=1, saves=True, loads=True)
-    manager = _Manager()
-    side.bind(manager)  # type: ignore[arg-type]
+    geometry, manager = _geometry(page=1024, pool=1 << 34), _Manager()
+    remedies, blocks = Remedies(geometry, 8192), ManagedBlocks(manager)  # type: ignore[arg-type]
+    side = SchedulerSide(settings, geometry, hash_tokens=16, ranks=1, saves=True, loads=True, recovery=remedies)
+    side.bind(blocks)
+    remedies.bind(blocks)
     return side, manager
 
 
@@ -163,7 +170,7 @@ def _output(scheduled: dict[str, int]) -> Any:
 
 
 def _scheduler() -> list[Figure]:
-    from kvpipe.connectors.vllm.metadata import Tally
+    from kvpipe.messages import Report, Tally
 
     side, manager = _side()
     tokens = 131_072
@@ -171,13 +178,13 @@ def _scheduler() -> list[Figure]:
     blocks = [SimpleNamespace(block_id=i, is_null=False) for i in range(tokens // 16 + 1)]
     manager.req_to_blocks["writer"] = blocks
     side.lookup(writer, 0)
-    side.admitted(writer, SimpleNamespace(blocks=(blocks,)), 0)  # type: ignore[arg-type]
+    side.admitted(writer, (blocks,), 0)
     plan = side.plan_step(_output({"writer": tokens}))
-    side.reported({job.id: Tally(1, 0) for job in plan.jobs})
+    side.reported(Report({job.id: Tally(1, 0) for job in plan.jobs}))
     side.finished(writer)
     reader, stranger = _request("reader", tokens + 1), _request("stranger", tokens + 1, seed=1)
-    assert side.lookup(reader, 0)[0] == tokens
-    assert side.lookup(stranger, 0)[0] == 0
+    assert side.lookup(reader, 0) == (tokens, False)
+    assert side.lookup(stranger, 0) == MISS
     full = median_s(lambda: side.lookup(reader, 0), 50)
     miss = median_s(lambda: side.lookup(stranger, 0), 200, 10)
 
@@ -186,9 +193,9 @@ def _scheduler() -> list[Figure]:
     for request in running:
         manager.req_to_blocks[request.request_id] = blocks[:64]
         side.lookup(request, 0)
-        side.admitted(request, SimpleNamespace(blocks=(blocks[:64],)), 0)  # type: ignore[arg-type]
+        side.admitted(request, (blocks[:64],), 0)
     plan = side.plan_step(_output({r.request_id: 1000 for r in running}))
-    side.reported({job.id: Tally(1, 0) for job in plan.jobs})
+    side.reported(Report({job.id: Tally(1, 0) for job in plan.jobs}))
     for request in running:
         request.num_computed_tokens = 1000
     step = _output({r.request_id: 1 for r in running})
@@ -254,7 +261,7 @@ def _copy_all(engine: CpuEngine, plan: CopyPlan, layers: int) -> None:
 
 
 def _memory() -> list[Figure]:
-    from kvpipe.catalog import Owner
+    from kvpipe.cache.catalog import Owner
 
     chunks = 20_000
     gc.collect()

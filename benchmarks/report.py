@@ -66,6 +66,12 @@ def machine() -> dict[str, object]:
 
 def show(title: str, figures: list[Figure], path: Path, **more: object) -> None:
     """Print the table and write the JSON, which says `more` too."""
+    tabulate(title, figures)
+    write(figures, path, **more)
+
+
+def tabulate(title: str, figures: list[Figure]) -> None:
+    """Print the table."""
     table = Table(title=title, box=box.SIMPLE_HEAD)
     table.add_column("figure")
     for heading in ("median", "limit", "unit"):
@@ -77,6 +83,10 @@ def show(title: str, figures: list[Figure], path: Path, **more: object) -> None:
         mark = "[green]yes[/]" if f.ok else "[red]no[/]"
         table.add_row(f.name, f"{f.value:.3g}", f"{sign} {f.limit:g}", f.unit, mark, f.baseline)
     Console(width=132).print(table)
+
+
+def write(figures: list[Figure], path: Path, **more: object) -> None:
+    """Write the JSON, which says `more` too."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = [asdict(f) | {"holds": f.ok} for f in figures]
     path.write_text(json.dumps({"machine": machine(), **more, "figures": rows}, indent=1) + "\n", encoding="utf-8")

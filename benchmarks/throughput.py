@@ -11,7 +11,7 @@ from benchmarks.fresh import without_connector
 from benchmarks.report import Figure
 from benchmarks.warm import bind_cores
 from benchmarks.warm import prompt as make_prompt
-from kvpipe.testing.engine import Engine
+from kvpipe.connectors.vllm.trial.engine import Engine
 from kvpipe.testing.models import make_model
 
 PAIRS = 15

@@ -19,8 +19,9 @@ import xxhash
 
 from benchmarks.report import Figure, median_s
 from kvpipe.tiers.base import Get, Key, Put, Read, Written
-from kvpipe.tiers.disk import DiskSpec, DiskTier
-from kvpipe.tiers.disk_files import place
+from kvpipe.tiers.disk.files import place
+from kvpipe.tiers.disk.spec import DiskSpec
+from kvpipe.tiers.disk.tier import DiskTier
 from kvpipe.tiers.envelope import HEADER_BYTES
 
 MIB = 1 << 20

@@ -12,10 +12,10 @@ import anyio
 import numpy as np
 
 from benchmarks.report import Figure
+from kvpipe.testing.buffers import aligned, some_key
+from kvpipe.testing.servers.mooncake import Master, master, node
+from kvpipe.testing.tier_worlds.mooncake import spec_of
 from kvpipe.tiers.base import Get, Put, Read, Tier, Written
-from tests.tiers.buffers import aligned, some_key
-from tests.tiers.mooncake_server import Master, master, node
-from tests.tiers.world_mooncake import spec_of
 
 ROUNDS, VALUES, HEADER, LOOKUPS = 31, 8, 4096, 1000
 MIB = 1 << 20

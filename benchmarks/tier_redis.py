@@ -11,10 +11,10 @@ from statistics import median
 import anyio
 
 from benchmarks.report import Figure
+from kvpipe.testing.buffers import aligned, some_key, value
+from kvpipe.testing.servers.redis import LOCAL, RedisServer, serving
 from kvpipe.tiers.base import Get, Put, Read, Tier, Written
-from kvpipe.tiers.redis import RedisSpec
-from tests.tiers.buffers import aligned, some_key, value
-from tests.tiers.servers import LOCAL, Server, serving
+from kvpipe.tiers.redis.spec import RedisSpec
 
 MIB = 1 << 20
 SIZES_MIB, VALUES, ROUNDS, LOOKUP_KEYS = (2, 8), 8, 15, 1000
@@ -29,7 +29,7 @@ def run() -> list[Figure]:
     return out
 
 
-async def _measure(kind: str, server: Server) -> list[Figure]:
+async def _measure(kind: str, server: RedisServer) -> list[Figure]:
     tier = RedisSpec.model_validate({"host": LOCAL, "port": server.port}).make(kind)
     await tier.open()
     out = []

@@ -10,10 +10,11 @@ from typing import Any
 import anyio
 
 from benchmarks.report import Figure
-from kvpipe.tiers.s3 import S3Tier
-from tests.tiers.buffers import aligned, get, put, some_key
-from tests.tiers.s3_server import shared
-from tests.tiers.world_s3 import spec_of
+from kvpipe.testing.buffers import aligned, get, put, some_key
+from kvpipe.testing.servers.s3 import shared
+from kvpipe.testing.tier_worlds.s3 import spec_of
+from kvpipe.tiers.s3.child import Client
+from kvpipe.tiers.s3.tier import S3Tier
 
 REPEATS = 7
 BODY_BYTES = (1 << 20, 8 << 20, 32 << 20)
@@ -38,7 +39,8 @@ async def _run() -> list[Figure]:
 
 
 async def _values(tier: S3Tier, size: int) -> list[Figure]:
-    api, ask, send = tier._api, tier._asks, tier._puts
+    client = Client(tier.settings())
+    api, ask, send = client.api, client.asks, client.puts
     numbers = iter(range(size, size + 10_000))
     one, wanted = put(size - 1, size), get(size - 1, size)
     await tier.write([one])
@@ -61,20 +63,20 @@ async def _values(tier: S3Tier, size: int) -> list[Figure]:
 
 
 async def _questions(tier: S3Tier, count: int) -> Figure:
-    keys = [some_key(i) for i in range(count)]
+    keys, client = [some_key(i) for i in range(count)], Client(tier.settings())
 
     async def directly() -> None:
         async with anyio.create_task_group() as group:
             for key in keys:
-                group.start_soon(_head, tier, key.text)
+                group.start_soon(_head, client, key.text)
 
     mine, alone = await _pair(partial(tier.exists, keys), directly)
     return Figure(f"exists, {count} keys", mine / alone, LIMIT, "of client", f"{mine / count * 1e6:.0f} us per key")
 
 
-async def _head(tier: S3Tier, name: str) -> None:
+async def _head(client: Client, name: str) -> None:
     try:
-        await tier._api.head_async(tier._asks, name)
+        await client.api.head_async(client.asks, name)
     except FileNotFoundError:
         return
 

@@ -14,8 +14,8 @@ from typing import Any
 from benchmarks.report import Figure
 from benchmarks.throughput import LOADS
 from benchmarks.warm import LENGTHS, WARM_ENGINE, bind_cores, prompt, ttft
-from kvpipe.connectors.vllm.scheduler import SchedulerSide
-from kvpipe.testing.engine import Engine
+from kvpipe.connectors.vllm.trial.engine import Engine
+from kvpipe.scheduler.side import SchedulerSide
 from kvpipe.testing.models import make_model
 
 REPEATS = 3
@@ -63,9 +63,9 @@ def _from_disk(folder: Path) -> list[Figure]:
         warm = []
         for _ in range(REPEATS):
             side.catalog.reset()
-            before = side._tell.hit_tokens.get("disk", 0)
+            before = side._report.hit_tokens.get("disk", 0)
             warm.append(ttft(engine, tokens))
-            assert side._tell.hit_tokens["disk"] - before >= n - 256, "it came from elsewhere"
+            assert side._report.hit_tokens["disk"] - before >= n - 256, "it came from elsewhere"
             engine.settle()
         mib = n // 32 * side.geometry.groups[0].bytes_per_block >> 20
         beside = f"disk {median(warm) * 1e3:.0f} ms ({mib / median(warm):.0f} MiB/s), cold {cold * 1e3:.0f} ms"

@@ -8,9 +8,9 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.report import Figure
+from kvpipe.testing.browser import Browser
+from kvpipe.testing.synthetic_trace import play
 from kvpipe.trace.timeline_html import write_html
-from tests.trace.browser import Browser
-from tests.trace.synthetic import play
 
 EVENTS = 100_000
 REPEATS = 5

@@ -17,19 +17,19 @@ import msgspec
 from benchmarks.report import Figure
 from benchmarks.warm import bind_cores
 from benchmarks.warm import prompt as make_prompt
+from kvpipe.connectors.vllm.trial.engine import Engine
 from kvpipe.statemachine.core import Cursor, Edge, State
-from kvpipe.testing.engine import Engine
 from kvpipe.testing.models import make_model
+from kvpipe.testing.synthetic_trace import play
 from kvpipe.trace import events as e
 from kvpipe.trace.recorder import FileSink, Recorder
-from tests.trace.synthetic import play
 
 TOLD = 20_000
 GIGABYTE = 1 << 30
 PAIRS = 40
 _SHOW = """
 import sys
-from kvpipe.cli import main
+from kvpipe.cli.main import main
 main(["trace", "show", sys.argv[1]])
 print(open("/proc/self/status").read())
 """
@@ -67,9 +67,9 @@ def _per_event() -> list[Figure]:
         for _ in range(TOLD):
             recorder.put(e.LeasesTaken(*recorder.of("request-1", 1), chunks=3))
 
-    silent, heard = _us(moves(quiet), recorder), _us(moves(watched), recorder)
+    silent, received = _us(moves(quiet), recorder), _us(moves(watched), recorder)
     return [
-        Figure("a transition, told", heard - silent, 1.0, "us", f"{silent:.2f} us untold"),
+        Figure("a transition, told", received - silent, 1.0, "us", f"{silent:.2f} us untold"),
         Figure("an event of another kind, told", _us(told, recorder), 1.0, "us", "on the thread that tells it"),
         Figure("an event, encoded and written", _written_us(), 10.0, "us", "on the writer's thread"),
     ]

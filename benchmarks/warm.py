@@ -15,7 +15,7 @@ import torch
 
 import kvpipe.loop  # notes the cores of the process before this thread is bound to one
 from benchmarks.report import Figure, median_s
-from kvpipe.testing.engine import Engine
+from kvpipe.connectors.vllm.trial.engine import Engine
 from kvpipe.testing.models import VOCAB, make_model
 
 log = structlog.get_logger("kvpipe.bench")
@@ -31,7 +31,7 @@ WARM_ENGINE: dict[str, Any] = {
 
 def bind_cores() -> None:
     """Give the forward core 0; kvpipe's threads have the rest."""
-    log.info("cores", engine=[0], kvpipe=sorted(kvpipe.loop.CPUS_AT_START - {0}))
+    log.info("cores", engine=[0], kvpipe=sorted(kvpipe.cores.CPUS_AT_START - {0}))
     os.sched_setaffinity(0, {0})
 
 

@@ -14,9 +14,10 @@ from typing import Annotated, Any, Final, Literal
 
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, Field, SerializeAsAny, ValidationError
-from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, InitSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
-from kvpipe import files, keys
+from kvpipe import config_errors, files, plugins
+from kvpipe.cache.policy.base import Policy
 from kvpipe.errors import ConfigError
 from kvpipe.names import check_name
 from kvpipe.tiers.registry import parse_tiers
@@ -27,6 +28,17 @@ PREFIX = "KVPIPE_"
 FILE_BYTES_MAX: Final = 1 << 20
 
 
+def _policy(value: object) -> object:
+    known = plugins.names(plugins.POLICIES)
+    if not isinstance(value, str) or value not in known:
+        *others, last = map(repr, known)
+        raise ValueError(f"Input should be {', '.join(others)} or {last}")
+    plugin = plugins.load(plugins.POLICIES, value)
+    if isinstance(plugin.made_of, type):
+        plugin.check(plugin.made_of, Policy)
+    return value
+
+
 class Settings(BaseSettings):
     """Every key that a user can set. Units are last in the names."""
 
@@ -35,9 +47,11 @@ class Settings(BaseSettings):
     name: Annotated[str, AfterValidator(lambda name: name and check_name(name))] = Field(
         "", description="Name of the cache; engines that use one name must have one layout."
     )
-    mode: Literal["layerwise", "step"] = Field(
-        "layerwise",
-        description="`layerwise` copies each layer as soon as it is computed; `step` copies all at the step's end.",
+    mode: Literal["auto", "layerwise", "step"] = Field(
+        "auto",
+        description="`layerwise` copies each layer as soon as it is computed, for which vLLM gives up CUDA graphs of "
+        "whole steps; `step` copies all at the step's end; `auto` is `step` in steps that are replayed from such "
+        "graphs, `layerwise` in all others ([why](docs/decisions/0016-which-mode.md)).",
     )
     chunk_tokens: Annotated[int, BeforeValidator(no_bool), Field(gt=0)] = Field(
         256, description="Tokens per chunk, a multiple of the engine's block size."
@@ -64,7 +78,7 @@ class Settings(BaseSettings):
         ByteSize(256 << 20),
         description="Host memory per rank that writes to tiers hold at once, beyond it chunks are not written.",
     )
-    policy: Literal["lru", "s3fifo"] = Field(
+    policy: Annotated[str, BeforeValidator(_policy)] = Field(
         "lru", description="Eviction: `lru`, or `s3fifo`, which a scan of one-time prompts cannot flush."
     )
     load: Literal["auto", "sync", "async"] = Field(
@@ -139,14 +153,18 @@ class Settings(BaseSettings):
     @classmethod
     def settings_customise_sources(
         cls,
-        settings_cls: type[BaseSettings],  # noqa: ARG003
+        settings_cls: type[BaseSettings],
         init_settings: PydanticBaseSettingsSource,
         env_settings: PydanticBaseSettingsSource,
         dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
         file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Only what the module's docstring names; the YAML file is merged by `load_settings`."""
-        return (init_settings, env_settings)
+        """What the module's docstring names, in that order. pydantic's own source for YAML follows aliases."""
+        path = (env_settings() | init_settings()).get("config_file")
+        if not path:
+            return (init_settings, env_settings)
+        found = _read_yaml(_Where.model_validate({"config_file": path}).config_file)
+        return (init_settings, env_settings, InitSettingsSource(settings_cls, found))
 
 
 def load_settings(extra: dict[str, Any] | None = None) -> Settings:
@@ -161,21 +179,16 @@ def load_settings(extra: dict[str, Any] | None = None) -> Settings:
     """
     given = dict(extra or {})
     _refuse_unknown(given, "kv_connector_extra_config")
-    env = {k.upper(): v for k, v in os.environ.items() if k.upper().startswith(PREFIX)}  # as pydantic reads them
-    _refuse_unknown({k[len(PREFIX) :].lower() for k in env}, "environment", shown=lambda k: PREFIX + k.upper())
-    path = given.get("config_file") or env.get(PREFIX + "CONFIG_FILE")
+    in_env = [key[len(PREFIX) :].lower() for key in os.environ if key.upper().startswith(PREFIX)]  # as pydantic reads
+    _refuse_unknown(in_env, "environment", shown=lambda k: PREFIX + k.upper())
     try:
-        if path:
-            in_env = {k[len(PREFIX) :].lower() for k in env}
-            found = _read_yaml(_Where.model_validate({"config_file": path}).config_file)
-            given = {k: v for k, v in found.items() if k not in in_env} | given
         settings = Settings(**given)
     except ValidationError as e:
         problem = e.errors()[0]
         cause = problem.get("ctx", {}).get("error")
         if isinstance(cause, ConfigError):  # it says all, and shows no secret of a URL
             raise cause from None
-        msg = f"kvpipe: {keys.first_problem(e, Settings.model_fields)}"
+        msg = f"kvpipe: {config_errors.first_problem(e, Settings.model_fields)}"
         raise ConfigError(msg) from None
     if settings.bypass and settings.freeze:
         msg = "kvpipe: bypass=true contradicts freeze=true (bypass serves no hits); set only one of them"
@@ -188,7 +201,7 @@ def parse_extra(extra: str) -> dict[str, Any]:
     try:
         parsed = json.loads(extra)
     except (ValueError, RecursionError) as e:
-        msg = f"kvpipe: extra is not JSON ({keys.place(e)}); write it as '{{\"chunk_tokens\": 256}}'"
+        msg = f"kvpipe: extra is not JSON ({config_errors.place(e)}); write it as '{{\"chunk_tokens\": 256}}'"
         raise ConfigError(msg) from None
     if not isinstance(parsed, dict):
         found = type(parsed).__name__
@@ -201,9 +214,8 @@ def _refuse_unknown(given: Iterable[Any], where: str, shown: Callable[[str], str
     valid = Settings.model_fields
     for key in given:
         if key not in valid:
-            msg = (
-                f"kvpipe: unknown key {shown(keys.name(key))!r} in the {where}; {keys.suggest(key, valid, shown=shown)}"
-            )
+            remedy = config_errors.suggest(key, valid, shown=shown)
+            msg = f"kvpipe: unknown key {shown(config_errors.name(key))!r} in the {where}; {remedy}"
             raise ConfigError(msg)
 
 
@@ -227,7 +239,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as e:
         why = files.why(e) if isinstance(e, OSError) else "it is no text"
     except (yaml.YAMLError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as e:
-        why = keys.place(e)
+        why = config_errors.place(e)
     else:
         return _checked(path, data)
     msg = f"kvpipe: config_file={str(path)!r} cannot be read ({why}); give the path of a YAML file of keys"
@@ -246,4 +258,4 @@ def _checked(path: Path, data: object) -> dict[str, Any]:
 
 def markdown_table() -> str:
     """Return the README's configuration table, one row per key."""
-    return keys.table(Settings.model_fields)
+    return config_errors.table(Settings.model_fields)

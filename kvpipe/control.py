@@ -19,7 +19,7 @@ _WORDS = {"on": True, "off": False}
 
 
 def check_control_file(path: Path) -> None:
-    """Refuse what can be no control file. One that is not there yet can be, and so can a link to a file.
+    """Refuse a path that cannot be a control file. It need not exist yet, and may be a link to a file.
 
     Raises:
         ConfigError: it is a folder, a pipe, a device, or cannot be looked at.
@@ -36,7 +36,7 @@ def check_control_file(path: Path) -> None:
 
 
 def write_freeze(path: Path, *, on: bool) -> None:
-    """Tell the engine that watches `path` to freeze or to go on saving.
+    """Switch the engine that watches `path`: it freezes, or goes on saving.
 
     Raises:
         ConfigError: it is no file, or cannot be written.

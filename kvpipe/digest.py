@@ -1,7 +1,7 @@
-"""What tensors come to: digests that tell weights apart by every bit, at the speed of the memory they lie in.
+"""Digests of tensors that distinguish weights by every bit, at the speed of the memory they lie in.
 
 On a CPU it is xxh3-128. On a device it is a sum of words, each mixed with its place: integers only, so that the order
-in which a device adds them up does not matter. Both tell weights apart; neither resists forgery.
+in which a device adds them up does not matter. Both distinguish weights; neither resists forgery.
 """
 
 from __future__ import annotations

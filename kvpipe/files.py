@@ -77,7 +77,7 @@ def read_small(path: Path, bytes_max: int) -> bytes:
 
 
 def replace_text(path: Path, text: str, mode: int = 0o600) -> None:
-    """Make a file hold `text`, all at once. What it is written to meanwhile has a name that nobody can guess.
+    """Replace a file's text atomically. The temporary file has a name that nobody can guess.
 
     Raises:
         OSError: it cannot be written.

@@ -13,7 +13,7 @@ RESERVE_SHARE: Final = 0.05  # of what a limit allows, left to others …
 RESERVE_BYTES_MAX: Final = 1 << 30  # … but no more than this
 
 
-class Room(NamedTuple):
+class Headroom(NamedTuple):
     """`free` of `total` bytes are left, as `where` says. Ordered by what is left."""
 
     free: int
@@ -26,20 +26,20 @@ class Room(NamedTuple):
         return self.free - min(int(self.total * RESERVE_SHARE), RESERVE_BYTES_MAX)
 
 
-def system_room(proc: Path = PROC) -> Room:
+def system_room(proc: Path = PROC) -> Headroom:
     """Return what the system has available. Raises OSError where it does not say so."""
-    said = {}
+    message = {}
     for line in (proc / "meminfo").read_text(encoding="utf-8").splitlines():
         key, _, value = line.partition(":")
-        said[key] = value
-    if "MemAvailable" not in said:
+        message[key] = value
+    if "MemAvailable" not in message:
         msg = f"{proc / 'meminfo'} has no line MemAvailable"
         raise OSError(msg)
-    free, total = (int(said.get(key, "0").split()[0]) << 10 for key in ("MemAvailable", "MemTotal"))
-    return Room(free, total, "MemAvailable")
+    free, total = (int(message.get(key, "0").split()[0]) << 10 for key in ("MemAvailable", "MemTotal"))
+    return Headroom(free, total, "MemAvailable")
 
 
-def cgroup_rooms(proc: Path = PROC, cgroups: Path = CGROUPS) -> Iterator[Room]:
+def cgroup_rooms(proc: Path = PROC, cgroups: Path = CGROUPS) -> Iterator[Headroom]:
     """Yield what each memory limit above this process leaves, of either version of cgroups.
 
     Cached file pages that are not in use are counted as free: the kernel drops them first.
@@ -70,12 +70,12 @@ def cgroup_rooms(proc: Path = PROC, cgroups: Path = CGROUPS) -> Iterator[Room]:
                 continue
             if most != "max":  # version 1 has a number beyond any memory instead
                 idle = dict(row.split(maxsplit=1) for row in stat.splitlines()).get(cached, "0")
-                yield Room(int(most) - used + int(idle), int(most), f"cgroup limit {int(most) / (1 << 30):.1f}GiB")
+                yield Headroom(int(most) - used + int(idle), int(most), f"cgroup limit {int(most) / (1 << 30):.1f}GiB")
 
 
-def tightest(proc: Path = PROC, cgroups: Path = CGROUPS) -> Room | None:
+def tightest(proc: Path = PROC, cgroups: Path = CGROUPS) -> Headroom | None:
     """Return the room that is least; None on a system that says nothing of it."""
-    rooms: list[Room] = []
+    rooms: list[Headroom] = []
     with contextlib.suppress(OSError, ValueError):
         rooms += [system_room(proc)]
     with contextlib.suppress(OSError, ValueError):

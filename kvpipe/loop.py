@@ -7,8 +7,6 @@ the loop thread, one item at a time, in order: whoever owns the state needs no l
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -17,35 +15,33 @@ from typing import Any
 import anyio
 import structlog
 
+from kvpipe.cores import bind_this_thread
+
 log = structlog.get_logger("kvpipe.loop")
 
 Handler = Callable[[Any], None]
 Task = Callable[[], Coroutine[Any, Any, None]]
 
 
-CPUS_AT_START: frozenset[int] = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
-"""The cores this process may use, read at import: vLLM binds its threads to some of them later."""
-
-
-def spare_cpus() -> frozenset[int]:
-    """The cores that vLLM has not bound this thread to; empty when it has bound it to none, or to all."""
-    return CPUS_AT_START - frozenset(os.sched_getaffinity(0)) if CPUS_AT_START else frozenset()
-
-
-def bind_this_thread(cpus: frozenset[int]) -> None:
-    """Let the calling thread run on `cpus` only; a system that refuses is no reason not to run."""
-    with contextlib.suppress(OSError):
-        os.sched_setaffinity(0, cpus)
+def _refuse(item: object) -> None:
+    raise TypeError(f"a loop without a handler was given {item!r}")
 
 
 class LoopThread:
-    """Runs `handle(item)` for every item put into the inbox, and background `tasks`, until `stop`."""
+    """Runs `handle(item)` for every item put into the inbox, and background `tasks`, until `stop`.
+
+    An item that can be called is called instead; without `handle` there are no others.
+    """
 
     def __init__(
-        self, name: str, handle: Handler, tasks: tuple[Task, ...] = (), cpus: frozenset[int] = frozenset()
+        self,
+        name: str,
+        handle: Handler | None = None,
+        tasks: tuple[Task, ...] = (),
+        cpus: frozenset[int] = frozenset(),
     ) -> None:
         """Start the thread, on `cpus` if any are given, and return once it accepts items."""
-        self._handle, self._tasks, self._cpus = handle, tasks, cpus
+        self._handle, self._tasks, self._cpus = handle or _refuse, tasks, cpus
         self._inbox: deque[Any] = deque()
         self._awake = False
         self._stopping = False

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from kvpipe import files, keys
+from kvpipe import config_errors, files
 from kvpipe.errors import ConfigError
 
 LOCK_S_MAX: Final = 5.0
@@ -50,7 +50,7 @@ class NameClaim:
         try:
             check_name(name)
         except ValueError as error:
-            raise ConfigError(f"kvpipe: name={keys.name(name)!r} is not valid; {error}") from None
+            raise ConfigError(f"kvpipe: name={config_errors.name(name)!r} is not valid; {error}") from None
         self._name = name
         self._fd = -1
         try:

@@ -16,8 +16,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvpipe.catalog import Catalog, Chunk, Owner, Piece
-from kvpipe.policy import make_policy
+from kvpipe.cache.catalog import Catalog, Chunk, Owner, Piece
+from kvpipe.cache.policy import make_policy
 from kvpipe.trace.log import Counters
 from property_tests.profiles import examples
 

@@ -9,10 +9,10 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpipe.testing.buffers import aligned, content, filled
 from kvpipe.tiers.base import ALIGN_BYTES, Key
 from kvpipe.tiers.envelope import HEADER_BYTES, VERSION, DamagedError, Sealer, describe
 from property_tests.profiles import examples
-from tests.tiers.buffers import aligned, content, filled
 
 PLAIN, ENCRYPTED = Sealer(), Sealer([bytes(32)])
 BODY = ALIGN_BYTES

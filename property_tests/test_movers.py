@@ -12,16 +12,16 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from kvpipe.geometry import Geometry, Group, Layer
-from kvpipe.plan import Job, Kind
-from kvpipe.tiers.memory import HostPool
+from kvpipe.messages import Job, Kind
+from kvpipe.testing.fake_device import FakeDevice
+from kvpipe.testing.pipeline_rig import WAIT_S, Row, rows
 from kvpipe.transfer.base import CopyPlan, Direction, Ticket
 from kvpipe.transfer.cpu import CpuEngine
 from kvpipe.transfer.cuda import CudaEngine
 from kvpipe.transfer.movers import BAYS, Layout, Mover
 from kvpipe.transfer.pages import PageView, view_pages
+from kvpipe.transfer.pool import HostPool
 from property_tests.profiles import examples
-from tests.transfer.fake_device import FakeDevice
-from tests.unit.fakes import WAIT_S, Row, rows
 
 BLOCKS, SLOTS, CHUNK = 20, 6, 32
 SIZES = (64, 96, 8)
@@ -92,8 +92,8 @@ def whole(cache: torch.Tensor) -> torch.Tensor:
 
 def run(engine: CudaEngine, device: FakeDevice, plan: CopyPlan, case: Case, choices: list[int]) -> None:
     """Submit every layer and let the device run, in the order that `choices` say."""
-    told: list[Ticket] = []
-    tickets = [Ticket(None, layer, i, told.append) for i, layer in enumerate(case.order)]
+    reported: list[Ticket] = []
+    tickets = [Ticket(None, layer, i, reported.append) for i, layer in enumerate(case.order)]
     engine.prepare(plan)
     for ticket in tickets:
         engine.submit(plan, ticket)
@@ -103,7 +103,7 @@ def run(engine: CudaEngine, device: FakeDevice, plan: CopyPlan, case: Case, choi
         device.step(choice)
     device.drain()
     assert all(ticket.wait(WAIT_S) for ticket in tickets)
-    assert told == tickets
+    assert reported == tickets
     assert not any(ticket.failed for ticket in tickets)
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from kvpipe.misses import EVICTED
-from kvpipe.pipeline import Pipeline
-from kvpipe.tables import fill
-from kvpipe.testing.mutants import MUTANTS, Mutant, Patch
-from kvpipe.testing.mutate import judge, mutated
-from kvpipe.testing.nightly import sequences
+from kvpipe.cache.miss_reasons import EVICTED
+from kvpipe.connectors.vllm.trial.mutants import MUTANTS, Mutant, Patch
+from kvpipe.connectors.vllm.trial.mutate import judge, mutated
+from kvpipe.connectors.vllm.trial.nightly import sequences
+from kvpipe.doc_tables import fill
+from kvpipe.worker.pipeline import Pipeline
 
 KEPT = sequences(Path(__file__).parent / "regressions")
 
@@ -31,13 +31,13 @@ def test_a_mutant_is_taken_out_again() -> None:
     with mutated(MUTANTS["storers_not_cleared"]):
         assert Pipeline.end_step.__code__ is not before
     assert Pipeline.end_step.__code__ is before
-    assert "batch, self._save = self._save, None" in inspect.getsource(Pipeline.end_step)
+    assert "if self._step.fire(m.STEP_END).moves:" in inspect.getsource(Pipeline.end_step)
 
 
 @pytest.mark.parametrize("method", ["end_step", "*"])
 def test_a_mutant_whose_text_is_gone_says_so(method: str) -> None:
     """It does not pass for killed, or for alive."""
-    gone = Mutant("Nothing.", (Patch("kvpipe.pipeline:Pipeline", method, "storer.next()", "pass"),))
+    gone = Mutant("Nothing.", (Patch("kvpipe.worker.pipeline:Pipeline", method, "storer.next()", "pass"),))
     with pytest.raises(LookupError, match="mend the mutant"), mutated(gone):
         pass
 
@@ -45,7 +45,7 @@ def test_a_mutant_whose_text_is_gone_says_so(method: str) -> None:
 def test_a_function_is_mutated_wherever_it_was_imported() -> None:
     """Not only where it is defined."""
     page = "<!-- a:begin -->\nold<!-- a:end -->"
-    bug = Mutant("Nothing is filled in.", (Patch("kvpipe.tables", "fill", "    return text", "    return ''"),))
+    bug = Mutant("Nothing is filled in.", (Patch("kvpipe.doc_tables", "fill", "    return text", "    return ''"),))
     with mutated(bug):
         assert not fill(page, {"a": "new"})
     assert "new" in fill(page, {"a": "new"})

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvpipe.plan import Job, Kind
+from kvpipe.messages import Job, Kind
+from kvpipe.testing.pipeline_rig import Rig, Waiting, job, plan, rows
 from kvpipe.transfer.base import CopyPlan, Direction, Ticket
 from property_tests.profiles import examples
-from tests.unit.fakes import Rig, Waiting, job, plan, rows
 
 LAYERS = 3
 KINDS = st.sampled_from([0, 0, 1, 1, 2, 2, 9])
@@ -179,7 +179,7 @@ class Sequences(RuleBasedStateMachine):
     def no_bug_of_ours(self) -> None:
         """No transition was illegal and no handler failed."""
         assert self.rig.counters["illegal_transition"] == 0
-        assert self.rig.pipeline._loop.errors == 0
+        assert self.rig.pipeline.copies.loop.errors == 0
         assert self.rig.counters["loop_did_not_settle"] == 0
 
     def teardown(self) -> None:

@@ -16,12 +16,13 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from kvpipe.testing.faulty_tier import Fault, FaultyTier, seeded
+from kvpipe.testing.buffers import aligned, content, filled, some_key
+from kvpipe.testing.faulty_tier import FaultyTier, TierFault, seeded
+from kvpipe.testing.tier_conformance import TierWorld
+from kvpipe.testing.tier_worlds import WORLDS
 from kvpipe.tiers.base import Capacity, Entry, Get, Key, Put, Read, Tier, TierError, Written
 from kvpipe.tiers.envelope import DamagedError, Sealer
 from property_tests.profiles import examples
-from tests.tiers.buffers import aligned, content, filled, some_key
-from tests.tiers.worlds import WORLDS, World
 
 CHEAP = ("dict", "disk", "valkey")
 KEYS = 4
@@ -30,7 +31,14 @@ CLIENTS = 2
 WAIT_S = 5.0
 HANG_S = 0.05
 FILLING = 0xA5
-CHANCES = {Fault.LATE: 0.05, Fault.ERROR: 0.05, Fault.LOST: 0.05, Fault.FULL: 0.05, Fault.MISS: 0.05, Fault.FLIP: 0.05}
+CHANCES = {
+    TierFault.LATE: 0.05,
+    TierFault.ERROR: 0.05,
+    TierFault.LOST: 0.05,
+    TierFault.FULL: 0.05,
+    TierFault.MISS: 0.05,
+    TierFault.FLIP: 0.05,
+}
 SEALER = Sealer()
 LATE = {"disk"}
 """Kinds whose clients ask what they remember: what another client does is seen by `exists` some time later."""
@@ -47,7 +55,7 @@ class Step(NamedTuple):
     keys: tuple[int, ...]
     seed: int
     cancel_s: float | None
-    fault: Fault | None
+    fault: TierFault | None
 
 
 STEPS = st.builds(
@@ -57,7 +65,7 @@ STEPS = st.builds(
     st.lists(st.integers(0, KEYS - 1), min_size=1, max_size=4, unique=True).map(tuple),
     st.integers(0, len(BODY_BYTES) - 1),
     st.none() | st.none() | st.sampled_from([0.0, 0.0003, 0.001, 0.003]),
-    st.none() | st.none() | st.sampled_from(list(Fault)),
+    st.none() | st.none() | st.sampled_from(list(TierFault)),
 )
 
 
@@ -119,11 +127,11 @@ class Model:
 class Play:
     """Clients of one world, and what they see."""
 
-    def __init__(self, world: World, namespace: str, seed: int) -> None:
+    def __init__(self, world: TierWorld, namespace: str, seed: int) -> None:
         """Make the clients, whose faults come from `seed`."""
         self.model, self.alone = Model(namespace), True
         self.late = world.spec.kind in LATE
-        self.before: list[Counter[Fault]] = []
+        self.before: list[Counter[TierFault]] = []
         self.tiers = [
             FaultyTier(world.make(), seeded(seed + i, CHANCES), late_s=0.001, seed=seed) for i in range(CLIENTS)
         ]
@@ -132,7 +140,7 @@ class Play:
         """Do `steps` side by side."""
         self.alone = len(steps) == 1
         self.before = [tier.struck.copy() for tier in self.tiers]
-        wait_s = HANG_S if any(step.fault is Fault.HANG for step in steps) else WAIT_S
+        wait_s = HANG_S if any(step.fault is TierFault.HANG for step in steps) else WAIT_S
         if not self.alone:
             self.model.widen(steps)
         async with anyio.create_task_group() as group:
@@ -145,7 +153,7 @@ class Play:
     def _see(self, key: int, ends: set[Held]) -> None:
         self.model.see(key, ends, alone=self.alone)
 
-    def _struck(self, fault: Fault, step: Step) -> bool:
+    def _struck(self, fault: TierFault, step: Step) -> bool:
         """Whether it may be this step that had a fault."""
         return self.tiers[step.client].struck[fault] > self.before[step.client][fault]
 
@@ -189,10 +197,10 @@ class Play:
             if end is Read.HIT and intact:
                 self._see(key, {data})
             elif end is Read.HIT:
-                assert self._struck(Fault.FLIP, step), "damaged without a fault"
+                assert self._struck(TierFault.FLIP, step), "damaged without a fault"
             elif end is Read.DAMAGED:
                 self._see(key, {v for v in self.model.there(key) if len(v or b"") != len(data)})
-            elif not self._struck(Fault.MISS, step):
+            elif not self._struck(TierFault.MISS, step):
                 self._see(key, {None})
 
     @staticmethod
@@ -210,7 +218,7 @@ class Play:
         for key, there in zip(step.keys, found, strict=True):
             if there:
                 self._see(key, self.model.there(key))
-            elif not self._struck(Fault.MISS, step):
+            elif not self._struck(TierFault.MISS, step):
                 self._see(key, {None})
 
     async def _delete(self, step: Step, tier: FaultyTier) -> None:

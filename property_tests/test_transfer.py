@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpipe.geometry import Geometry, Group, Layer
-from kvpipe.plan import Job, Kind
-from kvpipe.tiers.memory import HostPool
+from kvpipe.messages import Job, Kind
+from kvpipe.testing.pipeline_rig import WAIT_S, Row, rows
 from kvpipe.transfer.base import CopyPlan, Direction, Run, Ticket
 from kvpipe.transfer.cpu import CpuEngine
 from kvpipe.transfer.pages import PageView, view_pages
+from kvpipe.transfer.pool import HostPool
 from property_tests.profiles import examples
-from tests.unit.fakes import WAIT_S, Row, rows
 
 BLOCKS, SLOTS = 9, 4
 ROWS = st.tuples(st.integers(0, 1), st.integers(0, 2), st.integers(0, 3), st.integers(0, 6))

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvpipe.testing.moves import trial_moves
-from kvpipe.testing.nightly import SEEDS, run
-from kvpipe.testing.shapes import SHAPES
-from kvpipe.testing.trial import Move
+from kvpipe.connectors.vllm.trial.moves import trial_moves
+from kvpipe.connectors.vllm.trial.nightly import SEEDS, run
+from kvpipe.connectors.vllm.trial.shapes import SHAPES
+from kvpipe.connectors.vllm.trial.trial import Move
 
 EVERY = 40
 """So many moves lie between two changes, about."""

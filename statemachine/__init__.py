@@ -1,6 +1,6 @@
 """The explicit state machines of kvpipe: pure tables, no I/O, no clock, no tensors.
 
-Read `core.py` for the notation, then one file per machine: `save.py`, `load.py`, `request.py`, `chunk.py`.
+Read `core.py` for the notation, then one file per machine. `diagram.py` lists them all and draws them.
 """
 
 if __name__ != "kvpipe.statemachine":

@@ -3,19 +3,21 @@
 Four kinds of cell:
 
 * ``Go(to)``: move to another state.
-* ``Advance()``: move to the next layer, ``PENDING -> LAYER_0 -> ... -> LAYER_{n-1}``; the last one moves to the
-  machine's ``after_last`` state at once, so ``LAYER_{n-1}`` itself is never rested in.
+* ``Advance(family)``: move to the next layer of a layered family, ``PENDING -> LAYER_0 -> ... -> LAYER_{n-2}``; the
+  last layer leads to the state that follows the family, so ``LAYER_{n-1}`` does not exist.
 * ``Stay(why)``: a no-op, with the reason why nothing has to happen.
 * ``Reject(why)``: the caller is wrong. The event raises `IllegalTransition` and changes nothing.
 
-A `Machine` is a frozen pydantic model, validated when its module is imported. `Machine.compile` interns one `State`
-object per state and layer; a `Cursor` points at one of them. Firing an event is one dict lookup and one store.
+A ``Go`` from one layered family to another keeps the layer.
+
+A `Machine` is a frozen pydantic model, validated when its module is imported. `Machine.compile` makes one `State` per
+state and layer for one owner (a side, a catalog, a tier): its `Cursor`s point at them, and the edges count how often
+they were taken. Firing an event is one dict lookup and one store.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -35,9 +37,10 @@ class Go(_Frozen):
 
 
 class Advance(_Frozen):
-    """Move to the next layer, or to the machine's `after_last` when this was the last layer."""
+    """Move to the next layer of `family`, or to the state that follows it when this was the last layer."""
 
     kind: Literal["advance"] = "advance"
+    family: str
 
 
 class Stay(_Frozen):
@@ -60,6 +63,11 @@ Cell = Annotated[Go | Advance | Stay | Reject, Field(discriminator="kind")]
 def go(to: str) -> Go:
     """Shorthand for tables."""
     return Go(to=to)
+
+
+def advance(family: str) -> Advance:
+    """Shorthand for tables."""
+    return Advance(family=family)
 
 
 def stay(why: str) -> Stay:
@@ -87,8 +95,8 @@ class IllegalTransition(RuntimeError):  # noqa: N818  (the name of the thing, as
 class Machine(_Frozen):
     """One machine: prose, states, events, and the total table `table[state][event]`.
 
-    `layered` names the state that stands for the family ``LAYER_0 .. LAYER_{n-1}``; `after_last` is where the
-    last layer leads; `whole` are the states in which every layer has landed. All are empty without layers.
+    `layered` maps each state that stands for a family ``NAME_0 .. NAME_{n-2}`` to the state that follows its last
+    layer; `whole` are the states in which every layer has landed. Both are empty without layers.
     """
 
     name: str
@@ -98,56 +106,71 @@ class Machine(_Frozen):
     states: dict[str, str]
     events: dict[str, str]
     table: dict[str, dict[str, Cell]]
-    layered: str = ""
-    after_last: str = ""
+    layered: dict[str, str] = {}
     whole: frozenset[str] = frozenset()
 
     @model_validator(mode="after")
     def _is_total_closed_and_reachable(self) -> Self:
-        def require(ok: bool, problem: str) -> None:  # noqa: FBT001
-            if not ok:
-                msg = f"machine {self.name!r}: {problem}"
-                raise ValueError(msg)
-
-        require(self.initial in self.states, f"initial state {self.initial!r} is not a state")
-        require(set(self.table) == set(self.states), "the table's rows are not exactly the states")
-        require(self.finals <= set(self.states), "a final state is not a state")
-        require(bool(self.layered) == bool(self.after_last), "layered and after_last come together")
-        require(self.whole <= set(self.states), "a whole state is not a state")
-        require(bool(self.after_last) == (self.after_last in self.whole), "after_last is a whole state")
+        names = set(self.states)
+        self._require(self.initial in names, f"initial state {self.initial!r} is not a state")
+        self._require(set(self.table) == names, "the table's rows are not exactly the states")
+        self._require(self.finals <= names, "a final state is not a state")
+        self._require(self.whole <= names, "a whole state is not a state")
+        self._require(set(self.layered) <= names - self.whole - self.finals, "a family is no state, whole or final")
+        self._require(set(self.layered.values()) <= self.whole, "what follows a family is not whole")
         edges: dict[str, set[str]] = {}
         for state, row in self.table.items():
             missing, extra = set(self.events) - set(row), set(row) - set(self.events)
-            require(not missing and not extra, f"row {state}: missing {sorted(missing)}, unknown {sorted(extra)}")
-            edges[state] = set()
+            self._require(not missing and not extra, f"row {state}: missing {sorted(missing)}, unknown {sorted(extra)}")
             for event, cell in row.items():
-                if isinstance(cell, Go):
-                    require(cell.to in self.states, f"{state} x {event} leads to unknown state {cell.to!r}")
-                    require(cell.to != state, f"{state} x {event}: write Stay(why), not Go to itself")
-                    edges[state].add(cell.to)
-                elif isinstance(cell, Advance):
-                    require(bool(self.layered), f"{state} x {event} advances, but the machine has no layers")
-                    require(state in {self.initial, self.layered}, f"{state} x {event} advances from the wrong state")
-                    edges[state] |= {self.layered, self.after_last}
-                require(state not in self.finals or cell.kind in {"stay", "reject"}, f"final {state} moves on {event}")
+                self._check(state, event, cell)
+            edges[state] = {to for cell in row.values() for to in self.leads_to(cell)}
         seen, todo = {self.initial}, [self.initial]
         while todo:
             for nxt in edges[todo.pop()] - seen:
                 seen.add(nxt)
                 todo.append(nxt)
-        require(seen == set(self.states), f"unreachable: {sorted(set(self.states) - seen)}")
+        self._require(seen == names, f"unreachable: {sorted(names - seen)}")
         return self
 
+    def _check(self, state: str, event: str, cell: Cell) -> None:
+        at = f"{state} x {event}"
+        if isinstance(cell, Go):
+            self._require(cell.to in self.states, f"{at} leads to unknown state {cell.to!r}")
+            self._require(cell.to != state, f"{at}: write Stay(why), not Go to itself")
+            self._require(cell.to not in self.layered or state in self.layered, f"{at}: no layer for {cell.to}")
+        elif isinstance(cell, Advance):
+            self._require(cell.family in self.layered, f"{at} advances in {cell.family!r}, which is no family")
+            alone = state not in self.layered and state not in self.whole
+            self._require(alone or state == cell.family, f"{at} advances from the wrong state")
+        self._require(state not in self.finals or not self.leads_to(cell), f"final {state} moves on {event}")
+
+    def _require(self, ok: bool, problem: str) -> None:  # noqa: FBT001
+        if not ok:
+            msg = f"machine {self.name!r}: {problem}"
+            raise ValueError(msg)
+
+    def leads_to(self, cell: Cell) -> tuple[str, ...]:
+        """Return the rows to which `cell` may move: two for an `Advance`, none for what stays or rejects."""
+        if isinstance(cell, Advance):
+            return cell.family, self.layered[cell.family]
+        return (cell.to,) if isinstance(cell, Go) else ()
+
     def compile(self, layers: int = 0) -> Compiled:
-        """Intern the states for a model of `layers` layers (0 for machines without layers). Cached per pair."""
+        """Make the states of one owner, for a model of `layers` layers (0 for machines without layers).
+
+        Raises:
+            ValueError: a layered machine needs layers, the others have none.
+
+        """
         if bool(self.layered) != (layers > 0):
             msg = f"machine {self.name!r} {'needs at least one layer' if self.layered else 'has no layers'}"
             raise ValueError(msg)
-        return _compile(self.name, layers, _Hashed(self))
+        return Compiled(self, layers)
 
 
 class Edge:
-    """One compiled cell: where it leads, and how often it was taken (`taken`)."""
+    """One compiled cell: where it leads, and how often its owner's cursors took it (`taken`)."""
 
     __slots__ = ("event", "moves", "rejects", "taken", "to", "why")
 
@@ -157,7 +180,7 @@ class Edge:
 
 
 class State:
-    """An interned state. `k` is the last landed layer (-1 before the first); `on` maps each event to its edge."""
+    """A compiled state. `k` is the last landed layer (-1 before the first); `on` maps each event to its edge."""
 
     __slots__ = ("final", "k", "name", "on", "row")
 
@@ -172,14 +195,14 @@ class State:
 
 
 class Compiled:
-    """A machine with its states interned for a number of layers."""
+    """A machine's states for one owner and a number of layers. Only one thread at a time may fire its cursors."""
 
     def __init__(self, machine: Machine, layers: int) -> None:
         """Build every state, then every edge."""
         self.machine, self.layers = machine, layers
         self.states: dict[str, State] = {}
         for row in machine.states:
-            if row == machine.layered:
+            if row in machine.layered:
                 for k in range(layers - 1):
                     self._add(f"{row}_{k}", row, k)
             else:
@@ -192,39 +215,20 @@ class Compiled:
     def _add(self, name: str, row: str, k: int) -> None:
         self.states[name] = State(name, row, k, final=row in self.machine.finals)
 
-    def _edge(self, state: State, event: str, cell: Go | Advance | Stay | Reject) -> Edge:
+    def _edge(self, state: State, event: str, cell: Cell) -> Edge:
+        families = self.machine.layered
         if isinstance(cell, Go):
-            return Edge(event, self.states[cell.to], moves=True, rejects=False, why="")
-        if isinstance(cell, Advance):
+            name = f"{cell.to}_{state.k}" if cell.to in families else cell.to
+        elif isinstance(cell, Advance):
             k = state.k + 1
-            last = k >= self.layers - 1
-            to = self.states[self.machine.after_last if last else f"{self.machine.layered}_{k}"]
-            return Edge(event, to, moves=True, rejects=False, why="")
-        return Edge(event, state, moves=False, rejects=isinstance(cell, Reject), why=cell.why)
+            name = families[cell.family] if k >= self.layers - 1 else f"{cell.family}_{k}"
+        else:
+            return Edge(event, state, moves=False, rejects=isinstance(cell, Reject), why=cell.why)
+        return Edge(event, self.states[name], moves=True, rejects=False, why="")
 
     def taken(self) -> dict[tuple[str, str], int]:
         """How often each (state, event) edge was taken so far, by every cursor of this machine."""
         return {(s.name, e.event): e.taken for s in self.states.values() for e in s.on.values() if e.taken}
-
-
-class _Hashed:
-    """Carries a machine through `functools.cache`, which hashes only its identity."""
-
-    __slots__ = ("machine",)
-
-    def __init__(self, machine: Machine) -> None:
-        self.machine = machine
-
-    def __hash__(self) -> int:
-        return hash(self.machine.name)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Hashed) and other.machine is self.machine
-
-
-@cache
-def _compile(_name: str, layers: int, hashed: _Hashed) -> Compiled:
-    return Compiled(hashed.machine, layers)
 
 
 class Cursor:

@@ -7,13 +7,16 @@ from collections import defaultdict
 from kvpipe.statemachine.breaker import BREAKER
 from kvpipe.statemachine.carry import CARRY
 from kvpipe.statemachine.chunk import CHUNK
-from kvpipe.statemachine.core import Advance, Go, Machine, Reject, Stay
-from kvpipe.statemachine.load import LOAD
+from kvpipe.statemachine.copy import LOAD, SAVE
+from kvpipe.statemachine.core import Advance, Cell, Go, Machine
+from kvpipe.statemachine.job import JOB
+from kvpipe.statemachine.lookup import LOOKUP
 from kvpipe.statemachine.request import REQUEST
-from kvpipe.statemachine.save import SAVE
+from kvpipe.statemachine.saving import SAVING
 from kvpipe.statemachine.stage import STAGE
+from kvpipe.statemachine.step import STEP
 
-MACHINES: tuple[Machine, ...] = (SAVE, LOAD, REQUEST, CHUNK, STAGE, CARRY, BREAKER)
+MACHINES: tuple[Machine, ...] = (STEP, SAVE, LOAD, REQUEST, LOOKUP, SAVING, JOB, CHUNK, STAGE, CARRY, BREAKER)
 
 
 def to_markdown(machine: Machine) -> str:
@@ -29,19 +32,19 @@ def to_markdown(machine: Machine) -> str:
     out += ["", "## Every cell", "", "`→` moves, `·` stays, `✗` is a caller's bug: it raises and changes nothing.", ""]
     out += ["| state | event | | |", "|---|---|---|---|"]
     for state, row in machine.table.items():
-        out += [f"| {state} | `{event}` | {_mark(cell)} | {_says(machine, cell)} |" for event, cell in row.items()]
+        out += [f"| {state} | `{event}` | {_mark(cell)} | {_describe(machine, cell)} |" for event, cell in row.items()]
     return "\n".join(out) + "\n"
 
 
-def _mark(cell: Go | Advance | Stay | Reject) -> str:
+def _mark(cell: Cell) -> str:
     return {"go": "→", "advance": "→", "stay": "·", "reject": "✗"}[cell.kind]
 
 
-def _says(machine: Machine, cell: Go | Advance | Stay | Reject) -> str:
+def _describe(machine: Machine, cell: Cell) -> str:
     if isinstance(cell, Go):
         return cell.to
     if isinstance(cell, Advance):
-        return f"next {machine.layered}, after the last {machine.after_last}"
+        return f"next {cell.family}, after the last {machine.layered[cell.family]}"
     return cell.why
 
 
@@ -49,11 +52,8 @@ def _mermaid(machine: Machine) -> list[str]:
     arrows: dict[tuple[str, str], list[str]] = defaultdict(list)
     for state, row in machine.table.items():
         for event, cell in row.items():
-            if isinstance(cell, Go):
-                arrows[state, cell.to].append(event)
-            elif isinstance(cell, Advance):
-                arrows[state, machine.layered].append(event)
-                arrows[state, machine.after_last].append(f"{event} (last)")
+            for to, nth in zip(machine.leads_to(cell), ("", " (last)"), strict=False):
+                arrows[state, to].append(event + nth)
     lines = ["stateDiagram-v2", f"    [*] --> {machine.initial}"]
     lines += [f"    {a} --> {b}: {', '.join(events)}" for (a, b), events in arrows.items()]
     lines += [f"    {name} --> [*]" for name in machine.states if name in machine.finals]

@@ -1,10 +1,10 @@
 """The request machine: one vLLM request as the scheduler side sees it, across preemptions.
 
-A lookup promises nothing and holds nothing, so it may be repeated, answered and never followed up. Leases are taken
-only when vLLM has allocated blocks (ADMIT_LOAD), and belong to the load job from then on.
+A lookup promises nothing and holds nothing (`lookup.py`). Leases are taken only when vLLM has allocated blocks
+(ADMIT_LOAD), and belong to the load job from then on. LOADED and LOAD_FAILED are of the load of this admission only.
 
 vLLM asks for a request that holds no blocks. Beside another connector that may be one that was admitted: the other's
-asynchronous load for it has failed, and vLLM has taken its blocks back without a word (ASKED_ANEW).
+asynchronous load for it has failed, and vLLM has taken its blocks back without a word.
 """
 
 from __future__ import annotations
@@ -14,17 +14,28 @@ from kvpipe.statemachine.core import Machine, go, reject, stay
 NEW, ALLOCATED, LOADING, RUNNING, LET_DOWN = "NEW", "ALLOCATED", "LOADING", "RUNNING", "LET_DOWN"
 PREEMPTED, RECOMPUTING, DRAINING, FINISHED = "PREEMPTED", "RECOMPUTING", "DRAINING", "FINISHED"
 
-LOOKUP_HIT, LOOKUP_MISS, LOOKUP_LATER = "lookup_hit", "lookup_miss", "lookup_later"
-ADMIT_LOAD, ADMIT_EMPTY, DISPATCH = "admit_load", "admit_empty", "dispatch"
+ASK, ADMIT_LOAD, ADMIT_EMPTY, DISPATCH = "ask", "admit_load", "admit_empty", "dispatch"
 LOADED, LOAD_FAILED = "loaded", "load_failed"
-PREEMPT, PREEMPT_LATE, ASKED_ANEW, FINISH = "preempt", "preempt_late", "asked_anew", "finish"
+PREEMPT, PREEMPT_LATE, FINISH = "preempt", "preempt_late", "finish"
 
 _ASKED = "an answer is not a promise: nothing is leased before blocks are allocated"
 _LATE = "the notice is older than the admission that followed it"
-_EARLIER = "the load of an earlier admission; its job returns the leases"
-_FREE = "it holds no blocks that could be taken back"
+_NO_LOAD = "this admission has no load, or not any more"
+_ONE_SCHEDULE = "a load is allocated and dispatched in one pass, and nothing comes between"
+_NO_BLOCKS = "it holds no blocks that could be taken back"
 _GONE = "the request is gone"
 _OVER = "the request is over; its id may be used again by a new cursor"
+_EVENTS = {
+    ASK: "vLLM asks what can be loaded",
+    ADMIT_LOAD: "blocks allocated, external tokens to load",
+    ADMIT_EMPTY: "blocks allocated, nothing to load",
+    DISPATCH: "the load went out with the step's metadata",
+    LOADED: "every rank finished the load",
+    LOAD_FAILED: "a rank failed the load",
+    PREEMPT: "vLLM took the request's blocks",
+    PREEMPT_LATE: "the notice of a preemption that is known already",
+    FINISH: "the request finished or was aborted",
+}
 
 REQUEST = Machine(
     name="request",
@@ -43,146 +54,86 @@ REQUEST = Machine(
         DRAINING: "finished while its load is with the workers; the leases end with the job",
         FINISHED: "over",
     },
-    events={
-        LOOKUP_HIT: "looked up, some tokens are held",
-        LOOKUP_MISS: "looked up, nothing beyond what vLLM has",
-        LOOKUP_LATER: "looked up, the answer is not known yet",
-        ADMIT_LOAD: "blocks allocated, external tokens to load",
-        ADMIT_EMPTY: "blocks allocated, nothing to load",
-        DISPATCH: "the load went out with the step's metadata",
-        LOADED: "every rank finished the load",
-        LOAD_FAILED: "a rank failed the load",
-        PREEMPT: "vLLM took the request's blocks",
-        PREEMPT_LATE: "the notice of a preemption that a later admission has overtaken",
-        ASKED_ANEW: "vLLM asks for the request though it has admitted it",
-        FINISH: "the request finished or was aborted",
-    },
+    events=_EVENTS,
     table={
         NEW: {
-            LOOKUP_HIT: stay(_ASKED),
-            LOOKUP_MISS: stay(_ASKED),
-            LOOKUP_LATER: stay(_ASKED),
+            ASK: stay(_ASKED),
             ADMIT_LOAD: go(ALLOCATED),
             ADMIT_EMPTY: go(RUNNING),
-            DISPATCH: reject("nothing was allocated"),
-            LOADED: reject("nothing was loading"),
-            LOAD_FAILED: reject("nothing was loading"),
-            PREEMPT: stay("never admitted, so nothing is lost"),
-            PREEMPT_LATE: stay(_LATE),
-            ASKED_ANEW: stay(_FREE),
+            DISPATCH: reject(_NO_LOAD),
+            LOADED: reject(_NO_LOAD),
+            LOAD_FAILED: reject(_NO_LOAD),
+            PREEMPT: reject("vLLM preempts only what it has admitted"),
+            PREEMPT_LATE: stay("of an earlier request with its id"),
             FINISH: go(FINISHED),
         },
         ALLOCATED: {
-            LOOKUP_HIT: reject("blocks are allocated; vLLM asks only before"),
-            LOOKUP_MISS: reject("blocks are allocated; vLLM asks only before"),
-            LOOKUP_LATER: reject("blocks are allocated; vLLM asks only before"),
+            ASK: reject("blocks are allocated; vLLM asks only before"),
             ADMIT_LOAD: reject("one load at a time"),
-            ADMIT_EMPTY: stay("more blocks for the same admission"),
+            ADMIT_EMPTY: reject(_ONE_SCHEDULE),
             DISPATCH: go(LOADING),
             LOADED: reject("the load has not been sent"),
             LOAD_FAILED: reject("the load has not been sent"),
-            PREEMPT: go(PREEMPTED),
+            PREEMPT: reject(_ONE_SCHEDULE),
             PREEMPT_LATE: stay(_LATE),
-            ASKED_ANEW: reject("blocks are allocated; vLLM asks only before"),
-            FINISH: go(FINISHED),
+            FINISH: reject(_ONE_SCHEDULE),
         },
         LOADING: {
-            LOOKUP_HIT: reject("a load is in flight; vLLM asks only before"),
-            LOOKUP_MISS: reject("a load is in flight; vLLM asks only before"),
-            LOOKUP_LATER: reject("a load is in flight; vLLM asks only before"),
+            ASK: reject("a load is in flight; vLLM asks only before"),
             ADMIT_LOAD: reject("one load at a time"),
-            ADMIT_EMPTY: stay("more blocks for the same admission"),
+            ADMIT_EMPTY: reject("the job's report comes with the news that it ended"),
             DISPATCH: reject("the load has been sent already"),
             LOADED: go(RUNNING),
             LOAD_FAILED: go(RECOMPUTING),
             PREEMPT: go(PREEMPTED),
-            PREEMPT_LATE: stay(_LATE),
-            ASKED_ANEW: reject("a load is in flight; vLLM asks only before"),
+            PREEMPT_LATE: reject("the notice comes before the load is sent"),
             FINISH: go(DRAINING),
         },
         RUNNING: {
-            LOOKUP_HIT: reject("it has its blocks, unless it is asked for anew"),
-            LOOKUP_MISS: reject("it has its blocks, unless it is asked for anew"),
-            LOOKUP_LATER: reject("it has its blocks, unless it is asked for anew"),
+            ASK: go(LET_DOWN),
             ADMIT_LOAD: reject("it has its blocks; a new load needs a preemption first"),
             ADMIT_EMPTY: stay("more blocks for the same admission"),
-            DISPATCH: reject("nothing was allocated for a load"),
-            LOADED: stay("reported again"),
+            DISPATCH: reject(_NO_LOAD),
+            LOADED: reject(_NO_LOAD),
             LOAD_FAILED: go(RECOMPUTING),
             PREEMPT: go(PREEMPTED),
             PREEMPT_LATE: stay(_LATE),
-            ASKED_ANEW: go(LET_DOWN),
             FINISH: go(FINISHED),
         },
         LET_DOWN: {
-            LOOKUP_HIT: stay(_ASKED),
-            LOOKUP_MISS: stay(_ASKED),
-            LOOKUP_LATER: stay(_ASKED),
+            ASK: stay(_ASKED),
             ADMIT_LOAD: go(ALLOCATED),
             ADMIT_EMPTY: go(RUNNING),
-            DISPATCH: reject("nothing was allocated for a load"),
-            LOADED: stay(_EARLIER),
-            LOAD_FAILED: stay(_EARLIER),
-            PREEMPT: stay(_FREE),
-            PREEMPT_LATE: stay(_LATE),
-            ASKED_ANEW: stay(_FREE),
+            DISPATCH: reject(_NO_LOAD),
+            LOADED: reject(_NO_LOAD),
+            LOAD_FAILED: reject(_NO_LOAD),
+            PREEMPT: reject(_NO_BLOCKS),
+            PREEMPT_LATE: reject(_NO_BLOCKS),
             FINISH: go(FINISHED),
         },
         PREEMPTED: {
-            LOOKUP_HIT: stay(_ASKED),
-            LOOKUP_MISS: stay(_ASKED),
-            LOOKUP_LATER: stay(_ASKED),
+            ASK: stay(_ASKED),
             ADMIT_LOAD: go(ALLOCATED),
             ADMIT_EMPTY: go(RUNNING),
             DISPATCH: reject("the allocation was lost with the preemption"),
-            LOADED: stay(_EARLIER),
-            LOAD_FAILED: stay(_EARLIER),
-            PREEMPT: stay("already preempted"),
-            PREEMPT_LATE: stay(_LATE),
-            ASKED_ANEW: stay(_FREE),
+            LOADED: reject(_NO_LOAD),
+            LOAD_FAILED: reject(_NO_LOAD),
+            PREEMPT: reject("an admission lies between two preemptions"),
+            PREEMPT_LATE: stay("noticed already, when it was asked for"),
             FINISH: go(FINISHED),
         },
         RECOMPUTING: {
-            LOOKUP_HIT: reject("it never loads again"),
-            LOOKUP_MISS: stay("it never loads again"),
-            LOOKUP_LATER: reject("it never loads again"),
+            ASK: stay("it is answered that nothing is loaded"),
             ADMIT_LOAD: reject("it never loads again"),
             ADMIT_EMPTY: stay("admitted to recompute"),
-            DISPATCH: reject("nothing was allocated for a load"),
-            LOADED: stay("another rank's good news after a failure"),
-            LOAD_FAILED: stay("failed already"),
+            DISPATCH: reject(_NO_LOAD),
+            LOADED: reject("it never loads again"),
+            LOAD_FAILED: stay("a load that was planned to fail, for it would have read what another one has spoiled"),
             PREEMPT: stay("lost its blocks; it will recompute"),
             PREEMPT_LATE: stay(_LATE),
-            ASKED_ANEW: stay("the blocks of a failed load are given back; it never loads again"),
             FINISH: go(FINISHED),
         },
-        DRAINING: {
-            LOOKUP_HIT: reject(_GONE),
-            LOOKUP_MISS: reject(_GONE),
-            LOOKUP_LATER: reject(_GONE),
-            ADMIT_LOAD: reject(_GONE),
-            ADMIT_EMPTY: reject(_GONE),
-            DISPATCH: reject(_GONE),
-            LOADED: go(FINISHED),
-            LOAD_FAILED: go(FINISHED),
-            PREEMPT: stay(_GONE),
-            PREEMPT_LATE: stay(_GONE),
-            ASKED_ANEW: reject(_GONE),
-            FINISH: stay("finished already"),
-        },
-        FINISHED: {
-            LOOKUP_HIT: reject(_OVER),
-            LOOKUP_MISS: reject(_OVER),
-            LOOKUP_LATER: reject(_OVER),
-            ADMIT_LOAD: reject(_OVER),
-            ADMIT_EMPTY: reject(_OVER),
-            DISPATCH: reject(_OVER),
-            LOADED: stay(_OVER),
-            LOAD_FAILED: stay(_OVER),
-            PREEMPT: stay(_OVER),
-            PREEMPT_LATE: stay(_OVER),
-            ASKED_ANEW: reject(_OVER),
-            FINISH: stay("finished already"),
-        },
+        DRAINING: {**dict.fromkeys(_EVENTS, reject(_GONE)), LOADED: go(FINISHED), LOAD_FAILED: go(FINISHED)},
+        FINISHED: dict.fromkeys(_EVENTS, reject(_OVER)),
     },
 )

@@ -16,6 +16,7 @@ CAME, CAME_LAST, LOST, DEADLINE, END = "came", "came_last", "lost", "deadline", 
 
 _NOT_SENT = "no fetch has been sent"
 _ANSWERED = "the tiers have answered already"
+_NOT_AWAITED = "who does not wait any more awaits no last one"
 _LATE = "the request does not wait for it any more; it is in memory for whoever comes next"
 
 STAGE = Machine(
@@ -81,9 +82,9 @@ STAGE = Machine(
             SENT: reject("the request waits no longer"),
             NO_ROOM: reject("the request waits no longer"),
             CAME: stay(_LATE),
-            CAME_LAST: stay(_LATE),
+            CAME_LAST: reject(_NOT_AWAITED),
             LOST: stay(_LATE),
-            DEADLINE: stay("the request waits no longer"),
+            DEADLINE: reject("the request waits no longer"),
             END: go(OVER),
         },
         OVER: {
@@ -92,10 +93,10 @@ STAGE = Machine(
             SENT: reject("nobody asks any more"),
             NO_ROOM: reject("nobody asks any more"),
             CAME: stay(_LATE),
-            CAME_LAST: stay(_LATE),
+            CAME_LAST: reject(_NOT_AWAITED),
             LOST: stay(_LATE),
-            DEADLINE: stay("nobody waits any more"),
-            END: stay("over already"),
+            DEADLINE: reject("the request waits no longer"),
+            END: reject("what is over is not ended again"),
         },
     },
 )

@@ -36,20 +36,20 @@ def download(version: str, folder: Path) -> Path:
         FetchError: no distribution of that version could be downloaded.
 
     """
-    said = []
+    message = []
     for name in DISTRIBUTIONS:
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
         command += ["--no-cache-dir", "--disable-pip-version-check", "--dest", str(folder), f"{name}=={version}"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PIP_SECONDS_MAX)
         except subprocess.TimeoutExpired:
-            said.append(f"{name}=={version}: no answer within {PIP_SECONDS_MAX} s")
+            message.append(f"{name}=={version}: no answer within {PIP_SECONDS_MAX} s")
             continue
         wheels = sorted(folder.glob("*.whl"))
         if done.returncode == 0 and wheels:
             return wheels[0]
-        said.append(f"{name}=={version}: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}")
-    msg = f"vLLM {version} could not be downloaded ({'; '.join(said)})"
+        message.append(f"{name}=={version}: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}")
+    msg = f"vLLM {version} could not be downloaded ({'; '.join(message)})"
     raise FetchError(msg)
 
 
@@ -103,8 +103,8 @@ def fetch_tests(version: str) -> Path:
             raise FetchError(msg) from None
         unpacked = [path.parents[2] for path in Path(work).glob("*/*/tests/v1/core")]
         if not unpacked:
-            said = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-            msg = f"the tests of vLLM {version} could not be downloaded: {said}"
+            message = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+            msg = f"the tests of vLLM {version} could not be downloaded: {message}"
             raise FetchError(msg)
         tree = Path(work) / "tree"
         for path in (path for pattern in TESTS for path in unpacked[0].glob(pattern)):

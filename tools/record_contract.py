@@ -15,7 +15,7 @@ from typing import Any
 
 from fetch_vllm_sources import FetchError, download
 
-from kvpipe.testing import contract as c
+from kvpipe.connectors.vllm.contract import sources as c
 
 
 def record_wheel(wheel: Path) -> dict[str, Any]:

@@ -20,6 +20,16 @@ if [ "${1:-}" = programs ]; then
     ldconfig -p | grep libibverbs.so.1; } >/dev/null 2>&1 || debian chromium chromium-driver redis-server libibverbs1
   exit
 fi
+pip() { .venv/bin/python -m pip --disable-pip-version-check "$@" 2> >(grep -v "is ignored: it is neither" >&2); }
+# the site's generator; what it shares with vLLM's packages (Jinja2, Pygments, …) is there, or comes along
+if [ "${1:-}" = docs ]; then
+  [ -x .venv/bin/python ] || tools/setup.sh
+  cmp -s requirements/docs.lock .venv/.kvpipe-docs && exit
+  echo "Adding Sphinx to .venv, once."
+  pip install -q -r requirements/docs.lock
+  cp requirements/docs.lock .venv/.kvpipe-docs
+  exit
+fi
 stamp=.venv/.kvpipe-$kind; want=$(cat "$lock" pyproject.toml tools/setup.sh | sha256sum)
 [ -x .venv/bin/python ] && [ "$(cat "$stamp" 2>/dev/null || true)" = "$want" ] && exit 0
 
@@ -30,7 +40,6 @@ ldconfig -p 2>/dev/null | grep -q libnuma.so.1 || [ "$kind" = cuda ] || debian l
 
 echo "Setting up .venv for vLLM's $kind build; this takes a few minutes, once."
 [ -x .venv/bin/python ] || "$python" -m venv .venv
-pip() { .venv/bin/python -m pip --disable-pip-version-check "$@" 2> >(grep -v "is ignored: it is neither" >&2); }
 if [ "$kind" = cpu ]; then
   pip install -q --no-deps -r "$lock" || {
     echo "If torch==…+cpu was not found: point PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS at PyTorch's CPU wheels." >&2; exit 1; }

@@ -8,7 +8,7 @@ engines=$(mktemp)
 trap 'kill $(jobs -p) 2>/dev/null; rm -f "$engines"' EXIT
 
 .venv/bin/python -m pytest tests/engine -q >"$engines" 2>&1 &
-.venv/bin/python -m pytest tests/unit tests/trace tests/transfer tests/tiers property_tests -q --hypothesis-profile="$1"
+.venv/bin/python -m pytest tests property_tests --ignore tests/engine --ignore tests/contract -q --hypothesis-profile="$1"
 others=$?
 wait %1
 engine=$?

@@ -7,6 +7,7 @@ needed (`benchmarks.gpu.engine` is what runs it).
 from __future__ import annotations
 
 import argparse
+import math
 import subprocess
 import sys
 import time
@@ -23,26 +24,26 @@ from benchmarks.gpu import (
     race,
 )
 from benchmarks.gpu.rig import Gpu
-from benchmarks.report import Figure, show
+from benchmarks.report import Figure, show, write
 from kvpipe.transfer.movers import Mover
 
 Part = tuple[str, Callable[[], Iterable[Figure]] | str]
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 
-def hunts(gpu: Gpu, rounds: int) -> Iterator[Figure]:
-    """Hunt for races in every mover, with and without waves."""
-    for mover in Mover:
-        for wave_bytes in (0, 1 << 20):
-            found = race.Hunt(gpu, mover, wave_bytes).run(rounds)
-            name = f"race hunt: {mover.value}, {'waves' if wave_bytes else 'layer by layer'}"
-            yield Figure(
-                name, found.wrong + found.failed, 0, "wrong", f"{found.rounds} rounds of {race.SHAPE.layers} layers"
-            )
+def hunts(gpu: Gpu, rounds: int, until: float) -> Iterator[Figure]:
+    """Hunt for races in every mover, with and without waves: each has an equal share of the time that is left."""
+    kinds = [(mover, wave_bytes) for mover in Mover for wave_bytes in (0, 1 << 20)]
+    for number, (mover, wave_bytes) in enumerate(kinds):
+        now = time.monotonic()
+        found = race.Hunt(gpu, mover, wave_bytes).run(rounds, now + (until - now) / (len(kinds) - number))
+        name = f"race hunt: {mover.value}, {'waves' if wave_bytes else 'layer by layer'}"
+        message = f"{found.rounds} of {rounds} rounds of {race.SHAPE.layers} layers"
+        yield Figure(name, found.wrong + found.failed, 0, "wrong", message)
 
 
-def parts(gpu: Gpu) -> list[Part]:
-    """List what is run, in the order of its importance, or why it is not."""
+def parts(gpu: Gpu, until: float = math.inf) -> list[Part]:
+    """List what is run, in the order of its importance, or why it is not. `until`: as of `Hunt.run`."""
     small = gpu.simulated
     rounds, pairs = (6, 2) if small else (2000, 15)
     width = (32, 64) if small else (4096, 14336)
@@ -64,7 +65,7 @@ def parts(gpu: Gpu) -> list[Part]:
     unmeasured = f"not measured, for want of {needs}"
     return [
         ("limit", measure_limit),
-        ("races", lambda: hunts(gpu, rounds)),
+        ("races", lambda: hunts(gpu, rounds, until)),
         ("Llama-3-8B", of(0)),
         ("Llama-3-70B TP4", of(1)),
         ("hidden load", lambda: plane.hidden_load(gpu, 16 if small else 2048, 512 if small else 2048, pairs, width)),
@@ -76,7 +77,7 @@ def parts(gpu: Gpu) -> list[Part]:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the parts, print one table, write JSON; a part that fails does not stop the others."""
+    """Run the parts, write JSON after each figure, print one table; a part that fails does not stop the others."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--simulated", action="store_true", help="run everything on the host, to see that it runs")
     parser.add_argument("--seconds-max", type=float, default=480, help="begin no part after so long")
@@ -90,25 +91,28 @@ def main(arguments: list[str]) -> int:
         )
         return 2
     gpu = Gpu(simulated=options.simulated)
-    began, figures, troubles = time.monotonic(), [], []
-    for name, run in parts(gpu):
+    on = device(gpu, options.commit)
+    began, figures, troubles = time.monotonic(), list[Figure](), list[str]()
+    for name, run in parts(gpu, began + options.seconds_max):
         if options.only and name not in {"limit", *options.only}:
             continue
-        if time.monotonic() - began > options.seconds_max:
+        part_began = time.monotonic()
+        if part_began - began > options.seconds_max:
             troubles.append(f"{name}: not run, {options.seconds_max:g} s were over")
             continue
         if isinstance(run, str):
             troubles.append(f"{name}: {run}")
             continue
-        part_began = time.monotonic()
         try:
-            figures += list(run())
+            for figure in run():
+                figures.append(figure)
+                write(figures, options.json, gpu=on, troubles=troubles)
         except Exception as error:  # noqa: BLE001  (the other parts are worth having)
             traceback.print_exc()
             troubles.append(f"{name}: {error!r}")
         print(f"{name}: {time.monotonic() - part_began:.1f} s", file=sys.stderr)
     title = "CUDA data plane, simulated: the times mean nothing" if options.simulated else "CUDA data plane"
-    show(title, figures, options.json, gpu=device(gpu, options.commit), troubles=troubles)
+    show(title, figures, options.json, gpu=on, troubles=troubles)
     print(*troubles, sep="\n")
     return int((bool(troubles) and not gpu.simulated) or any(f.name.startswith("race") and not f.ok for f in figures))
 

@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 CPU_BLOCK, CUDA_BLOCK = 32, 16
 GRACE_S: Final = 100  # after the budget: a section is not cut off, but a device that hangs is
 CAPTURED: Final = [1, 2, 4, 8, 16, 32]  # batch sizes; vLLM drops those above max_num_seqs
+GRAPHS: Final = ("default", "full", "none")
 SHAPE_NAMES: Final = ("tiny", "mid", "big")
-CASE_NAMES: Final = ("layerwise-sync", "layerwise-async", "step-sync", "step-async")
+CASE_NAMES: Final = ("auto-sync", "auto-async", "layerwise-sync", "layerwise-async", "step-sync", "step-async")
+MODE_NAMES: Final = ("no connector", "auto", "layerwise", "step")
 # no network, no second process, no kernels that are compiled with a compiler that may be missing
 ENVIRONMENT: Final = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -41,18 +43,19 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.engine", description=__doc__)
     parser.add_argument("--attn", default="TRITON_ATTN", help="attention backend on CUDA (TRITON_ATTN, FLASH_ATTN)")
-    parser.add_argument("--v2", action="store_true", help="vLLM's model runner V2")
+    parser.add_argument("--runner", choices=("v1", "v2"), default="v2", help="vLLM's model runner; its own default: v2")
     parser.add_argument(
         "--graphs",
-        choices=("none", "piecewise", "full"),
-        default="none",
-        help="none: eager; full: FULL_DECODE_ONLY without torch.compile; piecewise: vLLM's default, with torch.compile",
+        choices=GRAPHS,
+        default="default",
+        help="default: vLLM's, FULL_AND_PIECEWISE; full: FULL_DECODE_ONLY, without torch.compile; none: eager",
     )
     parser.add_argument(
-        "--breakable", action="store_true", help="with --graphs piecewise: graphs with breaks, without torch.compile"
+        "--breakable", action="store_true", help="with --graphs default: graphs with breaks, without torch.compile"
     )
     parser.add_argument("--shapes", type=_names(SHAPE_NAMES), default=SHAPE_NAMES, help="of tiny,mid,big")
     parser.add_argument("--cases", type=_names(CASE_NAMES), default=CASE_NAMES, help="of " + ",".join(CASE_NAMES))
+    parser.add_argument("--modes", type=_names(MODE_NAMES), default=MODE_NAMES, help="of " + ",".join(MODE_NAMES))
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of the tiny model")
     parser.add_argument("--seconds-max", type=float, default=480, help="later sections are skipped then")
     parser.add_argument("--json", type=Path, help="write the results here, after every section")
@@ -88,7 +91,7 @@ def make_setup(args: argparse.Namespace, *, cuda: bool) -> Setup:
     graphs: dict[str, Any] = {"cudagraph_capture_sizes": CAPTURED}
     if args.graphs == "full":
         graphs |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-    elif args.graphs == "piecewise":
+    elif args.graphs == "default":
         graphs |= {"cudagraph_mode": "FULL_AND_PIECEWISE"} | ({"mode": 0} if args.breakable else {})
     if args.graphs != "none":
         options |= {"enforce_eager": False, "compilation_config": graphs}
@@ -120,19 +123,23 @@ def run(args: argparse.Namespace, home: Path) -> int:
     if cuda and not torch.cuda.is_available():
         print("--device cuda: torch finds no CUDA device", file=sys.stderr)
         return 2
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(args.v2 and cuda))  # read when vLLM is imported
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(args.runner == "v2" and cuda))  # read when vLLM is imported
     from benchmarks.gpu import engine_correctness as correctness
     from benchmarks.gpu import engine_speed as speed
     from benchmarks.gpu.engine_models import write_model
     from benchmarks.gpu.engine_report import Ledger, described
 
     asked = args.graphs if cuda else "none"
-    told = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
-    head: dict[str, Any] = {"machine": described(args.commit), "arguments": told, "device": "cuda" if cuda else "cpu"}
+    reported = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
+    head: dict[str, Any] = {
+        "machine": described(args.commit),
+        "arguments": reported,
+        "device": "cuda" if cuda else "cpu",
+    }
     ledger, setup = Ledger(args.seconds_max, args.json, head, begin), make_setup(args, cuda=cuda)
     if args.graphs != asked:
         ledger.skip(f"CUDA graphs ({args.graphs})", "needs CUDA")
-    if args.v2 and not cuda:
+    if args.runner == "v2" and not cuda:
         ledger.skip("model runner V2", "needs CUDA")
     for name in args.shapes:
         if name != "tiny" and not cuda:
@@ -142,7 +149,7 @@ def run(args: argparse.Namespace, home: Path) -> int:
         if name == "tiny":
             cases = [case for case in correctness.CASES if case.name in args.cases]
             correctness.Correctness(ledger, setup, model, asked).run(cases, dtypes_of(args, cuda=cuda))
-        speed.run(ledger, setup, model, name)
+        speed.run(ledger, setup, model, name, [mode for mode in MODE_NAMES if mode in args.modes])
     ledger.write(complete=True)
     where = head["machine"].get("gpu") or head["machine"].get("cpu")
     ledger.show(f"kvpipe in vLLM {head['machine']['vllm']} on {where}, {ledger.spent_s:.0f} s")

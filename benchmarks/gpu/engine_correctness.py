@@ -19,7 +19,7 @@ import torch
 from benchmarks.gpu.engine_live import Answer, Live, Setup, answer_of
 from benchmarks.gpu.engine_models import SHAPES
 from benchmarks.gpu.engine_report import Figures, Ledger, Skip
-from kvpipe.tiers.memory import HostPool
+from kvpipe.transfer.pool import HostPool
 
 BUDGET_TOKENS: Final = 256  # per step: longer prompts are prefilled in chunks
 CACHE_TOKENS: Final = 1280  # of the whole KV cache: the crowd does not fit, so that requests are preempted
@@ -49,7 +49,7 @@ class Case:
         return {"mode": self.mode, "load": self.load, "pool_bytes_max": POOL}
 
 
-CASES: Final = tuple(Case(mode, load) for mode in ("layerwise", "step") for load in ("sync", "async"))
+CASES: Final = tuple(Case(mode, load) for mode in ("auto", "layerwise", "step") for load in ("sync", "async"))
 
 
 def prompt(tokens: int, seed: int, vocab: int = SHAPES["tiny"].vocab) -> list[int]:
@@ -282,15 +282,15 @@ def _flip(pool: HostPool, slot: int, places: range) -> None:
 
 
 def check_graphs(live: Live, case: Case, setup: Setup, asked: str) -> Figures:
-    """VLLM keeps whole graphs in step mode, and gives them up in layerwise mode, where hooks run between layers."""
+    """VLLM keeps whole graphs, but gives them up in layerwise mode, where hooks run between all layers."""
     if not setup.cuda:
         raise Skip("needs CUDA")
     if asked == "none":
         raise Skip("CUDA graphs are off (--graphs none)")
     got = live.graphs
     full = got.startswith("FULL")
-    if case.mode == "step":
-        assert full, f"vLLM's cudagraph_mode is {got} in step mode"
+    if case.mode != "layerwise":
+        assert full, f"vLLM's cudagraph_mode is {got} in {case.mode} mode"
     else:
         assert not full, f"vLLM's cudagraph_mode is {got} in layerwise mode"
         assert asked == "full" or got == "PIECEWISE", f"vLLM's cudagraph_mode is {got}, not PIECEWISE"

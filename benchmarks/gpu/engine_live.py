@@ -12,10 +12,10 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from kvpipe.connectors.vllm.worker import WorkerSide
-from kvpipe.testing.engine import Engine
-from kvpipe.tiers.memory import HostPool
+from kvpipe.connectors.vllm.trial.engine import Engine
 from kvpipe.transfer.pages import view_pages
+from kvpipe.transfer.pool import HostPool
+from kvpipe.worker.side import WorkerSide
 
 MODULE: Final = "kvpipe.connectors.vllm.connector"  # named, so that kvpipe need not be installed
 CHOICES: Final = 2  # log-probabilities per token: the answer's, and the runner-up's

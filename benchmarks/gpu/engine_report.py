@@ -85,8 +85,8 @@ class Ledger:
 
     def _add(self, section: Section) -> None:
         self.sections.append(section)
-        said = section.note or _told(section.figures)
-        print(f"{self.spent_s:6.1f} s  {section.outcome:8}{section.name}  {said}", file=sys.stderr, flush=True)
+        message = section.note or _told(section.figures)
+        print(f"{self.spent_s:6.1f} s  {section.outcome:8}{section.name}  {message}", file=sys.stderr, flush=True)
         for line in section.traceback:
             print(f"          | {line}", file=sys.stderr, flush=True)
         self.write(complete=False)
@@ -113,8 +113,8 @@ class Ledger:
         colours = {"passed": "green", "failed": "red", "skipped": "yellow"}
         for section in self.sections:
             outcome = f"[{colours[section.outcome]}]{section.outcome}[/]"
-            said = (section.note or _told(section.figures)).replace("[", "\\[")
-            table.add_row(section.name, outcome, f"{section.seconds:.1f}", said)
+            message = (section.note or _told(section.figures)).replace("[", "\\[")
+            table.add_row(section.name, outcome, f"{section.seconds:.1f}", message)
         Console(width=WIDTH).print(table)
 
 

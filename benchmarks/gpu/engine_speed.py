@@ -1,10 +1,14 @@
-"""Time to first token and decode throughput: kvpipe, vLLM's own prefix cache, and no connector, interleaved."""
+"""Time to first token and decode throughput: kvpipe, vLLM's own prefix cache, and no connector, interleaved.
+
+What a mode costs is not seen within its engine: `layerwise` has made vLLM give up its graphs of whole steps there,
+with the connector taken out, too. So decoding is compared with an engine that never had one, and has vLLM's own graphs.
+"""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from statistics import median
@@ -15,7 +19,7 @@ from benchmarks.gpu.engine_live import Live, Setup, without_connector
 from benchmarks.gpu.engine_models import SHAPES, Shape
 from benchmarks.gpu.engine_report import Figures, Ledger
 
-MODES: Final = ("layerwise", "step")
+ALONE: Final = "no connector"
 ROUND_S_MAX: Final = 90.0  # a section stops repeating then
 
 
@@ -97,8 +101,16 @@ class Meter:
         assert live.count("tokens_loaded") - before == loaded, "vLLM's own prefix cache was not used"
         return took, loaded
 
-    def overhead(self) -> Figures:
-        """With nothing to reuse: a cold first token, and decoding, with kvpipe saving and with it taken out."""
+    def decode(self) -> Figures:
+        """Decode with whatever the engine has."""
+        seconds = [self._decode(on=True) for _ in self._rounds()]
+        return {"tokens/s": self._plan.requests * self._plan.answer / median(seconds[1:])}
+
+    def overhead(self, alone: Figures) -> Figures:
+        """With nothing to reuse: a cold first token, and decoding, with kvpipe saving and with it taken out.
+
+        `alone`: what `decode` has said of an engine without a connector, or nothing.
+        """
         plan, ratios = self._plan, dict[str, list[float]]()
         rates: dict[bool, list[float]] = {True: [], False: []}
         for number in self._rounds():
@@ -111,7 +123,10 @@ class Meter:
                 for on, seconds in decode.items():
                     rates[on].append(plan.requests * plan.answer / seconds)
         figures: Figures = {name: median(values) for name, values in ratios.items()}
-        return figures | {"tokens/s saving": median(rates[True]), "tokens/s without": median(rates[False])}
+        figures |= {"tokens/s saving": median(rates[True]), "tokens/s without": median(rates[False])}
+        for message, on in (("saving", True), ("without", False)) if alone else ():
+            figures[f"decode throughput, {message}/{ALONE}"] = median(rates[on]) / float(alone["tokens/s"])
+        return figures
 
     def _decode(self, *, on: bool) -> float:
         prompts = [self._prompt(DECODE_PROMPT) for _ in range(self._plan.requests)]
@@ -146,14 +161,20 @@ class Meter:
         return time.perf_counter() - begin
 
 
-def run(ledger: Ledger, setup: Setup, model: str, name: str) -> None:
-    """Measure shape `name` in both modes."""
+def run(ledger: Ledger, setup: Setup, model: str, name: str, modes: Sequence[str]) -> None:
+    """Measure shape `name` in `modes`. The others are compared with `ALONE` where that comes first."""
     plan, shape = PLANS[name], SHAPES[name]
-    for mode in MODES:
+    alone: Figures = {}
+
+    def decode_alone(meter: Meter) -> Figures:
+        alone.update(meter.decode())
+        return alone
+
+    for mode in modes:
         made = list[Live]()
 
         def start(mode: str = mode, made: list[Live] = made) -> Figures:
-            config = {"mode": mode, "pool_bytes_max": plan.pool}
+            config = None if mode == ALONE else {"mode": mode, "pool_bytes_max": plan.pool}
             made.append(Live(setup, model, config, **options_of(setup, plan), load_format=_load_format(shape)))
             return {"page bytes": made[0].pages()[0].shape[1], "cudagraph_mode": made[0].graphs}
 
@@ -162,7 +183,8 @@ def run(ledger: Ledger, setup: Setup, model: str, name: str) -> None:
         sections: dict[str, Callable[[Meter], Figures]] = {
             f"first token, {length} tokens": partial(Meter.first_token, length=length) for length in plan.lengths
         }
-        for label, section in (sections | {"overhead of saving": Meter.overhead}).items():
+        sections["overhead of saving"] = partial(Meter.overhead, alone=alone)
+        for label, section in ({"decode": decode_alone} if mode == ALONE else sections).items():
             full = f"{name} {mode}: {label}"
             if meter is None:
                 ledger.skip(full, "the engine was not started")

@@ -14,8 +14,8 @@ import torch
 
 from benchmarks.gpu.rig import LLAMA_8B, LLAMA_70B_TP4, PAGES, Gpu, Rig
 from benchmarks.report import Figure
-from kvpipe.plan import Job, Kind, StepPlan
-from kvpipe.transfer.cuda import POLL_S_MAX, POLL_S_MIN, Mark
+from kvpipe.messages import Job, Kind, StepPlan
+from kvpipe.transfer.cuda import POLL_S_MAX, POLL_US_MIN, OrderingPoint
 
 SYNCHRONISING = (
     "cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cuStreamSynchronize",
@@ -23,6 +23,7 @@ SYNCHRONISING = (
     "cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaFreeHost", "cudaHostRegister", "cudaMallocHost",
 )  # fmt: skip
 REQUESTS = 64
+IN_FLIGHT = 4  # steps that nobody has waited for
 CPU_TICKS = 100
 
 
@@ -37,15 +38,23 @@ def _jobs(rig: Rig, step: int) -> tuple[Job, ...]:
     return tuple(jobs)
 
 
+MODES = {"": POLL_US_MIN, ", blocking events": 0}
+"""How the completion thread hears of events, and what that does to whoever calls CUDA beside it."""
+
+
 def hooks(gpu: Gpu, steps: int) -> Iterator[Figure]:
     """Host time per hook with work, of 80 layers and 64 requests; no synchronising call in any."""
-    from kvpipe.pipeline import Pipeline
-    from kvpipe.trace.log import Counters
+    for mode, poll_us_min in MODES.items():
+        yield from _hooks(gpu, steps, mode, poll_us_min)
 
-    rig = Rig(gpu, gpu.sized(LLAMA_70B_TP4), REQUESTS, None)
+
+def _hooks(gpu: Gpu, steps: int, mode: str, poll_us_min: int) -> Iterator[Figure]:
+    from kvpipe.trace.log import Counters
+    from kvpipe.worker.pipeline import Pipeline
+
+    rig = Rig(gpu, gpu.sized(LLAMA_70B_TP4), REQUESTS, None, poll_us_min=poll_us_min)
     rig.wait_pinned()
-    pipe = Pipeline(rig.engine, rig.geometry, layerwise=True, wait_ms_max=30_000, counters=Counters())
-    pipe.blocks = rig.blocks
+    pipe = Pipeline(rig.engine, rig.geometry, wait_ms_max=30_000, counters=Counters(), blocks=rig.blocks)
     took: dict[str, list[float]] = {}
 
     def timed(name: str, call: Callable[..., object], *args: object) -> None:
@@ -74,18 +83,24 @@ def hooks(gpu: Gpu, steps: int) -> Iterator[Figure]:
             took.clear()
     for name, times in took.items():
         p99 = quantiles(times, n=100)[98] if len(times) > 1 else times[0]
-        yield Figure(f"host time of {name}", fmean(times), 15, "us", f"median {median(times):.1f}, p99 {p99:.1f}")
-    if not gpu.simulated:
-        yield Figure("synchronising calls in hooks", _synchronising(step, steps + 2), 0, "calls", "profiled")
+        beside = f"median {median(times):.1f}, p99 {p99:.1f}"
+        yield Figure(f"host time of {name}{mode}", fmean(times), 15, "us", beside)
+    if not gpu.simulated and not mode:  # of which a thread that waits for events makes some
+
+        def several() -> None:
+            gpu.sleep(50)
+            for number in range(IN_FLIGHT):
+                step(steps + 2 + number)
+
+        beside = f"profiled, {IN_FLIGHT} steps under way"
+        yield Figure("synchronising calls in hooks", _synchronising(several), 0, "calls", beside)
     pipe.shutdown()
     rig.close()
 
 
-def _synchronising(step: Callable[[int], None], number: int) -> float:
-    """Count calls of a step that may make the host wait for the device, beyond those of the profiler itself."""
-    step(number)  # torch keeps the memory that a step needs
-    ours = _profiled(lambda: step(number + 1))
-    return float(sum((ours - _profiled(lambda: None)).values()))
+def _synchronising(run: Callable[[], None]) -> float:
+    """Count calls that may make the host wait for the device, beyond those of the profiler itself."""
+    return float(sum((_profiled(run) - _profiled(lambda: None)).values()))
 
 
 def _profiled(run: Callable[[], object]) -> Counter[str]:
@@ -101,22 +116,26 @@ def _profiled(run: Callable[[], object]) -> Counter[str]:
 
 def latency(gpu: Gpu, samples: int) -> Iterator[Figure]:
     """From the moment at which an event has fired until the loop thread has moved the cursor."""
-    from kvpipe.pipeline import Pipeline
+    for mode, poll_us_min in MODES.items():
+        yield from _latency(gpu, samples, mode, poll_us_min)
+
+
+def _latency(gpu: Gpu, samples: int, mode: str, poll_us_min: int) -> Iterator[Figure]:
     from kvpipe.trace.log import Counters
+    from kvpipe.worker.pipeline import Pipeline
 
     shape = gpu.sized(LLAMA_8B)._replace(layers=1)
-    rig = Rig(gpu, shape, 8, None)
+    rig = Rig(gpu, shape, 8, None, poll_us_min=poll_us_min)
     rig.wait_pinned()
-    pipe = Pipeline(rig.engine, rig.geometry, layerwise=True, wait_ms_max=30_000, counters=Counters())
-    pipe.blocks = rig.blocks
+    pipe = Pipeline(rig.engine, rig.geometry, wait_ms_max=30_000, counters=Counters(), blocks=rig.blocks)
     moved: list[int] = []
-    landed = pipe._landed
+    landed = pipe.copies._landed
 
     def heard(*args: object) -> None:
         landed(*args)  # type: ignore[arg-type]
         moved.append(time.perf_counter_ns())
 
-    pipe._landed = heard  # type: ignore[method-assign, assignment]
+    pipe.copies._landed = heard  # type: ignore[method-assign, assignment]
     took = []
     for number in range(samples):
         rows = np.array([(0, number % 8, page, page) for page in range(PAGES)], "<i4").tobytes()
@@ -128,7 +147,7 @@ def latency(gpu: Gpu, samples: int) -> Iterator[Figure]:
         assert batch.last is not None
         mark = batch.last.mark
         pipe.end_step()
-        if isinstance(mark, Mark) and mark.landed is not None:
+        if isinstance(mark, OrderingPoint) and mark.landed is not None:
             while not mark.landed.query():
                 time.sleep(0)  # let the others have the interpreter
         fired = time.perf_counter_ns()
@@ -136,8 +155,8 @@ def latency(gpu: Gpu, samples: int) -> Iterator[Figure]:
             time.sleep(0.000_02)
         took.append((moved[number] - fired) / 1e3)
         pipe.collect()
-    yield Figure("from event to transition", median(took), 200, "us", f"p90 {quantiles(took, n=10)[8]:.0f}")
-    yield Figure("threads when idle", _idle_percent(2.0 if not gpu.simulated else 0.5), 3, "% of a core")
+    yield Figure(f"from event to transition{mode}", median(took), 200, "us", f"p90 {quantiles(took, n=10)[8]:.0f}")
+    yield Figure(f"threads when idle{mode}", _idle_percent(2.0 if not gpu.simulated else 0.5), 3, "% of a core")
     pipe.shutdown()
     rig.close()
 
@@ -146,7 +165,7 @@ def wakeups(gpu: Gpu, samples: int) -> Iterator[Figure]:
     """Ways to hear of an event: how much later than by asking without a pause, and at what cost of a core."""
 
     def poll(event: torch.cuda.Event) -> None:
-        pause_s = POLL_S_MIN
+        pause_s = POLL_US_MIN / 1e6
         while not event.query():  # type: ignore[no-untyped-call]
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, POLL_S_MAX)

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.gpu.rig import CHUNK_TOKENS, LLAMA_8B, LLAMA_70B_TP4, PAGES, Gpu, Rig, Shape
 from benchmarks.report import Figure
-from kvpipe.plan import Kind
+from kvpipe.messages import Kind
 from kvpipe.transfer.base import CopyPlan, Direction, Ticket
 from kvpipe.transfer.movers import Mover
 
@@ -89,11 +89,13 @@ def _one_mover(rig: Rig, limit: Limit, name: str, asked: float) -> Iterator[Figu
 
 def _calibrated(rig: Rig) -> Iterator[Figure]:
     yield Figure(f"{rig.shape.name}: start-up", rig.attach_s, 10, "s", "pins a piece, compiles kernels, calibrates")
-    for direction, costs in rig.engine.costs.items():
-        for way, cost in costs.items():
-            title = f"{rig.shape.name}: calibrated {direction.name.lower()}, {way.value}"
-            note = f"{cost.fixed_us:.0f} us a batch, {cost.copy_us:.2f} us a copy"
-            yield Figure(title, cost.gb_per_s, 0, "GB/s", note, at_least=True)
+    for direction, ways in rig.engine.costs.items():
+        for mover, (landed, read) in ways.items():
+            title = f"{rig.shape.name}: calibrated {direction.name.lower()}, {mover.value}"
+            note = f"{landed.fixed_us:.0f} us a batch, {landed.copy_us:.2f} us a copy"
+            if read != landed:
+                note += f"; read {read.fixed_us:.0f} us, {read.copy_us:.2f} us, {read.gb_per_s:.0f} GB/s"
+            yield Figure(title, landed.gb_per_s, 0, "GB/s", note, at_least=True)
 
 
 class Forward:

@@ -1,27 +1,44 @@
-"""The race hunt: compute overwrites what was just saved, and reads what is just being loaded, thousands of times."""
+"""The race hunt: compute overwrites what was just saved, and reads what is just being loaded, thousands of times.
+
+Slots are ordered by the host: a round loads what the round before it has saved, once the host has heard that it has
+landed, into blocks that compute has just used. Everything else is left to the device: slots that are saved to were
+loaded from a round ago, for compute that the save waits for.
+"""
 
 from __future__ import annotations
 
+import math
+import time
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from benchmarks.gpu.rig import PAGES, Gpu, Rig, Shape
-from kvpipe.plan import Kind
+from kvpipe.messages import Kind
 from kvpipe.transfer.base import Direction, Ticket
 from kvpipe.transfer.movers import Mover
 
 SHAPE = Shape("race", 4, 4 << 10)
 CHUNKS = 3
+SETS = 2  # of slots: one is saved to, one loaded from
 PATIENCE = 64  # rounds between two looks at the bytes
 
 
 class Finding(NamedTuple):
     """What a hunt has found."""
 
-    rounds: int
+    rounds: int  # so many were done
     wrong: int
     failed: int
+
+
+class _Saved(NamedTuple):
+    """What a round has saved: the last ticket, (slot, pages), and the bytes of each layer."""
+
+    last: Ticket
+    stretches: list[tuple[int, int]]
+    truths: list[torch.Tensor]
 
 
 class Hunt:
@@ -34,6 +51,7 @@ class Hunt:
         self.rig.wait_pinned()
         self.wrong = torch.zeros((), dtype=torch.int64, device=gpu.where)
         self.random = torch.Generator().manual_seed(0)
+        self.saved: _Saved | None = None
 
     def late(self) -> None:
         """Every now and then, one of the engine's streams is busy with something else for a while."""
@@ -51,44 +69,64 @@ class Hunt:
         self.on_device = torch.tensor(self.blocks, device=self.gpu.where)
 
     def round(self, number: int) -> None:
-        """Write, save, overwrite; load elsewhere, read after the guard; no waiting in between."""
-        rig, where = self.rig, self.gpu.where
-        stretches = [(slot, PAGES - (number + slot) % 3) for slot in range(CHUNKS)]
-        count = sum(pages for _, pages in stretches)
-        blocks = self.blocks[number][: 2 * count]
-        source, target = self.on_device[number, :count], self.on_device[number, count : 2 * count]
-        loads = rig.jobs(stretches, Kind.LOAD_SYNC, blocks[count:])
+        """Write, save, overwrite; load elsewhere what was saved before, read after the guard."""
         if number % 2:
             self.gpu.sleep(0.02)  # compute itself is late
-        save = rig.begin(Direction.SAVE, rig.jobs(stretches, Kind.SAVE, blocks[:count]))
+        before, self.saved = self.saved, self._save(number)
+        if before is not None:
+            self.rig.hear(before.last)  # a chunk is found when it has landed, and not before
+            self._load(number, before)
+
+    def _save(self, number: int) -> _Saved:
+        rig = self.rig
+        per_set = 2 * CHUNKS // SETS
+        slots = range(number % SETS * per_set, (number % SETS + 1) * per_set)
+        stretches = [(slot, PAGES - (number + slot) % 3) for slot in slots]
+        count = sum(pages for _, pages in stretches)
+        source = self.on_device[number, :count]
+        save = rig.begin(Direction.SAVE, rig.jobs(stretches, Kind.SAVE, self.blocks[number][:count]))
         truths = []
         for layer, cache in enumerate(rig.caches):
-            truth = torch.randint(0, 256, (count, SHAPE.page_bytes), dtype=torch.uint8, device=where)
+            truth = torch.randint(0, 256, (count, SHAPE.page_bytes), dtype=torch.uint8, device=self.gpu.where)
             truths.append(truth)
-            cache[source] = truth
+            self.gpu.compute(partial(cache.index_copy_, 0, source, truth))
             self.late()
             last = rig.submit(save, layer)
         rig.engine.fence(last, 0)
         for cache in rig.caches:  # the next step reuses the blocks at once
-            cache[source] = 0xA5
-        landed: list[Ticket] = [last]
-        rig.land(*landed)  # a chunk is found when it has landed, and not before
-        load = rig.begin(Direction.LOAD, loads)
+            self.gpu.compute(partial(cache.index_fill_, 0, source, 0xA5))
+        return _Saved(last, stretches, truths)
+
+    def _load(self, number: int, saved: _Saved) -> None:
+        rig, count = self.rig, len(saved.truths[0])
+        blocks = self.blocks[number][-count:]
+        target = self.on_device[number, -count:]
+        load = rig.begin(Direction.LOAD, rig.jobs(saved.stretches, Kind.LOAD_SYNC, blocks))
         tickets = [rig.submit(load, layer) for layer in range(SHAPE.layers)]
-        for ticket, cache, truth in zip(tickets, rig.caches, truths, strict=True):
+        for ticket, cache, truth in zip(tickets, rig.caches, saved.truths, strict=True):
             self.late()
             rig.engine.guard_read(ticket, 0)
-            self.wrong += (cache[target] != truth).any()
-            cache[target] = 0x5A
+            self.gpu.compute(partial(self._check, cache, target, truth))
 
-    def run(self, rounds: int) -> Finding:
-        """Hunt, and look now and then."""
+    def _check(self, cache: torch.Tensor, target: torch.Tensor, truth: torch.Tensor) -> None:
+        self.wrong += (cache[target] != truth).any()
+        cache[target] = 0x5A
+
+    def run(self, rounds: int, until: float = math.inf) -> Finding:
+        """Hunt, and look now and then. Begins no round after `until`, seconds of the monotonic clock, but the first."""
         self.draw(rounds)
+        done = 0
         for number in range(rounds):
+            if number and time.monotonic() > until:
+                break
             self.round(number)
+            done += 1
             if number % PATIENCE == PATIENCE - 1:
                 self.gpu.sync()
+        if self.saved is not None:
+            self.rig.hear(self.saved.last)
+        self.gpu.sync()
         failed = self.rig.failed()
-        finding = Finding(rounds, int(self.wrong), failed)
+        finding = Finding(done, int(self.wrong), failed)
         self.rig.close()
         return finding

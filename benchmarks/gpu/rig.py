@@ -5,20 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from statistics import median
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from kvpipe.geometry import Geometry, Group, Layer
-from kvpipe.plan import Job, Kind
-from kvpipe.tiers.memory import HostPool
-from kvpipe.tiers.ready import Readier
+from kvpipe.messages import Job, Kind
 from kvpipe.transfer.base import CopyPlan, Direction, Ticket
-from kvpipe.transfer.cuda import CudaEngine, Mark
+from kvpipe.transfer.cuda import CudaEngine, OrderingPoint
 from kvpipe.transfer.movers import Mover
 from kvpipe.transfer.pages import PageView, view_pages
+from kvpipe.transfer.pool import HostPool
+from kvpipe.transfer.ready import Readier
 
+if TYPE_CHECKING:
+    from kvpipe.testing.fake_device import FakeDevice
+
+HEAR_S_MAX = 60.0
 BLOCK_TOKENS, CHUNK_TOKENS = 16, 256
 PAGES = CHUNK_TOKENS // BLOCK_TOKENS
 
@@ -42,11 +46,11 @@ LLAMA_70B_TP4 = Shape("Llama-3-70B TP4", 80, 8 << 10)
 
 
 class Gpu:
-    """A CUDA device, or, `simulated`, host memory with a device that does everything at once."""
+    """A CUDA device, or, `simulated`, host memory with a device that does everything at once, or with `device`."""
 
-    def __init__(self, *, simulated: bool) -> None:
+    def __init__(self, *, simulated: bool, device: FakeDevice | None = None) -> None:
         """Choose the device."""
-        self.simulated = simulated
+        self.simulated, self.device = simulated, device
         self.where = torch.device("cpu") if simulated else torch.device("cuda", torch.cuda.current_device())
         self.dtype = torch.float32 if simulated else torch.bfloat16
 
@@ -73,6 +77,8 @@ class Gpu:
 
     def sync(self) -> None:
         """Wait for the device."""
+        if self.device is not None:
+            self.device.compute.synchronize()
         if not self.simulated:
             torch.cuda.synchronize()
 
@@ -91,7 +97,14 @@ class Gpu:
             return CudaEngine(mover=mover, **options)
         from benchmarks.gpu.simulated import Immediate
 
-        return CudaEngine(Immediate(), mover=mover, **options)
+        return CudaEngine(self.device or Immediate(), mover=mover, **options)
+
+    def compute(self, work: Callable[[], object]) -> None:
+        """Queue what stands for the model's compute."""
+        if self.device is None:
+            work()
+        else:
+            self.device.compute.put(lambda: (work(), None)[1])
 
     def median_ms(self, run: Callable[[], tuple[Any, Any]], repeats: int) -> float:
         """Return the median time between the two marks that `run` makes, after a warm-up."""
@@ -117,7 +130,7 @@ class Rig:
         self._readier = Readier(self.pool, self.engine.claim, piece_bytes=self.engine.piece_bytes)
         self._readier.begin("use")
         self.attach_s = time.perf_counter() - began
-        self.told: list[Ticket] = []
+        self.reported: list[Ticket] = []
         self._random = np.random.default_rng(0)
 
     def _cache(self) -> torch.Tensor:
@@ -161,22 +174,26 @@ class Rig:
 
     def submit(self, plan: CopyPlan, layer: int, ordinal: int | None = None) -> Ticket:
         """Submit one layer."""
-        ticket = Ticket(None, layer, layer if ordinal is None else ordinal, self.told.append)
+        ticket = Ticket(None, layer, layer if ordinal is None else ordinal, self.reported.append)
         self.engine.submit(plan, ticket)
         return ticket
 
     def land(self, ticket: Ticket) -> None:
         """Make the compute stream wait until a ticket's bytes have landed."""
         self.engine.fence(ticket, 0)  # whatever was held back is queued now
-        if not self.gpu.simulated and isinstance(ticket.mark, Mark) and ticket.mark.landed is not None:
+        if not self.gpu.simulated and isinstance(ticket.mark, OrderingPoint) and ticket.mark.landed is not None:
             torch.cuda.current_stream().wait_event(ticket.mark.landed)  # type: ignore[arg-type]
+
+    def hear(self, ticket: Ticket) -> None:
+        """Wait on the host until a ticket is complete, as the scheduler's side does before it uses a slot again."""
+        self.engine.fence(ticket, 0)
+        assert ticket.wait(HEAR_S_MAX), "a ticket never completed"
 
     def copy(self, *plans: CopyPlan) -> tuple[Any, Any]:
         """Copy every layer of the plans, side by side; return the marks before and after."""
         self.gpu.sync()
         begin = self.gpu.mark()
         for plan in plans:
-            plan.mark = None
             self.engine.prepare(plan)
         last: dict[CopyPlan, Ticket] = {}
         for layer in range(self.shape.layers):
@@ -187,9 +204,9 @@ class Rig:
         return begin, self.gpu.mark()
 
     def failed(self) -> int:
-        """Return how many tickets have failed so far; all must have been told of."""
+        """Return how many tickets have failed so far; all must have been reported."""
         self.gpu.sync()
-        return sum(bool(ticket.failed) for ticket in self.told)
+        return sum(bool(ticket.failed) for ticket in self.reported)
 
     def close(self) -> None:
         """Shut the engine down and free memory."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.transfer.fake_device import FakeDevice, FakeStream, Work
+from kvpipe.testing.fake_device import FakeDevice, FakeStream, Work
 
 
 class _Stream(FakeStream):

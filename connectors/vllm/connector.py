@@ -22,26 +22,27 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvpipe.config import Settings, load_settings
-from kvpipe.connectors.vllm import compat, models, support
+from kvpipe.connectors.vllm import compat, held_adapters, hooks, models, support
+from kvpipe.connectors.vllm.adapter import ManagedBlocks, Remedies
 from kvpipe.connectors.vllm.kv_events import KvEvents
 from kvpipe.connectors.vllm.metadata import LayoutMetadata, PlanMetadata, ReportMetadata
 from kvpipe.connectors.vllm.metrics import KVPipeProm, KVPipeStats, meter
 from kvpipe.connectors.vllm.model import LoadedModel, watch_packing
-from kvpipe.connectors.vllm.scheduler import SchedulerSide
-from kvpipe.connectors.vllm.weights import suspect
-from kvpipe.connectors.vllm.worker import WorkerSide
+from kvpipe.connectors.vllm.weights import Watch, suspect
 from kvpipe.control import check_control_file, watch_control_file
 from kvpipe.loop import LoopThread
+from kvpipe.messages import EMPTY_PLAN
 from kvpipe.names import NameClaim
-from kvpipe.plan import EMPTY_PLAN
+from kvpipe.scheduler.base import LATER
+from kvpipe.scheduler.side import SchedulerSide
 from kvpipe.tiers.envelope import VERSION
-from kvpipe.tiers.finder import Finder
-from kvpipe.tiers.registry import named
-from kvpipe.tiers.shelf import FIND, READ, WRITE, MadeTier, Shelf, shelves
+from kvpipe.tiers.guard import FIND, READ, WRITE, GuardedTier, MadeTier, guarded
+from kvpipe.tiers.registry import make_tier, named
 from kvpipe.trace.events import SCHEDULER, FreezeSwitched
 from kvpipe.trace.log import Counters, configure, warn
 from kvpipe.trace.setup import tracing
 from kvpipe.transfer.base import TransferEngine
+from kvpipe.worker.side import WorkerSide
 
 if TYPE_CHECKING:
     import torch
@@ -115,8 +116,8 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker: WorkerSide | None = None
         self._claim: NameClaim | None = None
         self._control: LoopThread | None = None
-        self._finder: Finder | None = None
         self._facts: dict[str, Any] = {}
+        self.events: KvEvents | None = None
         self._layout = ""
         engine = support.engine_name(str(transfer.engine_id or vllm_config.instance_id))
         layers = len(self.geometry.layers)
@@ -126,17 +127,20 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             self.worker = WorkerSide(self.settings, self.geometry, self.recorder)
             self.worker.rank, self.worker.ranks = rank, vllm_config.parallel_config.world_size
             if vllm_config.lora_config is not None:
-                self.worker.adapters.watch()
+                held_adapters.watch(self.worker.adapters)
             uses = (READ, WRITE) if transfer.is_kv_producer else (READ,)
-            self.worker.make_shelves = functools.partial(self._shelves, uses)
-            self._shelves(uses)  # what is wrong with it is said now
+            self.worker.guard_tiers = functools.partial(self._guarded, uses)
+            self._guarded(uses)  # what is wrong with it is said now
             self.counters = self.worker.counters
             self._meter = meter(self.worker)
-            self.counters.listener = self.recorder.fault
+            self.counters.on_fault = self.recorder.fault
             return
         tokens = support.hash_tokens(kv_cache_config, self.geometry)
         self._facts = support.identity(vllm_config, kv_cache_config, self.geometry)
         self.recorder, self.writer = tracing(self.settings, engine, "scheduler", SCHEDULER, layers)
+        self._remedies = Remedies(self.geometry, vllm_config.scheduler_config.max_num_batched_tokens)
+        if vllm_config.kv_events_config is not None and vllm_config.kv_events_config.enable_kv_cache_events:
+            self.events = KvEvents(kv_cache_config, self.geometry.unit_tokens, tokens)
         self.scheduler = SchedulerSide(
             self.settings,
             self.geometry,
@@ -144,27 +148,26 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             ranks=vllm_config.parallel_config.world_size,
             saves=transfer.is_kv_producer,
             loads=transfer.is_kv_consumer,
-            step_tokens_max=vllm_config.scheduler_config.max_num_batched_tokens,
+            recovery=self._remedies,
+            published=self.events,
+            tiers=self._find_in(vllm_config),
+            space_of=self._space_of,
             trace=self.recorder,
         )
         self.counters = self.scheduler.counters
-        self.scheduler.weights.watch(vllm_config)
+        self._watch = Watch(vllm_config, self.scheduler)
         self._meter = meter(self.scheduler)
-        self._use_tiers(vllm_config)
-        told = vllm_config.kv_events_config
-        if told is not None and told.enable_kv_cache_events:
-            self.scheduler.announce(KvEvents(kv_cache_config, self.geometry.unit_tokens, tokens))
-        self.counters.listener = self.recorder.fault
+        self.counters.on_fault = self.recorder.fault
         if self.settings.control_file is not None:
             check_control_file(self.settings.control_file)
             watch = functools.partial(watch_control_file, self.settings.control_file, self.set_freeze)
-            self._control = LoopThread("kvpipe-control", _ignore, tasks=(watch,))
+            self._control = LoopThread("kvpipe-control", tasks=(watch,))
 
     # ---- what vLLM asks of the class ------------------------------------------------------------------------------
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Whether hooks must run between layers: in layerwise mode, however it was configured."""
+        """Whether vLLM must give up CUDA graphs of whole steps: for `layerwise` alone, however it was configured."""
         return load_settings(extra_config).mode == "layerwise"
 
     @classmethod
@@ -197,14 +200,14 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def set_freeze(self, on: bool) -> None:  # noqa: FBT001
         """Stop (or resume) saving from the next step on; hits are served as before."""
-        if self.scheduler is not None and self.scheduler.freeze != on:
-            self.scheduler.freeze = on
+        if self.scheduler is not None and self.scheduler.switches.freeze != on:
+            self.scheduler.switches.freeze = on
             self.counters["freeze_on" if on else "freeze_off"] += 1
             self.recorder.put(FreezeSwitched(*self.recorder.of("", 0), on=on))
 
     def stats(self) -> dict[str, int]:
         """Counters and gauges of this side."""
-        return self.scheduler.stats() if self.scheduler is not None else dict(self.counters)
+        return self.scheduler.stats() if self.scheduler is not None else self.counters.totals()
 
     def make_engine(self) -> TransferEngine | None:
         """Return a transfer engine, or None for the one that fits the device. Tests inject faults here."""
@@ -212,24 +215,22 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def make_tiers(self, *, writes: bool) -> Sequence[MadeTier]:
         """Return the tiers of the configuration, not yet opened. Tests bring their own here."""
-        return [(name, spec, spec.make(name, writes=writes)) for name, spec in named(self.settings.tiers)]
+        return [(name, spec, make_tier(name, spec, writes=writes)) for name, spec in named(self.settings.tiers)]
 
-    def _use_tiers(self, config: VllmConfig) -> None:
-        """Let the scheduler's side look beyond memory, if there is anything."""
-        made = self._shelves((FIND,))
-        if self.scheduler is None or not made:
-            return
-        support.check_hashes(config)
-        self._facts["values"] = VERSION
-        ranks, units = config.parallel_config.world_size, self.geometry.units_per_chunk
-        self._finder = Finder(made, ranks=ranks, units_per_chunk=units, fault=self._tier_failed)
-        self.scheduler.use_tiers(self._finder)
+    def _find_in(self, config: VllmConfig) -> list[GuardedTier]:
+        """Return where the scheduler's side looks beyond memory."""
+        tiers = self._guarded((FIND,))
+        if tiers:
+            support.check_hashes(config)
+            self._facts["values"] = VERSION
+        return tiers
 
-    def _shelves(self, uses: tuple[str, ...]) -> list[Shelf]:
-        return shelves(self.make_tiers(writes=WRITE in uses), uses, self.recorder)
+    def _space_of(self, digest: str) -> str:
+        """Return the namespace of chunks that were computed with these weights: none before every rank has answered."""
+        return support.fingerprint(self._facts | {"weights": digest}) if "layouts" in self._facts else ""
 
-    def _tier_failed(self, tier: str, use: str, why: str) -> None:
-        self.counters.fault("tier_failed", tier=tier, use=use, why=why)
+    def _guarded(self, uses: tuple[str, ...]) -> list[GuardedTier]:
+        return guarded(self.make_tiers(writes=WRITE in uses), uses, self.recorder)
 
     # ---- worker side ----------------------------------------------------------------------------------------------
 
@@ -238,7 +239,15 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         if self.worker is not None:
             models.check_backends(models.backends(self._vllm_config, kv_caches).values())
             blocks = self._kv_cache_config.num_blocks
-            self.worker.register(kv_caches, blocks, self.make_engine())
+            config = self._vllm_config
+            self.worker.register(
+                kv_caches,
+                blocks,
+                self.make_engine(),
+                unhooked=hooks.unhooked(config, kv_caches, self.settings.mode),
+                replays=hooks.replays(config),
+                fences_late=hooks.fences_late(config, kv_caches),
+            )
             self._layout = support.fingerprint({"layout": support.layout_facts(kv_caches, blocks, self._vllm_config)})
             self._find_model(self.worker)
 
@@ -252,10 +261,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         """Tell the scheduler's side what this rank has ready, what its bytes depend on, which weights it has."""
         if self.worker is None:
             return None
-        digest = ""
-        if self.worker.carrier is not None:
-            tiers = [(shelf.name, shelf.spec.kind) for shelf in self.worker.carrier.shelves]
-            digest = support.fingerprint({"layout": self._layout, "tiers": tiers})
+        digest = self._layout if self.worker.carrier is not None else ""
         return LayoutMetadata(self.worker.rank, digest, self.worker.ready, self.worker.weigh_now())
 
     @_contained(_nothing)
@@ -279,7 +285,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ARG002, ANN401
         """Submit the step's loads."""
         if self.worker is not None:
-            self.worker.start_loads()
+            self.worker.start_loads(replayed=hooks.is_replayed(forward_context))
 
     @_contained(_nothing)
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -325,19 +331,8 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
     @_contained(_nothing)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Report the jobs that ended on this rank."""
-        if self.worker is None:
-            return None
-        worker = self.worker
-        tallies, lost, unreadable = worker.take_tallies(), worker.lost, worker.take_unreadable()
-        ready, weighed, news = worker.take_ready(), worker.take_weighed(), worker.adapters.news()
-        if not tallies and not lost and unreadable is None and ready is None and weighed is None and not news:
-            return None
-        report = ReportMetadata(tallies, lost=lost, rate=worker.load_rate)
-        report.unreadable = {} if unreadable is None else {worker.rank: unreadable}
-        report.ready = {} if ready is None else {worker.rank: ready}
-        report.weights = {} if weighed is None else {worker.rank: weighed}
-        report.adapters = {worker.rank: news} if news else {}
-        return report
+        report = self.worker.take_report() if self.worker is not None else None
+        return ReportMetadata(report) if report is not None else None
 
     @_contained(_nothing)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
@@ -346,8 +341,10 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_contained(_nothing)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:  # noqa: ARG002
-        """Nothing to flush: no copy reads or writes a block beyond its step without vLLM holding the block."""
+        """Nothing to flush, but perhaps the last step's fence is to be set: see `hooks.fences_late`."""
         self.counters["handle_preemptions"] += 1
+        if self.worker is not None:
+            self.worker.handle_preemptions()
 
     @_contained(_nothing)
     def shutdown(self) -> None:
@@ -355,10 +352,8 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             if self.worker is not None:
                 self.worker.shutdown()
-            if self._finder is not None:
-                self._finder.stop()
             if self.scheduler is not None:
-                self.scheduler.adapters.reader.stop()
+                self.scheduler.shutdown()
             if self._control is not None:
                 self._control.stop()
             if self._claim is not None:
@@ -375,23 +370,22 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         """
         if self.scheduler is None:
             return
-        told = [one for one in metadata.values() if isinstance(one, LayoutMetadata)]
-        told.sort(key=lambda one: one.rank)
-        self.scheduler.slots_ready({one.rank: one.ready for one in told})
-        ranks, weights = self._vllm_config.parallel_config.world_size, self.scheduler.weights
-        if len(told) == ranks and weights.know(one.weights for one in told):
-            self.scheduler.weights_changed()
-        if self._finder is not None and len([one for one in told if one.digest]) != ranks:
-            self.counters.fault("tiers_not_on_all_ranks", ranks=ranks, told=len(told))
-        elif self._finder is not None:
-            self._facts["layouts"] = [(one.rank, one.digest) for one in told]
-            self.scheduler.base_of = lambda digest: support.fingerprint(self._facts | {"weights": digest})
-            self.scheduler.name_space()
-            if not weights.digest:
-                remedy = "tiers are not used: install kvpipe where every process of vLLM finds it"
-                warn("weights_not_known", remedy=remedy)
+        reported = [one for one in metadata.values() if isinstance(one, LayoutMetadata)]
+        reported.sort(key=lambda one: one.rank)
+        ranks, tiers = self._vllm_config.parallel_config.world_size, self.scheduler.staging is not None
+        if tiers and len([one for one in reported if one.digest]) != ranks:
+            self._facts.pop("layouts", None)
+            self.counters.fault("tiers_not_on_all_ranks", ranks=ranks, told=len(reported))
+        elif tiers:
+            self._facts["layouts"] = [(one.rank, one.digest) for one in reported]
+        weights = [one.weights for one in reported] if len(reported) == ranks else []
+        self.scheduler.ranks_ready({one.rank: one.ready for one in reported}, weights)
+        digest = self.scheduler.weights.digest
+        if "layouts" in self._facts and not digest:
+            remedy = "tiers are not used: install kvpipe where every process of vLLM finds it"
+            warn("weights_not_known", remedy=remedy)
         if self.settings.name and self._claim is None:
-            facts = self._facts | {"weights": weights.digest}
+            facts = self._facts | {"weights": digest}
             self._claim = NameClaim(self.settings.name, facts, self.settings.state_dir)
 
     # ---- scheduler side -------------------------------------------------------------------------------------------
@@ -400,7 +394,12 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         """Remember who knows the block tables."""
         super().bind_kv_cache_manager(kv_cache_manager)
         if self.scheduler is not None:
-            self.scheduler.bind(kv_cache_manager)
+            blocks = ManagedBlocks(kv_cache_manager)
+            self.scheduler.bind(blocks)
+            self._remedies.bind(blocks)
+            self._watch.watch_resets(kv_cache_manager)
+            if self.events is not None:
+                self.events.watch(kv_cache_manager)
 
     @_contained(_nothing)
     def on_new_request(self, request: Request) -> None:
@@ -413,13 +412,14 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         """Look up. Free of side effects."""
         if self.scheduler is None:
             return 0, False
-        return self.scheduler.lookup(request, num_computed_tokens)
+        answer = self.scheduler.lookup(request, num_computed_tokens)
+        return (None, False) if answer is LATER else answer
 
     @_contained(_nothing)
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Lease and plan the load that was promised, or less of it, or nothing."""
         if self.scheduler is not None:
-            self.scheduler.admitted(request, blocks, num_external_tokens)
+            self.scheduler.admitted(request, blocks.blocks, num_external_tokens)
 
     @_contained(lambda: PlanMetadata(EMPTY_PLAN))
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
@@ -435,16 +435,11 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         if self.scheduler is not None and connector_output.invalid_block_ids:
             self.scheduler.invalidated(connector_output.invalid_block_ids)
         if self.scheduler is not None and isinstance(report, ReportMetadata):
-            self.scheduler.weighed(report.weights)
-            self.scheduler.reported(report.tallies, report.rate)
-            self.scheduler.tier_lost |= report.lost
-            self.scheduler.tiers_left(report.unreadable)
-            self.scheduler.slots_ready(report.ready)
-            self.scheduler.adapters.told(report.adapters)
+            self.scheduler.reported(report.report)
 
     @_contained(lambda: (False, None))
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002
-        """Stop tracking. Blocks are free at once: no save outlives its step's fence."""
+        """Stop tracking. Blocks are free at once: whatever writes them comes after the fence of their last save."""
         if self.scheduler is not None:
             self.scheduler.finished(request)
         return False, None
@@ -465,13 +460,9 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
     @_contained(tuple)
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Announce the blocks that can be found, and those that cannot any more, since the last call."""
-        return self.scheduler.events.take() if self.scheduler is not None and self.scheduler.events is not None else ()
+        return self.events.take() if self.events is not None else ()
 
     @_contained(lambda: False)
     def reset_cache(self) -> bool | None:
         """Forget every chunk."""
         return self.scheduler.reset() if self.scheduler is not None else None
-
-
-def _ignore(item: object) -> None:
-    """The control thread has no inbox traffic."""

@@ -20,7 +20,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
-from kvpipe.catalog import Chunk
+from kvpipe.cache.catalog import Chunk
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class Blocks(NamedTuple):
+class AnnouncedBlocks(NamedTuple):
     """Blocks of one prefix that lie in one chunk, one after the other, and all that their hashes cover."""
 
     hashes: list[BlockHash]
@@ -50,7 +50,7 @@ class KvEvents:
         specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
         self._kinds = [(get_kv_cache_spec_kind(one).value, get_kv_cache_spec_sliding_window(one)) for one in specs]
         self._held: Counter[tuple[int, BlockHash]] = Counter()
-        self._of: dict[Chunk, list[Blocks]] = {}
+        self._of: dict[Chunk, list[AnnouncedBlocks]] = {}
         self._events: list[KVCacheEvent] = []
 
     def watch(self, manager: KVCacheManager) -> None:
@@ -102,14 +102,14 @@ class KvEvents:
         events, self._events = self._events, []
         return events
 
-    def _blocks(self, request: Request, first: int, stop: int) -> Blocks:
+    def _blocks(self, request: Request, first: int, stop: int) -> AnnouncedBlocks:
         size, features, extra = self._hash_tokens, 0, []
         for start in range(first * size, stop * size, size):
             keys, features = generate_block_hash_extra_keys(request, start, start + size, features)
             extra.append(keys)
         hashes: Sequence[BlockHash] = request.block_hashes
         lora = request.lora_request
-        return Blocks(
+        return AnnouncedBlocks(
             hashes=list(hashes[first:stop]),
             parent=hashes[first - 1] if first else None,
             tokens=array("q", request.all_token_ids[first * size : stop * size]),
@@ -119,7 +119,7 @@ class KvEvents:
             session=request.session_id,
         )
 
-    def _announce(self, group: int, blocks: Blocks) -> None:
+    def _announce(self, group: int, blocks: AnnouncedBlocks) -> None:
         """Announce those of `blocks` that no other chunk holds."""
         self._held.update((group, key) for key in blocks.hashes)
         new = [i for i, key in enumerate(blocks.hashes) if self._held[group, key] == 1]

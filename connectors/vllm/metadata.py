@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvpipe.plan import Claim, Job, Order, StepPlan
+from kvpipe.messages import Claim, Job, Report, StepPlan, TierOrder
 
 
 class PlanMetadata(KVConnectorMetadata):
@@ -41,7 +41,7 @@ def _plain(rows: tuple[tuple[Any, ...], ...]) -> _Plain:
 def _unpack(
     step: int, jobs: _Plain, orders: _Plain = (), space: str = "", question: int = 0, claims: _Plain = ()
 ) -> PlanMetadata:
-    made = tuple(Job(*job) for job in jobs), tuple(Order(*order) for order in orders)
+    made = tuple(Job(*job) for job in jobs), tuple(TierOrder(*order) for order in orders)
     return PlanMetadata(StepPlan(step, *made, space, question, tuple(Claim(*claim) for claim in claims)))
 
 
@@ -53,48 +53,15 @@ class LayoutMetadata(KVConnectorHandshakeMetadata):
         self.rank, self.digest, self.ready, self.weights = rank, digest, ready, weights
 
 
-class Tally(NamedTuple):
-    """How many ranks finished a job, and how many failed it."""
-
-    ok: int
-    bad: int
-
-
 class ReportMetadata(KVConnectorWorkerMetadata):
-    """Job outcomes of one step, per job id, added up over the ranks that reported. `lost`: a rank's tier is.
+    """A `Report`, which vLLM adds up over the ranks."""
 
-    `rate`: bytes per second of the slowest rank's loads; 0: none has loaded yet.
-    """
-
-    def __init__(
-        self,
-        tallies: dict[int, Tally],
-        *,
-        lost: bool = False,
-        rate: float = 0.0,
-        unreadable: dict[int, frozenset[int]] | None = None,
-        ready: dict[int, int] | None = None,
-        weights: dict[int, tuple[int, str]] | None = None,
-        adapters: dict[int, dict[int, bytes]] | None = None,
-    ) -> None:
-        """`tallies` is owned by the report. By rank, if that is new: tiers that it leaves alone, its ready slots.
-
-        `weights`: by rank, which weights it has, and the question that asked for it. `adapters`: by rank, digests by
-        number, empty of those that it does not hold any more.
-        """
-        self.tallies, self.lost, self.rate, self.unreadable = tallies, lost, rate, unreadable or {}
-        self.ready, self.weights, self.adapters = ready or {}, weights or {}, adapters or {}
+    def __init__(self, report: Report) -> None:
+        """`report` is owned by this."""
+        self.report = report
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Add another rank's report."""
         if isinstance(other, ReportMetadata):
-            self.lost |= other.lost
-            self.unreadable |= other.unreadable
-            self.ready |= other.ready
-            self.weights |= other.weights
-            self.adapters |= other.adapters
-            self.rate = min(self.rate or other.rate, other.rate or self.rate)
-            for job, tally in other.tallies.items():
-                mine = self.tallies.get(job, Tally(0, 0))
-                self.tallies[job] = Tally(mine.ok + tally.ok, mine.bad + tally.bad)
+            self.report.add(other.report)
         return self

@@ -8,19 +8,18 @@ that serves `/metrics`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Protocol
 
 from prometheus_client import Counter, Gauge
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvpipe.plan import Kind
 from kvpipe.statemachine.core import Compiled
-from kvpipe.tiers.shelf import Shelf
+from kvpipe.trace.totals import Totals
 
 PREFIX = "vllm:kvpipe_"
 SELDOM_S = 0.5
-_NS_PER_S = 1e9
 
 
 class Metric(NamedTuple):
@@ -59,11 +58,9 @@ METRICS: dict[str, Metric] = {
 }
 """Every metric, without `PREFIX`."""
 
-Values = dict[str, Mapping[str, float]]
-
 
 class KVPipeStats(KVConnectorStats):
-    """What has changed in some interval: `data` is `Values`."""
+    """What has changed in some interval: `data` is `Totals`."""
 
     def reset(self) -> None:
         """Forget everything."""
@@ -85,24 +82,24 @@ class KVPipeStats(KVConnectorStats):
     def reduce(self) -> dict[str, int | float]:
         """Return a line's worth for vLLM's log."""
         data: dict[str, dict[str, float]] = self.data
-        said: dict[str, int | float] = {
+        message: dict[str, int | float] = {
             f"hit tokens ({tier})": int(tokens) for tier, tokens in data.get("hit_tokens", {}).items()
         }
-        said |= {f"missed tokens ({why})": int(tokens) for why, tokens in data.get("missed_tokens", {}).items()}
+        message |= {f"missed tokens ({why})": int(tokens) for why, tokens in data.get("missed_tokens", {}).items()}
         copied, seconds = data.get("copied_bytes", {}), data.get("copy_seconds", {})
-        said |= {f"{kind} MB": round(size / 1e6, 1) for kind, size in copied.items()}
-        said |= {f"{kind} s": round(seconds.get(kind, 0), 3) for kind in copied}
+        message |= {f"{kind} MB": round(size / 1e6, 1) for kind, size in copied.items()}
+        message |= {f"{kind} s": round(seconds.get(kind, 0), 3) for kind in copied}
         for name in ("pool_chunks_used", "pool_chunks", "leases", "stuck_jobs"):
             if name in data:
-                said[name.replace("_", " ")] = int(data[name][""])
-        said |= {f"fault {name}": int(times) for name, times in data.get("faults", {}).items()}
-        return said
+                message[name.replace("_", " ")] = int(data[name][""])
+        message |= {f"fault {name}": int(times) for name, times in data.get("faults", {}).items()}
+        return message
 
 
 class Meter:
     """Turns running totals into differences, for one side."""
 
-    def __init__(self, totals: Callable[[], Values], seldom: Callable[[], Values]) -> None:
+    def __init__(self, totals: Callable[[], Totals], seldom: Callable[[], Totals]) -> None:
         """`totals` are asked in every step, `seldom` every half a second, as it costs more: each returns all it has."""
         self._totals, self._seldom = totals, seldom
         self._last: dict[str, dict[str, float]] = {}
@@ -117,16 +114,21 @@ class Meter:
             changed |= self._changes(self._seldom())
         return KVPipeStats(changed) if changed else None
 
-    def _changes(self, values: Values) -> dict[str, dict[str, float]]:
+    def _changes(self, values: Totals) -> dict[str, dict[str, float]]:
         changed: dict[str, dict[str, float]] = {}
         for name, labels in values.items():
-            last = self._last.setdefault(name, {})
-            for label, value in labels.items():
-                if value == last.get(label, 0 if METRICS[name].kind == "counter" else None):
-                    continue
-                difference = value - last.get(label, 0) if METRICS[name].kind == "counter" else value
-                changed.setdefault(name, {})[label] = difference
-                last[label] = value
+            last = self._last.get(name, {})
+            if labels == last:  # so it is with nearly all
+                continue
+            counts = METRICS[name].kind == "counter"
+            new = {
+                label: value - last.get(label, 0) if counts else value
+                for label, value in labels.items()
+                if value != last.get(label, 0 if counts else None)
+            }
+            if new:
+                changed[name] = new
+            self._last[name] = {**last, **labels}
         return changed
 
 
@@ -171,35 +173,21 @@ class KVPipeProm(KVConnectorPromMetrics):
 # ---- what the two sides tell ----------------------------------------------------------------------------------------
 
 
-def copied(sizes: dict[Kind, int], times_ns: dict[Kind, int]) -> Values:
-    """Return a rank's bytes and seconds by kind of job."""
-    names = {kind: kind.name.lower() for kind in Kind}
-    return {
-        "copied_bytes": {names[kind]: size for kind, size in sizes.items()},
-        "copy_seconds": {names[kind]: ns / _NS_PER_S for kind, ns in times_ns.items()},
-    }
-
-
-def left(shelves: Iterable[Shelf]) -> dict[str, float]:
-    """Return which tiers are left alone at present, by what for."""
-    return {f"{one.name} {use}": not breaker.allows for one in shelves for use, breaker in one.breakers.items()}
-
-
-def transitions(*machines: Compiled) -> Values:
-    """Return how often `machines` have moved, and how often they have not, in this process."""
-    moved: dict[str, float] = {}
-    stayed: dict[str, float] = {}
+def transitions(*machines: Compiled) -> Totals:
+    """Return how often the cursors of `machines` have moved, and how often they have not."""
+    moved: dict[str, float] = defaultdict(float)
+    stayed: dict[str, float] = defaultdict(float)
     for machine in machines:
         edges = [edge for state in machine.states.values() for edge in state.on.values()]
-        moved[machine.machine.name] = sum(edge.taken for edge in edges if edge.moves)
-        stayed[machine.machine.name] = sum(edge.taken for edge in edges if not edge.moves)
+        moved[machine.machine.name] += sum(edge.taken for edge in edges if edge.moves)
+        stayed[machine.machine.name] += sum(edge.taken for edge in edges if not edge.moves)
     return {"transitions": moved, "no_op_transitions": stayed}
 
 
 class Side(Protocol):
     """The scheduler's side, or a rank's."""
 
-    def totals(self) -> Values:
+    def totals(self) -> Totals:
         """Return everything that is cheap to know."""
 
     def machines(self) -> tuple[Compiled, ...]:

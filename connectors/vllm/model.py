@@ -18,14 +18,14 @@ from kvpipe.digest import tensors_digest
 from kvpipe.trace.log import warn
 
 
-class Seen(NamedTuple):
+class LayerDigest(NamedTuple):
     """What a layer's weights came to before vLLM brought them into the form that its kernels want; which had bytes."""
 
     digest: str
     names: frozenset[str]
 
 
-_PACKED: Final[weakref.WeakKeyDictionary[torch.nn.Module, Seen]] = weakref.WeakKeyDictionary()
+_PACKED: Final[weakref.WeakKeyDictionary[torch.nn.Module, LayerDigest]] = weakref.WeakKeyDictionary()
 _WATCHED: Final = "_kvpipe_watched"
 
 
@@ -60,7 +60,7 @@ def _watch_layer(module: torch.nn.Module) -> None:
             own = list(_own(layer))
             names = frozenset(name for name, tensor in own if tensor.numel())
             if names and (layer not in _PACKED or names >= _PACKED[layer].names):  # else they are packed already
-                _PACKED[layer] = Seen(tensors_digest(own), names)
+                _PACKED[layer] = LayerDigest(tensors_digest(own), names)
         except Exception as error:  # noqa: BLE001  (the model must be loaded all the same)
             _PACKED.pop(layer, None)
             warn("weights_not_read", layer=type(layer).__name__, error=repr(error))
@@ -99,8 +99,8 @@ class LoadedModel:
         """Return which weights these are, now. Nothing: it cannot be said."""
         if not self.roots or any(_gone(module) for root in self.roots for module in root.modules()):
             return ""
-        told = sorted(tensors_digest(_named(root)) for root in self.roots)
-        return told[0] if len(told) == 1 else tensors_digest((one, torch.empty(0)) for one in told)
+        reported = sorted(tensors_digest(_named(root)) for root in self.roots)
+        return reported[0] if len(reported) == 1 else tensors_digest((one, torch.empty(0)) for one in reported)
 
 
 def _gone(module: torch.nn.Module) -> bool:

@@ -1,8 +1,8 @@
 """Models whose prompts cannot be cut: where vLLM says that a cache of prefixes would answer wrongly, kvpipe is one.
 
 VLLM says so by switching its own prefix cache off, in places of which each is a `Statement` here. That its prefix
-cache is off does not say it: users switch it off, too, and kvpipe serves them. `kvpipe/testing/places.py` finds the
-places in vLLM's sources, so that one which a release adds fails a test until it is a statement here.
+cache is off does not say it: users switch it off, too, and kvpipe serves them. `contract/places.py` finds the places in
+vLLM's sources, so that one which a release adds fails a test until it is a statement here.
 """
 
 from __future__ import annotations

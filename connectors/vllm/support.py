@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, Slid
 
 from kvpipe.config import Settings
 from kvpipe.connectors.vllm import models
+from kvpipe.connectors.vllm.media import NOT_OF_BYTES, media_facts
 from kvpipe.connectors.vllm.models import refuse
 from kvpipe.geometry import Geometry, Group, Layer
 
@@ -103,6 +104,7 @@ def identity(config: VllmConfig, cache: KVCacheConfig, geometry: Geometry) -> di
         # rotary factors (LongRoPE) and the temperature of attention (Llama 4) follow from it; -1: fitted after
         "max_model_len": [model.max_model_len, getattr(model, "original_max_model_len", None) == -1],
         "quantization": str(model.quantization),
+        "media": media_facts(config),
         "kv_cache_dtype": str(cc.cache_dtype),
         "kv_cache_layout": str(cache.kv_cache_layout),
         "prefix_hash": str(cc.prefix_caching_hash_algo),
@@ -119,7 +121,7 @@ def identity(config: VllmConfig, cache: KVCacheConfig, geometry: Geometry) -> di
 def _model_facts(config: PretrainedConfig) -> dict[str, Any]:
     """Return the model's configuration without what says only where it lies and who wrote it."""
     facts: dict[str, Any] = json.loads(config.to_json_string())
-    return {key: value for key, value in facts.items() if key not in {"_name_or_path", "transformers_version"}}
+    return {key: value for key, value in facts.items() if key not in NOT_OF_BYTES}
 
 
 def layout_facts(caches: dict[str, torch.Tensor], blocks: int, config: VllmConfig) -> list[Any]:

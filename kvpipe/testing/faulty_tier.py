@@ -12,7 +12,7 @@ import anyio
 from kvpipe.tiers.base import Capacity, Entry, Get, Key, Put, Read, Tier, TierError, TierFullError, Written
 
 
-class Fault(Enum):
+class TierFault(Enum):
     """What can go wrong with one call."""
 
     LATE = "late"  # it is done, but only after a while
@@ -24,13 +24,13 @@ class Fault(Enum):
     FLIP = "flip"  # read only: one bit of every value read is another
 
 
-ALWAYS = frozenset({Fault.LATE, Fault.ERROR, Fault.LOST, Fault.HANG})
+ALWAYS = frozenset({TierFault.LATE, TierFault.ERROR, TierFault.LOST, TierFault.HANG})
 
 
-def seeded(seed: int, chances: Mapping[Fault, float]) -> Iterator[Fault | None]:
+def seeded(seed: int, chances: Mapping[TierFault, float]) -> Iterator[TierFault | None]:
     """Yield, for one call after the other, a fault by its chance, or None; the same ones for the same seed."""
-    rng = random.Random(seed)  # noqa: S311
-    faults: tuple[Fault | None, ...] = (*chances, None)
+    rng = random.Random(seed)
+    faults: tuple[TierFault | None, ...] = (*chances, None)
     weights = (*chances.values(), 1 - sum(chances.values()))
     while True:
         yield rng.choices(faults, weights)[0]
@@ -42,15 +42,17 @@ class FaultyTier:
     Opening and closing have no faults. `struck` counts what has happened.
     """
 
-    def __init__(self, inner: Tier, plan: Iterable[Fault | None] = (), *, late_s: float = 0.01, seed: int = 0) -> None:
+    def __init__(
+        self, inner: Tier, plan: Iterable[TierFault | None] = (), *, late_s: float = 0.01, seed: int = 0
+    ) -> None:
         """Nothing has happened. `plan` may be endless; when it ends there are no further faults."""
         self.inner, self.name, self.late_s = inner, inner.name, late_s
         self.plan = iter(plan)
-        self.demanded: deque[Fault] = deque()
-        self.struck: Counter[Fault] = Counter()
-        self._rng = random.Random(seed)  # noqa: S311
+        self.demanded: deque[TierFault] = deque()
+        self.struck: Counter[TierFault] = Counter()
+        self._rng = random.Random(seed)
 
-    def _next(self, own: frozenset[Fault]) -> Fault | None:
+    def _next(self, own: frozenset[TierFault]) -> TierFault | None:
         possible = ALWAYS | own
         fault = next((fault for fault in self.demanded if fault in possible), None)
         if fault is not None:
@@ -62,17 +64,17 @@ class FaultyTier:
         self.struck[fault] += 1
         return fault
 
-    async def _before(self, *own: Fault) -> Fault | None:
+    async def _before(self, *own: TierFault) -> TierFault | None:
         """Let the next fault begin; return it for what remains of it afterwards."""
         fault = self._next(frozenset(own))
-        if fault is Fault.LATE:
+        if fault is TierFault.LATE:
             await anyio.sleep(self.late_s)
-        elif fault is Fault.HANG:
+        elif fault is TierFault.HANG:
             await anyio.sleep_forever()
-        elif fault is Fault.FULL:
+        elif fault is TierFault.FULL:
             msg = f"{self.name}: full, as was wished"
             raise TierFullError(msg)
-        elif fault is Fault.ERROR:
+        elif fault is TierFault.ERROR:
             self._fail()
         return fault
 
@@ -80,8 +82,8 @@ class FaultyTier:
         msg = f"{self.name}: failed, as was wished"
         raise TierError(msg)
 
-    def _after(self, fault: Fault | None) -> None:
-        if fault is Fault.LOST:
+    def _after(self, fault: TierFault | None) -> None:
+        if fault is TierFault.LOST:
             self._fail()
 
     async def open(self) -> None:
@@ -90,19 +92,19 @@ class FaultyTier:
 
     async def exists(self, keys: Sequence[Key]) -> list[bool]:
         """See `Tier.exists`."""
-        fault = await self._before(Fault.MISS)
+        fault = await self._before(TierFault.MISS)
         found = await self.inner.exists(keys)
         self._after(fault)
-        return [False] * len(keys) if fault is Fault.MISS else found
+        return [False] * len(keys) if fault is TierFault.MISS else found
 
     async def read(self, gets: Sequence[Get]) -> list[Read]:
         """See `Tier.read`."""
-        fault = await self._before(Fault.MISS, Fault.FLIP)
-        if fault is Fault.MISS:
+        fault = await self._before(TierFault.MISS, TierFault.FLIP)
+        if fault is TierFault.MISS:
             return [Read.MISS] * len(gets)
         reads = await self.inner.read(gets)
         self._after(fault)
-        if fault is Fault.FLIP:
+        if fault is TierFault.FLIP:
             for get, read in zip(gets, reads, strict=True):
                 if read is Read.HIT:
                     part = self._rng.choice(get.into)
@@ -111,7 +113,7 @@ class FaultyTier:
 
     async def write(self, puts: Sequence[Put]) -> list[Written]:
         """See `Tier.write`."""
-        fault = await self._before(Fault.FULL)
+        fault = await self._before(TierFault.FULL)
         written = await self.inner.write(puts)
         self._after(fault)
         return written

@@ -41,7 +41,7 @@ class HeldEngine(CpuEngine):
         self._silent: list[Moved] = []
         self._armed: dict[Direction, list[int]] = {d: [] for d in Direction}
         self._doomed: dict[int, int] = {}
-        self._losing: set[Direction] = set()
+        self._losing: dict[Direction, bool] = {}
         self._pace: dict[Direction, int] = dict.fromkeys(Direction, 0)
         self._backwards = False
         self._last: Ticket | None = None
@@ -54,9 +54,12 @@ class HeldEngine(CpuEngine):
         """Let the next job of `direction` fail in `layer`, leaving garbage where it wrote."""
         self._armed[direction].append(layer)
 
-    def lose(self, direction: Direction) -> None:
-        """Let the next wait of `direction` time out: the bytes have moved, the news of it comes much later."""
-        self._losing.add(direction)
+    def lose(self, direction: Direction, *, in_time: bool = False) -> None:
+        """Let the next wait of `direction` time out: the bytes have moved, the news of it comes much later.
+
+        `in_time`: it comes just as the wait is given up.
+        """
+        self._losing[direction] = in_time
 
     def pace(self, saves: int, loads: int, *, backwards: bool) -> None:
         """From now on run copies by so many as soon as so many are held; 0: only when waited for.
@@ -119,9 +122,11 @@ class HeldEngine(CpuEngine):
         for direction, held in self._held.items():
             moved = self._moved[direction]
             if direction in self._losing and any(h.ticket is ticket for h in held):
-                self._losing.discard(direction)
+                in_time = self._losing.pop(direction)
                 while held:
                     self._move(direction)
+                if in_time:
+                    self.tick(direction, len(moved))
                 self._silent += moved
                 moved.clear()
                 return False

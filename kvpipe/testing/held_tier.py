@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
-from typing import Any, Literal
-from urllib.parse import SplitResult
+from typing import Literal
 
 from kvpipe.testing.dict_tier import DictTier
 from kvpipe.tiers.base import Get, Key, Put, Read, Tier, TierError, TierFullError, Written
@@ -20,11 +19,6 @@ class DictSpec(TierSpec):
     """Of a tier that a test brings itself."""
 
     kind: Literal["dict"] = "dict"
-
-    @classmethod
-    def from_url(cls, url: SplitResult) -> dict[str, Any]:
-        """Nobody configures it."""
-        raise ValueError(url)
 
     def make(self, name: str, *, writes: bool = True) -> Tier:  # noqa: ARG002
         """Return a new one."""

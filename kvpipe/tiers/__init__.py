@@ -1,1 +1,1 @@
-"""Where chunks live. Host memory is the tier that layerwise loads read."""
+"""Places beyond host memory that keep chunks: the protocol, its use by an engine, and a folder for each kind."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from enum import Enum
-from typing import Final, NamedTuple, Protocol, TypeVar
+from typing import Final, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import anyio
 import anyio.to_thread
@@ -167,6 +167,14 @@ class Tier(Protocol):
 
     async def close(self) -> None:
         """Finish what is under way, release connections and threads. Idempotent. Nothing is left for process exit."""
+
+
+@runtime_checkable
+class Listed(Protocol):
+    """A tier whose `exists` is answered from a listing, which may be older than the last write of another process."""
+
+    def stored(self, keys: Sequence[Key]) -> None:
+        """Values were written, by this engine's ranks: they are there, whatever an older listing says. Any thread."""
 
 
 async def blocking(

@@ -15,22 +15,24 @@ import anyio
 import numpy as np
 
 from kvpipe.geometry import Geometry
-from kvpipe.plan import Order
+from kvpipe.messages import TierOrder
 from kvpipe.statemachine import carry as m
-from kvpipe.statemachine.core import Compiled, Cursor, Edge, State
+from kvpipe.statemachine.core import Cursor, Edge, State
 from kvpipe.tiers.base import ALIGN_BYTES, Get, Key, Put, Read, TierError, blocking
 from kvpipe.tiers.envelope import HEADER_BYTES, DamagedError, pages
-from kvpipe.tiers.keeper import Keeper
-from kvpipe.tiers.memory import HostPool
-from kvpipe.tiers.shelf import READ, WRITE, Shelf
+from kvpipe.tiers.guard import READ, WRITE, GuardedTier
+from kvpipe.tiers.thread import TierThread
 from kvpipe.trace.log import Counters
 from kvpipe.trace.recorder import OFF, Recorder
+from kvpipe.transfer.pool import HostPool
 
-CARRY: Final[Compiled] = m.CARRY.compile()
 TIMEOUTS_MAX: Final = 10
 """A value takes at most so many of its tier's `timeout_ms_max`, however slowly its bytes trickle."""
 DRAIN_S_MAX: Final = 5.0
 """For how long a shutdown waits for chunks that are on their way to a tier."""
+
+_Item = tuple[TierOrder, str, int]
+"""What is to be carried, in which namespace, in which step."""
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
@@ -38,7 +40,7 @@ Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 class Carried(NamedTuple):
     """How one order ended on this rank."""
 
-    order: Order
+    order: TierOrder
     ok: bool
 
 
@@ -98,12 +100,12 @@ class Bodies:
         return out
 
 
-class Carrier:
+class Carrier(TierThread[_Item]):
     """One per rank."""
 
     def __init__(
         self,
-        shelves: Sequence[Shelf],
+        tiers: Sequence[GuardedTier],
         geometry: Geometry,
         pool: HostPool,
         *,
@@ -114,39 +116,26 @@ class Carrier:
         trace: Recorder = OFF,
     ) -> None:
         """Start the thread, on `cpus` if any are given."""
-        self.shelves = tuple(shelves)
+        self.machine = m.CARRY.compile()
         self._bodies = Bodies(geometry, pool)
         self._rank, self._ranks, self.counters, self._trace = rank, ranks, counters, trace
-        self._turns = [
-            {use: anyio.CapacityLimiter(shelf.spec.lanes) for use in (READ, WRITE)} for shelf in self.shelves
-        ]
+        self._turns = [{use: anyio.CapacityLimiter(tier.spec.lanes) for use in (READ, WRITE)} for tier in tiers]
         self._threads = anyio.CapacityLimiter(4)
         self._outbox: deque[Carried] = deque()
-        self._open: dict[int, Order] = {}  # taken, and not yet reported
-        self._begun = self._ended = 0
+        self._open: dict[int, TierOrder] = {}  # taken, and not yet reported
         self._stores_begun = self._stores_ended = 0
-        self.bytes = {(shelf.name, use): 0 for shelf in self.shelves for use in (READ, WRITE)}
+        self.bytes = {(tier.name, use): 0 for tier in tiers for use in (READ, WRITE)}
         self.seconds = dict.fromkeys(self.bytes, 0.0)
-        self._keeper = Keeper("kvpipe-carrier", shelves, cpus)
+        super().__init__("kvpipe-carrier", tiers, cpus)
 
     # ---- vLLM's thread --------------------------------------------------------------------------------------------
 
-    def begin(self, orders: Sequence[Order], space: str, step: int) -> None:
+    def begin(self, orders: Sequence[TierOrder], space: str, step: int) -> None:
         """Take a step's orders. Their chunks' namespace is `space`."""
-        self._begun += len(orders)
         for order in orders:
             self._open[order.id] = order
             self._stores_begun += order.stores
-            self._keeper.begin(self._carry, (order, space, step), self._refuse)
-
-    def hurry(self) -> None:
-        """Probe the tiers that are left alone, now."""
-        self._keeper.hurry()
-
-    @property
-    def open(self) -> int:
-        """Orders that were taken and have not ended."""
-        return self._begun - self._ended
+            self._begin((order, space, step))
 
     def collect(self) -> list[Carried]:
         """Return how orders ended since the last call, each exactly once."""
@@ -162,47 +151,42 @@ class Carrier:
         return out
 
     @property
-    def alive(self) -> bool:
-        """Whether orders can be carried out."""
-        return self._keeper.alive
-
-    @property
     def unreadable(self) -> frozenset[int]:
         """The tiers, by their places, that this rank does not read at present."""
-        left = (place for place, shelf in enumerate(self.shelves) if not shelf.breakers[READ].allows)
-        return frozenset(left) if self.alive else frozenset(range(len(self.shelves)))
+        left = (place for place, tier in enumerate(self.tiers) if not tier.breakers[READ].allows)
+        return frozenset(left) if self.alive else frozenset(range(len(self.tiers)))
 
     def shutdown(self) -> None:
         """Finish what is on its way to a tier, within bounds, give up the rest, close the tiers. Idempotent."""
         deadline = time.monotonic() + DRAIN_S_MAX
         while self.alive and self._stores_begun > self._stores_ended and time.monotonic() < deadline:
             time.sleep(0.005)
-        self._keeper.stop(DRAIN_S_MAX)
+        self.stop(DRAIN_S_MAX)
 
     # ---- the loop thread ------------------------------------------------------------------------------------------
 
-    def _refuse(self, item: tuple[Order, str, int]) -> None:
+    def _refuse(self, item: _Item) -> None:
         self._end(item[0], ok=False)
 
-    async def _carry(self, item: tuple[Order, str, int]) -> None:
+    async def _work(self, item: _Item) -> None:
         order, space, step = item
-        cursor = Cursor(CARRY, order.id, self._watch(step))
+        cursor = Cursor(self.machine, order.id, self._watch(step))
         turns, has_turn = None, False
         try:
-            shelf = self.shelves[order.tier]  # fails on a rank that has fewer
+            tier = self.tiers[order.tier]  # fails on a rank that has fewer
             use, move = (WRITE, self._store) if order.stores else (READ, self._fetch)
             key = Key(space, order.chunk, order.group, self._rank, self._ranks)
             turns = self._turns[order.tier][use]
-            with anyio.move_on_after(shelf.timeout_s * TIMEOUTS_MAX):
+            with anyio.move_on_after(tier.timeout_s * TIMEOUTS_MAX):
                 await turns.acquire_on_behalf_of(cursor)
                 has_turn = True
             if not has_turn:  # not the tier's fault: it may be well, and busy with what came before
                 cursor.fire(m.FAULT, "no lane has become free")
-            elif not shelf.breakers[use].allows:
+            elif not tier.breakers[use].allows:
                 cursor.fire(m.REFUSE, "the breaker is open")
             else:
                 cursor.fire(m.BEGIN)
-                await self._try(cursor, shelf, use, order, key, move)
+                await self._try(cursor, tier, use, order, key, move)
         except Exception as error:  # noqa: BLE001  (a bug of ours or a tier's: this order has failed, others go on)
             self.counters.fault("carry_failed", order=order.id, error=repr(error))
             if not cursor.state.final:
@@ -214,68 +198,68 @@ class Carrier:
                 cursor.fire(m.CANCEL)
             self._end(order, ok=cursor.state.row == m.FINALIZED)
 
-    def _end(self, order: Order, *, ok: bool) -> None:
+    def _end(self, order: TierOrder, *, ok: bool) -> None:
         self._outbox.append(Carried(order, ok))
         self._stores_ended += order.stores
         self._ended += 1
 
     async def _try(
-        self, cursor: Cursor, shelf: Shelf, use: str, order: Order, key: Key, move: Callable[..., Any]
+        self, cursor: Cursor, tier: GuardedTier, use: str, order: TierOrder, key: Key, move: Callable[..., Any]
     ) -> None:
         began = time.monotonic()
         try:
-            with anyio.fail_after(shelf.timeout_s * TIMEOUTS_MAX):
-                await shelf.ready()
-                why = await move(shelf, order, key)
+            with anyio.fail_after(tier.timeout_s * TIMEOUTS_MAX):
+                await tier.ready()
+                why = await move(tier, order, key)
         except TimeoutError:
-            self._failed(cursor, shelf, use, "it took too long", slow=True)
+            self._failed(cursor, tier, use, "it took too long", slow=True)
             return
         except TierError as error:
-            self._failed(cursor, shelf, use, str(error))
+            self._failed(cursor, tier, use, str(error))
             return
         took_s = time.monotonic() - began
-        shelf.breakers[use].ok()
-        self.seconds[shelf.name, use] += took_s
+        tier.breakers[use].ok()
+        self.seconds[tier.name, use] += took_s
         if why:
             cursor.fire(m.MISS, why)
             return
-        self.bytes[shelf.name, use] += self._bodies.size(order.group, order.units)
+        self.bytes[tier.name, use] += self._bodies.size(order.group, order.units)
         cursor.fire(m.DONE)
 
-    def _failed(self, cursor: Cursor, shelf: Shelf, use: str, why: str, *, slow: bool = False) -> None:
+    def _failed(self, cursor: Cursor, tier: GuardedTier, use: str, why: str, *, slow: bool = False) -> None:
         cursor.fire(m.FAULT, why)
-        self.counters.fault("tier_failed", tier=shelf.name, use=use, why=why)
-        shelf.fault(use, why, slow=slow)
+        self.counters.fault("tier_failed", tier=tier.name, use=use, why=why)
+        tier.fault(use, why, slow=slow)
 
-    async def _fetch(self, shelf: Shelf, order: Order, key: Key) -> str:
+    async def _fetch(self, tier: GuardedTier, order: TierOrder, key: Key) -> str:
         """Bring a chunk into its slot. Returns why it was not there, or nothing."""
         bodies, (slot, group, units) = self._bodies, (order.slot, order.group, order.units)
         whole, header = bodies.whole(units), pages(HEADER_BYTES)
         body = bodies.of(slot, group, units) if whole else pages(bodies.size(group, units))
         read, name = Read.MISS, key
-        for name in shelf.sealer.names(key):
-            (read,) = await shelf.tier.read([Get(name, (header, body))])
+        for name in tier.sealer.names(key):
+            (read,) = await tier.read([Get(name, (header, body))])
             if read is not Read.MISS:
                 break
         why = "" if read is Read.HIT else read.value
         if not why:
             try:
-                await blocking(self._threads, lambda: shelf.sealer.unseal(name, units, header, body))
+                await blocking(self._threads, lambda: tier.sealer.unseal(name, units, header, body))
             except DamagedError as error:
                 why = f"damaged: {error}"
         if why and read is not Read.MISS:
-            self.counters.fault("chunk_damaged", tier=shelf.name, why=why)
-            if WRITE in shelf.breakers and shelf.spec.store != "never":
-                await shelf.tier.delete([name])
+            self.counters.fault("chunk_damaged", tier=tier.name, why=why)
+            if WRITE in tier.breakers and tier.spec.store != "never":
+                await tier.delete([name])
         if not why and not whole:
             bodies.scatter(body, slot, group, units)
         return why
 
-    async def _store(self, shelf: Shelf, order: Order, key: Key) -> str:
+    async def _store(self, tier: GuardedTier, order: TierOrder, key: Key) -> str:
         """Write a chunk. Returns nothing: it is there now."""
-        body, name = self._bodies.gather(order.slot, order.group, order.units), shelf.sealer.names(key)[0]
-        parts = await blocking(self._threads, lambda: shelf.sealer.seal(name, order.units, body))
-        await shelf.tier.write([Put(name, parts)])
+        body, name = self._bodies.gather(order.slot, order.group, order.units), tier.sealer.names(key)[0]
+        parts = await blocking(self._threads, lambda: tier.sealer.seal(name, order.units, body))
+        await tier.write([Put(name, parts)])
         return ""
 
     # ---- what is told ---------------------------------------------------------------------------------------------

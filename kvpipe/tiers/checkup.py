@@ -9,6 +9,7 @@ import anyio
 from kvpipe.tiers.base import Get, Key, Put, Read, Tier, TierError
 from kvpipe.tiers.envelope import HEADER_BYTES, DamagedError, Sealer, pages
 from kvpipe.tiers.keyring import secrets_of
+from kvpipe.tiers.registry import make_tier
 from kvpipe.tiers.spec import TierSpec
 
 NAMESPACE = "0" * 32
@@ -19,7 +20,7 @@ PATIENCE = 4
 
 def problem_of(name: str, spec: TierSpec) -> str:
     """Return what is wrong with a tier, or nothing. Raises `ConfigError` for what is wrong with its configuration."""
-    tier, sealer = spec.make(name, writes=spec.store != "never"), Sealer(secrets_of(spec))
+    tier, sealer = make_tier(name, spec, writes=spec.store != "never"), Sealer(secrets_of(spec))
     return anyio.run(_problem, tier, sealer, spec)
 
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 
 import anyio
 
-from kvpipe.tiers.base import Key, TierError
-from kvpipe.tiers.keeper import Keeper
-from kvpipe.tiers.shelf import FIND, Shelf
+from kvpipe.tiers.base import Key, Listed, TierError
+from kvpipe.tiers.guard import FIND, GuardedTier
+from kvpipe.tiers.thread import TierThread
 
 KEYS_PER_CALL_MAX = 4096
 STOP_S_MAX = 5.0
@@ -23,7 +23,7 @@ Place = tuple[int, int]
 """A cache group, and the units of the prefix that a chunk ends at."""
 
 
-class Lookup:
+class TierLookup:
     """One question. The scheduler's thread makes it, and reads the answer once it is `done`."""
 
     __slots__ = (
@@ -48,50 +48,53 @@ class Lookup:
         self.done = False  # written last
 
 
-class Finder:
+class Finder(TierThread[TierLookup]):
     """One per scheduler's process."""
 
     def __init__(
-        self, shelves: Sequence[Shelf], *, ranks: int, units_per_chunk: int, fault: Callable[[str, str, str], object]
+        self,
+        tiers: Sequence[GuardedTier],
+        *,
+        ranks: int,
+        units_per_chunk: int,
+        fault: Callable[[str, str, str], object],
     ) -> None:
         """Start the thread. `fault(tier, use, why)` hears of calls that failed."""
-        self.shelves = tuple(shelves)
         self._ranks, self._per_chunk, self._fault = ranks, units_per_chunk, fault
         self.unreadable: frozenset[int] = frozenset()
         """Tiers, by their places, that some rank leaves alone. Set by the scheduler's thread."""
-        self._asked = self._answered = 0
         self._limit = anyio.Semaphore(LOOKUPS_MAX)
-        self._keeper = Keeper("kvpipe-finder", shelves)
+        super().__init__("kvpipe-finder", tiers)
 
-    def ask(self, lookup: Lookup) -> None:
+    def ask(self, lookup: TierLookup) -> None:
         """Begin `lookup`. Never blocks; a lookup that cannot be made is `done` with nothing found."""
-        self._asked += 1
-        self._keeper.begin(self._answer, lookup, self._end)
+        self._begin(lookup)
+
+    def stored(self, place: int, space: str, chunk: bytes, group: int) -> None:
+        """Every rank has stored a chunk in the tier at `place`: it can be found at once."""
+        guard = self.tiers[place]
+        if isinstance(guard.tier, Listed):
+            keys = (Key(space, chunk, group, rank, self._ranks) for rank in range(self._ranks))
+            try:
+                guard.tier.stored([guard.sealer.names(key)[0] for key in keys])
+            except Exception as error:  # noqa: BLE001  (a bug of the tier's: what it does not list is a miss)
+                self._fault(guard.name, FIND, repr(error))
 
     @property
     def usable(self) -> bool:
         """Whether any tier can be asked."""
-        return self._keeper.alive and any(self._asks(place) for place in range(len(self.shelves)))
+        return self.alive and any(self._asks(place) for place in range(len(self.tiers)))
 
     def _asks(self, place: int) -> bool:
-        return place not in self.unreadable and self.shelves[place].breakers[FIND].allows
+        return place not in self.unreadable and self.tiers[place].breakers[FIND].allows
 
-    def hurry(self) -> None:
-        """Probe the tiers that are left alone, now."""
-        self._keeper.hurry()
-
-    @property
-    def open(self) -> int:
-        """Lookups that were asked and not answered."""
-        return self._asked - self._answered
-
-    def stop(self) -> None:
+    def stop(self, seconds_max: float = STOP_S_MAX) -> None:
         """End the thread, and close the tiers. Idempotent."""
-        self._keeper.stop(STOP_S_MAX)
+        super().stop(seconds_max)
 
     # ---- the loop thread ------------------------------------------------------------------------------------------
 
-    async def _answer(self, lookup: Lookup) -> None:
+    async def _work(self, lookup: TierLookup) -> None:
         try:
             with anyio.move_on_after(lookup.deadline_s * 2):  # what it waits for has limits of its own, before this
                 async with self._limit:
@@ -100,14 +103,14 @@ class Finder:
         except Exception as error:  # noqa: BLE001  (a bug of a tier's: other lookups go on)
             self._fault("", FIND, repr(error))
         finally:
-            self._end(lookup)
+            self._refuse(lookup)
 
-    def _end(self, lookup: Lookup) -> None:
+    def _refuse(self, lookup: TierLookup) -> None:
         lookup.done = True
-        self._answered += 1
+        self._ended += 1
 
-    def _partial(self, lookup: Lookup) -> tuple[Place, ...]:
-        """The places within the chunk that follows the last whole one that is found or held, of each group."""
+    def _partial(self, lookup: TierLookup) -> tuple[Place, ...]:
+        """Candidate ends of the partial chunk after each group's last full hit."""
         out: list[Place] = []
         for group in range(lookup.groups):
             missing = [units for g, units in lookup.wanted if g == group and (g, units) not in lookup.found]
@@ -117,59 +120,59 @@ class Finder:
             out += [(group, units) for units in range(base + 1, stop)]
         return tuple(out)
 
-    async def _find(self, lookup: Lookup, places: tuple[Place, ...]) -> None:
-        for index, shelf in enumerate(self.shelves):
+    async def _find(self, lookup: TierLookup, places: tuple[Place, ...]) -> None:
+        for index, tier in enumerate(self.tiers):
             left = [place for place in places if place not in lookup.found]
             if not left:
                 return
-            if not self._asks(index) or not await self._ready(shelf, lookup):
+            if not self._asks(index) or not await self._ready(tier, lookup):
                 lookup.down = True
                 continue
-            count = max(1, KEYS_PER_CALL_MAX // (self._ranks * shelf.sealer.ways))
+            count = max(1, KEYS_PER_CALL_MAX // (self._ranks * tier.sealer.ways))
             for first in range(0, len(left), count):
                 part = left[first : first + count]
-                there = await self._exists(shelf, lookup, part)
+                there = await self._exists(tier, lookup, part)
                 if there is None:
                     lookup.down = True
                     break
                 lookup.found.update(dict.fromkeys(there, index))
 
-    async def _ready(self, shelf: Shelf, lookup: Lookup) -> bool:
+    async def _ready(self, tier: GuardedTier, lookup: TierLookup) -> bool:
         """Wait a while for a tier that is still being opened: others are to be asked too."""
         left_s = lookup.until_s - time.monotonic()
         with anyio.move_on_after(left_s / 2) as waited:
-            await shelf.ready()
+            await tier.ready()
         if waited.cancelled_caught and left_s > 0:
-            self._failed(shelf, "it is still being opened")
+            self._failed(tier, "it is still being opened")
         return not waited.cancelled_caught
 
-    async def _exists(self, shelf: Shelf, lookup: Lookup, places: Sequence[Place]) -> list[Place] | None:
-        """Return those of `places` that `shelf` holds for every rank; None: it could not be asked."""
+    async def _exists(self, tier: GuardedTier, lookup: TierLookup, places: Sequence[Place]) -> list[Place] | None:
+        """Return those of `places` that `tier` holds for every rank; None: it could not be asked."""
         left_s = lookup.until_s - time.monotonic()
         names = [
-            shelf.sealer.names(Key(lookup.space, chunk_name(lookup.keys[units - 1]), group, rank, self._ranks))
+            tier.sealer.names(Key(lookup.space, chunk_name(lookup.keys[units - 1]), group, rank, self._ranks))
             for group, units in places
             for rank in range(self._ranks)
         ]
         if left_s <= 0:  # spent on others
             return None
         try:
-            with anyio.fail_after(min(shelf.timeout_s, left_s)):
-                there = await shelf.tier.exists([name for some in names for name in some])
+            with anyio.fail_after(min(tier.timeout_s, left_s)):
+                there = await tier.exists([name for some in names for name in some])
         except TimeoutError:  # the lookup's own limit is often the shorter: then it takes several to be sure
-            self._failed(shelf, "no answer in time", slow=left_s >= shelf.timeout_s)
+            self._failed(tier, "no answer in time", slow=left_s >= tier.timeout_s)
             return None
         except TierError as error:
-            self._failed(shelf, str(error))
+            self._failed(tier, str(error))
             return None
-        shelf.breakers[FIND].ok()
-        ways, ranks = shelf.sealer.ways, self._ranks
+        tier.breakers[FIND].ok()
+        ways, ranks = tier.sealer.ways, self._ranks
         parts = [any(there[at : at + ways]) for at in range(0, len(there), ways)]
         return [place for i, place in enumerate(places) if all(parts[i * ranks : (i + 1) * ranks])]
 
-    def _failed(self, shelf: Shelf, why: str, *, slow: bool = False) -> None:
-        self._fault(shelf.name, FIND, why)
-        shelf.fault(FIND, why, slow=slow)
+    def _failed(self, tier: GuardedTier, why: str, *, slow: bool = False) -> None:
+        self._fault(tier.name, FIND, why)
+        tier.fault(FIND, why, slow=slow)
 
 
 def chunk_name(key: bytes) -> bytes:

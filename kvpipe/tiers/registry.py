@@ -16,27 +16,14 @@ from urllib.parse import SplitResult, parse_qsl, quote, urlsplit
 
 from pydantic import ValidationError
 
-from kvpipe import keys, tables
+from kvpipe import config_errors, doc_tables, plugins
 from kvpipe.errors import ConfigError
-from kvpipe.tiers.disk import DiskSpec
-from kvpipe.tiers.mooncake import MooncakeSpec
-from kvpipe.tiers.redis import RedisSpec
-from kvpipe.tiers.s3 import S3Spec
+from kvpipe.tiers.base import Tier
 from kvpipe.tiers.spec import TierSpec
 from kvpipe.values import PATH_CHARS_MAX
 
 TIERS_MAX: Final = 16
-SPECS: Final[tuple[type[TierSpec], ...]] = (DiskSpec, RedisSpec, S3Spec, MooncakeSpec)
 DOCS: Final = Path(__file__).parents[2] / "docs" / "tiers.md"
-_KINDS: Final[Mapping[str, type[TierSpec]]] = {spec.model_fields["kind"].default: spec for spec in SPECS}
-_SCHEMES: Final[Mapping[str, type[TierSpec]]] = {scheme: spec for spec in SPECS for scheme in spec.schemes}
-_PLACES: Final[Mapping[str, tuple[str, ...]]] = {
-    "disk": ("path",),
-    "redis": ("host", "port", "db", "prefix"),
-    "s3": ("url", "endpoint"),
-    "mooncake": ("master",),
-}
-"""Keys that say where a kind's values are: two tiers that agree in them would be one."""
 _EXAMPLES = "a path such as /mnt/kv or a URL such as redis://HOST:6379/0"
 
 
@@ -52,7 +39,7 @@ def parse_tiers(value: object) -> tuple[TierSpec, ...]:
         try:
             value = json.loads(text) if text.startswith(("[", "{")) else text.split()
         except (ValueError, RecursionError) as error:
-            why = keys.place(error)
+            why = config_errors.place(error)
             msg = f"kvpipe: tiers begins as JSON but is none ({why}); mend it, or write URLs separated by blanks"
             raise ConfigError(msg) from None
     if not isinstance(value, Sequence) or len(value) > TIERS_MAX:
@@ -81,7 +68,7 @@ def parse_tier(value: str | Mapping[str, Any], at: int = 1) -> TierSpec:
     try:
         return spec.model_validate(given)
     except ValidationError as error:
-        why = keys.first_problem(error, spec.model_fields, f"a {kind} tier has")
+        why = config_errors.first_problem(error, spec.model_fields, f"a {kind} tier has")
         raise ConfigError(f"kvpipe: tier {at} ({kind}): {why}") from None
 
 
@@ -95,22 +82,63 @@ def named(specs: Iterable[TierSpec]) -> tuple[tuple[str, TierSpec], ...]:
     return tuple(out)
 
 
+def make_tier(name: str, spec: TierSpec, *, writes: bool = True) -> Tier:
+    """Return the tier of `spec`, not yet opened. `writes`: see `TierSpec.make`.
+
+    Raises:
+        ConfigError: it cannot be made, or lacks a method of `Tier`.
+
+    """
+    plugin = _plugin(spec)
+    tier: Tier = plugin._replace(made_of=lambda: spec.make(name, writes=writes)).make()
+    plugin.check(tier, Tier)
+    return tier
+
+
+def spec_of(group: str, name: str) -> type[TierSpec]:
+    """Return what is registered under `name`: a kind of tier, or the scheme of a URL.
+
+    Raises:
+        KeyError: nothing is.
+        ConfigError: it cannot be used; the sentence names the package.
+
+    """
+    plugin = plugins.load(group, name)
+    spec = plugin.made_of
+    if not (isinstance(spec, type) and issubclass(spec, TierSpec)):
+        raise ConfigError(f"kvpipe: {plugin} is no subclass of kvpipe.tiers.spec.TierSpec; update the package")
+    if missing := sorted(spec.__abstractmethods__):
+        raise ConfigError(
+            f"kvpipe: {plugin} has no {', '.join(missing)}(); kvpipe.tiers.spec.TierSpec says what is needed"
+        )
+    kind = spec.model_fields["kind"].default
+    if group == plugins.TIERS and kind != name:
+        raise ConfigError(f"kvpipe: {plugin} says that its kind is {kind!r}; register it under that name")
+    return spec
+
+
+def _plugin(spec: TierSpec) -> plugins.Plugin:
+    if spec.kind in plugins.names(plugins.TIERS):
+        return plugins.load(plugins.TIERS, spec.kind)
+    return plugins.Plugin(plugins.TIERS, spec.kind, type(spec).__module__, type(spec))
+
+
 def _place(spec: TierSpec) -> tuple[object, ...]:
-    return (spec.kind, *(str(getattr(spec, key)).rstrip("/") for key in _PLACES[spec.kind]))
+    return (spec.kind, *(str(getattr(spec, key)).rstrip("/") for key in spec.place or type(spec).model_fields))
 
 
 def _of_table(value: object, at: int) -> tuple[type[TierSpec], dict[str, Any]]:
     if not isinstance(value, Mapping):
         msg = f"kvpipe: tier {at} is of type {type(value).__name__}; give {_EXAMPLES}, or a table of keys with 'kind'"
         raise ConfigError(msg)
-    kind = value.get("kind")
+    kind, kinds = value.get("kind"), plugins.names(plugins.TIERS)
     if kind is None:
-        raise ConfigError(f"kvpipe: tier {at}: kind is missing; it is one of {', '.join(_KINDS)}")
-    spec = _KINDS.get(kind) if isinstance(kind, str) else None
-    if spec is None:
-        remedy = keys.suggest(kind, _KINDS, "kinds are")
-        raise ConfigError(f"kvpipe: tier {at}: no tier is of kind{keys.shown(kind)}; {remedy}")
-    return spec, {key if isinstance(key, str) else keys.name(key): one for key, one in value.items()}
+        raise ConfigError(f"kvpipe: tier {at}: kind is missing; it is one of {', '.join(kinds)}")
+    if not isinstance(kind, str) or kind not in kinds:
+        remedy = config_errors.suggest(kind, kinds, "kinds are")
+        raise ConfigError(f"kvpipe: tier {at}: no tier is of kind{config_errors.shown(kind)}; {remedy}")
+    spec = spec_of(plugins.TIERS, kind)
+    return spec, {key if isinstance(key, str) else config_errors.name(key): one for key, one in value.items()}
 
 
 def _of_url(text: str, at: int) -> tuple[type[TierSpec], dict[str, Any]]:
@@ -125,13 +153,14 @@ def _of_url(text: str, at: int) -> tuple[type[TierSpec], dict[str, Any]]:
     scheme, mark, _ = text.partition("://")
     if not mark:
         raise ConfigError(
-            f"kvpipe: tier {at}: {keys.name(text)!r} is neither a URL nor an absolute path; write {_EXAMPLES}"
+            f"kvpipe: tier {at}: {config_errors.name(text)!r} is neither a URL nor an absolute path; write {_EXAMPLES}"
         )
-    spec = _SCHEMES.get(scheme.lower())
-    if spec is None:
-        remedy = keys.suggest(scheme, _SCHEMES, "URLs begin with", lambda one: f"{one}://")
-        raise ConfigError(f"kvpipe: tier {at}: no tier has URLs such as {keys.name(text)!r}; {remedy}")
-    where = f"kvpipe: tier {at} ({spec.model_fields['kind'].default}): {keys.name(text)!r}"
+    schemes = plugins.names(plugins.TIER_URLS)
+    if scheme.lower() not in schemes:
+        remedy = config_errors.suggest(scheme, schemes, "URLs begin with", lambda one: f"{one}://")
+        raise ConfigError(f"kvpipe: tier {at}: no tier has URLs such as {config_errors.name(text)!r}; {remedy}")
+    spec = spec_of(plugins.TIER_URLS, scheme.lower())
+    where = f"kvpipe: tier {at} ({spec.model_fields['kind'].default}): {config_errors.name(text)!r}"
     url = _split(text)
     if url is None:
         raise ConfigError(f"{where} is no valid URL; write {_EXAMPLES}, with special characters as %XX")
@@ -154,12 +183,13 @@ def _split(text: str) -> SplitResult | None:
 def key_tables() -> dict[str, str]:
     """Return the tables of docs/tiers.md: the keys of every tier, and of each kind."""
     every = TierSpec.model_fields
-    out = {"keys": keys.table({key: field for key, field in every.items() if key != "kind"})}
-    for kind, spec in _KINDS.items():
-        out[f"keys-{kind}"] = keys.table({key: one for key, one in spec.model_fields.items() if key not in every})
+    out = {"keys": config_errors.table({key: field for key, field in every.items() if key != "kind"})}
+    for kind in plugins.own(plugins.TIERS):
+        fields = spec_of(plugins.TIERS, kind).model_fields
+        out[f"keys-{kind}"] = config_errors.table({key: one for key, one in fields.items() if key not in every})
     return out
 
 
 if __name__ == "__main__":
-    DOCS.write_text(tables.fill(DOCS.read_text(encoding="utf-8"), key_tables()), encoding="utf-8")
+    DOCS.write_text(doc_tables.fill(DOCS.read_text(encoding="utf-8"), key_tables()), encoding="utf-8")
     sys.stdout.write(f"{DOCS}\n")

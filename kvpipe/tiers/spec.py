@@ -11,7 +11,7 @@ from urllib.parse import SplitResult, parse_qsl
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
 
 from kvpipe import files
-from kvpipe.keys import name
+from kvpipe.config_errors import name
 from kvpipe.tiers.base import Tier
 from kvpipe.values import LocalPath, Variable, no_bool
 
@@ -22,10 +22,11 @@ class TierSpec(BaseModel):
     """What every kind of tier can be told. Subclasses add their own keys, each with a description for the README."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
-    schemes: ClassVar[tuple[str, ...]] = ()
-    """URL schemes that stand for this kind."""
+    place: ClassVar[tuple[str, ...]] = ()
+    """Keys that say where its values are: two tiers that agree in them are one. None: all keys."""
 
     kind: str
+    """A literal, with itself as the default: the name of the kind's entry point."""
     store: Literal["all", "second_use", "never"] = Field(
         "all",
         description="Which chunks are written: every one that is whole, those that were of use once, or none.",
@@ -46,9 +47,9 @@ class TierSpec(BaseModel):
     )
 
     @classmethod
-    @abstractmethod
-    def from_url(cls, url: SplitResult) -> dict[str, Any]:
+    def from_url(cls, url: SplitResult) -> dict[str, Any]:  # noqa: ARG003
         """Return the keys that `url` stands for, without its query. Raises ValueError saying what to write."""
+        raise ValueError("it has no URLs; write a table of keys with 'kind'")
 
     @classmethod
     def parse_url(cls, url: SplitResult) -> dict[str, Any]:

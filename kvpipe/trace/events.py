@@ -17,8 +17,8 @@ from typing import ClassVar
 
 import msgspec
 
-from kvpipe.statemachine import breaker, carry, chunk, load, request, save, stage
-from kvpipe.statemachine.core import Advance, Compiled, Edge, Go, Machine, State
+from kvpipe.statemachine import breaker, carry, chunk, copy, job, lookup, request, saving, stage
+from kvpipe.statemachine.core import Compiled, Edge, Machine, State
 
 FORMAT = 1
 """Raised when a reader of the former format would misread a line."""
@@ -28,12 +28,16 @@ SCHEDULER = -1
 
 DEBUG, INFO, WARNING = logging.DEBUG, logging.INFO, logging.WARNING
 MACHINES: dict[str, Machine] = {
-    m.name: m for m in (save.SAVE, load.LOAD, request.REQUEST, chunk.CHUNK, stage.STAGE, carry.CARRY, breaker.BREAKER)
-}
+    m.name: m
+    for m in (
+        copy.SAVE, copy.LOAD, request.REQUEST, lookup.LOOKUP, saving.SAVING, job.JOB, chunk.CHUNK, stage.STAGE,
+        carry.CARRY, breaker.BREAKER,
+    )
+}  # fmt: skip
 
 
 class Event(msgspec.Struct, gc=False, tag_field="event", forbid_unknown_fields=True):
-    """What all events say. `engine` and `wall_ns` are filled in by the writer."""
+    """The fields of every event. `engine` and `wall_ns` are filled in by the writer."""
 
     level: ClassVar[int] = DEBUG
     throttled: ClassVar[bool] = False  # in the log, where it may come by the thousand
@@ -67,7 +71,7 @@ class Started(Event, tag="started"):
 
 
 class Ended(Event, tag="ended"):
-    """A process ended in good order; it had dropped so many events."""
+    """A process ended in good order, and had dropped so many events."""
 
     dropped: int = 0
 
@@ -95,7 +99,7 @@ class Lookup(Event, tag="lookup"):
     """The scheduler asked for hits, and the answer is another than the last time.
 
     `local_tokens` vLLM has itself; `hit_tokens`, by tier, come on top; `missed_tokens` are neither's, for reason `why`
-    (`kvpipe.trace.misses`). `later`: ask again.
+    (`kvpipe.cache.miss_reasons`). `later`: ask again.
     """
 
     local_tokens: int = 0
@@ -192,7 +196,7 @@ class LayerSubmitted(Event, tag="layer_submitted"):
 
 
 class LayerCopied(Event, tag="layer_copied"):
-    """It has ended: submitted at `t_ns`, it took `took_ns` until the loop thread heard of it. `failed` names jobs."""
+    """It has ended: submitted at `t_ns`, it took `took_ns` until the loop thread was notified. `failed` names jobs."""
 
     kind: str = ""
     layer: int = 0
@@ -333,6 +337,10 @@ class LayerLanded(Transition, tag="layer_landed"):
     """One more layer of the job has landed."""
 
 
+class Confirmed(Transition, tag="confirmed"):
+    """The job's step has ended well, before all of its layers have landed."""
+
+
 class Finalized(Transition, tag="finalized"):
     """The rank vouches for the job."""
 
@@ -381,6 +389,46 @@ class Finished(Transition, tag="finished"):
     """The request is over."""
 
 
+class Answered(Transition, tag="answered"):
+    """The engine was told what can be loaded for the request, or that nothing can."""
+
+
+class PutOff(Transition, tag="put_off"):
+    """The engine was asked to ask for the request again."""
+
+
+class AnswerUsed(Transition, tag="answer_used"):
+    """The request was admitted with the answer."""
+
+
+class SavingOpened(Transition, tag="saving_opened"):
+    """What of the request is final and not saved is looked for with its next step."""
+
+
+class SavingWaits(Transition, tag="saving_waits"):
+    """All of the request that is final is saved, or being saved."""
+
+
+class SavingGivenUp(Transition, tag="saving_given_up"):
+    """Nothing more of the request is saved before its next admission."""
+
+
+class SavingDone(Transition, tag="saving_done"):
+    """All of the request's prompt is saved, or being saved, and its answer will not be."""
+
+
+class JobDoubted(Transition, tag="job_doubted"):
+    """A job is not believed any more, though ranks have yet to report it."""
+
+
+class JobDone(Transition, tag="job_done"):
+    """Every rank has done the job."""
+
+
+class JobLost(Transition, tag="job_lost"):
+    """Every rank has reported the job, and it is not believed."""
+
+
 class Reserved(Transition, tag="reserved"):
     """A slot was claimed for a new chunk."""
 
@@ -406,7 +454,7 @@ class TierFound(Transition, tag="tier_found"):
 
 
 class Fetching(Transition, tag="fetching"):
-    """The ranks are told to bring it, while the request waits."""
+    """The ranks are ordered to fetch it, while the request waits."""
 
 
 class Staged(Transition, tag="staged"):
@@ -440,13 +488,15 @@ class BreakerClosed(Transition, tag="breaker_closed"):
 _BY_STATE: dict[tuple[str, str], type[Transition]] = {
     **{
         (machine.name, state): kind
-        for machine in (save.SAVE, load.LOAD)
+        for machine in (copy.SAVE, copy.LOAD)
         for state, kind in (
-            (save.LAYER, LayerLanded),
-            (save.LANDED, LayerLanded),
-            (save.FINALIZED, Finalized),
-            (save.ABORTED, Aborted),
-            (save.FAILED, Failed),
+            (copy.LAYER, LayerLanded),
+            (copy.LANDED, LayerLanded),
+            (copy.CONFIRMED, Confirmed),
+            (copy.CONFIRMED_LAYER, LayerLanded),
+            (copy.FINALIZED, Finalized),
+            (copy.ABORTED, Aborted),
+            (copy.FAILED, Failed),
         )
     },
     ("request", request.ALLOCATED): Allocated,
@@ -457,6 +507,16 @@ _BY_STATE: dict[tuple[str, str], type[Transition]] = {
     ("request", request.RECOMPUTING): Recomputing,
     ("request", request.DRAINING): Draining,
     ("request", request.FINISHED): Finished,
+    ("lookup", lookup.ASKED): Answered,
+    ("lookup", lookup.LATER): PutOff,
+    ("lookup", lookup.UNASKED): AnswerUsed,
+    ("saving", saving.OPEN): SavingOpened,
+    ("saving", saving.WAITING): SavingWaits,
+    ("saving", saving.GIVEN_UP): SavingGivenUp,
+    ("saving", saving.DONE): SavingDone,
+    ("job", job.DOUBTED): JobDoubted,
+    ("job", job.DONE): JobDone,
+    ("job", job.LOST): JobLost,
     ("chunk", chunk.RESERVED): Reserved,
     ("chunk", chunk.GROWING): Growing,
     ("chunk", chunk.READY): Published,
@@ -485,6 +545,8 @@ def kind_of(machine: str, was: str, now: str) -> type[Transition]:
         and now in {request.ALLOCATED, request.RUNNING}
     ):
         return Resumed
+    if was == copy.LAYER and now == copy.CONFIRMED_LAYER:
+        return Confirmed
     return _BY_STATE[machine, now]
 
 
@@ -492,10 +554,7 @@ def _moves(machine: Machine) -> Iterator[tuple[str, str]]:
     """Yield (row, row) of every move that the machine's table allows."""
     for was, cells in machine.table.items():
         for cell in cells.values():
-            if isinstance(cell, Go):
-                yield was, cell.to
-            elif isinstance(cell, Advance):
-                yield from ((was, machine.layered), (was, machine.after_last))
+            yield from ((was, now) for now in machine.leads_to(cell))
 
 
 KINDS: dict[tuple[str, str, str], type[Transition]] = {
@@ -505,7 +564,7 @@ KINDS: dict[tuple[str, str, str], type[Transition]] = {
 
 
 class Taken(msgspec.Struct, gc=False):
-    """An edge as it was taken: all that need be noted at once. `number` is what the trace calls the cursor."""
+    """An edge as it was taken: all that has to be kept at that moment. `number` is the cursor's in the trace."""
 
     t_ns: int
     request: str
@@ -518,7 +577,7 @@ class Taken(msgspec.Struct, gc=False):
     why: str
 
     def event(self, rank: int) -> Transition:
-        """Return what there is to tell."""
+        """Return the fields that are worth a log line."""
         edge, why, name = self.edge, self.why, self.machine.machine.name
         if edge.moves:
             kind = KINDS[name, self.was.row, edge.to.row]

@@ -8,9 +8,11 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, TextIO, cast
 
 import structlog
+
+from kvpipe.counters import FAULTS, CounterName, Fault
 
 if TYPE_CHECKING:
     from kvpipe.trace.events import Event
@@ -18,40 +20,62 @@ if TYPE_CHECKING:
 _BOUND = ("engine", "request", "epoch")
 _TAKEN = {"event", "level", "timestamp"}  # by structlog
 Format = Literal["console", "json"]
+LOG_EVERY: Final = 1000
+"""Faults of one kind, of which one is logged."""
 ID_CHARS_MAX = 256
 """Of a request's id in traces and logs; vLLM's own ids have less than 100. A client may send any."""
 _HIDDEN = {"t_ns", "wall_ns"}  # the log has a clock of its own
 
 
-class Counters(Counter[str]):
-    """How often each thing happened. Faults are told too, the first of each kind and then every 1000th."""
+class Counters(Counter[CounterName]):
+    """How often each thing happened. Faults are logged too: the first of each kind, then every 1000th."""
 
-    listener: Callable[[str, int, dict[str, object]], object] | None = None
-    """Hears of the faults in place of the log: whoever counts them may be on the forward's path."""
-
-    def __init__(self) -> None:
-        """Nothing has happened."""
-        super().__init__()
-        self.fault_names: set[str] = set()
+    on_fault: Callable[[Fault, int, dict[str, object]], object] | None = None
+    """Gets the faults in place of the log: whoever counts them may be on the forward's path."""
+    watcher: Callable[[Fault, dict[str, object]], object] | None = None
+    """Called with every fault, logged or not."""
 
     @property
     def faults(self) -> dict[str, int]:
-        """How often each fault has happened."""
-        return {name: self[name] for name in tuple(self.fault_names)}
+        """How often each fault has happened, of those that have."""
+        return {name: count for name, count in tuple(self.items()) if name in FAULTS}
 
-    def noted(self, name: str) -> None:
-        """Count a fault of which an event of its own tells."""
+    def totals(self) -> dict[str, int]:
+        """Return all of them, by name."""
+        return {str(name): count for name, count in tuple(self.items())}
+
+    def count(self, name: CounterName, label: str) -> None:
+        """Count `name`, and `name.label` too if there is a label."""
         self[name] += 1
-        self.fault_names.add(name)
+        if label:
+            self[cast("CounterName", f"{name}.{label}")] += 1
 
-    def fault(self, name: str, **fields: Any) -> None:  # noqa: ANN401
-        """Count a fault and tell of it, with a bound on log volume."""
-        self.noted(name)
-        if self[name] % 1000 == 1:
-            if self.listener is not None:
-                self.listener(name, self[name], fields)
-                return
+    def fault(self, name: Fault, **fields: Any) -> None:  # noqa: ANN401
+        """Count a fault and report it, with a bound on log volume."""
+        self[name] += 1
+        if self.watcher is not None:
+            self.watcher(name, fields)
+        if self[name] % LOG_EVERY != 1:
+            return
+        if self.on_fault is not None:
+            self.on_fault(name, self[name], fields)
+        else:
             warn(name, seen=self[name], **fields)
+
+
+class _Stderr:
+    """A stream that may be closed or full: neither may stop whoever logs, a loop thread least of all."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.write(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.flush()
 
 
 def configure(level: str, form: Format = "console") -> None:
@@ -67,31 +91,30 @@ def configure(level: str, form: Format = "console") -> None:
             *last,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(cast("TextIO", _Stderr(sys.stderr))),
         cache_logger_on_first_use=False,
     )
 
 
-def tell(event: Event) -> None:
-    """Log a traced event, bound to its request; what says nothing is left out."""
-    said = {name: getattr(event, name) for name in event.__struct_fields__ if name not in _HIDDEN}
-    said = {name: value for name, value in said.items() if isinstance(value, bool) or value}
+def log_event(event: Event) -> None:
+    """Log a traced event, bound to its request, without its empty fields."""
+    message = {name: getattr(event, name) for name in event.__struct_fields__ if name not in _HIDDEN}
+    message = {name: value for name, value in message.items() if isinstance(value, bool) or value}
     if event.rank >= 0:
-        said["rank"] = event.rank
+        message["rank"] = event.rank
     else:
-        del said["rank"]
+        del message["rank"]
     name = str(event.__struct_config__.tag)
     if name == "fault":
-        name, said = str(said.pop("name")), said | dict(said.pop("fields", {}))
-        said.pop("fields", None)
-    said = {f"{key}_" if key in _TAKEN else key: printable(value) for key, value in said.items()}
-    bound = {key: said.pop(key) for key in _BOUND if key in said}
-    with contextlib.suppress(OSError, ValueError):  # a closed or full stderr must not stop the writer
-        structlog.get_logger("kvpipe").bind(**bound).log(event.level, name, **said)
+        name, message = str(message.pop("name")), message | dict(message.pop("fields", {}))
+        message.pop("fields", None)
+    message = {f"{key}_" if key in _TAKEN else key: printable(value) for key, value in message.items()}
+    bound = {key: message.pop(key) for key in _BOUND if key in message}
+    structlog.get_logger("kvpipe").bind(**bound).log(event.level, name, **message)
 
 
 def warn(name: str, **fields: object) -> None:
-    """Log a warning; a closed or full stderr does not matter."""
+    """Log a warning; a closed or full stream does not matter, also before `configure`."""
     with contextlib.suppress(OSError, ValueError):
         structlog.get_logger("kvpipe").warning(name, **fields)
 

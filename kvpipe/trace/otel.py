@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 OPEN_MAX = 100_000
 EVENTS_MAX = 128  # of one request
-_TOLD = (e.Lookup, e.LoadPlanned, e.SavePlanned, e.Preempted, e.Resumed, e.Recomputing)
+_EXPORTED = (e.Lookup, e.LoadPlanned, e.SavePlanned, e.Preempted, e.Resumed, e.Recomputing)
 _NS_PER_MS = 1_000_000
 
 
@@ -54,18 +54,18 @@ class OtelSink:
 
     def write(self, events: Sequence[e.Event]) -> str:
         """See `Sink`."""
-        told, why = each(events, self._tell)
-        self.lost += len(events) - len(told)
+        reported, why = each(events, self._export)
+        self.lost += len(events) - len(reported)
         return why
 
-    def _tell(self, event: e.Event) -> None:
+    def _export(self, event: e.Event) -> None:
         if isinstance(event, e.RequestDone):
             self._send(event, self._open.pop(event.request, []))
         elif isinstance(event, e.RequestAdded | e.RequestAdmitted):
             if event.request not in self._open and len(self._open) >= OPEN_MAX:
                 self._open.popitem(last=False)
             self._open.setdefault(event.request, []).append(event)
-        elif isinstance(event, _TOLD) and event.request in self._open:
+        elif isinstance(event, _EXPORTED) and event.request in self._open:
             self._open[event.request].append(event)
         if event.request in self._open:
             del self._open[event.request][EVENTS_MAX:]
@@ -95,9 +95,9 @@ class OtelSink:
 def _attributes(event: e.Event) -> dict[str, str | int | float | bool]:
     """Return what is particular to `event`; a dict's entries by their names."""
     common = set(e.Event.__struct_fields__)
-    said: dict[str, str | int | float | bool] = {}
+    message: dict[str, str | int | float | bool] = {}
     for name in event.__struct_fields__:
         value = getattr(event, name)
         if name not in common:
-            said.update({f"{name}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {name: value})
-    return said
+            message.update({f"{name}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {name: value})
+    return message

@@ -6,8 +6,8 @@ import logging
 import sys
 from pathlib import Path
 
-from kvpipe import tables
-from kvpipe.misses import REASONS
+from kvpipe import doc_tables
+from kvpipe.cache.miss_reasons import REASONS
 from kvpipe.trace.events import EVENTS, Event, Transition
 
 PAGE = Path(__file__).parents[2] / "docs" / "tracing.md"
@@ -19,20 +19,20 @@ def events_table() -> str:
     for name, kind in EVENTS.items():
         common = (Transition if issubclass(kind, Transition) else Event).__struct_fields__
         fields = ", ".join(f"`{field}`" for field in kind.__struct_fields__ if field not in common)
-        says = str(kind.__doc__).strip().split("\n\n", maxsplit=1)[0].replace("\n", " ")
-        rows.append(f"| `{name}` | {logging.getLevelName(kind.level).lower()} | {says} | {fields} |")
+        sentence = str(kind.__doc__).strip().split("\n\n", maxsplit=1)[0].replace("\n", " ")
+        rows.append(f"| `{name}` | {logging.getLevelName(kind.level).lower()} | {sentence} | {fields} |")
     return "\n".join(rows) + "\n"
 
 
 def reasons_table() -> str:
     """Return a row per reason of a miss."""
     rows = ["| reason | it means |", "|---|---|"]
-    return "\n".join([*rows, *(f"| `{why}` | {says} |" for why, says in REASONS.items())]) + "\n"
+    return "\n".join([*rows, *(f"| `{why}` | {sentence} |" for why, sentence in REASONS.items())]) + "\n"
 
 
 def fill(text: str) -> str:
     """Return the page's text with its tables as the code has them."""
-    return tables.fill(text, {"events": events_table(), "reasons": reasons_table()})
+    return doc_tables.fill(text, {"events": events_table(), "reasons": reasons_table()})
 
 
 if __name__ == "__main__":

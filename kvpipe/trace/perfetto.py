@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvpipe.trace.drawn import plain, written
 from kvpipe.trace.events import SCHEDULER, Event
-from kvpipe.trace.timeline import (
+from kvpipe.trace.spans import (
     FORWARDS,
     LIFE,
     LOADS,
@@ -22,9 +22,9 @@ from kvpipe.trace.timeline import (
     Bundle,
     Span,
     Timeline,
-    spans,
     tag_of,
 )
+from kvpipe.trace.timeline import spans
 
 _NS_PER_US = 1_000
 _THREADS = {REQUESTS: 1, NOTES: 2, FORWARDS: 3, LOADS: 1000, SAVES: 2000}
@@ -98,6 +98,6 @@ def _lives_of(timeline: Timeline) -> Iterator[Bundle]:
 
 def _args(timeline: Timeline, span: Span) -> dict[str, object]:
     """Return all fields of the events that a span was made of, the earlier's by its tag where there are several."""
-    told = [(timeline.events[i], tag_of(timeline.events[i])) for i in span.events]
-    fields = [(tag, {name: plain(getattr(event, name)) for name in event.__struct_fields__}) for event, tag in told]
+    reported = [(timeline.events[i], tag_of(timeline.events[i])) for i in span.events]
+    fields = [(tag, {name: plain(getattr(event, name)) for name in event.__struct_fields__}) for event, tag in reported]
     return fields[0][1] if len(fields) == 1 else dict(fields)

@@ -1,4 +1,4 @@
-"""Reads traces as they are: cut off, mixed with other lines, of other versions. What they say never raises."""
+"""Reads traces as they are: cut off, mixed with other lines, of other versions. Their content never raises."""
 
 from __future__ import annotations
 

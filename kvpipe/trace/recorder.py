@@ -1,4 +1,4 @@
-"""From whoever has something to tell to the trace file and the log: a bounded queue, and one thread that writes.
+"""Events on their way to the trace file and the log: a bounded queue, and one thread that writes.
 
 `Recorder.put` appends to a deque and wakes nobody (the writer looks every 50 ms), so it costs the caller less than a
 microsecond whatever the disk does. What does not fit is counted, and the trace says so where it is missing.
@@ -22,7 +22,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from kvpipe.loop import bind_this_thread
+from kvpipe.cores import bind_this_thread
 from kvpipe.statemachine.core import Cursor, Edge, State
 from kvpipe.trace import log
 from kvpipe.trace.events import SCHEDULER, Dropped, Ended, Event, Fault, Started, Taken
@@ -42,7 +42,7 @@ _T = TypeVar("_T")
 
 
 class Recorder:
-    """What one side of one process tells. `lifecycle` and `detail` say what is worth telling; both are read only."""
+    """Records the events of one side of one process. `lifecycle` and `detail`: which kinds; both are read only."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Recorder:
     ) -> None:
         """`lifecycle`: two events per request. `transitions`: also requests' moves. `detail`: everything.
 
-        `sample`: the share of requests of which `transitions` and `detail` tell, by their ids.
+        `sample`: the share of requests whose `transitions` and `detail` are recorded, by their ids.
         """
         self.rank, self.lifecycle, self.transitions, self.detail = rank, lifecycle, transitions, detail
         self._share = int(sample * _HASH_MAX)
@@ -67,10 +67,10 @@ class Recorder:
         self.request, self.epoch, self.step = "", 0, 0
 
     def put(self, event: Event) -> None:
-        """Tell `event`, or count it as dropped. Any thread."""
+        """Record `event`, or count it as dropped. Any thread."""
         if len(self._queue) < self._max:
             if self._gap:
-                self._tell_gap()
+                self._report_gap()
             self._queue.append(event)
         else:
             self._gap += 1
@@ -79,11 +79,11 @@ class Recorder:
     def took(
         self, request: str, epoch: int, step: int, cursor: Cursor, number: int, was: State, edge: Edge, why: str = ""
     ) -> None:
-        """Tell that `cursor`, which the trace calls `number`, took `edge` in state `was`."""
+        """Record that `cursor`, which is `number` in the trace, took `edge` in state `was`."""
         queue = self._queue
         if len(queue) < self._max:
             if self._gap:
-                self._tell_gap()
+                self._report_gap()
             queue.append(Taken(monotonic_ns(), request, epoch, step, cursor.machine, number, was, edge, why))
         else:
             self._gap += 1
@@ -112,12 +112,12 @@ class Recorder:
         return {"queue": self.dropped, "sink": self.lost}
 
     def end(self, dropped: int) -> None:
-        """Tell that nothing comes any more; there is room for that in a full queue too."""
+        """Record the end of this side's events; a full queue has room for that too."""
         if self._gap:
-            self._tell_gap()
+            self._report_gap()
         self._queue.append(Ended(monotonic_ns(), self.rank, "", 0, self.step, dropped=dropped))
 
-    def _tell_gap(self) -> None:
+    def _report_gap(self) -> None:
         """Say how many events are missing here."""
         count, self._gap = self._gap, 0
         self._queue.append(Dropped(*self.of("", 0), count=count, why="the queue was full"))
@@ -127,21 +127,21 @@ class Recorder:
         return self._share >= _HASH_MAX or zlib.crc32(request.encode("utf-8", "surrogatepass")) < self._share
 
     def about(self, request: str, epoch: int) -> None:
-        """What is told without a request of its own, of slots and chunks, is told of this one from now on."""
+        """Set the request that later events of slots and chunks are attributed to."""
         self.request, self.epoch = request, epoch
 
     def of(self, request: str, epoch: int) -> tuple[int, int, str, int, int]:
-        """What every event says first, of a request: now, rank, request, epoch, step."""
+        """The leading fields of a request's events: now, rank, request, epoch, step."""
         return monotonic_ns(), self.rank, request, epoch, self.step
 
     def fault(self, name: str, seen: int, fields: dict[str, object]) -> None:
-        """Tell of a fault; `seen` is how often it has happened."""
-        said = {key: str(value)[:400] for key, value in fields.items() if key != "request"}
-        self.put(Fault(*self.of(str(fields.get("request", "")), 0), name=name, seen=seen, fields=said))
+        """Record a fault; `seen` is how often it has happened."""
+        message = {key: str(value)[:400] for key, value in fields.items() if key != "request"}
+        self.put(Fault(*self.of(str(fields.get("request", "")), 0), name=name, seen=seen, fields=message))
 
 
 OFF = Recorder(queue_events_max=0)
-"""Tells nothing."""
+"""Records nothing."""
 
 
 class Sink(Protocol):
@@ -164,7 +164,7 @@ def each(events: Sequence[Event], do: Callable[[Event], _T]) -> tuple[list[_T], 
         try:
             made.append(do(event))
         except Exception as error:  # noqa: BLE001  (a bad one is lost alone)
-            why = f"{type(event).__name__} cannot be told: {error!r}"[:_WHY_CHARS_MAX]
+            why = f"{type(event).__name__} cannot be recorded: {error!r}"[:_WHY_CHARS_MAX]
     return made, why
 
 
@@ -174,7 +174,7 @@ class Writer:
     def __init__(
         self, recorder: Recorder, sinks: Iterable[Sink], engine: str, cpus: frozenset[int] = frozenset()
     ) -> None:
-        """Start the thread, on `cpus` if any are given. `engine` is told with every event."""
+        """Start the thread, on `cpus` if any are given. `engine` is part of every event."""
         self._cpus = cpus
         self._recorder, self._sinks, self._engine = recorder, tuple(sinks), engine
         self._wall_ns = time.time_ns() - monotonic_ns()
@@ -243,7 +243,7 @@ class FileSink:
         self._fd = -1
         self._regular = True
         self.lost = 0
-        self._untold = 0  # of those: the file does not say yet that they are missing
+        self._unreported = 0  # of those: not yet reported in the file
         self._why = ""
 
     def write(self, events: Sequence[Event]) -> str:
@@ -254,9 +254,9 @@ class FileSink:
             self._loses(len(events) - whole, odd)
         try:
             self._open(events[0])
-            if self._untold:
+            if self._unreported:
                 at = events[0]
-                gap = Dropped(at.t_ns, at.rank, "", 0, at.step, at.wall_ns, at.engine, self._untold, self._why)
+                gap = Dropped(at.t_ns, at.rank, "", 0, at.step, at.wall_ns, at.engine, self._unreported, self._why)
                 lines.insert(0, self._encoder.encode(gap))
             self._put(lines)
         except Exception as error:  # noqa: BLE001  (whatever it was, the next line says how many are missing)
@@ -264,11 +264,11 @@ class FileSink:
             if not isinstance(error, OSError) or error.errno not in _PASSING:
                 self.close()  # opened anew with the next events
             return self._why
-        self._untold = 0
+        self._unreported = 0
         return odd
 
     def _loses(self, count: int, why: str) -> None:
-        self.lost, self._untold, self._why = self.lost + count, self._untold + count, why
+        self.lost, self._unreported, self._why = self.lost + count, self._unreported + count, why
 
     def close(self) -> None:
         """See `Sink`."""
@@ -341,7 +341,7 @@ def _locked(fd: int) -> bool:
 
 
 class LogSink:
-    """Tells the operator: kvpipe's structured log, at its level; at most two lines per request at `info`."""
+    """The operator's view: kvpipe's structured log, at its level; at most two lines per request at `info`."""
 
     def __init__(self, level: int) -> None:
         """`level`: of Python's `logging`."""
@@ -350,12 +350,12 @@ class LogSink:
         self._seen: Counter[str] = Counter()
 
     def write(self, events: Sequence[Event]) -> str:
-        """See `Sink`. Of what may come by the thousand, the first is told and every thousandth."""
-        told, why = each(events, self._tell)
-        self.lost += len(events) - len(told)
+        """See `Sink`. Of frequent kinds the first is logged, then every thousandth."""
+        reported, why = each(events, self._deliver)
+        self.lost += len(events) - len(reported)
         return why
 
-    def _tell(self, event: Event) -> None:
+    def _deliver(self, event: Event) -> None:
         if event.level < self._level:
             return
         if event.throttled:
@@ -363,7 +363,7 @@ class LogSink:
             self._seen[name] += 1
             if self._seen[name] % THROTTLE != 1:
                 return
-        log.tell(event)
+        log.log_event(event)
 
     def close(self) -> None:
         """Nothing is held."""

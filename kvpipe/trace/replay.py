@@ -37,6 +37,7 @@ class Replay:
         self.transitions = self.no_ops = self.cursors = self.dropped = 0
         self.problems: list[str] = []
         self.more_problems = 0
+        self._machines: dict[tuple[str, int], Compiled] = {}
         self._at: dict[Position, State] = {}
         self._layers: dict[tuple[str, int], int] = {}
         self._complete: dict[tuple[str, int], bool] = {}  # whether all of a process's transitions are in the trace
@@ -107,7 +108,7 @@ class Replay:
         elif edge.to.name != event.now:
             self._problem(f"{at}: {event.on} leads from {here.name} to {edge.to.name}, not to {event.now}")
         elif isinstance(event, NoOp) == edge.moves:
-            self._problem(f"{at}: {event.on} in {here.name} is told as {'a no-op' if edge.moves else 'a move'}")
+            self._problem(f"{at}: {event.on} in {here.name} is recorded as {'a no-op' if edge.moves else 'a move'}")
         self.transitions += not isinstance(event, NoOp)
         self.no_ops += isinstance(event, NoOp)
         self._at[at] = machine.states.get(event.now, here)
@@ -121,7 +122,10 @@ class Replay:
         if machine.layered and not layers:
             self._problem(f"{at}: no line says how many layers its engine has")
             return None
-        return machine.compile(layers)
+        compiled = self._machines.get((machine.name, layers))
+        if compiled is None:
+            compiled = self._machines[machine.name, layers] = machine.compile(layers)
+        return compiled
 
     def _problem(self, said: str) -> None:
         if len(self.problems) < PROBLEMS_MAX:

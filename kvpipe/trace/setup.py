@@ -9,8 +9,8 @@ from pathlib import Path
 
 from kvpipe import __version__, files
 from kvpipe.config import Settings
+from kvpipe.cores import spare_cpus
 from kvpipe.errors import ConfigError
-from kvpipe.loop import spare_cpus
 from kvpipe.trace.events import SCHEDULER, Started
 from kvpipe.trace.log import warn
 from kvpipe.trace.recorder import FileSink, LogSink, Recorder, Sink, Writer
@@ -41,7 +41,7 @@ def check_trace_file(path: Path) -> None:
 
 
 def tracing(settings: Settings, engine: str, side: str, rank: int, layers: int) -> tuple[Recorder, Writer]:
-    """Return the recorder of one side of one process, and the thread that writes what it hears."""
+    """Return the recorder of one side of one process, and the thread that writes its events."""
     level = getattr(logging, settings.log_level.upper())
     to_file, debug = settings.trace_file is not None, level <= logging.DEBUG
     detail = debug or (to_file and settings.trace_level == "debug")

@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvpipe.misses import REASONS
+from kvpipe.cache.miss_reasons import REASONS
+from kvpipe.statemachine import copy
 from kvpipe.trace import events as e
 from kvpipe.trace.log import bounded, printable
 from kvpipe.trace.reader import Trace, files_of
@@ -35,7 +36,7 @@ _COMMON = frozenset(e.Event.__struct_fields__)
 _NS_PER_MS = 1e6
 
 
-class Row(NamedTuple):
+class RequestRow(NamedTuple):
     """One finished request, as the table of the slowest shows it. Ordered by how long it lived."""
 
     lived_ms: float
@@ -54,7 +55,7 @@ class Overview:
     def __init__(self, slowest: int = SLOWEST) -> None:
         """`slowest`: how many requests to keep."""
         self._keep = slowest
-        self._slowest: list[Row] = []
+        self._slowest: list[RequestRow] = []
         self._admitted: dict[tuple[str, str], e.RequestAdmitted] = {}
         self.engines: Counter[str] = Counter()
         self.done = self.events = self.dropped = 0
@@ -62,7 +63,7 @@ class Overview:
         self.misses: Counter[str] = Counter()
         self.missed_tokens: Counter[str] = Counter()
         self._wrong: Counter[str] = Counter()
-        self._seen: dict[tuple[str, int, str], int] = {}  # what each side's counter of a fault stood at when last told
+        self._seen: dict[tuple[str, int, str], int] = {}  # each side's counter of a fault, at its last event
         self.first_ns, self.last_ns = 0, 0
 
     def feed(self, event: e.Event) -> None:
@@ -95,7 +96,7 @@ class Overview:
         return counts
 
     @property
-    def slowest(self) -> list[Row]:
+    def slowest(self) -> list[RequestRow]:
         """The slowest requests, the slowest first."""
         return sorted(self._slowest, reverse=True)
 
@@ -114,7 +115,7 @@ class Overview:
         self.done += 1
         began = self._admitted.pop((event.engine, event.request), None)
         waited, hit = (began.waited_ms, sum(began.hit_tokens.values())) if began is not None else (event.lived_ms, 0)
-        row = Row(
+        row = RequestRow(
             event.lived_ms, event.request, waited, event.loading_ms, event.prompt_tokens, hit, event.preemptions,
             event.status,
         )  # fmt: skip
@@ -135,7 +136,7 @@ def show(path: Path, request: str, console: Console, slowest: int = SLOWEST, *, 
 
 
 def _is_of_interest(line: bytes) -> bool:
-    """Whether the overview needs `line`, or nobody can tell."""
+    """Whether the overview needs `line`, or it cannot be known."""
     return line.startswith(_OVERVIEW) or not line.startswith(b'{"event":"')
 
 
@@ -214,11 +215,11 @@ def _waterfall(name: str, events: list[e.Event], console: Console, *, every: boo
     lines = sorted(_each(events) if every else _phases(events))
     scale = (_BAR - 1) / max(1, end - begin)
     console.print(f"[bold]request {_safe(name)}[/], {(end - begin) / _NS_PER_MS:.1f} ms", highlight=False)
-    for first, last, what, said in lines:
+    for first, last, what, message in lines:
         at = int((first - begin) * scale)
         bar = " " * at + "━" * max(1, round((min(last, end) - first) * scale))
         console.print(
-            f"{(first - begin) / _NS_PER_MS:10.2f} ms  [cyan]{bar[:_BAR]:{_BAR}}[/]  [bold]{what:18}[/] {said}",
+            f"{(first - begin) / _NS_PER_MS:10.2f} ms  [cyan]{bar[:_BAR]:{_BAR}}[/]  [bold]{what:18}[/] {message}",
             highlight=False, markup=True, no_wrap=True, overflow="ellipsis",
         )  # fmt: skip
 
@@ -246,12 +247,12 @@ def _phases(events: list[e.Event]) -> Iterator[Line]:
     for (machine, job), moves in jobs.items():
         plan = planned.get(job)
         ranks = {one.rank for one in moves}
-        layers = sum(isinstance(one, e.LayerLanded) for one in moves) // len(ranks)
-        ends = {f"{one.now} {one.why}".strip() for one in moves if not isinstance(one, e.LayerLanded)}
+        layers = sum(one.on == copy.LANDED_NEXT for one in moves) // len(ranks)
+        ends = {f"{one.now} {one.why}".strip() for one in moves if isinstance(one, (e.Finalized, e.Failed, e.Aborted))}
         blocks = f"{plan.pages} blocks, " if plan is not None else ""
         end = _safe(", ".join(sorted(ends))) or "not over"
-        said = f"job {job}: {blocks}{layers} layers on {len(ranks)} rank{'s' * (len(ranks) > 1)}, {end}"
-        yield plan.t_ns if plan is not None else moves[0].t_ns, moves[-1].t_ns, machine, said
+        message = f"job {job}: {blocks}{layers} layers on {len(ranks)} rank{'s' * (len(ranks) > 1)}, {end}"
+        yield plan.t_ns if plan is not None else moves[0].t_ns, moves[-1].t_ns, machine, message
 
 
 def _each(events: list[e.Event]) -> Iterator[Line]:
@@ -263,11 +264,11 @@ def _each(events: list[e.Event]) -> Iterator[Line]:
 
 
 def _fields(event: e.Event) -> str:
-    said = ((key, getattr(event, key)) for key in event.__struct_fields__ if key not in _COMMON)
-    return _safe(" ".join(f"{key}={value}" for key, value in said if value not in ("", 0, {}, [])))
+    message = ((key, getattr(event, key)) for key in event.__struct_fields__ if key not in _COMMON)
+    return _safe(" ".join(f"{key}={value}" for key, value in message if value not in ("", 0, {}, [])))
 
 
-def _slowest(rows: list[Row]) -> Table:
+def _slowest(rows: list[RequestRow]) -> Table:
     table = Table(title="slowest requests", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("lived\nms", "waited\nms", "loading\nms", "prompt\ntokens", "hit\ntokens", "pre-\nempted"):
         table.add_column(heading, justify="right", no_wrap=True)

@@ -13,7 +13,8 @@ from typing import Any
 
 from kvpipe.trace.drawn import plain, written
 from kvpipe.trace.events import Event
-from kvpipe.trace.timeline import MARKS, Timeline, spans, tag_of
+from kvpipe.trace.spans import MARKS, Timeline, tag_of
+from kvpipe.trace.timeline import spans
 
 FORMAT = 1
 _TEMPLATE = "timeline.html"
@@ -52,7 +53,7 @@ class _Strings(dict[str, int]):
 
 
 def _columns(timeline: Timeline) -> dict[str, object]:
-    """Return the timeline by columns, and the events that it shows; columns of one value are told once."""
+    """Return the timeline by columns, and the events that it shows; a column of one value holds it once."""
     strings = _Strings()
     kinds = _Strings()
     shown = sorted({i for span in timeline.spans for i in span.events}, key=lambda i: (tag_of(timeline.events[i]), i))

@@ -1,7 +1,11 @@
 """The transfer protocol: what the pipeline asks of an engine, and what an engine owes it.
 
-An engine copies one layer of one batch of jobs per submission. It completes submissions of one direction in the
-order in which they were submitted, each exactly once, from any thread. It never raises out of `prepare` and `submit`.
+An engine copies one layer of one batch of jobs per submission. It completes the submissions of one plan in the order in
+which they were submitted, each exactly once, from any thread. It never raises out of `prepare` and `submit`.
+
+The engine orders copies against the caller's compute, and nothing else. *Slots are ordered by the host*: a load from a
+slot is submitted after its save's completion was notified, and a save to a slot after that of its loads. So no engine
+makes a load wait for a save or a save for a load.
 """
 
 from __future__ import annotations
@@ -15,14 +19,15 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvpipe.plan import ROW_BYTES, Job, table_of
+from kvpipe.messages import ROW_BYTES, Job, table_of
 
 if TYPE_CHECKING:
     from kvpipe.geometry import Geometry
-    from kvpipe.tiers.memory import HostPool
     from kvpipe.transfer.pages import PageView
+    from kvpipe.transfer.pool import HostPool
 
 NO_JOBS: frozenset[int] = frozenset()
+"""What a copy that has gone well says has failed."""
 
 
 class Direction(IntEnum):
@@ -42,7 +47,7 @@ class Run(NamedTuple):
     pages: int
 
 
-class Span(NamedTuple):
+class SlotSpan(NamedTuple):
     """`pages` adjacent pages of one slot, from `page` on, and the block of each: contiguous on the host side.
 
     `adjacent`: the blocks are so too, from `block` on.
@@ -60,7 +65,7 @@ class CopyPlan:
     """The rows of a batch of jobs per cache group, merged. Compiled once per step, used by every layer.
 
     `rows[g]` is an (n, 3) array of slot, page and block, `cuts[g]` where a new span begins in it, and `runs[g]` an
-    (m, 5) array of `Run`s: an engine takes what suits it.
+    (m, 5) array with a `Run` in each row: an engine takes what suits it.
     """
 
     __slots__ = ("_spans", "cuts", "direction", "jobs", "mark", "mover", "rows", "runs")
@@ -70,7 +75,7 @@ class CopyPlan:
         self.direction, self.jobs = direction, tuple(jobs)
         self.mark: object = None  # the engine's own
         self.mover = ""  # how the engine moves it, for the trace
-        self._spans: dict[int, list[Span]] = {}
+        self._spans: dict[int, list[SlotSpan]] = {}
         rows = table_of(jobs).astype(np.int64)
         owners = np.repeat(np.array([job.id for job in jobs], np.int64), [len(job.rows) // ROW_BYTES for job in jobs])
         if groups == 1:
@@ -86,7 +91,7 @@ class CopyPlan:
         """Return the runs of `group` as plain tuples."""
         return [Run(*row) for row in self.runs[group].tolist()]
 
-    def spans(self, group: int) -> list[Span]:
+    def spans(self, group: int) -> list[SlotSpan]:
         """Return the spans of `group`. Made when they are first asked for."""
         made = self._spans.get(group)
         if made is None:
@@ -108,10 +113,10 @@ def _merge(
     return runs, np.flatnonzero(np.append(len(rows) > 0, ~same_span)[: len(rows)])
 
 
-def _span(part: npt.NDArray[np.int64]) -> Span:
+def _span(part: npt.NDArray[np.int64]) -> SlotSpan:
     blocks = np.ascontiguousarray(part[:, 2])
     slot, page, block = part[0].tolist()
-    return Span(slot, page, len(part), block, bool((np.diff(blocks) == 1).all()), blocks)
+    return SlotSpan(slot, page, len(part), block, bool((np.diff(blocks) == 1).all()), blocks)
 
 
 class Ticket:
@@ -175,14 +180,14 @@ class TransferEngine(Protocol):
     def attach(self, views: Sequence[PageView], geometry: Geometry, pool: HostPool) -> None:
         """Bind the paged cache (one view per layer, in `geometry.layers` order) and the pool."""
 
-    def claim(self, address: int, size: int) -> None:
-        """Whole slots of the pool are in memory and will be used: pin them, say. Harmless when repeated; on any thread.
+    def claim(self, address: int, size: int) -> bool:
+        """Whole slots of the pool are in memory: pin them, say. Returns whether they may be used; ask again if not.
 
-        Never raises: what cannot be claimed can be copied to and from all the same.
+        Pieces come in the order of their slots. Harmless when repeated; on any thread. Never raises.
         """
 
     def prepare(self, plan: CopyPlan) -> None:
-        """A step begins. What the caller has computed so far is all that a load of `plan` may not overwrite."""
+        """Called at step start. Order the loads of `plan` after all compute enqueued so far."""
 
     def submit(self, plan: CopyPlan, ticket: Ticket) -> None:
         """Copy layer `ticket.layer` of `plan`; complete the ticket when the bytes have landed.
@@ -195,7 +200,7 @@ class TransferEngine(Protocol):
         """Order the caller's next compute after the copy. CPU: wait. CUDA: the compute stream waits."""
 
     def reached(self, ticket: Ticket) -> object:
-        """A reader has come to a layer that has landed: an engine that holds others back may begin the next."""
+        """Notification: attention reached a completed layer; the engine may launch its next wave."""
 
     def fence(self, ticket: Ticket, timeout_s: float) -> bool:
         """Order later writes to the paged blocks after the copy has read them."""

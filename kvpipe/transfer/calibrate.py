@@ -1,8 +1,10 @@
 """Which way is the fastest: measured once at start-up, on the engine's own streams, pool and bays.
 
-Each mover gets a cost model of three numbers, ``us = fixed + copies * copy_us + bytes * byte_us``, from three measured
-plans: one page; pages none of which is adjacent to another; whole chunks. A plan then goes the way that the models
-say is the quickest; between near-equals the one that takes no multiprocessor from the forward wins.
+Each mover gets two cost models of three numbers, ``us = fixed + copies * copy_us + bytes * byte_us``: until the bytes
+have landed, and until they are read, which is what compute waits for before it reuses a save's blocks. They come from
+three measured plans: one page; pages none of which is adjacent to another; whole chunks. A plan then goes the way that
+the models say is the first to have read, of those that land about as soon as the quickest; between near-equals the one
+that takes no multiprocessor from the forward wins.
 """
 
 from __future__ import annotations
@@ -18,12 +20,12 @@ import structlog
 import torch
 
 from kvpipe.geometry import Geometry, Group, Layer
-from kvpipe.plan import Job, Kind
-from kvpipe.tiers.memory import HostPool
+from kvpipe.messages import Job, Kind
 from kvpipe.transfer.base import CopyPlan, Direction
 from kvpipe.transfer.device import Device
-from kvpipe.transfer.movers import Lane, Layout, Mover
+from kvpipe.transfer.movers import DirectionQueues, Layout, Mover
 from kvpipe.transfer.pages import view_pages
+from kvpipe.transfer.pool import HostPool
 
 log = structlog.get_logger("kvpipe.transfer")
 
@@ -33,6 +35,8 @@ PAGES_MAX: Final = 256
 BYTES_MAX: Final = 16 << 20
 BURDEN: Final[Mapping[Mover, float]] = {Mover.DMA: 1.0, Mover.STAGED: 1.05, Mover.DIRECT: 1.25}
 """What a mover's microseconds weigh: a staged copy runs two short kernels, a direct one holds multiprocessors."""
+LATE: Final = 1.25
+"""So much later than the quickest may bytes land for blocks to be free sooner: the bus stays three quarters full."""
 
 
 class Cost(NamedTuple):
@@ -52,7 +56,7 @@ class Cost(NamedTuple):
         return 1e-3 / self.byte_us if self.byte_us else 0.0
 
 
-class Sample(NamedTuple):
+class Measurement(NamedTuple):
     """A measured plan."""
 
     copies: int
@@ -60,10 +64,24 @@ class Sample(NamedTuple):
     us: float
 
 
-Costs = dict[Direction, dict[Mover, Cost]]
+class Way(NamedTuple):
+    """What a mover costs until the bytes have landed, and until they are read. Of a load both are the same."""
+
+    landed: Cost
+    read: Cost
 
 
-def fit(samples: Iterable[Sample]) -> Cost:
+class Took(NamedTuple):
+    """Microseconds from a submission to the host's knowing that the bytes are read, and that they have landed."""
+
+    landed_us: float
+    read_us: float
+
+
+Costs = dict[Direction, dict[Mover, Way]]
+
+
+def fit(samples: Iterable[Measurement]) -> Cost:
     """Fit a cost to samples; no part of it is negative.
 
     By least squares over the parts that come out positive; a negative part is noise and is set to zero.
@@ -94,16 +112,15 @@ def copies_of(layout: Layout, plan: CopyPlan, mover: Mover) -> tuple[int, int]:
     return copies, size
 
 
-def choose(costs: Mapping[Mover, Cost], layout: Layout, plan: CopyPlan) -> Mover:
-    """Return the quickest mover for `plan`."""
+def choose(ways: Mapping[Mover, Way], layout: Layout, plan: CopyPlan) -> Mover:
+    """Return the mover for `plan`: the first to have read, of those that land not much later than the quickest."""
+    counts = {mover: copies_of(layout, plan, mover) for mover in ways}
+    landed = {mover: way.landed.of(*counts[mover]) * BURDEN[mover] for mover, way in ways.items()}
+    in_time = [mover for mover in ways if landed[mover] <= LATE * min(landed.values())]
+    return min(in_time, key=lambda mover: (ways[mover].read.of(*counts[mover]) * BURDEN[mover], landed[mover]))
 
-    def weighed(mover: Mover) -> float:
-        return costs[mover].of(*copies_of(layout, plan, mover)) * BURDEN[mover]
 
-    return min(costs, key=weighed)
-
-
-class _Bench:
+class _ScratchLayer:
     """One layer of scratch pages in device memory, and the pool's first slots."""
 
     def __init__(self, device: Device, page_bytes: int, pages_per_chunk: int, pool: HostPool, slots: int) -> None:
@@ -125,7 +142,7 @@ class _Bench:
 
 def measure(
     device: Device,
-    lanes: Mapping[Direction, Lane],
+    lanes: Mapping[Direction, DirectionQueues],
     layout: Layout,
     movers: Iterable[Mover],
     slots: int,
@@ -138,7 +155,7 @@ def measure(
     """
     size = min(view.page_bytes for view in layout.views)
     layer = next(i for i, view in enumerate(layout.views) if view.page_bytes == size)
-    bench = _Bench(device, size, layout.geometry.pages_per_chunk[layout.groups[layer]], layout.pool, slots)
+    bench = _ScratchLayer(device, size, layout.geometry.pages_per_chunk[layout.groups[layer]], layout.pool, slots)
     open_ways = [mover for mover in movers if _is_right(lanes, bench, mover)]  # compiles kernels: not in anybody's time
     for lane in lanes.values():
         lane.warm(staged=Mover.STAGED in open_ways, direct=Mover.DIRECT in open_ways)
@@ -149,13 +166,12 @@ def measure(
         plans = [
             bench.plan(direction, n, holes=h) for n, h in ((1, False), (bench.blocks, True), (bench.blocks, False))
         ]
-        costs[direction][mover] = fit(
-            _sample(lanes[direction], bench, mover, plan, deadline, len(layout.views)) for plan in plans
-        )
+        samples = [_sample(lanes[direction], bench, mover, plan, deadline, len(layout.views)) for plan in plans]
+        costs[direction][mover] = Way(*(fit(each) for each in zip(*samples, strict=True)))
     return costs
 
 
-def _is_right(lanes: Mapping[Direction, Lane], bench: _Bench, mover: Mover) -> bool:
+def _is_right(lanes: Mapping[Direction, DirectionQueues], bench: _ScratchLayer, mover: Mover) -> bool:
     try:
         return _check(lanes, bench, mover)
     except Exception as error:  # noqa: BLE001  (whatever it is, this way is not open)
@@ -163,7 +179,7 @@ def _is_right(lanes: Mapping[Direction, Lane], bench: _Bench, mover: Mover) -> b
         return False
 
 
-def _check(lanes: Mapping[Direction, Lane], bench: _Bench, mover: Mover) -> bool:
+def _check(lanes: Mapping[Direction, DirectionQueues], bench: _ScratchLayer, mover: Mover) -> bool:
     """Whether pages that are saved, wiped and loaded again are what they were."""
     own = torch.Generator().manual_seed(0)  # vLLM's is not ours to draw from
     pattern = torch.randint(0, 256, bench.cache.shape, dtype=torch.uint8, generator=own)
@@ -177,11 +193,8 @@ def _check(lanes: Mapping[Direction, Lane], bench: _Bench, mover: Mover) -> bool
     return torch.equal(bench.cache.cpu(), want)
 
 
-def _run(lane: Lane, bench: _Bench, mover: Mover, plan: CopyPlan, layers: int = 1) -> float:
-    """Return the microseconds from the submission to the host's knowing that the bytes have landed.
-
-    A plan is prepared once for all of its `layers`: each bears its share.
-    """
+def _run(lane: DirectionQueues, bench: _ScratchLayer, mover: Mover, plan: CopyPlan, layers: int = 1) -> Took:
+    """Copy once. A plan is prepared once for all of its `layers`: each bears its share."""
     own = lane.over(bench.layout)
     began = time.perf_counter()
     prepared = own.prepare(plan, mover, None)
@@ -190,13 +203,22 @@ def _run(lane: Lane, bench: _Bench, mover: Mover, plan: CopyPlan, layers: int = 
     start = own.device.current_stream().record_event()
     began = time.perf_counter()
     own.queue(plan, prepared, [0], start)
+    read = 0.0
+    if mover is Mover.STAGED and plan.direction is Direction.SAVE:
+        own.kernel.synchronize()  # all is in the bays: read, and not landed
+        read = time.perf_counter()
     own.synchronize()
-    return (time.perf_counter() - began + share) * 1e6
+    landed = time.perf_counter()
+    read = read or landed
+    return Took((landed - began + share) * 1e6, (read - began + share) * 1e6)
 
 
-def _sample(lane: Lane, bench: _Bench, mover: Mover, plan: CopyPlan, deadline: float, layers: int) -> Sample:
+def _sample(
+    lane: DirectionQueues, bench: _ScratchLayer, mover: Mover, plan: CopyPlan, deadline: float, layers: int
+) -> list[Measurement]:
+    """Return what `Way` is fitted to: the medians of landing, and of reading."""
     took = [_run(lane, bench, mover, plan, layers)]
     while len(took) < REPEATS and time.monotonic() < deadline:
         took.append(_run(lane, bench, mover, plan, layers))
     copies, size = copies_of(bench.layout, plan, mover)
-    return Sample(copies, size, median(took))
+    return [Measurement(copies, size, median(each)) for each in zip(*took, strict=True)]

@@ -17,11 +17,11 @@ import numpy.typing as npt
 import structlog
 import torch
 
+from kvpipe.cores import bind_this_thread
 from kvpipe.geometry import Geometry
-from kvpipe.loop import bind_this_thread
-from kvpipe.tiers.memory import HostPool
 from kvpipe.transfer.base import NO_JOBS, CopyPlan, Direction, Ticket
 from kvpipe.transfer.pages import PageView
+from kvpipe.transfer.pool import HostPool
 
 log = structlog.get_logger("kvpipe.transfer")
 
@@ -39,7 +39,7 @@ class CpuEngine:
     def __init__(self, threads: int, cpus: frozenset[int] = frozenset()) -> None:
         """`threads`: 0 or 1 per direction. `cpus`: cores that the threads may use; empty: any."""
         self._threads, self._cpus = threads, cpus
-        self._lanes: dict[Direction, _Lane] = {}
+        self._lanes: dict[Direction, _CopyThread] = {}
         self._views: tuple[PageView, ...] = ()
         self._closed = False
         self._begins = threading.Lock()  # guards what is abandoned against what is begun
@@ -51,8 +51,9 @@ class CpuEngine:
         self._words = tuple(map(_as_words, self._views))
         self._host_bytes = pool.tensor.view(-1).numpy()
 
-    def claim(self, address: int, size: int) -> None:
+    def claim(self, address: int, size: int) -> bool:  # noqa: ARG002
         """See `TransferEngine.claim`. Memory is all that is needed."""
+        return True
 
     def prepare(self, plan: CopyPlan) -> None:
         """See `TransferEngine.prepare`. The caller computes on the host: nothing of it is still to come."""
@@ -66,7 +67,7 @@ class CpuEngine:
         else:
             lane = self._lanes.get(plan.direction)
             if lane is None:
-                lane = self._lanes[plan.direction] = _Lane(plan.direction.name.lower(), self._run, self._cpus)
+                lane = self._lanes[plan.direction] = _CopyThread(plan.direction.name.lower(), self._run, self._cpus)
             lane.queue.put((plan, ticket))
 
     def guard_read(self, ticket: Ticket, timeout_s: float) -> bool:
@@ -77,7 +78,7 @@ class CpuEngine:
         """See `TransferEngine.reached`. Nothing is held back."""
 
     def fence(self, ticket: Ticket, timeout_s: float) -> bool:
-        """See `TransferEngine.fence`. Copies of one direction complete in order, so the last one stands for all."""
+        """See `TransferEngine.fence`. Copies of one plan complete in order, so the last one stands for all."""
         return ticket.wait(timeout_s)
 
     def abandon(self, ticket: Ticket) -> bool:
@@ -157,7 +158,7 @@ def _as_words(view: PageView) -> npt.NDArray[Any]:
     return pages.view(np.int64) if whole else pages
 
 
-class _Lane:
+class _CopyThread:
     """One copying thread, fed in order."""
 
     def __init__(self, name: str, run: object, cpus: frozenset[int]) -> None:

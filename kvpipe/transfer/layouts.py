@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
-from kvpipe import tables
+from kvpipe import doc_tables
 
 DOCS = Path(__file__).parents[2] / "docs" / "layouts.md"
 DIMENSIONS, OPAQUE_DIMENSIONS = 4, 2
@@ -64,37 +64,37 @@ Predicate = Callable[[Paged], bool]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LayoutHalf:
     """One half of a layout's name."""
 
     name: str
     bytes: str
     """Its dimensions in the order of the bytes, outermost first."""
-    says: str
+    sentence: str
     """Where it comes from, one line."""
     fits: Predicate
 
 
-INSIDE: tuple[Part, ...] = (
-    Part(
+INSIDE: tuple[LayoutHalf, ...] = (
+    LayoutHalf(
         "fp8_ds_mla",
         "N C",
         "sparse MLA with an fp8 cache: one record of 656 bytes (DeepSeek V4: 584) per token",
         lambda c: c.heads == 1 and c.itemsize == 1 and c.shape[3] in DS_MLA_BYTES and c.lies(1, 2, 3),
     ),
-    Part(
+    LayoutHalf(
         "mla",
         "N C",
         "one head, so that HND and NHD are the same bytes: MLA's latents, an indexer's keys, or one KV head a rank",
         lambda c: c.heads == 1 and c.lies(1, 2, 3),
     ),
-    Part(
+    LayoutHalf(
         "hnd",
         "H N C",
         "heads first: vLLM's LBHNC and BLHNC, the CPU build's, FlashInfer's on Blackwell",
         lambda c: c.heads > 1 and c.lies(1, 2, 3),
     ),
-    Part(
+    LayoutHalf(
         "nhd",
         "N H C",
         "tokens first: vLLM's LBNHC and BLNHC, what FLASH_ATTN, TRITON_ATTN and FLASHINFER prefer",
@@ -103,21 +103,21 @@ INSIDE: tuple[Part, ...] = (
 )
 """Of one page. The first that fits gives the name: one head is `mla`, one token a block with several heads is `hnd`."""
 
-BETWEEN: tuple[Part, ...] = (
-    Part("", "B [{}]", "block after block", lambda c: c.split == 1 and c.strides[0] == c.page),
-    Part(
+BETWEEN: tuple[LayoutHalf, ...] = (
+    LayoutHalf("", "B [{}]", "block after block", lambda c: c.split == 1 and c.strides[0] == c.page),
+    LayoutHalf(
         "kernel_blocks_",
         "B r [{}]",
         "r kernel blocks a block, as the attention kernel takes smaller ones than the scheduler",
         lambda c: c.split > 1 and c.strides[0] == c.page,
     ),
-    Part(
+    LayoutHalf(
         "cross_layer_",
         "B L [{}]",
         "a block holds the pages of L layers of one size (BLHNC, BLNHC); this is one layer's view",
         lambda c: c.split == 1 and c.strides[0] > c.page and c.strides[0] % c.page == 0,
     ),
-    Part(
+    LayoutHalf(
         "padded_",
         "B [{}] gap",
         "pages end in padding (page_size_padded, alignment) or are packed beside pages of other sizes",
@@ -126,7 +126,7 @@ BETWEEN: tuple[Part, ...] = (
 )
 """From one block to the next. The first that fits gives the name; padding of whole pages is called `cross_layer_`."""
 
-OPAQUE = Part(
+OPAQUE = LayoutHalf(
     "bytes",
     "P",
     "kvpipe's own scratch pages, [B, P]",
@@ -135,11 +135,11 @@ OPAQUE = Part(
 
 
 @dataclass(frozen=True, slots=True)
-class Adapter:
+class LayoutAdapter:
     """A known layout."""
 
-    inside: Part
-    between: Part
+    inside: LayoutHalf
+    between: LayoutHalf
 
     @property
     def name(self) -> str:
@@ -152,9 +152,9 @@ class Adapter:
         return self.between.bytes.format(self.inside.bytes)
 
     @property
-    def says(self) -> str:
+    def sentence(self) -> str:
         """Return where it comes from, one line."""
-        return f"{self.inside.says}; {self.between.says}"
+        return f"{self.inside.sentence}; {self.between.sentence}"
 
     def fits(self, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, blocks: int) -> bool:
         """Whether a cache is of this layout.
@@ -173,12 +173,12 @@ class Adapter:
 
 
 _PLAIN, _, _, _PADDED = BETWEEN
-ADAPTERS: dict[str, Adapter] = {
+ADAPTERS: dict[str, LayoutAdapter] = {
     adapter.name: adapter
     for adapter in (
-        *(Adapter(inside, between) for inside in INSIDE for between in BETWEEN),
-        Adapter(OPAQUE, _PLAIN),
-        Adapter(OPAQUE, _PADDED),
+        *(LayoutAdapter(inside, between) for inside in INSIDE for between in BETWEEN),
+        LayoutAdapter(OPAQUE, _PLAIN),
+        LayoutAdapter(OPAQUE, _PADDED),
     )
 }
 """By name. A cache has the first layout that fits."""
@@ -189,7 +189,7 @@ class Refusal:
     """A reason to refuse a cache that fits no adapter."""
 
     why: str
-    says: str
+    sentence: str
     """Where such a cache comes from, one line."""
     fits: Predicate
 
@@ -235,8 +235,8 @@ REFUSALS: tuple[Refusal, ...] = (
 """The first that fits is the reason given; each may rely on those before it not fitting."""
 
 
-def find(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, blocks: int) -> Adapter | None:
-    """Return the layout of a cache (arguments as in `Adapter.fits`), None if it is unknown."""
+def find(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, blocks: int) -> LayoutAdapter | None:
+    """Return the layout of a cache (arguments as in `LayoutAdapter.fits`), None if it is unknown."""
     return next((one for one in ADAPTERS.values() if one.fits(shape, strides, itemsize, blocks)), None)
 
 
@@ -251,7 +251,7 @@ def pages_table() -> str:
     rows = ["| layouts | a page | where it comes from |", "|---|---|---|"]
     for inside in (*INSIDE, OPAQUE):
         names = ", ".join(f"`{one.name}`" for one in ADAPTERS.values() if one.inside is inside)
-        rows.append(f"| {names} | `{inside.bytes}` | {inside.says} |")
+        rows.append(f"| {names} | `{inside.bytes}` | {inside.sentence} |")
     return "\n".join(rows) + "\n"
 
 
@@ -260,19 +260,19 @@ def blocks_table() -> str:
     rows = ["| name begins with | the cache | where it comes from |", "|---|---|---|"]
     for part in BETWEEN:
         begins = f"`{part.name}`" if part.name else ""
-        rows.append(f"| {begins} | `{part.bytes.format('page')}` | {part.says} |")
+        rows.append(f"| {begins} | `{part.bytes.format('page')}` | {part.sentence} |")
     return "\n".join(rows) + "\n"
 
 
 def refused_table() -> str:
     """Return a row per reason to refuse a cache, in Markdown."""
     rows = ["| refused because | where such a cache comes from |", "|---|---|"]
-    return "\n".join([*rows, *(f"| {one.why.format(blocks='B')} | {one.says} |" for one in REFUSALS)]) + "\n"
+    return "\n".join([*rows, *(f"| {one.why.format(blocks='B')} | {one.sentence} |" for one in REFUSALS)]) + "\n"
 
 
 def fill(text: str) -> str:
     """Return the page's text with its tables as the code has them."""
-    return tables.fill(text, {"pages": pages_table(), "blocks": blocks_table(), "refused": refused_table()})
+    return doc_tables.fill(text, {"pages": pages_table(), "blocks": blocks_table(), "refused": refused_table()})
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ direct     A kernel moves pages between the cache and the slots by itself. One l
 pageable   torch's copies, for slots that are not pinned. They block the host.
 =========  ========================================================================================================
 
-A `Lane` has the streams and bays of one direction. Everything of one plan goes the same way, so that the last event of
-a plan stands for all of its layers.
+A `DirectionQueues` has the streams and bays of one direction. Everything of one plan goes the same way, so that the
+last event of a plan stands for all of its layers.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ import numpy as np
 import torch
 
 from kvpipe.geometry import Geometry
-from kvpipe.tiers.memory import HostPool
 from kvpipe.transfer.base import CopyPlan, Direction
-from kvpipe.transfer.device import VECTOR_BYTES, WORD_BYTES, Copies, Device, Event, Ints, Launch, Stream
+from kvpipe.transfer.device import VECTOR_BYTES, WORD_BYTES, CopyBatch, Device, DeviceEvent, Ints, Launch, Stream
 from kvpipe.transfer.pages import PageView
+from kvpipe.transfer.pool import HostPool
+from kvpipe.transfer.tables import Tables
 
 BAYS: Final = 2  # one fills while the other empties
 ROW_COLUMNS: Final = 5
-TABLE_BYTES: Final = [1 << shift for shift in range(9, 21)]  # of tables of rows: torch keeps powers of two
+TABLES_BYTES: Final = 4 << 20  # per direction: 100 steps of 128 requests with a chunk each
 
 
 class Mover(StrEnum):
@@ -45,14 +46,14 @@ class Mover(StrEnum):
 
 
 class Alike(NamedTuple):
-    """Consecutive layers of one group whose pages have one size and distance: what one launch can serve."""
+    """Consecutive layers of one group with equal page sizes and distances: a single launch serves them."""
 
     group: int
     first: int
     layers: int
 
 
-class Piece(NamedTuple):
+class BayTransfer(NamedTuple):
     """What goes through one bay: `rows` rows from row `first` of the group on, of `layers` layers from `layer` on."""
 
     layer: int
@@ -61,11 +62,11 @@ class Piece(NamedTuple):
     rows: int
 
 
-class Queued(NamedTuple):
-    """What device work can be ordered after: the bytes have landed; the source can be overwritten."""
+class SubmittedWork(NamedTuple):
+    """Events that later device work can wait for: the bytes have landed; the source can be overwritten."""
 
-    landed: Event
-    read: Event
+    landed: DeviceEvent
+    read: DeviceEvent
 
 
 Kept = dict[tuple[int, ...], tuple[Ints, Ints, Ints]]
@@ -119,7 +120,7 @@ class Layout:
         view = self.views[layer]
         return self.groups[layer], view.page_bytes, view.stride_bytes
 
-    def runs(self, plan: CopyPlan, alike: Alike, kept: Kept) -> Copies:
+    def runs(self, plan: CopyPlan, alike: Alike, kept: Kept) -> CopyBatch:
         """Return the copies of adjacent pages between cache and slots, of all layers of `alike`."""
         view = self.views[alike.first]
         size, stride = view.page_bytes, view.stride_bytes
@@ -138,20 +139,20 @@ class Layout:
             deep = slice(alike.first, alike.first + alike.layers)
             host = np.add.outer(self.places[deep, 1] + self.pool.base, host).ravel()
             paged, sizes = np.add.outer(self.places[deep, 0], paged).ravel(), np.tile(sizes, alike.layers)
-        return Copies(host, paged, sizes) if plan.direction is Direction.SAVE else Copies(paged, host, sizes)
+        return CopyBatch(host, paged, sizes) if plan.direction is Direction.SAVE else CopyBatch(paged, host, sizes)
 
-    def pieces(self, plan: CopyPlan, alike: Alike, bay_bytes: int) -> Iterator[Piece]:
+    def pieces(self, plan: CopyPlan, alike: Alike, bay_bytes: int) -> Iterator[BayTransfer]:
         """Cut `alike` into what fits a bay: all of it, or layer by layer, or stretches of rows of a layer."""
         size, rows = self.views[alike.first].page_bytes, len(plan.rows[alike.group])
         if alike.layers * rows * size <= bay_bytes:
-            yield Piece(alike.first, alike.layers, 0, rows)
+            yield BayTransfer(alike.first, alike.layers, 0, rows)
             return
         step = bay_bytes // size
         for layer in range(alike.first, alike.first + alike.layers):
             for first in range(0, rows, step):
-                yield Piece(layer, 1, first, min(step, rows - first))
+                yield BayTransfer(layer, 1, first, min(step, rows - first))
 
-    def spans(self, plan: CopyPlan, piece: Piece, bay: int, kept: Kept) -> Copies:
+    def spans(self, plan: CopyPlan, piece: BayTransfer, bay: int, kept: Kept) -> CopyBatch:
         """Return the copies of spans between a bay and slots.
 
         A bay holds ``[span][layer][page]``, a slot ``[layer][page]``: a whole chunk is one copy for all layers.
@@ -162,9 +163,9 @@ class Layout:
             kept[key] = self._spans(plan, piece, group, size)
         host, staged, sizes = kept[key]
         host, staged = host + (self.pool.base + self.offsets[piece.layer]), staged + bay
-        return Copies(host, staged, sizes) if plan.direction is Direction.SAVE else Copies(staged, host, sizes)
+        return CopyBatch(host, staged, sizes) if plan.direction is Direction.SAVE else CopyBatch(staged, host, sizes)
 
-    def _spans(self, plan: CopyPlan, piece: Piece, group: int, size: int) -> tuple[Ints, Ints, Ints]:
+    def _spans(self, plan: CopyPlan, piece: BayTransfer, group: int, size: int) -> tuple[Ints, Ints, Ints]:
         """Return (offset from the layer's first slot, offset in the bay, bytes) of the spans of a piece."""
         rows, cuts = plan.rows[group], plan.cuts[group]
         last = piece.first + piece.rows
@@ -199,7 +200,9 @@ class Prepared:
 
     __slots__ = ("firsts", "kept", "mover", "start", "table")
 
-    def __init__(self, mover: Mover, start: Event | None, table: object = None, firsts: Sequence[int] = ()) -> None:
+    def __init__(
+        self, mover: Mover, start: DeviceEvent | None, table: object = None, firsts: Sequence[int] = ()
+    ) -> None:
         """`start`: what a load must come after. `table`: the kernel's rows on the device, a group's from `firsts`."""
         self.mover, self.start, self.table, self.firsts = mover, start, table, firsts
         self.kept: Kept = {}
@@ -212,10 +215,10 @@ class _Bay:
 
     def __init__(self, address: int) -> None:
         self.address = address
-        self.free: Event | None = None
+        self.free: DeviceEvent | None = None
 
 
-class Lane:
+class DirectionQueues:
     """One direction: a stream for the copy engines, one for kernels, and the bays between them."""
 
     def __init__(self, device: Device, direction: Direction, layout: Layout, staging: torch.Tensor | None) -> None:
@@ -229,15 +232,25 @@ class Lane:
         base = 0 if staging is None else staging.data_ptr()
         self._bays = [_Bay(base + i * self.bay_bytes) for i in range(BAYS)]
         self._turn = 0
+        self._tables: Tables | None = None
         self.places: object = None
 
-    def over(self, layout: Layout) -> Lane:
+    def hold_tables(self, size: int = TABLES_BYTES) -> None:
+        """Allocate the memory that tables of rows go through, so that no step does.
+
+        Raises:
+            Exception: whatever the device raises when there is no memory.
+
+        """
+        self._tables = Tables(self.device, self.kernel, size)
+
+    def over(self, layout: Layout) -> DirectionQueues:
         """Return this lane, its streams and bays, for other caches."""
         made = copy(self)
         made.layout, made.places = layout, None
         return made
 
-    def prepare(self, plan: CopyPlan, mover: Mover, start: Event | None) -> Prepared:
+    def prepare(self, plan: CopyPlan, mover: Mover, start: DeviceEvent | None) -> Prepared:
         """Bring to the device what the mover needs there."""
         if mover not in {Mover.STAGED, Mover.DIRECT}:
             return Prepared(mover, start)
@@ -245,25 +258,23 @@ class Lane:
         return Prepared(mover, start, self._upload(table), firsts)
 
     def warm(self, *, staged: bool, direct: bool) -> None:
-        """Compile the kernels of every size of page, and let torch keep pinned memory for tables, before any step."""
+        """Compile the kernels of every size of page, before any step."""
         table = self._upload(np.zeros((1, ROW_COLUMNS), np.int32))
         for layer in {view.page_bytes: layer for layer, view in enumerate(self.layout.views)}.values():
             for bay in [self._bays[0].address] * staged + [None] * direct:  # of no rows: nothing is copied
-                self.device.launch(self.kernel, self._arguments(table, 0, Piece(layer, 1, 0, 0), bay))
-        for size in TABLE_BYTES:
-            self.device.upload(self.kernel, np.zeros(size, np.uint8))
+                self.device.launch(self.kernel, self._arguments(table, 0, BayTransfer(layer, 1, 0, 0), bay))
 
-    def queue(self, plan: CopyPlan, prepared: Prepared, layers: Sequence[int], start: Event) -> Queued:
+    def queue(self, plan: CopyPlan, prepared: Prepared, layers: Sequence[int], start: DeviceEvent) -> SubmittedWork:
         """Queue the copies of `layers`, to begin after `start`."""
         if prepared.mover is Mover.STAGED:
             return self._staged(plan, prepared, layers, start)
         if prepared.mover is Mover.DIRECT:
             self.kernel.wait_event(start)
             for alike in self.layout.alike(layers):
-                piece = Piece(alike.first, alike.layers, 0, len(plan.rows[alike.group]))
+                piece = BayTransfer(alike.first, alike.layers, 0, len(plan.rows[alike.group]))
                 self._launch(prepared, alike.group, piece, None)
             landed = self.kernel.record_event()
-            return Queued(landed, landed)
+            return SubmittedWork(landed, landed)
         self.bus.wait_event(start)
         if prepared.mover is Mover.PAGEABLE:
             self.device.copy(self.bus, self._pairs(plan, layers))
@@ -271,12 +282,12 @@ class Lane:
             for alike in self.layout.alike(layers):
                 self._copy(self.layout.runs(plan, alike, prepared.kept))
         landed = self.bus.record_event()
-        return Queued(landed, landed)
+        return SubmittedWork(landed, landed)
 
-    def end(self) -> Event:
+    def end(self) -> DeviceEvent:
         """Return an event after everything that was queued."""
         self.bus.wait_event(self.kernel.record_event())
-        made: Event = self.bus.record_event()
+        made: DeviceEvent = self.bus.record_event()
         return made
 
     def synchronize(self) -> None:
@@ -284,7 +295,7 @@ class Lane:
         self.kernel.synchronize()
         self.bus.synchronize()
 
-    def _staged(self, plan: CopyPlan, prepared: Prepared, layers: Sequence[int], start: Event) -> Queued:
+    def _staged(self, plan: CopyPlan, prepared: Prepared, layers: Sequence[int], start: DeviceEvent) -> SubmittedWork:
         saving = plan.direction is Direction.SAVE
         self.kernel.wait_event(start)  # what is in the bays concerns nobody else: only the kernel has to wait
         landed = read = None
@@ -308,24 +319,25 @@ class Lane:
                 landed = bay.free = second.record_event()
         if landed is None or read is None:  # no rows of these layers
             landed = read = self.kernel.record_event()
-        return Queued(landed, read if saving else landed)
+        return SubmittedWork(landed, read if saving else landed)
 
     def _upload(self, table: np.ndarray[Any, np.dtype[np.int32]]) -> object:
         """Bring a table of rows to the device, and before the first of them where the layers lie."""
         if self.places is None:
             self.places = self.device.upload(self.kernel, self.layout.places)
-        return self.device.upload(self.kernel, table)
+        held = self._tables.upload(table) if self._tables is not None else None
+        return self.device.upload(self.kernel, table) if held is None else held
 
-    def _copy(self, copies: Copies) -> None:
+    def _copy(self, copies: CopyBatch) -> None:
         if len(copies.sizes):
             self.device.copy_batch(self.bus, copies)
 
-    def _launch(self, prepared: Prepared, group: int, piece: Piece, bay: int | None) -> None:
+    def _launch(self, prepared: Prepared, group: int, piece: BayTransfer, bay: int | None) -> None:
         if piece.rows:
             launch = self._arguments(prepared.table, prepared.firsts[group] + piece.first, piece, bay)
             self.device.launch(self.kernel, launch)
 
-    def _arguments(self, table: object, first: int, piece: Piece, bay: int | None) -> Launch:
+    def _arguments(self, table: object, first: int, piece: BayTransfer, bay: int | None) -> Launch:
         view, pool = self.layout.views[piece.layer], self.layout.pool
         return Launch(
             table, self.places, bay, pool.base, pool.slot_bytes, view.stride_bytes, view.page_bytes,

@@ -8,16 +8,18 @@ from pathlib import Path
 
 import pytest
 
-import kvpipe.testing.engine  # noqa: F401  (sets the environment, before vllm is imported)
-from kvpipe.cli import main
-from kvpipe.testing.children import KINDS, Bench, Case, Limits, Outcome
-from kvpipe.testing.conformance import OUTSIDE, read_finding
-from kvpipe.testing.shapes import KVPIPE, SHAPES, Connector
-from kvpipe.testing.trial import Move
+import kvpipe.connectors.vllm.trial.engine  # noqa: F401  (sets the environment, before vllm is imported)
+from kvpipe.cli.main import main
+from kvpipe.connectors.vllm.trial.children import KINDS, Case, CaseLimits, CaseOutcome, CaseRunner
+from kvpipe.connectors.vllm.trial.conformance import OUTSIDE, read_finding
+from kvpipe.connectors.vllm.trial.shapes import KVPIPE, SHAPES, Connector
+from kvpipe.connectors.vllm.trial.trial import Move
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "conformance.md"
 EXAMPLE = Connector("ExampleConnector", None, '{"shared_storage_path": "{tmp}"}')
-RETRYING = Connector("RetryingConnector", "kvpipe.testing.retrying", json.dumps(SHAPES["async-load"].kvpipe_extra()))
+RETRYING = Connector(
+    "RetryingConnector", "kvpipe.connectors.vllm.trial.retrying", json.dumps(SHAPES["async-load"].kvpipe_extra())
+)
 FAULTY = """
 import os, signal, time
 import torch
@@ -59,9 +61,9 @@ class CannotStart(Base):
 
 
 @pytest.fixture(scope="module")
-def bench() -> Iterator[Bench]:
+def bench() -> Iterator[CaseRunner]:
     """Return a bench that finds hangs soon."""
-    with Bench(Limits(stuck_seconds=5)) as made:
+    with CaseRunner(CaseLimits(stuck_seconds=5)) as made:
         yield made
 
 
@@ -98,8 +100,8 @@ def test_a_module_that_is_not_there_is_one_clear_sentence(tmp_path: Path, capsys
     """A missing module is a finding, not a traceback."""
     assert fuzz(tmp_path, "Nobody", "kvpipe_no_such_module") == 1
     assert only_finding(tmp_path)["kind"] == "cannot_import"
-    said = capsys.readouterr().out
-    assert "Nobody cannot be imported from kvpipe_no_such_module: ModuleNotFoundError" in said
+    message = capsys.readouterr().out
+    assert "Nobody cannot be imported from kvpipe_no_such_module: ModuleNotFoundError" in message
 
 
 def test_a_connector_that_cannot_start_says_why(
@@ -208,9 +210,9 @@ RESET: tuple[Move, ...] = (
 )  # fmt: skip
 
 
-def test_the_example_connector_ignores_cache_salt(bench: Bench) -> None:
+def test_the_example_connector_ignores_cache_salt(bench: CaseRunner) -> None:
     """Only the salt differs between what passes and what fails."""
-    assert bench.run(Case(EXAMPLE, "sync", 0, SAME)) == Outcome(moves=SAME, steps=4)
+    assert bench.run(Case(EXAMPLE, "sync", 0, SAME)) == CaseOutcome(moves=SAME, steps=4)
     assert bench.run(Case(EXAMPLE, "sync", 0, SALT)).signature == ("broken", "every_read_is_right")
 
 
@@ -230,13 +232,13 @@ def test_the_example_connector_ignores_cache_salt(bench: Bench) -> None:
     ids=["adapter", "ranks", "chunked", "rounding", "resumed"],
 )
 def test_other_findings_in_the_example_connector(
-    bench: Bench, shape: str, moves: tuple[Move, ...], signature: tuple[str, str]
+    bench: CaseRunner, shape: str, moves: tuple[Move, ...], signature: tuple[str, str]
 ) -> None:
     """The sequences of the page."""
     assert bench.run(Case(EXAMPLE, shape, 0, moves)).signature == signature
 
 
-def test_vllm_answers_wrongly_after_a_failed_sync_load(bench: Bench) -> None:
+def test_vllm_answers_wrongly_after_a_failed_sync_load(bench: CaseRunner) -> None:
     """The first fault of vLLM's scheduler."""
     failing = '{"failing": true}'
     found = bench.run(Case(KVPIPE, "async-scheduler", 0, FAILED_SYNC, failing))
@@ -245,13 +247,13 @@ def test_vllm_answers_wrongly_after_a_failed_sync_load(bench: Bench) -> None:
     assert not bench.run(Case(KVPIPE, "sync", 0, FAILED_SYNC)).kind  # vLLM's plain scheduler recovers
 
 
-def test_vllm_never_ends_when_a_failed_async_load_is_tried_again(bench: Bench) -> None:
+def test_vllm_never_ends_when_a_failed_async_load_is_tried_again(bench: CaseRunner) -> None:
     """The second fault of vLLM's scheduler."""
     assert bench.run(Case(RETRYING, "async-load", 3, RETRIED)).signature == ("broken", "no_hang")
     assert not bench.run(Case(KVPIPE, "async-load", 3, RETRIED)).kind  # kvpipe gives up after the first
 
 
-def test_vllm_raises_when_it_resets_while_a_load_is_in_flight(bench: Bench) -> None:
+def test_vllm_raises_when_it_resets_while_a_load_is_in_flight(bench: CaseRunner) -> None:
     """The third fault of vLLM's scheduler."""
     found = bench.run(Case(KVPIPE, "async-load", 0, RESET, careful=False))
     assert found.signature == ("raised", "RuntimeError in reset_prefix_cache")

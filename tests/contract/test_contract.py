@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-import kvpipe.testing.engine  # noqa: F401  (sets the environment, before vllm is imported)
+import kvpipe.connectors.vllm.trial.engine  # noqa: F401  (sets the environment, before vllm is imported)
 from kvpipe.connectors.vllm import compat
+from kvpipe.connectors.vllm.contract import sources as c
 from kvpipe.errors import UnsupportedError
-from kvpipe.testing import contract as c
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSIONS = c.recorded()

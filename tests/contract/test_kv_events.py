@@ -9,11 +9,11 @@ import msgspec
 import pytest
 import torch
 
-from kvpipe.catalog import Catalog, Chunk
+from kvpipe.cache.catalog import Catalog, Chunk
+from kvpipe.cache.policy import make_policy
 from kvpipe.connectors.vllm.kv_events import KvEvents
-from kvpipe.policy import make_policy
-from kvpipe.testing.router import Router
-from kvpipe.testing.shapes import BLOCK, SHAPES, make_configs
+from kvpipe.connectors.vllm.trial.router import Router
+from kvpipe.connectors.vllm.trial.shapes import BLOCK, SHAPES, make_configs
 from kvpipe.trace.log import Counters
 
 if TYPE_CHECKING:
@@ -104,20 +104,20 @@ class Told:
 def test_a_router_makes_the_same_hashes(kind: str, pieces: list[tuple[int, int]]) -> None:
     """Of tokens and extra keys, for every block and group, however the chunks were filled."""
     request = request_of(**KINDS[kind]())
-    told = Told()
+    reported = Told()
     for group in range(2):
-        told.save(request, iter(pieces), group)
-    stored = told.hear()
+        reported.save(request, iter(pieces), group)
+    stored = reported.hear()
     for group, (spec, window) in enumerate([("full_attention", None), ("sliding_window", 2 * BLOCK)]):
-        assert told.router.index["CPU", group] == set(request.block_hashes)
+        assert reported.router.index["CPU", group] == set(request.block_hashes)
         mine = [one for one in stored if one.group_idx == group]
         assert {(one.kv_cache_spec_kind, one.kv_cache_spec_sliding_window) for one in mine} == {(spec, window)}
         assert {one.session_id for one in mine} == {request.session_id}
-    keys = [told.router.extra_keys[one] for one in request.block_hashes]
+    keys = [reported.router.extra_keys[one] for one in request.block_hashes]
     assert any(keys) == (kind != "plain")
-    told.catalog.reset()
-    told.hear()
-    assert not any(told.router.index.values())
+    reported.catalog.reset()
+    reported.hear()
+    assert not any(reported.router.index.values())
 
 
 def test_they_are_vllms_own_words() -> None:
@@ -129,9 +129,9 @@ def test_they_are_vllms_own_words() -> None:
         pool = BlockPool(16, enable_caching=True, hash_block_size=BLOCK, enable_kv_cache_events=True)
         pool.cache_full_blocks(request, pool.get_new_blocks(BLOCKS), 0, BLOCKS, BLOCK, 0)
         (theirs,) = pool.take_events()
-        told = Told()
-        told.save(request, iter([(0, 4), (4, 8)]))
-        first, second = told.events.take()
+        reported = Told()
+        reported.save(request, iter([(0, 4), (4, 8)]))
+        first, second = reported.events.take()
         for field in ("block_hashes", "token_ids", "extra_keys"):
             assert getattr(first, field) + getattr(second, field) == getattr(theirs, field), (kind, field)
         for field in ("lora_id", "lora_name", "block_size", "group_idx", "session_id", "parent_block_hash", "locality"):
@@ -141,30 +141,30 @@ def test_they_are_vllms_own_words() -> None:
 
 def test_a_block_is_held_as_long_as_any_chunk_holds_it() -> None:
     """It is announced once and removed with the last; vLLM's own reset leaves consumers knowing what is held."""
-    request, told = request_of(), Told()
-    (short,) = told.save(request, iter([(0, 2)]))
-    (longer,) = told.save(request, iter([(0, 3)]))
-    assert [len(one.block_hashes) for one in told.hear()] == [2, 1]
-    told.catalog._drop(short, "evicted")
-    assert told.hear() == []
-    told.events.cleared()
-    told.router.index.clear()
-    assert [len(one.block_hashes) for one in told.hear()] == [3]
-    told.catalog._drop(longer, "evicted")
-    assert [type(one).__name__ for one in told.hear()] == ["BlockRemoved"]
-    assert told.router.index["CPU", 0] == set()
+    request, reported = request_of(), Told()
+    (short,) = reported.save(request, iter([(0, 2)]))
+    (longer,) = reported.save(request, iter([(0, 3)]))
+    assert [len(one.block_hashes) for one in reported.hear()] == [2, 1]
+    reported.catalog._drop(short, "evicted")
+    assert reported.hear() == []
+    reported.events.cleared()
+    reported.router.index.clear()
+    assert [len(one.block_hashes) for one in reported.hear()] == [3]
+    reported.catalog._drop(longer, "evicted")
+    assert [type(one).__name__ for one in reported.hear()] == ["BlockRemoved"]
+    assert reported.router.index["CPU", 0] == set()
 
 
 def test_what_was_not_found_is_not_announced() -> None:
     """Another copy was quicker: what a chunk holds beyond its marks is not said to be held by it."""
-    request, told = request_of(), Told()
-    (slow,) = told.save(request, iter([(0, 1)]))
-    piece = told.catalog.write(slow, 2, request.block_hashes[1], keep=False)
-    (quick,) = told.save(request, iter([(0, 2)]))
-    assert told.catalog.landed(piece)
-    told.events.published(request, slow, 0)
-    told.hear()
-    told.catalog._drop(quick, "evicted")
-    told.hear()
-    assert told.router.index["CPU", 0] == {request.block_hashes[0]}
+    request, reported = request_of(), Told()
+    (slow,) = reported.save(request, iter([(0, 1)]))
+    piece = reported.catalog.write(slow, 2, request.block_hashes[1], keep=False)
+    (quick,) = reported.save(request, iter([(0, 2)]))
+    assert reported.catalog.landed(piece)
+    reported.events.published(request, slow, 0)
+    reported.hear()
+    reported.catalog._drop(quick, "evicted")
+    reported.hear()
+    assert reported.router.index["CPU", 0] == {request.block_hashes[0]}
     assert slow.marks[-1].units == 1

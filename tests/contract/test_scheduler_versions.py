@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvpipe.testing import contract, nightly
-from kvpipe.testing.shapes import SHAPES, Shape
+from kvpipe.connectors.vllm.contract import sources as contract
+from kvpipe.connectors.vllm.trial import nightly
+from kvpipe.connectors.vllm.trial.shapes import KVPIPE, SHAPES, Shape
+from kvpipe.connectors.vllm.trial.trial import Move, Trial
 
 if TYPE_CHECKING:
-    from kvpipe.connectors.vllm.scheduler import SchedulerSide
+    from kvpipe.scheduler.side import SchedulerSide
     from kvpipe.transfer.cpu import CpuEngine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,7 +49,7 @@ def fetched(version: str) -> Path:
     return Path(done.stdout.strip())
 
 
-def runs(shape: Shape) -> Iterator[nightly.Ran]:
+def runs(shape: Shape) -> Iterator[nightly.TrialRun]:
     """Yield the runs of a few seeds in which an invariant was broken."""
     return (ran for ran in (nightly.run(shape, seed) for seed in range(SEEDS)) if ran.broken)
 
@@ -67,10 +69,10 @@ def test_the_schedulers_of_other_supported_releases() -> None:
         command = [sys.executable, "-m", nightly.__name__, "--seeds", "2", "--seconds", str(RUN_SECONDS_MAX), "--json"]
         done = run(command, RUN_SECONDS_MAX, PYTHONPATH=str(sources), VLLM_TARGET_DEVICE="cpu")
         assert done.returncode == 0, done.stderr[-4000:]
-        said = json.loads(done.stdout.splitlines()[-1])
-        assert said["version"] == version
-        assert said["broken"] == []
-        assert said["seed"] == 2
+        message = json.loads(done.stdout.splitlines()[-1])
+        assert message["version"] == version
+        assert message["broken"] == []
+        assert message["seed"] == 2
 
 
 @pytest.mark.parametrize("shape", ["sync", "async-scheduler-async-load", "hybrid"])
@@ -106,7 +108,7 @@ def test_a_missing_wait_is_noticed(hook: str, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_leaked_lease_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lease that is never given back is found after the drain: the check can fail."""
-    from kvpipe.catalog import Catalog
+    from kvpipe.cache.catalog import Catalog
 
     monkeypatch.setattr(Catalog, "release", lambda _self, _owner: 0)
     assert any("leases_have_owners" in ran.broken[0] for ran in runs(SHAPES["sync"]))
@@ -114,7 +116,7 @@ def test_a_leaked_lease_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_exception_inside_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error that the border contains still fails the scenario: the check can fail."""
-    from kvpipe.connectors.vllm.scheduler import SchedulerSide
+    from kvpipe.scheduler.side import SchedulerSide
 
     honest = SchedulerSide.lookup
 
@@ -133,3 +135,13 @@ def test_the_last_unit_of_an_answer(shape: str, units: int) -> None:
     ran = nightly.run(SHAPES[shape], 0, [("add", 1, 32, 0, 31), *[("step", 7)] * 6, ("drain",)])
     assert ran.broken == []
     assert ran.counters["units_saved"] == units
+
+
+def test_what_a_session_is_told_later_is_saved_where_answers_are_not() -> None:
+    """64 tokens, an answer, and 40 tokens more: three units of 32, though the first input's end was the end to save."""
+    steps: list[Move] = [("step", 7)] * 3
+    trial = Trial(SHAPES["sync"], 0, connector=KVPIPE._replace(extra='{"save_decode": false}'))
+    for move in [("session", 1, 63, 0), *steps, ("more", 0, 40, 0), *steps, ("drain",)]:
+        trial.do(move)
+    trial.close()
+    assert trial.side.counters["units_saved"] == 3

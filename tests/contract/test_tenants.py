@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from kvpipe.testing.moves import random_moves
-from kvpipe.testing.shapes import SHAPES
-from kvpipe.testing.trial import DOCUMENTS, Move, Trial
+from kvpipe.connectors.vllm.trial.arrivals import DOCUMENTS
+from kvpipe.connectors.vllm.trial.moves import random_moves
+from kvpipe.connectors.vllm.trial.shapes import SHAPES
+from kvpipe.connectors.vllm.trial.trial import Move, Trial
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -53,8 +54,8 @@ class Seen(Trial):
         for recorder in self.ears.recorders:
             for event in recorder.take():
                 self.replay.feed(event)
-                said = msgspec.to_builtins(event)
-                self.told.append({key: value for key, value in said.items() if not key.endswith(("_ns", "_ms"))})
+                message = msgspec.to_builtins(event)
+                self.told.append({key: value for key, value in message.items() if not key.endswith(("_ns", "_ms"))})
 
     def run(self, moves: Iterable[Move]) -> tuple[Any, ...]:
         """Make the moves; return lookups' answers, the trace, the metrics and the counters."""
@@ -64,9 +65,9 @@ class Seen(Trial):
         totals = {name: dict(values) for name, values in self.side.totals().items() if not name.endswith("_seconds")}
         counted = [dict(one.counters) for one in self.engines_sides()]
         self.close()
-        told = sorted(map(repr, self.told))  # a rank tells from two threads
-        assert not any(key.hex() in line or repr(key) in line for key in self.prefixes for line in told)
-        return self.answers, told, totals, counted, self.side.stats()
+        reported = sorted(map(repr, self.told))  # a rank tells from two threads
+        assert not any(key.hex() in line or repr(key) in line for key in self.prefixes for line in reported)
+        return self.answers, reported, totals, counted, self.side.stats()
 
     def engines_sides(self) -> list[Any]:
         """Return the connector of every side."""

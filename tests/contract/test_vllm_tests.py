@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from kvpipe.testing import attached, contract
-from kvpipe.testing.attached_tests import EXPECTED
-from kvpipe.testing.engine import ENVIRONMENT
+from kvpipe.connectors.vllm.contract import attached
+from kvpipe.connectors.vllm.contract import sources as contract
+from kvpipe.connectors.vllm.contract.attached_tests import AFTER_RESET, EXPECTED
+from kvpipe.connectors.vllm.trial.engine import ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parents[2]
 FETCH_SECONDS_MAX = 1800
@@ -53,12 +54,28 @@ def test_vllms_own_tests_pass_with_kvpipe_attached(version: str, tmp_path: Path)
     """All pass but those that are listed, which fail; nothing false is read, no fault is contained."""
     done = run(version, tmp_path / "report.json")
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    said = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
-    assert said["tests"] >= TESTS_MIN, said
-    assert said["checked"] > said["steps"] // 4, said
-    assert said["tokens"]["tokens_loaded"] > 0, said
-    assert all("is not supported" in why for why in said["refused"]), said
+    message = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    assert message["tests"] >= TESTS_MIN, message
+    assert message["checked"] > message["steps"] // 4, message
+    assert message["tokens"]["tokens_loaded"] > 0, message
+    assert all("is not supported" in why for why in message["refused"]), message
     assert all(EXPECTED.values())
+
+
+CERTAIN = "from kvpipe.connectors.vllm.weights import Weights\nWeights.suspect = lambda *_: None\n"
+
+
+@pytest.mark.timeout(FETCH_SECONDS_MAX + RUN_SECONDS_MAX)
+@pytest.mark.parametrize("version", contract.recorded())
+def test_those_that_fail_after_a_reset_fail_for_the_doubt(version: str, tmp_path: Path) -> None:
+    """Without the doubt that a reset casts on the weights they pass: nothing else keeps them from it."""
+    (tmp_path / "kvpipe_certain.py").write_text(CERTAIN, encoding="utf-8")
+    chosen = " or ".join(name.partition("[")[0] for name in AFTER_RESET)
+    files = [f"tests/v1/core/test_{name}.py" for name in ("async_scheduler", "worker_slot_overflow")]
+    more = ("-p", "kvpipe_certain", "--runxfail", "-k", chosen, *files)
+    done = run(version, tmp_path / "report.json", *more, also=tmp_path)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert f"{len(AFTER_RESET) + 1} passed" in done.stdout, "one of them is listed for one of its arguments only"
 
 
 FINDERS = ("preemption", "no_preemption_when_space_available")
@@ -75,17 +92,14 @@ BREAKAGES = {
     ),
     "an exception behind the border": (
         (
-            "from kvpipe.connectors.vllm.scheduler import SchedulerSide as S\n"
+            "from kvpipe.scheduler.side import SchedulerSide as S\n"
             "def admitted(self, request, blocks, external): raise KeyError(request.request_id)\n"
             "S.admitted = admitted\n"
         ),
         "contained_error",
     ),
     "an asynchronous load of nothing": (
-        (
-            "from kvpipe.connectors.vllm.scheduler import SchedulerSide as S\n"
-            "S.lookup = lambda self, request, local: (0, True)\n"
-        ),
+        ("from kvpipe.scheduler.side import SchedulerSide as S\nS.lookup = lambda self, request, local: (0, True)\n"),
         "AssertionError",
     ),
 }

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from kvpipe.testing.engine import Engine
+from kvpipe.connectors.vllm.trial.engine import Engine
 from kvpipe.testing.models import VOCAB, make_model
 
 UNEXPECTED = (
@@ -79,3 +81,19 @@ def assert_clean(live: Engine, *, expected: Sequence[str] = ()) -> dict[str, int
     for gauge in ("leases", "pieces_writing", "jobs_in_flight", "requests"):
         assert stats[gauge] == 0, counters
     return counters
+
+
+CHILD_S_MAX = 60.0
+
+
+def ended(child: int) -> int:
+    """Return how a child process ended; -1: it hung, and was killed."""
+    limit = time.monotonic() + CHILD_S_MAX
+    while time.monotonic() < limit:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return status
+        time.sleep(0.01)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    return -1

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from vllm.config import CUDAGraphMode
 
 from kvpipe.connectors.vllm.connector import KVPipeConnector
 from kvpipe.testing.faults import FaultyCpuEngine
@@ -70,8 +72,8 @@ class Unruly(KVPipeConnector):
         super().wait_for_layer_load("no.such.layer")
         scheduler_side = self.scheduler_side()
         if scheduler_side is not None:
-            scheduler_side.set_freeze(not scheduler_side.scheduler.freeze)  # type: ignore[union-attr]
-            scheduler_side.set_freeze(not scheduler_side.scheduler.freeze)  # type: ignore[union-attr]
+            scheduler_side.set_freeze(not scheduler_side.scheduler.switches.freeze)  # type: ignore[union-attr]
+            scheduler_side.set_freeze(not scheduler_side.scheduler.switches.freeze)  # type: ignore[union-attr]
 
     def wait_for_save(self) -> None:
         """Three times instead of once."""
@@ -100,6 +102,45 @@ class Unruly(KVPipeConnector):
         """Remember the scheduler's side."""
         super().bind_kv_cache_manager(kv_cache_manager)
         Unruly.other = self
+
+
+class Replayed(KVPipeConnector):
+    """Every second step is as one that is replayed from a CUDA graph: its context says so, and no hook runs."""
+
+    steps = 0
+
+    @property
+    def replayed(self) -> bool:
+        """Whether this is such a step."""
+        return bool(self.steps % 2)
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Know of graphs."""
+        super().register_kv_caches(kv_caches)
+        assert self.worker is not None
+        assert self.worker.pipeline is not None
+        self.worker.pipeline.replays = True
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """Count."""
+        self.steps += 1
+        super().bind_connector_metadata(connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """As runner V1 says it."""
+        if self.replayed:
+            forward_context = SimpleNamespace(attn_metadata={}, cudagraph_runtime_mode=CUDAGraphMode.FULL)
+        super().start_load_kv(forward_context, **kwargs)
+
+    def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
+        """Skipped in a step that is replayed."""
+        if not self.replayed:
+            super().save_kv_layer(*args, **kwargs)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Skipped in a step that is replayed."""
+        if not self.replayed:
+            super().wait_for_layer_load(layer_name)
 
 
 class HooksSkipped(KVPipeConnector):

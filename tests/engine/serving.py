@@ -72,7 +72,7 @@ class Server:
     ) -> None:
         """Stop it; what it said while it served has no trouble in it."""
         assert self._process is not None
-        said = self.said
+        message = self.said
         if self._process.poll() is None:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):  # vLLM waits for clients, now and then without end
@@ -80,7 +80,7 @@ class Server:
         self.kill()
         if kind is None:
             for trouble in TROUBLES:
-                assert trouble not in said, said[max(0, said.index(trouble) - 500) :][:3000]
+                assert trouble not in message, message[max(0, message.index(trouble) - 500) :][:3000]
 
     @property
     def said(self) -> str:
@@ -125,7 +125,7 @@ class Server:
         }  # fmt: skip
         headers = {"Content-Type": "application/json"} | ({} if rank is None else {"X-data-parallel-rank": str(rank)})
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_SECONDS_MAX)
-        said: list[int] = []
+        message: list[int] = []
         events = 0
         try:
             connection.request("POST", "/v1/completions", json.dumps(body), headers)
@@ -136,7 +136,7 @@ class Server:
                     continue
                 event = json.loads(line[6:])
                 assert "error" not in event, event
-                said += [token for choice in event["choices"] for token in choice["token_ids"] or ()]
+                message += [token for choice in event["choices"] for token in choice["token_ids"] or ()]
                 events += 1
                 if events == leave_after:
                     return None
@@ -144,9 +144,9 @@ class Server:
             raise ConnectionError(repr(error)) from error
         finally:
             connection.close()
-        if len(said) != max_tokens:
-            raise ConnectionError(f"{len(said)} of {max_tokens} tokens came")
-        return said
+        if len(message) != max_tokens:
+            raise ConnectionError(f"{len(message)} of {max_tokens} tokens came")
+        return message
 
     def metric(self, name: str, **labels: str) -> float:
         """Return the sum of `vllm:kvpipe_<name>` over all lines with `labels`."""

@@ -43,20 +43,30 @@ def _forget_the_half_started_engine() -> Any:
         ({"pool_bytes_max": "1MiB"}, {}, ["pool_bytes_max=1048576", "not even one chunk", "at least"]),
         ({"chunk_tokens": "many"}, {}, ["chunk_tokens='many'", "Default: 256"]),
         ({"bypass": True, "freeze": True}, {}, ["bypass=true contradicts freeze=true", "set only one"]),
-        ({}, {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}, ["pipeline_parallel_size=2"]),
         ({}, {"role": "kv_boss"}, ["kv_boss", "kv_both"]),
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_refusals(
-    config: dict[str, Any], options: dict[str, Any], says: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refusals(config: dict[str, Any], options: dict[str, Any], says: list[str]) -> None:
     """Each is refused, and the sentence says what to change."""
-    if "pipeline_parallel_size" in options:
-        monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     message = _refusal(config, **options)
     for words in says:
         assert words in message, message
+
+
+@pytest.mark.parametrize("options", [{}, {"async_scheduling": False}, {"async_scheduling": True}], ids=str)
+def test_an_engine_that_cannot_be_served_is_refused_before_it_starts(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """No process is started for an engine whose settings are refused, in one sentence."""
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("it was begun")
+
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    monkeypatch.setattr("multiprocessing.process.BaseProcess.start", never)
+    message = _refusal({}, pipeline_parallel_size=2, distributed_executor_backend="mp", **options)
+    assert message == "kvpipe: pipeline_parallel_size=2 is not supported; use tensor parallelism instead"
 
 
 @pytest.mark.parametrize(
@@ -76,7 +86,7 @@ def test_two_layouts_under_one_name(tmp_path: Path) -> None:
 
     config = {"name": "shared", "state_dir": str(tmp_path)}
     code = (
-        "from kvpipe.testing.engine import Engine\n"
+        "from kvpipe.connectors.vllm.trial.engine import Engine\n"
         "import sys\n"
         f"e = Engine({str(make_model('llama'))!r}, kvpipe={config!r}, dtype=sys.argv[1])\n"
         "print(len(e.generate([[5] * 40], 2)))\n"

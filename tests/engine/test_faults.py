@@ -103,6 +103,16 @@ def test_unruly_callers() -> None:
         assert stats["worker.save_repeated"] > 0
 
 
+def test_steps_that_are_replayed() -> None:
+    """Where every second step has no hooks, as one of a CUDA graph, saves are good, hits right, nothing is amiss."""
+    expected = baseline(PROMPTS, 40, enable_prefix_caching=False)
+    with engine(kvpipe={"load": "sync"}, enable_prefix_caching=False, connector="Replayed", module=FAULTY) as live:
+        for _ in range(3):
+            assert live.generate(PROMPTS, 40) == expected
+        stats = assert_clean(live)
+        assert stats["tokens_loaded"] >= 2 * sum(len(p) // 32 * 32 - 1 for p in PROMPTS)
+
+
 def test_hooks_that_never_run_publish_nothing() -> None:
     """When no layer hook runs, saves fail instead of being trusted, and answers are right."""
     expected = baseline(PROMPTS, 8, enable_prefix_caching=False)

@@ -26,6 +26,7 @@ SCENARIOS = (
     "shutdown",
 )
 SPEED = ("start", "first token, 512 tokens", "overhead of saving", "shutdown")
+ALONE = ("start", "decode", "shutdown")
 
 
 @pytest.mark.timeout(600)
@@ -48,11 +49,15 @@ def test_the_engine_benchmark_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     assert found["complete"]
     wanted = {f"{case}: {scenario}" for case in CASES for scenario in SCENARIOS}
-    wanted |= {f"tiny {mode}: {label}" for mode in ("layerwise", "step") for label in SPEED}
+    wanted |= {f"tiny {mode}: {label}" for mode in ("auto", "layerwise", "step") for label in SPEED}
+    wanted |= {f"tiny no connector: {label}" for label in ALONE}
     passed = {name for name, section in sections.items() if section["outcome"] == "passed"}
     assert wanted | {"reference float32"} <= passed, wanted - passed
     assert {"cpu", "commit", "torch", "vllm", "triton", "gpu", "driver", "date"} <= found["machine"].keys()
     for case in CASES:
         assert sections[f"{case}: batch, cold and warm"]["figures"]["loaded tokens"] == 288 + 608 + 128
         assert sections[f"{case}: bytes of the cache"]["figures"]["flipped bytes found"] == 1
+    for mode in ("auto", "layerwise", "step"):
+        figures = sections[f"tiny {mode}: overhead of saving"]["figures"]
+        assert {f"decode throughput, {message}/no connector" for message in ("saving", "without")} <= figures.keys()
     assert "nothing left over" in done.stdout  # the table

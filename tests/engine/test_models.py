@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvpipe.testing.engine import Engine
+from kvpipe.connectors.vllm.trial.engine import Engine
 from kvpipe.testing.models import make_model
 from tests.engine.common import assert_clean, baseline, engine, prompt
 
@@ -198,7 +198,7 @@ def test_freeze_is_switched_at_run_time(tmp_path: Path) -> None:
             limit = time.monotonic() + 20
             side = live.connector.scheduler
             assert side is not None
-            while side.freeze != on:
+            while side.switches.freeze != on:
                 assert time.monotonic() < limit, "the engine did not obey"
                 time.sleep(0.05)
 

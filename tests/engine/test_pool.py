@@ -10,23 +10,23 @@ from pathlib import Path
 
 import pytest
 
-from kvpipe.connectors.vllm import worker
-from kvpipe.headroom import Room
-from kvpipe.testing.engine import Engine
-from kvpipe.tiers import ready
-from kvpipe.tiers.ready import Readier
+from kvpipe.connectors.vllm.trial.engine import Engine
+from kvpipe.headroom import Headroom
 from kvpipe.trace.events import PoolReady, PoolShort
 from kvpipe.trace.reader import Trace
-from tests.engine.common import assert_clean, baseline, engine, prompt
+from kvpipe.transfer import ready
+from kvpipe.transfer.ready import Readier
+from kvpipe.worker import side
+from tests.engine.common import assert_clean, baseline, ended, engine, prompt
 
 PROMPTS = [prompt(300, seed) for seed in range(4)]
 POOL = {"pool_bytes_max": "192MiB"}
-CHILD_S_MAX = 30.0
+READY_S_MAX = 30.0
 
 
 def wait_for(live: Engine, slots: int) -> None:
     """Step until the scheduler's side may use so many slots."""
-    limit = time.monotonic() + CHILD_S_MAX
+    limit = time.monotonic() + READY_S_MAX
     while live.connector.stats()["slots_ready"] < slots:
         assert time.monotonic() < limit, live.connector.stats()
         live.generate([prompt(3, 99)], 1)
@@ -42,17 +42,17 @@ def test_the_whole_pool_becomes_ready(trace_file: Path) -> None:
         wait_for(live, slots)
         assert live.generate(PROMPTS, 8) == wanted
         assert_clean(live)
-    told = [event for event in Trace(trace_file) if isinstance(event, PoolReady)]
-    assert [event.slots for event in told] == [slots]
+    reported = [event for event in Trace(trace_file) if isinstance(event, PoolReady)]
+    assert [event.slots for event in reported] == [slots]
 
 
 def test_a_pool_that_the_machine_has_no_memory_for(monkeypatch: pytest.MonkeyPatch, trace_file: Path) -> None:
     """The engine serves from what fits, evicts beyond it, says so once, and takes more when memory is back."""
     monkeypatch.setattr(ready, "SHORT_S", 0.01)
-    plenty, short = Room(1 << 40, 1 << 40, "plenty"), Room(1 << 20, 1 << 40, "a limit")
+    plenty, short = Headroom(1 << 40, 1 << 40, "plenty"), Headroom(1 << 20, 1 << 40, "a limit")
     rooms = [plenty]  # enough for the first piece
     made = functools.partial(Readier, room=lambda: rooms.pop() if rooms else short)
-    monkeypatch.setattr(worker, "Readier", made)
+    monkeypatch.setattr(side, "Readier", made)
     many = [prompt(900, 50 + seed) for seed in range(8)]
     wanted = baseline(many, 4)
     with engine(kvpipe=POOL | {"chunk_tokens": 32}) as live:
@@ -63,8 +63,8 @@ def test_a_pool_that_the_machine_has_no_memory_for(monkeypatch: pytest.MonkeyPat
         rooms.extend([plenty] * 100)
         wait_for(live, stats["slots"])
         assert_clean(live)
-    told = [event for event in Trace(trace_file) if isinstance(event, (PoolShort, PoolReady))]
-    assert [type(event) for event in told] == [PoolShort, PoolReady]
+    reported = [event for event in Trace(trace_file) if isinstance(event, (PoolShort, PoolReady))]
+    assert [type(event) for event in reported] == [PoolShort, PoolReady]
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
@@ -81,7 +81,7 @@ def test_a_fork_of_a_live_engine() -> None:
                 _end_of_child(live, clean=clean)
             outputs = live.drain()
             assert [list(outputs[i].outputs[0].token_ids) for i in ids] == wanted
-            assert _ended(child) == 0, "the child was killed, or hung"
+            assert ended(child) == 0, "the child was killed, or hung"
         assert live.connector.stats()["tokens_loaded"] > 0
         side = live.worker_connector.worker
         assert side is not None
@@ -100,15 +100,3 @@ def _end_of_child(live: Engine, *, clean: bool) -> None:
         code = 0
     finally:
         os._exit(code)
-
-
-def _ended(child: int) -> int:
-    limit = time.monotonic() + CHILD_S_MAX
-    while time.monotonic() < limit:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return status
-        time.sleep(0.01)
-    os.kill(child, 9)
-    os.waitpid(child, 0)
-    return -1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -139,6 +140,19 @@ def test_whole_prompt_hit() -> None:
             for _ in range(2):
                 assert live.generate([tokens], 8) == expected
             assert assert_clean(live)["tokens_loaded"] == loaded
+
+
+def test_an_engine_that_waits_leaves_the_interpreter_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine in this process rests after a step in which nothing ran, as one that serves does."""
+    tokens, rests = prompt(256, 7), list[float]()
+    with engine(kvpipe={"load": "async"}, enable_prefix_caching=False) as live:
+        live.generate([tokens], 2)
+        live.settle()
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "sleep", rests.append)
+            live.generate([tokens], 2)
+        assert 0.001 in rests
+        assert assert_clean(live)["tokens_loaded"] == 256
 
 
 def test_prefix_cache_hit_that_ends_inside_a_chunk() -> None:

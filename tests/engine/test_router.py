@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvpipe.connectors.vllm.trial.router import Router
 from kvpipe.testing.models import make_adapter
-from kvpipe.testing.router import Router
 from tests.engine.common import assert_clean, engine, prompt
 
 pytestmark = pytest.mark.engine
@@ -31,8 +31,8 @@ def test_a_router_tells_salts_and_adapters_apart(tmp_path: Path) -> None:
     def publish(batch: KVEventBatch) -> None:
         router.hear(msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=KVEventBatch).events)
 
-    told = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
-    options: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2, "kv_events_config": told}
+    reported = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    options: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2, "kv_events_config": reported}
     tokens, hasher = prompt(130, 1), get_request_block_hasher(32, sha256)
     with engine(kvpipe={"chunk_tokens": 64}, enable_prefix_caching=True, **options) as live:
         live.scheduler.kv_event_publisher.publish = publish  # type: ignore[method-assign, assignment]

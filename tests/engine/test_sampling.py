@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvpipe.testing.engine import Engine
+from kvpipe.connectors.vllm.trial.engine import Engine
 from kvpipe.testing.models import VOCAB, make_model
 from tests.engine.common import assert_clean, prompt
 

@@ -55,15 +55,15 @@ class Clients:
             leave_after = rng.randrange(1, TOKENS // 2) if number % 3 == 0 else None
             self.begun.release()
             try:
-                said = self._server.stream(PROMPTS[which], TOKENS, leave_after=leave_after)
+                message = self._server.stream(PROMPTS[which], TOKENS, leave_after=leave_after)
             except OSError:
                 with self._lock:
                     self.broken += 1
                 return
             with self._lock:
-                if said is None:
+                if message is None:
                     self.left += 1
-                elif said == self._expected[which]:
+                elif message == self._expected[which]:
                     self.right += 1
                 else:
                     self.wrong.append(which)
@@ -120,19 +120,31 @@ def test_killed_in_mid_load_and_restarted(
     assert found[2] > 0
 
 
-def test_two_replicas_share_all_there_is(tmp_path: Path, expected: list[list[int]]) -> None:
-    """Data parallel, two API servers; one disk, name, state folder and trace: each finds what the other has saved."""
-    kvpipe = _disk(tmp_path, name="shared", state_dir=str(tmp_path / "state"))
-    options = ("--data-parallel-size", "2", "--api-server-count", "2", "--no-enable-prefix-caching")
-    with Server(tmp_path / "log", kvpipe, *options, VLLM_CPU_OMP_THREADS_BIND="nobind") as server:
-        for which, rank in ((0, 0), (1, 1), (6, 0)):
-            assert server.stream(PROMPTS[which], TOKENS, rank=rank) == expected[which]
+def _share(folder: Path, expected: list[list[int]], asked: tuple[int, ...], *options: str) -> None:
+    """Two replicas: what one has been asked is found by the other, on the disk."""
+    kvpipe = _disk(folder, name="shared", state_dir=str(folder / "state"))
+    options = ("--data-parallel-size", "2", "--no-enable-prefix-caching", *options)
+    with Server(folder / "log", kvpipe, *options, VLLM_CPU_OMP_THREADS_BIND="nobind") as server:
+        for number, which in enumerate(asked):
+            assert server.stream(PROMPTS[which], TOKENS, rank=number % 2) == expected[which]
         server.idle()
         limit = time.monotonic() + 60
-        while len(list((tmp_path / "kv").rglob("*.kv"))) < 10 and time.monotonic() < limit:
+        while len(list((folder / "kv").rglob("*.kv"))) < 10 and time.monotonic() < limit:
             time.sleep(0.2)
-        for which, rank in ((0, 1), (1, 0), (6, 1)):
-            assert server.stream(PROMPTS[which], TOKENS, rank=rank) == expected[which]
+        for number, which in enumerate(asked):
+            assert server.stream(PROMPTS[which], TOKENS, rank=1 - number % 2) == expected[which]
         server.idle()
         for replica in "01":
             assert server.metric("hit_tokens", tier="disk", engine=replica) > 0
+
+
+def test_two_replicas_share_all_there_is(tmp_path: Path, expected: list[list[int]]) -> None:
+    """Data parallel, two API servers: one disk, name, state folder and trace."""
+    _share(tmp_path, expected, (0, 1, 6), "--api-server-count", "2")
+
+
+def test_two_replicas_of_two_ranks_share_all_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data parallel and tensor parallel: four ranks; a chunk counts where both ranks of a replica have stored it."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # of the engine without kvpipe
+    expected = baseline(PROMPTS[:2], TOKENS, tensor_parallel_size=2, enable_prefix_caching=False)
+    _share(tmp_path, expected, (0, 1), "--tensor-parallel-size", "2")

@@ -9,20 +9,24 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
 
-from kvpipe.testing.engine import Engine
+from kvpipe.connectors.vllm.trial.engine import Engine
+from kvpipe.testing.servers.mooncake import master, node
+from kvpipe.testing.servers.proxy import Proxy
+from kvpipe.testing.servers.redis import LOCAL, serving
+from kvpipe.testing.servers.s3 import S3Server, shared
+from kvpipe.testing.servers.secured import KINDS, secured
+from kvpipe.testing.tier_worlds.mooncake import spec_of as mooncake_spec
+from kvpipe.testing.tier_worlds.s3 import spec_of as s3_spec
+from kvpipe.trace.events import TierLeft
+from kvpipe.trace.reader import Trace
 from tests.engine.common import assert_clean, baseline, engine, prompt
-from tests.tiers.mooncake_server import master, node
-from tests.tiers.proxy import Proxy
-from tests.tiers.s3_server import S3Server
-from tests.tiers.servers import LOCAL, serving
-from tests.tiers.world_mooncake import spec_of as mooncake_spec
-from tests.tiers.world_s3 import spec_of as s3_spec
 
 pytestmark = pytest.mark.engine
 
@@ -55,7 +59,7 @@ class Played:
         assert self.live.generate(PROMPTS, TOKENS) == self.expected
         assert time.monotonic() - begin < STALL_S_MAX
         assert_clean(self.live)
-        found = sum(tokens for tier, tokens in side._tell.hit_tokens.items() if tier != "memory")
+        found = sum(tokens for tier, tokens in side._report.hit_tokens.items() if tier != "memory")
         brought, self._seen = found - self._seen, found
         return brought
 
@@ -200,8 +204,34 @@ def test_a_disk_that_takes_nothing(
             assert played.play() == DUE
 
 
-def _raising(error: OSError) -> Callable[..., None]:
-    def fail(*_: object) -> None:
+@pytest.mark.parametrize("kind", ["disk", "redis", "s3"])
+@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOMEM, "refused")], ids=["python", "system"])
+def test_memory_is_refused_in_mid_run(
+    kind: str, error: Exception, expected: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiers that get no memory for their values, or for a new client's, cost hits; with memory they are back."""
+    with ExitStack() as stack:
+        if kind == "disk":
+            reported: dict[str, Any] = {"kind": "disk", "path": str(tmp_path), "bytes_max": "1GiB"}
+        elif kind == "redis":
+            reported = {"kind": "redis", "host": LOCAL, "port": stack.enter_context(serving("redis")).port}
+        else:
+            reported = s3_spec(shared()).model_dump(mode="json", exclude_none=True)
+        live = stack.enter_context(engine(kvpipe=_config(reported), **OWN))
+        played = Played(live, expected)
+        with monkeypatch.context() as patch:
+            patch.setattr("mmap.mmap", _raising(error))
+            for _ in range(3):
+                assert played.play() < DUE
+        played.until(DUE)
+        with monkeypatch.context() as patch:
+            patch.setattr("mmap.mmap", _raising(error))
+            assert [played.play() < DUE for _ in range(2)] == [True] * 2
+        played.until(DUE)
+
+
+def _raising(error: Exception) -> Callable[..., None]:
+    def fail(*_: object, **__: object) -> None:
         raise error
 
     return fail
@@ -217,8 +247,28 @@ def test_a_server_is_killed_in_mid_run(kind: str, expected: list[list[int]]) -> 
         server.kill()
         return
     with master() as one, node(one.address, 64 << 20):
-        told = json.loads(mooncake_spec(one).model_dump_json(exclude_none=True))
-        _in_mid_run(told, one.kill, None, expected)
+        reported = json.loads(mooncake_spec(one).model_dump_json(exclude_none=True))
+        _in_mid_run(reported, one.kill, None, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_certificate_changes_in_mid_run(
+    kind: str, expected: list[list[int]], tmp_path: Path, trace_file: Path
+) -> None:
+    """A server's new certificate is used; one of another authority costs hits, and says so; then all is well again."""
+    with secured(kind, tmp_path / "tls") as server, engine(kvpipe=_config(server.keys), **OWN) as live:
+        played = Played(live, expected)
+        played.play()
+        played.until(DUE)
+        server.show("renewed")
+        server.proxy.cut()
+        played.until(DUE)
+        server.show("other")
+        server.proxy.cut()
+        assert played.play() == 0
+        server.show("first")
+        played.until(DUE)
+    assert any("certificate" in event.why for event in Trace(trace_file) if isinstance(event, TierLeft))
 
 
 def _in_mid_run(

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from kvpipe.testing.engine import Engine
+from kvpipe.connectors.vllm.trial.engine import Engine
 from kvpipe.testing.models import make_model
+from kvpipe.testing.tier_worlds import WORLDS
 from tests.engine.child_engine import child
 from tests.engine.common import assert_clean, baseline, engine, prompt
-from tests.tiers.worlds import WORLDS
 
 pytestmark = pytest.mark.engine
 
@@ -37,7 +37,7 @@ def _disk(folder: Path, **more: Any) -> dict[str, Any]:
 def _hits(live: Engine) -> dict[str, int]:
     side = live.connector.scheduler
     assert side is not None
-    return dict(side._tell.hit_tokens)
+    return dict(side._report.hit_tokens)
 
 
 def _fill(folder: Path, **options: Any) -> None:
@@ -235,6 +235,17 @@ def test_who_shares(
         assert stats["tier_lookup"] == len(PROMPTS)
     finally:
         live.close()
+
+
+def test_which_other_tiers_there_are_does_not_matter(tmp_path: Path, filled: Path) -> None:
+    """With a tier more, in front or behind, what the others hold is found; and what comes nearer without them."""
+    (far,) = _disk(filled, tiers_store="never")["tiers"]
+    near, other = (far | {"path": str(tmp_path / name), "store": "all"} for name in ("near", "other"))
+    for tiers, found in (([near, far], "disk-2"), ([near], "disk"), ([far, other], "disk")):
+        with engine(kvpipe=SMALL | {"tiers": tiers}, **OWN) as live:
+            live.generate(PROMPTS, 2)
+            assert_clean(live)
+            assert _hits(live) == {"memory": 0, found: DUE}
 
 
 def test_a_reset_forgets_tiers_too(tmp_path: Path) -> None:

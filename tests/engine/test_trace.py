@@ -73,7 +73,7 @@ def test_why_a_prompt_was_not_found(trace_file: Path) -> None:
         ask(first)
         live.llm.reset_prefix_cache(reset_connector=True)
         ask(first)
-        live.connector.scheduler.bypass = True  # type: ignore[union-attr]
+        live.connector.scheduler.switches.bypass = True  # type: ignore[union-attr]
         ask(first)
         counted = live.connector.scheduler.totals()["misses"]  # type: ignore[union-attr]
     why = [one.why for one in Trace(trace_file) if isinstance(one, e.RequestAdmitted)]
@@ -87,11 +87,11 @@ def test_what_a_router_hears(trace_file: Path) -> None:
     from vllm.distributed.kv_events import BlockRemoved, BlockStored
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-    told = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    reported = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     kvpipe = {"chunk_tokens": 64, "pool_bytes_max": "1MiB"}
-    with engine(kvpipe=kvpipe, enable_prefix_caching=True, kv_events_config=told) as live:
-        heard: list[object] = []
-        live.scheduler.kv_event_publisher.publish = lambda batch: heard.extend(batch.events)
+    with engine(kvpipe=kvpipe, enable_prefix_caching=True, kv_events_config=reported) as live:
+        received: list[object] = []
+        live.scheduler.kv_event_publisher.publish = lambda batch: received.extend(batch.events)
         slots = live.connector.geometry.slots
         for i in range(slots + 1):
             live.generate([prompt(100, i)], 2)
@@ -99,8 +99,10 @@ def test_what_a_router_hears(trace_file: Path) -> None:
         held = live.connector.scheduler.catalog.index(0)  # type: ignore[union-attr]
         keys = {maybe_convert_block_hash(key) for key in held}
         live.generate([prompt(5, 99)], 2)
-    ours = [one for one in heard if getattr(one, "medium", "") == "CPU"]
-    theirs = {key for one in heard if isinstance(one, BlockStored) and one.medium == "GPU" for key in one.block_hashes}
+    ours = [one for one in received if getattr(one, "medium", "") == "CPU"]
+    theirs = {
+        key for one in received if isinstance(one, BlockStored) and one.medium == "GPU" for key in one.block_hashes
+    }
     now: set[object] = set()
     for one in ours:
         assert isinstance(one, BlockStored | BlockRemoved)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from kvpipe.connectors.vllm.trial.engine import Engine
 from kvpipe.errors import UnsupportedError
-from kvpipe.testing.engine import Engine
 from kvpipe.testing.models import make_tokenizer
 from tests.engine.common import assert_clean, engine, prompt
 
@@ -101,8 +101,8 @@ def test_requests_that_read_no_cache_ask_for_nothing(tmp_path: Path) -> None:
         for held in ("on disk", "in memory"):
             assert told(live) == expected, held
             stats = assert_clean(live)
-            assert not any(side._tell.hit_tokens.values()), held
-            assert set(side._tell.misses) == {"not_read"}
+            assert not any(side._report.hit_tokens.values()), held
+            assert set(side._report.misses) == {"not_read"}
             assert not {"tokens_loaded", "lookup_hit", "tier_lookup", "chunks_fetching"} & set(stats), stats
         live.llm.reset_prefix_cache()
         assert live.generate([LONG], 8) == [expected[0]]

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import anyio
 
+from kvpipe.testing.buffers import aligned, content, some_key
 from kvpipe.tiers.base import ALIGN_BYTES, Get, Put, Read, TierFullError, Written
-from kvpipe.tiers.disk import DiskSpec, DiskTier
+from kvpipe.tiers.disk.spec import DiskSpec
+from kvpipe.tiers.disk.tier import DiskTier
 from kvpipe.tiers.envelope import HEADER_BYTES, Sealer
-from tests.tiers.buffers import aligned, content, some_key
 
 SEALER, UNITS = Sealer(), 16
 DELETE_EACH = 13

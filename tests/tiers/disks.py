@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
+from kvpipe.testing.buffers import content, data, get, some_key
 from kvpipe.tiers.base import Read
-from kvpipe.tiers.disk import DiskSpec, DiskTier
-from kvpipe.tiers.disk_files import ACCOUNT, place
-from tests.tiers.buffers import content, data, get, some_key
+from kvpipe.tiers.disk.files import ACCOUNT, place
+from kvpipe.tiers.disk.spec import DiskSpec
+from kvpipe.tiers.disk.tier import DiskTier
 
 KIB, MIB = 1 << 10, 1 << 20
 ROOM = 16 * 64 * KIB

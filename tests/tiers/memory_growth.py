@@ -7,34 +7,44 @@ import os
 import resource
 import subprocess
 import sys
-from typing import Any
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import anyio
 
+from kvpipe.testing.buffers import get, put, some_key
 from kvpipe.tiers.base import TierError
 from kvpipe.tiers.registry import parse_tier
-from tests.tiers.buffers import get, put, some_key
 
 GROWTH_BYTES_MAX = 96 << 20
 """Generous: what bounded buffers of all lanes come to, and an allocator's habits. Floods are far more."""
+CLIENT_BYTES_MAX = 384 << 20
+"""Of a client's own process, all that it takes: its code, its limit, and what it had before it was limited."""
 CALL_S = 1.5
 
 
-def peak_growth(table: dict[str, Any]) -> int:
-    """Return by how many bytes a process grew that has used this tier in every way, after it had connected."""
+class Growth(NamedTuple):
+    """Bytes by which the process grew, and the most that a process took which it had started."""
+
+    here: int
+    there: int
+
+
+def peak_growth(table: dict[str, Any]) -> Growth:
+    """Return by how much a process grew that has used this tier in every way, after it had connected."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.tiers.memory_growth", json.dumps(table)],
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    return int(done.stdout)
+    return Growth(*json.loads(done.stdout))
 
 
-def _peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+def _peak(whose: int = resource.RUSAGE_SELF) -> int:
+    return resource.getrusage(whose).ru_maxrss << 10
 
 
-async def _play(table: dict[str, Any]) -> int:
+async def _play(table: dict[str, Any]) -> Growth:
     tier = parse_tier(table).make("tier")
     try:
         await tier.open()
@@ -56,15 +66,16 @@ async def _play(table: dict[str, Any]) -> int:
             try:
                 await call()
             except TierError:
-                continue
+                with suppress(TierError):  # a client that has ended is started anew
+                    await tier.health()
     with anyio.move_on_after(CALL_S):
         await tier.close()
-    return _peak() - before
+    return Growth(_peak() - before, _peak(resource.RUSAGE_CHILDREN))
 
 
 if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))  # the machine is others' too
     os.environ |= {"TESTS_S3_ACCESS": "access", "TESTS_S3_SECRET": "hush-hush"}
-    sys.stdout.write(f"{anyio.run(_play, json.loads(sys.argv[1]))}\n")
+    sys.stdout.write(json.dumps(anyio.run(_play, json.loads(sys.argv[1]))))
     sys.stdout.flush()
     os._exit(0)  # how a client ends that is under attack is another matter

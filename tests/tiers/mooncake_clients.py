@@ -12,11 +12,11 @@ from typing import Any
 import anyio
 import pytest
 
+from kvpipe.testing.buffers import get, put, some_key
+from kvpipe.testing.servers.mooncake import Master
+from kvpipe.testing.tier_worlds.mooncake import spec_of
 from kvpipe.tiers.base import Tier, TierError
-from kvpipe.tiers.mooncake import MooncakeTier
-from tests.tiers.buffers import get, put, some_key
-from tests.tiers.mooncake_server import Master
-from tests.tiers.world_mooncake import spec_of
+from kvpipe.tiers.mooncake.tier import MooncakeTier
 
 KIB, MIB = 1 << 10, 1 << 20
 QUICK: dict[str, Any] = {"timeout_ms_max": 700}

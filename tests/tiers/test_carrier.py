@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from kvpipe.geometry import Geometry, Group, Layer
-from kvpipe.plan import Order
+from kvpipe.messages import TierOrder
 from kvpipe.testing.held_tier import DictSpec, HeldTier
 from kvpipe.tiers.base import Tier, blocking
 from kvpipe.tiers.carrier import Carried, Carrier
-from kvpipe.tiers.memory import HostPool
-from kvpipe.tiers.shelf import FAULTS_MAX, READ, WRITE, Shelf, shelves
+from kvpipe.tiers.guard import FAULTS_MAX, READ, WRITE, GuardedTier, guarded
 from kvpipe.trace.log import Counters
+from kvpipe.transfer.pool import HostPool
 
 PAGE = 512
 GEOMETRY = Geometry(
@@ -36,15 +36,15 @@ class Rank:
     def __init__(self, tiers: Sequence[Tier], **spec: Any) -> None:
         """`spec`: keys of every tier."""
         self.pool, self.counters = HostPool(GEOMETRY), Counters()
-        told = DictSpec.model_validate({"timeout_ms_max": 60_000} | spec)
-        self.shelves: list[Shelf] = shelves([(tier.name, told, tier) for tier in tiers], (READ, WRITE))
-        self.carrier = Carrier(self.shelves, GEOMETRY, self.pool, rank=0, ranks=1, counters=self.counters)
+        reported = DictSpec.model_validate({"timeout_ms_max": 60_000} | spec)
+        self.tiers: list[GuardedTier] = guarded([(tier.name, reported, tier) for tier in tiers], (READ, WRITE))
+        self.carrier = Carrier(self.tiers, GEOMETRY, self.pool, rank=0, ranks=1, counters=self.counters)
         self._ids = 0
 
-    def carry(self, *, stores: bool, slot: int, units: int = 4, tier: int = 0, group: int = 0) -> Order:
+    def carry(self, *, stores: bool, slot: int, units: int = 4, tier: int = 0, group: int = 0) -> TierOrder:
         """Order one chunk."""
         self._ids += 1
-        order = Order(self._ids, stores, tier, slot, group, units, CHUNK)
+        order = TierOrder(self._ids, stores, tier, slot, group, units, CHUNK)
         self.carrier.begin([order], SPACE, 1)
         return order
 
@@ -74,7 +74,7 @@ def _rank(*tiers: HeldTier, **spec: Any) -> Iterator[Rank]:
     made = Rank(tiers or (HeldTier(),), **spec)
     try:
         yield made
-        assert not made.carrier._keeper.loop.errors
+        assert not made.carrier.loop.errors
     finally:
         made.carrier.shutdown()
 
@@ -114,7 +114,7 @@ def test_what_is_not_there() -> None:
         for _ in range(2 * FAULTS_MAX):
             rank.carry(stores=False, slot=0)
             assert rank.ended() == [False]
-        assert rank.shelves[0].breakers[READ].allows
+        assert rank.tiers[0].breakers[READ].allows
         assert not rank.counters.faults
 
 
@@ -150,41 +150,43 @@ def test_a_tier_that_fails_is_left_alone_and_comes_back() -> None:
         for _ in range(FAULTS_MAX):
             rank.carry(stores=True, slot=0)
             assert rank.ended() == [False]
-        assert not rank.shelves[0].breakers[WRITE].allows
-        assert rank.shelves[0].breakers[READ].allows
+        assert not rank.tiers[0].breakers[WRITE].allows
+        assert rank.tiers[0].breakers[READ].allows
         assert rank.counters["tier_failed"] == FAULTS_MAX
         rank.carry(stores=True, slot=0)
         assert rank.ended() == [False]
         assert rank.counters["tier_failed"] == FAULTS_MAX, "it was tried"
         tier.trouble = "none"
         limit = time.monotonic() + WAIT_S
-        while not rank.shelves[0].breakers[WRITE].allows:
+        while not rank.tiers[0].breakers[WRITE].allows:
             assert time.monotonic() < limit
-            rank.carrier.hurry()
+            rank.carrier.probe_now()
             time.sleep(0.01)
         rank.carry(stores=True, slot=0)
         assert rank.ended() == [True]
-        assert rank.shelves[0].breakers[WRITE].state.name == "CLOSED"
+        assert rank.tiers[0].breakers[WRITE].state.name == "CLOSED"
 
 
 def test_a_tier_that_hangs() -> None:
     """Orders that a hanging tier holds, and those behind them, fail within their limits; its slots are free then."""
     tier = HeldTier()
-    with _rank(tier, timeout_ms_max=20, lanes=1) as rank:
+    with _rank(tier, lanes=1) as rank:
         rank.carry(stores=True, slot=0)
         assert rank.ended() == [True]
+        patience_s, rank.tiers[0].timeout_s = rank.tiers[0].timeout_s, 0.02
         tier.hold()
         for slot in range(3):
             rank.carry(stores=False, slot=slot)
         assert rank.ended(3) == [False] * 3
         assert rank.carrier.open == 0
-        assert not rank.shelves[0].breakers[READ].allows
+        assert not rank.tiers[0].breakers[READ].allows
         assert rank.carrier.unreadable == frozenset({0})
+        rank.tiers[0].timeout_s = patience_s
         tier.let_go()
         limit = time.monotonic() + WAIT_S
         while rank.carrier.unreadable:
             assert time.monotonic() < limit
-            rank.carrier.hurry()
+            rank.carrier.probe_now()
             time.sleep(0.01)
         rank.carry(stores=False, slot=0)
         assert rank.ended() == [True]
@@ -195,11 +197,11 @@ def test_a_queue_that_is_too_long() -> None:
     tier = HeldTier()
     with _rank(tier, timeout_ms_max=30, lanes=1) as rank:
         taken = rank.carrier._turns[0][READ]
-        rank.carrier._keeper.loop.put(lambda: taken.acquire_on_behalf_of_nowait("somebody"))
+        rank.carrier.loop.put(lambda: taken.acquire_on_behalf_of_nowait("somebody"))
         rank.carry(stores=False, slot=0)
         assert rank.ended() == [False]
-        assert rank.shelves[0].breakers[READ].allows
-        rank.carrier._keeper.loop.put(lambda: taken.release_on_behalf_of("somebody"))
+        assert rank.tiers[0].breakers[READ].allows
+        rank.carrier.loop.put(lambda: taken.release_on_behalf_of("somebody"))
         rank.carry(stores=True, slot=0)
         assert rank.ended() == [True]
         rank.carry(stores=False, slot=0)
@@ -247,7 +249,7 @@ def test_a_carrier_whose_thread_is_gone() -> None:
     with _rank(tier) as rank:
         tier.hold()
         rank.carry(stores=False, slot=0)
-        rank.carrier._keeper.loop.stop()
+        rank.carrier.loop.stop()
         rank.carry(stores=False, slot=1)
         assert rank.ended(2) == [False, False]
         assert rank.carrier.collect() == []

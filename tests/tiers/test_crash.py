@@ -16,11 +16,11 @@ from pathlib import Path
 import anyio
 import pytest
 
+from kvpipe.testing.buffers import aligned, some_key
 from kvpipe.tiers.base import Capacity, Get, Key, Read
-from kvpipe.tiers.disk import DiskTier
-from kvpipe.tiers.disk_files import TMP
+from kvpipe.tiers.disk.files import TMP
+from kvpipe.tiers.disk.tier import DiskTier
 from kvpipe.tiers.envelope import HEADER_BYTES
-from tests.tiers.buffers import aligned, some_key
 from tests.tiers.crash_writer import SEALER, UNITS, spec_of
 from tests.tiers.disks import walk
 

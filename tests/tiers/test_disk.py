@@ -14,10 +14,11 @@ import pytest
 from pydantic import ValidationError
 
 from kvpipe.errors import ConfigError
+from kvpipe.testing.buffers import NAMESPACE, content, put, some_key
+from kvpipe.testing.tier_conformance import run
 from kvpipe.tiers.base import Capacity, Read, TierError, Written
-from kvpipe.tiers.disk import DiskSpec
-from kvpipe.tiers.disk_files import ACCOUNT, TMP
-from tests.tiers.buffers import NAMESPACE, content, put, some_key
+from kvpipe.tiers.disk.files import ACCOUNT, TMP
+from kvpipe.tiers.disk.spec import DiskSpec
 from tests.tiers.disks import (
     KIB,
     MIB,
@@ -30,7 +31,6 @@ from tests.tiers.disks import (
     spec_of,
     walk,
 )
-from tests.tiers.worlds import run
 
 # ---- what a user writes ---------------------------------------------------------------------------------------------
 

@@ -14,9 +14,10 @@ from pathlib import Path
 import anyio
 import pytest
 
+from kvpipe.testing.buffers import aligned, content, get, put, some_key
+from kvpipe.testing.tier_conformance import run
 from kvpipe.tiers.base import ALIGN_BYTES, Get, Read, TierError, TierFullError, Written
-from kvpipe.tiers.disk_files import ACCOUNT, TMP, Mover
-from tests.tiers.buffers import aligned, content, get, put, some_key
+from kvpipe.tiers.disk.files import ACCOUNT, TMP, ValueFiles
 from tests.tiers.disks import (
     KIB,
     MIB,
@@ -31,7 +32,6 @@ from tests.tiers.disks import (
     unmount,
     walk,
 )
-from tests.tiers.worlds import run
 
 
 def test_a_full_disk_refuses_and_serves_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,12 +213,12 @@ def test_direct_io_is_left_where_there_is_none(tmp_path: Path) -> None:
     into = (aligned(4096), aligned(4096))
     with Path("/proc/self/maps").open("rb") as file:
         with pytest.raises(TierError, match="set direct=auto"):
-            Mover("on").move(file.fileno(), os.preadv, into)
-        assert Mover("auto").move(file.fileno(), os.preadv, into) > 0
+            ValueFiles("on").move(file.fileno(), os.preadv, into)
+        assert ValueFiles("auto").move(file.fileno(), os.preadv, into) > 0
     with (tmp_path / "odd").open("wb+") as file:  # where the disk's blocks are larger than what is moved
         file.write(bytes(4096))
         file.flush()
-        mover = Mover("auto")
+        mover = ValueFiles("auto")
         assert mover.move(file.fileno(), os.pwritev, (memoryview(b"abc"),)) == 3
     assert (tmp_path / "odd").read_bytes()[:4] == b"abc\0"
 

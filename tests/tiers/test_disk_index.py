@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import re
 import subprocess
 import sys
@@ -10,16 +11,18 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import pytest
 
-from kvpipe.tiers import disk_files, disk_index
+from kvpipe.testing.buffers import NAMESPACE, put, some_key
+from kvpipe.testing.tier_conformance import WAIT_S, run
 from kvpipe.tiers.base import Capacity, Key, Read, TierError, TierFullError, Written
-from kvpipe.tiers.disk import DiskTier
-from kvpipe.tiers.disk_files import TMP, place
-from tests.tiers.buffers import NAMESPACE, put, some_key
+from kvpipe.tiers.disk import files as disk_files
+from kvpipe.tiers.disk import index as disk_index
+from kvpipe.tiers.disk.files import TMP, place
+from kvpipe.tiers.disk.tier import DiskTier
 from tests.tiers.disks import (
     KIB,
     names,
@@ -27,7 +30,6 @@ from tests.tiers.disks import (
     reads,
     spec_of,
 )
-from tests.tiers.worlds import WAIT_S, run
 
 
 def test_others_values_are_found_soon(tmp_path: Path) -> None:
@@ -69,6 +71,29 @@ def test_a_folder_may_go_and_come_back(tmp_path: Path) -> None:
     run(play)
 
 
+def test_what_others_deleted_is_not_held(tmp_path: Path) -> None:
+    """One that only looks holds no key of what others wrote and deleted meanwhile, however long it looks."""
+    many = 50
+
+    def held() -> int:
+        gc.collect()
+        return sum(type(one) is Key for one in gc.get_objects())
+
+    async def play() -> None:
+        async with opened(tmp_path, writes=False) as reader, opened(tmp_path) as other:
+            before = held()
+            for turn in range(4):
+                keys = [some_key(turn * many + number) for number in range(many)]
+                await other.write([put(turn * many + number, KIB) for number in range(many)])
+                assert (await reader.capacity()).items == many
+                await other.delete(keys)
+                assert (await reader.capacity()).items == 0
+            del keys
+            assert held() < before + many
+
+    run(play)
+
+
 def test_a_reader_leaves_no_trace(tmp_path: Path) -> None:
     """With store=never nothing is made or written; a missing folder is said, and found when it is there."""
 
@@ -102,13 +127,13 @@ def test_what_happens_during_a_listing_is_not_lost(tmp_path: Path, monkeypatch: 
 
             def meanwhile(at: int) -> Any:
                 found = real(at)
-                monkeypatch.setattr("kvpipe.tiers.disk_index.listed", real)
+                monkeypatch.setattr("kvpipe.tiers.disk.index.listed", real)
                 assert tier._room.delete(same[:1]) == 1
                 assert tier._write(put(0, 4096)._replace(key=same[2])) is Written.STORED
                 return found
 
             await anyio.sleep(0.06)
-            monkeypatch.setattr("kvpipe.tiers.disk_index.listed", meanwhile)
+            monkeypatch.setattr("kvpipe.tiers.disk.index.listed", meanwhile)
             tier._index._shelves[place(same[0])].changed_ns = None
             tier._pass()
             assert tier._index.holds(same) == [False, True, True]
@@ -133,7 +158,7 @@ def test_what_is_deleted_during_a_listing_stays_deleted(tmp_path: Path, monkeypa
                 deleted.extend([tier._room.delete([some_key(1)])] if not deleted else [])
 
             deleted: list[int] = []
-            monkeypatch.setattr("kvpipe.tiers.disk_index.folder", folder)
+            monkeypatch.setattr("kvpipe.tiers.disk.index.folder", folder)
             tier._pass()
             assert deleted == [1]
             assert tier._index.holds([some_key(1)]) == [False]
@@ -245,6 +270,42 @@ def test_a_lookup_looks_at_its_own_namespace_only(tmp_path: Path, monkeypatch: p
     run(play)
 
 
+def test_what_is_told_is_found_however_old_the_listing_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A listing that took long may be ten times as old: what this engine has stored since is found all the same.
+
+    Until a later listing, of that namespace: that one counts.
+    """
+    real = disk_index.Index.refresh
+
+    async def play() -> None:
+        async with opened(tmp_path, writes=False) as finder, opened(tmp_path) as carrier:
+            tier = cast("DiskTier", finder)
+            key, other = some_key(1), some_key(2, "e" * 32)
+            assert await tier.exists([key, other]) == [False, False]
+            tier._last = tier._last._replace(took_s=1000.0)
+            await carrier.write([put(1, 4096)])
+            assert await tier.exists([key]) == [False]
+            tier.stored([key, other])
+            assert await tier.exists([key, other]) == [True, True]
+            tier._pass(frozenset({NAMESPACE}))
+            assert tier._index.holds([key, other]) == [True, True]
+            await carrier.delete([key])
+            tier._pass(frozenset({NAMESPACE}))
+            assert tier._index.holds([key, other]) == [False, True]
+
+            def overtaken(index: disk_index.Index, *args: Any) -> None:
+                with monkeypatch.context() as patch:
+                    patch.setattr(index, "_look", lambda *_: index.record_written([key]))
+                    real(index, *args)
+
+            await carrier.write([put(1, 4096)])
+            monkeypatch.setattr(disk_index.Index, "refresh", overtaken)
+            tier._pass(frozenset({NAMESPACE}))
+            assert tier._index.holds([key]) == [True], "it was told during the pass"
+
+    run(play)
+
+
 def folders_in(path: Path) -> list[str]:
     """Return the folders of namespaces, and those in them."""
     found = [one.relative_to(path) for one in path.rglob("*") if one.is_dir()]
@@ -285,9 +346,9 @@ CHURN = """
 import sys
 from pathlib import Path
 from kvpipe.tiers.base import Written
-from tests.tiers.buffers import put, some_key
+from kvpipe.testing.buffers import put, some_key
 from tests.tiers.disks import opened
-from tests.tiers.worlds import WAIT_S, run
+from kvpipe.testing.tier_conformance import WAIT_S, run
 async def play():
     async with opened(Path(sys.argv[1])) as tier:
         for i in range(150):

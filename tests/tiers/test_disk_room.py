@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from kvpipe.testing.buffers import content, put, some_key
+from kvpipe.testing.tier_conformance import run
 from kvpipe.tiers.base import Capacity, Read, TierFullError, Written
-from kvpipe.tiers.disk_files import ACCOUNT, TMP
-from tests.tiers.buffers import content, put, some_key
+from kvpipe.tiers.disk.files import ACCOUNT, TMP
 from tests.tiers.disks import (
     KIB,
     ROOM,
@@ -24,7 +25,6 @@ from tests.tiers.disks import (
     reads,
     walk,
 )
-from tests.tiers.worlds import run
 
 
 def test_the_oldest_make_room(tmp_path: Path) -> None:
@@ -119,9 +119,9 @@ def test_an_account_that_is_void_is_counted(tmp_path: Path) -> None:
 WRITER = """
 import sys
 from pathlib import Path
-from tests.tiers.buffers import put
+from kvpipe.testing.buffers import put
 from tests.tiers.disks import KIB, ROOM, opened
-from tests.tiers.worlds import run
+from kvpipe.testing.tier_conformance import run
 async def play():
     async with opened(Path(sys.argv[1]), bytes_max=4 * ROOM) as tier:
         for i in range(int(sys.argv[2]), 10**9):

@@ -15,12 +15,12 @@ import pytest
 import xxhash
 
 from kvpipe.errors import ConfigError, TransferError
+from kvpipe.testing.buffers import aligned, content, filled, some_key
 from kvpipe.testing.held_tier import DictSpec
 from kvpipe.tiers.base import ALIGN_BYTES, Key
 from kvpipe.tiers.envelope import HEADER_BYTES, Cipher, DamagedError, Sealer, describe
 from kvpipe.tiers.keyring import KEYS_MAX, secrets_of
 from kvpipe.tiers.spec import TierSpec
-from tests.tiers.buffers import aligned, content, filled, some_key
 
 SECRET, OTHER = bytes(range(32)), bytes(32)
 SECRETS = pytest.mark.parametrize("secret", [None, SECRET], ids=["plain", "encrypted"])

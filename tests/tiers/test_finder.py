@@ -9,8 +9,8 @@ from typing import Any
 
 from kvpipe.testing.held_tier import DictSpec, HeldTier
 from kvpipe.tiers.base import Key
-from kvpipe.tiers.finder import Finder, Lookup, Place, chunk_name
-from kvpipe.tiers.shelf import FAULTS_MAX, FIND, shelves
+from kvpipe.tiers.finder import Finder, Place, TierLookup, chunk_name
+from kvpipe.tiers.guard import FAULTS_MAX, FIND, guarded
 
 SPACE, WAIT_S, PER_CHUNK = "1" * 32, 20.0, 4
 KEYS = [bytes([unit]) * 32 for unit in range(14)]
@@ -19,17 +19,17 @@ WHOLE: tuple[Place, ...] = ((0, 4), (0, 8), (0, 12))
 
 @contextmanager
 def _finder(*tiers: HeldTier, ranks: int = 1, faults: list[str] | None = None, **spec: Any) -> Iterator[Finder]:
-    told = DictSpec.model_validate({"timeout_ms_max": 60_000} | spec)
-    heard = [] if faults is None else faults
+    reported = DictSpec.model_validate({"timeout_ms_max": 60_000} | spec)
+    received = [] if faults is None else faults
     made = Finder(
-        shelves([(tier.name, told, tier) for tier in tiers], (FIND,)),
+        guarded([(tier.name, reported, tier) for tier in tiers], (FIND,)),
         ranks=ranks,
         units_per_chunk=PER_CHUNK,
-        fault=lambda tier, use, why: heard.append(f"{tier} {use}: {why}"),
+        fault=lambda tier, use, why: received.append(f"{tier} {use}: {why}"),
     )
     try:
         yield made
-        assert not made._keeper.loop.errors
+        assert not made.loop.errors
     finally:
         made.stop()
 
@@ -39,10 +39,10 @@ def _hold(tier: HeldTier, *ends: int, group: int = 0, rank: int = 0, ranks: int 
         tier.values[Key(SPACE, chunk_name(KEYS[units - 1]), group, rank, ranks).text] = b""
 
 
-def _ask(finder: Finder, wanted: Sequence[Place] = WHOLE, seconds_max: float = 60.0, **more: Any) -> Lookup:
+def _ask(finder: Finder, wanted: Sequence[Place] = WHOLE, seconds_max: float = 60.0, **more: Any) -> TierLookup:
     groups = 1 + max((group for group, _ in wanted), default=0)
-    told: dict[str, Any] = {"keys": KEYS, "space": SPACE} | more
-    lookup = Lookup(wanted=tuple(wanted), groups=groups, seconds_max=seconds_max, **told)
+    reported: dict[str, Any] = {"keys": KEYS, "space": SPACE} | more
+    lookup = TierLookup(wanted=tuple(wanted), groups=groups, seconds_max=seconds_max, **reported)
     finder.ask(lookup)
     limit = time.monotonic() + WAIT_S
     while not lookup.done:
@@ -105,7 +105,7 @@ def test_a_tier_that_fails() -> None:
         far.trouble = "down"
         for _ in range(FAULTS_MAX):
             assert _ask(finder).found == {}
-        assert not any(shelf.breakers[FIND].allows for shelf in finder.shelves)
+        assert not any(tier.breakers[FIND].allows for tier in finder.tiers)
     assert set(faults) == {"near find: it is down", "far find: it is down"}
     assert len(faults) < 3 * FAULTS_MAX
 
@@ -118,7 +118,7 @@ def test_a_tier_that_hangs() -> None:
         for left in reversed(range(FAULTS_MAX)):  # by the lookup's own limit, which is the shorter by default
             lookup = _ask(finder, seconds_max=0.05)
             assert (lookup.found, lookup.down) == ({}, True)
-            assert finder.shelves[0].breakers[FIND].allows == (left > 0)
+            assert finder.tiers[0].breakers[FIND].allows == (left > 0)
     with _finder(tier, timeout_ms_max=30) as finder:
         lookup = _ask(finder)
         assert lookup.down

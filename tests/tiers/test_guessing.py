@@ -18,21 +18,22 @@ import anyio
 import pytest
 
 from kvpipe.testing.held_tier import DictSpec
+from kvpipe.testing.tier_conformance import TierWorld, client
+from kvpipe.testing.tier_worlds import WORLDS
 from kvpipe.tiers.base import Get, Key, Read, Tier
 from kvpipe.tiers.envelope import HEADER_BYTES, Sealer, pages
 from kvpipe.tiers.finder import Finder
+from kvpipe.tiers.guard import FIND, guarded
 from kvpipe.tiers.keyring import encryption_key
-from kvpipe.tiers.shelf import FIND, shelves
 from tests.tiers.test_carrier import CHUNK, SPACE, Rank
 from tests.tiers.test_finder import _ask
-from tests.tiers.worlds import WORLDS, World, client
 
 OLD, NEW = "TEST_OLD_KEY", "TEST_NEW_KEY"
 KEY = Key(SPACE, CHUNK, 0, 0, 1)
 
 
 @pytest.fixture(params=["disk", "redis", "s3"])
-def world(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+def world(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TierWorld]:
     """An empty store, and two encryption keys in the environment, alone and in both orders."""
     old, new = (base64.b64encode(os.urandom(32)).decode() for _ in range(2))
     for name, text in {OLD: old, NEW: new, f"{NEW}_FIRST": f"{new} {old}", f"{OLD}_FIRST": f"{old}\n{new}"}.items():
@@ -42,7 +43,7 @@ def world(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @contextmanager
-def rank(world: World, variable: str) -> Iterator[Rank]:
+def rank(world: TierWorld, variable: str) -> Iterator[Rank]:
     """A rank that encrypts with what `variable` holds, or not at all."""
     made = Rank([world.make()], **({"encryption_key_env": variable} if variable else {}))
     try:
@@ -51,7 +52,7 @@ def rank(world: World, variable: str) -> Iterator[Rank]:
         made.carrier.shutdown()
 
 
-def store(world: World, variable: str) -> bytes:
+def store(world: TierWorld, variable: str) -> bytes:
     """Store a chunk, of all cache groups; return what is in its slot."""
     with rank(world, variable) as one:
         body = one.fill(0, 1).numpy().tobytes()
@@ -61,7 +62,7 @@ def store(world: World, variable: str) -> bytes:
     return body
 
 
-def fetch(world: World, variable: str) -> bytes:
+def fetch(world: TierWorld, variable: str) -> bytes:
     """Return what comes of the chunk's first group, nothing if it is a miss, which is never a fault."""
     with rank(world, variable) as one:
         one.fill(3, 2)
@@ -71,17 +72,17 @@ def fetch(world: World, variable: str) -> bytes:
         return one.pool.slot(3).numpy().tobytes() if ok else b""
 
 
-def found(world: World, variable: str) -> bool:
+def found(world: TierWorld, variable: str) -> bool:
     """Whether a lookup of the scheduler's side finds the chunk."""
     spec = DictSpec.model_validate({"encryption_key_env": variable})
-    finder = Finder(shelves([("tier", spec, world.make())], (FIND,)), ranks=1, units_per_chunk=4, fault=print)
+    finder = Finder(guarded([("tier", spec, world.make())], (FIND,)), ranks=1, units_per_chunk=4, fault=print)
     try:
         return bool(_ask(finder, [(0, 4)], keys=[CHUNK] * 4, space=SPACE).found)
     finally:
         finder.stop()
 
 
-def read_all(world: World) -> dict[str, bytes]:
+def read_all(world: TierWorld) -> dict[str, bytes]:
     """Return every name and value of the store, as who may read it sees them."""
     out: dict[str, bytes] = {}
 
@@ -114,21 +115,21 @@ def guesses(body: bytes) -> Iterator[bytes]:
     yield from (body[at : at + 64] for at in range(0, 2048, 256))
 
 
-def confirmed(world: World, body: bytes) -> list[bytes]:
+def confirmed(world: TierWorld, body: bytes) -> list[bytes]:
     """Return the guesses that the store confirms."""
     seen = [text for name, value in read_all(world).items() for text in (name.encode(), value)]
     assert seen
     return [guess for guess in guesses(body) if any(guess in text for text in seen)]
 
 
-def test_guesses_of_a_plain_tier_are_confirmed(world: World) -> None:
+def test_guesses_of_a_plain_tier_are_confirmed(world: TierWorld) -> None:
     """The attack: prompt, model and bytes of a tier without an encryption key are all recognised."""
     body = store(world, "")
     plain = confirmed(world, body)
     assert {SPACE.encode(), CHUNK.hex().encode(), KEY.text.encode(), body[:64]} <= set(plain)
 
 
-def test_guesses_of_an_encrypted_tier_are_not(world: World) -> None:
+def test_guesses_of_an_encrypted_tier_are_not(world: TierWorld) -> None:
     """Nothing is recognised, and nothing of two parts of one chunk is alike but the mark of their key."""
     body = store(world, OLD)
     assert confirmed(world, body) == []
@@ -140,7 +141,7 @@ def test_guesses_of_an_encrypted_tier_are_not(world: World) -> None:
     assert first[40:72] != second[40:72], "the salt"
 
 
-def test_another_secret_has_other_names(world: World) -> None:
+def test_another_secret_has_other_names(world: TierWorld) -> None:
     """Two tenants with keys of their own store one chunk: neither finds the other's, and neither is in the way."""
     body = store(world, OLD)
     assert not found(world, NEW)
@@ -150,7 +151,7 @@ def test_another_secret_has_other_names(world: World) -> None:
     assert fetch(world, NEW)[:1024] == fetch(world, OLD)[:1024] == body[:1024]
 
 
-def test_a_key_is_changed_while_values_are_kept(world: World) -> None:
+def test_a_key_is_changed_while_values_are_kept(world: TierWorld) -> None:
     """With the new key before the old one, old values are found and read; what is written needs the new one only."""
     body = store(world, OLD)
     for ring in (f"{NEW}_FIRST", f"{OLD}_FIRST"):

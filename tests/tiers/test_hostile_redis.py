@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from kvpipe.errors import ConfigError
+from kvpipe.testing.buffers import content, data, get, put, some_key
+from kvpipe.testing.servers.redis import LOCAL, RedisServer, certificates, free_port, polite, pretending, serving
+from kvpipe.testing.tier_conformance import run
+from kvpipe.testing.tier_worlds.redis import OTHER, PASSWORD, PASSWORD_ENV, client, name, spec, three
 from kvpipe.tiers import hosts
 from kvpipe.tiers.base import Read, TierError, Written
 from kvpipe.tiers.registry import parse_tier
-from tests.tiers.buffers import content, data, get, put, some_key
 from tests.tiers.memory_growth import GROWTH_BYTES_MAX, peak_growth
-from tests.tiers.servers import LOCAL, Server, certificates, free_port, polite, pretending, serving
-from tests.tiers.world_redis import OTHER, PASSWORD, PASSWORD_ENV, client, name, spec, three
-from tests.tiers.worlds import run
 
 SLOTS = 16384
 
@@ -74,8 +74,8 @@ FLOODS: dict[str, tuple[bytes, bytes]] = {
 def test_memory_is_bounded_by_what_was_asked(flood: tuple[bytes, bytes], cluster: bool) -> None:
     """Whatever a server sends for ever, a client that calls every method grows by less than a fixed bound."""
     with flooding(*flood) as port:
-        told = {"kind": "redis", "host": LOCAL, "port": port, "cluster": cluster, "timeout_ms_max": 1000}
-        assert peak_growth(told) < GROWTH_BYTES_MAX
+        reported = {"kind": "redis", "host": LOCAL, "port": port, "cluster": cluster, "timeout_ms_max": 1000}
+        assert peak_growth(reported).here < GROWTH_BYTES_MAX
 
 
 @pytest.mark.parametrize(
@@ -132,10 +132,10 @@ def test_the_password_goes_to_no_host_that_was_not_named(
     Or if there is no password. Otherwise the refusal names the host and the key, and the host hears nothing at all.
     """
     monkeypatch.setenv(PASSWORD_ENV, PASSWORD)
-    heard: list[list[bytes]] = []
+    received: list[list[bytes]] = []
 
     def thief(words: list[bytes]) -> bytes:
-        heard.append(words)
+        received.append(words)
         return b":1\r\n" if words[0] == b"EXISTS" else b"+OK\r\n"
 
     with pretending(thief, OTHER) as far:
@@ -155,14 +155,14 @@ def test_the_password_goes_to_no_host_that_was_not_named(
                     await tier.close()
 
             with pretending(polite(answer)) as port:
-                heard.clear()
+                received.clear()
                 if told:
                     run(play)
-                    assert heard
+                    assert received
                 else:
                     with pytest.raises(TierError, match=rf"{OTHER}:{far}, which is not {LOCAL} .* cluster_hosts"):
                         run(play)
-                    assert heard == []
+                    assert received == []
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_an_odd_ask_is_an_error(said: bytes) -> None:
 
 def test_a_slot_that_is_being_moved_is_used_on() -> None:
     """While a real cluster moves a slot, what has gone ahead is found where it is, and what is new is written there."""
-    nodes: list[Server] = three("valkey")
+    nodes: list[RedisServer] = three("valkey")
     for server in nodes:
         server.ask("FLUSHALL")
     slot = nodes[0].ask("CLUSTER", "KEYSLOT", name(some_key(1)))
@@ -297,10 +297,10 @@ def test_certificates_may_be_replaced_while_a_client_runs(tmp_path: Path) -> Non
     old, new = map(certificates, folders)
     shutil.copytree(tmp_path / "old", mine)
     port = free_port()
-    told = {f"tls_{key}_file": mine / f"{key}.pem" for key in ("ca", "cert", "key")}
+    reported = {f"tls_{key}_file": mine / f"{key}.pem" for key in ("ca", "cert", "key")}
 
-    async def play(server: Server) -> None:
-        async with client(port, tls=True, **told) as tier:
+    async def play(server: RedisServer) -> None:
+        async with client(port, tls=True, **reported) as tier:
             assert await tier.write([put(1, 65536)]) == [Written.STORED]
             words = [word.removeprefix("--") for word in new.options]
             server.ask("CONFIG", "SET", *words)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 import socketserver
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import pytest
 
+from kvpipe.testing.buffers import aligned, content, data, get, some_key
+from kvpipe.testing.servers.s3 import LOCAL
+from kvpipe.testing.tier_conformance import run
+from kvpipe.testing.tier_worlds.s3 import KEYS
 from kvpipe.tiers.base import Read, TierError
-from kvpipe.tiers.s3 import S3Spec
-from tests.tiers.buffers import aligned, content, data, get
-from tests.tiers.memory_growth import GROWTH_BYTES_MAX, peak_growth
-from tests.tiers.s3_server import LOCAL
-from tests.tiers.world_s3 import KEYS
-from tests.tiers.worlds import run
+from kvpipe.tiers.s3.child import _reply
+from kvpipe.tiers.s3.spec import S3Spec
+from tests.tiers.memory_growth import CLIENT_BYTES_MAX, GROWTH_BYTES_MAX, peak_growth
 
 SIZE = 65536
 FLOOD = bytes(1 << 20)
@@ -93,7 +97,115 @@ def endless(way: str) -> Callable[[str, dict[str, str], Send], None]:
 def test_memory_is_bounded_by_what_was_asked(way: str) -> None:
     """Whatever length a store says that a body has, no more of it is taken than was asked for."""
     with storing(endless(way)) as told:
-        assert peak_growth(told) < GROWTH_BYTES_MAX
+        grown = peak_growth(told)
+    assert grown.here < GROWTH_BYTES_MAX
+    assert grown.there < CLIENT_BYTES_MAX
+
+
+def flood(send: Send, head: str, way: str) -> None:
+    """Send an answer that begins with `head` and whose body has no end."""
+    lengths = {
+        "chunked": "Transfer-Encoding: chunked",
+        "long": f"Content-Length: {1 << 40}",
+        "2 GB": f"Content-Length: {2 << 30}",
+    }
+    send(f"{head}\r\nContent-Type: application/xml\r\n{lengths[way]}\r\n\r\n".encode())
+    while True:
+        send(chunked(FLOOD) if way == "chunked" else FLOOD)
+
+
+@pytest.mark.parametrize("status", ["400 Bad Request", "403 Forbidden", "500 Internal Server Error"])
+@pytest.mark.parametrize("way", ["chunked", "long", "2 GB"])
+def test_memory_is_bounded_whatever_error_is_told(way: str, status: str) -> None:
+    """An error with an endless body costs bounded memory, here and in the client's process."""
+    with storing(lambda _, __, send: flood(send, f"HTTP/1.1 {status}", way)) as told:
+        grown = peak_growth(told)
+    assert grown.here < GROWTH_BYTES_MAX
+    assert grown.there < CLIENT_BYTES_MAX
+
+
+@pytest.mark.parametrize("way", ["chunked", "long"])
+def test_memory_is_bounded_whatever_is_listed(way: str) -> None:
+    """So does a listing without an end."""
+
+    def reply(method: str, headers: dict[str, str], send: Send) -> None:
+        if method == "GET" and "range" not in headers:
+            flood(send, "HTTP/1.1 200 OK", way)
+        send(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+
+    with storing(reply) as told:
+        grown = peak_growth(told)
+    assert grown.here < GROWTH_BYTES_MAX
+    assert grown.there < CLIENT_BYTES_MAX
+
+
+def test_a_listing_of_endless_pages() -> None:
+    """A listing that always has one more page ends with whoever asked for it, and takes no memory meanwhile."""
+    entries = "".join(
+        f"<Contents><Key>prefix/{some_key(i).text}</Key><LastModified>2020-11-21T21:21:21.000Z</LastModified>"
+        f"<Size>4096</Size><ETag>1</ETag></Contents>"
+        for i in range(1000)
+    )
+    page = (
+        f"<ListBucketResult><IsTruncated>true</IsTruncated><NextContinuationToken>1</NextContinuationToken>{entries}"
+        "</ListBucketResult>"
+    ).encode()
+
+    def reply(method: str, headers: dict[str, str], send: Send) -> None:
+        if method == "GET" and "range" not in headers:
+            send(
+                b"HTTP/1.1 200 OK\r\nContent-Type: application/xml\r\nContent-Length: %d\r\n\r\n%b" % (len(page), page)
+            )
+        else:
+            send(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+
+    with storing(reply) as told:
+        grown = peak_growth(told)
+    assert grown.here < GROWTH_BYTES_MAX
+    assert grown.there < CLIENT_BYTES_MAX
+
+
+def test_a_listing_of_long_names() -> None:
+    """Names that are too long to be keys are left out, however many: the listing goes on behind them."""
+    names = [f"prefix/{i}{'x' * 600}" for i in range(600)] + [f"prefix/{some_key(1).text}"]
+    entries = "".join(
+        f"<Contents><Key>{name}</Key><LastModified>2020-11-21T21:21:21.000Z</LastModified>"
+        f"<Size>4096</Size><ETag>1</ETag></Contents>"
+        for name in names
+    )
+    page = f"<ListBucketResult><IsTruncated>false</IsTruncated>{entries}</ListBucketResult>".encode()
+
+    def reply(_: str, __: dict[str, str], send: Send) -> None:
+        send(b"HTTP/1.1 200 OK\r\nContent-Type: application/xml\r\nContent-Length: %d\r\n\r\n%b" % (len(page), page))
+
+    async def play(told: dict[str, Any]) -> None:
+        tier = S3Spec.model_validate(told).make("s3")
+        await tier.open()
+        try:
+            for _ in range(2):
+                assert [entry.key async for entry in tier.scan()] == [some_key(1)]
+        finally:
+            await tier.close()
+
+    with storing(reply) as told, pytest.MonkeyPatch.context() as patch:
+        for name, text in KEYS.items():
+            patch.setenv(name, text)
+        run(play, told)
+
+
+def test_an_answer_that_is_too_long_is_a_failure() -> None:
+    """Where an answer does not fit into a message, one that says so is sent: nobody waits for it for ever."""
+
+    async def play() -> None:
+        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with here, there:
+            there.setblocking(False)
+            task = asyncio.ensure_future(asyncio.sleep(0, bytes(16 << 20)))
+            await task
+            _reply(there, task)
+            assert msgspec.msgpack.decode(here.recv(1 << 20)) == ["the client's answer cannot be sent", None]
+
+    run(play)
 
 
 @pytest.mark.parametrize("extra", [-4096, -1, 0, 1, 4096, 1 << 20])

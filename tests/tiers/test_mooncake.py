@@ -13,13 +13,13 @@ import pytest
 from pydantic import ValidationError
 
 from kvpipe.errors import ConfigError
-from kvpipe.tiers import mooncake_process
+from kvpipe.testing.buffers import content, data, get, put, some_key
+from kvpipe.testing.servers.mooncake import Master, master, node
+from kvpipe.testing.tier_conformance import run
 from kvpipe.tiers.base import Read, Written
-from kvpipe.tiers.mooncake import MooncakeSpec
-from tests.tiers.buffers import content, data, get, put, some_key
+from kvpipe.tiers.mooncake import tier as mooncake
+from kvpipe.tiers.mooncake.spec import MooncakeSpec
 from tests.tiers.mooncake_clients import KIB, LENDS, MIB, QUICK, client, fails, soon
-from tests.tiers.mooncake_server import Master, master, node
-from tests.tiers.worlds import run
 
 # ---- what a user writes -------------------------------------------------------------------------------------------
 
@@ -85,13 +85,13 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_client_is_bounded_and_quiet_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """The client's own waits follow timeout_ms_max and its log goes nowhere; what the user has set wins."""
     monkeypatch.delenv("MC_LOG_LEVEL", raising=False)
-    made = mooncake_process._environment(1500)
+    made = mooncake._environment(1500)
     assert (made["MC_RPC_TIMEOUT_MS"], made["MC_TCP_PROGRESS_TIMEOUT_SEC"]) == ("1500", "2")
-    assert mooncake_process._log() == subprocess.DEVNULL
+    assert mooncake._log() == subprocess.DEVNULL
     monkeypatch.setenv("MC_RPC_TIMEOUT_MS", "9")
     monkeypatch.setenv("MC_LOG_LEVEL", "INFO")
-    assert mooncake_process._environment(1500)["MC_RPC_TIMEOUT_MS"] == "9"
-    assert mooncake_process._log() is None
+    assert mooncake._environment(1500)["MC_RPC_TIMEOUT_MS"] == "9"
+    assert mooncake._log() is None
 
 
 # ---- sharing ------------------------------------------------------------------------------------------------------
@@ -136,18 +136,19 @@ def test_a_replica_outlives_the_owner_of_the_other() -> None:
 
 
 def test_values_of_others_are_not_listed() -> None:
-    """A listing leaves out values that other programs keep in the cluster."""
+    """A listing leaves out values that other programs keep in the cluster, however many and long their names are."""
     script = (
         "import sys; from mooncake.store import MooncakeDistributedStore as S; s = S();"
         "s.setup('127.0.0.1', 'P2PHANDSHAKE', 0, 1 << 20, 'tcp', '', sys.argv[1]);"
-        "c = s.put('theirs', b'x' * 4096); print(c, flush=True); import os; os._exit(c)"
+        "c = max(s.put(f'{i}' + 'x' * 600, b'x' * 4096) for i in range(600));"
+        "print(c, flush=True); import os; os._exit(c)"
     )
 
     async def play(of: Master) -> None:
         async with client(of) as tier:
             await tier.write([put(1, 8192)])
             assert [(entry.key, entry.bytes) async for entry in tier.scan()] == [(some_key(1), 8192)]
-            assert (await tier.capacity()).items == 2
+            assert (await tier.capacity()).items == 601
         async with client(of, metrics="") as blind:
             await fails(blind.capacity, "set `metrics`")
 

@@ -6,24 +6,28 @@ import contextlib
 import itertools
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import anyio
+import msgspec
 import pytest
 
+from kvpipe.testing.buffers import content, data, get, put, some_key, value
+from kvpipe.testing.servers.mooncake import Master, free_port, master, node
+from kvpipe.testing.tier_conformance import run
+from kvpipe.testing.tier_worlds.mooncake import cluster, spec_of
 from kvpipe.tiers.base import Put, Read, Tier, TierError, TierFullError, Written
-from kvpipe.tiers.mooncake import MOVERS, MooncakeSpec
-from tests.tiers.buffers import content, data, get, put, some_key, value
+from kvpipe.tiers.mooncake import child
+from kvpipe.tiers.mooncake.spec import MooncakeSpec
+from kvpipe.tiers.mooncake.tier import MOVERS, MooncakeTier
 from tests.tiers.mooncake_clients import ALLOWED_S, KIB, LENDS, MIB, QUICK, client, every_call_fails, fails, soon
-from tests.tiers.mooncake_server import Master, free_port, master, node
-from tests.tiers.world_mooncake import cluster, spec_of
-from tests.tiers.worlds import run
 
 
 def test_without_a_master_opening_fails_and_later_succeeds() -> None:
@@ -170,9 +174,9 @@ def test_a_late_answer_is_not_the_next_ones() -> None:
     async def play(of: Master) -> None:
         async with client(of, **QUICK) as tier:
             await tier.write([Put(some_key(i), value(i, MIB)) for i in range(4)])
-            child = tier._child
-            assert child is not None
-            child._process.send_signal(signal.SIGSTOP)
+            process = tier._child
+            assert process is not None
+            process._process.send_signal(signal.SIGSTOP)
             filling = b"\xa5" * MIB
             given_up = [get(0, MIB) for _ in range(MOVERS)]
             try:
@@ -180,7 +184,7 @@ def test_a_late_answer_is_not_the_next_ones() -> None:
                     await fails(partial(tier.read, [one]), "no answer within")
                     one.into[0][:] = filling
             finally:
-                child._process.send_signal(signal.SIGCONT)
+                process._process.send_signal(signal.SIGCONT)
             for i in (3, 2, 1):
                 wanted = get(i, MIB)
                 assert await tier.read([wanted]) == [Read.HIT]
@@ -213,6 +217,52 @@ def test_a_killed_client_is_started_anew() -> None:
     run(play)
 
 
+def test_a_client_that_is_killed_while_the_master_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that cannot be replaced at once is, as soon as the master is back."""
+
+    async def away(_: MooncakeTier) -> tuple[str, int]:
+        raise TierError("away")
+
+    async def play() -> None:
+        async with client(cluster()) as tier:
+            assert tier._child is not None
+            tier._child._process.kill()
+            with monkeypatch.context() as patch:
+                patch.setattr(MooncakeTier, "_reached", away)
+                for _ in range(2):
+                    await fails(tier.health, "away")
+            await tier.health()
+            assert await tier.exists([some_key(404)]) == [False]
+
+    run(play)
+
+
+@pytest.mark.parametrize(
+    ("answer", "told", "ends"),
+    [(bytes(16 << 20), ["the client's answer cannot be sent", None], []), (object(), None, [1])],
+    ids=["too long", "no message"],
+)
+def test_a_lane_answers_or_the_client_ends(
+    monkeypatch: pytest.MonkeyPatch, answer: object, told: object, ends: list[int]
+) -> None:
+    """An answer that is too long is a failure; a lane that cannot go on ends the client, so that it is started anew."""
+
+    class Answering:
+        def answer(self, _lane: int, _question: list[Any]) -> object:
+            return answer
+
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with here, there:
+        here.send(msgspec.msgpack.encode(["exists", []]))
+        here.shutdown(socket.SHUT_WR)
+        child.serve(cast("child.Worker", Answering()), 0, there)
+        assert ended == ends
+        if told is not None:
+            assert msgspec.msgpack.decode(here.recv(1 << 20)) == told
+
+
 async def _reads(tier: Tier, times: int) -> None:
     for _ in range(times):
         await tier.read([get(1, MIB)])
@@ -237,7 +287,8 @@ def test_the_engine_forks_and_dies_without_harm() -> None:
         """
         import os, signal, sys, time
         import anyio
-        from kvpipe.tiers.mooncake import MOVERS, MooncakeSpec
+        from kvpipe.tiers.mooncake.spec import MooncakeSpec
+        from kvpipe.tiers.mooncake.tier import MOVERS, MooncakeTier
 
         async def play():
             tier = MooncakeSpec.model_validate({"master": sys.argv[1], "segment_bytes": "16MiB"}).make("mooncake")

@@ -12,22 +12,22 @@ import anyio
 import pytest
 
 from kvpipe.errors import ConfigError
+from kvpipe.testing.buffers import aligned, content, data, get, put, some_key
+from kvpipe.testing.servers.proxy import Proxy
+from kvpipe.testing.servers.redis import LOCAL, RedisServer, certificates, free_port, polite, pretending, serving
+from kvpipe.testing.tier_conformance import run
+from kvpipe.testing.tier_worlds.redis import client, name, refused, single, spec
 from kvpipe.tiers.base import Entry, Put, Read, TierError, TierFullError, Written
-from kvpipe.tiers.redis import RedisSpec
+from kvpipe.tiers.redis.resp import VALUE_BYTES_MAX
+from kvpipe.tiers.redis.spec import RedisSpec
 from kvpipe.tiers.registry import parse_tier
-from kvpipe.tiers.resp import VALUE_BYTES_MAX
-from tests.tiers.buffers import aligned, content, data, get, put, some_key
-from tests.tiers.proxy import Proxy
-from tests.tiers.servers import LOCAL, Server, certificates, free_port, polite, pretending, serving
-from tests.tiers.world_redis import client, name, refused, single, spec
-from tests.tiers.worlds import run
 
 MIB = 1 << 20
 PASSWORD = "hunter2-hunter2"  # noqa: S105
 
 
 @pytest.fixture(params=["redis", "valkey"])
-def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+def server(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
     """Return an empty server of each kind."""
     found = single(request.param)
     found.ask("FLUSHALL")
@@ -51,9 +51,9 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
 )
 def test_urls_say_it_all(url: str, keys: dict[str, object]) -> None:
     """A URL sets host, port, database, user and TLS, its query every other key, and the rest is default."""
-    told = parse_tier(url)
-    assert isinstance(told, RedisSpec)
-    assert {key: getattr(told, key) for key in keys} == keys
+    reported = parse_tier(url)
+    assert isinstance(reported, RedisSpec)
+    assert {key: getattr(reported, key) for key in keys} == keys
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_files_are_read_before_the_engine_starts(tmp_path: Path, monkeypatch: py
 # ---- values -------------------------------------------------------------------------------------------------------
 
 
-def test_a_value_is_a_string_under_the_prefix(server: Server) -> None:
+def test_a_value_is_a_string_under_the_prefix(server: RedisServer) -> None:
     """A value is the bytes of its parts under prefix, ':' and the key's text, in the database that was named."""
 
     async def play() -> None:
@@ -126,7 +126,7 @@ def test_a_value_is_a_string_under_the_prefix(server: Server) -> None:
         assert there.get(f"a:b:{some_key(1).text}") == content(1, 12288)
 
 
-def test_time_to_live_is_set_and_renewed(server: Server) -> None:
+def test_time_to_live_is_set_and_renewed(server: RedisServer) -> None:
     """A write sets it, a read hit and a write of what is there renew it, a lookup does not."""
 
     async def play() -> None:
@@ -158,7 +158,7 @@ def test_time_to_live_is_set_and_renewed(server: Server) -> None:
     run(play)
 
 
-def test_damage_is_told_and_the_connection_goes_on(server: Server) -> None:
+def test_damage_is_told_and_the_connection_goes_on(server: RedisServer) -> None:
     """Values of another type or length are DAMAGED, what else was asked for is read right, over the same connection."""
 
     async def play() -> None:
@@ -182,7 +182,7 @@ def test_damage_is_told_and_the_connection_goes_on(server: Server) -> None:
     run(play)
 
 
-def test_what_is_there_is_not_sent_again(server: Server) -> None:
+def test_what_is_there_is_not_sent_again(server: RedisServer) -> None:
     """A write of a value that is there sends its key and not its bytes."""
 
     async def play() -> None:
@@ -199,7 +199,7 @@ def test_what_is_there_is_not_sent_again(server: Server) -> None:
     run(play)
 
 
-def test_a_value_longer_than_the_protocol_is_refused(server: Server) -> None:
+def test_a_value_longer_than_the_protocol_is_refused(server: RedisServer) -> None:
     """A value of more than 512 MiB is a TierFullError that says so, before a byte is sent."""
 
     async def play() -> None:
@@ -212,7 +212,7 @@ def test_a_value_longer_than_the_protocol_is_refused(server: Server) -> None:
     run(play)
 
 
-def test_a_scan_lists_only_what_is_kvpipes(server: Server) -> None:
+def test_a_scan_lists_only_what_is_kvpipes(server: RedisServer) -> None:
     """Keys that are no keys of kvpipe's, or no strings, are not listed; ages are as far as the server knows them."""
 
     async def play() -> None:
@@ -248,7 +248,7 @@ def test_a_thousand_keys_are_one_round_trip() -> None:
     assert asked == [name(some_key(i)).encode() for i in range(1000)]
 
 
-def test_connections_are_bounded_and_kept(server: Server) -> None:
+def test_connections_are_bounded_and_kept(server: RedisServer) -> None:
     """However many calls are under way, no more connections are made than lanes for reads, for writes, and two."""
 
     async def play() -> None:
@@ -271,7 +271,7 @@ def test_connections_are_bounded_and_kept(server: Server) -> None:
 # ---- refusals -----------------------------------------------------------------------------------------------------
 
 
-def test_a_full_server_still_reads(server: Server) -> None:
+def test_a_full_server_still_reads(server: RedisServer) -> None:
     """At maxmemory without eviction a write is a TierFullError, and what is there is read; capacity says the limit."""
 
     async def play() -> None:
@@ -289,7 +289,7 @@ def test_a_full_server_still_reads(server: Server) -> None:
     run(play)
 
 
-def test_a_replica_reads_and_is_full(server: Server) -> None:
+def test_a_replica_reads_and_is_full(server: RedisServer) -> None:
     """A read-only replica gives what it holds, with a time to live too, and refuses writes as a full tier does."""
 
     async def play() -> None:
@@ -369,6 +369,6 @@ def test_an_echo_of_the_password_is_hidden(tmp_path: Path) -> None:
         assert PASSWORD not in text
 
 
-def test_a_wrong_database_is_told(server: Server) -> None:
+def test_a_wrong_database_is_told(server: RedisServer) -> None:
     """A database that the server does not have is a TierError in the server's words."""
     assert "DB index is out of range" in refused(spec(server.port, db=99))

@@ -15,13 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpipe.testing.buffers import aligned, content, data, get, put, some_key
+from kvpipe.testing.servers.proxy import Proxy
+from kvpipe.testing.servers.redis import LOCAL, RedisServer, certificates, free_port, polite, pretending, serving
+from kvpipe.testing.tier_conformance import run
+from kvpipe.testing.tier_worlds.redis import OTHER, client, guarded, guarded_spec, name, refused, single, spec, three
 from kvpipe.tiers.base import Entry, Get, Read, Tier, TierError, Written
-from kvpipe.tiers.resp import Lane, Shape
-from tests.tiers.buffers import aligned, content, data, get, put, some_key
-from tests.tiers.proxy import Proxy
-from tests.tiers.servers import LOCAL, Server, certificates, free_port, polite, pretending, serving
-from tests.tiers.world_redis import OTHER, client, guarded, guarded_spec, name, refused, single, spec, three
-from tests.tiers.worlds import run
+from kvpipe.tiers.redis.resp import ReplyBounds, ServerConnection
 
 MIB = 1 << 20
 
@@ -219,17 +219,17 @@ def test_answers_of_another_shape_are_errors(reply: bytes) -> None:
 def test_replies_may_come_in_any_pieces(cuts: list[int], size: int, parts: int) -> None:
     """However the bytes of replies are cut on their way, and however many buffers there are, they are read the same."""
     value = content(size, size)
-    said = b"$%d\r\n%b\r\n:1\r\n" % (size, value) + b":0\r\n:1\r\n-ERR no\r\n*2\r\n$-1\r\n$2\r\nab\r\n:1\r\n"
+    message = b"$%d\r\n%b\r\n:1\r\n" % (size, value) + b":0\r\n:1\r\n-ERR no\r\n*2\r\n$-1\r\n$2\r\nab\r\n:1\r\n"
     near, far = socket.socketpair()
-    lane = Lane(lambda _: Mock())
+    lane = ServerConnection(lambda _: Mock())
     lane.on_connect(Mock(_sock=near))  # as redis-py says it
 
     def trickle() -> None:
         at = 0
         for cut in cuts:
-            far.sendall(said[at : at + cut])
+            far.sendall(message[at : at + cut])
             at += cut
-        far.sendall(said[at:])
+        far.sendall(message[at:])
 
     with near, far:
         thread = threading.Thread(target=trickle)
@@ -238,7 +238,7 @@ def test_replies_may_come_in_any_pieces(cuts: list[int], size: int, parts: int) 
         into = [memoryview(bytearray(high - low)) for low, high in itertools.pairwise(edges)]
         assert lane.fetch(b"GET", into, more=1) == size
         assert b"".join(into) == value
-        assert lane.ask(b"ASK", 5, Shape(items=2, bytes=2, depth=1)) == [0, 1, "ERR no", [None, b"ab"], 1]
+        assert lane.ask(b"ASK", 5, ReplyBounds(items=2, bytes=2, depth=1)) == [0, 1, "ERR no", [None, b"ab"], 1]
         thread.join()
 
 
@@ -246,7 +246,7 @@ def test_replies_may_come_in_any_pieces(cuts: list[int], size: int, parts: int) 
 
 
 @pytest.fixture
-def nodes() -> list[Server]:
+def nodes() -> list[RedisServer]:
     """Return an empty cluster."""
     found = three("valkey")
     for server in found:
@@ -254,7 +254,7 @@ def nodes() -> list[Server]:
     return found
 
 
-def test_a_cluster_shares_the_values(nodes: list[Server]) -> None:
+def test_a_cluster_shares_the_values(nodes: list[RedisServer]) -> None:
     """Values are spread over all primaries, found by any client, counted and listed together."""
 
     async def play() -> None:
@@ -277,7 +277,7 @@ def test_a_cluster_shares_the_values(nodes: list[Server]) -> None:
     assert sum(shares) == 60
 
 
-def test_a_slot_that_has_moved_is_found(nodes: list[Server]) -> None:
+def test_a_slot_that_has_moved_is_found(nodes: list[RedisServer]) -> None:
     """When slots move to another primary, reads, lookups and writes follow, with the layout that was known before."""
     ids = [server.ask("CLUSTER", "MYID") for server in nodes]
 
@@ -305,7 +305,7 @@ def test_a_slot_that_has_moved_is_found(nodes: list[Server]) -> None:
     run(play)
 
 
-def test_a_cluster_without_one_server_serves_the_rest(nodes: list[Server]) -> None:
+def test_a_cluster_without_one_server_serves_the_rest(nodes: list[RedisServer]) -> None:
     """When a primary is killed its keys are errors and those of the others are served; when it is back, all are."""
 
     async def play() -> None:
@@ -346,7 +346,7 @@ def test_a_cluster_without_one_server_serves_the_rest(nodes: list[Server]) -> No
     run(play)
 
 
-def test_cluster_and_single_are_told_apart(nodes: list[Server]) -> None:
+def test_cluster_and_single_are_told_apart(nodes: list[RedisServer]) -> None:
     """A cluster that is used as one server, and the other way round, is a TierError that says what to set."""
 
     async def play() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import signal
 import subprocess
 import sys
 import threading
@@ -17,13 +18,15 @@ import pytest
 from pydantic import ValidationError
 
 from kvpipe.errors import ConfigError
+from kvpipe.testing.buffers import aligned, content, data, filled, get, put, some_key, value
+from kvpipe.testing.servers.proxy import Proxy
+from kvpipe.testing.servers.s3 import BUCKET, S3Server, answering, fresh_prefix, shared
+from kvpipe.testing.tier_conformance import run
+from kvpipe.testing.tier_worlds.s3 import KEYS, spec_of
 from kvpipe.tiers.base import Get, Put, Read, TierError, TierFullError, Written
-from kvpipe.tiers.s3 import S3Spec, S3Tier
-from tests.tiers.buffers import aligned, content, data, filled, get, put, some_key, value
-from tests.tiers.proxy import Proxy
-from tests.tiers.s3_server import BUCKET, S3Server, answering, fresh_prefix, shared
-from tests.tiers.world_s3 import KEYS, spec_of
-from tests.tiers.worlds import run
+from kvpipe.tiers.s3.child import Client
+from kvpipe.tiers.s3.spec import S3Spec
+from kvpipe.tiers.s3.tier import S3Tier
 
 KIB, MIB = 1 << 10, 1 << 20
 SHORT_MS = 300
@@ -132,17 +135,17 @@ def test_the_client_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def refused(spec: S3Spec) -> str:
     """Return what opening says."""
-    said = []
+    message = []
 
     async def play() -> None:
         with pytest.raises(TierError) as caught:
             async with opened(spec):
                 pass
-        said.append(str(caught.value))
+        message.append(str(caught.value))
 
     run(play)
-    assert not any(secret in said[0] for secret in KEYS.values())
-    return said[0]
+    assert not any(secret in message[0] for secret in KEYS.values())
+    return message[0]
 
 
 def test_a_bucket_that_is_not_there() -> None:
@@ -152,8 +155,8 @@ def test_a_bucket_that_is_not_there() -> None:
 
 def test_a_host_that_is_not_there() -> None:
     """A name that does not resolve is said so."""
-    said = refused(spec_of(shared(), endpoint="https://store.invalid", timeout_ms_max=2000))
-    assert "no such host" in said
+    message = refused(spec_of(shared(), endpoint="https://store.invalid", timeout_ms_max=2000))
+    assert "no such host" in message
 
 
 def test_wrong_keys() -> None:
@@ -244,6 +247,112 @@ def test_a_store_that_stands_still() -> None:
             server.resume()
 
 
+def test_a_client_that_has_ended_is_started_anew() -> None:
+    """When the client's process dies under load the calls raise TierError; a probe of the tier starts another."""
+
+    async def play() -> None:
+        async with opened(spec_of(shared())) as tier:
+            await tier.write([put(1, 64 * KIB)])
+            client = tier._child
+            assert client is not None
+            async with anyio.create_task_group() as group:
+                group.start_soon(swallow, "process is gone", tier.exists, [some_key(i) for i in range(2000)])
+                await anyio.sleep(0.02)
+                client._process.kill()
+            for ask in everything(tier).values():
+                if ask != tier.health:
+                    await swallow("process is gone", ask)
+            await tier.health()
+            assert await tier.read([get(1, 64 * KIB)]) == [Read.HIT]
+
+    run(play)
+
+
+def test_a_client_that_does_not_answer_is_started_anew() -> None:
+    """A client's process that stands still is replaced by a probe of the tier."""
+
+    async def play() -> None:
+        async with opened(spec_of(shared(), timeout_ms_max=500)) as tier:
+            await tier.write([put(1, 64 * KIB)])
+            client = tier._child
+            assert client is not None
+            client._process.send_signal(signal.SIGSTOP)
+            await swallow(SILENT, tier.read, [get(1, 64 * KIB)])
+            await tier.health()
+            assert client._process.poll() is not None
+            assert await tier.read([get(1, 64 * KIB)]) == [Read.HIT]
+
+    run(play)
+
+
+def test_a_client_that_has_lost_a_lane_ends() -> None:
+    """Where a lane's questions cannot be taken any more the client's process ends, and a probe starts another."""
+
+    async def play() -> None:
+        async with opened(spec_of(shared())) as tier:
+            client = tier._child
+            assert client is not None
+            async with client.pools["scan"].lane(1.0) as lane:
+                lane.wire.send(b"\xc1")  # no message
+            with anyio.fail_after(20):
+                await anyio.to_thread.run_sync(client._process.wait, abandon_on_cancel=True)
+            await tier.health()
+            assert (await tier.capacity()).items == 0
+
+    run(play)
+
+
+def test_a_client_that_does_not_write_has_no_lanes_for_it() -> None:
+    """A tier that is made to ask and read refuses to write, and does what it is made for."""
+
+    async def play() -> None:
+        spec = spec_of(shared())
+        async with opened(spec) as writer:
+            await writer.write([put(1, 64 * KIB)])
+        tier = spec.make("s3", writes=False)
+        await tier.open()
+        try:
+            assert tier._child is not None
+            assert tier._child.pools["write"]._size == 0
+            with pytest.raises(TierFullError, match="made to ask and read only"):
+                await tier.write([put(2, 64 * KIB)])
+            assert await tier.exists([some_key(1), some_key(2)]) == [True, False]
+            assert await tier.read([get(1, 64 * KIB)]) == [Read.HIT]
+        finally:
+            await tier.close()
+
+    run(play)
+
+
+def test_a_client_that_has_ended_while_the_store_is_away() -> None:
+    """A client's process that cannot be replaced at once is, as soon as the store is back."""
+
+    async def play(proxy: Proxy) -> None:
+        async with opened(proxied(proxy, timeout_ms_max=SHORT_MS)) as tier:
+            client = tier._child
+            assert client is not None
+            client._process.kill()
+            proxy.refuse()
+            for _ in range(2):
+                await swallow("connection refused", tier.health)
+            proxy.accept()
+            await tier.health()
+            assert await tier.exists([some_key(1)]) == [False]
+
+    with Proxy(shared().port) as proxy:
+        run(play, proxy)
+
+
+async def closed(memory: mmap.mmap) -> None:
+    """Close it when nobody has it any more: soon, as a thread that has ended its work may still have to say so."""
+    with anyio.fail_after(2):
+        while True:
+            with suppress(BufferError):
+                memory.close()
+                return
+            await anyio.sleep(0.01)
+
+
 def test_a_store_that_takes_no_body() -> None:
     """When a write is cancelled, or ends by its timeout, while its body is sent, nobody has its buffers any more."""
     go_on, begun = threading.Event(), threading.Event()
@@ -266,7 +375,7 @@ def test_a_store_that_takes_no_body() -> None:
                     if cancelled:
                         group.cancel_scope.cancel()
                 part.release()
-                memory.close()  # raises BufferError if somebody has it
+                await closed(memory)
 
     with answering(answer) as url:
         try:
@@ -306,7 +415,7 @@ def test_a_value_that_is_replaced_while_it_is_read() -> None:
     size, url = 8 * MIB, f"s3://{BUCKET}/{fresh_prefix()}"
 
     async def play(proxy: Proxy) -> None:
-        other = spec_of(shared(), url=url).make("other")._store()
+        other = Client(spec_of(shared(), url=url).make("other").settings())
         async with opened(proxied(proxy, url=url, read_bytes=MIB, lanes=1)) as tier:
             await tier.write([Put(some_key(1), value(1, size))])
             proxy.rate_bytes_s = 20e6
@@ -318,7 +427,7 @@ def test_a_value_that_is_replaced_while_it_is_read() -> None:
             async with anyio.create_task_group() as group:
                 group.start_soon(read)
                 await anyio.sleep(0.15)
-                await tier._api.put_async(other, some_key(1).text, content(2, size), use_multipart=False)
+                await other.api.put_async(other.puts, some_key(1).text, content(2, size), use_multipart=False)
             assert ends == [Read.DAMAGED] or data(wanted.into) in (content(1, size), content(2, size))
 
     with Proxy(shared().port) as proxy:
@@ -333,6 +442,7 @@ async def stall_soon(proxy: Proxy) -> None:
 
 def test_an_answer_that_is_cut_or_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer that ends early, or stops half way, is a TierError or, tried again, the value; never anything else."""
+    monkeypatch.setattr("kvpipe.tiers.s3.tier.SLOW_BYTES", 1)  # so that it is not the whole that takes too long
 
     async def play(proxy: Proxy) -> None:
         async with opened(proxied(proxy, timeout_ms_max=SHORT_MS)) as tier:
@@ -346,7 +456,6 @@ def test_an_answer_that_is_cut_or_stands_still(monkeypatch: pytest.MonkeyPatch) 
                     assert "s3: GET: " in str(error)  # noqa: PT017
                 proxy.cut_after = None
             proxy.rate_bytes_s = 10e6
-            monkeypatch.setattr("kvpipe.tiers.s3.SLOW_BYTES", 1)  # so that it is not the whole that takes too long
             async with anyio.create_task_group() as group:
                 group.start_soon(stall_soon, proxy)
                 with anyio.fail_after(10), pytest.raises(TierError, match=SILENT):
@@ -387,13 +496,13 @@ def test_close_ends_what_is_under_way() -> None:
         await tier.open()
         proxy.stalled = True
         async with anyio.create_task_group() as group:
-            group.start_soon(swallow, "it is not open", tier.read, [get(1, MIB)])
-            group.start_soon(swallow, "it is not open", tier.write, [put(2, MIB)])
+            group.start_soon(swallow, f"it is not open|{SILENT}", tier.read, [get(1, MIB)])
+            group.start_soon(swallow, f"it is not open|{SILENT}", tier.write, [put(2, MIB)])
             await anyio.sleep(0.05)
-            assert len(tier._scopes) == 2
+            client = tier._child
+            assert client is not None
             await tier.close()
-            assert not tier._scopes
-            assert not tier._futures
+            assert client._process.poll() is not None
 
     with Proxy(shared().port) as proxy:
         run(play, proxy)
@@ -403,10 +512,10 @@ LEAVING = """
 import asyncio
 import sys
 import anyio
-import kvpipe.tiers.s3
+import kvpipe.tiers.s3.tier
 assert "obstore" not in sys.modules
-from tests.tiers.buffers import get, put
-from tests.tiers.world_s3 import S3Spec, KEYS
+from kvpipe.testing.buffers import get, put
+from kvpipe.testing.tier_worlds.s3 import S3Spec, KEYS
 import os
 os.environ |= KEYS
 tasks = []
@@ -445,7 +554,7 @@ def test_the_interpreter_ends_while_transfers_are_under_way() -> None:
                 sys.executable,
                 "-c",
                 LEAVING,
-                spec_of(shared(), timeout_ms_max=1000).model_dump_json(),
+                spec_of(shared(), timeout_ms_max=5000).model_dump_json(),
                 str(after_s),
                 how,
             ],
@@ -455,8 +564,10 @@ def test_the_interpreter_ends_while_transfers_are_under_way() -> None:
         for after_s, how in ways
     ]
     try:
-        said = [child.communicate(timeout=60)[0] for child in children]
-        assert [(child.returncode, text) for child, text in zip(children, said, strict=True)] == [(0, b"")] * len(ways)
+        message = [child.communicate(timeout=60)[0] for child in children]
+        assert [(child.returncode, text) for child, text in zip(children, message, strict=True)] == [(0, b"")] * len(
+            ways
+        )
     finally:
         for child in children:
             child.kill()

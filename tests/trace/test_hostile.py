@@ -10,8 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvpipe.cli import main
+from kvpipe.cli.main import main
 from kvpipe.errors import TransferError
+from kvpipe.testing.synthetic_trace import play
 from kvpipe.trace import events as e
 from kvpipe.trace import timeline
 from kvpipe.trace.log import ID_CHARS_MAX, bounded
@@ -19,7 +20,6 @@ from kvpipe.trace.perfetto import write_perfetto
 from kvpipe.trace.reader import LINE_BYTES_MAX, Trace
 from kvpipe.trace.recorder import FileSink, Recorder, Writer
 from kvpipe.trace.timeline_html import write_html
-from tests.trace.synthetic import play
 
 NASTY = "\x1b[2J\x1b]0;owned\x07[bold red]x[/]\x9b31m\r\n\u202egnp"
 HUGE = 10**400
@@ -34,8 +34,8 @@ def _run(command: str, trace: Path, monkeypatch: pytest.MonkeyPatch) -> int:
 
 def _filled(kind: type[e.Event], fill: Callable[[str, Any], Any]) -> bytes:
     """Return a line of `kind` with every field as `fill` says."""
-    said = {field.encode_name: fill(field.encode_name, field.type) for field in msgspec.structs.fields(kind)}
-    return msgspec.json.encode({"event": kind.__struct_config__.tag} | said)
+    message = {field.encode_name: fill(field.encode_name, field.type) for field in msgspec.structs.fields(kind)}
+    return msgspec.json.encode({"event": kind.__struct_config__.tag} | message)
 
 
 def _texts(name: str, kind: Any) -> Any:
@@ -59,9 +59,9 @@ def test_nothing_in_a_trace_commands_the_terminal(
     lines = [_filled(kind, _texts) for kind in e.EVENTS.values()]
     lines += [_filled(kind, lambda n, k: NASTY if n == "request" else _texts(n, k)) for kind in e.EVENTS.values()]
     _run(command, _write(tmp_path / "trace.jsonl", lines), monkeypatch)
-    said = capsys.readouterr()
-    assert all(char.isprintable() or char == "\n" for char in said.out + said.err)
-    assert command != "show" or "[bold red]x[/]" in said.out
+    message = capsys.readouterr()
+    assert all(char.isprintable() or char == "\n" for char in message.out + message.err)
+    assert command != "show" or "[bold red]x[/]" in message.out
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -71,9 +71,9 @@ def test_what_is_kept_of_requests_that_do_not_end_is_bounded(monkeypatch: pytest
 
 def test_a_rank_sends_nothing() -> None:
     """Requests are the scheduler's."""
-    told, writer = tracing(load_settings({"otel": True}), "e", "worker", 0, 4)
+    reported, writer = tracing(load_settings({"otel": True}), "e", "worker", 0, 4)
     writer.close()
-    assert told.lifecycle
+    assert reported.lifecycle
     assert not any(isinstance(sink, OtelSink) for sink in writer._sinks)
 
 

@@ -8,14 +8,15 @@ from collections.abc import Callable
 
 import pytest
 
-from kvpipe.pipeline import STUCK, Pipeline
-from kvpipe.plan import Kind
+from kvpipe.messages import Kind
+from kvpipe.testing.pipeline_rig import WAIT_S, FakeEngine, Rig, Waiting, job, plan, small_geometry
 from kvpipe.trace import events as e
 from kvpipe.trace.recorder import Recorder
 from kvpipe.trace.replay import Replay
 from kvpipe.transfer.base import CopyPlan, Direction, Ticket
 from kvpipe.transfer.cpu import CpuEngine
-from tests.unit.fakes import WAIT_S, FakeEngine, Rig, Waiting, job, plan, small_geometry
+from kvpipe.worker.pipeline import Pipeline
+from kvpipe.worker.watchdog import STUCK
 
 SAVE, SYNC, ASYNC = Kind.SAVE, Kind.LOAD_SYNC, Kind.LOAD_ASYNC
 STUCK_MS = 40
@@ -32,10 +33,9 @@ class Told(Rig):
         self._events: list[e.Event] = []
         self.engine.shutdowns = 0
         self.pipeline = Pipeline(
-            self.engine, self.geometry, layerwise=True, wait_ms_max=int(WAIT_S * 1000), counters=self.counters,
-            stuck_ms_max=stuck_ms_max, trace=self.recorder,
+            self.engine, self.geometry, wait_ms_max=int(WAIT_S * 1000), counters=self.counters,
+            stuck_ms_max=stuck_ms_max, trace=self.recorder, blocks=10,
         )  # fmt: skip
-        self.pipeline.blocks = 10
 
     @property
     def events(self) -> list[e.Event]:
@@ -82,7 +82,7 @@ def test_every_layer_of_a_save_is_told() -> None:
     assert final.request
     assert rig.replay().problems == []
     sizes = [layer.page_bytes for group in rig.geometry.groups for layer in group.layers]
-    assert rig.pipeline.copied_bytes[SAVE] == sum(sizes)
+    assert rig.pipeline.copies.bytes[SAVE] == sum(sizes)
     rig.pipeline.shutdown()
 
 
@@ -167,13 +167,13 @@ def test_a_stuck_load_is_reported_and_failed() -> None:
     assert isinstance(stuck, e.Stuck)
     assert (stuck.job, stuck.kind, stuck.request) == (1, "load_async", "r1")
     assert stuck.waited_ms >= STUCK_MS
-    assert stuck.last == ["landed_next -> LAYER_0"]
+    assert stuck.last == ["confirm -> CONFIRMED", "landed_next -> CONFIRMED_LAYER_0"]
     engine.complete_all()  # the news after all
     rig.settle()
     time.sleep(3 * STUCK_MS / 1000)
     assert rig.pipeline.collect() == []
     assert rig.counters["stuck"] == 1
-    assert not rig.pipeline._live
+    assert not rig.pipeline.copies.live
     assert rig.replay().problems == []
     rig.pipeline.shutdown()
 
@@ -191,7 +191,7 @@ def test_a_stuck_load_that_may_still_write_is_not_given_back() -> None:
     assert rig.pipeline.collect() == []
     assert rig.counters["stuck"] == 1
     engine.can = True
-    _until(lambda: rig.pipeline._outbox.__len__() == 1)
+    _until(lambda: rig.pipeline.copies.outbox.__len__() == 1)
     assert [outcome.ok for outcome in rig.pipeline.collect()] == [False]
     rig.pipeline.shutdown()
 
@@ -207,7 +207,8 @@ def test_each_stuck_job_is_told_with_its_own_moves() -> None:
     rig.settle()
     stuck = rig.told(e.Stuck)
     assert [one.job for one in stuck if isinstance(one, e.Stuck)] == list(range(9))
-    assert all(one.last == ["landed_next -> LAYER_0"] for one in stuck if isinstance(one, e.Stuck))
+    last = ["confirm -> CONFIRMED", "landed_next -> CONFIRMED_LAYER_0"]
+    assert all(one.last == last for one in stuck if isinstance(one, e.Stuck))
     rig.pipeline.shutdown()
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpipe.cli import main
+from kvpipe.cli.main import main
 from kvpipe.errors import UsageError
 from kvpipe.trace import events as e
 from kvpipe.trace.reader import CUT, FOREIGN, MALFORMED, NEWER, Trace
@@ -23,13 +23,15 @@ Events = list[e.Event]
 def _moves(machine: str, cursor: int, *ons: str, layers: int = 3, rank: int = 0) -> Events:
     """What a cursor tells as it takes the edges `ons`."""
     compiled = e.MACHINES[machine].compile(layers if e.MACHINES[machine].layered else 0)
-    at, told = compiled.initial, list[e.Event]()
+    at, reported = compiled.initial, list[e.Event]()
     for on in ons:
         edge = at.on[on]
         kind = e.KINDS[machine, at.row, edge.to.row] if edge.moves else e.NoOp
-        told.append(kind(len(told), rank, "r", 1, 1, 0, "e", machine, cursor, on, at.name, edge.to.name, edge.why))
+        reported.append(
+            kind(len(reported), rank, "r", 1, 1, 0, "e", machine, cursor, on, at.name, edge.to.name, edge.why)
+        )
         at = edge.to
-    return told
+    return reported
 
 
 def _started(rank: int = 0, *, part: int = 0) -> e.Started:
@@ -40,13 +42,14 @@ def _ended(rank: int = 0) -> e.Ended:
     return e.Ended(9, rank, "", 0, 0, 0, "e")
 
 
-SAVED = ("landed_next", "landed_next", "landed_next", "landed_again", "step_end_complete")
+SAVED = ("landed_next", "landed_next", "landed_next", "landed_again", "confirm")
 
 
 def _whole() -> Events:
     """A short trace that is a proof."""
     chunk = _moves("chunk", 4, "reserve", "landed_last", "evict_idle", "reserve", "landed_last", rank=-1)
-    request = _moves("request", 1, "lookup_miss", "admit_empty", "preempt", "admit_load", "finish", rank=-1)
+    loads = "admit_load", "dispatch", "finish", "loaded"
+    request = _moves("request", 1, "ask", "admit_empty", "preempt", *loads, rank=-1)
     return [_started(), _started(-1), *_moves("save", 1, *SAVED), *chunk, *request, _ended(), _ended(-1)]
 
 
@@ -133,7 +136,7 @@ def test_a_whole_trace_is_a_proof() -> None:
     """Every cursor of every machine, no-ops too; a slot begins anew when it is free."""
     done = replay(_whole())
     assert done.problems == []
-    assert (done.transitions, done.no_ops, done.cursors) == (13, 2, 3)
+    assert (done.transitions, done.no_ops, done.cursors) == (15, 2, 3)
 
 
 def _without(number: int) -> Callable[[Events], Events]:
@@ -160,9 +163,9 @@ def _swapped(number: int) -> Callable[[Events], Events]:
         (_swapped(3), "a transition is missing"),
         (_changed(3, now="LANDED"), "landed_next leads from LAYER_0 to LAYER_1, not to LANDED"),
         (_changed(3, on="landed_thrice"), "'landed_thrice' is no event of the machine"),
-        (_changed(3, on="landed_again", now="LAYER_0"), "is told as a move"),
+        (_changed(3, on="landed_again", now="LAYER_0"), "is recorded as a move"),
         (_changed(4, on="unknown", machine="toaster"), "there is no such machine"),
-        (_changed(6, on="step_end_missing"), "step_end_missing is illegal in LANDED: every layer has landed"),
+        (_changed(6, on="deny"), "deny is illegal in LANDED: every layer has landed"),
         (_changed(8, was="RESERVED", on="lease"), "lease is illegal in RESERVED"),
         (_changed(13, on="admit_load", now="ALLOCATED"), "admit_empty"),
     ],
@@ -177,9 +180,11 @@ def test_a_spoiled_trace_is_not(spoil: Callable[[Events], Events], said: str) ->
 
 def test_an_illegal_transition_is_a_problem() -> None:
     """Though it was contained, and the cursor has not moved."""
-    event = e.Illegal(1, -1, "r", 1, 1, 0, "e", "request", 1, "dispatch", "NEW", "NEW", "nothing was allocated")
+    event = e.Illegal(1, -1, "r", 1, 1, 0, "e", "request", 1, "dispatch", "NEW", "NEW", "the table says why")
     (problem,) = replay([_started(-1), event]).problems
-    assert "request 1 (scheduler of e): dispatch is illegal in NEW: nothing was allocated" in problem
+    assert (
+        "request 1 (scheduler of e): dispatch is illegal in NEW: this admission has no load, or not any more" in problem
+    )
 
 
 def test_a_trace_whose_beginning_is_gone_begins_where_it_is() -> None:
@@ -220,7 +225,7 @@ def test_the_command_says_whether_it_is_a_proof(tmp_path: Path, capsys: pytest.C
     """And exits with 1 if not."""
     path = _write(tmp_path / "t", _whole())
     assert main(["trace", "replay", str(path)]) == 0
-    assert capsys.readouterr().out == "13 transitions and 2 no-ops of 3 cursors: every one is legal, none is missing\n"
+    assert capsys.readouterr().out == "15 transitions and 2 no-ops of 3 cursors: every one is legal, none is missing\n"
     _write(path, _without(3)(_whole()))
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps({"event": "warped", "t_ns": 1}) + "\n")
@@ -238,4 +243,4 @@ def test_both_parts_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     _write(tmp_path / "t.1", whole[:4])
     _write(tmp_path / "t", whole[4:])
     assert main(["trace", "replay", str(tmp_path / "t")]) == 0
-    assert capsys.readouterr().out.startswith("13 transitions and 2 no-ops")
+    assert capsys.readouterr().out.startswith("15 transitions and 2 no-ops")

@@ -79,11 +79,11 @@ def _until(true: Callable[[], bool]) -> None:
 def test_events_arrive_in_order_with_engine_and_both_clocks() -> None:
     """Every sink gets every event once; wall and monotonic time are of one moment."""
     sinks = Memory(), Memory()
-    told = Recorder(0, lifecycle=True)
-    writer = Writer(told, sinks, "engine")
+    reported = Recorder(0, lifecycle=True)
+    writer = Writer(reported, sinks, "engine")
     before = time.time_ns()
     for number in range(200):
-        told.put(e.LeasesTaken(time.monotonic_ns(), 0, "r", 1, 2, chunks=number))
+        reported.put(e.LeasesTaken(time.monotonic_ns(), 0, "r", 1, 2, chunks=number))
     after = time.time_ns()
     writer.close()
     for sink in sinks:
@@ -100,16 +100,16 @@ def test_a_full_queue_drops_and_says_how_many() -> None:
     """Nobody waits: what does not fit is counted, and the trace says so where it is missing."""
     sink = Memory()
     sink.hold.clear()
-    told = Recorder(0, queue_events_max=10)
-    writer = Writer(told, [sink], "engine")
-    told.put(_event(0))
-    _until(lambda: not told.waiting)  # the writer is in the sink, and hangs there
+    reported = Recorder(0, queue_events_max=10)
+    writer = Writer(reported, [sink], "engine")
+    reported.put(_event(0))
+    _until(lambda: not reported.waiting)  # the writer is in the sink, and hangs there
     for number in range(1, 31):
-        told.put(_event(number))
-    assert told.dropped == 20
+        reported.put(_event(number))
+    assert reported.dropped == 20
     sink.hold.set()
     _until(lambda: len(sink.events) >= 11)
-    told.put(_event(99))
+    reported.put(_event(99))
     writer.close()
     assert [one.chunks for one in sink.events if isinstance(one, e.LeasesTaken)] == [*range(11), 99]
     assert [one.count for one in sink.events if isinstance(one, e.Dropped)] == [20]
@@ -120,32 +120,32 @@ def test_a_full_queue_drops_and_says_how_many() -> None:
 
 def test_a_gap_is_told_where_it_is() -> None:
     """Behind what came before it and ahead of what came after, so that a replay begins anew in the right place."""
-    told = Recorder(0, queue_events_max=3)
+    reported = Recorder(0, queue_events_max=3)
     for number in range(5):
-        told.put(_event(number))
-    taken = told.take()
-    told.put(_event(5))
-    taken += told.take()
-    said = [one.count if isinstance(one, e.Dropped) else -one.chunks for one in taken if isinstance(one, Numbered)]
-    assert said == [0, -1, -2, 2, -5]
+        reported.put(_event(number))
+    taken = reported.take()
+    reported.put(_event(5))
+    taken += reported.take()
+    message = [one.count if isinstance(one, e.Dropped) else -one.chunks for one in taken if isinstance(one, Numbered)]
+    assert message == [0, -1, -2, 2, -5]
     for number in range(5):
-        told.put(_event(number))
-    told.end(0)
-    assert [type(one) for one in told.take()][-2:] == [e.Dropped, e.Ended]
+        reported.put(_event(number))
+    reported.end(0)
+    assert [type(one) for one in reported.take()][-2:] == [e.Dropped, e.Ended]
 
 
 def test_a_trace_that_cannot_be_written_is_logged(said: io.StringIO, tmp_path: Path) -> None:
     """Once a minute: the trace itself cannot say it. And counted."""
-    told = Recorder(0)
-    writer = Writer(told, [_file(tmp_path / "gone" / "trace")], "engine")
+    reported = Recorder(0)
+    writer = Writer(reported, [_file(tmp_path / "gone" / "trace")], "engine")
     for number in range(5):
-        told.put(_event(number))
-        _until(lambda: not told.waiting)
+        reported.put(_event(number))
+        _until(lambda: not reported.waiting)
     writer.close()
     (line,) = said.getvalue().splitlines()
     assert json.loads(line)["event"] == "trace_lost"
     assert "No such file" in json.loads(line)["why"]
-    assert told.losses == {"queue": 0, "sink": 6}
+    assert reported.losses == {"queue": 0, "sink": 6}
 
 
 def test_a_hanging_sink_holds_neither_tellers_nor_the_shutdown_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,12 +153,12 @@ def test_a_hanging_sink_holds_neither_tellers_nor_the_shutdown_up(monkeypatch: p
     monkeypatch.setattr(recorder, "CLOSE_S_MAX", 0.1)
     sink = Memory()
     sink.hold.clear()
-    told = Recorder(0)
-    writer = Writer(told, [sink], "engine")
-    told.put(_event(0))
-    _until(lambda: not told.waiting)
+    reported = Recorder(0)
+    writer = Writer(reported, [sink], "engine")
+    reported.put(_event(0))
+    _until(lambda: not reported.waiting)
     began = time.monotonic()
-    told.put(_event(1))
+    reported.put(_event(1))
     writer.close()
     assert time.monotonic() - began < 5
     sink.hold.set()
@@ -172,15 +172,15 @@ def test_a_sink_that_raises_loses_its_events_only() -> None:
             raise ValueError(f"cannot take {len(events)}")
 
     sink = Memory()
-    told = Recorder(0)
-    writer = Writer(told, [Broken(), sink], "engine")
-    told.put(_event(0))
+    reported = Recorder(0)
+    writer = Writer(reported, [Broken(), sink], "engine")
+    reported.put(_event(0))
     _until(lambda: bool(sink.events))
-    told.put(_event(1))
+    reported.put(_event(1))
     writer.close()
     assert [one.chunks for one in sink.events if isinstance(one, e.LeasesTaken)] == [0, 1]
     assert "Broken: ValueError" in writer.lost_why
-    assert told.losses == {"queue": 0, "sink": 3}
+    assert reported.losses == {"queue": 0, "sink": 3}
 
 
 def test_the_sample_is_the_same_everywhere_and_of_its_size() -> None:
@@ -308,7 +308,7 @@ def test_what_cannot_be_encoded_is_lost_alone(tmp_path: Path) -> None:
     """A request id that is no text costs one event, which the file says is missing, and no other of its slice."""
     path = tmp_path / "trace"
     sink = _file(path)
-    assert "LeasesTaken cannot be told" in sink.write([_event(1), _event(2, "\ud800"), _event(3)])
+    assert "LeasesTaken cannot be recorded" in sink.write([_event(1), _event(2, "\ud800"), _event(3)])
     assert sink.lost == 1
     assert not sink.write([_event(4)])
     assert sink.write([_event(5, "\ud800")])
@@ -402,18 +402,18 @@ def test_a_closed_stderr_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> Non
     log.configure("debug")
     closed.close()
     assert not LogSink(logging.DEBUG).write([_event(1)])
-    log.Counters().fault("anything")
+    log.Counters().fault("job_failed")
     structlog.reset_defaults()
 
 
 def test_faults_are_told_through_the_queue() -> None:
     """Whoever counts one does not write it: the first and each thousandth."""
-    told = Recorder(2, lifecycle=True)
+    reported = Recorder(2, lifecycle=True)
     counters = log.Counters()
-    counters.listener = told.fault
+    counters.on_fault = reported.fault
     for _ in range(1001):
         counters.fault("job_failed", request="r", why="x" * 1000)
-    first, again = told.take()
+    first, again = reported.take()
     assert isinstance(first, e.Fault)
     assert isinstance(again, e.Fault)
     assert (first.name, first.request, first.rank, first.seen, again.seen) == ("job_failed", "r", 2, 1, 1001)
@@ -439,9 +439,9 @@ def test_what_is_recorded(
 ) -> None:
     """Lifecycle, requests' transitions, everything: only what somebody reads."""
     monkeypatch.chdir(tmp_path)
-    told, writer = tracing(load_settings(given), "e", "worker", 0, 4)
+    reported, writer = tracing(load_settings(given), "e", "worker", 0, 4)
     writer.close()
-    assert (told.lifecycle, told.transitions, told.detail) == wanted
+    assert (reported.lifecycle, reported.transitions, reported.detail) == wanted
 
 
 def test_a_trace_file_without_a_folder_is_refused(tmp_path: Path) -> None:

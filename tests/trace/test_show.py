@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvpipe.cli import main
+from kvpipe.cli.main import main
 from kvpipe.trace import events as e
 from kvpipe.trace.show import Overview
 
@@ -19,8 +19,8 @@ def _request(
 ) -> list[e.Event]:
     common = (at, -1, name, 1, 1, 1_000_000_000 + at, "e")
     hits = {"memory": hit} if hit else {}
-    told: list[e.Event] = [e.RequestAdded(*common, prompt_tokens=100)]
-    told += [
+    reported: list[e.Event] = [e.RequestAdded(*common, prompt_tokens=100)]
+    reported += [
         (e.RequestReadmitted if i else e.RequestAdmitted)(
             *common, prompt_tokens=100, hit_tokens=hits, missed_tokens=100 - hit, why=why, waited_ms=2.0
         )
@@ -31,7 +31,7 @@ def _request(
         end, -1, name, 1, 9, 1_000_000_000 + end, "e", status="finished_stopped", prompt_tokens=100, output_tokens=7,
         preemptions=again, lived_ms=lived_ms,
     )  # fmt: skip
-    return [*told, done]
+    return [*reported, done]
 
 
 def _write(path: Path, events: list[e.Event]) -> Path:
@@ -91,7 +91,7 @@ def test_one_request_as_a_waterfall(tmp_path: Path, capsys: pytest.CaptureFixtur
             at = (112 + k) * MS
             events.append(e.LayerLanded(at, rank, "req-1-abcdef", 1, 1, 0, "e", "save", 7, "landed_next", was, now))
             was = now
-    ends = (120 * MS, 0, "req-1-abcdef", 1, 1, 0, "e", "save", 7, "step_end_complete", "LANDED", "FINALIZED")
+    ends = (120 * MS, 0, "req-1-abcdef", 1, 1, 0, "e", "save", 7, "confirm", "LANDED", "FINALIZED")
     events.append(e.Finalized(*ends))
     events.append(
         e.Failed(121 * MS, 1, "req-1-abcdef", 1, 1, 0, "e", "save", 7, "fault", "LANDED", "FAILED", "a [b] c")

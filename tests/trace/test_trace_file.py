@@ -26,29 +26,29 @@ from tests.trace.test_recorder import _numbers as numbers
 @pytest.mark.parametrize("where", ["queue", "file", "log"])
 def test_one_bad_event_costs_no_other(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 64 that are written together one that cannot be made, encoded or logged is lost, and counted as one."""
-    told, sink = Recorder(0), Memory()
+    reported, sink = Recorder(0), Memory()
     path = tmp_path / "trace"
     bad: Any = event(31, "\ud800" if where == "file" else "bad")
     if where == "queue":
         bad = e.Taken(1, "r", 1, 1, None, 1, None, None, "")  # type: ignore[arg-type]
     for one in [*map(event, range(31)), bad, *map(event, range(32, 64))]:
-        told._queue.append(one)
+        reported._queue.append(one)
     logged: list[int] = []
 
-    def tell(one: e.Event) -> None:
+    def log_event(one: e.Event) -> None:
         if isinstance(one, e.LeasesTaken):
             assert one.request != "bad"
             logged.append(one.chunks)
 
-    monkeypatch.setattr("kvpipe.trace.log.tell", tell)
-    writer = Writer(told, [LogSink(0), file(path), sink], "engine")
+    monkeypatch.setattr("kvpipe.trace.log.log_event", log_event)
+    writer = Writer(reported, [LogSink(0), file(path), sink], "engine")
     writer.close()
     whole, less = [*range(64)], [*range(31), *range(32, 64)]
     kept = [one.chunks for one in sink.events if isinstance(one, e.LeasesTaken)]
     assert kept == (less if where == "queue" else whole)
     assert numbers(path) == (whole if where == "log" else less)
     assert logged == (whole if where == "file" else less)
-    assert told.losses == {"queue": 0, "sink": 1}
+    assert reported.losses == {"queue": 0, "sink": 1}
 
 
 def test_a_trace_is_its_owners_alone(tmp_path: Path) -> None:
@@ -120,5 +120,5 @@ def test_what_can_be_a_trace_is_not_refused(kind: str, tmp_path: Path, capsys: p
     recorder, writer = tracing(load_settings({"trace_file": str(path)}), "e", "worker", 0, 1)
     writer.close()
     assert recorder.lost == (1 if kind == "pipe" else 0)
-    said = "".join(capsys.readouterr())
-    assert ("its mode 0644 lets others read it" in said) == (kind == "file")
+    message = "".join(capsys.readouterr())
+    assert ("its mode 0644 lets others read it" in message) == (kind == "file")

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from kvpipe.errors import UnsupportedError
 from kvpipe.geometry import Geometry, Group, Layer
-from kvpipe.plan import Kind
-from kvpipe.tiers.memory import HostPool
+from kvpipe.messages import Kind
+from kvpipe.testing.fake_device import FakeDevice, FakeStream
+from kvpipe.testing.transfer_worlds import BLOCKS, GEOMETRY, LAYERS, PAGE_BYTES, make_job, rows_of
 from kvpipe.transfer import calibrate
 from kvpipe.transfer.base import CopyPlan, Direction
-from kvpipe.transfer.calibrate import Cost, Sample, choose, copies_of, fit
+from kvpipe.transfer.calibrate import Cost, Measurement, Took, Way, choose, copies_of, fit
 from kvpipe.transfer.cuda import CudaEngine
-from kvpipe.transfer.device import Copies, Launch
-from kvpipe.transfer.movers import Lane, Layout, Mover
+from kvpipe.transfer.device import CopyBatch, Launch
+from kvpipe.transfer.movers import DirectionQueues, Layout, Mover
 from kvpipe.transfer.pages import view_pages
-from tests.transfer.fake_device import FakeDevice, FakeStream
-from tests.transfer.worlds import BLOCKS, GEOMETRY, LAYERS, PAGE_BYTES, make_job, rows_of
+from kvpipe.transfer.pool import HostPool
 
 
 def attach(device: FakeDevice, mover: Mover | None = None, **options: int) -> CudaEngine:
@@ -43,7 +45,7 @@ def test_fit_is_never_negative_and_right_without_noise(
 ) -> None:
     """No part of a cost is negative; where the samples obey the model, the fit says what they say."""
     real = Cost(*parts)
-    fitted = fit(Sample(copies, size, real.of(copies, size)) for copies, size in points)
+    fitted = fit(Measurement(copies, size, real.of(copies, size)) for copies, size in points)
     assert min(fitted) >= 0
     for copies, size in points:
         assert fitted.of(copies, size) == pytest.approx(real.of(copies, size), rel=0.02, abs=0.05)
@@ -51,7 +53,9 @@ def test_fit_is_never_negative_and_right_without_noise(
 
 def test_noise_cannot_make_a_part_negative() -> None:
     """Many copies that took less than one, and more bytes that took less: both parts are nothing."""
-    assert fit([Sample(1, 64, 10.0), Sample(64, 4096, 8.0), Sample(4, 8192, 7.0)]) == pytest.approx((25 / 3, 0, 0))
+    assert fit([Measurement(1, 64, 10.0), Measurement(64, 4096, 8.0), Measurement(4, 8192, 7.0)]) == pytest.approx(
+        (25 / 3, 0, 0)
+    )
 
 
 COSTS = {
@@ -60,6 +64,8 @@ COSTS = {
     Mover.DIRECT: Cost(14, 0, 1 / 47_000),
 }
 """Like those of a GPU with a fifth-generation bus; bytes per microsecond."""
+LOADS = {mover: Way(cost, cost) for mover, cost in COSTS.items()}
+SAVES = LOADS | {Mover.STAGED: Way(COSTS[Mover.STAGED], Cost(12, 0, 1 / 1_000_000))}
 
 
 def layout_and_plan(page_bytes: int, requests: int, pages: int, *, adjacent: bool) -> tuple[Layout, CopyPlan]:
@@ -87,7 +93,54 @@ def test_the_choice_follows_from_the_costs(
 ) -> None:
     """Few large copies go by DMA, scattered pages of whole chunks through a bay, stray pages by the kernel."""
     layout, plan = layout_and_plan(page_bytes, requests, pages, adjacent=adjacent)
-    assert choose(COSTS, layout, plan) is expected
+    assert choose(LOADS, layout, plan) is expected
+
+
+@pytest.mark.parametrize(
+    ("page_bytes", "requests", "pages", "expected"),
+    [
+        (64 << 10, 1, 16, Mover.DMA),  # 1 MiB: the bytes would land too late
+        (64 << 10, 8, 16, Mover.STAGED),  # 8 MiB: they land as soon by DMA, but the blocks are free 12 times as soon
+        (1 << 20, 4, 16, Mover.STAGED),
+        (8 << 10, 64, 1, Mover.DIRECT),
+    ],
+)
+def test_a_save_goes_the_way_that_frees_its_blocks(page_bytes: int, requests: int, pages: int, expected: Mover) -> None:
+    """Of the ways whose bytes land in time, compute waits least for the one that has read them first."""
+    layout, plan = layout_and_plan(page_bytes, requests, pages, adjacent=True)
+    assert choose(LOADS, layout, plan) in {Mover.DMA, Mover.DIRECT}
+    assert choose(SAVES, layout, plan) is expected
+
+
+class Timed(FakeDevice):
+    """A device with a clock: a byte takes 1 us of the bus, and no time on the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 0.0
+
+    def _queue_copy(self, stream: FakeStream, to: torch.Tensor, source: torch.Tensor) -> None:
+        super()._queue_copy(stream, to, source)
+        size = len(to)
+
+        def pass_time() -> None:
+            self.now_s += size / 1e6
+
+        stream.put(pass_time)
+
+
+def test_a_staged_save_is_measured_until_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks are free when the kernel is done; those of the others when the bytes have landed, like all loads'."""
+    device = Timed()
+    clock = SimpleNamespace(perf_counter=lambda: device.now_s, monotonic=lambda: 0.0)
+    monkeypatch.setattr(calibrate, "time", clock)
+    engine = attach(device)
+    engine.shutdown()
+    saves, loads = engine.costs[Direction.SAVE], engine.costs[Direction.LOAD]
+    assert saves[Mover.STAGED].landed.byte_us == pytest.approx(1, rel=0.1)
+    assert saves[Mover.STAGED].read.byte_us < 0.1
+    assert saves[Mover.DMA].read == saves[Mover.DMA].landed
+    assert all(way.read == way.landed for way in loads.values())
 
 
 def test_a_plan_is_counted_as_it_is_copied() -> None:
@@ -132,7 +185,7 @@ class Refusing(FakeDevice):
 class NoBatches(FakeDevice):
     """A device whose driver knows no batches."""
 
-    def copy_batch(self, stream: FakeStream, copies: Copies) -> None:  # noqa: ARG002
+    def copy_batch(self, stream: FakeStream, copies: CopyBatch) -> None:  # noqa: ARG002
         """As an old one."""
         raise RuntimeError("CUDA error 801")
 
@@ -187,6 +240,32 @@ def test_a_pinned_mover_that_cannot_be_used_is_refused(
     """The refusal names the key, the value, the reason and the remedy, before the engine starts."""
     with pytest.raises(UnsupportedError, match=rf"mover='{mover.value}' cannot be used here \({why}\); set mover to"):
         attach(device, mover, **options)
+
+
+def test_a_pinned_mover_is_checked_where_nothing_is_pinned() -> None:
+    """Who asks for what cannot be used hears it before the engine starts, though copies would be torch's."""
+    device = FakeDevice(pins_max=0)
+    device.no_kernels = "no Triton"
+    with pytest.raises(UnsupportedError, match="no Triton"):
+        attach(device, Mover.STAGED)
+
+
+@pytest.mark.parametrize("mover", [None, Mover.STAGED])
+def test_no_way_is_taken_that_was_not_checked(mover: Mover | None) -> None:
+    """When the first piece cannot be pinned nothing ever is: copies stay torch's, and that is said once."""
+    device = FakeDevice(pins_max=0)
+    with capture_logs() as logs:
+        engine = attach(device, mover)
+        try:
+            device.pins_max = 1 << 30
+            assert engine.claim(engine._pool.base, GEOMETRY.slot_bytes), "its slots may be used"
+            assert not device.pin_log
+            plan = CopyPlan(Direction.SAVE, [make_job(1, rows_of(0, {0: [1, 4], 1: [2]}))], 2)
+            engine.prepare(plan)
+            assert plan.mover == Mover.PAGEABLE
+        finally:
+            engine.shutdown()
+    assert [entry["event"] for entry in logs if entry["log_level"] == "warning"] == ["pool_not_pinned"]
 
 
 def test_without_kernels_the_reason_is_said() -> None:
@@ -248,7 +327,7 @@ def test_measuring_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Mover] = []
     real = calibrate._run
 
-    def run(lane: Lane, bench: Any, mover: Mover, plan: CopyPlan, layers: int = 1) -> float:
+    def run(lane: DirectionQueues, bench: Any, mover: Mover, plan: CopyPlan, layers: int = 1) -> Took:
         runs.append(mover)
         return real(lane, bench, mover, plan, layers)
 

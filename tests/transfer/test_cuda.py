@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import cast
 
 import pytest
 import torch
-from hypothesis import Phase, find, settings
+from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from kvpipe.config import load_settings
-from kvpipe.connectors.vllm.worker import WorkerSide
 from kvpipe.errors import UnsupportedError
-from kvpipe.plan import Kind
-from kvpipe.tiers.memory import HostPool
-from kvpipe.tiers.ready import Readier
-from kvpipe.transfer import cuda
-from kvpipe.transfer.base import NO_JOBS, Direction, TransferEngine
+from kvpipe.messages import Kind
+from kvpipe.testing.fake_device import CAPTURING, ILLEGAL_ACCESS, FakeDevice, landed_of
+from kvpipe.testing.transfer_programs import loads_are_right, saves_are_right, schedules, slots_are_right, tables
+from kvpipe.testing.transfer_worlds import FAKES, GEOMETRY, LAYERS, WAIT_S, World, eventually, make_job, rows_of, world
+from kvpipe.transfer import cuda, ready
+from kvpipe.transfer.base import NO_JOBS, CopyPlan, Direction, TransferEngine
 from kvpipe.transfer.cpu import CpuEngine
 from kvpipe.transfer.cuda import CudaEngine
-from kvpipe.transfer.pages import PageView
-from tests.transfer.fake_device import FakeDevice, landed_of
-from tests.transfer.programs import loads_are_right, saves_are_right, schedules, tables
-from tests.transfer.worlds import FAKES, GEOMETRY, LAYERS, WAIT_S, World, eventually, make_job, rows_of, world
+from kvpipe.transfer.engines import EngineOptions, make_engine
+from kvpipe.transfer.pool import HostPool
+from kvpipe.transfer.ready import Readier
 
 on_devices = pytest.mark.parametrize("kind", FAKES)
 TABLE = {0: [0, 1, 5], 1: [7, 2]}
@@ -77,7 +77,7 @@ def test_a_forgotten_wait_is_found(mover: str, waits: str, waits_for: str, progr
         with world(f"fake_{mover}", device=FakeDevice(forgets=[(waits, waits_for)]), schedule=schedule) as w:
             return not program(w, table)
 
-    few = settings(max_examples=300, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+    few = settings(max_examples=1500, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
     find(st.tuples(tables, schedules), breaks, settings=few)  # raises where there is none
 
 
@@ -124,6 +124,67 @@ def test_an_error_on_the_device_fails_the_ticket(kind: str) -> None:
         w.drain()
         assert w.completed == tickets
         assert [t.failed for t in tickets] == [NO_JOBS, {4}, NO_JOBS]
+
+
+@pytest.mark.parametrize("direction", Direction)
+@on_devices
+def test_a_question_that_raises_does_not_end_the_copy(kind: str, direction: Direction) -> None:
+    """On a device that lives, a ticket whose event raises fails early, and is over when its copies are."""
+    with capture_logs() as logs, world(kind) as w:
+        jobs = [make_job(4, rows_of(0, TABLE), Kind.SAVE if direction is Direction.SAVE else Kind.LOAD_SYNC)]
+        with w.device.lock:  # the device stands still
+            ticket = w.submit(direction, 0, jobs)
+            behind = w.submit(direction, 1, [make_job(5, rows_of(1, TABLE), Kind(jobs[0].kind))])
+            landed_of(ticket).refusals = 1
+        assert eventually(lambda: bool(ticket.failed))
+        assert not ticket.over
+        assert not w.engine.abandon(ticket)
+        assert any(stream.queue for stream in w.device.streams)
+        w.drain()
+        assert w.completed == [ticket, behind]
+        assert ticket.failed == {4}
+        assert behind.failed == NO_JOBS
+    assert [entry["event"] for entry in logs if entry["log_level"] == "error"] == ["copy_failed"]
+
+
+@on_devices
+def test_a_save_is_not_trusted_while_a_load_is_in_doubt(kind: str) -> None:
+    """A load whose event raised is told when its stream is empty; a save that is told before it may rest on it."""
+    with capture_logs() as logs, world(kind) as w:
+        with w.device.lock:
+            load = w.submit(Direction.LOAD, 0, [make_job(1, rows_of(0, TABLE), Kind.LOAD_SYNC)])
+            assert w.engine.guard_read(load, 0)
+            w.write_block(0, 0, 9)
+            save = w.submit(Direction.SAVE, 0, [make_job(2, rows_of(1, TABLE))])
+        event = landed_of(load)
+
+        def query() -> bool:
+            w.device.drain()
+            raise RuntimeError(CAPTURING)
+
+        event.query = query  # type: ignore[method-assign]
+        assert save.wait(WAIT_S)
+        assert save.failed == {2}
+        assert not load.over
+        w.drain()
+        assert load.failed == {1}
+    assert len([entry for entry in logs if entry["event"] == "copy_failed"]) == 1
+
+
+@on_devices
+def test_a_copy_that_was_asked_in_vain_still_fails_at_the_end(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the device hangs after such a question, `shutdown` completes every ticket once."""
+    monkeypatch.setattr(cuda, "SHUTDOWN_S_MAX", 0.05)
+    gate = threading.Event()
+    with capture_logs(), world(kind) as w:
+        for stream in w.device.streams:
+            monkeypatch.setattr(stream, "synchronize", gate.wait)
+        tickets = [w.submit(Direction.SAVE, layer, [make_job(3, rows_of(0, TABLE))], layer) for layer in range(LAYERS)]
+        landed_of(tickets[0]).refusals = 1
+        assert eventually(lambda: bool(tickets[0].failed))
+        w.engine.shutdown()
+        assert w.completed == tickets
+        gate.set()
 
 
 @on_devices
@@ -184,37 +245,67 @@ def test_the_pool_is_pinned_in_whole_slots(kind: str, monkeypatch: pytest.Monkey
 def test_a_piece_is_at_least_a_slot() -> None:
     """A slot larger than the piece limit is a piece of its own: no copy ever crosses two pieces."""
     pool, claimed = HostPool(GEOMETRY), list[tuple[int, int]]()
-    Readier(pool, lambda *piece: claimed.append(piece), piece_bytes=1).begin("start")
+
+    def claim(*piece: int) -> bool:
+        claimed.append((piece[0], piece[1]))
+        return True
+
+    Readier(pool, claim, piece_bytes=1).begin("start")
     assert claimed == [(pool.base + i * pool.slot_bytes, pool.slot_bytes) for i in range(pool.slots)]
 
 
 @on_devices
-def test_a_pool_that_cannot_be_pinned_still_works(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where pinning fails there is one warning with a remedy, bytes are right, and only what is pinned is unpinned."""
+def test_slots_that_cannot_be_pinned_are_not_used(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool is as large as what is pinned, so no plan is pageable; it grows when pinning succeeds after all."""
     monkeypatch.setattr(CudaEngine, "piece_bytes", GEOMETRY.slot_bytes)
+    monkeypatch.setattr(ready, "SHORT_S", 0.001)
     with capture_logs() as logs, world(kind, device=FakeDevice(pins_max=2)) as w:
-        make_ready(w)
-        assert w.pool.ready == w.pool.slots, "all can be used"
-        assert cast("CudaEngine", w.engine).pinned_slots == len(w.device.pin_log) == 2
-        assert saves_are_right(w, TABLE)
+        engine = cast("CudaEngine", w.engine)
+        readier = Readier(w.pool, engine.claim, piece_bytes=engine.piece_bytes)
+        readier.begin("start")
+        assert w.pool.ready == engine.pinned_slots == len(w.device.pin_log) == 2
+        plan = CopyPlan(Direction.SAVE, [make_job(1, [(0, slot, 0, slot) for slot in range(w.pool.ready)])], 2)
+        engine.prepare(plan)
+        assert plan.mover == kind.partition("_")[2]
+        w.device.pins_max = 1 << 30
+        assert eventually(lambda: w.pool.ready == engine.pinned_slots == w.pool.slots)
+        readier.stop()
         w.engine.shutdown()
         assert w.device.pinned == {}
     warnings = [entry for entry in logs if entry["log_level"] != "debug"]
-    assert [(entry["event"], entry["pinned_pieces"]) for entry in warnings] == [("pool_not_pinned", 2)]
+    assert [(entry["event"], entry["pinned_slots"]) for entry in warnings] == [("pool_not_pinned", 2)], "once"
     assert "pool_bytes_max" in warnings[0]["remedy"]
+
+
+def test_nothing_is_pinned_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool's memory may be gone by the time at which a thread that was making it ready gets on."""
+    monkeypatch.setattr(CudaEngine, "piece_bytes", GEOMETRY.slot_bytes)
+    with world("fake_dma") as w:
+        w.engine.shutdown()
+        assert w.engine.claim(w.pool.base + w.pool.slot_bytes, w.pool.slot_bytes)
+        assert w.device.pinned == {}
+
+
+@on_devices
+def test_a_pool_that_cannot_be_pinned_still_works(kind: str) -> None:
+    """Where nothing can be pinned there is one warning with a remedy, all slots are used, and bytes are right."""
+    with capture_logs() as logs, world(kind, device=FakeDevice(pins_max=0)) as w:
+        make_ready(w)
+        assert w.pool.ready == w.pool.slots
+        assert saves_are_right(w, TABLE)
+    warnings = [entry["event"] for entry in logs if entry["log_level"] != "debug"]
+    assert warnings == ["pool_not_pinned"]
 
 
 @pytest.mark.parametrize(("where", "made"), [("cuda:0", CudaEngine), ("cpu", CpuEngine), ("xpu:0", None)])
 def test_the_caches_choose_the_engine(where: str, made: type[TransferEngine] | None) -> None:
     """Caches on a CUDA device get the CUDA engine, those in host memory the CPU's; others are refused by name."""
-    tensor = cast("torch.Tensor", SimpleNamespace(device=torch.device(where)))
-    views = [PageView("layer.0", 0, 1, 64, 64, tensor)]
-    side = WorkerSide(load_settings(), GEOMETRY)
+    device, options = torch.device(where).type, EngineOptions(load_settings())
     if made is None:
         with pytest.raises(UnsupportedError, match="'xpu' are not supported"):
-            side._make_engine(views)
+            make_engine(device, options)
     else:
-        assert type(side._make_engine(views)) is made
+        assert type(make_engine(device, options)) is made
 
 
 @on_devices
@@ -232,8 +323,113 @@ def test_a_hanging_device_does_not_hang_shutdown(kind: str, monkeypatch: pytest.
         assert ticket.failed == {3}
         assert w.device.pinned
         gate.set()
-        thread = cast("CudaEngine", w.engine)._thread
-        assert thread is not None
-        thread.join(WAIT_S)
-        assert not thread.is_alive()
+        for thread in cast("CudaEngine", w.engine)._threads:
+            thread.join(WAIT_S)
+            assert not thread.is_alive()
         assert w.completed == [ticket]
+
+
+@on_devices
+def test_a_dead_context_is_said_once(kind: str) -> None:
+    """After an error that sticks: one traceback, no call that could help, every ticket failed, in order."""
+    with capture_logs() as logs, world(kind) as w:
+        before = [w.submit(Direction.SAVE, layer, [make_job(1, rows_of(0, TABLE))], layer) for layer in range(LAYERS)]
+        w.device.dead = ILLEGAL_ACCESS
+        after = [w.submit(d, layer, [make_job(2 + d, rows_of(d, TABLE))], layer) for d in Direction for layer in (0, 1)]
+        assert not w.engine.guard_read(after[-1], 0)
+        assert eventually(lambda: all(ticket.done for ticket in w.tickets))
+        assert all(ticket.failed for ticket in w.tickets)
+        assert [t for t in w.completed if t in before] == before
+        w.engine.shutdown()
+    assert [entry["event"] for entry in logs] == ["device_lost"]
+
+
+@pytest.mark.parametrize("kind", FAKES)
+@pytest.mark.parametrize("streams_max", [1, 2, 3])
+@settings(max_examples=10, deadline=None)
+@given(table=tables, schedule=schedules)
+def test_lanes_may_share_streams(kind: str, streams_max: int, table: dict[int, list[int]], schedule: list[int]) -> None:
+    """Where streams are given out again, compute's too, copies do not overlap; bytes are right, and nothing hangs."""
+    for program in (saves_are_right, loads_are_right):
+        device = FakeDevice(streams_max=streams_max)
+        with world(kind, device=device, schedule=schedule) as w:
+            assert program(w, table)
+
+
+@on_devices
+def test_giving_up_asks_nothing_of_the_device(kind: str) -> None:
+    """The watchdog's thread has not entered the device: its question would spoil a graph that is being captured."""
+    with world(kind) as w:
+        ticket = w.submit(Direction.SAVE, 0, [make_job(1, rows_of(0, TABLE))])
+        event = landed_of(ticket)
+        askers = set[str]()
+        ask = event.query
+
+        def query() -> bool:
+            askers.add(threading.current_thread().name)
+            return ask()
+
+        event.query = query  # type: ignore[method-assign]
+        assert not w.engine.abandon(ticket)
+        w.drain()
+        assert w.engine.abandon(ticket)
+        assert askers <= {"kvpipe-landed"}
+
+
+@on_devices
+def test_completions_can_be_waited_for(kind: str) -> None:
+    """With blocking events nobody polls: an event is asked once it has fired, and loads are told before saves."""
+    with world(kind, poll_us_min=0) as w:
+        load = w.submit(Direction.LOAD, 0, [make_job(1, rows_of(0, TABLE), Kind.LOAD_SYNC)])
+        assert w.engine.guard_read(load, 0)
+        save = w.submit(Direction.SAVE, 0, [make_job(2, rows_of(1, TABLE))])
+        assert eventually(lambda: w.device.waits == 2), "a thread per direction"
+        assert not w.completed
+        w.drain()
+        assert w.completed == [load, save]
+        assert landed_of(load).asked + landed_of(save).asked <= 4
+        assert saves_are_right(w, TABLE)
+
+
+def test_a_load_that_does_not_wait_for_its_save_is_found() -> None:
+    """`staged` loads into a bay without a wait: were slots not ordered by the host, some schedule gives wrong bytes."""
+
+    def breaks(drawn: tuple[dict[int, list[int]], list[int]]) -> bool:
+        table, schedule = drawn
+        with world("fake_staged", schedule=schedule) as w:
+            return not slots_are_right(w, table, heard=False)
+
+    few = settings(max_examples=1500, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+    find(st.tuples(tables, schedules), breaks, settings=few)
+
+
+EXIT = """
+import atexit, sys, threading, time
+from kvpipe.testing.fake_device import FakeDevice
+from kvpipe.testing.transfer_worlds import GEOMETRY, World
+from kvpipe.transfer.ready import Readier
+from kvpipe.transfer.cuda import CudaEngine
+
+class Slow(FakeDevice):
+    def register(self, address, size):
+        begun.set()
+        time.sleep(0.2)
+        super().register(address, size)
+
+device, begun = FakeDevice(), threading.Event()
+atexit.register(lambda: print(len(device.pin_log), len(device.pinned)))
+CudaEngine.piece_bytes = GEOMETRY.slot_bytes
+w = World("fake_dma", device=device)
+device.__class__ = Slow
+Readier(w.pool, w.engine.claim, piece_bytes=GEOMETRY.slot_bytes).begin("ahead")
+begun.wait()
+"""
+
+
+def test_a_process_may_end_while_it_pins() -> None:
+    """Without a shutdown: what is being pinned is awaited, nothing is pinned after it, and nothing stays pinned."""
+    ran = subprocess.run([sys.executable, "-c", EXIT], capture_output=True, text=True, timeout=60, check=False)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    tried, left = map(int, ran.stdout.split())
+    assert 2 <= tried < GEOMETRY.slots
+    assert left == 0

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
+from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import torch
 from structlog.testing import capture_logs
 
+from kvpipe.cores import parse_cpus
 from kvpipe.errors import TransferError
-from kvpipe.transfer.device import Copies, Driver
+from kvpipe.transfer import device
+from kvpipe.transfer.device import CopyBatch, CudaDevice
+from kvpipe.transfer.driver import Driver
 
 STREAM = 0x7F00_0000_1234
 P, N, CODE = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
@@ -22,71 +28,104 @@ BATCH = ctypes.CFUNCTYPE(CODE, NS, NS, NS, N, P, NS, N, P, P)
 class Library:
     """Stands for libcuda: its functions are called through C, and copy at once."""
 
-    def __init__(self, *, batch: bool = True, code: int = 0, single: int = 0) -> None:  # noqa: C901
+    FUNCTIONS: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "cuMemHostRegister_v2": ("register", P, N, ctypes.c_uint),
+        "cuMemHostUnregister": ("unregister", P),
+        "cuDevicePrimaryCtxRetain": ("retain", P, CODE),
+        "cuCtxSetCurrent": ("make_current", P),
+        "cuMemcpyAsync": ("copy", P, P, N, P),
+        "cuDeviceGetAttribute": ("attribute", P, CODE, CODE),
+        "cuThreadExchangeStreamCaptureMode": ("exchange", P),
+        "cuStreamCreateWithPriority": ("make_stream", P, ctypes.c_uint, CODE),
+        "cuDeviceGetPCIBusId": ("bus_id", P, CODE, CODE),
+        "cuGetProcAddress_v2": ("find", ctypes.c_char_p, P, CODE, ctypes.c_uint64, P),
+    }
+    """By name: the method here that answers, and the arguments as cuda.h has them."""
+
+    def __init__(
+        self, *, exported: bool = True, known: bool = False, code: int = 0, flagged: int = 0, single: int = 0
+    ) -> None:
+        """`exported`, `known`: the batch call is in the symbol table, and the driver says where it is.
+
+        `code`, `single`: what batches and single copies answer; `flagged`: a batch that wishes to overlap.
+        """
         self.seen: list[Any] = []
         self.attributes: tuple[int, ...] = ()
-        self.code, self.single = code, single
+        self.known, self.code, self.flagged, self.single = known, code, flagged, single
+        for name, (method, *arguments) in self.FUNCTIONS.items():
+            setattr(self, name, ctypes.CFUNCTYPE(CODE, *arguments)(getattr(self, f"_{method}")))
+        self._batch = BATCH(self._copy_batch)
+        if exported:
+            self.cuMemcpyBatchAsync = self._batch
 
-        def copy(to: int, source: int, size: int, stream: int) -> int:
-            self.seen.append(("copy", size, stream))
-            if not self.single:
-                ctypes.memmove(to, source, size)
-            return self.single
+    def _copy(self, to: int, source: int, size: int, stream: int) -> int:
+        self.seen.append(("copy", size, stream))
+        if not self.single:
+            ctypes.memmove(to, source, size)
+        return self.single
 
-        def copy_batch(*args: Any) -> int:
-            to, source, sizes, count, attributes, first, attributes_count, fail, stream = args
-            self.seen.append(("batch", count, stream))
-            if self.code:
-                return self.code
-            self.attributes = tuple((ctypes.c_uint32 * 6).from_address(attributes))
-            assert (first[0], attributes_count) == (0, 1)
-            assert fail
-            for i in range(count):
-                ctypes.memmove(to[i], source[i], sizes[i])
-            return 0
+    def _copy_batch(self, *args: Any) -> int:
+        to, source, sizes, count, attributes, first, attributes_count, fail, stream = args
+        self.seen.append(("batch", count, stream))
+        self.attributes = tuple((ctypes.c_uint32 * 6).from_address(attributes))
+        if self.code or (self.flagged and self.attributes[-1]):
+            return self.code or self.flagged
+        assert (first[0], attributes_count) == (0, 1)
+        assert fail
+        for i in range(count):
+            ctypes.memmove(to[i], source[i], sizes[i])
+        return 0
 
-        def attribute(answer: int, which: int, device: int) -> int:
-            ctypes.c_int.from_address(answer).value = int((which, device) == (91, 3))
-            return 0
+    def _attribute(self, answer: int, which: int, device: int) -> int:
+        ctypes.c_int.from_address(answer).value = int((which, device) == (91, 3))
+        return 0
 
-        def exchange(mode: int) -> int:
-            self.seen.append(("mode", ctypes.c_int.from_address(mode).value))
-            return 0
+    def _exchange(self, mode: int) -> int:
+        self.seen.append(("mode", ctypes.c_int.from_address(mode).value))
+        return 0
 
-        def register(address: int, size: int, flags: int) -> int:
-            self.seen.append(("register", address, size, flags))
-            return self.single
+    def _register(self, address: int, size: int, flags: int) -> int:
+        self.seen.append(("register", address, size, flags))
+        return self.single
 
-        def unregister(address: int) -> int:
-            self.seen.append(("unregister", address))
-            return self.single
+    def _unregister(self, address: int) -> int:
+        self.seen.append(("unregister", address))
+        return self.single
 
-        def retain(context: int, device: int) -> int:
-            ctypes.c_void_p.from_address(context).value = 0x7000_0000_0000 + device
-            return 0
+    def _make_stream(self, answer: int, flags: int, priority: int) -> int:
+        self.seen.append(("stream", flags, priority))
+        ctypes.c_void_p.from_address(answer).value = 0x5000_0000_0000 + 8 * len(self.seen)
+        return self.single
 
-        def make_current(context: int) -> int:
-            self.seen.append(("current", context))
-            return 0
+    def _bus_id(self, answer: int, size: int, device: int) -> int:
+        text = b"0000:3B:00.%d\0" % device
+        assert len(text) <= size
+        ctypes.memmove(answer, text, len(text))
+        return 0
 
-        self.cuMemHostRegister_v2 = ctypes.CFUNCTYPE(CODE, P, N, ctypes.c_uint)(register)
-        self.cuMemHostUnregister = ctypes.CFUNCTYPE(CODE, P)(unregister)
-        self.cuDevicePrimaryCtxRetain = ctypes.CFUNCTYPE(CODE, P, CODE)(retain)
-        self.cuCtxSetCurrent = ctypes.CFUNCTYPE(CODE, P)(make_current)
-        self.cuMemcpyAsync = ctypes.CFUNCTYPE(CODE, P, P, N, P)(copy)
-        self.cuDeviceGetAttribute = ctypes.CFUNCTYPE(CODE, P, CODE, CODE)(attribute)
-        self.cuThreadExchangeStreamCaptureMode = ctypes.CFUNCTYPE(CODE, P)(exchange)
-        if batch:
-            self.cuMemcpyBatchAsync = BATCH(copy_batch)
+    def _find(self, name: bytes, answer: int, version: int, flags: int, status: int) -> int:
+        assert status
+        asked = (name, version, flags) == (b"cuMemcpyBatchAsync", 12080, 0)
+        found = ctypes.cast(self._batch, P).value if asked and self.known else 0
+        ctypes.c_void_p.from_address(answer).value = found
+        return 0 if self.known else 500
+
+    def _retain(self, context: int, device: int) -> int:
+        ctypes.c_void_p.from_address(context).value = 0x7000_0000_0000 + device
+        return 0
+
+    def _make_current(self, context: int) -> int:
+        self.seen.append(("current", context))
+        return 0
 
 
-def make(count: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], Copies]:
+def make(count: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], CopyBatch]:
     """Return what is copied, where to, and the copies: piece i has 8 * (i + 1) bytes."""
     source = np.random.default_rng(1).integers(0, 256, (count, 64), dtype=np.uint8)
     target = np.zeros_like(source)
     sizes = 8 * (np.arange(count, dtype=np.int64) + 1)
     rows = 64 * np.arange(count, dtype=np.int64)
-    return source, target, Copies(target.ctypes.data + rows, source.ctypes.data + rows, sizes)
+    return source, target, CopyBatch(target.ctypes.data + rows, source.ctypes.data + rows, sizes)
 
 
 def right(source: np.ndarray[Any, Any], target: np.ndarray[Any, Any]) -> bool:
@@ -116,24 +155,77 @@ def test_one_copy_is_a_plain_one() -> None:
     assert library.seen == [("copy", 8, STREAM)]
 
 
-@pytest.mark.parametrize("library", [Library(batch=False), Library(code=801), Library(code=1)])
-def test_without_batches_copies_go_one_by_one(library: Library) -> None:
-    """An old driver, or one that refuses: the same bytes, and a batch is not tried again."""
-    driver = Driver(library)
+def copied(driver: Driver, times: int = 2) -> list[str]:
+    """Have three copies made, so many times; return what was logged."""
     with capture_logs() as logs:
-        for _ in range(2):
+        for _ in range(times):
             source, target, copies = make(3)
             driver.copy_batch(STREAM, copies)
             assert right(source, target)
-    assert [one for one in library.seen if one[0] == "copy"] == 2 * [("copy", 8 * (i + 1), STREAM) for i in range(3)]
-    assert [entry["event"] for entry in logs] == ["no_batches"] * (library.code != 0)
+    return [entry["how"] for entry in logs if entry["event"] == "no_batches"]
+
+
+@pytest.mark.parametrize(("exported", "known"), [(True, True), (False, True), (True, False)])
+def test_the_driver_is_asked_for_batches(exported: bool, known: bool) -> None:
+    """For those of CUDA 12.8; what it does not know is looked up as any symbol."""
+    library = Library(exported=exported, known=known)
+    assert copied(Driver(library)) == []
+    assert library.seen == 2 * [("batch", 3, STREAM)]
+
+
+ONE_BY_ONE = [("copy", 8 * (i + 1), STREAM) for i in range(3)]
+
+
+def test_an_old_driver_says_so_once() -> None:
+    """Without batches the same bytes, one by one."""
+    library = Library(exported=False)
+    with capture_logs() as logs:
+        driver = Driver(library)
+    assert [entry["event"] for entry in logs] == ["no_batches"]
+    assert "CUDA 12.8" in logs[0]["how"]
+    assert copied(driver) == []
+    assert library.seen == 2 * ONE_BY_ONE
+
+
+def test_a_driver_without_the_flag_gets_batches_without_it() -> None:
+    """To overlap is a wish: refused once, it is not asked for again, and nothing goes one by one."""
+    library = Library(flagged=1)
+    driver = Driver(library)
+    assert copied(driver, 3) == ["taken without overlap: CUDA error 1 with it"]
+    assert library.seen == 4 * [("batch", 3, STREAM)]
+    assert driver.batches.startswith("taken")
+
+
+@pytest.mark.parametrize(("code", "batches"), [(801, 2), (1, 4)])
+def test_batches_that_are_refused_go_one_by_one(code: int, batches: int) -> None:
+    """The same bytes. What is not supported is not tried again; what one batch was refused for, another may not be."""
+    library = Library(code=code)
+    driver = Driver(library)
+    assert copied(driver) == [f"one by one: CUDA error {code}"], "said once"
+    assert [one for one in library.seen if one[0] == "copy"] == 2 * ONE_BY_ONE
+    assert sum(one[0] == "batch" for one in library.seen) == batches
+    library.code = 0
+    library.seen.clear()
+    assert copied(driver, 1) == []
+    assert library.seen == ([("batch", 3, STREAM)] if code == 1 else ONE_BY_ONE)
+
+
+@pytest.mark.parametrize("code", [2, 700, 719])
+def test_an_error_that_may_stick_is_not_answered_with_more_calls(code: int) -> None:
+    """Nothing is believed to be queued that is not, and batches stay what they were."""
+    library = Library(code=code)
+    driver = Driver(library)
+    with pytest.raises(TransferError, match=f"CUDA error {code}"):
+        copied(driver)
+    assert library.seen == [("batch", 3, STREAM)]
+    library.code = 0
+    assert copied(driver, 1) == []
 
 
 def test_a_copy_that_is_refused_raises() -> None:
-    """Nothing is believed to be queued that is not."""
-    _, _, copies = make(2)
-    with pytest.raises(TransferError, match="CUDA error 700"), capture_logs():
-        Driver(Library(code=700, single=700)).copy_batch(STREAM, copies)
+    """Of copies that go one by one, too."""
+    with pytest.raises(TransferError, match="CUDA error 700"):
+        copied(Driver(Library(code=801, single=700)))
 
 
 def test_pinning_and_unpinning() -> None:
@@ -169,6 +261,40 @@ def test_host_pointers() -> None:
     driver = Driver(Library())
     assert driver.host_pointers_are_device_pointers(3)
     assert not driver.host_pointers_are_device_pointers(0)
+
+
+def test_streams_are_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever streams torch gives out again, none is ours: non-blocking (1), of higher priority, one per name."""
+    pool = itertools.cycle([SimpleNamespace(cuda_stream=0x100 + i) for i in range(32)])
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: next(pool))
+    monkeypatch.setattr(torch.cuda, "device", lambda *_: nullcontext())
+    monkeypatch.setattr(device, "OwnStream", lambda handle, _: SimpleNamespace(cuda_stream=handle))
+    monkeypatch.setattr(device, "_streams", {})
+    library = Library()
+    compute = next(pool)
+    cuda = CudaDevice(torch.device("cuda", 0), Driver(library))
+    lanes: list[Any] = [cuda.stream(name) for name in ("save-bus", "save-kernel", "load-bus", "load-kernel")]
+    others = list(itertools.islice(pool, 64))
+    handles = {one.cuda_stream for one in lanes}
+    assert len(handles) == len(lanes)
+    assert handles.isdisjoint(one.cuda_stream for one in (compute, *others))
+    assert library.seen == 4 * [("stream", 1, -1)]
+    again = CudaDevice(torch.device("cuda", 0), Driver(library))
+    assert again.stream("save-bus") is lanes[0], "torch may remember it for longer than an engine lives"
+    assert CudaDevice(torch.device("cuda", 1), Driver(library)).stream("save-bus") is not lanes[0]
+
+
+def test_the_bus_id_is_written_as_the_kernel_writes_it() -> None:
+    """So that it is the name of a folder."""
+    assert Driver(Library()).bus_id(1) == "0000:3b:00.1"
+
+
+@pytest.mark.parametrize(
+    ("text", "cpus"), [("0-3,8\n", {0, 1, 2, 3, 8}), ("5\n", {5}), ("\n", set()), ("0-1,4-5", {0, 1, 4, 5})]
+)
+def test_lists_of_cores(text: str, cpus: set[int]) -> None:
+    """As in the kernel's files."""
+    assert parse_cpus(text) == cpus
 
 
 def test_a_library_without_a_function_is_no_driver() -> None:

@@ -37,7 +37,7 @@ def test_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVPIPE_CHUNK_TOKENS", "2")
     monkeypatch.setenv("KVPIPE_WAIT_MS_MAX", "2")
     got = load_settings({"config_file": path, "chunk_tokens": 3})
-    assert (got.chunk_tokens, got.wait_ms_max, got.policy, got.mode) == (3, 2, "s3fifo", "layerwise")
+    assert (got.chunk_tokens, got.wait_ms_max, got.policy, got.mode) == (3, 2, "s3fifo", "auto")
 
 
 def test_the_file_may_be_named_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,9 +75,9 @@ def test_scalars_and_nothing(digest_of: Digest) -> None:
 def test_names_and_shapes_count() -> None:
     """Tensors that change names, types or shapes make other weights; the order in which they are told does not."""
     a, b = _random(4, 4), _random(4, 4) + 1
-    told = tensors_digest([("a", a), ("b", b)])
-    assert told == tensors_digest([("b", b), ("a", a)])
-    assert told == tensors_digest([("a", torch.nn.Parameter(a)), ("b", b)])
+    reported = tensors_digest([("a", a), ("b", b)])
+    assert reported == tensors_digest([("b", b), ("a", a)])
+    assert reported == tensors_digest([("a", torch.nn.Parameter(a)), ("b", b)])
     for other in (
         [("a", b), ("b", a)],
         [("a", a), ("c", b)],
@@ -87,4 +87,4 @@ def test_names_and_shapes_count() -> None:
         [("a", a.t()), ("b", b)],
         [("a", a), ("b", b), ("c", torch.empty(0))],
     ):
-        assert tensors_digest(other) != told
+        assert tensors_digest(other) != reported

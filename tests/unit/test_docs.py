@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import get_args
 
+from kvpipe import counters
 from kvpipe.config import markdown_table
-from kvpipe.testing.invariants import INVARIANTS, LAWS, SEEN_BY_TRIALS
-from kvpipe.testing.mutants import MUTANTS
-from kvpipe.testing.page import PAGE, VERDICTS, fill
+from kvpipe.connectors.vllm.trial.invariants import INVARIANTS, LAWS, SEEN_BY_TRIALS
+from kvpipe.connectors.vllm.trial.mutants import MUTANTS
+from kvpipe.connectors.vllm.trial.page import PAGE, VERDICTS, fill
 from kvpipe.transfer import layouts
 
 ROOT = Path(__file__).parents[2]
@@ -17,7 +19,7 @@ BEGIN = "<!-- config:begin (printed by `kvpipe config`; a test keeps it fresh) -
 END = "<!-- config:end -->"
 
 
-def test_the_readme_has_the_configuration_table() -> None:
+def test_the_configuration_in_the_readme_is_fresh() -> None:
     """The README's table is the one that the code prints."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert text[text.index(BEGIN) + len(BEGIN) : text.index(END)] == markdown_table()
@@ -33,11 +35,19 @@ def test_links_lead_somewhere() -> None:
             assert (ROOT / named).exists(), f"{page}: {named}"
 
 
+def test_decisions_are_numbered() -> None:
+    """From 1 on, without a gap and no number twice; a page's title has the number of its file."""
+    pages = sorted((ROOT / "docs" / "decisions").glob("0*.md"))
+    assert [int(page.name[:4]) for page in pages] == list(range(1, len(pages) + 1))
+    titles = [page.read_text(encoding="utf-8").split(maxsplit=2)[1] for page in pages]
+    assert titles == [f"{number}." for number in range(1, len(pages) + 1)]
+
+
 def test_the_fuzzing_page_is_fresh() -> None:
     """Its tables are those that the code and the last run of `make mutants` give, with every mutant killed."""
     verdicts = json.loads((ROOT / VERDICTS).read_text(encoding="utf-8"))
     text = (ROOT / PAGE).read_text(encoding="utf-8")
-    assert fill(text, verdicts) == text, "python -m kvpipe.testing.page"
+    assert fill(text, verdicts) == text, "python -m kvpipe.connectors.vllm.trial.page"
     assert {one["name"] for one in verdicts} == set(MUTANTS), "make mutants"
     assert all(one["by"] for one in verdicts)
 
@@ -66,3 +76,32 @@ def test_the_layouts_page_is_fresh() -> None:
     text = layouts.DOCS.read_text(encoding="utf-8")
     assert layouts.fill(text) == text, "python -m kvpipe.transfer.layouts"
     assert all(f"`{name}`" in text for name in layouts.ADAPTERS)
+
+
+def test_the_map_has_every_room() -> None:
+    """Each folder of code is in the tree of `docs/architecture.md`, and each line of the tree is a folder."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    tree = text[text.index("<!-- rooms:begin -->") : text.index("<!-- rooms:end -->")]
+    named = re.findall(r"^([\w/]+)/ +\w", tree, re.MULTILINE)
+    tops = (ROOT / "statemachine", ROOT / "kvpipe", ROOT / "connectors")
+    there = {str(file.parent.relative_to(ROOT)) for top in tops for file in top.rglob("__init__.py")}
+    assert sorted(named) == sorted(
+        one for one in there if one.split("/")[1:2] not in (["statemachine"], ["connectors"])
+    )
+
+
+def test_every_counter_has_a_sentence() -> None:
+    """What a type checker lets through is what the page lists, and each is either a fault or not."""
+    assert set(counters.FAULTS) == set(get_args(counters.Fault))
+    assert set(counters.COUNTS) == set(get_args(counters.Count))
+    assert not set(counters.FAULTS) & set(counters.COUNTS)
+    text = counters.DOCS.read_text(encoding="utf-8")
+    assert counters.fill(text) == text, "python -m kvpipe.counters"
+
+
+def test_every_counter_is_used() -> None:
+    """A name that nothing counts is no counter."""
+    folders = ("kvpipe", "connectors", "statemachine")
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*.py") if file.name != "counters.py"]
+    there = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    assert [name for name in (*counters.FAULTS, *counters.COUNTS) if f'"{name}"' not in there] == []

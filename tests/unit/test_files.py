@@ -9,9 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import structlog
 
 from kvpipe import files
-from kvpipe.tiers.disk import DiskSpec
+from kvpipe.tiers.disk.spec import DiskSpec
+from kvpipe.trace.log import configure
 
 ME = 4711
 
@@ -52,11 +54,13 @@ def test_what_is_not_there_raises_no_doubts(tmp_path: Path) -> None:
 
 def test_a_tier_in_everybodys_folder_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder that everybody may write to is used, and the log says so with the remedy; a private one is not told."""
+    configure("info")
     for mode in (0o777, 0o700):
         tmp_path.chmod(mode)
         DiskSpec.model_validate({"path": tmp_path, "bytes_max": 1 << 20}).make("disk")
-        said = "".join(capsys.readouterr())
-        assert ("everybody may write to it" in said and "encryption_key_file" in said) == (mode == 0o777)
+        message = "".join(capsys.readouterr())
+        assert ("everybody may write to it" in message and "encryption_key_file" in message) == (mode == 0o777)
+    structlog.reset_defaults()
 
 
 @pytest.mark.parametrize("size", [0, 1, 4095, 4096])

@@ -6,7 +6,7 @@ import pytest
 
 from kvpipe.errors import ConfigError
 from kvpipe.geometry import SLOT_ALIGN_BYTES, Geometry, Group, Layer
-from kvpipe.tiers.memory import HostPool
+from kvpipe.transfer.pool import HostPool
 
 
 def _mixed(chunk_tokens: int = 96, pool_bytes_max: int = 1 << 20) -> Geometry:

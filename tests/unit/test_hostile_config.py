@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import yaml
 
-from kvpipe import cli
+from kvpipe import plugins
+from kvpipe.cli import main as cli
 from kvpipe.config import Settings, load_settings, parse_extra
 from kvpipe.errors import ConfigError, UsageError
-from kvpipe.tiers.registry import SPECS, named
+from kvpipe.tiers.registry import named, spec_of
 
 SECRET = "Hunter2Hunter2"  # noqa: S105  (it is looked for in messages; it is short enough to be shown whole)
 SENTENCE_CHARS_MAX = 2000
@@ -76,12 +77,12 @@ def refused(load: Callable[[], object]) -> str:
     try:
         load()
     except UsageError as error:
-        said = str(error)
-        assert said.startswith("kvpipe: ")
-        assert said.isprintable(), "one line, and nothing that a terminal would obey"
-        assert len(said) <= SENTENCE_CHARS_MAX
-        assert SECRET not in said
-        return said
+        message = str(error)
+        assert message.startswith("kvpipe: ")
+        assert message.isprintable(), "one line, and nothing that a terminal would obey"
+        assert len(message) <= SENTENCE_CHARS_MAX
+        assert SECRET not in message
+        return message
     return ""
 
 
@@ -89,18 +90,17 @@ def refused(load: Callable[[], object]) -> str:
 def test_every_key_takes_any_value(value: Any) -> None:
     """Every key of the extra config is, with every nasty value, taken or refused in one printable sentence."""
     for key in Settings.model_fields:
-        said = refused(lambda key=key: load_settings({key: value}))  # type: ignore[misc]
-        assert not said or key in said or key == "tiers"
+        message = refused(lambda key=key: load_settings({key: value}))  # type: ignore[misc]
+        assert not message or key in message or key == "tiers"
 
 
 @pytest.mark.parametrize("value", NASTY.values(), ids=NASTY)
 def test_every_key_of_a_tier_takes_any_value(value: Any) -> None:
     """The same of every key of every kind of tier."""
     good = {"redis": {"host": "h"}, "disk": {"path": "/x"}, "s3": {"url": "s3://b/p"}, "mooncake": {"master": "h:1"}}
-    for spec in SPECS:
-        kind = spec.model_fields["kind"].default
-        for key in spec.model_fields:
-            table = {"kind": kind, **good[kind], key: value}
+    for kind, given in good.items():
+        for key in spec_of(plugins.TIERS, kind).model_fields:
+            table = {"kind": kind, **given, key: value}
             refused(lambda table=table: load_settings({"tiers": [table]}))  # type: ignore[misc]
 
 
@@ -144,9 +144,9 @@ def test_files_hold_anything(text: bytes, tmp_path: Path) -> None:
     """A YAML file that is broken, huge, a bomb, or of odd types is refused with its path, and without its content."""
     path = tmp_path / "kvpipe.yaml"
     path.write_bytes(text)
-    said = refused(lambda: load_settings({"config_file": str(path)}))
-    assert said
-    assert str(path) in said or "is not valid" in said
+    message = refused(lambda: load_settings({"config_file": str(path)}))
+    assert message
+    assert str(path) in message or "is not valid" in message
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "device", "absent", "locked"])
@@ -235,14 +235,14 @@ def test_no_secret_is_repeated(extra: dict[str, Any], capsys: pytest.CaptureFixt
 
 
 def _made(name: str, spec: Any) -> None:
-    from kvpipe.tiers.shelf import Shelf
+    from kvpipe.tiers.guard import GuardedTier
 
-    Shelf(name, spec, spec.make(name, writes=False), ())
+    GuardedTier(name, spec, spec.make(name, writes=False), ())
 
 
 def test_the_examination_shows_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does `kvpipe doctor`, whether the configuration is right or wrong."""
-    from kvpipe import doctor
+    from kvpipe.cli.doctor import checks as doctor
 
     monkeypatch.setattr(doctor, "CHECKS", [])
     monkeypatch.setattr(doctor, "TIERS", [check for check in doctor.TIERS if check.name == "tiers"])

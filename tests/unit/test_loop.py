@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import io
+import sys
 import threading
 import time
 
 import anyio
 import pytest
+import structlog
 
 from kvpipe.loop import LoopThread
-from tests.unit.fakes import WAIT_S
-
-
-def _ignore(_item: object) -> None:
-    pass
+from kvpipe.testing.pipeline_rig import WAIT_S
+from kvpipe.trace.log import configure
 
 
 def test_items_are_handled_in_order_on_one_thread() -> None:
@@ -42,7 +42,7 @@ def test_settle_waits_for_what_was_put_before() -> None:
 def test_settle_is_bounded() -> None:
     """Settle returns False when a handler does not return in time, and on a stopped loop."""
     gate = threading.Event()
-    loop = LoopThread("t", _ignore)
+    loop = LoopThread("t")
     loop.put(lambda: gate.wait(WAIT_S) and None)
     assert not loop.settle(0.0)
     gate.set()
@@ -105,12 +105,38 @@ def test_tasks_run_and_are_cancelled_by_stop() -> None:
         finally:
             events.append("cancelled")
 
-    loop = LoopThread("t", _ignore, tasks=(task,))
+    loop = LoopThread("t", tasks=(task,))
     assert started.wait(WAIT_S)
     assert loop.settle(WAIT_S)
     assert events == []
     assert loop.stop(WAIT_S)
     assert events == ["cancelled"]
+
+
+def test_without_a_handler_only_callables_are_handled() -> None:
+    """Anything else is an error, and the loop goes on."""
+    seen: list[int] = []
+    loop = LoopThread("t")
+    loop.put(1)
+    loop.put(lambda: seen.append(2))
+    assert loop.settle(WAIT_S)
+    assert (seen, loop.errors) == ([2], 1)
+    assert loop.stop(WAIT_S)
+
+
+def test_a_closed_stderr_does_not_end_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails is logged; that the log cannot be written does not matter to the items that follow."""
+    closed, seen = io.StringIO(), list[int]()
+    monkeypatch.setattr(sys, "stderr", closed)
+    configure("info")
+    closed.close()
+    loop = LoopThread("t", seen.append)
+    loop.put(lambda: 1 / 0)
+    loop.put(1)
+    assert loop.settle(WAIT_S)
+    assert (seen, loop.errors) == ([1], 1)
+    assert loop.stop(WAIT_S)
+    structlog.reset_defaults()
 
 
 def test_a_failing_task_ends_alone() -> None:
@@ -126,7 +152,7 @@ def test_a_failing_task_ends_alone() -> None:
         await anyio.to_thread.run_sync(go_on.wait, WAIT_S)
         other.set()
 
-    loop = LoopThread("t", _ignore, tasks=(bad, good))
+    loop = LoopThread("t", tasks=(bad, good))
     assert loop.settle(WAIT_S)
     go_on.set()
     assert other.wait(WAIT_S)
@@ -159,7 +185,7 @@ def test_many_threads_putting_lose_nothing() -> None:
 
 def test_stop_from_the_loop_itself() -> None:
     """A handler may stop its own loop: it does not wait for itself."""
-    loop = LoopThread("t", _ignore)
+    loop = LoopThread("t")
     answers: list[bool] = []
     loop.put(lambda: answers.append(loop.stop(WAIT_S)))
     loop._thread.join(WAIT_S)
@@ -174,7 +200,7 @@ def test_a_loop_that_cannot_start_does_not_hang(monkeypatch: pytest.MonkeyPatch)
         pass
 
     monkeypatch.setattr("kvpipe.loop.anyio.run", refuse)
-    loop = LoopThread("t", _ignore)
+    loop = LoopThread("t")
     loop._thread.join(WAIT_S)
     assert not loop.alive
     assert not loop.settle(WAIT_S)
@@ -187,7 +213,7 @@ def test_a_lost_loop_is_noticed() -> None:
     def die() -> None:
         raise SystemExit
 
-    loop = LoopThread("t", _ignore)
+    loop = LoopThread("t")
     loop.put(die)
     loop._thread.join(WAIT_S)
     assert not loop.alive

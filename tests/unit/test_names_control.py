@@ -18,11 +18,11 @@ from unittest.mock import Mock
 import anyio
 import pytest
 
-from kvpipe import cli
+from kvpipe.cli import main as cli
 from kvpipe.control import check_control_file, read_freeze, watch_control_file, write_freeze
 from kvpipe.errors import ConfigError
 from kvpipe.names import NameClaim, default_state_dir
-from tests.unit.fakes import WAIT_S
+from kvpipe.testing.pipeline_rig import WAIT_S
 
 FACTS = {"dtype": "bf16", "layers": ("a", "b"), "block": 16}
 
@@ -225,8 +225,8 @@ def test_what_cannot_be_written_is_one_sentence(
     else:
         monkeypatch.setattr(os, "open", Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
     assert cli.main(["freeze", "on", str(path)]) == 2
-    said = capsys.readouterr().err
-    assert re.fullmatch(r"kvpipe: control_file='.+' cannot be written \(.+\); name a file in a folder .+\n", said)
+    message = capsys.readouterr().err
+    assert re.fullmatch(r"kvpipe: control_file='.+' cannot be written \(.+\); name a file in a folder .+\n", message)
     assert not (tmp_path / "beyond").exists()
 
 
@@ -276,22 +276,22 @@ def test_the_watcher_is_not_held_up(kind: str, tmp_path: Path) -> None:
         path.symlink_to("/dev/zero")
     else:
         path.write_bytes(b"freeze: on" + b" " * (64 << 20))
-    told: list[bool] = []
+    reported: list[bool] = []
 
     async def play() -> None:
         with anyio.fail_after(WAIT_S):
             async with anyio.create_task_group() as group:
-                group.start_soon(watch_control_file, path, told.append)
+                group.start_soon(watch_control_file, path, reported.append)
                 await anyio.sleep(0.2)
-                assert told == []
+                assert reported == []
                 path.unlink()
                 write_freeze(path, on=True)
-                while not told:  # noqa: ASYNC110  (nothing tells)
+                while not reported:  # noqa: ASYNC110  (nothing tells)
                     await anyio.sleep(0.02)
                 group.cancel_scope.cancel()
 
     anyio.run(play)
-    assert told == [True]
+    assert reported == [True]
 
 
 @pytest.mark.parametrize("text", ["", "freeze", "freeze:", "freeze: maybe", "thaw: on", "on", "freeze: on off", "\0"])
@@ -310,7 +310,7 @@ def test_the_watcher_reports_changes_only_and_survives_garbage(tmp_path: Path, m
     """An absent file, bytes that are no text and repetitions are silent; each change is reported once."""
     path = tmp_path / "control"
     contents = [None, b"\xff\xfe", b"freeze: on", b"freeze: on", b"nonsense", b"freeze: on", b"freeze: off"]
-    told: list[bool] = []
+    reported: list[bool] = []
 
     async def play() -> None:
         turns = iter(contents)
@@ -326,7 +326,7 @@ def test_the_watcher_reports_changes_only_and_survives_garbage(tmp_path: Path, m
         monkeypatch.setattr("kvpipe.control.anyio.sleep", next_content)
         with anyio.fail_after(WAIT_S):
             async with anyio.create_task_group() as group:
-                group.start_soon(watch_control_file, path, told.append)
+                group.start_soon(watch_control_file, path, reported.append)
 
     anyio.run(play)
-    assert told == [True, False]
+    assert reported == [True, False]

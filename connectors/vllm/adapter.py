@@ -1,0 +1,107 @@
+"""vLLM as the engine that the core asks for: its block tables, and the remedies for what it leaves undone.
+
+Its `Request`, `SchedulerOutput` and `KVCacheBlock` are what `kvpipe.scheduler.base` asks for as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from kvpipe.connectors.vllm.remedies.admission import LoadAdmission
+from kvpipe.connectors.vllm.remedies.invalid_blocks import InvalidBlocks
+from kvpipe.connectors.vllm.remedies.stale import CachedBlocks, Stale
+from kvpipe.geometry import Geometry
+from kvpipe.scheduler.base import Block, Recovery, Request, Step, Tables
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+
+
+class ManagedBlocks:
+    """The block tables and the prefix cache of vLLM's cache manager, as they are at every call."""
+
+    def __init__(self, manager: KVCacheManager) -> None:
+        """`manager`: of the engine's scheduler."""
+        self._manager = manager
+        self._of_group: Sequence[SingleTypeKVCacheManager] = manager.coordinator.single_type_managers
+
+    @property
+    def groups(self) -> int:
+        """How many cache groups there are."""
+        return len(self._of_group)
+
+    def table(self, request_id: str, group: int) -> Sequence[Block]:
+        """Return the request's block table in a cache group; empty if it holds no blocks."""
+        table: Sequence[Block] = self._of_group[group].req_to_blocks.get(request_id, ())
+        return table
+
+    def cached(self, request_id: str, group: int) -> int:
+        """Return how many blocks at the beginning of a request's table the prefix cache holds or has held."""
+        blocks: int = self._of_group[group].num_cached_block.get(request_id, 0)
+        return blocks
+
+    def forget(self, block_ids: set[int]) -> None:
+        """Take these blocks out of the prefix cache."""
+        self._manager.evict_blocks(block_ids)
+
+    def forget_all(self) -> None:
+        """Take every block out of the prefix cache."""
+        self._manager.evict_blocks(set(range(self._manager.block_pool.num_gpu_blocks)))
+
+    def free(self) -> int:
+        """Return how many blocks can be allocated."""
+        free: int = self._manager.block_pool.get_num_free_blocks()
+        return free
+
+
+class Remedies(Recovery):
+    """What vLLM leaves undone when loads fail, room is short or weights change. One per scheduler side."""
+
+    def __init__(self, geometry: Geometry, step_tokens_max: int) -> None:
+        """`step_tokens_max`: the most tokens that a step computes. Before `bind` there is nothing to remedy."""
+        self._room, self._stale = LoadAdmission(geometry, step_tokens_max), Stale()
+        self._invalid = InvalidBlocks(geometry.groups[0].block_tokens, len(geometry.groups))
+        self._blocks: CachedBlocks | None = None
+
+    def bind(self, blocks: CachedBlocks) -> None:
+        """Take the engine's blocks, once it has them."""
+        self._blocks = blocks
+
+    def may_wait(self, request: Request, waiting: Mapping[str, Request]) -> bool:
+        """Whether there is room: vLLM preempts nobody who waits."""
+        return self._blocks is None or self._room.fits(request, waiting.values(), self._blocks)
+
+    def admitted(self, request_id: str, tables: Tables) -> bool:
+        """Whether vLLM's prefix cache gave the request KV of weights that are gone."""
+        return self._blocks is not None and self._stale.rests_on(request_id, tables, self._blocks)
+
+    def planned(self, block_ids: Collection[int]) -> None:
+        """Another load fills blocks that one has spoiled."""
+        if self._invalid.spoiled:
+            self._invalid.spoiled.discard(block_ids)
+
+    def failed(self, block_ids: set[int], requests: Collection[str]) -> None:
+        """Let nobody take over garbage from vLLM's prefix cache."""
+        if self._blocks is not None:
+            self._invalid.failed(block_ids, requests, self._blocks)
+
+    def extra_loads(self, step: Step, requests: Iterable[Request]) -> Mapping[str, Sequence[int]]:
+        """Return what `step` would read before vLLM has computed it anew."""
+        return self._invalid.failing_loads(step, requests, self._blocks) if self._blocks is not None else {}
+
+    def step_planned(self, step: Step) -> None:
+        """Keep KV of weights that are gone out of vLLM's prefix cache."""
+        if self._blocks is not None:
+            self._stale.plan_step(step.preempted_req_ids or (), self._blocks)
+
+    def weights_changed(self, requests: Collection[str]) -> None:
+        """Empty vLLM's prefix cache."""
+        self._stale.begin(requests, self._blocks)
+
+    def finished(self, request_id: str, *, loading: bool) -> None:
+        """Remember its blocks if a load that it may have read from can still fail."""
+        self._stale.leave(request_id)
+        if self._blocks is not None:
+            self._invalid.finished(request_id, self._blocks, loading=loading)

@@ -1,0 +1,1 @@
+"""vLLM's connector contract, as data for each release, and what holds it against the sources."""

@@ -1,0 +1,377 @@
+"""A pytest plugin for vLLM's own tests of its scheduler: each scheduler that they make gets kvpipe on both sides.
+
+`pytest -p kvpipe.connectors.vllm.contract.attached tests/v1/core`, in a folder made by `tools/fetch_vllm_sources.py
+--tests`. The scheduler's side is vLLM's; behind it a fake rank writes and reads the KV of whatever is scheduled and
+runs the hooks, so that a load of wrong bytes fails the test, as does whatever kvpipe counts as a fault. A test that
+configures a connector of its own, or something that kvpipe refuses, keeps what it has. `attached_tests.py` lists what
+may fail.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import logging
+import math
+import os
+import re
+import tempfile
+from collections import Counter, deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest.mock import patch
+
+import pytest
+
+from kvpipe.connectors.vllm.contract import attached_models
+from kvpipe.connectors.vllm.contract.attached_models import IMAGES
+from kvpipe.connectors.vllm.contract.attached_tests import BY_MACHINE, EXPECTED
+from kvpipe.connectors.vllm.trial.content import Sequence
+from kvpipe.connectors.vllm.trial.rank import PagedLayer, Rank, TrialStep, Wrong
+from kvpipe.connectors.vllm.trial.shapes import KVPIPE, Shape
+from kvpipe.counters import Fault
+from kvpipe.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+    from vllm.v1.request import Request
+
+BLOCKS_PER_CHUNK = 4
+SETTINGS = {"pool_bytes_max": 1 << 20, "prefault": "use", "copy_threads": 0, "log_level": "error"}
+"""What is not kvpipe's default: a small pool, and copies that a test need not wait for."""
+IMAGE_TOKENS_MAX = 576
+BLAST_STEPS = 150
+SETTLE_SECONDS_MAX = 20.0
+_BAD: tuple[Fault, ...] = ("contained_error", "illegal_transition", "loop_lost", "loop_did_not_settle")
+
+
+class Known(Sequence):
+    """The tokens of a request as far as they are known; they may change, by drafts or a session's next turn."""
+
+    def become(self, tokens: list[int]) -> None:
+        """Take `tokens` from now on, and keep what was computed of what is the same."""
+        same = min(len(tokens), len(self.tokens))
+        if tokens[:same] != self.tokens[:same]:
+            same = next(i for i in range(same) if tokens[i] != self.tokens[i])
+        self.prompt, self.tokens, self.hashes = tokens, self.tokens[:same], self.hashes[:same]
+
+
+NOTHING_KNOWN = Sequence([])
+
+
+class ScheduledStep(NamedTuple):
+    """A step that was scheduled, with the requests in it and how often each had been preempted."""
+
+    output: SchedulerOutput
+    requests: dict[str, tuple[Request, int]]
+
+
+class AttachedRank(Rank):
+    """A rank that runs whatever a test schedules. What is sampled is the test's business."""
+
+    now: dict[str, int]
+    blind = False
+
+    def _attend(self, layer: PagedLayer, step: TrialStep, request: str, *args: Any, **kwargs: Any) -> Wrong | None:  # noqa: ANN401
+        return None if self.blind else super()._attend(layer, step, request, *args, **kwargs)
+
+    def _update_states(self, output: SchedulerOutput) -> None:
+        super()._update_states(output)
+        self._computed |= self.now
+
+    def _count(self, request: str, step: TrialStep, drafts: list[int]) -> list[int]:
+        del request, step, drafts
+        return []
+
+
+class Attachment:
+    """Kvpipe on both sides of one scheduler."""
+
+    def __init__(self, scheduler: Scheduler, shape: Shape) -> None:
+        """Put a rank behind `scheduler`, whose connector is kvpipe's scheduler side."""
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+        from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+        self.scheduler, self.side = scheduler, scheduler.connector
+        cache = scheduler.kv_cache_config
+        worker = KVConnectorFactory.create_connector(scheduler.vllm_config, KVConnectorRole.WORKER, cache)
+        self.rank = AttachedRank(0, worker, shape, [group.layer_names for group in cache.kv_cache_groups])
+        worker.worker.weigh = lambda: "weights"  # type: ignore[attr-defined]
+        reported = worker.get_handshake_metadata()
+        assert self.side is not None  # noqa: S101
+        assert reported is not None  # noqa: S101
+        self.side.set_xfer_handshake_metadata_pp_aware({(0, 0): reported})
+        self.rank.before_results = lambda: worker.worker.pipeline.copies.loop.settle(SETTLE_SECONDS_MAX)  # type: ignore[attr-defined]
+        self._aggregator = KVOutputAggregator(1)
+        self._sequences: dict[str, Known] = {}
+        self._queue: deque[ScheduledStep] = deque()
+        self.wrong: list[str] = []
+        self.steps = 0
+        self.sane = True  # no test has sampled yet what no model would: then nobody can say what the KV must be
+        self._schedule, self._update = scheduler.schedule, scheduler.update_from_output
+        scheduler.schedule = self.schedule  # type: ignore[method-assign]
+        scheduler.update_from_output = self.update_from_output  # type: ignore[method-assign]
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:  # noqa: ANN401
+        """Let vLLM schedule a step, and queue it."""
+        output = self._schedule(*args, **kwargs)
+        known = self.scheduler.requests
+        self._queue.append(
+            ScheduledStep(output, {r: (known[r], known[r].num_preemptions) for r in output.num_scheduled_tokens})
+        )
+        return output
+
+    def update_from_output(self, output: SchedulerOutput, result: ModelRunnerOutput) -> Any:  # noqa: ANN401
+        """Run the steps up to this one on the rank, and add what it says to the test's own result."""
+        if any(one.output is output for one in self._queue):
+            ran: list[tuple[SchedulerOutput, KVConnectorOutput]] = []
+            while not ran or ran[-1][0] is not output:
+                ran.append((self._queue[0].output, self._run()))
+            results = [dataclasses.replace(result, kv_connector_output=kv) for _, kv in ran]
+            message = self._aggregator.aggregate([result, *results])
+            assert message is not None  # noqa: S101
+            result = message
+            self.sane = self.sane and _sane(output, result)
+        return self._update(output, result)
+
+    def _run(self) -> KVConnectorOutput:
+        queued = self._queue[0]
+        sequences: dict[str, Sequence] = {}
+        self.rank.now = {}
+        self.rank.blind = not self.sane
+        for request_id, (request, preemptions) in queued.requests.items():
+            sequences[request_id] = NOTHING_KNOWN
+            if not self.sane:
+                continue
+            tokens = list(request.all_token_ids) if request.prompt_token_ids is not None else [0] * request.num_tokens
+            if self.scheduler.requests.get(request_id) is request and request.num_preemptions == preemptions:
+                later = sum(
+                    one.output.num_scheduled_tokens[request_id]
+                    for one in self._queue
+                    if one.requests.get(request_id) == (request, preemptions)
+                )
+                self.rank.now[request_id] = max(0, request.num_computed_tokens - later)
+            sequences[request_id] = self._sequence(request, tokens, queued.output)
+        self._queue.popleft()
+        ran = self.rank.execute(TrialStep(queued.output, frozenset(), sequences), {})
+        self.steps += 1
+        invalid = ran.kv_output.invalid_block_ids
+        self.wrong += [str(one) for one in ran.wrong if not invalid & self.rank.table(one.request)]
+        return ran.kv_output
+
+    def _sequence(self, request: Request, tokens: list[int], output: SchedulerOutput) -> Sequence:
+        """Return what the step computes: known tokens, then drafts; an image's tokens say which image."""
+        for feature in request.mm_features:
+            where = feature.mm_position
+            for i in range(where.offset, min(where.offset + where.length, len(tokens))):
+                tokens[i] = hash((feature.identifier, i - where.offset)) & 0xFFFFFFFF
+        known = self._sequences.get(request.request_id)
+        if known is None:
+            lora = request.lora_request.lora_name if request.lora_request is not None else ""
+            known = self._sequences[request.request_id] = Known([], f"{request.cache_salt}/{lora}")
+        known.become(tokens + output.scheduled_spec_decode_tokens.get(request.request_id, []))
+        return known
+
+    def close(self) -> list[str]:
+        """End both sides. Returns what is wrong."""
+        from kvpipe.connectors.vllm.connector import KVPipeConnector
+
+        found = [f"a wrong read: {one}" for one in self.wrong[:3]]
+        for side in (self.side, self.rank.connector):
+            assert isinstance(side, KVPipeConnector)  # noqa: S101
+            found += [f"{side.counters[name]} x {name}" for name in _BAD if side.counters[name]]
+            if side.scheduler is not None:
+                side.scheduler.catalog.check_integrity()
+            side.shutdown()
+        return found
+
+
+def _sane(output: SchedulerOutput, result: ModelRunnerOutput) -> bool:
+    """Whether a model could have sampled `result`: drafts that it agrees with, and one token more."""
+    for request_id, i in result.req_id_to_index.items():
+        tokens = result.sampled_token_ids[i] if result.sampled_token_ids else []
+        if list(tokens[:-1]) != output.scheduled_spec_decode_tokens.get(request_id, [])[: max(0, len(tokens) - 1)]:
+            return False
+    return True
+
+
+class Attached:
+    """What the tests of a run were given."""
+
+    def __init__(self) -> None:
+        self.live: list[Attachment] = []
+        self.folder = tempfile.TemporaryDirectory(prefix="kvpipe-attached-")
+        self.tests = self.steps = self.sane = 0
+        self.tokens: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
+
+    def attach(self, make: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        """Stand in for `Scheduler.__init__`."""
+        from vllm.config import KVTransferConfig
+
+        config, cache = kwargs["vllm_config"], kwargs["kv_cache_config"]
+        theirs = config.kv_transfer_config
+        if theirs is not None and theirs.kv_connector != KVPIPE.name:
+            make(scheduler, *args, **kwargs)
+            return
+        shape, units = _shape(cache), math.lcm(*(group.kv_cache_spec.block_size for group in cache.kv_cache_groups))
+        config.kv_transfer_config = KVTransferConfig(
+            kv_connector=KVPIPE.name,
+            kv_role="kv_both",
+            kv_connector_module_path=KVPIPE.module,
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config={"chunk_tokens": BLOCKS_PER_CHUNK * units, **SETTINGS},
+        )
+        try:
+            make(scheduler, *args, **kwargs)
+        except UnsupportedError as e:
+            self.refused[str(e)] += 1
+            config.kv_transfer_config = None
+            make(scheduler, *args, **kwargs)
+            return
+        self.live.append(Attachment(scheduler, shape._replace(v2=bool(scheduler.use_v2_model_runner))))
+
+    def close(self) -> list[str]:
+        """End what the test has used."""
+        live, self.live = self.live, []
+        self.tests += bool(live)
+        found = []
+        for one in live:
+            self.steps += one.steps
+            self.sane += one.steps * one.sane
+            self.tokens.update({k: v for k, v in one.side.stats().items() if k.startswith("tokens_")})  # type: ignore[union-attr]
+            found += one.close()
+        return found
+
+
+def _shape(cache: Any) -> Shape:  # noqa: ANN401
+    specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
+    sizes = tuple(int(spec.block_size) for spec in specs)
+    return Shape(
+        windows=tuple(getattr(spec, "sliding_window", None) for spec in specs),
+        sizes=sizes,
+        blocks=cache.num_blocks,
+        layers_per_group=1,
+    )
+
+
+class Budget:
+    """In place of vLLM's `MultiModalBudget`, which would ask a hub for the model's processor."""
+
+    def __init__(self, vllm_config: Any, *_: Any, **__: Any) -> None:  # noqa: ANN401
+        from vllm.v1.core.encoder_cache_manager import compute_mm_encoder_budget
+
+        self.mm_max_toks_per_item = {"image": IMAGE_TOKENS_MAX}
+        budget = compute_mm_encoder_budget(vllm_config.scheduler_config, self.mm_max_toks_per_item)
+        self.encoder_compute_budget, self.encoder_cache_size = budget
+
+
+def _register_images() -> None:
+    """Register a model of text and images, which vLLM can inspect without packages for images."""
+    import torch
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.interfaces import SupportsMultiModal
+
+    class Images(torch.nn.Module, SupportsMultiModal):
+        def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:  # noqa: ANN401, ARG002
+            super().__init__()
+
+        def embed_input_ids(self, input_ids: Any, *_: Any, **__: Any) -> Any:  # noqa: ANN401
+            return input_ids
+
+        def forward(self, input_ids: Any, positions: Any) -> Any:  # noqa: ANN401, ARG002
+            return input_ids
+
+        def compute_logits(self, hidden_states: Any) -> Any:  # noqa: ANN401
+            return hidden_states
+
+    ModelRegistry.register_model(IMAGES, Images)
+
+
+# ---- pytest's hooks --------------------------------------------------------------------------------------------------
+
+_STATE = pytest.StashKey[Attached]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Where to leave the numbers."""
+    parser.addoption("--attached-json", help="file for how many tests had kvpipe attached, and what it refused")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Put kvpipe under every scheduler from now on."""
+    state = config.stash[_STATE] = Attached()
+    os.chdir(state.folder.name)  # where the names of models are paths
+    attached_models.write(Path(state.folder.name))
+
+    from vllm.config import ModelConfig
+    from vllm.v1.core.sched import scheduler as module
+
+    for mark in ("cpu_test", "skip_global_cleanup"):
+        config.addinivalue_line("markers", f"{mark}: vLLM's own")
+    make = module.Scheduler.__init__
+
+    @functools.wraps(make)
+    def attached(scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        state.attach(make, scheduler, *args, **kwargs)
+
+    module.Scheduler.__init__ = attached  # type: ignore[method-assign]
+    ModelConfig.supports_multimodal_inputs = property(lambda self: self.is_multimodal_model)  # type: ignore[assignment,method-assign]
+    module.MultiModalBudget = Budget  # type: ignore[assignment,misc]
+    _register_images()
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave out tests that make no scheduler."""
+    if collection_path.suffix == ".py" and collection_path.name.startswith("test_"):
+        makes_one = re.search(r"\bcreate_scheduler|\b(Async)?Scheduler\(", collection_path.read_text(encoding="utf-8"))
+        return None if makes_one else True
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Expect those to fail that are listed, and to pass all others."""
+    for item in items:
+        if "_blast" in item.name:  # 20,000 steps, with each of its arguments
+            item.module.range = lambda *args: range(*(min(one, BLAST_STEPS) for one in args))  # type: ignore[attr-defined]
+        for names, strict in ((EXPECTED, True), (BY_MACHINE, False)):
+            why = names.get(item.name.partition("[")[0]) or names.get(item.name)
+            if why is not None:
+                item.add_marker(pytest.mark.xfail(reason=why, strict=strict))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
+    """Run the test, and then say what was wrong on kvpipe's sides."""
+    state = pyfuncitem.config.stash[_STATE]
+    try:
+        return (yield)
+    finally:
+        if found := state.close():
+            pytest.fail("; ".join(found), pytrace=False)
+
+
+@pytest.fixture
+def caplog_vllm(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """Return what vLLM logs, as its own conftest.py does."""
+    with patch.object(logging.getLogger("vllm"), "propagate", new=True):
+        yield caplog
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Leave the numbers where they are asked for."""
+    state = session.config.stash[_STATE]
+    message = {
+        "tests": state.tests,
+        "steps": state.steps,
+        "checked": state.sane,
+        "tokens": state.tokens,
+        "refused": state.refused,
+    }
+    if path := session.config.getoption("--attached-json"):
+        Path(path).write_text(json.dumps(message, indent=1), encoding="utf-8")

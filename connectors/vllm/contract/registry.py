@@ -1,0 +1,260 @@
+"""Which of vLLM's architectures kvpipe serves: each is asked, and the page written.
+
+Run `python -m kvpipe.connectors.vllm.contract.registry`.
+
+Each is given a configuration of its family with few layers; vLLM decides what an engine of it would be, the model is
+built without memory for its weights ("meta"), and what its layers say of their caches is asked as at an engine's start.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import re
+import sys
+import tempfile
+import types
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from unittest import mock
+
+from kvpipe import doc_tables
+from kvpipe.connectors.vllm.contract.places import PLACES
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
+DOCS = Path(__file__).parents[4] / "docs" / "models.md"
+ABSENT: Final = frozenset({"torchvision", "torchaudio", "timm", "terratorch"})
+"""What vLLM's CPU build lacks and models import: a module that has everything and does nothing stands in."""
+
+LAYERS: Final = 4
+POOL: Final = "64TiB"
+"""Of nothing: models that are not shrunk have large chunks."""
+
+WORKS: Final = "served"
+UNASKED: Final = "not built here"
+_FAMILY = re.compile(
+    r"(For(ConditionalGeneration|CausalLM|SequenceClassification|TokenClassification|MaskedLM)|LMHeadModel|Model)$"
+)
+_KINDS = {
+    "FullAttentionSpec": "full attention",
+    "MLAAttentionSpec": "MLA",
+    "MambaSpec": "recurrent states",
+    "SlidingWindowSpec": "sliding window",
+}
+
+
+class ArchitectureRow(NamedTuple):
+    """What was found of one architecture."""
+
+    architecture: str
+    runner: str
+    caches: str
+    answer: str
+
+
+class _StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds what is in `ABSENT`."""
+
+    def find_spec(self, fullname: str, *_: object) -> importlib.machinery.ModuleSpec | None:
+        """Find a module of `ABSENT`."""
+        if fullname.partition(".")[0] not in ABSENT:
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        """Make a module that has everything."""
+
+        class Module(types.ModuleType):
+            def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+                if name.startswith("__"):
+                    raise AttributeError(name)
+                return mock.MagicMock(name=name)
+
+        return Module(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """There is nothing to run."""
+
+
+# ---- a configuration of each family ------------------------------------------------------------------------------
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def _families() -> dict[str, str]:
+    """Return the family of every architecture that transformers knows, and of plain names."""
+    from transformers.models.auto import configuration_auto, modeling_auto
+    from vllm.transformers_utils.config import _CONFIG_REGISTRY
+
+    found = {_plain(family): family for family in (*configuration_auto.CONFIG_MAPPING_NAMES, *_CONFIG_REGISTRY)}
+    for name, mapping in sorted(vars(modeling_auto).items()):
+        if name.endswith("_MAPPING_NAMES"):
+            for family, made in mapping.items():
+                for architecture in (made,) if isinstance(made, str) else made:
+                    found.setdefault(architecture, family)
+    return found
+
+
+def _configuration(architecture: str, module: str, families: dict[str, str]) -> PretrainedConfig:
+    """Make a configuration of the architecture's family. Raises `LookupError` where it is known to nobody here."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from vllm.transformers_utils.config import _CONFIG_REGISTRY
+
+    names = (architecture, _plain(_FAMILY.sub("", architecture)), _plain(module.rpartition(".")[2]))
+    family = next((families[name] for name in names if name in families), None)
+    if family is None:
+        raise LookupError(architecture)
+    kind: Any = _CONFIG_REGISTRY[family] if family in _CONFIG_REGISTRY else CONFIG_MAPPING[family]
+    try:
+        made = kind(num_hidden_layers=LAYERS)
+    except Exception:  # noqa: BLE001  (some count their layers otherwise)
+        made = kind()
+    made.architectures = [architecture]
+    return made  # type: ignore[no-any-return]
+
+
+# ---- asking ------------------------------------------------------------------------------------------------------
+
+
+def _engine(configuration: PretrainedConfig, folder: str) -> VllmConfig:
+    """Let vLLM decide what an engine of this model would be, with kvpipe attached."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    configuration.save_pretrained(folder)
+    transfer: Any = {"kv_connector": "KVPipeConnector", "kv_role": "kv_both"}
+    options: dict[str, Any] = {"load_format": "dummy", "enforce_eager": True, "dtype": "bfloat16", "block_size": 32}
+    made = EngineArgs(folder, tokenizer=folder, skip_tokenizer_init=True, kv_transfer_config=transfer, **options)
+    config = made.create_engine_config()
+    config.cache_config.kv_cache_layout = "LBHNC"
+    return config
+
+
+def _caches(config: VllmConfig) -> dict[str, KVCacheSpec]:
+    """Build the model without memory and return what its layers say of their caches."""
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    with set_current_vllm_config(config):
+        if not parallel_state.model_parallel_is_initialized():
+            with tempfile.NamedTemporaryFile(delete=False) as meeting:
+                parallel_state.init_distributed_environment(1, 0, f"file://{meeting.name}.met", 0, "gloo")
+            parallel_state.ensure_model_parallel_initialized(1, 1)
+        with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
+            initialize_model(config)
+        layers = config.compilation_config.static_forward_context
+        specs = {
+            name: layer.get_kv_cache_spec(config)
+            for name, layer in layers.items()
+            if isinstance(layer, AttentionLayerBase)
+        }
+    return {name: spec for name, spec in specs.items() if spec is not None}
+
+
+def _kinds(specs: dict[str, KVCacheSpec]) -> str:
+    names = sorted({type(spec).__name__ for spec in specs.values()})
+    return ", ".join(_KINDS.get(name, f"`{name}`") for name in names) or "none"
+
+
+def _ask(config: VllmConfig) -> tuple[str, str]:
+    """Return the kinds of caches of the engine's model, and what kvpipe answers at its start."""
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from kvpipe.config import Settings
+    from kvpipe.connectors.vllm import support
+    from kvpipe.errors import UsageError
+
+    try:
+        support.check_engine(config)
+    except UsageError as e:
+        return "", str(e)
+    specs = _caches(config)
+    try:
+        groups = get_kv_cache_groups(config, specs) if specs else []
+        cache = KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=groups)
+        support.make_geometry(cache, Settings.model_validate({"pool_bytes_max": POOL}))
+    except UsageError as e:
+        return _kinds(specs), re.sub(r"layer '[^']*'", "a layer", re.sub(r", group \d+", "", str(e)))
+    return _kinds(specs), WORKS
+
+
+def walk(only: Sequence[str] = ()) -> Iterator[ArchitectureRow]:
+    """Ask every architecture of vLLM's registry, or `only` these. Draft models serve nobody: they are not asked."""
+    from vllm.model_executor.models import registry
+
+    # each would start a process of its own
+    registry._LazyRegisteredModel.inspect_model_cls = (  # type: ignore[method-assign]  # noqa: SLF001
+        lambda model: registry._ModelInfo.from_model_cls(model.load_model_cls())  # noqa: SLF001
+    )
+    families, finder = _families(), _StandIn()
+    sys.meta_path.append(finder)
+    try:
+        for architecture, (module, _) in sorted(served().items()):
+            if only and architecture not in only:
+                continue
+            runner, caches, answer = "", "", UNASKED
+            try:
+                with tempfile.TemporaryDirectory() as folder:
+                    config = _engine(_configuration(architecture, module, families), folder)
+                    runner = str(config.model_config.runner_type)
+                    caches, answer = _ask(config)
+            except Exception as e:  # noqa: BLE001  (whatever vLLM or the family's code raises)
+                sys.stderr.write(f"{architecture}: {e!r}\n")
+            yield ArchitectureRow(architecture, runner, caches, answer)
+    finally:
+        sys.meta_path.remove(finder)
+
+
+def served() -> dict[str, tuple[str, str]]:
+    """Return vLLM's architectures but those of draft models, with their module and class."""
+    from vllm.model_executor.models import registry
+
+    drafts = registry._SPECULATIVE_DECODING_MODELS  # noqa: SLF001
+    return {name: at for name, at in registry._VLLM_MODELS.items() if name not in drafts}  # type: ignore[misc]  # noqa: SLF001
+
+
+# ---- the page ----------------------------------------------------------------------------------------------------
+
+
+def architectures_table(rows: Sequence[ArchitectureRow]) -> str:
+    """Return one line per answer, with the architectures that are given it."""
+    grouped: dict[tuple[str, str, str], list[str]] = {}
+    for row in rows:
+        grouped.setdefault((row.answer, row.caches, row.runner), []).append(row.architecture)
+    order = sorted(grouped, key=lambda key: (key[0] != WORKS, key[0] == UNASKED, key))
+    lines = ["| answer | caches | as | architectures |", "|---|---|---|---|"]
+    for key in order:
+        names = ", ".join(f"`{name}`" for name in sorted(grouped[key]))
+        lines.append(f"| {key[0]} | {key[1]} | {key[2]} | {names} |")
+    return "\n".join(lines) + "\n"
+
+
+def places_table() -> str:
+    """Return one line per place in vLLM, with what kvpipe makes of it."""
+    lines = ["| where vLLM says so | what kvpipe makes of it |", "|---|---|"]
+    return "\n".join([*lines, *(f"| `{place}` | {made} |" for place, made in sorted(PLACES.items()))]) + "\n"
+
+
+def fill(text: str, rows: Sequence[ArchitectureRow]) -> str:
+    """Return the page's text with its tables made anew."""
+    return doc_tables.fill(text, {"architectures": architectures_table(rows), "places": places_table()})
+
+
+if __name__ == "__main__":
+    page = fill(DOCS.read_text(encoding="utf-8"), list(walk()))
+    if sys.argv[1:] == ["--print"]:
+        sys.stdout.write(page)
+    else:
+        DOCS.write_text(page, encoding="utf-8")
+        sys.stdout.write(f"{DOCS}\n")

@@ -1,0 +1,420 @@
+"""vLLM's connector contract as data: read from its sources by `ast`, kept as JSON, and held against the connector.
+
+Nothing here imports vLLM, so a release can be judged without being installed. A record says what kvpipe inherits,
+overrides and reads: signatures of the base classes, fields of the dataclasses, and attributes found on the classes.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvpipe.connectors.vllm import compat
+
+Read = Callable[[str], str]
+"""Gives the source text of a path such as ``vllm/v1/request.py``."""
+
+CONTRACTS = Path(compat.__file__).resolve().parent / compat.CONTRACT_DIR
+CONNECTOR_SOURCE = CONTRACTS.parent / "connector.py"
+
+BASE = "vllm/distributed/kv_transfer/kv_connector/v1/base.py"
+_FACTORY = "vllm/distributed/kv_transfer/kv_connector/factory.py"
+_INTERFACE = "vllm/v1/kv_cache_interface.py"
+_OUTPUT = "vllm/v1/core/sched/output.py"
+_SPEC = ("block_size", "page_size_bytes", "prefix_cacheable")
+
+SIGNATURES: dict[str, tuple[str, ...]] = {
+    BASE: ("KVConnectorBase_V1", "SupportsHMA", "KVConnectorWorkerMetadata"),
+}
+"""Classes whose methods are recorded, by file. kvpipe subclasses them."""
+
+FIELDS: dict[str, tuple[str, ...]] = {
+    BASE: ("KVConnectorTransferResults",),
+    "vllm/v1/outputs.py": ("KVConnectorOutput",),
+    _OUTPUT: ("CachedRequestData", "NewRequestData", "SchedulerOutput"),
+}
+"""Dataclasses whose fields are recorded, by file."""
+
+RELIED: dict[str, dict[str, tuple[str, ...]]] = {
+    BASE: {
+        "KVConnectorBase_V1": ("_cache_hit_source", "_kv_cache_config", "_kv_transfer_config"),
+        "KVConnectorMetadata": (),
+        "KVConnectorRole": ("SCHEDULER", "WORKER"),
+        "KVConnectorTransferResults": ("failed_recving", "finished_recving"),
+    },
+    _FACTORY: {"KVConnectorFactory": ("_registry", "register_connector")},
+    _INTERFACE: {
+        "FullAttentionSpec": _SPEC,
+        "KVCacheConfig": ("hash_block_size", "kv_cache_groups", "kv_cache_layout", "num_blocks"),
+        "KVCacheGroupSpec": (
+            "enable_kv_transfer",
+            "host_resident",
+            "is_eagle_group",
+            "kv_cache_spec",
+            "layer_names",
+        ),
+        "MLAAttentionSpec": _SPEC,
+        "SlidingWindowSpec": (*_SPEC, "sliding_window"),
+        "UniformTypeKVCacheSpecs": ("block_size", "kv_cache_specs"),
+    },
+    _OUTPUT: {"SchedulerOutput": ("num_scheduled_tokens", "preempted_req_ids")},
+    "vllm/config/cache.py": {"CacheConfig": ("cache_dtype", "enable_prefix_caching", "prefix_caching_hash_algo")},
+    "vllm/config/kv_transfer.py": {
+        "KVTransferConfig": (
+            "engine_id",
+            "has_connector",
+            "is_kv_consumer",
+            "is_kv_producer",
+            "kv_connector_extra_config",
+        ),
+    },
+    "vllm/config/model.py": {
+        "ModelConfig": (
+            "attn_type",
+            "dtype",
+            "enable_sleep_mode",
+            "hf_config",
+            "is_diffusion",
+            "is_encoder_decoder",
+            "is_prefix_caching_supported",
+            "max_model_len",
+            "model",
+            "multimodal_config",
+            "original_max_model_len",
+            "pooler_config",
+            "quantization",
+            "revision",
+            "rswa_window",
+        ),
+    },
+    "vllm/config/parallel.py": {
+        "ParallelConfig": (
+            "decode_context_parallel_size",
+            "distributed_executor_backend",
+            "pipeline_parallel_size",
+            "prefill_context_parallel_size",
+            "rank",
+            "tensor_parallel_size",
+            "use_ubatching",
+            "world_size",
+        ),
+    },
+    "vllm/config/speculative.py": {"SpeculativeConfig": ("method",)},
+    "vllm/config/vllm.py": {
+        "VllmConfig": (
+            "cache_config",
+            "compilation_config",
+            "instance_id",
+            "is_mm_encoder_only",
+            "kv_events_config",
+            "kv_transfer_config",
+            "lora_config",
+            "model_config",
+            "parallel_config",
+            "scheduler_config",
+            "speculative_config",
+            "use_v2_model_runner",
+        ),
+    },
+    "vllm/lora/worker_manager.py": {"WorkerLoRAManager": ("_adapter_manager", "_load_adapter")},
+    "vllm/v1/core/block_pool.py": {"BlockPool": ("get_num_free_blocks", "num_gpu_blocks")},
+    "vllm/v1/core/kv_cache_coordinator.py": {"KVCacheCoordinator": ("single_type_managers",)},
+    "vllm/v1/core/kv_cache_manager.py": {
+        "KVCacheBlocks": ("blocks",),
+        "KVCacheManager": ("block_pool", "coordinator", "evict_blocks", "reset_prefix_cache"),
+    },
+    "vllm/v1/core/kv_cache_utils.py": {"KVCacheBlock": ("block_id", "is_null")},
+    "vllm/v1/core/single_type_kv_cache_manager.py": {"SingleTypeKVCacheManager": ("num_cached_block", "req_to_blocks")},
+    "vllm/v1/metrics/cache_hit_source.py": {"CacheHitSource": ("HOST",)},
+    "vllm/v1/executor/abstract.py": {"Executor": ("collective_rpc", "get_class")},
+    "vllm/v1/outputs.py": {"KVConnectorOutput": ("invalid_block_ids", "kv_connector_worker_meta")},
+    "vllm/v1/request.py": {
+        "Request": (
+            "all_token_ids",
+            "block_hashes",
+            "lora_request",
+            "num_computed_tokens",
+            "num_preemptions",
+            "num_prompt_tokens",
+            "num_tokens",
+            "request_id",
+            "resumable",
+            "session_id",
+            "skip_reading_prefix_cache",
+            "status",
+            "trace_headers",
+        ),
+    },
+}
+"""What the connector reads of vLLM's objects, by file and class."""
+
+CONSTRUCTOR = ("vllm_config", "role", "kv_cache_config")
+
+
+class Method(NamedTuple):
+    """One method of a class: `kind` is method, classmethod, staticmethod or property."""
+
+    kind: str
+    signature: inspect.Signature
+    abstract: bool = False
+
+
+# ---- recording -------------------------------------------------------------------------------------------------------
+
+
+def record(version: str, read: Read) -> dict[str, Any]:
+    """Read the contract of the release whose files `read` gives. A file that is gone is recorded as empty."""
+
+    def parse(path: str) -> ast.Module:
+        try:
+            return ast.parse(read(path))
+        except (OSError, KeyError):
+            return ast.Module(body=[], type_ignores=[])
+
+    trees = {path: parse(path) for path in sorted({*SIGNATURES, *FIELDS, *RELIED})}
+    return {
+        "version": version,
+        "methods": {name: _methods(_class(trees[p], name)) for p, names in SIGNATURES.items() for name in names},
+        "fields": {name: _fields(_class(trees[p], name)) for p, names in FIELDS.items() for name in names},
+        "attributes": {
+            path: {
+                name: ", ".join(sorted(set(wanted) & _attributes(trees[path], name)))
+                for name, wanted in classes.items()
+                if _class(trees[path], name) is not None
+            }
+            for path, classes in RELIED.items()
+        },
+    }
+
+
+def dump(contract: dict[str, Any]) -> str:
+    """Return the record's text: sorted, one method, class or field list per line."""
+    return json.dumps(contract, indent=1, sort_keys=True) + "\n"
+
+
+def load(version: str, folder: Path = CONTRACTS) -> dict[str, Any]:
+    """Return the record of `version`, a full version such as 0.33.0."""
+    contract: dict[str, Any] = json.loads((folder / f"vllm-{version}.json").read_text(encoding="utf-8"))
+    return contract
+
+
+def recorded(folder: Path = CONTRACTS) -> list[str]:
+    """Return the versions that have a record."""
+    found = [p.name.removeprefix("vllm-").removesuffix(".json") for p in folder.glob("vllm-*.json")]
+    return sorted(found, key=lambda v: [int(n) for n in re.findall(r"\d+", v)])
+
+
+def folder_reader(root: Path) -> tuple[str, Read]:
+    """Return (version, reader) of a folder that holds the package ``vllm``, or is it."""
+    root = root.parent if root.name == "vllm" and (root / "__init__.py").is_file() else root
+
+    def read(path: str) -> str:
+        return (root / path).read_text(encoding="utf-8")
+
+    return package_version(read("vllm/_version.py")), read
+
+
+def package_version(source: str) -> str:
+    """Return the release that `vllm/_version.py` names, without its local part."""
+    match = re.search(r"""^(?:__version__ = )?version = ['"](\d+\.\d+[^'"+]*)""", source, re.MULTILINE)
+    if match is None:
+        msg = "vllm/_version.py names no version"
+        raise ValueError(msg)
+    return match[1]
+
+
+def class_methods(source: str, name: str) -> dict[str, Method]:
+    """Return the methods that class `name` in `source` defines itself."""
+    return _parse_methods(_methods(_class(ast.parse(source), name)))
+
+
+def _class(tree: ast.Module, name: str) -> ast.ClassDef | None:
+    return next((n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name), None)
+
+
+def _functions(cls: ast.ClassDef) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (n for n in cls.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def _methods(cls: ast.ClassDef | None) -> dict[str, str]:
+    return {f.name: _method(f) for f in _functions(cls)} if cls is not None else {}
+
+
+def _method(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    marks = {ast.unparse(d).rpartition(".")[2] for d in function.decorator_list}
+    kind = next((k for k in ("classmethod", "staticmethod", "property") if k in marks), "method")
+    if "cached_property" in marks:
+        kind = "property"
+    args = function.args
+    for arg in (*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg):
+        if arg is not None:
+            arg.annotation = None
+    args.defaults = [ast.Constant(...) for _ in args.defaults]
+    args.kw_defaults = [d and ast.Constant(...) for d in args.kw_defaults]
+    return f"{'abstract ' if 'abstractmethod' in marks else ''}{kind} ({ast.unparse(args)})"
+
+
+def _fields(cls: ast.ClassDef | None) -> str:
+    """Return the dataclass's fields in order, those with a default marked."""
+    return ", ".join(
+        f"{n.target.id}{'=...' if n.value is not None else ''}"
+        for n in (cls.body if cls is not None else ())
+        if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name) and "ClassVar" not in ast.unparse(n)
+    )
+
+
+def _attributes(tree: ast.Module, name: str) -> set[str]:
+    """Return what instances of the class have: class body, assignments to self, and bases in the same file."""
+    cls = _class(tree, name)
+    if cls is None:
+        return set()
+    found = {f.name for f in _functions(cls)}
+    for statement in cls.body:
+        targets: list[ast.expr] = []
+        if isinstance(statement, ast.Assign):
+            targets = statement.targets
+        elif isinstance(statement, ast.AnnAssign):
+            targets = [statement.target]
+        found |= {t.id for t in targets if isinstance(t, ast.Name)}
+    for node in ast.walk(cls):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            found.add(node.attr)
+    for base in cls.bases:
+        found |= _attributes(tree, ast.unparse(base))
+    return found
+
+
+# ---- judging ---------------------------------------------------------------------------------------------------------
+
+
+def base_methods(contract: Mapping[str, Any]) -> dict[str, Method]:
+    """Return the recorded methods of the classes that `KVPipeConnector` inherits from."""
+    methods = contract["methods"]
+    return _parse_methods(methods["KVConnectorBase_V1"]) | _parse_methods(methods["SupportsHMA"])
+
+
+def _parse_methods(lines: Mapping[str, str]) -> dict[str, Method]:
+    return {name: parse_method(line) for name, line in lines.items()}
+
+
+def parse_method(line: str) -> Method:
+    """Read back one recorded method, such as ``abstract method (self, layer_name)``."""
+    head, _, arguments = line.partition(" (")
+    lambda_ = ast.parse(f"lambda {arguments.removesuffix(')')}: 0", mode="eval").body
+    assert isinstance(lambda_, ast.Lambda)  # noqa: S101
+    args, kinds = lambda_.args, inspect.Parameter
+    plain = [*args.posonlyargs, *args.args]
+    required = len(plain) - len(args.defaults)
+    parameters = [
+        kinds(
+            a.arg,
+            kinds.POSITIONAL_ONLY if a in args.posonlyargs else kinds.POSITIONAL_OR_KEYWORD,
+            default=kinds.empty if i < required else ...,
+        )
+        for i, a in enumerate(plain)
+    ]
+    if args.vararg is not None:
+        parameters.append(kinds(args.vararg.arg, kinds.VAR_POSITIONAL))
+    parameters += [
+        kinds(a.arg, kinds.KEYWORD_ONLY, default=kinds.empty if d is None else ...)
+        for a, d in zip(args.kwonlyargs, args.kw_defaults, strict=True)
+    ]
+    if args.kwarg is not None:
+        parameters.append(kinds(args.kwarg.arg, kinds.VAR_KEYWORD))
+    return Method(head.rpartition(" ")[2], inspect.Signature(parameters), head.startswith("abstract "))
+
+
+def calls(signature: inspect.Signature) -> Iterator[tuple[tuple[str, ...], dict[str, str]]]:
+    """Yield the shapes of call that `signature` allows; each argument's value is its parameter's name."""
+    kinds = inspect.Parameter
+    parameters = signature.parameters.values()
+    plain = [p for p in parameters if p.kind in {kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD}]
+    only = [p for p in parameters if p.kind is kinds.KEYWORD_ONLY]
+    has_args = any(p.kind is kinds.VAR_POSITIONAL for p in parameters)
+    has_kwargs = any(p.kind is kinds.VAR_KEYWORD for p in parameters)
+    must_be_positional = 1 + sum(p.kind is kinds.POSITIONAL_ONLY for p in plain[1:])  # the first one is self or cls
+    for optional in (False, True):
+        given = [p.name for p in plain if optional or p.default is kinds.empty]
+        named = {p.name: p.name for p in only if optional or p.default is kinds.empty}
+        for split in range(len(given), min(must_be_positional, len(given)) - 1, -1):
+            yield tuple(given[:split]), {n: n for n in given[split:]} | named
+        if has_args and optional:
+            yield (*given, "one_more"), named
+        if has_kwargs:
+            yield tuple(given), named | {"another_keyword": "another_keyword"}
+
+
+def mismatches(contract: Mapping[str, Any], ours: Mapping[str, Method]) -> list[str]:
+    """Return one sentence per point in which a connector with the methods `ours` does not fit `contract`."""
+    found = []
+    theirs = base_methods(contract)
+    for name, base in theirs.items():
+        mine = ours.get(name)
+        if mine is None:
+            if base.abstract:
+                found.append(f"{name} is abstract in vLLM and not implemented")
+            continue
+        if mine.kind != base.kind:
+            found.append(f"{name} is a {base.kind} in vLLM, here a {mine.kind}")
+        found += [f"{name} does not accept {why}" for why in _refused(base.signature, mine.signature)]
+    constructor = ours.get("__init__")
+    if constructor is not None:
+        names = tuple(n for n in constructor.signature.parameters if n != "self")[: len(CONSTRUCTOR)]
+        if names != CONSTRUCTOR:
+            found.append(f"the constructor takes {names}, not {CONSTRUCTOR}")
+    for path, classes in RELIED.items():
+        for cls, wanted in classes.items():
+            have = contract["attributes"].get(path, {}).get(cls)
+            if have is None:
+                found.append(f"{path} has no class {cls}")
+                continue
+            found += [f"{cls}.{a} is not in {path}" for a in wanted if a not in have.split(", ")]
+    found += [f"class {name} has no fields or does not exist" for name, text in contract["fields"].items() if not text]
+    return found
+
+
+def _refused(base: inspect.Signature, mine: inspect.Signature) -> Iterator[str]:
+    for positional, named in calls(base):
+        shown = ", ".join([*positional, *(f"{n}=" for n in named)])
+        try:
+            bound = mine.bind(*positional, **named)
+        except TypeError as e:
+            yield f"({shown}): {e}"
+            return
+        for name, value in bound.arguments.items():
+            variadic = mine.parameters[name].kind in {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+            if not variadic and value != name:
+                yield f"({shown}): vLLM's {value} would arrive as {name}"
+                return
+
+
+def connector_methods() -> dict[str, Method]:
+    """Return what `KVPipeConnector` defines, read from its source."""
+    return class_methods(CONNECTOR_SOURCE.read_text(encoding="utf-8"), "KVPipeConnector")
+
+
+def supports(version: str) -> bool:
+    """Whether `compat.SUPPORTED` names this release."""
+    numbers = re.findall(r"\d+", version)
+    return (int(numbers[0]), int(numbers[1])) in compat.SUPPORTED
+
+
+def news(contract: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
+    """Return what `contract` has that `before` has not, and the other way round: to read, not a mismatch."""
+    out = []
+    for name in sorted({*contract["methods"], *before["methods"]}):
+        new, old = contract["methods"].get(name, {}), before["methods"].get(name, {})
+        out += [f"new {name}.{m}: {new[m]}" for m in new if m not in old]
+        out += [f"gone {name}.{m}" for m in old if m not in new]
+        out += [f"changed {name}.{m}: {old[m]} -> {new[m]}" for m in new if m in old and new[m] != old[m]]
+    for name in sorted({*contract["fields"], *before["fields"]}):
+        new_fields = set(contract["fields"].get(name, "").split(", "))
+        old_fields = set(before["fields"].get(name, "").split(", "))
+        out += [f"new field {name}.{f}" for f in sorted(new_fields - old_fields)]
+        out += [f"gone field {name}.{f}" for f in sorted(old_fields - new_fields)]
+    return out

@@ -1,0 +1,1 @@
+"""Remedies for faults of vLLM's own, around the neutral core."""

@@ -1,0 +1,1 @@
+"""vLLM's real scheduler and a connector on trial: moves, invariants, mutants."""

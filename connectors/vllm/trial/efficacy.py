@@ -1,0 +1,104 @@
+"""What should be found, by an oracle of its own: plain loops over the catalog's keys, and what was found before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvpipe.cache.catalog import KEPT_MARKS_MAX, Chunk
+from kvpipe.scheduler.saves import ENDS
+from kvpipe.statemachine import chunk as chunk_m
+from kvpipe.statemachine import request as request_m
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+    from kvpipe.scheduler.side import SchedulerSide
+
+
+class Found(NamedTuple):
+    """How many units of a request's prefix were found, and the chunks that hold any of it."""
+
+    request: Request
+    units: int
+    chunks: frozenset[Chunk]
+
+    @property
+    def stands(self) -> bool:
+        """Whether none of them was evicted, and none has so many readers that it may forget where some have ended."""
+        alive = {chunk_m.READY, chunk_m.GROWING}
+        return all(one.state.row in alive and len(one.marks) < KEPT_MARKS_MAX for one in self.chunks)
+
+
+def keys_of(side: SchedulerSide, request: Request) -> Sequence[bytes]:
+    """Return the hash of the first unit of the request's tokens, of the first two units, and so on."""
+    step = side.prefixes._hashes_per_unit  # noqa: SLF001
+    return side.prefixes.hashes(request)[step - 1 :: step]
+
+
+def ends(side: SchedulerSide, request: Request) -> frozenset[tuple[Chunk, bytes]]:
+    """Return the chunk of each group that holds where the request has ended, or is about to, and the key of that."""
+    found = set()
+    for group in range(len(side.geometry.groups)):
+        known = side.catalog.pending(group) | side.catalog.index(group)
+        found |= {(known[key], key) for key in [key for key in keys_of(side, request)[-ENDS:] if key in known][-1:]}
+    return frozenset(found)
+
+
+def find(side: SchedulerSide, request: Request, kept: frozenset[tuple[Chunk, bytes]]) -> Found:
+    """Look at what is held of the request's tokens, all of which count: whole chunks, and its end as in `kept`.
+
+    What else a chunk is known by, another request may have come as far as, and goes on there.
+    """
+    keys, per_chunk = keys_of(side, request), side.geometry.units_per_chunk
+    indexes = [side.catalog.index(group) for group in range(len(side.geometry.groups))]
+    chunks = frozenset(index[key] for index in indexes for key in keys if key in index)
+    units = held(side, keys, len(keys))
+    while rest := units % per_chunk:
+        last = keys[units - 1 : units - rest + per_chunk]
+        if {(index[key], key) for index in indexes for key in last if key in index} <= kept:
+            break
+        units = held(side, keys, units - rest)
+    return Found(request, units, chunks)
+
+
+def held(side: SchedulerSide, keys: Sequence[bytes], most: int) -> int:
+    """Return the longest prefix of up to `most` units that every group holds as far as it needs to."""
+    return next((units for units in range(most, 0, -1) if _holds(side, keys, units)), 0)
+
+
+def _holds(side: SchedulerSide, keys: Sequence[bytes], units: int) -> bool:
+    per_chunk, unit = side.geometry.units_per_chunk, side.geometry.unit_tokens
+    for group, kind in enumerate(side.geometry.groups):
+        first = 0 if kind.window_tokens is None else max(0, (units * unit - kind.window_tokens + 1) // unit)
+        index = side.catalog.index(group)
+        for base in range(first // per_chunk * per_chunk, units, per_chunk):
+            if not covers(keys, base, min(units, base + per_chunk), per_chunk, index):
+                return False
+    return True
+
+
+def covers(keys: Sequence[bytes], base: int, high: int, per_chunk: int, *indexes: Any) -> bool:  # noqa: ANN401
+    """Whether a chunk that starts at unit `base` holds the prefix up to `high`: it is known by that, or by more."""
+    return any(key in index for key in keys[high - 1 : base + per_chunk] for index in indexes)
+
+
+def promised(side: SchedulerSide, request: Request, local_tokens: int, *, waits: bool) -> int | None:
+    """Return how many tokens a lookup has to promise beyond `local_tokens`, if it has to."""
+    tracked = side.requests.tracked.get(request.request_id)
+    off = side.switches.bypass or side.switches.tier_lost or side.weights.doubtful
+    if off or tracked is None or tracked.state.row not in _LOADS:
+        return None
+    if tracked.state.row == request_m.LET_DOWN and side.loading.between_steps:
+        return None
+    if not side.adapters.certain(request):  # no asynchronous load may begin
+        return None
+    unit, keys = side.geometry.unit_tokens, keys_of(side, request)
+    most = len(keys)
+    if side.geometry.windows and most * unit >= request.num_tokens:
+        most -= 1  # the last token is computed anew, and reads a token further back than the window after it
+    tokens = held(side, keys, most) * unit
+    return max(0, min(tokens, request.num_tokens if waits else request.num_tokens - 1) - local_tokens)
+
+
+_LOADS = {request_m.NEW, request_m.PREEMPTED, request_m.LET_DOWN}

@@ -1,0 +1,220 @@
+"""A real vLLM engine in this process, stepped by hand: with kvpipe, or without, for the same outputs."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+# before vllm is imported: one process, one compute thread, nothing from a hub
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "0",  # of ranks in processes of their own
+    "OMP_NUM_THREADS": "1",  # of a rank in this process
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "PYTHONHASHSEED": "0",
+}
+for _key, _value in ENVIRONMENT.items():
+    os.environ.setdefault(_key, _value)
+
+import torch  # noqa: E402
+
+if TYPE_CHECKING:
+    from vllm import LLM
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    from kvpipe.connectors.vllm.connector import KVPipeConnector
+
+
+def _register_kernels_once() -> None:
+    """Keep vLLM from scanning every module for kernels again: its scan fails once numba (n-gram drafts) is loaded."""
+    from vllm.platforms import current_platform
+    from vllm.triton_utils import dispatcher
+
+    if dispatcher._registry:  # noqa: SLF001
+        type(current_platform).register_triton_kernel_overrides = classmethod(lambda _cls: None)  # type: ignore[method-assign]
+
+
+def _free_process() -> None:
+    """Free what an engine has made for the whole process."""
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+    from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
+    ensure_kv_transfer_shutdown()
+    destroy_model_parallel()
+    destroy_distributed_environment()
+    gc.collect()
+
+
+class Engine:
+    """Drives `vllm.LLM` one step at a time."""
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        kvpipe: dict[str, Any] | None = None,
+        role: str = "kv_both",
+        policy: str = "recompute",
+        connector: str = "KVPipeConnector",
+        module: str | None = None,
+        **options: Any,  # noqa: ANN401
+    ) -> None:
+        """`kvpipe` is the extra config, or None for an engine without a connector; `options` go to `vllm.LLM`."""
+        from vllm import LLM
+
+        transfer: dict[str, Any] | None = None
+        if kvpipe is not None:
+            transfer = {
+                "kv_connector": connector,
+                "kv_role": role,
+                "kv_connector_extra_config": {"pool_bytes_max": "256MiB"} | kvpipe,
+                "kv_load_failure_policy": policy,
+            }
+            if module is not None:
+                transfer["kv_connector_module_path"] = module
+        settings: dict[str, Any] = {
+            "skip_tokenizer_init": True,
+            "dtype": "float32",
+            "enforce_eager": True,
+            "block_size": 32,
+            "max_model_len": 1024,
+            "num_gpu_blocks_override": 200,
+            "disable_log_stats": True,
+            "seed": 0,
+        }
+        _register_kernels_once()
+        if torch.get_num_threads() > 1:  # torch was imported before ENVIRONMENT was set
+            torch.set_num_threads(1)
+        gc.freeze()  # vLLM collects garbage five times at start-up: keep that from walking every imported module
+        try:
+            self.llm: LLM = LLM(model=model, kv_transfer_config=transfer, **settings | options)
+        except BaseException:
+            _free_process()  # a connector may be there already, and would be the next engine's
+            raise
+        self._ids = 0
+        self.preemptions: dict[str, int] = {}
+
+    # ---- parts ----------------------------------------------------------------------------------------------------
+
+    @property
+    def core(self) -> Any:  # noqa: ANN401  (vLLM's EngineCore, in process)
+        """VLLM's engine core."""
+        return self.llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """VLLM's scheduler."""
+        scheduler: Scheduler = self.core.scheduler
+        return scheduler
+
+    @property
+    def connector(self) -> KVPipeConnector:
+        """The scheduler's side of the connector."""
+        connector: KVPipeConnector = self.scheduler.connector  # type: ignore[assignment]
+        return connector
+
+    @property
+    def local_worker(self) -> bool:
+        """Whether the only rank runs in this process."""
+        return self.core.vllm_config.parallel_config.world_size == 1
+
+    @property
+    def worker_connector(self) -> KVPipeConnector:
+        """This process's worker side of the connector."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        group: KVPipeConnector = get_kv_transfer_group()  # type: ignore[assignment]
+        return group
+
+    # ---- running --------------------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int = 8,
+        *,
+        request_id: str | None = None,
+        salt: str | None = None,
+        lora: Any = None,  # noqa: ANN401
+        params: Any = None,  # noqa: ANN401
+        media: dict[str, Any] | None = None,
+        names: dict[str, list[str]] | None = None,
+    ) -> str:
+        """Add a request, greedy unless `params` say otherwise, and return its id.
+
+        `media`: images and such; `names`: what they are called, by which the engine knows them from then on.
+        """
+        from vllm import SamplingParams
+
+        if request_id is None:
+            request_id = f"r{self._ids}"
+            self._ids += 1
+        tokens: dict[str, Any] = {"prompt_token_ids": list(prompt)}
+        if salt is not None:
+            tokens["cache_salt"] = salt
+        if media is not None:
+            tokens["multi_modal_data"] = media
+        if names is not None:
+            tokens["multi_modal_uuids"] = names
+        if params is None:
+            params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+        self.llm.llm_engine.add_request(request_id, tokens, params, lora_request=lora)  # type: ignore[arg-type]
+        return request_id
+
+    def step(self) -> list[Any]:
+        """Run one engine step and return its finished outputs."""
+        for request in self.scheduler.requests.values():
+            self.preemptions[request.request_id] = request.num_preemptions
+        outputs = [o for o in self.llm.llm_engine.step() if o.finished]
+        if self.busy and not self.scheduler.running:  # as vLLM's own loop does: other threads need the interpreter
+            time.sleep(0.001)
+        return outputs
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests are unfinished."""
+        return bool(self.llm.llm_engine.has_unfinished_requests())
+
+    def drain(self, seconds_max: float = 120.0) -> dict[str, Any]:
+        """Step until every request is finished; return the outputs by request id."""
+        outputs, limit = {}, time.monotonic() + seconds_max
+        while self.busy:
+            for output in self.step():
+                outputs[output.request_id] = output
+            if time.monotonic() > limit:
+                message = f"requests do not finish within {seconds_max} s"
+                raise TimeoutError(message)
+        return outputs
+
+    def settle(self, steps_max: int = 10_000) -> None:
+        """Step on until the connector owes and is owed nothing, as a serving engine's idle loop would."""
+        for _ in range(steps_max):
+            if not (self.scheduler.has_requests() or self.connector.has_pending_push_work()):
+                return
+            self.core.step()
+            time.sleep(0.001)
+        message = f"jobs are still in flight after {steps_max} idle steps"
+        raise TimeoutError(message)
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int = 8, **kwargs: Any) -> list[list[int]]:  # noqa: ANN401
+        """Run `prompts` together and return their output tokens."""
+        ids = [self.add(p, max_tokens, **kwargs) for p in prompts]
+        outputs = self.drain()
+        return [list(outputs[i].outputs[0].token_ids) if i in outputs else [] for i in ids]
+
+    def abort(self, request_id: str) -> None:
+        """Abort a request."""
+        self.llm.llm_engine.abort_request([request_id])
+
+    def close(self) -> None:
+        """Shut the engine down and free its process-wide state, so that another can be made."""
+        self.core.shutdown()
+        del self.llm
+        _free_process()

@@ -1,0 +1,333 @@
+"""The laws, as checks of a trial: functions, each with the sentence that it holds.
+
+A check returns what is wrong, or nothing. Those marked *outside* hold for any connector, the others look into kvpipe.
+They run after each step that vLLM has scheduled, after each whose results it has digested, or when nothing is left to
+do. Whoever imports `Watched` from here has them registered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvpipe.cache.catalog import Chunk
+from kvpipe.connectors.vllm.trial.efficacy import covers, find, held, keys_of
+from kvpipe.connectors.vllm.trial.laws import INVARIANTS, LAWS, SEEN_BY_TRIALS, invariant
+from kvpipe.connectors.vllm.trial.watched import Final, Watched, admission
+from kvpipe.messages import ROW_BYTES
+from kvpipe.scheduler.records import SAVE_RETRIES_MAX
+from kvpipe.tiers.finder import NAME_BYTES
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+__all__ = ["INVARIANTS", "LAWS", "SEEN_BY_TRIALS", "Watched"]
+
+OVER_MAX = 6
+"""So many of the requests that are over are looked up again and again."""
+
+
+@invariant(1, says="Nothing raises into vLLM, and no fault is counted that nobody has caused.")
+def only_faults_that_were_caused(watched: Watched) -> Iterator[str]:
+    """Fault counters against the disturbances of the trial."""
+    yield from watched.new_faults()
+
+
+@invariant(
+    2, 5, 10, says="A chunk that can be found holds, on every rank and layer, the KV of exactly the prefix of its key."
+)
+def findable_chunks_are_whole_and_true(watched: Watched) -> Iterator[str]:
+    """Every byte of what became findable since the last check."""
+    catalog, geometry = watched.trial.side.catalog, watched.trial.side.geometry
+    now: dict[tuple[int, bytes], tuple[int, int]] = {}
+    for group in range(0 if watched.trial.side.weights.doubtful else len(geometry.groups)):
+        for key, chunk in catalog.index(group).items():
+            units = next(mark.units for mark in chunk.marks if mark.key == key)
+            now[group, key] = (chunk.slot, units)
+            if watched.findable.get((group, key)) != (chunk.slot, units):
+                yield from _false_bytes(watched, group, key, chunk, units)
+    watched.findable = now
+
+
+def _false_bytes(watched: Watched, group: int, key: bytes, chunk: Chunk, units: int) -> Iterator[str]:
+    known = watched.trial.prefixes.get(key)
+    if known is None:
+        yield f"a key that no request has: slot {chunk.slot}, group {group}"
+        return
+    sequence, stop = known
+    geometry = watched.trial.side.geometry
+    first, tokens = stop - units * geometry.unit_tokens, units * geometry.unit_tokens
+    for rank in watched.trial.ranks:
+        pool = watched.trial.engines[rank.index]._pool  # noqa: SLF001
+        layers = [layer for layer in rank.layers if layer.group == group]
+        for layer, offset in zip(layers, geometry.layer_offsets[group], strict=True):
+            held = pool.slot(chunk.slot)[offset : offset + tokens * 8].numpy().view(np.uint64)
+            differs = np.flatnonzero(held != (sequence.upto(stop)[first:stop] ^ layer.key))
+            if len(differs):
+                yield f"slot {chunk.slot}, rank {rank.index}, layer {layer.name}: {len(differs)} of {tokens} tokens"
+
+
+@invariant(
+    3,
+    5,
+    10,
+    says="Whatever attention reads is what belongs there, unless vLLM was told in the same step.",
+    outside=True,
+)
+def every_read_is_right(watched: Watched) -> Iterator[str]:
+    """The content oracle on the paged caches."""
+    yield from watched.new_wrong()
+
+
+@invariant(4, says="Only tokens that are final have keys in the catalog, being written or written.")
+def confirmed_tokens_only(watched: Watched) -> Iterator[str]:
+    """Keys of pieces in flight against the hashes of true prefixes."""
+    for job in watched.trial.side.jobs.in_flight.values():
+        for piece in job.pieces:
+            if piece.key not in watched.trial.prefixes and piece.key not in watched.trial.old_keys:
+                yield f"a piece of {job.job.request} is written under a key of no prefix"
+
+
+@invariant(
+    4, says="A unit that becomes final in a step is held already, or is being saved with that step.", when="schedule"
+)
+def what_becomes_final_is_saved(watched: Watched) -> Iterator[str]:
+    """The catalog against vLLM's own counts, while nothing is evicted, frozen or failed."""
+    side = watched.trial.side
+    before, watched.dropped = watched.dropped, watched.drops
+    if watched.dropped != before or side.switches.freeze or side.switches.bypass or side.weights.doubtful:
+        return
+    assert watched.output is not None  # noqa: S101
+    per_chunk = side.geometry.units_per_chunk
+    for request, was, now in _newly_final(watched):
+        if request.request_id in watched.excused or not side.adapters.known(request):
+            continue  # its adapter has changed under it, or no rank has told what it is: it has no keys
+        start = request.num_computed_tokens - watched.output.num_scheduled_tokens[request.request_id]
+        fresh = watched.asked.get(request.request_id) == before  # all that it did not find when it was looked up is new
+        first = was if fresh else max(was, start // side.geometry.unit_tokens)
+        keys = keys_of(side, request)
+        for group, kind in enumerate(side.geometry.groups):
+            if kind.window_tokens is not None:
+                continue
+            known = side.catalog.index(group), side.catalog.pending(group)
+            for base in range(first // per_chunk * per_chunk, now, per_chunk):
+                high = min(base + per_chunk, now)
+                if not covers(keys, base, high, per_chunk, *known):
+                    yield f"{request.request_id}: unit {high - 1}, of those from {was} on"
+
+
+@invariant(4, says="A lookup promises all that is held of its prefix, to the last token.", when="schedule")
+def a_lookup_promises_all_that_is_held(watched: Watched) -> Iterator[str]:
+    """Each answer against an oracle of its own, in the moment in which it was given."""
+    short, watched.short = watched.short, []
+    yield from short
+
+
+@invariant(
+    4,
+    says="Whole chunks and the end of a request that is over, once found, are found until they are evicted.",
+)
+def what_is_found_stays_found(watched: Watched) -> Iterator[str]:
+    """The last requests' prompts and answers, looked up without being asked for: now, and when they were over."""
+    trial, side = watched.trial, watched.trial.side
+    before, watched.found = watched.found, {}
+    saving = {job.job.request for job in side.jobs.in_flight.values()}
+    for one in trial.over[-OVER_MAX:]:
+        then = before.get(one)
+        if then is None:
+            if one.id not in saving | watched.excused:
+                watched.found[one] = find(side, watched.request_of(one), watched.ends.get(one, frozenset()))
+            continue
+        watched.found[one] = then
+        keys = keys_of(side, then.request)
+        if then.units and then.stands and (now := held(side, keys, len(keys))) < then.units:
+            yield f"{one.id}: {now} units, {then.units} before"
+
+
+@invariant(7, says="What a step plans for a request is bounded by what became final in it.", when="schedule")
+def work_is_bounded_by_what_is_new(watched: Watched) -> Iterator[str]:
+    """Rows of each save against the units that became final, and one chunk that may have to be begun anew."""
+    side, requests = watched.trial.side, watched.trial.scheduler.requests
+    new = {request.request_id: now - was for request, was, now in _newly_final(watched)}
+    pages = sum(side.geometry.pages_per_unit)
+    for job in watched.saves():
+        limit = (new.get(job.request, 0) + side.geometry.units_per_chunk) * pages
+        if job.request in requests and job.request not in watched.excused and len(job.rows) // ROW_BYTES > limit:
+            yield f"{job.request} saves {len(job.rows) // ROW_BYTES} pages, {limit} at most are new"
+
+
+def _newly_final(watched: Watched) -> Iterator[tuple[Request, int, int]]:
+    """Yield (request, units final before, units final now) of what this step computes."""
+    assert watched.output is not None  # noqa: S101
+    unit = watched.trial.side.geometry.unit_tokens
+    for request_id in watched.output.num_scheduled_tokens:
+        request = watched.trial.scheduler.requests[request_id]
+        saved = request.num_tokens if watched.trial.shape.answers else request.num_prompt_tokens
+        units = min(request.num_computed_tokens, saved) // unit
+        last = watched.final.get(request_id)
+        was = last.units if last is not None and last.admission == admission(request) else 0
+        if units > was:
+            yield request, was, units
+
+
+@invariant(8, says="An engine that is frozen, bypassed or in doubt of its weights saves nothing.", when="schedule")
+def frozen_saves_nothing(watched: Watched) -> Iterator[str]:
+    """The plan of the step; and the last check of it, which remembers how far it has come."""
+    side = watched.trial.side
+    if side.switches.freeze or side.switches.bypass or side.weights.doubtful:
+        yield from (f"{job.request} saves {len(job.rows) // ROW_BYTES} pages" for job in watched.saves())
+        yield from (f"slot {order.slot} is stored in a tier" for order in watched.orders() if order.stores)
+        return
+    for request, _, now in list(_newly_final(watched)):
+        watched.final[request.request_id] = Final(admission(request), now)
+
+
+@invariant(
+    10,
+    says="What was computed before a reset, or with other weights, is never found after it, nor saved.",
+    when="schedule",
+)
+def a_reset_is_final(watched: Watched) -> Iterator[str]:
+    """Admissions and chunks that were there when the connector's cache was reset."""
+    side, requests = watched.trial.side, watched.trial.scheduler.requests
+    for job in watched.saves():
+        if job.request in watched.stale and watched.stale[job.request] == admission(requests[job.request]):
+            yield f"{job.request} is saved, with blocks from before the reset"
+    for group in range(0 if side.weights.doubtful else len(side.geometry.groups)):  # nobody is told of them yet
+        for chunk in watched.forgotten.intersection(side.catalog.index(group).values()):
+            yield f"slot {chunk.slot} can be found again"
+
+
+@invariant(6, says="Every lease has an owner that lives; every load and every store in flight has its leases.")
+def leases_have_owners(watched: Watched) -> Iterator[str]:
+    """Owners in the catalog against loads and orders in flight, and requests that wait for tiers."""
+    side = watched.trial.side
+    owners = {job.owner for job in side.jobs.in_flight.values() if job.owner is not None}
+    others = side.staging.owners if side.staging is not None else set()
+    for owner in side.catalog._leases:  # noqa: SLF001
+        if owner not in owners | others:
+            yield f"{owner} has leases, but neither a load nor an order nor a stage"
+    stores = set(side.staging.stores.under_way.values()) if side.staging is not None else set()
+    for owner in owners | stores:
+        if owner not in side.catalog._leases:  # noqa: SLF001
+            yield f"{owner} has a load or a store, and no leases"
+
+
+@invariant(2, says="Slots, index, leases, writers and the policy agree.")
+def catalog_is_consistent(watched: Watched) -> Iterator[str]:
+    """`Catalog.check_integrity`."""
+    try:
+        watched.trial.side.catalog.check_integrity()
+    except AssertionError as e:
+        yield str(e)
+
+
+@invariant(
+    2,
+    10,
+    says="Who hears KV cache events alone, and hashes what they say, knows exactly the blocks that can be found.",
+)
+def events_are_the_catalog(watched: Watched) -> Iterator[str]:
+    """A router's index against the chunks of every group, as far as each can be found."""
+    trial, router = watched.trial, watched.trial.router
+    events = trial.kvpipe.events
+    if router is None or events is None:
+        return
+    router.hear(trial.scheduler.kv_cache_manager.take_events())  # what no step was there to publish
+    router.hear(events.take())
+    yield from router.problems
+    router.problems.clear()
+    geometry = trial.side.geometry
+    for group in range(len(geometry.groups)):
+        held: set[bytes] = set()
+        for chunk in set(trial.side.catalog.index(group).values()):
+            key: bytes | None = chunk.marks[-1].key
+            for _ in range(chunk.marks[-1].units * events.blocks_per_unit):
+                if key is not None:
+                    held.add(key[:NAME_BYTES])  # of an adapter it says more
+                    key = trial.before.get(key)
+        received = router.index.get(("CPU", group), set())
+        if held != received:
+            yield f"group {group}: {len(held - received)} blocks are not announced, {len(received - held)} not held"
+
+
+@invariant(2, says="Every rank reports every job once.")
+def jobs_are_reported_once(watched: Watched) -> Iterator[str]:
+    """The scheduler side's count of reports about jobs that it does not know."""
+    if again := watched.trial.side.counters["reported_again"]:
+        yield f"{again} reports of jobs that were over"
+
+
+@invariant(8, says="No machine meets an event that its table calls a bug.")
+def no_illegal_transition(watched: Watched) -> Iterator[str]:
+    """Counters of all sides."""
+    for counters in _counters(watched):
+        for name in ("illegal_transition", "contained_error", "loop_lost", "loop_did_not_settle"):
+            if counters[name]:
+                yield f"{counters[name]} x {name}"
+    for rank in watched.trial.ranks:
+        if errors := rank.kvpipe.worker.pipeline.copies.loop.errors:
+            yield f"{errors} errors on the loop thread of rank {rank.index}"
+
+
+@invariant(1, 8, says="Every move of every machine is traced, in order, and is one that its table allows.")
+def the_trace_replays(watched: Watched) -> Iterator[str]:
+    """What both sides have traced, fed back through the machines."""
+    watched.trial.hear()
+    replay = watched.trial.replay
+    yield from replay.problems[watched.heard :]
+    watched.heard = len(replay.problems)
+
+
+@invariant(1, says="When nothing is left to do, the trace says that every request and job is over.", when="drain")
+def the_trace_ends(watched: Watched) -> Iterator[str]:
+    """The last move of each is traced too; and as many chunks are held as the trace knows of."""
+    watched.trial.hear()
+    yield from watched.trial.replay.unfinished()
+
+
+@invariant(9, says="Retries, jobs and slots are bounded.")
+def everything_is_bounded(watched: Watched) -> Iterator[str]:
+    """Sizes against their limits."""
+    trial, side = watched.trial, watched.trial.side
+    for tracked in side.requests.tracked.values():
+        if tracked.saving.retries > SAVE_RETRIES_MAX:
+            yield f"{tracked.request.request_id} retried its save {tracked.saving.retries} times"
+    if side.catalog.used > side.catalog.slots:
+        yield f"{side.catalog.used} slots used of {side.catalog.slots}"
+    if len(side.jobs.in_flight) > 64 * (trial.shape.seqs_max + len(trial.live)):
+        yield f"{len(side.jobs.in_flight)} jobs in flight"
+
+
+@invariant(6, says="When nothing is left to do nothing is held: no lease, piece, job, cursor.", when="drain")
+def nothing_is_held(watched: Watched) -> Iterator[str]:
+    """Gauges of both sides."""
+    stats = watched.trial.side.stats()
+    for name in ("leases", "pieces_writing", "jobs_in_flight", "orders_in_flight", "requests"):
+        if stats[name]:
+            yield f"{stats[name]} {name}"
+    for rank in watched.trial.ranks:
+        pipeline = rank.kvpipe.worker.pipeline
+        if pipeline.in_flight:
+            yield f"{pipeline.in_flight} jobs on rank {rank.index}"
+
+
+@invariant(6, says="When nothing is left to do every block is back in vLLM's pool.", outside=True, when="drain")
+def all_blocks_are_back(watched: Watched) -> Iterator[str]:
+    """VLLM's block pool and tables."""
+    scheduler = watched.trial.scheduler
+    manager = scheduler.kv_cache_manager
+    if missing := manager.block_pool.num_gpu_blocks - 1 - manager.block_pool.get_num_free_blocks():
+        yield f"{missing} blocks"
+    if tables := sum(len(m.req_to_blocks) for m in manager.coordinator.single_type_managers):
+        yield f"{tables} block tables"
+    if scheduler.requests:
+        yield f"requests {sorted(scheduler.requests)}"
+
+
+def _counters(watched: Watched) -> Iterator[dict[str, int]]:
+    assert watched.trial.kvpipe is not None  # noqa: S101
+    for side in (watched.trial.kvpipe, *(rank.kvpipe for rank in watched.trial.ranks)):
+        yield side.counters

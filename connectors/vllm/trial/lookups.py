@@ -1,0 +1,48 @@
+"""What vLLM asks in a trial, and what kvpipe answers: asked twice now and then, or told that it is not known yet."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+    from kvpipe.connectors.vllm.trial.trial import Trial
+
+LOOKUPS_PER_REPEAT: Final = 5
+
+
+def listen_to_lookups(trial: Trial) -> None:
+    """Let lookups answer None while `deferrals` lasts, as a slow tier's do; ask kvpipe twice now and then."""
+    if trial.kvpipe is not None:
+        _tell(trial, trial.kvpipe)
+    lookups = 0
+    connector: Any = trial.scheduler.connector
+    ask = connector.get_num_new_matched_tokens
+
+    def lookup(request: Request, computed: int) -> tuple[int | None, bool]:
+        nonlocal lookups
+        lookups += 1
+        answer: tuple[int | None, bool] = ask(request, computed)
+        if trial.kvpipe is not None and not lookups % LOOKUPS_PER_REPEAT:
+            again = ask(request, computed)
+            if again != answer:
+                trial.violations.append(f"lookups_are_idempotent: {request.request_id}: {answer}, then {again}")
+        if trial.deferrals:
+            trial.deferrals -= 1
+            return None, False
+        return answer
+
+    connector.get_num_new_matched_tokens = lookup
+
+
+def _tell(trial: Trial, connector: Any) -> None:  # noqa: ANN401
+    """Let `on_lookup` hear of each question to kvpipe, and of its answer."""
+    ask = connector.get_num_new_matched_tokens
+
+    def lookup(request: Request, computed: int) -> tuple[int | None, bool]:
+        answer: tuple[int | None, bool] = ask(request, computed)
+        trial.on_lookup(request, computed, answer)
+        return answer
+
+    connector.get_num_new_matched_tokens = lookup

@@ -1,0 +1,92 @@
+"""Moves at random: how often each happens and with which arguments, by seed or by Hypothesis."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+from kvpipe.connectors.vllm.trial.arrivals import ANSWER_TOKENS_MAX, DOCUMENT_TOKENS_MAX, DOCUMENTS, OWN_TOKENS_MAX
+from kvpipe.connectors.vllm.trial.rank import QUIRKS, STOPS
+from kvpipe.connectors.vllm.trial.shapes import Shape
+from kvpipe.connectors.vllm.trial.trial import Move
+from kvpipe.testing.held_tier import TROUBLES
+
+Choices = Sequence[int | bool]
+MOVES_PER_TRIAL = 200
+
+_DOCUMENT, _TAKE, _ANSWER = range(DOCUMENTS), range(DOCUMENT_TOKENS_MAX), range(ANSWER_TOKENS_MAX)
+_OWN, _APART, _INDEX, _COPIES = (0, 0, 1, 17, OWN_TOKENS_MAX), (0, 0, 0, 1), range(8), range(5)
+_EVEN, _SELDOM = (False, True), (False, False, False, True)
+
+ARGUMENTS: dict[str, tuple[Choices, ...]] = {
+    "add": (_DOCUMENT, _TAKE, _OWN, _ANSWER, _APART, _APART),
+    "follow": (_INDEX, _OWN, _ANSWER),
+    "reuse": (_DOCUMENT, _TAKE, _ANSWER),
+    "embed": (_DOCUMENT, _TAKE, _OWN, _ANSWER),
+    "session": (_DOCUMENT, _TAKE, _ANSWER),
+    "more": (_INDEX, _OWN, _ANSWER),
+    "end": (_INDEX,),
+    "schedule": (),
+    "execute": (),
+    "update": (),
+    "step": (_INDEX,),
+    "abort": (_INDEX,),
+    "tick": (_COPIES, _COPIES),
+    "pace": (range(4), range(4), (*_SELDOM, *[False] * 4)),
+    "again": (_INDEX, range(1, 9)),
+    "reset": (_EVEN, _EVEN),
+    "weights": (range(3),),
+    "pause": (range(4), _INDEX),
+    "freeze": (_SELDOM,),
+    "bypass": (_SELDOM,),
+    "later": (_INDEX,),
+    "fail": (_INDEX, _EVEN, _INDEX),
+    "lose": (_INDEX, _EVEN, _EVEN),
+    "quirk": (_INDEX, range(len(QUIRKS)), range(len(QUIRKS))),
+    "adapter": (range(3),),
+    "hold": (_EVEN,),
+    "trouble": (range(2), (*[0] * 4, *range(len(TROUBLES)))),
+    "late": (),
+    "dummy": (),
+    "drain": (),
+    "probe": (),
+    "shutdown": (range(len(STOPS)),),
+}
+"""What each argument of a move is drawn from; the first choice is the simplest."""
+
+WEIGHTS = {
+    "add": 10, "follow": 3, "reuse": 1, "embed": 1, "session": 1, "more": 2, "end": 1,
+    "schedule": 12, "execute": 10, "update": 12, "step": 16, "abort": 2, "tick": 8,
+    "pace": 2, "again": 1, "reset": 1, "pause": 1, "freeze": 1, "bypass": 0.4, "later": 0.6, "fail": 1.5,
+    "lose": 1, "quirk": 2.5,
+    "adapter": 1.5, "hold": 1.5, "trouble": 1, "late": 0.7,
+    "dummy": 0.4,
+    "drain": 0.4,
+}  # fmt: skip
+"""How often each move is made, in proportion."""
+
+SWARM = (0.3, 1.0, 1.0, 3.0)
+"""A sequence makes each move more or less often than others do, by one of these factors: sequences that are alike reach
+less. (Groce et al., Swarm Testing, ISSTA 2012.)"""
+
+SHUTDOWNS = 0.1
+"""The share of sequences that end in mid-flight."""
+
+
+def random_moves(seed: int | str, count: int) -> Iterator[Move]:
+    """Yield `count` moves, and at last a probe or a shutdown."""
+    rng = random.Random(seed)  # noqa: S311
+    weights = [weight * rng.choice(SWARM) for weight in WEIGHTS.values()]
+    for name in rng.choices(list(WEIGHTS), weights, k=count):
+        yield (name, *map(rng.choice, ARGUMENTS[name]))
+    yield ("shutdown", rng.randrange(len(STOPS))) if rng.random() < SHUTDOWNS else ("probe",)
+
+
+def trial_moves(shape: Shape, seed: int) -> Iterator[Move]:
+    """Yield the moves of the trial of `shape` with `seed`."""
+    return random_moves(f"{seed} {shape}", MOVES_PER_TRIAL)
+
+
+def show(move: Move) -> str:
+    """Return a move as one reads it."""
+    return " ".join([str(move[0]), *(str(int(one)) if isinstance(one, bool) else str(one) for one in move[1:])])

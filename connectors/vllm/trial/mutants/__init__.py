@@ -1,0 +1,42 @@
+"""The catalogue of bugs to put back in: those that killed a layerwise cache in production, and others that would."""
+
+from __future__ import annotations
+
+from kvpipe.connectors.vllm.trial.mutants import (
+    adapters,
+    calls,
+    copies,
+    efficacy,
+    finding,
+    identity,
+    keys,
+    models,
+    pool,
+    publishing,
+    races,
+    tenants,
+    tiers,
+)
+from kvpipe.connectors.vllm.trial.mutants.base import Mutant, Patch
+
+__all__ = ["MUTANTS", "Mutant", "Patch"]
+
+MUTANTS: dict[str, Mutant] = {
+    name: mutant
+    for area in (
+        adapters,
+        calls,
+        copies,
+        keys,
+        publishing,
+        races,
+        finding,
+        identity,
+        efficacy,
+        tiers,
+        tenants,
+        models,
+        pool,
+    )
+    for name, mutant in area.MUTANTS.items()
+}

@@ -1,0 +1,214 @@
+"""The pump that died, and who ends what: calls of a step, leases, preemption."""
+
+from __future__ import annotations
+
+from kvpipe.connectors.vllm.trial.mutants.base import (
+    CATALOG,
+    COPIES,
+    JOBS,
+    LOADING,
+    LOOKUPS,
+    PIPELINE,
+    REQUESTS,
+    SAVE_PROGRESS,
+    SAVING,
+    SWITCHES,
+    WORKER,
+    Mutant,
+    Patch,
+    one,
+)
+
+MUTANTS: dict[str, Mutant] = {
+    # ---- the pump that died ------------------------------------------------------------------------------------------
+    "storers_not_cleared": Mutant(
+        "The step's saves are still there when the next step begins.",
+        (
+            *one(PIPELINE, "end_step", "if self._step.fire(m.STEP_END).moves:", "if was != m.IDLE:"),
+            *one(PIPELINE, "_end", "batch, self._save = self._save, None", "batch = self._save"),
+        ),
+    ),
+    "step_never_withdrawn": Mutant(
+        "A step that was never ended goes on in the next one.",
+        one(PIPELINE, "begin", "self._withdraw()", "return"),
+    ),
+    "finalize_counted_by_calls": Mutant(
+        "A save is final when a hook was called as often as there are layers.",
+        (
+            Patch(
+                PIPELINE,
+                "save_layer",
+                'self.counters["save_repeated"] += 1',
+                "batch.tickets[min(set(self._layers) - set(batch.tickets), default=layer)] = batch.tickets[layer]",
+            ),
+            Patch(
+                COPIES,
+                "_news",
+                "    for job in batch.jobs:\n        self.fire",
+                "    if event == m.CONFIRM and batch.kind is Kind.SAVE:\n"
+                "        batch.ended += [Outcome(job, ok=True, why='') for job in batch.jobs]\n"
+                "    for job in batch.jobs:\n        self.fire",
+            ),
+        ),
+    ),
+    "layer_counter_not_reset": Mutant(
+        "Layers are numbered on from the last batch.",
+        one(
+            PIPELINE,
+            "_submit",
+            "len(batch.tickets), self.copies.loop.put)\n",
+            "self.__dict__.setdefault('number', 0), self.copies.loop.put)\n    self.number += 1\n",
+        ),
+    ),
+    "layer_by_count": Mutant(
+        "The k-th call of a hook is taken for layer k, whatever its name.",
+        (
+            Patch(
+                WORKER,
+                "save_layer",
+                "self._index.get(name)",
+                "len(self.pipeline._save.tickets) % len(self._index) if self.pipeline._save else None",
+            ),
+            Patch(WORKER, "save_layer", "self._unknown(name)", "pass"),
+        ),
+        by="every_read_is_right",
+        shape="device-order",
+    ),
+    "freeze_one_step_short": Mutant(
+        "Every second frozen step saves.",
+        one(
+            SWITCHES,
+            "saving",
+            "(self.freeze or",
+            "(self.freeze and not vars(self).update(turn=vars(self).get('turn', 0) + 1) and self.turn % 2 or",
+        ),
+    ),
+    "freeze_ignored": Mutant(
+        "A frozen engine saves.",
+        one(SWITCHES, "saving", "self.freeze or ", ""),
+    ),
+    "bypass_saves": Mutant(
+        "A bypassed engine saves.",
+        one(SWITCHES, "saving", " or self.bypass", ""),
+    ),
+    # ---- leases ------------------------------------------------------------------------------------------------------
+    "leased_by_lookup": Mutant(
+        "A lookup takes leases; a request that is not admitted never gives them back.",
+        one(
+            LOOKUPS,
+            "answer",
+            "    return Hit(external, waits)",
+            "    from kvpipe.cache.catalog import Owner\n"
+            "    self._loading._catalog.lease(Owner(request.request_id, -1), [])\n    return Hit(external, waits)",
+        ),
+    ),
+    "released_only_for_requests_in_metadata": Mutant(
+        "The leases of a load whose request has ended are kept.",
+        one(
+            JOBS,
+            "_end_load",
+            "self._catalog.release(owner)",
+            "job.tracked.state.row not in {'DRAINING', 'FINISHED'} and self._catalog.release(owner)",
+        ),
+    ),
+    "released_when_sent": Mutant(
+        "Leases end when the load is sent, not when it has ended.",
+        one(
+            LOADING,
+            "plan_step",
+            "jobs = [load.job for load in due]",
+            "jobs = [load.job for load in due]\n    [self._catalog.release(load.owner) for load in due]",
+        ),
+    ),
+    "leased_chunk_evicted": Mutant(
+        "A leased chunk may be evicted, and its slot is free at once.",
+        (
+            Patch(CATALOG, "lease", "self._policy.remove(chunk)", "pass"),
+            Patch(CATALOG, "_drop", "if chunk.held:", "if chunk.writers:"),
+        ),
+        by="every_read_is_right",
+        shape="async-load",
+    ),
+    "written_chunk_evicted": Mutant(
+        "A chunk that is being written may be dropped, and its slot is free at once.",
+        one(CATALOG, "_drop", "if chunk.held:", "if chunk.leases:"),
+    ),
+    "aborted_request_forgets_its_load": Mutant(
+        "An aborted request's load is forgotten while its copies run.",
+        one(
+            REQUESTS,
+            "finish",
+            "tracked.fire(m.FINISH)",
+            "from kvpipe.cache.catalog import Owner\n    self._jobs.in_flight.pop(tracked.load_job_id, None)\n"
+            "    self._jobs._catalog.release(Owner(request_id, tracked.epoch))\n    tracked.fire(m.FINISH)",
+        ),
+    ),
+    # ---- preemption --------------------------------------------------------------------------------------------------
+    "block_ids_extended_on_resume": Mutant(
+        "A resumed request's new blocks are put behind those that it has lost.",
+        one(
+            SAVING,
+            "_table",
+            "return self.blocks.table(tracked.request.request_id, group)",
+            "table = self.blocks.table(tracked.request.request_id, group)\n"
+            "    held = self.__dict__.setdefault('tables', {}).setdefault((tracked, group), [])\n"
+            "    held += table[len(held):]\n    return held",
+        ),
+    ),
+    "saved_count_kept_across_preemption": Mutant(
+        "A resumed request counts as saved what it had saved before, evicted or not.",
+        one(
+            SAVE_PROGRESS,
+            "admit",
+            "self.saved_units = held_units",
+            "self.saved_units = max(self.saved_units, held_units)",
+        ),
+        shape="async-scheduler-device-order",
+    ),
+    "saving_ends_with_a_preemption": Mutant(
+        "A resumed request saves nothing any more, as with a test for `input_len == prompt_len`.",
+        one(
+            REQUESTS,
+            "begin_admission",
+            "tracked.saving.admit(held_units)",
+            "tracked.saving.admit(held_units)\n    if tracked.preemptions:\n        tracked.saving.give_up()",
+        ),
+    ),
+    "preemption_unnoticed": Mutant(
+        "Nobody notices a preemption.",
+        one(REQUESTS, "notice_preemption", "if now != tracked.preemptions:", "if False:"),
+    ),
+    "late_notice_believed": Mutant(
+        "A preemption's notice that a new admission has overtaken counts as one more.",
+        one(
+            REQUESTS,
+            "notice_preemption",
+            "tracked.fire(m.PREEMPT_LATE)",
+            "tracked.fire(m.PREEMPT)\n        tracked.saving.preempted()",
+        ),
+    ),
+    "lookup_not_idempotent": Mutant(
+        "A request's hit is promised once; asked again it has none.",
+        one(
+            LOOKUPS,
+            "answer",
+            "tracked.fire(m.ASK)\n",
+            "tracked.fire(m.ASK)\n    if tracked.asking.stands(step):\n        return MISS\n",
+        ),
+    ),
+    "hit_seen_and_not_loaded": Mutant(
+        "A resumed request is promised its hit, and nothing is loaded.",
+        one(LOADING, "admit", "if external_tokens <= 0:", "if external_tokens <= 0 or tracked.preemptions:"),
+    ),
+    "id_of_an_aborted_request_reused": Mutant(
+        "A request gets the cursor of the earlier one with its id.",
+        (
+            Patch(REQUESTS, "add", "if old.request is request:", "if True:"),
+            Patch(REQUESTS, "finish", "del self.tracked[request_id]", "pass"),
+        ),
+    ),
+    "epochs_start_anew": Mutant(
+        "Epochs count per request, so those of a reused id come again.",
+        one(REQUESTS, "new_epoch", "return self._epochs", "return 1"),
+    ),
+}

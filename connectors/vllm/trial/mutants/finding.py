@@ -1,0 +1,45 @@
+"""What is found, and what is loaded then."""
+
+from __future__ import annotations
+
+from kvpipe.connectors.vllm.trial.mutants.base import LOADING, LOOKUPS, PREFIXES, SAVE_PROGRESS, SAVING, Mutant, one
+
+MUTANTS: dict[str, Mutant] = {
+    "window_not_needed": Mutant(
+        "A hit counts though the sliding window before its end is not held.",
+        one(PREFIXES, "longest", "while best and self._windows:", "while False:"),
+        shape="hybrid",
+    ),
+    "nothing_left_to_compute": Mutant(
+        "A load inside a step may cover the whole prompt.",
+        one(LOOKUPS, "answer", "min(tokens, request.num_tokens - 1)", "tokens"),
+        shape="device-order",
+    ),
+    "loaded_from_the_chunk_before": Mutant(
+        "Blocks in the middle of a chunk are loaded from its beginning.",
+        one(LOADING, "rows", "(page - base * pages, table[page].block_id)", "(0, table[page].block_id)"),
+    ),
+    "loaded_over_local_hits": Mutant(
+        "What vLLM holds itself is loaded over once more, though others read it.",
+        one(LOADING, "admit", "first = match.local_tokens // self._unit", "first = 0"),
+        shape="async-load",
+    ),
+    "window_blocks_saved": Mutant(
+        "Blocks outside of a sliding window, which vLLM has given away, are saved.",
+        one(SAVING, "_any_null", "any(table[i].is_null for i in range(first, stop))", "False"),
+        shape="hybrid",
+    ),
+    "retried_without_end": Mutant(
+        "A save that fails is tried again without end.",
+        one(SAVE_PROGRESS, "lost", "self.retries < SAVE_RETRIES_MAX and", ""),
+    ),
+    "whole_prompt_every_step": Mutant(
+        "Every step saves the whole prefix anew.",
+        one(
+            SAVING,
+            "plan",
+            "first, progress.saved_units = progress.saved_units, units",
+            "first, progress.saved_units = 0, units\n    self._catalog._pending[0].clear()",
+        ),
+    ),
+}

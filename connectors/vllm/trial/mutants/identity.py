@@ -1,0 +1,68 @@
+"""What a stored byte was computed from is taken for something else: weights that change, resets that do not last."""
+
+from __future__ import annotations
+
+from kvpipe.connectors.vllm.trial.mutants.base import LOOKUPS, RESETS, Mutant, one
+
+_DIGEST, _WEIGHTS, _MODEL = "kvpipe.digest", "kvpipe.connectors.vllm.weights", "kvpipe.connectors.vllm.model"
+_KNOWN = "kvpipe.scheduler.weights:Weights"
+_STALE = "kvpipe.connectors.vllm.remedies.stale:Stale"
+_UNIT, _TRIAL = "tests/vllm/test_weights.py", "property_tests/test_weights.py"
+
+MUTANTS: dict[str, Mutant] = {
+    "weights_are_sampled": Mutant(
+        "Of a large tensor only the first piece counts.",
+        one(_DIGEST, "tensor_digest", "digest.update(data)", "digest.update(data)\n        break"),
+        test="tests/unit/test_digest.py::test_every_bit_counts[tensor_digest]",
+    ),
+    "places_do_not_count": Mutant(
+        "On a device rows of weights may change places.",
+        one(_DIGEST, "device_digest", "_mixed(words ^ (places * _signed(seed)))", "_mixed(words)"),
+        test="tests/unit/test_digest.py::test_places_count[device_digest]",
+    ),
+    "packed_weights_do_not_count": Mutant(
+        "Weights that vLLM has packed away are not read before.",
+        one(_MODEL, "_named", "if module in _PACKED:", "if False:"),
+        test=f"{_UNIT}::test_weights_that_are_packed_away",
+    ),
+    "a_reset_is_undone": Mutant(
+        "When the weights become known after a reset, what was kept before it is found again.",
+        one("kvpipe.tiers.namespace:Namespace", "name", "not self.base or not self._own", "True"),
+        test="tests/scheduler/test_fetches.py::test_a_reset_before_the_weights_are_known",
+    ),
+    "callables_are_harmless": Mutant(
+        "A function that is sent to the workers is taken to leave the weights alone.",
+        one(
+            _WEIGHTS,
+            "_hear",
+            "method not in HARMLESS",
+            'method not in HARMLESS and method != "callable"',
+        ),
+        test=f"{_UNIT}::test_calls_of_the_executor",
+    ),
+    "answers_are_overtaken": Mutant(
+        "Weights that were others for a few steps only are taken for the same.",
+        one(
+            "kvpipe.scheduler.weights:Weights",
+            "answered",
+            "changed = not digest or digest != before",
+            "changed = not digest",
+        ),
+        test=f"{_UNIT}::test_doubt_and_answers",
+    ),
+    "doubt_is_served": Mutant(
+        "Hits are served while nobody knows whether the weights have changed.",
+        one(LOOKUPS, "_unknown", "self._weights.doubtful and", "False and"),
+        test=f"{_TRIAL}::test_weights_change",
+    ),
+    "a_change_is_not_forgotten": Mutant(
+        "What memory holds is found after the weights have changed.",
+        one(RESETS, "weights_changed", "self._forget()", "pass"),
+        test=f"{_TRIAL}::test_weights_change[two-ranks]",
+    ),
+    "old_kv_is_handed_on": Mutant(
+        "A request that shares blocks with one that has old weights' KV saves them under the new weights' name.",
+        one(_STALE, "rests_on", "self._requests[request] = {}\n    return True", "return False"),
+        test=f"{_UNIT}::test_requests_that_go_on_with_old_kv",
+    ),
+}

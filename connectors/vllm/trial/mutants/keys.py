@@ -1,0 +1,155 @@
+"""What is final, and under which key."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kvpipe.connectors.vllm.trial.mutants.base import (
+    ADAPTERS,
+    CATALOG,
+    LOADING,
+    PREFIXES,
+    SAVING,
+    Mutant,
+    Patch,
+    one,
+)
+from kvpipe.connectors.vllm.trial.shapes import BLOCK
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+def keys(kind: str) -> tuple[Patch, ...]:
+    """Take other keys than vLLM's and the adapter's, everywhere."""
+    other = f"__import__({__name__!r}, fromlist=['']).{kind}"
+    return one(ADAPTERS, "keys", "hashes: Sequence[bytes] = request.block_hashes", f"return {other}(request)")
+
+
+MUTANTS: dict[str, Mutant] = {
+    # ---- blocks of several sizes ----------------------------------------------------------------------------------
+    "one_hash_for_one_unit": Mutant(
+        "Block hashes are taken for those of units, though blocks of some groups are smaller.",
+        one(PREFIXES, "key", "units * self._hashes_per_unit - 1", "units - 1"),
+        shape="block-sizes",
+    ),
+    "one_page_for_one_unit": Mutant(
+        "A unit is loaded as one block of every group, though blocks of some groups are smaller.",
+        one(LOADING, "rows", "pages = self._geometry.pages_per_unit[group]", "pages = 1"),
+        shape="block-sizes",
+    ),
+    # ---- what is final -----------------------------------------------------------------------------------------------
+    "sliced_at_computed_tokens": Mutant(
+        "Tokens count as final up to `num_computed_tokens`, which runs ahead.",
+        one(
+            PREFIXES,
+            "final_units",
+            "min(min(tokens, request.num_tokens) // self._unit, len(hashes) // self._hashes_per_unit)",
+            "tokens // self._unit",
+        ),
+        shape="drafts",
+    ),
+    "not_saved_when_computed_runs_ahead": Mutant(
+        "What is computed ahead of the final tokens is skipped, and never come back to.",
+        one(
+            SAVING,
+            "plan",
+            "units = self._prefixes.final_units(request, end)",
+            "units = self._prefixes.final_units(request, end)\n    if end > request.num_tokens:\n"
+            "        progress.next_save_at_tokens = end + self._unit\n        return None",
+        ),
+        shape="drafts",
+    ),
+    "decode_not_saved": Mutant(
+        "What a request generates is silently not saved.",
+        one(
+            SAVING,
+            "plan",
+            "units = self._prefixes.final_units(request, end)",
+            "units = self._prefixes.final_units(request, min(end, request.num_prompt_tokens))",
+        ),
+    ),
+    "draft_tokens_saved": Mutant(
+        "Draft tokens are saved before they are accepted.",
+        (
+            *keys("keys_with_drafts"),
+            Patch(PREFIXES, "final_units", "min(tokens, request.num_tokens)", "tokens"),
+            Patch(
+                SAVING,
+                "plan_step",
+                "            tracked = tracked_of[request_id]\n",
+                "            tracked = tracked_of[request_id]\n"
+                "            tracked.request.drafts = step.scheduled_spec_decode_tokens.get(request_id, [])\n",
+            ),
+        ),
+        shape="drafts",
+    ),
+    "saved_before_computed": Mutant(
+        "The whole prompt is saved with its first piece.",
+        one(
+            SAVING,
+            "plan",
+            "units = self._prefixes.final_units(request, end)",
+            "units = self._prefixes.final_units(request, request.num_tokens)",
+        ),
+        by="every_read_is_right",
+    ),
+    # ---- keys --------------------------------------------------------------------------------------------------------
+    "key_without_salt": Mutant(
+        "Requests with another `cache_salt` share keys.", keys("keys_without_salt"), by="every_read_is_right"
+    ),
+    "key_without_lora": Mutant(
+        "Requests with another LoRA adapter share keys.", keys("keys_without_lora"), by="every_read_is_right"
+    ),
+    "key_without_group": Mutant(
+        "Cache groups share one index.",
+        (
+            Patch(CATALOG, "index", "self._index[group]", "self._index[0]"),
+            Patch(CATALOG, "find", "self._index[group]", "self._index[0]"),
+            Patch(CATALOG, "known", "key in self._index[group]", "key in self._index[0]"),
+        ),
+        shape="hybrid",
+    ),
+    "tail_unchecked": Mutant(
+        "A request writes on in a chunk that it has begun, though another has meanwhile.",
+        one(SAVING, "_claim", "opened.chunk if opened.chunk.tail == before else None", "opened.chunk"),
+    ),
+}
+
+
+def keys_without_salt(request: Request) -> list[bytes]:
+    """Return the block hashes that `request` would have without its `cache_salt`."""
+    return _hashes_of(request, cache_salt=None) if request.cache_salt else request.block_hashes  # type: ignore[return-value]
+
+
+def keys_without_lora(request: Request) -> list[bytes]:
+    """Return the block hashes that `request` would have without its LoRA adapter."""
+    return _hashes_of(request, lora_request=None) if request.lora_request else request.block_hashes  # type: ignore[return-value]
+
+
+def keys_with_drafts(request: Request) -> list[bytes]:
+    """Return the block hashes that `request` would have if its draft tokens were accepted."""
+    drafts = [token for token in getattr(request, "drafts", ()) if token >= 0]
+    if not drafts:
+        return request.block_hashes  # type: ignore[return-value]
+    return _hashes_of(request, _all_token_ids=[*request._all_token_ids, *drafts])  # noqa: SLF001
+
+
+def _hashes_of(request: Request, **changes: object) -> list[bytes]:
+    clone: Any = copy.copy(request)
+    vars(clone).update(changes, block_hashes=[])
+    if "_all_token_ids" in changes:
+        clone.all_token_ids = changes["_all_token_ids"]
+    hashes: list[bytes] = _hasher()(clone)
+    return hashes
+
+
+@functools.cache
+def _hasher() -> Callable[[Any], Any]:
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+
+    return get_request_block_hasher(BLOCK, sha256)

@@ -1,0 +1,46 @@
+"""Which models and which requests are served: what vLLM says of prefixes is not heard."""
+
+from __future__ import annotations
+
+from kvpipe.connectors.vllm.trial.mutants.base import LOOKUPS, Mutant, one
+
+_MODELS = "kvpipe.connectors.vllm.models"
+_UNIT = "tests/vllm/test_models.py"
+
+MUTANTS: dict[str, Mutant] = {
+    "pooling_is_taken_for_generation": Mutant(
+        "What vLLM says of prefixes is asked of models that generate only: MEAN and CLS pooling get hits.",
+        one(
+            _MODELS,
+            "_uncut",
+            "if model.is_prefix_caching_supported:",
+            "if model.is_prefix_caching_supported or model.pooler_config is not None:",
+        ),
+        test=f"{_UNIT}::test_each_statement_refuses",
+    ),
+    "only_the_first_layer_is_asked": Mutant(
+        "A group is served when its first layer looks at no later token, whatever the others do.",
+        one(_MODELS, "check_specs", "group.layer_names).values()", "group.layer_names[:1]).values()"),
+        test=f"{_UNIT}::test_one_layer_that_looks_ahead_is_enough",
+    ),
+    "batch_invariance_is_not_asked_for": Mutant(
+        "Attention backends after whose hits vLLM's batch invariance does not hold are served where it is promised.",
+        one(_MODELS, "check_backends", "if envs.VLLM_BATCH_INVARIANT else ()", "if False else ()"),
+        test=f"{_UNIT}::test_batch_invariance_without_hits_only",
+    ),
+    "the_longest_prompt_is_not_in_the_name": Mutant(
+        "Engines of one model share a namespace though their max_model_len, and rotary factors with it, differ.",
+        one("kvpipe.connectors.vllm.support", "identity", "model.max_model_len,", "0,"),
+        test="tests/engine/test_tiers.py::test_the_longest_prompt_is_part_of_the_name",
+    ),
+    "how_images_are_prepared_is_not_in_the_name": Mutant(
+        "Engines of one model share a namespace though each prepares images in another way.",
+        one("kvpipe.connectors.vllm.support", "identity", "media_facts(config)", '""'),
+        test="tests/engine/test_images.py::test_another_processor",
+    ),
+    "requests_that_read_nothing_are_looked_up": Mutant(
+        "A request whose prompt vLLM computes in full is looked up all the same, and fetched from tiers.",
+        one(LOOKUPS, "_why_not", "if tracked.request.skip_reading_prefix_cache:", "if False:"),
+        test="tests/scheduler/test_side.py::test_a_request_that_reads_no_cache_is_not_looked_up",
+    ),
+}

@@ -1,0 +1,31 @@
+"""What is used before its memory is there, or takes memory that is not."""
+
+from __future__ import annotations
+
+from kvpipe.connectors.vllm.trial.mutants.base import SCHEDULER, Mutant, one
+
+_READIER, _READY = "kvpipe.transfer.ready:Readier", "tests/transfer/test_ready.py"
+
+MUTANTS: dict[str, Mutant] = {
+    "slots_that_one_rank_has_ready": Mutant(
+        "Slots are used as soon as one rank has them in memory.",
+        one(SCHEDULER, "slots_ready", "min(self._ready.values())", "max(self._ready.values())"),
+        test="tests/scheduler/test_side.py::test_slots_are_used_when_every_rank_has_them_ready",
+    ),
+    "ready_but_not_in_memory": Mutant(
+        "Slots count as ready before their pages are touched.",
+        one(_READIER, "_next", "self._has_room(high - low) and self._touch(low, high)", "self._has_room(high - low)"),
+        test=f"{_READY}::test_all_of_the_pool_comes_into_memory",
+    ),
+    "a_pool_larger_than_memory": Mutant(
+        "The pool is brought into memory that is not there.",
+        one(_READIER, "_has_room", "return not is_short", "return True"),
+        test=f"{_READY}::test_a_pool_that_does_not_fit_stops_growing",
+    ),
+    "touched_while_in_use": Mutant(
+        "Pages are touched once their slots are ready, and what was saved there is lost.",
+        one(_READIER, "_next", "self._is_short, self._at = False, stop",
+            "self._is_short, self._at = False, stop\n    self._touch(0, high)"),
+        test=f"{_READY}::test_a_slot_is_not_touched_once_it_is_ready",
+    ),
+}  # fmt: skip

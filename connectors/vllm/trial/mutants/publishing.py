@@ -1,0 +1,111 @@
+"""When what was saved can be found."""
+
+from __future__ import annotations
+
+from kvpipe.connectors.vllm.trial.mutants.base import (
+    CATALOG,
+    COPIES,
+    JOBS,
+    PIPELINE,
+    REPORTED,
+    RESETS,
+    Mutant,
+    Patch,
+    one,
+)
+
+MUTANTS: dict[str, Mutant] = {
+    "published_before_the_last_layer": Mutant(
+        "A save is reported when its step ends, before its last layer has landed.",
+        (
+            Patch(
+                COPIES,
+                "_news",
+                "    for job in batch.jobs:\n        self.fire",
+                "    if event == m.CONFIRM and batch.kind is Kind.SAVE:\n"
+                "        batch.ended += [Outcome(job, ok=True, why='') for job in batch.jobs]\n"
+                "    for job in batch.jobs:\n        self.fire",
+            ),
+            Patch(
+                COPIES,
+                "report",
+                "batch.closed and batch.settled",
+                "batch.closed",
+            ),
+        ),
+        by="every_read_is_right",
+        shape="async-scheduler-device-order",
+    ),
+    "published_when_one_rank_has_landed": Mutant(
+        "The first rank's report is enough.",
+        one(JOBS, "reported", "job.count(reports, self._ranks)", "job.count(reports, 1)"),
+        shape="async-scheduler-hybrid",
+        by="every_read_is_right",
+    ),
+    "one_good_rank_is_enough": Mutant(
+        "A chunk is published that one rank has and another has failed.",
+        one(REPORTED, "count", "m.NOT_ALL if self.bad else m.ALL", "m.ALL if self.ok else m.NOT_ALL"),
+        shape="two-ranks",
+        by="every_read_is_right",
+    ),
+    "published_with_a_hole": Mutant(
+        "A piece is published though the piece before it was lost.",
+        one(CATALOG, "landed", "chunk.ready == piece.start and", ""),
+    ),
+    "published_after_eviction": Mutant(
+        "A piece that lands after its chunk was dropped can be found.",
+        one(CATALOG, "landed", " and chunk.state.row != m.EVICTING", ""),
+        shape="async-scheduler-drafts",
+    ),
+    "failed_copy_believed": Mutant(
+        "A save whose copy has failed counts as landed.",
+        one(
+            COPIES,
+            "_landed",
+            "if job.id in ticket.failed:",
+            "if job.id in ticket.failed and batch.kind is not Kind.SAVE:",
+        ),
+    ),
+    "redelivery_counts": Mutant(
+        "A completion that is delivered twice counts for two layers.",
+        one("kvpipe.statemachine.copy:LayerCursor", "landed", "if ahead == 1", "if ahead in (0, 1)"),
+    ),
+    "gap_tolerated": Mutant(
+        "A completion beyond the next layer counts as the next.",
+        one("kvpipe.statemachine.copy:LayerCursor", "landed", "if ahead == 1", "if ahead >= 1"),
+    ),
+    "missing_layer_overlooked": Mutant(
+        "A step end with missing layers counts as complete.",
+        one(PIPELINE, "_end", "if missing:", "if False:"),
+    ),
+    "saves_beside_a_failed_load_believed": Mutant(
+        "What is computed from a failed load is saved: neither the rank nor the scheduler's side drops it.",
+        (
+            Patch(PIPELINE, "_fail_step_saves", "if self._save is not None:", "if False:"),
+            Patch(JOBS, "taint_saves", "job.fire(m.TAINTED)", "pass"),
+        ),
+    ),
+    "reset_does_not_stop_saves": Mutant(
+        "Requests that live through a reset go on to be saved.",
+        one(RESETS, "_forget", "tracked.saving.give_up()", "pass"),
+    ),
+    "reset_spares_what_is_being_written": Mutant(
+        "A reset drops what can be found, and not what is being written.",
+        one(CATALOG, "reset", "chunk.state.row != m.EVICTING", "chunk.state.row not in {m.EVICTING, m.RESERVED}"),
+        shape="async-scheduler-drafts",
+    ),
+    "second_rank_overwrites_the_first": Mutant(
+        "Ranks' reports of one step are not added up.",
+        one(
+            "kvpipe.messages:Report",
+            "add",
+            "Tally(mine.ok + tally.ok, mine.bad + tally.bad)",
+            "tally",
+        ),
+        shape="two-ranks",
+    ),
+    "old_marks_stay": Mutant(
+        "A chunk that has grown can still be found by what it was, when that is no mark of it any more.",
+        one(CATALOG, "_mark", "if old not in kept and", "if False and"),
+    ),
+}

@@ -1,0 +1,78 @@
+"""What one tenant learns of another."""
+
+from __future__ import annotations
+
+from kvpipe.connectors.vllm.trial.mutants.base import PREFIXES, SAVING, STAGING, Mutant, Patch, one
+
+_TENANTS, _GUESSING = "tests/contract/test_tenants.py", "tests/tiers/test_guessing.py"
+_SEALER, _EVENTS = "kvpipe.tiers.envelope:Sealer", "kvpipe.connectors.vllm.kv_events:KvEvents"
+_HEARD = "events_are_the_catalog"
+
+MUTANTS: dict[str, Mutant] = {
+    "a_miss_tells_of_another_salt": Mutant(
+        "The reason of a miss is another one where the same first tokens were saved under another salt.",
+        (
+            Patch(
+                SAVING,
+                "_try_save",
+                "return self._jobs.save(tracked, rows, tuple(pieces), first).job",
+                "self.__dict__.setdefault('firsts', set()).add(tuple(tracked.request.all_token_ids[: self._unit]))\n"
+                "        self._prefixes.firsts = self.firsts\n"
+                "        return self._jobs.save(tracked, rows, tuple(pieces), first).job",
+            ),
+            Patch(
+                PREFIXES,
+                "why_short",
+                "return miss_reasons.NOT_SAVED",
+                "known = tuple(request.all_token_ids[: self._unit]) in getattr(self, 'firsts', ())\n"
+                "    return miss_reasons.EVICTED if known else miss_reasons.NOT_SAVED",
+            ),
+        ),
+        test=f"{_TENANTS}::test_a_first_block_that_another_tenant_has_asked",
+    ),
+    "encrypted_values_have_plain_names": Mutant(
+        "Who reads an encrypted tier sees vLLM's own hashes.",
+        one(_SEALER, "names", "tuple(one.name(key) for one in self._ring.values()) or (key,)", "(key,)"),
+        test=f"{_GUESSING}::test_guesses_of_an_encrypted_tier_are_not[disk]",
+    ),
+    "one_key_for_all_values": Mutant(
+        "Values are encrypted with one key and one nonce.",
+        one(_SEALER, "seal", "os.urandom(SALT_BYTES)", "bytes(SALT_BYTES)"),
+        test="tests/tiers/test_envelope.py::test_a_key_encrypts_one_value",
+    ),
+    "only_the_newest_key_is_asked": Mutant(
+        "What was stored before the encryption key was changed is not found any more.",
+        one(_SEALER, "names", "or (key,)", "[:0] or (next(iter(self._ring.values())).name(key),) * self.ways"),
+        test=f"{_GUESSING}::test_a_key_is_changed_while_values_are_kept[disk]",
+    ),
+    "events_without_extra_keys": Mutant(
+        "Routers take salted, LoRA and image blocks for plain ones.",
+        one(_EVENTS, "_announce", "to_event_extra_keys(blocks.extra_keys[at:])", "None"),
+        shape="hybrid",
+        by=_HEARD,
+    ),
+    "events_of_one_group": Mutant(
+        "Blocks of every cache group are announced as the first one's.",
+        one(_EVENTS, "_announce", "group_idx=group", "group_idx=0"),
+        shape="hybrid",
+        by=_HEARD,
+    ),
+    "fetched_chunks_are_not_announced": Mutant(
+        "What comes from a tier can be found, and no router hears of it.",
+        one(STAGING, "_landed", "self._published(transfer.stages[0].request, piece)", "pass"),
+        shape="tier",
+        by=_HEARD,
+    ),
+    "routers_forget_with_vllms_cache": Mutant(
+        "vLLM empties its own cache, and nobody says that kvpipe still holds what it held.",
+        one(_EVENTS, "watch", "if done:", "if False:"),
+        shape="async-load",
+        by=_HEARD,
+    ),
+    "a_block_goes_with_its_first_chunk": Mutant(
+        "A block is removed when one of the chunks that hold it is dropped.",
+        one(_EVENTS, "dropped", "if not self._held[chunk.group, key]:", "if self._held[chunk.group, key] >= 0:"),
+        shape="async-load",
+        by=_HEARD,
+    ),
+}

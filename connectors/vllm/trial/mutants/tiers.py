@@ -1,0 +1,73 @@
+"""What goes to tiers, and what comes from there."""
+
+from __future__ import annotations
+
+from kvpipe.connectors.vllm.trial.mutants.base import STAGING, STORING, Mutant, Patch, one
+
+MUTANTS: dict[str, Mutant] = {
+    "fetch_believed": Mutant(
+        "A fetched chunk is published though a rank could not bring it.",
+        one(STAGING, "_landed", "if done:", "if True:"),
+        "tier",
+        "findable_chunks_are_whole_and_true",
+    ),
+    "bytes_not_checked": Mutant(
+        "What a tier returns is taken for what was stored.",
+        one("kvpipe.tiers.envelope:Sealer", "unseal", 'raise DamagedError("checksum")', "pass"),
+        "tier",
+        "findable_chunks_are_whole_and_true",
+    ),
+    "first_rank_decides": Mutant(
+        "A fetched chunk is published when one rank of several has it.",
+        (
+            Patch(STAGING, "reported", "count(tally, self._ranks):", "count(tally, self._ranks) and transfer.ok:"),
+            Patch(STAGING, "_landed", "transfer.state.row == job_m.DONE", "transfer.ok > 0"),
+        ),
+        "two-tiers",
+    ),
+    "stage_leases_kept": Mutant(
+        "A request that waited for a tier keeps its chunks for ever.",
+        one(STAGING, "_end", "self._leased -= self._catalog.release(stage.owner, hit=False)", "pass"),
+        "tier",
+        "nothing_is_held",
+    ),
+    "store_leases_kept": Mutant(
+        "A chunk that was stored in a tier is held for ever.",
+        one(
+            STORING,
+            "over",
+            "self._catalog.release(self.under_way.pop(order.id), hit=False)",
+            "self.under_way.pop(order.id)",
+        ),
+        "tier",
+        "nothing_is_held",
+    ),
+    "store_not_leased": Mutant(
+        "A chunk on its way to a tier may be evicted, and its slot filled anew, meanwhile.",
+        one(STORING, "plan", "self._catalog.lease(owner, [chunk])", "pass"),
+        "tier",
+        "leases_have_owners",
+    ),
+    "parts_not_told_apart": Mutant(
+        "All ranks write their parts of a chunk under one name.",
+        (
+            Patch("kvpipe.tiers.carrier:Carrier", "_work", "order.group, self._rank,", "order.group, 0,"),
+            Patch("kvpipe.tiers.finder:Finder", "_exists", "group, rank, self._ranks)", "group, 0, self._ranks)"),
+        ),
+        "two-tiers",
+    ),
+    "groups_not_told_apart": Mutant(
+        "All cache groups write their chunks under one name.",
+        (
+            Patch("kvpipe.tiers.carrier:Carrier", "_work", "order.chunk, order.group, self", "order.chunk, 0, self"),
+            Patch("kvpipe.tiers.finder:Finder", "_exists", "group, rank, self._ranks)", "0, rank, self._ranks)"),
+        ),
+        "tier-hybrid",
+        "findable_chunks_are_whole_and_true",
+    ),
+    "deleted_files_are_remembered": Mutant(
+        "Who only looks at a disk keeps the key of every file that was ever there.",
+        one("kvpipe.tiers.disk.index:Index", "_forget", "self._unsorted.pop(key, None)", "pass"),
+        test="tests/tiers/test_disk_index.py::test_what_others_deleted_is_not_held",
+    ),
+}

@@ -1,0 +1,207 @@
+"""Put bugs back in, one at a time. A suite that lets one live is too weak: `make mutants`.
+
+A mutant replaces text in the source of a few methods and compiles them anew, in the running process; where the text
+is no longer there it says so. Each is given the default profile of the property tests, case by case, in forked
+children, until an invariant is broken; or, where it names a test, that test.
+"""
+
+from __future__ import annotations
+import __future__
+
+import argparse
+import functools
+import importlib
+import inspect
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
+
+import pytest
+
+from kvpipe.connectors.vllm.trial.children import LOG_MAX, SAID_MAX, Case, CaseLimits, CaseRunner
+from kvpipe.connectors.vllm.trial.mutants import MUTANTS, Mutant, Patch
+from kvpipe.connectors.vllm.trial.nightly import SEEDS, Work, make_pool, sequences
+from kvpipe.connectors.vllm.trial.shapes import KVPIPE, SHAPES
+
+STUCK_SECONDS = 20.0
+_PYTEST = ("-q", "-x", "--tb=short", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
+"""What is mutated was imported before pytest."""
+
+
+@contextmanager
+def mutated(mutant: Mutant) -> Iterator[None]:
+    """Put `mutant` into this process, and take it out again. Whoever has imported a function has it, too.
+
+    Raises:
+        LookupError: the text that it replaces is not there, or not once.
+
+    """
+    sources: dict[FunctionType, str] = {}
+    codes: dict[FunctionType, CodeType] = {}
+    try:
+        for where, method, old, new in mutant.patches:
+            module, _, name = where.partition(":")
+            owner: Any = importlib.import_module(module)
+            functions = dict(_functions(getattr(owner, name) if name else owner, method))
+            changed = 0
+            for key, function in functions.items():
+                source = sources.get(function) or textwrap.dedent(inspect.getsource(function))
+                if method == "*" and old not in source:
+                    continue
+                if old not in source or (method != "*" and source.count(old) != 1):
+                    raise LookupError(f"{where}.{key} has {old!r} {source.count(old)} times; mend the mutant")
+                codes.setdefault(function, function.__code__)
+                sources[function] = source.replace(old, new)
+                function.__code__ = _compiled(function, sources[function])
+                changed += 1
+            if not changed:
+                raise LookupError(f"{where}.{method} has no {old!r}; mend the mutant")
+        yield
+    finally:
+        for function, code in codes.items():
+            function.__code__ = code
+
+
+def _functions(owner: Any, method: str) -> Iterator[tuple[str, FunctionType]]:  # noqa: ANN401  (a class or a module)
+    for key, found in vars(owner).items():
+        function = _plain(found)
+        if method in {"*", key} and isinstance(function, FunctionType):
+            yield key, function
+
+
+def _compiled(function: FunctionType, source: str) -> CodeType:
+    """Return the code of `source`, a `def`, with the free variables that `function` has."""
+    free = function.__code__.co_freevars
+    whole = f"def _({', '.join(free)}):\n{textwrap.indent(source, '    ')}\n    return {function.__name__}\n"
+    made: dict[str, Any] = {}
+    name = f"<mutated {function.__qualname__}>"
+    exec(compile(whole, name, "exec", __future__.annotations.compiler_flag), function.__globals__, made)  # noqa: S102
+    code: CodeType = _plain(made["_"](*free)).__code__
+    return code
+
+
+def _plain(found: Any) -> Any:  # noqa: ANN401
+    """Return the function in a static or class method, a property, a wrapper; anything else as it is."""
+    plain = getattr(found, "__func__", None) or getattr(found, "fget", None) or found
+    return inspect.unwrap(plain) if callable(plain) else plain
+
+
+# ---- trying to kill them --------------------------------------------------------------------------------------------
+
+
+class Verdict(NamedTuple):
+    """How a mutant fared: `by` is the invariant that killed it, or empty."""
+
+    name: str
+    by: str
+    said: str
+    shape: str
+    seed: int
+    trials: int
+    steps: int
+    seconds: float
+
+
+def profile(mutant: Mutant, kept: list[Work]) -> Iterator[Case]:
+    """Yield what is kept and each shape by each seed, as in the default profile; the mutant's own shape comes first."""
+    works = [*kept, *(Work(name, seed) for seed in SEEDS for name in SHAPES)]
+    for work in sorted(works, key=lambda work: work.shape != mutant.shape):
+        yield Case(KVPIPE, work.shape, work.seed, work.all_moves(), invariant=mutant.by)
+
+
+def judge(name: str, kept: list[Work]) -> Verdict:
+    """Give a mutant the cases of the default profile until one finds it."""
+    began, trials, steps = time.monotonic(), 0, 0
+    mutant = MUTANTS[name]
+    if mutant.test:
+        by, message = _tested(mutant)
+        return Verdict(name, by, message, "", -1, 1, 0, time.monotonic() - began)
+    with CaseRunner(CaseLimits(STUCK_SECONDS)) as bench, mutated(mutant):
+        for case in profile(mutant, kept):
+            found = bench.run(case)
+            trials, steps = trials + 1, steps + found.steps
+            by = {"broken": found.name, "raised": "nothing_raises", "hung": "no_hang"}.get(found.kind, found.kind)
+            if by and mutant.by in {"", by}:
+                return Verdict(name, by, found.said, case.shape, case.seed, trials, steps, time.monotonic() - began)
+    return Verdict(name, "", "", "", -1, trials, steps, time.monotonic() - began)
+
+
+def _tested(mutant: Mutant) -> tuple[str, str]:
+    """Run the mutant's own test in a process of its own. Returns (who killed it, what it said).
+
+    Raises:
+        LookupError: the mutant's text is gone, or there is no such test.
+
+    """
+    command = [sys.executable, "-m", "kvpipe.connectors.vllm.trial.mutate", "--under", json.dumps(mutant)]
+    ran = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)  # noqa: S603  (ours)
+    message = (ran.stdout + ran.stderr)[-LOG_MAX:]
+    if ran.returncode not in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED}:
+        raise LookupError(f"{mutant.test} ended with {ran.returncode}: {message}")
+    return (mutant.test.rpartition("::")[2] if ran.returncode else "", message)
+
+
+def _run_test(text: str) -> int:
+    """Run the test of a mutant, which `text` has as JSON, under it; return pytest's exit status."""
+    does, patches, *rest = json.loads(text)
+    mutant = Mutant(does, tuple(Patch(*patch) for patch in patches), *rest)
+    try:
+        with mutated(mutant):
+            return int(pytest.main([mutant.test, *_PYTEST]))
+    except LookupError:
+        traceback.print_exc()
+        return int(pytest.ExitCode.USAGE_ERROR)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Judge all mutants; return 1 when one lives."""
+    parser = argparse.ArgumentParser(prog="python -m kvpipe.connectors.vllm.trial.mutate", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="MUTANT", help="only these")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--sequences", type=Path, help="folder with kept sequences, which are part of the profile")
+    parser.add_argument("--json", type=Path, help="file for the verdicts")
+    parser.add_argument("--under", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.under is not None:
+        return _run_test(options.under)
+    if unknown := set(options.names) - set(MUTANTS):
+        parser.error(f"no mutant {', '.join(sorted(unknown))}; choose from {', '.join(MUTANTS)}")
+    kept = sequences(options.sequences) if options.sequences is not None else []
+    verdicts = []
+    with make_pool(options.jobs) as pool:
+        for verdict in pool.imap_unordered(functools.partial(judge, kept=kept), options.names or list(MUTANTS)):
+            verdicts.append(verdict)
+            how = f"killed by {verdict.by}" if verdict.by else "LIVES"
+            sys.stdout.write(
+                f"{verdict.name:40} {how:50} {verdict.trials:3} trials "
+                f"{verdict.steps:6} steps {verdict.seconds:6.1f} s\n"
+            )
+            sys.stdout.flush()
+    alive = [verdict.name for verdict in verdicts if not verdict.by]
+    if options.json is not None:
+        keep(options.json, verdicts)
+    sys.stdout.write(f"{len(verdicts) - len(alive)} of {len(verdicts)} mutants killed\n")
+    return 1 if alive else 0
+
+
+def keep(file: Path, verdicts: list[Verdict]) -> None:
+    """Write `verdicts` over older ones of the same mutants; those of mutants that are gone go."""
+    known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    every = {one["name"]: one for one in known} | {
+        one.name: one._asdict() | {"said": one.said[:SAID_MAX]} for one in verdicts
+    }
+    text = json.dumps([every[name] for name in MUTANTS if name in every], indent=1)
+    file.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,266 @@
+"""Trials by the seed, for as long as one likes: `make fuzz SECONDS_MAX=3600`.
+
+With a state file a run goes on where the last one ended. What breaks an invariant is shrunk and written as a sequence
+that `property_tests/regressions/` can keep. Exits with 1 when that happened, and with `--reach` also when a cell that
+can be reached never was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from multiprocessing.pool import IMapIterator, Pool
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvpipe.connectors.vllm.trial import reach
+from kvpipe.connectors.vllm.trial.children import Case, CaseRunner
+from kvpipe.connectors.vllm.trial.invariants import Watched
+from kvpipe.connectors.vllm.trial.moves import trial_moves
+from kvpipe.connectors.vllm.trial.shapes import KVPIPE, SHAPES, Shape
+from kvpipe.connectors.vllm.trial.trial import Move, Trial
+
+REPORT_SECONDS = 15.0
+STUCK_SECONDS = 600.0
+SHRINK_SECONDS = 120.0
+BROKEN_MAX = 20
+SEEDS = range(8)
+"""The seeds of the default profile, for every shape."""
+
+
+class TrialRun(NamedTuple):
+    """One trial's end. `broken` is empty when every invariant held; `made` are the moves up to there."""
+
+    steps: int
+    broken: list[str]
+    made: list[Move]
+    counters: Counter[str]
+    cells: Counter[reach.Cell]
+
+
+def run(shape: Shape, seed: int, moves: Iterable[Move] | None = None) -> TrialRun:
+    """Try `shape` with the moves of `seed`, or with `moves`; stop at the first broken invariant."""
+    trial = Trial(shape, seed)
+    watched = Watched(trial)
+    made: list[Move] = []
+    try:
+        for move in trial_moves(shape, seed) if moves is None else moves:
+            made.append(move)
+            trial.do(move)
+            if watched.broken:
+                break
+    except Exception:  # noqa: BLE001  (whatever came out of vLLM is the finding)
+        watched.broken.append(f"nothing_raises: {traceback.format_exc(limit=-8)}")
+    finally:
+        trial.close()
+    counters: Counter[str] = Counter()
+    for connector in (trial.kvpipe, *(rank.kvpipe for rank in trial.ranks)):
+        counters.update(getattr(connector, "counters", {}))
+    return TrialRun(trial.steps, watched.broken, made, counters, reach.counts(trial))
+
+
+class Work(NamedTuple):
+    """One trial to make: of a seed, or of a kept sequence."""
+
+    shape: str
+    seed: int
+    moves: tuple[Move, ...] | None = None
+
+    def all_moves(self) -> tuple[Move, ...]:
+        """Return the moves that it makes."""
+        return self.moves if self.moves is not None else tuple(trial_moves(SHAPES[self.shape], self.seed))
+
+
+class Done(NamedTuple):
+    """One trial made."""
+
+    work: Work
+    ran: TrialRun
+
+
+def _make(work: Work) -> Done:
+    return Done(work, run(SHAPES[work.shape], work.seed, work.moves))
+
+
+def sequences(folder: Path) -> list[Work]:
+    """Return the sequences that `folder` keeps."""
+    kept = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    return [Work(one["shape"], one["seed"], tuple(tuple(move) for move in one["moves"])) for one in kept]
+
+
+class Night:
+    """A run over seeds: what it has done so far, kept in a file if one is given."""
+
+    def __init__(self, state: Path | None, jobs: int = 1) -> None:
+        """Go on where `state` says, with so many processes."""
+        self._state, self._jobs = state, jobs
+        self.seed = self.steps = self.trials = 0
+        self.seconds = 0.0
+        self.cells: Counter[reach.Cell] = Counter()
+        self.broken: list[dict[str, object]] = []
+        if state is not None and state.exists():
+            kept = json.loads(state.read_text(encoding="utf-8"))
+            self.seed, self.steps, self.trials = kept["seed"], kept["steps"], kept["trials"]
+            self.seconds, self.broken = kept["seconds"], kept["broken"]
+            self.cells.update({reach.Cell(*name.split("/")): times for name, times in kept["cells"].items()})
+
+    def save(self) -> None:
+        """Write the state file."""
+        if self._state is not None:
+            kept = {
+                "seed": self.seed, "steps": self.steps, "trials": self.trials, "seconds": round(self.seconds, 1),
+                "broken": self.broken, "cells": {"/".join(cell): n for cell, n in sorted(self.cells.items())},
+            }  # fmt: skip
+            self._state.parent.mkdir(parents=True, exist_ok=True)
+            self._state.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+
+    def go(self, names: list[str], first: list[Work], seconds: float, seed_stop: int, steps_stop: int) -> None:
+        """Make the trials of `first`, then every shape per seed, until one of the limits."""
+        begin = last = time.monotonic()
+        seeds, steps, earlier = self.seed, self.steps, self.seconds
+        with make_pool(self._jobs) as pool:
+            todo = first
+            while True:
+                for done in _results(pool.imap_unordered(_make, todo), todo):
+                    self._account(done)
+                now = time.monotonic()
+                self.seconds = earlier + now - begin
+                if todo is not first:
+                    self.seed += 1
+                over = self.seed >= seed_stop or self.steps >= steps_stop or now - begin > seconds
+                if over or len(self.broken) >= BROKEN_MAX:
+                    break
+                todo = [Work(name, self.seed) for name in names]
+                if now - last > REPORT_SECONDS:
+                    last = now
+                    self.save()
+                    reached, can, _ = reach.report(self.cells)
+                    sys.stdout.write(
+                        f"seed {self.seed}: {self.steps} steps, {(self.steps - steps) / (now - begin):.0f} steps/s, "
+                        f"{(self.seed - seeds) / (now - begin):.2f} seeds/s of {len(names)} trials, "
+                        f"{reached} of {can} cells, "
+                        f"{len(self.broken)} broken\n"
+                    )
+                    sys.stdout.flush()
+        self.save()
+
+    def _account(self, done: Done) -> None:
+        work, ran = done
+        self.trials += 1
+        self.steps += ran.steps
+        self.cells += ran.cells
+        if ran.broken:
+            made = [list(move) for move in ran.made]
+            self.broken.append({"shape": work.shape, "seed": work.seed, "broken": ran.broken[:3], "moves": made})
+            sys.stdout.write(f"BROKEN {work.shape} seed {work.seed} after {len(made)} moves: {ran.broken[0][:600]}\n")
+            sys.stdout.flush()
+
+
+def _results(results: IMapIterator[Done], todo: list[Work]) -> Iterator[Done]:
+    """Yield results as they come; a process that hangs or died is a finding, and the end of the run."""
+    left = list(todo)
+    while left:
+        try:
+            done = results.next(STUCK_SECONDS)
+        except multiprocessing.TimeoutError:
+            hung = "no_hang: no result in time; `kvpipe fuzz` can say more"
+            for work in left:
+                yield Done(work, TrialRun(0, [hung], [], Counter(), Counter()))
+            return
+        left.remove(done.work)
+        yield done
+
+
+def start_process(free: multiprocessing.SimpleQueue[int]) -> None:
+    """Bind this process to one of the cores that are `free`, and keep expected warnings out of the report."""
+    import logging
+
+    import torch
+
+    if hasattr(os, "sched_setaffinity"):  # a trial's threads take turns: on one core they do so without waking another
+        core = free.get()
+        free.put(core)  # behind the others': for whoever takes the place of a process that dies
+        os.sched_setaffinity(0, {core})
+    torch.set_num_threads(1)
+    logging.disable(logging.ERROR)
+
+
+def make_pool(processes: int) -> Pool:
+    """Return a pool for trials, a process per core, in which a seed always leads to the same trial."""
+    os.environ["PYTHONHASHSEED"] = "0"  # the order of vLLM's sets of request ids is part of a trial
+    context = multiprocessing.get_context("spawn")
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
+    free: multiprocessing.SimpleQueue[int] = context.SimpleQueue()
+    for i in range(processes):
+        free.put(cores[i % len(cores)])
+    return context.Pool(processes, start_process, (free,))
+
+
+def shrink(broken: list[dict[str, object]], folder: Path) -> None:
+    """Write each finding's shortest sequence into `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with make_pool(1) as pool:
+        for one in broken:
+            kept = pool.apply(_shrink_one, (one,))
+            path = folder / f"{kept['shape']}-{kept['seed']}.json"
+            path.write_text(json.dumps(kept) + "\n", encoding="utf-8")
+            sys.stdout.write(f"{len(kept['moves'])} moves in {path}\n")
+
+
+def _shrink_one(broken: dict[str, Any]) -> dict[str, Any]:
+    shape, seed = broken["shape"], broken["seed"]
+    with CaseRunner() as bench:
+        case = Case(KVPIPE, shape, seed, tuple(tuple(move) for move in broken["moves"]))
+        found = bench.run(case)
+        if found.kind:
+            case, found = bench.shrink(case, found, SHRINK_SECONDS)
+    sentence = f"{found.name}: {found.said}" if found.kind else f"it did not happen again: {broken['broken']}"
+    return {"sentence": sentence, "shape": shape, "seed": seed, "moves": [list(move) for move in case.moves]}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run, and say what was covered."""
+    parser = argparse.ArgumentParser(prog="python -m kvpipe.connectors.vllm.trial.nightly", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long")
+    parser.add_argument("--seeds", type=int, default=1 << 60, help="stop before this seed")
+    parser.add_argument("--steps", type=int, default=1 << 60, help="stop after so many steps")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--shape", action="append", choices=sorted(SHAPES), help="only this shape; may be repeated")
+    parser.add_argument("--sequences", type=Path, help="folder with kept sequences to begin with")
+    parser.add_argument("--state", type=Path, help="file to go on from, and to write")
+    parser.add_argument("--out", type=Path, default=Path(".cache/fuzz"), help="folder for shrunk findings")
+    parser.add_argument("--reach", action="store_true", help="fail when a cell that can be reached was not")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    options = parser.parse_args(arguments)
+    import vllm
+
+    night = Night(options.state, options.jobs)
+    known = len(night.broken)
+    first = sequences(options.sequences) if options.sequences is not None else []
+    night.go(options.shape or list(SHAPES), first, options.seconds, options.seeds, options.steps)
+    found = night.broken[known:]
+    if found:
+        shrink(found, options.out)
+    reached, can, missed = reach.report(night.cells)
+    rate = night.steps / max(night.seconds, 1e-9)
+    sys.stdout.write(
+        f"vLLM {vllm.__version__}: {night.trials} trials to seed {night.seed}, {night.steps} steps in "
+        f"{night.seconds:.0f} s ({rate:.0f}/s), {len(night.broken)} broken\n"
+        f"cells reached: {reached} of {can}\n" + "".join(f"  never: {cell}\n" for cell in missed)
+    )
+    if options.reach and missed:
+        sys.stdout.write("not every cell that can be reached was: give it more time\n")
+    if options.json:
+        sys.stdout.write(json.dumps({"version": vllm.__version__, "broken": night.broken, "seed": night.seed}) + "\n")
+    return 1 if found or (options.reach and missed) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

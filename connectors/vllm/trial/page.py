@@ -1,0 +1,73 @@
+"""The generated parts of docs/fuzzing.md: `python -m kvpipe.connectors.vllm.trial.page`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import kvpipe.doc_tables
+from kvpipe.connectors.vllm.trial.invariants import INVARIANTS, LAWS, SEEN_BY_TRIALS
+from kvpipe.connectors.vllm.trial.mutants import MUTANTS
+from kvpipe.connectors.vllm.trial.reach import MACHINES, reachable
+from kvpipe.connectors.vllm.trial.shapes import SHAPES
+from kvpipe.connectors.vllm.trial.trial import MOVES
+
+PAGE, VERDICTS = Path("docs/fuzzing.md"), Path("docs/results/mutants.json")
+
+
+def tables(verdicts: list[dict[str, object]]) -> dict[str, str]:
+    """Return each table by its name; `verdicts` are those that `make mutants` has written."""
+    killed = {str(one["name"]): one for one in verdicts}
+    return {
+        "invariants": _table("law", "invariant", "says", rows=_invariants()),
+        "moves": _table("move", "arguments: what happens", rows=((f"`{n}`", text) for n, text in MOVES.items())),
+        "shapes": _table("shape", "", rows=((f"`{n}`", f"`{_differs(n)}`") for n in SHAPES)),
+        "reach": _table("machine", "cells", "that do not reject", rows=_reach()),
+        "mutants": _table(
+            "bug put back in", "", "found by", "after",
+            rows=(
+                (f"`{n}`", one.does, f"`{killed[n]['by']}`", "its test" if one.test else f"{killed[n]['steps']} steps")
+                for n, one in MUTANTS.items()
+                if n in killed
+            ),
+        ),
+    }  # fmt: skip
+
+
+def _invariants() -> Iterator[tuple[str, ...]]:
+    for number, law in LAWS.items():
+        names = [(one.name, one.sentence) for one in INVARIANTS.values() if number in one.laws]
+        names += [(name, sentence) for name, (held, sentence) in SEEN_BY_TRIALS.items() if held == number]
+        for i, (name, sentence) in enumerate(names):
+            yield (f"{number}. {law}" if not i else "", f"`{name}`", sentence)
+
+
+def _reach() -> Iterator[tuple[str, ...]]:
+    can = reachable()
+    for machine in MACHINES:
+        cells = len(machine.states) * len(machine.events)
+        yield machine.name, str(cells), str(sum(cell.machine == machine.name for cell in can))
+
+
+def _differs(name: str) -> str:
+    shape, plain = SHAPES[name], type(SHAPES[name])()
+    return ", ".join(
+        f"{field}={value!r}" for field, value, usual in zip(shape._fields, shape, plain, strict=True) if value != usual
+    )
+
+
+def _table(*head: str, rows: Iterator[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def fill(text: str, verdicts: list[dict[str, object]]) -> str:
+    """Return `text` with every generated table made anew."""
+    return kvpipe.doc_tables.fill(text, tables(verdicts))
+
+
+if __name__ == "__main__":
+    PAGE.write_text(fill(PAGE.read_text("utf-8"), json.loads(VERDICTS.read_text("utf-8"))), "utf-8")
+    sys.stdout.write(f"{PAGE}\n")

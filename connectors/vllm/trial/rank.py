@@ -1,0 +1,375 @@
+"""One rank's fake model runner: real paged tensors, and the connector's hooks in the order of vLLM's runners.
+
+V1 (`v1/worker/kv_connector_model_runner_mixin.py`): preemptions are handled before new blocks are zeroed. V2
+(`v1/worker/gpu/kv_connector.py`): after, with keyword arguments, and `finish_forward` behind the forward. Sync loads
+start before the forward, others behind it; with a draft model the step is finalized after its reports.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from kvpipe.connectors.vllm.trial.content import Sequence, Words, layer_key
+from kvpipe.connectors.vllm.trial.ears import empty, kvpipe_in
+from kvpipe.connectors.vllm.trial.shapes import Shape
+from kvpipe.messages import Kind, Report, Tally
+from kvpipe.transfer.pool import HostPool
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+
+STEPS_PER_SLOT = 6
+QUIRKS = {
+    "no_waits": "attention reads without `wait_for_layer_load`",
+    "no_saves": "`save_kv_layer` is not called",
+    "no_layers": "no layer hook runs, as in a replay of a full CUDA graph",
+    "no_start": "`start_load_kv` is not called",
+    "no_end": "`wait_for_save` is not called",
+    "no_clear": "the metadata is not cleared",
+    "no_tail": "neither `wait_for_save` is called nor the metadata cleared, as on some of V1's pipeline ranks",
+    "mid_end": "`wait_for_save` runs in mid-forward",
+    "twice": "every hook runs twice",
+    "backwards": "the layers run in reverse",
+    "strangers": "hooks of layers that nobody registered",
+    "early_clear": "the metadata is cleared before the forward",
+    "mid_clear": "the metadata is cleared in mid-forward",
+    "early_bind": "an empty step is bound over this one before the forward",
+    "mid_bind": "an empty step is bound over this one in mid-forward",
+    "late_start": "`start_load_kv` is called when the results were asked for",
+}
+"""What a runner may do to a connector that its grammar does not allow."""
+STOPS = ("", "first_stop", "early_stop", "mid_stop", "late_stop")
+"""Where in a step a rank may be shut down: between steps, before its metadata is bound, before the forward, in it, when
+the results were asked for."""
+
+
+class Wrong(NamedTuple):
+    """A read of KV that was not what belongs there."""
+
+    rank: int
+    request: str
+    layer: str
+    positions: list[int]
+    blocks: frozenset[int]
+
+
+class TrialStep(NamedTuple):
+    """A scheduled step: vLLM's output, and what was true when it was scheduled."""
+
+    output: SchedulerOutput
+    sampling: frozenset[str]  # requests whose prefill is complete with this step
+    sequences: dict[str, Sequence]
+
+
+class RankOutput(NamedTuple):
+    """What one rank has to say about a step."""
+
+    kv_output: KVConnectorOutput
+    said: dict[str, list[int]]  # the tokens that each request would sample: accepted drafts, and the one behind them
+    wrong: list[Wrong]
+
+
+class PagedLayer(NamedTuple):
+    """One layer's paged cache, ``[block, 1, token, 2]`` float32, and the same memory as 64-bit words."""
+
+    name: str
+    group: int
+    cache: torch.Tensor
+    words: Words
+    key: np.uint64
+
+
+class Runner(ABC):
+    """What every runner knows of its requests: their block tables, and how much of them is computed."""
+
+    def __init__(self, shape: Shape) -> None:
+        """Start without requests."""
+        self.shape = shape
+        self._tables: dict[str, list[list[int]]] = {}
+        self._computed: dict[str, int] = {}
+        self._own_counts = shape.asynchronous and shape.drafts > 0
+
+    @abstractmethod
+    def execute(self, step: TrialStep, drafts: dict[str, list[int]]) -> RankOutput:
+        """Run one step. `drafts` are the draft tokens that end each request's scheduled tokens."""
+
+    def computed(self, request: str) -> int:
+        """Return how many tokens of `request` are computed, drafts that were rejected taken off."""
+        return self._computed[request]
+
+    def table(self, request: str) -> set[int]:
+        """Return the blocks of `request`, of all groups."""
+        return {block for table in self._tables.get(request, ()) for block in table}
+
+    def _update_states(self, output: SchedulerOutput) -> None:
+        for request in output.finished_req_ids:
+            self._tables.pop(request, None)
+        for new in output.scheduled_new_reqs:
+            self._tables[new.req_id] = [list(ids) for ids in new.block_ids]
+            self._computed[new.req_id] = new.num_computed_tokens
+        cached = output.scheduled_cached_reqs
+        for request, blocks, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            resumed = request in cached.resumed_req_ids
+            if resumed:
+                self._tables[request] = [list(ids) for ids in blocks or ()]
+            else:
+                for table, more in zip(self._tables[request], blocks or (), strict=False):
+                    table.extend(more)
+            if resumed or not self._own_counts:  # else the scheduler's count takes all drafts for accepted
+                self._computed[request] = computed
+
+    def _count(self, request: str, step: TrialStep, drafts: list[int]) -> list[int]:
+        sequence, stop = step.sequences[request], self._computed[request] + step.output.num_scheduled_tokens[request]
+        first = stop - len(drafts)
+        self._computed[request] = right = first + accepted(sequence, stop, drafts)
+        return [sequence.token(p) for p in range(first, right + 1)]
+
+
+class Reporter(Runner):
+    """In place of ranks, where only kvpipe's scheduler side is of interest: every job ends well with its step."""
+
+    def execute(self, step: TrialStep, drafts: dict[str, list[int]]) -> RankOutput:
+        """Run nothing, and report what kvpipe's workers would."""
+        from vllm.v1.outputs import KVConnectorOutput
+
+        from kvpipe.connectors.vllm.metadata import PlanMetadata, ReportMetadata
+
+        output = step.output
+        self._update_states(output)
+        message = {r: self._count(r, step, drafts.get(r, [])) for r in output.num_scheduled_tokens}
+        assert isinstance(output.kv_connector_metadata, PlanMetadata)  # noqa: S101
+        jobs, question = output.kv_connector_metadata.plan.jobs, output.kv_connector_metadata.plan.question
+        report = Report({job.id: Tally(1, 0) for job in jobs}, weights={0: (question, "weights 0")} if question else {})
+        reported = KVConnectorOutput(
+            finished_recving={job.request for job in jobs if job.kind == Kind.LOAD_ASYNC} or None,
+            kv_connector_worker_meta=ReportMetadata(report) if jobs or question else None,
+        )
+        return RankOutput(reported, message, [])
+
+
+class Rank(Runner):
+    """One rank."""
+
+    def __init__(
+        self, index: int, connector: KVConnectorBase_V1, shape: Shape, names: list[list[str]] | None = None
+    ) -> None:
+        """Make the paged cache and register it. `names` are the layers of each group, if they are not the shape's."""
+        super().__init__(shape)
+        self.index, self.connector = index, connector
+        self.kvpipe: Any = kvpipe_in(connector)
+        self.quirks: list[str] = []
+        self.before_results: Callable[[], object] = lambda: None
+        self.load_adapters: Callable[[set[int]], object] = lambda _: None
+        self._steps = 0
+        self.layers: list[PagedLayer] = []
+        layers = [(group, name) for group, names in enumerate(names or shape.layer_names()) for name in names]
+        for i, (group, name) in enumerate(layers):
+            tokens = shape.block_tokens[group]
+            cache = torch.zeros(shape.blocks, 1, tokens, 2)
+            words: Words = cache.numpy().view(np.uint64).reshape(shape.blocks, tokens)
+            self.layers.append(PagedLayer(name, group, cache, words, layer_key(index, i)))
+        attached = {layer.name: SimpleNamespace(kv_cache=layer.cache) for layer in self.layers}
+        self._attention: Any = {layer.name: SimpleNamespace() for layer in self.layers}
+        numbers = itertools.chain.from_iterable(range(len(names)) for names in names or shape.layer_names())
+        self._hooked = {layer.name for layer, i in zip(self.layers, numbers, strict=True) if i >= shape.unhooked}
+        self._forward: Any = SimpleNamespace(no_compile_layers=attached, attn_metadata=self._attention)
+        self._no_forward: Any = SimpleNamespace(no_compile_layers=attached, attn_metadata=None)
+        from vllm.config import CUDAGraphMode
+
+        self._replay: Any = SimpleNamespace(**vars(self._forward), cudagraph_runtime_mode=CUDAGraphMode.FULL)
+        self._introduce(connector._vllm_config)  # noqa: SLF001
+        connector.register_kv_caches({layer.name: layer.cache for layer in self.layers})
+        self._ready_at = STEPS_PER_SLOT + index  # the step with which the next slot of a fresh pool is ready
+        if shape.fresh:
+            self._pool.ready = 1 + index
+
+    def execute(self, step: TrialStep, drafts: dict[str, list[int]]) -> RankOutput:
+        """Run one step. `drafts` are the draft tokens that end each request's scheduled tokens."""
+        from vllm.v1.outputs import KVConnectorOutput
+
+        output, connector = step.output, self.connector
+        quirks = self._take_quirks()
+        times = 2 if "twice" in quirks else 1
+        self._update_states(output)
+        metadata = output.kv_connector_metadata
+        assert metadata is not None  # noqa: S101
+        if self.shape.v2:
+            self._zero(output)
+        connector.handle_preemptions(metadata)
+        if not self.shape.v2:
+            self._zero(output)
+        self.load_adapters({step.sequences[request].lora for request in output.num_scheduled_tokens})
+        self._copy_blocks(output)
+        self._interrupt("first", quirks, metadata)
+        connector.bind_connector_metadata(metadata)
+        self._interrupt("early", quirks, metadata)
+        runs = output.total_num_scheduled_tokens > 0
+        context, kwargs = self._context(quirks) if runs else self._no_forward, {}
+        if self.shape.v2 and runs:
+            kwargs = {"scheduler_output": output, "request_ids": list(output.num_scheduled_tokens)}
+        starts = 0 if "no_start" in quirks else times
+        for _ in range(starts if output.has_sync_kv_loads else 0):
+            connector.start_load_kv(context, **kwargs)
+        wrong = self._run_layers(step, drafts, quirks) if runs else []
+        message = {r: self._count(r, step, drafts.get(r, [])) for r in output.num_scheduled_tokens}
+        if self.shape.v2:
+            connector.finish_forward()
+        for _ in range(0 if output.has_sync_kv_loads else starts):
+            connector.start_load_kv(context, **kwargs)
+        if not self.shape.deferred:
+            self._end(quirks)
+        self.before_results()
+        results = [connector.get_transfer_results(output.finished_req_ids) for _ in range(times)]
+        self._interrupt("late", quirks, metadata)
+        kv_output = KVConnectorOutput(
+            finished_sending=_union(one.finished_sending for one in results),
+            finished_recving=_union(one.finished_recving for one in results),
+            failed_recving=_union(one.failed_recving for one in results) or set(),
+            invalid_block_ids=connector.get_block_ids_with_load_errors(),
+            kv_connector_stats=connector.get_kv_connector_stats(),
+            kv_cache_events=connector.get_kv_connector_kv_cache_events(),
+            kv_connector_worker_meta=connector.build_connector_worker_meta(),
+        )
+        if self.shape.deferred:
+            self._end(quirks)
+        if not quirks & {"no_clear", "no_tail"}:
+            connector.clear_connector_metadata()
+        return RankOutput(kv_output, message, wrong)
+
+    def _introduce(self, config: VllmConfig) -> None:
+        """Tell vLLM of the layers, as its models do."""
+        from vllm.model_executor.layers.attention import Attention
+
+        hooked, other = (type("Layer", (), {"forward": forward})() for forward in (Attention.forward, None))
+        made = {layer.name: hooked if layer.name in self._hooked else other for layer in self.layers}
+        config.compilation_config.static_forward_context.update(made)
+
+    def _context(self, quirks: set[str]) -> Any:  # noqa: ANN401  (a `ForwardContext`, of which little is read)
+        """Return the context with which loads are started: runner V2 has none for a graph of a whole step."""
+        if not (self.shape.graphs and "no_layers" in quirks):
+            return self._forward
+        return self._no_forward if self.shape.v2 else self._replay
+
+    def _interrupt(self, place: str, quirks: set[str], metadata: KVConnectorMetadata | None) -> None:
+        """Make the calls that come at this `place` of a step, where none should."""
+        if self.kvpipe is not None and f"{place}_bind" in quirks:
+            self.kvpipe.bind_connector_metadata(empty(metadata))
+        if self.kvpipe is not None and f"{place}_clear" in quirks:
+            self.kvpipe.clear_connector_metadata()
+        if f"{place}_end" in quirks:
+            self.connector.wait_for_save()
+        if f"{place}_start" in quirks:
+            self.connector.start_load_kv(self._forward)
+        if f"{place}_stop" in quirks:
+            self.connector.shutdown()
+
+    def dummy_run(self) -> None:
+        """Run the hooks of a warm-up: no step is bound."""
+        for layer in self.layers:
+            self.connector.wait_for_layer_load(layer.name)
+            self.connector.save_kv_layer(layer.name, layer.cache, self._attention)
+        self.connector.wait_for_save()
+
+    @property
+    def _pool(self) -> HostPool:
+        pool = self.connector.worker._pool  # type: ignore[attr-defined]  # noqa: SLF001
+        assert isinstance(pool, HostPool)  # noqa: S101
+        return pool
+
+    def _take_quirks(self) -> set[str]:
+        quirks, self.quirks = set(self.quirks), []
+        self._steps += 1
+        if self.shape.fresh and self._steps >= self._ready_at:
+            self._ready_at += STEPS_PER_SLOT
+            self._pool.ready = min(self._pool.ready + 1, self._pool.slots)
+        if (self.shape.mode == "step" or self.shape.graphs) and self._steps % 2:
+            quirks.add("no_layers")  # some steps replay a full CUDA graph
+        return quirks
+
+    def _end(self, quirks: set[str]) -> None:
+        for _ in range(0 if quirks & {"no_end", "no_tail"} else 2 if "twice" in quirks else 1):
+            self.connector.wait_for_save()
+
+    def _zero(self, output: SchedulerOutput) -> None:
+        for block in output.new_block_ids_to_zero or ():
+            for layer in self.layers:
+                layer.words[block] = 0
+
+    def _copy_blocks(self, output: SchedulerOutput) -> None:
+        """Copy the blocks that a request shares in part, before it writes on in its own."""
+        for copy in output.kv_cache_block_copies or ():
+            for layer in self.layers:
+                layer.words[copy.dst_block_id] = layer.words[copy.src_block_id]
+
+    def _run_layers(self, step: TrialStep, drafts: dict[str, list[int]], quirks: set[str]) -> list[Wrong]:
+        """Run every layer: write the new positions, read the whole context, check what was read."""
+        connector, times = self.connector, 2 if "twice" in quirks else 1
+        bad: set[str] = set()
+        wrong: list[Wrong] = []
+        layers = self.layers[::-1] if "backwards" in quirks else self.layers
+        for layer in layers:
+            if "strangers" in quirks:
+                connector.wait_for_layer_load(f"{layer.name}.stranger")
+                connector.save_kv_layer(f"{layer.name}.stranger", layer.cache, self._attention)
+            hooked = layer.name in self._hooked
+            if hooked and not quirks & {"no_waits", "no_layers"}:
+                for _ in range(times):
+                    connector.wait_for_layer_load(layer.name)
+            for request, scheduled in step.output.num_scheduled_tokens.items():
+                found = self._attend(layer, step, request, scheduled, drafts.get(request, []), junk=request in bad)
+                if found is not None:
+                    bad.add(request)
+                    wrong.append(found)
+            if hooked and not quirks & {"no_saves", "no_layers"}:
+                for _ in range(times):
+                    connector.save_kv_layer(layer.name, layer.cache, self._attention)
+            if layer is layers[0]:
+                self._interrupt("mid", quirks, step.output.kv_connector_metadata)
+        return wrong
+
+    def _attend(
+        self, layer: PagedLayer, step: TrialStep, request: str, scheduled: int, drafts: list[int], *, junk: bool
+    ) -> Wrong | None:
+        sequence = step.sequences[request]
+        start, stop = self._computed[request], self._computed[request] + scheduled
+        right = stop - len(drafts) + accepted(sequence, stop, drafts)
+        table, block = np.asarray(self._tables[request][layer.group]), self.shape.block_tokens[layer.group]
+        content = sequence.upto(stop)[start:] ^ layer.key
+        content[right - start :] ^= np.uint64(0xBAD)  # of a draft that will be rejected, and of all behind it
+        if junk:  # what rests on garbage is garbage
+            content = ~content
+        positions = np.arange(start, stop)
+        layer.words[table[positions // block], positions % block] = content
+        window = self.shape.windows[layer.group]
+        positions = np.arange(max(0, start - window + 1) if window else 0, right)
+        read = layer.words[table[positions // block], positions % block]
+        differs = positions[read != (sequence.upto(stop)[positions[0] : right] ^ layer.key)]
+        if not len(differs):
+            return None
+        return Wrong(self.index, request, layer.name, differs.tolist(), frozenset(table[differs // block].tolist()))
+
+
+def _union(told: Iterable[set[str] | None]) -> set[str] | None:
+    """Return what was told in several answers, or None for nothing."""
+    return set[str]().union(*(one or () for one in told)) or None
+
+
+def accepted(sequence: Sequence, stop: int, drafts: list[int]) -> int:
+    """Return how many of `drafts`, which end before position `stop`, are what the model says."""
+    first = stop - len(drafts)
+    for i, token in enumerate(drafts):
+        if token != sequence.token(first + i):
+            return i
+    return len(drafts)

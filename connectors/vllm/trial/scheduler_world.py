@@ -1,0 +1,211 @@
+"""A scheduler side and all that vLLM would keep around it, played by plain namespaces."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from kvpipe.cache.catalog import Chunk
+from kvpipe.config import load_settings
+from kvpipe.connectors.vllm.adapter import ManagedBlocks, Remedies
+from kvpipe.geometry import Geometry, Group, Layer
+from kvpipe.messages import Job, Kind, Report, Tally
+from kvpipe.scheduler.base import LATER
+from kvpipe.scheduler.records import BEYOND_TOKENS
+from kvpipe.scheduler.side import SchedulerSide
+from kvpipe.trace.recorder import OFF, Recorder
+
+UNIT = 16
+SAVE, SYNC, ASYNC = Kind.SAVE, Kind.LOAD_SYNC, Kind.LOAD_ASYNC
+
+
+class TableEntry(NamedTuple):
+    """A block as a block table holds it."""
+
+    block_id: int
+    is_null: bool
+
+
+class CountingIndex(dict[bytes, Chunk]):
+    """An index that counts how often it is asked."""
+
+    probes = 0
+
+    def __contains__(self, key: object) -> bool:
+        """Count and ask."""
+        self.probes += 1
+        return super().__contains__(key)
+
+    def get(self, key: bytes, default: Any = None) -> Any:
+        """Count and ask."""
+        self.probes += 1
+        return super().get(key, default)
+
+
+def make_geometry(windows: tuple[int | None, ...], chunk_units: int, slots: int) -> Geometry:
+    """Return the geometry of one group per window, in chunks of `chunk_units` units."""
+    groups = tuple(Group((Layer(f"l{i}", 64),), UNIT, window) for i, window in enumerate(windows))
+    return Geometry(groups, chunk_units * UNIT, slots * 4096)
+
+
+class SchedulerWorld:
+    """A scheduler side, the requests and block tables around it, and what every page of every slot holds."""
+
+    def __init__(
+        self,
+        *,
+        windows: tuple[int | None, ...] = (None,),
+        chunk_units: int = 16,
+        slots: int = 256,
+        ranks: int = 1,
+        loads: bool = True,
+        load: str = "auto",
+        touch: str = "use",
+        trace: Recorder = OFF,
+    ) -> None:
+        """An empty cache."""
+        settings = load_settings({"load": load, "prefault": touch})
+        geometry = make_geometry(windows, chunk_units, slots)
+        self.ranks, self.groups, self.free = ranks, len(windows), 1 << 20
+        self.remedies = Remedies(geometry, BEYOND_TOKENS)
+        self.side = SchedulerSide(
+            settings,
+            geometry,
+            hash_tokens=UNIT,
+            ranks=ranks,
+            saves=True,
+            loads=loads,
+            recovery=self.remedies,
+            trace=trace,
+        )
+        self.tables: list[dict[str, list[TableEntry]]] = [{} for _ in windows]
+        self.forgotten: set[int] = set()
+        managers: Any = [SimpleNamespace(req_to_blocks=tables, num_cached_block={}) for tables in self.tables]
+        manager: Any = SimpleNamespace(
+            coordinator=SimpleNamespace(single_type_managers=managers),
+            evict_blocks=self.forgotten.update,
+            block_pool=SimpleNamespace(get_num_free_blocks=lambda: self.free, num_gpu_blocks=0),
+        )
+        self.blocks = ManagedBlocks(manager)
+        self.side.bind(self.blocks)
+        self.remedies.bind(self.blocks)
+        self.prefixes: dict[bytes, list[bytes]] = {}
+        self.pages: dict[tuple[int, int], bytes] = {}
+        self._blocks = 0
+
+    def request(self, name: str, units: int, *, shared: int = 0, extra: int = 0) -> Any:
+        """Make a request of `units` units and `extra` tokens; the first `shared` units are common to all requests."""
+        made = SimpleNamespace(request_id=name, num_preemptions=0, num_computed_tokens=0, block_hashes=[])
+        made.skip_reading_prefix_cache, made.lora_request = False, None
+        made.num_tokens = made.num_prompt_tokens = units * UNIT + extra
+        made.shared = shared
+        made.all_token_ids = range(made.num_tokens)  # all prompts begin alike
+        self._hash(made)
+        return made
+
+    def grow(self, request: Any, units: int) -> None:
+        """Let `request` generate tokens until it has `units` units."""
+        request.num_tokens = units * UNIT
+        self._hash(request)
+        self.allocate(request)
+
+    def _hash(self, request: Any) -> None:
+        for unit in range(len(request.block_hashes), request.num_tokens // UNIT):
+            whose = "" if unit < request.shared else request.request_id
+            request.block_hashes.append(f"{whose}/{unit}".encode())
+            self.prefixes[request.block_hashes[-1]] = list(request.block_hashes)
+
+    def allocate(self, request: Any, null: int = 0) -> Any:
+        """Extend the request's block tables to its tokens; the first `null` blocks are null."""
+        for tables in self.tables:
+            table = tables.setdefault(request.request_id, [])
+            while len(table) * UNIT < request.num_tokens:
+                self._blocks += 1
+                table.append(
+                    TableEntry(0, is_null=True) if len(table) < null else TableEntry(self._blocks, is_null=False)
+                )
+        return tuple(tables[request.request_id] for tables in self.tables)
+
+    def ask(self, request: Any, local: int = 0) -> int:
+        """Look up, and return the tokens that are promised."""
+        answer = self.side.lookup(request, local)
+        assert answer is not LATER
+        return answer.tokens
+
+    def admit(self, request: Any) -> int:
+        """Look up and admit `request`, loading what is held. Returns the tokens that the load brings."""
+        tokens = self.ask(request)
+        self.side.admitted(request, self.allocate(request), tokens)
+        request.num_computed_tokens = tokens
+        return tokens
+
+    def admit_local(self, request: Any, tokens: int) -> int:
+        """Look up and admit `request` when vLLM's own cache holds `tokens`. Returns what kvpipe would have added."""
+        external = self.ask(request, tokens)
+        self.side.admitted(request, self.allocate(request), 0)
+        request.num_computed_tokens = tokens
+        return external
+
+    def step(self, *requests: Any) -> list[Job]:
+        """Schedule all the tokens that `requests` have left, and return the step's jobs."""
+        scheduled = {r.request_id: r.num_tokens - r.num_computed_tokens for r in requests}
+        plan = self.side.plan_step(SimpleNamespace(num_scheduled_tokens=scheduled, preempted_req_ids=None))
+        for request in requests:
+            request.num_computed_tokens = request.num_tokens
+        hashes = {r.request_id: r.block_hashes for r in requests}
+        for job in plan.jobs:
+            if job.kind == SAVE:
+                for group, slot, page, block in job.table().tolist():
+                    table = self.tables[group][job.request]
+                    unit = next(i for i, held in enumerate(table) if held.block_id == block)
+                    self.pages[slot, page] = hashes[job.request][unit]
+        return list(plan.jobs)
+
+    def report(self, *tallies: tuple[Job, int, int]) -> None:
+        """Report (job, ok, bad) for each."""
+        self.side.reported(Report({job.id: Tally(ok, bad) for job, ok, bad in tallies}))
+        self.check()
+
+    def succeed(self, *jobs: Job) -> None:
+        """Report that every rank has done `jobs`."""
+        self.report(*((job, self.ranks, 0) for job in jobs))
+
+    def preempt(self, request: Any) -> None:
+        """Take the request's blocks."""
+        request.num_preemptions += 1
+        request.num_computed_tokens = 0
+        for tables in self.tables:
+            del tables[request.request_id]
+
+    def publish(self, request: Any) -> None:
+        """Run `request` to its end with everything saved."""
+        self.admit(request)
+        self.succeed(*self.step(request))
+        self.side.finished(request)
+        assert self.found(request) == len(request.block_hashes)
+
+    def found(self, request: Any) -> int:
+        """Return the longest prefix of `request`, in units, that the first group's index names."""
+        index = self.side.catalog.index(0)
+        return max((i for i, key in enumerate(request.block_hashes, 1) if key in index), default=0)
+
+    def drop(self, group: int, key: bytes) -> None:
+        """Lose the chunk that is found under `key`."""
+        chunk = self.side.catalog.find(group, key)
+        assert chunk is not None
+        self.side.catalog._drop(chunk, "evicted")
+
+    def check(self) -> None:
+        """The catalog agrees with itself, and every prefix that can be found is in the pages that it names."""
+        catalog = self.side.catalog
+        catalog.check_integrity()
+        for group in range(self.groups):
+            for key, chunk in catalog.index(group).items():
+                units = next(mark.units for mark in chunk.marks if mark.key == key)
+                held = [self.pages[chunk.slot, page] for page in range(units)]
+                assert held == self.prefixes[key][-units:], f"{key!r} is found where {held} lie"
+
+
+def slots_of(job: Job) -> list[int]:
+    """Return the slot of every row."""
+    return [int(slot) for slot in job.table()[:, 1]]

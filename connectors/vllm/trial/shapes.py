@@ -1,0 +1,239 @@
+"""What a trial builds: scheduler, cache groups, ranks, drafts, pool; small, so that everything happens often."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from math import gcd, lcm
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import kvpipe.connectors.vllm.trial.engine  # noqa: F401  (sets the environment, before vllm is imported)
+from kvpipe.connectors.vllm.trial.content import VOCAB
+
+BLOCK = 32
+_MODEL = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB + 1, "hidden_size": 8,
+    "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+}  # fmt: skip
+MODEL_TOKENS_MAX = 1024
+
+
+class Connector(NamedTuple):
+    """The connector on trial. `extra` is JSON text, so that a connector can be a key."""
+
+    name: str = "KVPipeConnector"
+    module: str | None = "kvpipe.connectors.vllm.connector"
+    extra: str = "{}"
+
+
+KVPIPE = Connector()
+
+
+class Shape(NamedTuple):
+    """One engine. `windows` names each cache group's sliding window in tokens, None for full attention.
+
+    `sizes`: tokens per block of each group, where it is not `BLOCK` in all. `hashes`: tokens per block hash, where it
+    is not as much as every group's blocks allow.
+
+    `ranks`: 0 for an engine whose ranks have no connector and no caches: only the scheduler's side is on trial.
+
+    `asynchronous`: vLLM's AsyncScheduler, with two steps in flight. `drafts`: draft tokens per step. `v2`: the order of
+    vLLM's second model runner. `deferred`: the step is finalized after its reports, as with a draft model.
+    `device`: copies are ordered by a device and complete later; with runner V1 the next step sets a step's fence.
+    `graphs`: every second step is replayed from a CUDA graph, without hooks.
+    `unhooked`: of each group so many layers, the first ones, call no hook.
+    `tiers`: dictionaries beyond memory, which the ranks share.
+    `fresh`: the slots of the ranks' pools become ready one by one, beside the steps.
+    `sibling`: under vLLM's MultiConnector, behind a connector whose asynchronous loads fail.
+    `events`: vLLM publishes KV cache events, and a router listens.
+    `answers`: what requests generate is saved, not only their prompts.
+    `priorities`: vLLM's priority policy; requests that answer more or less have one of three.
+    `failing`: loads may fail; off where vLLM's own recovery is known to answer wrongly.
+    """
+
+    asynchronous: bool = False
+    load: str = "auto"
+    mode: str = "layerwise"
+    windows: tuple[int | None, ...] = (None,)
+    layers_per_group: int = 2
+    ranks: int = 1
+    drafts: int = 0
+    v2: bool = False
+    deferred: bool = False
+    failing: bool = True
+    device: bool = False
+    unhooked: int = 0
+    graphs: bool = False
+    blocks: int = 15
+    seqs_max: int = 6
+    step_tokens_max: int = 96
+    pool_slots: int = 12
+    tiers: int = 0
+    fresh: bool = False
+    policy: str = "lru"
+    sibling: bool = False
+    events: bool = False
+    sizes: tuple[int, ...] = ()
+    hashes: int = 0
+    priorities: bool = False
+    answers: bool = True
+
+    @property
+    def block_tokens(self) -> tuple[int, ...]:
+        """Tokens per block, of each group."""
+        return self.sizes or (BLOCK,) * len(self.windows)
+
+    @property
+    def unit_tokens(self) -> int:
+        """The least that a hit can have."""
+        return lcm(*self.block_tokens)
+
+    @property
+    def hash_tokens(self) -> int:
+        """Tokens per block hash."""
+        return self.hashes or gcd(*self.block_tokens)
+
+    @property
+    def async_loads(self) -> bool:
+        """Whether kvpipe may load between steps: with `auto`, of one group too, as soon as others run."""
+        return self.load != "sync"
+
+    def layer_names(self) -> list[list[str]]:
+        """Return the names of each group's layers."""
+        return [[f"g{g}.l{i}" for i in range(self.layers_per_group)] for g in range(len(self.windows))]
+
+    def kvpipe_extra(self) -> dict[str, Any]:
+        """Return kvpipe's configuration."""
+        slot_bytes = max(4096, self.layers_per_group * 4 * self.unit_tokens * 8)
+        return {
+            "pool_bytes_max": self.pool_slots * slot_bytes, "chunk_tokens": 4 * self.unit_tokens, "load": self.load,
+            "mode": self.mode, "policy": self.policy, "log_level": "error", "stall_ms_max": 0,
+            "lookup_ms_max": 600_000, "save_decode": self.answers,
+        }  # fmt: skip
+
+
+_HYBRID = Shape(windows=(None, 2 * BLOCK), blocks=24, pool_slots=24, events=True)
+SHAPES: dict[str, Shape] = {
+    "sync": Shape(load="sync"),
+    "async-load": Shape(load="async", policy="s3fifo", events=True),
+    "step-mode": Shape(load="sync", mode="step"),
+    "either-load": Shape(load="auto"),
+    "hybrid": _HYBRID,
+    "window": Shape(windows=(2 * BLOCK,)),
+    "block-sizes": Shape(windows=(None, 2 * BLOCK), sizes=(2 * BLOCK, BLOCK), blocks=24, pool_slots=12, events=True),
+    "hash-blocks": _HYBRID._replace(hashes=BLOCK // 2),
+    "prompts-only": Shape(answers=False, ranks=2),
+    "priorities": Shape(priorities=True, events=True),
+    "async-scheduler-priorities": Shape(asynchronous=True, load="async", priorities=True),
+    "fresh-pool": Shape(ranks=2, fresh=True),
+    "device-order": Shape(load="sync", device=True, layers_per_group=4),
+    "graphs": Shape(load="sync", graphs=True),
+    "async-scheduler-graphs": Shape(asynchronous=True, graphs=True, v2=True, device=True, failing=False),
+    "unhooked": Shape(load="sync", layers_per_group=4, unhooked=2, v2=True),
+    "async-scheduler-unhooked": Shape(asynchronous=True, device=True, layers_per_group=3, unhooked=1, failing=False),
+    "two-ranks": Shape(load="sync", ranks=2, layers_per_group=4, events=True),
+    "two-ranks-async-load": Shape(load="async", ranks=2, v2=True),
+    "drafts": Shape(load="sync", drafts=3, deferred=True),
+    "drafts-async-load": Shape(load="async", drafts=2, ranks=2),
+    "async-scheduler": Shape(asynchronous=True, load="sync", failing=False),
+    "async-scheduler-v2": Shape(asynchronous=True, load="sync", failing=False, v2=True),
+    "async-scheduler-async-load": Shape(asynchronous=True, load="async"),
+    "async-scheduler-device-order": Shape(asynchronous=True, load="async", device=True),
+    "async-scheduler-either-load": Shape(
+        asynchronous=True, load="auto", ranks=2, failing=False, device=True, pool_slots=24
+    ),
+    "async-scheduler-drafts": Shape(asynchronous=True, load="async", drafts=3, v2=True),
+    "async-scheduler-hybrid": _HYBRID._replace(asynchronous=True, ranks=2),
+    "sibling": Shape(sibling=True, tiers=1, pool_slots=6),
+    "sibling-async-load": Shape(sibling=True, load="async", asynchronous=True),
+    "tier": Shape(tiers=1, pool_slots=6, events=True),
+    "tier-fresh-pool": Shape(asynchronous=True, tiers=1, fresh=True, failing=False),
+    "two-tiers": Shape(tiers=2, ranks=2, load="async", pool_slots=6),
+    "async-scheduler-tier": Shape(
+        asynchronous=True, load="auto", tiers=1, failing=False, policy="s3fifo", pool_slots=6
+    ),
+    "tier-hybrid": _HYBRID._replace(tiers=1, pool_slots=12),
+}
+
+
+def _beside(connector: Connector, extra: dict[str, Any]) -> tuple[Connector, dict[str, Any]]:
+    """Return a MultiConnector, and its configuration: a sibling that is asked first, and `connector`."""
+    both = [Connector("SiblingConnector", "kvpipe.connectors.vllm.trial.sibling"), connector]
+    configured = [
+        {
+            "kv_connector": one.name, "kv_role": "kv_both", "kv_connector_module_path": one.module,
+            "kv_connector_extra_config": (extra if one is connector else {}) | json.loads(one.extra),
+        }
+        for one in both
+    ]  # fmt: skip
+    return Connector("MultiConnector", None), {"connectors": configured}
+
+
+@functools.cache
+def make_configs(shape: Shape, connector: Connector = KVPIPE, policy: str = "recompute") -> tuple[Any, Any]:
+    """Return vLLM's (VllmConfig, KVCacheConfig) for `shape`, shared by every engine made of it."""
+    from vllm.config import (
+        CacheConfig,
+        DeviceConfig,
+        KVEventsConfig,
+        KVTransferConfig,
+        ModelConfig,
+        SchedulerConfig,
+        SpeculativeConfig,
+        VllmConfig,
+    )
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+
+    common: dict[str, Any] = {"num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+    specs = [
+        FullAttentionSpec(block_size=size, **common)
+        if window is None
+        else SlidingWindowSpec(block_size=size, **common, sliding_window=window)
+        for window, size in zip(shape.windows, shape.block_tokens, strict=True)
+    ]
+    groups = [KVCacheGroupSpec(names, spec) for names, spec in zip(shape.layer_names(), specs, strict=True)]
+    cache = KVCacheConfig(num_blocks=shape.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+    cache.hash_block_size = shape.hash_tokens
+    extra = shape.kvpipe_extra() if connector.name == KVPIPE.name else {}
+    if shape.sibling:
+        connector, extra = _beside(connector, extra)
+    with tempfile.TemporaryDirectory(prefix="kvpipe-trial-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(_MODEL), encoding="utf-8")
+        model = ModelConfig(
+            model=folder, skip_tokenizer_init=True, dtype="float32", seed=0, max_model_len=MODEL_TOKENS_MAX
+        )
+        drafts: Any = None
+        if shape.drafts:
+            drafts = SpeculativeConfig(method="ngram", num_speculative_tokens=shape.drafts, prompt_lookup_max=3)
+        config = VllmConfig(
+            model_config=model,
+            device_config=DeviceConfig("cpu"),
+            scheduler_config=SchedulerConfig(
+                max_num_seqs=shape.seqs_max,
+                max_num_batched_tokens=shape.step_tokens_max,
+                max_model_len=MODEL_TOKENS_MAX,
+                enable_chunked_prefill=True,
+                is_encoder_decoder=False,
+                policy="priority" if shape.priorities else "fcfs",
+            ),
+            cache_config=CacheConfig(block_size=shape.block_tokens[0], enable_prefix_caching=True),
+            speculative_config=drafts,
+            kv_events_config=KVEventsConfig(enable_kv_cache_events=shape.events, publisher="null"),
+            kv_transfer_config=KVTransferConfig(
+                kv_connector=connector.name,
+                kv_role="kv_both",
+                kv_connector_module_path=connector.module,
+                kv_load_failure_policy=policy,
+                kv_connector_extra_config=extra | json.loads(connector.extra),
+            ),
+        )
+    # the CPU platform forces it off, for its own runner's sake; the scheduler itself does not care
+    config.scheduler_config.async_scheduling = shape.asynchronous
+    config.cache_config.num_gpu_blocks = shape.blocks
+    config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = max(1, shape.ranks)
+    return config, cache

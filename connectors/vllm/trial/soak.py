@@ -1,0 +1,307 @@
+"""Many requests of all kinds through a real engine, and what the process holds meanwhile: `make soak`.
+
+The same requests go through the same engine without kvpipe, in a process of its own: what grows there is vLLM's. Memory
+is read after a collection of garbage; its slope is taken after a warm-up.
+
+oneDNN keeps code for each of the last 1,024 shapes, 100 KB apiece: for thousands of requests of mixed lengths that
+hides all else. So it is told to keep few.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import gc
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from kvpipe.connectors.vllm.trial.engine import Engine
+from kvpipe.testing.models import VOCAB, make_model
+
+REQUESTS: Final = 20_000
+CROWD: Final = 10
+SAMPLES: Final = 100
+WARM_SHARE: Final = 0.4  # of the requests, before the slope is taken
+SLOPE_BYTES_MAX: Final = 512  # of resident memory, per request, beyond what grows without kvpipe
+SLOPE_OBJECTS_MAX: Final = 0.1  # of kvpipe's own, per request
+PROMPT_TOKENS_MAX, ANSWER_TOKENS_MAX, DOCUMENTS = 400, 40, 24
+ABORTS: Final = 0.04
+ENGINE: Final[dict[str, Any]] = {"num_gpu_blocks_override": 28, "max_model_len": 512, "max_num_batched_tokens": 512}
+KVPIPE: Final[dict[str, Any]] = {
+    "pool_bytes_max": "16MiB", "chunk_tokens": 64, "log_level": "error", "prefault": "start",
+}  # fmt: skip
+PLOT_COLUMNS, PLOT_ROWS = 72, 12
+MIB: Final = 1 << 20
+
+
+@dataclass
+class MemorySample:
+    """What the process and kvpipe hold after so many requests."""
+
+    requests: int = 0
+    seconds: float = 0.0
+    resident_bytes: int = 0
+    malloc_bytes: int = 0  # in use, of C's allocator
+    python_blocks: int = 0  # in use, of Python's
+    objects: int = 0  # of kvpipe's own classes
+    threads: int = 0
+    descriptors: int = 0
+    preemptions: int = 0
+    loaded_tokens: int = 0
+    slots_used: int = 0
+    leases: int = 0
+    tracked: int = 0
+    jobs: int = 0
+    faults: int = 0
+
+
+class _Mallinfo(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks",
+                     "keepcost")
+    ]  # fmt: skip
+
+
+def malloc_bytes() -> int:
+    """Return how many bytes C's allocator has given out; 0 where it does not say."""
+    try:
+        ask = ctypes.CDLL(None).mallinfo2
+    except AttributeError:
+        return 0
+    ask.restype = _Mallinfo
+    info = ask()
+    return int(info.uordblks + info.hblkhd)
+
+
+def held() -> MemorySample:
+    """Return what this process holds. Garbage is collected first."""
+    gc.collect()
+    resident = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return MemorySample(
+        resident_bytes=resident,
+        malloc_bytes=malloc_bytes(),
+        python_blocks=sys.getallocatedblocks(),
+        objects=sum(type(one).__module__.startswith("kvpipe") for one in gc.get_objects()),
+        threads=sum(1 for _ in Path("/proc/self/task").iterdir()),
+        descriptors=sum(1 for _ in Path("/proc/self/fd").iterdir()),
+    )
+
+
+class Player:
+    """Plays requests of all kinds on one engine: new prompts and old ones, long and short, some of them aborted."""
+
+    def __init__(self, engine: Engine, seed: int = 0) -> None:
+        """Make the documents that prompts begin with."""
+        self.engine, self._rng = engine, random.Random(seed)  # noqa: S311
+        self._documents = [self._tokens(self._rng.randrange(20, PROMPT_TOKENS_MAX)) for _ in range(DOCUMENTS)]
+        self._live: list[str] = []
+        self.done = self.preempted = 0
+        self._began = time.monotonic()
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._rng.randrange(3, VOCAB) for _ in range(count)]
+
+    def _add(self) -> None:
+        rng = self._rng
+        prompt: list[int] = []
+        if rng.random() < 0.7:  # noqa: PLR2004
+            document = rng.choice(self._documents)
+            prompt = document[: rng.randrange(1, len(document) + 1)]
+        prompt = (prompt + self._tokens(rng.randrange(1, 120)))[:PROMPT_TOKENS_MAX]
+        salt = rng.choice([None, None, None, "a", "b"])
+        self._live.append(self.engine.add(prompt, rng.randrange(1, ANSWER_TOKENS_MAX), salt=salt))
+
+    def play(self, requests: int) -> None:
+        """Play until so many more requests are over."""
+        stop = self.done + requests
+        while self.done < stop:
+            while len(self._live) < min(CROWD, stop - self.done):
+                self._add()
+            for output in self.engine.step():
+                self._live.remove(output.request_id)
+                self.done += 1
+            if self._live and self._rng.random() < ABORTS:
+                self.engine.abort(self._live.pop(self._rng.randrange(len(self._live))))
+                self.done += 1
+        self.preempted += sum(self.engine.preemptions.values())
+        self.engine.preemptions.clear()
+
+    def sample(self) -> MemorySample:
+        """Return what is held now. Nothing is in flight when it is taken, and the catalog agrees with itself."""
+        taken = held()
+        taken.requests, taken.preemptions = self.done, self.preempted
+        taken.seconds = round(time.monotonic() - self._began, 1)
+        if self.engine.scheduler.connector is None:
+            return taken
+        self.engine.settle()
+        side = self.engine.connector.scheduler
+        assert side is not None  # noqa: S101
+        side.catalog.check_integrity()
+        stats = self.engine.connector.stats()
+        taken.slots_used, taken.leases = stats["slots_used"], stats["leases"]
+        taken.tracked, taken.jobs = stats["requests"], stats["jobs_in_flight"] + stats["orders_in_flight"]
+        taken.loaded_tokens = stats.get("tokens_loaded", 0)
+        worker = self.engine.worker_connector.worker
+        assert worker is not None  # noqa: S101
+        taken.faults = sum(side.counters.faults.values()) + sum(worker.counters.faults.values())
+        return taken
+
+
+@contextlib.contextmanager
+def player(kvpipe: dict[str, Any] | None, *, disk_bytes_max: str = "24MiB") -> Iterator[Player]:
+    """Make an engine, with kvpipe and a tier on disk that will be full in time, or without."""
+    with tempfile.TemporaryDirectory(prefix="kvpipe-soak-") as folder:
+        config = None
+        if kvpipe is not None:
+            tiers = [{"kind": "disk", "path": folder, "bytes_max": disk_bytes_max}]
+            config = KVPIPE | {"tiers": tiers, "state_dir": folder} | kvpipe
+        engine = Engine(str(make_model("soak")), kvpipe=config, **ENGINE)
+        try:
+            yield Player(engine)
+        finally:
+            engine.close()
+
+
+def soak(requests: int, kvpipe: dict[str, Any] | None, told: Callable[[MemorySample], object]) -> list[MemorySample]:
+    """Play `requests` requests; return the samples, of which each is told when it is taken."""
+    samples = []
+    with player(kvpipe) as one:
+        per_sample = max(1, requests // SAMPLES)
+        while one.done < requests:
+            one.play(min(per_sample, requests - one.done))
+            samples.append(one.sample())
+            told(samples[-1])
+    return samples
+
+
+# ---- what is said of it ---------------------------------------------------------------------------------------------
+
+
+def slope(samples: Sequence[MemorySample], what: str = "resident_bytes") -> float:
+    """Return how much grows with every request after the warm-up: the median slope of all pairs (Theil and Sen)."""
+    warm = samples[int(len(samples) * WARM_SHARE) :]
+    pairs = [
+        (getattr(b, what) - getattr(a, what)) / (b.requests - a.requests) for a, b in itertools.combinations(warm, 2)
+    ]
+    return median(pairs) if pairs else 0.0
+
+
+def verdict(plain: Sequence[MemorySample], piped: Sequence[MemorySample]) -> tuple[bool, str]:
+    """Return whether memory is flat, and one sentence."""
+    mine, theirs = slope(piped), slope(plain)
+    objects = slope(piped, "objects")
+    flat = mine - max(0.0, theirs) <= SLOPE_BYTES_MAX and objects <= SLOPE_OBJECTS_MAX
+    word = "flat" if flat else "NOT flat"
+    first, last = piped[int(len(piped) * WARM_SHARE)], piped[-1]
+    message = (
+        f"After a warm-up of {first.requests} of {last.requests} requests memory is {word}: {mine:+.0f} bytes per "
+        f"request with kvpipe, {theirs:+.0f} without (limit: {SLOPE_BYTES_MAX} more); of kvpipe's objects there were "
+        f"{first.objects} then, {last.objects} at the end ({objects:+.2f} per request), threads "
+        f"{first.threads} and {last.threads}, files {first.descriptors} and {last.descriptors}."
+    )
+    return flat, message
+
+
+def table(title: str, samples: Sequence[MemorySample], rows: int = 10) -> Table:
+    """Return some of the samples, the first and the last among them."""
+    made = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
+    heads = (
+        "requests", "seconds", "resident MiB", "malloc MiB", "python blocks", "kvpipe objects", "threads", "files",
+        "preempted", "loaded tokens", "slots", "leases", "tracked", "jobs", "faults",
+    )  # fmt: skip
+    for head in heads:
+        made.add_column(head, justify="right")
+    picked = sorted({round(i * (len(samples) - 1) / max(1, rows - 1)) for i in range(rows)})
+    for one in (samples[i] for i in picked):
+        cells = [getattr(one, field.name) for field in fields(one)]
+        cells[2:4] = [f"{size / MIB:.1f}" for size in cells[2:4]]
+        made.add_row(*map(str, cells))
+    return made
+
+
+def plot(series: Mapping[str, Sequence[MemorySample]]) -> str:
+    """Draw resident memory over requests, each series by the last letter of its name."""
+    least = min(one.resident_bytes for samples in series.values() for one in samples)
+    most = max(one.resident_bytes for samples in series.values() for one in samples)
+    last = max(samples[-1].requests for samples in series.values())
+    grid = [[" "] * PLOT_COLUMNS for _ in range(PLOT_ROWS)]
+    for name, samples in series.items():
+        for one in samples:
+            column = min(PLOT_COLUMNS - 1, one.requests * PLOT_COLUMNS // (last + 1))
+            row = (one.resident_bytes - least) * (PLOT_ROWS - 1) // max(1, most - least)
+            grid[PLOT_ROWS - 1 - row][column] = name[-1]
+    lines = ["".join(row).rstrip() for row in grid]
+    labels = [f"{most / MIB:8.1f} |", *["         |"] * (PLOT_ROWS - 2), f"{least / MIB:8.1f} |"]
+    legend = ", ".join(f"{name[-1]} {name}" for name in series)
+    body = "\n".join(label + line for label, line in zip(labels, lines, strict=True))
+    return f"resident MiB ({legend})\n{body}\n         +{'-' * PLOT_COLUMNS}\n          0 … {last} requests"
+
+
+def main() -> int:
+    """Soak both engines, each in a process of its own; print and keep what was seen. 1 when memory grows."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=REQUESTS)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--one", choices=["plain", "piped"], help="only this engine; samples on stdout")
+    parser.add_argument("--kvpipe", type=json.loads, default={}, help="keys of the configuration")
+    given = parser.parse_args()
+    if given.one:
+        config = given.kvpipe if given.one == "piped" else None
+        soak(given.requests, config, lambda one: sys.stdout.write(f"{MARK}{json.dumps(asdict(one))}\n") and None)
+        return 0
+    series = {name: _in_a_process(name, given.requests, given.kvpipe) for name in ("plain", "piped")}
+    flat, message = verdict(series["plain"], series["piped"])
+    console = Console(width=150)
+    for name, samples in series.items():
+        console.print(table({"plain": "without kvpipe", "piped": "with kvpipe"}[name], samples))
+    console.print(plot(series), markup=False, highlight=False)
+    console.print(message, highlight=False)
+    if given.json is not None:
+        slopes = {name: {what: round(slope(samples, what), 3) for what in ("resident_bytes", "malloc_bytes",
+                  "python_blocks", "objects")} for name, samples in series.items()}  # fmt: skip
+        rows = {name: [asdict(one) for one in samples] for name, samples in series.items()}
+        kept = {"requests": given.requests, "flat": flat, "says": message, "slopes": slopes, "samples": rows}
+        given.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    return 0 if flat else 1
+
+
+MARK: Final = "soak: "
+FEW_SHAPES: Final = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8"}
+
+
+def _in_a_process(name: str, requests: int, kvpipe: dict[str, Any]) -> list[MemorySample]:
+    command = [sys.executable, "-m", "kvpipe.connectors.vllm.trial.soak", "--one", name, "--requests", str(requests),
+               "--kvpipe", json.dumps(kvpipe)]  # fmt: skip
+    samples = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | FEW_SHAPES) as child:  # noqa: S603
+        assert child.stdout is not None  # noqa: S101
+        for line in child.stdout:
+            if MARK in line:
+                samples.append(MemorySample(**json.loads(line.partition(MARK)[2])))
+                sys.stderr.write(f"\r{name}: {samples[-1].requests} of {requests} requests ")
+    sys.stderr.write("\n")
+    if child.returncode or not samples:
+        message = f"the engine of {name!r} ended with {child.returncode}"
+        raise RuntimeError(message)
+    return samples
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""The site: Sphinx reads the Markdown pages of this folder and the docstrings of the code. `make docs` builds it.
+
+Any warning fails the build: a broken link, a missing picture, a name or a file that the code does not have.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from docutils import nodes
+from docutils.parsers.rst import Directive
+from sphinx.util import logging
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+import docs_pictures  # noqa: E402  (beside, in tools/)
+
+project = "kvpipe"
+author = "the kvpipe authors"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+html_theme = "furo"
+html_title = "kvpipe"
+html_copy_source = False
+html_show_copyright = False
+root_doc = "index"
+exclude_patterns: list[str] = []
+html_extra_path = ["grafana.json"]
+html_static_path = ["generated/static"]
+suppress_warnings = ["ref.python"]  # `bytes` in a signature is no attribute of that name in one of our classes
+
+myst_heading_anchors = 3
+myst_fence_as_directive = ["mermaid"]
+default_role = "code"
+highlight_language = "none"
+
+autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+
+_log = logging.getLogger("kvpipe")
+_PATH = re.compile(r"(?:docs|connectors|tests|property_tests|benchmarks|statemachine|kvpipe|tools)/[\w./-]*")
+_NAME = re.compile(r"kvpipe(?:\.\w+)+")
+_CODE = re.compile(r"``.*?``|`[^`]*`(?=(\w)?)", re.DOTALL)
+_GROUPS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
+
+
+class Mermaid(Directive):
+    """A state diagram that GitHub draws by itself; here it is drawn by `tools/docs_pictures.py`."""
+
+    has_content: ClassVar[bool] = True
+
+    def run(self) -> list[nodes.Node]:
+        """Return the picture, within the page, so that it has the page's colours."""
+        return [nodes.raw("", docs_pictures.machine(list(self.content)), format="html")]
+
+
+def _is_there(name: str) -> bool:
+    """Whether the dotted `name` is a module of ours or defined in one. Nothing is imported."""
+    folder, *parts = ROOT / "kvpipe", *name.split(".")[1:]
+    while parts and (folder / parts[0]).is_dir():
+        folder /= parts.pop(0)
+    if not parts:
+        return True
+    file = folder / f"{parts[0]}.py"
+    if file.exists():
+        parts.pop(0)
+    text = (file if file.exists() else folder / "__init__.py").read_text(encoding="utf-8")
+    return all(
+        re.search(rf"^\s*(?:class |def |async def |from .* import .*)?{part}\b", text, re.MULTILINE) for part in parts
+    )
+
+
+def read_as_markdown(_: Sphinx, _what: str, _name: str, _thing: object, _options: object, lines: list[str]) -> None:
+    """Let docstrings be written as Markdown is: a plural of `Job` needs no gap, an indented example no second colon."""
+    text = _CODE.sub(lambda code: code[0] + ("\\ " if code[1] else ""), "\n".join(lines))
+    lines[:] = re.sub(r"(?<!:):(\n\n +\S)", r"::\1", text).split("\n")
+
+
+def check_names(_: Sphinx, tree: nodes.document) -> None:
+    """Warn of every path and dotted name in code font that the repository does not have."""
+    for literal in tree.findall(nodes.literal):
+        text = literal.astext()
+        if _PATH.fullmatch(text) and not (ROOT / text).exists():
+            _log.warning("there is no file %s", text, location=literal)
+        if _NAME.fullmatch(text) and text not in _GROUPS and not _is_there(text):
+            _log.warning("there is no %s", text, location=literal)
+
+
+def setup(app: Sphinx) -> None:
+    """Sphinx calls this."""
+    app.add_directive("mermaid", Mermaid)
+    app.connect("autodoc-process-docstring", read_as_markdown)
+    app.connect("doctree-read", check_names)

@@ -1,0 +1,356 @@
+"""The catalog: which chunk is in which slot, who reads and who writes it. One per engine, on the scheduler's thread.
+
+A chunk can be found under the keys of its *marks*: a mark (units, key) says that its first `units` units have landed
+on every rank and that `key` is the hash of the token prefix up to there. Most chunks have one mark. A lookup is a few
+dict probes. Leases belong to (request, epoch) pairs; a leased chunk is never evicted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from kvpipe.cache.miss_reasons import EVICTED, RESET, TORN, Lost
+from kvpipe.cache.policy.base import Policy
+from kvpipe.statemachine import chunk as m
+from kvpipe.statemachine.core import Compiled, Cursor, Watch
+from kvpipe.trace.log import Counters
+
+KEPT_MARKS_MAX = 4
+
+
+class Owner(NamedTuple):
+    """Who holds a lease: one admission of one request."""
+
+    request: str
+    epoch: int
+
+
+class Mark(NamedTuple):
+    """`units` units of the chunk can be found under `key`. `keep`: stays when the chunk grows."""
+
+    units: int
+    key: bytes
+    keep: bool
+
+
+class Chunk(Cursor):
+    """One slot's content. Its cursor is the chunk machine."""
+
+    __slots__ = ("group", "keeps", "leases", "marks", "ready", "slot", "tail", "writers", "written")
+
+    def __init__(self, machine: Compiled, group: int, slot: int, watch: Watch | None = None) -> None:
+        """`written` counts the units claimed by writers, `ready` those that have landed on every rank.
+
+        `tail` is the prefix hash at `written`: only a request with that prefix may write on. `keeps`: the mark that
+        was last of use to another request.
+        """
+        super().__init__(machine, slot, watch)
+        self.group, self.slot = group, slot
+        self.written = self.ready = self.writers = self.leases = 0
+        self.marks: tuple[Mark, ...] = ()
+        self.tail = self.keeps = b""
+
+    @property
+    def identity(self) -> bytes:
+        """What the chunk holds, by its longest mark."""
+        return self.marks[-1].key if self.marks else b""
+
+    @property
+    def held(self) -> bool:
+        """Whether anybody reads or writes it."""
+        return self.writers > 0 or self.leases > 0
+
+
+class Piece(NamedTuple):
+    """Units [start, stop) of a chunk, being written; found under `key` once they have landed.
+
+    `base`: units of the prefix before the chunk.
+    """
+
+    chunk: Chunk
+    start: int
+    stop: int
+    key: bytes
+    keep: bool
+    base: int = 0
+
+
+class Catalog:
+    """The authority over slots, keys and leases."""
+
+    def __init__(
+        self, slots: int, groups: int, policy: Policy, counters: Counters, *, ready: int | None = None
+    ) -> None:
+        """The first `ready` of the slots are free, by default all: the others are not used yet."""
+        self.slots, self._policy, self.counters = slots, policy, counters
+        self.machine = m.CHUNK.compile()
+        self.watch: Watch | None = None  # of the chunks that are reserved from now on
+        self.on_drop: Callable[[Chunk], object] | None = None  # hears of chunks that cannot be found any more
+        self.lost_keys = Lost()
+        self.ready = slots if ready is None else ready
+        self._free = list(range(self.ready - 1, -1, -1))
+        self._index: tuple[dict[bytes, Chunk], ...] = tuple({} for _ in range(groups))
+        self._pending: tuple[dict[bytes, Chunk], ...] = tuple({} for _ in range(groups))
+        self._chunks: dict[int, Chunk] = {}  # by slot: all that are not ABSENT
+        self._leases: dict[Owner, list[Chunk]] = {}
+        self._leased_s: dict[Owner, float] = {}
+
+    def use_more(self, ready: int) -> None:
+        """The first `ready` slots are in memory on every rank: they may be used. Fewer than before: nothing happens."""
+        stop = min(ready, self.slots)
+        self._free[:0] = range(stop - 1, self.ready - 1, -1)  # those used before are in the caches of the processor
+        self.ready = max(self.ready, stop)
+
+    # ---- finding -------------------------------------------------------------------------------------------------
+
+    def find(self, group: int, key: bytes) -> Chunk | None:
+        """Return the chunk that holds the prefix `key`, as far as its mark of that key says."""
+        return self._index[group].get(key)
+
+    def index(self, group: int) -> dict[bytes, Chunk]:
+        """Return the group's index, for lookups that probe many keys. Not to be changed."""
+        return self._index[group]
+
+    def pending(self, group: int) -> dict[bytes, Chunk]:
+        """Return the keys of `group` that are being written. Not to be changed."""
+        return self._pending[group]
+
+    def known(self, group: int, key: bytes) -> bool:
+        """Whether `key` can be found or is being written."""
+        return key in self._index[group] or key in self._pending[group]
+
+    # ---- reading -------------------------------------------------------------------------------------------------
+
+    def lease(self, owner: Owner, chunks: list[Chunk]) -> None:
+        """Hold `chunks` for `owner` until `release`. An owner leases once."""
+        owned = self._leases.setdefault(owner, [])
+        self._leased_s.setdefault(owner, time.monotonic())
+        for chunk in chunks:
+            chunk.fire(m.LEASE)
+            if not chunk.held:
+                self._policy.remove(chunk)
+            chunk.leases += 1
+            owned.append(chunk)  # one by one: a rejected chunk must not hide the leases before it
+
+    def release(self, owner: Owner, *, hit: bool = True) -> int:
+        """Return every lease of `owner`; how many there were. The last chunk of a prefix is evicted first.
+
+        `hit`: the chunks were of use to a request, which the policy remembers.
+        """
+        chunks = self._leases.pop(owner, [])
+        self._leased_s.pop(owner, None)
+        for chunk in reversed(chunks):
+            chunk.leases -= 1
+            self._let_go(chunk, reader=True, hit=hit)
+        return len(chunks)
+
+    def leased_by(self, owner: Owner) -> int:
+        """Return how many leases `owner` has."""
+        return len(self._leases.get(owner, ()))
+
+    def refresh(self, chunks: Iterator[Chunk]) -> None:
+        """Order a finished request's chunks so that the ends of prefixes go before their beginnings."""
+        for chunk in chunks:
+            if not chunk.held:
+                self._policy.refresh(chunk)
+
+    # ---- writing -------------------------------------------------------------------------------------------------
+
+    def reserve(self, group: int) -> Chunk | None:
+        """Claim a free slot that is ready, evicting if need be; None when every chunk is held."""
+        if not self._free and not self._evict_one():
+            self.counters["save_dropped_pool_full"] += 1
+            return None
+        chunk = Chunk(self.machine, group, self._free.pop(), self.watch)
+        chunk.fire(m.RESERVE)
+        self._chunks[chunk.slot] = chunk
+        return chunk
+
+    def write(self, chunk: Chunk, stop: int, key: bytes, *, keep: bool, base: int = 0) -> Piece:
+        """Claim units [chunk.written, stop) for one job; `key` is the prefix hash at `stop`."""
+        if chunk.ready or chunk.writers:
+            chunk.fire(m.GROW)
+        if not chunk.held:
+            self._policy.remove(chunk)
+        piece = Piece(chunk, chunk.written, stop, key, keep, base)
+        chunk.written, chunk.tail = stop, key
+        chunk.writers += 1
+        self._pending[chunk.group].setdefault(key, chunk)
+        return piece
+
+    def abandon(self, chunk: Chunk) -> None:
+        """Give back a reserved chunk of which nothing was written."""
+        chunk.fire(m.LOST_LAST)
+        self._vacate(chunk)
+
+    def landed(self, piece: Piece) -> bool:
+        """Every rank has the piece: it can be found now. False when its chunk is gone or its beginning was lost."""
+        chunk = piece.chunk
+        self._unpend(piece)
+        whole = chunk.ready == piece.start and chunk.state.row != m.EVICTING
+        if not whole:
+            self._finish_write(chunk, landed=False)
+            return False
+        chunk.ready = piece.stop
+        self._mark(chunk, Mark(piece.stop, piece.key, piece.keep or piece.key == chunk.keeps))
+        self._finish_write(chunk, landed=True)
+        return True
+
+    def lost(self, piece: Piece) -> None:
+        """A rank failed the piece: what landed before it stays, it and all after it are dropped."""
+        self._unpend(piece)
+        self.lost_keys.add(piece.chunk.group, piece.key, TORN)
+        self._finish_write(piece.chunk, landed=False)
+
+    def keep_mark(self, chunk: Chunk, key: bytes) -> None:
+        """The mark `key`, maybe still on its way, was of use to another request: keep it when the chunk grows."""
+        chunk.keeps = key
+        chunk.marks = tuple(mark._replace(keep=True) if mark.key == key else mark for mark in chunk.marks)
+
+    def reset(self) -> int:
+        """Forget every chunk; held ones leave when their readers and writers do. Returns how many were found."""
+        there = [chunk for chunk in self._chunks.values() if chunk.state.row != m.EVICTING]
+        for chunk in there:
+            self._drop(chunk, RESET)
+        return len(there)
+
+    # ---- the rules -----------------------------------------------------------------------------------------------
+
+    def _mark(self, chunk: Chunk, mark: Mark) -> None:
+        index = self._index[chunk.group]
+        holder = index.get(mark.key)
+        if holder is not None and holder is not chunk:
+            return  # another request's copy of the same prefix was quicker: ours stays findable by what it had
+        kept = [old for old in chunk.marks if old.keep and old.units < mark.units][-(KEPT_MARKS_MAX - 1) :]
+        for old in chunk.marks:
+            if old not in kept and index.get(old.key) is chunk:
+                del index[old.key]
+        chunk.marks = (*kept, mark)
+        index[mark.key] = chunk
+        self.lost_keys.forget(chunk.group, mark.key)
+
+    def _unpend(self, piece: Piece) -> None:
+        pending = self._pending[piece.chunk.group]
+        if pending.get(piece.key) is piece.chunk:
+            del pending[piece.key]
+
+    def _finish_write(self, chunk: Chunk, *, landed: bool) -> None:
+        chunk.writers -= 1
+        more = chunk.writers > 0
+        if landed:
+            chunk.fire(m.LANDED_MORE if more else m.LANDED_LAST)
+        elif chunk.fire(m.LOST_MORE if more else m.LOST_LAST).to.row == m.ABSENT:
+            self._vacate(chunk)
+            return
+        if not more and chunk.state.row == m.READY:
+            if chunk.written != chunk.ready:
+                chunk.tail = next((mark.key for mark in chunk.marks if mark.units == chunk.ready), b"")
+            chunk.written = chunk.ready  # only now: a lost piece's neighbours may still be writing beyond it
+            if not chunk.marks:  # the same content was published from another slot meanwhile
+                self._drop(chunk, EVICTED)
+                return
+        self._let_go(chunk, reader=False, hit=False)
+
+    def _let_go(self, chunk: Chunk, *, reader: bool, hit: bool) -> None:
+        """A reader or writer left; when it was the last, the chunk is evictable, or its slot free if evicted."""
+        if chunk.held:
+            return
+        if chunk.state.row == m.EVICTING:
+            chunk.fire(m.DRAINED)
+            self._vacate(chunk)
+        else:
+            if reader:
+                chunk.fire(m.DRAINED)
+            self._policy.insert(chunk, hit=hit)
+
+    def _evict_one(self) -> bool:
+        chunk = self._policy.victim()
+        if chunk is None:
+            return False
+        assert isinstance(chunk, Chunk)  # noqa: S101  (nothing else is ever inserted)
+        self.counters["evicted"] += 1
+        self._drop(chunk, EVICTED)
+        return True
+
+    def _drop(self, chunk: Chunk, why: str) -> None:
+        """Take `chunk` out of the index; free its slot now, or when the last reader and writer are gone."""
+        index = self._index[chunk.group]
+        for mark in chunk.marks:
+            if index.get(mark.key) is chunk:
+                del index[mark.key]
+                self.lost_keys.add(chunk.group, mark.key, why)
+        pending = self._pending[chunk.group]
+        if chunk.writers:
+            for key in [k for k, c in pending.items() if c is chunk]:
+                del pending[key]
+                self.lost_keys.add(chunk.group, key, why)
+        self._policy.remove(chunk)
+        if self.on_drop is not None:
+            self.on_drop(chunk)
+        if chunk.held:
+            chunk.fire(m.EVICT_HELD)
+        else:
+            chunk.fire(m.EVICT_IDLE)
+            self._vacate(chunk)
+
+    def _vacate(self, chunk: Chunk) -> None:
+        """The chunk is ABSENT: its slot is free."""
+        del self._chunks[chunk.slot]
+        self._free.append(chunk.slot)
+
+    # ---- the truth about itself ----------------------------------------------------------------------------------
+
+    @property
+    def leases(self) -> int:
+        """How many leases are held."""
+        return sum(map(len, self._leases.values()))
+
+    @property
+    def oldest_lease_s(self) -> float:
+        """For how long the oldest lease is held, in seconds; 0 if none is."""
+        return time.monotonic() - next(iter(self._leased_s.values())) if self._leased_s else 0.0
+
+    @property
+    def used(self) -> int:
+        """How many slots hold something."""
+        return self.ready - len(self._free)
+
+    @property
+    def writing(self) -> int:
+        """How many pieces are being written."""
+        return sum(chunk.writers for chunk in self._chunks.values())
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless slots, index, leases, writers and policy agree with each other. For tests."""
+
+        def check(ok: bool, what: str) -> None:  # noqa: FBT001
+            if not ok:
+                raise AssertionError(what)
+
+        chunks, slots = list(self._chunks.values()), list(self._chunks)
+        check(slots == [c.slot for c in chunks], "a chunk is not in its slot")
+        check(len(set(self._free)) == len(self._free), "a slot is free twice")
+        check(not set(slots) & set(self._free), "a chunk's slot is free")
+        check(all(c.state.row != m.ABSENT for c in chunks), "an absent chunk has a slot")
+        check(len(slots) + len(self._free) == self.ready, f"slots lost: {self.ready - len(slots) - len(self._free)}")
+        check(all(slot < self.ready for slot in (*slots, *self._free)), "a slot is used that is not ready")
+        leased: dict[int, int] = {}
+        for owned in self._leases.values():
+            for c in owned:
+                leased[id(c)] = leased.get(id(c), 0) + 1
+        check(leased == {id(c): c.leases for c in chunks if c.leases}, "leases and their counts differ")
+        for c in chunks:
+            row = c.state.row
+            check(0 <= c.ready <= c.written or row == m.EVICTING, f"chunk {c.slot}: ready {c.ready} of {c.written}")
+            check((row in {m.RESERVED, m.GROWING}) <= (c.writers > 0), f"chunk {c.slot}: {row} without a writer")
+            check(row != m.READY or c.writers == 0, f"chunk {c.slot}: READY with a writer")
+            check(row != m.EVICTING or c.held, f"chunk {c.slot}: EVICTING but idle")
+            check(all(mk.units <= c.ready for mk in c.marks), f"chunk {c.slot}: found further than it has landed")
+        for g, index in enumerate(self._index):
+            for key, c in index.items():
+                check(c.group == g and any(mk.key == key for mk in c.marks), "an index entry has no mark")
+                check(c.state.row in {m.READY, m.GROWING}, f"a {c.state.row} chunk can be found")
+        idle = sum(1 for c in chunks if not c.held and c.state.row == m.READY)
+        check(idle == len(self._policy), f"{idle} idle chunks, {len(self._policy)} in the policy")

@@ -1,0 +1,28 @@
+"""Eviction policies: `base.py` is the protocol, `make_policy` builds one by its configuration name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvpipe import plugins
+from kvpipe.cache.policy.base import Policy
+from kvpipe.cache.policy.guard import GuardedPolicy
+from kvpipe.cache.policy.lru import Lru
+from kvpipe.cache.policy.s3fifo import S3Fifo
+from kvpipe.trace.log import warn
+
+__all__ = ["Lru", "Policy", "S3Fifo", "make_policy"]
+
+
+def make_policy(name: str, slots: int, fault: Callable[..., object] = warn) -> Policy:
+    """Build policy `name` for a pool of `slots` chunks. `fault(event, **fields)` hears of one that errs.
+
+    Raises:
+        KeyError: no policy has this name.
+        ConfigError: it cannot be made, or lacks a method; the sentence names its package.
+
+    """
+    plugin = plugins.load(plugins.POLICIES, name)
+    policy: Policy = plugin.make(slots)
+    plugin.check(policy, Policy)
+    return policy if name in plugins.own(plugins.POLICIES) else GuardedPolicy(policy, name, fault)

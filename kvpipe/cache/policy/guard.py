@@ -1,0 +1,57 @@
+"""A policy of somebody else's: what it answers is checked, and one that errs is left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvpipe.cache.policy.base import Evictable, Policy
+from kvpipe.cache.policy.lru import Lru
+
+
+class GuardedPolicy(Lru):
+    """Evicts as `policy` says as long as that names chunks that may go, and the least recently used from then on."""
+
+    def __init__(self, policy: Policy, name: str, fault: Callable[..., object]) -> None:
+        """`fault("policy_failed", policy, why)` is called once, when it is left alone."""
+        super().__init__()
+        self._policy: Policy | None = policy
+        self._name, self._fault = name, fault
+
+    def insert(self, chunk: Evictable, *, hit: bool) -> None:
+        """See `Policy.insert`."""
+        super().insert(chunk, hit=hit)
+        self._ask(lambda policy: policy.insert(chunk, hit=hit))
+
+    def remove(self, chunk: Evictable) -> None:
+        """See `Policy.remove`."""
+        super().remove(chunk)
+        self._ask(lambda policy: policy.remove(chunk))
+
+    def refresh(self, chunk: Evictable) -> None:
+        """See `Policy.refresh`."""
+        super().refresh(chunk)
+        self._ask(lambda policy: policy.refresh(chunk))
+
+    def victim(self) -> Evictable | None:
+        """See `Policy.victim`."""
+        chunk = self._ask(lambda policy: policy.victim())
+        if self._policy is not None and (chunk in self._order if chunk is not None else not self._order):
+            if chunk is not None:
+                del self._order[chunk]
+            return chunk
+        self._leave("its victim is no chunk that may go")
+        return super().victim()
+
+    def _ask(self, call: Callable[[Policy], Evictable | None]) -> Evictable | None:
+        if self._policy is None:
+            return None
+        try:
+            return call(self._policy)
+        except Exception as error:  # noqa: BLE001  (a bug of the policy's: eviction goes on without it)
+            self._leave(repr(error))
+            return None
+
+    def _leave(self, why: str) -> None:
+        if self._policy is not None:
+            self._policy = None
+            self._fault("policy_failed", policy=self._name, why=why)

@@ -1,0 +1,36 @@
+"""Least recently used."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from kvpipe.cache.policy.base import Evictable
+
+
+class Lru:
+    """Evicts what was used longest ago."""
+
+    def __init__(self, slots: int = 0) -> None:  # noqa: ARG002  (its list needs no size)
+        """Start empty. `slots`: of the pool."""
+        self._order: OrderedDict[Evictable, None] = OrderedDict()
+
+    def insert(self, chunk: Evictable, *, hit: bool) -> None:  # noqa: ARG002  (all uses are equal here)
+        """See `Policy.insert`."""
+        self._order[chunk] = None
+
+    def remove(self, chunk: Evictable) -> None:
+        """See `Policy.remove`."""
+        self._order.pop(chunk, None)
+
+    def refresh(self, chunk: Evictable) -> None:
+        """See `Policy.refresh`."""
+        if chunk in self._order:
+            self._order.move_to_end(chunk)
+
+    def victim(self) -> Evictable | None:
+        """See `Policy.victim`."""
+        return self._order.popitem(last=False)[0] if self._order else None
+
+    def __len__(self) -> int:
+        """See `Policy.__len__`."""
+        return len(self._order)

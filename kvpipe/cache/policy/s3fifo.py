@@ -1,0 +1,68 @@
+"""S3-FIFO: a scan of one-time prompts cannot flush what is used again.
+
+Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023: a small queue (10 % of the cache) for
+newcomers, a main queue for what was hit, and a ghost list of what the small queue let go, which is admitted to the
+main queue when it comes back.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+
+from kvpipe.cache.policy.base import Evictable
+
+SMALL_SHARE = 0.10  # of the slots; the paper's value
+FREQ_MAX = 3  # two bits, as in the paper
+
+
+class S3Fifo:
+    """Evicts newcomers that were never hit before anything that was."""
+
+    def __init__(self, slots: int) -> None:
+        """`slots` bounds the ghost list and sizes the small queue."""
+        self._small: OrderedDict[Evictable, int] = OrderedDict()
+        self._main: OrderedDict[Evictable, int] = OrderedDict()
+        self._ghost: OrderedDict[Hashable, None] = OrderedDict()
+        self._small_max = max(1, int(slots * SMALL_SHARE))
+        self._ghost_max = max(1, slots)
+
+    def insert(self, chunk: Evictable, *, hit: bool) -> None:
+        """See `Policy.insert`. A chunk that was loaded has proven itself and goes to the main queue."""
+        ghost = chunk.identity in self._ghost
+        if ghost:
+            del self._ghost[chunk.identity]
+        if hit or ghost:
+            self._main[chunk] = int(hit)
+        else:
+            self._small[chunk] = 0
+
+    def remove(self, chunk: Evictable) -> None:
+        """See `Policy.remove`."""
+        self._small.pop(chunk, None)
+        self._main.pop(chunk, None)
+
+    def refresh(self, chunk: Evictable) -> None:
+        """See `Policy.refresh`."""
+        for queue in (self._small, self._main):
+            if chunk in queue:
+                queue.move_to_end(chunk)
+
+    def victim(self) -> Evictable | None:
+        """See `Policy.victim`."""
+        if self._small and (len(self._small) > self._small_max or not self._main):
+            chunk, _ = self._small.popitem(last=False)
+            self._ghost[chunk.identity] = None
+            if len(self._ghost) > self._ghost_max:
+                self._ghost.popitem(last=False)
+            return chunk
+        while self._main:
+            chunk, freq = self._main.popitem(last=False)
+            if freq == 0:
+                return chunk
+            self._main[chunk] = min(freq, FREQ_MAX) - 1
+        return self._small.popitem(last=False)[0] if self._small else None
+
+    def __len__(self) -> int:
+        """See `Policy.__len__`."""
+        return len(self._small) + len(self._main)

@@ -1,0 +1,150 @@
+"""How much of a request's token prefix the catalog holds, by block hashes. Probes dicts, changes nothing."""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import compress, takewhile
+from typing import TYPE_CHECKING
+
+from kvpipe.cache import miss_reasons
+from kvpipe.cache.catalog import Catalog, Chunk
+from kvpipe.geometry import Geometry
+
+if TYPE_CHECKING:
+    from kvpipe.scheduler.base import Request
+
+Index = Mapping[bytes, object]
+"""The keys of one cache group that count as held."""
+
+
+class Prefixes:
+    """Counts in units: the tokens that are a whole number of blocks in every cache group."""
+
+    def __init__(
+        self, catalog: Catalog, geometry: Geometry, hash_tokens: int, hashes: Callable[[Request], Sequence[bytes]]
+    ) -> None:
+        """`hash_tokens`: tokens per block hash. `hashes(request)`: what its blocks are known by."""
+        self._catalog, self.hashes = catalog, hashes
+        self._unit, self._per_chunk = geometry.unit_tokens, geometry.units_per_chunk
+        self._hashes_per_unit = self._unit // hash_tokens
+        self._groups = range(len(geometry.groups))
+        self._full = [i for i, g in enumerate(geometry.groups) if g.window_tokens is None]
+        self._windows = [
+            (i, -(-(g.window_tokens - 1) // self._unit)) for i, g in enumerate(geometry.groups) if g.window_tokens
+        ]
+
+    def key(self, hashes: Sequence[bytes], units: int) -> bytes:
+        """Return the hash of the first `units` units."""
+        return hashes[units * self._hashes_per_unit - 1]
+
+    def final_units(self, request: Request, tokens: int) -> int:
+        """Return the units whose tokens and hashes are final, of the first `tokens` tokens."""
+        hashes: Sequence[bytes] = self.hashes(request)
+        final: int = min(min(tokens, request.num_tokens) // self._unit, len(hashes) // self._hashes_per_unit)
+        return final
+
+    def unit_keys(self, request: Request) -> Sequence[bytes]:
+        """Return the hashes of the first unit, the first two units and so on, of all that are final."""
+        stop, step = self.final_units(request, request.num_tokens), self._hashes_per_unit
+        keys: Sequence[bytes] = self.hashes(request)[step - 1 : stop * step : step]
+        return keys
+
+    def longest(self, request: Request, extra: Sequence[dict[bytes, object]] = ()) -> int:
+        """Return the longest prefix, in units, that every cache group holds as far as it needs to.
+
+        `extra`: keys per group that count as held.
+        """
+        indexes: list[Index] = [self._catalog.index(group) for group in self._groups]
+        if extra:
+            indexes = [ChainMap(index, more) for index, more in zip(indexes, extra, strict=True)]  # type: ignore[arg-type]
+        hashes = self.hashes(request)
+        best = self.final_units(request, request.num_tokens)
+        if self._windows and best * self._unit >= request.num_tokens:
+            best -= 1  # the recomputed last token's window reaches one token further back than a new token's
+        for group in self._full:
+            best = self._longest_full(indexes[group], hashes, best)
+        while best and self._windows:
+            gaps = [self._window_gap(indexes[g], hashes, best, window) for g, window in self._windows]
+            shorter = [gap for gap in gaps if gap >= 0]
+            if not shorter:
+                break
+            best = min(shorter)
+            for group in self._full:  # whole chunks below a held prefix are held: only the last one can be shorter
+                best = self._longest_in_last_chunk(indexes[group], hashes, best)
+        return best
+
+    def why_short(self, request: Request, units: int) -> str:
+        """Return why no more than the first `units` units of `request` are found: one of `miss_reasons.REASONS`."""
+        hashes, lost = self.hashes(request), self._catalog.lost_keys
+        if not hashes and request.block_hashes:
+            return miss_reasons.ADAPTER
+        stop = self.final_units(request, request.num_tokens)
+        given_back = bool(self._windows) and stop * self._unit >= request.num_tokens  # as in `longest`
+        if units >= stop - given_back:
+            return miss_reasons.BELOW_MINIMUM
+        last = min(units // self._per_chunk * self._per_chunk + self._per_chunk, stop)
+        step, reasons = self._hashes_per_unit, lost.reasons
+        keys = hashes[(units + 1) * step - 1 : last * step : step]
+        for group in self._groups:
+            found, pending = self._catalog.index(group), self._catalog.pending(group)
+            for key in keys:
+                if key in found:
+                    continue
+                if key in pending:
+                    return miss_reasons.BEING_SAVED
+                if (why := reasons.get((group, key))) is not None:
+                    return why
+        return miss_reasons.NOT_SAVED
+
+    def holding(self, group: int, hashes: Sequence[bytes], base: int, stop: int) -> Chunk | None:
+        """Return a chunk that starts at unit `base` and can be found at least as far as `stop`."""
+        chunk = self._holding(self._catalog.index(group), hashes, base, stop)
+        assert chunk is None or isinstance(chunk, Chunk)  # noqa: S101  (the catalog holds nothing else)
+        return chunk
+
+    def _holding(self, index: Index, hashes: Sequence[bytes], base: int, stop: int) -> object | None:
+        last = min(base + self._per_chunk, len(hashes) // self._hashes_per_unit)
+        for units in range(stop, last + 1):
+            chunk = index.get(self.key(hashes, units))
+            if chunk is not None:
+                return chunk
+        return None
+
+    def chunks_from_the_end(self, request: Request, units: int) -> Iterator[Chunk]:
+        """Yield the whole chunks of the first `units` units of the request, the last first."""
+        step, stop = self._per_chunk * self._hashes_per_unit, units * self._hashes_per_unit
+        for key in reversed(self.hashes(request)[step - 1 : stop : step]):
+            for group in self._groups:
+                chunk = self._catalog.find(group, key)
+                if chunk is not None:
+                    yield chunk
+
+    def _longest_full(self, index: Index, hashes: Sequence[bytes], best: int) -> int:
+        per_chunk, step = self._per_chunk, self._per_chunk * self._hashes_per_unit
+        whole = hashes[step - 1 : best * self._hashes_per_unit : step]
+        base = len(list(takewhile(index.__contains__, whole))) * per_chunk
+        return self._longest_in_last_chunk(index, hashes, min(best, base + per_chunk - 1))
+
+    def _longest_in_last_chunk(self, index: Index, hashes: Sequence[bytes], best: int) -> int:
+        base = best // self._per_chunk * self._per_chunk
+        if best == base or self._holding(index, hashes, base, best):
+            return best
+        return self._shorter(index, hashes, base, best - 1)
+
+    def _window_gap(self, index: Index, hashes: Sequence[bytes], best: int, window: int) -> int:
+        """Return -1 when the last `window` units before `best` are held, or the next shorter prefix to try."""
+        low = max(0, best - window)
+        stop = best
+        while stop > low:
+            base = (stop - 1) // self._per_chunk * self._per_chunk
+            if not self._holding(index, hashes, base, stop):
+                return self._shorter(index, hashes, base, stop - 1)
+            stop = base
+        return -1
+
+    def _shorter(self, index: Index, hashes: Sequence[bytes], base: int, most: int) -> int:
+        """Return the longest prefix from `base` to `most` units that has a key, or `base`."""
+        step = self._hashes_per_unit
+        keys = hashes[(base + 1) * step - 1 : most * step : step]
+        return next(compress(range(most, base, -1), map(index.__contains__, reversed(keys))), base)

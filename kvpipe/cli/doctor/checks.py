@@ -1,0 +1,69 @@
+"""`kvpipe doctor`: examines the machine and what is installed on it, and names what to do.
+
+A check is a function of the settings and of a `HostFacts` (`facts.py`), which is where it gets its facts: tests put
+others there.
+"""
+
+from __future__ import annotations
+
+from kvpipe.cli.doctor import hardware, installed, storage
+from kvpipe.cli.doctor.facts import HostFacts
+from kvpipe.cli.doctor.findings import Check, Finding, PendingFinding, one_line
+from kvpipe.config import Settings, load_settings, parse_extra
+from kvpipe.errors import UsageError
+
+TIERS: list[Check] = [
+    Check("memory pool", storage.check_memory_pool, "fail"),
+    Check("tiers", storage.check_tiers, "fail"),
+]
+"""One check for each tier that chunks are kept in."""
+
+CHECKS: list[Check] = [
+    Check("python", installed.check_python, "fail"),
+    Check("torch", installed.check_torch, "fail"),
+    Check("vllm", installed.check_vllm, "fail"),
+    Check("plugin", installed.check_plugin, "fail"),
+    Check("VLLM_PLUGINS", installed.check_plugin_filter, "fail"),
+    Check("device", hardware.check_device, "fail"),
+    Check("cuda graphs", hardware.check_graphs, "warn"),
+    Check("hash seed", installed.check_hash_seed, "warn"),
+    Check("locked memory", hardware.check_locked_memory, "warn"),
+    Check("free memory", hardware.check_memory, "warn"),
+    Check("shared memory", hardware.check_shared_memory, "warn"),
+    Check("copy core", hardware.check_copy_core, "warn"),
+    Check("state_dir", storage.check_state_dir, "warn"),
+    Check("trace_file", storage.check_trace_file, "warn"),
+    Check("control_file", storage.check_control_file, "warn"),
+    Check("otel", installed.check_otel, "fail"),
+]
+
+
+def examine(settings: Settings, machine: HostFacts | None = None) -> list[Finding]:
+    """Run every check. Nothing raises: a check that does is a finding."""
+    facts = machine or HostFacts()
+    findings = []
+    for check in (*CHECKS, *TIERS):
+        try:
+            answer = check.ask(settings, facts)
+        except UsageError as e:  # its sentence names the remedy
+            answer = PendingFinding(check.if_raised, one_line(e), "change the configuration as it says")
+        except Exception as e:  # noqa: BLE001  (see above)
+            detail = f"could not be checked ({type(e).__name__}: {one_line(e)})"
+            answer = PendingFinding(check.if_raised, detail, "mend what failed before it, then run this again")
+        if answer is not None:
+            findings.append(Finding(check.name, *answer))
+    return findings
+
+
+def examine_extra(extra: str, *, ranks: int = 1) -> list[Finding]:
+    """Check the configuration too, given as JSON. With a wrong one, everything else is checked with the defaults."""
+    try:
+        settings = load_settings(parse_extra(extra))
+        given = ", ".join(f"{key}={getattr(settings, key)}" for key in sorted(settings.model_fields_set))
+        first = Finding("configuration", "ok", f"valid ({given})" if given else "valid (all defaults)", "")
+    except Exception as e:  # noqa: BLE001  (whatever it is, the checks go on)
+        settings = Settings.model_construct()  # the environment may be what is wrong, so it is not read
+        detail = one_line(e) if isinstance(e, UsageError) else f"{type(e).__name__}: {one_line(e)}"
+        remedy = "change the configuration as it says; the other checks were made with the defaults"
+        first = Finding("configuration", "fail", detail, remedy)
+    return [first, *examine(settings, HostFacts(ranks=ranks))]

@@ -1,0 +1,117 @@
+"""What there is on this machine, as `kvpipe doctor` asks it: versions, the device, limits, processors.
+
+vLLM and torch are imported by the functions that ask them, so a machine without them gets an answer too. vLLM is asked
+through its connector (`kvpipe/connectors/vllm/doctor_facts.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from kvpipe import headroom
+from kvpipe.cli.engine import connector_part
+from kvpipe.geometry import Geometry, Group, Layer
+
+PLUGIN: Final = "kvpipe"
+"""The entry point by which vLLM loads kvpipe."""
+VLLM: Final = connector_part("doctor_facts")
+
+
+class DeviceFacts(NamedTuple):
+    """Where the engine computes: `kind` as in torch ("cuda", "cpu"), `label` for people."""
+
+    kind: str
+    label: str
+
+
+class HashSeeds(NamedTuple):
+    """vLLM's prefix hash algorithms: the default, and those seeded at random unless PYTHONHASHSEED is set."""
+
+    default: str
+    random: frozenset[str]
+
+
+def _torch_version() -> str:
+    import torch  # noqa: PLC0415
+
+    return str(torch.__version__)
+
+
+def _plugins() -> Sequence[EntryPoint]:
+    return list(entry_points(group=VLLM.GROUP, name=PLUGIN))
+
+
+def _hash_seeds() -> HashSeeds:
+    return HashSeeds(*VLLM.hash_seeds())
+
+
+def _device() -> DeviceFacts:
+    """Return the device that vLLM computes on, or that torch has where there is no vLLM."""
+    import torch  # noqa: PLC0415
+
+    try:
+        kind = VLLM.device_type()
+    except Exception:  # noqa: BLE001  (the check of vLLM itself says what is wrong with it)
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cuda":
+        return DeviceFacts(kind, f"CUDA, {torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}")
+    return DeviceFacts(kind, kind.upper())
+
+
+def _locked_bytes_max() -> int | None:
+    """Return the soft limit on locked memory, None for no limit."""
+    import resource  # noqa: PLC0415  (not on every system)
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _pin(size: int) -> None:
+    """Pin `size` bytes of host memory and let them go. Raises `TransferError`."""
+    import torch  # noqa: PLC0415
+
+    from kvpipe.transfer.device import CudaDevice  # noqa: PLC0415
+    from kvpipe.transfer.pool import HostPool  # noqa: PLC0415
+
+    pool, device = HostPool(probe_geometry(size)), CudaDevice(torch.device("cuda", torch.cuda.current_device()))
+    device.enter_thread()
+    device.register(pool.base, pool.slots * pool.slot_bytes)
+    device.unregister(pool.base)
+
+
+def _cpus() -> frozenset[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def probe_geometry(size: int) -> Geometry:
+    """A pool of `size` bytes in slots of at most 1 MiB. Raises `ConfigError` where that is less than one page."""
+    return Geometry((Group((Layer("probe", min(size, 1 << 20)),), 1),), chunk_tokens=1, pool_bytes_max=size)
+
+
+class HostFacts(NamedTuple):
+    """Where the checks get their facts. `ranks`: engine ranks on this host, each with a pool of its own."""
+
+    ranks: int = 1
+    python: tuple[int, ...] = tuple(sys.version_info[:3])
+    environ: Mapping[str, str] = os.environ
+    proc: Path = headroom.PROC
+    cgroups: Path = headroom.CGROUPS
+    cpu_topology: Path = Path("/sys/devices/system/cpu")
+    torch_version: Callable[[], str] = _torch_version
+    vllm_version: Callable[[], str | None] = VLLM.version
+    plugins: Callable[[], Sequence[EntryPoint]] = _plugins
+    connector_known: Callable[[], bool] = VLLM.connector_known
+    hash_seeds: Callable[[], HashSeeds] = _hash_seeds
+    device: Callable[[], DeviceFacts] = _device
+    locked_bytes_max: Callable[[], int | None] = _locked_bytes_max
+    pin: Callable[[int], None] = _pin
+    cpus: Callable[[], frozenset[int]] = _cpus
+    free_bytes: Callable[[Path], int] = lambda folder: shutil.disk_usage(folder).free

@@ -1,0 +1,56 @@
+"""What a check returns, and the few ways in which findings write numbers and errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, Literal, NamedTuple
+
+from pydantic import ByteSize
+
+from kvpipe.cli.doctor.facts import HostFacts
+from kvpipe.config import Settings
+
+Status = Literal["ok", "warn", "fail"]
+
+_DETAIL_CHARS_MAX: Final = 400
+
+
+class Finding(NamedTuple):
+    """What one check found. `remedy` is empty when `status` is ok."""
+
+    name: str
+    status: Status
+    detail: str
+    remedy: str
+
+
+class PendingFinding(NamedTuple):
+    """A finding without the name of its check."""
+
+    status: Status
+    detail: str
+    remedy: str = ""
+
+
+class Check(NamedTuple):
+    """One check. `ask` returns None where there is nothing to check; `if_raised` is the status when it raises."""
+
+    name: str
+    ask: Callable[[Settings, HostFacts], PendingFinding | None]
+    if_raised: Status
+
+
+def one_line(text: object) -> str:
+    """Return a text, or what an exception says, in one line of at most 400 characters."""
+    flat = " ".join(str(text).split())
+    return flat if len(flat) <= _DETAIL_CHARS_MAX else flat[: _DETAIL_CHARS_MAX - 3] + "..."
+
+
+def size_of(size: int) -> str:
+    """Return bytes with a unit, `1.5GiB`."""
+    return ByteSize(size).human_readable()
+
+
+def dotted(version: tuple[int, ...]) -> str:
+    """Return a version with dots."""
+    return ".".join(map(str, version))

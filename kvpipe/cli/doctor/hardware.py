@@ -1,0 +1,145 @@
+"""Checks of the device, of processors and of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from kvpipe import headroom
+from kvpipe.cli.doctor.facts import HostFacts
+from kvpipe.cli.doctor.findings import PendingFinding, one_line, size_of
+from kvpipe.config import Settings
+
+POOL_SHARE_WARN: Final = 0.8  # of the free memory; the model and the engine live there too
+POOL_SHARE_FAIL: Final = 1.0
+PIN_BEYOND_BYTES: Final = 16 << 20
+PIN_PROBE_BYTES_MAX: Final = 256 << 20
+RESERVED_CPUS_PER_RANK: Final = 2  # vLLM's own number where there is a KV connector
+
+
+def check_device(_: Settings, machine: HostFacts) -> PendingFinding:
+    """The engine computes on a device that has a transfer engine."""
+    device = machine.device()
+    if device.kind not in {"cuda", "cpu"}:
+        detail = f"KV caches on device {device.kind!r} are not supported by this release"
+        return PendingFinding("fail", detail, "use vLLM's CUDA or CPU build")
+    return PendingFinding("ok", device.label)
+
+
+def check_graphs(settings: Settings, machine: HostFacts) -> PendingFinding:
+    """Say which CUDA graphs the mode leads to."""
+    if machine.device().kind != "cuda":
+        return PendingFinding("ok", f"mode={settings.mode}; there are no CUDA graphs without a CUDA device")
+    if settings.mode == "layerwise":
+        detail = "mode=layerwise copies between layers: vLLM captures PIECEWISE graphs instead of full ones"
+        return PendingFinding("ok", f"{detail}; mode=auto and mode=step keep full graphs")
+    where = " in steps that are replayed" if settings.mode == "auto" else ""
+    return PendingFinding(
+        "ok", f"mode={settings.mode} copies after the forward{where}: vLLM keeps its full CUDA graphs"
+    )
+
+
+def check_locked_memory(settings: Settings, machine: HostFacts) -> PendingFinding:
+    """The pool may be pinned. The driver decides whether the limit binds it, so it is asked with a small piece."""
+    if machine.device().kind != "cuda":
+        return PendingFinding("ok", "nothing is pinned without a CUDA device")
+    limit, pool = machine.locked_bytes_max(), int(settings.pool_bytes_max)
+    if limit is None or limit >= pool:
+        return PendingFinding(
+            "ok", f"the limit is {'none' if limit is None else size_of(limit)}, the pool {size_of(pool)}"
+        )
+    detail = f"the limit is {size_of(limit)}, less than the pool's {size_of(pool)}"
+    remedy = (
+        f"raise it (`ulimit -l`, `docker run --ulimit memlock=-1`, systemd `LimitMEMLOCK=infinity`) to {pool} bytes, "
+        "or set a smaller pool_bytes_max"
+    )
+    probe = min(pool, limit + PIN_BEYOND_BYTES)
+    if probe > PIN_PROBE_BYTES_MAX:
+        return PendingFinding(
+            "warn", f"{detail}: if the driver obeys it, copies to and from the rest are slower", remedy
+        )
+    try:
+        machine.pin(probe)
+    except Exception as e:  # noqa: BLE001  (whatever it is, copies work without)
+        why = f"{size_of(probe)} could not be pinned ({one_line(e)})"
+        return PendingFinding("warn", f"{detail}, and {why}: copies are slower and block the host", remedy)
+    return PendingFinding("ok", f"{detail}, but the driver pins {size_of(probe)} all the same")
+
+
+def check_copy_core(settings: Settings, machine: HostFacts) -> PendingFinding:
+    """On CPU, a core is left for copying beside those that vLLM binds its threads to."""
+    if machine.device().kind != "cpu":
+        return PendingFinding("ok", "the device copies by itself")
+    if settings.copy_threads == 0:
+        return PendingFinding("ok", "copy_threads=0: copies are made inside the forward")
+    cpus = machine.cpus()
+    spare, bind = _spare_cpus(machine, cpus), machine.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto")
+    if spare > 0:
+        return PendingFinding("ok", f"{spare} of {len(cpus)} cores left for copying (VLLM_CPU_OMP_THREADS_BIND={bind})")
+    effect = (
+        "copies are made inside the forward" if settings.copy_threads is None else "copies compete with the forward"
+    )
+    detail = f"no core of {len(cpus)} is left for copying (VLLM_CPU_OMP_THREADS_BIND={bind}): {effect}"
+    remedy = "set copy_threads to 0 if that is meant"
+    if len(cpus) > machine.ranks:
+        free = ",".join(map(str, sorted(cpus)[: -machine.ranks]))
+        given = free if machine.ranks == 1 else f"lists that together are {free}"
+        remedy = f"leave one out for each rank, here VLLM_CPU_OMP_THREADS_BIND={given}; or {remedy}"
+    return PendingFinding("warn", detail, remedy)
+
+
+def _spare_cpus(machine: HostFacts, cpus: frozenset[int]) -> int:
+    """Count the cores that vLLM's CPU build will leave free, by its rules (`vllm/utils/ompmultiprocessing.py`)."""
+    bind = machine.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto")
+    if bind not in {"auto", "nobind"}:
+        return len(cpus - frozenset(n for rank in bind.split("|") for n in _numbers(rank)))
+    used = len({_core(machine, cpu) for cpu in cpus})  # one thread per physical core
+    if bind == "nobind":
+        return len(cpus) - int(machine.environ.get("OMP_NUM_THREADS", used))
+    reserved = int(machine.environ.get("VLLM_CPU_NUM_OF_RESERVED_CPU", RESERVED_CPUS_PER_RANK * machine.ranks))
+    return len(cpus) - (used - reserved if used > reserved else used)  # too few to reserve any: it takes all
+
+
+def _core(machine: HostFacts, cpu: int) -> str:
+    """Return a name that the logical CPUs of one physical core share."""
+    path = machine.cpu_topology / f"cpu{cpu}" / "topology" / "thread_siblings_list"
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return str(cpu)
+
+
+def _numbers(text: str) -> Iterator[int]:
+    """Read a list such as `0-2,5`."""
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        yield from range(int(first), int(last or first) + 1)
+
+
+def check_memory(settings: Settings, machine: HostFacts) -> PendingFinding:
+    """The ranks' pools fit into what is free: the system's memory, and what the cgroups leave."""
+    pool, ranks = int(settings.pool_bytes_max), machine.ranks
+    rooms = [headroom.system_room(machine.proc), *headroom.cgroup_rooms(machine.proc, machine.cgroups)]
+    free, _, where = min(rooms)
+    share = pool * ranks / free if free > 0 else float("inf")
+    pools = f"{size_of(pool)}" if ranks == 1 else f"{ranks} x {size_of(pool)}"
+    detail = f"pool_bytes_max is {pools}, {size_of(max(free, 0))} are free ({where})"
+    if share <= POOL_SHARE_WARN:
+        fits = int(free * POOL_SHARE_WARN) // pool
+        return PendingFinding(
+            "ok", f"{detail}: {share:.0%}; there is room for {fits} {'rank' if fits == 1 else 'ranks'}"
+        )
+    fit = int(max(free, 0) * POOL_SHARE_WARN) // ranks >> 20
+    remedy = f"set pool_bytes_max to {fit}MiB or less, or give the engine more memory" if fit else "free some memory"
+    if share <= POOL_SHARE_FAIL:
+        return PendingFinding(
+            "warn", f"{detail}: {share:.0%}, which leaves little for the model and the engine", remedy
+        )
+    return PendingFinding(
+        "fail", f"{detail}: the pool does not fit, and the engine would be killed as it fills", remedy
+    )
+
+
+def check_shared_memory(_: Settings, __: HostFacts) -> PendingFinding:
+    """Say that /dev/shm plays no part."""
+    return PendingFinding("ok", "not used: the pool is private memory of each rank, whatever the size of /dev/shm")

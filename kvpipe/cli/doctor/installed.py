@@ -1,0 +1,129 @@
+"""Checks of what is installed: Python, torch, vLLM, the plugin, OpenTelemetry."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from typing import Final
+
+from kvpipe.cli.doctor.facts import PLUGIN, VLLM, HostFacts
+from kvpipe.cli.doctor.findings import PendingFinding, dotted, one_line
+from kvpipe.config import Settings
+from kvpipe.errors import UnsupportedError
+
+PYTHON_MIN: Final = (3, 11)
+TORCH_MIN: Final = (2, 9)
+_MODULE_PATH_REMEDY: Final = f'give vLLM "kv_connector_module_path": "{VLLM.MODULE}" as well'
+
+
+def check_python(_: Settings, machine: HostFacts) -> PendingFinding:
+    """Python is new enough."""
+    found = ".".join(map(str, machine.python))
+    if machine.python < PYTHON_MIN:
+        return PendingFinding(
+            "fail", f"{found} is too old", f"make the environment with Python {dotted(PYTHON_MIN)} or newer"
+        )
+    return PendingFinding("ok", found)
+
+
+def check_torch(_: Settings, machine: HostFacts) -> PendingFinding:
+    """Torch can be imported and is new enough."""
+    remedy = f"install torch {dotted(TORCH_MIN)} or newer, in the build that vLLM was made for"
+    try:
+        found = machine.torch_version()
+    except Exception as e:  # noqa: BLE001  (a broken library raises anything)
+        return PendingFinding("fail", f"it cannot be imported ({one_line(e)})", remedy)
+    match = re.match(r"(\d+)\.(\d+)", found)
+    if match is None or (int(match[1]), int(match[2])) < TORCH_MIN:
+        return PendingFinding("fail", f"{found} is too old or no release", remedy)
+    return PendingFinding("ok", found)
+
+
+def check_vllm(_: Settings, machine: HostFacts) -> PendingFinding:
+    """VLLM can be imported and is a release whose contract is recorded."""
+    remedy = f"install vLLM {' or '.join(map(dotted, VLLM.SUPPORTED))} into this environment"
+    try:
+        found = machine.vllm_version()
+        if found is None:
+            return PendingFinding("fail", "it is not installed", remedy)
+        VLLM.check_version(found)
+    except UnsupportedError as e:
+        return PendingFinding("fail", one_line(e), remedy)
+    except Exception as e:  # noqa: BLE001  (a broken library raises anything)
+        return PendingFinding(
+            "fail", f"it is installed, but cannot be imported ({one_line(e)})", f"mend it, or {remedy}"
+        )
+    return PendingFinding("ok", found)
+
+
+def check_plugin(_: Settings, machine: HostFacts) -> PendingFinding:
+    """The entry point is installed and loads, and vLLM then knows the connector by its name."""
+    plugins = machine.plugins()
+    if not plugins:
+        detail = f"no entry point {PLUGIN!r} of {VLLM.GROUP} is installed, so vLLM does not know {VLLM.NAME}"
+        return PendingFinding("fail", detail, f"install kvpipe into vLLM's environment, or {_MODULE_PATH_REMEDY}")
+    for plugin in plugins:
+        try:
+            plugin.load()()
+        except Exception as e:  # noqa: BLE001  (whatever it is, vLLM would go on without the plugin)
+            detail = f"entry point {plugin.value} does not load ({one_line(e)})"
+            return PendingFinding("fail", detail, "mend what the error names, or install kvpipe again")
+    if not machine.connector_known():
+        detail = f"entry point {plugins[0].value} loads, but vLLM does not know {VLLM.NAME} after it"
+        return PendingFinding(
+            "fail", detail, "an older kvpipe or another package holds the entry point: install kvpipe again"
+        )
+    return PendingFinding("ok", f"{plugins[0].value} loads, vLLM knows {VLLM.NAME}")
+
+
+def check_plugin_filter(_: Settings, machine: HostFacts) -> PendingFinding:
+    """VLLM_PLUGINS lets the entry point through. vLLM compares the names between commas as they are."""
+    value = machine.environ.get("VLLM_PLUGINS")
+    if value is None:
+        return PendingFinding("ok", "not set, every plugin is loaded")
+    names = value.split(",")
+    if PLUGIN in names:
+        return PendingFinding("ok", f"{value!r} includes {PLUGIN}")
+    others = [name.strip() for name in names if name.strip() and name.strip() != PLUGIN]
+    remedy = f"set VLLM_PLUGINS={','.join([*others, PLUGIN])} (no spaces), or {_MODULE_PATH_REMEDY}"
+    return PendingFinding("fail", f"{value!r} excludes {PLUGIN}, so vLLM does not load it", remedy)
+
+
+def check_hash_seed(settings: Settings, machine: HostFacts) -> PendingFinding:
+    """Engines that share or keep a cache hash blocks alike.
+
+    vLLM seeds the hash of a prefix's first block with PYTHONHASHSEED; where that is not set, with a constant for
+    sha256 and sha256_cbor, and with random bytes of the process for xxhash and xxhash_cbor.
+    """
+    value = machine.environ.get("PYTHONHASHSEED")
+    if value is not None:
+        return PendingFinding("ok", f"PYTHONHASHSEED={value}: every process that has it hashes blocks alike")
+    default, random = machine.hash_seeds()
+    if default in random and settings.name:
+        detail = (
+            f"PYTHONHASHSEED is not set and vLLM seeds {default} at random, so engines named {settings.name!r} differ"
+        )
+        remedy = (
+            f"set one PYTHONHASHSEED for all engines named {settings.name!r}, or use --prefix-caching-hash-algo sha256"
+        )
+        return PendingFinding("warn", detail, remedy)
+    if default in random:
+        detail = f"not set, and vLLM seeds {default} at random: of no matter for a cache in one engine's memory"
+        return PendingFinding("ok", f"{detail}; caches that are shared or outlive a process need PYTHONHASHSEED")
+    detail = f"not set, not needed: {default} (vLLM's default) hashes alike in every process"
+    if random:
+        detail += f"; a shared cache would need PYTHONHASHSEED with {' or '.join(sorted(random))}"
+    return PendingFinding("ok", detail)
+
+
+def check_otel(settings: Settings, _: HostFacts) -> PendingFinding | None:
+    """OpenTelemetry can be imported. None where the settings do not ask for it."""
+    if not settings.otel:
+        return None
+    names = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
+    try:
+        for name in names:
+            importlib.import_module(name)
+    except ImportError as e:
+        return PendingFinding("fail", f"otel=true, and {one_line(e)}", "pip install 'kvpipe[otel]', or set otel=false")
+    return PendingFinding("ok", "OpenTelemetry is installed; OTEL_EXPORTER_OTLP_ENDPOINT says where spans go")

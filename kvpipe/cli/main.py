@@ -1,0 +1,139 @@
+"""The `kvpipe` command."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvpipe import __version__
+from kvpipe.cli import cache as tiers
+from kvpipe.cli import trace as command
+from kvpipe.cli.engine import connector_part
+from kvpipe.config import load_settings, markdown_table, parse_extra
+from kvpipe.control import write_freeze
+from kvpipe.errors import UsageError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; return its exit status. A usage error is one line on stderr and status 2."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    if rest and args.run is not _fuzz:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    args.rest, args.is_process = rest, argv is None
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a path need not be text
+    try:
+        return int(args.run(args))
+    except UsageError as e:
+        print(e, file=sys.stderr)  # noqa: T201
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="kvpipe", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"kvpipe {__version__}")
+    sub = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    demo = sub.add_parser("demo", help="run a real engine with and without kvpipe and compare")
+    demo.add_argument("--json", type=Path, help="also write the rows to this file")
+    demo.add_argument("--log", type=Path, default=Path(".cache/demo.log"), help="where the engines' own output goes")
+    demo.set_defaults(run=_demo)
+
+    check = sub.add_parser("check", help="check a configuration before an engine is started with it")
+    check.add_argument("extra", nargs="?", default="{}", help="kv_connector_extra_config as JSON")
+    check.set_defaults(run=_check)
+
+    freeze = sub.add_parser("freeze", help="let a running engine stop or resume saving; hits are served all the same")
+    freeze.add_argument("state", choices=["on", "off"])
+    freeze.add_argument("control_file", type=Path, help="the engine's control_file")
+    freeze.set_defaults(run=_freeze)
+
+    fuzz = sub.add_parser("fuzz", help="put any vLLM v1 connector on trial, or replay what was found", add_help=False)
+    fuzz.set_defaults(run=_fuzz)
+
+    trace = sub.add_parser("trace", help="read what an engine with trace_file has written: show, replay, timeline")
+    command.add_parsers(trace)
+
+    cache = sub.add_parser("cache", help="what tiers hold: stats, ls, verify, purge")
+    tiers.add_parsers(cache)
+
+    doctor = sub.add_parser("doctor", help="check this environment, and say what to do")
+    doctor.add_argument("extra", nargs="?", default="{}", help="kv_connector_extra_config as JSON")
+    doctor.add_argument("--ranks", type=int, default=1, help="ranks on this machine, each with a pool of its own")
+    doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
+    doctor.set_defaults(run=_doctor)
+
+    diagrams = sub.add_parser("diagrams", help="write the state machines' pages")
+    diagrams.add_argument("folder", type=Path, nargs="?", default=Path("docs/machines"))
+    diagrams.set_defaults(run=_diagrams)
+
+    table = sub.add_parser("config", help="print the configuration table")
+    table.set_defaults(run=_config)
+    return parser
+
+
+def _demo(args: argparse.Namespace) -> int:
+    return int(connector_part("demo").run_demo(args.log, args.json))
+
+
+def _check(args: argparse.Namespace) -> int:
+    settings = load_settings(parse_extra(args.extra))
+    for key, value in settings.model_dump().items():
+        print(f"{key} = {[_public(tier) for tier in value] if key == 'tiers' else value}")  # noqa: T201
+    return 0
+
+
+def _public(tier: dict[str, Any]) -> dict[str, Any]:
+    """Return a tier's keys; what should name a secret and names nothing may be the secret itself, and is not shown."""
+    there: dict[str, Callable[[str], bool]] = {"_env": os.environ.__contains__, "_file": os.path.exists}
+    unknown = [
+        key
+        for key, value in tier.items()
+        for end, is_there in there.items()
+        if key.endswith(end) and value and not is_there(value)
+    ]
+    return tier | dict.fromkeys(unknown, "(not there)")
+
+
+def _freeze(args: argparse.Namespace) -> int:
+    write_freeze(args.control_file, on=args.state == "on")
+    return 0
+
+
+def _fuzz(args: argparse.Namespace) -> int:
+    conformance = connector_part("trial.conformance")
+    if args.is_process and "PYTHONHASHSEED" not in os.environ:
+        os.environ["PYTHONHASHSEED"] = "0"  # the order of vLLM's sets is part of a trial: a finding must replay
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606  (this very command)
+    return int(conformance.main(args.rest))
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from kvpipe.cli.doctor import print as doctor  # noqa: PLC0415  (imports torch)
+
+    return doctor.main(args.extra, as_json=args.json, ranks=args.ranks)
+
+
+def _diagrams(args: argparse.Namespace) -> int:
+    from kvpipe.statemachine.diagram import MACHINES, to_markdown  # noqa: PLC0415
+
+    args.folder.mkdir(parents=True, exist_ok=True)
+    for machine in MACHINES:
+        (args.folder / f"{machine.name}.md").write_text(to_markdown(machine), encoding="utf-8")
+    return 0
+
+
+def _config(_: argparse.Namespace) -> int:
+    print(markdown_table(), end="")  # noqa: T201
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

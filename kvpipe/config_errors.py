@@ -1,0 +1,125 @@
+"""Keys of configuration, in words: suggested when misspelt, explained when wrong, listed in the docs."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import reprlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final
+
+from pydantic import ByteSize, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from kvpipe.values import BYTES_END, PATH_CHARS_MAX
+
+_NEAR_MIN, _WORD_BONUS = 0.5, 0.25  # likeness from which a name is suggested; what a shared word adds
+
+Fields = Mapping[str, FieldInfo]
+NAME_CHARS_MAX: Final = 80
+"""What is shown of a name that somebody else has given: of a key, a scheme, a kind."""
+_REASON_CHARS_MAX: Final = 300
+
+
+def suggest(
+    wrong: object, valid: Iterable[str], what: str = "valid keys are", shown: Callable[[str], str] = str
+) -> str:
+    """Return the remedy for a misspelt name: the valid one that looks most like it, or all of them.
+
+    One that shares a whole word looks more like it.
+    """
+    names, key = list(valid), name(wrong).lower().replace("-", "_") if isinstance(wrong, str) else ""
+
+    def score(name: str) -> float:
+        common = set(key.split("_")) & set(name.split("_"))
+        return difflib.SequenceMatcher(None, key, name).ratio() + (_WORD_BONUS if common else 0)
+
+    best = max(names, key=score)
+    return f"did you mean {shown(best)!r}?" if score(best) >= _NEAR_MIN else f"{what} {', '.join(map(shown, names))}"
+
+
+def first_problem(error: ValidationError, fields: Fields, owner: str = "valid keys are") -> str:
+    """Return the first thing that is wrong, in one sentence: the key, its value, the reason and the remedy.
+
+    Not shown is the value of a key that is unknown, or that names a variable for a secret: it may be the secret itself.
+    `owner`: what has these keys, for a list of them.
+    """
+    problems = error.errors()  # a key that is unknown may be the one that is missing, written wrongly
+    problem = next((one for one in problems if one["type"] == "extra_forbidden"), problems[0])
+    if not problem["loc"]:  # keys that contradict each other
+        return reason(problem["msg"])
+    key = ".".join(map(name, problem["loc"]))
+    known = str(problem["loc"][0])
+    if problem["type"] == "extra_forbidden":
+        return f"unknown key {key!r}; {suggest(problem['loc'][0], fields, owner)}"
+    if problem["type"] == "missing":
+        return f"{key} is missing; {key} means: {fields[known].description}"
+    value = "" if known.endswith("_env") else shown(problem["input"])
+    field = fields[known]
+    default = "" if field.is_required() else f" Default: {_text(field.default)}"
+    return f"{key}{value} is not valid ({reason(problem['msg'])}); {key} means: {field.description}{default}"
+
+
+def shown(value: object) -> str:
+    """Return ``=value`` as far as a refusal may show it: of a table or a list, which may hold anything, its type."""
+    if isinstance(value, str):
+        return f"={reprlib.repr(public(value[:PATH_CHARS_MAX]))}"
+    if value is None or isinstance(value, bool | float) or (isinstance(value, int) and abs(value) < BYTES_END):
+        return f"={value!r}"
+    return f", a number of {value.bit_length()} bits," if isinstance(value, int) else f" of type {type(value).__name__}"
+
+
+def name(value: object) -> str:
+    """Return what somebody has called something, for people: short, printable, without what may be secret."""
+    text = public(value[:PATH_CHARS_MAX]) if isinstance(value, str) else ""
+    if not isinstance(value, str):
+        text = str(value) if isinstance(value, float) or value is None else ""
+        text = text or (str(value) if isinstance(value, int) and abs(value) < BYTES_END else type(value).__name__)
+    text = text if text.isprintable() else ascii(text)[1:-1]
+    return text if len(text) <= NAME_CHARS_MAX else text[: NAME_CHARS_MAX - 3] + "..."
+
+
+def place(error: Exception) -> str:
+    """Return why a text could not be parsed, and where; of the text itself nothing."""
+    if isinstance(error, RecursionError):
+        return "it is too deep"
+    mark = getattr(error, "problem_mark", None)
+    line, column = (
+        (mark.line + 1, mark.column + 1)
+        if mark is not None
+        else (getattr(error, "lineno", 0), getattr(error, "colno", 0))
+    )
+    why = str(getattr(error, "msg", "")) if line and mark is None else ""
+    return f"{why or 'a mistake'} at line {line}, column {column}" if line else "it has a value that cannot be meant"
+
+
+def public(text: str) -> str:
+    """Return a text without what may be secret where it is a URL: user, password and query."""
+    scheme, mark, rest = text.partition("://")
+    if not mark and "@" not in text:
+        return re.split(r"[?#&](?=.*=)", text, maxsplit=1, flags=re.DOTALL)[0]
+    rest = (rest if mark else text).rpartition("@")[2]
+    return f"{scheme}{mark}{re.split('[?#]', rest)[0]}" if mark else rest
+
+
+def table(fields: Fields) -> str:
+    """Return a row per key in Markdown: its name, its default, what it does."""
+    rows = ["| key | default | what it does |", "|---|---|---|"]
+    for key, field in fields.items():
+        default = "" if field.default in {None, "", (), PydanticUndefined} else f"`{_text(field.default)}`"
+        rows.append(f"| `{key}` | {default} | {str(field.description).replace('|', chr(92) + '|')} |")
+    return "\n".join(rows) + "\n"
+
+
+def _text(value: object) -> str:
+    if isinstance(value, ByteSize):
+        return value.human_readable()
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def reason(message: str) -> str:
+    """Return why something is refused, as far as it can be shown: one line, not too long."""
+    text = message.removeprefix("Value error, ")
+    text = text if text.isprintable() else ascii(text)[1:-1]
+    return text if len(text) <= _REASON_CHARS_MAX else text[: _REASON_CHARS_MAX - 3] + "..."

@@ -1,0 +1,141 @@
+"""What packages add to kvpipe: tiers, eviction policies, transfer engines, each by an entry point of its own.
+
+The name of an entry point is what a user writes. Only what is asked for is imported: a package that is broken stops
+nobody who does not use it. kvpipe's own are registered in the same way, in its pyproject.toml.
+"""
+
+from __future__ import annotations
+
+import inspect
+import tomllib
+from collections.abc import Iterable, Iterator
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from kvpipe import config_errors
+from kvpipe.errors import ConfigError, UsageError
+
+TIERS: Final = "kvpipe.tiers"
+"""The name is the `kind`; the object a `TierSpec`, a class."""
+TIER_URLS: Final = "kvpipe.tier_urls"
+"""The name is the scheme of a URL; the object the same."""
+POLICIES: Final = "kvpipe.policies"
+"""The name is the `policy`; the object makes a `Policy` of a number of slots."""
+TRANSFER_ENGINES: Final = "kvpipe.transfer_engines"
+"""The name is the type of torch's device; the object makes a `TransferEngine` of `EngineOptions`."""
+
+_WHAT: Final = {
+    TIERS: "kind of tier", TIER_URLS: "URL of a tier", POLICIES: "eviction policy", TRANSFER_ENGINES: "transfer engine",
+}  # fmt: skip
+_SOURCE: Final = Path(__file__).parents[1] / "pyproject.toml"
+_OWN: Final = "kvpipe"
+
+
+class Plugin(NamedTuple):
+    """Something that a package has registered. `package`: its name and version."""
+
+    group: str
+    name: str
+    package: str
+    made_of: Any
+
+    def __str__(self) -> str:
+        """What it is called in a refusal."""
+        return f"the {_WHAT[self.group]} {self.name!r} of package {self.package}"
+
+    def make(self, *arguments: object) -> Any:  # noqa: ANN401
+        """Return what it makes of `arguments`. Raises `ConfigError` where it fails."""
+        try:
+            return self.made_of(*arguments)
+        except UsageError:
+            raise
+        except Exception as error:
+            why = config_errors.reason(f"{type(error).__name__}: {error}")
+            raise ConfigError(f"kvpipe: {self} cannot be made ({why}); update the package, or uninstall it") from error
+
+    def check(self, made: object, protocol: type) -> None:
+        """Refuse what lacks a method or an attribute of `protocol`. Raises `ConfigError`."""
+        if missing := lacking(made, protocol):
+            where = f"{protocol.__module__}.{protocol.__name__}"
+            msg = f"kvpipe: {self} has no {', '.join(missing)}; {where} says what is needed"
+            raise ConfigError(msg)
+
+
+def names(group: str) -> list[str]:
+    """Return what is registered in a group, kvpipe's own first. Nothing is imported."""
+    return list(_registered(group))
+
+
+def load(group: str, name: str) -> Plugin:
+    """Import what is registered under `name`.
+
+    Raises:
+        KeyError: nothing is.
+        ConfigError: it cannot be imported, or two packages have registered the name.
+
+    """
+    first, *others = _registered(group)[name]
+    if others:
+        packages = ", ".join(sorted({_package(one) for one in (first, *others)}))
+        msg = f"kvpipe: several packages register the {_WHAT[group]} {name!r} ({packages}); uninstall all but one"
+        raise ConfigError(msg)
+    try:
+        made_of = first.load()
+    except (Exception, SystemExit) as error:  # whatever the package does when it is imported
+        why = config_errors.reason(f"{type(error).__name__}: {error}")
+        made = Plugin(group, name, _package(first), None)
+        msg = f"kvpipe: {made} cannot be imported ({why}); update the package, or uninstall it"
+        raise ConfigError(msg) from error
+    return Plugin(group, name, _package(first), made_of)
+
+
+def lacking(made: object, protocol: type) -> list[str]:
+    """Return the methods and attributes of `protocol` that `made`, an object or its class, does not have."""
+    methods = [
+        name
+        for name, one in vars(protocol).items()
+        if inspect.isfunction(one) and (not name.startswith("_") or name == "__len__")
+    ]
+    out = [f"{name}()" for name in methods if not callable(getattr(made, name, None))]
+    if not isinstance(made, type):  # a class may set them later
+        out += [name for name in protocol.__annotations__ if not hasattr(made, name)]
+    return out
+
+
+def own(group: str) -> list[str]:
+    """Return what kvpipe itself registers in a group."""
+    return [one.name for one in _own(group)]
+
+
+@cache
+def _registered(group: str) -> dict[str, tuple[EntryPoint, ...]]:
+    out: dict[str, tuple[EntryPoint, ...]] = {}
+    for one in (*_own(group), *(one for one in entry_points(group=group) if _distribution(one) != _OWN)):
+        out[one.name] = (*out.get(one.name, ()), one)
+    return out
+
+
+def _own(group: str) -> Iterable[EntryPoint]:
+    """Yield kvpipe's own entry points: in a tree of sources those of the file, for what is installed may be older."""
+    try:
+        project = tomllib.loads(_SOURCE.read_text(encoding="utf-8"))["project"]
+    except (OSError, ValueError, KeyError):
+        project = {}
+    if project.get("name") == _OWN:
+        return _of(group, project["entry-points"])
+    return [one for one in entry_points(group=group) if _distribution(one) == _OWN]
+
+
+def _of(group: str, table: dict[str, dict[str, str]]) -> Iterator[EntryPoint]:
+    for name, value in table.get(group, {}).items():
+        yield EntryPoint(name, value, group)
+
+
+def _distribution(one: EntryPoint) -> str:
+    return one.dist.name.lower() if one.dist is not None else _OWN
+
+
+def _package(one: EntryPoint) -> str:
+    return f"{one.dist.name} {one.dist.version}" if one.dist is not None else _OWN

@@ -1,0 +1,195 @@
+"""What the scheduler side asks of an engine: requests, block tables, steps, and where it does not recover by itself.
+
+Protocols: an engine's own objects serve as they are if they have these attributes, and nothing is wrapped or copied on
+the way. The names are vLLM's. A class that inherits from a protocol gets the defaults of what is optional. All is
+called on the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from kvpipe.cache.catalog import Chunk
+
+
+class Adapter(Protocol):
+    """A LoRA adapter of a request."""
+
+    @property
+    def lora_int_id(self) -> int:
+        """The engine's number of it, from 1 on. Another adapter may have it later."""
+
+    @property
+    def lora_path(self) -> str:
+        """Where its files lie."""
+
+    @property
+    def load_inplace(self) -> bool:
+        """Whether the engine reads its files again for every request."""
+        return False
+
+
+class Request(Protocol):
+    """A request, from its arrival to `finished`. Its numbers are read when they are needed and never kept."""
+
+    @property
+    def request_id(self) -> str:
+        """Unique among the living ones; may be used again afterwards."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and of the answer so far, without drafts."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens whose KV is computed, or enqueued to be, before the step that is planned. May count drafts."""
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often it has lost its blocks."""
+
+    @property
+    def block_hashes(self) -> Sequence[bytes]:
+        """By block of `hash_tokens` tokens, a hash of all tokens up to its end and of whatever else decides their KV.
+
+        Beside model, weights and adapter. Full blocks of final tokens only. The list may grow, and be cut.
+        """
+
+    @property
+    def lora_request(self) -> Adapter | None:
+        """Its adapter."""
+        return None
+
+    @property
+    def skip_reading_prefix_cache(self) -> bool:
+        """Whether every token of its prompt is to be computed."""
+        return False
+
+    @property
+    def resumable(self) -> bool:
+        """Whether its prompt may be continued."""
+        return False
+
+
+class Block(Protocol):
+    """One entry of a block table."""
+
+    @property
+    def block_id(self) -> int:
+        """Its place in the paged cache of its group."""
+
+    @property
+    def is_null(self) -> bool:
+        """Whether it holds nothing: it lies before a sliding window."""
+
+
+Tables = Sequence[Sequence[Block]]
+"""The block tables of one request, by cache group."""
+
+
+class Blocks(Protocol):
+    """The engine's block tables and its own prefix cache, if it has one."""
+
+    def table(self, request_id: str, group: int) -> Sequence[Block]:
+        """Return the request's block table in a cache group as it is now; empty if it holds no blocks."""
+
+    def forget(self, block_ids: set[int]) -> None:
+        """Offer these blocks to no other request: take them out of the prefix cache. Their owners keep them."""
+
+    def free(self) -> int:
+        """Return how many blocks can be allocated."""
+
+
+class Step(Protocol):
+    """What the engine computes next."""
+
+    @property
+    def num_scheduled_tokens(self) -> Mapping[str, int]:
+        """Tokens to compute, drafts included, by request id."""
+
+    @property
+    def preempted_req_ids(self) -> Collection[str] | None:
+        """Requests that have lost their blocks since the last step. They may be scheduled in it again."""
+
+
+class Hit(NamedTuple):
+    """`tokens` beyond those that the engine holds can be loaded; 0: none.
+
+    `waits`: the request waits until `reported` completes the load, while others run. Else it is computed in this step.
+    """
+
+    tokens: int
+    waits: bool
+
+
+class Later(enum.Enum):
+    """The type of `LATER`."""
+
+    LATER = enum.auto()
+
+
+LATER: Final = Later.LATER
+"""Not known yet: ask again in the next step, and do not admit the request in this one."""
+
+MISS: Final = Hit(0, waits=False)
+
+Answer = Hit | Literal[Later.LATER]
+"""Of a lookup. It may be asked any number of times, and stands for the scheduling pass in which it was given."""
+
+
+class Published(Protocol):
+    """Hears what can be found, for routers."""
+
+    def published(self, request: Request, chunk: Chunk, base: int) -> None:
+        """A piece of `chunk`, which begins at unit `base` of the prefix of `request`, can be found from now on."""
+
+    def dropped(self, chunk: Chunk) -> None:
+        """`chunk` cannot be found any more."""
+
+
+class Recovery:
+    """What an engine does when loads fail, room is short or weights change. The defaults suit one that needs no help.
+
+    Such an engine, before anything else reads a block into which a load has failed, has computed it anew; it can
+    always preempt a request that waits for a load; and it empties its own prefix cache when its weights change.
+    """
+
+    def may_wait(self, request: Request, waiting: Mapping[str, Request]) -> bool:
+        """Whether an asynchronous load of `request` may begin beside those of `waiting`, which have not run since."""
+        del request, waiting
+        return True
+
+    def admitted(self, request_id: str, tables: Tables) -> bool:
+        """The request has got blocks. Returns whether any of them holds KV of weights that are gone."""
+        del request_id, tables
+        return False
+
+    def planned(self, block_ids: Collection[int]) -> None:
+        """A load into these blocks is part of the next step."""
+
+    def failed(self, block_ids: set[int], requests: Collection[str]) -> None:
+        """A sync load into these blocks has failed. All living `requests` may have read them since."""
+
+    def extra_loads(self, step: Step, requests: Iterable[Request]) -> Mapping[str, Sequence[int]]:
+        """Return blocks, by request, that `step` would read too early: a load of them is planned that fails.
+
+        `requests`: all that live. Blocks are of group 0. The load is reported like any that fails: the engine recovers.
+        """
+        del step, requests
+        return {}
+
+    def step_planned(self, step: Step) -> None:
+        """Called once per step, before its loads and saves are planned."""
+
+    def weights_changed(self, requests: Collection[str]) -> None:
+        """What was computed so far, by `requests` too, is of weights that are gone."""
+
+    def finished(self, request_id: str, *, loading: bool) -> None:
+        """The request is over, and still has its blocks. `loading`: some sync load is not reported yet."""

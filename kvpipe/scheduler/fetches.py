@@ -1,0 +1,427 @@
+"""The scheduler side of slower tiers: asks them for waiting requests, plans what ranks fetch and store.
+
+A fetched chunk is reserved and published like a saved one, so a lookup only ever looks at memory. Work on the
+scheduler's thread is what is new: a lookup's keys when it is asked, its answer when it has come, one order per chunk.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Final
+
+from kvpipe.cache import miss_reasons
+from kvpipe.cache.catalog import Catalog, Chunk, Owner, Piece
+from kvpipe.cache.prefixes import Prefixes
+from kvpipe.geometry import Geometry
+from kvpipe.messages import Tally, TierOrder
+from kvpipe.scheduler.jobs import Reported, awaited
+from kvpipe.scheduler.stores import Offer, Storing
+from kvpipe.statemachine import job as job_m
+from kvpipe.statemachine import stage as m
+from kvpipe.statemachine.core import Compiled, Cursor, Watch
+from kvpipe.tiers.finder import Finder, Place, TierLookup, chunk_name
+from kvpipe.tiers.namespace import Namespace
+from kvpipe.trace.log import Counters
+
+if TYPE_CHECKING:
+    from kvpipe.scheduler.base import Request
+
+_HOLDS_UP: Final = frozenset({m.ASKING, m.FOUND, m.FETCHING})
+SHARE: Final = 0.75
+"""Of the pool, at most, that waiting requests hold."""
+ORDERS_PER_LANE: Final = 4
+"""Fetches that are with the ranks at once, for each of a tier's lanes: the others wait here, and can be given up."""
+PATIENCE_S: Final = 5.0
+"""How long an outstanding tier order keeps an otherwise idle engine stepping. An older one waits for the next step."""
+
+
+class Stage(Cursor):
+    """One request's. `waits`: orders that have not landed; `taken`: tokens that came, by tier."""
+
+    __slots__ = ("asked_step", "deadline_at_s", "lookup", "owner", "request", "taken", "todo", "waits", "why")
+
+    def __init__(
+        self, machine: Compiled, number: int, request: Request, lookup: TierLookup, watch: Watch | None
+    ) -> None:
+        """The tiers are asked."""
+        super().__init__(machine, number, watch)
+        self.request, self.lookup = request, lookup
+        self.owner = Owner(request.request_id, -number)  # admissions have positive epochs
+        self.deadline_at_s = time.monotonic() + lookup.deadline_s
+        self.waits: set[int] = set()
+        self.todo: deque[Place] = deque()  # what is still to be ordered, in the order of the prefix
+        self.taken: dict[int, int] = {}
+        self.asked_step = -1
+        self.why = ""  # it came to nothing, or to less
+
+    @property
+    def holds_up(self) -> bool:
+        """Whether the request waits for it."""
+        return self.state.row in _HOLDS_UP
+
+
+class TierTransfer(Reported):
+    """An order that the ranks have not all reported yet."""
+
+    __slots__ = ("order", "piece", "space", "stages")
+
+    def __init__(
+        self, machine: Compiled, order: TierOrder, space: str, watch: Watch | None, piece: Piece | None = None
+    ) -> None:
+        """`space`: the chunk's namespace. `piece`: of a fetch; a store has none."""
+        super().__init__(machine, order.id, watch)
+        self.order, self.space, self.piece = order, space, piece
+        self.stages: list[Stage] = []
+
+
+class Staging:
+    """One per engine that has tiers."""
+
+    def __init__(
+        self,
+        finder: Finder,
+        catalog: Catalog,
+        prefixes: Prefixes,
+        geometry: Geometry,
+        *,
+        ranks: int,
+        lookup_ms_max: int,
+        bytes_in_flight_max: int,
+        counters: Counters,
+        new_id: Callable[[], int],
+        stores: bool,
+        published: Callable[[Request, Piece], object],
+    ) -> None:
+        """`stores`: whether this engine writes to tiers. Nothing is asked before `space` has a name.
+
+        `published` hears of what has come from a tier and can be found now, and of a request with that prefix.
+        """
+        self.finder, self._catalog, self._prefixes, self._geometry = finder, catalog, prefixes, geometry
+        self._ranks, self._lookup_s_max = ranks, lookup_ms_max / 1000
+        self._counters, self._new_id, self._published = counters, new_id, published
+        self.watch: Watch | None = None  # of stages that begin
+        self.watch_transfer: Watch | None = None
+        self.space = Namespace()
+        self.stores = Storing(
+            catalog,
+            geometry,
+            self.space,
+            policies=[tier.spec.store if stores else "never" for tier in finder.tiers],
+            bytes_in_flight_max=bytes_in_flight_max,
+            counters=counters,
+            new_id=new_id,
+        )
+        self.machine, self.transfer_machine = m.STAGE.compile(), job_m.JOB.compile()
+        self.names = tuple(tier.name for tier in finder.tiers)
+        self._per_chunk = geometry.units_per_chunk
+        self._held_max = max(1, int(catalog.slots * SHARE))
+        self._fetches_max = [tier.spec.lanes * ORDERS_PER_LANE for tier in finder.tiers]
+        self._fetches = [0] * len(self.names)  # with the ranks, by tier
+        self._leased = 0  # by stages
+        self._due: list[TierOrder] = []
+        self._transfers: dict[int, TierTransfer] = {}
+        self._fetching: dict[tuple[int, bytes], TierTransfer] = {}
+        self._found: list[Stage] = []
+        self._stages: set[Stage] = set()
+        self._numbers = 0
+        full = [group for group, kind in enumerate(geometry.groups) if kind.window_tokens is None]
+        self._counted = full[0] if full else 0  # the group whose chunks are counted: others hold the same tokens
+
+    # ---- waiting requests -----------------------------------------------------------------------------------------
+
+    def ask(self, stage: Stage | None, request: Request, local: int, step: int) -> tuple[Stage | None, bool]:
+        """Return (the request's stage, whether it waits). Answers the same within a step.
+
+        `local`: units of the prefix that the engine holds itself.
+        """
+        if stage is None:
+            stage = self._begin(request, local)
+            if stage is None:
+                return None, False
+            stage.asked_step = step  # the answer may be there already, but not twice the same in this step
+        if stage.asked_step != step:
+            stage.asked_step = step
+            self._look(stage, local)
+        return stage, stage.holds_up
+
+    def _begin(self, request: Request, local: int) -> Stage | None:
+        if not self.space.name or not self.finder.usable:
+            return None
+        units = max(self._prefixes.longest(request), local)
+        stop = self._prefixes.final_units(request, request.num_tokens)
+        if units >= stop or (units and stop - units < self._per_chunk):
+            return None  # a few tokens are computed sooner than asked for
+        keys = self._prefixes.unit_keys(request)
+        wanted = tuple(
+            (group, end)
+            for group in range(len(self._geometry.groups))
+            for end in range(self._per_chunk, stop + 1, self._per_chunk)
+            if keys[end - 1] not in self._catalog.index(group)
+        )
+        groups, space = len(self._geometry.groups), self.space.name
+        lookup = TierLookup(keys, wanted, groups=groups, space=space, seconds_max=self._lookup_s_max)
+        self._numbers += 1
+        stage = Stage(self.machine, self._numbers, request, lookup, self.watch)
+        self._stages.add(stage)
+        self._counters["tier_lookup"] += 1
+        self.finder.ask(lookup)
+        return stage
+
+    def _look(self, stage: Stage, local: int) -> None:
+        """Take the tiers' answer, if it has come, and give up what has not come in time."""
+        row = stage.state.row
+        if row == m.ASKING and stage.lookup.done:
+            if self._reach(stage) > max(self._prefixes.longest(stage.request), local):
+                stage.fire(m.SOME)
+                self._found.append(stage)
+            else:
+                stage.why = miss_reasons.TIER_DOWN if stage.lookup.down else ""
+                self._end(stage, m.NOTHING)
+        elif stage.holds_up and time.monotonic() >= stage.deadline_at_s:
+            stage.why = miss_reasons.TIER_LATE
+            self._counters["tier_lookup_late"] += 1
+            if row == m.FETCHING:
+                stage.todo.clear()
+                stage.fire(m.DEADLINE)
+            else:
+                self._end(stage, m.DEADLINE)
+
+    def _reach(self, stage: Stage) -> int:
+        """Return how many units of the prefix memory and tiers hold together."""
+        keys = stage.lookup.keys
+        extra: tuple[dict[bytes, object], ...] = tuple({} for _ in self._geometry.groups)
+        for group, units in stage.lookup.found:
+            extra[group][keys[units - 1]] = stage
+        return self._prefixes.longest(stage.request, extra)
+
+    def why(self, stage: Stage | None, why: str) -> str:
+        """Return why tiers have not brought what memory does not have for the reason `why`, if that is the reason."""
+        if why in {"", miss_reasons.BELOW_MINIMUM}:
+            return why
+        if stage is not None:
+            return stage.why or why
+        return why if self.finder.usable or why == miss_reasons.BEING_SAVED else miss_reasons.TIER_DOWN
+
+    def brought(self, stage: Stage | None, tokens: int) -> tuple[tuple[str, int], ...]:
+        """Return which tiers have brought how many of a hit's `tokens`."""
+        out: list[tuple[str, int]] = []
+        if stage is None:
+            return ()
+        for tier, some in sorted(stage.taken.items()):
+            out.append((self.names[tier], min(some, tokens)))
+            tokens -= out[-1][1]
+        return tuple(one for one in out if one[1])
+
+    def end(self, stage: Stage | None) -> None:
+        """The request was admitted or preempted, is over, or the cache was reset."""
+        if stage is not None and not stage.state.final:
+            self._end(stage, m.END)
+
+    def _end(self, stage: Stage, event: str) -> None:
+        stage.fire(event)
+        stage.todo.clear()
+        self._stages.discard(stage)
+        self._leased -= self._catalog.release(stage.owner, hit=False)
+
+    # ---- fetching -------------------------------------------------------------------------------------------------
+
+    def plan(self, *, stores: bool) -> tuple[TierOrder, ...]:
+        """Plan a step's orders: fetches for whom something was found, then stores, as far as there is room.
+
+        What goes wrong costs misses: the loads of the step depend on the plan, and the ranks on every order in it.
+        """
+        waiting, self._found = self._found, []
+        for stage in waiting:
+            try:
+                self._fetch(stage)
+            except Exception as e:  # noqa: BLE001
+                self._counters.fault("fetch_not_planned", request=stage.owner.request, error=repr(e))
+                self.end(stage)
+        if not stores:
+            self.stores.clear()
+        begun = len(self._due)
+        try:
+            self.stores.plan(self._due)
+        except Exception as e:  # noqa: BLE001
+            self._counters.fault("store_not_planned", error=repr(e))
+        for order in self._due[begun:]:
+            self._begin_transfer(order, self.space.name)
+        due, self._due = self._due, []
+        return tuple(due)
+
+    def _fetch(self, stage: Stage) -> None:
+        """Order what a stage still needs, as far as there are lanes; it comes here again for the rest."""
+        if time.monotonic() >= stage.deadline_at_s:
+            return  # it hears of it when the engine asks again
+        if stage.state.row == m.FOUND:
+            needed = list(self._needed(stage))
+            self._lease(stage, [chunk for _, chunk in needed if chunk is not None])  # first: a fetch may evict
+            stage.todo.extend(place for place, chunk in needed if chunk is None)
+            stage.fire(m.SENT if stage.todo else m.NO_ROOM)
+        while stage.state.row == m.FETCHING and stage.todo and self._order(stage, stage.todo[0]):
+            stage.todo.popleft()
+        if stage.todo:
+            self._found.append(stage)
+        elif stage.state.row == m.FETCHING and not stage.waits:
+            stage.fire(m.NO_ROOM)
+
+    def _order(self, stage: Stage, place: Place) -> bool:
+        """Order one chunk, or wait for somebody else's order. False: not yet."""
+        group, units = place
+        key, tier = stage.lookup.keys[units - 1], stage.lookup.found[place]
+        transfer = self._fetching.get((group, key))
+        if transfer is None:
+            there = self._catalog.find(group, key)
+            if there is not None:
+                self._lease(stage, [there])
+            if self._catalog.known(group, key):
+                return True  # it has come meanwhile, or is being saved
+            if self._fetches[tier] >= self._fetches_max[tier]:
+                return False
+            transfer = self._reserve(stage, place, key) if self._leased + len(self._fetching) < self._held_max else None
+            if transfer is None:
+                self._counters["tier_no_room"] += 1
+                stage.todo.clear()
+                stage.todo.append(place)  # the caller takes it away: this was the last
+                return True
+        transfer.stages.append(stage)
+        stage.waits.add(transfer.order.id)
+        return True
+
+    def _lease(self, stage: Stage, chunks: list[Chunk]) -> None:
+        chunks = chunks[: max(0, self._held_max - self._leased - len(self._fetching))]
+        self._catalog.lease(stage.owner, chunks)
+        self._leased += len(chunks)
+
+    def _needed(self, stage: Stage) -> Iterator[tuple[Place, Chunk | None]]:
+        """Yield the places of the prefix that tiers and memory reach together, in the order of the prefix.
+
+        With the chunk that memory holds there, or None where a tier must bring it.
+        """
+        reach, per_chunk, keys = self._reach(stage), self._per_chunk, stage.lookup.keys
+        for base in range(0, reach, per_chunk):
+            high = min(base + per_chunk, reach)
+            for group, kind in enumerate(self._geometry.groups):
+                window = kind.window_tokens
+                if window is not None and (reach - high) * self._geometry.unit_tokens > window:
+                    continue  # wholly outside of the window, seen from the end
+                chunk = self._prefixes.holding(group, self._prefixes.hashes(stage.request), base, high)
+                if chunk is not None:
+                    yield (group, high), chunk
+                    continue
+                ends = range(high, min(base + per_chunk, len(keys)) + 1)
+                end = next((units for units in ends if (group, units) in stage.lookup.found), 0)
+                if end:
+                    yield (group, end), None
+
+    def _reserve(self, stage: Stage, place: Place, key: bytes) -> TierTransfer | None:
+        group, units = place
+        chunk = self._catalog.reserve(group)
+        if chunk is None:
+            return None
+        base = (units - 1) // self._per_chunk * self._per_chunk
+        piece = self._catalog.write(chunk, units - base, key, keep=units - base < self._per_chunk, base=base)
+        lookup, name = stage.lookup, chunk_name(key)
+        order = TierOrder(self._new_id(), False, lookup.found[place], chunk.slot, group, units - base, name)  # noqa: FBT003
+        transfer = self._fetching[group, key] = self._begin_transfer(order, lookup.space, piece)
+        self._fetches[order.tier] += 1
+        self._due.append(order)
+        self._counters["chunks_fetching"] += 1
+        return transfer
+
+    def _begin_transfer(self, order: TierOrder, space: str, piece: Piece | None = None) -> TierTransfer:
+        transfer = TierTransfer(self.transfer_machine, order, space, self.watch_transfer, piece)
+        self._transfers[order.id] = transfer
+        return transfer
+
+    # ---- reports --------------------------------------------------------------------------------------------------
+
+    def reported(self, order_id: int, tally: Tally) -> bool:
+        """Ranks have ended an order. Returns whether it is one of ours."""
+        transfer = self._transfers.get(order_id)
+        if transfer is None:
+            return False
+        if transfer.count(tally, self._ranks):
+            del self._transfers[order_id]
+            if transfer.piece is not None:
+                self._landed(transfer, transfer.piece)
+            else:
+                self._stored(transfer)
+        return True
+
+    def _stored(self, transfer: TierTransfer) -> None:
+        order = transfer.order
+        done = transfer.state.row == job_m.DONE
+        self.stores.over(order, ok=done)
+        if done:
+            self.finder.stored(order.tier, transfer.space, order.chunk, order.group)
+
+    def _landed(self, transfer: TierTransfer, piece: Piece) -> None:
+        order, done = transfer.order, transfer.state.row == job_m.DONE
+        self._fetches[order.tier] -= 1
+        self._fetching.pop((order.group, piece.key), None)
+        if done:
+            if self._catalog.landed(piece):
+                self._published(transfer.stages[0].request, piece)
+            self._counters["chunks_fetched"] += 1
+        else:
+            self._catalog.lost(piece)
+            self._counters["chunks_not_fetched"] += 1
+        there = self._catalog.find(order.group, piece.key)
+        for stage in transfer.stages:
+            stage.waits.discard(order.id)
+            self._brought(stage, transfer, there)
+        if there is piece.chunk and done:
+            self.stores.brought(order.tier, Offer(piece.chunk, order.units, piece.key))
+
+    def _brought(self, stage: Stage, transfer: TierTransfer, chunk: Chunk | None) -> None:
+        """A transfer that `stage` has asked for is over; `chunk` is what can be found now."""
+        done = transfer.state.row == job_m.DONE
+        if not stage.holds_up:
+            stage.fire(m.CAME if done else m.LOST)
+            return
+        if not done or chunk is None:
+            stage.why = miss_reasons.TIER_LOST
+            stage.todo.clear()
+            stage.fire(m.LOST)
+            return
+        self._lease(stage, [chunk])
+        if transfer.order.group == self._counted:
+            tier, tokens = transfer.order.tier, transfer.order.units * self._geometry.unit_tokens
+            stage.taken[tier] = stage.taken.get(tier, 0) + tokens
+        stage.fire(m.CAME if stage.waits or stage.todo else m.CAME_LAST)
+
+    # ---- the truth about itself -----------------------------------------------------------------------------------
+
+    def machines(self) -> tuple[Compiled, ...]:
+        """Return the machines whose cursors are owned here."""
+        return self.machine, self.transfer_machine, *(tier.machine for tier in self.finder.tiers)
+
+    def expire(self) -> None:
+        """Let nobody wait any longer. For tests."""
+        for stage in self._stages:
+            stage.deadline_at_s = 0.0
+
+    def forget(self) -> None:
+        """Forget what was found and offered: from now on chunks are kept under another name."""
+        self.stores.clear()
+        self._found.clear()
+        for stage in list(self._stages):
+            self._end(stage, m.END)
+
+    @property
+    def pending(self) -> bool:
+        """Whether ranks owe reports that should come soon, or there is something to store."""
+        return self.stores.pending or awaited(self._transfers, PATIENCE_S)
+
+    @property
+    def owners(self) -> set[Owner]:
+        """Whose leases there may be."""
+        return {*self.stores.under_way.values(), *(stage.owner for stage in self._stages)}
+
+    @property
+    def orders(self) -> int:
+        """How many orders the ranks have not all reported."""
+        return len(self._transfers)

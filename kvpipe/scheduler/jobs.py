@@ -1,0 +1,196 @@
+"""What is with the ranks: jobs and tier transfers, whose reports are counted until the last one has come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvpipe.cache.catalog import Catalog, Owner, Piece
+from kvpipe.messages import Job, Kind, Tally
+from kvpipe.scheduler.records import Tracked
+from kvpipe.statemachine import job as m
+from kvpipe.statemachine import request as request_m
+from kvpipe.statemachine.core import Compiled, Cursor, Watch
+from kvpipe.trace.log import Counters
+
+if TYPE_CHECKING:
+    from kvpipe.scheduler.report import RequestReporter
+    from kvpipe.scheduler.saves import Row
+
+
+_BELIEVED = frozenset({m.SENT, m.DONE})
+
+
+class Reported(Cursor):
+    """Something that every rank reports once. `ok` and `bad` count the reports; `sent_at_s`: of the monotonic clock."""
+
+    __slots__ = ("bad", "ok", "sent_at_s")
+
+    def __init__(self, machine: Compiled, number: int, watch: Watch | None) -> None:
+        """`machine`: the job machine. `number`: jobs and tier orders are numbered together."""
+        super().__init__(machine, number, watch)
+        self.ok = self.bad = 0
+        self.sent_at_s = time.monotonic()
+
+    def count(self, reports: Tally, ranks: int) -> bool:
+        """Add `reports`, of `ranks` in all. Returns whether that was the last of them."""
+        self.ok, self.bad = self.ok + reports.ok, self.bad + reports.bad
+        if self.ok + self.bad < ranks:
+            self.fire(m.FAILED if reports.bad else m.SOME)
+        else:
+            self.fire(m.NOT_ALL if self.bad else m.ALL)
+        return self.state.final
+
+
+def awaited(sent: Mapping[int, Reported], patience_s: float) -> bool:
+    """Whether the last of what was sent, in that order, may be expected soon: it is younger than `patience_s`."""
+    last = next(reversed(sent.values()), None)  # type: ignore[call-overload]
+    return last is not None and time.monotonic() - last.sent_at_s < patience_s
+
+
+class JobInFlight(Reported):
+    """A save or load that the ranks have not all reported yet. A save has `pieces`, from unit `first_unit` on.
+
+    A load has an `owner`, who leases so many chunks (`leases`) and brings so many `tokens`; 0: it is planned to fail.
+    """
+
+    __slots__ = ("first_unit", "job", "leases", "owner", "pieces", "tokens", "tracked")
+
+    def __init__(
+        self,
+        machine: Compiled,
+        job: Job,
+        tracked: Tracked,
+        watch: Watch | None,
+        *,
+        pieces: tuple[Piece, ...] = (),
+        first_unit: int = 0,
+        owner: Owner | None = None,
+        tokens: int = 0,
+        leases: int = 0,
+    ) -> None:
+        """It goes out with the step that is planned."""
+        super().__init__(machine, job.id, watch)
+        self.job, self.tracked, self.pieces, self.first_unit, self.owner = job, tracked, pieces, first_unit, owner
+        self.tokens, self.leases = tokens, leases
+
+    @property
+    def believed(self) -> bool:
+        """Whether nobody has failed or doubted it."""
+        return self.state.row in _BELIEVED
+
+
+class Jobs:
+    """All of one engine, by their numbers, the oldest first."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        counters: Counters,
+        report: RequestReporter,
+        *,
+        ranks: int,
+        saved: Callable[[Tracked, Piece], object],
+        load_failed: Callable[[JobInFlight], object],
+    ) -> None:
+        """`saved` hears of each piece that can be found now, `load_failed` of a load, as soon as that is known."""
+        self._catalog, self._counters, self._report, self._ranks = catalog, counters, report, ranks
+        self._saved, self._load_failed = saved, load_failed
+        self.machine = m.JOB.compile()
+        self.in_flight: dict[int, JobInFlight] = {}
+        self._numbers = 0
+
+    def new_id(self) -> int:
+        """Jobs and tier orders are numbered together, from 1 on: ranks report both by their number."""
+        self._numbers += 1
+        return self._numbers
+
+    def save(self, tracked: Tracked, rows: list[Row], pieces: tuple[Piece, ...], first_unit: int) -> JobInFlight:
+        """Begin to save `pieces`, from `first_unit` on."""
+        job, watch = self._job(Kind.SAVE, tracked, rows), self._report.job_watch(tracked, loads=False)
+        return self._begin(JobInFlight(self.machine, job, tracked, watch, pieces=pieces, first_unit=first_unit))
+
+    def load(
+        self, kind: Kind, tracked: Tracked, rows: list[Row], owner: Owner, *, tokens: int = 0, leases: int = 0
+    ) -> JobInFlight:
+        """Begin to load `tokens` for `owner`, who leases so many chunks; 0: so that it fails."""
+        job, watch = self._job(kind, tracked, rows), self._report.job_watch(tracked, loads=True)
+        tracked.load_job_id = job.id
+        return self._begin(JobInFlight(self.machine, job, tracked, watch, owner=owner, tokens=tokens, leases=leases))
+
+    def _job(self, kind: Kind, tracked: Tracked, rows: list[Row]) -> Job:
+        packed = np.asarray(rows, dtype="<i4").tobytes()
+        return Job(self.new_id(), int(kind), tracked.request.request_id, tracked.epoch, packed)
+
+    def _begin(self, job: JobInFlight) -> JobInFlight:
+        self.in_flight[job.job.id] = job
+        self._report.begun(job)
+        return job
+
+    @property
+    def loads_in_step(self) -> list[JobInFlight]:
+        """Those of loads within a step."""
+        return [job for job in self.in_flight.values() if job.job.kind == Kind.LOAD_SYNC]
+
+    def reported(self, job_id: int, reports: Tally) -> bool:
+        """Count `reports`; publish, release or fail the job with the last. Returns whether there is such a job."""
+        job = self.in_flight.get(job_id)
+        if job is None:
+            return False
+        believed, over = job.believed, job.count(reports, self._ranks)
+        if over:
+            del self.in_flight[job_id]
+            self._report.trace.about(job.job.request, job.job.epoch)
+        try:
+            if believed and not job.believed and job.owner is not None:
+                self._load_failed(job)  # at the first bad news, before other ranks' saves are believed
+        finally:
+            if over and job.owner is not None:
+                self._end_load(job, job.owner)
+            elif over:
+                self._end_save(job)
+        return True
+
+    def withdraw(self, job: JobInFlight) -> None:
+        """A load was not sent, and will not be: nobody reports it."""
+        del self.in_flight[job.job.id]
+        job.tracked.load_job_id = 0
+        if job.owner is not None:
+            self._catalog.release(job.owner)
+
+    def fail_load(self, job: JobInFlight) -> None:
+        """The engine was told that a load has failed; ranks have yet to report it."""
+        if job.believed:
+            job.fire(m.FAILED)
+            self._load_failed(job)
+        self._end_for_request(job)
+
+    def taint_saves(self, after: int = 0) -> None:
+        """A load has failed: what jobs later than `after` save may rest on it."""
+        for job in self.in_flight.values():
+            if job.owner is None and job.job.id > after:
+                job.fire(m.TAINTED)
+
+    def _end_load(self, job: JobInFlight, owner: Owner) -> None:
+        self._catalog.release(owner)
+        self._end_for_request(job)
+
+    def _end_for_request(self, job: JobInFlight) -> None:
+        if job.tracked.load_job_id == job.job.id:  # else it has no admission any more, or another load
+            job.tracked.load_job_id = 0
+            job.tracked.fire(request_m.LOADED if job.believed else request_m.LOAD_FAILED)
+
+    def _end_save(self, job: JobInFlight) -> None:
+        if job.believed:
+            for piece in job.pieces:
+                if self._catalog.landed(piece):
+                    self._saved(job.tracked, piece)
+            return
+        self._counters.fault("save_failed", request=job.job.request, job=job.job.id)
+        for piece in job.pieces:
+            self._catalog.lost(piece)
+        if job.tracked.epoch == job.job.epoch:
+            job.tracked.saving.lost(job.first_unit)

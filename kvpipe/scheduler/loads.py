@@ -1,0 +1,163 @@
+"""How hits are loaded: within their step or before it, from which chunk's pages into which blocks of the engine."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from kvpipe.cache.catalog import Catalog, Chunk, Owner
+from kvpipe.cache.prefixes import Prefixes
+from kvpipe.config import Settings
+from kvpipe.geometry import Geometry
+from kvpipe.messages import BROKEN, Job, Kind
+from kvpipe.scheduler.jobs import JobInFlight, Jobs
+from kvpipe.scheduler.records import Tracked
+from kvpipe.scheduler.requests import Requests
+from kvpipe.scheduler.saves import Row
+from kvpipe.scheduler.stall import Stall
+from kvpipe.statemachine import lookup as lookup_m
+from kvpipe.statemachine import request as m
+from kvpipe.trace.log import Counters
+
+if TYPE_CHECKING:
+    from kvpipe.scheduler.base import Recovery, Request, Step, Tables
+    from kvpipe.scheduler.fetches import Staging
+    from kvpipe.trace.recorder import Recorder
+
+_REQUEST_OF = attrgetter("request")
+
+
+class Loading:
+    """One per scheduler side. `between_steps`: all loads are asynchronous."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        geometry: Geometry,
+        *,
+        catalog: Catalog,
+        prefixes: Prefixes,
+        requests: Requests,
+        jobs: Jobs,
+        staging: Staging | None,
+        recovery: Recovery,
+        counters: Counters,
+        trace: Recorder,
+    ) -> None:
+        """Of the settings, when to load counts. `staging`: of an engine with tiers."""
+        self._geometry, self._catalog, self._prefixes, self._counters = geometry, catalog, prefixes, counters
+        self._requests, self._jobs, self._staging = requests, jobs, staging
+        self._recovery, self._trace = recovery, trace
+        self._unit, self._per_chunk = geometry.unit_tokens, geometry.units_per_chunk
+        self.between_steps = settings.load == "async" or geometry.loads_between_steps
+        either = settings.load == "auto" and not self.between_steps
+        self.stall = Stall(geometry, settings.stall_ms_max) if either else None
+        self._due: list[JobInFlight] = []
+
+    def waits(self, tokens: int) -> bool:
+        """Whether a load of `tokens` is asynchronous."""
+        if self.stall is None:
+            return self.between_steps
+        return self.between_steps or self.stall.too_long(tokens, loading=bool(self._requests.waiting))
+
+    def admit(self, tracked: Tracked, tables: Tables, external_tokens: int, step: int) -> None:
+        """Blocks were allocated: lease and plan the load of `external_tokens`, or note that there is none."""
+        request, asking = tracked.request, tracked.asking
+        asked, stands, match = asking.state.row != lookup_m.UNASKED, asking.stands(step), asking.match
+        if asked or external_tokens > 0:
+            self._requests.begin_admission(tracked, match.units if stands else 0, tables)
+        if external_tokens <= 0:
+            tracked.fire(m.ADMIT_EMPTY)
+            asking.admit()
+            self._requests.end_stage(tracked)
+            return
+        waits = match.waits if asked else self.between_steps
+        kind = Kind.LOAD_ASYNC if waits else Kind.LOAD_SYNC
+        owner = Owner(request.request_id, tracked.epoch)
+        self._trace.about(*owner)
+        chunks: list[Chunk] = []
+        try:
+            tracked.fire(m.ADMIT_LOAD)  # first: the report of its failure finds a request that is loading
+            asking.admit()
+            if not stands:
+                msg = f"blocks for {external_tokens} tokens that no lookup of this pass has promised"
+                raise LookupError(msg)  # noqa: TRY301
+            first = match.local_tokens // self._unit
+            stop = -(-(match.local_tokens + external_tokens) // self._unit)
+            rows, chunks = self.rows(request, tables, first, stop)
+            self._catalog.lease(owner, chunks)
+            if self._staging is not None:
+                self._staging.stores.used(chunks)
+        except Exception as e:  # noqa: BLE001  (the engine counts on the load now: it must be reported, as failed)
+            self._counters.fault("load_not_planned", request=request.request_id, error=repr(e))
+            self._catalog.release(owner)
+            rows = [(group, BROKEN, 0, b.block_id) for group, t in enumerate(tables) for b in t if not b.is_null]
+        self._recovery.planned([row[3] for row in rows])
+        self._due.append(self._jobs.load(kind, tracked, rows, owner, tokens=external_tokens, leases=len(chunks)))
+        if waits:
+            self._requests.waiting[request.request_id] = request
+        elif self.stall is not None:
+            self.stall.due += external_tokens
+        self._counters["tokens_loaded"] += external_tokens
+
+    def plan_step(self, step: Step) -> list[Job]:
+        """Return the loads that were admitted since the last step, and those that the engine needs to fail."""
+        if self.stall is not None:
+            self.stall.running, self.stall.due = len(step.num_scheduled_tokens), 0
+        due, self._due = self._due, []
+        for load in due:
+            if load.tracked.load_job_id == load.job.id and load.tracked.state.row == m.ALLOCATED:
+                load.tracked.fire(m.DISPATCH)  # else its admission was illegal: it goes out to fail
+        jobs = [load.job for load in due]
+        try:
+            extra = self._recovery.extra_loads(step, map(_REQUEST_OF, self._requests.tracked.values()))
+            jobs += itertools.starmap(self._plan_failing_load, extra.items())
+        except Exception as e:  # noqa: BLE001  (the engine counts on the other loads of the plan)
+            self._counters.fault("spoiled_blocks_not_reported", error=repr(e))
+        return jobs
+
+    def drop(self, tracked: Tracked) -> None:
+        """The request is over: what was not sent yet is not sent, as its blocks belong to others soon."""
+        for load in [load for load in self._due if load.tracked is tracked]:
+            self._due.remove(load)
+            self._jobs.withdraw(load)
+
+    def _plan_failing_load(self, request_id: str, blocks: Sequence[int]) -> Job:
+        """Plan a load of `blocks` that every rank reports as failed, so that the engine computes them anew."""
+        owner = Owner(request_id, self._requests.new_epoch())  # its own: another load of the request may be in flight
+        self._catalog.lease(owner, [])
+        rows = [(0, BROKEN, 0, block) for block in blocks]
+        self._counters["spoiled_blocks_reported"] += len(blocks)
+        return self._jobs.load(Kind.LOAD_SYNC, self._requests.tracked[request_id], rows, owner).job
+
+    def rows(self, request: Request, tables: Tables, first: int, stop: int) -> tuple[list[Row], list[Chunk]]:
+        """Return the rows that bring units [first, stop) into the request's blocks, and the chunks they read."""
+        hashes = self._prefixes.hashes(request)
+        rows: list[Row] = []
+        chunks: list[Chunk] = []
+        for group, table in enumerate(tables):
+            pages = self._geometry.pages_per_unit[group]
+            for base in range(first // self._per_chunk * self._per_chunk, stop, self._per_chunk):
+                low, high = max(base, first), min(base + self._per_chunk, stop)
+                wanted = [
+                    (page - base * pages, table[page].block_id)
+                    for page in range(low * pages, high * pages)
+                    if not table[page].is_null
+                ]
+                if not wanted:  # wholly outside of a sliding window
+                    continue
+                chunk = self._prefixes.holding(group, hashes, base, high)
+                if chunk is None:
+                    self._counters.fault("hit_vanished", request=request.request_id)
+                    rows += [(group, BROKEN, page, block) for page, block in wanted]
+                    continue
+                if self._partial_use(chunk, hashes, high):
+                    self._catalog.keep_mark(chunk, self._prefixes.key(hashes, high))
+                chunks.append(chunk)
+                rows += [(group, chunk.slot, page, block) for page, block in wanted]
+        return rows, chunks
+
+    def _partial_use(self, chunk: Chunk, hashes: Sequence[bytes], stop: int) -> bool:
+        return stop % self._per_chunk != 0 and chunk.identity == self._prefixes.key(hashes, stop)

@@ -1,0 +1,140 @@
+"""What a lookup is answered: how much of a request can be loaded, and whether in its step or before it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from kvpipe.cache import miss_reasons
+from kvpipe.scheduler.base import LATER, MISS, Answer, Hit
+from kvpipe.scheduler.records import LookupResult, Match, Tracked
+from kvpipe.statemachine import request as m
+
+if TYPE_CHECKING:
+    from kvpipe.cache.prefixes import Prefixes
+    from kvpipe.scheduler.adapters import Adapters
+    from kvpipe.scheduler.base import Recovery, Request
+    from kvpipe.scheduler.fetches import Staging
+    from kvpipe.scheduler.loads import Loading
+    from kvpipe.scheduler.requests import Requests
+    from kvpipe.scheduler.switches import Switches
+    from kvpipe.scheduler.weights import Weights
+    from kvpipe.trace.log import Counters
+
+NO_TIERS: Final[tuple[tuple[str, int], ...]] = ()
+LATER_STEPS_MAX: Final = 100
+"""For how many steps a lookup asks to be asked again, before the hit is given up."""
+
+
+class Lookups:
+    """One per scheduler side. Takes nothing."""
+
+    def __init__(
+        self,
+        unit_tokens: int,
+        prefixes: Prefixes,
+        *,
+        requests: Requests,
+        loading: Loading,
+        staging: Staging | None,
+        switches: Switches,
+        weights: Weights,
+        adapters: Adapters,
+        recovery: Recovery,
+        counters: Counters,
+    ) -> None:
+        """`unit_tokens`: tokens per unit of a prefix. `staging`: of an engine with tiers."""
+        self._unit, self._prefixes, self._requests, self._loading = unit_tokens, prefixes, requests, loading
+        self._staging, self._switches, self._weights, self._adapters = staging, switches, weights, adapters
+        self._recovery, self._counters = recovery, counters
+
+    def answer(self, request: Request, local_tokens: int, step: int) -> Answer:
+        """Return what can be loaded beyond the `local_tokens` that the engine holds. `step` is planned next."""
+        tracked = self._requests.add(request)
+        self._requests.notice_preemption(tracked)
+        tracked.fire(m.ASK)
+        why = self._why_not(tracked)
+        unknown = self._unknown(tracked, local_tokens, why, step)
+        if unknown is not None:
+            return unknown
+        if why:
+            found = LookupResult(local_tokens, 0, request.num_tokens - local_tokens, why)
+            tracked.asking.reply(step, found, Match(local_tokens))
+            return MISS
+        staging = self._staging
+        if staging is not None and self._adapters.known(request):
+            tracked.stage, waits = staging.ask(tracked.stage, request, local_tokens // self._unit, step)
+            if waits:
+                return _later(tracked, local_tokens, miss_reasons.TIER_ASKED, step)
+        units, waits = self._held(tracked, local_tokens)
+        tokens = units * self._unit
+        match = Match(local_tokens, units, waits)
+        if not waits:
+            # the step must compute at least one token; after an async load the engine sees to that itself
+            tokens = min(tokens, request.num_tokens - 1)
+        external = max(0, tokens - local_tokens)
+        missed = request.num_tokens - max(local_tokens, units * self._unit)  # the last token, if held, is no miss
+        why = self._prefixes.why_short(request, max(units, local_tokens // self._unit)) if missed > 0 else ""
+        staged = NO_TIERS
+        if staging is not None:
+            why, staged = staging.why(tracked.stage, why), staging.brought(tracked.stage, external)
+        found = LookupResult(local_tokens, external, max(0, missed), why, staged=staged)
+        if not external:
+            tracked.asking.reply(step, found, match)
+            self._counters["lookup_miss"] += 1
+            return MISS
+        waiting = self._requests.waiting
+        if waits and waiting and not self._recovery.may_wait(request, waiting):
+            return self._ask_later(tracked, local_tokens, miss_reasons.NO_ROOM, step)
+        tracked.asking.reply(step, found, match)
+        self._counters["lookup_hit"] += 1
+        return Hit(external, waits)
+
+    def _held(self, tracked: Tracked, local_tokens: int) -> tuple[int, bool]:
+        """Return (units of the prefix that can be loaded, whether asynchronously)."""
+        units = self._prefixes.longest(tracked.request)
+        waits = tracked.state.row != m.LET_DOWN and self._loading.waits(units * self._unit - local_tokens)
+        if waits and not self._adapters.certain(tracked.request):  # it could land before the ranks hold another adapter
+            return 0 if self._loading.between_steps else units, False
+        return units, waits
+
+    def _why_not(self, tracked: Tracked) -> str:
+        """Return why nothing is loaded for this request, whatever is held."""
+        switches = self._switches
+        if switches.bypass:
+            return miss_reasons.BYPASS
+        if tracked.request.skip_reading_prefix_cache:  # it would take no hit
+            return miss_reasons.NOT_READ
+        if not switches.loads:
+            return miss_reasons.NO_CONSUMER
+        if switches.tier_lost:
+            return miss_reasons.TIER_DOWN
+        row, between = tracked.state.row, self._loading.between_steps
+        return miss_reasons.LOAD_FAILED if row == m.RECOMPUTING or (row == m.LET_DOWN and between) else ""
+
+    def _unknown(self, tracked: Tracked, local_tokens: int, why: str, step: int) -> Answer | None:
+        """Return the answer while nobody knows which weights or which adapter count, and None otherwise."""
+        if self._weights.doubtful and why != miss_reasons.LOAD_FAILED:  # the engine's own cache may be out of date, too
+            return self._ask_later(tracked, local_tokens, miss_reasons.WEIGHTS, step)
+        worth = self._staging is not None and not self._switches.bypass
+        if self._adapters.waits(tracked.request, step, worth=worth):
+            return _later(tracked, local_tokens, miss_reasons.ADAPTER, step)
+        return None
+
+    def _ask_later(self, tracked: Tracked, local_tokens: int, why: str, step: int) -> Answer:
+        """Wait for others' loads to end, or for the ranks to say which weights they have; after a while compute."""
+        asking, missed = tracked.asking, tracked.request.num_tokens - local_tokens
+        asking.retry_until_step = min(asking.retry_until_step, step + LATER_STEPS_MAX)
+        if step < asking.retry_until_step:
+            self._counters["lookup_later"] += 1
+            return _later(tracked, local_tokens, why, step)
+        self._counters["lookup_gave_up"] += 1
+        # what is held may be evicted until then
+        asking.reply(step, LookupResult(local_tokens, 0, missed, why), Match(0))
+        return MISS
+
+
+def _later(tracked: Tracked, local_tokens: int, why: str, step: int) -> Answer:
+    """Ask to be asked again."""
+    missed = tracked.request.num_tokens - local_tokens
+    tracked.asking.reply(step, LookupResult(local_tokens, 0, missed, why, later=True), Match(local_tokens))
+    return LATER

@@ -1,0 +1,199 @@
+"""What the scheduler side remembers of a request: its lookup, its load, how far it is saved."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from kvpipe.cache.catalog import Chunk
+from kvpipe.statemachine import lookup as lookup_m
+from kvpipe.statemachine import request as request_m
+from kvpipe.statemachine import saving as m
+from kvpipe.statemachine.core import Compiled, Cursor, Watch
+
+if TYPE_CHECKING:
+    from kvpipe.scheduler.base import Request
+    from kvpipe.scheduler.fetches import Stage
+    from kvpipe.scheduler.report import RequestContext
+
+BEYOND_TOKENS: Final = 1 << 60
+"""More tokens than any request has."""
+BEYOND_STEPS: Final = 1 << 60
+"""More steps than an engine makes."""
+MEMORY: Final = "memory"
+"""The tier that a hit comes from that no slower one has brought."""
+SAVE_RETRIES_MAX: Final = 3
+"""Per admission."""
+
+
+class LookupResult(NamedTuple):
+    """What a lookup has found, in tokens: that the engine has, that kvpipe adds, that neither has and why."""
+
+    local: int = 0
+    hit: int = 0
+    missed: int = 0
+    why: str = ""
+    later: bool = False
+    staged: tuple[tuple[str, int], ...] = ()
+    """What slower tiers have brought of the hit."""
+
+    @property
+    def by_tier(self) -> dict[str, int]:
+        """The hit by tier."""
+        by = dict(self.staged)
+        kept = self.hit - sum(by.values())
+        return {MEMORY: kept, **by} if kept else by
+
+
+class Match(NamedTuple):
+    """What an answer rests on: units of the prefix that are held, and whether they are loaded between steps."""
+
+    local_tokens: int
+    units: int = 0
+    waits: bool = False
+
+
+NO_RESULT: Final = LookupResult()
+NO_MATCH: Final = Match(0)
+
+
+class Asking(Cursor):
+    """What the engine was last told of one request: the `answer`, in step `asked_step`, and the `match` behind it.
+
+    `retry_until_step`: until then lookups of this admission ask to be asked again.
+    """
+
+    __slots__ = ("answer", "asked_step", "life", "match", "request_id", "retry_until_step")
+
+    def __init__(self, machine: Compiled, request_id: str, life: RequestContext, watch: Watch | None) -> None:
+        """Nobody has asked."""
+        super().__init__(machine, request_id, watch)
+        self.life, self.request_id = life, request_id
+        self.answer, self.match, self.asked_step, self.retry_until_step = NO_RESULT, NO_MATCH, -1, BEYOND_STEPS
+
+    def reply(self, step: int, answer: LookupResult, match: Match) -> None:
+        """Answer what is asked in `step`."""
+        self.asked_step, self.answer, self.match = step, answer, match
+        self.fire(lookup_m.PUT_OFF if answer.later else lookup_m.ANSWER)
+
+    def stands(self, step: int) -> bool:
+        """Whether the answer was given in the pass of `step`, and is not used up."""
+        return self.state.row == lookup_m.ASKED and self.asked_step == step
+
+    def admit(self) -> None:
+        """Use up the answer."""
+        self.fire(lookup_m.ADMIT)
+        self.retry_until_step = BEYOND_STEPS
+
+
+class OpenChunk(NamedTuple):
+    """A chunk that this request is filling, from unit `base` on: `filled` units, whose prefix hash is `key`."""
+
+    base: int
+    chunk: Chunk
+    filled: int
+    key: bytes
+
+
+class SaveProgress(Cursor):
+    """How far one request is saved.
+
+    `saved_units` of the prefix are saved, being saved, or held already. Nothing is new before `next_save_at_tokens`.
+    """
+
+    __slots__ = ("life", "next_save_at_tokens", "opened", "retries", "saved_units")
+
+    def __init__(
+        self, machine: Compiled, request_id: str, groups: int, life: RequestContext, watch: Watch | None
+    ) -> None:
+        """Nothing is saved. `groups`: cache groups, each of which has a chunk that is being filled."""
+        super().__init__(machine, request_id, watch)
+        self.life = life
+        self.saved_units = self.next_save_at_tokens = self.retries = 0
+        self.opened: list[OpenChunk | None] = [None] * groups
+
+    def admit(self, held_units: int) -> None:
+        """New blocks: what is held need not be saved, everything beyond it is open again."""
+        self.fire(m.ADMIT)
+        self.saved_units = held_units
+        self.next_save_at_tokens = self.retries = 0
+        self.close_chunks()
+
+    def planned(self, next_save_at_tokens: int) -> None:
+        """All that is final is saved or being saved, or will be with the rows of this step."""
+        self.fire(m.PLANNED)
+        self.next_save_at_tokens = next_save_at_tokens
+
+    def complete(self) -> None:
+        """Nothing more will be final that is to be saved."""
+        self.fire(m.COMPLETE)
+        self.next_save_at_tokens = BEYOND_TOKENS
+
+    def lost(self, first_unit: int) -> None:
+        """A save from `first_unit` on has failed: try again, unless that was tried often enough."""
+        self.close_chunks()
+        if self.retries < SAVE_RETRIES_MAX and self.fire(m.LOST).to.row == m.OPEN:
+            self.retries += 1
+            self.saved_units = min(self.saved_units, first_unit)
+            self.next_save_at_tokens = 0
+
+    def preempted(self) -> None:
+        """Save nothing more before the next admission: the blocks are gone."""
+        self.fire(m.GIVE_UP)
+        self.next_save_at_tokens = BEYOND_TOKENS
+
+    def give_up(self) -> None:
+        """Save nothing more before the next admission: the blocks are not to be believed."""
+        self.preempted()
+        self.close_chunks()
+
+    def close_chunks(self) -> None:
+        """Go on in no chunk that was begun."""
+        self.opened = [None] * len(self.opened)
+
+
+class Machines(NamedTuple):
+    """The machines of an engine's requests."""
+
+    request: Compiled
+    lookup: Compiled
+    saving: Compiled
+
+    @classmethod
+    def compiled(cls) -> Machines:
+        """Return those of one engine."""
+        return cls(request_m.REQUEST.compile(), lookup_m.LOOKUP.compile(), m.SAVING.compile())
+
+
+class Watches(NamedTuple):
+    """Who watches a request's cursors."""
+
+    request: Watch | None
+    lookup: Watch | None
+    saving: Watch | None
+
+
+class Tracked(Cursor):
+    """One request. `load_job_id`: the load of this admission, until it is over; 0: there is none."""
+
+    __slots__ = ("asking", "life", "load_job_id", "preemptions", "request", "saving", "stage")
+
+    def __init__(
+        self, machines: Machines, request: Request, groups: int, life: RequestContext, watches: Watches
+    ) -> None:
+        """`groups`: cache groups."""
+        super().__init__(machines.request, request.request_id, watches.request)
+        self.request, self.life = request, life
+        self.asking = Asking(machines.lookup, request.request_id, life, watches.lookup)
+        self.saving = SaveProgress(machines.saving, request.request_id, groups, life, watches.saving)
+        self.load_job_id = 0
+        self.preemptions = request.num_preemptions
+        self.stage: Stage | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The number of its last admission; others' are other ones."""
+        return self.life.epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self.life.epoch = epoch

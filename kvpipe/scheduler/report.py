@@ -1,0 +1,197 @@
+"""What the scheduler's side tells of each request: events for the trace, counts for the metrics."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, cast
+
+from kvpipe.messages import ROW_BYTES, Kind
+from kvpipe.scheduler.records import MEMORY, NO_RESULT, Watches
+from kvpipe.statemachine import lookup as lookup_m
+from kvpipe.statemachine import request as m
+from kvpipe.statemachine.core import Cursor, Edge, State, Watch
+from kvpipe.trace import events as e
+from kvpipe.trace.recorder import Recorder
+
+if TYPE_CHECKING:
+    from kvpipe.cache.catalog import Chunk
+    from kvpipe.scheduler.base import Request
+    from kvpipe.scheduler.fetches import Stage, TierTransfer
+    from kvpipe.scheduler.jobs import JobInFlight
+    from kvpipe.scheduler.records import Asking, LookupResult, SaveProgress, Tracked
+
+TRACEPARENT_CHARS_MAX = 64
+_NS_PER_MS = 1e6
+_ADMISSIONS = frozenset({m.ADMIT_LOAD, m.ADMIT_EMPTY})
+
+
+class RequestContext:
+    """What the events of a request need to know of it."""
+
+    __slots__ = (
+        "added_ns", "admissions", "answer", "epoch", "failures", "loaded", "loading", "loading_ns", "loading_since",
+        "number", "pages_saved", "sampled", "traceparent",
+    )  # fmt: skip
+
+    def __init__(self, number: int, traceparent: str, *, sampled: bool) -> None:
+        """`number` is what the trace calls the request's cursor; ids may be used again."""
+        self.number, self.traceparent, self.sampled = number, traceparent, sampled
+        self.added_ns = time.monotonic_ns()
+        self.answer: LookupResult | None = None
+        self.epoch = self.admissions = self.failures = self.loading = self.loaded = self.pages_saved = (
+            0  # in tokens, the loads
+        )
+        self.loading_since = self.loading_ns = 0
+
+    def end_loading(self) -> None:
+        """Stop the clock of what is being loaded between steps."""
+        if self.loading_since:
+            self.loading_ns += time.monotonic_ns() - self.loading_since
+            self.loading_since = 0
+
+
+class RequestReporter:
+    """One per scheduler's side. It watches the cursors: what they do is what is reported."""
+
+    def __init__(self, trace: Recorder) -> None:
+        """Count hits by tier and misses by reason, and tell `trace`."""
+        self.trace = trace
+        self._numbers = 0
+        self.hit_tokens: dict[str, int] = {MEMORY: 0}
+        self.missed_tokens: dict[str, int] = {}
+        self.misses: dict[str, int] = {}
+        self._others = Watches(self._request_moved, None, None)
+        self._sampled = Watches(self._request_moved, self._lookup_moved, self._saving_moved if trace.detail else None)
+
+    def added(self, request: Request) -> tuple[RequestContext, Watches]:
+        """A request has come. Return its life, and who watches its cursors."""
+        self._numbers += 1
+        trace = self.trace
+        headers = getattr(request, "trace_headers", None) or {}
+        parent = str(headers.get("traceparent", ""))[:TRACEPARENT_CHARS_MAX]
+        life = RequestContext(self._numbers, parent, sampled=trace.transitions and trace.sampled(request.request_id))
+        if life.sampled:
+            common = trace.of(request.request_id, 0)
+            trace.put(e.RequestAdded(*common, prompt_tokens=request.num_prompt_tokens, traceparent=parent))
+        return life, self._sampled if life.sampled else self._others
+
+    def job_watch(self, tracked: Tracked, *, loads: bool) -> Watch | None:
+        """Return who watches a job of the request."""
+        return self._job_moved if loads or (tracked.life.sampled and self.trace.detail) else None
+
+    def begun(self, planned: JobInFlight) -> None:
+        """A job is planned: from now on its cursor is watched."""
+        job, life, trace = planned.job, planned.tracked.life, self.trace
+        pages = len(job.rows) // ROW_BYTES
+        if planned.owner is None:
+            life.pages_saved += pages
+            if life.sampled:
+                trace.put(e.SavePlanned(*trace.of(job.request, job.epoch), job=job.id, pages=pages))
+        elif planned.tokens:
+            life.loading = planned.tokens
+            if job.kind == Kind.LOAD_ASYNC:
+                life.loading_since = time.monotonic_ns()
+            if life.sampled:
+                common, kind = trace.of(job.request, job.epoch), Kind(job.kind).name.lower()
+                trace.put(e.LeasesTaken(*common, chunks=planned.leases))
+                trace.put(e.LoadPlanned(*common, job=job.id, kind=kind, pages=pages, tokens=planned.tokens))
+
+    # ---- what watches ---------------------------------------------------------------------------------------------
+
+    def _request_moved(self, cursor: Cursor, was: State, edge: Edge, why: str) -> None:
+        tracked = cast("Tracked", cursor)
+        if edge.event in _ADMISSIONS and not edge.rejects:
+            self._admitted(tracked, loads=edge.event == m.ADMIT_LOAD)
+        trace, life = self.trace, tracked.life
+        failure = edge.rejects or (edge.moves and edge.to.row == m.RECOMPUTING)  # reported also beyond the sample
+        if trace.transitions and (failure or (life.sampled and (edge.moves or trace.detail))):
+            request_id = tracked.request.request_id
+            trace.took(request_id, tracked.epoch, trace.step, cursor, life.number, was, edge, why)
+        if edge.event == m.FINISH and edge.moves:
+            self._finished(tracked)
+
+    def _lookup_moved(self, cursor: Cursor, was: State, edge: Edge, why: str) -> None:
+        """An answer was given. The engine may ask in every step; only what is new is reported."""
+        trace, asking = self.trace, cast("Asking", cursor)
+        life, answer = asking.life, asking.answer
+        if edge.event != lookup_m.ADMIT and answer != life.answer:
+            life.answer = answer
+            trace.put(e.Lookup(
+                *trace.of(asking.request_id, life.epoch), local_tokens=answer.local, hit_tokens=answer.by_tier,
+                missed_tokens=answer.missed, why=answer.why, later=answer.later,
+            ))  # fmt: skip
+        if trace.detail:
+            trace.took(asking.request_id, life.epoch, trace.step, cursor, life.number, was, edge, why)
+
+    def _admitted(self, tracked: Tracked, *, loads: bool) -> None:
+        life, trace, asking = tracked.life, self.trace, tracked.asking
+        asked = asking.state.row == lookup_m.ASKED
+        if not asked and not loads:
+            return  # more blocks for the same admission
+        answer = asking.answer if asked else NO_RESULT
+        again, life.answer = life.admissions > 0, None
+        life.admissions += 1
+        if loads:
+            for tier, tokens in answer.by_tier.items():
+                self.hit_tokens[tier] = self.hit_tokens.get(tier, 0) + tokens
+        if answer.why:
+            self.misses[answer.why] = self.misses.get(answer.why, 0) + 1
+            self.missed_tokens[answer.why] = self.missed_tokens.get(answer.why, 0) + answer.missed
+        if life.sampled if again else trace.lifecycle:
+            kind = e.RequestReadmitted if again else e.RequestAdmitted
+            load = (Kind.LOAD_ASYNC if asking.match.waits else Kind.LOAD_SYNC).name.lower() if loads else ""
+            trace.put(kind(
+                *trace.of(tracked.request.request_id, tracked.epoch),
+                prompt_tokens=tracked.request.num_prompt_tokens, local_tokens=answer.local, hit_tokens=answer.by_tier,
+                missed_tokens=answer.missed, why=answer.why, load=load,
+                waited_ms=_ms(time.monotonic_ns() - life.added_ns),
+            ))  # fmt: skip
+
+    def _job_moved(self, cursor: Cursor, was: State, edge: Edge, why: str) -> None:
+        trace, ended = self.trace, cast("JobInFlight", cursor)
+        job, life = ended.job, ended.tracked.life
+        if edge.to.final and ended.owner is not None:
+            life.end_loading()
+            life.failures += not ended.believed
+            life.loaded, life.loading = life.loaded + (life.loading if ended.believed else 0), 0
+            if life.sampled:
+                trace.put(e.LeasesReturned(*trace.of(job.request, job.epoch), chunks=ended.leases))
+        if life.sampled and trace.detail:
+            trace.took(job.request, job.epoch, trace.step, cursor, job.id, was, edge, why)
+
+    def _finished(self, tracked: Tracked) -> None:
+        trace, life, request = self.trace, tracked.life, tracked.request
+        life.end_loading()  # though its load may go on
+        if trace.lifecycle:
+            status = getattr(request, "status", None)
+            trace.put(e.RequestDone(
+                *trace.of(request.request_id, tracked.epoch),
+                status=getattr(status, "name", "").lower(), prompt_tokens=request.num_prompt_tokens,
+                output_tokens=request.num_tokens - request.num_prompt_tokens, loaded_tokens=life.loaded,
+                saved_pages=life.pages_saved, preemptions=request.num_preemptions, loads_failed=life.failures,
+                loading_ms=_ms(life.loading_ns), lived_ms=_ms(time.monotonic_ns() - life.added_ns),
+                traceparent=life.traceparent,
+            ))  # fmt: skip
+
+    def chunk_moved(self, cursor: Cursor, was: State, edge: Edge, why: str) -> None:
+        """A chunk took an edge, on behalf of whom the recorder is about."""
+        trace, chunk = self.trace, cast("Chunk", cursor)
+        trace.took(trace.request, trace.epoch, trace.step, cursor, chunk.slot, was, edge, why)
+
+    def stage_moved(self, cursor: Cursor, was: State, edge: Edge, why: str) -> None:
+        """A stage took an edge."""
+        trace, stage = self.trace, cast("Stage", cursor)
+        trace.took(stage.owner.request, 0, trace.step, cursor, -stage.owner.epoch, was, edge, why)
+
+    def transfer_moved(self, cursor: Cursor, was: State, edge: Edge, why: str) -> None:
+        """A tier transfer took an edge."""
+        trace, transfer = self.trace, cast("TierTransfer", cursor)
+        trace.took("", 0, trace.step, cursor, transfer.order.id, was, edge, why)
+
+    def _saving_moved(self, cursor: Cursor, was: State, edge: Edge, why: str) -> None:
+        trace, progress = self.trace, cast("SaveProgress", cursor)
+        trace.took(str(progress.key), progress.life.epoch, trace.step, cursor, progress.life.number, was, edge, why)
+
+
+def _ms(ns: int) -> float:
+    return round(ns / _NS_PER_MS, 3)

@@ -1,0 +1,67 @@
+"""When everything is forgotten: at a reset, and when the weights are others than those that KV was computed with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvpipe.trace.events import CacheReset
+
+if TYPE_CHECKING:
+    from kvpipe.cache.catalog import Catalog
+    from kvpipe.scheduler.base import Recovery
+    from kvpipe.scheduler.fetches import Staging
+    from kvpipe.scheduler.requests import Requests
+    from kvpipe.scheduler.weights import Weights
+    from kvpipe.trace.log import Counters
+    from kvpipe.trace.recorder import Recorder
+
+
+class Resets:
+    """One per scheduler side."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        requests: Requests,
+        staging: Staging | None,
+        *,
+        weights: Weights,
+        space_of: Callable[[str], str],
+        recovery: Recovery,
+        counters: Counters,
+        trace: Recorder,
+    ) -> None:
+        """`space_of`: the namespace in tiers for the digest of the weights; empty: none yet."""
+        self._catalog, self._requests, self._staging, self._weights = catalog, requests, staging, weights
+        self._space_of, self._recovery, self._counters, self._trace = space_of, recovery, counters, trace
+
+    def reset(self) -> None:
+        """Forget every chunk, for good: in tiers, too, nothing is found again that was kept before."""
+        self._counters["reset"] += 1
+        self._forget()
+        if self._staging is not None:
+            self._staging.space.renew()
+
+    def weights_changed(self) -> None:
+        """Forget what was computed with others, and keep nothing of what goes on with it."""
+        self._forget()
+        self._recovery.weights_changed(self._requests.tracked)
+        self.name_space()
+
+    def name_space(self) -> None:
+        """Keep chunks in tiers under the name of the weights as they are now; if they are not known, nowhere."""
+        if self._staging is not None:
+            digest = self._weights.digest
+            self._staging.space.base = self._space_of(digest) if digest else ""
+
+    def _forget(self) -> None:
+        """Forget every chunk. Jobs in flight are not published any more."""
+        dropped = self._catalog.reset()
+        self._trace.put(CacheReset(*self._trace.of("", 0), chunks=dropped))
+        for tracked in self._requests.tracked.values():
+            tracked.saving.give_up()  # the KV that it goes on with may be what the reset was meant to forget
+            tracked.epoch = self._requests.new_epoch()
+        if self._staging is not None:
+            self._staging.forget()
+        self._counters["reset_chunks"] += dropped

@@ -1,0 +1,181 @@
+"""What of each request is saved in a step, and into which chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from kvpipe.cache.catalog import Catalog, Chunk, Piece
+from kvpipe.cache.prefixes import Prefixes
+from kvpipe.config import Settings
+from kvpipe.geometry import Geometry
+from kvpipe.scheduler.records import OpenChunk, Tracked
+from kvpipe.statemachine import chunk as chunk_m
+from kvpipe.trace.log import Counters
+
+if TYPE_CHECKING:
+    from kvpipe.messages import Job
+    from kvpipe.scheduler.base import Block, Blocks, Request, Step
+    from kvpipe.scheduler.jobs import Jobs
+    from kvpipe.scheduler.requests import Requests
+    from kvpipe.trace.recorder import Recorder
+
+_GONE: Final = frozenset({chunk_m.EVICTING, chunk_m.ABSENT})
+ENDS: Final = 2
+"""The last units of a request of which one is saved as its end: of the very last one not all may be final."""
+
+Row = tuple[int, int, int, int]
+"""Group, slot, page, block: see `kvpipe.messages`."""
+
+
+class Saving:
+    """One per scheduler side. `blocks`: the engine's, once it has them."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        geometry: Geometry,
+        *,
+        catalog: Catalog,
+        prefixes: Prefixes,
+        requests: Requests,
+        jobs: Jobs,
+        counters: Counters,
+        trace: Recorder,
+    ) -> None:
+        """Of the settings, what to save counts: decoded tokens, chunks that are not full."""
+        self._settings, self._geometry, self._catalog = settings, geometry, catalog
+        self._prefixes, self._counters, self._trace = prefixes, counters, trace
+        self._requests, self._jobs = requests, jobs
+        self._unit, self._per_chunk = geometry.unit_tokens, geometry.units_per_chunk
+        self.blocks: Blocks | None = None
+
+    def ended(self, request: Request) -> None:
+        """The request is over: whoever continues it shall find where it ended, though others write on in that chunk."""
+        units = self._prefixes.final_units(request, request.num_tokens)
+        for group in range(len(self._geometry.groups)):
+            for ended in range(units, max(0, units - ENDS), -1):
+                key = self._prefixes.key(self._prefixes.hashes(request), ended)
+                chunk = self._catalog.find(group, key) or self._catalog.pending(group).get(key)
+                if chunk is not None:
+                    self._catalog.keep_mark(chunk, key)
+                    break
+
+    def plan_step(self, step: Step) -> list[Job]:
+        """Plan a save for every request with newly final units."""
+        jobs: list[Job] = []
+        tracked_of = self._requests.tracked
+        for request_id, scheduled in step.num_scheduled_tokens.items():
+            try:
+                tracked = tracked_of[request_id]
+            except KeyError:
+                self._counters.fault("scheduled_unknown_request", request=request_id)
+                continue
+            end = tracked.request.num_computed_tokens + scheduled
+            if end >= tracked.saving.next_save_at_tokens:
+                job = self._try_save(tracked, end)
+                if job is not None:
+                    jobs.append(job)
+        return jobs
+
+    def _try_save(self, tracked: Tracked, end: int) -> Job | None:
+        """Plan one request's save. What goes wrong costs this save only: loads of the step depend on the plan."""
+        pieces: list[Piece] = []
+        self._trace.about(tracked.request.request_id, tracked.epoch)
+        try:
+            rows, first = self.plan(tracked, end, pieces)
+            if not pieces:
+                return None
+            return self._jobs.save(tracked, rows, tuple(pieces), first).job
+        except Exception as e:  # noqa: BLE001
+            self._counters.fault("save_not_planned", request=tracked.request.request_id, error=repr(e))
+            for piece in pieces:
+                self._catalog.lost(piece)
+            tracked.saving.give_up()
+            return None
+
+    def plan(self, tracked: Tracked, end: int, pieces: list[Piece]) -> tuple[list[Row], int]:
+        """Claim what of the first `end` tokens is final and not yet saved, piece by piece, into `pieces`.
+
+        Returns the rows that save the pieces, and the first unit of all of them.
+        """
+        request, progress = tracked.request, tracked.saving
+        units = self._prefixes.final_units(request, end)
+        prompt_units = request.num_prompt_tokens // self._unit
+        if not self._settings.save_decode:
+            units = min(units, prompt_units)
+        if not self._settings.save_partial:
+            units -= units % self._per_chunk
+        if units < progress.saved_units:  # a streaming session cut its tokens
+            progress.saved_units = units
+            progress.close_chunks()
+        if not self._settings.save_decode and units >= prompt_units and not request.resumable:
+            progress.complete()
+        else:
+            progress.planned((units + (1 if self._settings.save_partial else self._per_chunk)) * self._unit)
+        if units == progress.saved_units:
+            return [], units
+        hashes = self._prefixes.hashes(request)
+        rows: list[Row] = []
+        first, progress.saved_units = progress.saved_units, units
+        for group in range(len(self._geometry.groups)):
+            for base in range(first // self._per_chunk * self._per_chunk, units, self._per_chunk):
+                low, high = max(base, first), min(base + self._per_chunk, units)
+                key = self._prefixes.key(hashes, high)
+                if self._catalog.known(group, key):
+                    progress.opened[group] = None
+                    self._counters["save_known"] += 1
+                    continue
+                piece = self._claim(tracked, group, base, low, high, keep=high == prompt_units)
+                if piece is not None:
+                    pieces.append(piece)
+                    rows += self._save_rows(tracked, group, base, piece)
+        self._counters["units_saved"] += sum(p.stop - p.start for p in pieces)
+        return rows, first
+
+    def _claim(self, tracked: Tracked, group: int, base: int, low: int, high: int, *, keep: bool) -> Piece | None:
+        """Claim units [low, high) of the chunk that starts at unit `base`, in the chunk where they continue best."""
+        hashes, progress = self._prefixes.hashes(tracked.request), tracked.saving
+        key = self._prefixes.key(hashes, high)
+        opened, progress.opened[group] = progress.opened[group], None
+        chunk: Chunk | None = None
+        if low > base:
+            before = self._prefixes.key(hashes, low)
+            if opened is not None and opened.base == base and opened.key == before:
+                chunk = opened.chunk if opened.chunk.tail == before else None
+            if chunk is None:  # where another request, or an earlier admission, has left off
+                found = self._catalog.find(group, before)
+                if found is not None and found.tail == before:
+                    self._catalog.keep_mark(found, before)
+                    chunk = found
+            if chunk is not None and chunk.state.row in _GONE:
+                chunk = None
+        start = low if chunk is not None else base
+        pages = self._geometry.pages_per_unit[group]
+        if self._any_null(tracked, group, start * pages, high * pages):
+            self._counters["save_out_of_window"] += 1
+            return None
+        if chunk is None:
+            chunk = self._catalog.reserve(group)
+            if chunk is None:
+                return None
+        piece = self._catalog.write(chunk, high - base, key, keep=keep, base=base)
+        progress.opened[group] = OpenChunk(base, chunk, high - base, key)
+        return piece
+
+    def _table(self, tracked: Tracked, group: int) -> Sequence[Block]:
+        """Return the engine's own block table of the request, as it is now. Never kept."""
+        assert self.blocks is not None  # noqa: S101  (bound before the first step)
+        return self.blocks.table(tracked.request.request_id, group)
+
+    def _any_null(self, tracked: Tracked, group: int, first: int, stop: int) -> bool:
+        table = self._table(tracked, group)
+        return len(table) < stop or any(table[i].is_null for i in range(first, stop))
+
+    def _save_rows(self, tracked: Tracked, group: int, base: int, piece: Piece) -> list[Row]:
+        pages = self._geometry.pages_per_unit[group]
+        table, slot, offset = self._table(tracked, group), piece.chunk.slot, base * pages
+        return [
+            (group, slot, page, table[offset + page].block_id)
+            for page in range(piece.start * pages, piece.stop * pages)
+        ]

@@ -1,0 +1,365 @@
+"""The scheduler side: what an engine calls. Looks up, leases, plans, and publishes what every rank has landed.
+
+Nothing here keeps a copy of a token list or of a block table: the engine's requests and blocks are asked when a new
+unit becomes final, so a preempted request that comes back with other blocks needs no special case. Work per step is
+one comparison per scheduled request, plus work for what is new.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from kvpipe.cache.catalog import Catalog, Piece
+from kvpipe.cache.policy import make_policy
+from kvpipe.cache.prefixes import Prefixes
+from kvpipe.config import Settings
+from kvpipe.geometry import Geometry
+from kvpipe.messages import Kind, Report, StepPlan, Tally, TierOrder
+from kvpipe.scheduler.adapters import Adapters
+from kvpipe.scheduler.base import Answer, Recovery
+from kvpipe.scheduler.fetches import PATIENCE_S, Staging
+from kvpipe.scheduler.jobs import JobInFlight, Jobs, awaited
+from kvpipe.scheduler.loads import Loading
+from kvpipe.scheduler.lookups import Lookups
+from kvpipe.scheduler.records import Tracked
+from kvpipe.scheduler.report import RequestReporter
+from kvpipe.scheduler.requests import Requests
+from kvpipe.scheduler.resets import Resets
+from kvpipe.scheduler.saves import Saving
+from kvpipe.scheduler.switches import Switches
+from kvpipe.scheduler.weights import Weights
+from kvpipe.statemachine import lookup as lookup_m
+from kvpipe.statemachine import request as m
+from kvpipe.statemachine.core import Compiled
+from kvpipe.tiers.finder import Finder
+from kvpipe.tiers.guard import GuardedTier
+from kvpipe.trace.log import Counters
+from kvpipe.trace.recorder import OFF, Recorder
+from kvpipe.trace.totals import left
+
+if TYPE_CHECKING:
+    from kvpipe.scheduler.base import Blocks, Published, Request, Step, Tables
+    from kvpipe.trace.totals import Totals
+
+
+class SchedulerSide:
+    """One per engine, in the scheduler's process, on its thread."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        geometry: Geometry,
+        *,
+        hash_tokens: int,
+        ranks: int,
+        saves: bool,
+        loads: bool,
+        recovery: Recovery | None = None,
+        published: Published | None = None,
+        tiers: Sequence[GuardedTier] = (),
+        space_of: Callable[[str], str] = str,
+        trace: Recorder = OFF,
+    ) -> None:
+        """`hash_tokens`: tokens per block hash. `saves`, `loads`: whether this engine does that at all.
+
+        `recovery`: what the engine needs help with. `published` hears what can be found.
+        `tiers`: where to look beyond memory. `space_of`: the namespace there for a digest of the weights, empty as long
+        as there is none.
+        """
+        self.settings, self.geometry = settings, geometry
+        self.counters = counters = Counters()
+        self.trace, self._report = trace, RequestReporter(trace)
+        trace.step = 1
+        self._ranks, self._step, self._events = ranks, 0, published
+        self._recovery = recovery = recovery or Recovery()
+        self.weights = weights = Weights(ranks, counters)
+        self.switches = switches = Switches(settings, weights, saves=saves, loads=loads)
+        groups = len(geometry.groups)
+        policy = make_policy(settings.policy, geometry.slots, counters.fault)
+        ready = None if settings.prefault == "use" else 0
+        self.catalog = catalog = Catalog(geometry.slots, groups, policy, counters, ready=ready)
+        if published is not None:
+            catalog.on_drop = published.dropped
+        self.adapters = adapters = Adapters(ranks, settings.lookup_ms_max / 1000, counters)
+        self.prefixes = prefixes = Prefixes(catalog, geometry, hash_tokens, adapters.keys)
+        self.jobs = jobs = Jobs(
+            catalog, counters, self._report, ranks=ranks, saved=self._saved, load_failed=self._load_failed
+        )
+        self.staging = staging = self._make_staging(tiers) if tiers else None
+        self.requests = requests = Requests(
+            groups, adapters=adapters, staging=staging, jobs=jobs, recovery=recovery, report=self._report,
+            counters=counters,
+        )  # fmt: skip
+        self.loading = Loading(
+            settings, geometry, catalog=catalog, prefixes=prefixes, requests=requests, jobs=jobs, staging=staging,
+            recovery=recovery, counters=counters, trace=trace,
+        )  # fmt: skip
+        self._saving = Saving(
+            settings, geometry, catalog=catalog, prefixes=prefixes, requests=requests, jobs=jobs, counters=counters,
+            trace=trace,
+        )  # fmt: skip
+        self._lookups = Lookups(
+            geometry.unit_tokens, prefixes, requests=requests, loading=self.loading, staging=staging,
+            switches=switches, weights=weights, adapters=adapters, recovery=recovery, counters=counters,
+        )  # fmt: skip
+        self._resets = Resets(
+            catalog, requests, staging, weights=weights, space_of=space_of, recovery=recovery, counters=counters,
+            trace=trace,
+        )  # fmt: skip
+        self._patience_s = settings.stuck_ms_max / 1000 + PATIENCE_S
+        self._unreadable: dict[int, frozenset[int]] = {}  # by rank
+        self._ready: dict[int, int] = {}  # slots, by rank
+        if trace.detail:
+            self.trace_moves()
+
+    def _make_staging(self, tiers: Sequence[GuardedTier]) -> Staging:
+        """Look beyond memory, in `tiers`."""
+        units = self.geometry.units_per_chunk
+        return Staging(
+            Finder(tiers, ranks=self._ranks, units_per_chunk=units, fault=self._tier_failed),
+            self.catalog,
+            self.prefixes,
+            self.geometry,
+            ranks=self._ranks,
+            lookup_ms_max=self.settings.lookup_ms_max,
+            bytes_in_flight_max=int(self.settings.tier_bytes_in_flight_max),
+            counters=self.counters,
+            new_id=self.jobs.new_id,
+            stores=self.switches.saves,
+            published=self._published,
+        )
+
+    def _tier_failed(self, tier: str, use: str, why: str) -> None:
+        self.counters.fault("tier_failed", tier=tier, use=use, why=why)
+
+    # ---- the engine's calls, in the order of a request's life -----------------------------------------------------
+
+    def bind(self, blocks: Blocks) -> None:
+        """Take the truth about block tables. Called before the first step."""
+        self._saving.blocks = blocks
+
+    def trace_moves(self) -> None:
+        """Trace the moves of chunks, stages and tier transfers that begin from now on."""
+        self.catalog.watch = self._report.chunk_moved
+        if self.staging is not None:
+            self.staging.watch, self.staging.watch_transfer = self._report.stage_moved, self._report.transfer_moved
+
+    def ranks_ready(self, slots: dict[int, int], weights: Iterable[str]) -> None:
+        """Ranks have their caches. `slots`: how many may be used, by rank; `weights`: of all ranks, in their order.
+
+        No `weights`: not all ranks have answered.
+        """
+        self.slots_ready(slots)
+        told = tuple(weights)
+        if told and self.weights.know(told):
+            self._resets.weights_changed()
+        else:
+            self._resets.name_space()
+
+    def on_new_request(self, request: Request) -> None:
+        """Start to track."""
+        self.requests.add(request)
+
+    def lookup(self, request: Request, local_tokens: int) -> Answer:
+        """Return what can be loaded beyond the `local_tokens` that the engine holds. Takes nothing."""
+        return self._lookups.answer(request, local_tokens, self._step)
+
+    def admitted(self, request: Request, tables: Tables, external_tokens: int) -> None:
+        """Blocks were allocated: lease and plan the load of `external_tokens`, or note that there is none."""
+        tracked = self.requests.add(request)
+        self.requests.notice_preemption(tracked)
+        if tracked.asking.state.row != lookup_m.UNASKED:
+            self._entered(request, tracked.asking.match.local_tokens)
+        self.loading.admit(tracked, tables, external_tokens, self._step)
+
+    def _entered(self, request: Request, local_tokens: int) -> None:
+        """What the engine holds of the request is of use, too, though it needs no copy of it."""
+        self.adapters.admitted(request, self._step + 1, local_tokens)
+        if local_tokens:
+            units = local_tokens // self.geometry.unit_tokens
+            self.catalog.refresh(self.prefixes.chunks_from_the_end(request, units))
+
+    def plan_step(self, step: Step) -> StepPlan:
+        """Plan the step: the loads that were admitted, and a save for every request with newly final units."""
+        self.requests.plan_step(step)
+        try:
+            self._recovery.step_planned(step)
+        except Exception as e:  # noqa: BLE001  (the engine counts on the loads of the plan)
+            self.counters.fault("contained_error", where="step_planned", error=repr(e))
+        loads = self.loading.plan_step(step)
+        saves = self._saving.plan_step(step) if self.switches.saving else ()
+        jobs = (*loads, *saves)
+        orders = self._plan_orders()
+        self._step += 1
+        self.trace.step = self._step + 1  # what comes now belongs to the step that is planned next
+        space = self.staging.space.name if self.staging is not None else ""
+        return StepPlan(self._step, jobs, orders, space, self.weights.ask(), self.adapters.claims(jobs))
+
+    def _plan_orders(self) -> tuple[TierOrder, ...]:
+        """Plan what goes to and comes from tiers."""
+        if self.staging is None:
+            return ()
+        self.trace.about("", 0)
+        return self.staging.plan(stores=self.switches.storing)
+
+    def reported(self, report: Report) -> None:
+        """Ranks have reported with a step's output."""
+        self.weighed(report.weights)
+        if self.loading.stall is not None and report.rate:
+            self.loading.stall.rate = report.rate
+        self._jobs_reported(report.tallies)
+        self.switches.tier_lost |= report.lost
+        self.tiers_left(report.unreadable)
+        self.slots_ready(report.ready)
+        self.adapters.told(report.adapters, report.step)
+
+    def _jobs_reported(self, tallies: dict[int, Tally]) -> None:
+        """Ranks have ended jobs: publish, release, or fail them once all ranks have spoken."""
+        for job_id, tally in sorted(tallies.items()):  # pieces of a chunk land in the order of their jobs
+            try:
+                if not self.jobs.reported(job_id, tally):
+                    self._order_reported(job_id, tally)
+            except Exception as e:  # noqa: BLE001  (other reports of the step count, too)
+                self.counters.fault("contained_error", where="reported", job=job_id, error=repr(e))
+
+    def tiers_left(self, unreadable: dict[int, frozenset[int]]) -> None:
+        """Ranks have said which tiers they leave alone from now on."""
+        if unreadable and self.staging is not None:
+            self._unreadable |= unreadable
+            self.staging.finder.unreadable = frozenset().union(*self._unreadable.values())
+
+    def slots_ready(self, ready: dict[int, int]) -> None:
+        """Ranks have said how many of their slots, from the first on, may be used. All of them count, or none."""
+        self._ready |= ready
+        if ready and len(self._ready) == self._ranks:
+            self.catalog.use_more(min(self._ready.values()))
+
+    def _order_reported(self, order_id: int, tally: Tally) -> None:
+        try:
+            known = self.staging is not None and self.staging.reported(order_id, tally)
+        except Exception as e:  # noqa: BLE001  (other reports of the step must be heard)
+            self.counters.fault("order_not_landed", order=order_id, error=repr(e))
+            return
+        if not known:
+            self.counters["reported_again"] += 1
+
+    def invalidated(self, blocks: set[int]) -> None:
+        """The engine takes sync loads into `blocks` for failed, ours or somebody else's.
+
+        Nothing that is being saved is believed. A load of ours has failed now, though its report may come much later.
+        """
+        self.jobs.taint_saves()
+        for load in self.jobs.loads_in_step:
+            if blocks & load.job.blocks():
+                self.jobs.fail_load(load)
+
+    def finished(self, request: Request) -> None:
+        """The request is over, in whatever state. Its jobs in flight end by themselves."""
+        tracked = self.requests.tracked.get(request.request_id)
+        if tracked is not None and tracked.request is request:
+            self._saving.ended(request)
+            self.catalog.refresh(self.prefixes.chunks_from_the_end(request, len(request.block_hashes)))
+            if self.staging is not None:
+                self.staging.stores.ended(tracked)
+            self.loading.drop(tracked)
+            self.requests.finish(tracked)
+
+    def adapter_called(self, number: int) -> None:
+        """The engine loads, or removes, the adapter with this number, by a call between steps."""
+        self.adapters.called(number, self._step)
+
+    def weighed(self, told: dict[int, tuple[int, str]]) -> None:
+        """Ranks have read their weights again. If they are others, nothing is left that was computed with them."""
+        if told and self.weights.answered(told):
+            self._resets.weights_changed()
+
+    def reset(self) -> bool:
+        """Forget every chunk, for good: in tiers, too, nothing is found again that was kept before."""
+        self._resets.reset()
+        return True
+
+    @property
+    def pending(self) -> bool:
+        """Whether ranks owe reports that should come soon: an engine that has nothing else to do steps until they have.
+
+        A rank fails a job that does not move for `stuck_ms_max`. A report that has not come some time after that may be
+        lost; if it is not, it comes with the next step there is.
+        """
+        if awaited(self.jobs.in_flight, self._patience_s):
+            return True
+        return self.staging is not None and self.staging.pending
+
+    def stats(self) -> dict[str, int]:
+        """Counters and gauges, for tests, the demo and operators."""
+        c = self.catalog
+        gauges = {
+            "slots": c.slots,
+            "slots_used": c.used,
+            "slots_ready": c.ready,
+            "leases": c.leases,
+            "pieces_writing": c.writing,
+        }
+        orders = self.staging.orders if self.staging is not None else 0
+        gauges |= {
+            "jobs_in_flight": len(self.jobs.in_flight),
+            "orders_in_flight": orders,
+            "requests": len(self.requests.tracked),
+        }
+        return dict(self.counters) | gauges
+
+    def totals(self) -> Totals:
+        """Return what the metrics say of this side, as of now."""
+        c, tell, jobs = self.catalog, self._report, self.jobs.in_flight
+        stuck_at_s = time.monotonic() - self.settings.stuck_ms_max / 1000
+        old = itertools.takewhile(lambda job: job.sent_at_s < stuck_at_s, jobs.values())
+        gauges = {
+            "pool_chunks": c.slots, "pool_chunks_ready": c.ready, "pool_chunks_used": c.used, "leases": c.leases,
+            "oldest_lease_seconds": c.oldest_lease_s, "requests": len(self.requests.tracked),
+            "jobs_in_flight": len(self.jobs.in_flight), "stuck_jobs": sum(1 for _ in old),
+            "frozen": self.switches.freeze,
+            "preemptions": self.counters["preempted"], "evictions": self.counters["evicted"],
+        }  # fmt: skip
+        values: Totals = {name: {"": value} for name, value in gauges.items()}
+        if self.staging is not None:
+            values["tiers_left"] = left(self.staging.finder.tiers)
+        values |= {"hit_tokens": tell.hit_tokens, "missed_tokens": tell.missed_tokens, "misses": tell.misses}
+        return values | {"faults": self.counters.faults, "trace_dropped": self.trace.losses}
+
+    def machines(self) -> tuple[Compiled, ...]:
+        """Return the machines whose cursors this side owns."""
+        machines = *self.requests.machines, self.jobs.machine, self.catalog.machine
+        return machines if self.staging is None else (*machines, *self.staging.machines())
+
+    def shutdown(self) -> None:
+        """End threads. Idempotent."""
+        if self.staging is not None:
+            self.staging.finder.stop()
+        self.adapters.reader.stop()
+
+    # ---- jobs -----------------------------------------------------------------------------------------------------
+
+    def _published(self, request: Request, piece: Piece) -> None:
+        """Tell routers of what can be found now, if anybody listens."""
+        if self._events is not None and piece.chunk.marks:  # else another copy was quicker
+            self._events.published(request, piece.chunk, piece.base)
+
+    def _saved(self, tracked: Tracked, piece: Piece) -> None:
+        self.counters["pieces_published"] += 1
+        if tracked.state.row == m.FINISHED:  # it has ended here, as in `Saving.ended`
+            self.catalog.keep_mark(piece.chunk, piece.key)
+        if self.staging is not None:
+            self.staging.stores.landed(tracked, piece.chunk, piece.stop)
+        self._published(tracked.request, piece)
+
+    def _load_failed(self, failed: JobInFlight) -> None:
+        """A load failed: what was computed since it was planned may rest on garbage, by whomever."""
+        kind = Kind(failed.job.kind).name.lower()
+        self.counters.fault("load_failed", request=failed.job.request, job=failed.job.id, kind=kind)
+        if failed.tracked.epoch == failed.job.epoch:
+            failed.tracked.saving.give_up()
+        if failed.job.kind == Kind.LOAD_SYNC:
+            self.jobs.taint_saves(after=failed.job.id)
+            self._recovery.failed(failed.job.blocks(), self.requests.tracked)

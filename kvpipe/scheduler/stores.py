@@ -1,0 +1,144 @@
+"""What goes from memory to tiers, and when: offers that wait for their turn, and stores that the ranks carry out."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from kvpipe.cache.catalog import Catalog, Chunk, Owner
+from kvpipe.geometry import Geometry
+from kvpipe.messages import TierOrder
+from kvpipe.statemachine import chunk as chunk_m
+from kvpipe.statemachine.request import FINISHED
+from kvpipe.tiers.finder import chunk_name
+from kvpipe.tiers.namespace import Namespace
+from kvpipe.trace.log import Counters
+
+if TYPE_CHECKING:
+    from kvpipe.scheduler.records import Tracked
+
+STORE_SHARE: Final = 0.25
+"""Of the pool, at most, that chunks on their way to tiers hold."""
+OFFERS_MAX: Final = 4096
+"""Chunks that wait to be stored; the oldest is dropped."""
+REST_STEPS: Final = 100
+"""For how many steps nothing is stored in a tier that has just failed to: its ranks' breakers would only refuse it."""
+STORES: Final = "\0store"
+"""The owner of leases of chunks on their way to a tier; no request id has a zero byte."""
+
+
+class Offer(NamedTuple):
+    """A chunk that should be stored as far as `units`, where `key` marks it."""
+
+    chunk: Chunk
+    units: int
+    key: bytes
+
+    @property
+    def stands(self) -> bool:
+        """Whether the chunk still holds that."""
+        if self.chunk.state.row not in {chunk_m.READY, chunk_m.GROWING}:
+            return False
+        return any(mark.key == self.key and mark.units == self.units for mark in self.chunk.marks)
+
+
+class Storing:
+    """One per engine that has tiers."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        geometry: Geometry,
+        space: Namespace,
+        *,
+        policies: Sequence[str],
+        bytes_in_flight_max: int,
+        counters: Counters,
+        new_id: Callable[[], int],
+    ) -> None:
+        """`policies`: per tier, which chunks are written. Nothing is offered before `space` has a name."""
+        self._catalog, self._space, self._policies = catalog, space, policies
+        self._counters, self._new_id, self._per_chunk = counters, new_id, geometry.units_per_chunk
+        self._max = max(1, min(int(catalog.slots * STORE_SHARE), bytes_in_flight_max // geometry.slot_bytes))
+        self._offers: OrderedDict[tuple[int, Chunk, bytes], Offer] = OrderedDict()
+        self._rests = [0] * len(policies)  # until which step nothing is stored in a tier
+        self._step = 0
+        self.under_way: dict[int, Owner] = {}
+        """Who leases the chunk of each store that the ranks have not all reported."""
+
+    # ---- what is offered ------------------------------------------------------------------------------------------
+
+    def landed(self, tracked: Tracked, chunk: Chunk, units: int) -> None:
+        """A piece has landed: a whole chunk can be stored, and a shorter one if it will not grow for this request."""
+        if units == self._per_chunk or tracked.state.row == FINISHED:
+            for mark in chunk.marks:
+                if mark.units == units:
+                    self._offer("all", chunk, units, mark.key)
+
+    def ended(self, tracked: Tracked) -> None:
+        """The request is over: the chunk that it ended in can be stored as far as it is filled."""
+        for opened in tracked.saving.opened:
+            if opened is not None and opened.filled < self._per_chunk:
+                for mark in opened.chunk.marks:
+                    self._offer("all", opened.chunk, mark.units, mark.key)
+
+    def used(self, chunks: list[Chunk]) -> None:
+        """Chunks are of use to a second request."""
+        for chunk in chunks:
+            for mark in chunk.marks[-1:]:
+                self._offer("second_use", chunk, mark.units, mark.key)
+
+    def brought(self, tier: int, offer: Offer) -> None:
+        """A chunk has come from `tier`: those that are nearer can have it too."""
+        self._put_off([nearer for nearer in range(tier) if self._policies[nearer] != "never"], offer)
+
+    def _offer(self, policy: str, chunk: Chunk, units: int, key: bytes) -> None:
+        if self._space.name:
+            tiers = [tier for tier, theirs in enumerate(self._policies) if theirs == policy]
+            self._put_off(tiers, Offer(chunk, units, key))
+
+    def _put_off(self, tiers: list[int], offer: Offer) -> None:
+        for tier in tiers:
+            if self._rests[tier] > self._step:
+                self._counters["store_dropped_tier_failed"] += 1
+            else:
+                self._offers[tier, offer.chunk, offer.key] = offer
+        while len(self._offers) > OFFERS_MAX:
+            self._offers.popitem(last=False)
+            self._counters["store_dropped_queue_full"] += 1
+
+    # ---- what is stored -------------------------------------------------------------------------------------------
+
+    def plan(self, due: list[TierOrder]) -> None:
+        """Add a step's stores to `due`, as far as there is room."""
+        self._step += 1
+        while self._offers and len(self.under_way) < self._max:
+            place, offer = self._offers.popitem(last=False)
+            if not offer.stands:
+                self._counters["store_dropped_evicted"] += 1
+            else:
+                chunk, name = offer.chunk, chunk_name(offer.key)
+                order = TierOrder(self._new_id(), True, place[0], chunk.slot, chunk.group, offer.units, name)  # noqa: FBT003
+                owner = self.under_way[order.id] = Owner(STORES, order.id)
+                due.append(order)
+                self._catalog.lease(owner, [chunk])
+
+    def over(self, order: TierOrder, *, ok: bool) -> None:
+        """Every rank has reported a store."""
+        self._catalog.release(self.under_way.pop(order.id), hit=False)
+        self._counters["chunks_stored" if ok else "chunks_not_stored"] += 1
+        if not ok:
+            self._rests[order.tier] = self._step + REST_STEPS
+            for place in [place for place in self._offers if place[0] == order.tier]:
+                del self._offers[place]
+                self._counters["store_dropped_tier_failed"] += 1
+
+    def clear(self) -> None:
+        """Store nothing of what was offered."""
+        self._offers.clear()
+
+    @property
+    def pending(self) -> bool:
+        """Whether something waits to be stored, and for nothing but the next step."""
+        return bool(self._offers) and len(self.under_way) < self._max

@@ -1,0 +1,71 @@
+"""Which weights the engine has, as its scheduler side knows it: reported by every rank, doubted, asked for again.
+
+Whatever may have changed them makes them doubtful: nothing is found and nothing saved until every rank has read its
+weights again, at the beginning of a step. If they are others, everything is forgotten, and what is kept from now on has
+another name: that of the new weights, so that who goes back to the old ones finds what was kept of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvpipe.trace.log import Counters
+
+
+class Weights:
+    """One per engine, on the scheduler's thread."""
+
+    def __init__(self, ranks: int, counters: Counters) -> None:
+        """Nothing is known."""
+        self._ranks, self._counters = ranks, counters
+        self.digest = ""
+        """Of all ranks' weights; nothing: a rank cannot say."""
+        self._question = self._answered = self._sent = 0
+        self._known = False
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether they may be others than `digest` says."""
+        return self._answered < self._question
+
+    def know(self, told: Iterable[str]) -> bool:
+        """Ranks have said which weights they have, in their order. Returns whether those are others than before.
+
+        An engine may start its ranks once more.
+        """
+        before, self.digest = self.digest, _together(told)
+        known, self._known = self._known, True
+        return known and (not self.digest or self.digest != before)
+
+    def suspect(self, why: str = "") -> None:
+        """Something has happened that may have changed them."""
+        self._question += 1
+        self._counters.count("weights_suspected", why)
+
+    def ask(self) -> int:
+        """Return the question that the next step takes to the ranks; 0: none."""
+        if not self.doubtful or self._sent == self._question:
+            return 0
+        self._sent = self._question
+        return self._question
+
+    def answered(self, told: dict[int, tuple[int, str]]) -> bool:
+        """Ranks have read their weights: question and digest, by rank. Returns whether they are others than before.
+
+        Every answer counts, also one that is overtaken by another question: steps were computed with those weights.
+        """
+        if len(told) < self._ranks:
+            self._counters.fault("weights_not_on_all_ranks", ranks=self._ranks, told=len(told))
+            digest = ""
+        else:
+            digest = _together(digest for _, (_, digest) in sorted(told.items()))
+        self._answered = max(self._answered, *(question for question, _ in told.values()))
+        before, self.digest = self.digest, digest
+        changed = not digest or digest != before
+        self._counters["weights_changed" if changed else "weights_unchanged"] += 1
+        return changed
+
+
+def _together(told: Iterable[str]) -> str:
+    digests = list(told)
+    return ":".join(digests) if digests and all(digests) else ""

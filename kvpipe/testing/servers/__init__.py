@@ -1,0 +1,1 @@
+"""Real servers for tests of tiers, started on free ports of this machine."""

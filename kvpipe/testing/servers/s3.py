@@ -1,0 +1,150 @@
+"""A real S3 server (moto's) in a process of its own, on a free port of loopback."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import http.client
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import Self
+
+BUCKET = "kvpipe-tests"
+LOCAL = "127.0.0.1"
+START_S = 30.0
+
+_numbers = itertools.count(1)
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind((LOCAL, 0))
+        return int(probe.getsockname()[1])
+
+
+class S3Server:
+    """A server with an empty bucket. What it holds is gone when it ends."""
+
+    def __init__(self, **environment: str) -> None:
+        """Do not start yet. `environment`: further variables for it."""
+        self.port = free_port()
+        self._environment = os.environ | environment
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def endpoint(self) -> str:
+        """Its URL."""
+        return f"http://{LOCAL}:{self.port}"
+
+    def start(self) -> Self:
+        """Start it, on the same port every time, and return when it has the bucket."""
+        command = [sys.executable, "-m", "moto.server", "-H", LOCAL, "-p", str(self.port)]
+        self._process = subprocess.Popen(
+            command, env=self._environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        until = time.monotonic() + START_S
+        while True:
+            try:
+                assert self.ask("PUT", f"/{BUCKET}") == http.client.OK
+            except OSError:
+                assert self._process.poll() is None, "it has ended"
+                assert time.monotonic() < until, "it does not listen"
+                time.sleep(0.05)
+            else:
+                return self
+
+    def ask(self, method: str, path: str, body: bytes | None = None) -> int:
+        """Make a request without a signature, and return its status."""
+        connection = http.client.HTTPConnection(LOCAL, self.port, timeout=START_S)
+        try:
+            connection.request(method, path, body)
+            return connection.getresponse().status
+        finally:
+            connection.close()
+
+    def __enter__(self) -> Self:
+        """Start it."""
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        """End it."""
+        self.kill()
+
+    def kill(self) -> None:
+        """End it at once. Idempotent."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def pause(self) -> None:
+        """Stop it as it stands: it accepts connections and answers none."""
+        assert self._process is not None
+        os.kill(self._process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let it go on."""
+        assert self._process is not None
+        os.kill(self._process.pid, signal.SIGCONT)
+
+
+Answer = tuple[int, str]
+"""HTTP's status, and the code of S3's error, empty for none."""
+
+
+@contextmanager
+def answering(answer: Callable[[str, bool], Answer]) -> Iterator[str]:
+    """Serve what no real server can be brought to say; yield the URL.
+
+    `answer` is given the method, and whether the request has the condition that there is no such object. While it does
+    not return, the request's body is not taken.
+    """
+
+    class S3Handler(BaseHTTPRequestHandler):
+        def handle_one(self) -> None:
+            status, code = answer(self.command, "If-None-Match" in self.headers)
+            self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            body = f"<Error><Code>{code}</Code></Error>".encode() if code and self.command != "HEAD" else b""
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("ETag", '"1"')
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_GET = do_HEAD = do_PUT = do_POST = handle_one  # noqa: N815
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    server = ThreadingHTTPServer((LOCAL, 0), S3Handler)
+    thread = Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"http://{LOCAL}:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@functools.cache
+def shared() -> S3Server:
+    """Return the server that all tests of a run use, each with a prefix of its own."""
+    server = S3Server().start()
+    atexit.register(server.kill)
+    return server
+
+
+def fresh_prefix() -> str:
+    """Return a prefix that no test has had."""
+    return f"run-{os.getpid()}/{next(_numbers)}"

@@ -1,0 +1,55 @@
+"""The world of the Mooncake tier: a real master, and a node that lends the memory."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from urllib.request import urlopen
+
+import anyio
+
+from kvpipe.testing.servers.mooncake import Master, master, node
+from kvpipe.testing.tier_conformance import TierWorld
+from kvpipe.tiers.mooncake.spec import MooncakeSpec
+
+SEGMENT_BYTES = 512 << 20
+
+
+@functools.cache
+def cluster() -> Master:
+    """Start one cluster for all tests of this process."""
+    stack = ExitStack()
+    atexit.register(stack.close)
+    made = stack.enter_context(master())
+    stack.enter_context(node(made.address, SEGMENT_BYTES))
+    return made
+
+
+def spec_of(of: Master, **given: object) -> MooncakeSpec:
+    """Return how to reach it, from a client that lends nothing unless told."""
+    keys = {"master": of.address, "metrics": of.metrics, "segment_bytes": 0, "buffer_bytes": "128MiB"}
+    return MooncakeSpec.model_validate(keys | given)
+
+
+async def emptied(spec: MooncakeSpec) -> None:
+    """Drop every value."""
+    tier = spec.make("emptied")
+    await tier.open()
+    await tier.delete([entry.key async for entry in tier.scan()])
+    await tier.close()
+
+
+@contextmanager
+def mooncake_world(_folder: Path) -> Iterator[TierWorld]:
+    """Set up an empty store."""
+    spec = spec_of(cluster())
+    with urlopen(f"http://{spec.metrics}/get_all_keys", timeout=5) as answer:
+        if answer.read().strip():
+            anyio.run(emptied, spec)
+    yield TierWorld(lambda: spec.make("mooncake"), spec)
+
+
+WORLDS = {"mooncake": mooncake_world}

@@ -1,0 +1,123 @@
+"""The worlds of the Redis tier: a Redis, a Valkey, a cluster of three, and one with TLS and a user of few rights."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpipe.testing.servers.redis import LOCAL, Certificates, RedisServer, certificates, cluster, free_port, serving
+from kvpipe.testing.tier_conformance import TierWorld, run
+from kvpipe.tiers.base import Key, Tier, TierError
+from kvpipe.tiers.redis.spec import RedisSpec
+
+COMMANDS = "ping select get set expire touch exists unlink strlen object|idletime pttl scan dbsize info"
+"""What its user must be allowed, and CLUSTER SLOTS in a cluster. docs/tiers.md tells operators."""
+PASSWORD_ENV, PASSWORD = "TEST_REDIS_PASSWORD", "correct horse battery staple"
+
+OTHER = "127.0.0.2"
+"""An address of loopback that the server with TLS has, and its certificate not."""
+
+_running = ExitStack()
+atexit.register(_running.close)
+
+
+@cache
+def single(kind: str) -> RedisServer:
+    """Return the server that all tests of this process share."""
+    return _running.enter_context(serving(kind))
+
+
+@cache
+def three(kind: str) -> list[RedisServer]:
+    """Return the cluster that all tests of this process share."""
+    return _running.enter_context(cluster(kind))
+
+
+@cache
+def guarded() -> tuple[RedisServer, int, Certificates]:
+    """Return a server with a port for TLS, that port, and the certificates of both sides. User `kv` has a password."""
+    files = certificates(Path(_running.enter_context(tempfile.TemporaryDirectory())))
+    port = free_port()
+    server = _running.enter_context(serving("redis", "--tls-port", str(port), "--bind", LOCAL, OTHER, *files.options))
+    allowed = [f"+{command}" for command in COMMANDS.split()]
+    server.ask("ACL", "SETUSER", "kv", "on", f">{PASSWORD}", "~kvpipe:*", *allowed)
+    return server, port, files
+
+
+def spec(port: int, **keys: Any) -> RedisSpec:
+    """Return what a client of a server on loopback is told."""
+    return RedisSpec.model_validate({"host": LOCAL, "port": port, **keys})
+
+
+def guarded_spec(**keys: Any) -> RedisSpec:
+    """Return what a client of `guarded` is told."""
+    _, port, files = guarded()
+    os.environ[PASSWORD_ENV] = PASSWORD
+    tls = {"tls": True, "tls_ca_file": files.ca, "tls_cert_file": files.cert, "tls_key_file": files.key}
+    reported = {"host": "localhost", "port": port, "username": "kv", "password_env": PASSWORD_ENV}
+    return RedisSpec.model_validate(reported | tls | keys)
+
+
+@asynccontextmanager
+async def client(port: int, **keys: Any) -> AsyncIterator[Tier]:
+    """Open a tier and close it."""
+    tier = spec(port, **keys).make("redis")
+    try:
+        await tier.open()
+        yield tier
+    finally:
+        await tier.close()
+
+
+def refused(told: RedisSpec) -> str:
+    """Return why a tier cannot be opened."""
+
+    async def play() -> None:
+        tier = told.make("redis")
+        try:
+            await tier.open()
+        finally:
+            await tier.close()
+
+    with pytest.raises(TierError) as caught:
+        run(play)
+    return str(caught.value)
+
+
+def name(key: Key) -> str:
+    """Return what the server calls a key."""
+    return f"kvpipe:{key.text}"
+
+
+def _alone(kind: str) -> list[RedisServer]:
+    return [single(kind)]
+
+
+def _world(
+    run: Callable[[], list[RedisServer]], told: Callable[[list[RedisServer]], RedisSpec]
+) -> Callable[[Path], AbstractContextManager[TierWorld]]:
+    @contextmanager
+    def world(_folder: Path) -> Iterator[TierWorld]:
+        servers = run()
+        for server in servers:
+            server.ask("FLUSHALL")
+        made = told(servers)
+        yield TierWorld(lambda: made.make("redis"), made)
+
+    return world
+
+
+WORLDS = {
+    "redis": _world(partial(_alone, "redis"), lambda servers: spec(servers[0].port)),
+    "valkey": _world(partial(_alone, "valkey"), lambda servers: spec(servers[0].port)),
+    "valkey-cluster": _world(partial(three, "valkey"), lambda servers: spec(servers[0].port, cluster=True)),
+    "redis-tls": _world(lambda: [guarded()[0]], lambda _: guarded_spec()),
+}

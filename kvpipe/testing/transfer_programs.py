@@ -1,0 +1,89 @@
+"""What an engine step does to the paged cache, as small programs that say whether every byte was right.
+
+Each is the proof of one ordering when it holds for every schedule, and of the tests when it breaks as soon as one
+wait is left out.
+"""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from kvpipe.messages import Kind
+from kvpipe.testing.transfer_worlds import BLOCKS, GEOMETRY, LAYERS, WAIT_S, World, make_job, rows_of, value_of
+from kvpipe.transfer.base import Direction
+
+PAGES = min(GEOMETRY.pages_per_chunk)
+
+block_lists = st.lists(st.integers(0, BLOCKS - 1), min_size=1, max_size=PAGES, unique=True)
+"""Blocks of one group: in any order, adjacent or not."""
+tables = st.fixed_dictionaries(dict.fromkeys(range(len(GEOMETRY.groups)), block_lists))
+schedules: st.SearchStrategy[list[int]] = st.one_of(st.just([]), st.lists(st.integers(0, 7), min_size=30, max_size=200))
+"""0 gives the turn back, others run one of the streams that can run; none: nothing runs before the end."""
+
+
+def saves_are_right(w: World, table: dict[int, list[int]], turns: int = 3) -> bool:
+    """Compute writes the same blocks in every turn and saves them to another slot, layer by layer, fenced once."""
+    for turn in range(turns):
+        job = make_job(turn, rows_of(turn, table))
+        for layer in range(LAYERS):
+            for block in table[GEOMETRY.layers[layer][0]]:
+                w.write_block(layer, block, value_of(turn, layer, block))
+            w.let_run()
+            ticket = w.submit(Direction.SAVE, layer, [job], layer)
+            w.let_run()
+        assert w.engine.fence(ticket, WAIT_S)
+        w.let_run()
+    w.drain()
+    return all(
+        w.slot_page(layer, slot, page).eq(value_of(turn, layer, block)).all()
+        for turn in range(turns)
+        for layer in range(LAYERS)
+        for group, slot, page, block in rows_of(turn, table)
+        if group == GEOMETRY.layers[layer][0]
+    )
+
+
+def loads_are_right(w: World, table: dict[int, list[int]]) -> bool:
+    """Compute reads old bytes, then the same blocks are loaded, then compute reads every layer after its guard."""
+    rows = rows_of(0, table)
+    job = make_job(1, rows, Kind.LOAD_SYNC)
+    mine = [[row for row in rows if row[0] == GEOMETRY.layers[layer][0]] for layer in range(LAYERS)]
+    read = []
+    for layer in range(LAYERS):
+        for _, slot, page, block in mine[layer]:
+            w.slot_page(layer, slot, page).fill_(value_of(0, layer, block))
+            w.write_block(layer, block, value_of(1, layer, block))
+            read.append((w.read_block(layer, block), value_of(1, layer, block)))
+    w.let_run()
+    tickets = [w.submit(Direction.LOAD, layer, [job], layer) for layer in range(LAYERS)]
+    for layer, ticket in enumerate(tickets):
+        w.let_run()
+        assert w.engine.guard_read(ticket, WAIT_S)
+        read += [(w.read_block(layer, block), value_of(0, layer, block)) for _, _, _, block in mine[layer]]
+    w.let_run()
+    w.drain()
+    return all(set(got()) == {expected} for got, expected in read)
+
+
+def slots_are_right(w: World, table: dict[int, list[int]], *, heard: bool = True) -> bool:
+    """Blocks are saved, overwritten behind the fence, and loaded again once the host has `heard` of their save."""
+    save, load = make_job(0, rows_of(0, table)), make_job(1, rows_of(0, table), Kind.LOAD_SYNC)
+    for layer in range(LAYERS):
+        for block in table[GEOMETRY.layers[layer][0]]:
+            w.write_block(layer, block, value_of(0, layer, block))
+        saved = w.submit(Direction.SAVE, layer, [save], layer)
+        w.let_run()
+    assert w.engine.fence(saved, WAIT_S)
+    for layer in range(LAYERS):
+        for block in table[GEOMETRY.layers[layer][0]]:
+            w.write_block(layer, block, 255)
+    if heard:
+        w.hear(saved)
+    read = []
+    for layer in range(LAYERS):
+        ticket = w.submit(Direction.LOAD, layer, [load], layer)
+        w.let_run()
+        assert w.engine.guard_read(ticket, WAIT_S)
+        read += [(w.read_block(layer, b), value_of(0, layer, b)) for b in table[GEOMETRY.layers[layer][0]]]
+    w.drain()
+    return all(set(got()) == {expected} for got, expected in read)

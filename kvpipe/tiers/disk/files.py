@@ -1,0 +1,185 @@
+"""Files of the disk tier: folders that no symbolic link leads out of, and whole values moved by direct I/O."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from stat import S_ISREG
+from typing import Final
+
+from kvpipe.tiers.base import Key, TierError, TierFullError
+
+ACCOUNT, TMP = "account", "tmp"
+"""What is in the tier's folder beside the folders of namespaces: a file and a folder."""
+
+_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+_PRIVATE: Final = 0o600
+_IOV_MAX: Final = os.sysconf("SC_IOV_MAX")
+_FULL: Final = frozenset(
+    (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG),
+)
+
+Move = Callable[[int, Sequence[memoryview], int], int]
+"""os.preadv or os.pwritev: (file, buffers, offset) to bytes moved."""
+
+
+@contextmanager
+def opened(name: str | Path, flags: int, at: int | None = None) -> Iterator[int]:
+    """Open a file, in the folder `at` if given; a new one is its owner's alone."""
+    fd = os.open(name, flags, _PRIVATE, dir_fd=at)
+    try:
+        if flags & os.O_CREAT and os.fstat(fd).st_mode & 0o777 != _PRIVATE:  # the umask's doing
+            os.fchmod(fd, _PRIVATE)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def folder(name: str, at: int, *, make: bool = False, sync: bool = False) -> Iterator[int]:
+    """Open a folder in the folder `at`; `make` it if it is not there, and `sync` that. A link is no folder."""
+    try:
+        fd = os.open(name, _FOLDER, dir_fd=at)
+    except FileNotFoundError:
+        if not make:
+            raise
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, 0o700, dir_fd=at)
+            os.chmod(name, 0o700, dir_fd=at)
+            if sync:
+                os.fsync(at)
+        fd = os.open(name, _FOLDER, dir_fd=at)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def place(key: Key) -> tuple[str, str]:
+    """Return the folder of a key, and the folder in that."""
+    return key.namespace, key.chunk[:1].hex()
+
+
+@contextmanager
+def shelf(root: int, key: Key, *, make: bool = False, sync: bool = False) -> Iterator[int]:
+    """Open the folder in `root` that holds the key's file; `make` and `sync` as of `folder`."""
+    outer, inner = place(key)
+    with folder(outer, root, make=make, sync=sync) as at, folder(inner, at, make=make, sync=sync) as fd:
+        yield fd
+
+
+def listed(at: int) -> list[os.DirEntry[str]]:
+    """Return what is in the folder `at`; each can be asked while that is open."""
+    with os.scandir(at) as entries:
+        return list(entries)
+
+
+def folders(at: int, name: re.Pattern[str]) -> list[os.DirEntry[str]]:
+    """Return the folders in the folder `at` that are called so."""
+    return [entry for entry in listed(at) if name.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)]
+
+
+def file_at(name: str, at: int) -> os.stat_result | None:
+    """Return what is known of a file in the folder `at`; None: there is no such file, or it is something else."""
+    try:
+        found = os.stat(name, dir_fd=at, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    return found if S_ISREG(found.st_mode) else None
+
+
+class Root:
+    """The tier's folder. Opened anew for each use: it may be unmounted, and be back, at any time."""
+
+    def __init__(self, path: Path) -> None:
+        """`path`: absolute."""
+        self.path = path
+        self._device: int | None = None
+
+    def adopt(self, *, make: bool) -> None:
+        """Note which file system the folder is on; `make` it if it is not there.
+
+        Raises:
+            TierError: it is not there, cannot be made, or is empty and on another file system than before.
+
+        """
+        with self.failures():
+            if make and not self.path.exists():
+                self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self.path.chmod(0o700)
+            with opened(self.path, os.O_RDONLY | os.O_DIRECTORY) as fd:
+                device = os.fstat(fd).st_dev
+                if self._device not in {None, device} and file_at(ACCOUNT, fd) is None:
+                    msg = f"{self.path} is on another file system than before, and empty; is it mounted?"
+                    raise TierError(msg)
+                self._device = device
+
+    @contextmanager
+    def open(self) -> Iterator[int]:
+        """Open the folder. Raises `TierError` if it is not there, or not what was adopted."""
+        try:
+            fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as error:
+            raise TierError(f"{self.path}: {error.strerror}") from error
+        try:
+            if os.fstat(fd).st_dev != self._device:
+                raise TierError(f"{self.path} is on another file system than before; is it mounted?")
+            yield fd
+        finally:
+            os.close(fd)
+
+    @contextmanager
+    def failures(self, *, writing: bool = False) -> Iterator[None]:
+        """Make `TierError` of errors of the system, `TierFullError` of those that refuse to write."""
+        try:
+            yield
+        except OSError as error:
+            kind = TierFullError if writing and error.errno in _FULL else TierError
+            raise kind(f"{self.path}: {error.strerror or error}") from error
+
+
+class ValueFiles:
+    """Moves whole values between aligned buffers and files, past the page cache where the file system can."""
+
+    def __init__(self, direct: str) -> None:
+        """`direct`: "on", "off", or "auto" for on until a file system refuses."""
+        self._must, self._direct = direct == "on", direct != "off"
+
+    def move(self, fd: int, call: Move, parts: Sequence[memoryview]) -> int:
+        """Return how many bytes were moved: all of `parts`, or less where the file ends."""
+        if self._direct:
+            try:
+                _set_direct(fd, os.O_DIRECT)
+                return _all(fd, call, parts)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                if self._must:
+                    raise TierError("the file system has no direct I/O, but direct=on; set direct=auto") from error
+            self._direct = False
+            _set_direct(fd, 0)
+        return _all(fd, call, parts)
+
+
+def _set_direct(fd: int, flag: int) -> None:
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT | flag)
+
+
+def _all(fd: int, call: Move, parts: Sequence[memoryview]) -> int:
+    left, moved = list(parts), 0
+    while left:
+        n = call(fd, left[:_IOV_MAX], moved)
+        if n == 0:
+            break
+        moved += n
+        while left and n >= left[0].nbytes:
+            n -= left.pop(0).nbytes
+        if n:
+            left[0] = left[0][n:]
+    return moved

@@ -1,0 +1,243 @@
+"""What the disk tier knows of its files without asking: which there are, how long, in the order of their last use.
+
+Other processes add and delete files meanwhile. A folder whose time of change is as it was when it was last listed holds
+what it did then, so that a pass over a folder in which nothing happened is one `stat` per sub-folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from itertools import islice
+from typing import Final
+
+from kvpipe.tiers.base import Key
+from kvpipe.tiers.disk.files import folder, folders, listed, place
+
+_SPACE, _SHELF = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]{2}")
+_SHELVES: Final = [f"{byte:02x}" for byte in range(256)]
+_GRAIN_NS, _COARSE_NS = 50_000_000, 2_000_000_000
+"""A change so soon after another may leave the folder's time as it was; the second: where times are whole seconds."""
+_CHUNK_BYTES: Final = range(16, 65)
+_SPACE_CHARS: Final = 32
+_WRITTEN_MAX: Final = 4096
+"""Keys that were told and not listed yet; the oldest is dropped."""
+
+
+class _Shelf:
+    """One folder of files: what it holds, and its time of change then; None: it may have changed since."""
+
+    __slots__ = ("changed_ns", "keys")
+
+    def __init__(self) -> None:
+        self.changed_ns: int | None = None
+        self.keys: set[Key] = set()
+
+
+class Index:
+    """Which values are there. Any thread may use it; `holds` never waits for another."""
+
+    def __init__(self) -> None:
+        """Nothing is known."""
+        self._used_s: OrderedDict[Key, float] = OrderedDict()  # two of them: the collector need not look at numbers
+        self._sizes: dict[Key, int] = {}
+        self._unsorted: dict[Key, float] = {}
+        self._shelves: dict[tuple[str, str], _Shelf] = {}
+        self._bytes = 0
+        self._lock, self._pass = threading.Lock(), threading.Lock()
+        self._passing, self._own = False, set[Key]()
+        self._frames: dict[tuple[str, str], Key] = {}
+        self._bare: set[str] = set()  # namespaces whose folders have been found without any
+        self._written: OrderedDict[Key, int] = OrderedDict()  # and before which pass
+        self._passes = 0
+
+    def holds(self, keys: Sequence[Key]) -> list[bool]:
+        """Return which keys are there."""
+        sizes, reported = self._sizes, self._written
+        return [key in sizes or key in reported for key in keys]
+
+    def record_written(self, keys: Sequence[Key]) -> None:
+        """Another process has written values: they count as held until a pass that begins later has listed them."""
+        with self._lock:
+            for key in keys:
+                self._written[key] = self._passes
+                self._written.move_to_end(key)
+            while len(self._written) > _WRITTEN_MAX:
+                self._written.popitem(last=False)
+
+    def add(self, key: Key, size: int, used_s: float) -> None:
+        """A value of `size` bytes is there and was used just now; `used_s` is when its file says it was."""
+        with self._lock:
+            self._note(key)
+            self._bytes += size - self._sizes.get(key, 0)
+            self._sizes[key] = size
+            self._used_s[key] = used_s
+            self._used_s.move_to_end(key)
+            self._shelves.setdefault(place(key), _Shelf()).keys.add(key)
+
+    def forget(self, key: Key) -> None:
+        """A value is not there any more."""
+        with self._lock:
+            self._note(key)
+            self._forget(key)
+
+    def oldest(self, count: int) -> list[tuple[Key, float]]:
+        """Return the values that were not used for longest, at most `count`, and when their files say they were."""
+        with self._lock:
+            self._sort()
+            return list(islice(self._used_s.items(), count))
+
+    def all(self) -> list[tuple[Key, int, float]]:
+        """Return every value: key, bytes, when it was used."""
+        with self._lock:
+            return [(key, self._sizes[key], used_s) for key, used_s in self._used_s.items()]
+
+    def total(self) -> tuple[int, int]:
+        """Return how many values there are, and their bytes."""
+        with self._lock:
+            return len(self._sizes), self._bytes
+
+    def refresh(self, root: int, stopping: threading.Event, spaces: AbstractSet[str] | None = None) -> None:
+        """Look what has changed in the folder `root`, or only in its folders `spaces`.
+
+        What was seen until `stopping` is set is kept.
+
+        Raises:
+            OSError: a folder cannot be read.
+
+        """
+        seen: set[tuple[str, str]] = set()
+        new: dict[Key, float] = {}
+        with self._pass, self._watched():
+            self._passes += 1
+            found = spaces if spaces is not None else [space.name for space in folders(root, _SPACE)]
+            for space in found:
+                with _vanishing(), folder(space, root) as at:
+                    for shelf in folders(at, _SHELF):
+                        if stopping.is_set():
+                            return
+                        seen.add((space, shelf.name))
+                        with _vanishing():
+                            self._look(at, space, shelf, new)
+            with self._lock:
+                for gone in [place for place in self._shelves if place not in seen]:
+                    if spaces is None or gone[0] in spaces:
+                        for key in self._shelves[gone].keys - self._own:
+                            self._forget(key)
+                        self._shelves[gone].changed_ns = None  # it may come back as it was
+                        if not self._shelves[gone].keys:
+                            del self._shelves[gone]
+                self._unsorted |= new
+                self._merge_written(spaces)
+                if spaces is None:
+                    self._bare = {space for space in found if not any((space, shelf) in seen for shelf in _SHELVES)}
+
+    def _merge_written(self, spaces: AbstractSet[str] | None) -> None:
+        """What was told before this pass has been listed by it, if it is there."""
+        for key, before in list(self._written.items()):
+            if before < self._passes and (spaces is None or key.namespace in spaces):
+                del self._written[key]
+
+    def vacant(self) -> list[tuple[str, str]]:
+        """Return the folders that nothing was found in: of namespaces, and of what they are divided into."""
+        with self._lock:
+            bare, self._bare = self._bare, set()
+            return [*(place for place, shelf in self._shelves.items() if not shelf.keys), *((one, "") for one in bare)]
+
+    def is_vacant(self, key: Key) -> bool:
+        """Whether nothing is known to be where `key` would be."""
+        shelf = self._shelves.get(place(key))
+        return shelf is None or not shelf.keys
+
+    def _look(self, at: int, space: str, entry: os.DirEntry[str], new: dict[Key, float]) -> None:
+        """List one folder if it has changed, and add what is `new` there."""
+        shelf = self._shelves.setdefault((space, entry.name), _Shelf())
+        if entry.stat(follow_symlinks=False).st_mtime_ns == shelf.changed_ns:
+            return
+        prefix = f"{space}-{entry.name}"
+        with folder(entry.name, at) as fd:
+            changed_ns = os.fstat(fd).st_mtime_ns
+            grain_ns = _GRAIN_NS if changed_ns % 1_000_000_000 else _COARSE_NS
+            settled = time.time_ns() - changed_ns > grain_ns
+            found: set[Key] = set()
+            sizes: dict[Key, int] = {}
+            used_s: dict[Key, float] = {}
+            for file in listed(fd):
+                key = self._key(file.name) if file.name.startswith(prefix) else None
+                if key is not None and file.is_file(follow_symlinks=False):
+                    found.add(key)
+                    if key not in shelf.keys:
+                        try:  # `suppress` is slower, and this is where most of the time goes
+                            stat = file.stat(follow_symlinks=False)
+                        except FileNotFoundError:
+                            continue
+                        sizes[key], used_s[key] = stat.st_size, stat.st_mtime
+        with self._lock:
+            for key in shelf.keys - found - self._own:
+                self._forget(key)
+            for key in self._own.intersection(sizes):
+                del sizes[key], used_s[key]
+            shelf.keys.update(sizes)
+            self._sizes.update(sizes)
+            self._used_s.update(used_s)
+            self._bytes += sum(sizes.values())
+        new.update(used_s)
+        shelf.changed_ns = changed_ns if settled else None
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Note the keys that this process adds and forgets during a pass: what it lists of them may be older."""
+        self._passing = True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._passing = False
+                self._own.clear()
+
+    def _sort(self) -> None:
+        """Bring what passes have found into the order of use, only now that somebody asks for it."""
+        for key in sorted(self._unsorted, key=self._unsorted.__getitem__):
+            if self._used_s.get(key) == self._unsorted[key]:  # else it was used, or deleted, since
+                self._used_s.move_to_end(key)
+        self._unsorted.clear()
+
+    def _note(self, key: Key) -> None:
+        if self._passing:
+            self._own.add(key)
+
+    def _forget(self, key: Key) -> None:
+        self._bytes -= self._sizes.pop(key, 0)
+        self._used_s.pop(key, None)
+        self._unsorted.pop(key, None)
+        if place(key) in self._shelves:
+            self._shelves[place(key)].keys.discard(key)
+
+    def _key(self, name: str) -> Key | None:
+        """Read a file's name as `Key.parse` does, three times as fast: all but the chunk is the same in most names."""
+        space = name[:_SPACE_CHARS]
+        chunk, _, tail = name[_SPACE_CHARS + 1 :].partition("-")
+        frame = self._frames.get((space, tail))
+        try:
+            if frame is None:
+                return self._frames.setdefault((space, tail), Key.parse(name))
+            raw = bytes.fromhex(chunk)
+        except ValueError:
+            return None
+        if raw.hex() != chunk or len(raw) not in _CHUNK_BYTES:
+            return None
+        namespace, _, group, rank, ranks = frame
+        return Key(namespace, raw, group, rank, ranks)
+
+
+@contextlib.contextmanager
+def _vanishing() -> Iterator[None]:
+    """What is deleted, or becomes something else than a folder, while it is looked at is not there."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        yield

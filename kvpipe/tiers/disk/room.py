@@ -1,0 +1,342 @@
+"""The room in the disk tier's folder: a bound on its bytes that holds across all processes that use it.
+
+One file, the account, says how many bytes of kvpipe's are in the folder, unfinished ones included. Its lock (flock) is
+held by whoever changes that: before a file is begun, when it gets its name, and when it is deleted; never while bytes
+are moved. The kernel frees the lock of a dead process. While the number is being changed it is marked as void, so that
+the next one counts the files if the last one died.
+
+Unfinished files are in a folder of their own for each opened tier, which holds a lock as long as it lives: what is in
+the folder of a dead one is deleted by the next that is opened.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import math
+import os
+import re
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Final, NamedTuple
+
+from kvpipe.tiers.base import Key, TierError, TierFullError
+from kvpipe.tiers.disk.files import ACCOUNT, TMP, Root, file_at, folder, folders, listed, opened, place, shelf
+from kvpipe.tiers.disk.index import Index
+
+_DESK = re.compile(r"[0-9a-f]{16}")
+_LOCK: Final = "lock"
+_ACCOUNT = re.compile(rb"[0-9]{20}\n")
+_ACCOUNT_BYTES: Final = 21
+_VOID: Final = b"?"
+_LOW: Final = 0.95
+"""Files are deleted until so much of the room is taken, so that it is not done for each write."""
+_BATCH: Final = 256
+"""Files deleted while the lock is held once."""
+_PAUSE_S, _PAUSE_S_MAX = 0.0001, 0.005
+_BUSY: Final = "others have held the account's lock for timeout_ms_max"
+
+
+class Draft(NamedTuple):
+    """A file that is being written: its name, in the folder of the desk that made it, and its size."""
+
+    desk: str
+    name: str
+    bytes: int
+
+
+class _Sum:
+    """The account while its lock is held: the folder, and the bytes in it."""
+
+    __slots__ = ("bytes", "root")
+
+    def __init__(self, root: int, used: int) -> None:
+        self.root, self.bytes = root, used
+
+
+class _Desk:
+    """A folder for drafts, locked as long as this lives."""
+
+    def __init__(self, tmp: int) -> None:
+        self.name, self._numbers = secrets.token_hex(8), itertools.count()
+        with folder(self.name, tmp, make=True) as at:
+            self._lock = os.open(_LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=at)
+            os.fchmod(self._lock, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def draft(self, size: int) -> Draft:
+        """Return a draft that no other has been called."""
+        return Draft(self.name, str(next(self._numbers)), size)
+
+    def leave(self) -> None:
+        """Let others delete what is left."""
+        os.close(self._lock)
+
+
+class DiskQuota:
+    """What one opened tier takes of the room, and gives back. Any thread may use it. Every method may raise OSError."""
+
+    def __init__(self, root: Root, index: Index, bytes_max: int, wait_s_max: float, *, sync: bool) -> None:
+        """`bytes_max`: of all files together. `wait_s_max`: longest wait for the lock. `sync`: new folders too."""
+        self._root, self._index, self._bytes_max = root, index, bytes_max
+        self._wait_s_max, self._sync = wait_s_max, sync
+        self._mine = threading.Lock()
+        self._desk: _Desk | None = None
+        self.stopping = threading.Event()
+        """Set to end a count early, which raises `TierError` then."""
+
+    def open(self) -> None:
+        """Delete what dead processes left; count, if no other is alive."""
+        self._leave()
+        with self._held() as held:
+            self._set_up(held)
+        vacant = self._index.vacant()
+        for begin in range(0, len(vacant), _BATCH):
+            with self._held() as held:
+                for one in vacant[begin : begin + _BATCH]:
+                    _remove(held.root, one)
+
+    def close(self) -> None:
+        """Give up the folder for drafts."""
+        if self._desk is not None:
+            self._leave()
+            with self._held() as held, folder(TMP, held.root) as tmp:
+                self._sweep(held, tmp)
+
+    def check(self) -> None:
+        """Raise an error if nothing can be written."""
+        desk = self._desk
+        if desk is None:
+            self.open()
+            return
+        with self._root.open() as root, _drafts(root, desk.name) as at:
+            os.utime(_LOCK, dir_fd=at, follow_symlinks=False)
+
+    def used(self) -> int:
+        """Return what the account says: the bytes of all files, unfinished ones included."""
+        with self._held() as held:
+            return held.bytes
+
+    def begin(self, size: int) -> Draft:
+        """Take room for a file of `size` bytes, deleting the oldest where there is none.
+
+        Raises:
+            TierFullError: all room is taken by files that are being written, or `size` is more than there ever is.
+
+        """
+        if size > self._bytes_max:
+            raise TierFullError(f"a value of {size} bytes is more than bytes_max={self._bytes_max}; set a larger one")
+        goal = self._bytes_max
+        while True:
+            with self._held() as held:
+                desk, nothing = self._desk or self._set_up(held), False
+                if held.bytes + size > goal and (goal == self._bytes_max or not self._evict(held, goal - size)):
+                    held.bytes, goal = self._count(held.root), int(self._bytes_max * _LOW)  # others' doings too
+                    nothing = not self._index.oldest(1)
+                if held.bytes + size <= (self._bytes_max if nothing else goal):
+                    return self._draft(held, desk, size)
+                if nothing:
+                    raise TierFullError(f"bytes_max={self._bytes_max} is taken by values that are being written")
+
+    @contextmanager
+    def opened(self, draft: Draft) -> Iterator[int]:
+        """Open a draft for writing."""
+        with self._root.open() as root, _drafts(root, draft.desk) as at:
+            fd = os.open(draft.name, os.O_WRONLY | os.O_NOFOLLOW, dir_fd=at)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def finish(self, draft: Draft, key: Key) -> bool:
+        """Give a written draft its name. False: another was first; the draft is gone."""
+        with self._held() as held, shelf(held.root, key, make=True, sync=self._sync) as at:
+            first = file_at(key.text, at)
+            if first is None:
+                with _drafts(held.root, draft.desk) as drafts:
+                    os.rename(draft.name, key.text, src_dir_fd=drafts, dst_dir_fd=at)
+            else:
+                self._drop(held, draft)
+            found = first or os.stat(key.text, dir_fd=at, follow_symlinks=False)
+            self._index.add(key, found.st_size, found.st_mtime)
+        return first is None
+
+    def drop(self, draft: Draft) -> None:
+        """Delete a draft."""
+        with self._held() as held:
+            self._drop(held, draft)
+
+    def delete(self, keys: Sequence[Key]) -> int:
+        """Delete files; return how many there were."""
+        count = 0
+        for begin in range(0, len(keys), _BATCH):
+            with self._held() as held:
+                count += sum(self._delete(held, key) for key in keys[begin : begin + _BATCH])
+        return count
+
+    # ---- with the lock held ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _held(self) -> Iterator[_Sum]:
+        until = time.monotonic() + self._wait_s_max
+        if not self._mine.acquire(timeout=self._wait_s_max):
+            raise TierError(_BUSY)
+        try:
+            with self._root.open() as root, _locked(root, until) as fd:
+                text = os.pread(fd, _ACCOUNT_BYTES + 1, 0)
+                os.pwrite(fd, _VOID, 0)
+                held = _Sum(root, int(text) if _ACCOUNT.fullmatch(text) else self._count(root))
+                try:
+                    yield held
+                finally:
+                    os.pwrite(fd, b"%020d\n" % max(held.bytes, 0), 0)
+        finally:
+            self._mine.release()
+
+    def _set_up(self, held: _Sum) -> _Desk:
+        with folder(TMP, held.root, make=True, sync=self._sync) as tmp:
+            alone = self._sweep(held, tmp)
+            self._desk = desk = _Desk(tmp)
+        if alone:
+            held.bytes = self._count(held.root)
+        return desk
+
+    def _leave(self) -> None:
+        desk, self._desk = self._desk, None
+        if desk is not None:
+            desk.leave()
+
+    def _sweep(self, held: _Sum, tmp: int) -> bool:
+        """Delete the drafts of the dead; return whether nobody is alive."""
+        alone = True
+        for desk in folders(tmp, _DESK):
+            with folder(desk.name, tmp) as at:
+                if _is_held(at):
+                    alone = False
+                    continue
+                for file in listed(at):
+                    held.bytes -= file.stat(follow_symlinks=False).st_size
+                    os.unlink(file.name, dir_fd=at)
+            os.rmdir(desk.name, dir_fd=tmp)
+        return alone
+
+    def _count(self, root: int) -> int:
+        """Return the bytes of all files, from what has changed since they were last counted."""
+        self._index.refresh(root, self.stopping)
+        if self.stopping.is_set():
+            raise TierError("it was closed")
+        return self._index.total()[1] + sum(_draft_sizes(root))
+
+    def _draft(self, held: _Sum, desk: _Desk, size: int) -> Draft:
+        draft = desk.draft(size)
+        try:
+            with (
+                _drafts(held.root, draft.desk) as at,
+                opened(draft.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, at) as fd,
+            ):
+                try:
+                    os.ftruncate(fd, size)
+                except OSError:
+                    os.unlink(draft.name, dir_fd=at)
+                    raise
+        except FileNotFoundError:  # somebody has cleared the folder: the next write makes it anew
+            self._leave()
+            raise
+        held.bytes += size
+        return draft
+
+    def _drop(self, held: _Sum, draft: Draft) -> None:
+        with _drafts(held.root, draft.desk) as at:
+            os.unlink(draft.name, dir_fd=at)
+        held.bytes -= draft.bytes
+
+    def _evict(self, held: _Sum, goal: int) -> bool:
+        """Delete the oldest files until `goal` bytes are left, or a batch is gone. False: there are none."""
+        oldest = self._index.oldest(_BATCH)
+        for key, used_s in oldest:
+            if held.bytes <= goal:
+                break
+            self._delete(held, key, used_s)
+        return bool(oldest)
+
+    def _delete(self, held: _Sum, key: Key, unless_used_since_s: float = math.inf) -> bool:
+        try:
+            with shelf(held.root, key) as at:
+                found = file_at(key.text, at)
+                if found is not None and found.st_mtime > unless_used_since_s:  # by another process
+                    self._index.add(key, found.st_size, found.st_mtime)
+                    return False
+                os.unlink(key.text, dir_fd=at)
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            found = None
+        held.bytes -= found.st_size if found else 0
+        self._index.forget(key)
+        if self._index.is_vacant(key):
+            _remove(held.root, place(key))
+        return found is not None
+
+
+def _remove(root: int, at: tuple[str, str]) -> None:
+    """Remove folders that are empty. Writers make them, and put a file there, with the account's lock held, too."""
+    outer, inner = at
+    with suppress(OSError):  # it is not empty, or somebody else's, or gone
+        if inner:
+            with folder(outer, root) as fd:
+                os.rmdir(inner, dir_fd=fd)
+        os.rmdir(outer, dir_fd=root)
+
+
+@contextmanager
+def _locked(root: int, until: float) -> Iterator[int]:
+    """Open the account, and hold its lock. Raises `TierError` if that is not had `until` then, by time.monotonic."""
+    while True:
+        with opened(ACCOUNT, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, root) as fd:
+            pause_s = _PAUSE_S
+            while not _lock(fd):
+                if time.monotonic() > until:
+                    raise TierError(_BUSY)
+                time.sleep(pause_s)
+                pause_s = min(pause_s * 2, _PAUSE_S_MAX)
+            try:
+                if os.fstat(fd).st_nlink:  # else it was deleted meanwhile, and others lock a new one
+                    yield fd
+                    return
+            finally:
+                fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough where a fork has a copy
+
+
+def _lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_held(desk: int) -> bool:
+    """Whether the process that made the folder `desk` is alive."""
+    try:
+        with opened(_LOCK, os.O_RDWR | os.O_NOFOLLOW, desk) as fd:
+            return not _lock(fd)
+    except FileNotFoundError:
+        return False
+
+
+@contextmanager
+def _drafts(root: int, desk: str) -> Iterator[int]:
+    """Open a folder for drafts."""
+    with folder(TMP, root) as tmp, folder(desk, tmp) as at:
+        yield at
+
+
+def _draft_sizes(root: int) -> list[int]:
+    """Return the sizes of all drafts of all processes."""
+    with folder(TMP, root, make=True) as tmp:
+        sizes = []
+        for desk in folders(tmp, _DESK):
+            with folder(desk.name, tmp) as at:
+                sizes += [file.stat(follow_symlinks=False).st_size for file in listed(at)]
+        return sizes

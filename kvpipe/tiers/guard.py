@@ -1,0 +1,213 @@
+"""A tier in use by one process: opened in the background, left alone while it fails, used again when it is back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final, TypeVar
+
+import anyio
+
+from kvpipe.statemachine import breaker as m
+from kvpipe.statemachine.core import Compiled, Cursor, Edge, State
+from kvpipe.tiers.base import Capacity, Get, Key, Put, Read, Tier, TierError, TierFullError, Written
+from kvpipe.tiers.envelope import Sealer
+from kvpipe.tiers.keyring import secrets_of
+from kvpipe.tiers.spec import TierSpec
+from kvpipe.trace import events as e
+from kvpipe.trace.recorder import OFF, Recorder
+
+FAULTS_MAX: Final = 3
+"""Failures in a row that open a breaker; one that took too long does so alone."""
+PROBE_S, PROBE_S_MAX, JITTER = 0.5, 30.0, 0.2
+"""First and longest time between probes, which doubles; by which share it varies, for engines not to ask at once."""
+
+OPEN_S_MAX: Final = 30.0
+"""For opening, probing and closing a tier: an index has to be rebuilt, a client process started."""
+
+FIND, READ, WRITE = "find", "read", "write"
+USES: Final = (FIND, READ, WRITE)
+
+
+_One = TypeVar("_One")
+
+MadeTier = tuple[str, TierSpec, Tier]
+"""A tier's name, how it was configured, and itself."""
+
+
+class Breaker(Cursor):
+    """Whether one process uses one tier for one purpose. On the loop thread."""
+
+    __slots__ = ("_trace", "faults", "number", "tier", "use")
+
+    def __init__(self, machine: Compiled, tier: str, use: str, number: int, trace: Recorder) -> None:
+        """Closed. `number` is what the trace calls it."""
+        super().__init__(machine, number, self._took if trace.detail else None)
+        self.tier, self.use, self.number, self._trace = tier, use, number, trace
+        self.faults = 0
+
+    @property
+    def allows(self) -> bool:
+        """Whether the tier is to be tried."""
+        return self.state.row != m.OPEN
+
+    def ok(self) -> None:
+        """A call has ended well."""
+        self.faults = 0
+        if self.state.row != m.CLOSED and self.fire(m.OK).moves:
+            self._trace.put(e.TierBack(*self._trace.of("", 0), tier=self.tier, use=self.use))
+
+    def fault(self, why: str, *, slow: bool = False) -> None:
+        """A call has failed. `slow`: by taking too long."""
+        self.faults += 1
+        last = slow or self.faults >= FAULTS_MAX
+        if self.fire(m.FAULT_LAST if last else m.FAULT, why).moves:
+            self._trace.put(e.TierLeft(*self._trace.of("", 0), tier=self.tier, use=self.use, why=why))
+
+    def _took(self, cursor: Cursor, was: State, edge: Edge, why: str) -> None:
+        self._trace.took("", 0, self._trace.step, cursor, self.number, was, edge, why)
+
+
+class GuardedTier:
+    """One tier, and what one process knows of it. What the tier answers is checked, whoever wrote it."""
+
+    def __init__(
+        self, name: str, spec: TierSpec, tier: Tier, uses: tuple[str, ...], *, place: int = 0, trace: Recorder = OFF
+    ) -> None:
+        """`uses`: what this process does with it. `place`: in the order of tiers.
+
+        Raises:
+            ConfigError: its encryption key cannot be read.
+
+        """
+        self.name, self.spec, self.tier = name, spec, tier
+        self.sealer = Sealer(secrets_of(spec))
+        self.machine, first = m.BREAKER.compile(), place * len(USES)
+        self.breakers = {use: Breaker(self.machine, name, use, first + USES.index(use), trace) for use in uses}
+        self.timeout_s, self.probe_s = spec.timeout_ms_max / 1000, PROBE_S
+        self._opened = anyio.Event()
+        self._bell = anyio.Event()
+        self._probe_now = anyio.Event()
+
+    def probe_now(self) -> None:
+        """Probe now. On the loop thread."""
+        self._probe_now.set()
+
+    async def ready(self) -> None:
+        """Wait until it was opened."""
+        await self._opened.wait()
+
+    def fault(self, use: str, why: str, *, slow: bool = False) -> None:
+        """A call for `use` has failed."""
+        self.breakers[use].fault(why, slow=slow)
+        self._bell.set()
+
+    # ---- calls, which raise `TierError` and nothing else ----------------------------------------------------------
+
+    async def exists(self, keys: Sequence[Key]) -> list[bool]:
+        """See `Tier.exists`."""
+        return self._answer(await self._call(self.tier.exists, keys), bool, len(keys))
+
+    async def read(self, gets: Sequence[Get]) -> list[Read]:
+        """See `Tier.read`."""
+        return self._answer(await self._call(self.tier.read, gets), Read, len(gets))
+
+    async def write(self, puts: Sequence[Put]) -> list[Written]:
+        """See `Tier.write`."""
+        return self._answer(await self._call(self.tier.write, puts), Written, len(puts))
+
+    async def delete(self, keys: Sequence[Key]) -> None:
+        """See `Tier.delete`."""
+        await self._call(self.tier.delete, keys)
+
+    async def _call(self, call: Callable[[Any], Awaitable[_One]], asked: object) -> _One:
+        try:
+            return await call(asked)
+        except TierError:
+            raise
+        except Exception as error:  # a bug of the tier's is a failure like any other
+            raise TierError(f"{self.name}: {error!r}") from error
+
+    def _answer(self, answer: list[_One], kind: type[_One], count: int) -> list[_One]:
+        if isinstance(answer, list) and len(answer) == count and set(map(type, answer)) <= {kind}:
+            return answer
+        raise TierError(f"{self.name}: its answer is not a list of {count} x {kind.__name__}")
+
+    # ---- its life, on the loop thread -----------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Open the tier, and probe it while a breaker is open. Runs until cancelled, and closes it then."""
+        try:
+            await self._open()
+            while True:
+                await self._probe()  # at first too: opening it may have taken several attempts
+                await self._bell.wait()
+                self._bell = anyio.Event()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._try(self.tier.close)
+
+    async def _open(self) -> None:
+        wait_s = self.probe_s
+        while True:
+            why, _ = await self._try(self.tier.open)
+            if not why:
+                self._opened.set()
+                return
+            for breaker in self.breakers.values():
+                if breaker.allows:
+                    breaker.fault(why, slow=True)
+            await anyio.sleep(_varied(wait_s))
+            wait_s = min(wait_s * 2, PROBE_S_MAX)
+
+    async def _probe(self) -> None:
+        """Ask until every breaker that is open has been answered, and a call has closed it."""
+        wait_s = self.probe_s
+        while any(breaker.state.row != m.CLOSED for breaker in self.breakers.values()):
+            with anyio.move_on_after(_varied(wait_s)):
+                await self._probe_now.wait()
+            self._probe_now = anyio.Event()
+            wait_s = min(wait_s * 2, PROBE_S_MAX)
+            shut = [breaker for breaker in self.breakers.values() if not breaker.allows]
+            if shut:
+                why, full = await self._try(self.tier.health)
+                for breaker in shut:
+                    failed = why and (breaker.use == WRITE or not full)
+                    breaker.fire(m.PROBE_FAILED if failed else m.PROBE_OK, why)
+
+    async def _try(self, call: Callable[[], Awaitable[None]]) -> tuple[str, bool]:
+        """Return why `call` failed, or nothing; and whether the tier can be read all the same."""
+        try:
+            with anyio.fail_after(max(self.timeout_s * 4, OPEN_S_MAX)):
+                await call()
+        except TierError as error:
+            return str(error), isinstance(error, TierFullError)
+        except TimeoutError:
+            return "no answer in time", False
+        except Exception as error:  # noqa: BLE001  (a bug of a tier's, or no thread could be started: others go on)
+            return repr(error), False
+        return "", False
+
+
+def guarded(tiers: Sequence[MadeTier], uses: tuple[str, ...], trace: Recorder = OFF) -> list[GuardedTier]:
+    """Return a guard for each tier, in order. Raises `ConfigError`, see `GuardedTier`."""
+    return [GuardedTier(name, spec, tier, uses, place=at, trace=trace) for at, (name, spec, tier) in enumerate(tiers)]
+
+
+async def capacity_of(tier: Tier) -> Capacity:
+    """Return what a tier says it holds. Raises `TierError` where it says what cannot be."""
+    try:
+        held = await tier.capacity()
+        whole = [held.items, held.bytes_used, *([] if held.bytes_max is None else [held.bytes_max])]
+        possible = all(isinstance(one, int) and one >= 0 for one in whole)
+    except TierError:
+        raise
+    except Exception as error:  # a bug of the tier's is a failure like any other
+        raise TierError(f"{tier.name}: {error!r}") from error
+    if not possible:
+        raise TierError(f"{tier.name}: it says that its capacity is {held}")
+    return held
+
+
+def _varied(seconds: float) -> float:
+    return seconds * random.uniform(1 - JITTER, 1 + JITTER)  # noqa: S311  (nobody must guess it)

@@ -1,0 +1,311 @@
+"""The engine's side of a process that runs a tier's client: how it is started, asked and ended.
+
+`mooncake/child.py` and `s3/child.py` are the other side. Every lane is a socket, on which one question is under way at
+once, with a stretch of the memory that both processes share.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import socket
+import subprocess
+import sys
+from abc import abstractmethod
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from itertools import accumulate, islice
+from pathlib import Path
+from typing import Any, Final
+
+import anyio
+import anyio.to_thread
+import msgspec
+import numpy as np
+
+from kvpipe.tiers.base import TierError, TierFullError
+
+MESSAGE_BYTES_MAX: Final = 1 << 20
+SEND_BYTES: Final = 256 << 10
+"""What a lane's socket is asked to take: the system takes that, or its own limit, twice. Either is less than the above,
+and more than any question or answer is."""
+INLINE_BYTES: Final = 64 << 10
+"""Fewer bytes than these are copied on the loop: a thread costs more."""
+PIECE_BYTES: Final = 1 << 20
+"""Bytes that one thread copies while another copies the next."""
+STEP_BYTES: Final = 2 << 20
+"""A lane's memory grows by as much."""
+CANCEL: Final = b"cancel"
+"""Of a message: what was asked on this lane is not wanted any more, though an answer is."""
+FULL: Final = "full"
+"""In place of an answer: the tier has no room."""
+
+
+class ClientChannel:
+    """A socket to the client's process, and a stretch of the memory shared with it."""
+
+    def __init__(self, wire: socket.socket, shared: io.FileIO, where: range, *, cancels: bool) -> None:
+        """`where`: its stretch of the `shared` memory. `cancels`: what was asked can be called off."""
+        self.wire, self.memory = wire, memoryview(b"")
+        self.owed = False  # an answer that nobody waits for any more: until it comes the memory is the client's
+        self._shared, self._where, self._cancels = shared, where, cancels
+
+    def room(self, size: int) -> memoryview:
+        """Return its memory, of at least `size` bytes: as much as was ever wanted at once.
+
+        Raises:
+            ConnectionResetError: the process has ended, and its memory cannot be had any more.
+
+        """
+        if size > self.memory.nbytes:
+            if self._shared.closed:
+                raise ConnectionResetError
+            whole = min(-(-size // STEP_BYTES) * STEP_BYTES, len(self._where))
+            self.memory = memoryview(mmap.mmap(self._shared.fileno(), whole, offset=self._where.start))
+        return self.memory
+
+    async def settle(self, limit_s: float) -> None:
+        """Wait until the memory is this process's."""
+        with anyio.fail_after(limit_s):
+            while self.owed:
+                await self._answer()
+
+    async def ask(self, question: list[Any], limit_s: float) -> Any:  # noqa: ANN401
+        """Return the answer. A cancellation calls it off, or waits for it: what was asked has been done or not."""
+        await self.settle(limit_s)
+        self.wire.send(msgspec.msgpack.encode(question))
+        self.owed = True
+        try:
+            with anyio.fail_after(limit_s, shield=not self._cancels):
+                why, answer = msgspec.msgpack.decode(await self._answer())
+        except BaseException:
+            if self._cancels and self.owed:
+                with suppress(OSError):
+                    self.wire.send(CANCEL)
+            raise
+        if why:
+            raise TierFullError(why) if answer == FULL else TierError(why)
+        return answer
+
+    async def _answer(self) -> bytes:
+        await anyio.wait_readable(self.wire)
+        message = self.wire.recv(MESSAGE_BYTES_MAX)
+        if not message:
+            raise ConnectionResetError
+        self.owed = False
+        return message
+
+
+def beside(parts: Sequence[memoryview], memory: memoryview, at: int) -> list[tuple[memoryview, memoryview]]:
+    """Return the parts of a value with where each is in a lane's memory, in which the value begins at `at`."""
+    begins = accumulate((part.nbytes for part in parts), initial=at)
+    return [(part, memory[begin : begin + part.nbytes]) for part, begin in zip(parts, begins, strict=False)]
+
+
+async def copy(copies: list[tuple[memoryview, memoryview]], limiter: anyio.CapacityLimiter) -> None:
+    """Copy each second to the first, in two threads and without the interpreter's lock; few bytes at once."""
+    if sum(source.nbytes for _, source in copies) < INLINE_BYTES:
+        _copy(copies)
+        return
+    pieces = [
+        (into[at : at + PIECE_BYTES], source[at : at + PIECE_BYTES])
+        for into, source in copies
+        for at in range(0, source.nbytes, PIECE_BYTES)
+    ]
+    async with anyio.create_task_group() as group:
+        for half in (pieces[::2], pieces[1::2]):
+            group.start_soon(partial(anyio.to_thread.run_sync, _copy, half, limiter=limiter))
+
+
+def _copy(copies: list[tuple[memoryview, memoryview]]) -> None:
+    for into, source in copies:
+        np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))
+
+
+class Pool:
+    """Lanes, each lent to one caller at a time."""
+
+    def __init__(self, lanes: Sequence[ClientChannel]) -> None:
+        self._free, self._size, self._turn = deque(lanes), len(lanes), anyio.Semaphore(len(lanes))
+        self._shut = False
+
+    @asynccontextmanager
+    async def lane(self, limit_s: float) -> AsyncIterator[ClientChannel]:
+        """Lend a lane. Raises TimeoutError if there is none in time."""
+        with anyio.fail_after(limit_s):
+            await self._turn.acquire()
+        if self._shut:
+            self._turn.release()
+            raise ConnectionResetError
+        lane = min(self._free, key=lambda lane: lane.owed)
+        self._free.remove(lane)
+        try:
+            yield lane
+        finally:
+            self._back(lane)
+
+    def _back(self, lane: ClientChannel) -> None:
+        self._free.appendleft(lane)  # the last one used: its memory is there, and in the cache
+        self._turn.release()
+        if self._shut:
+            lane.wire.close()
+
+    async def idle(self) -> None:
+        """Wait until nobody has a lane."""
+        taken = 0
+        try:
+            while taken < self._size:
+                await self._turn.acquire()
+                taken += 1
+        finally:
+            for _ in range(taken):
+                self._turn.release()
+
+    def shut(self) -> None:
+        """Lend no more."""
+        self._shut = True
+        for lane in self._free:
+            lane.wire.close()
+
+
+class ClientProcess:
+    """The client's process, seen from this one."""
+
+    def __init__(
+        self, child: Path, counts: dict[str, int], lane_bytes: int, environment: dict[str, str], *,
+        cancels: bool = False, log: int | None = subprocess.DEVNULL,
+    ) -> None:  # fmt: skip
+        """Start it. Blocks for some milliseconds.
+
+        `child`: its program, see `mooncake/child.py`. `counts`: lanes by use. `lane_bytes`: most that a lane's values
+        come to, a multiple of the page's size. `cancels`: it understands `CANCEL`. `log`: where its stderr goes.
+        """
+        self.lane_bytes = lane_bytes
+        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(1 + sum(counts.values()))]
+        for one in (one for pair in pairs for one in pair):
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
+        self._shared = io.FileIO(os.memfd_create(f"kvpipe-{child.stem}"), "r+")
+        fds = [self._shared.fileno(), *(theirs.fileno() for _, theirs in pairs)]
+        try:
+            self._shared.truncate(lane_bytes * (len(pairs) - 1))  # nothing is taken before it is used
+            self._process = subprocess.Popen(  # noqa: S603
+                [sys.executable, "-P", str(child), *map(str, fds)],
+                pass_fds=fds, env=environment, start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log,
+            )  # fmt: skip
+        except BaseException:
+            self._shared.close()
+            raise
+        finally:
+            for mine, theirs in pairs:
+                theirs.close()
+                mine.setblocking(False)  # noqa: FBT003
+        (self._control, _), *others = pairs
+        lanes = iter([
+            ClientChannel(mine, self._shared, range(n * lane_bytes, (n + 1) * lane_bytes), cancels=cancels)
+            for n, (mine, _) in enumerate(others)
+        ])  # fmt: skip
+        self.pools = {use: Pool([*islice(lanes, count)]) for use, count in counts.items()}
+
+    async def greet(self, settings: dict[str, Any], limit_s: float) -> None:
+        """Send the settings and wait until the client is connected. Raises TierError if it is not."""
+        self._control.send(msgspec.msgpack.encode(settings))
+        with anyio.fail_after(limit_s):
+            await anyio.wait_readable(self._control)
+        answer = self._control.recv(MESSAGE_BYTES_MAX)
+        if answer != b"ready":
+            raise TierError(answer.decode() or "its process has ended")
+
+    async def end(self, limit_s: float) -> None:
+        """Let what is under way end, and then the process, each within bounds; kill it otherwise."""
+        try:
+            await self._idle(limit_s)
+            self._control.shutdown(socket.SHUT_WR)
+            with anyio.move_on_after(limit_s, shield=True):
+                await anyio.wait_readable(self._control)  # its end
+        finally:
+            await self.kill()
+            await self._idle(limit_s)  # who was waiting for an answer has heard that there is none
+
+    async def _idle(self, limit_s: float) -> None:
+        with anyio.move_on_after(limit_s, shield=True):
+            for pool in self.pools.values():
+                await pool.idle()
+
+    async def kill(self) -> None:
+        """End the process at once. Idempotent."""
+        self._process.kill()
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(self._process.wait)
+        self._control.close()
+        self._shared.close()
+        for pool in self.pools.values():
+            pool.shut()
+
+
+class ClientTier:
+    """What tiers have in common whose client runs in a process of its own."""
+
+    def __init__(self, name: str, timeout_ms: int) -> None:
+        """Nothing is started."""
+        self.name = name
+        self._opened = False  # then a client that has ended is to be started anew
+        self._child: ClientProcess | None = None
+        self._opening = anyio.Lock()
+        self._copies = anyio.CapacityLimiter(2)
+        self._timeout_ms, self._limit_s = timeout_ms, timeout_ms / 1000
+
+    async def _started(self, start: Callable[[], ClientProcess], settings: dict[str, Any], limit_s: float) -> None:
+        """Start a process and wait until its client is ready. Raises TierError if it is not."""
+        with anyio.CancelScope(shield=True):
+            child = await anyio.to_thread.run_sync(start)
+        try:
+            await child.greet(settings, limit_s)
+        except BaseException:
+            await child.kill()
+            raise
+        self._child = child
+
+    async def close(self) -> None:
+        """See `Tier.close`."""
+        async with self._opening:
+            self._opened = False
+            await self._drop()
+
+    async def health(self) -> None:
+        """See `Tier.health`. A client that has ended is started anew."""
+        if not self._opened:
+            self._running()
+        await self.open()
+
+    @abstractmethod
+    async def open(self) -> None:
+        """See `Tier.open`."""
+
+    async def _drop(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            await child.end(self._limit_s)
+
+    def _running(self) -> ClientProcess:
+        if self._child is None:
+            raise TierError(f"{self.name}: {'the client has ended' if self._opened else 'it is not open'}")
+        return self._child
+
+    @asynccontextmanager
+    async def _notified(self) -> AsyncIterator[None]:
+        """Turn what goes wrong into TierErrors that name the tier."""
+        try:
+            yield
+        except TierError as error:
+            raise type(error)(str(error) if str(error).startswith(self.name) else f"{self.name}: {error}") from None
+        except TimeoutError:
+            msg = f"{self.name}: no answer within timeout_ms_max={self._timeout_ms}"
+            raise TierError(msg) from None
+        except OSError as error:
+            self._running()
+            msg = f"{self.name}: the client's process is gone ({type(error).__name__})"
+            raise TierError(msg) from None

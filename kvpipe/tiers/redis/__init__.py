@@ -1,0 +1,1 @@
+"""The Redis and Valkey tier."""

@@ -1,0 +1,1 @@
+"""The object store tier: S3, Google Cloud Storage, Azure."""

@@ -1,0 +1,197 @@
+"""S3 and what speaks its language, Google Cloud Storage, Azure: a value is an object, its key's text the object's name.
+
+The store keeps what is written until something deletes it: a lifecycle rule of the bucket, or `delete`. The client runs
+in a process of its own, `child.py`, with bounded memory, and values pass through memory shared with it: it reads
+whatever a store answers, before anybody can see how long it is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
+from math import inf
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import anyio
+from pydantic import SecretStr
+
+from kvpipe.tiers.base import Capacity, Entry, Get, Key, Put, Read, TierError, TierFullError, Written
+from kvpipe.tiers.process import ClientProcess, ClientTier, beside, copy
+from kvpipe.tiers.s3.spec import S3Spec
+
+CHILD: Final = Path(__file__).with_name("child.py")
+SLOW_BYTES: Final = 4 << 20
+"""What must move in every `timeout_ms_max` of a request: a connection that is slower has failed."""
+KEYS_MAX: Final = 500
+"""Keys in one question: it must fit into one message of a local socket."""
+VALUE_BYTES_MAX: Final = 4 << 30
+"""Most that a value can come to; an object that is written at once can have 5 GiB."""
+ASKERS: Final = 8
+"""Questions without values at once; the client asks the store about many keys of each at once."""
+START_S_MAX: Final = 20.0
+"""For a process to start and load the client, from a cold disk."""
+UNTRUSTED: Final = "its certificate is not trusted"
+"""What the client says first of a certificate; it knows the authorities that the system had when it started."""
+PATIENCE: Final = 4
+"""How many of the client's own limits one question may come to: a value is asked for, sent, and sent again."""
+HEALTH_PATIENCE: Final = 3
+"""How many a question of its health may: then it is stuck, and is replaced."""
+
+_Asked = TypeVar("_Asked", Get, Put)
+_End = TypeVar("_End")
+
+
+class S3Tier(ClientTier):
+    """Objects in a bucket. Safe for many clients: an object is whole when it appears, and is not replaced."""
+
+    def __init__(self, name: str, spec: S3Spec, keys: dict[str, SecretStr], *, writes: bool = True) -> None:
+        """Nothing is started. `keys`: the client's names for the access key and the secret key."""
+        super().__init__(name, spec.timeout_ms_max)
+        self.spec, self._keys, self._writes = spec, keys, writes
+
+    async def open(self) -> None:
+        """See `Tier.open`. A client that runs is kept, but not one that may have to read new certificates."""
+        async with self._opening, self._notified():
+            if self._child is not None and await self._answers():
+                return
+            await self._drop()
+            await self._started(self._start, self.settings(), START_S_MAX)
+            try:
+                await self._health()
+            except BaseException:
+                if not self._opened:
+                    await self._drop()
+                raise
+            self._opened = True
+
+    async def _answers(self) -> bool:
+        """Return whether the client's process can go on: it answers, and trusts the store. Raises TierError."""
+        try:
+            await self._health()
+        except (ConnectionError, TimeoutError):
+            return False
+        except TierError as error:
+            if UNTRUSTED not in str(error):
+                raise
+            return False
+        return True
+
+    async def _health(self) -> None:
+        """Ask on a lane of its own: the client tells within `timeout_ms_max` that the store does not answer."""
+        limit_s = self._limit_s * HEALTH_PATIENCE
+        async with self._running().pools["health"].lane(limit_s) as lane:
+            await lane.ask(["health"], limit_s)
+
+    def _start(self) -> ClientProcess:
+        lanes = self.spec.lanes
+        bounds = {"TOKIO_WORKER_THREADS": str(min(lanes, os.cpu_count() or 1)), "MALLOC_ARENA_MAX": "2"}
+        stacks = {"RUST_MIN_STACK": str(1 << 20), "RUST_BACKTRACE": "0"}
+        counts = {"read": lanes, "write": lanes if self._writes else 0, "ask": ASKERS, "scan": 1, "health": 1}
+        return ClientProcess(CHILD, counts, VALUE_BYTES_MAX, {**os.environ, **bounds, **stacks}, cancels=True)
+
+    def settings(self) -> dict[str, Any]:
+        """Return what the client is told, secrets included."""
+        return self.spec.model_dump(include={"url", "endpoint", "region", "allow_http", "lanes", "read_bytes"}) | {
+            "name": self.name,
+            "keys": {key: value.get_secret_value() for key, value in self._keys.items()},
+            "timeout_s": self._limit_s,
+            "slow_bytes": SLOW_BYTES,
+        }
+
+    # ---- values ---------------------------------------------------------------------------------------------------
+
+    async def exists(self, keys: Sequence[Key]) -> list[bool]:
+        """See `Tier.exists`: a question to the store per key. A listing would have to name everybody's values."""
+        async with self._notified():
+            return [found for names in self._parts(keys) for found in await self._ask("exists", names)]
+
+    async def delete(self, keys: Sequence[Key]) -> int:
+        """See `Tier.delete`."""
+        async with self._notified():
+            return sum([await self._ask("delete", names) for names in self._parts(dict.fromkeys(keys))])
+
+    def _parts(self, keys: Iterable[Key]) -> list[list[str]]:
+        """Return the names of `keys`, as many together as one question takes."""
+        self._running()
+        names = [key.text for key in keys]
+        return [names[at : at + KEYS_MAX] for at in range(0, len(names), KEYS_MAX)]
+
+    async def read(self, gets: Sequence[Get]) -> list[Read]:
+        """See `Tier.read`."""
+        return await self._each(gets, self._read)
+
+    async def _read(self, get: Get) -> Read:
+        limit_s = self._patience_s(get.size)
+        async with self._running().pools["read"].lane(inf) as lane:
+            ended = Read(await lane.ask(["read", get.key.text, get.size], limit_s))
+            if ended is Read.HIT:
+                await copy(beside(get.into, lane.room(get.size), 0), self._copies)
+        return ended
+
+    async def write(self, puts: Sequence[Put]) -> list[Written]:
+        """See `Tier.write`."""
+        if puts and not self._writes:
+            raise TierFullError(f"{self.name}: it was made to ask and read only")
+        return await self._each(puts, self._write)
+
+    async def _write(self, put: Put) -> Written:
+        limit_s = self._patience_s(put.size)
+        async with self._running().pools["write"].lane(inf) as lane:
+            await lane.settle(limit_s)
+            await copy([(into, part) for part, into in beside(put.parts, lane.room(put.size), 0)], self._copies)
+            stored = await lane.ask(["write", put.key.text, put.size], limit_s)
+        return Written.STORED if stored else Written.PRESENT
+
+    async def _each(self, asked: Sequence[_Asked], move: Callable[[_Asked], Awaitable[_End]]) -> list[_End]:
+        """Move values beside each other; the first that fails ends them all."""
+        ends: dict[int, _End] = {}
+        errors: list[Exception] = []
+
+        async def one(at: int, ended: anyio.CancelScope) -> None:
+            try:
+                ends[at] = await move(asked[at])
+            except (TierError, OSError) as error:
+                errors.append(error)
+                ended.cancel()
+
+        async with self._notified():
+            self._running()
+            async with anyio.create_task_group() as group:
+                for at in range(len(asked)):
+                    group.start_soon(one, at, group.cancel_scope)
+            if errors:
+                raise errors[0]
+        return [ends[at] for at in range(len(asked))]
+
+    async def capacity(self) -> Capacity:
+        """See `Tier.capacity`: by a listing, which takes a request per 1000 values."""
+        items = bytes_used = 0
+        async for entry in self.scan():
+            items += 1
+            bytes_used += entry.bytes
+        return Capacity(items, bytes_used, None)
+
+    async def scan(self) -> AsyncIterator[Entry]:
+        """See `Tier.scan`."""
+        limit_s = self._patience_s(0)
+        async with self._notified(), self._running().pools["scan"].lane(inf) as lane:
+            await lane.ask(["begin_scan"], limit_s)
+            while (page := await lane.ask(["scan"], limit_s)) is not None:
+                for name, size, age_s in page:
+                    with suppress(ValueError):  # somebody else's
+                        yield Entry(Key.parse(name), size, max(0.0, age_s))
+
+    # ---- questions ------------------------------------------------------------------------------------------------
+
+    def _patience_s(self, size: int) -> float:
+        """Return how long the client's process is waited for, which has its own, shorter limits. Raises TierError."""
+        if size > VALUE_BYTES_MAX:
+            raise TierError(f"a value of {size} bytes is more than the tier takes, {VALUE_BYTES_MAX}")
+        return self._limit_s * (1 + size / SLOW_BYTES) * PATIENCE
+
+    async def _ask(self, operation: str, names: Sequence[str]) -> Any:  # noqa: ANN401
+        limit_s = self._patience_s(0) + self._limit_s * len(names)
+        async with self._running().pools["ask"].lane(inf) as lane:
+            return await lane.ask([operation, names], limit_s)

@@ -1,0 +1,86 @@
+"""A thread whose event loop keeps tiers open, and on which work with them is done: what carrier and finder share."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+import anyio
+import anyio.abc
+
+from kvpipe.loop import LoopThread
+from kvpipe.tiers.guard import GuardedTier
+
+_Item = TypeVar("_Item")
+
+
+class TierThread(Generic[_Item]):
+    """Works on each item as a task of its own. An item whose work cannot begin any more is refused, never forgotten."""
+
+    def __init__(self, name: str, tiers: Sequence[GuardedTier], cpus: frozenset[int] = frozenset()) -> None:
+        """Start the thread, on `cpus` if any are given, and open the tiers. What `_work` needs is there before."""
+        self.tiers = tuple(tiers)
+        self._begun = self._ended = 0
+        self._group: anyio.abc.TaskGroup | None = None
+        self._early: list[_Item] = []
+        self._over = False
+        self.loop = LoopThread(name, self._take, tasks=(self._serve,), cpus=cpus)
+
+    @property
+    def alive(self) -> bool:
+        """Whether work can begin."""
+        return self.loop.alive and not self._over
+
+    @property
+    def open(self) -> int:
+        """Items that were taken and have not ended."""
+        return self._begun - self._ended
+
+    def probe_now(self) -> None:
+        """Probe the tiers that are left alone, now. Any thread."""
+        for tier in self.tiers:
+            self.loop.put(tier.probe_now)
+
+    def stop(self, seconds_max: float) -> None:
+        """End what is under way, close the tiers. Idempotent."""
+        self.loop.stop(seconds_max)
+
+    def _begin(self, item: _Item) -> None:
+        """Begin work on `item`, or refuse it. One thread; never blocks."""
+        self._begun += 1
+        if not self.loop.put(item):
+            self._refuse(item)
+
+    @abstractmethod
+    async def _work(self, item: _Item) -> None:
+        """Work on `item`. Counts it as ended."""
+
+    @abstractmethod
+    def _refuse(self, item: _Item) -> None:
+        """End `item`, on which no work has begun. Counts it as ended."""
+
+    async def _serve(self) -> None:
+        try:
+            async with anyio.create_task_group() as group:
+                for tier in self.tiers:
+                    group.start_soon(tier.run)
+                self._group = group
+                early, self._early = self._early, []
+                for item in early:
+                    self._take(item)
+                await anyio.sleep_forever()
+        finally:
+            self._over = True
+
+    def _take(self, item: _Item) -> None:
+        if self._group is None and not self._over:
+            self._early.append(item)
+            return
+        try:
+            if self._group is not None and not self._over:
+                self._group.start_soon(self._work, item)
+                return
+        except RuntimeError:  # the group is ending
+            pass
+        self._refuse(item)

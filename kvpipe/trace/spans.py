@@ -1,0 +1,103 @@
+"""What a timeline is made of: lanes of spans and marks, and how grave a mark is."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from kvpipe.trace import events as e
+from kvpipe.trace.events import Event
+
+LIFE: Final = "life"
+WAITING, LOADING, RUNNING, PREEMPTED = "waiting", "loading", "running", "preempted"
+FORWARD, LOAD, SAVE, COPY_FAILED = "forward", "load", "save", "copy_failed"
+PHASES = frozenset({WAITING, LOADING, RUNNING, PREEMPTED})
+
+MARKED: dict[type[Event], str] = {
+    e.Preempted: "notice",
+    e.Resumed: "good",
+    e.Recomputing: "notice",
+    e.Failed: "trouble",
+    e.Aborted: "notice",
+    e.Stuck: "trouble",
+    e.TierSlow: "trouble",
+    e.TierLost: "trouble",
+    e.Fault: "trouble",
+    e.Illegal: "trouble",
+    e.Dropped: "trouble",
+    e.FreezeSwitched: "notice",
+    e.CacheReset: "notice",
+    e.Evicted: "calm",
+}
+MARKS = {f"{kind.__struct_config__.tag}_mark": grade for kind, grade in MARKED.items()}
+"""How grave each kind of mark is: trouble, notice, good or calm."""
+
+REQUESTS, FORWARDS, LOADS, SAVES, NOTES = "requests", "forward", "loads", "saves", "marks"
+LANES = (REQUESTS, FORWARDS, LOADS, SAVES, NOTES)
+"""The lanes of a side, from top to bottom."""
+
+
+class Lane(NamedTuple):
+    """A lane of one side of one engine (`rank` -1: the scheduler's). In a row, spans of one layer do not overlap."""
+
+    engine: str
+    rank: int
+    name: str
+    rows: int
+
+
+class Span(NamedTuple):
+    """What lasted from `begin_ns` to `end_ns`, counted from the trace's start. A mark ends when it begins.
+
+    `events` index the timeline's events: those that say so. `is_open`: nothing says that it ended.
+    """
+
+    lane: int
+    row: int
+    kind: str
+    name: str
+    begin_ns: int
+    end_ns: int
+    requests: tuple[str, ...] = ()
+    events: tuple[int, ...] = ()
+    is_open: bool = False
+
+    @property
+    def layer(self) -> int:
+        """What covers what in a row: phases their request's life, marks both."""
+        return 2 if self.kind in MARKS else 1 if self.kind in PHASES else 0
+
+
+class Timeline(NamedTuple):
+    """A whole trace: its spans by lane, row, layer and time. It starts at `origin_ns` (monotonic), at `wall_ns`."""
+
+    origin_ns: int
+    wall_ns: int
+    duration_ns: int
+    lanes: list[Lane]
+    spans: list[Span]
+    events: list[Event]
+    at_ns: list[int]
+    """When each of `events` happened, counted from the trace's start."""
+    total: int
+    """How many events the trace has, drawn or not."""
+    left_out: int
+    """How many of those that something is drawn for were too many."""
+
+
+Side = tuple[str, int, str]
+"""Engine, rank and lane."""
+Bundle = list[Span]
+"""Spans that share a row. The first spans the time of all."""
+
+
+def mark(event: Event, t_ns: int, i: int, name: str = "") -> Span:
+    """Return the mark of event number `i`, at `t_ns` from the trace's start."""
+    tag = tag_of(event)
+    if not name:
+        name = f"fault: {event.name}" if isinstance(event, e.Fault) else tag.replace("_", " ")
+    return Span(0, 0, f"{tag}_mark", name, t_ns, t_ns, (event.request,) if event.request else (), (i,))
+
+
+def tag_of(event: Event) -> str:
+    """Return what the trace calls this kind of event."""
+    return str(event.__struct_config__.tag)

@@ -1,0 +1,28 @@
+"""What the two sides count for metrics, as plain data: running totals and gauges, by name and label."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from kvpipe.messages import Kind
+from kvpipe.tiers.guard import GuardedTier
+
+Totals = dict[str, Mapping[str, float]]
+"""Name of the metric -> value of its label (empty: it has none) -> number."""
+
+_NS_PER_S: Final = 1e9
+
+
+def copied(sizes: Mapping[Kind, int], times_ns: Mapping[Kind, int]) -> Totals:
+    """Return a rank's bytes and seconds by kind of job."""
+    names = {kind: kind.name.lower() for kind in Kind}
+    return {
+        "copied_bytes": {names[kind]: size for kind, size in sizes.items()},
+        "copy_seconds": {names[kind]: ns / _NS_PER_S for kind, ns in times_ns.items()},
+    }
+
+
+def left(tiers: Iterable[GuardedTier]) -> dict[str, float]:
+    """Return which tiers are left alone at present, by what for."""
+    return {f"{one.name} {use}": not breaker.allows for one in tiers for use, breaker in one.breakers.items()}

@@ -1,0 +1,73 @@
+"""Which transfer engine copies between the pool and caches on a device: the one registered for the device's type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvpipe import plugins
+from kvpipe.config import Settings
+from kvpipe.errors import UnsupportedError
+from kvpipe.trace.events import MoverMeasured
+from kvpipe.trace.log import warn
+from kvpipe.trace.recorder import OFF, Recorder
+from kvpipe.transfer.base import Direction, TransferEngine
+from kvpipe.transfer.calibrate import Cost
+from kvpipe.transfer.cpu import CpuEngine
+from kvpipe.transfer.guard import GuardedEngine
+from kvpipe.transfer.movers import Mover
+
+
+class EngineOptions(NamedTuple):
+    """What an engine may go by when it is made."""
+
+    settings: Settings
+    cpus: frozenset[int] = frozenset()
+    """Cores that the engine's own threads leave free, and its copies may use; empty: there are none."""
+    idle_core: bool = False
+    """Whether the forward's threads leave a core of those that the process may use."""
+    trace: Recorder = OFF
+    """Takes the events that the engine reports."""
+    fault: Callable[..., object] = warn
+    """`fault(name, **fields)` hears of an engine of another package that errs."""
+
+
+def make_engine(device: str, options: EngineOptions) -> TransferEngine:
+    """Return an engine, not yet attached, for caches on a device of torch's type `device`.
+
+    Raises:
+        UnsupportedError: none is registered for such a device.
+        ConfigError: the one that is cannot be used; the sentence names its package.
+
+    """
+    if device not in plugins.names(plugins.TRANSFER_ENGINES):
+        msg = (
+            f"kvpipe: KV caches on device {device!r} are not supported by this release; "
+            "use vLLM's CUDA or CPU build, or install a package with a transfer engine for it"
+        )
+        raise UnsupportedError(msg)
+    plugin = plugins.load(plugins.TRANSFER_ENGINES, device)
+    engine: TransferEngine = plugin.make(options)
+    plugin.check(engine, TransferEngine)
+    return engine if device in plugins.own(plugins.TRANSFER_ENGINES) else GuardedEngine(engine, device, options.fault)
+
+
+def make_cpu(options: EngineOptions) -> CpuEngine:
+    """Return the engine for caches in host memory."""
+    threads = options.settings.copy_threads
+    return CpuEngine(int(bool(options.cpus) or options.idle_core) if threads is None else threads, options.cpus)
+
+
+def make_cuda(options: EngineOptions) -> TransferEngine:
+    """Return the engine for caches in the memory of an NVIDIA GPU."""
+    from kvpipe.transfer.cuda import CudaEngine  # noqa: PLC0415  (where there is one)
+
+    def measured(direction: Direction, mover: Mover, cost: Cost) -> None:
+        event = MoverMeasured(*options.trace.of("", 0), kind=direction.name.lower(), mover=mover.value)
+        event.fixed_us, event.copy_us = round(cost.fixed_us, 1), round(cost.copy_us, 3)
+        event.gb_per_s = round(cost.gb_per_s, 1)
+        options.trace.put(event)
+
+    settings = options.settings
+    mover = None if settings.mover == "auto" else Mover(settings.mover)
+    return CudaEngine(mover=mover, staging_bytes_max=int(settings.staging_bytes_max), on_measured=measured)

@@ -1,0 +1,73 @@
+"""Another package's transfer engine in use: what it raises costs copies, never a wrong answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from kvpipe.transfer.base import CopyPlan, Ticket, TransferEngine
+
+if TYPE_CHECKING:
+    from kvpipe.geometry import Geometry
+    from kvpipe.transfer.pages import PageView
+    from kvpipe.transfer.pool import HostPool
+
+
+class GuardedEngine:
+    """Copies as `engine` does until it raises. From then on every copy fails, and the host waits for those begun."""
+
+    def __init__(self, engine: TransferEngine, name: str, fault: Callable[..., object]) -> None:
+        """`fault("engine_failed", engine, call, why)` is called for what it raises."""
+        self._engine, self._name, self._fault, self._lost = engine, name, fault, False
+        self.piece_bytes = engine.piece_bytes
+
+    def attach(self, views: Sequence[PageView], geometry: Geometry, pool: HostPool) -> None:
+        """See `TransferEngine.attach`. What it raises is raised: the engine does not start."""
+        self._engine.attach(views, geometry, pool)
+
+    def claim(self, address: int, size: int) -> bool:
+        """See `TransferEngine.claim`."""
+        return bool(self._ask("claim", lambda: self._engine.claim(address, size)))
+
+    def prepare(self, plan: CopyPlan) -> None:
+        """See `TransferEngine.prepare`."""
+        if not self._lost:
+            self._ask("prepare", lambda: self._engine.prepare(plan))
+
+    def submit(self, plan: CopyPlan, ticket: Ticket) -> None:
+        """See `TransferEngine.submit`."""
+        if not self._lost:
+            self._ask("submit", lambda: self._engine.submit(plan, ticket))
+        if self._lost and not ticket.over:
+            ticket.complete(frozenset(job.id for job in plan.jobs))
+
+    def guard_read(self, ticket: Ticket, timeout_s: float) -> bool:
+        """See `TransferEngine.guard_read`."""
+        done = not self._lost and self._ask("guard_read", lambda: self._engine.guard_read(ticket, timeout_s))
+        return ticket.wait(timeout_s) if self._lost else bool(done)
+
+    def reached(self, ticket: Ticket) -> None:
+        """See `TransferEngine.reached`."""
+        if not self._lost:
+            self._ask("reached", lambda: self._engine.reached(ticket))
+
+    def fence(self, ticket: Ticket, timeout_s: float) -> bool:
+        """See `TransferEngine.fence`."""
+        done = not self._lost and self._ask("fence", lambda: self._engine.fence(ticket, timeout_s))
+        return ticket.wait(timeout_s) if self._lost else bool(done)
+
+    def abandon(self, ticket: Ticket) -> bool:
+        """See `TransferEngine.abandon`."""
+        return bool(self._ask("abandon", lambda: self._engine.abandon(ticket))) or ticket.over
+
+    def shutdown(self) -> None:
+        """See `TransferEngine.shutdown`."""
+        self._ask("shutdown", self._engine.shutdown)
+
+    def _ask(self, name: str, call: Callable[[], object]) -> object:
+        try:
+            return call()
+        except Exception as error:  # noqa: BLE001  (a bug of the engine's: its copies fail, the model serves)
+            self._lost = True
+            self._fault("engine_failed", engine=self._name, call=name, why=repr(error))
+            return None

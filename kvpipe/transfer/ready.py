@@ -1,0 +1,154 @@
+"""Makes the slots of a pool ready before they are used: in memory, and pinned or whatever a transfer engine wants.
+
+The first touch of a page is a fault, which can cost twenty times the copy: on a virtual machine whose host has not
+given the page yet, 2 MiB take 7 ms or more. So a thread touches the pool from its beginning to its end; slots are
+handed out as far as it has got, and no copy ever waits for a fault.
+
+Pages are touched by writing one byte each, not by ``MADV_POPULATE_WRITE``: that holds the lock of the whole address
+space while the kernel clears pages, and every allocation of the forward beside it waits. What a slot has held is lost,
+which is of no matter before it is handed out.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import structlog
+
+from kvpipe.cores import bind_this_thread
+from kvpipe.headroom import Headroom, tightest
+from kvpipe.transfer.pool import HostPool
+
+log = structlog.get_logger("kvpipe.pool")
+
+How = Literal["ahead", "start", "use"]
+
+STROKE_BYTES: Final = 4 << 20  # touched at once on the forward's own cores: 14 ms where pages are slowest
+SHARE_OF_A_BUSY_CORE: Final = 0.05
+LOOK_S: Final = 0.02
+SHORT_S: Final = 5.0  # how often memory is asked for again when there is none to spare
+STOP_S_MAX: Final = 10.0
+
+
+@dataclass
+class Manners:
+    """How the thread behaves.
+
+    `cpus`: cores that the forward does not use; empty: any. `share`: of the time in which it works while `busy`.
+    """
+
+    cpus: frozenset[int] = frozenset()
+    share: float = 1.0
+    busy: Callable[[], bool] = lambda: True
+
+
+class Readier:
+    """One per pool. `pool.ready` says how far it is."""
+
+    def __init__(
+        self,
+        pool: HostPool,
+        claim: Callable[[int, int], bool],
+        *,
+        piece_bytes: int,
+        manners: Manners | None = None,
+        done: Callable[[float], object] = lambda _: None,
+        short: Callable[[Headroom], object] = lambda _: None,
+        room: Callable[[], Headroom | None] = tightest,
+    ) -> None:
+        """`claim` takes (address, bytes) of whole slots that are in memory: a transfer engine pins them, say.
+
+        It returns whether they may be used; if not, the pool stays as it is, and it is asked again later. `done` gets
+        how many seconds it took; `short`, that there is no memory to spare at present.
+        """
+        self._pool, self._claim, self._manners = pool, claim, manners or Manners()
+        self._done, self._short, self._room = done, short, room
+        self._step = max(1, piece_bytes // pool.slot_bytes)
+        self._at = 0  # the first slot of the next piece
+        self._bytes = pool.tensor.view(-1).numpy()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._began = time.monotonic()
+        self._touches = True
+        self._is_short = False
+
+    def begin(self, how: How) -> None:
+        """Make the first piece ready, and go on in the background; with `start` wait for that.
+
+        With `use` nothing is touched: every slot counts as ready, and whoever writes to it first takes the faults.
+        """
+        self._touches = how != "use"
+        self._pool.ready = 0 if self._touches else self._pool.slots
+        self._next()
+        if self._at == self._pool.slots:
+            return
+        self._thread = threading.Thread(target=self._main, name="kvpipe-ready", daemon=True)
+        self._thread.start()
+        while how == "start" and self._thread.is_alive() and not self._is_short:
+            self._thread.join(LOOK_S)
+
+    def stop(self) -> None:
+        """End the thread. Idempotent."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(STOP_S_MAX)
+
+    def _main(self) -> None:
+        near = self._pool.near  # where a page is first touched it stays, and every copy goes the way from there
+        if cpus := near & self._manners.cpus or near or self._manners.cpus:
+            bind_this_thread(cpus)
+        try:
+            while self._at < self._pool.slots and not self._stop.is_set():
+                self._next()
+                if self._is_short:
+                    self._stop.wait(SHORT_S)
+        except Exception:
+            log.exception("pool_not_readied", ready=self._pool.ready, slots=self._pool.slots)
+
+    def _next(self) -> None:
+        """Make the next piece ready, if there is memory for it."""
+        pool, first = self._pool, self._at
+        stop = min(first + self._step, pool.slots)
+        low, high = first * pool.slot_bytes, stop * pool.slot_bytes
+        if self._touches and not (self._has_room(high - low) and self._touch(low, high)):
+            return
+        if not self._claim(pool.base + low, high - low):
+            self._is_short = True
+            return
+        self._is_short, self._at = False, stop
+        if self._touches:
+            pool.ready = stop
+        if stop == pool.slots:
+            self._done(time.monotonic() - self._began)
+
+    def _has_room(self, size: int) -> bool:
+        """Whether the memory is there. A pool larger than it must not end in the engine being killed."""
+        room = self._room()
+        is_short = room is not None and room.spare < size
+        if room is not None and is_short and not self._is_short:
+            self._short(room)
+        self._is_short = is_short
+        return not is_short
+
+    def _touch(self, low: int, high: int) -> bool:
+        """Have the bytes from `low` to `high` in memory. Returns False when that was broken off.
+
+        In one stroke if it may: each comes back for the interpreter's lock, and whoever is asked for that lock waits
+        until this thread has had it, however long this thread waits for its core.
+        """
+        manners = self._manners
+        stroke = STROKE_BYTES if manners.share < 1 else high - low
+        for at in range(low, high, stroke):
+            if self._stop.is_set():
+                return False
+            began = time.monotonic()
+            self._bytes[at : min(at + stroke, high) : mmap.PAGESIZE] = 0
+            if manners.share < 1 and manners.busy():
+                self._stop.wait((time.monotonic() - began) * (1 / manners.share - 1))
+        self._bytes[high - 1] = 0
+        return True

@@ -1,0 +1,73 @@
+"""Tables of rows on their way to the kernel: a ring of pinned host memory, and one of device memory.
+
+torch's allocators would do, but they keep one block of each size that was ever asked for at once; with several steps
+under way they allocate in the middle of one, which waits for the device.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvpipe.transfer.device import Device, Stream
+
+ALIGN_BYTES: Final = 256
+
+
+class _Lent(NamedTuple):
+    """A stretch of both rings, of a table that somebody may hold."""
+
+    begin: int
+    table: weakref.ref[torch.Tensor]
+
+
+class Tables:
+    """The rings of one stream. A stretch is free again when its table is not held any more, in the order of uploads.
+
+    A table must be held until everything that was queued with it is done.
+    """
+
+    def __init__(self, device: Device, stream: Stream, size: int) -> None:
+        """`size`: bytes of each ring, a multiple of `ALIGN_BYTES`."""
+        self._device, self._stream, self._size = device, stream, size
+        self._host, self._there = device.allocate_pinned(size), device.allocate(size)
+        self._bytes: npt.NDArray[np.uint8] = self._host.numpy()
+        self._lent: deque[_Lent] = deque()
+        self._head = 0
+
+    def upload(self, table: npt.NDArray[Any]) -> torch.Tensor | None:
+        """Queue a copy of `table`; return it as it will be on the device, or None when there is no place for it.
+
+        Raises:
+            Exception: whatever the device raises for a copy.
+
+        """
+        while self._lent and self._lent[0].table() is None:
+            self._lent.popleft()
+        size = -(-max(1, table.nbytes) // ALIGN_BYTES) * ALIGN_BYTES
+        begin = self._place(size)
+        if begin is None:
+            return None
+        part = slice(begin, begin + table.nbytes)
+        self._bytes[part] = np.ascontiguousarray(table).view(np.uint8).ravel()
+        self._device.copy(self._stream, [(self._there[part], self._host[part])])
+        made = self._there[part].view(torch.from_numpy(table).dtype).view(table.shape)
+        self._lent.append(_Lent(begin, weakref.ref(made)))
+        self._head = begin + size
+        return made
+
+    def _place(self, size: int) -> int | None:
+        """Return where `size` bytes in a row are free, or None. The used part ends at the head."""
+        if not self._lent:
+            return 0 if size <= self._size else None
+        tail = self._lent[0].begin
+        if self._head <= tail:
+            return self._head if self._head + size <= tail else None
+        if self._head + size <= self._size:
+            return self._head
+        return 0 if size <= tail else None

@@ -1,0 +1,83 @@
+"""The jobs of one kind in one step, and what has become of their copies."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Final
+
+from kvpipe.messages import Job, Kind, Outcome
+from kvpipe.statemachine.copy import LayerCursor
+from kvpipe.statemachine.core import Edge
+from kvpipe.transfer.base import CopyPlan, Direction, Ticket
+
+LAST_MOVES: Final = 8
+
+
+class Batch:
+    """The jobs of one kind in one step: one copy plan, one ticket per submitted layer, one cursor per job.
+
+    vLLM's thread submits its copies and waits for them; the loop thread has the rest. See `kvpipe.worker`.
+    """
+
+    __slots__ = (
+        "closed",
+        "cursors",
+        "ended",
+        "guarded",
+        "history",
+        "jobs",
+        "kind",
+        "last",
+        "moved_ns",
+        "open",
+        "pages",
+        "plan",
+        "step",
+        "stuck",
+        "tickets",
+        "traced",
+        "waited",
+    )
+
+    def __init__(self, kind: Kind, jobs: tuple[Job, ...], groups: int, step: int, *, traced: bool) -> None:
+        """`guarded` and `waited` are bit masks over the engine's layers. `traced`: some jobs are, in detail.
+
+        Compute comes after the load of a layer that is guarded; a layer is waited for when its reader has asked.
+        """
+        self.kind, self.jobs, self.step, self.traced = kind, jobs, step, traced
+        self.plan = CopyPlan(Direction.SAVE if kind is Kind.SAVE else Direction.LOAD, jobs, groups)
+        self.pages = [int(runs[:, 4].sum()) for runs in self.plan.runs]  # per group
+        # vLLM's thread:
+        self.guarded = self.waited = 0
+        self.tickets: dict[int, Ticket] = {}  # by layer, in the order of submission
+        self.last: Ticket | None = None  # of those that the engine has taken: copies of a batch complete in order
+        self.open: deque[Ticket] = deque()  # put there before their copies begin; the loop takes out what is over
+        # the loop thread:
+        self.cursors: dict[int, LayerCursor] = {}
+        self.ended: list[Outcome] = []
+        self.closed = False
+        self.moved_ns = time.monotonic_ns()
+        self.history: deque[tuple[int, Edge]] = deque(maxlen=LAST_MOVES * len(jobs))
+        self.stuck = False
+
+    @property
+    def settled(self) -> bool:
+        """Whether no copy can touch the jobs' slots or blocks any more: none, in whatever order they end.
+
+        Asked by the loop thread, when all of them were submitted.
+        """
+        while self.open and (self.open[0].over or self.open[0].withdrawn):
+            self.open.popleft()
+        return not self.open
+
+    @property
+    def ids(self) -> frozenset[int]:
+        """The jobs' ids."""
+        return frozenset(job.id for job in self.jobs)
+
+    def header(self, rank: int) -> tuple[int, int, str, int, int]:
+        """Return what every event about the batch begins with: now, rank, request and epoch if it has one, step."""
+        job = self.jobs[0]
+        request, epoch = (job.request, job.epoch) if len(self.jobs) == 1 else ("", 0)
+        return time.monotonic_ns(), rank, request, epoch, self.step

@@ -1,0 +1,185 @@
+"""The loop thread's half of the pipeline: one cursor per job, from its step's beginning to its report.
+
+News comes through the inbox: from vLLM's thread (`put`), and from the engine's threads, which complete tickets. A job
+is reported when no copy can touch its slots or blocks any more, whatever its cursor knew before.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from kvpipe.geometry import Geometry
+from kvpipe.loop import LoopThread
+from kvpipe.messages import Job, Kind, Outcome
+from kvpipe.statemachine import copy as m
+from kvpipe.statemachine.copy import LayerCursor
+from kvpipe.statemachine.core import Cursor, Edge, IllegalTransition, State, Watch
+from kvpipe.trace import events as e
+from kvpipe.trace.log import Counters
+from kvpipe.trace.recorder import Recorder
+from kvpipe.transfer.base import Ticket
+from kvpipe.worker.batch import Batch
+from kvpipe.worker.watchdog import Watchdog
+
+OPENED: Final = "opened"
+SUBMITTED: Final = "submitted"
+"""News of a batch as a whole; all other news are events of its jobs' machine."""
+RATE_BYTES: Final = 256 << 20
+"""Of loads: the older half of so many is forgotten."""
+
+
+class LoadRate:
+    """How fast loads are, from layers that were queued before the one before them had landed.
+
+    Others may have waited for compute. Layers that were queued together (a wave) land together.
+    """
+
+    def __init__(self) -> None:
+        """None has landed."""
+        self.bytes_per_s = 0.0
+        self._landed_ns = 0  # the last layer of a load
+        self._wave_ns, self._wave_counts = 0, False  # when the wave that lands was queued; whether it says how fast
+        self._of_late = (0, 0)  # bytes, and nanoseconds that they took
+
+    def landed(self, ticket: Ticket, size: int) -> None:
+        """One layer of `size` bytes has landed."""
+        now = time.monotonic_ns()
+        if ticket.begun_ns != self._wave_ns:
+            self._wave_ns, self._wave_counts = ticket.begun_ns, self._landed_ns > ticket.begun_ns
+        took_ns, self._landed_ns = now - self._landed_ns, now
+        if not self._wave_counts:
+            return
+        loaded, spent_ns = self._of_late
+        self._of_late = loaded + size, spent_ns + max(0, took_ns)
+        self.bytes_per_s = self._of_late[0] * 1e9 / max(1, self._of_late[1])
+        if self._of_late[0] > RATE_BYTES:
+            self._of_late = self._of_late[0] // 2, self._of_late[1] // 2
+
+
+class Copies:
+    """Owns the cursors of one rank's jobs."""
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        abandon: Callable[[Ticket], bool],
+        *,
+        counters: Counters,
+        stuck_ms_max: int,
+        cpus: frozenset[int],
+        trace: Recorder,
+    ) -> None:
+        """Start the thread, on `cpus` if any are given. `abandon`: the engine's."""
+        self.counters, self.trace, self._geometry = counters, trace, geometry
+        self.machines = m.SAVE.compile(len(geometry.layers)), m.LOAD.compile(len(geometry.layers))
+        self.live: dict[Batch, None] = {}  # batches with jobs that are not reported
+        self.bytes, self.ns = dict.fromkeys(Kind, 0), dict.fromkeys(Kind, 0)
+        self.rate = LoadRate()
+        self.outbox: deque[Outcome] = deque()
+        watchdog = Watchdog(self, abandon, stuck_ms_max)
+        self.loop = LoopThread("kvpipe-loop", self._handle, tasks=(watchdog.run,), cpus=cpus)
+
+    def put(self, event: str, batch: Batch, why: str = "", *, wake: bool = True) -> None:
+        """Hand over news of `batch`. On vLLM's thread."""
+        self.loop.put((event, batch, why), wake=wake)
+
+    # ---- the loop thread -----------------------------------------------------------------------------------------
+
+    def _handle(self, item: Ticket | tuple[str, Batch, str]) -> None:
+        if isinstance(item, Ticket):
+            batch = item.batch
+            assert isinstance(batch, Batch)  # noqa: S101  (the pipeline makes all tickets)
+            batch.moved_ns = time.monotonic_ns()
+            self._landed(batch, item)
+        else:
+            event, batch, why = item
+            self._news(batch, event, why)
+        self.report(batch)
+
+    def _news(self, batch: Batch, event: str, why: str) -> None:
+        if event == SUBMITTED:
+            batch.closed = True
+            return
+        if event == OPENED:
+            machine = self.machines[batch.kind is not Kind.SAVE]
+            batch.cursors = {job.id: LayerCursor(machine, job.id, self._watch(batch, job)) for job in batch.jobs}
+            self.live[batch] = None
+            if batch.kind is not Kind.LOAD_ASYNC:
+                return
+            event = m.CONFIRM  # nobody reads before its copy has landed
+        for job in batch.jobs:
+            self.fire(batch, job, event, why)
+
+    def _landed(self, batch: Batch, ticket: Ticket) -> None:
+        took_ns = time.monotonic_ns() - ticket.born_ns
+        self.ns[batch.kind] += took_ns
+        if not ticket.failed:
+            group, index = self._geometry.layers[ticket.layer]
+            size = batch.pages[group] * self._geometry.groups[group].layers[index].page_bytes
+            self.bytes[batch.kind] += size
+            if batch.kind is not Kind.SAVE:
+                self.rate.landed(ticket, size)
+        if batch.traced:
+            header = batch.header(self.trace.rank)[1:]
+            self.trace.put(e.LayerCopied(
+                ticket.born_ns, *header, kind=batch.kind.name.lower(), layer=ticket.layer,
+                jobs=[job.id for job in batch.jobs], took_ns=took_ns, failed=sorted(ticket.failed),
+            ))  # fmt: skip
+        for job in batch.jobs:
+            if job.id in ticket.failed:
+                self.fire(batch, job, m.FAULT, f"the copy of layer {ticket.layer} failed")
+            else:
+                self.fire(batch, job, ticket.ordinal, "completions out of order")
+
+    def fire(self, batch: Batch, job: Job, news: str | int, why: str) -> None:
+        """Tell a job's cursor an event, or which layer has landed. A job that ends is kept for its report."""
+        cursor = batch.cursors[job.id]
+        was_final = cursor.state.final
+        try:
+            edge = cursor.fire(news, why) if isinstance(news, str) else cursor.landed(news, why)
+        except IllegalTransition as error:
+            # a bug of ours: the job is failed rather than trusted, and the engine never hears of it
+            message = {"machine": error.machine, "state": error.state, "on": error.event, "why": error.why}
+            self.counters.fault("illegal_transition", **message)
+            if was_final:
+                return
+            why = str(error)
+            edge = cursor.fire(m.FAULT, why)
+        if not edge.moves:
+            self.counters["no_op_transitions"] += 1
+            return
+        batch.history.append((job.id, edge))
+        if cursor.state.final:
+            ok = cursor.state.row == m.FINALIZED
+            batch.ended.append(Outcome(job, ok, "" if ok else why))
+            if not ok:
+                self.counters.fault("job_failed", job=job.id, request=job.request, state=cursor.state.name, why=why)
+
+    def report(self, batch: Batch) -> None:
+        """Report how jobs ended, but only when no copy can touch their slots or blocks any more."""
+        if batch.closed and batch.settled:
+            self.outbox.extend(batch.ended)
+            batch.ended = []
+            if all(cursor.state.final for cursor in batch.cursors.values()):
+                self.live.pop(batch, None)
+
+    # ---- the trace -----------------------------------------------------------------------------------------------
+
+    def _watch(self, batch: Batch, job: Job) -> Watch | None:
+        """Who watches the job's cursor; of a job that is not in the sample, only its failure is traced."""
+        if not self.trace.detail:
+            return None
+        watch = self._moved if self.trace.sampled(job.request) else self._failed
+        return functools.partial(watch, batch.step, job)
+
+    def _moved(self, step: int, job: Job, cursor: Cursor, was: State, edge: Edge, why: str) -> None:
+        why = why if edge.to.row == m.FAILED else ""
+        self.trace.took(job.request, job.epoch, step, cursor, job.id, was, edge, why)
+
+    def _failed(self, step: int, job: Job, cursor: Cursor, was: State, edge: Edge, why: str) -> None:
+        if edge.rejects or (edge.moves and edge.to.row == m.FAILED):
+            self.trace.took(job.request, job.epoch, step, cursor, job.id, was, edge, why)

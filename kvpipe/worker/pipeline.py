@@ -1,0 +1,398 @@
+"""The calls of one rank's steps, on vLLM's thread: they submit copies and wait where the device would.
+
+The step machine says what each call does in which state: all are harmless when repeated, missing or out of order. What
+becomes of a submitted copy is `copies`' business, on the loop thread.
+
+A layer that no hook covers is loaded first, in place before the step's compute begins, and saved when the step ends.
+In step mode no layer has a hook; where whole steps are replayed from a graph (`replays`) none has one in such a step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from itertools import pairwise
+from typing import Final
+
+from kvpipe.geometry import Geometry
+from kvpipe.messages import Job, Kind, Outcome, StepPlan
+from kvpipe.statemachine import copy as copy_m
+from kvpipe.statemachine import step as m
+from kvpipe.statemachine.core import Compiled, Cursor
+from kvpipe.trace import events as e
+from kvpipe.trace.log import Counters
+from kvpipe.trace.recorder import OFF, Recorder
+from kvpipe.transfer.base import Ticket, TransferEngine
+from kvpipe.worker.batch import Batch
+from kvpipe.worker.copies import OPENED, SUBMITTED, Copies
+from kvpipe.worker.limits import PLANNED_TO_FAIL, Limits
+
+TIER: Final = "memory"
+STUCK_MS_MAX: Final = 60_000
+BLOCKS_MAX: Final = 1 << 31
+TIMED_OUT: Final = "the copy did not complete in wait_ms_max"
+REPORTED_EARLY: Final = "its blocks were reported as suspects, in its step"
+
+
+class Pipeline:
+    """Saves and loads for one rank."""
+
+    def __init__(
+        self,
+        engine: TransferEngine,
+        geometry: Geometry,
+        *,
+        wait_ms_max: int,
+        counters: Counters,
+        blocks: int = BLOCKS_MAX,
+        slots_ready: Callable[[], int] | None = None,
+        unhooked: Collection[int] = (),
+        replays: bool = False,
+        fences_late: bool = False,
+        cpus: frozenset[int] = frozenset(),
+        stuck_ms_max: int = STUCK_MS_MAX,
+        trace: Recorder = OFF,
+    ) -> None:
+        """Start the loop thread, on `cpus` if any are given. `engine` must be attached already.
+
+        `blocks`: how many paged blocks the engine has; `slots_ready`: how many slots may be used, all by default.
+        Hooks are called before and after each layer's attention, but for those that are `unhooked`; with `replays`
+        there may be steps in which none is. With `fences_late`, `fence` is called before the next step's compute.
+        """
+        self.counters, self.replays, self.fences_late = counters, replays, fences_late
+        self.waited_ns = 0  # for copies
+        self._engine, self._trace, self._wait_s = engine, trace, wait_ms_max / 1000
+        self._limits = Limits(geometry.pages_per_chunk, blocks, slots_ready or (lambda: geometry.slots))
+        self._groups, self._layers = len(geometry.groups), range(len(geometry.layers))
+        self._all = (1 << len(self._layers)) - 1
+        self._unhooked = tuple(layer for layer in self._layers if layer in unhooked)
+        self._hooked = tuple(layer for layer in self._layers if layer not in unhooked)
+        self._late = frozenset(self._unhooked)
+        self._next = dict(pairwise(self._hooked))
+        self._step = Cursor(m.STEP.compile(), "step")
+        self._save: Batch | None = None  # the open step's jobs, by kind
+        self._sync: Batch | None = None
+        self._async: Batch | None = None
+        self._unfenced: Batch | None = None  # its saves may still read blocks
+        self._open_jobs: dict[int, Job] = {}
+        self._refused: list[Outcome] = []
+        self._suspects: set[int] = set()
+        self._reported_early: set[int] = set()
+        self.copies = Copies(
+            geometry, engine.abandon, counters=counters, stuck_ms_max=stuck_ms_max, cpus=cpus, trace=trace
+        )
+
+    # ---- a step ---------------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step with jobs is open: what the hooks look at first."""
+        return self._save is not None or self._sync is not None
+
+    def begin(self, plan: StepPlan) -> None:
+        """Open the step's jobs. A step that was never ended is withdrawn first, one that was not fenced is now."""
+        self.fence()
+        if self._step.fire(m.BIND).moves or self.busy:  # busy after its end: the engine raised in it
+            self.counters.fault("step_never_ended")
+            self._withdraw()
+        if not plan.jobs:
+            return
+        if not self.copies.loop.alive:
+            self.counters.fault("plan_after_shutdown")
+            self._refused += [Outcome(job, ok=False, why="shut down") for job in plan.jobs]
+            return
+        self._step.fire(m.PLAN)
+        by_kind: dict[int, list[Job]] = {}
+        refused = self._limits.refused(plan.jobs)
+        for place, job in enumerate(plan.jobs):
+            if place not in refused:
+                by_kind.setdefault(job.kind, []).append(job)
+        self._save = self._open(Kind.SAVE, by_kind, plan.step)
+        self._sync = self._open(Kind.LOAD_SYNC, by_kind, plan.step)
+        self._async = self._open(Kind.LOAD_ASYNC, by_kind, plan.step)
+        for place, why in refused.items():
+            self._refuse(plan.jobs[place], why)
+
+    def start_loads(self, *, replayed: bool = False) -> None:
+        """Submit every layer of the step's loads. Wait for sync loads of the layers for which no hook will.
+
+        `replayed`: that is of all, as the step is replayed from a graph. Asynchronous loads come after sync ones, whose
+        readers are in this very forward: at its end.
+        """
+        if self._step.fire(m.START_LOADS).moves:
+            self._start_loads(replayed=replayed and self.replays)
+
+    def wait_layer(self, layer: int) -> None:
+        """Return when the loads of `layer` and of the hooked layer after it are in place, or have failed.
+
+        A layer's new KV is written before its hook is called. The last token of a prompt that was hit in full is
+        written into a block that is being loaded: so loads are in place a layer ahead.
+        """
+        batch = self._sync
+        if batch is None:
+            return
+        if self._step.fire(m.WAIT_LAYER).moves:
+            self.counters.fault("loads_started_by_hook")
+            self._submit_all(batch)  # and no more: layers without a hook were read already, or may have been
+        if batch.waited >> layer & 1:
+            self.counters["wait_repeated"] += 1
+        elif self._guard(batch, layer) and self._guard(batch, self._next.get(layer, layer)):
+            batch.waited |= 1 << layer
+
+    def save_layer(self, layer: int) -> None:
+        """Submit the copy of `layer`, once. Those without a hook are submitted at the step's end."""
+        batch = self._save
+        if batch is None or layer in self._late:
+            return
+        if layer in batch.tickets:
+            self.counters["save_repeated"] += 1
+        else:
+            self._submit(batch, layer)
+
+    def end_loads(self) -> None:
+        """Settle the step's sync loads: every reader must have waited. Idempotent."""
+        was = self._step.state.row
+        if self._step.fire(m.SETTLE).moves:
+            self._settle_loads(was)
+
+    def end_step(self) -> None:
+        """End the step: loads, then saves. Repeated, empty or extra calls find nothing to do."""
+        was = self._step.state.row
+        if self._step.fire(m.STEP_END).moves:
+            self._end(was)
+        else:
+            self.counters["step_end_empty"] += 1
+
+    def clear(self) -> None:
+        """A step that was not ended ends here."""
+        was = self._step.state.row
+        if self._step.fire(m.CLEAR).moves:
+            self.counters.fault("step_end_skipped")
+            self._end(was)
+
+    def fence(self) -> None:
+        """Order the caller's next compute after the reads of the last step's saves: their blocks may be written."""
+        batch, self._unfenced = self._unfenced, None
+        if batch is not None and batch.last is not None and not self._timed(self._engine.fence, batch.last):
+            self._give_up(batch, TIMED_OUT)
+
+    def collect(self) -> list[Outcome]:
+        """Return how jobs ended since the last call, each exactly once."""
+        lost = not self.copies.loop.alive  # asked first: what it reported before its end is in the outbox
+        out, self._refused = self._refused, []
+        while self.copies.outbox:
+            outcome = self.copies.outbox.popleft()
+            self._open_jobs.pop(outcome.job.id, None)
+            if outcome.job.id in self._reported_early:
+                self._reported_early.discard(outcome.job.id)
+                outcome = outcome._replace(why=REPORTED_EARLY)
+            out.append(outcome)
+        if lost and self._open_jobs:
+            self.counters.fault("loop_lost")
+            out += [Outcome(job, ok=False, why="the loop was lost") for job in self._open_jobs.values()]
+            self._open_jobs.clear()
+            self._reported_early.clear()
+        return out
+
+    def take_suspects(self) -> set[int]:
+        """Return the blocks of sync loads that failed since the last call, and whose copies may not have ended."""
+        suspects, self._suspects = self._suspects, set()
+        return suspects
+
+    def shutdown(self) -> None:
+        """Withdraw what is open, finish what was submitted, end the threads. Idempotent."""
+        if self._step.fire(m.SHUTDOWN).moves:
+            self._withdraw()
+            self._engine.shutdown()
+            self.copies.loop.stop()
+
+    @property
+    def machines(self) -> tuple[Compiled, ...]:
+        """The machines whose cursors this pipeline owns."""
+        return *self.copies.machines, self._step.machine
+
+    @property
+    def alive(self) -> bool:
+        """Whether jobs can be carried out: False once the loop is lost, not after a shutdown."""
+        return self._step.state.final or self.copies.loop.alive
+
+    @property
+    def in_flight(self) -> int:
+        """Jobs that were begun and not yet collected."""
+        return len(self._open_jobs)
+
+    # ---- its parts ------------------------------------------------------------------------------------------------
+
+    def _refuse(self, job: Job, why: str) -> None:
+        if why is not PLANNED_TO_FAIL:
+            self.counters.fault("poisoned_plan", job=job.id, why=why)
+        self._refused.append(Outcome(job, ok=False, why=why))
+        if job.kind not in {Kind.SAVE, Kind.LOAD_ASYNC}:
+            self._fail_step_saves()
+
+    def _open(self, kind: Kind, by_kind: dict[int, list[Job]], step: int) -> Batch | None:
+        jobs = by_kind.get(kind)
+        if not jobs:
+            return None
+        traced = self._trace.detail and any(self._trace.sampled(job.request) for job in jobs)
+        batch = Batch(kind, tuple(jobs), self._groups, step, traced=traced)
+        self._open_jobs.update((job.id, job) for job in jobs)
+        self._engine.prepare(batch.plan)
+        self.copies.put(OPENED, batch, wake=False)  # nothing is to be done before its first copy, or its step's end
+        return batch
+
+    def _start_loads(self, *, replayed: bool) -> None:
+        sync = self._sync
+        if sync is not None:
+            self._submit_all(sync)
+            for layer in self._layers if replayed else self._unhooked:
+                self.wait_layer(layer)
+            if self._hooked and not replayed:
+                self._guard(sync, self._hooked[0])
+                return
+        self._start_async()
+
+    def _start_async(self) -> None:
+        batch, self._async = self._async, None  # from now on it lives in the loop alone
+        if batch is not None:
+            self._submit_all(batch)
+
+    def _submit_all(self, batch: Batch) -> None:
+        for layer in (*self._unhooked, *self._hooked):
+            self._submit(batch, layer)
+        self.copies.put(SUBMITTED, batch)
+
+    def _submit(self, batch: Batch, layer: int) -> None:
+        if layer in batch.tickets:
+            return
+        ticket = Ticket(batch, layer, len(batch.tickets), self.copies.loop.put)
+        batch.tickets[layer] = ticket
+        batch.open.append(ticket)
+        if batch.traced:
+            ids, kind = [job.id for job in batch.jobs], batch.kind.name.lower()
+            header, mover = batch.header(self._trace.rank), batch.plan.mover
+            self._trace.put(e.LayerSubmitted(*header, kind=kind, layer=layer, jobs=ids, mover=mover))
+        if batch.stuck:
+            ticket.complete(batch.ids)
+            return
+        try:
+            self._engine.submit(batch.plan, ticket)
+            batch.last = ticket
+            if ticket.over:  # copied inline: the engine's thread has done it itself
+                self.waited_ns += time.monotonic_ns() - ticket.born_ns
+        except Exception as error:  # noqa: BLE001  (no thread could be started, say: a ticket would never end)
+            self.counters.fault("submit_failed", error=repr(error))
+            if not ticket.over:
+                ticket.complete(batch.ids)
+
+    def _guard(self, batch: Batch, layer: int) -> bool:
+        """Order the caller's next compute after the load of `layer`. Returns whether that could be done."""
+        if self._step.state.row == m.GIVEN_UP:
+            return False  # one timeout is enough: the load is failed, whatever its other layers do
+        if batch.guarded >> layer & 1:
+            return True
+        ticket = batch.tickets[layer]
+        if ticket.done:
+            self._engine.reached(ticket)
+        elif not self._timed(self._engine.guard_read, ticket):
+            self._step.fire(m.TIME_OUT)
+            self._give_up(batch, TIMED_OUT)
+            return False
+        batch.guarded |= 1 << layer
+        if ticket.failed:
+            self._fail_step_saves()
+        return True
+
+    def _settle_loads(self, was: str) -> None:
+        """Say how the loads of a step ended that was in state `was`."""
+        batch, self._sync = self._sync, None
+        self._start_async()
+        if batch is None:
+            return
+        if was == m.OPEN:
+            self.counters.fault("loads_never_started")
+            self.copies.put(SUBMITTED, batch)
+            self.copies.put(copy_m.FAULT, batch, "no hook ran and the loads were never started")
+            self._fail_step_saves()
+        elif batch.waited == self._all:
+            # rare: the engine has to hear of a failed load in this very step
+            bad = batch.last is not None and any(ticket.failed for ticket in batch.tickets.values())
+            if bad and batch.last is not None and not batch.last.wait(self._wait_s):
+                self._give_up(batch, TIMED_OUT)
+            self.copies.put(copy_m.CONFIRM, batch)
+        elif was == m.GIVEN_UP:
+            self.copies.put(copy_m.DENY, batch, TIMED_OUT)
+        else:
+            self.counters.fault("layers_read_without_waiting")
+            self._suspect(batch)
+            self.copies.put(copy_m.DENY, batch, "a layer was read without waiting for its copy")
+            self._fail_step_saves()
+            if batch.last is not None:
+                self._engine.guard_read(batch.last, self._wait_s)
+        self._settle()
+
+    def _end(self, was: str) -> None:
+        """End the loads, if they were not settled, and the saves of a step that was in state `was`."""
+        if was != m.SETTLED:
+            self._settle_loads(was)
+        batch, self._save = self._save, None
+        if batch is None:
+            return
+        replayed = self.replays and not batch.tickets  # no hook has come
+        for layer in self._layers if replayed else self._unhooked:
+            self._submit(batch, layer)
+        self.copies.put(SUBMITTED, batch, wake=False)
+        missing = len(self._layers) - len(batch.tickets)
+        if missing:
+            self.counters.fault("layers_never_submitted", missing=missing)
+            self.copies.put(copy_m.DENY, batch, "a layer was never submitted")
+        else:
+            self.copies.put(copy_m.CONFIRM, batch)
+        self._unfenced = batch
+        if not self.fences_late:
+            self.fence()
+        self._settle()
+
+    def _withdraw(self) -> None:
+        for batch in (self._save, self._sync, self._async):
+            if batch is None:
+                continue
+            if batch.last is not None:  # nothing may still read or write once the job is reported
+                self._engine.fence(batch.last, self._wait_s)
+            if batch is self._sync:
+                self._suspect(batch)
+            self.copies.put(SUBMITTED, batch, wake=False)
+            self.copies.put(copy_m.CANCEL if batch is self._save else copy_m.FAULT, batch, "its step never ended")
+        self._save = self._sync = self._async = None
+        self._settle()
+
+    def _timed(self, wait: Callable[[Ticket, float], bool], ticket: Ticket) -> bool:
+        began = time.monotonic_ns()
+        done = wait(ticket, self._wait_s)
+        self.waited_ns += time.monotonic_ns() - began
+        return done
+
+    def _give_up(self, batch: Batch, why: str) -> None:
+        self.counters.fault("copy_timeout", why=why)
+        for ticket in batch.tickets.values():  # what has not begun shall not write into blocks that are given back
+            self._engine.abandon(ticket)
+        self._trace.put(e.TierSlow(*batch.header(self._trace.rank), tier=TIER, waited_ms=self._wait_s * 1000))
+        if batch.kind is Kind.LOAD_SYNC:
+            self._suspect(batch)
+        self.copies.put(copy_m.FAULT, batch, why)
+        self._fail_step_saves()
+
+    def _fail_step_saves(self) -> None:
+        """A sync load of this step failed: whatever the step computes may rest on garbage, so it is not saved."""
+        if self._save is not None:
+            self.copies.put(copy_m.FAULT, self._save, "computed in a step whose load failed")
+
+    def _suspect(self, batch: Batch) -> None:
+        """Report the blocks of failed sync loads in their own step; the jobs end when their copies do."""
+        self._reported_early |= batch.ids
+        for job in batch.jobs:
+            self._suspects |= job.blocks()
+
+    def _settle(self) -> None:
+        if not self.copies.loop.settle(self._wait_s):
+            self.counters.fault("loop_did_not_settle")

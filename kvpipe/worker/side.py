@@ -1,0 +1,364 @@
+"""The worker side: one rank's pool and pipeline, driven by the model runner's hooks. Nothing raises into vLLM."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from kvpipe.config import Settings
+from kvpipe.cores import CPUS_AT_START, spare_cpus
+from kvpipe.errors import UnsupportedError
+from kvpipe.geometry import Geometry
+from kvpipe.messages import Kind, Outcome, Report, StepPlan, Tally
+from kvpipe.tiers.carrier import Carrier
+from kvpipe.tiers.guard import GuardedTier
+from kvpipe.trace.events import PoolReady, PoolShort, StepRan, TierLost
+from kvpipe.trace.log import Counters
+from kvpipe.trace.recorder import OFF, Recorder
+from kvpipe.trace.totals import Totals, copied, left
+from kvpipe.transfer.base import TransferEngine
+from kvpipe.transfer.engines import EngineOptions, make_engine
+from kvpipe.transfer.pages import view_pages
+from kvpipe.transfer.pool import HostPool
+from kvpipe.transfer.ready import SHARE_OF_A_BUSY_CORE, How, Manners, Readier
+from kvpipe.worker.adapters import HeldAdapters
+from kvpipe.worker.pipeline import REPORTED_EARLY, TIER, Pipeline
+
+if TYPE_CHECKING:
+    from kvpipe.headroom import Headroom
+    from kvpipe.statemachine.core import Compiled
+
+
+IDLE_NS: Final = 100_000_000
+"""So long after a step's end the engine counts as idle."""
+
+
+class WorkerSide:
+    """One per rank."""
+
+    def __init__(self, settings: Settings, geometry: Geometry, trace: Recorder = OFF) -> None:
+        """Nothing is allocated before the caches are registered."""
+        self.settings, self.geometry, self.trace = settings, geometry, trace
+        self.counters = Counters()
+        self.pipeline: Pipeline | None = None
+        self._index: dict[str, int] = {}
+        self._aliases: frozenset[str] = frozenset()
+        self._plan: StepPlan | None = None  # the bound step's
+        self._bound_ns = self._waited_ns = 0
+        self.adapters = HeldAdapters(self.counters)
+        self.lost = False  # this rank's tier cannot be used any more
+        self.guard_tiers: Callable[[], Sequence[GuardedTier]] = tuple
+        self.carrier: Carrier | None = None
+        self.rank, self.ranks = 0, 1
+        self.weigh: Callable[[], str] = str  # which weights this rank has; nothing: it cannot say
+        self._weighed: tuple[int, str] | None = None
+        self._unreadable: frozenset[int] = frozenset()
+        self._device = "cpu"
+        self._pool: HostPool | None = None
+        self._readier: Readier | None = None
+        self._ready_reported = 0
+        self._tallies: dict[int, Tally] = {}
+        self._received: set[str] = set()
+        self._failed: set[str] = set()
+        self._bad_blocks: set[int] = set()
+
+    def register(
+        self,
+        caches: dict[str, torch.Tensor],
+        blocks: int,
+        engine: TransferEngine | None,
+        *,
+        unhooked: frozenset[str],
+        replays: bool,
+        fences_late: bool,
+    ) -> None:
+        """Take the engine's caches, one tensor per layer name. `unhooked`: layers for which no hook will be called.
+
+        `replays`: whole steps may be replayed from CUDA graphs, without hooks.
+        `fences_late`: `handle_preemptions` is called before a step writes anything.
+
+        Raises:
+            UnsupportedError: a layer is missing, or has a layout that kvpipe does not know.
+
+        """
+        views = []
+        names = [layer.name for group in self.geometry.groups for layer in group.layers]
+        sizes = [layer.page_bytes for group in self.geometry.groups for layer in group.layers]
+        for name, size in zip(names, sizes, strict=True):
+            if name not in caches:
+                msg = f"kvpipe: the engine registered no KV cache for layer {name!r}; this model cannot be served"
+                raise UnsupportedError(msg)
+            view = view_pages(name, caches[name], blocks)
+            if view.page_bytes > size:
+                msg = (
+                    f"kvpipe: a block of layer {name!r} has {view.page_bytes} bytes, its specification says {size}; "
+                    "this attention backend cannot be served"
+                )
+                raise UnsupportedError(msg)
+            views.append(view)
+        known = {(v.base, v.page_bytes) for v in views}
+        self._aliases = frozenset(
+            n
+            for n, t in caches.items()
+            if n not in names and (t.data_ptr(), view_pages(n, t, blocks).page_bytes) in known
+        )
+        self._index = {name: i for i, name in enumerate(names)}
+        self._device = views[0].tensor.device.type
+        engine = engine or self._make_engine()
+        self.shutdown()
+        again, self._pool = self._pool is not None, (pool := HostPool(self.geometry))
+        engine.attach(views, self.geometry, pool)
+        self._make_carrier(pool)
+        self.pipeline = Pipeline(
+            engine,
+            self.geometry,
+            wait_ms_max=self.settings.wait_ms_max,
+            counters=self.counters,
+            blocks=blocks,
+            slots_ready=lambda: pool.ready,
+            replays=replays,
+            fences_late=fences_late,
+            unhooked={i for i, name in enumerate(names) if name in unhooked},
+            cpus=spare_cpus(),
+            stuck_ms_max=self.settings.stuck_ms_max,
+            trace=self.trace,
+        )
+        # slots of a pool that takes another's place may be in use
+        self._make_ready(engine, pool, "use" if again else self.settings.prefault)
+
+    def _make_ready(self, engine: TransferEngine, pool: HostPool, how: How) -> None:
+        """Have the pool's memory before it is used."""
+        spare = spare_cpus()
+        alone = spare or self._has_idle_core() or self._device != "cpu"
+        share = 1.0 if alone else SHARE_OF_A_BUSY_CORE
+        self._readier = Readier(
+            pool,
+            engine.claim,
+            piece_bytes=engine.piece_bytes,
+            manners=Manners(spare, share, self._is_busy),
+            done=self._pool_ready,
+            short=self._pool_short,
+        )
+        self._readier.begin(how)
+
+    def _is_busy(self) -> bool:
+        """Whether the engine is in a step, or was a moment ago."""
+        return self._plan is not None or time.monotonic_ns() - self._bound_ns < IDLE_NS
+
+    def _pool_ready(self, took_s: float) -> None:
+        reported = PoolReady(*self.trace.of("", 0), slots=self.geometry.slots, took_ms=round(took_s * 1e3, 1))
+        reported.gigabytes = round(self.geometry.slots * self.geometry.slot_bytes / 1e9, 3)
+        self.trace.put(reported)
+
+    def _pool_short(self, room: Headroom) -> None:
+        reported = PoolShort(*self.trace.of("", 0), slots=self.geometry.slots, where=room.where)
+        reported.ready, reported.free_mb = self.ready, round(room.free / 1e6, 1)
+        reported.remedy = "set a smaller pool_bytes_max: what has no memory is not used"
+        self.trace.put(reported)
+
+    def _make_carrier(self, pool: HostPool) -> None:
+        """Carry chunks to and from tiers, if there are any."""
+        tiers = self.guard_tiers()
+        if tiers:
+            self.carrier = Carrier(
+                tiers,
+                self.geometry,
+                pool,
+                rank=self.rank,
+                ranks=self.ranks,
+                counters=self.counters,
+                cpus=spare_cpus(),
+                trace=self.trace,
+            )
+
+    def _make_engine(self) -> TransferEngine:
+        options = EngineOptions(self.settings, spare_cpus(), self._has_idle_core(), self.trace, self.counters.fault)
+        return make_engine(self._device, options)
+
+    @staticmethod
+    def _has_idle_core() -> bool:
+        """Whether the forward's threads leave a core of those that the process may use."""
+        return len(CPUS_AT_START) > torch.get_num_threads()
+
+    # ---- hooks, in the order of a step ----------------------------------------------------------------------------
+
+    def handle_preemptions(self) -> None:
+        """A step is about to write blocks: those that the last step's saves read are not written before."""
+        if self.pipeline is not None:
+            self.pipeline.fence()
+
+    def bind(self, plan: StepPlan) -> None:
+        """A step begins. Its requests' adapters are loaded."""
+        plan = self.adapters.checked(plan)
+        self._plan, self._bound_ns = plan, time.monotonic_ns()
+        self.trace.step = plan.step
+        if plan.question:
+            self._weighed = plan.question, self.weigh_now()
+        self._begin_orders(plan)
+        if self.pipeline is not None:
+            self.pipeline.begin(plan)
+
+    def weigh_now(self) -> str:
+        """Return which weights this rank has; nothing, where that cannot be said."""
+        try:
+            return self.weigh()
+        except Exception as error:  # noqa: BLE001  (nothing is shared then; the engine serves)
+            self.counters.fault("weights_not_read", error=repr(error))
+            return ""
+
+    def _begin_orders(self, plan: StepPlan) -> None:
+        """Take the step's orders; a rank that has no tiers, unlike others, fails them."""
+        if self.carrier is not None:
+            self.carrier.begin(plan.orders, plan.space, plan.step)
+        elif plan.orders:
+            self.counters.fault("orders_without_tiers", orders=len(plan.orders))
+            self._tallies.update((order.id, Tally(0, 1)) for order in plan.orders)
+
+    def start_loads(self, *, replayed: bool = False) -> None:
+        """Loads may be submitted. `replayed`: no hook will be called in this step."""
+        if self.pipeline is not None:
+            self.pipeline.start_loads(replayed=replayed)
+
+    def wait_layer(self, name: str) -> None:
+        """Attention of layer `name` is about to read its cache."""
+        pipeline = self.pipeline
+        if pipeline is None or not pipeline.busy:
+            return
+        layer = self._index.get(name)
+        if layer is None:
+            self._unknown(name)
+        else:
+            pipeline.wait_layer(layer)
+
+    def save_layer(self, name: str) -> None:
+        """Attention of layer `name` has written its cache."""
+        pipeline = self.pipeline
+        if pipeline is None or not pipeline.busy:
+            return
+        layer = self._index.get(name)
+        if layer is None:
+            self._unknown(name)
+        else:
+            pipeline.save_layer(layer)
+
+    def end_step(self) -> None:
+        """`wait_for_save`: everything of this step was submitted, and source blocks are free to be reused."""
+        if self.pipeline is not None:
+            self.pipeline.end_step()
+
+    def unbind(self) -> None:
+        """The step is over. A step without `wait_for_save` ends here."""
+        plan, self._plan = self._plan, None
+        pipeline = self.pipeline
+        if pipeline is None:
+            return
+        pipeline.clear()
+        if plan is not None and self.trace.detail:
+            took_ns, waited_ns = time.monotonic_ns() - self._bound_ns, pipeline.waited_ns - self._waited_ns
+            self._waited_ns = pipeline.waited_ns
+            common = (self._bound_ns, self.trace.rank, "", 0, plan.step)
+            self.trace.put(StepRan(*common, took_ns=took_ns, jobs=len(plan.jobs), waited_ns=waited_ns))
+        if not pipeline.alive and not self.lost:
+            self.lost = True
+            self.trace.put(TierLost(*self.trace.of("", 0), tier=TIER, why="the loop thread has ended"))
+
+    def collect(self) -> tuple[set[str], set[str]]:
+        """Return (requests whose async load ended, those of them that failed), each request once per load."""
+        if self.pipeline is not None:
+            self.pipeline.end_loads()
+            for outcome in self.pipeline.collect():
+                self._account(outcome)
+        received, self._received = self._received, set()
+        failed, self._failed = self._failed, set()
+        return received, failed
+
+    def take_bad_blocks(self) -> set[int]:
+        """Return the blocks whose sync load failed."""
+        bad, self._bad_blocks = self._bad_blocks, set()
+        return bad | self.pipeline.take_suspects() if self.pipeline is not None else bad
+
+    def take_report(self) -> Report | None:
+        """Return what has happened on this rank since the last call; None: nothing that the scheduler side must know.
+
+        Called after `collect`.
+        """
+        tallies, weighed, was_ready = self._take_tallies(), self._weighed, self._ready_reported
+        unreadable = self.carrier.unreadable if self.carrier is not None else frozenset()
+        were_unreadable, news, ready = self._unreadable, self.adapters.news(), self.ready
+        self._weighed, self._ready_reported, self._unreadable = None, ready, unreadable
+        if not (tallies or self.lost or weighed or news or ready != was_ready or unreadable != were_unreadable):
+            return None
+        return Report(
+            tallies,
+            lost=self.lost,
+            rate=self.pipeline.copies.rate.bytes_per_s if self.pipeline is not None else 0.0,
+            unreadable={self.rank: unreadable} if unreadable != were_unreadable else {},
+            ready={self.rank: ready} if ready != was_ready else {},
+            weights={self.rank: weighed} if weighed else {},
+            adapters={self.rank: news} if news else {},
+            step=self.adapters.step,
+        )
+
+    def _take_tallies(self) -> dict[int, Tally]:
+        """Return this rank's outcomes since the last call."""
+        if self.pipeline is not None:  # what the step's end has settled since `collect`
+            for outcome in self.pipeline.collect():
+                self._account(outcome)
+        if self.carrier is not None:
+            self._tallies.update((one.order.id, Tally(int(one.ok), int(not one.ok))) for one in self.carrier.collect())
+        tallies, self._tallies = self._tallies, {}
+        return tallies
+
+    @property
+    def ready(self) -> int:
+        """So many of this rank's slots, from the first on, may be used."""
+        return self._pool.ready if self._pool is not None else 0
+
+    def totals(self) -> Totals:
+        """Return what the metrics say of this side, as of now."""
+        pipeline = self.pipeline
+        if pipeline is None:
+            return {}
+        wait_s = pipeline.waited_ns / 1e9
+        values = copied(pipeline.copies.bytes, pipeline.copies.ns)
+        values |= {"wait_seconds": {"": wait_s}, "faults": self.counters.faults, "trace_dropped": self.trace.losses}
+        if self.carrier is not None:
+            values["tier_bytes"] = {f"{tier} {use}": size for (tier, use), size in self.carrier.bytes.items()}
+            values["tier_seconds"] = {f"{tier} {use}": took for (tier, use), took in self.carrier.seconds.items()}
+            values["tiers_left"] = left(self.carrier.tiers)
+        return values
+
+    def machines(self) -> tuple[Compiled, ...]:
+        """Return the machines whose cursors this side owns."""
+        own = () if self.pipeline is None else self.pipeline.machines
+        if self.carrier is None:
+            return own
+        return (*own, self.carrier.machine, *(tier.machine for tier in self.carrier.tiers))
+
+    def shutdown(self) -> None:
+        """End threads. Idempotent."""
+        if self._readier is not None:
+            self._readier.stop()
+        if self.pipeline is not None:
+            self.pipeline.shutdown()
+        if self.carrier is not None:
+            self.carrier.shutdown()
+
+    def _account(self, outcome: Outcome) -> None:
+        job, ok, why = outcome
+        self._tallies[job.id] = Tally(int(ok), int(not ok))
+        if job.kind == Kind.LOAD_ASYNC:
+            self._received.add(job.request)
+            if not ok:
+                self._failed.add(job.request)
+        elif job.kind == Kind.LOAD_SYNC and not ok and why != REPORTED_EARLY:
+            self._bad_blocks |= job.blocks()
+
+    def _unknown(self, name: str) -> None:
+        if name in self._aliases:  # a layer that shares another's cache: the owner's copy covers it
+            self.counters["shared_layer_hooks"] += 1
+        else:
+            self.counters.fault("hook_for_unknown_layer", layer=name)

@@ -1,0 +1,287 @@
+"""The catalog's rules one by one; every interleaving of them is in property_tests."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpipe.cache.catalog import KEPT_MARKS_MAX, Catalog, Owner
+from kvpipe.cache.policy import Lru
+from kvpipe.statemachine.core import IllegalTransition
+from kvpipe.trace.log import Counters
+
+ME, OTHER = Owner("me", 1), Owner("other", 1)
+
+
+def _catalog(slots: int = 2, groups: int = 1) -> Catalog:
+    return Catalog(slots, groups, Lru(), Counters())
+
+
+def _publish(catalog: Catalog, key: bytes, units: int = 1, group: int = 0) -> None:
+    chunk = catalog.reserve(group)
+    assert chunk is not None
+    assert catalog.landed(catalog.write(chunk, units, key, keep=False))
+
+
+def test_a_chunk_is_invisible_until_its_piece_has_landed() -> None:
+    """A key that is being written is known, but cannot be found before it has landed."""
+    catalog = _catalog()
+    chunk = catalog.reserve(0)
+    assert chunk is not None
+    piece = catalog.write(chunk, 2, b"k", keep=False)
+    assert catalog.find(0, b"k") is None
+    assert catalog.known(0, b"k")
+    assert catalog.writing == 1
+    assert catalog.landed(piece)
+    assert catalog.find(0, b"k") is chunk
+    assert catalog.writing == 0
+    catalog.check_integrity()
+
+
+def test_a_lost_first_piece_frees_the_slot() -> None:
+    """What failed is never found and its slot is free again."""
+    catalog = _catalog(1)
+    chunk = catalog.reserve(0)
+    assert chunk is not None
+    catalog.lost(catalog.write(chunk, 1, b"k", keep=False))
+    assert (catalog.used, catalog.known(0, b"k")) == (0, False)
+    assert catalog.reserve(0) is not None
+
+
+def test_a_later_piece_without_its_beginning_is_dropped() -> None:
+    """A piece that lands after an earlier one was lost makes nothing findable."""
+    catalog = _catalog()
+    chunk = catalog.reserve(0)
+    assert chunk is not None
+    first = catalog.write(chunk, 1, b"1", keep=False)
+    second = catalog.write(chunk, 2, b"12", keep=False)
+    catalog.lost(first)
+    assert not catalog.landed(second)
+    assert catalog.find(0, b"12") is None
+    assert catalog.used == 0
+    catalog.check_integrity()
+
+
+def test_growth_moves_the_mark_unless_it_is_kept() -> None:
+    """A chunk that grows is found under its new key; under the old one only if somebody had use for it."""
+    catalog = _catalog()
+    _publish(catalog, b"1")
+    chunk = catalog.find(0, b"1")
+    assert chunk is not None
+    assert catalog.landed(catalog.write(chunk, 2, b"12", keep=False))
+    assert catalog.find(0, b"1") is None
+    catalog.keep_mark(chunk, b"12")
+    assert catalog.landed(catalog.write(chunk, 3, b"123", keep=False))
+    assert catalog.find(0, b"12") is catalog.find(0, b"123") is chunk
+    assert chunk.identity == b"123"
+    catalog.check_integrity()
+
+
+def test_kept_marks_are_bounded() -> None:
+    """However often a chunk grows, it keeps a bounded number of marks."""
+    catalog = _catalog()
+    _publish(catalog, b"\1")
+    chunk = catalog.find(0, b"\1")
+    assert chunk is not None
+    for units in range(2, 20):
+        catalog.landed(catalog.write(chunk, units, bytes([units]), keep=True))
+    assert len(chunk.marks) == len(catalog.index(0)) == KEPT_MARKS_MAX
+    catalog.check_integrity()
+
+
+def test_the_same_content_from_two_slots() -> None:
+    """The second copy of a prefix is dropped when it has nothing else to be found by."""
+    catalog = _catalog()
+    chunks = [catalog.reserve(0), catalog.reserve(0)]
+    pieces = [catalog.write(c, 1, b"k", keep=False) for c in chunks if c is not None]
+    catalog.landed(pieces[0])
+    catalog.landed(pieces[1])
+    assert catalog.find(0, b"k") is chunks[0]
+    assert catalog.used == 1
+    catalog.check_integrity()
+
+
+def test_reset_reaches_a_copy_that_cannot_be_found_yet() -> None:
+    """A chunk that has landed a prefix that another chunk owns, and still grows, is forgotten by a reset too."""
+    catalog = _catalog(3)
+    _publish(catalog, b"1")
+    twin = catalog.reserve(0)
+    assert twin is not None
+    first = catalog.write(twin, 1, b"1", keep=False)
+    second = catalog.write(twin, 2, b"12", keep=False)
+    catalog.landed(first)
+    catalog.check_integrity()
+    assert catalog.reset() == 2
+    assert not catalog.landed(second)
+    assert catalog.find(0, b"12") is None
+    assert catalog.used == 0
+    catalog.check_integrity()
+
+
+def test_a_leased_chunk_is_never_evicted() -> None:
+    """With every chunk leased or written a reservation is refused and counted; after the release it is not."""
+    catalog = _catalog(2)
+    _publish(catalog, b"k")
+    chunk = catalog.find(0, b"k")
+    assert chunk is not None
+    catalog.lease(ME, [chunk])
+    catalog.lease(OTHER, [chunk])
+    writing = catalog.reserve(0)
+    assert writing is not None
+    piece = catalog.write(writing, 1, b"w", keep=False)
+    assert catalog.reserve(0) is None
+    assert catalog.counters["save_dropped_pool_full"] == 1
+    assert catalog.release(ME) == 1
+    assert catalog.reserve(0) is None
+    assert catalog.find(0, b"k") is chunk
+    assert catalog.release(OTHER) == 1
+    assert catalog.release(OTHER) == 0
+    fresh = catalog.reserve(0)
+    assert fresh is not None
+    assert fresh.slot == chunk.slot
+    assert catalog.find(0, b"k") is None
+    assert catalog.counters["evicted"] == 1
+    catalog.abandon(fresh)
+    catalog.landed(piece)
+    catalog.check_integrity()
+
+
+def test_a_rejected_lease_hides_none_of_the_others() -> None:
+    """When a chunk cannot be leased, the leases taken before it still end with their owner."""
+    catalog = _catalog(2)
+    _publish(catalog, b"k")
+    chunk, writing = catalog.find(0, b"k"), catalog.reserve(0)
+    assert chunk is not None
+    assert writing is not None
+    piece = catalog.write(writing, 1, b"w", keep=False)
+    with pytest.raises(IllegalTransition, match="nothing has landed"):
+        catalog.lease(ME, [chunk, writing])
+    catalog.check_integrity()
+    assert catalog.release(ME) == 1
+    assert catalog.leases == 0
+    catalog.lost(piece)
+    catalog.check_integrity()
+
+
+def test_the_end_of_a_prefix_is_evicted_first() -> None:
+    """After a release the last chunk of the prefix goes before the first."""
+    catalog = _catalog(2)
+    for key in (b"1", b"12"):
+        _publish(catalog, key)
+    chunks = [c for key in (b"1", b"12") if (c := catalog.find(0, key)) is not None]
+    catalog.lease(ME, chunks)
+    catalog.release(ME)
+    assert catalog.reserve(0) is not None
+    assert catalog.find(0, b"1") is chunks[0]
+    assert catalog.find(0, b"12") is None
+
+
+def test_refresh_orders_idle_chunks() -> None:
+    """Refreshed chunks are evicted later; held ones are left alone."""
+    catalog = _catalog(2)
+    for key in (b"a", b"b"):
+        _publish(catalog, key)
+    first = catalog.find(0, b"a")
+    assert first is not None
+    catalog.refresh(iter([first]))
+    catalog.reserve(0)
+    assert catalog.find(0, b"a") is first
+    assert catalog.find(0, b"b") is None
+
+
+def test_reset_lets_readers_and_writers_finish() -> None:
+    """After a reset nothing can be found at once; held slots come back when the last holder is gone."""
+    catalog = _catalog(3)
+    _publish(catalog, b"read")
+    _publish(catalog, b"idle")
+    chunk, writing = catalog.find(0, b"read"), catalog.reserve(0)
+    assert chunk is not None
+    assert writing is not None
+    catalog.lease(ME, [chunk])
+    piece = catalog.write(writing, 1, b"w", keep=False)
+    assert catalog.reset() == 3
+    assert not catalog.index(0)
+    assert not catalog.known(0, b"w")
+    assert catalog.used == 2
+    catalog.check_integrity()
+    assert not catalog.landed(piece)
+    assert catalog.release(ME) == 1
+    assert (catalog.used, catalog.leases, catalog.writing) == (0, 0, 0)
+    catalog.check_integrity()
+
+
+def test_groups_do_not_mix() -> None:
+    """The same key in two groups is two chunks."""
+    catalog = _catalog(2, groups=2)
+    _publish(catalog, b"k", group=0)
+    assert catalog.find(1, b"k") is None
+    _publish(catalog, b"k", group=1)
+    assert catalog.find(0, b"k") is not catalog.find(1, b"k")
+
+
+def test_the_integrity_check_sees_a_corruption() -> None:
+    """The check that other tests rely on fails when slots, leases or the policy disagree."""
+    for corrupt in ("_free", "leases", "_policy", "ready"):
+        catalog = _catalog()
+        _publish(catalog, b"k")
+        catalog.check_integrity()
+        chunk = catalog.find(0, b"k")
+        assert chunk is not None
+        if corrupt == "_free":
+            catalog._free.append(chunk.slot)
+        elif corrupt == "leases":
+            chunk.leases += 1
+        elif corrupt == "ready":
+            chunk.ready = 0
+        else:
+            catalog._policy.remove(chunk)
+        with pytest.raises(AssertionError):
+            catalog.check_integrity()
+
+
+def test_a_chunk_grows_again_after_a_lost_piece() -> None:
+    """A lost piece costs that piece only: the next one starts where the chunk has landed, and is found."""
+    catalog = _catalog()
+    _publish(catalog, b"1")
+    chunk = catalog.find(0, b"1")
+    assert chunk is not None
+    catalog.lost(catalog.write(chunk, 3, b"12x", keep=False))
+    assert chunk.written == 1
+    again = catalog.write(chunk, 2, b"12", keep=False)
+    assert again.start == 1
+    assert catalog.landed(again)
+    assert catalog.find(0, b"12") is chunk
+    catalog.check_integrity()
+
+
+def test_only_slots_that_are_ready_are_handed_out() -> None:
+    """What is not ready is neither free nor used; before it is, something older makes room."""
+    catalog = Catalog(4, 1, Lru(), Counters(), ready=0)
+    assert catalog.reserve(0) is None
+    catalog.use_more(2)
+    for key in (b"a", b"b", b"c"):
+        _publish(catalog, key)
+        catalog.check_integrity()
+    assert (catalog.used, catalog.ready) == (2, 2)
+    assert (catalog.known(0, b"a"), catalog.known(0, b"c")) == (False, True)
+    catalog.use_more(1)  # late news
+    assert catalog.ready == 2
+    catalog.use_more(9)
+    assert (catalog.used, catalog.ready) == (2, 4)
+    _publish(catalog, b"d")
+    _publish(catalog, b"e")
+    assert catalog.known(0, b"b")
+    assert {chunk.slot for chunk in catalog.index(0).values()} == {0, 1, 2, 3}
+    catalog.check_integrity()
+
+
+def test_a_slot_that_was_used_is_used_again_first() -> None:
+    """Its memory is in the caches of the processor, and nobody has to make more of it."""
+    catalog = Catalog(8, 1, Lru(), Counters(), ready=2)
+    _publish(catalog, b"a")
+    chunk = catalog.reserve(0)
+    assert chunk is not None
+    catalog.abandon(chunk)
+    catalog.use_more(8)
+    again = catalog.reserve(0)
+    assert again is not None
+    assert again.slot == chunk.slot

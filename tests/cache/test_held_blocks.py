@@ -1,0 +1,119 @@
+"""Requests that hold blocks: room for asynchronous loads, and blocks that a failed load has spoiled."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpipe.connectors.vllm.remedies.admission import LoadAdmission
+from kvpipe.connectors.vllm.remedies.invalid_blocks import ScheduledRange, Spoiled
+from kvpipe.connectors.vllm.trial.scheduler_world import SYNC, UNIT, SchedulerWorld, slots_of
+from kvpipe.messages import BROKEN
+from kvpipe.scheduler.base import LATER, MISS, Hit
+from kvpipe.scheduler.lookups import LATER_STEPS_MAX
+
+
+def test_an_async_load_waits_for_room() -> None:
+    """Two requests that each hold blocks and need more than are left would wait for each other for ever."""
+    world = SchedulerWorld(load="async")
+    world.publish(world.request("old", 4, shared=4))
+    first, second = world.request("first", 6, shared=4), world.request("second", 8, shared=4)
+    assert world.ask(first) == 4 * UNIT
+    world.side.admitted(first, world.allocate(first), 4 * UNIT)
+    del world.tables[0]["first"][4:]  # vLLM gives it no more than the load needs
+    world.step()
+    for free, answer in ((9, LATER), (10, Hit(4 * UNIT, waits=True))):  # two more for the first, eight for the second
+        world.free = free
+        assert world.side.lookup(second, 0) == world.side.lookup(second, 0) == answer
+    world.free = 9
+    for _ in range(LATER_STEPS_MAX):
+        assert world.side.lookup(second, 0) is LATER
+        world.step()
+    assert world.side.lookup(second, 0) == MISS, "it computes at last"
+    world.allocate(first)
+    world.step(first)
+    assert world.side.lookup(second, 0) == (4 * UNIT, True), "nobody holds blocks any more without running"
+
+
+def test_blocks_outside_of_a_window_are_not_held() -> None:
+    """What a request needs in a group with a window is bounded by the window and a step, less what it really holds."""
+    world = SchedulerWorld(windows=(None, 2 * UNIT), load="async")
+    room = LoadAdmission(world.side.geometry, 3 * UNIT)
+    request = world.request("one", 10)
+    assert room.needed(request, world.blocks) == 10 + 6
+    world.allocate(request, null=4)
+    del world.tables[0]["one"][6:], world.tables[1]["one"][6:]
+    assert room.needed(request, world.blocks) == 4 + 4
+
+
+def test_a_spoiled_block_is_reported_to_who_would_read_it() -> None:
+    """Two requests share a block whose load failed; the one that vLLM lets compute it anew is gone: the other does."""
+    world = SchedulerWorld()
+    world.publish(world.request("old", 4, shared=4))
+    first, second = world.request("first", 5, shared=4), world.request("second", 5, shared=4)
+    assert world.admit(first) == 4 * UNIT
+    world.allocate(second)
+    table = world.tables[0]
+    table["second"][:4] = table["first"][:4]  # local hits
+    world.admit_local(second, 4 * UNIT)
+    load, *saves = world.step(first, second)
+    world.report((load, 0, 1), *((save, 1, 0) for save in saves))
+    first.num_computed_tokens, second.num_computed_tokens = 0, 4 * UNIT  # as vLLM takes them back
+    world.side.finished(first)
+    del table["first"]
+    reported, retried = world.step(second)
+    assert (reported.kind, reported.request, reported.blocks()) == (
+        SYNC,
+        "second",
+        {b.block_id for b in table["second"][:4]},
+    )
+    assert set(slots_of(reported)) == {BROKEN}
+    world.report((reported, 0, 1), (retried, 1, 0))
+    assert world.found(second) == 4, "what it computed from garbage is not saved"
+    second.num_computed_tokens = 0
+    assert world.step(second) == []
+    second.num_computed_tokens = 4 * UNIT
+    assert world.step(second) == [], "computed anew"
+    assert world.side.catalog.leases == 0
+    assert not world.side.pending
+
+
+def test_loads_go_out_though_spoiled_blocks_cannot_be_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception there costs no other load of the step."""
+    world = SchedulerWorld()
+    world.publish(world.request("old", 4, shared=4))
+    monkeypatch.setattr(world.remedies, "extra_loads", None)
+    assert world.admit(world.request("new", 6, shared=4)) == 4 * UNIT
+    (load,) = world.step()
+    assert load.kind == SYNC
+    assert world.side.counters["spoiled_blocks_not_reported"] == 1
+
+
+@pytest.mark.parametrize(
+    ("parts", "read"),
+    [
+        ([("a", 0, 32), ("b", 32, 40)], {}),  # computed in the same step
+        ([("a", 0, 31), ("b", 32, 40)], {"b": [1]}),  # not to its end
+        ([("b", 32, 40)], {"b": [1]}),
+        ([("b", 20, 40)], {"b": [1]}),
+        ([("b", 0, 40)], {}),
+        ([("c", 32, 40)], {}),  # other blocks
+    ],
+)
+def test_spoiled_blocks(parts: list[tuple[str, int, int]], read: dict[str, list[int]]) -> None:
+    """A block is read too early unless its tokens up to there were computed anew, in this step at the latest."""
+    spoiled = Spoiled(32)
+    spoiled.add({1})
+    tables = {"a": [1, 2], "b": [1, 3], "c": [4, 5]}
+    assert spoiled.readers([ScheduledRange(request, tables[request], *span) for request, *span in parts]) == read
+
+
+def test_a_spoiled_block_is_computed_piece_by_piece() -> None:
+    """One request may compute a block over several steps; only then others may read it."""
+    spoiled = Spoiled(32)
+    spoiled.add({1, 7})
+    assert spoiled.readers([ScheduledRange("a", [1], 0, 20)]) == {}
+    assert spoiled.readers([ScheduledRange("a", [1], 20, 31), ScheduledRange("b", [1, 2], 32, 33)]) == {"b": [1]}
+    assert spoiled.readers([ScheduledRange("a", [1], 31, 33), ScheduledRange("b", [1, 2], 32, 33)]) == {}
+    assert spoiled
+    spoiled.keep({1})
+    assert not spoiled

@@ -1,0 +1,119 @@
+"""Eviction: LRU's order, S3-FIFO's resistance to scans, and the bounds of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+
+from kvpipe import plugins
+from kvpipe.cache.policy import Lru, Policy, S3Fifo, make_policy
+from kvpipe.testing.policy_conformance import Item, PolicyConformance
+
+SLOTS = 20
+
+
+@pytest.mark.parametrize("name", plugins.own(plugins.POLICIES))
+class TestOurPolicies(PolicyConformance):
+    """Both keep the protocol."""
+
+    @pytest.fixture
+    def make(self, name: str) -> Callable[[int], Policy]:
+        """Return what builds one of ours."""
+        return partial(make_policy, name)
+
+
+def test_an_unknown_policy_is_a_key_error() -> None:
+    """There is no default policy to fall back to in silence."""
+    with pytest.raises(KeyError):
+        make_policy("random", SLOTS)
+
+
+def test_lru_evicts_what_was_used_longest_ago() -> None:
+    """Insertion, return and refresh are uses; the oldest use goes first."""
+    policy = Lru()
+    a, b, c, d = (Item(x) for x in "abcd")
+    for item in (a, b, c, d):
+        policy.insert(item, hit=False)
+    policy.remove(a)
+    policy.insert(a, hit=True)
+    policy.refresh(b)
+    assert [policy.victim() for _ in range(4)] == [c, d, a, b]
+
+
+def _survivors(make: Callable[[], Policy]) -> int:
+    """Fill a pool, use five chunks again, then scan 200 one-time chunks through it; how many of the five stay."""
+    policy = make()
+    hot = [Item(f"hot{i}") for i in range(5)]
+    for item in (*hot, *(Item(f"cold{i}") for i in range(SLOTS - 5))):
+        policy.insert(item, hit=False)
+    for item in hot:  # loaded: leased, and given back
+        policy.remove(item)
+        policy.insert(item, hit=True)
+    gone = []
+    for i in range(200):
+        gone.append(policy.victim())
+        policy.insert(Item(f"scan{i}"), hit=False)
+    assert len(policy) == SLOTS
+    return sum(item not in gone for item in hot)
+
+
+def test_a_scan_flushes_lru_but_not_s3fifo() -> None:
+    """Two hundred one-time chunks leave nothing of LRU's hot set and all of S3-FIFO's."""
+    assert _survivors(Lru) == 0
+    assert _survivors(lambda: S3Fifo(SLOTS)) == 5
+
+
+def test_what_comes_back_soon_goes_to_the_main_queue() -> None:
+    """A chunk that was evicted unused and is written again outlives a newcomer."""
+    policy = S3Fifo(SLOTS)
+    for i in range(5):
+        policy.insert(Item(f"filler{i}"), hit=False)
+    policy.insert(Item("again"), hit=False)
+    while (victim := policy.victim()) is not None and victim.identity != "again":
+        pass
+    assert victim is not None
+    again = Item("again")
+    policy.insert(again, hit=False)
+    newcomers = [Item(f"new{i}") for i in range(SLOTS)]
+    for item in newcomers:
+        policy.insert(item, hit=False)
+    kept = 2  # the small queue's share of 20 slots
+    assert [policy.victim() for _ in range(SLOTS - kept)] == newcomers[: SLOTS - kept]
+    assert policy.victim() is again
+
+
+def test_a_hit_gives_a_second_round() -> None:
+    """In the main queue, what was loaded stays one round longer than what only came back."""
+    policy = S3Fifo(SLOTS)
+    policy.insert(Item("back"), hit=False)
+    policy.victim()
+    hit, back = Item("hit"), Item("back")
+    policy.insert(hit, hit=True)
+    policy.insert(back, hit=False)
+    assert [policy.victim(), policy.victim()] == [back, hit]
+
+
+def test_the_ghost_list_is_bounded() -> None:
+    """However many chunks pass, S3-FIFO remembers at most as many as there are slots."""
+    policy = S3Fifo(SLOTS)
+    for i in range(1000):
+        policy.insert(Item(f"x{i}"), hit=False)
+        if len(policy) > SLOTS:
+            policy.victim()
+    assert len(policy) == SLOTS
+    assert len(policy._ghost) == SLOTS
+    assert list(policy._ghost)[-1] == f"x{999 - SLOTS}"
+
+
+def test_refresh_keeps_the_queue() -> None:
+    """A refresh orders equals; it does not promote a newcomer to the main queue."""
+    policy = S3Fifo(SLOTS)
+    a, b, c, hit = (Item(x) for x in ("a", "b", "c", "hit"))
+    policy.insert(hit, hit=True)
+    for item in (a, b, c):
+        policy.insert(item, hit=False)
+    policy.refresh(a)
+    assert policy.victim() is b
+    assert (len(policy._small), len(policy._main)) == (2, 1)

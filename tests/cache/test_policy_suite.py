@@ -1,0 +1,85 @@
+"""The suite of policies finds every bug that its claims are about: each claim fails for a policy that breaks it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import pytest
+
+from kvpipe.cache.policy import Lru, Policy
+from kvpipe.cache.policy.base import Evictable
+from kvpipe.testing.policy_conformance import PolicyConformance
+
+SUITE = PolicyConformance()
+
+
+class EvictsTwice(Lru):
+    """A victim stays in the list."""
+
+    def victim(self) -> Evictable | None:
+        """Take nothing out."""
+        return next(iter(self._order), None)
+
+
+class EvictsHeld(Lru):
+    """Now and then a chunk that is held stays in the list, and another is lost for it."""
+
+    removals = 0
+
+    def remove(self, chunk: Evictable) -> None:
+        """Take out another."""
+        self.removals += 1
+        if self.removals % 50 or len(self) < 2 or chunk not in self._order:
+            return super().remove(chunk)
+        self._order.pop(next(one for one in self._order if one is not chunk))
+        return None
+
+
+class TakesEqualForOne(Lru):
+    """Chunks are found by what they hold."""
+
+    def __init__(self, slots: int = 0) -> None:
+        """Start empty."""
+        super().__init__(slots)
+        self._by: dict[Hashable, Evictable] = {}
+
+    def insert(self, chunk: Evictable, *, hit: bool) -> None:
+        """Put it in the place of its equal."""
+        super().remove(self._by.pop(chunk.identity, chunk))
+        self._by[chunk.identity] = chunk
+        super().insert(chunk, hit=hit)
+
+
+class RemembersForEver(Lru):
+    """Not even in a place where it is easily seen."""
+
+    def __init__(self, slots: int = 0) -> None:
+        """Start empty."""
+        super().__init__(slots)
+        self._ghosts: list[set[Hashable]] = [set()]
+
+    def insert(self, chunk: Evictable, *, hit: bool) -> None:
+        """Note what it holds."""
+        self._ghosts[0].add(chunk.identity)
+        super().insert(chunk, hit=hit)
+
+
+BUGS: list[tuple[Callable[[Callable[[int], Policy]], None], Callable[[int], Policy]]] = [
+    (SUITE.test_every_chunk_goes_once, EvictsTwice),
+    (SUITE.test_any_moves, EvictsHeld),
+    (SUITE.test_equal_content_is_another_chunk, TakesEqualForOne),
+    (SUITE.test_its_bookkeeping_is_bounded, RemembersForEver),
+]
+
+
+@pytest.mark.parametrize(("claim", "policy"), BUGS, ids=lambda one: one.__name__)
+def test_a_claim_can_fail(claim: Callable[[Callable[[int], Policy]], None], policy: Callable[[int], Policy]) -> None:
+    """For a policy with one bug."""
+    claim(Lru)
+    with pytest.raises((AssertionError, ValueError)):
+        claim(policy)
+
+
+def test_every_claim_is_tried() -> None:
+    """None is left out above."""
+    assert {claim.__name__ for claim, _ in BUGS} == {name for name in dir(SUITE) if name.startswith("test_")}

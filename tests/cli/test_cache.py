@@ -1,0 +1,390 @@
+"""`kvpipe cache` at real files and a real server: what it says, what it drops, how it ends."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import os
+import pty
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from kvpipe.cli.cache import Report, TierCommand, _purge, _stats
+from kvpipe.cli.main import main
+from kvpipe.testing.buffers import content, filled, some_key
+from kvpipe.testing.dict_tier import DictTier
+from kvpipe.testing.servers.redis import LOCAL, free_port, polite, pretending, serving
+from kvpipe.tiers.base import ALIGN_BYTES, Key, Put, TierError
+from kvpipe.tiers.envelope import HEADER_BYTES, Sealer
+from kvpipe.tiers.keyring import secrets_of
+from kvpipe.tiers.registry import parse_tier
+
+ONE, TWO = "1" * 32, "2" * 32
+BODY = 4 * ALIGN_BYTES
+KEYS = [some_key(i, space) for space in (ONE, TWO) for i in range(5)]
+WAIT_S = 120  # a bound for what hangs, far beyond what anything takes
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [n for n in os.environ if n.upper().startswith("KVPIPE_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> str:
+    """Return the path of a disk tier that holds KEYS."""
+    fill(f"{tmp_path}/kv?bytes_max=1GiB")
+    return str(tmp_path / "kv")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """Start a redis-server; yield its URL."""
+    with serving("redis") as started:
+        yield f"redis://{LOCAL}:{started.port}"
+
+
+def fill(where: str, keys: list[Key] = KEYS) -> None:
+    """Write a value under each key, as an engine does."""
+    spec = parse_tier(where)
+    sealer = Sealer(secrets_of(spec))
+
+    async def write() -> None:
+        tier = spec.make("test")
+        await tier.open()
+        try:
+            bodies = [filled(content(i, BODY), (BODY,))[0] for i in range(len(keys))]
+            await tier.write([Put(key, sealer.seal(key, 4, body)) for key, body in zip(keys, bodies, strict=True)])
+        finally:
+            await tier.close()
+
+    anyio.run(write)
+
+
+def file_of(where: str, key: Key) -> Path:
+    """Return the file of a value on disk."""
+    (found,) = Path(where).rglob(f"*{key.text}*")
+    return found
+
+
+class Said:
+    """Runs `kvpipe cache` in this process."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+        self.out = self.err = ""
+
+    def __call__(self, *args: str) -> int:
+        """Return the exit status; what was printed is in `out` and `err`."""
+        try:
+            status = main(["cache", *args])
+        except SystemExit as end:  # argparse's
+            status = int(str(end.code))
+        self.out, self.err = self._capsys.readouterr()
+        return status
+
+    def json(self, *args: str, status: int = 0) -> dict[str, Any]:
+        """Return what is printed about the one tier with `--json`."""
+        assert self(*args, "--json") == status
+        assert not self.err
+        (line,) = self.out.splitlines()
+        return dict(json.loads(line))
+
+
+@pytest.fixture
+def cache(capsys: pytest.CaptureFixture[str]) -> Said:
+    """Return what runs `kvpipe cache`."""
+    return Said(capsys)
+
+
+def test_every_subcommand_works_on_redis(cache: Said, server: str) -> None:
+    """What holds on disk holds on a server: count, list, verify, purge."""
+    fill(server)
+    assert cache.json("stats", server)["items"] == 10
+    assert len(cache.json("ls", server)["values"]) == 10
+    assert cache.json("verify", server)["good"] == 10
+    assert cache.json("purge", server, "--namespace", ONE)["dropped"] == 5
+    assert cache.json("purge", server, "--all")["dropped"] == 5
+    assert cache.json("stats", server)["namespaces"] == []
+
+
+def test_stats_says_how_much_is_there(cache: Said, disk: str) -> None:
+    """Items and bytes, the limit, health, and each namespace with its share."""
+    found = cache.json("stats", f"{disk}?bytes_max=1PiB")
+    size = HEADER_BYTES + BODY
+    assert found["namespaces"] == [{"namespace": space, "items": 5, "bytes": 5 * size} for space in (ONE, TWO)]
+    assert (found["tier"], found["kind"], found["health"]) == ("disk", "disk", "ok")
+    assert (found["items"], found["bytes_max"]) == (10, 1 << 50)
+    assert found["bytes"] >= 10 * size
+    assert cache("stats", disk) == 0
+    assert "100.0KiB" in cache.out
+    assert ONE in cache.out
+
+
+def test_ls_lists_keys(cache: Said, disk: str) -> None:
+    """Keys with size and age, sorted; `--limit` says how many, `--namespace` of what; the number of all is told."""
+    found = cache.json("ls", disk)
+    assert [one["key"] for one in found["values"]] == sorted(key.text for key in KEYS)
+    assert {one["bytes"] for one in found["values"]} == {HEADER_BYTES + BODY}
+    assert all(0 <= one["age_s"] < WAIT_S for one in found["values"])
+    few = cache.json("ls", disk, "--limit", "3", "--namespace", TWO)
+    assert [one["key"] for one in few["values"]] == sorted(key.text for key in KEYS[5:])[:3]
+    assert (few["items"], few["listed"]) == (5, 3)
+    assert cache("ls", disk) == 0
+    assert all(key.text in cache.out for key in KEYS)
+    assert "20.0KiB" in cache.out
+
+
+def test_verify_reads_and_checks_every_value(cache: Said, disk: str) -> None:
+    """What is whole is good: status 0, and nothing is dropped with `--delete`."""
+    wanted = {"tier": "disk", "good": 10, "damaged": 0, "gone_meanwhile": 0, "deleted": 0}
+    assert cache.json("verify", disk, "--delete") == wanted | {"reasons": [], "damaged_values": []}
+    assert cache.json("verify", disk, "--namespace", ONE)["good"] == 5
+
+
+def test_verify_says_what_is_damaged(cache: Said, disk: str) -> None:
+    """Flipped bytes, torn and stretched files, zeros and another's value are told apart; foreign files stay."""
+    files = [file_of(disk, key) for key in KEYS]
+    flip(files[0], HEADER_BYTES + 100)
+    flip(files[1], 20)
+    os.truncate(files[2], HEADER_BYTES + 100)
+    files[3].write_bytes(files[4].read_bytes())
+    files[5].write_bytes(bytes(HEADER_BYTES + BODY))
+    with files[6].open("ab") as stretched:
+        stretched.write(bytes(ALIGN_BYTES))
+    os.truncate(files[7], 0)
+    os.truncate(files[8], HEADER_BYTES)
+    (Path(disk) / "README").write_text("not kvpipe's", encoding="ascii")
+    (files[9].parent / "notes.txt").write_text("nor this", encoding="ascii")
+    found = cache.json("verify", disk, status=1)
+    assert (found["good"], found["damaged"], found["deleted"]) == (2, 8, 0)
+    why = {one["key"]: one["why"] for one in found["damaged_values"]}
+    wanted = ["checksum", "header checksum", "length", "key", None, "magic", "length", "length", "length", None]
+    assert [why.get(key.text) for key in KEYS] == wanted
+    assert {one["why"]: one["items"] for one in found["reasons"]}["length"] == 4
+
+    assert cache.json("verify", disk, "--delete", status=1)["deleted"] == 8
+    assert cache.json("verify", disk)["good"] == 2
+    assert (Path(disk) / "README").exists()
+
+
+def test_values_are_checked_each_by_itself(cache: Said, disk: str) -> None:
+    """Values that are read at once are not mixed up: headers that have lost their bodies are all just too short."""
+    for key in KEYS:
+        os.truncate(file_of(disk, key), HEADER_BYTES)
+    assert cache.json("verify", disk, status=1)["reasons"] == [{"why": "length", "items": len(KEYS)}]
+
+
+def flip(file: Path, at: int) -> None:
+    """Change one bit of a file."""
+    with file.open("r+b") as opened:
+        opened.seek(at)
+        (old,) = opened.read(1)
+        opened.seek(at)
+        opened.write(bytes([old ^ 1]))
+
+
+def test_verify_shows_a_table(cache: Said, disk: str) -> None:
+    """Without `--json` the counts, the reasons and the damaged keys are printed."""
+    flip(file_of(disk, KEYS[0]), HEADER_BYTES)
+    assert cache("verify", disk) == 1
+    assert KEYS[0].text in cache.out
+    assert "checksum" in cache.out
+    assert "gone meanwhile" in cache.out
+
+
+def test_verify_decrypts(cache: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the key values are good; with another, or without, they are damaged and say so; the key is not shown."""
+    text = base64.b64encode(bytes(range(32))).decode()
+    monkeypatch.setenv("GOOD_KEY", text)
+    monkeypatch.setenv("OTHER_KEY", base64.b64encode(bytes(32)).decode())
+    monkeypatch.setenv("SHORT_KEY", text[:20])
+    path = str(tmp_path / "kv")
+    fill(f"{path}?bytes_max=1GiB&encryption_key_env=GOOD_KEY")
+    assert cache.json("verify", f"{path}?encryption_key_env=GOOD_KEY")["good"] == 10
+    for query, why in (("?encryption_key_env=OTHER_KEY", "encryption key"), ("", "cipher")):
+        assert cache.json("verify", path + query, status=1)["reasons"] == [{"why": why, "items": 10}]
+    assert cache("verify", f"{path}?encryption_key_env=SHORT_KEY") == 2
+    assert "SHORT_KEY" in cache.err
+    assert text[:20] not in cache.err
+
+
+def test_purge_drops_what_was_said(cache: Said, disk: str) -> None:
+    """By namespace, by age, both, or all; `--dry-run` only counts."""
+    hours_ago = time.time() - 7200
+    for key in (KEYS[0], KEYS[1], KEYS[5]):
+        os.utime(file_of(disk, key), (hours_ago, hours_ago))
+    size = HEADER_BYTES + BODY
+    old = "purge", disk, "--older-than", "1h"
+    assert cache.json(*old, "--dry-run") == {"tier": "disk", "would_drop": 3, "bytes": 3 * size}
+    assert cache.json(*old, "--namespace", ONE) == {"tier": "disk", "dropped": 2, "bytes": 2 * size}
+    assert cache.json(*old)["dropped"] == 1
+    assert cache.json(*old)["dropped"] == 0
+    assert cache.json("purge", disk, "--namespace", ONE)["dropped"] == 3
+    assert cache.json("purge", disk, "--all", "--dry-run")["would_drop"] == 4
+    assert {one["key"] for one in cache.json("ls", disk)["values"]} == {key.text for key in KEYS[6:]}
+    assert cache("purge", disk, "--all") == 0
+    assert "dropped" in cache.out
+    assert cache.json("stats", disk)["items"] == 0
+
+
+class Sick(DictTier):
+    """A tier that says what it holds, but cannot be used."""
+
+    async def health(self) -> None:
+        """See `Tier.health`."""
+        raise TierError("dict: it is sick")
+
+
+def test_stats_says_why_a_tier_is_not_well() -> None:
+    """What is held is told, and the reason beside it; the status is 1."""
+    report = Report()
+    args = argparse.Namespace(namespace=None)
+    assert not anyio.run(_stats, TierCommand(Sick(), parse_tier("/x"), args, lambda: None), report)
+    assert (report["items"], report["health"]) == (0, "dict: it is sick")
+
+
+def test_values_of_unknown_age_are_kept() -> None:
+    """Where a tier does not know how old its values are, `--older-than` drops none, and says how many it left."""
+    tier, report = DictTier(), Report()
+    tier.values = {key.text: bytes(HEADER_BYTES) for key in KEYS}
+    args = argparse.Namespace(namespace=ONE, older_than=0.0, dry_run=False)
+    assert anyio.run(_purge, TierCommand(tier, parse_tier("/x"), args, lambda: None), report)
+    assert report == {"dropped": 0, "bytes": 0, "kept_of_unknown_age": 5}
+    assert len(tier.values) == 10
+
+
+@pytest.mark.parametrize(
+    ("args", "wanted"),
+    [
+        (["purge", "/x"], "--all, or --namespace or --older-than"),
+        (["purge", "/x", "--all", "--namespace", ONE], "--all, or --namespace or --older-than"),
+        (["purge", "/x", "--all", "--older-than", "0s"], "--all, or --namespace or --older-than"),
+        (["purge", "/x", "--older-than", "soon"], "'soon' is no age: write 45s, 30m, 12h or 7d"),
+        (["ls", "/x", "--namespace", "abc"], "'abc' is no namespace: 32 hex digits"),
+        (["ls", "/x", "--limit", "0"], "'0' is no count"),
+        (["stats"], "no tier is named; write a URL or a path, or set KVPIPE_TIERS"),
+        (["stats", "reddis://h"], "did you mean 'redis://'?"),
+        (["stats", "/x", "/x"], "tier 2 (disk) is the same place as tier 1"),
+        (["burn", "/x"], "invalid choice"),
+        ([], "required"),
+    ],
+)
+def test_wrong_usage_is_refused(cache: Said, args: list[str], wanted: str) -> None:
+    """Status 2 and a sentence on stderr, before anything is touched."""
+    assert cache(*args) == 2
+    assert wanted in cache.err
+    assert not cache.out
+
+
+@pytest.mark.parametrize("where", ["environment", "file"])
+def test_the_configurations_tiers_are_the_default(
+    where: str, cache: Said, disk: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With no tier named, those of KVPIPE_TIERS or of the file in KVPIPE_CONFIG_FILE are meant."""
+    (tmp_path / "file").write_text(f"tiers: [{{kind: disk, path: {disk}}}]", encoding="ascii")
+    monkeypatch.setenv(
+        *{"environment": ("KVPIPE_TIERS", disk), "file": ("KVPIPE_CONFIG_FILE", str(tmp_path / "file"))}[where]
+    )
+    assert cache.json("stats")["items"] == 10
+
+
+def test_a_tier_that_cannot_be_used_is_one_sentence(cache: Said, disk: str) -> None:
+    """Status 1, one line on stderr; the other tiers are done all the same."""
+    port = free_port()
+    assert cache("stats", f"redis://{LOCAL}:{port}", disk, "--json") == 1
+    assert json.loads(cache.out)["tier"] == "disk"
+    (line,) = cache.err.splitlines()
+    assert line.startswith("kvpipe: redis")
+    assert str(port) in line
+
+
+def test_a_folder_that_is_not_there_is_not_made(cache: Said, tmp_path: Path) -> None:
+    """To look at a tier, or to empty it, makes nothing: a path with a typo stays a typo."""
+    for args in (["stats"], ["ls"], ["verify"], ["purge", "--all"]):
+        assert cache(*args, str(tmp_path / "typo")) == 1
+        assert len(cache.err.splitlines()) == 1
+    assert not (tmp_path / "typo").exists()
+
+
+def command(*args: str, **kwargs: Any) -> subprocess.Popen[str]:
+    """Start `kvpipe cache` in a process of its own, which hears interrupts though these tests may run in background."""
+    words = [sys.executable, "-m", "kvpipe.cli", "cache", *args]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what is ignored is inherited
+    try:
+        return subprocess.Popen(words, text=True, **kwargs)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_ends_it_cleanly() -> None:
+    """Ctrl-C while a tier does not answer: status 130, one word on stderr and no traceback."""
+    with socket.create_server((LOCAL, 0)) as silent:
+        silent.settimeout(WAIT_S)
+        url = f"redis://{LOCAL}:{silent.getsockname()[1]}?timeout_ms_max=600000"
+        process = command("stats", url, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        try:
+            connection, _ = silent.accept()
+            with connection:
+                assert connection.recv(1)  # it waits for an answer now
+                process.send_signal(signal.SIGINT)
+                out, err = process.communicate(timeout=WAIT_S)
+        finally:
+            process.kill()
+            process.wait()
+    assert (process.returncode, out, err) == (130, "", "kvpipe: interrupted\n")
+
+
+def test_progress_is_for_terminals(disk: str) -> None:
+    """On a terminal, stderr counts the values; stdout has the result and nothing else."""
+    ours, theirs = pty.openpty()
+    process = command(
+        "verify", disk, "--json", stdout=subprocess.PIPE, stderr=theirs, env=os.environ | {"TERM": "xterm"}
+    )
+    out, _ = process.communicate(timeout=WAIT_S)
+    os.close(theirs)
+    with os.fdopen(ours, "rb", buffering=0) as screen:
+        shown = screen.read(4096)
+    assert process.returncode == 0
+    assert json.loads(out)["good"] == 10
+    assert b"disk" in shown
+    assert b"values" in shown
+
+
+@pytest.mark.parametrize("size", [1 << 60, (1 << 63) - 1, -5, (8 << 30) + 1, 0])
+def test_absurd_lengths_are_damage(cache: Said, size: int) -> None:
+    """A value that is said to be of a length that no value has is not read, and no memory is taken for it."""
+    key = KEYS[0].text.encode()
+
+    def answer(words: list[bytes]) -> bytes:
+        name = b"kvpipe:" + key
+        return {
+            b"SCAN": b"*2\r\n$1\r\n0\r\n*1\r\n$%d\r\n%b\r\n" % (len(name), name),
+            b"STRLEN": b":%d\r\n" % size,
+            b"OBJECT": b":5\r\n",
+            b"GET": b"$5\r\nhello\r\n",
+        }[words[0]]
+
+    with pretending(polite(answer)) as port:
+        found = cache.json("verify", f"redis://{LOCAL}:{port}", status=0 if size == 0 else 1)
+    assert found["reasons"] == ([] if size == 0 else [{"why": "length", "items": 1}])
+
+
+def test_a_long_file_without_content_is_damage(cache: Said, disk: str) -> None:
+    """A file that is longer than any value, and empty, takes no memory; the others are checked all the same."""
+    os.truncate(file_of(disk, KEYS[3]), 9 << 30)
+    found = cache.json("verify", disk, status=1)
+    assert (found["good"], found["reasons"]) == (9, [{"why": "length", "items": 1}])
+    assert cache.json("verify", disk, "--delete", status=1)["deleted"] == 1
+    assert cache.json("verify", disk)["good"] == 9

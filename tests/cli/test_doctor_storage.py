@@ -1,0 +1,148 @@
+"""What `kvpipe doctor` finds of folders, files, the pool and tiers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from kvpipe.cli.doctor import storage
+from kvpipe.cli.doctor.checks import examine
+from kvpipe.cli.doctor.facts import HostFacts
+from kvpipe.cli.doctor.findings import Finding, PendingFinding
+from kvpipe.config import Settings, load_settings
+from kvpipe.tiers.envelope import DamagedError
+from tests.cli.doctor_machines import GIB, answer_of, broken, free_bytes_of, machine_of, raising
+
+
+def test_state_dir(tmp_path: Path) -> None:
+    """The folder is needed for a name only; one that cannot be made there is a failure."""
+    unused = ("ok", "not used without a name, or tiers", "")
+    assert storage.check_state_dir(load_settings(), machine_of(tmp_path)) == unused
+    good, bad = tmp_path / "to" / "be" / "made", tmp_path / "file" / "folder"
+    bad.parent.write_text("", encoding="utf-8")
+    machine = machine_of(tmp_path, free_bytes=free_bytes_of(GIB))
+    cases: list[tuple[dict[str, Any], HostFacts, str, str]] = [
+        ({"name": "docs", "state_dir": good}, machine, "ok", f"{good} is writable"),
+        ({"name": "docs", "state_dir": bad}, machine, "fail", f"{bad} is not writable"),
+        ({"state_dir": bad}, machine, "warn", f"{bad} is not writable"),
+        (
+            {"name": "docs", "state_dir": good},
+            machine._replace(free_bytes=free_bytes_of(4096)),
+            "fail",
+            "only 4.0KiB left",
+        ),
+    ]
+    for extra, on, status, detail in cases:
+        answer = answer_of(storage.check_state_dir(load_settings(extra), on))
+        assert (answer.status, detail in answer.detail) == (status, True), answer
+    assert not good.parent.exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file"]  # nothing is left behind
+
+
+def test_the_default_state_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name without a folder is registered where `kvpipe.names` says."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    answer = storage.check_state_dir(
+        load_settings({"name": "docs"}), machine_of(tmp_path, free_bytes=free_bytes_of(GIB))
+    )
+    assert answer == ("ok", f"{tmp_path / 'state' / 'kvpipe'} is writable", "")
+
+
+def test_a_folder_that_refuses_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the system answers to an attempt counts, not the permission bits: root passes those."""
+    monkeypatch.setattr("tempfile.TemporaryFile", raising(OSError(30, "Read-only file system")))
+    settings = load_settings({"name": "docs", "state_dir": tmp_path})
+    traced = cast("Settings", SimpleNamespace(trace_file=tmp_path / "trace.jsonl"))
+    for answer in (
+        storage.check_state_dir(settings, machine_of(tmp_path)),
+        storage.check_trace_file(traced, machine_of(tmp_path)),
+    ):
+        known = answer_of(answer)
+        assert (known.status, "Read-only file system" in known.detail) == ("fail", True)
+
+
+def test_trace_file(tmp_path: Path) -> None:
+    """Only a file that is named is checked; its folder must be there; a trace wants room."""
+
+    def ask(path: Path | None, free: int = 2 * GIB, **others: int) -> PendingFinding | None:
+        settings = cast("Settings", SimpleNamespace(trace_file=path, **{"trace_bytes_max": 1 << 30} | others))
+        return storage.check_trace_file(settings, machine_of(tmp_path, free_bytes=free_bytes_of(free)))
+
+    path = tmp_path / "trace.jsonl"
+    assert ask(None) is None
+    assert storage.check_trace_file(load_settings({}), machine_of(tmp_path)) is None
+    assert answer_of(ask(path)) == ("ok", f"{tmp_path} is writable and has 2.0GiB left", "")
+    assert answer_of(ask(path, GIB)).status == "ok"
+    tight = answer_of(ask(path, GIB - 1))
+    assert (tight.status, "a trace grows to 1.0GiB" in tight.detail) == ("warn", True)
+    assert answer_of(ask(path, 4096, trace_bytes_max=4096)).status == "ok"
+    assert answer_of(ask(path, 4095, trace_bytes_max=4096)).status == "warn"
+    assert answer_of(ask(tmp_path)).detail.startswith(f"{tmp_path} is a folder")
+    absent = answer_of(ask(tmp_path / "absent" / "trace.jsonl"))
+    assert (absent.status, "is not a folder that exists" in absent.detail) == ("fail", True)
+    os.mkfifo(path)
+    assert answer_of(ask(path, 0)) == ("ok", f"{path} is a pipe or a device", "")
+
+
+def test_control_file(tmp_path: Path) -> None:
+    """The engine only reads it, so a folder that cannot be written to from here is a warning."""
+
+    def ask(path: Path | None) -> PendingFinding | None:
+        settings = load_settings({"control_file": path})
+        return storage.check_control_file(settings, machine_of(tmp_path, free_bytes=free_bytes_of(0)))
+
+    assert ask(None) is None
+    assert answer_of(ask(tmp_path / "new" / "control")).status == "ok"
+    assert not (tmp_path / "new").exists()
+    assert answer_of(ask(tmp_path)).status == "fail"
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    assert answer_of(ask(tmp_path / "file" / "control")).status == "warn"
+
+
+@pytest.mark.parametrize(("pool", "probe"), [("4GiB", "16.0MiB"), ("3MiB", "3.0MiB"), (8192, "8.0KiB")])
+def test_memory_tier(tmp_path: Path, pool: str | int, probe: str) -> None:
+    """A small pool of the project's own is used, never the whole."""
+    answer = answer_of(storage.check_memory_pool(load_settings({"pool_bytes_max": pool}), machine_of(tmp_path)))
+    assert answer.status == "ok"
+    assert answer.detail.startswith(f"a pool of {probe} was allocated, written and read")
+
+
+def test_memory_tier_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that is refused, that forgets, or that is less than a page."""
+
+    def found(extra: dict[str, Any] | None = None) -> Finding:
+        return next(f for f in examine(load_settings(extra), broken(tmp_path)) if f.name == "memory pool")
+
+    small = found({"pool_bytes_max": 100})
+    assert (small.status, "pool_bytes_max=100 holds not even one chunk" in small.detail) == ("fail", True)
+    with monkeypatch.context() as patch:
+        patch.setattr("kvpipe.transfer.pool.mmap.mmap", raising(OSError(12, "Cannot allocate memory")))
+        refused = found()
+    assert (refused.status, "Cannot allocate memory" in refused.detail) == ("fail", True)
+    with monkeypatch.context() as patch:
+        patch.setattr("kvpipe.transfer.pool.HostPool.slot", lambda pool, index: pool.tensor[index].clone())
+        forgets = found()
+    assert (forgets.status, forgets.detail) == ("fail", "15 of 16 slots did not hold what was written to them")
+
+
+def test_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tier that works is detail to; one that is down is named, with the reason; none is no finding."""
+
+    def found(*tiers: object) -> PendingFinding | None:
+        return storage.check_tiers(load_settings({"tiers": list(tiers)}), machine_of(tmp_path))
+
+    assert found() is None
+    disk = {"kind": "disk", "path": str(tmp_path / "kv")}
+    answer = answer_of(found(disk))
+    assert (answer.status, answer.detail) == ("ok", "a value was written, read and dropped: disk")
+    assert not list((tmp_path / "kv").rglob("*-g0-*"))
+    answer = answer_of(found({"kind": "redis", "host": "127.0.0.1", "port": 1}, disk))
+    assert answer.status == "warn"
+    assert answer.detail.startswith("redis: ")
+    assert "disk" not in answer.detail
+    monkeypatch.setattr("kvpipe.tiers.envelope.Sealer.unseal", raising(DamagedError("checksum")))
+    assert answer_of(found(disk)).detail == "disk: a value came back damaged (checksum)"

@@ -1,0 +1,160 @@
+"""Which of vLLM's layers call the connector's hooks, and when: `connectors/vllm/hooks.py`, held against the sources."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import vllm
+from vllm.model_executor.layers.attention import Attention, MLAAttention, StaticSinkAttention
+from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
+from vllm.models.deepseek_v32.attention import DeepseekV32Attention
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from kvpipe.config import load_settings
+from kvpipe.connectors.vllm.contract import sources as contract
+from kvpipe.connectors.vllm.hooks import fences_late, is_hooked
+from kvpipe.connectors.vllm.support import make_geometry
+from kvpipe.errors import UnsupportedError
+from tests.contract.test_scheduler_versions import FETCH_SECONDS_MAX, fetched
+
+HOOK = "maybe_transfer_kv_layer"
+CALLED_BY = {
+    "model_executor/layers/attention/attention.py": ("Attention", "unified_attention_with_output"),
+    "model_executor/layers/attention/mla_attention.py": ("MLAAttention", "unified_mla_attention_with_output"),
+}
+"""Of each file: the class whose `forward` calls the operator that calls the hooks."""
+
+
+def check(folder: Path) -> None:
+    """In vLLM's package in `folder` the two classes call operators with hooks, and those are all that have any."""
+    for name, (owner, operator) in CALLED_BY.items():
+        tree = ast.parse((folder / name).read_text(encoding="utf-8"))
+        hooked = [
+            node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and HOOK in _decorators(node)
+        ]
+        assert hooked == [operator], name
+        (made,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == owner)
+        (forward,) = (node for node in made.body if isinstance(node, ast.FunctionDef) and node.name == "forward")
+        assert f"torch.ops.vllm.{operator}(" in ast.unparse(forward), name
+
+
+def check_orders(folder: Path) -> None:
+    """Runner V1: `handle_preemptions` before it touches blocks, `wait_for_save` before it samples. V2: neither."""
+    one = _function(folder / "v1/worker/gpu_model_runner.py", "GPUModelRunner", "execute_model")
+    _in_order(one, "handle_preemptions(", "self._update_states(", "maybe_get_kv_connector_output(", "compute_logits(")
+    assert "_zero_block_ids(" in _function(folder / "v1/worker/gpu_model_runner.py", "GPUModelRunner", "_update_states")
+    assert "cudagraph_runtime_mode=cudagraph_mode" in one, "the context says which steps are replayed"
+    two = folder / "v1/worker/gpu/model_runner.py"
+    _in_order(
+        _function(two, "GPUModelRunner", "execute_model"),
+        "self.update_requests(",
+        "batch_desc.cg_mode == CUDAGraphMode.FULL:",
+        "kv_connector.pre_forward(",  # of a step that is replayed: without a context of the model's
+        "run_fullgraph(",
+        "with set_forward_context(attn_metadata",
+    )
+    assert "set_forward_context(None" in _function(
+        folder / "v1/worker/gpu/kv_connector.py", "ActiveKVConnector", "_start_load_kv"
+    )
+    assert "zero_block_ids(" in _function(two, "GPUModelRunner", "update_requests")
+    sampling = _function(two, "GPUModelRunner", "sample_tokens")
+    assert sampling.index("self.sample(") < sampling.rindex("kv_connector.post_forward(")
+    _in_order(_function(folder / "v1/worker/gpu/kv_connector.py", "ActiveKVConnector", "pre_forward"),
+              "handle_preemptions(", "bind_connector_metadata(")  # fmt: skip
+
+
+def _in_order(source: str, *signs: str) -> None:
+    places = [source.index(sign) for sign in signs]
+    assert places == sorted(places), signs
+
+
+def _function(path: Path, owner: str, name: str) -> str:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    (made,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == owner)
+    (found,) = (node for node in made.body if isinstance(node, ast.FunctionDef) and node.name == name)
+    return ast.unparse(found)
+
+
+def _decorators(node: ast.FunctionDef) -> Iterator[str]:
+    return (one.id for one in node.decorator_list if isinstance(one, ast.Name))
+
+
+def test_the_classes_with_hooks() -> None:
+    """Of the installed vLLM, and the order of its calls."""
+    check(Path(vllm.__file__).parent)
+    check_orders(Path(vllm.__file__).parent)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(FETCH_SECONDS_MAX + 60)
+def test_the_classes_with_hooks_of_other_supported_releases() -> None:
+    """Of each recorded release that is not installed, and the order of its calls."""
+    others = [v for v in contract.recorded() if v != contract.package_version(f"version = '{vllm.__version__}'")]
+    assert others
+    for version in others:
+        check(fetched(version) / "vllm")
+        check_orders(fetched(version) / "vllm")
+
+
+@pytest.mark.parametrize(
+    ("kind", "hooked"),
+    [
+        (Attention, True),
+        (MLAAttention, True),
+        (type("Window", (Attention,), {}), True),
+        (StaticSinkAttention, False),  # it does, by way of `Attention.forward`: not relied on
+        (DeepseekV32Attention, False),
+        (DeepseekV32IndexerCache, False),
+        (object, False),
+    ],
+)
+def test_which_layers_are_relied_on(kind: type, *, hooked: bool) -> None:
+    """The two classes, and those of theirs that attend as they do."""
+    assert is_hooked(object.__new__(kind)) is hooked
+
+
+@pytest.mark.parametrize(
+    ("v2", "device", "late"), [(False, "meta", False), (False, "cuda", True), (True, "cuda", False)]
+)
+def test_where_the_fence_is(v2: bool, device: str, late: bool) -> None:
+    """In the next step's first hook with runner V1 on a GPU, nowhere else."""
+    config: Any = SimpleNamespace(use_v2_model_runner=v2)
+    caches: Any = {name: SimpleNamespace(is_cuda=device == "cuda") for name in "ab"}
+    assert fences_late(config, caches) is late
+
+
+def _cache(*layers: tuple[type, dict[str, Any]]) -> KVCacheConfig:
+    """One group of `layers`, named by their order, as vLLM makes it of layers of several sizes."""
+    common: dict[str, Any] = {"block_size": 64, "num_kv_heads": 1, "dtype": torch.uint8}
+    specs = {f"layer.{i}": kind(**common | asked) for i, (kind, asked) in enumerate(layers)}
+    whole = UniformTypeKVCacheSpecs(block_size=64, kv_cache_specs=specs)
+    return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(list(specs), whole)])
+
+
+def test_the_caches_of_deepseek_v32_are_served() -> None:
+    """Its latents, in records of 656 bytes, and its indexer's keys, in one group."""
+    latents, keys = {"head_size": 576, "state_content_bytes": 656}, {"head_size": 132}
+    made = make_geometry(_cache((MLAAttentionSpec, latents), (MLAAttentionSpec, keys)), load_settings())
+    assert [layer.page_bytes for layer in made.groups[0].layers] == [64 * 656, 64 * 132]
+
+
+def test_the_caches_of_deepseek_v4_are_refused() -> None:
+    """Every layer of it has a window, or a compressor's state, of a kind that is not known."""
+    latents = {"head_size": 512, "state_content_bytes": 584, "tokens_per_state": 4, "alignment": 576}
+    with pytest.raises(UnsupportedError, match=r"layer 'layer.1' \(SlidingWindowMLASpec, group 0\) is not supported"):
+        make_geometry(
+            _cache((MLAAttentionSpec, latents), (SlidingWindowMLASpec, {"head_size": 512, "sliding_window": 128})),
+            load_settings(),
+        )

@@ -1,0 +1,47 @@
+"""Why kvpipe counts more preemptions than vLLM does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from vllm.v1.engine import EngineCoreEventType
+from vllm.v1.request import RequestStatus
+
+from kvpipe.connectors.vllm.trial.shapes import SHAPES
+from kvpipe.connectors.vllm.trial.trial import Trial
+
+REQUESTS, STEPS_MAX = 6, 200
+
+
+@pytest.mark.parametrize("aborts", [False, True])
+def test_vllm_lacks_those_of_requests_that_were_aborted_before_their_next_output(aborts: bool) -> None:
+    """VLLM hears of a preemption with the request's next output; kvpipe counts as many, and those without one."""
+    trial = Trial(SHAPES["sync"], 3)
+    trial.scheduler.log_stats = True
+    trial.scheduler.make_stats = lambda *_, **__: None
+    update, heard, lost = trial.scheduler.update_from_output, 0, 0
+
+    def hear(*args: Any) -> Any:
+        nonlocal heard
+        said = update(*args)
+        events = [event for outputs in said.values() for one in outputs.outputs for event in one.events or ()]
+        heard += sum(event.type == EngineCoreEventType.PREEMPTED for event in events)
+        return said
+
+    trial.scheduler.update_from_output = hear
+    try:
+        for i in range(REQUESTS):
+            trial.do(("add", i, 100, i, 60, 0, 0))
+        for _ in range(STEPS_MAX):
+            trial.do(("step", 1))
+            for place, request in reversed(list(enumerate(trial.live))):
+                there = trial.scheduler.requests.get(request)
+                if aborts and there is not None and there.status == RequestStatus.PREEMPTED:
+                    lost += sum(event.type == EngineCoreEventType.PREEMPTED for event in there.events)
+                    trial.do(("abort", place))
+        trial.do(("drain",))
+        assert trial.side.counters["preempted"] == heard + lost > 0
+        assert bool(lost) is aborts
+    finally:
+        trial.close()

@@ -1,0 +1,73 @@
+"""What the connector reads of vLLM's objects is on the list that every release is held against."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvpipe.connectors.vllm.contract import sources as c
+from kvpipe.connectors.vllm.contract.reads import AttributeRead, Reader
+from tests.contract.test_contract import installed_root
+
+READER = Reader(c.folder_reader(installed_root())[1])
+ADAPTER = c.CONNECTOR_SOURCE.parent
+CORE = ADAPTER.resolve().parents[1] / "kvpipe"
+SOURCES = sorted([
+    *ADAPTER.glob("*.py"),
+    *(ADAPTER / "remedies").glob("*.py"),
+    *(CORE / "scheduler").glob("*.py"),
+    *(CORE / "cache").glob("*.py"),
+])  # fmt: skip
+RECORDED = {(cls, name) for classes in c.RELIED.values() for cls, names in classes.items() for name in names}
+READ_MIN = 70
+"""So many attributes are seen to be read at least: fewer, and the reader has become blind."""
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+def test_what_is_read_is_recorded(source: Path) -> None:
+    """Every attribute that the connector, or the core, is seen to read of an object of vLLM's is in `RELIED`."""
+    seen = READER.seen(source.read_text(encoding="utf-8"))
+    assert [one for one in seen if (one.cls, one.name) not in RECORDED] == []
+
+
+def test_the_reader_sees() -> None:
+    """Most of what is recorded is seen to be read, by whatever names it goes."""
+    seen = {(one.cls, one.name) for path in SOURCES for one in READER.seen(path.read_text(encoding="utf-8"))}
+    assert len(seen) >= READ_MIN
+    assert seen >= {
+        ("BlockPool", "num_gpu_blocks"),
+        ("KVCacheGroupSpec", "layer_names"),
+        ("KVTransferConfig", "engine_id"),
+        ("ModelConfig", "rswa_window"),
+        ("ParallelConfig", "use_ubatching"),
+        ("Request", "skip_reading_prefix_cache"),
+        ("VllmConfig", "is_mm_encoder_only"),
+    }
+
+
+def test_how_objects_are_known() -> None:
+    """By annotation, by where they come from, by name; through lists, options, comprehensions and other names."""
+    source = """
+class Own:
+    def __init__(self, manager: KVCacheManager | None, cache):
+        self._manager, self.cache = manager, cache
+    def ask(self, some: dict[str, Request], groups: list[KVCacheGroupSpec]):
+        parallel, other = some_config.x, self.cache
+        model = self.config.model_config
+        for name, one in some.items():
+            one.a; name
+        [each.b for each in groups], getattr(model, "c", 0), some["r"].d, self._manager.e
+        (lambda config: config.parallel_config.f), other.g, self.cache.h, some.get("r").i
+"""
+    assert READER.seen(source) == [
+        AttributeRead("KVCacheGroupSpec", "b", 10),
+        AttributeRead("KVCacheManager", "e", 10),
+        AttributeRead("ModelConfig", "c", 10),
+        AttributeRead("ParallelConfig", "f", 11),
+        AttributeRead("Request", "a", 9),
+        AttributeRead("Request", "d", 10),
+        AttributeRead("Request", "i", 11),
+        AttributeRead("VllmConfig", "model_config", 7),
+        AttributeRead("VllmConfig", "parallel_config", 11),
+    ]

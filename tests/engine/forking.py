@@ -1,0 +1,84 @@
+"""An engine with a tier, in a process that forks meanwhile as user code does: `python -m tests.engine.forking TIER`."""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from kvpipe.connectors.vllm.trial.engine import Engine
+from kvpipe.testing.models import make_model
+from tests.engine.common import assert_clean, ended, prompt
+
+PROMPTS = [prompt(300, 81), prompt(200, 82)]
+DUE = 288 + 192
+TOKENS = 8
+
+
+def _collect(live: Engine) -> None:
+    live.connector.stats()
+    gc.collect()
+
+
+def _shut_down(live: Engine) -> None:
+    live.connector.shutdown()
+    live.worker_connector.shutdown()
+
+
+def _fork(live: Engine, work: Callable[[Engine], None]) -> int:
+    """Do `work` in a child; return its process."""
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            work(live)
+            code = 0
+        finally:
+            os._exit(code)  # vLLM's process groups do not survive an interpreter's end in a fork, with no connector too
+    return child
+
+
+def _multiprocess(live: Engine) -> int:
+    process = multiprocessing.get_context("fork").Process(target=_collect, args=(live,))
+    process.start()
+    assert process.pid is not None
+    return process.pid
+
+
+def main(tier: dict[str, Any]) -> None:
+    """Fork with copies, reads and writes under way: children end, the engine goes on, the tier brings all it had."""
+    config = {"chunk_tokens": 64, "lookup_ms_max": 20_000, "tiers": [tier]}
+    live = Engine(str(make_model("llama")), kvpipe=config, enable_prefix_caching=False)
+    expected = live.generate(PROMPTS, TOKENS)
+    ways: dict[str, Callable[[], int]] = {
+        "collects and ends": lambda: _fork(live, _collect),
+        "shuts down": lambda: _fork(live, _shut_down),
+        "multiprocessing": lambda: _multiprocess(live),
+    }
+    side = live.connector.scheduler
+    assert side is not None
+    for name, fork in ways.items():
+        side.catalog.reset()
+        asked = [live.add(tokens, TOKENS) for tokens in PROMPTS]
+        live.step()
+        child = fork()
+        outputs = live.drain()
+        assert [list(outputs[one].outputs[0].token_ids) for one in asked] == expected, name
+        assert ended(child) == 0, name
+    live.settle()
+    side.catalog.reset()
+    before = side._report.hit_tokens[tier["kind"]]
+    assert live.generate(PROMPTS, TOKENS) == expected
+    assert side._report.hit_tokens[tier["kind"]] - before == DUE
+    assert_clean(live)
+    live.close()
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore", DeprecationWarning)  # of a fork with threads, which is what this is about
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,79 @@
+"""Prompts that do not come as one list of tokens: more input later, and embeddings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvpipe.connectors.vllm.trial.engine import Engine
+from tests.engine.common import assert_clean, baseline, engine, prompt
+
+pytestmark = pytest.mark.engine
+
+ANSWER = 20
+INPUTS = [prompt(200, 91), prompt(70, 92), prompt(130, 93)]
+EMBEDDED, EMBEDDED_TOKENS = 2, 320
+
+
+def _said(live: Engine, session: str) -> list[int]:
+    """Give a session its inputs, one after the other; return all its tokens in the end."""
+    from vllm import SamplingParams
+    from vllm.v1.request import Request, RequestStatus
+
+    params = SamplingParams(max_tokens=ANSWER, temperature=0.0, ignore_eos=True, detokenize=False)
+    hasher = live.core.request_block_hasher
+    for tokens in INPUTS:
+        live.core.add_request(Request(session, list(tokens), params, None, block_hasher=hasher, resumable=True))
+        while live.scheduler.requests[session].status != RequestStatus.WAITING_FOR_STREAMING_REQ:
+            live.core.step()
+    message = list(live.scheduler.requests[session].all_token_ids)
+    live.core.add_request(Request(session, [0], params, None))  # no more input
+    assert session not in live.scheduler.requests
+    return message
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_session_with_more_input_later(*, asynchronous: bool) -> None:
+    """It says what it says without kvpipe; who comes with its tokens later finds all of them."""
+    options: dict[str, Any] = {"enable_prefix_caching": False, "async_scheduling": asynchronous}
+    with engine(kvpipe=None, **options) as plain:
+        message = _said(plain, "session")
+    assert len(message) == sum(map(len, INPUTS)) + 3 * ANSWER - 2  # of each answer but the last its end is left out
+    expected = baseline([message], ANSWER, **options)
+    with engine(kvpipe={}, **options) as live:
+        assert _said(live, "session") == message
+        saved = assert_clean(live)["units_saved"]
+        assert saved >= (len(message) - 1) // 32 - asynchronous
+        assert _said(live, "again") == message
+        again = assert_clean(live)["tokens_loaded"]
+        assert again == len(INPUTS[0]) // 32 * 32  # only the first input is looked up
+        assert live.generate([message], ANSWER) == expected
+        assert assert_clean(live)["tokens_loaded"] - again == saved * 32
+
+
+def test_prompts_of_embeddings() -> None:
+    """Equal ones are hits; others of equal length, whose token ids are the same, are not."""
+    options: dict[str, Any] = {"enable_prompt_embeds": True, "enable_prefix_caching": False}
+    with engine(kvpipe=None, **options) as plain:
+        expected = [_answered(plain, one) for one in range(EMBEDDED)]
+    assert expected[0] != expected[1]
+    with engine(kvpipe={}, **options) as live:
+        for rounds in range(2):
+            for one in range(EMBEDDED):
+                assert _answered(live, one) == expected[one]
+                live.settle()
+            assert assert_clean(live).get("tokens_loaded", 0) == rounds * EMBEDDED * (EMBEDDED_TOKENS - 1)
+
+
+def _answered(live: Engine, seed: int) -> list[int]:
+    """Return the answer to random embeddings."""
+    from vllm import SamplingParams
+
+    rows = live.core.vllm_config.model_config.get_hidden_size()
+    embeddings = torch.randn(EMBEDDED_TOKENS, rows, generator=torch.Generator().manual_seed(seed))
+    params = SamplingParams(max_tokens=ANSWER, temperature=0.0, ignore_eos=True, detokenize=False)
+    name = f"e{live.scheduler.current_step}"
+    live.llm.llm_engine.add_request(name, {"prompt_embeds": embeddings}, params)
+    return list(live.drain()[name].outputs[0].token_ids)

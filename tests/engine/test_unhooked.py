@@ -1,0 +1,131 @@
+"""Models with layers whose attention calls no hook, as those of DeepSeek V3.2 and V4: saved and loaded all the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm import ModelRegistry
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import attention as ops
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.models.llama import LlamaForCausalLM
+
+from kvpipe.connectors.vllm.trial.engine import Engine
+from kvpipe.testing.models import make_model
+from tests.engine.common import assert_clean, prompt
+
+pytestmark = pytest.mark.engine
+
+PROMPTS = [prompt(300, 21), prompt(530, 22), prompt(512, 23)]
+ARCHITECTURE = "PartlyHookedForCausalLM"
+
+
+def attend(layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """What `Attention.forward` does, without the operator that calls the hooks."""
+    inner = layer.impl
+    query = query.view(-1, inner.num_heads, inner.head_size)
+    key, value = (one.view(-1, inner.num_kv_heads, inner.head_size) for one in (key, value))
+    output = torch.empty_like(query)
+    if not layer.get_attn_backend().forward_includes_kv_cache_update:
+        ops.unified_kv_cache_update(key, value, layer.layer_name)
+    ops.unified_attention_with_output.__wrapped__(query, key, value, output, layer.layer_name)
+    return output.view(len(query), -1)
+
+
+class OwnForward(Attention):
+    """As DeepSeek V3.2's attention: a subclass of a class that calls its hooks, which does not."""
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """Attend, and call no hook."""
+        return attend(self, query, key, value)
+
+
+class OwnClass(torch.nn.Module, AttentionLayerBase):
+    """As DeepSeek V4's attention and the indexers' caches: none of vLLM's two classes."""
+
+    def __init__(self, inner: Attention) -> None:
+        """Take the place of `inner`."""
+        super().__init__()
+        self.layer_name = inner.layer_name
+        self._inner = (inner,)  # in a tuple: not a module of this one
+        self.kv_cache = inner.kv_cache
+
+    def __getattr__(self, name: str) -> Any:
+        """What the backend asks of a layer."""
+        return getattr(self.__dict__["_inner"][0], name)
+
+    @property
+    def isa(self) -> str:
+        """The CPU's, which its backend tells to vLLM's own classes only."""
+        return next(one.isa for one in get_forward_context().no_compile_layers.values() if isinstance(one, Attention))
+
+    def get_attn_backend(self) -> Any:
+        """The one of whose place this is."""
+        return self._inner[0].get_attn_backend()
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+        """The one of whose place this is."""
+        return self._inner[0].get_kv_cache_spec(vllm_config)
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Attend, and call no hook."""
+        return attend(self, query, key, value)
+
+
+class PartlyHooked(LlamaForCausalLM):
+    """A Llama in which hooks are called for every third layer only, or for none."""
+
+    everywhere = False
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        """Put the other layers into their places."""
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        made = vllm_config.compilation_config.static_forward_context
+        for number, layer in enumerate(self.model.layers):
+            own = layer.self_attn
+            if number % 3 == 1 or (self.everywhere and number % 3 == 0):
+                own.attn.__class__ = OwnForward
+            elif number % 3 == 2:
+                own.attn = made[own.attn.layer_name] = OwnClass(own.attn)
+
+
+class Unhooked(PartlyHooked):
+    """A Llama in which no hook is called."""
+
+    everywhere = True
+
+
+@pytest.fixture(params=[PartlyHooked, Unhooked])
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """The small Llama, as a model of the class."""
+    for path in make_model("llama").iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"architectures": [ARCHITECTURE]}
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ModelRegistry.register_model(ARCHITECTURE, request.param)
+    yield tmp_path
+    ModelRegistry.models.pop(ARCHITECTURE)
+
+
+def test_layers_without_hooks_are_saved_and_loaded(model: Path) -> None:
+    """Layerwise: what hooks cover is copied by them, the rest with the step. Every save is good, every hit right."""
+    options: dict[str, Any] = {"enable_prefix_caching": False}
+    plain = Engine(str(model), **options)
+    expected = [plain.generate([tokens], 24)[0] for tokens in PROMPTS]
+    plain.close()
+    live = Engine(str(model), kvpipe={"mode": "layerwise", "load": "sync", "chunk_tokens": 128}, **options)
+    try:
+        for _ in range(2):
+            assert [live.generate([tokens], 24)[0] for tokens in PROMPTS] == expected
+        stats = assert_clean(live)
+        assert stats["tokens_loaded"] == 288 + 512 + 511
+        assert stats.get("worker.job_failed", 0) == 0
+    finally:
+        live.close()

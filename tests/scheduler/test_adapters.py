@@ -1,0 +1,499 @@
+"""The bytes of LoRA adapters: what reads them, what the scheduler side makes of them, what a rank checks."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvpipe import adapter_files as module
+from kvpipe.adapter_files import FILES, AdapterFiles, AdapterReader, folder_of
+from kvpipe.messages import BROKEN, Claim, Kind, Report, StepPlan
+from kvpipe.scheduler.adapters import ALWAYS, Adapters
+from kvpipe.testing.pipeline_rig import job
+from kvpipe.tiers.finder import chunk_name
+from kvpipe.trace.log import Counters
+from kvpipe.worker.adapters import HeldAdapters, Loaded
+
+WAIT_S = 20.0
+CONFIG, WEIGHTS = FILES[:2]
+
+
+def _write(folder: Path, weights: bytes = b"one", *, at_ns: int = 1_700_000_000_000_000_000) -> str:
+    folder.mkdir(exist_ok=True, parents=True)
+    for name, data in ((CONFIG, b"{}"), (WEIGHTS, weights)):
+        (folder / name).write_bytes(data)
+        os.utime(folder / name, ns=(at_ns, at_ns))
+    return str(folder)
+
+
+def _ask(reader: AdapterReader, path: str) -> bytes:
+    since_s, limit = time.monotonic(), time.monotonic() + WAIT_S
+    while (digest := reader.digest(path, since_s)) is None:
+        assert time.monotonic() < limit
+        time.sleep(0.001)
+    return digest
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_count_and_nothing_else(tmp_path: Path) -> None:
+    """Adapters of the same bytes are the same wherever they lie; of others they differ, by one byte or one name."""
+    files = AdapterFiles()
+    one = files.read(_write(tmp_path / "a")).digest
+    assert files.read(_write(tmp_path / "b", at_ns=1)).digest == one
+    assert files.read(_write(tmp_path / "c", b"onf")).digest != one
+    (tmp_path / "a" / WEIGHTS).rename(tmp_path / "a" / FILES[2])
+    assert files.read(str(tmp_path / "a")).digest != one
+
+
+def test_what_was_overwritten_is_read_again(tmp_path: Path) -> None:
+    """Of equal size, with equal times, a moment after it was read or long after: the new bytes count."""
+    files, folder = AdapterFiles(), _write(tmp_path / "a")
+    one = files.read(folder).digest
+    _write(tmp_path / "a", b"two")  # so soon that no clock may show it
+    assert (two := files.read(folder).digest) != one
+    time.sleep(module.SETTLED_S)
+    assert files.read(folder) == (settled := files.read(folder))
+    assert settled.settled
+    readings = files.readings
+    assert files.read(folder).digest == two
+    assert files.readings == readings
+    _write(tmp_path / "a", b"six")
+    assert files.read(folder).digest not in {one, two}
+
+
+def test_an_adapter_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read again; if it never rests, that is said."""
+    folder, changes = _write(tmp_path / "a"), [b"two"]
+    read = module.digest_of
+
+    def slow(path: str, signature: module.Signature) -> bytes:
+        digest = read(path, signature)
+        if changes:
+            (tmp_path / "a" / WEIGHTS).unlink()
+            _write(tmp_path / "a", changes.pop())
+        return digest
+
+    monkeypatch.setattr(module, "digest_of", slow)
+    assert AdapterFiles().read(folder).digest == AdapterFiles().read(_write(tmp_path / "b", b"two")).digest
+    changes += [b"%d" % i for i in range(9)]
+    with pytest.raises(OSError, match="changes while it is read"):
+        AdapterFiles().read(folder)
+
+
+def _fifo(folder: Path) -> None:
+    os.mkfifo(folder / WEIGHTS)
+
+
+def _socket(folder: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(os.path.relpath(folder / WEIGHTS))
+
+
+def _device(folder: Path) -> None:
+    (folder / WEIGHTS).symlink_to("/dev/zero")
+
+
+def _loop(folder: Path) -> None:
+    (folder / WEIGHTS).symlink_to(WEIGHTS)
+
+
+def _folder(folder: Path) -> None:
+    (folder / WEIGHTS).mkdir()
+
+
+def _huge(folder: Path) -> None:
+    (folder / WEIGHTS).touch()
+    os.truncate(folder / WEIGHTS, 1 << 40)
+
+
+@pytest.mark.parametrize("hostile", [_fifo, _socket, _device, _loop, _folder, _huge])
+def test_hostile_files(tmp_path: Path, hostile: Any) -> None:
+    """What is no regular file, or larger than any adapter, is one error at once: nothing is waited for or read."""
+    folder = Path(_write(tmp_path / "a"))
+    (folder / WEIGHTS).unlink()
+    hostile(folder)
+    files = AdapterFiles()
+    with pytest.raises(OSError, match=r"no regular file|bytes|symbolic links"):
+        files.read(str(folder))
+    assert files.readings == 0
+
+
+@pytest.mark.parametrize(
+    "path", ["/nowhere", "", "a\0b", "\udcff", "nobody/nothing", "x" * 5000, "~nobody-at-all/x", "/dev/null"]
+)
+def test_hostile_paths(path: str) -> None:
+    """A path that is none costs one fault, however often it is asked for; other adapters are read."""
+    faults: list[str] = []
+    reader = AdapterReader(lambda _, why: faults.append(why))
+    assert [_ask(reader, path) for _ in range(3)] == [b""] * 3
+    assert len(faults) == 1
+    reader.stop()
+
+
+def test_what_vllm_does_not_read_does_not_count(tmp_path: Path) -> None:
+    """Names that are no UTF-8, pipes, thousands of files and links to anywhere beside an adapter are not touched."""
+    folder = Path(_write(tmp_path / "a"))
+    one = AdapterFiles().read(str(folder)).digest
+    Path(os.fsdecode(os.fsencode(folder) + b"/\xff\xfe")).touch()
+    os.mkfifo(folder / "pipe")
+    (folder / "up").symlink_to("/")
+    for i in range(2000):
+        (folder / f"{i}").touch()
+    began_s = time.monotonic()
+    assert AdapterFiles().read(str(folder)).digest == one
+    assert time.monotonic() - began_s < WAIT_S
+
+
+def test_a_folder_of_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a hub's id it counts what lies in the local cache, link by link; nothing is downloaded for that."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    home = tmp_path / "models--who--what"
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    blob = Path(_write(home / "blobs"))
+    snapshot = home / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    for name in (CONFIG, WEIGHTS):
+        (snapshot / name).symlink_to(blob / name)
+    (home / "refs").mkdir()
+    (home / "refs" / "main").write_text(commit)
+    assert folder_of("who/what") == str(snapshot)
+    assert AdapterFiles().read(folder_of("who/what")).digest == AdapterFiles().read(str(blob)).digest
+    with pytest.raises((OSError, ValueError)):
+        folder_of("who/else")
+
+
+def test_vllm_reads_no_other_files() -> None:
+    """The files that count are all that vLLM's LoRA code names."""
+    import re
+
+    import vllm.lora
+
+    sources = [path.read_text("utf-8") for path in Path(vllm.lora.__path__[0]).rglob("*.py")]
+    named = {
+        name for source in sources for name in re.findall(r'"([\w.-]+\.(?:json|safetensors|bin|pt|pth|npz))"', source)
+    }
+    assert named <= set(FILES)
+    assert FILES[1] in named
+
+
+# ---- the reader -----------------------------------------------------------------------------------------------------
+
+
+def test_one_reading_for_all_who_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixty who ask while an adapter is read share that reading and at most one more, though its files are new."""
+    folder, go, begun = _write(tmp_path / "a"), threading.Event(), threading.Event()
+    read = module.digest_of
+
+    def held(path: str, signature: module.Signature) -> bytes:
+        begun.set()
+        assert go.wait(WAIT_S)
+        return read(path, signature)
+
+    monkeypatch.setattr(module, "digest_of", held)
+    reader = AdapterReader(lambda *_: None)
+    asked = [time.monotonic()]
+    assert reader.digest(folder, asked[0]) is None
+    assert begun.wait(WAIT_S)
+    for _ in range(60):
+        asked.append(time.monotonic())
+        assert reader.digest(folder, asked[-1]) is None
+    go.set()
+    _ask(reader, str(tmp_path / "b"))  # all that was asked before has been read
+    assert len({reader.digest(folder, since_s) for since_s in asked}) == 1
+    assert reader.readings == 2
+    reader.stop()
+
+
+# ---- the scheduler's side -------------------------------------------------------------------------------------------
+
+
+class _Reader:
+    """Files that have not been read yet, or come to `found`."""
+
+    def __init__(self) -> None:
+        self.found: bytes | None = None
+        self.asked: list[float] = []
+
+    def digest(self, _: str, since_s: float) -> bytes | None:
+        """Answer as told."""
+        self.asked.append(since_s)
+        return self.found
+
+
+class _World:
+    """A scheduler side's adapters, and one request of adapter 1."""
+
+    def __init__(self, ranks: int = 1, *, seconds_max: float = 1000.0, in_place: bool = False) -> None:
+        """Nothing is known."""
+        self.reader = _Reader()
+        self.side = Adapters(ranks, seconds_max, Counters())
+        self.side.reader = self.reader  # type: ignore[assignment]
+        lora = SimpleNamespace(lora_int_id=1, lora_name="a", lora_path="/a", load_inplace=in_place)
+        self.request: Any = SimpleNamespace(request_id="r", lora_request=lora, block_hashes=[b"0", b"1"])
+        self.side.begin(self.request)
+        self.step = 0
+
+    def keys(self, *, worth: bool = True) -> list[bytes] | None:
+        """Look up in the next step: the keys, or None if the request waits."""
+        self.step += 1
+        if self.side.waits(self.request, self.step, worth=worth):
+            return None
+        return list(self.side.keys(self.request))
+
+    def called(self, number: int) -> None:
+        """VLLM loads or removes an adapter, after the last step that was planned."""
+        self.side.called(number, self.step)
+
+    def told(self, news: dict[int, dict[int, bytes]], *, after: int = 1) -> None:
+        """Ranks say what they hold, so many steps `after` the last that was planned."""
+        self.side.told(news, self.step + after)
+
+
+def test_keys_say_the_bytes() -> None:
+    """Nobody's keys are those of another adapter or of none, in memory or in a tier; they follow the hashes."""
+    world = _World()
+    world.reader.found = b"d" * 16
+    assert world.keys() == [b"0" + b"d" * 16, b"1" + b"d" * 16]
+    world.request.block_hashes[1:] = [b"x", b"y"]  # a streaming session
+    assert world.keys() == [b"0" + b"d" * 16, b"x" + b"d" * 16, b"y" + b"d" * 16]
+    plain: Any = SimpleNamespace(request_id="p", lora_request=None, block_hashes=[b"0"])
+    world.side.begin(plain)
+    assert world.side.keys(plain) is plain.block_hashes
+    assert world.side.claims([job(1)]) == ()
+    assert chunk_name(b"h" * 32) == b"h" * 32 != chunk_name(b"h" * 32 + b"d" * 16) != chunk_name(b"h" * 32 + b"e" * 16)
+
+
+def test_a_request_waits_only_for_what_it_may_find() -> None:
+    """While the files are read a lookup asks for time if something may be found; not for ever, the same in a step."""
+    world = _World()
+    assert world.keys(worth=False) == []  # computed at once; it is saved as soon as a rank has told
+    world.told({0: {1: b"d"}})
+    assert world.keys(worth=False) == [b"0d", b"1d"]
+    late = _World(seconds_max=0.0)
+    assert late.keys() == []
+    world = _World()
+    assert world.keys() is None
+    world.reader.found = b"d"
+    assert world.side.waits(world.request, world.step, worth=True)  # as it was answered in this step
+    assert world.keys() == [b"0d", b"1d"]
+    assert len({world.reader.asked[1], world.reader.asked[2]}) == 1  # one question, however often it is repeated
+
+
+def test_an_adapter_that_nobody_can_read_has_no_keys() -> None:
+    """A hub's id that is not here, or files without permission: nothing is found or saved until a rank holds it."""
+    world = _World()
+    world.reader.found = b""
+    assert world.keys() == []
+    assert not world.side.known(world.request)
+    world.told({0: {1: b"d"}})
+    assert list(world.side.keys(world.request)) == [b"0d", b"1d"]
+
+
+def test_ranks_know_better_than_files() -> None:
+    """What all ranks hold counts, whatever lies on disk by now; what they hold differently counts as nothing."""
+    world = _World(ranks=2)
+    world.reader.found = b"new"
+    assert world.keys() == [b"0new", b"1new"]
+    assert not world.side.certain(world.request)
+    world.told({0: {1: b"old"}})
+    assert world.keys() == [b"0new", b"1new"]
+    world.told({1: {1: b"old"}})
+    assert (
+        list(world.side.keys(world.request)) == []
+    )  # what it has computed is of the old, what it looked up of the new
+    assert world.keys() == [b"0old", b"1old"]
+    assert world.side.certain(world.request)
+    world.told({1: {1: b"other"}})
+    assert world.keys() == []
+    world.told({0: {1: b""}, 1: {1: b""}})
+    world.side.admitted(world.request, 9, 0)
+    assert world.keys() == [b"0new", b"1new"]
+
+
+def test_an_adapter_that_is_loaded_in_place_is_what_its_files_are() -> None:
+    """VLLM loads it again with every step: the files count, and it is certain when the ranks hold just that."""
+    world = _World(in_place=True)
+    world.told({0: {1: b"old"}})
+    world.reader.found = b"new"
+    assert world.keys() == [b"0new", b"1new"]
+    assert not world.side.certain(world.request)
+    world.told({0: {1: b"new"}})
+    assert world.side.certain(world.request)
+
+
+def _ranks_say(world: _World, said: dict[int, bytes]) -> None:
+    """Let a rank answer the questions of a step, each adapter as it holds it now."""
+    asked = {claim.adapter for claim in world.side.claims([]) if not claim.job}
+    rank = _Rank()
+    rank.there = said
+    rank.held.checked(StepPlan(1, claims=world.side.claims([])))
+    news = rank.held.news()
+    assert news.keys() >= asked
+    for index in range(world.side._ranks):
+        world.told({index: news})
+
+
+@pytest.mark.parametrize("now", [b"new", b"old", b""])
+def test_a_call_is_doubt_until_every_rank_has_said(now: bytes) -> None:
+    """After `add_lora` or `remove_lora` nothing is promised by what ranks held; files count if they hold it no more."""
+    world = _World(ranks=2)
+    world.reader.found = b"file"
+    world.told({rank: {1: b"old"} for rank in range(2)})
+    assert world.keys() == [b"0old", b"1old"]
+    world.called(2)  # another one
+    assert world.keys() == [b"0old", b"1old"]
+    world.called(1)
+    assert world.keys() is None
+    assert not world.side.certain(world.request)
+    world.told({0: {1: b"new"}})
+    assert world.keys() is None
+    _ranks_say(world, {1: now} if now else {})
+    assert world.keys() == [b"0" + (now or b"file"), b"1" + (now or b"file")]
+    assert world.side.claims([]) == ()
+
+
+def test_a_step_that_was_under_way_is_no_answer() -> None:
+    """Its ranks say what they held before the call: the adapter's bytes stay unknown until a later step says them."""
+    world = _World(ranks=2)
+    world.told({rank: {1: b"old"} for rank in range(2)})
+    assert world.keys() == [b"0old", b"1old"]
+    world.called(1)
+    world.told({rank: {1: b"old"} for rank in range(2)}, after=0)
+    assert world.keys() is None
+    assert [claim.adapter for claim in world.side.claims([])] == [1]
+    assert not world.side.certain(world.request)
+    world.told({rank: {1: b"new"} for rank in range(2)}, after=0)
+    assert world.keys() == [b"0new", b"1new"]
+
+
+def test_who_need_not_wait_has_no_keys_until_ranks_have_said() -> None:
+    """A lookup that could find nothing, or has waited for long, goes on; what it computes is saved when it is known."""
+    for world in (late := _World(seconds_max=0.0)), _World():
+        world.told({0: {1: b"old"}})
+        if world is late:
+            assert world.keys() == [b"0old", b"1old"]
+        world.called(1)
+        assert world.keys(worth=world is late) == []
+        _ranks_say(world, {1: b"new"})
+        assert list(world.side.keys(world.request)) == [b"0new", b"1new"]
+
+
+def test_what_ranks_are_asked_to_check() -> None:
+    """A save from the step on that it was computed in, or from the first if some is vLLM's; a load as of now."""
+    world = _World()
+    world.reader.found = b"d"
+    world.keys()
+    for local, since in ((0, 7), (32, 0)):
+        world.side.admitted(world.request, 7, local)
+        jobs = [job(1)._replace(request="r"), job(2, Kind.LOAD_SYNC)._replace(request="r"), job(3)]
+        assert world.side.claims(jobs) == (Claim(1, 1, b"d", since), Claim(2, 1, b"d", ALWAYS))
+    world.side.end(world.request)
+    assert world.side.claims(jobs) == ()
+
+
+# ---- the rank's side ------------------------------------------------------------------------------------------------
+
+
+class _Rank:
+    """A rank that holds what it is told to."""
+
+    def __init__(self) -> None:
+        """Nothing."""
+        self.counters = Counters()
+        self.held = HeldAdapters(self.counters)
+        self.there: dict[int, bytes] = {}
+        self.held.now = lambda: dict(self.there)
+        self.step = 0
+
+    def load(self, number: int, digest: bytes, name: str = "a") -> None:
+        """VLLM loads an adapter."""
+        self.there[number] = digest
+        self.held.loaded(Loaded(number, name, f"/{name}", digest))
+
+    def takes(self, digest: bytes, since_step: int, kind: int = Kind.SAVE, number: int = 1) -> bool:
+        """Run a step with one job: whether it is carried out."""
+        self.step += 1
+        one = job(1, kind)
+        plan = self.held.checked(StepPlan(self.step, (one,), claims=(Claim(1, number, digest, since_step),)))
+        assert plan.jobs[0].blocks() == one.blocks()  # which are reported if it fails
+        return bool((plan.jobs[0].table()[:, 1] != BROKEN).all())
+
+
+def test_a_job_of_another_adapter_is_refused() -> None:
+    """Only what the rank holds now counts, and for a save what it has held since."""
+    rank = _Rank()
+    assert not rank.takes(b"d", 1)
+    rank.load(1, b"d")
+    assert rank.takes(b"d", 0)
+    assert not rank.takes(b"e", ALWAYS, Kind.LOAD_SYNC)
+    assert not rank.takes(b"", ALWAYS, Kind.LOAD_SYNC)
+    rank.load(1, b"d")  # evicted and loaded again, the same
+    assert rank.takes(b"d", 0)
+    rank.load(1, b"e")
+    assert rank.takes(b"e", rank.step + 1)
+    assert not rank.takes(b"e", 1)
+    changed = rank.step
+    rank.load(1, b"d")
+    assert not rank.takes(b"d", changed)  # some of it was computed with the other
+    assert rank.takes(b"d", changed, Kind.LOAD_SYNC) is False
+    assert rank.takes(b"d", ALWAYS, Kind.LOAD_SYNC)
+    del rank.there[1]
+    assert not rank.takes(b"d", ALWAYS, Kind.LOAD_SYNC)
+    assert rank.counters.faults["adapter_changed"] == 7
+
+
+def test_a_name_that_is_loaded_again_under_another_number() -> None:
+    """VLLM's own hits go by name and path: they may be of what the name meant before."""
+    rank = _Rank()
+    rank.load(1, b"d")
+    rank.takes(b"d", 0)
+    rank.load(2, b"e")
+    assert not rank.takes(b"e", 0, number=2)
+    assert rank.takes(b"e", rank.step + 1, number=2)
+    assert not rank.takes(b"d", 0)
+    assert rank.takes(b"d", rank.step + 1)
+
+
+def test_reports_say_of_which_step_they_are() -> None:
+    """Added up over ranks, it is that of the rank that is behind."""
+    report = Report(adapters={0: {1: b"d"}}, step=3)
+    report.add(Report(adapters={1: {1: b"d"}}, step=2))
+    assert (report.step, set(report.adapters)) == (2, {0, 1})
+
+
+def test_a_rank_tells_what_it_holds() -> None:
+    """Once, when it changes; and once more when the scheduler's side turns out not to know."""
+    rank = _Rank()
+    assert rank.held.news() == {}
+    rank.load(1, b"d")
+    rank.load(2, b"e", "b")
+    assert rank.held.news() == {1: b"d", 2: b"e"}
+    assert rank.held.news() == {}
+    del rank.there[1]
+    rank.load(3, b"f", "c")
+    assert rank.held.news() == {1: b"", 3: b"f"}
+    rank.takes(b"x", 0, number=2)
+    rank.takes(b"x", 0, number=1)
+    assert rank.held.news() == {1: b"", 2: b"e"}
+
+
+def test_more_adapters_than_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter that was forgotten may have changed: what was computed with it before is not believed."""
+    monkeypatch.setattr("kvpipe.worker.adapters.KNOWN_MAX", 4)
+    rank = _Rank()
+    for number in range(1, 9):
+        rank.load(number, b"d%d" % number, f"{number}")
+        rank.takes(b"d%d" % number, ALWAYS, number=number)
+    rank.load(1, b"d1", "1")
+    assert not rank.takes(b"d1", 0)
+    assert rank.takes(b"d1", rank.step + 1)
+    assert len(rank.held._since) <= 4

@@ -1,0 +1,336 @@
+"""The scheduler side of tiers, in trials of vLLM's real scheduler: who waits, how long, what is leased meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+
+from kvpipe.connectors.vllm.trial.invariants import Watched
+from kvpipe.connectors.vllm.trial.shapes import SHAPES, Shape
+from kvpipe.connectors.vllm.trial.trial import Trial
+from kvpipe.scheduler.fetches import Staging
+from kvpipe.statemachine import stage as m
+from kvpipe.testing.held_tier import HeldTier
+from kvpipe.tiers.base import Key
+
+SHAPE = SHAPES["tier"]._replace(pool_slots=12)
+ADD = ("add", 0, 199, 0, 3, 0, 0)
+"""A request for the whole of document 0: 200 tokens, that is one whole chunk, two blocks of another, and 8 tokens."""
+
+
+class Played:
+    """A trial in which every request is the same prompt, unless said otherwise."""
+
+    def __init__(self, trial: Trial) -> None:
+        """Run the prompt once, so that the tiers hold it; then memory forgets everything."""
+        self.trial, self.watched = trial, Watched(trial)
+        self.run()
+        self.forget()
+
+    @property
+    def staging(self) -> Staging:
+        """What is on trial."""
+        assert self.trial.side.staging is not None
+        return self.trial.side.staging
+
+    def do(self, *moves: tuple[object, ...]) -> None:
+        """Make moves; nothing may break."""
+        for move in moves:
+            self.trial.do(move)
+            assert not self.watched.broken
+
+    def run(self) -> dict[str, int]:
+        """Run one request to its end; return how many tokens of all hits so far came from where."""
+        self.do(ADD, ("drain",))
+        self.watched.after_drain()
+        assert not self.watched.broken
+        return dict(self.trial.side._report.hit_tokens)
+
+    def forget(self) -> None:
+        """Take everything from memory, and from vLLM's own cache."""
+        self.trial.side.catalog.reset()
+        assert self.trial.scheduler.reset_prefix_cache()
+        side = self.trial.side
+        side.weighed(dict.fromkeys(range(len(self.trial.ranks)), (side.weights.ask(), self.trial.weights)))
+
+    @property
+    def waiting(self) -> list[str]:
+        """The states of the stages of live requests."""
+        stages = [tracked.stage for tracked in self.trial.side.requests.tracked.values()]
+        return [stage.state.name for stage in stages if stage is not None]
+
+
+@contextmanager
+def _played(shape: Shape = SHAPE) -> Iterator[Played]:
+    trial = Trial(shape, 2)
+    for i in range(4):
+        trial.documents[i] = [1 + (7 * i + j) % 50 for j in range(200)]
+    try:
+        yield Played(trial)
+    finally:
+        trial.close()
+
+
+@pytest.mark.parametrize("name", ["tier", "two-tiers", "async-scheduler-tier", "tier-hybrid"])
+def test_what_memory_forgot_comes_from_the_tier(name: str) -> None:
+    """A prompt that memory does not hold any more is brought back, and counted where it came from."""
+    with _played(SHAPES[name]._replace(pool_slots=24)) as played:
+        before = played.run()
+        assert before.pop("dict-0") >= 128
+        assert before["memory"] == 0 or len(before) == 1
+
+
+def test_nobody_waits_where_tiers_have_nothing() -> None:
+    """A request for which tiers have nothing waits one lookup, and no more."""
+    with _played() as played:
+        played.trial.tiers[0].values.clear()
+        played.do(ADD, ("schedule",))
+        assert played.waiting == [m.ASKING]
+        played.do(("update",), ("schedule",))
+        assert played.waiting == []
+        assert played.trial.scheduler.running
+
+
+def test_a_short_rest_is_not_asked_for() -> None:
+    """Less than a chunk beyond what memory holds is computed, without a lookup."""
+    with _played() as played:
+        played.run()
+        lookups = played.trial.side.counters["tier_lookup"]
+        played.run()
+        assert played.trial.side.counters["tier_lookup"] == lookups
+
+
+def test_requests_share_a_fetch() -> None:
+    """Two requests for one prompt wait for one fetch of each chunk."""
+    with _played() as played:
+        played.do(("hold", True), ADD, ADD, ("schedule",), ("update",), ("hold", False))
+        played.do(("schedule",), ("update",), ("schedule",), ("drain",))
+        stored = len(played.trial.tiers[0].values)
+        assert 0 < played.trial.side.counters["chunks_fetching"] <= stored
+
+
+def test_a_tier_that_lists_hears_what_was_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tier that answers from a listing is told of every chunk that every rank has stored, and of no other."""
+    reported: list[str] = []
+
+    def stored(_: HeldTier, keys: Sequence[Key]) -> None:
+        reported.extend(key.text for key in keys)
+
+    monkeypatch.setattr(HeldTier, "stored", stored, raising=False)
+    with _played(SHAPE._replace(ranks=2)) as played:
+        values = played.trial.tiers[0].values
+        assert sorted(reported) == sorted(values)
+        assert values
+        values.clear()
+        reported.clear()
+        played.trial.tiers[0].trouble = "down"
+        played.trial.excused |= {"tier_failed"}
+        played.do(ADD, ("drain",))
+        assert not reported
+
+
+@pytest.mark.parametrize("when", [m.ASKING, m.FETCHING])
+def test_lookup_ms_max(when: str) -> None:
+    """Whoever has waited for `lookup_ms_max` goes on with what memory holds; what comes later is there for others."""
+    with _played() as played:
+        if when == m.ASKING:
+            played.do(("hold", True))
+        played.do(ADD, ("schedule",), ("update",))
+        if when == m.FETCHING:
+            played.do(("schedule",), ("hold", True), ("update",), ("schedule",), ("update",))
+        assert played.waiting == [when]
+        played.do(("schedule",), ("update",))
+        assert played.waiting == [when], "it waits"
+        played.do(("late",), ("schedule",))
+        assert played.waiting == []
+        assert played.trial.side.counters["tier_lookup_late"] == 1
+        assert played.trial.side._report.misses["tier_late"] == 1
+        played.do(("drain",))
+
+
+@pytest.mark.parametrize("move", [("abort", 0), ("reset", True, False)])
+@pytest.mark.parametrize("steps", range(6))
+def test_a_stage_ends_with_its_request(move: tuple[object, ...], steps: int) -> None:
+    """However far a stage is when its request is aborted, or the cache reset, its leases are returned."""
+    with _played() as played:
+        played.do(ADD, *[("schedule",), ("update",)] * (steps // 2), *[("schedule",)] * (steps % 2), move, ("drain",))
+        played.watched.after_drain()
+        assert not played.watched.broken
+        assert not played.staging.owners
+        assert not played.staging.pending
+
+
+@pytest.mark.parametrize("kind", ["forgets", "damages", "cuts", "down"])
+def test_a_chunk_that_is_lost_behind_the_lookup(kind: str) -> None:
+    """A chunk that was found and cannot be brought is computed; the reason is told."""
+    with _played() as played:
+        played.do(ADD, ("schedule",), ("update",), ("schedule",))
+        played.trial.tiers[0].trouble = kind
+        played.trial.excused |= {"tier_failed", "chunk_damaged"}
+        played.do(("drain",))
+        assert played.trial.side._report.misses["tier_lost"] == 1
+        assert played.trial.side.counters["chunks_not_fetched"] > 0
+
+
+def test_a_tier_that_is_down() -> None:
+    """While no tier can be asked nobody waits, and the reason of misses says so."""
+    with _played() as played:
+        played.trial.excused |= {"tier_failed"}
+        played.trial.tiers[0].trouble = "down"
+        for _ in range(4):
+            played.run()
+            played.forget()
+        assert not played.staging.finder.usable
+        lookups = played.trial.side.counters["tier_lookup"]
+        played.run()
+        assert played.trial.side.counters["tier_lookup"] == lookups
+        assert played.trial.side._report.misses["tier_down"] == 5
+
+
+def test_a_nearer_tier_gets_what_a_farther_one_had() -> None:
+    """What had to be brought from the second tier is stored in the first."""
+    with _played(SHAPES["two-tiers"]._replace(pool_slots=24)) as played:
+        near, far = played.trial.tiers
+        assert near.values.keys() == far.values.keys()
+        near.values.clear()
+        assert played.run()["dict-1"] >= 128
+        assert near.values.keys() == far.values.keys()
+
+
+def test_waiting_requests_do_not_take_the_whole_pool() -> None:
+    """Fetches leave slots for those that run."""
+    with _played(SHAPE._replace(pool_slots=4)) as played:
+        played.do(*[("add", i, 199, 0, 3, 0, 0) for i in range(4)], ("drain",))
+        played.forget()
+        played.do(("hold", True), *[("add", i, 199, 0, 3, 0, 0) for i in range(4)], ("schedule",), ("update",))
+        played.do(("hold", False), ("schedule",), ("update",), ("hold", True), ("schedule",))
+        assert played.trial.side.catalog.leases + len(played.staging._fetching) <= 3
+        played.do(("drain",))
+
+
+def test_what_a_request_ended_in_is_stored_too() -> None:
+    """The chunk that a request ends in is stored as far as it is filled, and found as such."""
+    with _played() as played:
+        tier: HeldTier = played.trial.tiers[0]
+        found = played.run()["dict-0"]
+        done = played.trial.over[-1]
+        assert found == (len(done.sequence.prompt)) // 32 * 32
+        assert len(tier.values) >= 2
+
+
+def test_what_vllm_holds_itself_is_not_asked_for() -> None:
+    """A prompt that vLLM's own prefix cache holds waits for no tier, though kvpipe's memory has forgotten it."""
+    with _played() as played:
+        played.run()
+        played.trial.side.catalog.reset()
+        lookups = played.trial.side.counters["tier_lookup"]
+        played.run()
+        assert played.trial.side.counters["tier_lookup"] == lookups
+
+
+def test_fetches_wait_for_lanes() -> None:
+    """No more is with the ranks than there are lanes for; what a request gives up is not fetched any more."""
+    shape = SHAPE._replace(pool_slots=16, blocks=40)
+    with _played(shape) as played:
+        played.staging._fetches_max = [1]
+        for i in range(3):
+            played.do(("add", i, 199, 0, 3, 0, 0))
+        played.do(("drain",))
+        played.forget()
+        before = played.trial.side.counters["chunks_fetching"]
+        for i in range(3):
+            played.do(("add", i, 199, 0, 3, 0, 0))
+        played.do(("schedule",), ("update",), ("hold", True), ("schedule",), ("update",), ("schedule",), ("update",))
+        assert played.trial.side.counters["chunks_fetching"] == before + 1
+        assert played.waiting == [m.FETCHING] * 3
+        played.do(("late",), ("schedule",), ("hold", False), ("drain",))
+        assert played.trial.side.counters["chunks_fetching"] == before + 1
+
+
+def test_a_plan_that_fails_loses_no_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When planning goes wrong half-way, what was ordered is sent, and the request goes on without the rest."""
+    with _played() as played:
+        played.trial.excused |= {"fetch_not_planned", "store_not_planned"}
+        reserve = played.staging._reserve
+        calls = 0
+
+        def failing(*args: object) -> object:
+            nonlocal calls
+            calls += 1
+            if calls > 1:
+                raise RuntimeError("broken")
+            return reserve(*args)  # type: ignore[arg-type]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(played.staging, "_reserve", failing)
+            played.do(ADD, ("drain",))
+        assert calls == 2
+        assert played.trial.side.counters["fetch_not_planned"] == 1
+        played.watched.after_drain()
+        assert not played.watched.broken
+
+
+def test_a_rank_without_tiers() -> None:
+    """Orders that a rank cannot carry, as it has no tiers, are reported as failed: nobody waits for ever."""
+    with _played(SHAPES["two-tiers"]._replace(pool_slots=24)) as played:
+        worker = played.trial.ranks[1].connector.worker  # type: ignore[attr-defined]
+        carrier, worker.carrier = worker.carrier, None
+        played.trial.excused |= {"orders_without_tiers"}
+        played.run()
+        assert played.trial.side.counters["chunks_not_fetched"] > 0
+        worker.carrier = carrier
+
+
+def test_tiers_on_some_ranks_only() -> None:
+    """Where not every rank has said what its bytes depend on, tiers are not used."""
+    trial = Trial(SHAPES["two-tiers"], 2)
+    try:
+        assert trial.side.staging is not None
+        trial.side.staging.space.base = ""
+        assert trial.kvpipe is not None
+        one = trial.ranks[0].connector.get_handshake_metadata()
+        assert one is not None
+        trial.kvpipe.set_xfer_handshake_metadata_pp_aware({(0, 0): one})
+        assert not trial.side.staging.space.name
+        assert trial.kvpipe.counters["tiers_not_on_all_ranks"] == 1
+    finally:
+        trial.close()
+
+
+def test_a_producer_stores_chunks_of_adapters() -> None:
+    """Chunks of a LoRA adapter are stored though nobody has looked the adapter up before."""
+    with _played() as played:
+        played.trial.side.switches.loads = False
+        before = len(played.trial.tiers[0].values)
+        played.do(("add", 1, 199, 0, 3, 0, 1), ("drain",))
+        assert len(played.trial.tiers[0].values) > before
+
+
+def test_a_reset_before_the_weights_are_known() -> None:
+    """What was kept before a reset is not shared after it, also where the name becomes known only later."""
+    with _played() as played:
+        played.trial.tiers[0].values, kept = dict(played.trial.tiers[0].values), played.trial.tiers[0].values
+        space = played.staging.space
+        base, space.base = space.base, ""
+        played.do(("reset", True, False))
+        assert not space.name
+        space.base = base
+        assert space.name not in {"", base}
+        hits = played.run()
+        assert "dict-0" not in hits
+        assert played.trial.tiers[0].values.keys() > kept.keys()
+
+
+def test_what_waits_for_stores_that_are_never_reported_keeps_nobody_up() -> None:
+    """While as many stores are with the ranks as may be, offers wait for those, and not for the engine's next step."""
+    with _played() as played:
+        stores = played.staging.stores
+        kept, stores.under_way = stores.under_way, {}
+        stores._offers[0, "chunk", b"key"] = "offer"  # type: ignore[index, assignment]
+        assert bool(stores.pending)
+        stores.under_way = dict.fromkeys(range(stores._max), "owner")  # type: ignore[arg-type]
+        assert not bool(stores.pending)
+        stores._offers.clear()
+        stores.under_way = kept

@@ -1,0 +1,492 @@
+"""What reviews found on the scheduler side, one test per claim; vLLM is played by plain namespaces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvpipe.cache.catalog import Chunk
+from kvpipe.connectors.vllm.trial.scheduler_world import (
+    ASYNC,
+    SAVE,
+    SYNC,
+    UNIT,
+    CountingIndex,
+    SchedulerWorld,
+    slots_of,
+)
+from kvpipe.messages import BROKEN, Job
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_nobody_continues_a_chunk_that_another_prefix_has_grown(apart: bool) -> None:
+    """A chunk is continued only from the prefix hash at its tail: equal unit counts are not equal prefixes (ABA)."""
+    world = SchedulerWorld(ranks=2)
+    first, fork = world.request("first", 3, shared=3), world.request("fork", 4, shared=3)
+    world.admit(first)
+    (j1,) = world.step(first)
+    world.grow(first, 4)
+    (j2,) = world.step(first)
+    if apart:  # the second piece comes before the first, so it is lost and its claim given back
+        world.report((j2, 2, 0))
+        world.report((j1, 2, 0))
+    else:
+        world.report((j1, 1, 0))
+        world.report((j2, 2, 0), (j1, 1, 0))
+    assert world.admit_local(fork, 3 * UNIT) == 0
+    (j3,) = world.step(fork)
+    world.grow(first, 5)
+    (j4,) = world.step(first)
+    assert not set(slots_of(j3)) & set(slots_of(j4))
+    assert (set(slots_of(j1)) == set(slots_of(j3))) is apart  # the fork adopts the chunk where its tail is the fork's
+    world.succeed(j3, j4)
+    assert world.side.catalog.find(0, fork.block_hashes[3]) is not None
+    assert world.side.catalog.find(0, first.block_hashes[4]) is not None
+
+
+def _without_lookup(world: SchedulerWorld, request: Any) -> int:
+    world.side.on_new_request(request)
+    return 4 * UNIT
+
+
+def _stale(world: SchedulerWorld, request: Any) -> int:
+    tokens = world.ask(request)
+    world.step()
+    return tokens
+
+
+def _raising(world: SchedulerWorld, request: Any) -> int:
+    def boom(*_: object) -> Any:
+        raise RuntimeError("boom")
+
+    world.side.loading.rows = boom  # type: ignore[method-assign, assignment]
+    return world.ask(request)
+
+
+def _half_leased(world: SchedulerWorld, request: Any) -> int:
+    lease = world.side.catalog.lease
+
+    def boom(owner: Any, chunks: list[Chunk]) -> None:
+        lease(owner, chunks[:1])
+        raise RuntimeError("boom")
+
+    world.side.catalog.lease = boom  # type: ignore[method-assign]
+    return world.ask(request)
+
+
+@pytest.mark.parametrize("load", ["sync", "async"])
+@pytest.mark.parametrize("promise", [_without_lookup, _stale, _raising, _half_leased])
+def test_a_load_that_cannot_be_planned_is_reported_as_failed(
+    promise: Callable[[SchedulerWorld, Any], int], load: str
+) -> None:
+    """Every load that was granted is counted on: one that cannot be planned goes out with rows no rank accepts."""
+    world = SchedulerWorld(ranks=2, load=load)
+    world.publish(world.request("old", 4, shared=4))
+    request = world.request("new", 6, shared=4)
+    tokens = promise(world, request)
+    assert tokens == 4 * UNIT
+    world.side.admitted(request, world.allocate(request, null=1), tokens)
+    assert world.side.catalog.leases == 0
+    jobs = world.step()
+    assert [job.kind for job in jobs] == [SYNC if load == "sync" else ASYNC]
+    assert slots_of(jobs[0]) == [BROKEN] * 5
+    assert jobs[0].blocks() == {b.block_id for b in world.tables[0]["new"] if not b.is_null}
+    other = world.request("other", 2)
+    world.admit(other)
+    (save,) = world.step(other)
+    world.report((jobs[0], 0, 2), (save, 2, 0))  # the other job's news is not lost on the way
+    assert world.side.catalog.leases == 0
+    assert not world.side.pending
+    assert world.side.lookup(request, 0) == (0, False), "a request whose load has failed never loads again"
+
+
+@pytest.mark.parametrize("load", ["sync", "async"])
+def test_an_illegal_admission_costs_no_other_load_of_its_step(load: str) -> None:
+    """A load for a request that runs goes out to fail; what others were promised goes out beside it."""
+    world = SchedulerWorld(load=load)
+    world.publish(world.request("old", 4, shared=4))
+    odd, good = world.request("odd", 6), world.request("good", 6, shared=4)
+    world.admit(odd)
+    world.succeed(*world.step(odd))
+    world.side.admitted(odd, world.allocate(odd), 4 * UNIT)
+    world.admit(good)
+    broken, whole = world.step()
+    assert (broken.request, whole.request) == ("odd", "good")
+    assert set(slots_of(broken)) == {BROKEN}
+    world.report((broken, 0, 1), (whole, 1, 0))
+    assert world.side.catalog.leases == 0
+    assert not world.side.pending
+
+
+def test_an_illegal_notice_of_a_preemption_costs_no_load_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An admission that failed half way leaves a request that may not be preempted; others load in their step."""
+    world = SchedulerWorld(load="sync")
+    world.publish(world.request("old", 4, shared=4))
+    odd, good = world.request("odd", 6), world.request("good", 6, shared=4)
+    world.ask(odd, UNIT)
+    tables = world.allocate(odd)
+    with monkeypatch.context() as patch:
+        patch.setattr(world.side.catalog, "refresh", _boom)
+        with pytest.raises(RuntimeError, match="boom"):
+            world.side.admitted(odd, tables, 0)
+    world.step(odd)
+    world.admit(good)
+    world.preempt(odd)
+    notice = SimpleNamespace(num_scheduled_tokens={"good": 2 * UNIT}, preempted_req_ids={"odd"})
+    assert "good" in {job.request for job in world.side.plan_step(notice).jobs if job.kind == SYNC}
+
+
+def _boom(*_: object) -> None:
+    raise RuntimeError("boom")
+
+
+@pytest.mark.parametrize("load", ["sync", "async"])
+def test_a_hit_that_vanished_is_emitted_as_broken(load: str) -> None:
+    """A promised chunk that is gone at admission is in the job all the same, in rows that fail on every rank."""
+    world = SchedulerWorld(load=load, chunk_units=2)
+    old = world.request("old", 4, shared=4)
+    world.publish(old)
+    request = world.request("new", 6, shared=4)
+    tokens = world.ask(request)
+    assert tokens == 4 * UNIT
+    world.drop(0, old.block_hashes[3])
+    world.side.admitted(request, world.allocate(request), tokens)
+    (job,) = world.step()
+    assert [slot == BROKEN for slot in slots_of(job)] == [False, False, True, True]
+    assert job.table()[:, 3].tolist() == [b.block_id for b in world.tables[0]["new"][:4]]
+    assert world.side.counters["hit_vanished"] == 1
+    assert world.side.catalog.leases == 1
+    world.report((job, 0, 1))
+    assert world.side.catalog.leases == 0
+
+
+def test_one_failed_save_plan_costs_nobody_else_anything() -> None:
+    """An exception while a save is planned loses neither loads nor other saves of the step, nor any claimed piece."""
+    world = SchedulerWorld(windows=(None, None))
+    world.publish(world.request("old", 2, shared=2))
+    loading, broken, fine = world.request("loading", 4, shared=2), world.request("broken", 3), world.request("fine", 3)
+    for request in (loading, broken, fine):
+        world.admit(request)
+    world.tables[1]["broken"] = [None] * 3  # type: ignore[list-item]  # the first group's piece has been claimed when this is found out
+    jobs = world.step(broken, loading, fine)
+    assert [(job.kind, job.request) for job in jobs] == [(ASYNC, "loading"), (SAVE, "loading"), (SAVE, "fine")]
+    world.check()
+    assert world.side.counters["save_not_planned"] == 1
+    assert world.side.catalog.writing == 4  # two requests in two groups
+    world.succeed(*jobs)
+    assert world.side.catalog.writing == world.side.catalog.leases == 0
+    assert not world.side.pending
+    assert (world.found(loading), world.found(broken), world.found(fine)) == (4, 0, 3)
+    world.allocate(broken)
+    world.grow(broken, 4)
+    assert world.step(broken) == []
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_reset_ends_the_saving_of_running_requests(bad: int) -> None:
+    """The KV that a running request goes on with may be what the reset is to forget: it saves after readmission."""
+    world = SchedulerWorld()
+    request = world.request("running", 3)
+    world.admit(request)
+    (job,) = world.step(request)
+    assert world.side.reset()
+    world.grow(request, 4)
+    assert world.step(request) == []
+    world.report((job, 1 - bad, bad))
+    world.grow(request, 40)
+    assert world.step(request) == []
+    assert world.found(request) == 0
+    assert world.side.catalog.used == 0
+    world.preempt(request)
+    assert world.admit(request) == 0
+    world.succeed(*world.step(request))
+    assert world.found(request) == 40
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_hit_satisfies_every_sliding_window(order: tuple[int, int]) -> None:
+    """A hit is shortened until all windows are held, not until one of them is."""
+    world = SchedulerWorld(windows=(None, 2 * UNIT + 1, 2 * UNIT + 1), chunk_units=2)
+    old = world.request("old", 8, shared=8)
+    world.publish(old)
+    lacking, whole = (1 + i for i in order)
+    world.drop(lacking, old.block_hashes[7])
+    assert world.side.catalog.find(whole, old.block_hashes[7]) is not None
+    request = world.request("new", 8, shared=8, extra=1)
+    assert world.side.lookup(request, 0) == (6 * UNIT, True)
+    world.side.admitted(request, world.allocate(request, null=4), 6 * UNIT)
+    (load,) = world.step()
+    assert BROKEN not in slots_of(load)
+    world.drop(whole, old.block_hashes[5])  # now the one holds units 4 and 5, the other 6 and 7
+    assert world.side.lookup(world.request("newer", 8, shared=8, extra=1), 0) == (4 * UNIT, True)
+
+
+@pytest.mark.parametrize("load", ["sync", "async"])
+def test_a_whole_prompt_hit_of_a_windowed_model_leaves_one_unit(load: str) -> None:
+    """The window of the recomputed last token reaches further back than the window that the hit was checked for."""
+    world = SchedulerWorld(windows=(2 * UNIT + 1,), chunk_units=2, load=load)
+    old = world.request("old", 8, shared=8)
+    world.publish(old)
+    request = world.request("new", 8, shared=8)
+    assert world.ask(request) == 7 * UNIT
+    world.drop(0, old.block_hashes[5])
+    assert world.ask(request) == 4 * UNIT
+    world.side.admitted(request, world.allocate(request, null=2), 4 * UNIT)
+    (job,) = world.step()
+    assert BROKEN not in slots_of(job)
+
+
+def _together(world: SchedulerWorld, load: Job, save: Job) -> None:
+    world.report((load, 1, 1), (save, 2, 0))
+
+
+def _one_rank_first(world: SchedulerWorld, load: Job, save: Job) -> None:
+    world.report((load, 0, 1), (save, 1, 0))
+    world.report((save, 1, 0), (load, 1, 0))
+
+
+def _save_lands_first(world: SchedulerWorld, load: Job, save: Job) -> None:
+    world.report((load, 0, 1))
+    world.report((save, 2, 0))
+    world.report((load, 1, 0))
+
+
+def _bad_news_last(world: SchedulerWorld, load: Job, save: Job) -> None:
+    world.report((load, 1, 0), (save, 1, 0))
+    world.report((load, 0, 1), (save, 1, 0))
+
+
+@pytest.mark.parametrize("order", [_together, _one_rank_first, _save_lands_first, _bad_news_last])
+def test_saves_planned_after_a_failed_load_are_not_believed(order: Callable[[SchedulerWorld, Job, Job], None]) -> None:
+    """What was computed on a failed load is not published though every rank says ok, nor is anything after it."""
+    world = SchedulerWorld(ranks=2)
+    world.publish(world.request("old", 4, shared=4))
+    request, beside = world.request("new", 6, shared=4), world.request("beside", 2)
+    assert world.admit(request) == 4 * UNIT
+    world.admit(beside)
+    load, save, other = world.step(request, beside)
+    assert (load.kind, save.kind, save.request) == (SYNC, SAVE, "new")
+    order(world, load, save)
+    world.succeed(other)
+    assert world.found(request) == 4
+    assert world.found(beside) == 0, "another request of the step may have hit the garbage in vLLM's own cache"
+    assert load.blocks() <= world.forgotten
+    assert world.side.catalog.leases == world.side.catalog.writing == 0
+    request.num_computed_tokens = 0  # vLLM takes them back
+    world.grow(request, 8)
+    assert world.step(request) == []
+    world.preempt(request)
+    assert world.admit(request) == 0
+    world.succeed(*world.step(request))
+    assert world.found(request) == 8
+
+
+def test_nothing_is_saved_between_the_first_bad_news_and_the_last_rank() -> None:
+    """A request whose load one rank has failed saves nothing more, though the load has not landed yet."""
+    world = SchedulerWorld(ranks=2)
+    world.publish(world.request("old", 4, shared=4))
+    request = world.request("new", 6, shared=4)
+    world.admit(request)
+    load, save = world.step(request)
+    world.report((load, 0, 1))
+    request.num_computed_tokens = 0  # vLLM takes them back
+    world.grow(request, 7)
+    assert world.step(request) == []
+    world.report((save, 2, 0))
+    world.grow(request, 8)
+    assert world.step(request) == []
+    world.report((load, 1, 0))
+    world.grow(request, 9)
+    assert world.step(request) == []
+    assert world.found(request) == 4
+
+
+@pytest.mark.parametrize("windows", [(None, 1024), (None, 1024, 4096), (1024,)])
+def test_a_long_prompt_is_looked_up_in_linear_time(windows: tuple[int | None, ...]) -> None:
+    """128k tokens that the full group holds and the window groups do not: index probes are linear in the chunks."""
+    chunks, per_chunk = 512, 16
+    world = SchedulerWorld(windows=windows, chunk_units=per_chunk)
+    request = world.request("long", chunks * per_chunk)
+    catalog, indices = world.side.catalog, [CountingIndex() for _ in windows]
+    for group, window in enumerate(windows):
+        for i in range(per_chunk - 1, chunks * per_chunk, per_chunk):
+            if window is None:
+                dict.__setitem__(indices[group], request.block_hashes[i], Chunk(catalog.machine, group, i))
+    catalog._index = tuple(indices)
+    assert world.side.lookup(request, 0) == (0, False)
+    probes = sum(index.probes for index in indices)
+    assert chunks <= probes <= 3 * len(windows) * per_chunk * chunks
+
+
+def test_a_reused_request_id_has_leases_of_its_own() -> None:
+    """Two requests of one id, the first still loading, never share an owner: a landing frees its own leases only."""
+    world = SchedulerWorld()
+    world.publish(world.request("old", 4, shared=4))
+    loads = []
+    for _ in range(2):
+        request = world.request("same", 6, shared=4)
+        assert world.admit(request) == 4 * UNIT
+        loads.append(world.step()[0])
+        assert loads[-1].kind == SYNC
+        world.side.finished(request)
+    jobs = world.side.jobs.in_flight
+    owners = [jobs[job.id].owner for job in loads]
+    assert None not in owners
+    assert len(set(owners)) == 2
+    for left in (1, 0):
+        assert world.side.catalog.leases == left + 1
+        world.succeed(loads[1 - left])
+        assert world.side.catalog.leases == left
+
+
+def test_a_producer_saves_again_after_a_preemption() -> None:
+    """A connector that never loads still learns from the admission that a preempted request has new blocks."""
+    world = SchedulerWorld(loads=False)
+    request = world.request("r", 3)
+    assert world.admit(request) == 0
+    world.succeed(*world.step(request))
+    assert world.found(request) == 3
+    world.preempt(request)
+    assert world.admit(request) == 0
+    world.grow(request, 5)
+    (job,) = world.step(request)
+    world.succeed(job)
+    assert job.kind == SAVE
+    assert world.found(request) == 5
+
+
+def test_blocks_reported_as_invalid_fail_their_load_before_its_report() -> None:
+    """A load that timed out is told by its blocks, its report comes much later: all follows from the blocks."""
+    world = SchedulerWorld()
+    world.publish(world.request("old", 4, shared=4))
+    request = world.request("new", 6, shared=4)
+    world.admit(request)
+    load, save = world.step(request)
+    world.side.invalidated(load.blocks())
+    assert load.blocks() <= world.forgotten, "or a preemption would make the garbage a hit of vLLM's own cache"
+    world.succeed(save)
+    assert world.found(request) == 4
+    world.preempt(request)
+    assert world.admit(request) == 0, "the old load may still write to its blocks: no second one"
+    world.succeed(*world.step(request))
+    assert world.found(request) == 6
+    world.report((load, 0, 1))
+    assert world.side.catalog.leases == 0
+    assert world.side.counters["load_failed"] == 1
+    assert world.side.counters["illegal_transition"] == 0
+
+
+def test_a_request_that_reads_no_cache_is_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It needs every token of its prompt: no probe, no question to a tier, no hit; what it computes is saved."""
+    world = SchedulerWorld()
+    world.publish(world.request("old", 4, shared=4))
+    monkeypatch.setattr(world.side.prefixes, "longest", lambda _: pytest.fail("looked up"))
+    monkeypatch.setattr(world.side, "staging", object())  # asked for anything, it raises
+    request = world.request("new", 6, shared=4)
+    request.skip_reading_prefix_cache = True
+    assert world.ask(request) == 0
+    monkeypatch.undo()
+    assert world.admit(request) == 0
+    (job,) = world.step(request)
+    assert job.kind == SAVE
+    world.succeed(job)
+    assert world.found(request) == 6
+    assert world.side._report.misses["not_read"] == 1
+    assert not any(world.side._report.hit_tokens.values())
+    assert world.side.catalog.leases == 0
+
+
+@pytest.mark.parametrize(("load", "answers"), [("auto", (4 * UNIT, False)), ("async", (0, False))])
+def test_a_request_that_another_connector_has_let_down_is_asked_for_anew(load: str, answers: tuple[int, bool]) -> None:
+    """Its hit is loaded within the step, though others run: between steps vLLM might never admit it again."""
+    world = SchedulerWorld(load=load)
+    world.publish(world.request("old", 4, shared=4))
+    request = world.request("new", 6, shared=4)
+    hit = world.ask(request)
+    assert hit == 4 * UNIT
+    world.side.admitted(request, world.allocate(request), 0)  # for the other's load, which fails
+    for tables in world.tables:
+        del tables["new"]
+    world.step()
+    if world.side.loading.stall is not None:
+        world.side.loading.stall.running, world.side.loading.stall.rate = 1, 1.0  # somebody would wait very long
+    assert world.side.lookup(request, 0) == world.side.lookup(request, 0) == answers
+    world.side.admitted(request, world.allocate(request), answers[0])
+    jobs = world.step(request)
+    assert [job.kind for job in jobs] == ([SYNC, SAVE] if answers[0] else [SAVE])
+    world.succeed(*jobs)
+    world.side.finished(request)
+    assert world.found(request) == 6
+    assert world.side.counters["contained_error"] == world.side.catalog.leases == 0
+
+
+@pytest.mark.parametrize("kind", [SAVE, SYNC, ASYNC])
+def test_a_report_that_is_lost_does_not_keep_the_engine_up(kind: int) -> None:
+    """Some time after ranks must have reported a job, nobody steps for it any more; if it comes, it counts."""
+    world = SchedulerWorld(ranks=2)
+    first, other = world.request("first", 4, shared=4), world.request("other", 4, shared=4)
+    world.admit(first)
+    (job,) = world.step(first)
+    if kind != SAVE:
+        world.succeed(job)
+        world.side.loading.between_steps = kind == ASYNC
+        world.admit(other)
+        (job,) = world.step(*([] if kind == ASYNC else [other]))
+    assert job.kind == kind
+    assert bool(world.side.pending)
+    sent = world.side.jobs.in_flight[job.id]
+    sent.sent_at_s -= world.side.settings.stuck_ms_max / 1000 - 1
+    assert bool(world.side.pending), "its rank may fail it only now"
+    sent.sent_at_s -= 10.0
+    assert not bool(world.side.pending)
+    assert world.side.stats()["jobs_in_flight"] == 1
+    world.succeed(job)
+    assert not bool(world.side.pending)
+    assert world.side.stats()["jobs_in_flight"] == 0
+
+
+def test_a_later_job_is_waited_for_beside_a_lost_one() -> None:
+    """A lost report does not make the engine forget what is still under way."""
+    world = SchedulerWorld()
+    first, other = world.request("first", 4), world.request("other", 4)
+    world.admit(first)
+    (lost,) = world.step(first)
+    world.side.jobs.in_flight[lost.id].sent_at_s -= 1000.0
+    assert not bool(world.side.pending)
+    world.admit(other)
+    (job,) = world.step(other)
+    assert bool(world.side.pending)
+    world.succeed(job)
+    assert not bool(world.side.pending)
+
+
+def test_slots_are_used_when_every_rank_has_them_ready() -> None:
+    """A rank that has said nothing, or has got less far than others, holds all of them back."""
+    side = SchedulerWorld(ranks=2, slots=8, touch="ahead").side
+    assert side.catalog.ready == 0
+    side.slots_ready({0: 5})
+    assert side.catalog.ready == 0
+    side.slots_ready({1: 3})
+    assert side.catalog.ready == 3
+    side.slots_ready({})
+    side.slots_ready({0: 8})
+    assert side.catalog.ready == 3
+    side.slots_ready({1: 8})
+    assert side.stats()["slots_ready"] == side.totals()["pool_chunks_ready"][""] == 8
+
+
+def test_the_tail_of_a_request_does_not_evict_its_head() -> None:
+    """What vLLM's own prefix cache holds is of use: in a full pool others' chunks give way to the request's tail."""
+    world = SchedulerWorld(chunk_units=4, slots=4)
+    world.publish(world.request("head", 8, shared=8))
+    world.publish(world.request("other", 8))
+    whole = world.request("whole", 11, shared=8)
+    assert world.admit_local(whole, 8 * UNIT) == 0
+    world.succeed(*world.step(whole))
+    world.side.finished(whole)
+    again = world.request("whole", 11, shared=8)
+    assert world.ask(again) == 11 * UNIT - 1
+    assert world.side.counters["evicted"] == 1

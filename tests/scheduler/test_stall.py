@@ -1,0 +1,141 @@
+"""When a hit's load is asynchronous: never when nobody else would wait, always when somebody would wait too long."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvpipe.connectors.vllm.trial.scheduler_world import ASYNC, SYNC, SchedulerWorld
+from kvpipe.geometry import Geometry, Group, Layer
+from kvpipe.messages import Kind, Report, Tally
+from kvpipe.scheduler.stall import Stall
+from kvpipe.testing.pipeline_rig import Rig, job, plan
+from kvpipe.transfer.base import Direction
+from kvpipe.worker.batch import Batch
+
+TOKEN_BYTES = 2 * 100 // 4  # two layers, pages of 100 bytes for 4 tokens
+GEOMETRY = Geometry((Group((Layer("a", 100), Layer("b", 100)), block_tokens=4),), 16, 1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("running", "loading", "rate", "stall_ms_max", "expected"),
+    [
+        (0, False, 1.0, 50, False),  # nobody waits, however slow
+        (0, True, 1.0, 0, False),
+        (1, False, 0.0, 50, False),  # never measured
+        (1, False, 1000 * TOKEN_BYTES / 0.05, 50, False),  # just in time
+        (1, False, 999 * TOKEN_BYTES / 0.05, 50, True),
+        (1, True, 1e12, 50, True),  # it would queue behind the other
+        (1, False, 0.0, 0, True),  # no wait is allowed
+    ],
+)
+def test_who_waits_for_whom(running: int, loading: bool, rate: float, stall_ms_max: int, expected: bool) -> None:
+    """A load of 1000 tokens against what others would have to wait for it."""
+    stall = Stall(GEOMETRY, stall_ms_max)
+    stall.running, stall.rate = running, rate
+    assert stall.too_long(1000, loading=loading) is expected
+
+
+def test_the_loads_of_a_step_add_up() -> None:
+    """Ten hits of 30 ms in one step would be 300 ms: the second is already too much."""
+    stall = Stall(GEOMETRY, 50)
+    stall.running, stall.rate = 1, 1000 * TOKEN_BYTES / 0.03
+    assert not stall.too_long(1000, loading=False)
+    stall.due = 1000
+    assert stall.too_long(1000, loading=False)
+
+
+@pytest.mark.parametrize(("mine", "other", "slowest"), [(0, 5, 5), (5, 0, 5), (7, 5, 5), (0, 0, 0)])
+def test_the_slowest_rank_counts(mine: float, other: float, slowest: float) -> None:
+    """Ranks that have loaded nothing yet say nothing."""
+    report = Report({1: Tally(1, 0)}, rate=mine)
+    report.add(Report({1: Tally(1, 0)}, rate=other))
+    assert report.rate == slowest
+
+
+def test_the_rate_is_that_of_copies_not_of_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was queued before the one before it landed says how fast the bus is; a first wave may wait for compute."""
+    rig = Rig()
+    now = [1_000_000_000]
+    monkeypatch.setattr("time.monotonic_ns", lambda: now[0])
+    pages = [rig.geometry.groups[g].layers[i].page_bytes for g, i in rig.geometry.layers]
+    for number, wait_ns in ((1, 700_000_000), (2, 5_000_000_000)):
+        rig.pipeline.begin(plan(job(number, Kind.LOAD_ASYNC)))
+        for layer in range(rig.layers):  # each is queued by itself
+            rig.pipeline._submit(rig.pipeline._async, layer)  # type: ignore[arg-type]
+            now[0] += 1000
+        now[0] += wait_ns  # for whatever was computed before
+        for _ in range(rig.layers):
+            rig.engine.complete(Direction.LOAD)
+            rig.settle()
+            now[0] += 500_000
+        assert rig.pipeline.copies.rate.bytes_per_s == pytest.approx(sum(pages[1:]) / 1000e-6)
+        rig.pipeline.start_loads()
+        rig.pipeline.end_step()
+    rig.pipeline.shutdown()
+
+
+def test_a_wave_lands_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that were queued together share the time since the wave before them."""
+    rig = Rig()
+    now = [1_000_000_000]
+    monkeypatch.setattr("time.monotonic_ns", lambda: now[0])
+    pages = [rig.geometry.groups[g].layers[i].page_bytes for g, i in rig.geometry.layers]
+    rig.pipeline.begin(plan(job(1, Kind.LOAD_ASYNC)))
+    rig.pipeline._submit(rig.pipeline._async, 0)  # type: ignore[arg-type]
+    now[0] += 1000
+    rig.pipeline.start_loads()
+    for layer in (1, 2):
+        rig.pipeline._submit(rig.pipeline._async or _batch(rig), layer)
+    now[0] += 800_000
+    rig.engine.complete(Direction.LOAD)
+    rig.settle()
+    assert rig.pipeline.copies.rate.bytes_per_s == 0, "the first says nothing"
+    now[0] += 500_000
+    rig.engine.complete(Direction.LOAD)
+    rig.engine.complete(Direction.LOAD)
+    rig.settle()
+    assert rig.pipeline.copies.rate.bytes_per_s == pytest.approx(sum(pages[1:]) / 500e-6)
+    rig.pipeline.end_step()
+    rig.pipeline.shutdown()
+
+
+def _batch(rig: Rig) -> Batch:
+    """Return the batch of the last submission."""
+    batch = rig.engine.copies[-1].ticket.batch
+    assert isinstance(batch, Batch)
+    return batch
+
+
+def _kinds(world: SchedulerWorld, *requests: Any) -> list[Kind]:
+    """Admit requests in one pass, and return how each is loaded."""
+    jobs: dict[str, Kind] = {}
+    for request in requests:
+        world.admit(request)
+    for one in world.step():
+        jobs[one.request] = Kind(one.kind)
+    return [jobs[request.request_id] for request in requests]
+
+
+def test_hits_of_one_step_share_what_others_may_wait() -> None:
+    """Alone a hit loads in its step; beside others as long as all such loads together are quick enough."""
+    world = SchedulerWorld(load="auto")
+    page_bytes = 64
+    saved = world.request("saved", 8, shared=8)
+    world.admit(saved)
+    world.succeed(*world.step(saved))  # it runs: others would wait
+    world.side.reported(Report(rate=8 * page_bytes / 0.03))  # a hit of eight units takes 30 ms
+    hits = [world.request(f"hit{i}", 9, shared=8) for i in range(3)]
+    assert _kinds(world, *hits) == [SYNC, ASYNC, ASYNC]
+
+
+def test_a_hit_alone_is_loaded_in_its_step_however_large() -> None:
+    """Nobody waits for it but itself."""
+    world = SchedulerWorld(load="auto")
+    saved = world.request("saved", 8, shared=8)
+    world.admit(saved)
+    world.succeed(*world.step(saved))
+    world.side.reported(Report(rate=1.0))
+    world.step()  # nobody runs any more
+    assert _kinds(world, world.request("hit", 9, shared=8)) == [SYNC]

@@ -1,0 +1,98 @@
+"""The engine's paged blocks: block tables, and a prefix cache of its own over blocks that nobody holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+
+class Block(NamedTuple):
+    """One block of every layer's cache. Nothing of this engine has a window, so none is a stand-in."""
+
+    block_id: int
+    is_null: bool = False
+
+
+class Blocks:
+    """Who holds which block. A block that nobody holds keeps what is in it until it is needed."""
+
+    def __init__(self, count: int, block_tokens: int) -> None:
+        """`count` blocks of `block_tokens` tokens, all free."""
+        self.count, self.block_tokens = count, block_tokens
+        self._free: dict[int, None] = dict.fromkeys(range(count))  # the one to be taken first, first
+        self._holders = [0] * count
+        self._tables: dict[str, list[Block]] = {}
+        self._found: dict[bytes, int] = {}
+        self._hash: dict[int, bytes] = {}
+
+    # ---- what kvpipe asks for -------------------------------------------------------------------------------------
+
+    def table(self, request_id: str, group: int = 0) -> Sequence[Block]:
+        """Return the request's blocks, in the order of its tokens. There is one group of layers only."""
+        assert group == 0
+        return self._tables.get(request_id, ())
+
+    def forget(self, block_ids: Iterable[int]) -> None:
+        """Offer these to nobody any more; who holds them keeps them."""
+        for block in block_ids:
+            key = self._hash.pop(block, None)
+            if key is not None:
+                del self._found[key]
+
+    def free(self) -> int:
+        """Return how many blocks can be taken."""
+        return len(self._free)
+
+    # ---- what the engine does -------------------------------------------------------------------------------------
+
+    def prefix(self, hashes: Sequence[bytes]) -> list[int]:
+        """Return the blocks that hold the longest prefix known by `hashes`."""
+        found: list[int] = []
+        for key in hashes:
+            block = self._found.get(key)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def grow(self, request_id: str, tokens: int, prefix: Sequence[int] = ()) -> bool:
+        """Give the request blocks for its first `tokens` tokens, or nothing if there are too few.
+
+        `prefix`: of a request that holds none yet, the blocks it shares.
+        """
+        table = self._tables.get(request_id, [])
+        new = -(-tokens // self.block_tokens) - len(table) - len(prefix)
+        if new > len(self._free) - sum(1 for block in prefix if block in self._free):
+            return False
+        for block in prefix:
+            self._free.pop(block, None)
+        fresh: list[int] = []
+        for _ in range(new):
+            block = next(iter(self._free))
+            del self._free[block]
+            self.forget([block])
+            fresh.append(block)
+        for block in (*prefix, *fresh):
+            self._holders[block] += 1
+            table.append(Block(block))
+        self._tables[request_id] = table
+        return True
+
+    def publish(self, request_id: str, hashes: Sequence[bytes]) -> None:
+        """The request's first blocks are computed: offer them under `hashes`."""
+        for key, block in zip(hashes, self._tables[request_id], strict=False):
+            if key not in self._found:
+                self.forget([block.block_id])
+                self._found[key] = block.block_id
+                self._hash[block.block_id] = key
+
+    def release(self, request_id: str) -> None:
+        """The request needs its blocks no more. Those of its end are taken by others first."""
+        for block, _ in reversed(self._tables.pop(request_id, [])):
+            self._holders[block] -= 1
+            if not self._holders[block]:
+                self._free[block] = None
+
+    def clear(self) -> None:
+        """Offer nothing of what is held."""
+        self.forget(list(self._hash))

@@ -1,0 +1,325 @@
+"""Continuous batching over `Transformer`: chunked prefill, prefix cache, preemption by recompute.
+
+What another cache may add lies in `Reuse`: the engine calls its methods at the moments that they name, and nothing else
+here knows of kvpipe.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
+
+import torch
+
+from tests.second_engine.blocks import Blocks
+from tests.second_engine.model import Chunk, Shape, Transformer
+
+IDLE_S = 0.001
+"""Between steps that compute nothing, when what they wait for is still to come."""
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """A prompt, and what was generated after it."""
+
+    request_id: str
+    all_token_ids: list[int]
+    new_tokens_max: int
+    block_tokens: int
+    num_prompt_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_preemptions: int = 0
+    block_hashes: list[bytes] = field(default_factory=list)
+    logits: list[torch.Tensor] = field(default_factory=list)
+    lora_request: ClassVar[None] = None
+    skip_reading_prefix_cache: ClassVar[bool] = False
+    resumable: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Nothing is generated yet."""
+        self.num_prompt_tokens = self.num_tokens
+        self._hash()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and generated ones."""
+        return len(self.all_token_ids)
+
+    @property
+    def output(self) -> list[int]:
+        """The generated tokens."""
+        return self.all_token_ids[self.num_prompt_tokens :]
+
+    @property
+    def done(self) -> bool:
+        """Whether all that was asked for is generated."""
+        return len(self.output) >= self.new_tokens_max
+
+    def sampled(self, logits: torch.Tensor) -> None:
+        """Take the likeliest token."""
+        self.logits.append(logits)
+        self.all_token_ids.append(int(logits.argmax()))
+        self._hash()
+
+    def _hash(self) -> None:
+        """Name every whole block by all the tokens up to its end."""
+        size = self.block_tokens
+        for block in range(len(self.block_hashes), self.num_tokens // size):
+            before = self.block_hashes[-1] if block else b"root"
+            tokens = self.all_token_ids[block * size : (block + 1) * size]
+            self.block_hashes.append(hashlib.sha256(before + repr(tokens).encode()).digest())
+
+
+class Step(NamedTuple):
+    """What one step computes: tokens by request id. And whose blocks were taken away before."""
+
+    num_scheduled_tokens: dict[str, int]
+    preempted_req_ids: frozenset[str]
+
+
+class Hit(NamedTuple):
+    """So many tokens can come from elsewhere. `waits`: the request cannot run before they are there."""
+
+    tokens: int = 0
+    waits: bool = False
+
+
+class Ended(NamedTuple):
+    """How the loads of a step ended: requests that waited, those of them that got nothing, and blocks of garbage."""
+
+    loaded: frozenset[str] = frozenset()
+    failed: frozenset[str] = frozenset()
+    bad_blocks: frozenset[int] = frozenset()
+
+
+class Reuse:
+    """A cache beside the engine's own. This one holds nothing."""
+
+    def lookup(self, request: Request, local_tokens: int) -> Hit | None:
+        """Return what comes after the first `local_tokens` tokens, or None: ask again in the next step."""
+        del request, local_tokens
+        return Hit()
+
+    def admitted(self, request: Request, loaded_tokens: int) -> None:
+        """The request has its blocks; `loaded_tokens` of them are to be filled."""
+
+    def begin(self, step: Step) -> None:
+        """A step is scheduled, and about to be computed."""
+
+    def before(self, layer: str) -> None:
+        """The step is about to read and write the caches of `layer`."""
+
+    def after(self, layer: str) -> None:
+        """The step has written the caches of `layer`."""
+
+    def end(self) -> Ended:
+        """The step is computed."""
+        return Ended()
+
+    def finished(self, request: Request) -> None:
+        """The request is over, or given up."""
+
+    def reset(self) -> None:
+        """Nothing that is held may be found again."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether steps are needed though there is nothing to compute."""
+        return False
+
+
+class Engine:
+    """One model, `ranks` ranks that share its heads, and requests until they are done."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        *,
+        blocks: int = 64,
+        block_tokens: int = 4,
+        step_tokens: int = 16,
+        ranks: int = 1,
+        prefix_cache: bool = True,
+    ) -> None:
+        """`step_tokens` is the most that a step computes."""
+        shape = model.shape
+        self.model, self.step_tokens, self._prefix_cache = model, step_tokens, prefix_cache
+        self.blocks = Blocks(blocks, block_tokens)
+        self.caches = [self._make_caches(shape, ranks) for _ in range(ranks)]
+        self.reuse = Reuse()
+        self.requests: dict[str, Request] = {}
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.loading: dict[str, tuple[Request, int]] = {}
+        """Requests that wait for a load, and how many of their tokens are there when it has ended."""
+        self._to_preempt: set[str] = set()
+
+    def _make_caches(self, shape: Shape, ranks: int) -> dict[str, torch.Tensor]:
+        size = (self.blocks.count, shape.heads // ranks, self.blocks.block_tokens, 2 * shape.head_dim)
+        return {name: torch.zeros(size) for name in shape.names}
+
+    # ---- what users call ------------------------------------------------------------------------------------------
+
+    def add(self, request_id: str, prompt: Sequence[int], new_tokens: int = 8) -> Request:
+        """Queue a request for `new_tokens` tokens."""
+        if -(-(len(prompt) + new_tokens) // self.blocks.block_tokens) > self.blocks.count:
+            raise ValueError(f"{request_id}: more tokens than the caches hold")
+        request = Request(request_id, list(prompt), new_tokens, self.blocks.block_tokens)
+        self.requests[request_id] = request
+        self.waiting.append(request)
+        return request
+
+    def abort(self, request: Request) -> None:
+        """Give a request up. What a load still writes to is free when the load has ended."""
+        del self.requests[request.request_id]
+        self.reuse.finished(request)
+        if request in self.waiting:
+            self.waiting.remove(request)
+        if request in self.running:
+            self.running.remove(request)
+        if request.request_id not in self.loading:
+            self.blocks.release(request.request_id)
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is a reason for another step."""
+        return bool(self.requests or self.loading or self.reuse.pending)
+
+    def run(self, steps_max: int = 1000) -> None:
+        """Step until there is nothing to do. Raises `RuntimeError` when that takes more than `steps_max` steps."""
+        for _ in range(steps_max):
+            if not self.busy:
+                return
+            if not self.step().num_scheduled_tokens:
+                time.sleep(IDLE_S)
+        raise RuntimeError(f"{steps_max} steps, and requests are left: {sorted(self.requests)}")
+
+    def reset(self) -> None:
+        """Forget what could be reused."""
+        self.blocks.clear()
+        self.reuse.reset()
+
+    def preempt_soon(self, request_id: str) -> bool:
+        """Take a running request's blocks away with the next step. Returns whether it runs."""
+        self._to_preempt |= {one.request_id for one in self.running} & {request_id}
+        return request_id in self._to_preempt
+
+    # ---- one step -------------------------------------------------------------------------------------------------
+
+    def step(self) -> Step:
+        """Schedule, compute and sample. Returns what was scheduled."""
+        step = self._schedule()
+        chunks = [self._chunk(request_id, count) for request_id, count in step.num_scheduled_tokens.items()]
+        self.reuse.begin(step)
+        logits: list[torch.Tensor] = []
+        if chunks:
+            logits = self.model.forward(chunks, self.caches, self.reuse.before, self.reuse.after)
+        ended = self.reuse.end()
+        for request_id in ended.loaded:
+            self._loaded(request_id, ok=request_id not in ended.failed)
+        for (request_id, count), last in zip(step.num_scheduled_tokens.items(), logits, strict=True):
+            self._computed(self.requests[request_id], count, last, ended.bad_blocks)
+        return step
+
+    def _schedule(self) -> Step:
+        scheduled: dict[str, int] = {}
+        preempted, self._to_preempt = self._to_preempt, set()
+        for victim in [one for one in self.running if one.request_id in preempted]:
+            self.running.remove(victim)
+            self._preempt(victim)
+        before = len(preempted)
+        for request in list(self.running):
+            count = min(request.num_tokens - request.num_computed_tokens, self.step_tokens - sum(scheduled.values()))
+            if request in self.running and count and self._make_room(request, count, preempted):
+                scheduled[request.request_id] = count
+        later: list[Request] = []
+        while self.waiting and len(preempted) == before and sum(scheduled.values()) < self.step_tokens:
+            request = self.waiting.popleft()
+            admitted = self._admit(request, self.step_tokens - sum(scheduled.values()))
+            if admitted is None:
+                later.append(request)
+            elif admitted:
+                scheduled[request.request_id] = admitted
+        self.waiting.extendleft(reversed(later))
+        return Step(scheduled, frozenset(preempted))
+
+    def _make_room(self, request: Request, count: int, preempted: set[str]) -> bool:
+        """Get blocks for `count` more tokens of a running request, from the youngest ones if need be."""
+        while not self.blocks.grow(request.request_id, request.num_computed_tokens + count):
+            victim = self.running.pop()
+            self._preempt(victim)
+            preempted.add(victim.request_id)
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(self, victim: Request) -> None:
+        """Take a request's blocks away: it is computed anew."""
+        self.blocks.release(victim.request_id)
+        victim.num_computed_tokens = 0
+        victim.num_preemptions += 1
+        self.waiting.appendleft(victim)
+
+    def _admit(self, request: Request, count_max: int) -> int | None:
+        """Give a waiting request its blocks. Returns how many tokens of it are computed now; None: it goes on waiting.
+
+        At least its last token is computed, for what follows it.
+        """
+        size, key = self.blocks.block_tokens, request.request_id
+        prefix: list[int] = []
+        if self._prefix_cache:
+            prefix = self.blocks.prefix(request.block_hashes[: (request.num_tokens - 1) // size])
+        local = len(prefix) * size
+        hit = self.reuse.lookup(request, local)
+        if hit is None:
+            return None
+        held = local + hit.tokens
+        count = 0 if hit.waits else min(request.num_tokens - held, count_max)
+        if not self.blocks.grow(key, held + count, prefix):
+            return None
+        self.reuse.admitted(request, hit.tokens)
+        if hit.waits:
+            self.loading[key] = request, held
+            request.num_computed_tokens = local
+        else:
+            self.running.append(request)
+            request.num_computed_tokens = held
+        return count
+
+    def _chunk(self, request_id: str, count: int) -> Chunk:
+        request = self.requests[request_id]
+        start = request.num_computed_tokens
+        table = [block.block_id for block in self.blocks.table(request_id)]
+        return Chunk(request.all_token_ids[start : start + count], start, table)
+
+    def _loaded(self, request_id: str, *, ok: bool) -> None:
+        """A load that a request waited for has ended."""
+        request, held = self.loading.pop(request_id)
+        if self.requests.get(request_id) is not request:
+            self.blocks.release(request_id)
+            return
+        if ok:
+            request.num_computed_tokens = min(held, request.num_tokens - 1)
+        self.running.append(request)
+
+    def _computed(self, request: Request, count: int, logits: torch.Tensor, bad_blocks: frozenset[int]) -> None:
+        """Count what a step has computed of a request; if that rests on garbage, it is computed anew."""
+        key, size = request.request_id, self.blocks.block_tokens
+        bad = [i for i, block in enumerate(self.blocks.table(key)) if block.block_id in bad_blocks]
+        if bad:
+            request.num_computed_tokens = min(request.num_computed_tokens, bad[0] * size)
+            return
+        request.num_computed_tokens += count
+        if request.num_computed_tokens == request.num_tokens:
+            request.sampled(logits)
+        if self._prefix_cache:
+            self.blocks.publish(key, request.block_hashes[: request.num_computed_tokens // size])
+        if request.done:
+            self.running.remove(request)
+            del self.requests[key]
+            self.reuse.finished(request)
+            self.blocks.release(key)

@@ -1,0 +1,37 @@
+"""The page for whoever brings kvpipe to another engine says what the code does; and no vLLM is needed for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from tests.second_engine.page import PAGE, fill
+
+_RUN = """
+import sys
+from tests.second_engine.adapter import KVPipe
+from tests.second_engine.engine import Engine
+from tests.second_engine.model import Transformer
+
+engine = Engine(Transformer(), ranks=2, prefix_cache=False)
+kvpipe = KVPipe(engine, chunk_tokens=8, pool_bytes_max="1MiB", tiers=sys.argv[1])
+for name in ("first", "again"):
+    engine.add(name, range(30))
+    engine.run(steps_max=10_000)
+kvpipe.shutdown()
+assert kvpipe.scheduler.counters["tokens_loaded"] == 28
+found = [name for name in sys.modules if name.split(".")[0] == "vllm" or name.startswith("kvpipe.connectors")]
+assert not found, found
+"""
+
+
+def test_the_page_is_fresh() -> None:
+    """Its excerpts and tables are those of the code."""
+    text = PAGE.read_text(encoding="utf-8")
+    assert fill(text) == text, "python -m tests.second_engine.page"
+
+
+def test_no_vllm_is_imported(tmp_path: object) -> None:
+    """In a process of its own the engine loads KV, also from a tier, and nothing there comes from vLLM."""
+    done = subprocess.run([sys.executable, "-c", _RUN, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,200 @@
+"""The engine with kvpipe: the same answers, to the last bit, from KV that was saved and loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpipe.testing.faults import FaultyCpuEngine
+from kvpipe.testing.held import HeldEngine
+from kvpipe.transfer.base import Direction
+from tests.second_engine.adapter import KVPipe, MakeCopier
+from tests.second_engine.engine import Engine, Request
+from tests.second_engine.prompts import MODEL, check, prompt
+
+BLOCK, CHUNK, POOL = 4, 8, "1MiB"
+
+
+class World:
+    """Engines with kvpipe, whose own prefix cache is off unless a test says so, and their ends."""
+
+    def __init__(self) -> None:
+        """No engine yet."""
+        self._made: list[KVPipe] = []
+
+    def make(
+        self,
+        *,
+        blocks: int = 64,
+        ranks: int = 1,
+        prefix_cache: bool = False,
+        copier: MakeCopier = lambda: None,
+        **keys: Any,
+    ) -> tuple[Engine, KVPipe]:
+        """Return an engine, and kvpipe behind it."""
+        engine = Engine(MODEL, blocks=blocks, block_tokens=BLOCK, ranks=ranks, prefix_cache=prefix_cache)
+        kvpipe = KVPipe(
+            engine, make_copier=copier, **{"chunk_tokens": CHUNK, "pool_bytes_max": POOL, "prefault": "use", **keys}
+        )
+        self._made.append(kvpipe)
+        return engine, kvpipe
+
+    def end(self) -> None:
+        """Nothing is left open: no job, no lease, no fault that a test has not expected."""
+        for kvpipe in self._made:
+            kvpipe.shutdown()
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    """Return a world, and end it."""
+    made = World()
+    yield made
+    made.end()
+
+
+def settled(engine: Engine, kvpipe: KVPipe) -> None:
+    """Every block is free, and nothing is on its way."""
+    stats = kvpipe.scheduler.stats()
+    assert engine.blocks.free() == engine.blocks.count
+    assert {name: stats[name] for name in ("leases", "jobs_in_flight", "requests", "pieces_writing")} == {
+        "leases": 0, "jobs_in_flight": 0, "requests": 0, "pieces_writing": 0,
+    }  # fmt: skip
+    kvpipe.scheduler.catalog.check_integrity()
+
+
+def faults(kvpipe: KVPipe) -> dict[str, int]:
+    """Return what has gone wrong, on all sides."""
+    every = [kvpipe.scheduler.counters, *(worker.counters for worker in kvpipe.workers)]
+    return {name: count for counters in every for name, count in counters.faults.items()}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("load", ["sync", "async"])
+def test_what_was_computed_once_is_loaded(world: World, load: str, ranks: int) -> None:
+    """A prompt that begins like an earlier one, and a conversation that goes on, are not computed again."""
+    engine, kvpipe = world.make(ranks=ranks, load=load)
+    first = engine.add("first", prompt(30, shared=22))
+    engine.run()
+    again = engine.add("again", prompt(30, shared=22))
+    branch = engine.add("branch", prompt(30, seed=2, shared=22))
+    longer = engine.add("longer", [*first.all_token_ids, *prompt(5, seed=3)])
+    engine.run()
+    check([first, again, branch, longer])
+    assert (
+        kvpipe.scheduler.counters["tokens_loaded"] == 28 + 16 + 36
+    )  # whole blocks, and where chunks fork whole chunks
+    assert faults(kvpipe) == {}
+    settled(engine, kvpipe)
+
+
+def test_the_engines_own_cache_comes_first(world: World) -> None:
+    """What the engine holds is not loaded; what it had to give up is."""
+    engine, kvpipe = world.make(prefix_cache=True)
+    engine.add("first", prompt(30))
+    engine.run()
+    engine.add("again", prompt(30))
+    engine.run()
+    assert kvpipe.scheduler.counters["tokens_loaded"] == 0
+    engine.blocks.clear()
+    loaded = engine.add("loaded", prompt(30))
+    engine.run()
+    assert kvpipe.scheduler.counters["tokens_loaded"] == 28
+    check([loaded])
+    settled(engine, kvpipe)
+
+
+@pytest.mark.parametrize("load", ["sync", "async"])
+def test_preempted_requests_come_back(world: World, load: str) -> None:
+    """Blocks that run out while others save and load cost nobody an answer."""
+    engine, kvpipe = world.make(blocks=14, load=load)
+    rounds: list[Request] = []
+    for turn in range(3):
+        asked = [engine.add(f"{turn}.{i}", prompt(14 + turn, seed=i), 16) for i in range(4)]
+        engine.run()
+        rounds += asked
+    check(rounds)
+    assert sum(request.num_preemptions for request in rounds) > 3
+    assert kvpipe.scheduler.counters["tokens_loaded"] > 100
+    assert faults(kvpipe) == {}
+    settled(engine, kvpipe)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_restart_finds_the_disk(world: World, tmp_path: Path, ranks: int) -> None:
+    """Another engine with the same weights loads what this one has computed; one with others finds nothing."""
+    keys: dict[str, Any] = {"tiers": str(tmp_path), "lookup_ms_max": 10_000, "ranks": ranks}
+    engine, kvpipe = world.make(**keys)
+    engine.add("first", prompt(30))
+    engine.run(steps_max=10_000)
+    kvpipe.shutdown()
+    engine, kvpipe = world.make(**keys)
+    again = engine.add("again", prompt(30))
+    engine.run(steps_max=10_000)
+    check([again])
+    assert kvpipe.scheduler.counters["tokens_loaded"] >= 24
+    assert faults(kvpipe) == {}
+    settled(engine, kvpipe)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("load", ["sync", "async"])
+def test_failed_loads_are_computed(world: World, load: str, ranks: int) -> None:
+    """Every second load leaves garbage: its tokens are computed, and nothing that rests on garbage is kept."""
+
+    def fails(direction: Direction, second: bool, layer: int) -> bool:
+        return direction is Direction.LOAD and second and layer == 1
+
+    engine, kvpipe = world.make(ranks=ranks, load=load, copier=lambda: FaultyCpuEngine(0, fails), prefix_cache=True)
+    asked = [engine.add("first", prompt(30))]
+    engine.run()
+    for turn in range(4):
+        engine.blocks.clear()
+        asked += [engine.add(f"{turn}.{i}", prompt(20 + 2 * turn, seed=i, shared=16)) for i in range(3)]
+        engine.run()
+    check(asked)
+    assert faults(kvpipe)["load_failed"] > 1
+    assert kvpipe.scheduler.counters["tokens_loaded"] > 100
+    settled(engine, kvpipe)
+
+
+def test_given_up_while_it_loads(world: World) -> None:
+    """Blocks that a load still writes to are nobody else's before it has ended."""
+    copiers: list[HeldEngine] = []
+
+    def copier() -> HeldEngine:
+        copiers.append(HeldEngine())
+        return copiers[-1]
+
+    engine, kvpipe = world.make(load="async", copier=copier)
+    engine.add("first", prompt(30))
+    engine.run()
+    gone = engine.add("gone", prompt(30))
+    engine.step()
+    assert gone.request_id in engine.loading
+    engine.abort(gone)
+    other = engine.add("other", prompt(30, seed=1))
+    while not other.done:
+        engine.step()
+    assert engine.blocks.free() < engine.blocks.count
+    copiers[0].tick(Direction.LOAD, 100)
+    engine.run()
+    check([other])
+    assert faults(kvpipe) == {}
+    settled(engine, kvpipe)
+
+
+def test_a_reset_forgets(world: World) -> None:
+    """Nothing that was saved before is found after."""
+    engine, kvpipe = world.make()
+    engine.add("first", prompt(30))
+    engine.run()
+    engine.reset()
+    again = engine.add("again", prompt(30))
+    engine.run()
+    check([again])
+    assert kvpipe.scheduler.counters["tokens_loaded"] == 0
+    settled(engine, kvpipe)

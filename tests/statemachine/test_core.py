@@ -1,0 +1,298 @@
+"""The machines do what their tables say, cell by cell, and a table that is not total is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpipe.statemachine import chunk, copy
+from kvpipe.statemachine.copy import LOAD, SAVE, LayerCursor
+from kvpipe.statemachine.core import (
+    Advance,
+    Cursor,
+    Go,
+    IllegalTransition,
+    Machine,
+    Reject,
+    Stay,
+    advance,
+    go,
+    reject,
+    stay,
+)
+from kvpipe.statemachine.diagram import MACHINES, to_markdown
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZES = [(m, n) for m in MACHINES for n in ((1, 2, 6) if m.layered else (0,))]
+CELLS = [(m, n, s, e) for m, n in SIZES for s in m.compile(n).states for e in m.events]
+
+
+def _row(machine: Machine, state: str) -> str:
+    name, _, layer = state.rpartition("_")
+    return name if name in machine.layered and layer.isdecimal() else state
+
+
+def _layer(machine: Machine, state: str) -> int:
+    return int(state.rpartition("_")[2]) if _row(machine, state) != state else -1
+
+
+def _next_layer(machine: Machine, layers: int, state: str, family: str) -> str:
+    k = _layer(machine, state) + 1
+    return machine.layered[family] if k == layers - 1 else f"{family}_{k}"
+
+
+@pytest.mark.parametrize(("machine", "layers", "state", "event"), CELLS)
+def test_every_cell_does_what_the_table_says(machine: Machine, layers: int, state: str, event: str) -> None:
+    """Every state x event moves, stays or raises as written; a rejected event changes nothing."""
+    compiled = machine.compile(layers)
+    cursor = Cursor(compiled, "key-7")
+    cursor.state = compiled.states[state]
+    cell = machine.table[_row(machine, state)][event]
+    if isinstance(cell, Reject):
+        with pytest.raises(IllegalTransition) as caught:
+            cursor.fire(event)
+        error = caught.value
+        assert (error.machine, error.key, error.state, error.event, error.why) == (
+            machine.name,
+            "key-7",
+            state,
+            event,
+            cell.why,
+        )
+        assert cursor.state is compiled.states[state]
+        return
+    edge = cursor.fire(event)
+    wanted = state
+    if isinstance(cell, Go):
+        wanted = f"{cell.to}_{_layer(machine, state)}" if cell.to in machine.layered else cell.to
+    elif isinstance(cell, Advance):
+        wanted = _next_layer(machine, layers, state, cell.family)
+    assert cursor.state is compiled.states[wanted]
+    assert edge.moves == (wanted != state)
+    assert edge.why == (cell.why if isinstance(cell, Stay) else "")
+
+
+@pytest.mark.parametrize(("machine", "layers"), SIZES)
+def test_every_state_is_reached_by_events_alone(machine: Machine, layers: int) -> None:
+    """From the initial state, legal events reach every compiled state of every size."""
+    compiled = machine.compile(layers)
+    seen, todo = {compiled.initial.name}, [compiled.initial]
+    while todo:
+        state = todo.pop()
+        for event in machine.events:
+            cursor = Cursor(compiled, 0)
+            cursor.state = state
+            if not state.on[event].rejects and cursor.fire(event).moves and cursor.state.name not in seen:
+                seen.add(cursor.state.name)
+                todo.append(cursor.state)
+    assert seen == set(compiled.states)
+    assert len(seen) == len(machine.states) + len(machine.layered) * (layers - 2)
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda m: m.name)
+def test_tables_are_total_and_reasoned(machine: Machine) -> None:
+    """Each table has every cell; finals only stay or reject; nothing stays or rejects without a reason."""
+    for state, event in itertools.product(machine.states, machine.events):
+        cell = machine.table[state][event]
+        if isinstance(cell, (Stay, Reject)):
+            assert len(cell.why.strip()) >= 4
+        else:
+            assert state not in machine.finals
+
+
+@pytest.mark.parametrize("layers", [1, 2, 6])
+def test_a_save_is_final_only_after_its_steps_end(layers: int) -> None:
+    """All layers landed is LANDED; only the step's end makes it FINALIZED, and a fault before it makes it FAILED."""
+    cursor = LayerCursor(SAVE.compile(layers), 1)
+    for k in range(layers):
+        assert cursor.landed(k).moves
+    assert cursor.state.name == "LANDED"
+    cursor.fire(copy.CONFIRM)
+    assert cursor.state.name == "FINALIZED"
+    other = LayerCursor(SAVE.compile(layers), 2)
+    for k in range(layers):
+        other.landed(k)
+    other.fire(copy.FAULT)
+    assert other.state.name == "FAILED"
+
+
+@pytest.mark.parametrize("machine", [SAVE, LOAD], ids=lambda m: m.name)
+@pytest.mark.parametrize(("layers", "first"), [(n, k) for n in (1, 2, 6) for k in range(n + 1)])
+def test_landings_and_the_confirmation_come_in_either_order(machine: Machine, layers: int, first: int) -> None:
+    """With `first` layers landed before the confirmation, a job is FINALIZED by the last of the two, not before."""
+    cursor = LayerCursor(machine.compile(layers), 1)
+    for k in range(first):
+        cursor.landed(k)
+    assert not cursor.state.final
+    cursor.fire(copy.CONFIRM)
+    for k in range(first, layers):
+        assert (cursor.state.k, cursor.state.final) == (k - 1, False)
+        cursor.landed(k)
+    assert cursor.state.name == "FINALIZED"
+
+
+@pytest.mark.parametrize("machine", [SAVE, LOAD], ids=lambda m: m.name)
+@pytest.mark.parametrize("layers", [1, 2, 6])
+def test_landed_picks_the_right_column(machine: Machine, layers: int) -> None:
+    """Layer k+1 is next, layers up to k are again, layers beyond k+1 are a gap, from -1 to the last k."""
+    compiled = machine.compile(layers)
+    for state in compiled.states.values():
+        k = state.k
+        for layer in range(layers + 2):
+            cursor = LayerCursor(compiled, 0)
+            cursor.state = state
+            wanted = copy.LANDED_NEXT if layer == k + 1 else copy.LANDED_AGAIN if layer <= k else copy.LANDED_GAP
+            edge = cursor.state.on[wanted]
+            before = edge.taken
+            if edge.rejects:
+                with pytest.raises(IllegalTransition, match=wanted):
+                    cursor.landed(layer)
+            else:
+                cursor.landed(layer)
+            assert edge.taken == before + 1
+
+
+@pytest.mark.parametrize("machine", [SAVE, LOAD], ids=lambda m: m.name)
+def test_a_redelivery_after_the_end_changes_nothing(machine: Machine) -> None:
+    """Any layer reported again to a FINALIZED job stays, as the table says."""
+    compiled = machine.compile(3)
+    for layer in range(3):
+        cursor = LayerCursor(compiled, 0)
+        cursor.state = compiled.states["FINALIZED"]
+        assert not cursor.landed(layer).moves
+
+
+def test_an_unknown_event_is_a_key_error() -> None:
+    """An event that the machine does not have is a KeyError, not a silent no-op."""
+    with pytest.raises(KeyError, match="made_up"):
+        Cursor(chunk.CHUNK.compile(), 0).fire("made_up")
+
+
+def test_taken_counts_each_edge() -> None:
+    """The compiled machine counts how often each edge was taken, rejections included."""
+    machine = _machine()
+    compiled = machine.compile()
+    cursor = Cursor(compiled, 0)
+    cursor.fire("e")
+    with pytest.raises(IllegalTransition):
+        cursor.fire("e")
+    assert compiled.taken() == {("A", "e"): 1, ("B", "e"): 1}
+
+
+def test_each_owner_counts_its_own() -> None:
+    """What one owner's cursors take is not counted for another of the same machine."""
+    mine, yours = _machine().compile(), _machine().compile()
+    Cursor(mine, 0).fire("e")
+    assert (mine.taken(), yours.taken()) == ({("A", "e"): 1}, {})
+
+
+def test_a_move_between_families_keeps_the_layer() -> None:
+    """`Go` from one layered family to another leads to the same layer of it."""
+    compiled = _twofold().compile(4)
+    cursor = Cursor(compiled, 0)
+    for event, state in (("e", "L_0"), ("e", "L_1"), ("f", "M_1"), ("e", "M_2"), ("e", "B")):
+        assert cursor.fire(event).to is compiled.states[state]
+    assert [compiled.states[name].k for name in ("A", "L_1", "M_1", "B")] == [-1, 1, 1, 3]
+
+
+def test_compile_refuses_the_wrong_kind_of_size() -> None:
+    """A layered machine needs layers, the others have none."""
+    with pytest.raises(ValueError, match="needs at least one layer"):
+        SAVE.compile(0)
+    with pytest.raises(ValueError, match="has no layers"):
+        chunk.CHUNK.compile(3)
+
+
+def _machine(**changes: Any) -> Machine:
+    parts: dict[str, Any] = {
+        "name": "m",
+        "prose": "a machine",
+        "initial": "A",
+        "finals": frozenset({"B"}),
+        "states": {"A": "first", "B": "last"},
+        "events": {"e": "something"},
+        "table": {"A": {"e": go("B")}, "B": {"e": reject("it is over")}},
+    }
+    return Machine(**(parts | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"table": {"A": {}, "B": {"e": stay("over")}}}, r"row A: missing \['e'\]"),
+        ({"table": {"A": {"e": go("B"), "f": go("B")}, "B": {"e": stay("over")}}}, r"unknown \['f'\]"),
+        ({"table": {"A": {"e": go("B")}}}, "rows are not exactly the states"),
+        ({"table": {"A": {"e": go("C")}, "B": {"e": stay("over")}}}, "unknown state 'C'"),
+        ({"table": {"A": {"e": stay("waits")}, "B": {"e": stay("over")}}}, r"unreachable: \['B'\]"),
+        ({"table": {"A": {"e": go("B")}, "B": {"e": go("A")}}}, "final B moves on e"),
+        ({"table": {"A": {"e": go("A")}, "B": {"e": stay("over")}}}, r"write Stay\(why\), not Go to itself"),
+        ({"table": {"A": {"e": advance("A")}, "B": {"e": stay("over")}}}, "which is no family"),
+        ({"initial": "Z"}, "initial state 'Z' is not a state"),
+        ({"finals": frozenset({"Z"})}, "a final state is not a state"),
+        ({"layered": {"A": "B"}}, "what follows a family is not whole"),
+        ({"layered": {"Z": "B"}, "whole": frozenset({"B"})}, "a family is no state"),
+        ({"layered": {"B": "B"}, "whole": frozenset({"B"})}, "a family is no state, whole or final"),
+        ({"whole": frozenset({"Z"})}, "a whole state is not a state"),
+        ({"table": {"A": {"e": go("B")}, "B": {"e": {"kind": "stay", "why": ""}}}}, "at least 4 characters"),
+        ({"surprise": 1}, "Extra inputs are not permitted"),
+    ],
+)
+def test_a_broken_table_is_refused(changes: dict[str, Any], problem: str) -> None:
+    """A machine that is not total, closed, reachable and reasoned cannot be made."""
+    assert _machine().name == "m"
+    with pytest.raises(ValueError, match=problem):
+        _machine(**changes)
+
+
+def _twofold(**rows: Any) -> Machine:
+    """Two families, L and M."""
+    table = {
+        "A": {"e": advance("L"), "f": stay("too early")},
+        "L": {"e": advance("L"), "f": go("M")},
+        "M": {"e": advance("M"), "f": stay("too late")},
+        "B": dict.fromkeys("ef", reject("it is over")),
+    }
+    return _machine(
+        states=dict.fromkeys("ALMB", "a state"), events={"e": "next", "f": "over"}, table=table | rows,
+        layered={"L": "B", "M": "B"}, whole=frozenset({"B"}),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rows", "problem"),
+    [
+        ({"B": {"e": advance("L"), "f": stay("over")}}, "B x e advances from the wrong state"),
+        ({"L": {"e": advance("M"), "f": go("M")}}, "L x e advances from the wrong state"),
+        ({"A": {"e": advance("L"), "f": go("M")}}, "A x f: no layer for M"),
+        ({"A": {"e": advance("N"), "f": stay("over")}}, "A x e advances in 'N', which is no family"),
+    ],
+)
+def test_a_layer_from_nowhere_is_refused(rows: dict[str, Any], problem: str) -> None:
+    """Only a family's own states and those before every layer advance; only families move to families."""
+    assert _twofold().layered
+    with pytest.raises(ValueError, match=problem):
+        _twofold(**rows)
+
+
+@pytest.mark.parametrize("name", ["statemachine", "connectors"])
+def test_a_top_level_import_is_refused(name: str) -> None:
+    """The folders at the top of the repository cannot be imported under their own names, only as parts of kvpipe."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / name / "__init__.py")
+    assert spec is not None
+    assert spec.loader is not None
+    with pytest.raises(ImportError, match=f"import this package as 'kvpipe.{name}'"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda m: m.name)
+def test_the_machines_page_is_fresh(machine: Machine) -> None:
+    """The page in docs/machines is what the table generates now, with one row per cell."""
+    page = to_markdown(machine)
+    assert (ROOT / "docs" / "machines" / f"{machine.name}.md").read_text(encoding="utf-8") == page
+    assert page.count("\n| ") == 1 + len(machine.states) * len(machine.events)
+    for name in machine.finals:
+        assert f"    {name} --> [*]" in page

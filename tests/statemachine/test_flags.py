@@ -1,0 +1,84 @@
+"""States lie in the machines: every boolean attribute of a room's classes is listed here, with its reason."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+FLAGS: dict[str, dict[str, str]] = {
+    "kvpipe/scheduler": {
+        "LookupResult.later": "content of an answer; the lookup machine has the state that follows",
+        "Hit.waits": "content of an answer",
+        "Match.waits": "content of an answer",
+        "RequestContext.sampled": "configuration, by request: whether it is traced",
+        "Switches.loads": "configuration",
+        "Switches.saves": "configuration",
+        "Switches.tier_lost": "a latch: reported once by a rank, never taken back",
+        "Use.torn": "a latch: the adapter's bytes changed under a request, until they are known anew",
+        "Use.waits": "the answer of this step, so that it is the same when asked again in it",
+        "Weights._known": "a latch: ranks have told which weights they have, if only that they cannot say",
+    },
+}
+"""By room: "Class.attribute", and why it is no state of a machine."""
+
+
+def _is_bool(value: ast.expr | None, flags: set[str]) -> bool:
+    """Whether an expression is plainly a boolean: a constant, a comparison, a negation, or one of the `flags`."""
+    if isinstance(value, ast.Constant):
+        return isinstance(value.value, bool)
+    if isinstance(value, ast.BoolOp):
+        return all(_is_bool(one, flags) for one in value.values)
+    if isinstance(value, ast.Call):
+        return isinstance(value.func, ast.Name) and value.func.id in {"bool", "any", "all", "isinstance"}
+    negates = isinstance(value, ast.UnaryOp) and isinstance(value.op, ast.Not)
+    return negates or isinstance(value, ast.Compare) or (isinstance(value, ast.Name) and value.id in flags)
+
+
+def _pairs(target: ast.expr, value: ast.expr | None) -> Iterator[tuple[ast.expr, ast.expr | None]]:
+    if isinstance(target, ast.Tuple):
+        values = value.elts if isinstance(value, ast.Tuple) else [value] * len(target.elts)
+        for one, its in zip(target.elts, values, strict=True):
+            yield from _pairs(one, its)
+    else:
+        yield target, value
+
+
+def _flags_of(kind: ast.ClassDef) -> Iterator[str]:
+    for node in kind.body:
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "bool":
+            yield ast.unparse(node.target)
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        arguments = [*node.args.args, *node.args.kwonlyargs]
+        flags = {one.arg for one in arguments if one.annotation is not None and ast.unparse(one.annotation) == "bool"}
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.Assign):
+                pairs = [pair for target in inner.targets for pair in _pairs(target, inner.value)]
+            elif isinstance(inner, ast.AnnAssign):
+                pairs = list(_pairs(inner.target, inner.value))
+            else:
+                continue
+            for target, value in pairs:
+                if isinstance(target, ast.Attribute) and _is_bool(value, flags) and ast.unparse(target.value) == "self":
+                    yield target.attr
+
+
+def _flags_in(room: str) -> set[str]:
+    found: set[str] = set()
+    for path in sorted((ROOT / room).glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                found |= {f"{node.name}.{flag}" for flag in _flags_of(node)}
+    return found
+
+
+@pytest.mark.parametrize("room", FLAGS)
+def test_every_flag_has_a_reason(room: str) -> None:
+    """What is not listed is new: is it a state? What is listed and not there is stale."""
+    assert _flags_in(room) == set(FLAGS[room])
+    assert all(FLAGS[room].values())

@@ -1,0 +1,156 @@
+"""A tier with a bug of its own: it answers less, more or other things than it was asked, or raises what it may not.
+
+Every such answer is a failure of that tier: a miss, never a wrong one, and after some in a row it is left alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import pytest
+from pydantic import ByteSize
+
+from kvpipe.testing.held_tier import DictSpec, HeldTier
+from kvpipe.tiers.base import Capacity, Read, TierError, Written
+from kvpipe.tiers.finder import Finder, TierLookup
+from kvpipe.tiers.guard import FAULTS_MAX, FIND, READ, WRITE, capacity_of, guarded
+from tests.tiers.test_carrier import Rank
+
+SPACE, WAIT_S = "1" * 32, 20.0
+KEYS = [bytes([unit]) * 32 for unit in range(8)]
+
+
+def _raises(_asked: object) -> list[Any]:
+    raise KeyError("a bug")
+
+
+async def _raises_late(_asked: object) -> list[Any]:
+    return _raises(_asked)
+
+
+def _says(answer: Callable[[int], Any]) -> Callable[[Any], Any]:
+    async def method(asked: Any) -> Any:
+        return answer(len(asked))
+
+    return method
+
+
+LIES: dict[str, Callable[[Any], Any]] = {
+    "nothing": _says(lambda _: None),
+    "too few": _says(lambda _: []),
+    "too many": _says(lambda n: [True] * (n + 1)),
+    "numbers": _says(lambda n: [1] * n),
+    "a name": _says(lambda n: "x" * n),
+    "not a coroutine": lambda asked: [True] * len(asked),
+    "raises": _raises,
+    "raises late": _raises_late,
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_lookup_finds_nothing(lie: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `exists` has not answered as it should is not found, and the tier is left alone."""
+    tier, received = HeldTier(), list[str]()
+    monkeypatch.setattr(tier, "exists", LIES[lie])
+    spec = DictSpec.model_validate({"timeout_ms_max": 60_000})
+    finder = Finder(
+        guarded([("lying", spec, tier)], (FIND,)),
+        ranks=1,
+        units_per_chunk=4,
+        fault=lambda tier, use, why: received.append(f"{tier} {use} {why}"),
+    )
+    try:
+        for _ in range(FAULTS_MAX):
+            lookup = TierLookup(KEYS, ((0, 4), (0, 8)), groups=1, space=SPACE, seconds_max=60)
+            finder.ask(lookup)
+            limit = time.monotonic() + WAIT_S
+            while not lookup.done:
+                assert time.monotonic() < limit
+                time.sleep(0.001)
+            assert (lookup.found, lookup.down) == ({}, True)
+        assert all(one.startswith("lying find lying: ") for one in received)
+        assert not finder.tiers[0].breakers[FIND].allows
+        assert not finder.loop.errors
+    finally:
+        finder.stop()
+
+
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("use", [READ, WRITE])
+def test_an_order_fails(lie: str, use: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `read` or `write` has not answered as it should has failed, and the tier is left alone for that."""
+    tier = HeldTier("lying")
+    rank = Rank([tier])
+    try:
+        rank.carry(stores=True, slot=0)
+        assert rank.ended() == [True]
+        monkeypatch.setattr(tier, use, LIES[lie])
+        for _ in range(FAULTS_MAX):
+            rank.carry(stores=use == WRITE, slot=0)
+            assert rank.ended() == [False]
+        assert rank.counters.faults == {"tier_failed": FAULTS_MAX}
+        assert not rank.tiers[0].breakers[use].allows
+    finally:
+        rank.carrier.shutdown()
+
+
+def test_a_hit_that_brought_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tier that says HIT, and has not touched the buffers, or that says STORED and kept nothing, is not believed."""
+    tier = HeldTier()
+    rank = Rank([tier])
+    try:
+        monkeypatch.setattr(tier, "write", _says(lambda n: [Written.STORED] * n))
+        rank.carry(stores=True, slot=0)
+        assert rank.ended() == [True]
+        rank.carry(stores=False, slot=1)
+        assert rank.ended() == [False], "a miss"
+        monkeypatch.setattr(tier, "read", _says(lambda n: [Read.HIT] * n))
+        rank.carry(stores=False, slot=1)
+        assert rank.ended() == [False]
+        assert rank.counters.faults == {"chunk_damaged": 1}
+    finally:
+        rank.carrier.shutdown()
+
+
+@pytest.mark.parametrize("held", [None, (1, 2, 3), Capacity(-1, 0, None), Capacity(1, 2, -3), Capacity(1, 2.5, None)])  # type: ignore[arg-type]
+def test_a_capacity_that_cannot_be(held: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not shown: the tier cannot be used, and is named. No engine goes by it."""
+    tier = HeldTier("lying")
+
+    async def capacity() -> Any:
+        return held
+
+    monkeypatch.setattr(tier, "capacity", capacity)
+    with pytest.raises(TierError, match="lying: "):
+        anyio.run(capacity_of, tier)
+
+
+def test_a_capacity_from_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit as the configuration has it, an `int` with more to it, is a number like any other."""
+    tier, held = HeldTier(), Capacity(1, 2, ByteSize(3))
+
+    async def capacity() -> Capacity:
+        return held
+
+    monkeypatch.setattr(tier, "capacity", capacity)
+    assert anyio.run(capacity_of, tier) == held
+
+
+def test_a_tier_that_cannot_bear_the_news(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `stored` raises does not reach the scheduler's thread."""
+    tier, received = HeldTier(), list[str]()
+    monkeypatch.setattr(tier, "stored", _raises, raising=False)
+    finder = Finder(
+        guarded([("lying", DictSpec.model_validate({}), tier)], (FIND,)),
+        ranks=1,
+        units_per_chunk=4,
+        fault=lambda _tier, _use, why: received.append(why),
+    )
+    try:
+        finder.stored(0, SPACE, KEYS[0], 0)
+        assert received == ["KeyError('a bug')"]
+    finally:
+        finder.stop()

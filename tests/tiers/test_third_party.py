@@ -1,0 +1,57 @@
+"""A tier in a package of its own, as `docs/extending.md` has it: built, installed, configured and held to the suite."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "tests" / "third_party_tier"
+WAIT_S = 300
+
+
+def run(*command: str | Path, cwd: Path, ok: bool = True) -> str:
+    """Return what a command prints; it knows nothing of this tree but what is installed."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "KVPIPE", "VIRTUAL"))}
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert (done.returncode == 0) == ok, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment of its own, which sees kvpipe and what it needs, with the wheel of the package installed."""
+    folder = tmp_path_factory.mktemp("clean")
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+    run(*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, PACKAGE, cwd=folder)
+    run(sys.executable, "-m", "venv", "--without-pip", folder / "venv", cwd=folder)
+    made = folder / "venv" / "bin" / "python"
+    (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
+    seen = [str(ROOT), sysconfig.get_path("purelib")]
+    (site / "kvpipe-and-what-it-needs.pth").write_text("\n".join(seen) + "\n", encoding="utf-8")
+    (wheel,) = folder.glob("*.whl")
+    run(*pip, "--python", made, "install", "-q", "--no-deps", "--no-index", wheel, cwd=folder)
+    return made
+
+
+def test_it_keeps_the_protocol(python: Path, tmp_path: Path) -> None:
+    """All claims of `kvpipe.testing.tier_conformance`, and its own tests, where nothing but the wheel is there."""
+    test = tmp_path / "test_sqlite_tier.py"
+    test.write_bytes((PACKAGE / test.name).read_bytes())
+    message = run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", test, cwd=tmp_path)
+    assert "28 passed" in message
+
+
+def test_it_is_configured_like_ours(python: Path, tmp_path: Path) -> None:
+    """The command finds it by its URL, shows its keys, and refuses a misspelt one with its suggestion."""
+    check = (python, "-m", "kvpipe.cli", "check")
+    url = f"sqlite://{tmp_path}/kv.db"
+    assert "'kind': 'sqlite', " in run(*check, f'{{"tiers": "{url}?lanes=2"}}', cwd=tmp_path)
+    message = run(*check, f'{{"tiers": "{url}?byte_max=1GiB"}}', cwd=tmp_path, ok=False)
+    assert "tier 1 (sqlite): unknown key 'byte_max'; did you mean 'bytes_max'?" in message
+    assert "items" in run(python, "-m", "kvpipe.cli", "cache", "stats", url, "--json", cwd=tmp_path)

@@ -1,0 +1,50 @@
+"""A prompt that was hit in full: its last token is computed again, into a block that is loaded in the same step."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import pytest
+from hypothesis import given, settings
+
+from kvpipe.messages import Kind, StepPlan
+from kvpipe.testing.transfer_programs import schedules
+from kvpipe.testing.transfer_worlds import GEOMETRY, KINDS, LAYERS, WAIT_S, make_job, rows_of, world
+from kvpipe.trace.log import Counters
+from kvpipe.worker.pipeline import Pipeline
+
+BLOCKS = {0: [0, 1], 1: [3]}
+COMPUTED = 200
+PLAN = StepPlan(1, (make_job(1, rows_of(0, BLOCKS), Kind.LOAD_SYNC),))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("unhooked", [(), (1,), (0, 2)], ids=str)
+@settings(max_examples=40, deadline=None)
+@given(schedule=schedules)
+def test_the_last_token_is_written_over_what_is_loaded(
+    kind: str, unhooked: Collection[int], schedule: list[int]
+) -> None:
+    """A layer's new KV is written before its hook is called: whenever copies land, it stays.
+
+    A layer without a hook is in place before the first layer computes.
+    """
+    with world(kind, schedule=schedule) as w:
+        wait_ms_max = int(WAIT_S * 1000)
+        p = Pipeline(w.engine, GEOMETRY, wait_ms_max=wait_ms_max, counters=Counters(), unhooked=unhooked)
+        p.begin(PLAN)
+        p.start_loads()
+        for layer in range(LAYERS):
+            last = BLOCKS[GEOMETRY.layers[layer][0]][-1]
+            w.let_run()
+            w.write_block(layer, last, COMPUTED)
+            w.let_run()
+            if layer not in unhooked:
+                p.wait_layer(layer)
+        p.end_step()
+        w.drain_all()
+        kept = [bool(w.caches[layer][BLOCKS[group][-1]].eq(COMPUTED).all())
+                for layer, (group, _) in enumerate(GEOMETRY.layers)]  # fmt: skip
+        p.shutdown()
+        assert kept == [True] * LAYERS
+        assert not p.counters.faults

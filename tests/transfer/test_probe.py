@@ -1,0 +1,284 @@
+"""The questions to a GPU and the runs that follow, on what stands for one: so that no typo waits for the first GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu import probe, runs
+from kvpipe.errors import TransferError
+from kvpipe.transfer.movers import Mover
+
+ROOT = Path(__file__).parents[2]
+BATCHES = len(probe.COPY_BYTES) * 2 * len(probe.HOWS)
+ANSWERS = 2 + BATCHES + 3 + 2
+
+
+class Unpinned(probe.Simulated):
+    """Pins two pieces, as where the limit on locked memory is small."""
+
+    pieces = 0
+
+    def pin(self) -> float:
+        """See `Machine.pin`."""
+        self.pieces += 1
+        if self.pieces > 2:
+            raise TransferError("CUDA error 2")
+        return super().pin()
+
+
+class OneByOne(probe.Simulated):
+    """Takes batches in no way, or only without kvpipe's own flags."""
+
+    def __init__(self, refused: set[tuple[int, int]]) -> None:
+        """`refused`: orders and flags."""
+        self._refused = refused
+
+    def batch(self, copy_bytes: int, how: tuple[int, int], *, loading: bool) -> probe.Batch:
+        """See `Machine.batch`."""
+        got = super().batch(copy_bytes, how, loading=loading)
+        return got._replace(how="one by one: CUDA error 801") if how in self._refused else got
+
+
+class Failing(probe.Simulated):
+    """Whose batches fail, as those of a context that is lost."""
+
+    def __init__(self, error: Exception) -> None:
+        """`error`: what is raised."""
+        self._error = error
+
+    def batch(self, copy_bytes: int, how: tuple[int, int], *, loading: bool) -> probe.Batch:
+        """See `Machine.batch`."""
+        if loading:
+            raise self._error
+        return super().batch(copy_bytes, how, loading=loading)
+
+
+class Strange(probe.Simulated):
+    """Fails once where nobody expects it."""
+
+    def held_up(self, priority: int) -> int:
+        """See `Machine.held_up`."""
+        if priority:
+            raise KeyError(priority)
+        return super().held_up(priority)
+
+
+class Watched(probe.Simulated):
+    """Looks at what is written when it is asked what may spoil everything."""
+
+    def __init__(self, path: Path) -> None:
+        """`path`: of the answers."""
+        self._path, self.seen = path, -1
+
+    def during_capture(self, *, enters: bool) -> list[str]:
+        """See `Machine.during_capture`."""
+        if not enters:
+            self.seen = len(json.loads(self._path.read_text())["figures"])
+        return super().during_capture(enters=enters)
+
+
+class Deaf(probe.Simulated):
+    """Whose helper threads fail during captures, entered or not."""
+
+    def during_capture(self, *, enters: bool) -> list[str]:  # noqa: ARG002
+        """See `Machine.during_capture`."""
+        return super().during_capture(enters=False)
+
+
+def asked(machine: probe.Machine, path: Path) -> tuple[int, dict[str, object]]:
+    """Return the exit status and what was written."""
+    return probe.ask(machine, path), json.loads(path.read_text())
+
+
+def test_a_good_gpu(tmp_path: Path) -> None:
+    """Every question has its answer."""
+    status, message = asked(probe.Simulated(), tmp_path / "probe.json")
+    assert status == 0
+    assert message["refused"] == ""
+    assert message["troubles"] == []
+    assert message["facts"] == {"gpu": "none: simulated", "batches": "taken"}
+    assert len(message["figures"]) == ANSWERS  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("machine", "sentence"),
+    [
+        (Unpinned(), "kvpipe: host memory cannot be pinned (CUDA error 2); every later figure would be of a fallback"),
+        (OneByOne({probe.OURS}), "kvpipe: batches of copies are queued one by one: CUDA error 801; every later figure"),
+        (Failing(TransferError("CUDA error 700")), "kvpipe: a batch of copies fails (load by 8 KiB, stream order, ov"),
+        (Failing(RuntimeError("CUDA error: lost\nadvice")), "kvpipe: a batch of copies fails (load by 8 KiB, stream "),
+    ],
+)
+def test_what_is_refused_ends_it(
+    machine: probe.Machine, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a sentence, the last that is printed, with a status of its own; what was asked until then is kept."""
+    status, message = asked(machine, tmp_path / "probe.json")
+    assert status == probe.REFUSED
+    assert message["refused"]
+    assert message["figures"] or isinstance(machine, Unpinned)
+    assert capsys.readouterr().out.strip().splitlines()[-1].startswith(sentence)
+
+
+def test_another_order_that_is_refused_does_not(tmp_path: Path) -> None:
+    """Only what kvpipe asks for counts."""
+    others = set(probe.HOWS.values()) - {probe.OURS}
+    assert asked(OneByOne(others), tmp_path / "probe.json")[0] == 0
+
+
+def test_the_fact_is_what_kvpipe_asks_for(tmp_path: Path) -> None:
+    """How batches are queued is what those with kvpipe's own order and flags were told."""
+    message = asked(OneByOne({probe.OURS}), tmp_path / "ours.json")[1]
+    assert message["facts"]["batches"] == "one by one: CUDA error 801"  # type: ignore[index]
+    others = set(probe.HOWS.values()) - {probe.OURS}
+    assert asked(OneByOne(others), tmp_path / "others.json")[1]["facts"]["batches"] == "taken"  # type: ignore[index]
+
+
+def test_what_nobody_expects_costs_one_answer(tmp_path: Path) -> None:
+    """All others are written, and the status is that of a failure."""
+    status, message = asked(Strange(), tmp_path / "probe.json")
+    assert status == 1
+    assert message["troubles"] == ["streams: -1"]
+    assert len(message["figures"]) == ANSWERS - 1  # type: ignore[arg-type]
+
+
+def test_all_is_written_before_the_last_question(tmp_path: Path) -> None:
+    """Which may spoil the context, and end the process."""
+    machine = Watched(tmp_path / "probe.json")
+    assert asked(machine, tmp_path / "probe.json")[0] == 0
+    assert machine.seen == ANSWERS - 1
+
+
+def test_a_spoilt_capture_is_a_failure(tmp_path: Path) -> None:
+    """A helper thread as kvpipe's must be able to work during a capture."""
+    assert asked(Deaf(), tmp_path / "probe.json")[0] == 1
+
+
+def test_parts_fit_into_calls_of_ten_minutes() -> None:
+    """And those that are run unasked into twenty-five; each run is named once."""
+    spent = [sum(one.seconds_max for one in part) for part in runs.PARTS]
+    assert max(spent) <= runs.PART_S_MAX
+    assert sum(spent[: runs.PARTS_MAIN]) <= runs.TOTAL_S_MAX == 1500
+    names = [one.name for part in runs.PARTS for one in part]
+    assert len(set(names)) == len(names)
+    assert names[0] == "probe"
+
+
+def test_optional_parts_are_run_when_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By number, or a run by its name."""
+    ran: list[str] = []
+
+    def note(one: runs.Run, *_: object, **__: object) -> int:
+        ran.append(one.name)
+        return 0
+
+    monkeypatch.setattr(runs, "run", note)
+    main = ["--simulated", "--out", str(tmp_path)]
+    assert runs.main(main) == 0
+    assert ran == [one.name for part in runs.PARTS[:3] for one in part]
+    ran.clear()
+    assert runs.main([*main, "--part", "5"]) == runs.main([*main, "--only", "speed-8b"]) == 0
+    assert ran == ["engine-flash", "engine-eager", "hiding-32-queues", "speed-8b"]
+
+
+@pytest.mark.parametrize("one", [one for part in runs.PARTS for one in part], ids=lambda one: one.name)
+def test_every_run_is_understood(one: runs.Run, tmp_path: Path) -> None:
+    """Its module knows its arguments."""
+    if one.module == runs.ENGINE:
+        from benchmarks.gpu.engine import arguments
+
+        arguments(one.command(tmp_path, simulated=False)[3:])
+    elif one.module == runs.PLANE:
+        from benchmarks.gpu.__main__ import parts
+        from benchmarks.gpu.rig import Gpu
+
+        known = {name for name, _ in parts(Gpu(simulated=True))}
+        assert set(one.arguments[1::2]) <= known
+
+
+def benchmark(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the runs."""
+    line = [sys.executable, "-m", "benchmarks.gpu.runs", *command]
+    return subprocess.run(
+        line, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, check=False, timeout=300
+    )
+
+
+def test_the_runs_run(tmp_path: Path) -> None:
+    """In processes of their own, the first of each kind."""
+    done = benchmark("--simulated", "--only", "probe", "--only", "races", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line.partition(",")[0] for line in done.stdout.splitlines()] == ["probe: good", "races: good"]
+    assert {path.name for path in tmp_path.iterdir()} == {"probe.json", "probe.txt", "races.json", "races.txt"}
+
+
+def test_nothing_follows_a_refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every later figure would be of a fallback."""
+
+    def refused(one: runs.Run, folder: Path, *, simulated: bool, more: tuple[str, ...]) -> int:  # noqa: ARG001
+        (folder / f"{one.name}.txt").write_text("a table\nkvpipe: host memory cannot be pinned\n")
+        return probe.REFUSED
+
+    monkeypatch.setattr(runs, "run", refused)
+    assert runs.main(["--simulated", "--out", str(tmp_path)]) == probe.REFUSED
+    assert capsys.readouterr().out.splitlines()[-1] == "kvpipe: host memory cannot be pinned"
+    assert [path.name for path in tmp_path.iterdir()] == ["probe.txt"]
+
+
+def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    """With a status of its own."""
+    script = tmp_path / "test_endless.py"
+    script.write_text("import time\n\ndef test_endless():\n    time.sleep(60)\n")
+    slow = runs.Run("endless", 3, "pytest", ("-q", str(script), "-p", "no:cacheprovider"))
+    assert runs.run(slow, tmp_path, simulated=False) == 124
+
+
+def test_make_needs_no_setup_where_torch_has_a_gpu(tmp_path: Path) -> None:
+    """Then it runs the machine's own Python: here, what stands for one."""
+    python = tmp_path / "python3"
+    python.write_text('#!/bin/sh\ncase $1 in -m) echo "$@";; esac\n')
+    python.chmod(0o755)
+    line = ["make", "--no-print-directory", "bench-gpu", "PART=1 2", "ARGS=--breakable"]
+    paths = {"PATH": os.pathsep.join((str(tmp_path), os.environ["PATH"]))}
+    done = subprocess.run(line, cwd=ROOT, env=os.environ | paths, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == ["-m benchmarks.gpu.runs --part 1 --part 2 --breakable"], done.stderr
+
+
+@pytest.mark.parametrize(("name", "said"), [("probe", "nothing to run"), ("movers", "failed (2)")])
+def test_a_status_is_read_as_its_module_means_it(
+    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Pytest says 2 of tests that it cannot read."""
+    monkeypatch.setattr(runs, "run", lambda *_, **__: 2)
+    assert runs.main(["--simulated", "--only", name, "--out", str(tmp_path)]) == 1
+    assert capsys.readouterr().out.startswith(f"{name}: {said}, ")
+
+
+def test_the_movers_tested_are_the_devices() -> None:
+    """By their ids, and no simulated one: on a machine without a device each is skipped."""
+    movers = next(one for one in runs.PARTS[0] if one.name == "movers")
+    line = [sys.executable, "-m", "pytest", *movers.arguments, "--collect-only"]
+    done = subprocess.run(line, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=True, timeout=120)
+    tests = [message for message in done.stdout.splitlines() if "::" in message]
+    assert {mover.value for mover in Mover} == {test.rpartition("cuda_")[2].rstrip("]") for test in tests}
+
+
+def test_without_a_gpu_both_say_so() -> None:
+    """In a sentence, and with a status of its own."""
+    done = benchmark(CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2
+    assert "no GPU is here" in done.stderr
+    command = [sys.executable, "-m", "benchmarks.gpu.probe"]
+    asked = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, check=False
+    )
+    assert asked.returncode == 2
+    assert "no GPU is here" in asked.stderr

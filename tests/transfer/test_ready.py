@@ -1,0 +1,254 @@
+"""A pool becomes ready from its beginning to its end: in memory before it is used, and no more than there is room."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import pytest
+
+from kvpipe import headroom
+from kvpipe.geometry import Geometry, Group, Layer
+from kvpipe.headroom import Headroom, tightest
+from kvpipe.testing.transfer_worlds import eventually
+from kvpipe.transfer import ready
+from kvpipe.transfer.pool import HostPool
+from kvpipe.transfer.ready import Manners, Readier
+
+GROUP = Group((Layer("a", 4096),), block_tokens=16)
+SLOT = 16 << 10
+GIB = 1 << 30
+ENTRY_BYTES = 8
+PLENTY = Headroom(GIB, GIB, "plenty")
+
+
+def make_pool(slots: int) -> HostPool:
+    """Return a pool of slots of 16 KiB."""
+    return HostPool(Geometry((GROUP,), 64, slots * SLOT))
+
+
+def in_memory(pool: HostPool) -> int:
+    """Return how many bytes of the pool the system has given this process."""
+    page = mmap.PAGESIZE
+    with Path("/proc/self/pagemap").open("rb") as pagemap:
+        pagemap.seek(pool.base // page * ENTRY_BYTES)
+        entries = np.frombuffer(pagemap.read(pool.slots * SLOT // page * ENTRY_BYTES), "<u8")
+    return int((entries >> np.uint64(63)).sum()) * page
+
+
+class Rig:
+    """A readier, and what it has told."""
+
+    def __init__(self, slots: int = 64, piece_slots: int = 4, **options: object) -> None:
+        """`options`: of the readier."""
+        self.pool, self.claimed, self.short = make_pool(slots), list[tuple[int, int]](), list[Headroom]()
+        self.done: list[float] = []
+        self.refuses = False
+        self.room: Headroom | None = PLENTY
+        self.readier = Readier(
+            self.pool,
+            self.claim,
+            piece_bytes=piece_slots * SLOT,
+            done=self.done.append,
+            short=self.short.append,
+            room=lambda: self.room,
+            **options,  # type: ignore[arg-type]
+        )
+
+    def claim(self, address: int, size: int) -> bool:
+        """Note the first slot and the number of slots; all of them must be in memory by then."""
+        self.claimed.append(((address - self.pool.base) // SLOT, size // SLOT))
+        return not self.refuses
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the thread."""
+        self.readier.stop()
+        assert self.readier._thread is None or not self.readier._thread.is_alive()
+
+
+@pytest.mark.parametrize("how", ["ahead", "start"])
+def test_all_of_the_pool_comes_into_memory(how: ready.How) -> None:
+    """Slots are ready in order, each after its bytes are there and were claimed; with `start`, before it returns."""
+    with Rig(slots=66) as rig:
+        rig.readier.begin(how)
+        assert how == "ahead" or rig.pool.ready == 66
+        assert eventually(lambda: rig.pool.ready == 66)
+        assert in_memory(rig.pool) >= 66 * SLOT
+        assert rig.claimed == [(first, min(4, 66 - first)) for first in range(0, 66, 4)]
+        assert eventually(lambda: len(rig.done) == 1)
+
+
+def test_with_use_nothing_is_touched() -> None:
+    """Every slot counts as ready at once, and is claimed all the same."""
+    with Rig() as rig:
+        rig.readier.begin("use")
+        assert rig.pool.ready == 64
+        assert eventually(lambda: len(rig.claimed) == 16)
+
+
+def test_a_slot_is_not_touched_once_it_is_ready() -> None:
+    """What is written to a slot as soon as it is ready stays there."""
+    with Rig(slots=60, piece_slots=1) as rig:
+        words = rig.pool.tensor.numpy()
+
+        def fill(*_: int) -> bool:
+            done = rig.pool.ready
+            words[:done] = np.where(words[:done] == 0, 7, words[:done])
+            return True
+
+        rig.readier._claim = fill
+        rig.readier.begin("start")
+        assert (words[: rig.pool.ready - 1] == 7).all()
+
+
+def test_a_pool_that_does_not_fit_stops_growing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without memory to spare the pool stays as it is, with one word about it, and grows on when there is some."""
+    monkeypatch.setattr(ready, "SHORT_S", 0.001)
+    keep = GIB // 20  # of a limit of 1 GiB
+    with Rig(piece_slots=16) as rig:
+        rig.readier._room = lambda: (
+            rig.room or Headroom(keep + 32 * SLOT - len(rig.claimed) * 16 * SLOT, GIB, "a limit")
+        )
+        rig.room = None
+        rig.readier.begin("ahead")
+        assert eventually(lambda: bool(rig.short))
+        assert rig.pool.ready == 32
+        assert in_memory(rig.pool) >= 32 * SLOT  # huge pages, and neighbours, may bring more
+        rig.room = PLENTY
+        assert eventually(lambda: rig.pool.ready == 64)
+        assert [room.where for room in rig.short] == ["a limit"], "told once"
+
+
+def test_start_does_not_wait_for_memory_that_is_not_there() -> None:
+    """An engine starts, with what fits."""
+    with Rig() as rig:
+        rig.room = Headroom(0, GIB, "a limit")
+        rig.readier.begin("start")
+        assert rig.pool.ready == 0
+        assert len(rig.short) == 1
+
+
+def test_a_system_that_says_nothing_of_its_memory() -> None:
+    """The pool is made ready all the same."""
+    with Rig() as rig:
+        rig.room = None
+        rig.readier.begin("start")
+        assert rig.pool.ready == 64
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_on_a_core_of_the_forward_it_works_now_and_then(busy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the engine is busy it rests for most of the time, and not while the engine is idle."""
+    monkeypatch.setattr(ready, "STROKE_BYTES", SLOT)
+    rests: list[float] = []
+    with Rig(manners=Manners(share=0.25, busy=lambda: busy)) as rig:
+        monkeypatch.setattr(rig.readier._stop, "wait", rests.append)
+        rig.readier.begin("start")
+        assert len(rests) == (64 if busy else 0)
+
+
+def test_on_cores_of_its_own_it_does_not_hurry_others() -> None:
+    """The thread runs on the cores it was given, and with its process's priority: others wait for locks that it has."""
+    cpus = frozenset([max(os.sched_getaffinity(0))])
+    found: list[tuple[frozenset[int], int]] = []
+
+    def look(*_: int) -> bool:
+        thread = threading.get_native_id()
+        found.append((frozenset(os.sched_getaffinity(0)), os.getpriority(os.PRIO_PROCESS, thread)))
+        return True
+
+    with Rig(manners=Manners(cpus)) as rig:
+        rig.readier._claim = look
+        rig.readier.begin("start")
+        assert len(found) == 16
+        assert found[-1] == (cpus, os.getpriority(os.PRIO_PROCESS, 0))
+
+
+def test_slots_that_cannot_be_claimed_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool stays as it is, `start` does not wait for it, and it grows when the next piece is taken after all."""
+    monkeypatch.setattr(ready, "SHORT_S", 0.001)
+    with Rig(piece_slots=16) as rig:
+        claim = rig.readier._claim
+        rig.readier._claim = lambda at, size: claim(at, size) or at < rig.pool.base + 32 * SLOT
+        rig.refuses = True
+        rig.readier.begin("start")
+        assert rig.pool.ready == 32
+        assert eventually(lambda: rig.claimed[-2:] == [(32, 16), (32, 16)])
+        assert rig.pool.ready == 32
+        rig.refuses = False
+        assert eventually(lambda: rig.pool.ready == 64)
+        assert not rig.short, "there was memory"
+
+
+def test_pages_are_touched_near_the_device() -> None:
+    """Of the cores that the thread may use, on those; and on those in any case, where it may use none of them."""
+    mine = sorted(os.sched_getaffinity(0))
+    for near, given in ((mine[:1], mine), (mine[-1:], [])):
+        found = set[frozenset[int]]()
+        with Rig(manners=Manners(frozenset(given))) as rig:
+            rig.pool.near = frozenset(near)
+            rig.readier._claim = lambda *_, found=found: found.add(frozenset(os.sched_getaffinity(0))) is None  # type: ignore[misc]
+            rig.readier._next()
+            found.clear()
+            rig.readier.begin("start")
+        assert frozenset(near) in found
+
+
+def test_stop_ends_it_in_mid_way() -> None:
+    """Nothing is touched any more, and nothing waits for the rest."""
+    gate = threading.Event()
+    with Rig(piece_slots=1) as rig:
+        claim: Callable[[int, int], bool] = lambda *_: rig.pool.ready != 2 or gate.wait()  # noqa: E731
+        rig.readier._claim = claim
+        rig.readier.begin("ahead")
+        assert eventually(lambda: rig.pool.ready == 2)
+        rig.readier._stop.set()
+        gate.set()
+        rig.readier.stop()
+        assert rig.pool.ready == 3
+        rig.readier.stop()
+
+
+def test_an_error_is_contained() -> None:
+    """The slots that were ready before it are used."""
+    with Rig(piece_slots=32) as rig:
+
+        def fail(*_: int) -> bool:
+            if rig.pool.ready:
+                raise RuntimeError
+            return True
+
+        rig.readier._claim = fail
+        rig.readier.begin("start")
+        assert rig.pool.ready == 32
+
+
+def test_the_room_on_this_machine() -> None:
+    """It says where the number is from; what is spare is less than what is free."""
+    room = tightest()
+    assert room is not None
+    assert 0 <= room.spare < room.free <= room.total
+    assert room.where
+
+
+def test_no_room_is_known_without_proc(tmp_path: Path) -> None:
+    """A system that says nothing is no error."""
+    assert tightest(tmp_path, tmp_path) is None
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\n")
+    assert tightest(tmp_path, tmp_path) is None
+
+
+def test_the_reserve() -> None:
+    """A twentieth of what a limit allows is left to others, and at most 1 GiB."""
+    assert Headroom(10 * GIB, 10 * GIB, "").spare == 10 * GIB - GIB // 2
+    assert Headroom(100 * GIB, 100 * GIB, "").spare == 99 * GIB
+    assert headroom.RESERVE_BYTES_MAX == GIB

@@ -1,0 +1,78 @@
+"""Tables of rows go through rings: no step allocates, whatever is under way, and no table is overwritten too soon."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpipe.messages import Kind
+from kvpipe.testing.fake_device import FakeDevice, FakeStream
+from kvpipe.testing.transfer_worlds import LAYERS, make_job, rows_of, world
+from kvpipe.transfer.base import CopyPlan, Direction, Ticket
+from kvpipe.transfer.tables import ALIGN_BYTES, Tables
+
+TABLE = {0: [0, 1, 5], 1: [7, 2]}
+STEPS = 12
+
+
+@pytest.mark.parametrize("kind", ["fake_staged", "fake_direct"])
+def test_no_step_allocates(kind: str) -> None:
+    """With a dozen steps of saves and loads under way, on a device that runs nothing, memory is what start-up took."""
+    with world(kind) as w:
+        w.device.moved.clear()
+        for step in range(STEPS):
+            for direction in Direction:
+                job = make_job(
+                    step, rows_of(step % 3, TABLE), Kind.SAVE if direction is Direction.SAVE else Kind.LOAD_SYNC
+                )
+                plan = CopyPlan(direction, [job], 2)
+                w.engine.prepare(plan)
+                for layer in range(LAYERS):
+                    ticket = Ticket(None, layer, layer, w.completed.append)
+                    w.tickets.append(ticket)
+                    w.engine.submit(plan, ticket)
+                assert w.engine.fence(ticket, 0)
+        assert w.device.moved["launch"]
+        assert w.device.moved["upload"] == len(Direction), "where the layers lie, once"
+        assert w.device.moved["allocate"] == 0
+        w.drain()
+
+
+@given(
+    sizes=st.lists(st.integers(1, 5 * ALIGN_BYTES), max_size=30),
+    choices=st.lists(st.integers(0, 3), min_size=1),
+)
+def test_a_table_is_what_it_was_when_it_was_asked_for(sizes: list[int], choices: list[int]) -> None:
+    """However late uploads run and whichever tables are let go first, those that are held have their bytes."""
+    device = FakeDevice()
+    stream = FakeStream(device, "kernel")
+    device.streams.append(stream)
+    tables = Tables(device, stream, 8 * ALIGN_BYTES)
+    held: list[tuple[torch.Tensor, int]] = []
+    turns = itertools.cycle(choices)
+    for number, size in enumerate(sizes):
+        made = tables.upload(np.full(size, number, np.uint8))
+        if made is None:
+            assert held, "there is a place when nobody holds one"
+        else:
+            held.append((made, number))
+        del made
+        for _ in range(next(turns)):
+            device.step(0)
+        if held and next(turns) < 2:
+            del held[next(turns) % len(held)]
+    device.drain()
+    assert all(bool(made.eq(number).all()) for made, number in held)
+
+
+def test_a_table_larger_than_the_ring_has_no_place() -> None:
+    """Whoever asks gets it by another way."""
+    device = FakeDevice()
+    tables = Tables(device, device.stream("kernel"), ALIGN_BYTES)
+    assert tables.upload(np.zeros(ALIGN_BYTES + 1, np.uint8)) is None
+    assert tables.upload(np.zeros(ALIGN_BYTES, np.uint8)) is not None

@@ -1,0 +1,151 @@
+"""vLLM replays whole CUDA graphs exactly when no layer hook is needed, however the mode was configured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode, PassConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.model_executor.layers.attention import Attention
+
+from kvpipe.connectors.vllm.connector import KVPipeConnector
+from kvpipe.connectors.vllm.hooks import is_replayed, replays, unhooked
+from kvpipe.errors import ConfigError, UnsupportedError
+
+ASKS = KVPipeConnector.requires_piecewise_for_cudagraph
+
+
+@pytest.mark.parametrize(
+    ("extra", "piecewise"),
+    [({}, False), ({"mode": "auto"}, False), ({"mode": "layerwise"}, True), ({"mode": "step"}, False)],
+)
+def test_the_flag_says_so(extra: dict[str, Any], piecewise: bool) -> None:
+    """By vLLM's own flag, or by default."""
+    assert ASKS(extra) is piecewise
+
+
+@pytest.mark.parametrize(("mode", "piecewise"), [("layerwise", True), ("step", False)])
+def test_the_environment_says_so(mode: str, piecewise: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a variable; the flag goes before it."""
+    monkeypatch.setenv("KVPIPE_MODE", mode)
+    assert ASKS({}) is piecewise
+    assert ASKS({"mode": "layerwise"}) is True
+    assert ASKS({"mode": "step"}) is False
+
+
+@pytest.mark.parametrize("by", ["flag", "environment"])
+@pytest.mark.parametrize(("mode", "piecewise"), [("layerwise", True), ("step", False)])
+def test_a_file_says_so(by: str, mode: str, piecewise: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a YAML file that the flag or the environment names."""
+    path = tmp_path / "kvpipe.yaml"
+    path.write_text(f"mode: {mode}\n")
+    if by == "environment":
+        monkeypatch.setenv("KVPIPE_CONFIG_FILE", str(path))
+    assert ASKS({"config_file": str(path)} if by == "flag" else {}) is piecewise
+
+
+@pytest.mark.parametrize(("mode", "piecewise"), [("layerwise", True), ("step", False)])
+def test_a_connector_of_connectors_says_so(mode: str, piecewise: bool) -> None:
+    """As one of several in vLLM's MultiConnector."""
+    child = {
+        "kv_connector": "KVPipeConnector",
+        "kv_connector_module_path": "kvpipe.connectors.vllm.connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"mode": mode},
+    }
+    assert MultiConnector.requires_piecewise_for_cudagraph({"connectors": [child]}) is piecewise
+
+
+def _engine(graphs: CUDAGraphMode | None, *, splitting: list[str] | None = None) -> Any:
+    layers = {"hooked": type("Layer", (), {"forward": Attention.forward})(), "own": object()}
+    compilation = SimpleNamespace(cudagraph_mode=graphs, splitting_ops=splitting, static_forward_context=layers)
+    return SimpleNamespace(compilation_config=compilation)
+
+
+ATTENTION = ["vllm::unified_attention_with_output", "vllm::unified_mla_attention_with_output"]
+
+
+@pytest.mark.parametrize("mode", ["auto", "layerwise"])
+@pytest.mark.parametrize(
+    ("graphs", "splitting", "breakable"),
+    [
+        (None, None, "0"),
+        (CUDAGraphMode.NONE, None, "0"),
+        (CUDAGraphMode.PIECEWISE, ATTENTION, "0"),
+        (CUDAGraphMode.PIECEWISE, ATTENTION[1:], "0"),
+        (CUDAGraphMode.PIECEWISE, [], "1"),
+    ],
+)
+def test_hooks_that_are_called_are_heeded(
+    mode: str,
+    graphs: CUDAGraphMode | None,
+    splitting: list[str] | None,
+    breakable: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without graphs, and between graphs of pieces; not those that a layer does not call."""
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", breakable)
+    engine = _engine(graphs, splitting=splitting)
+    assert unhooked(engine, ["hooked", "own"], mode) == {"own"}
+    assert not replays(engine)
+    assert unhooked(engine, ["hooked", "own"], "step") == {"hooked", "own"}
+
+
+@pytest.mark.parametrize(
+    ("graphs", "splitting", "said"),
+    [
+        (CUDAGraphMode.FULL, ATTENTION, r"CUDA graphs of whole steps \(cudagraph_mode=FULL\)"),
+        (CUDAGraphMode.FULL_DECODE_ONLY, [], r"whole steps \(cudagraph_mode=FULL_DECODE_ONLY\)"),
+        (CUDAGraphMode.FULL_AND_PIECEWISE, ATTENTION, r"whole steps \(cudagraph_mode=FULL_AND_PIECEWISE\)"),
+        (CUDAGraphMode.PIECEWISE, ["vllm::other"], r"inside CUDA graphs \(splitting_ops=\['vllm::other'\]\)"),
+        (CUDAGraphMode.PIECEWISE, None, r"inside CUDA graphs \(splitting_ops=None\)"),
+    ],
+)
+def test_where_no_hook_will_be_called(
+    graphs: CUDAGraphMode, splitting: list[str] | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`auto` copies with those steps, or with all; `layerwise` is refused in a sentence."""
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "0")
+    engine = _engine(graphs, splitting=splitting)
+    whole = graphs is not CUDAGraphMode.PIECEWISE
+    assert replays(engine) is whole
+    assert unhooked(engine, ["hooked", "own"], "auto") == ({"own"} if whole else {"hooked", "own"})
+    assert unhooked(engine, ["hooked", "own"], "step") == {"hooked", "own"}
+    with pytest.raises(UnsupportedError, match=f"mode='layerwise' with .*{said} is not supported; set mode to 'auto'"):
+        unhooked(engine, ["hooked", "own"], "layerwise")
+
+
+def test_which_steps_are_replayed() -> None:
+    """Runner V1 says so in the context, runner V2 has none outside of a model's own forward."""
+    for graphs, metadata, replayed in (
+        (CUDAGraphMode.FULL, {}, True),
+        (CUDAGraphMode.NONE, None, True),
+        (CUDAGraphMode.PIECEWISE, {}, False),
+        (CUDAGraphMode.NONE, {}, False),
+    ):
+        context: Any = SimpleNamespace(cudagraph_runtime_mode=graphs, attn_metadata=metadata)
+        assert is_replayed(context) is replayed
+
+
+def test_vllm_chooses_whole_graphs_after_it_has_asked() -> None:
+    """What `layerwise` has to be refused for: attention that is fused with quantisation."""
+    config = CompilationConfig(
+        mode=CompilationMode.VLLM_COMPILE,
+        cudagraph_mode=CUDAGraphMode.PIECEWISE,  # as vLLM has set it for a connector that needs pieces
+        pass_config=PassConfig(fuse_attn_quant=True, eliminate_noops=True),
+        use_inductor_graph_partition=False,
+    )
+    config.set_splitting_ops_for_v1(all2all_backend="naive")
+    assert config.cudagraph_mode is CUDAGraphMode.FULL
+    engine: Any = SimpleNamespace(compilation_config=config)
+    with pytest.raises(UnsupportedError, match="whole steps"):
+        unhooked(engine, [], "layerwise")
+
+
+def test_a_wrong_mode_stops_the_engine_there() -> None:
+    """Never a guess: vLLM asks before anything has started."""
+    with pytest.raises(ConfigError, match="mode='layer'"):
+        ASKS({"mode": "layer"})

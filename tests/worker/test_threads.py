@@ -1,0 +1,123 @@
+"""What two threads share is named in one place, and what can be true or false has a reason to be a flag."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import kvpipe.worker
+from kvpipe.transfer.base import Ticket
+from kvpipe.worker import SHARED
+from kvpipe.worker.batch import Batch
+
+ROOM = Path(kvpipe.worker.__file__).parent
+STEP_THREAD, LOOP_THREAD = ("pipeline", "side", "limits"), ("copies", "watchdog")
+HANDED = {"put": STEP_THREAD, "settled": LOOP_THREAD}
+"""Methods of one thread in a file that is of the other, or of none."""
+MUTATORS = frozenset({"add", "append", "clear", "discard", "extend", "pop", "popleft", "remove", "update"})
+
+FLAGS = {
+    "Batch.traced": "configuration: some job of it is traced in detail",
+    "Batch.closed": "no copy will be added; jobs may have failed before, so no cursor says it",
+    "Batch.stuck": "no copy is begun any more; its jobs have failed, as those of other batches that go on to be copied",
+    "LoadRate._wave_counts": "whether the wave that lands was queued before the last landing: no machine's business",
+    "Pipeline.replays": "configuration: whole steps may be replayed from graphs",
+    "Pipeline.fences_late": "configuration: who calls `fence`",
+    "WorkerSide.lost": "this rank's tier is reported as lost once, and for ever",
+}
+
+
+def _methods(file: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(ast.parse((ROOM / f"{file}.py").read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name != "__init__":
+            yield node
+
+
+def _targets(node: ast.AST) -> Iterator[ast.Attribute]:
+    """Attributes that a statement writes, or changes what is in them. The trace is made for many threads."""
+    match node:
+        case ast.Assign(targets=targets):
+            todo = list(targets)
+        case ast.AugAssign(target=target) | ast.AnnAssign(target=target):
+            todo = [target]
+        case ast.Call(func=ast.Attribute(value=changed, attr=name)) if name in MUTATORS:
+            todo = [changed]
+        case _:
+            return
+    while todo:
+        one = todo.pop()
+        if isinstance(one, ast.Tuple):
+            todo += one.elts
+        elif isinstance(one, ast.Subscript):
+            todo.append(one.value)
+        elif isinstance(one, ast.Attribute) and ast.unparse(one.value) != "self.trace":
+            yield one
+
+
+def _touched(files: tuple[str, ...]) -> tuple[set[str], set[str]]:
+    """Return the attributes that a thread's methods write, and all that they name."""
+    written, named = set[str](), set[str]()
+    for method in (m for file in (*files, "batch", *STEP_THREAD, *LOOP_THREAD) for m in _methods(file)
+                   if (HANDED.get(m.name) == files if m.name in HANDED else file in files)):  # fmt: skip
+        for node in ast.walk(method):
+            named |= {node.attr} if isinstance(node, ast.Attribute) else set()
+            written |= {one.attr for one in _targets(node)}
+    return written, named
+
+
+def _fields() -> set[str]:
+    """Attributes of what both threads hold: batches, tickets, and the loop thread's half."""
+    made = {
+        one.attr
+        for file in ("copies", "watchdog")
+        for node in ast.walk(ast.parse((ROOM / f"{file}.py").read_text(encoding="utf-8")))
+        for one in _targets(node)
+    }
+    return made | set(Batch.__slots__) | set(Ticket.__slots__)
+
+
+def test_what_two_threads_share_is_named() -> None:
+    """An attribute that one thread writes and the other touches is in `SHARED`, with the reason why it may be."""
+    steps, loop = _touched(STEP_THREAD), _touched(LOOP_THREAD)
+    shared = ((steps[0] & loop[1]) | (loop[0] & steps[1])) & _fields()
+    assert shared == set(SHARED)
+    assert all(len(why) > 20 for why in SHARED.values())
+
+
+def test_no_engine_is_known_here() -> None:
+    """The room imports neither vLLM nor anything of its connector, not even in a function."""
+    for file in ROOM.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not [name for name in names if name.startswith(("vllm", "kvpipe.connectors"))], file.name
+
+
+def test_every_flag_has_a_reason() -> None:
+    """No attribute is True or False only to repeat where a machine is."""
+    found = set[str]()
+    for file in ROOM.glob("*.py"):
+        for owner in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(owner, ast.ClassDef):
+                found |= set(_flags(owner))
+    assert found == set(FLAGS)
+
+
+def _flags(owner: ast.ClassDef) -> Iterator[str]:
+    """Yield attributes of `self`, or of a batch, that are given a bool: a constant, or a parameter that is one."""
+    for method in (one for one in owner.body if isinstance(one, ast.FunctionDef)):
+        arguments = (*method.args.args, *method.args.kwonlyargs)
+        bools = {one.arg for one in arguments if isinstance(one.annotation, ast.Name) and one.annotation.id == "bool"}
+        for node in ast.walk(method):
+            if not isinstance(node, ast.Assign):
+                continue
+            for target in node.targets:
+                pairs = [(target, node.value)]
+                if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                    pairs = list(zip(target.elts, node.value.elts, strict=True))
+                for to, value in pairs:
+                    is_bool = isinstance(value, ast.Constant) and isinstance(value.value, bool)
+                    is_bool |= isinstance(value, ast.Name) and value.id in bools
+                    if is_bool and isinstance(to, ast.Attribute) and isinstance(to.value, ast.Name):
+                        yield f"{owner.name if to.value.id == 'self' else to.value.id.title()}.{to.attr}"

@@ -1,0 +1,191 @@
+"""A copy that never completes, or cannot even be submitted, costs one wait and its own jobs, and hangs nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpipe.messages import Kind
+from kvpipe.testing.pipeline_rig import FakeEngine, Rig, Waiting, job, plan
+from kvpipe.transfer.base import CopyPlan, Direction, Ticket
+from kvpipe.worker.pipeline import REPORTED_EARLY
+
+SAVE, SYNC, ASYNC = Kind.SAVE, Kind.LOAD_SYNC, Kind.LOAD_ASYNC
+
+
+class StuckEngine(FakeEngine):
+    """Never completes a copy while it is waited for; counts the waits."""
+
+    def __init__(self) -> None:
+        """Nobody has waited."""
+        super().__init__()
+        self.waiting = Waiting.STUCK
+        self.waits = 0
+
+    def guard_read(self, ticket: Ticket, timeout_s: float) -> bool:
+        """See `TransferEngine.guard_read`."""
+        self.waits += 1
+        return super().guard_read(ticket, timeout_s)
+
+    fence = guard_read
+
+
+class RaisingEngine(FakeEngine):
+    """Cannot submit `layers`."""
+
+    def __init__(self, layers: tuple[int, ...]) -> None:
+        """`layers` are refused."""
+        super().__init__()
+        self.layers = layers
+
+    def submit(self, plan: CopyPlan, ticket: Ticket) -> None:
+        """See `TransferEngine.submit`, which never raises."""
+        if ticket.layer in self.layers:
+            raise RuntimeError("can't start new thread")
+        super().submit(plan, ticket)
+
+
+@pytest.mark.parametrize("layerwise", [True, False])
+def test_a_load_that_times_out_is_waited_for_once(layerwise: bool) -> None:
+    """One wait per batch; its blocks are suspects in that step; its jobs are reported once, when the copies end."""
+    engine = StuckEngine()
+    rig = Rig(engine, layerwise=layerwise)
+    p = rig.pipeline
+    p.begin(plan(job(1, SYNC, [(0, 0, 0, 3), (1, 1, 0, 5)]), job(2, SYNC, [(0, 2, 0, 7)])))
+    p.start_loads()
+    rig.wait_all()
+    rig.wait_all()
+    p.end_step()
+    assert engine.waits == 1
+    assert rig.counters["copy_timeout"] == 1
+    assert p.take_suspects() == {3, 5, 7}
+    assert p.take_suspects() == set()
+    assert rig.news() == {}, "a copy may still write to its blocks"
+    engine.complete_all()
+    assert rig.news() == {1: False, 2: False}
+    assert rig.news() == {}
+    assert rig.in_flight() == 0
+    p.shutdown()
+    assert rig.news() == {}
+    assert rig.counters["illegal_transition"] == 0
+
+
+@pytest.mark.parametrize("layerwise", [True, False])
+def test_a_save_that_times_out_is_waited_for_once(layerwise: bool) -> None:
+    """A save's fence is one wait too; its blocks are read, not written, so nothing is suspect."""
+    engine = StuckEngine()
+    rig = Rig(engine, layerwise=layerwise)
+    p = rig.pipeline
+    p.begin(plan(job(1), job(2)))
+    rig.save_all()
+    p.end_step()
+    assert engine.waits == 1
+    assert p.take_suspects() == set()
+    assert rig.news() == {}
+    engine.complete_all()
+    assert rig.news() == {1: False, 2: False}
+    p.shutdown()
+    assert rig.counters["illegal_transition"] == 0
+
+
+def test_what_is_computed_on_a_load_that_timed_out_is_not_saved() -> None:
+    """The saves of the step are failed with its load, though their own copies end well."""
+    engine = StuckEngine()
+    rig = Rig(engine)
+    p = rig.pipeline
+    p.begin(plan(job(1), job(2, SYNC)))
+    p.start_loads()
+    rig.wait_all()
+    rig.save_all()
+    engine.complete_all()
+    p.end_step()
+    assert rig.news() == {1: False, 2: False}
+    p.shutdown()
+    assert rig.counters["illegal_transition"] == 0
+
+
+@pytest.mark.parametrize("layerwise", [True, False])
+@pytest.mark.parametrize("layers", [(0,), (1,), (2,), (0, 1, 2)])
+def test_a_copy_that_cannot_be_submitted_fails_its_jobs(layerwise: bool, layers: tuple[int, ...]) -> None:
+    """An engine that raises out of `submit` gets every job of the batch reported as failed, in the step."""
+    rig = Rig(RaisingEngine(layers), layerwise=layerwise)
+    p = rig.pipeline
+    p.begin(plan(job(1), job(2, SYNC), job(3, ASYNC)))
+    p.start_loads()
+    for layer in range(rig.layers):
+        p.wait_layer(layer)
+        p.save_layer(layer)
+    p.end_step()
+    rig.engine.complete_all()
+    assert rig.news() == {1: False, 2: False, 3: False}
+    assert rig.in_flight() == 0
+    assert rig.counters["submit_failed"] == 3 * len(layers)
+    p.shutdown()
+    assert rig.counters["illegal_transition"] == 0
+
+
+@pytest.mark.parametrize("kind", [SAVE, SYNC, ASYNC])
+@pytest.mark.parametrize("layer", range(3))
+def test_no_job_is_reported_while_a_layer_before_the_refused_one_is_copied(kind: Kind, layer: int) -> None:
+    """An engine raises at one layer: the job ends when every copy that was taken has, in whatever order they end."""
+    rig = Rig(RaisingEngine((layer,)))
+    rig.engine.waiting = Waiting.DEVICE
+    p = rig.pipeline
+    p.begin(plan(job(1, kind)))
+    p.start_loads()
+    rig.wait_all()
+    rig.save_all()
+    p.end_step()
+    direction = Direction.SAVE if kind is SAVE else Direction.LOAD
+    queue = rig.engine.queues[direction]
+    assert rig.news() == ({} if queue else {1: False})
+    while queue:
+        rig.engine.complete(direction)
+        assert rig.news() == ({} if queue else {1: False}), "a copy may still touch its blocks"
+    p.shutdown()
+    assert rig.counters["illegal_transition"] == 0
+
+
+class SilentDevice(FakeEngine):
+    """Orders every wait on the device, knows failures early, and never completes anything by itself."""
+
+    def guard_read(self, ticket: Ticket, timeout_s: float) -> bool:
+        """See `TransferEngine.guard_read`."""
+        return timeout_s > 0 and isinstance(ticket, Ticket)
+
+    fence = guard_read
+
+
+def test_a_failed_load_whose_end_never_comes_is_reported_in_its_step() -> None:
+    """A load is known to have failed, but its last completion is lost: its blocks are suspects in this very step."""
+    engine = SilentDevice()
+    engine.failing = lambda copies, ticket: frozenset(j.id for j in copies.jobs if ticket.layer == 0)
+    rig = Rig(engine, wait_s=0.05)
+    p = rig.pipeline
+    p.begin(plan(job(1, SYNC, [(0, 0, 0, 3)])))
+    p.start_loads()
+    rig.wait_all()
+    p.end_step()
+    assert rig.counters["copy_timeout"] == 1
+    assert p.take_suspects() == {3}
+    engine.complete_all()
+    assert rig.news() == {1: False}
+    p.shutdown()
+
+
+def test_a_load_that_was_not_waited_for_is_reported_in_its_step() -> None:
+    """No hook has waited, and the device has yet to finish: the blocks are suspects now, and not again later."""
+    engine = SilentDevice()
+    rig = Rig(engine)
+    p = rig.pipeline
+    p.begin(plan(job(1, SYNC, [(0, 0, 0, 3)])))
+    p.start_loads()
+    p.end_step()
+    assert p.take_suspects() == {3}
+    assert p.collect() == []
+    engine.complete_all()
+    p.end_step()
+    p._settle()
+    (outcome,) = p.collect()
+    assert (outcome.ok, outcome.why) == (False, REPORTED_EARLY)
+    assert p.take_suspects() == set()
+    p.shutdown()
