@@ -62,7 +62,7 @@ def test_vllms_own_tests_pass_with_kvpipe_attached(version: str, tmp_path: Path)
     assert all(EXPECTED.values())
 
 
-CERTAIN = "from kvpipe.connectors.vllm.weights import Weights\nWeights.suspect = lambda *_: None\n"
+CERTAIN = "from kvpipe.scheduler.weights import Weights\nWeights.suspect = lambda *_: None\n"
 
 
 @pytest.mark.timeout(FETCH_SECONDS_MAX + RUN_SECONDS_MAX)
