@@ -1,8 +1,8 @@
 """Models whose prompts cannot be cut: where vLLM says that a cache of prefixes would answer wrongly, kvpipe is one.
 
 VLLM says so by switching its own prefix cache off, in places of which each is a `Statement` here. That its prefix
-cache is off does not say it: users switch it off, too, and kvpipe serves them. `contract/places.py` finds the places in
-vLLM's sources, so that one which a release adds fails a test until it is a statement here.
+cache is off does not say it: users switch it off, too, and kvpipe serves them. `tests/contract/places.py` finds the
+places in vLLM's sources, so that one which a release adds fails a test until it is a statement here.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ def refuse(what: str, remedy: str) -> NoReturn:
 
 
 class Statement(NamedTuple):
-    """One thing that vLLM says of prefixes: `what` it is said of, or nothing, and what its user can do."""
+    """One thing that vLLM says of prefixes: `what` it is said of, or nothing."""
 
     name: str
     what: Callable[[VllmConfig], str]
-    remedy: str
 
 
 def _uncut(model: ModelConfig) -> str:
@@ -59,27 +58,19 @@ def _unfit(_: VllmConfig) -> str:
 
 STATEMENTS: Final = (
     Statement(
-        "encoder_decoder",
-        lambda config: "an encoder-decoder model" if config.model_config.is_encoder_decoder else "",
-        SERVE_WITHOUT,
+        "encoder_decoder", lambda config: "an encoder-decoder model" if config.model_config.is_encoder_decoder else ""
     ),
-    Statement("is_prefix_caching_supported", lambda config: _uncut(config.model_config), SERVE_WITHOUT),
+    Statement("is_prefix_caching_supported", lambda config: _uncut(config.model_config)),
     Statement(
         "rswa",
         lambda config: "reference sliding window attention (R-SWA)" if config.model_config.rswa_window else "",
-        SERVE_WITHOUT,
     ),
-    Statement(
-        "diffusion",
-        lambda config: "a diffusion language model" if config.model_config.is_diffusion else "",
-        SERVE_WITHOUT,
-    ),
+    Statement("diffusion", lambda config: "a diffusion language model" if config.model_config.is_diffusion else ""),
     Statement(
         "mm_encoder_only",
         lambda config: "an engine that runs only the encoder of a model" if config.is_mm_encoder_only else "",
-        SERVE_WITHOUT,
     ),
-    Statement("riscv", _unfit, SERVE_WITHOUT),
+    Statement("riscv", _unfit),
 )
 """What follows from the engine's configuration."""
 
@@ -98,7 +89,7 @@ def check_model(config: VllmConfig) -> None:
     for statement in STATEMENTS:
         what = statement.what(config)
         if what:
-            refuse(what, statement.remedy)
+            refuse(what, SERVE_WITHOUT)
 
 
 def check_specs(cache: KVCacheConfig) -> None:

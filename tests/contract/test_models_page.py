@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvpipe.connectors.vllm.contract import places, registry
 from kvpipe.connectors.vllm.contract import sources as contract
+from tests.contract import places, registry
 from tests.contract.test_scheduler_versions import FETCH_SECONDS_MAX, fetched
 
 WALK_SECONDS_MAX = 500
@@ -57,7 +57,7 @@ def test_the_page_is_fresh() -> None:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     text = registry.DOCS.read_text(encoding="utf-8")
-    assert done.stdout.endswith(text), "python -m kvpipe.connectors.vllm.contract.registry"
+    assert done.stdout.endswith(text), "python -m tests.contract.registry"
     asked = text[text.index("<!-- architectures:begin") :]
     assert all(f"`{name}`" in asked for name in registry.served())
     assert all(f"| {answer} |" in asked for answer in (registry.WORKS, registry.UNASKED))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvpipe.connectors.vllm.contract import sources as c
-from kvpipe.connectors.vllm.contract.reads import AttributeRead, Reader
+from tests.contract.reads import AttributeRead, Reader
 from tests.contract.test_contract import installed_root
 
 READER = Reader(c.folder_reader(installed_root())[1])

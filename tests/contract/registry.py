@@ -1,6 +1,6 @@
 """Which of vLLM's architectures kvpipe serves: each is asked, and the page written.
 
-Run `python -m kvpipe.connectors.vllm.contract.registry`.
+Run `python -m tests.contract.registry`.
 
 Each is given a configuration of its family with few layers; vLLM decides what an engine of it would be, the model is
 built without memory for its weights ("meta"), and what its layers say of their caches is asked as at an engine's start.
@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from unittest import mock
 
 from kvpipe import doc_tables
-from kvpipe.connectors.vllm.contract.places import PLACES
+from tests.contract.places import PLACES
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
-DOCS = Path(__file__).parents[4] / "docs" / "models.md"
+DOCS = Path(__file__).parents[2] / "docs" / "models.md"
 ABSENT: Final = frozenset({"torchvision", "torchaudio", "timm", "terratorch"})
 """What vLLM's CPU build lacks and models import: a module that has everything and does nothing stands in."""
 
@@ -70,7 +70,7 @@ class _StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Make a module that has everything."""
 
         class Module(types.ModuleType):
-            def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+            def __getattr__(self, name: str) -> Any:
                 if name.startswith("__"):
                     raise AttributeError(name)
                 return mock.MagicMock(name=name)
@@ -194,8 +194,8 @@ def walk(only: Sequence[str] = ()) -> Iterator[ArchitectureRow]:
     from vllm.model_executor.models import registry
 
     # each would start a process of its own
-    registry._LazyRegisteredModel.inspect_model_cls = (  # type: ignore[method-assign]  # noqa: SLF001
-        lambda model: registry._ModelInfo.from_model_cls(model.load_model_cls())  # noqa: SLF001
+    registry._LazyRegisteredModel.inspect_model_cls = (  # type: ignore[method-assign]
+        lambda model: registry._ModelInfo.from_model_cls(model.load_model_cls())
     )
     families, finder = _families(), _StandIn()
     sys.meta_path.append(finder)
@@ -220,8 +220,8 @@ def served() -> dict[str, tuple[str, str]]:
     """Return vLLM's architectures but those of draft models, with their module and class."""
     from vllm.model_executor.models import registry
 
-    drafts = registry._SPECULATIVE_DECODING_MODELS  # noqa: SLF001
-    return {name: at for name, at in registry._VLLM_MODELS.items() if name not in drafts}  # type: ignore[misc]  # noqa: SLF001
+    drafts = registry._SPECULATIVE_DECODING_MODELS
+    return {name: at for name, at in registry._VLLM_MODELS.items() if name not in drafts}  # type: ignore[misc]
 
 
 # ---- the page ----------------------------------------------------------------------------------------------------
