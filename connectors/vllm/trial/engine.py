@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 # before vllm is imported: one process, one compute thread, nothing from a hub
 ENVIRONMENT = {
@@ -41,6 +43,33 @@ def _register_kernels_once() -> None:
         type(current_platform).register_triton_kernel_overrides = classmethod(lambda _cls: None)  # type: ignore[method-assign]
 
 
+@contextmanager
+def _own_garbage() -> Iterator[None]:
+    """Let vLLM neither freeze, unfreeze nor collect: at its end that is four walks through every imported module.
+
+    What was there before an engine is frozen, what it makes is not: so one collection after it finds all of that, soon.
+    """
+    with ExitStack() as stack:
+        for name in ("freeze", "unfreeze", "collect"):
+            stack.enter_context(patch.object(gc, name, lambda *_: 0))
+        yield
+
+
+_collect = gc.collect
+
+
+@contextmanager
+def _models_inspected_here() -> Iterator[None]:
+    """Let vLLM look at a model's class in this process; in another, which takes seconds, only CUDA would gain."""
+    from vllm.model_executor.models import registry
+    from vllm.platforms import current_platform
+
+    with ExitStack() as stack:
+        if current_platform.is_cpu():
+            stack.enter_context(patch.object(registry, "_run_in_subprocess", lambda inspect: inspect()))
+        yield
+
+
 def _free_process() -> None:
     """Free what an engine has made for the whole process."""
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
@@ -49,7 +78,7 @@ def _free_process() -> None:
     ensure_kv_transfer_shutdown()
     destroy_model_parallel()
     destroy_distributed_environment()
-    gc.collect()
+    _collect()
 
 
 class Engine:
@@ -92,11 +121,14 @@ class Engine:
         _register_kernels_once()
         if torch.get_num_threads() > 1:  # torch was imported before ENVIRONMENT was set
             torch.set_num_threads(1)
-        gc.freeze()  # vLLM collects garbage five times at start-up: keep that from walking every imported module
+        gc.freeze()
         try:
-            self.llm: LLM = LLM(model=model, kv_transfer_config=transfer, **settings | options)
+            with _own_garbage(), _models_inspected_here():
+                self.llm: LLM = LLM(model=model, kv_transfer_config=transfer, **settings | options)
         except BaseException:
-            _free_process()  # a connector may be there already, and would be the next engine's
+            with _own_garbage():
+                _free_process()  # a connector may be there already, and would be the next engine's
+            gc.unfreeze()
             raise
         self._ids = 0
         self.preemptions: dict[str, int] = {}
@@ -215,6 +247,8 @@ class Engine:
 
     def close(self) -> None:
         """Shut the engine down and free its process-wide state, so that another can be made."""
-        self.core.shutdown()
-        del self.llm
-        _free_process()
+        with _own_garbage():
+            self.core.shutdown()
+            del self.llm
+            _free_process()
+        gc.unfreeze()
