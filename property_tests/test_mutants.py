@@ -9,19 +9,20 @@ import pytest
 
 from kvpipe.cache.miss_reasons import EVICTED
 from kvpipe.connectors.vllm.trial.mutants import MUTANTS, Mutant, Patch
-from kvpipe.connectors.vllm.trial.mutate import judge, mutated
+from kvpipe.connectors.vllm.trial.mutate import judge, killers, mutated
 from kvpipe.connectors.vllm.trial.nightly import sequences
 from kvpipe.doc_tables import fill
 from kvpipe.worker.pipeline import Pipeline
 
 KEPT = sequences(Path(__file__).parent / "regressions")
+KILLERS = killers(Path(__file__).parents[1] / "docs" / "results" / "mutants.json")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_killed(name: str) -> None:
     """Some invariant is broken, or the one that was asked for."""
-    verdict = judge(name, KEPT)
+    verdict = judge(name, KEPT, KILLERS)
     assert verdict.by, f"{name} lives: {MUTANTS[name].does}"
 
 

@@ -16,13 +16,14 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -111,22 +112,32 @@ class Verdict(NamedTuple):
     seconds: float
 
 
-def profile(mutant: Mutant, kept: list[Work]) -> Iterator[Case]:
-    """Yield what is kept and each shape by each seed, as in the default profile; the mutant's own shape comes first."""
+Killer = tuple[str, int]
+"""The shape and the seed of a case that has found a mutant."""
+
+
+def killers(file: Path) -> dict[str, Killer]:
+    """Return what has found each mutant, as `keep` has written it."""
+    known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    return {one["name"]: (one["shape"], one["seed"]) for one in known}
+
+
+def profile(mutant: Mutant, kept: list[Work], killer: Killer = ("", -1)) -> Iterator[Case]:
+    """Yield what is kept and each shape by each seed, as in the default profile; `killer` and its own shape first."""
     works = [*kept, *(Work(name, seed) for seed in SEEDS for name in SHAPES)]
-    for work in sorted(works, key=lambda work: work.shape != mutant.shape):
+    for work in sorted(works, key=lambda work: ((work.shape, work.seed) != killer, work.shape != mutant.shape)):
         yield Case(KVPIPE, work.shape, work.seed, work.all_moves(), invariant=mutant.by)
 
 
-def judge(name: str, kept: list[Work]) -> Verdict:
-    """Give a mutant the cases of the default profile until one finds it."""
+def judge(name: str, kept: list[Work], known: Mapping[str, Killer] = MappingProxyType({})) -> Verdict:
+    """Give a mutant the cases of the default profile until one finds it, those that have found it before first."""
     began, trials, steps = time.monotonic(), 0, 0
     mutant = MUTANTS[name]
     if mutant.test:
         by, message = _tested(mutant)
         return Verdict(name, by, message, "", -1, 1, 0, time.monotonic() - began)
     with CaseRunner(CaseLimits(STUCK_SECONDS)) as bench, mutated(mutant):
-        for case in profile(mutant, kept):
+        for case in profile(mutant, kept, known.get(name, ("", -1))):
             found = bench.run(case)
             trials, steps = trials + 1, steps + found.steps
             by = {"broken": found.name, "raised": "nothing_raises", "hung": "no_hang"}.get(found.kind, found.kind)
@@ -142,17 +153,58 @@ def _tested(mutant: Mutant) -> tuple[str, str]:
         LookupError: the mutant's text is gone, or there is no such test.
 
     """
-    command = [sys.executable, "-m", "kvpipe.connectors.vllm.trial.mutate", "--under", json.dumps(mutant)]
-    ran = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)  # noqa: S603  (ours)
-    message = (ran.stdout + ran.stderr)[-LOG_MAX:]
-    if ran.returncode not in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED}:
-        raise LookupError(f"{mutant.test} ended with {ran.returncode}: {message}")
-    return (mutant.test.rpartition("::")[2] if ran.returncode else "", message)
+    with tempfile.NamedTemporaryFile() as log:
+        status = _parent(os.getpid()).ask(log.name, mutant)
+        message = log.read()[-LOG_MAX:].decode(errors="replace")
+    if status not in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED}:
+        raise LookupError(f"{mutant.test} ended with {status}: {message}")
+    return (mutant.test.rpartition("::")[2] if status else "", message)
 
 
-def _run_test(text: str) -> int:
-    """Run the test of a mutant, which `text` has as JSON, under it; return pytest's exit status."""
-    does, patches, *rest = json.loads(text)
+class _Parent:
+    """A process that has imported what most tests need, in which no test runs: each gets a fork of it."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "kvpipe.connectors.vllm.trial.mutate", "--forks"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603  (ours)
+
+    def ask(self, log: str, mutant: Mutant) -> int:
+        """Run the test of `mutant` under it; return pytest's exit status. `log` gets what is said."""
+        process = self._process
+        assert process.stdin is not None  # noqa: S101  (for mypy)
+        assert process.stdout is not None  # noqa: S101  (for mypy)
+        print(json.dumps([log, mutant]), file=process.stdin, flush=True)
+        return int(process.stdout.readline())
+
+
+@functools.cache
+def _parent(_process: int) -> _Parent:
+    """Return the parent of tests of this process."""
+    return _Parent()
+
+
+def _serve_forks() -> int:
+    """Fork for each line of standard input, answer with how the child has ended; return a child's own status."""
+    import hypothesis  # noqa: F401  (imported once, for all)
+
+    import kvpipe.connectors.vllm.trial.engine  # noqa: F401  (sets the environment, before vllm is imported)
+    from kvpipe.connectors.vllm import connector  # noqa: F401  (imported once, for all)
+
+    for line in sys.stdin:
+        log, mutant = json.loads(line)
+        if not (child := os.fork()):
+            with Path(log).open("ab") as file, Path(os.devnull).open("rb") as nothing:
+                for standard, other in enumerate((nothing, file, file)):
+                    os.dup2(other.fileno(), standard)
+            return _run_test(mutant)
+        sys.stdout.write(f"{os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}\n")
+        sys.stdout.flush()
+    return 0
+
+
+def _run_test(made: list[Any]) -> int:
+    """Run the test of a mutant, which JSON has `made` a list, under it; return pytest's exit status."""
+    does, patches, *rest = made
     mutant = Mutant(does, tuple(Patch(*patch) for patch in patches), *rest)
     try:
         with mutated(mutant):
@@ -169,10 +221,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--sequences", type=Path, help="folder with kept sequences, which are part of the profile")
     parser.add_argument("--json", type=Path, help="file for the verdicts")
-    parser.add_argument("--under", help=argparse.SUPPRESS)
+    parser.add_argument("--forks", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.under is not None:
-        return _run_test(options.under)
+    if options.forks:
+        return _serve_forks()
     if unknown := set(options.names) - set(MUTANTS):
         parser.error(f"no mutant {', '.join(sorted(unknown))}; choose from {', '.join(MUTANTS)}")
     kept = sequences(options.sequences) if options.sequences is not None else []
