@@ -309,7 +309,7 @@ def test_a_cluster_without_one_server_serves_the_rest(nodes: list[RedisServer]) 
     """When a primary is killed its keys are errors and those of the others are served; when it is back, all are."""
 
     async def play() -> None:
-        async with client(nodes[0].port, cluster=True, timeout_ms_max=1000) as tier:
+        async with client(nodes[0].port, cluster=True) as tier:
             await tier.write([put(i, 4096) for i in range(30)])
             lost = [
                 i for i in range(30) if some_key(i).text in {entry.decode()[7:] for entry in nodes[2].ask("KEYS", "*")}
