@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvpipe.cache.miss_reasons import EVICTED
+from kvpipe.connectors.vllm.trial.children import CaseRunner
 from kvpipe.connectors.vllm.trial.mutants import MUTANTS, Mutant, Patch
-from kvpipe.connectors.vllm.trial.mutate import judge, killers, mutated
+from kvpipe.connectors.vllm.trial.mutate import LIMITS, judge, killers, mutated
 from kvpipe.connectors.vllm.trial.nightly import sequences
 from kvpipe.doc_tables import fill
 from kvpipe.worker.pipeline import Pipeline
@@ -18,11 +20,18 @@ KEPT = sequences(Path(__file__).parent / "regressions")
 KILLERS = killers(Path(__file__).parents[1] / "docs" / "results" / "mutants.json")
 
 
+@pytest.fixture(scope="module")
+def bench() -> Iterator[CaseRunner]:
+    """Return what runs the cases of all mutants: it walks through all there is once."""
+    with CaseRunner(LIMITS) as made:
+        yield made
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
-def test_killed(name: str) -> None:
+def test_killed(name: str, bench: CaseRunner) -> None:
     """Some invariant is broken, or the one that was asked for."""
-    verdict = judge(name, KEPT, KILLERS)
+    verdict = judge(name, KEPT, KILLERS, bench)
     assert verdict.by, f"{name} lives: {MUTANTS[name].does}"
 
 

@@ -21,7 +21,7 @@ import textwrap
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import CodeType, FunctionType, MappingProxyType
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ from kvpipe.connectors.vllm.trial.mutants import MUTANTS, Mutant, Patch
 from kvpipe.connectors.vllm.trial.nightly import SEEDS, Work, make_pool, sequences
 from kvpipe.connectors.vllm.trial.shapes import KVPIPE, SHAPES
 
-STUCK_SECONDS = 20.0
+LIMITS = CaseLimits(stuck_seconds=20.0)
 _PYTEST = ("-q", "-x", "--tb=short", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
 """What is mutated was imported before pytest."""
 
@@ -129,14 +129,24 @@ def profile(mutant: Mutant, kept: list[Work], killer: Killer = ("", -1)) -> Iter
         yield Case(KVPIPE, work.shape, work.seed, work.all_moves(), invariant=mutant.by)
 
 
-def judge(name: str, kept: list[Work], known: Mapping[str, Killer] = MappingProxyType({})) -> Verdict:
-    """Give a mutant the cases of the default profile until one finds it, those that have found it before first."""
+def judge(
+    name: str,
+    kept: list[Work],
+    known: Mapping[str, Killer] = MappingProxyType({}),
+    bench: CaseRunner | None = None,
+) -> Verdict:
+    """Give a mutant the cases of the default profile until one finds it, those that have found it before first.
+
+    `bench`: entered, for all that one process judges; without it one is made.
+    """
     began, trials, steps = time.monotonic(), 0, 0
     mutant = MUTANTS[name]
     if mutant.test:
         by, message = _tested(mutant)
         return Verdict(name, by, message, "", -1, 1, 0, time.monotonic() - began)
-    with CaseRunner(CaseLimits(STUCK_SECONDS)) as bench, mutated(mutant):
+    with ExitStack() as stack:
+        bench = bench or stack.enter_context(CaseRunner(LIMITS))
+        stack.enter_context(mutated(mutant))
         for case in profile(mutant, kept, known.get(name, ("", -1))):
             found = bench.run(case)
             trials, steps = trials + 1, steps + found.steps
