@@ -1,4 +1,6 @@
-"""What is not collected with the other tests."""
+"""What is not collected with the other tests; Hypothesis profiles are known before they are imported."""
 
+from property_tests.profiles import register
+
+register()
 collect_ignore = ["third_party_tier"]
-"""Run by `tests/tiers/test_third_party.py`, where its package is installed."""
