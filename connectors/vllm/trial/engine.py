@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import gc
 import os
 import time
@@ -43,19 +45,26 @@ def _register_kernels_once() -> None:
         type(current_platform).register_triton_kernel_overrides = classmethod(lambda _cls: None)  # type: ignore[method-assign]
 
 
+_collect = gc.collect
+
+
+@functools.cache
+def _freeze_modules() -> None:
+    """Keep all that is imported by now, which stays, out of every collection to come."""
+    gc.freeze()
+    atexit.register(gc.unfreeze)
+
+
 @contextmanager
 def _own_garbage() -> Iterator[None]:
     """Let vLLM neither freeze, unfreeze nor collect: at its end that is four walks through every imported module.
 
-    What was there before an engine is frozen, what it makes is not: so one collection after it finds all of that, soon.
+    What an engine makes is not frozen: one collection after it finds all of that, soon.
     """
     with ExitStack() as stack:
         for name in ("freeze", "unfreeze", "collect"):
             stack.enter_context(patch.object(gc, name, lambda *_: 0))
         yield
-
-
-_collect = gc.collect
 
 
 @contextmanager
@@ -121,14 +130,13 @@ class Engine:
         _register_kernels_once()
         if torch.get_num_threads() > 1:  # torch was imported before ENVIRONMENT was set
             torch.set_num_threads(1)
-        gc.freeze()
+        _freeze_modules()
         try:
             with _own_garbage(), _models_inspected_here():
                 self.llm: LLM = LLM(model=model, kv_transfer_config=transfer, **settings | options)
         except BaseException:
             with _own_garbage():
                 _free_process()  # a connector may be there already, and would be the next engine's
-            gc.unfreeze()
             raise
         self._ids = 0
         self.preemptions: dict[str, int] = {}
@@ -251,4 +259,3 @@ class Engine:
             self.core.shutdown()
             del self.llm
             _free_process()
-        gc.unfreeze()
