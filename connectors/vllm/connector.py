@@ -138,7 +138,8 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         tokens = support.hash_tokens(kv_cache_config, self.geometry)
         self._facts = support.identity(vllm_config, kv_cache_config, self.geometry)
         self.recorder, self.writer = tracing(self.settings, engine, "scheduler", SCHEDULER, layers)
-        self._remedies = Remedies(self.geometry, vllm_config.scheduler_config.max_num_batched_tokens)
+        longest = vllm_config.model_config.max_model_len
+        self._remedies = Remedies(self.geometry, vllm_config.scheduler_config.max_num_batched_tokens, longest)
         if vllm_config.kv_events_config is not None and vllm_config.kv_events_config.enable_kv_cache_events:
             self.events = KvEvents(kv_cache_config, self.geometry.unit_tokens, tokens)
         self.scheduler = SchedulerSide(

@@ -162,7 +162,10 @@ class Recovery:
     """
 
     def may_wait(self, request: Request, waiting: Mapping[str, Request]) -> bool:
-        """Whether an asynchronous load of `request` may begin beside those of `waiting`, which have not run since."""
+        """Whether `request` may begin to load asynchronously, or be a session, beside `waiting`.
+
+        Those have loads that began before they have run again, or are sessions (`resumable`).
+        """
         del request, waiting
         return True
 

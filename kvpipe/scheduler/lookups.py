@@ -83,7 +83,7 @@ class Lookups:
             self._counters["lookup_miss"] += 1
             return MISS
         waiting = self._requests.waiting
-        if waits and waiting and not self._recovery.may_wait(request, waiting):
+        if waits and waiting and not self._recovery.may_wait(request, waiting | self._requests.sessions):
             return self._ask_later(tracked, local_tokens, miss_reasons.NO_ROOM, step)
         tracked.asking.reply(step, found, match)
         self._counters["lookup_hit"] += 1
@@ -93,9 +93,15 @@ class Lookups:
         """Return (units of the prefix that can be loaded, whether asynchronously)."""
         units = self._prefixes.longest(tracked.request)
         waits = tracked.state.row != m.LET_DOWN and self._loading.waits(units * self._unit - local_tokens)
-        if waits and not self._adapters.certain(tracked.request):  # it could land before the ranks hold another adapter
+        # it could land before the ranks hold another adapter, or wait for blocks that a session keeps
+        if waits and not (self._adapters.certain(tracked.request) and self._fits(tracked.request)):
             return 0 if self._loading.between_steps else units, False
         return units, waits
+
+    def _fits(self, request: Request) -> bool:
+        """Whether an asynchronous load of the request can begin beside the sessions, whose blocks may stay theirs."""
+        sessions = self._requests.sessions
+        return not sessions or self._recovery.may_wait(request, sessions)
 
     def _why_not(self, tracked: Tracked) -> str:
         """Return why nothing is loaded for this request, whatever is held."""
@@ -112,12 +118,17 @@ class Lookups:
         return miss_reasons.LOAD_FAILED if row == m.RECOMPUTING or (row == m.LET_DOWN and between) else ""
 
     def _unknown(self, tracked: Tracked, local_tokens: int, why: str, step: int) -> Answer | None:
-        """Return the answer while nobody knows which weights or which adapter count, and None otherwise."""
+        """Return the answer while it is not known which weights or adapter count, or if there is room; else None."""
         if self._weights.doubtful and why != miss_reasons.LOAD_FAILED:  # the engine's own cache may be out of date, too
             return self._ask_later(tracked, local_tokens, miss_reasons.WEIGHTS, step)
         worth = self._staging is not None and not self._switches.bypass
         if self._adapters.waits(tracked.request, step, worth=worth):
             return _later(tracked, local_tokens, miss_reasons.ADAPTER, step)
+        waiting, sessions = self._requests.waiting, self._requests.sessions
+        if sessions and waiting and tracked.request.resumable:
+            # without a limit: it holds no blocks, and as long as it lives only such loads begin as it has room beside
+            if not self._recovery.may_wait(tracked.request, waiting | sessions):
+                return _later(tracked, local_tokens, miss_reasons.NO_ROOM, step)
         return None
 
     def _ask_later(self, tracked: Tracked, local_tokens: int, why: str, step: int) -> Answer:

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 class Requests:
-    """One per scheduler side. `tracked`: by request id. `waiting`: for async loads, or have not run since."""
+    """One per scheduler side. `tracked`: by request id. `waiting`: for async loads, or have not run since.
+
+    `sessions`: may be continued, and keep their blocks until they are.
+    """
 
     def __init__(
         self,
@@ -37,6 +40,7 @@ class Requests:
         self.machines = Machines.compiled()
         self.tracked: dict[str, Tracked] = {}
         self.waiting: dict[str, Request] = {}
+        self.sessions: dict[str, Request] = {}
         self._epochs = 1
 
     def add(self, request: Request) -> Tracked:
@@ -50,6 +54,8 @@ class Requests:
         self._adapters.begin(request)
         tracked = Tracked(self.machines, request, self._groups, *self._report.added(request))
         self.tracked[request.request_id] = tracked
+        if request.resumable:
+            self.sessions[request.request_id] = request
         return tracked
 
     def notice_preemption(self, tracked: Tracked, *, notified: bool = False) -> None:
@@ -102,5 +108,6 @@ class Requests:
         self.end_stage(tracked)
         self._adapters.end(tracked.request)
         self.waiting.pop(request_id, None)
+        self.sessions.pop(request_id, None)
         self._recovery.finished(request_id, loading=bool(self._jobs.loads_in_step))
         tracked.fire(m.FINISH)

@@ -34,10 +34,47 @@ def test_an_async_load_waits_for_room() -> None:
     assert world.side.lookup(second, 0) == (4 * UNIT, True), "nobody holds blocks any more without running"
 
 
+def test_an_async_load_leaves_a_session_its_room() -> None:
+    """VLLM preempts no session that waits for input, or for its turn behind a load, and it may become long."""
+    world = SchedulerWorld(load="async")
+    world.publish(world.request("old", 4, shared=4))
+    session, other = world.request("session", 6), world.request("other", 8, shared=4)
+    session.resumable = True
+    world.admit(session)
+    world.step(session)
+    for free, answer in ((65, MISS), (66, Hit(4 * UNIT, waits=True))):  # 58 more for the session, 8 for the other
+        world.free = free
+        assert world.side.lookup(other, 0) == answer
+    world.free = 65
+    world.side.finished(session)
+    assert world.side.lookup(other, 0) == (4 * UNIT, True)
+
+
+def test_a_session_leaves_an_async_load_its_room() -> None:
+    """It gets no blocks while there are not enough for it, as long as it may become, and for those that load."""
+    world = SchedulerWorld(load="async")
+    world.publish(world.request("old", 4, shared=4))
+    session, other = world.request("session", 6), world.request("other", 8, shared=4)
+    session.resumable = True
+    world.admit(other)
+    del world.tables[0]["other"][4:]  # vLLM gives it no more than the load needs
+    world.step()
+    world.free = 64 + 4 - 1
+    for _ in range(2 * LATER_STEPS_MAX):
+        assert world.side.lookup(session, 0) is LATER
+        world.step()
+    world.free = 64 + 4
+    assert world.side.lookup(session, 0) == MISS
+    world.free = 0
+    world.allocate(other)
+    world.step(other)
+    assert world.side.lookup(session, 0) == MISS, "nobody loads any more"
+
+
 def test_blocks_outside_of_a_window_are_not_held() -> None:
     """What a request needs in a group with a window is bounded by the window and a step, less what it really holds."""
     world = SchedulerWorld(windows=(None, 2 * UNIT), load="async")
-    room = LoadAdmission(world.side.geometry, 3 * UNIT)
+    room = LoadAdmission(world.side.geometry, 3 * UNIT, 64 * UNIT)
     request = world.request("one", 10)
     assert room.needed(request, world.blocks) == 10 + 6
     world.allocate(request, null=4)

@@ -3,6 +3,9 @@
 vLLM preempts nobody who waits for a load, or whose load has ended and who has not run since. If each of those holds
 some blocks and needs more than are left, nothing runs ever again. vLLM's own reservation takes blocks outside of a
 sliding window for held, and does not count that a request whose load has failed needs all its blocks once more.
+
+Nor does vLLM preempt a session that waits for its next input, or for its turn behind one whose load has ended: such a
+request counts as long as it can become.
 """
 
 from __future__ import annotations
@@ -17,21 +20,22 @@ from kvpipe.scheduler.base import Blocks, Request
 class LoadAdmission:
     """Knows how many blocks a request may still take."""
 
-    def __init__(self, geometry: Geometry, step_tokens_max: int) -> None:
-        """`step_tokens_max` is the most that a step computes, in tokens."""
+    def __init__(self, geometry: Geometry, step_tokens_max: int, request_tokens_max: int) -> None:
+        """The most tokens that a step computes, and that a request can have."""
         self._groups, self._step_tokens_max = geometry.groups, step_tokens_max
+        self._request_tokens_max = request_tokens_max
 
     def fits(self, request: Request, waiting: Iterable[Request], blocks: Blocks) -> bool:
-        """Whether all that `request` needs is free beside all that those `waiting` for loads may still need."""
+        """Whether all that `request` needs is free beside all that those `waiting` may still need."""
         others = sum(self.needed(one, blocks) for one in waiting if one is not request)
         return others == 0 or others + self.needed(request, blocks) <= blocks.free()
 
     def needed(self, request: Request, blocks: Blocks) -> int:
         """Blocks that `request` may take beyond those that it holds, until all its tokens are computed."""
-        needed = 0
+        needed, tokens = 0, self._request_tokens_max if request.resumable else request.num_tokens
         for i, group in enumerate(self._groups):
             table = blocks.table(request.request_id, i)
-            more = -(-request.num_tokens // group.block_tokens) - len(table)
+            more = -(-tokens // group.block_tokens) - len(table)
             if group.window_tokens is not None:  # what it reads and what a step computes, at any alignment
                 most = -(-(group.window_tokens - 1 + self._step_tokens_max) // group.block_tokens) + 1
                 held = sum(1 for _ in itertools.takewhile(lambda block: not block.is_null, reversed(table)))

@@ -91,7 +91,8 @@ def promised(side: SchedulerSide, request: Request, local_tokens: int, *, waits:
         return None
     if tracked.state.row == request_m.LET_DOWN and side.loading.between_steps:
         return None
-    if not side.adapters.certain(request):  # no asynchronous load may begin
+    if not side.adapters.certain(request) or (side.loading.between_steps and side.requests.sessions):
+        # no asynchronous load may begin
         return None
     unit, keys = side.geometry.unit_tokens, keys_of(side, request)
     most = len(keys)

@@ -67,7 +67,7 @@ class SchedulerWorld:
         settings = load_settings({"load": load, "prefault": touch})
         geometry = make_geometry(windows, chunk_units, slots)
         self.ranks, self.groups, self.free = ranks, len(windows), 1 << 20
-        self.remedies = Remedies(geometry, BEYOND_TOKENS)
+        self.remedies = Remedies(geometry, BEYOND_TOKENS, 64 * UNIT)
         self.side = SchedulerSide(
             settings,
             geometry,
@@ -96,7 +96,8 @@ class SchedulerWorld:
     def request(self, name: str, units: int, *, shared: int = 0, extra: int = 0) -> Any:
         """Make a request of `units` units and `extra` tokens; the first `shared` units are common to all requests."""
         made = SimpleNamespace(request_id=name, num_preemptions=0, num_computed_tokens=0, block_hashes=[])
-        made.skip_reading_prefix_cache, made.lora_request = False, None
+        made.skip_reading_prefix_cache = made.resumable = False
+        made.lora_request = None
         made.num_tokens = made.num_prompt_tokens = units * UNIT + extra
         made.shared = shared
         made.all_token_ids = range(made.num_tokens)  # all prompts begin alike

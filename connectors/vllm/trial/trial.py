@@ -148,7 +148,6 @@ class Trial(Arrivals):
         self.wrong = list[Wrong]()
         self.let_down = set[str]()  # requests of whose failed asynchronous loads vLLM was told
         self.is_down = self._reversed = self._throttled = False
-        self.careful = True  # leave out what vLLM itself is known to fail at
         listen_to_lookups(self)
         self._scheduled, self._executed = deque[TrialStep](), deque[tuple[TrialStep, "ModelRunnerOutput"]]()
         self._drafter = Drafter(seed + 1, shape.drafts)

@@ -164,7 +164,12 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "async_loads_hold_what_others_need": Mutant(
         "Asynchronous loads are taken whether or not there is room for all who hold blocks.",
-        one(LOOKUPS, "answer", " and not self._recovery.may_wait(request, waiting)", " and False"),
+        one(
+            LOOKUPS,
+            "answer",
+            " and not self._recovery.may_wait(request, waiting | self._requests.sessions)",
+            " and False",
+        ),
         shape="hybrid",
     ),
     "promise_not_kept": Mutant(
