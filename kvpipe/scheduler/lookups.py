@@ -125,10 +125,10 @@ class Lookups:
         if self._adapters.waits(tracked.request, step, worth=worth):
             return _later(tracked, local_tokens, miss_reasons.ADAPTER, step)
         waiting, sessions = self._requests.waiting, self._requests.sessions
-        if sessions and waiting and tracked.request.resumable:
-            # without a limit: it holds no blocks, and as long as it lives only such loads begin as it has room beside
-            if not self._recovery.may_wait(tracked.request, waiting | sessions):
-                return _later(tracked, local_tokens, miss_reasons.NO_ROOM, step)
+        # without a limit: it holds no blocks, and as long as it lives only such loads begin as it has room beside
+        beside = waiting | sessions if waiting and tracked.request.resumable else None
+        if beside is not None and not self._recovery.may_wait(tracked.request, beside):
+            return _later(tracked, local_tokens, miss_reasons.NO_ROOM, step)
         return None
 
     def _ask_later(self, tracked: Tracked, local_tokens: int, why: str, step: int) -> Answer:
