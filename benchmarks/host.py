@@ -158,7 +158,7 @@ def _request(name: str, tokens: int, block: int = 16, seed: int = 0) -> Any:
 def _side() -> tuple[SchedulerSide, _Manager]:
     settings = load_settings({"chunk_tokens": 256, "prefault": "use"})
     geometry, manager = _geometry(page=1024, pool=1 << 34), _Manager()
-    remedies, blocks = Remedies(geometry, 8192), ManagedBlocks(manager)  # type: ignore[arg-type]
+    remedies, blocks = Remedies(geometry, 8192, 1 << 17), ManagedBlocks(manager)  # type: ignore[arg-type]
     side = SchedulerSide(settings, geometry, hash_tokens=16, ranks=1, saves=True, loads=True, recovery=remedies)
     side.bind(blocks)
     remedies.bind(blocks)
