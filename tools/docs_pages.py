@@ -86,8 +86,8 @@ def timeline(out: Path) -> None:
     """
     trace = Trace(SAMPLE)
     made = spans(list(trace))
-    if trace.unread_said():
-        raise ValueError(f"{SAMPLE}: {trace.unread_said()}; record it again, as docs/tracing.md says")
+    if trace.unread_summary():
+        raise ValueError(f"{SAMPLE}: {trace.unread_summary()}; record it again, as docs/tracing.md says")
     (out / "static").mkdir()
     write_html(Trace(SAMPLE), out / "static" / "timeline.html")
     lives = [span for span in made.spans if span.kind == "life"]

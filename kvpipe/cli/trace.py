@@ -12,8 +12,8 @@ from rich.console import Console
 from kvpipe.errors import UsageError
 from kvpipe.trace.log import printable
 from kvpipe.trace.reader import Trace, files_of
-from kvpipe.trace.replay import Replay
-from kvpipe.trace.show import SLOWEST, show
+from kvpipe.trace.replay import replay
+from kvpipe.trace.show import SLOWEST, show_overview, show_request
 
 PROBLEMS_SHOWN, PROBLEM_CHARS_MAX = 20, 400
 PIPE_COLUMNS = 160
@@ -45,18 +45,22 @@ def add_parsers(trace: argparse.ArgumentParser) -> None:
 
 def _show(args: argparse.Namespace) -> int:
     width = None if sys.stdout.isatty() else PIPE_COLUMNS
-    return show(args.file, args.request, Console(width=width), args.slowest, every=args.all)
+    console = Console(width=width)
+    if args.request:
+        return show_request(args.file, args.request, console, every=args.all)
+    return show_overview(args.file, console, args.slowest)
+
+
+def _print_unread(traces: list[Trace]) -> None:
+    for trace in traces:
+        if sentence := trace.unread_summary():
+            sys.stdout.write(f"{printable(str(trace.path))}: {sentence}\n")
 
 
 def _replay(args: argparse.Namespace) -> int:
     traces = [Trace(part) for part in files_of(args.file)]
-    done = Replay()
-    for event in itertools.chain.from_iterable(traces):
-        done.feed(event)
-    done.finish()
-    for trace in traces:
-        if trace.unread_said():
-            sys.stdout.write(f"{printable(str(trace.path))}: {trace.unread_said()}\n")
+    done = replay(itertools.chain.from_iterable(traces))
+    _print_unread(traces)
     for problem in done.problems[:PROBLEMS_SHOWN]:
         sys.stdout.write(f"PROBLEM {printable(problem[:PROBLEM_CHARS_MAX])}\n")
     more = len(done.problems) + done.more_problems - PROBLEMS_SHOWN
@@ -83,9 +87,7 @@ def _timeline(args: argparse.Namespace) -> int:
         timeline = write(itertools.chain.from_iterable(traces), args.out)
     except OSError as error:
         raise UsageError(f"kvpipe: -o {args.out} cannot be written ({error.strerror}); name another file") from None
-    for trace in traces:
-        if trace.unread_said():
-            sys.stdout.write(f"{printable(str(trace.path))}: {trace.unread_said()}\n")
+    _print_unread(traces)
     if timeline.left_out:
         sys.stdout.write(
             f"{timeline.left_out} events are not drawn: a page has room for the first {EVENTS_MAX}; "

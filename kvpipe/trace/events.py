@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import msgspec
 
@@ -353,20 +353,8 @@ class Failed(Transition, tag="failed"):
     """The job failed; `why` says how."""
 
 
-class Allocated(Transition, tag="allocated"):
-    """Blocks for a hit, and leases."""
-
-
-class Dispatched(Transition, tag="dispatched"):
-    """The load went out with the step's metadata."""
-
-
 class Running(Transition, tag="running"):
     """The request computes."""
-
-
-class LetDown(Transition, tag="let_down"):
-    """Another connector's load for the request has failed, and vLLM has taken its blocks back."""
 
 
 class Preempted(Transition, tag="preempted"):
@@ -381,108 +369,27 @@ class Recomputing(Transition, tag="recomputing"):
     """A load of the request failed."""
 
 
-class Draining(Transition, tag="draining"):
-    """The request is over before its load."""
-
-
 class Finished(Transition, tag="finished"):
     """The request is over."""
-
-
-class Answered(Transition, tag="answered"):
-    """The engine was told what can be loaded for the request, or that nothing can."""
-
-
-class PutOff(Transition, tag="put_off"):
-    """The engine was asked to ask for the request again."""
-
-
-class AnswerUsed(Transition, tag="answer_used"):
-    """The request was admitted with the answer."""
-
-
-class SavingOpened(Transition, tag="saving_opened"):
-    """What of the request is final and not saved is looked for with its next step."""
-
-
-class SavingWaits(Transition, tag="saving_waits"):
-    """All of the request that is final is saved, or being saved."""
-
-
-class SavingGivenUp(Transition, tag="saving_given_up"):
-    """Nothing more of the request is saved before its next admission."""
-
-
-class SavingDone(Transition, tag="saving_done"):
-    """All of the request's prompt is saved, or being saved, and its answer will not be."""
-
-
-class JobDoubted(Transition, tag="job_doubted"):
-    """A job is not believed any more, though ranks have yet to report it."""
-
-
-class JobDone(Transition, tag="job_done"):
-    """Every rank has done the job."""
-
-
-class JobLost(Transition, tag="job_lost"):
-    """Every rank has reported the job, and it is not believed."""
 
 
 class Reserved(Transition, tag="reserved"):
     """A slot was claimed for a new chunk."""
 
 
-class Growing(Transition, tag="growing"):
-    """A further piece of a chunk is being written."""
-
-
 class Published(Transition, tag="published"):
     """Every rank has all of the chunk that was being written."""
-
-
-class Evicting(Transition, tag="evicting"):
-    """Evicted while it is read or written."""
 
 
 class Evicted(Transition, tag="evicted"):
     """The slot is free."""
 
 
-class TierFound(Transition, tag="tier_found"):
-    """Tiers hold more of the request's prefix than memory does."""
-
-
-class Fetching(Transition, tag="fetching"):
-    """The ranks are ordered to fetch it, while the request waits."""
-
-
-class Staged(Transition, tag="staged"):
-    """The request waits no longer; what has come is leased for it."""
-
-
-class Unstaged(Transition, tag="unstaged"):
-    """Nothing is leased for the waiting request any more."""
-
-
-class CarryBegun(Transition, tag="carry_begun"):
-    """A chunk's bytes are on their way from or to a tier."""
-
-
-class Missed(Transition, tag="missed"):
-    """The tier did not have the chunk after all; `why` says what it had."""
-
-
-class BreakerOpened(Transition, tag="breaker_opened"):
-    """A tier is left alone."""
-
-
-class BreakerHalfOpened(Transition, tag="breaker_half_opened"):
-    """It says that it is back: one call will show."""
-
-
-class BreakerClosed(Transition, tag="breaker_closed"):
-    """It is used again."""
+def _named(tag: str, sentence: str) -> type[Transition]:
+    """Make an event of a move that nothing in this package asks for by its class."""
+    made = msgspec.defstruct(tag.title().replace("_", ""), (), bases=(Transition,), tag=tag, gc=False)
+    made.__doc__ = sentence
+    return cast("type[Transition]", made)
 
 
 _BY_STATE: dict[tuple[str, str], type[Transition]] = {
@@ -499,41 +406,51 @@ _BY_STATE: dict[tuple[str, str], type[Transition]] = {
             (copy.FAILED, Failed),
         )
     },
-    ("request", request.ALLOCATED): Allocated,
-    ("request", request.LOADING): Dispatched,
+    ("request", request.ALLOCATED): _named("allocated", "Blocks for a hit, and leases."),
+    ("request", request.LOADING): _named("dispatched", "The load went out with the step's metadata."),
     ("request", request.RUNNING): Running,
-    ("request", request.LET_DOWN): LetDown,
+    ("request", request.LET_DOWN): _named(
+        "let_down", "Another connector's load for the request has failed, and vLLM has taken its blocks back."
+    ),
     ("request", request.PREEMPTED): Preempted,
     ("request", request.RECOMPUTING): Recomputing,
-    ("request", request.DRAINING): Draining,
+    ("request", request.DRAINING): _named("draining", "The request is over before its load."),
     ("request", request.FINISHED): Finished,
-    ("lookup", lookup.ASKED): Answered,
-    ("lookup", lookup.LATER): PutOff,
-    ("lookup", lookup.UNASKED): AnswerUsed,
-    ("saving", saving.OPEN): SavingOpened,
-    ("saving", saving.WAITING): SavingWaits,
-    ("saving", saving.GIVEN_UP): SavingGivenUp,
-    ("saving", saving.DONE): SavingDone,
-    ("job", job.DOUBTED): JobDoubted,
-    ("job", job.DONE): JobDone,
-    ("job", job.LOST): JobLost,
+    ("lookup", lookup.ASKED): _named(
+        "answered", "The engine was told what can be loaded for the request, or that nothing can."
+    ),
+    ("lookup", lookup.LATER): _named("put_off", "The engine was asked to ask for the request again."),
+    ("lookup", lookup.UNASKED): _named("answer_used", "The request was admitted with the answer."),
+    ("saving", saving.OPEN): _named(
+        "saving_opened", "What of the request is final and not saved is looked for with its next step."
+    ),
+    ("saving", saving.WAITING): _named("saving_waits", "All of the request that is final is saved, or being saved."),
+    ("saving", saving.GIVEN_UP): _named(
+        "saving_given_up", "Nothing more of the request is saved before its next admission."
+    ),
+    ("saving", saving.DONE): _named(
+        "saving_done", "All of the request's prompt is saved, or being saved, and its answer will not be."
+    ),
+    ("job", job.DOUBTED): _named("job_doubted", "A job is not believed any more, though ranks have yet to report it."),
+    ("job", job.DONE): _named("job_done", "Every rank has done the job."),
+    ("job", job.LOST): _named("job_lost", "Every rank has reported the job, and it is not believed."),
     ("chunk", chunk.RESERVED): Reserved,
-    ("chunk", chunk.GROWING): Growing,
+    ("chunk", chunk.GROWING): _named("growing", "A further piece of a chunk is being written."),
     ("chunk", chunk.READY): Published,
-    ("chunk", chunk.EVICTING): Evicting,
+    ("chunk", chunk.EVICTING): _named("evicting", "Evicted while it is read or written."),
     ("chunk", chunk.ABSENT): Evicted,
-    ("stage", stage.FOUND): TierFound,
-    ("stage", stage.FETCHING): Fetching,
-    ("stage", stage.HELD): Staged,
-    ("stage", stage.OVER): Unstaged,
-    ("carry", carry.MOVING): CarryBegun,
+    ("stage", stage.FOUND): _named("tier_found", "Tiers hold more of the request's prefix than memory does."),
+    ("stage", stage.FETCHING): _named("fetching", "The ranks are ordered to fetch it, while the request waits."),
+    ("stage", stage.HELD): _named("staged", "The request waits no longer; what has come is leased for it."),
+    ("stage", stage.OVER): _named("unstaged", "Nothing is leased for the waiting request any more."),
+    ("carry", carry.MOVING): _named("carry_begun", "A chunk's bytes are on their way from or to a tier."),
     ("carry", carry.FINALIZED): Finalized,
-    ("carry", carry.MISSED): Missed,
+    ("carry", carry.MISSED): _named("missed", "The tier did not have the chunk after all; `why` says what it had."),
     ("carry", carry.FAILED): Failed,
     ("carry", carry.ABORTED): Aborted,
-    ("breaker", breaker.OPEN): BreakerOpened,
-    ("breaker", breaker.HALF_OPEN): BreakerHalfOpened,
-    ("breaker", breaker.CLOSED): BreakerClosed,
+    ("breaker", breaker.OPEN): _named("breaker_opened", "A tier is left alone."),
+    ("breaker", breaker.HALF_OPEN): _named("breaker_half_opened", "It says that it is back: one call will show."),
+    ("breaker", breaker.CLOSED): _named("breaker_closed", "It is used again."),
 }
 
 
@@ -596,5 +513,10 @@ def _all(base: type[Event]) -> Iterator[type[Event]]:
         yield from _all(one)
 
 
-EVENTS: dict[str, type[Event]] = {str(one.__struct_config__.tag): one for one in _all(Event)}
+def tag_of(event: Event | type[Event]) -> str:
+    """Return what a trace calls this kind of event."""
+    return str(event.__struct_config__.tag)
+
+
+EVENTS: dict[str, type[Event]] = {tag_of(one): one for one in _all(Event)}
 """Every event, by its name."""

@@ -88,7 +88,7 @@ class OtelSink:
             attributes={"request.id": done.request, "engine.id": done.engine, **_attributes(done)},
         )
         for one in before:
-            span.add_event(str(one.__struct_config__.tag), _attributes(one), one.wall_ns)
+            span.add_event(e.tag_of(one), _attributes(one), one.wall_ns)
         span.end(done.wall_ns)
 
 

@@ -9,7 +9,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from kvpipe.trace.drawn import plain, written
-from kvpipe.trace.events import SCHEDULER, Event
+from kvpipe.trace.events import SCHEDULER, Event, tag_of
 from kvpipe.trace.spans import (
     FORWARDS,
     LIFE,
@@ -22,7 +22,6 @@ from kvpipe.trace.spans import (
     Bundle,
     Span,
     Timeline,
-    tag_of,
 )
 from kvpipe.trace.timeline import spans
 

@@ -90,7 +90,7 @@ class Trace:
             return MALFORMED if line.startswith(b'{"event":"') else FOREIGN
         return NEWER if tag.event not in EVENTS or "unknown field" in error else MALFORMED
 
-    def unread_said(self) -> str:
+    def unread_summary(self) -> str:
         """Return one sentence about what could not be read, or nothing."""
         if not self.unread:
             return ""

@@ -25,7 +25,7 @@ import msgspec
 from kvpipe.cores import bind_this_thread
 from kvpipe.statemachine.core import Cursor, Edge, State
 from kvpipe.trace import log
-from kvpipe.trace.events import SCHEDULER, Dropped, Ended, Event, Fault, Started, Taken
+from kvpipe.trace.events import SCHEDULER, Dropped, Ended, Event, Fault, Started, Taken, tag_of
 
 QUEUE_EVENTS_MAX = 1 << 17
 POLL_S = 0.05
@@ -359,7 +359,7 @@ class LogSink:
         if event.level < self._level:
             return
         if event.throttled:
-            name = str(event.__struct_config__.tag)
+            name = tag_of(event)
             self._seen[name] += 1
             if self._seen[name] % THROTTLE != 1:
                 return

@@ -25,13 +25,13 @@ SLOWEST = 10
 OPEN_MAX = 200_000  # requests whose end is not yet known; more are counted, not kept
 _BAR = 40
 _OVERVIEW = tuple(
-    f'{{"event":"{kind.__struct_config__.tag}"'.encode()
+    f'{{"event":"{e.tag_of(kind)}"'.encode()
     for kind in (
         e.Started, e.Ended, e.Dropped, e.RequestAdmitted, e.RequestReadmitted, e.RequestDone, e.FreezeSwitched,
         e.CacheReset, e.TierSlow, e.TierLost, e.Stuck, e.Fault, e.Illegal,
     )
 )  # fmt: skip
-_COPIES = tuple(f'{{"event":"{kind.__struct_config__.tag}"'.encode() for kind in (e.LayerSubmitted, e.LayerCopied))
+_COPIES = tuple(f'{{"event":"{e.tag_of(kind)}"'.encode() for kind in (e.LayerSubmitted, e.LayerCopied))
 _COMMON = frozenset(e.Event.__struct_fields__)
 _NS_PER_MS = 1e6
 
@@ -52,7 +52,7 @@ class RequestRow(NamedTuple):
 class Overview:
     """What a whole trace comes to. Memory is bounded by the requests that live at once."""
 
-    def __init__(self, slowest: int = SLOWEST) -> None:
+    def __init__(self, slowest: int) -> None:
         """`slowest`: how many requests to keep."""
         self._keep = slowest
         self._slowest: list[RequestRow] = []
@@ -83,7 +83,7 @@ class Overview:
             case e.Fault():
                 self._seen[event.engine, event.rank, event.name] = event.seen
             case e.TierSlow() | e.TierLost() | e.Stuck() | e.Illegal() | e.CacheReset() | e.FreezeSwitched():
-                self._wrong[str(event.__struct_config__.tag)] += 1
+                self._wrong[e.tag_of(event)] += 1
             case _:
                 pass
 
@@ -125,23 +125,18 @@ class Overview:
             heapq.heappushpop(self._slowest, row)
 
 
-def show(path: Path, request: str, console: Console, slowest: int = SLOWEST, *, every: bool = False) -> int:
-    """Print a trace's overview, or the life of `request`, with `every` event; return 1 when there is no such request.
-
-    Raises:
-        UsageError: the file cannot be read.
-
-    """
-    return show_request(path, request, console, every=every) if request else show_overview(path, console, slowest)
-
-
 def _is_of_interest(line: bytes) -> bool:
     """Whether the overview needs `line`, or it cannot be known."""
     return line.startswith(_OVERVIEW) or not line.startswith(b'{"event":"')
 
 
-def show_overview(path: Path, console: Console, slowest: int = SLOWEST) -> int:
-    """Print what a trace comes to."""
+def show_overview(path: Path, console: Console, slowest: int) -> int:
+    """Print what a trace comes to; return 0.
+
+    Raises:
+        UsageError: the file cannot be read.
+
+    """
     traces = [Trace(part, _is_of_interest) for part in files_of(path)]
     found = Overview(slowest)
     for event in itertools.chain.from_iterable(traces):
@@ -160,8 +155,8 @@ def show_overview(path: Path, console: Console, slowest: int = SLOWEST) -> int:
         )
         console.print(f"{total} tokens were asked for: {', '.join(shares)}.", highlight=False)
     for trace in traces:
-        if trace.unread_said():
-            console.print(f"{_safe(trace.path)}: {trace.unread_said()}", style="yellow")
+        if sentence := trace.unread_summary():
+            console.print(f"{_safe(trace.path)}: {sentence}", style="yellow")
     if found.dropped:
         console.print(f"{found.dropped} events were dropped while tracing.", style="yellow")
     if found.slowest:
@@ -169,14 +164,21 @@ def show_overview(path: Path, console: Console, slowest: int = SLOWEST) -> int:
     if found.misses:
         console.print(_misses(found))
     if found.wrong:
-        console.print(_counted("what went wrong, or was switched", found.wrong))
+        console.print(_wrong(found.wrong))
     if not lines:
         console.print("The trace is empty: no request has come, or trace_file was set on another engine.")
     return 0
 
 
-def show_request(path: Path, request: str, console: Console, *, every: bool = False) -> int:
-    """Print the life of `request`: vLLM's id of it, or the client's, to which vLLM adds a suffix."""
+def show_request(path: Path, request: str, console: Console, *, every: bool) -> int:
+    """Print the life of `request`, with `every` event; return 1 when there is no such request.
+
+    `request` is vLLM's id of it, or the client's, to which vLLM adds a suffix.
+
+    Raises:
+        UsageError: the file cannot be read.
+
+    """
     request = bounded(request)
     needle = msgspec.json.encode(request)[1:-1]
     events = [
@@ -239,9 +241,9 @@ def _phases(events: list[e.Event]) -> Iterator[Line]:
             case e.Transition(machine="save" | "load") if not isinstance(event, e.NoOp):
                 jobs.setdefault((event.machine, event.cursor), []).append(event)
             case e.Preempted() | e.Resumed() | e.Recomputing() | e.Illegal():
-                yield event.t_ns, event.t_ns, str(event.__struct_config__.tag), _safe(event.why)
+                yield event.t_ns, event.t_ns, e.tag_of(event), _safe(event.why)
             case e.RequestAdded() | e.Lookup() | e.RequestAdmitted() | e.RequestDone() | e.Stuck() | e.Fault():
-                yield event.t_ns, event.t_ns, str(event.__struct_config__.tag), _fields(event)
+                yield event.t_ns, event.t_ns, e.tag_of(event), _fields(event)
             case _:
                 pass
     for (machine, job), moves in jobs.items():
@@ -260,7 +262,7 @@ def _each(events: list[e.Event]) -> Iterator[Line]:
     for event in events:
         where = "scheduler" if event.rank < 0 else f"rank {event.rank}"
         last = event.t_ns + (event.took_ns if isinstance(event, e.LayerCopied) else 0)
-        yield event.t_ns, last, str(event.__struct_config__.tag), f"{where} {_fields(event)}"
+        yield event.t_ns, last, e.tag_of(event), f"{where} {_fields(event)}"
 
 
 def _fields(event: e.Event) -> str:
@@ -293,8 +295,8 @@ def _misses(found: Overview) -> Table:
     return table
 
 
-def _counted(title: str, counts: Counter[str]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+def _wrong(counts: Counter[str]) -> Table:
+    table = Table(title="what went wrong, or was switched", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("what", no_wrap=True)
     table.add_column("times, at least", justify="right")
     for what, times in counts.most_common():

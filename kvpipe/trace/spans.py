@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from kvpipe.trace import events as e
-from kvpipe.trace.events import Event
+from kvpipe.trace.events import Event, tag_of
 
 LIFE: Final = "life"
 WAITING, LOADING, RUNNING, PREEMPTED = "waiting", "loading", "running", "preempted"
@@ -28,7 +28,7 @@ MARKED: dict[type[Event], str] = {
     e.CacheReset: "notice",
     e.Evicted: "calm",
 }
-MARKS = {f"{kind.__struct_config__.tag}_mark": grade for kind, grade in MARKED.items()}
+MARKS = {f"{tag_of(kind)}_mark": grade for kind, grade in MARKED.items()}
 """How grave each kind of mark is: trouble, notice, good or calm."""
 
 REQUESTS, FORWARDS, LOADS, SAVES, NOTES = "requests", "forward", "loads", "saves", "marks"
@@ -96,8 +96,3 @@ def mark(event: Event, t_ns: int, i: int, name: str = "") -> Span:
     if not name:
         name = f"fault: {event.name}" if isinstance(event, e.Fault) else tag.replace("_", " ")
     return Span(0, 0, f"{tag}_mark", name, t_ns, t_ns, (event.request,) if event.request else (), (i,))
-
-
-def tag_of(event: Event) -> str:
-    """Return what the trace calls this kind of event."""
-    return str(event.__struct_config__.tag)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from kvpipe.trace.drawn import plain, written
-from kvpipe.trace.events import Event
-from kvpipe.trace.spans import MARKS, Timeline, tag_of
+from kvpipe.trace.events import Event, tag_of
+from kvpipe.trace.spans import MARKS, Timeline
 from kvpipe.trace.timeline import spans
 
 FORMAT = 1

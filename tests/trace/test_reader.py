@@ -88,7 +88,7 @@ def test_what_is_readable_is_read(tmp_path: Path) -> None:
     trace = Trace(path)
     assert list(trace) == events
     assert trace.unread == {FOREIGN: 2, NEWER: 2, MALFORMED: 2, CUT: 1}
-    assert trace.unread_said().startswith(f"7 of {len(mixed)} lines could not be read: 2 ")
+    assert trace.unread_summary().startswith(f"7 of {len(mixed)} lines could not be read: 2 ")
 
 
 def test_a_newer_format_is_named(tmp_path: Path) -> None:

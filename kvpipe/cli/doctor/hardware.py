@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Final
 
 from kvpipe import headroom
 from kvpipe.cli.doctor.facts import HostFacts
 from kvpipe.cli.doctor.findings import PendingFinding, one_line, size_of
 from kvpipe.config import Settings
+from kvpipe.cores import parse_cpus
 
 POOL_SHARE_WARN: Final = 0.8  # of the free memory; the model and the engine live there too
 POOL_SHARE_FAIL: Final = 1.0
@@ -92,7 +92,7 @@ def _spare_cpus(machine: HostFacts, cpus: frozenset[int]) -> int:
     """Count the cores that vLLM's CPU build will leave free, by its rules (`vllm/utils/ompmultiprocessing.py`)."""
     bind = machine.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto")
     if bind not in {"auto", "nobind"}:
-        return len(cpus - frozenset(n for rank in bind.split("|") for n in _numbers(rank)))
+        return len(cpus - frozenset().union(*map(parse_cpus, bind.split("|"))))
     used = len({_core(machine, cpu) for cpu in cpus})  # one thread per physical core
     if bind == "nobind":
         return len(cpus) - int(machine.environ.get("OMP_NUM_THREADS", used))
@@ -107,13 +107,6 @@ def _core(machine: HostFacts, cpu: int) -> str:
         return path.read_text(encoding="utf-8").strip()
     except OSError:
         return str(cpu)
-
-
-def _numbers(text: str) -> Iterator[int]:
-    """Read a list such as `0-2,5`."""
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        yield from range(int(first), int(last or first) + 1)
 
 
 def check_memory(settings: Settings, machine: HostFacts) -> PendingFinding:
