@@ -12,7 +12,8 @@ import anyio
 
 from benchmarks.report import Figure
 from kvpipe.testing.buffers import aligned, some_key, value
-from kvpipe.testing.servers.redis import LOCAL, RedisServer, serving
+from kvpipe.testing.servers.redis import RedisServer, serving
+from kvpipe.testing.servers.sockets import LOCAL
 from kvpipe.tiers.base import Get, Put, Read, Tier, Written
 from kvpipe.tiers.redis.spec import RedisSpec
 

@@ -23,7 +23,8 @@ from kvpipe.cli.cache import Report, TierCommand, _purge, _stats
 from kvpipe.cli.main import main
 from kvpipe.testing.buffers import content, filled, some_key
 from kvpipe.testing.dict_tier import DictTier
-from kvpipe.testing.servers.redis import LOCAL, free_port, polite, pretending, serving
+from kvpipe.testing.servers.redis import polite, pretending, serving
+from kvpipe.testing.servers.sockets import LOCAL, free_port
 from kvpipe.tiers.base import ALIGN_BYTES, Key, Put, TierError
 from kvpipe.tiers.envelope import HEADER_BYTES, Sealer
 from kvpipe.tiers.keyring import secrets_of

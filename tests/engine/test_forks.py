@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from kvpipe.testing.servers.redis import LOCAL, serving
+from kvpipe.testing.servers.redis import serving
 from kvpipe.testing.servers.s3 import shared
+from kvpipe.testing.servers.sockets import LOCAL
 from kvpipe.testing.tier_worlds.s3 import spec_of
 
 pytestmark = pytest.mark.engine

@@ -19,9 +19,10 @@ import redis
 from kvpipe.connectors.vllm.trial.engine import Engine
 from kvpipe.testing.servers.mooncake import master, node
 from kvpipe.testing.servers.proxy import Proxy
-from kvpipe.testing.servers.redis import LOCAL, serving
+from kvpipe.testing.servers.redis import serving
 from kvpipe.testing.servers.s3 import S3Server, shared
 from kvpipe.testing.servers.secured import KINDS, secured
+from kvpipe.testing.servers.sockets import LOCAL
 from kvpipe.testing.tier_worlds.mooncake import spec_of as mooncake_spec
 from kvpipe.testing.tier_worlds.s3 import spec_of as s3_spec
 from kvpipe.trace.events import TierLeft

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import shutil
 import socket
-import socketserver
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 
 from kvpipe.errors import ConfigError
 from kvpipe.testing.buffers import content, data, get, put, some_key
-from kvpipe.testing.servers.redis import LOCAL, RedisServer, certificates, free_port, polite, pretending, serving
+from kvpipe.testing.servers.redis import RedisServer, certificates, polite, pretending, serving
+from kvpipe.testing.servers.sockets import LOCAL, free_port, listening
 from kvpipe.testing.tier_conformance import run
 from kvpipe.testing.tier_worlds.redis import OTHER, PASSWORD, PASSWORD_ENV, client, name, spec, three
 from kvpipe.tiers import hosts
@@ -30,31 +29,18 @@ SLOTS = 16384
 def flooding(head: bytes, flood: bytes) -> Iterator[int]:
     """Answer politely while a client connects; then send `head` once and `flood` for ever. Yields the port."""
 
-    class Handler(socketserver.StreamRequestHandler):
-        def handle(self) -> None:
-            while line := self.rfile.readline():
-                words = [self.rfile.read(int(self.rfile.readline()[1:]) + 2)[:-2] for _ in range(int(line[1:]))]
-                if words[0] in {b"CLIENT", b"AUTH", b"PING", b"SELECT"}:
-                    self.wfile.write(b"+OK\r\n")
-                    continue
-                self.wfile.write(head)
-                while True:
-                    self.wfile.write(flood)
+    def serve(received: BinaryIO, sent: BinaryIO) -> None:
+        while line := received.readline():
+            words = [received.read(int(received.readline()[1:]) + 2)[:-2] for _ in range(int(line[1:]))]
+            if words[0] in {b"CLIENT", b"AUTH", b"PING", b"SELECT"}:
+                sent.write(b"+OK\r\n")
+                continue
+            sent.write(head)
+            while True:
+                sent.write(flood)
 
-    class Listener(socketserver.ThreadingTCPServer):
-        daemon_threads = True
-
-        def handle_error(self, *_: object) -> None:
-            """The client has gone, which was to be shown."""
-
-    with Listener((LOCAL, 0), Handler) as listener:
-        thread = threading.Thread(target=listener.serve_forever, args=(0.01,), daemon=True)
-        thread.start()
-        try:
-            yield listener.server_address[1]
-        finally:
-            listener.shutdown()
-            thread.join()
+    with listening(serve) as port:
+        yield port
 
 
 FLOODS: dict[str, tuple[bytes, bytes]] = {

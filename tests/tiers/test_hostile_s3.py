@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import socketserver
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 import pytest
 
 from kvpipe.testing.buffers import aligned, content, data, get, some_key
-from kvpipe.testing.servers.s3 import LOCAL
+from kvpipe.testing.servers.sockets import LOCAL, listening
 from kvpipe.testing.tier_conformance import run
 from kvpipe.testing.tier_worlds.s3 import KEYS
 from kvpipe.tiers.base import Read, TierError
@@ -33,37 +31,24 @@ Send = Callable[[bytes], object]
 def storing(reply: Callable[[str, dict[str, str], Send], None]) -> Iterator[dict[str, Any]]:
     """Run a store that sends to a method and headers what `reply` says; yield the specification of a client."""
 
-    class Handler(socketserver.StreamRequestHandler):
-        def handle(self) -> None:
-            while line := self.rfile.readline().decode():
-                headers = {}
-                while field := self.rfile.readline().decode().strip():
-                    name, _, value = field.partition(":")
-                    headers[name.lower()] = value.strip()
-                self.rfile.read(int(headers.get("content-length", 0)))
-                if "kvpipe-health" in line:
-                    self.wfile.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
-                else:
-                    reply(line.split()[0], headers, self.wfile.write)
+    def serve(received: BinaryIO, sent: BinaryIO) -> None:
+        while line := received.readline().decode():
+            headers = {}
+            while field := received.readline().decode().strip():
+                name, _, value = field.partition(":")
+                headers[name.lower()] = value.strip()
+            received.read(int(headers.get("content-length", 0)))
+            if "kvpipe-health" in line:
+                sent.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+            else:
+                reply(line.split()[0], headers, sent.write)
 
-    class Listener(socketserver.ThreadingTCPServer):
-        daemon_threads = True
-
-        def handle_error(self, *_: object) -> None:
-            """The client has gone, which was to be shown."""
-
-    with Listener((LOCAL, 0), Handler) as listener:
-        thread = threading.Thread(target=listener.serve_forever, args=(0.01,), daemon=True)
-        thread.start()
-        try:
-            yield {
-                "kind": "s3", "url": "s3://bucket/prefix", "endpoint": f"http://{LOCAL}:{listener.server_address[1]}",
-                "allow_http": True, "region": "us-east-1", "timeout_ms_max": 1000,
-                "access_key_env": "TESTS_S3_ACCESS", "secret_key_env": "TESTS_S3_SECRET",
-            }  # fmt: skip
-        finally:
-            listener.shutdown()
-            thread.join()
+    with listening(serve) as port:
+        yield {
+            "kind": "s3", "url": "s3://bucket/prefix", "endpoint": f"http://{LOCAL}:{port}",
+            "allow_http": True, "region": "us-east-1", "timeout_ms_max": 1000,
+            "access_key_env": "TESTS_S3_ACCESS", "secret_key_env": "TESTS_S3_SECRET",
+        }  # fmt: skip
 
 
 def head_of(headers: dict[str, str], length: str, *, total: int | None = None) -> bytes:

@@ -20,7 +20,8 @@ import msgspec
 import pytest
 
 from kvpipe.testing.buffers import content, data, get, put, some_key, value
-from kvpipe.testing.servers.mooncake import Master, free_port, master, node
+from kvpipe.testing.servers.mooncake import Master, master, node
+from kvpipe.testing.servers.sockets import free_port
 from kvpipe.testing.tier_conformance import run
 from kvpipe.testing.tier_worlds.mooncake import cluster, spec_of
 from kvpipe.tiers.base import Put, Read, Tier, TierError, TierFullError, Written

@@ -14,7 +14,8 @@ import pytest
 from kvpipe.errors import ConfigError
 from kvpipe.testing.buffers import aligned, content, data, get, put, some_key
 from kvpipe.testing.servers.proxy import Proxy
-from kvpipe.testing.servers.redis import LOCAL, RedisServer, certificates, free_port, polite, pretending, serving
+from kvpipe.testing.servers.redis import RedisServer, certificates, polite, pretending, serving
+from kvpipe.testing.servers.sockets import LOCAL, free_port
 from kvpipe.testing.tier_conformance import run
 from kvpipe.testing.tier_worlds.redis import client, name, refused, single, spec
 from kvpipe.tiers.base import Entry, Put, Read, TierError, TierFullError, Written

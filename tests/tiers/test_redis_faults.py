@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from kvpipe.testing.buffers import aligned, content, data, get, put, some_key
 from kvpipe.testing.servers.proxy import Proxy
-from kvpipe.testing.servers.redis import LOCAL, RedisServer, certificates, free_port, polite, pretending, serving
+from kvpipe.testing.servers.redis import RedisServer, certificates, polite, pretending, serving
+from kvpipe.testing.servers.sockets import LOCAL, free_port
 from kvpipe.testing.tier_conformance import run
 from kvpipe.testing.tier_worlds.redis import OTHER, client, guarded, guarded_spec, name, refused, single, spec, three
 from kvpipe.tiers.base import Entry, Get, Read, Tier, TierError, Written

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
+from kvpipe.testing.servers.sockets import LOCAL, free_port
+
 WAIT_S = 15.0
 
 NODE = """
@@ -26,20 +28,13 @@ os._exit(0)
 """
 
 
-def free_port() -> int:
-    """Return a port of loopback that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class Master:
     """A master process, and the flags that a test wants."""
 
     def __init__(self, *flags: str) -> None:
         """Choose ports and start it."""
         self._flags = flags
-        self.address, self.metrics = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
+        self.address, self.metrics = f"{LOCAL}:{free_port()}", f"{LOCAL}:{free_port()}"
         self.start()
 
     def start(self) -> None:

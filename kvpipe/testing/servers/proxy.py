@@ -9,8 +9,9 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, Self
 
+from kvpipe.testing.servers.sockets import LOCAL
+
 CHUNK_BYTES = 64 << 10
-LOCAL = "127.0.0.1"
 START_S = 10
 
 

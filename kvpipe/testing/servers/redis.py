@@ -6,36 +6,26 @@ import datetime as dt
 import ipaddress
 import shutil
 import signal
-import socket
-import socketserver
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import redis
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-LOCAL = "127.0.0.1"
+from kvpipe.testing.servers.sockets import LOCAL, free_port, listening
+
 START_S = 20.0
 NODE_TIMEOUT_MS = 15_000
 SLOTS = 16384
-
-
-def free_port() -> int:
-    """Return a port of loopback that nobody listens on."""
-    with socket.socket() as sock:
-        sock.bind((LOCAL, 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 def program(kind: str) -> str:
@@ -198,32 +188,19 @@ Answer = Callable[[list[bytes]], bytes | None]
 def pretending(answer: Answer, host: str = LOCAL) -> Iterator[int]:
     """Run something on a port (which is yielded) that reads commands like a server and answers as it is told."""
 
-    class RedisHandler(socketserver.StreamRequestHandler):
-        def handle(self) -> None:
-            while head := self.rfile.readline():
-                words = []
-                for _ in range(int(head[1:])):
-                    size = int(self.rfile.readline()[1:])
-                    words.append(self.rfile.read(size + 2)[:-2])
-                message = answer(words)
-                if message is None:
-                    return
-                self.wfile.write(message)
+    def serve(received: BinaryIO, sent: BinaryIO) -> None:
+        while head := received.readline():
+            words = []
+            for _ in range(int(head[1:])):
+                size = int(received.readline()[1:])
+                words.append(received.read(size + 2)[:-2])
+            message = answer(words)
+            if message is None:
+                return
+            sent.write(message)
 
-    class Listener(socketserver.ThreadingTCPServer):
-        daemon_threads = True
-
-        def handle_error(self, *_: object) -> None:
-            """A client that went away is no news."""
-
-    with Listener((host, 0), RedisHandler) as listener:
-        thread = threading.Thread(target=listener.serve_forever, args=(0.01,), daemon=True)
-        thread.start()
-        try:
-            yield listener.server_address[1]
-        finally:
-            listener.shutdown()
-            thread.join()
+    with listening(serve, host) as port:
+        yield port
 
 
 def polite(answer: Answer) -> Answer:

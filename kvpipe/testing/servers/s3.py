@@ -8,7 +8,6 @@ import http.client
 import itertools
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,18 +17,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Self
 
+from kvpipe.testing.servers.sockets import LOCAL, free_port
+
 BUCKET = "kvpipe-tests"
-LOCAL = "127.0.0.1"
 START_S = 30.0
 
 _numbers = itertools.count(1)
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind((LOCAL, 0))
-        return int(probe.getsockname()[1])
 
 
 class S3Server:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from kvpipe.testing.servers.proxy import LOCAL, Proxy
+from kvpipe.testing.servers.proxy import Proxy
 from kvpipe.testing.servers.redis import Certificates, certificates
 from kvpipe.testing.servers.s3 import shared
+from kvpipe.testing.servers.sockets import LOCAL
 from kvpipe.testing.tier_worlds.redis import single
 from kvpipe.testing.tier_worlds.s3 import spec_of
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from kvpipe.testing.servers.redis import LOCAL, Certificates, RedisServer, certificates, cluster, free_port, serving
+from kvpipe.testing.servers.redis import Certificates, RedisServer, certificates, cluster, serving
+from kvpipe.testing.servers.sockets import LOCAL, free_port
 from kvpipe.testing.tier_conformance import TierWorld, run
 from kvpipe.tiers.base import Key, Tier, TierError
 from kvpipe.tiers.redis.spec import RedisSpec
