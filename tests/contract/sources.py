@@ -1,6 +1,6 @@
-"""vLLM's connector contract as data: read from its sources by `ast`, kept as JSON, and held against the connector.
+"""vLLM's connector contract as data: read from its sources by `ast`, kept as JSON in `records/`.
 
-Nothing here imports vLLM, so a release can be judged without being installed. A record says what kvpipe inherits,
+Nothing here imports vLLM, so a release can be recorded without being installed. A record says what kvpipe inherits,
 overrides and reads: signatures of the base classes, fields of the dataclasses, and attributes found on the classes.
 """
 
@@ -14,13 +14,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvpipe.connectors.vllm import compat
-
 Read = Callable[[str], str]
 """Gives the source text of a path such as ``vllm/v1/request.py``."""
 
-CONTRACTS = Path(compat.__file__).resolve().parent / compat.CONTRACT_DIR
-CONNECTOR_SOURCE = CONTRACTS.parent / "connector.py"
+RECORDS = Path(__file__).parent / "records"
 
 BASE = "vllm/distributed/kv_transfer/kv_connector/v1/base.py"
 _FACTORY = "vllm/distributed/kv_transfer/kv_connector/factory.py"
@@ -153,8 +150,6 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
 }
 """What the connector reads of vLLM's objects, by file and class."""
 
-CONSTRUCTOR = ("vllm_config", "role", "kv_cache_config")
-
 
 class Method(NamedTuple):
     """One method of a class: `kind` is method, classmethod, staticmethod or property."""
@@ -197,13 +192,13 @@ def dump(contract: dict[str, Any]) -> str:
     return json.dumps(contract, indent=1, sort_keys=True) + "\n"
 
 
-def load(version: str, folder: Path = CONTRACTS) -> dict[str, Any]:
+def load(version: str, folder: Path = RECORDS) -> dict[str, Any]:
     """Return the record of `version`, a full version such as 0.33.0."""
     contract: dict[str, Any] = json.loads((folder / f"vllm-{version}.json").read_text(encoding="utf-8"))
     return contract
 
 
-def recorded(folder: Path = CONTRACTS) -> list[str]:
+def recorded(folder: Path = RECORDS) -> list[str]:
     """Return the versions that have a record."""
     found = [p.name.removeprefix("vllm-").removesuffix(".json") for p in folder.glob("vllm-*.json")]
     return sorted(found, key=lambda v: [int(n) for n in re.findall(r"\d+", v)])
@@ -230,7 +225,7 @@ def package_version(source: str) -> str:
 
 def class_methods(source: str, name: str) -> dict[str, Method]:
     """Return the methods that class `name` in `source` defines itself."""
-    return _parse_methods(_methods(_class(ast.parse(source), name)))
+    return parse_methods(_methods(_class(ast.parse(source), name)))
 
 
 def _class(tree: ast.Module, name: str) -> ast.ClassDef | None:
@@ -289,16 +284,8 @@ def _attributes(tree: ast.Module, name: str) -> set[str]:
     return found
 
 
-# ---- judging ---------------------------------------------------------------------------------------------------------
-
-
-def base_methods(contract: Mapping[str, Any]) -> dict[str, Method]:
-    """Return the recorded methods of the classes that `KVPipeConnector` inherits from."""
-    methods = contract["methods"]
-    return _parse_methods(methods["KVConnectorBase_V1"]) | _parse_methods(methods["SupportsHMA"])
-
-
-def _parse_methods(lines: Mapping[str, str]) -> dict[str, Method]:
+def parse_methods(lines: Mapping[str, str]) -> dict[str, Method]:
+    """Read back the recorded methods of a class, by name."""
     return {name: parse_method(line) for name, line in lines.items()}
 
 
@@ -306,7 +293,7 @@ def parse_method(line: str) -> Method:
     """Read back one recorded method, such as ``abstract method (self, layer_name)``."""
     head, _, arguments = line.partition(" (")
     lambda_ = ast.parse(f"lambda {arguments.removesuffix(')')}: 0", mode="eval").body
-    assert isinstance(lambda_, ast.Lambda)  # noqa: S101
+    assert isinstance(lambda_, ast.Lambda)
     args, kinds = lambda_.args, inspect.Parameter
     plain = [*args.posonlyargs, *args.args]
     required = len(plain) - len(args.defaults)
@@ -327,94 +314,3 @@ def parse_method(line: str) -> Method:
     if args.kwarg is not None:
         parameters.append(kinds(args.kwarg.arg, kinds.VAR_KEYWORD))
     return Method(head.rpartition(" ")[2], inspect.Signature(parameters), head.startswith("abstract "))
-
-
-def calls(signature: inspect.Signature) -> Iterator[tuple[tuple[str, ...], dict[str, str]]]:
-    """Yield the shapes of call that `signature` allows; each argument's value is its parameter's name."""
-    kinds = inspect.Parameter
-    parameters = signature.parameters.values()
-    plain = [p for p in parameters if p.kind in {kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD}]
-    only = [p for p in parameters if p.kind is kinds.KEYWORD_ONLY]
-    has_args = any(p.kind is kinds.VAR_POSITIONAL for p in parameters)
-    has_kwargs = any(p.kind is kinds.VAR_KEYWORD for p in parameters)
-    must_be_positional = 1 + sum(p.kind is kinds.POSITIONAL_ONLY for p in plain[1:])  # the first one is self or cls
-    for optional in (False, True):
-        given = [p.name for p in plain if optional or p.default is kinds.empty]
-        named = {p.name: p.name for p in only if optional or p.default is kinds.empty}
-        for split in range(len(given), min(must_be_positional, len(given)) - 1, -1):
-            yield tuple(given[:split]), {n: n for n in given[split:]} | named
-        if has_args and optional:
-            yield (*given, "one_more"), named
-        if has_kwargs:
-            yield tuple(given), named | {"another_keyword": "another_keyword"}
-
-
-def mismatches(contract: Mapping[str, Any], ours: Mapping[str, Method]) -> list[str]:
-    """Return one sentence per point in which a connector with the methods `ours` does not fit `contract`."""
-    found = []
-    theirs = base_methods(contract)
-    for name, base in theirs.items():
-        mine = ours.get(name)
-        if mine is None:
-            if base.abstract:
-                found.append(f"{name} is abstract in vLLM and not implemented")
-            continue
-        if mine.kind != base.kind:
-            found.append(f"{name} is a {base.kind} in vLLM, here a {mine.kind}")
-        found += [f"{name} does not accept {why}" for why in _refused(base.signature, mine.signature)]
-    constructor = ours.get("__init__")
-    if constructor is not None:
-        names = tuple(n for n in constructor.signature.parameters if n != "self")[: len(CONSTRUCTOR)]
-        if names != CONSTRUCTOR:
-            found.append(f"the constructor takes {names}, not {CONSTRUCTOR}")
-    for path, classes in RELIED.items():
-        for cls, wanted in classes.items():
-            have = contract["attributes"].get(path, {}).get(cls)
-            if have is None:
-                found.append(f"{path} has no class {cls}")
-                continue
-            found += [f"{cls}.{a} is not in {path}" for a in wanted if a not in have.split(", ")]
-    found += [f"class {name} has no fields or does not exist" for name, text in contract["fields"].items() if not text]
-    return found
-
-
-def _refused(base: inspect.Signature, mine: inspect.Signature) -> Iterator[str]:
-    for positional, named in calls(base):
-        shown = ", ".join([*positional, *(f"{n}=" for n in named)])
-        try:
-            bound = mine.bind(*positional, **named)
-        except TypeError as e:
-            yield f"({shown}): {e}"
-            return
-        for name, value in bound.arguments.items():
-            variadic = mine.parameters[name].kind in {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
-            if not variadic and value != name:
-                yield f"({shown}): vLLM's {value} would arrive as {name}"
-                return
-
-
-def connector_methods() -> dict[str, Method]:
-    """Return what `KVPipeConnector` defines, read from its source."""
-    return class_methods(CONNECTOR_SOURCE.read_text(encoding="utf-8"), "KVPipeConnector")
-
-
-def supports(version: str) -> bool:
-    """Whether `compat.SUPPORTED` names this release."""
-    numbers = re.findall(r"\d+", version)
-    return (int(numbers[0]), int(numbers[1])) in compat.SUPPORTED
-
-
-def news(contract: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
-    """Return what `contract` has that `before` has not, and the other way round: to read, not a mismatch."""
-    out = []
-    for name in sorted({*contract["methods"], *before["methods"]}):
-        new, old = contract["methods"].get(name, {}), before["methods"].get(name, {})
-        out += [f"new {name}.{m}: {new[m]}" for m in new if m not in old]
-        out += [f"gone {name}.{m}" for m in old if m not in new]
-        out += [f"changed {name}.{m}: {old[m]} -> {new[m]}" for m in new if m in old and new[m] != old[m]]
-    for name in sorted({*contract["fields"], *before["fields"]}):
-        new_fields = set(contract["fields"].get(name, "").split(", "))
-        old_fields = set(before["fields"].get(name, "").split(", "))
-        out += [f"new field {name}.{f}" for f in sorted(new_fields - old_fields)]
-        out += [f"gone field {name}.{f}" for f in sorted(old_fields - new_fields)]
-    return out

@@ -16,8 +16,9 @@ import pytest
 
 import kvpipe.connectors.vllm.trial.engine  # noqa: F401  (sets the environment, before vllm is imported)
 from kvpipe.connectors.vllm import compat
-from kvpipe.connectors.vllm.contract import sources as c
 from kvpipe.errors import UnsupportedError
+from tests.contract import fetch, judging, record
+from tests.contract import sources as c
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSIONS = c.recorded()
@@ -52,8 +53,8 @@ def installed_root() -> Path:
 
 def record_tool(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the recording tool."""
-    command = [sys.executable, str(ROOT / "tools" / "record_contract.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    command = [sys.executable, "-m", record.__name__, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, cwd=ROOT)
 
 
 def write_sources(root: Path, version: str, changes: dict[str, tuple[str, str]]) -> None:
@@ -71,25 +72,25 @@ def write_sources(root: Path, version: str, changes: dict[str, tuple[str, str]])
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_connector_fits_every_recorded_release(version: str) -> None:
     """Abstract methods are implemented, every allowed call is accepted, and everything we read is there."""
-    assert c.mismatches(c.load(version), inspected()) == []
+    assert judging.mismatches(c.load(version), inspected()) == []
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_constructor_is_called_by_names(version: str) -> None:
     """The recorded base takes (vllm_config, role, kv_cache_config), and ours takes these, by name, and more."""
-    assert tuple(c.base_methods(c.load(version))["__init__"].signature.parameters)[1:] == c.CONSTRUCTOR
+    assert tuple(judging.base_methods(c.load(version))["__init__"].signature.parameters)[1:] == judging.CONSTRUCTOR
     ours = inspected()["__init__"].signature
-    ours.bind("self", **dict.fromkeys(c.CONSTRUCTOR), added_by_a_later_release=1)
+    ours.bind("self", **dict.fromkeys(judging.CONSTRUCTOR), added_by_a_later_release=1)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_record_holds_what_it_is_for(version: str) -> None:
     """A record is small, says its own version, and names abstract methods, so that a check can fail on them."""
-    text = (c.CONTRACTS / f"vllm-{version}.json").read_text(encoding="utf-8")
+    text = (c.RECORDS / f"vllm-{version}.json").read_text(encoding="utf-8")
     assert len(text) < RECORD_BYTES_MAX
     assert json.loads(text)["version"] == version
     assert text == c.dump(c.load(version))
-    abstract = {name for name, m in c.base_methods(c.load(version)).items() if m.abstract}
+    abstract = {name for name, m in judging.base_methods(c.load(version)).items() if m.abstract}
     assert abstract >= {"start_load_kv", "save_kv_layer", "wait_for_save", "request_finished_all_groups"}
 
 
@@ -103,7 +104,7 @@ def test_the_record_of_the_installed_release_is_current() -> None:
     """Recording the installed vLLM again gives the committed record, byte for byte."""
     version, read = c.folder_reader(installed_root())
     assert version in VERSIONS
-    assert c.dump(c.record(version, read)) == (c.CONTRACTS / f"vllm-{version}.json").read_text(encoding="utf-8")
+    assert c.dump(c.record(version, read)) == (c.RECORDS / f"vllm-{version}.json").read_text(encoding="utf-8")
 
 
 def test_parsing_and_inspecting_the_connector_agree() -> None:
@@ -115,7 +116,7 @@ def test_parsing_and_inspecting_the_connector_agree() -> None:
             for name, m in methods.items()
         }
 
-    assert shape(c.connector_methods()) == shape(inspected())
+    assert shape(judging.connector_methods()) == shape(inspected())
 
 
 @pytest.mark.parametrize(
@@ -140,7 +141,7 @@ def test_a_misfit_of_the_connector_is_found(version: str, name: str, ours: str |
         del methods[name]
     else:
         methods[name] = c.parse_method(ours)
-    found = c.mismatches(c.load(version), methods)
+    found = judging.mismatches(c.load(version), methods)
     assert any(said in line for line in found), found
 
 
@@ -153,22 +154,22 @@ def test_a_missing_attribute_is_found(version: str) -> None:
         for cls, attributes in classes.items():
             without_class = copy.deepcopy(whole)
             del without_class["attributes"][path][cls]
-            assert c.mismatches(without_class, ours) == [f"{path} has no class {cls}"]
+            assert judging.mismatches(without_class, ours) == [f"{path} has no class {cls}"]
             for attribute in attributes:
                 record = copy.deepcopy(whole)
                 record["attributes"][path][cls] = ", ".join(a for a in attributes if a != attribute)
-                assert c.mismatches(record, ours) == [f"{cls}.{attribute} is not in {path}"]
+                assert judging.mismatches(record, ours) == [f"{cls}.{attribute} is not in {path}"]
     for names in c.FIELDS.values():
         for name in names:
             record = copy.deepcopy(whole)
             record["fields"][name] = ""
-            assert any(name in line for line in c.mismatches(record, ours))
+            assert any(name in line for line in judging.mismatches(record, ours))
 
 
 def test_calls_cover_every_way_to_pass_arguments() -> None:
     """The calls tried are all splits into positional and named arguments, with and without optional ones."""
     method = c.parse_method("method (self, a, b=..., *, k, o=..., **more)")
-    tried = [(positional, sorted(named)) for positional, named in c.calls(method.signature)]
+    tried = [(positional, sorted(named)) for positional, named in judging.calls(method.signature)]
     assert (("self",), ["a", "k"]) in tried
     assert (("self", "a"), ["k"]) in tried
     assert (("self", "a"), ["b", "k", "o"]) in tried
@@ -246,7 +247,6 @@ def test_the_tool_refuses_what_it_cannot_read(tmp_path: Path) -> None:
 
 
 def test_no_registry_is_named() -> None:
-    """The tools leave it to pip's own configuration where packages come from."""
-    for tool in (ROOT / "tools").glob("*.py"):
-        if tool.name in {"record_contract.py", "fetch_vllm_sources.py"}:
-            assert not re.search(r"https?://|index-url|\.org\b|\.com\b", tool.read_text(encoding="utf-8")), tool
+    """What fetches leaves it to pip's own configuration where packages come from."""
+    for tool in (record, fetch):
+        assert not re.search(r"https?://|index-url|\.org\b|\.com\b", inspect.getsource(tool)), tool

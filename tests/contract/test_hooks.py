@@ -23,10 +23,10 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvpipe.config import load_settings
-from kvpipe.connectors.vllm.contract import sources as contract
 from kvpipe.connectors.vllm.hooks import fences_late, is_hooked
 from kvpipe.connectors.vllm.support import make_geometry
 from kvpipe.errors import UnsupportedError
+from tests.contract import sources as contract
 from tests.contract.test_scheduler_versions import FETCH_SECONDS_MAX, fetched
 
 HOOK = "maybe_transfer_kv_layer"

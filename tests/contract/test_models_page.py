@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvpipe.connectors.vllm.contract import sources as contract
 from tests.contract import places, registry
+from tests.contract import sources as contract
 from tests.contract.test_scheduler_versions import FETCH_SECONDS_MAX, fetched
 
 WALK_SECONDS_MAX = 500

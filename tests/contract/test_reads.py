@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from kvpipe.connectors.vllm.contract import sources as c
+from tests.contract import judging
+from tests.contract import sources as c
 from tests.contract.reads import AttributeRead, Reader
 from tests.contract.test_contract import installed_root
 
 READER = Reader(c.folder_reader(installed_root())[1])
-ADAPTER = c.CONNECTOR_SOURCE.parent
+ADAPTER = judging.CONNECTOR_SOURCE.parent
 CORE = ADAPTER.resolve().parents[1] / "kvpipe"
 SOURCES = sorted([
     *ADAPTER.glob("*.py"),

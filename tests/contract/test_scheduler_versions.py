@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvpipe.connectors.vllm.contract import sources as contract
 from kvpipe.connectors.vllm.trial import nightly
 from kvpipe.connectors.vllm.trial.shapes import KVPIPE, SHAPES, Shape
 from kvpipe.connectors.vllm.trial.trial import Move, Trial
+from tests.contract import fetch
+from tests.contract import sources as contract
 
 if TYPE_CHECKING:
     from kvpipe.scheduler.side import SchedulerSide
@@ -42,7 +43,7 @@ def run(command: list[str], seconds_max: float, **environment: str) -> subproces
 
 def fetched(version: str) -> Path:
     """Return the folder with the sources of vLLM `version`, which need not be installed. Fails without a download."""
-    command = [sys.executable, str(ROOT / "tools" / "fetch_vllm_sources.py"), version]
+    command = [sys.executable, "-m", fetch.__name__, version]
     done = run(command, FETCH_SECONDS_MAX)
     if done.returncode:
         pytest.fail(f"the sources of vLLM {version} are needed for this test: {done.stderr.strip()}", pytrace=False)

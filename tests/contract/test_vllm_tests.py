@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from kvpipe.connectors.vllm.contract import attached
-from kvpipe.connectors.vllm.contract import sources as contract
-from kvpipe.connectors.vllm.contract.attached_tests import AFTER_RESET, EXPECTED
 from kvpipe.connectors.vllm.trial.engine import ENVIRONMENT
+from tests.contract import fetch
+from tests.contract import sources as contract
 
 ROOT = Path(__file__).resolve().parents[2]
+PLUGIN = Path(__file__).parent / "plugin"
+"""A folder of modules beside vLLM's tests, which are called `tests`, as ours are."""
+_LISTED = runpy.run_path(str(PLUGIN / "attached_tests.py"))
+AFTER_RESET: tuple[str, ...] = _LISTED["AFTER_RESET"]
+EXPECTED: dict[str, str] = _LISTED["EXPECTED"]
 FETCH_SECONDS_MAX = 1800
 RUN_SECONDS_MAX = 900
 TESTS_MIN = 150
@@ -24,7 +29,7 @@ TESTS_MIN = 150
 
 def fetched(*what: str) -> Path:
     """Return the folder that the tool prints. Fails without a download."""
-    command = [sys.executable, str(ROOT / "tools" / "fetch_vllm_sources.py"), *what]
+    command = [sys.executable, "-m", fetch.__name__, *what]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=FETCH_SECONDS_MAX, cwd=ROOT)
     if done.returncode:
         pytest.fail(f"vLLM {what[0]} is needed for this test: {done.stderr.strip()}", pytrace=False)
@@ -38,8 +43,8 @@ def run(version: str, report: Path, *more: str, also: Path | None = None) -> sub
     folder = fetched(version, "--tests")
     installed = contract.package_version(f"version = '{vllm.__version__}'") == version
     paths = [str(ROOT), str(folder)] if installed else [str(fetched(version)), str(ROOT), str(folder)]
-    paths += [str(also)] if also is not None else []
-    command = [sys.executable, "-m", "pytest", "-p", attached.__name__, "-p", "no:cacheprovider", "-p", "no:warnings"]
+    paths += [str(PLUGIN), *([str(also)] if also is not None else [])]
+    command = [sys.executable, "-m", "pytest", "-p", "attached", "-p", "no:cacheprovider", "-p", "no:warnings"]
     command += ["-q", "--tb=short", "--show-capture=no", f"--attached-json={report}", *(more or ("tests/v1/core",))]
     given = os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths), "VLLM_TARGET_DEVICE": "cpu"}
     return subprocess.run(

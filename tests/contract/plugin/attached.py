@@ -1,10 +1,9 @@
 """A pytest plugin for vLLM's own tests of its scheduler: each scheduler that they make gets kvpipe on both sides.
 
-`pytest -p kvpipe.connectors.vllm.contract.attached tests/v1/core`, in a folder made by `tools/fetch_vllm_sources.py
---tests`. The scheduler's side is vLLM's; behind it a fake rank writes and reads the KV of whatever is scheduled and
-runs the hooks, so that a load of wrong bytes fails the test, as does whatever kvpipe counts as a fault. A test that
-configures a connector of its own, or something that kvpipe refuses, keeps what it has. `attached_tests.py` lists what
-may fail.
+`pytest -p attached tests/v1/core`, with this folder on the path, in one that `tests.contract.fetch --tests` has made.
+The scheduler's side is vLLM's; behind it a fake rank writes and reads the KV of whatever is scheduled and runs the
+hooks, so that a load of wrong bytes fails the test, as does whatever kvpipe counts as a fault. A test that configures a
+connector of its own, or something that kvpipe refuses, keeps what it has. `attached_tests.py` lists what may fail.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
 
+import attached_models
 import pytest
+from attached_models import IMAGES
+from attached_tests import BY_MACHINE, EXPECTED
 
-from kvpipe.connectors.vllm.contract import attached_models
-from kvpipe.connectors.vllm.contract.attached_models import IMAGES
-from kvpipe.connectors.vllm.contract.attached_tests import BY_MACHINE, EXPECTED
 from kvpipe.connectors.vllm.trial.content import Sequence
 from kvpipe.connectors.vllm.trial.rank import PagedLayer, Rank, TrialStep, Wrong
 from kvpipe.connectors.vllm.trial.shapes import KVPIPE, Shape
@@ -76,7 +75,7 @@ class AttachedRank(Rank):
     now: dict[str, int]
     blind = False
 
-    def _attend(self, layer: PagedLayer, step: TrialStep, request: str, *args: Any, **kwargs: Any) -> Wrong | None:  # noqa: ANN401
+    def _attend(self, layer: PagedLayer, step: TrialStep, request: str, *args: Any, **kwargs: Any) -> Wrong | None:
         return None if self.blind else super()._attend(layer, step, request, *args, **kwargs)
 
     def _update_states(self, output: SchedulerOutput) -> None:
@@ -103,8 +102,8 @@ class Attachment:
         self.rank = AttachedRank(0, worker, shape, [group.layer_names for group in cache.kv_cache_groups])
         worker.worker.weigh = lambda: "weights"  # type: ignore[attr-defined]
         reported = worker.get_handshake_metadata()
-        assert self.side is not None  # noqa: S101
-        assert reported is not None  # noqa: S101
+        assert self.side is not None
+        assert reported is not None
         self.side.set_xfer_handshake_metadata_pp_aware({(0, 0): reported})
         self.rank.before_results = lambda: worker.worker.pipeline.copies.loop.settle(SETTLE_SECONDS_MAX)  # type: ignore[attr-defined]
         self._aggregator = KVOutputAggregator(1)
@@ -117,7 +116,7 @@ class Attachment:
         scheduler.schedule = self.schedule  # type: ignore[method-assign]
         scheduler.update_from_output = self.update_from_output  # type: ignore[method-assign]
 
-    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:  # noqa: ANN401
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Let vLLM schedule a step, and queue it."""
         output = self._schedule(*args, **kwargs)
         known = self.scheduler.requests
@@ -126,7 +125,7 @@ class Attachment:
         )
         return output
 
-    def update_from_output(self, output: SchedulerOutput, result: ModelRunnerOutput) -> Any:  # noqa: ANN401
+    def update_from_output(self, output: SchedulerOutput, result: ModelRunnerOutput) -> Any:
         """Run the steps up to this one on the rank, and add what it says to the test's own result."""
         if any(one.output is output for one in self._queue):
             ran: list[tuple[SchedulerOutput, KVConnectorOutput]] = []
@@ -134,7 +133,7 @@ class Attachment:
                 ran.append((self._queue[0].output, self._run()))
             results = [dataclasses.replace(result, kv_connector_output=kv) for _, kv in ran]
             message = self._aggregator.aggregate([result, *results])
-            assert message is not None  # noqa: S101
+            assert message is not None
             result = message
             self.sane = self.sane and _sane(output, result)
         return self._update(output, result)
@@ -183,7 +182,7 @@ class Attachment:
 
         found = [f"a wrong read: {one}" for one in self.wrong[:3]]
         for side in (self.side, self.rank.connector):
-            assert isinstance(side, KVPipeConnector)  # noqa: S101
+            assert isinstance(side, KVPipeConnector)
             found += [f"{side.counters[name]} x {name}" for name in _BAD if side.counters[name]]
             if side.scheduler is not None:
                 side.scheduler.catalog.check_integrity()
@@ -210,7 +209,7 @@ class Attached:
         self.tokens: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
 
-    def attach(self, make: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+    def attach(self, make: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
         """Stand in for `Scheduler.__init__`."""
         from vllm.config import KVTransferConfig
 
@@ -249,7 +248,7 @@ class Attached:
         return found
 
 
-def _shape(cache: Any) -> Shape:  # noqa: ANN401
+def _shape(cache: Any) -> Shape:
     specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
     sizes = tuple(int(spec.block_size) for spec in specs)
     return Shape(
@@ -263,7 +262,7 @@ def _shape(cache: Any) -> Shape:  # noqa: ANN401
 class Budget:
     """In place of vLLM's `MultiModalBudget`, which would ask a hub for the model's processor."""
 
-    def __init__(self, vllm_config: Any, *_: Any, **__: Any) -> None:  # noqa: ANN401
+    def __init__(self, vllm_config: Any, *_: Any, **__: Any) -> None:
         from vllm.v1.core.encoder_cache_manager import compute_mm_encoder_budget
 
         self.mm_max_toks_per_item = {"image": IMAGE_TOKENS_MAX}
@@ -278,16 +277,16 @@ def _register_images() -> None:
     from vllm.model_executor.models.interfaces import SupportsMultiModal
 
     class Images(torch.nn.Module, SupportsMultiModal):
-        def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:  # noqa: ANN401, ARG002
+        def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:  # noqa: ARG002
             super().__init__()
 
-        def embed_input_ids(self, input_ids: Any, *_: Any, **__: Any) -> Any:  # noqa: ANN401
+        def embed_input_ids(self, input_ids: Any, *_: Any, **__: Any) -> Any:
             return input_ids
 
-        def forward(self, input_ids: Any, positions: Any) -> Any:  # noqa: ANN401, ARG002
+        def forward(self, input_ids: Any, positions: Any) -> Any:  # noqa: ARG002
             return input_ids
 
-        def compute_logits(self, hidden_states: Any) -> Any:  # noqa: ANN401
+        def compute_logits(self, hidden_states: Any) -> Any:
             return hidden_states
 
     ModelRegistry.register_model(IMAGES, Images)
@@ -317,7 +316,7 @@ def pytest_configure(config: pytest.Config) -> None:
     make = module.Scheduler.__init__
 
     @functools.wraps(make)
-    def attached(scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+    def attached(scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
         state.attach(make, scheduler, *args, **kwargs)
 
     module.Scheduler.__init__ = attached  # type: ignore[method-assign]
