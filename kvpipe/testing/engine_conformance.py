@@ -23,6 +23,7 @@ import pytest
 from kvpipe.scheduler.side import SchedulerSide
 from kvpipe.testing.faults import FaultyCpuEngine
 from kvpipe.testing.held import HeldEngine
+from kvpipe.testing.overriding import not_overridden
 from kvpipe.transfer.base import Direction, TransferEngine
 from kvpipe.worker.side import WorkerSide
 
@@ -193,7 +194,7 @@ class EngineConformance:
     @pytest.fixture
     def make(self) -> Make:
         """Return what makes an engine. Subclasses say which."""
-        raise NotImplementedError
+        not_overridden(self, "make", "what makes an engine, such as a class of `EngineDriver`")
 
     @pytest.mark.parametrize("load", ["sync", "async"])
     def test_hits_are_loaded(self, make: Make, load: str) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from kvpipe.cache.policy.base import Policy
+from kvpipe.testing.overriding import not_overridden
 
 __all__ = ["Item", "PolicyConformance"]
 
@@ -40,7 +41,7 @@ class PolicyConformance:
     @pytest.fixture
     def make(self) -> Any:
         """Return what builds a policy for so many slots. Subclasses say which."""
-        raise NotImplementedError
+        not_overridden(self, "make", "what builds a policy for so many slots")
 
     def test_every_chunk_goes_once(self, make: Callable[[int], Policy]) -> None:
         """Victims come out once, held or unknown chunks never, and an empty policy has none."""

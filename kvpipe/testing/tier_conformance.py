@@ -31,6 +31,7 @@ import anyio
 import pytest
 
 from kvpipe.testing.buffers import NAMESPACE, aligned, content, data, filled, get, put, some_key, value
+from kvpipe.testing.overriding import not_overridden
 from kvpipe.tiers.base import Entry, Get, Key, Put, Read, Tier, TierError, Written
 from kvpipe.tiers.spec import TierSpec
 
@@ -163,7 +164,7 @@ class TierConformance:
     @pytest.fixture
     def world(self) -> Any:
         """Set up one empty store. Subclasses say which."""
-        raise NotImplementedError
+        not_overridden(self, "world", "a `TierWorld` with an empty store")
 
     @pytest.mark.parametrize("split", SPLITS)
     def test_what_was_written_is_read_back(self, world: TierWorld, split: str) -> None:

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from kvpipe.messages import Kind
+from kvpipe.testing.overriding import not_overridden
 from kvpipe.testing.transfer_programs import loads_are_right, saves_are_right, schedules, slots_are_right, tables
 from kvpipe.testing.transfer_worlds import BLOCKS, GEOMETRY, LAYERS, PAGE_BYTES, WAIT_S, World, make_job, rows_of
 from kvpipe.transfer.base import NO_JOBS, Direction, Ticket
@@ -34,9 +35,9 @@ ELSEWHERE = {0: [2, 3, 4], 1: [0, 1]}
 class TransferConformance:
     """The claims. `kind` is whatever the subclass is parametrized with."""
 
-    def world(self, kind: str, **options: Any) -> AbstractContextManager[World]:
+    def world(self, kind: str, **options: Any) -> AbstractContextManager[World]:  # noqa: ARG002  (subclasses use them)
         """Set up an engine, a cache and a pool; see `kvpipe.testing.transfer_worlds.world` for `options`."""
-        raise NotImplementedError
+        not_overridden(self, "world", "an engine with a cache and a pool, by `kvpipe.testing.transfer_worlds.world`")
 
     @pytest.mark.parametrize("dense", [True, False], ids=["dense", "strided"])
     @EXAMPLES
