@@ -33,7 +33,7 @@ docs-packages: setup
 	@tools/setup.sh docs
 
 docs: docs-packages
-	PYTHONHASHSEED=0 $(PY) -m pytest -q -k is_fresh tests/unit tests/statemachine tests/trace tests/tiers/test_config.py \
+	PYTHONHASHSEED=0 $(PY) -m pytest -q -k is_fresh tests/unit tests/statemachine \
 	  tests/contract/test_models_page.py
 	$(PY) tools/docs_pages.py
 	$(PY) -m sphinx -W --keep-going -q -b html docs .cache/site

@@ -1,17 +1,12 @@
 """What is counted: every name, with a sentence. `kvpipe.trace.log.Counters` takes no other, as a type checker knows.
 
-`FAULTS` went wrong and were contained; `COUNTS` are part of the ordinary course. Both are listed in `docs/counters.md`,
-which `python -m kvpipe.counters` writes.
+`FAULTS` went wrong and were contained; `COUNTS` are part of the ordinary course. Both are listed in `docs/counters.md`.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Final, Literal
-
-from kvpipe import doc_tables
+from typing import Final, Literal
 
 Fault = Literal[
     "adapter_changed",
@@ -183,19 +178,3 @@ COUNTS: Final[Mapping[Count, str]] = {
     "weights_suspected": "Calls that may have changed the weights.",
     "weights_unchanged": "Questions about the weights that were answered with the same as before.",
 }
-DOCS: Final = Path(__file__).parents[1] / "docs" / "counters.md"
-
-
-def fill(text: str) -> str:
-    """Return the page's text with its tables as the code has them."""
-    return doc_tables.fill(text, {"faults": _table(FAULTS), "counts": _table(COUNTS)})
-
-
-def _table(names: Mapping[Any, str]) -> str:
-    rows = [f"| `{name}` | {names[name]} |" for name in sorted(names)]
-    return "\n".join(["| name | what is counted |", "|---|---|", *rows]) + "\n"
-
-
-if __name__ == "__main__":
-    DOCS.write_text(fill(DOCS.read_text(encoding="utf-8")), encoding="utf-8")
-    sys.stdout.write(f"{DOCS}\n")

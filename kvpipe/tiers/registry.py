@@ -1,29 +1,23 @@
-"""The kinds of tiers there are, and how what a user writes becomes their specifications.
-
-`python -m kvpipe.tiers.registry` rewrites the tables of keys in docs/tiers.md.
-"""
+"""The kinds of tiers there are, and how what a user writes becomes their specifications."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final
 from urllib.parse import SplitResult, parse_qsl, quote, urlsplit
 
 from pydantic import ValidationError
 
-from kvpipe import config_errors, doc_tables, plugins
+from kvpipe import config_errors, plugins
 from kvpipe.errors import ConfigError
 from kvpipe.tiers.base import Tier
 from kvpipe.tiers.spec import TierSpec
 from kvpipe.values import PATH_CHARS_MAX
 
 TIERS_MAX: Final = 16
-DOCS: Final = Path(__file__).parents[2] / "docs" / "tiers.md"
 _EXAMPLES = "a path such as /mnt/kv or a URL such as redis://HOST:6379/0"
 
 
@@ -178,18 +172,3 @@ def _split(text: str) -> SplitResult | None:
     except ValueError:  # its message would show what it cannot read
         return None
     return url
-
-
-def key_tables() -> dict[str, str]:
-    """Return the tables of docs/tiers.md: the keys of every tier, and of each kind."""
-    every = TierSpec.model_fields
-    out = {"keys": config_errors.table({key: field for key, field in every.items() if key != "kind"})}
-    for kind in plugins.own(plugins.TIERS):
-        fields = spec_of(plugins.TIERS, kind).model_fields
-        out[f"keys-{kind}"] = config_errors.table({key: one for key, one in fields.items() if key not in every})
-    return out
-
-
-if __name__ == "__main__":
-    DOCS.write_text(doc_tables.fill(DOCS.read_text(encoding="utf-8"), key_tables()), encoding="utf-8")
-    sys.stdout.write(f"{DOCS}\n")

@@ -1,4 +1,4 @@
-"""The layouts in which vLLM 0.32 and 0.33 hand paged KV caches over, by name. `python -m kvpipe.transfer.layouts`.
+"""The layouts in which vLLM 0.32 and 0.33 hand paged KV caches over, by name.
 
 vLLM gives every layer one logical tensor [B, H, N, C]: blocks, heads, tokens of a block (states, for compressing
 models), and the content of one head's token, keys and values side by side in it. Only its strides say how the bytes
@@ -7,16 +7,11 @@ lie. A name has two parts: in which order the bytes of one page lie, and what li
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import NamedTuple
 
-from kvpipe import doc_tables
-
-DOCS = Path(__file__).parents[2] / "docs" / "layouts.md"
 DIMENSIONS, OPAQUE_DIMENSIONS = 4, 2
 DS_MLA_BYTES = (584, 656)
 """Of one token in `fp8_ds_mla`: DeepSeek V4's (448 + 128 + 8) and V3.2's (512 + 16 + 128)."""
@@ -244,37 +239,3 @@ def why_unknown(shape: tuple[int, ...], strides: tuple[int, ...], blocks: int) -
     """Say why `find` knows no layout for a cache of this shape and these strides in elements."""
     cache = Paged(shape, strides, 1, blocks)
     return next(one.why for one in REFUSALS if one.fits(cache)).format(blocks=blocks)
-
-
-def pages_table() -> str:
-    """Return a row per order of the bytes of a page, with the names of its layouts, in Markdown."""
-    rows = ["| layouts | a page | where it comes from |", "|---|---|---|"]
-    for inside in (*INSIDE, OPAQUE):
-        names = ", ".join(f"`{one.name}`" for one in ADAPTERS.values() if one.inside is inside)
-        rows.append(f"| {names} | `{inside.bytes}` | {inside.sentence} |")
-    return "\n".join(rows) + "\n"
-
-
-def blocks_table() -> str:
-    """Return a row per way from one block to the next, in Markdown."""
-    rows = ["| name begins with | the cache | where it comes from |", "|---|---|---|"]
-    for part in BETWEEN:
-        begins = f"`{part.name}`" if part.name else ""
-        rows.append(f"| {begins} | `{part.bytes.format('page')}` | {part.sentence} |")
-    return "\n".join(rows) + "\n"
-
-
-def refused_table() -> str:
-    """Return a row per reason to refuse a cache, in Markdown."""
-    rows = ["| refused because | where such a cache comes from |", "|---|---|"]
-    return "\n".join([*rows, *(f"| {one.why.format(blocks='B')} | {one.sentence} |" for one in REFUSALS)]) + "\n"
-
-
-def fill(text: str) -> str:
-    """Return the page's text with its tables as the code has them."""
-    return doc_tables.fill(text, {"pages": pages_table(), "blocks": blocks_table(), "refused": refused_table()})
-
-
-if __name__ == "__main__":
-    DOCS.write_text(fill(DOCS.read_text(encoding="utf-8")), encoding="utf-8")
-    sys.stdout.write(f"{DOCS}\n")

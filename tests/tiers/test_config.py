@@ -13,7 +13,6 @@ import pytest
 from kvpipe import config_errors, plugins
 from kvpipe.config import load_settings
 from kvpipe.errors import ConfigError
-from kvpipe.tiers import registry
 from kvpipe.tiers.registry import named, parse_tier, parse_tiers, spec_of
 
 KINDS = ["disk", "redis", "s3", "mooncake"]
@@ -237,15 +236,6 @@ def test_places_are_keys() -> None:
     for spec in SPECS:
         assert spec.place
         assert set(spec.place) <= set(spec.model_fields)
-
-
-def test_the_tiers_page_is_fresh() -> None:
-    """Its tables are those that the specifications give, one for the keys of all and one for each kind."""
-    from kvpipe import doc_tables
-
-    text = registry.DOCS.read_text(encoding="utf-8")
-    assert doc_tables.fill(text, registry.key_tables()) == text, "python -m kvpipe.tiers.registry"
-    assert all(f"| `{key}` |" in text for spec in SPECS for key in spec.model_fields if key != "kind")
 
 
 def test_tiers_need_no_client_to_be_configured() -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvpipe.cache.miss_reasons import REASONS
 from kvpipe.statemachine.core import Advance, Cursor, IllegalTransition
 from kvpipe.trace import events as e
-from kvpipe.trace.page import PAGE, fill
 from kvpipe.trace.reader import decoder
 from kvpipe.trace.recorder import Recorder
 
@@ -60,10 +58,3 @@ def test_a_watched_cursor_tells_of_every_edge() -> None:
     ]
     assert reported[0].why == machine.states["NEW"].on["ask"].why
     assert reported[1].why == "for a reason"
-
-
-def test_the_tracing_page_is_fresh() -> None:
-    """`docs/tracing.md` is as the code says."""
-    text = PAGE.read_text(encoding="utf-8")
-    assert fill(text) == text, "python -m kvpipe.trace.page"
-    assert all(f"`{name}`" in text for name in (*e.EVENTS, *REASONS))

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import get_args
 
-from kvpipe import counters
+import pytest
+
+from kvpipe import counters, plugins
+from kvpipe.cache.miss_reasons import REASONS
 from kvpipe.config import markdown_table
 from kvpipe.connectors.vllm.trial.invariants import INVARIANTS, LAWS, SEEN_BY_TRIALS
 from kvpipe.connectors.vllm.trial.mutants import MUTANTS
 from kvpipe.connectors.vllm.trial.page import PAGE, VERDICTS, fill
+from kvpipe.tiers.registry import spec_of
+from kvpipe.trace.events import EVENTS
 from kvpipe.transfer import layouts
+from tests.unit import pages
 
 ROOT = Path(__file__).parents[2]
 BEGIN = "<!-- config:begin (printed by `kvpipe config`; a test keeps it fresh) -->\n"
 END = "<!-- config:end -->"
+TIERS = plugins.own(plugins.TIERS)
 
 
 def test_the_configuration_in_the_readme_is_fresh() -> None:
@@ -71,11 +79,25 @@ def test_every_law_is_held_by_an_invariant() -> None:
     assert held == set(LAWS)
 
 
-def test_the_layouts_page_is_fresh() -> None:
-    """Its tables are those that the code prints, with the name of every known layout."""
-    text = layouts.DOCS.read_text(encoding="utf-8")
-    assert layouts.fill(text) == text, "python -m kvpipe.transfer.layouts"
-    assert all(f"`{name}`" in text for name in layouts.ADAPTERS)
+@pytest.mark.parametrize("page", pages.PAGES)
+def test_the_page_is_fresh(page: str) -> None:
+    """They are those that the code gives."""
+    assert pages.fresh(page) == (pages.DOCS / page).read_text(encoding="utf-8"), "python -m tests.unit.pages"
+
+
+@pytest.mark.parametrize(
+    ("page", "names"),
+    [
+        ("counters.md", (*counters.FAULTS, *counters.COUNTS)),
+        ("layouts.md", layouts.ADAPTERS),
+        ("tiers.md", {key for kind in TIERS for key in spec_of(plugins.TIERS, kind).model_fields} - {"kind"}),
+        ("tracing.md", (*EVENTS, *REASONS)),
+    ],
+)
+def test_the_tables_name_all_there_is(page: str, names: Iterable[str]) -> None:
+    """Every name has a row."""
+    text = (pages.DOCS / page).read_text(encoding="utf-8")
+    assert [name for name in names if f"`{name}`" not in text] == []
 
 
 def test_the_map_has_every_room() -> None:
@@ -95,8 +117,6 @@ def test_every_counter_has_a_sentence() -> None:
     assert set(counters.FAULTS) == set(get_args(counters.Fault))
     assert set(counters.COUNTS) == set(get_args(counters.Count))
     assert not set(counters.FAULTS) & set(counters.COUNTS)
-    text = counters.DOCS.read_text(encoding="utf-8")
-    assert counters.fill(text) == text, "python -m kvpipe.counters"
 
 
 def test_every_counter_is_used() -> None:
