@@ -165,10 +165,6 @@ class AdapterReader:
                 return b""
         return None
 
-    def knew(self, path: str) -> bool:
-        """Whether the adapter was read at some time."""
-        return bool(self._known.get(path, (0.0, b""))[1])
-
     def stop(self) -> None:
         """End the thread. Idempotent."""
         if self._loop is not None:

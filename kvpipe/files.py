@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import pwd
 import secrets
@@ -93,6 +94,15 @@ def replace_text(path: Path, text: str, mode: int = 0o600) -> None:
         with contextlib.suppress(OSError):
             draft.unlink()
         raise
+
+
+def try_lock(fd: int, how: int = fcntl.LOCK_EX) -> bool:
+    """Lock an open file if that can be done at once; return whether it is locked."""
+    try:
+        fcntl.flock(fd, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def why(error: Exception) -> str:

@@ -26,7 +26,7 @@ class Headroom(NamedTuple):
         return self.free - min(int(self.total * RESERVE_SHARE), RESERVE_BYTES_MAX)
 
 
-def system_room(proc: Path = PROC) -> Headroom:
+def system_room(proc: Path) -> Headroom:
     """Return what the system has available. Raises OSError where it does not say so."""
     message = {}
     for line in (proc / "meminfo").read_text(encoding="utf-8").splitlines():
@@ -39,7 +39,7 @@ def system_room(proc: Path = PROC) -> Headroom:
     return Headroom(free, total, "MemAvailable")
 
 
-def cgroup_rooms(proc: Path = PROC, cgroups: Path = CGROUPS) -> Iterator[Headroom]:
+def cgroup_rooms(proc: Path, cgroups: Path) -> Iterator[Headroom]:
     """Yield what each memory limit above this process leaves, of either version of cgroups.
 
     Cached file pages that are not in use are counted as free: the kernel drops them first.

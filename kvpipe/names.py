@@ -76,13 +76,13 @@ class NameClaim:
             raise
 
     def _claim(self, facts: dict[str, Any]) -> None:
-        if self._locked(fcntl.LOCK_EX):
+        if files.try_lock(self._fd):
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, json.dumps(facts, sort_keys=True).encode(), 0)
             fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return
         until = time.monotonic() + LOCK_S_MAX
-        while not self._locked(fcntl.LOCK_SH):
+        while not files.try_lock(self._fd, fcntl.LOCK_SH):
             if time.monotonic() > until:
                 msg = (
                     f"kvpipe: name={self._name!r}: its record {str(self._path)!r} has been locked for {LOCK_S_MAX:.0f} "
@@ -99,13 +99,6 @@ class NameClaim:
                 f"{_short(theirs.get(key))}, here it is {_short(facts.get(key))}; choose another name for this engine"
             )
             raise ConfigError(msg)
-
-    def _locked(self, how: int) -> bool:
-        try:
-            fcntl.flock(self._fd, how | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
 
     def _theirs(self) -> dict[str, Any]:
         """Return what the record says that a running engine holds."""

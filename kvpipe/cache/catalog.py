@@ -146,10 +146,6 @@ class Catalog:
             self._let_go(chunk, reader=True, hit=hit)
         return len(chunks)
 
-    def leased_by(self, owner: Owner) -> int:
-        """Return how many leases `owner` has."""
-        return len(self._leases.get(owner, ()))
-
     def refresh(self, chunks: Iterator[Chunk]) -> None:
         """Order a finished request's chunks so that the ends of prefixes go before their beginnings."""
         for chunk in chunks:

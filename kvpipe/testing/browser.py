@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 DRIVER, CHROMIUM = "/usr/bin/chromedriver", "/usr/bin/chromium"
-START_S_MAX, CALL_S_MAX, END_S_MAX = 30.0, 60.0, 5.0
+START_S_MAX, CALL_S_MAX, WAIT_S_MAX, END_S_MAX = 30.0, 60.0, 20.0, 5.0
 FLAGS = (
     "--headless",
     "--no-sandbox",
@@ -147,12 +147,12 @@ class Browser:
         """Run the body of a function in the page; return what it returns."""
         return self._call("POST", "/execute/sync", {"script": script, "args": list(args)})
 
-    def wait_for(self, script: str, *args: object, within_s: float = 20.0) -> Any:
+    def wait_for(self, script: str, *args: object) -> Any:
         """Run `script` until it returns something true; return that."""
-        until = time.monotonic() + within_s
+        until = time.monotonic() + WAIT_S_MAX
         while not (value := self.run(script, *args)):
             if time.monotonic() > until:
-                msg = f"{script} is still {value!r} after {within_s} s"
+                msg = f"{script} is still {value!r} after {WAIT_S_MAX} s"
                 raise BrowserError(msg)
             time.sleep(0.02)
         return value

@@ -159,13 +159,13 @@ def make_tokenizer(folder: Path | None = None, special: Sequence[str] = ()) -> P
     return target
 
 
-def make_model(recipe: str, folder: Path | None = None) -> Path:
+def make_model(recipe: str) -> Path:
     """Make the model of `recipe` once and return its folder. Safe to call from several processes."""
     import transformers
 
     family, changes = RECIPES[recipe]
     wanted = {"recipe": recipe, "family": family, **_BASE, **changes}
-    home = folder or cache_dir()
+    home = cache_dir()
     home.mkdir(parents=True, exist_ok=True)
     target = home / recipe
     with (home / f"{recipe}.lock").open("w") as lock:

@@ -13,6 +13,7 @@ from kvpipe.testing.transfer_worlds import BLOCKS, GEOMETRY, LAYERS, WAIT_S, Wor
 from kvpipe.transfer.base import Direction
 
 PAGES = min(GEOMETRY.pages_per_chunk)
+TURNS = 3
 
 block_lists = st.lists(st.integers(0, BLOCKS - 1), min_size=1, max_size=PAGES, unique=True)
 """Blocks of one group: in any order, adjacent or not."""
@@ -21,9 +22,9 @@ schedules: st.SearchStrategy[list[int]] = st.one_of(st.just([]), st.lists(st.int
 """0 gives the turn back, others run one of the streams that can run; none: nothing runs before the end."""
 
 
-def saves_are_right(w: World, table: dict[int, list[int]], turns: int = 3) -> bool:
+def saves_are_right(w: World, table: dict[int, list[int]]) -> bool:
     """Compute writes the same blocks in every turn and saves them to another slot, layer by layer, fenced once."""
-    for turn in range(turns):
+    for turn in range(TURNS):
         job = make_job(turn, rows_of(turn, table))
         for layer in range(LAYERS):
             for block in table[GEOMETRY.layers[layer][0]]:
@@ -36,7 +37,7 @@ def saves_are_right(w: World, table: dict[int, list[int]], turns: int = 3) -> bo
     w.drain()
     return all(
         w.slot_page(layer, slot, page).eq(value_of(turn, layer, block)).all()
-        for turn in range(turns)
+        for turn in range(TURNS)
         for layer in range(LAYERS)
         for group, slot, page, block in rows_of(turn, table)
         if group == GEOMETRY.layers[layer][0]

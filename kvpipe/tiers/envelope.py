@@ -6,9 +6,9 @@ damaged is a miss. The header is HEADER_BYTES long, so that the body stays align
     fields    magic, version, cipher, units, length of the body, mark of the encryption key, salt, the whole name
     zeros
     check     of the body as it is stored: xxh3-128, or the tag of AES-256-GCM, which covers all before it too
+    checksum  of all before it: xxh3-64
 
 Where there is an encryption key, a value's name is not its key but a keyed hash of it: see `keyring.py`.
-    checksum  of all before it: xxh3-64
 """
 
 from __future__ import annotations

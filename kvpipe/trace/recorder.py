@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import stat
 import threading
@@ -22,6 +21,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
+from kvpipe import files
 from kvpipe.cores import bind_this_thread
 from kvpipe.statemachine.core import Cursor, Edge, State
 from kvpipe.trace import log
@@ -77,7 +77,7 @@ class Recorder:
             self.dropped += 1
 
     def took(
-        self, request: str, epoch: int, step: int, cursor: Cursor, number: int, was: State, edge: Edge, why: str = ""
+        self, request: str, epoch: int, step: int, cursor: Cursor, number: int, was: State, edge: Edge, why: str
     ) -> None:
         """Record that `cursor`, which is `number` in the trace, took `edge` in state `was`."""
         queue = self._queue
@@ -305,7 +305,7 @@ class FileSink:
     def _rotate(self) -> None:
         """Put the full file aside, unless another process was quicker."""
         until = time.monotonic() + _LOCK_S_MAX
-        while not _locked(self._fd):
+        while not files.try_lock(self._fd):
             if time.monotonic() > until:  # somebody keeps it who does not write: it is not waited for with every event
                 raise BlockingIOError(errno.EAGAIN, "another process keeps the file locked")
             time.sleep(POLL_S / 10)
@@ -330,14 +330,6 @@ class FileSink:
         """Whether the file's last line was cut off, by a full disk or a crash, of this process or another."""
         size = os.fstat(self._fd).st_size
         return size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
-
-
-def _locked(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 class LogSink:

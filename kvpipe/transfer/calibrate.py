@@ -146,7 +146,7 @@ def measure(
     layout: Layout,
     movers: Iterable[Mover],
     slots: int,
-    seconds_max: float = SECONDS_MAX,
+    seconds_max: float,
 ) -> Costs:
     """Measure every mover in both directions, in pinned slots 0 to `slots` - 1, whose bytes are lost.
 

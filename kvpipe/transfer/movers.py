@@ -235,14 +235,14 @@ class DirectionQueues:
         self._tables: Tables | None = None
         self.places: object = None
 
-    def hold_tables(self, size: int = TABLES_BYTES) -> None:
+    def hold_tables(self) -> None:
         """Allocate the memory that tables of rows go through, so that no step does.
 
         Raises:
             Exception: whatever the device raises when there is no memory.
 
         """
-        self._tables = Tables(self.device, self.kernel, size)
+        self._tables = Tables(self.device, self.kernel, TABLES_BYTES)
 
     def over(self, layout: Layout) -> DirectionQueues:
         """Return this lane, its streams and bays, for other caches."""

@@ -6,8 +6,9 @@ import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedIOBase
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,7 @@ SLOTS = 16384
 def flooding(head: bytes, flood: bytes) -> Iterator[int]:
     """Answer politely while a client connects; then send `head` once and `flood` for ever. Yields the port."""
 
-    def serve(received: BinaryIO, sent: BinaryIO) -> None:
+    def serve(received: BufferedIOBase, sent: BufferedIOBase) -> None:
         while line := received.readline():
             words = [received.read(int(received.readline()[1:]) + 2)[:-2] for _ in range(int(line[1:]))]
             if words[0] in {b"CLIENT", b"AUTH", b"PING", b"SELECT"}:

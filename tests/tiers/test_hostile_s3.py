@@ -6,7 +6,8 @@ import asyncio
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, BinaryIO
+from io import BufferedIOBase
+from typing import Any
 
 import msgspec
 import pytest
@@ -31,7 +32,7 @@ Send = Callable[[bytes], object]
 def storing(reply: Callable[[str, dict[str, str], Send], None]) -> Iterator[dict[str, Any]]:
     """Run a store that sends to a method and headers what `reply` says; yield the specification of a client."""
 
-    def serve(received: BinaryIO, sent: BinaryIO) -> None:
+    def serve(received: BufferedIOBase, sent: BufferedIOBase) -> None:
         while line := received.readline().decode():
             headers = {}
             while field := received.readline().decode().strip():

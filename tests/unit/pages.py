@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from kvpipe import config_errors, counters, doc_tables, plugins
 from kvpipe.cache.miss_reasons import REASONS
@@ -24,10 +24,10 @@ def _table(*rows: str) -> str:
 
 
 def _of_counters() -> dict[str, str]:
-    def counted(names: Mapping[str, str]) -> str:
+    def counted(names: Mapping[Any, str]) -> str:
         return _table("| name | what is counted |", *(f"| `{name}` | {names[name]} |" for name in sorted(names)))
 
-    return {"faults": counted({**counters.FAULTS}), "counts": counted({**counters.COUNTS})}
+    return {"faults": counted(counters.FAULTS), "counts": counted(counters.COUNTS)}
 
 
 def _of_layouts() -> dict[str, str]:

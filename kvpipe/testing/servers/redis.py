@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from io import BufferedIOBase
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import redis
 from cryptography import x509
@@ -25,7 +26,7 @@ from kvpipe.testing.servers.sockets import LOCAL, free_port, listening
 
 START_S = 20.0
 NODE_TIMEOUT_MS = 15_000
-SLOTS = 16384
+SLOTS, PRIMARIES = 16384, 3
 
 
 def program(kind: str) -> str:
@@ -101,15 +102,15 @@ def serving(kind: str, *options: str) -> Iterator[RedisServer]:
 
 
 @contextmanager
-def cluster(kind: str, count: int = 3) -> Iterator[list[RedisServer]]:
-    """Run a cluster of primaries. When one is gone the others go on."""
+def cluster(kind: str) -> Iterator[list[RedisServer]]:
+    """Run a cluster of three primaries. When one is gone the others go on."""
     with ExitStack() as stack:
         servers = []
-        for _ in range(count):
+        for _ in range(PRIMARIES):
             bus = ("--cluster-enabled", "yes", "--cluster-port", str(free_port()), "--cluster-node-timeout", "1000")
             servers.append(stack.enter_context(serving(kind, *bus, "--cluster-require-full-coverage", "no")))
         for i, server in enumerate(servers):
-            server.ask("CLUSTER", "ADDSLOTSRANGE", SLOTS * i // count, SLOTS * (i + 1) // count - 1)
+            server.ask("CLUSTER", "ADDSLOTSRANGE", SLOTS * i // PRIMARIES, SLOTS * (i + 1) // PRIMARIES - 1)
             server.ask("CLUSTER", "SET-CONFIG-EPOCH", i + 1)
         for server in servers[1:]:
             servers[0].ask("CLUSTER", "MEET", LOCAL, server.port, server.options[3])
@@ -188,7 +189,7 @@ Answer = Callable[[list[bytes]], bytes | None]
 def pretending(answer: Answer, host: str = LOCAL) -> Iterator[int]:
     """Run something on a port (which is yielded) that reads commands like a server and answers as it is told."""
 
-    def serve(received: BinaryIO, sent: BinaryIO) -> None:
+    def serve(received: BufferedIOBase, sent: BufferedIOBase) -> None:
         while head := received.readline():
             words = []
             for _ in range(int(head[1:])):

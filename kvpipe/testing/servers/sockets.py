@@ -7,7 +7,7 @@ import socketserver
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import BinaryIO
+from io import BufferedIOBase
 
 LOCAL = "127.0.0.1"
 
@@ -20,7 +20,7 @@ def free_port() -> int:
 
 
 @contextmanager
-def listening(serve: Callable[[BinaryIO, BinaryIO], None], host: str = LOCAL) -> Iterator[int]:
+def listening(serve: Callable[[BufferedIOBase, BufferedIOBase], None], host: str = LOCAL) -> Iterator[int]:
     """Run `serve(received, sent)` for every connection to a port, which is yielded, in a thread of its own."""
 
     class Handler(socketserver.StreamRequestHandler):

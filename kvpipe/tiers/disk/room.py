@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Final, NamedTuple
 
+from kvpipe.files import try_lock
 from kvpipe.tiers.base import Key, TierError, TierFullError
 from kvpipe.tiers.disk.files import ACCOUNT, TMP, Root, file_at, folder, folders, listed, opened, place, shelf
 from kvpipe.tiers.disk.index import Index
@@ -295,7 +296,7 @@ def _locked(root: int, until: float) -> Iterator[int]:
     while True:
         with opened(ACCOUNT, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, root) as fd:
             pause_s = _PAUSE_S
-            while not _lock(fd):
+            while not try_lock(fd):
                 if time.monotonic() > until:
                     raise TierError(_BUSY)
                 time.sleep(pause_s)
@@ -308,19 +309,11 @@ def _locked(root: int, until: float) -> Iterator[int]:
                 fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough where a fork has a copy
 
 
-def _lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 def _is_held(desk: int) -> bool:
     """Whether the process that made the folder `desk` is alive."""
     try:
         with opened(_LOCK, os.O_RDWR | os.O_NOFOLLOW, desk) as fd:
-            return not _lock(fd)
+            return not try_lock(fd)
     except FileNotFoundError:
         return False
 

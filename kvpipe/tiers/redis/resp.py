@@ -76,7 +76,7 @@ ASKING: Final = b"*1\r\n$6\r\nASKING\r\n"
 """Said before one command for a key that is on its way to that server."""
 
 
-def per_name(verb: bytes, names: Iterable[bytes], *options: bytes, before: bytes = b"") -> bytes:
+def per_name(verb: bytes, names: Iterable[bytes], *options: bytes, before: bytes) -> bytes:
     """Return the same command for every name, as they are sent, each with `before` in front."""
     head, tail = b"%b*%d\r\n%s" % (before, 2 + len(options), _words([verb])), _words(options)
     return b"".join([b"%b$%d\r\n%b\r\n%b" % (head, len(name), name, tail) for name in names])

@@ -46,7 +46,7 @@ _End = TypeVar("_End")
 class S3Tier(ClientTier):
     """Objects in a bucket. Safe for many clients: an object is whole when it appears, and is not replaced."""
 
-    def __init__(self, name: str, spec: S3Spec, keys: dict[str, SecretStr], *, writes: bool = True) -> None:
+    def __init__(self, name: str, spec: S3Spec, keys: dict[str, SecretStr], *, writes: bool) -> None:
         """Nothing is started. `keys`: the client's names for the access key and the secret key."""
         super().__init__(name, spec.timeout_ms_max)
         self.spec, self._keys, self._writes = spec, keys, writes
