@@ -22,6 +22,7 @@ from kvpipe.statemachine.core import Cursor, Edge, State
 from kvpipe.testing.models import make_model
 from kvpipe.testing.synthetic_trace import play
 from kvpipe.trace import events as e
+from kvpipe.trace import transitions
 from kvpipe.trace.recorder import FileSink, Recorder
 
 TOLD = 20_000
@@ -46,7 +47,7 @@ def run() -> list[Figure]:
 
 def _per_event() -> list[Figure]:
     recorder = Recorder(0, lifecycle=True, transitions=True, detail=True, queue_events_max=TOLD * 2)
-    machine = e.MACHINES["request"].compile()
+    machine = transitions.MACHINES["request"].compile()
 
     def watch(cursor: Cursor, was: State, edge: Edge, why: str) -> None:
         recorder.took("request-1", 1, 2, cursor, 7, was, edge, why)

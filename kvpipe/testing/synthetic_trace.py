@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from kvpipe.statemachine import copy, request
 from kvpipe.trace import events as e
+from kvpipe.trace import transitions
 from kvpipe.trace.events import SCHEDULER, Event
 
 ORIGIN_NS = 7_000_000_000_000
@@ -96,7 +97,7 @@ class Play:
         self.events.append(kind(t, rank, name, epoch, self.step, wall, self.engine, **fields))  # type: ignore[arg-type]
 
     def _move(self, one: _SyntheticRequest, on: str, now: str) -> None:
-        kind = e.kind_of("request", one.was, now)
+        kind = transitions.kind_of("request", one.was, now)
         self._put(kind, one, machine="request", cursor=int(one.name[-5:]), on=on, was=one.was, now=now)
         one.was = now
 
@@ -185,7 +186,7 @@ class Play:
             job.owner.loaded_ns = max(job.owner.loaded_ns, at + lasts)
             landed = copy.LANDED if layer == self.layers - 1 else f"LAYER_{layer}"
             now = copy.FAILED if job.id in failed else landed
-            moved: type[Event] = e.Failed if job.id in failed else e.LayerLanded
+            moved: type[Event] = transitions.Failed if job.id in failed else transitions.LayerLanded
             self._put(
                 moved, job.owner, rank, at + lasts, machine=machine.name, cursor=job.id, on="landed_next", now=now
             )

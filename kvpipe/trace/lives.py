@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from kvpipe.trace import events as e
+from kvpipe.trace import transitions
 from kvpipe.trace.events import Event
 from kvpipe.trace.spans import LIFE, LOADING, MARKED, PREEMPTED, RUNNING, WAITING, Bundle, Span, mark
 
@@ -13,7 +14,7 @@ Job = tuple[str, int]
 _NS_PER_MS = 1_000_000
 _MS_MAX = 1e12
 _BEGINNINGS = (e.RequestAdded, e.Lookup, e.RequestAdmitted)
-_NO_BEGINNINGS = (e.LeasesReturned, e.Fault, e.Illegal)
+_NO_BEGINNINGS = (e.LeasesReturned, e.Fault, transitions.Illegal)
 OF_A_LIFE = (
     e.RequestAdded,
     e.Lookup,
@@ -22,13 +23,13 @@ OF_A_LIFE = (
     e.LoadPlanned,
     e.SavePlanned,
     e.LeasesReturned,
-    e.Running,
-    e.Preempted,
-    e.Resumed,
-    e.Recomputing,
-    e.Finished,
+    transitions.Running,
+    transitions.Preempted,
+    transitions.Resumed,
+    transitions.Recomputing,
+    transitions.Finished,
     e.Fault,
-    e.Illegal,
+    transitions.Illegal,
 )
 
 
@@ -142,17 +143,17 @@ class Lives:
                 if "async" in event.kind:
                     life.admit(LOADING, t, i, event, loaded)
                     life.job, life.epoch = event.job, event.epoch
-            case e.Resumed():
+            case transitions.Resumed():
                 life.admit(RUNNING, t, i, event, loaded)
-            case e.Running() | e.Recomputing():
+            case transitions.Running() | transitions.Recomputing():
                 life.enter(RUNNING, t, i)
             case e.LeasesReturned() if life.phase == LOADING and event.epoch == life.epoch:
                 life.enter(RUNNING, t, i)
-            case e.Preempted():
+            case transitions.Preempted():
                 life.enter(PREEMPTED, t, i, loaded)
             case e.SavePlanned():
                 life.enter(life.phase or RUNNING, t, i)
-            case e.Finished():
+            case transitions.Finished():
                 life.leave(t, i, loaded)
                 life.finished = True
             case e.RequestDone():

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from kvpipe import __version__
 from kvpipe.errors import ConfigError
 from kvpipe.trace import events as e
+from kvpipe.trace import transitions
 from kvpipe.trace.recorder import each
 
 if TYPE_CHECKING:
@@ -19,7 +20,14 @@ if TYPE_CHECKING:
 
 OPEN_MAX = 100_000
 EVENTS_MAX = 128  # of one request
-_EXPORTED = (e.Lookup, e.LoadPlanned, e.SavePlanned, e.Preempted, e.Resumed, e.Recomputing)
+_EXPORTED = (
+    e.Lookup,
+    e.LoadPlanned,
+    e.SavePlanned,
+    transitions.Preempted,
+    transitions.Resumed,
+    transitions.Recomputing,
+)
 _NS_PER_MS = 1_000_000
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 
 from kvpipe.errors import UsageError
-from kvpipe.trace.events import EVENTS, FORMAT, Event, Started
+from kvpipe.trace.events import FORMAT, Event, Started
+from kvpipe.trace.transitions import EVENTS
 
 LINE_BYTES_MAX = 1 << 20
 LAYERS_MAX = 4096

@@ -25,7 +25,8 @@ from kvpipe import files
 from kvpipe.cores import bind_this_thread
 from kvpipe.statemachine.core import Cursor, Edge, State
 from kvpipe.trace import log
-from kvpipe.trace.events import SCHEDULER, Dropped, Ended, Event, Fault, Started, Taken, tag_of
+from kvpipe.trace.events import SCHEDULER, Dropped, Ended, Event, Fault, Started, tag_of
+from kvpipe.trace.transitions import Taken
 
 QUEUE_EVENTS_MAX = 1 << 17
 POLL_S = 0.05

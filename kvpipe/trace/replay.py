@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from kvpipe.statemachine.core import Compiled, State
-from kvpipe.trace.events import MACHINES, Dropped, Ended, Event, Illegal, NoOp, Started, Transition
+from kvpipe.trace.events import Dropped, Ended, Event, Started
+from kvpipe.trace.transitions import MACHINES, Illegal, NoOp, Transition
 
 PROBLEMS_MAX = 1000
 

@@ -18,6 +18,7 @@ from rich.table import Table
 from kvpipe.cache.miss_reasons import REASONS
 from kvpipe.statemachine import copy
 from kvpipe.trace import events as e
+from kvpipe.trace import transitions
 from kvpipe.trace.log import bounded, printable
 from kvpipe.trace.reader import Trace, files_of
 
@@ -28,7 +29,7 @@ _OVERVIEW = tuple(
     f'{{"event":"{e.tag_of(kind)}"'.encode()
     for kind in (
         e.Started, e.Ended, e.Dropped, e.RequestAdmitted, e.RequestReadmitted, e.RequestDone, e.FreezeSwitched,
-        e.CacheReset, e.TierSlow, e.TierLost, e.Stuck, e.Fault, e.Illegal,
+        e.CacheReset, e.TierSlow, e.TierLost, e.Stuck, e.Fault, transitions.Illegal,
     )
 )  # fmt: skip
 _COPIES = tuple(f'{{"event":"{e.tag_of(kind)}"'.encode() for kind in (e.LayerSubmitted, e.LayerCopied))
@@ -82,7 +83,7 @@ class Overview:
                 self.dropped += event.count
             case e.Fault():
                 self._seen[event.engine, event.rank, event.name] = event.seen
-            case e.TierSlow() | e.TierLost() | e.Stuck() | e.Illegal() | e.CacheReset() | e.FreezeSwitched():
+            case e.TierSlow() | e.TierLost() | e.Stuck() | transitions.Illegal() | e.CacheReset() | e.FreezeSwitched():
                 self._wrong[e.tag_of(event)] += 1
             case _:
                 pass
@@ -232,15 +233,15 @@ Line = tuple[int, int, str, str]
 
 def _phases(events: list[e.Event]) -> Iterator[Line]:
     """Yield a line per thing that a user would name; a job, with all its layers on all ranks, is one."""
-    jobs: dict[tuple[str, int], list[e.Transition]] = {}
+    jobs: dict[tuple[str, int], list[transitions.Transition]] = {}
     planned: dict[int, e.LoadPlanned | e.SavePlanned] = {}
     for event in events:
         match event:
             case e.LoadPlanned() | e.SavePlanned():
                 planned[event.job] = event
-            case e.Transition(machine="save" | "load") if not isinstance(event, e.NoOp):
+            case transitions.Transition(machine="save" | "load") if not isinstance(event, transitions.NoOp):
                 jobs.setdefault((event.machine, event.cursor), []).append(event)
-            case e.Preempted() | e.Resumed() | e.Recomputing() | e.Illegal():
+            case transitions.Preempted() | transitions.Resumed() | transitions.Recomputing() | transitions.Illegal():
                 yield event.t_ns, event.t_ns, e.tag_of(event), _safe(event.why)
             case e.RequestAdded() | e.Lookup() | e.RequestAdmitted() | e.RequestDone() | e.Stuck() | e.Fault():
                 yield event.t_ns, event.t_ns, e.tag_of(event), _fields(event)
@@ -250,7 +251,7 @@ def _phases(events: list[e.Event]) -> Iterator[Line]:
         plan = planned.get(job)
         ranks = {one.rank for one in moves}
         layers = sum(one.on == copy.LANDED_NEXT for one in moves) // len(ranks)
-        ends = {f"{one.now} {one.why}".strip() for one in moves if isinstance(one, (e.Finalized, e.Failed, e.Aborted))}
+        ends = {f"{one.now} {one.why}".strip() for one in moves if isinstance(one, transitions.JOB_ENDS)}
         blocks = f"{plan.pages} blocks, " if plan is not None else ""
         end = _safe(", ".join(sorted(ends))) or "not over"
         message = f"job {job}: {blocks}{layers} layers on {len(ranks)} rank{'s' * (len(ranks) > 1)}, {end}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from kvpipe.trace import events as e
+from kvpipe.trace import transitions
 from kvpipe.trace.events import Event, tag_of
 
 LIFE: Final = "life"
@@ -13,20 +14,20 @@ FORWARD, LOAD, SAVE, COPY_FAILED = "forward", "load", "save", "copy_failed"
 PHASES = frozenset({WAITING, LOADING, RUNNING, PREEMPTED})
 
 MARKED: dict[type[Event], str] = {
-    e.Preempted: "notice",
-    e.Resumed: "good",
-    e.Recomputing: "notice",
-    e.Failed: "trouble",
-    e.Aborted: "notice",
+    transitions.Preempted: "notice",
+    transitions.Resumed: "good",
+    transitions.Recomputing: "notice",
+    transitions.Failed: "trouble",
+    transitions.Aborted: "notice",
     e.Stuck: "trouble",
     e.TierSlow: "trouble",
     e.TierLost: "trouble",
     e.Fault: "trouble",
-    e.Illegal: "trouble",
+    transitions.Illegal: "trouble",
     e.Dropped: "trouble",
     e.FreezeSwitched: "notice",
     e.CacheReset: "notice",
-    e.Evicted: "calm",
+    transitions.Evicted: "calm",
 }
 MARKS = {f"{tag_of(kind)}_mark": grade for kind, grade in MARKED.items()}
 """How grave each kind of mark is: trouble, notice, good or calm."""

@@ -15,6 +15,7 @@ from typing import Final
 
 from kvpipe.statemachine import copy
 from kvpipe.trace import events as e
+from kvpipe.trace import transitions
 from kvpipe.trace.events import SCHEDULER, Event
 from kvpipe.trace.lives import OF_A_LIFE, Lives
 from kvpipe.trace.spans import (
@@ -85,10 +86,10 @@ class _DrawnEvents:
         """Note whose a job is, and when it ended. The request that a plan names counts; else who has it first."""
         if isinstance(event, e.LoadPlanned | e.SavePlanned | e.Stuck):
             self._planned[event.engine, event.job] = event.request
-        elif isinstance(event, e.Transition) and event.machine in _JOB_MACHINES:
+        elif isinstance(event, transitions.Transition) and event.machine in _JOB_MACHINES:
             job = event.engine, event.cursor
             self.request_of.setdefault(job, event.request)
-            if event.rank != SCHEDULER and isinstance(event, _JOB_ENDS):
+            if event.rank != SCHEDULER and isinstance(event, transitions.JOB_ENDS):
                 self.job_ended_ns[job] = max(t, self.job_ended_ns.get(job, t))
 
 
@@ -117,7 +118,6 @@ class _Clocks:
 
 _TIES: dict[type[Event], int] = {e.Started: -1, e.RequestAdded: 0, e.RequestDone: 2, e.Ended: 3}
 _JOB_MACHINES = frozenset({copy.LOAD.name, copy.SAVE.name})
-_JOB_ENDS = (e.Finalized, e.Failed, e.Aborted)
 
 
 def _is_drawn(event: Event) -> bool:
@@ -149,7 +149,7 @@ def spans(events: Iterable[Event], events_max: int = EVENTS_MAX) -> Timeline:
             lane = SAVES if event.kind == SAVE else LOADS
             kind = COPY_FAILED if event.failed else SAVE if lane is SAVES else LOAD
             sides[event.engine, event.rank, lane].append([_lasting(trace, i, kind, f"layer {event.layer}")])
-        elif marked and not isinstance(event, e.Evicted):
+        elif marked and not isinstance(event, transitions.Evicted):
             sides[event.engine, event.rank, NOTES].append([mark(event, trace.at_ns[i], i)])
     for bundle in lives.end(trace.last_ns):
         sides[trace.events[bundle[0].events[0]].engine, SCHEDULER, REQUESTS].append(bundle)
@@ -175,7 +175,7 @@ def _evictions(trace: _DrawnEvents) -> Iterator[tuple[Side, Span]]:
     at: dict[tuple[str, int, int], int] = {}
     chunks: Counter[tuple[str, int, int]] = Counter()
     for i, event in enumerate(trace.events):
-        if isinstance(event, e.Evicted):
+        if isinstance(event, transitions.Evicted):
             key = event.engine, event.rank, event.step
             at.setdefault(key, i)
             chunks[key] += 1

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvpipe.trace import events as e
+from kvpipe.trace import transitions
 from kvpipe.trace.reader import Trace
 from kvpipe.trace.replay import replay
 from tests.engine.common import assert_clean, engine, prompt
@@ -29,8 +30,8 @@ def test_a_crowd_is_traced_from_end_to_end(trace_file: Path, capfd: pytest.Captu
     assert done.ok
     assert done.transitions > 500
     assert preemptions > 0
-    assert sum(isinstance(one, e.Preempted) for one in events) == preemptions
-    assert sum(isinstance(one, e.Resumed) for one in events) == preemptions
+    assert sum(isinstance(one, transitions.Preempted) for one in events) == preemptions
+    assert sum(isinstance(one, transitions.Resumed) for one in events) == preemptions
 
     requests = {one.request for one in events if isinstance(one, e.RequestAdded)}
     assert len(requests) == 11
@@ -42,7 +43,7 @@ def test_a_crowd_is_traced_from_end_to_end(trace_file: Path, capfd: pytest.Captu
         assert kinds.count(e.RequestAdmitted) == 1
         saved = {one.job for one in mine if isinstance(one, e.SavePlanned)}
         for job in saved:
-            landed = [one for one in mine if isinstance(one, e.LayerLanded) and one.cursor == job]
+            landed = [one for one in mine if isinstance(one, transitions.LayerLanded) and one.cursor == job]
             assert [one.now for one in landed] == [*(f"LAYER_{k}" for k in range(layers - 1)), "LANDED"]
     assert {one.engine for one in events} == {events[0].engine}
     (last,) = [one for one in events if type(one) is e.RequestAdmitted and one.hit_tokens]

@@ -6,26 +6,26 @@ import msgspec
 import pytest
 
 from kvpipe.statemachine.core import Advance, Cursor, IllegalTransition
-from kvpipe.trace import events as e
+from kvpipe.trace import transitions
 from kvpipe.trace.reader import decoder
 from kvpipe.trace.recorder import Recorder
 
 
 def test_every_possible_move_has_its_event() -> None:
     """No cell of any table leads to a state whose entry has no name."""
-    for machine in e.MACHINES.values():
+    for machine in transitions.MACHINES.values():
         for was, cells in machine.table.items():
             for cell in cells.values():
-                kinds = [e.KINDS[machine.name, was, now] for now in machine.leads_to(cell)]
-                assert all(issubclass(kind, e.Transition) for kind in kinds)
+                kinds = [transitions.KINDS[machine.name, was, now] for now in machine.leads_to(cell)]
+                assert all(issubclass(kind, transitions.Transition) for kind in kinds)
                 if isinstance(cell, Advance):
-                    assert kinds[0] is e.LayerLanded
+                    assert kinds[0] is transitions.LayerLanded
 
 
-@pytest.mark.parametrize("name", e.EVENTS)
+@pytest.mark.parametrize("name", transitions.EVENTS)
 def test_an_event_is_one_line_that_reads_back(name: str) -> None:
     """The event's name comes first in its line, which is what fast readers look at."""
-    kind = e.EVENTS[name]
+    kind = transitions.EVENTS[name]
     event = kind(1, 2, "r", 3, 4, 5, "engine")
     line = msgspec.json.encode(event)
     assert line.startswith(f'{{"event":"{name}"'.encode())
@@ -33,28 +33,28 @@ def test_an_event_is_one_line_that_reads_back(name: str) -> None:
     assert decoder().decode(line) == event
 
 
-@pytest.mark.parametrize("name", e.EVENTS)
+@pytest.mark.parametrize("name", transitions.EVENTS)
 def test_every_event_says_when_and_of_whom(name: str) -> None:
     """Request, epoch, step, rank and both clocks are in every line; a transition's machine and states too."""
-    message = msgspec.json.decode(msgspec.json.encode(e.EVENTS[name](1, 2, "r", 3, 4)))
+    message = msgspec.json.decode(msgspec.json.encode(transitions.EVENTS[name](1, 2, "r", 3, 4)))
     assert {"t_ns", "wall_ns", "engine", "request", "epoch", "step", "rank"} <= set(message)
-    if issubclass(e.EVENTS[name], e.Transition):
+    if issubclass(transitions.EVENTS[name], transitions.Transition):
         assert {"machine", "cursor", "on", "was", "now", "why"} <= set(message)
 
 
 def test_a_watched_cursor_tells_of_every_edge() -> None:
     """Moves, no-ops and what is illegal, with the state before and after."""
-    machine, recorder = e.MACHINES["request"].compile(), Recorder()
+    machine, recorder = transitions.MACHINES["request"].compile(), Recorder()
     cursor = Cursor(machine, "r", lambda *taken: recorder.took("r", 1, 2, taken[0], 7, *taken[1:]))
     cursor.fire("ask")
     cursor.fire("admit_empty", "for a reason")
     with pytest.raises(IllegalTransition):
         cursor.fire("dispatch")
-    reported = [one for one in recorder.take() if isinstance(one, e.Transition)]
+    reported = [one for one in recorder.take() if isinstance(one, transitions.Transition)]
     assert [(type(t), t.cursor, t.was, t.on, t.now) for t in reported] == [
-        (e.NoOp, 7, "NEW", "ask", "NEW"),
-        (e.Running, 7, "NEW", "admit_empty", "RUNNING"),
-        (e.Illegal, 7, "RUNNING", "dispatch", "RUNNING"),
+        (transitions.NoOp, 7, "NEW", "ask", "NEW"),
+        (transitions.Running, 7, "NEW", "admit_empty", "RUNNING"),
+        (transitions.Illegal, 7, "RUNNING", "dispatch", "RUNNING"),
     ]
     assert reported[0].why == machine.states["NEW"].on["ask"].why
     assert reported[1].why == "for a reason"

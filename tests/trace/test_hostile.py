@@ -14,7 +14,7 @@ from kvpipe.cli.main import main
 from kvpipe.errors import TransferError
 from kvpipe.testing.synthetic_trace import play
 from kvpipe.trace import events as e
-from kvpipe.trace import timeline
+from kvpipe.trace import timeline, transitions
 from kvpipe.trace.log import ID_CHARS_MAX, bounded
 from kvpipe.trace.perfetto import write_perfetto
 from kvpipe.trace.reader import LINE_BYTES_MAX, Trace
@@ -56,8 +56,10 @@ def test_nothing_in_a_trace_commands_the_terminal(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Not in any text field of any event, nor as an id; and rich takes none of it for markup."""
-    lines = [_filled(kind, _texts) for kind in e.EVENTS.values()]
-    lines += [_filled(kind, lambda n, k: NASTY if n == "request" else _texts(n, k)) for kind in e.EVENTS.values()]
+    lines = [_filled(kind, _texts) for kind in transitions.EVENTS.values()]
+    lines += [
+        _filled(kind, lambda n, k: NASTY if n == "request" else _texts(n, k)) for kind in transitions.EVENTS.values()
+    ]
     _run(command, _write(tmp_path / "trace.jsonl", lines), monkeypatch)
     message = capsys.readouterr()
     assert all(char.isprintable() or char == "\n" for char in message.out + message.err)
@@ -78,7 +80,7 @@ def test_numbers_may_be_nonsense(command: str, number: int, tmp_path: Path, monk
             return number
         return {"memory": number} if "str, int" in str(kind) else _texts(name, kind)
 
-    lines = good + [_filled(kind, one) for kind in e.EVENTS.values() for _ in range(4)]
+    lines = good + [_filled(kind, one) for kind in transitions.EVENTS.values() for _ in range(4)]
     rng.shuffle(lines)
     assert _run(command, _write(tmp_path / "trace.jsonl", lines), monkeypatch) in {0, 1}
 
@@ -103,7 +105,9 @@ def test_an_engine_of_very_many_layers(
 ) -> None:
     """A machine has a state per layer: a number that no model has is not believed."""
     started = e.Started(1, 0, "", 0, 0, engine="x", layers=layers)
-    moved = e.Finalized(2, 0, "r", 0, 1, engine="x", machine="save", cursor=1, was="PENDING", now="FAILED", on="fault")
+    moved = transitions.Finalized(
+        2, 0, "r", 0, 1, engine="x", machine="save", cursor=1, was="PENDING", now="FAILED", on="fault"
+    )
     lines = [msgspec.json.encode(started), msgspec.json.encode(moved)]
     assert _run("replay", _write(tmp_path / "trace.jsonl", lines), monkeypatch) == 1
     assert "1 of 2 lines could not be read: 1 damaged" in capsys.readouterr().out

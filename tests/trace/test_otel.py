@@ -10,6 +10,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from kvpipe.config import load_settings
 from kvpipe.errors import ConfigError
 from kvpipe.trace import events as e
+from kvpipe.trace import transitions
 from kvpipe.trace.otel import OtelSink
 from kvpipe.trace.setup import tracing
 
@@ -34,7 +35,7 @@ def test_a_request_is_a_span() -> None:
     sink = OtelSink("e1", exporter)
     lives = zip(_life("r1", PARENT), _life("r2"), strict=True)
     assert not sink.write([one for pair in lives for one in pair])
-    sink.write([e.LayerLanded(1, 0, "r1", 1, 1)])
+    sink.write([transitions.LayerLanded(1, 0, "r1", 1, 1)])
     sink.close()
     first, second = exporter.get_finished_spans()
     assert (first.name, first.attributes and first.attributes["request.id"]) == ("kvpipe.request", "r1")
@@ -64,7 +65,9 @@ def test_what_is_kept_of_requests_that_do_not_end_is_bounded(monkeypatch: pytest
     assert list(sink._open) == ["r7", "r8", "r9"]
     sink.write([e.LoadPlanned(1, -1, "r9", 1, 1, job=i) for i in range(500)])
     assert len(sink._open["r9"]) == 128
-    sink.write([e.RequestDone(1, -1, "r9", 1, 1), e.Published(1, -1, "r9", 1, 1), e.SavePlanned(1, -1, "r9", 1, 1)])
+    sink.write(
+        [e.RequestDone(1, -1, "r9", 1, 1), transitions.Published(1, -1, "r9", 1, 1), e.SavePlanned(1, -1, "r9", 1, 1)]
+    )
     assert "r9" not in sink._open, "what comes after the end begins nothing"
     sink.close()
 

@@ -11,6 +11,7 @@ import pytest
 from kvpipe.messages import Kind
 from kvpipe.testing.pipeline_rig import WAIT_S, FakeEngine, Rig, Waiting, job, plan, small_geometry
 from kvpipe.trace import events as e
+from kvpipe.trace import transitions
 from kvpipe.trace.recorder import Recorder
 from kvpipe.trace.replay import Replay
 from kvpipe.transfer.base import CopyPlan, Direction, Ticket
@@ -74,9 +75,9 @@ def test_every_layer_of_a_save_is_told() -> None:
     copied = rig.told(e.LayerCopied)
     assert [one.layer for one in copied if isinstance(one, e.LayerCopied)] == list(range(rig.layers))
     assert len(rig.told(e.LayerSubmitted)) == rig.layers
-    assert len(rig.told(e.LayerLanded)) == rig.layers
-    (final,) = rig.told(e.Finalized)
-    assert isinstance(final, e.Finalized)
+    assert len(rig.told(transitions.LayerLanded)) == rig.layers
+    (final,) = rig.told(transitions.Finalized)
+    assert isinstance(final, transitions.Finalized)
     assert (final.rank, final.machine, final.cursor, final.was, final.now) == (3, "save", 1, "LANDED", "FINALIZED")
     assert {(one.request, one.epoch, one.step) for one in rig.events} == {(final.request, final.epoch, final.step)}
     assert final.request
@@ -101,7 +102,7 @@ def test_who_is_not_in_the_sample_is_not_told_in_detail() -> None:
     rig.engine.complete_all()
     rig.pipeline.end_step()
     assert rig.news() == {2: False}
-    assert [type(one) for one in rig.events] == [e.Failed]
+    assert [type(one) for one in rig.events] == [transitions.Failed]
     rig.pipeline.shutdown()
 
 
@@ -114,8 +115,8 @@ def test_a_failure_says_why() -> None:
     rig.engine.complete_all()
     rig.pipeline.end_step()
     assert rig.news() == {1: False}
-    (failed,) = rig.told(e.Failed)
-    assert isinstance(failed, e.Failed)
+    (failed,) = rig.told(transitions.Failed)
+    assert isinstance(failed, transitions.Failed)
     assert failed.why == "the copy of layer 1 failed"
     assert rig.replay().problems == []
     rig.pipeline.shutdown()

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kvpipe.cli.main import main
 from kvpipe.errors import UsageError
 from kvpipe.trace import events as e
+from kvpipe.trace import transitions
 from kvpipe.trace.reader import CUT, FOREIGN, MALFORMED, NEWER, Trace
 from kvpipe.trace.replay import Replay, replay
 
@@ -22,11 +23,11 @@ Events = list[e.Event]
 
 def _moves(machine: str, cursor: int, *ons: str, layers: int = 3, rank: int = 0) -> Events:
     """What a cursor tells as it takes the edges `ons`."""
-    compiled = e.MACHINES[machine].compile(layers if e.MACHINES[machine].layered else 0)
+    compiled = transitions.MACHINES[machine].compile(layers if transitions.MACHINES[machine].layered else 0)
     at, reported = compiled.initial, list[e.Event]()
     for on in ons:
         edge = at.on[on]
-        kind = e.KINDS[machine, at.row, edge.to.row] if edge.moves else e.NoOp
+        kind = transitions.KINDS[machine, at.row, edge.to.row] if edge.moves else transitions.NoOp
         reported.append(
             kind(len(reported), rank, "r", 1, 1, 0, "e", machine, cursor, on, at.name, edge.to.name, edge.why)
         )
@@ -180,7 +181,7 @@ def test_a_spoiled_trace_is_not(spoil: Callable[[Events], Events], said: str) ->
 
 def test_an_illegal_transition_is_a_problem() -> None:
     """Though it was contained, and the cursor has not moved."""
-    event = e.Illegal(1, -1, "r", 1, 1, 0, "e", "request", 1, "dispatch", "NEW", "NEW", "the table says why")
+    event = transitions.Illegal(1, -1, "r", 1, 1, 0, "e", "request", 1, "dispatch", "NEW", "NEW", "the table says why")
     (problem,) = replay([_started(-1), event]).problems
     assert (
         "request 1 (scheduler of e): dispatch is illegal in NEW: this admission has no load, or not any more" in problem
@@ -217,7 +218,7 @@ def test_problems_are_bounded() -> None:
     """What is beyond is counted."""
     done = Replay()
     for i in range(3000):
-        done.feed(e.NoOp(0, 0, "", 0, 0, 0, "e", "toaster", i, "on", "OFF", "OFF", "why"))
+        done.feed(transitions.NoOp(0, 0, "", 0, 0, 0, "e", "toaster", i, "on", "OFF", "OFF", "why"))
     assert (len(done.problems), done.more_problems) == (1000, 2000)
 
 

@@ -13,6 +13,7 @@ from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, SchedulerWorld
 from kvpipe.scheduler.base import LATER
 from kvpipe.scheduler.records import LookupResult
 from kvpipe.trace import events as e
+from kvpipe.trace import transitions
 from kvpipe.trace.recorder import Recorder
 from kvpipe.trace.replay import Replay
 
@@ -230,7 +231,7 @@ def test_a_life_with_a_preemption() -> None:
     )
     assert [one.tokens for one in reported.told(e.LoadPlanned)] == [4 * UNIT, 6 * UNIT - 1]
     assert [one.pages for one in reported.told(e.SavePlanned)] == [2]
-    assert reported.told(e.Resumed)
+    assert reported.told(transitions.Resumed)
     assert {one.request for one in reported.events} == {"r"}
     assert sum(one.level >= e.INFO for one in reported.events) == 2
 
@@ -245,8 +246,8 @@ def test_the_trace_of_a_world_replays() -> None:
     for one in reported.events:
         done.feed(one)
     assert done.problems == []
-    assert reported.told(e.Evicted)
-    assert len({one.cursor for one in reported.events if isinstance(one, e.Running)}) == 6
+    assert reported.told(transitions.Evicted)
+    assert len({one.cursor for one in reported.events if isinstance(one, transitions.Running)}) == 6
 
 
 def test_a_lookup_is_told_when_its_answer_changes() -> None:
@@ -281,7 +282,7 @@ def test_who_is_not_in_the_sample_is_told_of_in_two_lines() -> None:
     reported = Told(sample=0.0)
     reported.publish(reported.request("old", 4))
     kinds = {type(one) for one in reported.events if one.request}
-    assert kinds - {e.Reserved, e.Published} == {e.RequestAdmitted, e.RequestDone}
+    assert kinds - {transitions.Reserved, transitions.Published} == {e.RequestAdmitted, e.RequestDone}
 
 
 def test_hits_and_misses_are_counted_at_admission() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from kvpipe.cli.main import main
 from kvpipe.trace import events as e
+from kvpipe.trace import transitions
 from kvpipe.trace.show import Overview
 
 MS = 1_000_000
@@ -89,12 +90,14 @@ def test_one_request_as_a_waterfall(tmp_path: Path, capsys: pytest.CaptureFixtur
         for k in range(3):
             now = f"LAYER_{k}" if k < 2 else "LANDED"
             at = (112 + k) * MS
-            events.append(e.LayerLanded(at, rank, "req-1-abcdef", 1, 1, 0, "e", "save", 7, "landed_next", was, now))
+            events.append(
+                transitions.LayerLanded(at, rank, "req-1-abcdef", 1, 1, 0, "e", "save", 7, "landed_next", was, now)
+            )
             was = now
     ends = (120 * MS, 0, "req-1-abcdef", 1, 1, 0, "e", "save", 7, "confirm", "LANDED", "FINALIZED")
-    events.append(e.Finalized(*ends))
+    events.append(transitions.Finalized(*ends))
     events.append(
-        e.Failed(121 * MS, 1, "req-1-abcdef", 1, 1, 0, "e", "save", 7, "fault", "LANDED", "FAILED", "a [b] c")
+        transitions.Failed(121 * MS, 1, "req-1-abcdef", 1, 1, 0, "e", "save", 7, "fault", "LANDED", "FAILED", "a [b] c")
     )
     path = _write(tmp_path / "t", events)
     assert main(["trace", "show", str(path), "--request", "req-1"]) == 0

@@ -18,6 +18,7 @@ import pytest
 from kvpipe.statemachine import request
 from kvpipe.testing.synthetic_trace import HOSTILE, MS, ORIGIN_NS, moment, play
 from kvpipe.trace import events as e
+from kvpipe.trace import transitions
 from kvpipe.trace.events import Event
 from kvpipe.trace.perfetto import write_perfetto
 from kvpipe.trace.spans import LIFE, PHASES, REQUESTS, Timeline
@@ -36,7 +37,7 @@ def _only(timeline: Timeline, kind: str) -> list[Any]:
 
 
 def _moved(ms: float, was: str, now: str, *, step: int = 0, **fields: Any) -> Event:
-    kind = e.kind_of("request", was, now)
+    kind = transitions.kind_of("request", was, now)
     return moment(ms, kind, step=step, machine="request", cursor=1, on="x", was=was, now=now, **fields)
 
 
@@ -51,7 +52,7 @@ def test_a_request_has_its_phases() -> None:
             moment(10, e.RequestAdmitted, step=3, load="load_async"),
             moment(10, e.LoadPlanned, step=3, job=1, kind="load_async"),
             _moved(11, request.ALLOCATED, request.LOADING, step=4),
-            moment(20, e.Finalized, 0, step=4, machine="load", cursor=1),
+            moment(20, transitions.Finalized, 0, step=4, machine="load", cursor=1),
             _moved(22, request.LOADING, request.RUNNING, step=5),
             _moved(30, request.RUNNING, request.PREEMPTED, step=6),
             _moved(40, request.PREEMPTED, request.ALLOCATED, step=7),
@@ -92,7 +93,7 @@ def test_a_load_ends_with_its_job() -> None:
     """When no transition says that the request runs: with the last rank's; without ranks, after `loading_ms`."""
     begin = [moment(0, e.RequestAdded), moment(10, e.RequestAdmitted, load="load_async")]
     planned = moment(10, e.LoadPlanned, job=1, kind="load_async")
-    ranks = [moment(20 + rank, e.Finalized, rank, machine="load", cursor=1) for rank in range(2)]
+    ranks = [moment(20 + rank, transitions.Finalized, rank, machine="load", cursor=1) for rank in range(2)]
     whole = spans([*begin, planned, *ranks, moment(60, e.RequestDone)])
     assert _phases(whole) == [("waiting", 0, 10), ("loading", 10, 21), ("running", 21, 60)]
     less = spans([*begin, moment(60, e.RequestDone, loading_ms=7.0)])
@@ -162,7 +163,7 @@ def test_copies_name_their_requests() -> None:
         [
             moment(0, e.SavePlanned, job=1, request="a"),
             moment(0, e.SavePlanned, job=1, request="z", engine="other"),
-            moment(0, e.LayerLanded, 0, request="b", machine="save", cursor=2),
+            moment(0, transitions.LayerLanded, 0, request="b", machine="save", cursor=2),
             moment(1, e.LayerCopied, 0, request="", kind="save", layer=3, jobs=[1, 2, 9], took_ns=MS),
             moment(2, e.LayerCopied, 0, request="c", kind="load_sync", layer=0, jobs=[4], took_ns=MS, failed=[4]),
         ]
@@ -175,7 +176,7 @@ def test_copies_name_their_requests() -> None:
 
 def test_evictions_of_a_step_are_one_mark() -> None:
     """They say how many."""
-    timeline = spans([moment(i, e.Evicted, step=i // 3, machine="chunk", cursor=i) for i in range(5)])
+    timeline = spans([moment(i, transitions.Evicted, step=i // 3, machine="chunk", cursor=i) for i in range(5)])
     assert [(s.name, s.begin_ns) for s in timeline.spans] == [("evicted: 3", 0), ("evicted: 2", 3 * MS)]
 
 
@@ -248,7 +249,7 @@ def _odd_events() -> list[Event]:
         bool: [True, False],
     }
     rng, made = random.Random(3), list[Event]()
-    for kind in e.EVENTS.values():
+    for kind in transitions.EVENTS.values():
         for _ in range(40):
             fields = {
                 field.name: rng.choice(odd.get(field.type, [msgspec.NODEFAULT]))

@@ -14,6 +14,7 @@ import pytest
 from kvpipe.config import load_settings
 from kvpipe.errors import ConfigError
 from kvpipe.trace import events as e
+from kvpipe.trace import transitions
 from kvpipe.trace.reader import Trace
 from kvpipe.trace.recorder import LogSink, Recorder, Writer
 from kvpipe.trace.setup import tracing
@@ -30,7 +31,7 @@ def test_one_bad_event_costs_no_other(where: str, tmp_path: Path, monkeypatch: p
     path = tmp_path / "trace"
     bad: Any = event(31, "\ud800" if where == "file" else "bad")
     if where == "queue":
-        bad = e.Taken(1, "r", 1, 1, None, 1, None, None, "")  # type: ignore[arg-type]
+        bad = transitions.Taken(1, "r", 1, 1, None, 1, None, None, "")  # type: ignore[arg-type]
     for one in [*map(event, range(31)), bad, *map(event, range(32, 64))]:
         reported._queue.append(one)
     logged: list[int] = []

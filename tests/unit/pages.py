@@ -12,7 +12,8 @@ from kvpipe import config_errors, counters, doc_tables, plugins
 from kvpipe.cache.miss_reasons import REASONS
 from kvpipe.tiers.registry import spec_of
 from kvpipe.tiers.spec import TierSpec
-from kvpipe.trace.events import EVENTS, Event, Transition
+from kvpipe.trace.events import Event
+from kvpipe.trace.transitions import EVENTS, Transition
 from kvpipe.transfer.layouts import ADAPTERS, BETWEEN, INSIDE, OPAQUE, REFUSALS
 
 DOCS: Final = Path(__file__).parents[2] / "docs"

@@ -17,7 +17,7 @@ from kvpipe.connectors.vllm.trial.invariants import INVARIANTS, LAWS, SEEN_BY_TR
 from kvpipe.connectors.vllm.trial.mutants import MUTANTS
 from kvpipe.connectors.vllm.trial.page import PAGE, VERDICTS, fill
 from kvpipe.tiers.registry import spec_of
-from kvpipe.trace.events import EVENTS
+from kvpipe.trace.transitions import EVENTS
 from kvpipe.transfer import layouts
 from tests.unit import pages
 

@@ -18,7 +18,6 @@ LONG_FILES = {
     "connectors/vllm/trial/trial.py",
     "kvpipe/scheduler/fetches.py",
     "kvpipe/testing/tier_conformance.py",
-    "kvpipe/trace/events.py",
     "kvpipe/transfer/cuda.py",
     "tests/scheduler/test_adapters.py",
     "tests/scheduler/test_side.py",
