@@ -137,7 +137,7 @@ class AdapterReader:
     """Reads adapters' files beside the scheduler's thread: once for all who wait for the same."""
 
     def __init__(self, fault: Callable[[str, str], object]) -> None:
-        """`fault(path, why)` hears of an adapter that cannot be read, once."""
+        """`fault(path, why)` is called for an adapter that cannot be read, once."""
         self._fault, self._files = fault, AdapterFiles()
         self._loop: LoopThread | None = None
         self._due: set[str] = set()  # paths whose reading has not begun

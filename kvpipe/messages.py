@@ -1,4 +1,4 @@
-"""What the scheduler side tells the workers in one step, and what they answer. Small on the wire, by design.
+"""What the scheduler side sends the workers in one step, and what they report. Small on the wire, by design.
 
 A job's `rows` are little-endian int32 quadruples (group, slot, page, block): block `block` of the group's paged
 cache, in every layer of the group, to or from page `page` of slot `slot`. That is 16 bytes per block.

@@ -1,7 +1,7 @@
 """vLLM's KV cache events for what kvpipe holds, so that prefix-aware routers see it (medium ``CPU``).
 
 A block is announced when the first chunk that holds it can be found, and removed with the last one. Events say all that
-a block's hash covers, in the way vLLM's own do: whoever hears them from the start has an index that equals the catalog.
+a block's hash covers, as vLLM's own do: whoever receives them from the start has an index that equals the catalog.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class KvEvents:
         self._events: list[KVCacheEvent] = []
 
     def watch(self, manager: KVCacheManager) -> None:
-        """Hear when vLLM empties its own cache: its event for that names no medium, and consumers forget ours too."""
+        """Announce all again when vLLM empties its own cache: its event names no medium, so consumers forget all."""
         reset = manager.reset_prefix_cache
 
         @functools.wraps(reset)

@@ -1,7 +1,8 @@
 """How an engine prepares images and such for its model: vLLM's hashes of them are of their own bytes alone.
 
-What a processor is made of is told as plain data, equal in every process: no addresses, no order of sets, no paths of
-classes. What cannot be told (closures, code) is known by the files of the model's folder and by the hub's commit.
+What a processor is made of is described as plain data, equal in every process: no addresses, no order of sets, no
+paths of classes. What cannot be described (closures, code) is known by the files of the model's folder and by the
+hub's commit.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _FILES: Final = ("*processor*.json", "*.py")
 
 
 def media_facts(config: VllmConfig) -> str:
-    """Return a digest of how media are prepared; empty for a model of text alone. What fails is told by its error."""
+    """Return a digest of how media are prepared; empty for a model of text alone. What fails counts by its error."""
     model = config.model_config
     multimodal = getattr(model, "multimodal_config", None)
     if multimodal is None or multimodal.language_model_only:
@@ -101,7 +102,7 @@ _DESCRIBED_AS: Final[tuple[tuple[Any, Callable[[Any], object]], ...]] = (
 
 
 class _Description:
-    """Tells one part, and what it is made of, each once."""
+    """Describes one part, and what it is made of, each once."""
 
     def __init__(self) -> None:
         self._described: dict[

@@ -71,7 +71,7 @@ class KVPipeStats(KVConnectorStats):
         return not self.data
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add another rank's, or a later interval's: counters add up, a gauge is as it was told last."""
+        """Add another rank's, or a later interval's: counters add up, a gauge is as it was reported last."""
         for name, values in other.data.items():
             metric, mine = METRICS.get(name), self.data.setdefault(name, {})
             for label, value in values.items():
@@ -156,7 +156,7 @@ class KVPipeProm(KVConnectorPromMetrics):
                     made.labels(*values)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Take what an engine has told."""
+        """Take what an engine has reported."""
         engine = self.per_engine_labelvalues[engine_idx]
         for name, values in transfer_stats_data.items():
             metric = METRICS.get(name)
@@ -170,7 +170,7 @@ class KVPipeProm(KVConnectorPromMetrics):
                     one.inc(value)
 
 
-# ---- what the two sides tell ----------------------------------------------------------------------------------------
+# ---- what the two sides report --------------------------------------------------------------------------------------
 
 
 def transitions(*machines: Compiled) -> Totals:

@@ -79,7 +79,7 @@ class LoadedModel:
     """The model that the attention layers of an engine belong to."""
 
     def __init__(self, layers: dict[str, Any], changed: Callable[[], object]) -> None:
-        """`layers`: vLLM's attention layers by name. `changed` is told when weights are loaded in this process.
+        """`layers`: vLLM's attention layers by name. `changed` is called when weights are loaded in this process.
 
         vLLM hands no model to a connector, and its runners differ: the model is the module that holds the layers and
         that no other module holds. This is to be done before vLLM hides its objects from the garbage collector.
@@ -123,7 +123,7 @@ def _named(root: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _watch_root(root: torch.nn.Module, changed: Callable[[], object]) -> None:
-    """Hear of weights that somebody in this process loads into the model without asking vLLM."""
+    """Notice weights that somebody in this process loads into the model without asking vLLM."""
     load = getattr(root, "load_weights", None)
     if load is None or hasattr(load, _WATCHED):
         return

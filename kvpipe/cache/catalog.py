@@ -87,7 +87,7 @@ class Catalog:
         self.slots, self._policy, self.counters = slots, policy, counters
         self.machine = m.CHUNK.compile()
         self.watch: Watch | None = None  # of the chunks that are reserved from now on
-        self.on_drop: Callable[[Chunk], object] | None = None  # hears of chunks that cannot be found any more
+        self.on_drop: Callable[[Chunk], object] | None = None  # called for chunks that cannot be found any more
         self.lost_keys = Lost()
         self.ready = slots if ready is None else ready
         self._free = list(range(self.ready - 1, -1, -1))

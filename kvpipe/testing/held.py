@@ -26,7 +26,7 @@ class Moved(NamedTuple):
 
 
 class HeldEngine(CpuEngine):
-    """Copies of one direction run in order, when somebody waits for them or as they are told to; some fail.
+    """Copies of one direction run in order, when somebody waits for them or when the trial runs them; some fail.
 
     With `device` a wait only orders: the bytes have moved when it returns, but the completion is still to come, as with
     CUDA events. A failure is known at once then (`Ticket.failed`).
@@ -48,7 +48,7 @@ class HeldEngine(CpuEngine):
         self._doubling = 0
         self._failing: object = None
 
-    # ---- what a trial says ----------------------------------------------------------------------------------------
+    # ---- the trial's side -----------------------------------------------------------------------------------------
 
     def arm(self, direction: Direction, layer: int) -> None:
         """Let the next job of `direction` fail in `layer`, leaving garbage where it wrote."""

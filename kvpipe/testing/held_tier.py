@@ -26,7 +26,7 @@ class DictSpec(TierSpec):
 
 
 class HeldTier(DictTier):
-    """Used by several event loops at once; told what to do from the trial's thread."""
+    """Used by several event loops at once, controlled from the trial's thread."""
 
     def __init__(self, name: str = "dict") -> None:
         """Hold nothing back."""

@@ -1,4 +1,4 @@
-"""What a suite says when its user has left out what it must be told."""
+"""How a suite fails whose user has not overridden what it needs."""
 
 from __future__ import annotations
 

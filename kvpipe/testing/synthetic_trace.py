@@ -1,4 +1,4 @@
-"""Traces of engines that never ran: so many requests over so many ranks and layers, told as kvpipe tells them."""
+"""Traces of engines that never ran: so many requests over so many ranks and layers, recorded as kvpipe records them."""
 
 from __future__ import annotations
 

@@ -228,7 +228,7 @@ class ClientProcess:
                 await anyio.wait_readable(self._control)  # its end
         finally:
             await self.kill()
-            await self._idle(limit_s)  # who was waiting for an answer has heard that there is none
+            await self._idle(limit_s)  # who was waiting for an answer has been notified that there is none
 
     async def _idle(self, limit_s: float) -> None:
         with anyio.move_on_after(limit_s, shield=True):

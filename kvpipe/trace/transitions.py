@@ -135,7 +135,7 @@ _BY_STATE: dict[tuple[str, str], type[Transition]] = {
     ("request", request.DRAINING): _named("draining", "The request is over before its load."),
     ("request", request.FINISHED): Finished,
     ("lookup", lookup.ASKED): _named(
-        "answered", "The engine was told what can be loaded for the request, or that nothing can."
+        "answered", "The lookup was answered: what can be loaded for the request, or that nothing can."
     ),
     ("lookup", lookup.LATER): _named("put_off", "The engine was asked to ask for the request again."),
     ("lookup", lookup.UNASKED): _named("answer_used", "The request was admitted with the answer."),

@@ -29,7 +29,7 @@ class EngineOptions(NamedTuple):
     trace: Recorder = OFF
     """Takes the events that the engine reports."""
     fault: Callable[..., object] = warn
-    """`fault(name, **fields)` hears of an engine of another package that errs."""
+    """`fault(name, **fields)` is called for an engine of another package that errs."""
 
 
 def make_engine(device: str, options: EngineOptions) -> TransferEngine:

@@ -15,7 +15,7 @@ __all__ = ["Lru", "Policy", "S3Fifo", "make_policy"]
 
 
 def make_policy(name: str, slots: int, fault: Callable[..., object] = warn) -> Policy:
-    """Build policy `name` for a pool of `slots` chunks. `fault(event, **fields)` hears of one that errs.
+    """Build policy `name` for a pool of `slots` chunks. `fault(event, **fields)` is called for one that errs.
 
     Raises:
         KeyError: no policy has this name.

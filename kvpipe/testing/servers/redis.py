@@ -143,7 +143,7 @@ class Certificates:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """What tells a server to use them and to want a client's certificate."""
+        """The server's options to use them and to want a client's certificate."""
         return ("--tls-ca-cert-file", str(self.ca), "--tls-cert-file", str(self.cert), "--tls-key-file", str(self.key))
 
 
@@ -182,12 +182,12 @@ def certificates(folder: Path, authority: Path | None = None) -> Certificates:
 
 
 Answer = Callable[[list[bytes]], bytes | None]
-"""What is said to a command; None ends the connection."""
+"""What is sent for a command; None ends the connection."""
 
 
 @contextmanager
 def pretending(answer: Answer, host: str = LOCAL) -> Iterator[int]:
-    """Run something on a port (which is yielded) that reads commands like a server and answers as it is told."""
+    """Run something on a port (which is yielded) that reads commands like a server and sends what `answer` returns."""
 
     def serve(received: BufferedIOBase, sent: BufferedIOBase) -> None:
         while head := received.readline():
@@ -205,5 +205,5 @@ def pretending(answer: Answer, host: str = LOCAL) -> Iterator[int]:
 
 
 def polite(answer: Answer) -> Answer:
-    """Answer OK to what a client says when it connects or asks for health, and as told to the rest."""
+    """Answer OK to what a client sends when it connects or asks for health, and what `answer` returns to the rest."""
     return lambda words: b"+OK\r\n" if words[0] in {b"CLIENT", b"AUTH", b"PING"} else answer(words)

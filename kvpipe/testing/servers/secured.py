@@ -22,7 +22,7 @@ KINDS = ("redis", "s3")
 
 
 class Secured:
-    """A server with TLS. `keys` is what a client is told; it trusts the authority in the file `trusted`."""
+    """A server with TLS. `keys` is a client's specification; it trusts the authority in the file `trusted`."""
 
     def __init__(self, kind: str, folder: Path) -> None:
         """Do not listen yet. In `folder`: a certificate, one of the same authority, and one of another."""

@@ -29,7 +29,7 @@ def cluster() -> Master:
 
 
 def spec_of(of: Master, **given: object) -> MooncakeSpec:
-    """Return how to reach it, from a client that lends nothing unless told."""
+    """Return how to reach it, from a client that lends nothing by default."""
     keys = {"master": of.address, "metrics": of.metrics, "segment_bytes": 0, "buffer_bytes": "128MiB"}
     return MooncakeSpec.model_validate(keys | given)
 

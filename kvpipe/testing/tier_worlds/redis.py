@@ -20,7 +20,7 @@ from kvpipe.tiers.base import Key, Tier, TierError
 from kvpipe.tiers.redis.spec import RedisSpec
 
 COMMANDS = "ping select get set expire touch exists unlink strlen object|idletime pttl scan dbsize info"
-"""What its user must be allowed, and CLUSTER SLOTS in a cluster. docs/tiers.md tells operators."""
+"""What its user must be allowed, and CLUSTER SLOTS in a cluster. docs/tiers.md lists it for operators."""
 PASSWORD_ENV, PASSWORD = "TEST_REDIS_PASSWORD", "correct horse battery staple"
 
 OTHER = "127.0.0.2"
@@ -54,12 +54,12 @@ def guarded() -> tuple[RedisServer, int, Certificates]:
 
 
 def spec(port: int, **keys: Any) -> RedisSpec:
-    """Return what a client of a server on loopback is told."""
+    """Return the specification of a client of a server on loopback."""
     return RedisSpec.model_validate({"host": LOCAL, "port": port, **keys})
 
 
 def guarded_spec(**keys: Any) -> RedisSpec:
-    """Return what a client of `guarded` is told."""
+    """Return the specification of a client of `guarded`."""
     _, port, files = guarded()
     os.environ[PASSWORD_ENV] = PASSWORD
     tls = {"tls": True, "tls_ca_file": files.ca, "tls_cert_file": files.cert, "tls_key_file": files.key}
@@ -78,11 +78,11 @@ async def client(port: int, **keys: Any) -> AsyncIterator[Tier]:
         await tier.close()
 
 
-def refused(told: RedisSpec) -> str:
+def refused(given: RedisSpec) -> str:
     """Return why a tier cannot be opened."""
 
     async def play() -> None:
-        tier = told.make("redis")
+        tier = given.make("redis")
         try:
             await tier.open()
         finally:
@@ -103,14 +103,14 @@ def _alone(kind: str) -> list[RedisServer]:
 
 
 def _world(
-    run: Callable[[], list[RedisServer]], told: Callable[[list[RedisServer]], RedisSpec]
+    run: Callable[[], list[RedisServer]], spec_for: Callable[[list[RedisServer]], RedisSpec]
 ) -> Callable[[Path], AbstractContextManager[TierWorld]]:
     @contextmanager
     def world(_folder: Path) -> Iterator[TierWorld]:
         servers = run()
         for server in servers:
             server.ask("FLUSHALL")
-        made = told(servers)
+        made = spec_for(servers)
         yield TierWorld(lambda: made.make("redis"), made)
 
     return world

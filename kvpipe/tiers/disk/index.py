@@ -27,7 +27,7 @@ _GRAIN_NS, _COARSE_NS = 50_000_000, 2_000_000_000
 _CHUNK_BYTES: Final = range(16, 65)
 _SPACE_CHARS: Final = 32
 _WRITTEN_MAX: Final = 4096
-"""Keys that were told and not listed yet; the oldest is dropped."""
+"""Keys that were reported and not listed yet; the oldest is dropped."""
 
 
 class _Shelf:
@@ -139,7 +139,7 @@ class Index:
                     self._bare = {space for space in found if not any((space, shelf) in seen for shelf in _SHELVES)}
 
     def _merge_written(self, spaces: AbstractSet[str] | None) -> None:
-        """What was told before this pass has been listed by it, if it is there."""
+        """What was reported before this pass has been listed by it, if it is there."""
         for key, before in list(self._written.items()):
             if before < self._passes and (spaces is None or key.namespace in spaces):
                 del self._written[key]

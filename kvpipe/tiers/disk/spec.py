@@ -1,4 +1,4 @@
-"""What a disk tier can be told: a folder on a disk, or on a file system that hosts share. Imports no client."""
+"""The configuration of a disk tier: a folder on a disk, or on a file system that hosts share. Imports no client."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The process that runs Mooncake's client for `tier.py`. Started by its path: it imports nothing of kvpipe.
 
 Arguments: the descriptors of the shared memory, of the control socket, and of one socket per lane. The parent sends the
-settings over the control socket and is told how the start went. Then every lane has a thread that answers one question
+settings over the control socket and receives how the start went. Then every lane has a thread that answers one question
 after the other, ``[operation, argument …]`` with ``[why not, answer]``; a lane's values lie in its own stretch of the
 shared memory, one after the other. The process ends when the control socket does, or its parent.
 """
@@ -47,7 +47,7 @@ class Worker:
 
     def __init__(self, given: dict[str, Any], memory: mmap.mmap, lanes: int) -> None:
         """Connect to the master and lend it memory. Raises RuntimeError saying why not."""
-        # here, so that what hinders it can be told
+        # here, so that what hinders it can be reported
         from mooncake.store import MooncakeDistributedStore, ReplicateConfig  # type: ignore[import-untyped] # noqa: PLC0415
 
         self._given, self._lane_bytes = given, len(memory) // lanes
@@ -180,7 +180,7 @@ def _serve(worker: Worker, lane: int, wire: socket.socket) -> None:
     while message := wire.recv(MESSAGE_BYTES_MAX):
         try:
             reply = ["", worker.answer(lane, _decode(message))]
-        except Exception as error:  # noqa: BLE001  (it is told; the next question may fare better)
+        except Exception as error:  # noqa: BLE001  (it is reported; the next question may fare better)
             reply = [f"{type(error).__name__}: {error}", None]
         try:
             wire.send(_encode(reply))
@@ -196,7 +196,7 @@ def main(memory_fd: int, control_fd: int, *lane_fds: int) -> None:
     memory = mmap.mmap(memory_fd, 0)
     try:
         worker = Worker(_decode(control.recv(MESSAGE_BYTES_MAX)), memory, len(lanes))
-    except Exception as error:  # noqa: BLE001  (it is told)
+    except Exception as error:  # noqa: BLE001  (it is reported)
         control.send(f"{type(error).__name__}: {error}".encode())
         os._exit(1)
     for lane, wire in enumerate(lanes):
@@ -208,7 +208,7 @@ def main(memory_fd: int, control_fd: int, *lane_fds: int) -> None:
         pass
     if worker.lends:
         threading.Timer(CLOSE_S_MAX, os._exit, (1,)).start()
-        worker.store.close()  # the master is told at once that the memory is gone
+        worker.store.close()  # the master is notified at once that the memory is gone
     os._exit(0)  # the library's own end, and that of its threads, is not waited for
 
 

@@ -1,4 +1,4 @@
-"""What a Mooncake tier can be told: a Mooncake Store cluster. Imports no client."""
+"""The configuration of a Mooncake tier: a Mooncake Store cluster. Imports no client."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ SHORT: Final = ReplyBounds()
 
 
 class ErrorReply(str):
-    """What the server says when it does not do what it is told: a code in capitals, and a text."""
+    """The server's refusal of a command: a code in capitals, and a text."""
 
     __slots__ = ()
 

@@ -353,7 +353,7 @@ class Servers:
         return servers[place]
 
     def _trusted(self, host: str) -> bool:
-        """Whether a host may be connected to: it is told the password at once. Anybody may be, where there is none."""
+        """Whether a host may be connected to: it is sent the password at once. Anybody may be, where there is none."""
         spec = self._spec
         secret = spec.password_env or spec.password_file is not None
         return not secret or host == spec.host or hosts.among(host, spec.cluster_hosts)

@@ -1,4 +1,4 @@
-"""What a Redis or Valkey tier can be told. Imports no client."""
+"""The configuration of a Redis or Valkey tier. Imports no client."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REMEDY: Final = "name a variable in password_env or a file in password_file ins
 
 
 class RedisSpec(TierSpec):
-    """What a Redis or Valkey tier can be told."""
+    """The configuration of a Redis or Valkey tier."""
 
     place: ClassVar[tuple[str, ...]] = ("host", "port", "db", "prefix")
 

@@ -141,10 +141,10 @@ class RedisTier:
                     out.append(Entry(key, size, self._age(reported)))
         return out
 
-    def _age(self, told: Reply) -> float | None:
-        if not isinstance(told, int) or told < 0:  # it counts uses instead of time, or the value lives for ever
+    def _age(self, reported: Reply) -> float | None:
+        if not isinstance(reported, int) or reported < 0:  # it counts uses instead of time, or the value lives for ever
             return None
-        return max(0.0, self._ttl_s - told / 1000) if self._ttl else float(told)
+        return max(0.0, self._ttl_s - reported / 1000) if self._ttl else float(reported)
 
     def _seen(self, get: Get, reply: Reply) -> Read:
         if isinstance(reply, ErrorReply) and reply.code == "WRONGTYPE":

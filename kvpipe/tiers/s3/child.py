@@ -4,7 +4,7 @@ The client reads the answers of errors and listings whole, however long. So it h
 limited: a store that sends too much ends this process, and the engine starts another.
 
 Arguments: the descriptors of the shared memory, of the control socket, and of one socket per lane. The parent sends the
-settings over the control socket and is told how the start went. Then it asks on the lanes, one question at a time on
+settings over the control socket and receives how the start went. Then it asks on the lanes, one question at a time on
 each: ``[operation, argument …]``, answered by ``[why not, answer]``. A lane's value lies in its stretch of the shared
 memory. The process ends when the control socket does, or its parent.
 """
@@ -41,7 +41,7 @@ LANE_DATA_BYTES: Final = 24 << 20
 """What the process may take beyond its code, and for each lane: pieces of bodies, connections, stacks of threads."""
 PAGE, ENTRIES_MAX = 1000, 500
 NAME_CHARS_MAX: Final = 190
-"""A longer name is not a key's, and is not told: an answer must fit into one message of a local socket."""
+"""A longer name is not a key's, and is not reported: an answer must fit into one message of a local socket."""
 POLL_S: Final = 0.001
 PARENT_S: Final = 1.0
 ABSENT: Final = "kvpipe-health"
@@ -89,7 +89,7 @@ class Client:
 
     def __init__(self, given: dict[str, Any]) -> None:
         """Do not connect yet. `given`: see `S3Tier`. Raises StoreError."""
-        import obstore.exceptions  # noqa: PLC0415  (what hinders it can be told)
+        import obstore.exceptions  # noqa: PLC0415  (what hinders it can be reported)
         import obstore.store  # noqa: PLC0415
 
         self.api: Any = obstore

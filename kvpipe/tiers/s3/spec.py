@@ -1,4 +1,4 @@
-"""What a tier in an object store can be told. Imports no client."""
+"""The configuration of a tier in an object store. Imports no client."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCHEMES: Final = ("s3", "gs", "az")
 
 
 class S3Spec(TierSpec):
-    """What an S3 tier can be told."""
+    """The configuration of an S3 tier."""
 
     place: ClassVar[tuple[str, ...]] = ("url", "endpoint")
 

@@ -79,7 +79,7 @@ class S3Tier(ClientTier):
         return True
 
     async def _health(self) -> None:
-        """Ask on a lane of its own: the client tells within `timeout_ms_max` that the store does not answer."""
+        """Ask on a lane of its own: the client reports within `timeout_ms_max` that the store does not answer."""
         limit_s = self._limit_s * HEALTH_PATIENCE
         async with self._running().pools["health"].lane(limit_s) as lane:
             await lane.ask(["health"], limit_s)
@@ -92,7 +92,7 @@ class S3Tier(ClientTier):
         return ClientProcess(CHILD, counts, VALUE_BYTES_MAX, {**os.environ, **bounds, **stacks}, cancels=True)
 
     def settings(self) -> dict[str, Any]:
-        """Return what the client is told, secrets included."""
+        """Return the client's settings, secrets included."""
         return self.spec.model_dump(include={"url", "endpoint", "region", "allow_http", "lanes", "read_bytes"}) | {
             "name": self.name,
             "keys": {key: value.get_secret_value() for key, value in self._keys.items()},
