@@ -75,11 +75,12 @@ class Remedies(Recovery):
 
     def admitted(self, request_id: str, tables: Tables) -> bool:
         """Whether vLLM's prefix cache gave the request KV of weights that are gone."""
-        return self._blocks is not None and self._stale.rests_on(request_id, tables, self._blocks)
+        blocks = self._blocks
+        return bool(self._stale.requests) and blocks is not None and self._stale.rests_on(request_id, tables, blocks)
 
     def planned(self, block_ids: Collection[int]) -> None:
         """Another load fills blocks that one has spoiled."""
-        if self._invalid.spoiled:
+        if self._invalid.spoiled.clean:
             self._invalid.spoiled.discard(block_ids)
 
     def failed(self, block_ids: set[int], requests: Collection[str]) -> None:
@@ -87,14 +88,14 @@ class Remedies(Recovery):
         if self._blocks is not None:
             self._invalid.failed(block_ids, requests, self._blocks)
 
-    def extra_loads(self, step: Step, requests: Iterable[Request]) -> Mapping[str, Sequence[int]]:
-        """Return what `step` would read before vLLM has computed it anew."""
-        return self._invalid.failing_loads(step, requests, self._blocks) if self._blocks is not None else {}
-
-    def step_planned(self, step: Step) -> None:
-        """Keep KV of weights that are gone out of vLLM's prefix cache."""
-        if self._blocks is not None:
-            self._stale.plan_step(step.preempted_req_ids or (), self._blocks)
+    def begin_step(self, step: Step, requests: Iterable[Request]) -> Mapping[str, Sequence[int]]:
+        """Keep KV of weights that are gone out of vLLM's prefix cache; return what `step` would read too early."""
+        blocks = self._blocks
+        if blocks is None:
+            return {}
+        if self._stale.requests:
+            self._stale.plan_step(step.preempted_req_ids or (), blocks)
+        return self._invalid.failing_loads(step, requests, blocks) if self._invalid.spoiled.clean else {}
 
     def weights_changed(self, requests: Collection[str]) -> None:
         """Empty vLLM's prefix cache."""

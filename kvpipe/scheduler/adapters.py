@@ -118,9 +118,11 @@ class Adapters:
     def keys(self, request: Request) -> Sequence[bytes]:
         """Return the keys of the request's blocks: the engine's hashes, and the bytes of its adapter if it has one."""
         hashes: Sequence[bytes] = request.block_hashes
-        use = self._uses.get(request.request_id) if request.lora_request is not None else None
+        if request.lora_request is None:
+            return hashes
+        use = self._uses.get(request.request_id)
         if use is None:
-            return hashes if request.lora_request is None else ()
+            return ()
         if not use.digest and not use.torn:  # a rank has told meanwhile
             self._name(use, self._agreed(use.lora.lora_int_id) or b"")
         if not use.digest:

@@ -180,16 +180,14 @@ class Recovery:
     def failed(self, block_ids: set[int], requests: Collection[str]) -> None:
         """A sync load into these blocks has failed. All living `requests` may have read them since."""
 
-    def extra_loads(self, step: Step, requests: Iterable[Request]) -> Mapping[str, Sequence[int]]:
+    def begin_step(self, step: Step, requests: Iterable[Request]) -> Mapping[str, Sequence[int]]:
         """Return blocks, by request, that `step` would read too early: a load of them is planned that fails.
 
-        `requests`: all that live. Blocks are of group 0. The load is reported like any that fails: the engine recovers.
+        Called once per step, before its saves are planned. `requests`: all that live. Blocks are of group 0. The load
+        is reported like any that fails: the engine recovers.
         """
         del step, requests
         return {}
-
-    def step_planned(self, step: Step) -> None:
-        """Called once per step, before its loads and saves are planned."""
 
     def weights_changed(self, requests: Collection[str]) -> None:
         """What was computed so far, by `requests` too, is of weights that are gone."""

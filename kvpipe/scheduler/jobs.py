@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import struct
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from kvpipe.cache.catalog import Catalog, Owner, Piece
 from kvpipe.messages import Job, Kind, Tally
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 
 _BELIEVED = frozenset({m.SENT, m.DONE})
+_SAVE = int(Kind.SAVE)
 
 
 class Reported(Cursor):
@@ -39,10 +40,8 @@ class Reported(Cursor):
         """Add `reports`, of `ranks` in all. Returns whether that was the last of them."""
         self.ok, self.bad = self.ok + reports.ok, self.bad + reports.bad
         if self.ok + self.bad < ranks:
-            self.fire(m.FAILED if reports.bad else m.SOME)
-        else:
-            self.fire(m.NOT_ALL if self.bad else m.ALL)
-        return self.state.final
+            return self.fire(m.FAILED if reports.bad else m.SOME).to.final
+        return self.fire(m.NOT_ALL if self.bad else m.ALL).to.final
 
 
 def awaited(sent: Mapping[int, Reported], patience_s: float) -> bool:
@@ -64,16 +63,16 @@ class JobInFlight(Reported):
         machine: Compiled,
         job: Job,
         tracked: Tracked,
-        watch: Watch | None,
-        *,
-        pieces: tuple[Piece, ...] = (),
-        first_unit: int = 0,
-        owner: Owner | None = None,
-        tokens: int = 0,
-        leases: int = 0,
+        owner: Owner | None,
+        pieces: tuple[Piece, ...],
+        first_unit: int,
+        tokens: int,
+        leases: int,
     ) -> None:
-        """It goes out with the step that is planned."""
-        super().__init__(machine, job.id, watch)
+        """It goes out with the step that is planned. Nobody watches yet."""
+        self.machine, self.key, self.state, self.watch = machine, job.id, machine.initial, None  # as `Reported`
+        self.ok = self.bad = 0
+        self.sent_at_s = time.monotonic()
         self.job, self.tracked, self.pieces, self.first_unit, self.owner = job, tracked, pieces, first_unit, owner
         self.tokens, self.leases = tokens, leases
 
@@ -110,25 +109,33 @@ class Jobs:
 
     def save(self, tracked: Tracked, rows: list[Row], pieces: tuple[Piece, ...], first_unit: int) -> JobInFlight:
         """Begin to save `pieces`, from `first_unit` on."""
-        job, watch = self._job(Kind.SAVE, tracked, rows), self._report.job_watch(tracked, loads=False)
-        return self._begin(JobInFlight(self.machine, job, tracked, watch, pieces=pieces, first_unit=first_unit))
+        return self._begin(_SAVE, tracked, rows, None, pieces, first_unit)
 
     def load(
         self, kind: Kind, tracked: Tracked, rows: list[Row], owner: Owner, *, tokens: int = 0, leases: int = 0
     ) -> JobInFlight:
         """Begin to load `tokens` for `owner`, who leases so many chunks; 0: so that it fails."""
-        job, watch = self._job(kind, tracked, rows), self._report.job_watch(tracked, loads=True)
-        tracked.load_job_id = job.id
-        return self._begin(JobInFlight(self.machine, job, tracked, watch, owner=owner, tokens=tokens, leases=leases))
+        load = self._begin(int(kind), tracked, rows, owner, tokens=tokens, leases=leases)
+        tracked.load_job_id = load.job.id
+        return load
 
-    def _job(self, kind: Kind, tracked: Tracked, rows: list[Row]) -> Job:
-        packed = np.asarray(rows, dtype="<i4").tobytes()
-        return Job(self.new_id(), int(kind), tracked.request.request_id, tracked.epoch, packed)
-
-    def _begin(self, job: JobInFlight) -> JobInFlight:
-        self.in_flight[job.job.id] = job
-        self._report.begun(job)
-        return job
+    def _begin(
+        self,
+        kind: int,
+        tracked: Tracked,
+        rows: list[Row],
+        owner: Owner | None,
+        pieces: tuple[Piece, ...] = (),
+        first_unit: int = 0,
+        tokens: int = 0,
+        leases: int = 0,
+    ) -> JobInFlight:
+        packed = struct.pack(f"<{4 * len(rows)}i", *itertools.chain.from_iterable(rows))
+        job = Job(self.new_id(), kind, tracked.request.request_id, tracked.life.epoch, packed)
+        begun = JobInFlight(self.machine, job, tracked, owner, pieces, first_unit, tokens, leases)
+        self.in_flight[job.id] = begun
+        self._report.begun(begun)
+        return begun
 
     @property
     def loads_in_step(self) -> list[JobInFlight]:
@@ -140,18 +147,17 @@ class Jobs:
         job = self.in_flight.get(job_id)
         if job is None:
             return False
-        believed, over = job.believed, job.count(reports, self._ranks)
+        failed = reports.bad > 0 and job.owner is not None and job.believed
+        over = job.count(reports, self._ranks)
         if over:
             del self.in_flight[job_id]
             self._report.trace.about(job.job.request, job.job.epoch)
         try:
-            if believed and not job.believed and job.owner is not None:
+            if failed:
                 self._load_failed(job)  # at the first bad news, before other ranks' saves are believed
         finally:
-            if over and job.owner is not None:
-                self._end_load(job, job.owner)
-            elif over:
-                self._end_save(job)
+            if over:
+                self._end(job)
         return True
 
     def withdraw(self, job: JobInFlight) -> None:
@@ -174,9 +180,12 @@ class Jobs:
             if job.owner is None and job.job.id > after:
                 job.fire(m.TAINTED)
 
-    def _end_load(self, job: JobInFlight, owner: Owner) -> None:
-        self._catalog.release(owner)
-        self._end_for_request(job)
+    def _end(self, job: JobInFlight) -> None:
+        if job.owner is None:
+            self._end_save(job)
+        else:
+            self._catalog.release(job.owner)
+            self._end_for_request(job)
 
     def _end_for_request(self, job: JobInFlight) -> None:
         if job.tracked.load_job_id == job.job.id:  # else it has no admission any more, or another load

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from kvpipe.cache.catalog import Catalog, Chunk, Owner
@@ -24,9 +23,8 @@ from kvpipe.trace.log import Counters
 if TYPE_CHECKING:
     from kvpipe.scheduler.base import Recovery, Request, Step, Tables
     from kvpipe.scheduler.fetches import Staging
+    from kvpipe.scheduler.report import RequestReporter
     from kvpipe.trace.recorder import Recorder
-
-_REQUEST_OF = attrgetter("request")
 
 
 class Loading:
@@ -41,6 +39,7 @@ class Loading:
         prefixes: Prefixes,
         requests: Requests,
         jobs: Jobs,
+        report: RequestReporter,
         staging: Staging | None,
         recovery: Recovery,
         counters: Counters,
@@ -49,7 +48,7 @@ class Loading:
         """Of the settings, when to load counts. `staging`: of an engine with tiers."""
         self._geometry, self._catalog, self._prefixes, self._counters = geometry, catalog, prefixes, counters
         self._requests, self._jobs, self._staging = requests, jobs, staging
-        self._recovery, self._trace = recovery, trace
+        self._recovery, self._report, self._trace = recovery, report, trace
         self._unit, self._per_chunk = geometry.unit_tokens, geometry.units_per_chunk
         self.between_steps = settings.load == "async" or geometry.loads_between_steps
         either = settings.load == "auto" and not self.between_steps
@@ -65,27 +64,31 @@ class Loading:
     def admit(self, tracked: Tracked, tables: Tables, external_tokens: int, step: int) -> None:
         """Blocks were allocated: lease and plan the load of `external_tokens`, or note that there is none."""
         request, asking = tracked.request, tracked.asking
-        asked, stands, match = asking.state.row != lookup_m.UNASKED, asking.stands(step), asking.match
+        row = asking.state.row
+        asked, stands = row != lookup_m.UNASKED, row == lookup_m.ASKED and asking.asked_step == step
         if asked or external_tokens > 0:
-            self._requests.begin_admission(tracked, match.units if stands else 0, tables)
+            self._requests.begin_admission(tracked, asking.units if stands else 0, tables)
         if external_tokens <= 0:
             tracked.fire(m.ADMIT_EMPTY)
+            self._report.admitted(tracked, loads=False)
             asking.admit()
-            self._requests.end_stage(tracked)
+            if tracked.stage is not None:
+                self._requests.end_stage(tracked)
             return
-        waits = match.waits if asked else self.between_steps
+        waits = asking.waits if asked else self.between_steps
         kind = Kind.LOAD_ASYNC if waits else Kind.LOAD_SYNC
-        owner = Owner(request.request_id, tracked.epoch)
+        owner = Owner(request.request_id, tracked.life.epoch)
         self._trace.about(*owner)
         chunks: list[Chunk] = []
         try:
             tracked.fire(m.ADMIT_LOAD)  # first: the report of its failure finds a request that is loading
+            self._report.admitted(tracked, loads=True)
             asking.admit()
             if not stands:
                 msg = f"blocks for {external_tokens} tokens that no lookup of this pass has promised"
                 raise LookupError(msg)  # noqa: TRY301
-            first = match.local_tokens // self._unit
-            stop = -(-(match.local_tokens + external_tokens) // self._unit)
+            first = asking.local // self._unit
+            stop = -(-(asking.local + external_tokens) // self._unit)
             rows, chunks = self.rows(request, tables, first, stop)
             self._catalog.lease(owner, chunks)
             if self._staging is not None:
@@ -108,12 +111,14 @@ class Loading:
             self.stall.running, self.stall.due = len(step.num_scheduled_tokens), 0
         due, self._due = self._due, []
         for load in due:
-            if load.tracked.load_job_id == load.job.id and load.tracked.state.row == m.ALLOCATED:
-                load.tracked.fire(m.DISPATCH)  # else its admission was illegal: it goes out to fail
+            tracked = load.tracked
+            if tracked.load_job_id == load.job.id and tracked.state.row == m.ALLOCATED:
+                tracked.fire(m.DISPATCH)  # else its admission was illegal: it goes out to fail
         jobs = [load.job for load in due]
         try:
-            extra = self._recovery.extra_loads(step, map(_REQUEST_OF, self._requests.tracked.values()))
-            jobs += itertools.starmap(self._plan_failing_load, extra.items())
+            read_early = self._recovery.begin_step(step, self._requests)
+            if read_early:
+                jobs += itertools.starmap(self._plan_failing_load, read_early.items())
         except Exception as e:  # noqa: BLE001  (the engine counts on the other loads of the plan)
             self._counters.fault("spoiled_blocks_not_reported", error=repr(e))
         return jobs

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvpipe.cache import miss_reasons
 from kvpipe.scheduler.base import LATER, MISS, Answer, Hit
-from kvpipe.scheduler.records import LookupResult, Match, Tracked
+from kvpipe.scheduler.records import NO_TIERS, Tracked
 from kvpipe.statemachine import request as m
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from kvpipe.scheduler.weights import Weights
     from kvpipe.trace.log import Counters
 
-NO_TIERS: Final[tuple[tuple[str, int], ...]] = ()
 LATER_STEPS_MAX: Final = 100
 """For how many steps a lookup asks to be asked again, before the hit is given up."""
 
@@ -50,15 +49,15 @@ class Lookups:
     def answer(self, request: Request, local_tokens: int, step: int) -> Answer:
         """Return what can be loaded beyond the `local_tokens` that the engine holds. `step` is planned next."""
         tracked = self._requests.add(request)
-        self._requests.notice_preemption(tracked)
+        if request.num_preemptions != tracked.preemptions:
+            self._requests.notice_preemption(tracked)
         tracked.fire(m.ASK)
         why = self._why_not(tracked)
         unknown = self._unknown(tracked, local_tokens, why, step)
         if unknown is not None:
             return unknown
         if why:
-            found = LookupResult(local_tokens, 0, request.num_tokens - local_tokens, why)
-            tracked.asking.reply(step, found, Match(local_tokens))
+            tracked.asking.reply(step, local_tokens, request.num_tokens - local_tokens, why)
             return MISS
         staging = self._staging
         if staging is not None and self._adapters.known(request):
@@ -67,25 +66,23 @@ class Lookups:
                 return _later(tracked, local_tokens, miss_reasons.TIER_ASKED, step)
         units, waits = self._held(tracked, local_tokens)
         tokens = units * self._unit
-        match = Match(local_tokens, units, waits)
         if not waits:
             # the step must compute at least one token; after an async load the engine sees to that itself
             tokens = min(tokens, request.num_tokens - 1)
         external = max(0, tokens - local_tokens)
-        missed = request.num_tokens - max(local_tokens, units * self._unit)  # the last token, if held, is no miss
-        why = self._prefixes.why_short(request, max(units, local_tokens // self._unit)) if missed > 0 else ""
+        missed = max(0, request.num_tokens - max(local_tokens, units * self._unit))  # the last token, if held, is none
+        why = self._prefixes.why_short(request, max(units, local_tokens // self._unit)) if missed else ""
         staged = NO_TIERS
         if staging is not None:
             why, staged = staging.why(tracked.stage, why), staging.brought(tracked.stage, external)
-        found = LookupResult(local_tokens, external, max(0, missed), why, staged=staged)
         if not external:
-            tracked.asking.reply(step, found, match)
+            tracked.asking.reply(step, local_tokens, missed, why, 0, units, waits=waits, staged=staged)
             self._counters["lookup_miss"] += 1
             return MISS
         waiting = self._requests.waiting
         if waits and waiting and not self._recovery.may_wait(request, waiting | self._requests.sessions):
             return self._ask_later(tracked, local_tokens, miss_reasons.NO_ROOM, step)
-        tracked.asking.reply(step, found, match)
+        tracked.asking.reply(step, local_tokens, missed, why, external, units, waits=waits, staged=staged)
         self._counters["lookup_hit"] += 1
         return Hit(external, waits)
 
@@ -122,7 +119,7 @@ class Lookups:
         if self._weights.doubtful and why != miss_reasons.LOAD_FAILED:  # the engine's own cache may be out of date, too
             return self._ask_later(tracked, local_tokens, miss_reasons.WEIGHTS, step)
         worth = self._staging is not None and not self._switches.bypass
-        if self._adapters.waits(tracked.request, step, worth=worth):
+        if tracked.request.lora_request is not None and self._adapters.waits(tracked.request, step, worth=worth):
             return _later(tracked, local_tokens, miss_reasons.ADAPTER, step)
         waiting, sessions = self._requests.waiting, self._requests.sessions
         # without a limit: it holds no blocks, and as long as it lives only such loads begin as it has room beside
@@ -139,13 +136,12 @@ class Lookups:
             self._counters["lookup_later"] += 1
             return _later(tracked, local_tokens, why, step)
         self._counters["lookup_gave_up"] += 1
-        # what is held may be evicted until then
-        asking.reply(step, LookupResult(local_tokens, 0, missed, why), Match(0))
+        asking.reply(step, local_tokens, missed, why)  # what is held may be evicted until it is computed
         return MISS
 
 
 def _later(tracked: Tracked, local_tokens: int, why: str, step: int) -> Answer:
     """Ask to be asked again."""
     missed = tracked.request.num_tokens - local_tokens
-    tracked.asking.reply(step, LookupResult(local_tokens, 0, missed, why, later=True), Match(local_tokens))
+    tracked.asking.put_off(step, local_tokens, missed, why)
     return LATER

@@ -44,36 +44,56 @@ class LookupResult(NamedTuple):
         return {MEMORY: kept, **by} if kept else by
 
 
-class Match(NamedTuple):
-    """What an answer rests on: units of the prefix that are held, and whether they are loaded between steps."""
-
-    local_tokens: int
-    units: int = 0
-    waits: bool = False
-
-
 NO_RESULT: Final = LookupResult()
-NO_MATCH: Final = Match(0)
+NO_TIERS: Final[tuple[tuple[str, int], ...]] = ()
 
 
 class Asking(Cursor):
-    """What the engine was last told of one request: the `answer`, in step `asked_step`, and the `match` behind it.
+    """What the engine was last told of one request, in step `asked_step`.
 
-    `retry_until_step`: until then lookups of this admission ask to be asked again.
+    See `LookupResult`; beside it, the `units` of the prefix that are held, and whether they are loaded between steps
+    (`waits`). `retry_until_step`: until then lookups of this admission ask to be asked again.
     """
 
-    __slots__ = ("answer", "asked_step", "life", "match", "request_id", "retry_until_step")
+    __slots__ = (
+        "asked_step", "hit", "life", "local", "missed", "request_id", "retry_until_step", "staged", "units", "waits",
+        "why",
+    )  # fmt: skip
 
     def __init__(self, machine: Compiled, request_id: str, life: RequestContext, watch: Watch | None) -> None:
         """Nobody has asked."""
-        super().__init__(machine, request_id, watch)
+        self.machine, self.key, self.state, self.watch = machine, request_id, machine.initial, watch  # as a cursor's
         self.life, self.request_id = life, request_id
-        self.answer, self.match, self.asked_step, self.retry_until_step = NO_RESULT, NO_MATCH, -1, BEYOND_STEPS
+        self.local, self.asked_step, self.retry_until_step = 0, -1, BEYOND_STEPS
 
-    def reply(self, step: int, answer: LookupResult, match: Match) -> None:
+    @property
+    def answer(self) -> LookupResult:
+        """What it was told, for who reports it. Somebody has asked."""
+        later = self.state.row == lookup_m.LATER
+        return LookupResult(self.local, self.hit, self.missed, self.why, later, self.staged)
+
+    def reply(
+        self,
+        step: int,
+        local: int,
+        missed: int,
+        why: str,
+        hit: int = 0,
+        units: int = 0,
+        *,
+        waits: bool = False,
+        staged: tuple[tuple[str, int], ...] = NO_TIERS,
+    ) -> None:
         """Answer what is asked in `step`."""
-        self.asked_step, self.answer, self.match = step, answer, match
-        self.fire(lookup_m.PUT_OFF if answer.later else lookup_m.ANSWER)
+        self.asked_step, self.local, self.missed, self.why = step, local, missed, why
+        self.hit, self.units, self.waits, self.staged = hit, units, waits, staged
+        self.fire(lookup_m.ANSWER)
+
+    def put_off(self, step: int, local: int, missed: int, why: str) -> None:
+        """Ask, in `step`, to be asked again."""
+        self.asked_step, self.local, self.missed, self.why = step, local, missed, why
+        self.hit, self.units, self.waits, self.staged = 0, 0, False, NO_TIERS
+        self.fire(lookup_m.PUT_OFF)
 
     def stands(self, step: int) -> bool:
         """Whether the answer was given in the pass of `step`, and is not used up."""
@@ -106,17 +126,17 @@ class SaveProgress(Cursor):
         self, machine: Compiled, request_id: str, groups: int, life: RequestContext, watch: Watch | None
     ) -> None:
         """Nothing is saved. `groups`: cache groups, each of which has a chunk that is being filled."""
-        super().__init__(machine, request_id, watch)
+        self.machine, self.key, self.state, self.watch = machine, request_id, machine.initial, watch  # as a cursor's
         self.life = life
         self.saved_units = self.next_save_at_tokens = self.retries = 0
         self.opened: list[OpenChunk | None] = [None] * groups
 
     def admit(self, held_units: int) -> None:
         """New blocks: what is held need not be saved, everything beyond it is open again."""
-        self.fire(m.ADMIT)
+        if self.fire(m.ADMIT).moves:
+            self.close_chunks()
         self.saved_units = held_units
         self.next_save_at_tokens = self.retries = 0
-        self.close_chunks()
 
     def planned(self, next_save_at_tokens: int) -> None:
         """All that is final is saved or being saved, or will be with the rows of this step."""
@@ -181,10 +201,11 @@ class Tracked(Cursor):
         self, machines: Machines, request: Request, groups: int, life: RequestContext, watches: Watches
     ) -> None:
         """`groups`: cache groups."""
-        super().__init__(machines.request, request.request_id, watches.request)
+        request_id, machine = request.request_id, machines.request
+        self.machine, self.key, self.state, self.watch = machine, request_id, machine.initial, watches.request
         self.request, self.life = request, life
-        self.asking = Asking(machines.lookup, request.request_id, life, watches.lookup)
-        self.saving = SaveProgress(machines.saving, request.request_id, groups, life, watches.saving)
+        self.asking = Asking(machines.lookup, request_id, life, watches.lookup)
+        self.saving = SaveProgress(machines.saving, request_id, groups, life, watches.saving)
         self.load_job_id = 0
         self.preemptions = request.num_preemptions
         self.stage: Stage | None = None

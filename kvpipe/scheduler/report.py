@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 TRACEPARENT_CHARS_MAX = 64
 _NS_PER_MS = 1e6
-_ADMISSIONS = frozenset({m.ADMIT_LOAD, m.ADMIT_EMPTY})
 
 
 class RequestContext:
@@ -60,28 +59,28 @@ class RequestReporter:
         self.hit_tokens: dict[str, int] = {MEMORY: 0}
         self.missed_tokens: dict[str, int] = {}
         self.misses: dict[str, int] = {}
-        self._others = Watches(self._request_moved, None, None)
+        self._others = Watches(self._request_moved if trace.transitions else None, None, None)
         self._sampled = Watches(self._request_moved, self._lookup_moved, self._saving_moved if trace.detail else None)
 
     def added(self, request: Request) -> tuple[RequestContext, Watches]:
         """A request has come. Return its life, and who watches its cursors."""
         self._numbers += 1
         trace = self.trace
-        headers = getattr(request, "trace_headers", None) or {}
-        parent = str(headers.get("traceparent", ""))[:TRACEPARENT_CHARS_MAX]
+        headers = getattr(request, "trace_headers", None)
+        parent = str(headers.get("traceparent", ""))[:TRACEPARENT_CHARS_MAX] if headers else ""
         life = RequestContext(self._numbers, parent, sampled=trace.transitions and trace.sampled(request.request_id))
         if life.sampled:
             common = trace.of(request.request_id, 0)
             trace.put(e.RequestAdded(*common, prompt_tokens=request.num_prompt_tokens, traceparent=parent))
         return life, self._sampled if life.sampled else self._others
 
-    def job_watch(self, tracked: Tracked, *, loads: bool) -> Watch | None:
-        """Return who watches a job of the request."""
-        return self._job_moved if loads or (tracked.life.sampled and self.trace.detail) else None
-
     def begun(self, planned: JobInFlight) -> None:
         """A job is planned: from now on its cursor is watched."""
         job, life, trace = planned.job, planned.tracked.life, self.trace
+        if not (trace.lifecycle or life.sampled):
+            return
+        if planned.owner is not None or (life.sampled and trace.detail):
+            planned.watch = self._job_moved
         pages = len(job.rows) // ROW_BYTES
         if planned.owner is None:
             life.pages_saved += pages
@@ -100,21 +99,17 @@ class RequestReporter:
 
     def _request_moved(self, cursor: Cursor, was: State, edge: Edge, why: str) -> None:
         tracked = cast("Tracked", cursor)
-        if edge.event in _ADMISSIONS and not edge.rejects:
-            self._admitted(tracked, loads=edge.event == m.ADMIT_LOAD)
         trace, life = self.trace, tracked.life
         failure = edge.rejects or (edge.moves and edge.to.row == m.RECOMPUTING)  # reported also beyond the sample
-        if trace.transitions and (failure or (life.sampled and (edge.moves or trace.detail))):
+        if failure or (life.sampled and (edge.moves or trace.detail)):
             request_id = tracked.request.request_id
             trace.took(request_id, tracked.epoch, trace.step, cursor, life.number, was, edge, why)
-        if edge.event == m.FINISH and edge.moves:
-            self._finished(tracked)
 
     def _lookup_moved(self, cursor: Cursor, was: State, edge: Edge, why: str) -> None:
         """An answer was given. The engine may ask in every step; only what is new is reported."""
         trace, asking = self.trace, cast("Asking", cursor)
-        life, answer = asking.life, asking.answer
-        if edge.event != lookup_m.ADMIT and answer != life.answer:
+        life = asking.life
+        if edge.event != lookup_m.ADMIT and (answer := asking.answer) != life.answer:
             life.answer = answer
             trace.put(e.Lookup(
                 *trace.of(asking.request_id, life.epoch), local_tokens=answer.local, hit_tokens=answer.by_tier,
@@ -123,23 +118,25 @@ class RequestReporter:
         if trace.detail:
             trace.took(asking.request_id, life.epoch, trace.step, cursor, life.number, was, edge, why)
 
-    def _admitted(self, tracked: Tracked, *, loads: bool) -> None:
+    def admitted(self, tracked: Tracked, *, loads: bool) -> None:
+        """Blocks were allocated; the lookup's answer is not used up yet. Counted of every request, traced or not."""
         life, trace, asking = tracked.life, self.trace, tracked.asking
         asked = asking.state.row == lookup_m.ASKED
         if not asked and not loads:
             return  # more blocks for the same admission
-        answer = asking.answer if asked else NO_RESULT
         again, life.answer = life.admissions > 0, None
         life.admissions += 1
+        told = life.sampled if again else trace.lifecycle
+        answer = asking.answer if asked and (loads or told) else NO_RESULT
         if loads:
             for tier, tokens in answer.by_tier.items():
                 self.hit_tokens[tier] = self.hit_tokens.get(tier, 0) + tokens
-        if answer.why:
-            self.misses[answer.why] = self.misses.get(answer.why, 0) + 1
-            self.missed_tokens[answer.why] = self.missed_tokens.get(answer.why, 0) + answer.missed
-        if life.sampled if again else trace.lifecycle:
+        if asked and (why := asking.why):
+            self.misses[why] = self.misses.get(why, 0) + 1
+            self.missed_tokens[why] = self.missed_tokens.get(why, 0) + asking.missed
+        if told:
             kind = e.RequestReadmitted if again else e.RequestAdmitted
-            load = (Kind.LOAD_ASYNC if asking.match.waits else Kind.LOAD_SYNC).name.lower() if loads else ""
+            load = (Kind.LOAD_ASYNC if asking.waits else Kind.LOAD_SYNC).name.lower() if loads else ""
             trace.put(kind(
                 *trace.of(tracked.request.request_id, tracked.epoch),
                 prompt_tokens=tracked.request.num_prompt_tokens, local_tokens=answer.local, hit_tokens=answer.by_tier,
@@ -159,19 +156,21 @@ class RequestReporter:
         if life.sampled and trace.detail:
             trace.took(job.request, job.epoch, trace.step, cursor, job.id, was, edge, why)
 
-    def _finished(self, tracked: Tracked) -> None:
+    def finished(self, tracked: Tracked) -> None:
+        """The request is over."""
         trace, life, request = self.trace, tracked.life, tracked.request
+        if not trace.lifecycle:
+            return
         life.end_loading()  # though its load may go on
-        if trace.lifecycle:
-            status = getattr(request, "status", None)
-            trace.put(e.RequestDone(
-                *trace.of(request.request_id, tracked.epoch),
-                status=getattr(status, "name", "").lower(), prompt_tokens=request.num_prompt_tokens,
-                output_tokens=request.num_tokens - request.num_prompt_tokens, loaded_tokens=life.loaded,
-                saved_pages=life.pages_saved, preemptions=request.num_preemptions, loads_failed=life.failures,
-                loading_ms=_ms(life.loading_ns), lived_ms=_ms(time.monotonic_ns() - life.added_ns),
-                traceparent=life.traceparent,
-            ))  # fmt: skip
+        status = getattr(request, "status", None)
+        trace.put(e.RequestDone(
+            *trace.of(request.request_id, tracked.epoch),
+            status=getattr(status, "name", "").lower(), prompt_tokens=request.num_prompt_tokens,
+            output_tokens=request.num_tokens - request.num_prompt_tokens, loaded_tokens=life.loaded,
+            saved_pages=life.pages_saved, preemptions=request.num_preemptions, loads_failed=life.failures,
+            loading_ms=_ms(life.loading_ns), lived_ms=_ms(time.monotonic_ns() - life.added_ns),
+            traceparent=life.traceparent,
+        ))  # fmt: skip
 
     def chunk_moved(self, cursor: Cursor, was: State, edge: Edge, why: str) -> None:
         """A chunk took an edge, on behalf of whom the recorder is about."""

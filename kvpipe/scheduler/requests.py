@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from kvpipe.scheduler.records import Machines, Tracked
@@ -43,6 +44,10 @@ class Requests:
         self.sessions: dict[str, Request] = {}
         self._epochs = 1
 
+    def __iter__(self) -> Iterator[Request]:
+        """All that live."""
+        return (tracked.request for tracked in self.tracked.values())
+
     def add(self, request: Request) -> Tracked:
         """Start to track. The id of a request that is over may be used again: it gets a new cursor."""
         old = self.tracked.get(request.request_id)
@@ -51,7 +56,8 @@ class Requests:
                 return old
             self._counters.fault("id_reused_before_finish", request=request.request_id)
             self.finish(old)
-        self._adapters.begin(request)
+        if request.lora_request is not None:
+            self._adapters.begin(request)
         tracked = Tracked(self.machines, request, self._groups, *self._report.added(request))
         self.tracked[request.request_id] = tracked
         if request.resumable:
@@ -89,8 +95,9 @@ class Requests:
 
     def begin_admission(self, tracked: Tracked, held_units: int, tables: Tables) -> None:
         """New blocks: what the catalog holds need not be saved, everything beyond it is open again."""
-        tracked.epoch = self.new_epoch()
-        self.end_stage(tracked)
+        tracked.life.epoch = self.new_epoch()
+        if tracked.stage is not None:
+            self.end_stage(tracked)
         tracked.saving.admit(held_units)
         if self._recovery.admitted(tracked.request.request_id, tables):
             tracked.saving.give_up()
@@ -105,9 +112,11 @@ class Requests:
         """Stop tracking. Jobs in flight end by themselves."""
         request_id = tracked.request.request_id
         del self.tracked[request_id]
-        self.end_stage(tracked)
+        if tracked.stage is not None:
+            self.end_stage(tracked)
         self._adapters.end(tracked.request)
         self.waiting.pop(request_id, None)
         self.sessions.pop(request_id, None)
-        self._recovery.finished(request_id, loading=bool(self._jobs.loads_in_step))
+        self._recovery.finished(request_id, loading=bool(self._jobs.in_flight and self._jobs.loads_in_step))
         tracked.fire(m.FINISH)
+        self._report.finished(tracked)

@@ -81,7 +81,7 @@ class Saving:
     def _try_save(self, tracked: Tracked, end: int) -> Job | None:
         """Plan one request's save. What goes wrong costs this save only: loads of the step depend on the plan."""
         pieces: list[Piece] = []
-        self._trace.about(tracked.request.request_id, tracked.epoch)
+        self._trace.about(tracked.request.request_id, tracked.life.epoch)
         try:
             rows, first = self.plan(tracked, end, pieces)
             if not pieces:
@@ -119,6 +119,7 @@ class Saving:
         rows: list[Row] = []
         first, progress.saved_units = progress.saved_units, units
         for group in range(len(self._geometry.groups)):
+            table = self._table(tracked, group)
             for base in range(first // self._per_chunk * self._per_chunk, units, self._per_chunk):
                 low, high = max(base, first), min(base + self._per_chunk, units)
                 key = self._prefixes.key(hashes, high)
@@ -126,14 +127,16 @@ class Saving:
                     progress.opened[group] = None
                     self._counters["save_known"] += 1
                     continue
-                piece = self._claim(tracked, group, base, low, high, keep=high == prompt_units)
+                piece = self._claim(tracked, group, table, base, low, high, keep=high == prompt_units)
                 if piece is not None:
                     pieces.append(piece)
-                    rows += self._save_rows(tracked, group, base, piece)
+                    rows += self._save_rows(group, table, base, piece)
         self._counters["units_saved"] += sum(p.stop - p.start for p in pieces)
         return rows, first
 
-    def _claim(self, tracked: Tracked, group: int, base: int, low: int, high: int, *, keep: bool) -> Piece | None:
+    def _claim(
+        self, tracked: Tracked, group: int, table: Sequence[Block], base: int, low: int, high: int, *, keep: bool
+    ) -> Piece | None:
         """Claim units [low, high) of the chunk that starts at unit `base`, in the chunk where they continue best."""
         hashes, progress = self._prefixes.hashes(tracked.request), tracked.saving
         key = self._prefixes.key(hashes, high)
@@ -152,7 +155,7 @@ class Saving:
                 chunk = None
         start = low if chunk is not None else base
         pages = self._geometry.pages_per_unit[group]
-        if self._any_null(tracked, group, start * pages, high * pages):
+        if _any_null(table, start * pages, high * pages):
             self._counters["save_out_of_window"] += 1
             return None
         if chunk is None:
@@ -168,14 +171,14 @@ class Saving:
         assert self.blocks is not None  # noqa: S101  (bound before the first step)
         return self.blocks.table(tracked.request.request_id, group)
 
-    def _any_null(self, tracked: Tracked, group: int, first: int, stop: int) -> bool:
-        table = self._table(tracked, group)
-        return len(table) < stop or any(table[i].is_null for i in range(first, stop))
-
-    def _save_rows(self, tracked: Tracked, group: int, base: int, piece: Piece) -> list[Row]:
+    def _save_rows(self, group: int, table: Sequence[Block], base: int, piece: Piece) -> list[Row]:
         pages = self._geometry.pages_per_unit[group]
-        table, slot, offset = self._table(tracked, group), piece.chunk.slot, base * pages
+        slot, offset = piece.chunk.slot, base * pages
         return [
             (group, slot, page, table[offset + page].block_id)
             for page in range(piece.start * pages, piece.stop * pages)
         ]
+
+
+def _any_null(table: Sequence[Block], first: int, stop: int) -> bool:
+    return len(table) < stop or any(table[i].is_null for i in range(first, stop))

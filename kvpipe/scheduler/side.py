@@ -94,8 +94,8 @@ class SchedulerSide:
             counters=counters,
         )  # fmt: skip
         self.loading = Loading(
-            settings, geometry, catalog=catalog, prefixes=prefixes, requests=requests, jobs=jobs, staging=staging,
-            recovery=recovery, counters=counters, trace=trace,
+            settings, geometry, catalog=catalog, prefixes=prefixes, requests=requests, jobs=jobs,
+            report=self._report, staging=staging, recovery=recovery, counters=counters, trace=trace,
         )  # fmt: skip
         self._saving = Saving(
             settings, geometry, catalog=catalog, prefixes=prefixes, requests=requests, jobs=jobs, counters=counters,
@@ -170,51 +170,50 @@ class SchedulerSide:
     def admitted(self, request: Request, tables: Tables, external_tokens: int) -> None:
         """Blocks were allocated: lease and plan the load of `external_tokens`, or note that there is none."""
         tracked = self.requests.add(request)
-        self.requests.notice_preemption(tracked)
-        if tracked.asking.state.row != lookup_m.UNASKED:
-            self._entered(request, tracked.asking.match.local_tokens)
+        if request.num_preemptions != tracked.preemptions:
+            self.requests.notice_preemption(tracked)
+        asking = tracked.asking
+        if asking.state.row != lookup_m.UNASKED:
+            if request.lora_request is not None:
+                self.adapters.admitted(request, self._step + 1, asking.local)
+            if asking.local:
+                self._entered(request, asking.local)
         self.loading.admit(tracked, tables, external_tokens, self._step)
 
     def _entered(self, request: Request, local_tokens: int) -> None:
         """What the engine holds of the request is of use, too, though it needs no copy of it."""
-        self.adapters.admitted(request, self._step + 1, local_tokens)
-        if local_tokens:
-            units = local_tokens // self.geometry.unit_tokens
-            self.catalog.refresh(self.prefixes.chunks_from_the_end(request, units))
+        units = local_tokens // self.geometry.unit_tokens
+        self.catalog.refresh(self.prefixes.chunks_from_the_end(request, units))
 
     def plan_step(self, step: Step) -> StepPlan:
         """Plan the step: the loads that were admitted, and a save for every request with newly final units."""
         self.requests.plan_step(step)
-        try:
-            self._recovery.step_planned(step)
-        except Exception as e:  # noqa: BLE001  (the engine counts on the loads of the plan)
-            self.counters.fault("contained_error", where="step_planned", error=repr(e))
-        loads = self.loading.plan_step(step)
-        saves = self._saving.plan_step(step) if self.switches.saving else ()
-        jobs = (*loads, *saves)
-        orders = self._plan_orders()
+        jobs = self.loading.plan_step(step)
+        if self.switches.saving:
+            jobs += self._saving.plan_step(step)
+        orders: tuple[TierOrder, ...] = ()
+        space, staging = "", self.staging
+        if staging is not None:
+            self.trace.about("", 0)
+            orders, space = staging.plan(stores=self.switches.storing), staging.space.name
         self._step += 1
         self.trace.step = self._step + 1  # what comes now belongs to the step that is planned next
-        space = self.staging.space.name if self.staging is not None else ""
-        return StepPlan(self._step, jobs, orders, space, self.weights.ask(), self.adapters.claims(jobs))
-
-    def _plan_orders(self) -> tuple[TierOrder, ...]:
-        """Plan what goes to and comes from tiers."""
-        if self.staging is None:
-            return ()
-        self.trace.about("", 0)
-        return self.staging.plan(stores=self.switches.storing)
+        return StepPlan(self._step, tuple(jobs), orders, space, self.weights.ask(), self.adapters.claims(jobs))
 
     def reported(self, report: Report) -> None:
         """Ranks have reported with a step's output."""
-        self.weighed(report.weights)
+        if report.weights:
+            self.weighed(report.weights)
         if self.loading.stall is not None and report.rate:
             self.loading.stall.rate = report.rate
         self._jobs_reported(report.tallies)
         self.switches.tier_lost |= report.lost
-        self.tiers_left(report.unreadable)
-        self.slots_ready(report.ready)
-        self.adapters.told(report.adapters, report.step)
+        if report.unreadable:
+            self.tiers_left(report.unreadable)
+        if report.ready:
+            self.slots_ready(report.ready)
+        if report.adapters:
+            self.adapters.told(report.adapters, report.step)
 
     def _jobs_reported(self, tallies: dict[int, Tally]) -> None:
         """Ranks have ended jobs: publish, release, or fail them once all ranks have spoken."""

@@ -44,7 +44,7 @@ class Weights:
 
     def ask(self) -> int:
         """Return the question that the next step takes to the ranks; 0: none."""
-        if not self.doubtful or self._sent == self._question:
+        if self._sent == self._question or not self.doubtful:
             return 0
         self._sent = self._question
         return self._question

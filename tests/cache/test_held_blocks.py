@@ -118,7 +118,7 @@ def test_loads_go_out_though_spoiled_blocks_cannot_be_reported(monkeypatch: pyte
     """An exception there costs no other load of the step."""
     world = SchedulerWorld()
     world.publish(world.request("old", 4, shared=4))
-    monkeypatch.setattr(world.remedies, "extra_loads", None)
+    monkeypatch.setattr(world.remedies, "begin_step", None)
     assert world.admit(world.request("new", 6, shared=4)) == 4 * UNIT
     (load,) = world.step()
     assert load.kind == SYNC

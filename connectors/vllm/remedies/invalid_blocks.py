@@ -31,28 +31,28 @@ class Spoiled:
     def __init__(self, block_tokens: int) -> None:
         """`block_tokens`: tokens per block."""
         self._size = block_tokens
-        self._clean: dict[int, int] = {}
+        self.clean: dict[int, int] = {}
 
     def __bool__(self) -> bool:
         """Whether there are any."""
-        return bool(self._clean)
+        return bool(self.clean)
 
     def add(self, blocks: Iterable[int]) -> None:
         """A load into `blocks` has failed."""
-        self._clean.update(dict.fromkeys(blocks, 0))
+        self.clean.update(dict.fromkeys(blocks, 0))
 
     def discard(self, blocks: Iterable[int]) -> None:
         """Another load fills `blocks`; if it fails they come back."""
         for block in blocks:
-            self._clean.pop(block, None)
+            self.clean.pop(block, None)
 
     def keep(self, held: set[int]) -> None:
         """Forget blocks that nobody holds: their next owner fills them first."""
-        self._clean = {block: done for block, done in self._clean.items() if block in held}
+        self.clean = {block: done for block, done in self.clean.items() if block in held}
 
     def readers(self, parts: list[ScheduledRange]) -> dict[str, list[int]]:
         """Note what a step computes; return, by request, the blocks that it would read too early, whole or in part."""
-        size, clean = self._size, self._clean
+        size, clean = self._size, self.clean
         for part in parts:
             first = part.start // size
             for i, block in enumerate(part.blocks[first : -(-part.stop // size)], first):
@@ -90,8 +90,6 @@ class InvalidBlocks:
 
     def failing_loads(self, step: Step, requests: Iterable[Request], blocks: Blocks) -> dict[str, list[int]]:
         """Return the blocks, by request, that `step` would read before they are computed anew."""
-        if not self.spoiled:
-            return {}
         alive = {request.request_id: request for request in requests}
         tables = {request_id: [block.block_id for block in blocks.table(request_id, 0)] for request_id in alive}
         self.spoiled.keep({block for table in tables.values() for block in table})

@@ -32,36 +32,35 @@ class Stale:
 
     def __init__(self) -> None:
         """Nothing is stale."""
-        self._requests: dict[str, dict[int, int]] = {}  # how many blocks of each group were taken out
+        self.requests: dict[str, dict[int, int]] = {}
+        """Those that go on with old KV: how many of their blocks, by group, were taken out."""
 
     def begin(self, requests: Iterable[str], blocks: CachedBlocks | None) -> None:
         """The weights are others: whatever vLLM holds was computed with the old ones."""
-        self._requests = {request: {} for request in requests}
+        self.requests = {request: {} for request in requests}
         if blocks is not None:
             blocks.forget_all()
 
     def rests_on(self, request: str, tables: Tables, blocks: CachedBlocks) -> bool:
         """Whether a request that is being admitted takes over blocks of one that is stale; it is stale, too, then."""
-        self._requests.pop(request, None)  # preempted since: it computes anew
-        if not self._requests:
+        self.requests.pop(request, None)  # preempted since: it computes anew
+        if not self.requests:
             return False
         mine = {block.block_id for table in tables for block in table if not block.is_null}
-        theirs = (blocks.table(one, group) for one in self._requests for group in range(blocks.groups))
+        theirs = (blocks.table(one, group) for one in self.requests for group in range(blocks.groups))
         if mine.isdisjoint({block.block_id for table in theirs for block in table}):
             return False
-        self._requests[request] = {}
+        self.requests[request] = {}
         return True
 
     def plan_step(self, preempted: Iterable[str], blocks: CachedBlocks) -> None:
         """Take out of vLLM's prefix cache what stale requests have put into it in this step."""
-        if not self._requests:
-            return
-        if any(request in self._requests for request in preempted):  # their blocks are theirs no more
+        if any(request in self.requests for request in preempted):  # their blocks are theirs no more
             blocks.forget_all()
             return
         new: set[int] = set()
         for group in range(blocks.groups):
-            for request, done in self._requests.items():
+            for request, done in self.requests.items():
                 first, done[group] = done.get(group, 0), blocks.cached(request, group)
                 table = blocks.table(request, group)
                 new.update(table[i].block_id for i in range(first, min(done[group], len(table))))
@@ -70,4 +69,4 @@ class Stale:
 
     def leave(self, request: str) -> None:
         """The request is over."""
-        self._requests.pop(request, None)
+        self.requests.pop(request, None)

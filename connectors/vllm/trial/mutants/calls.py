@@ -106,9 +106,9 @@ MUTANTS: dict[str, Mutant] = {
         "The leases of a load whose request has ended are kept.",
         one(
             JOBS,
-            "_end_load",
-            "self._catalog.release(owner)",
-            "job.tracked.state.row not in {'DRAINING', 'FINISHED'} and self._catalog.release(owner)",
+            "_end",
+            "self._catalog.release(job.owner)",
+            "job.tracked.state.row not in {'DRAINING', 'FINISHED'} and self._catalog.release(job.owner)",
         ),
     ),
     "released_when_sent": Mutant(

@@ -28,8 +28,8 @@ MUTANTS: dict[str, Mutant] = {
         one(
             LOADING,
             "admit",
-            "match.units if stands else 0",
-            "max(match.units, match.local_tokens // self._unit) if stands else 0",
+            "asking.units if stands else 0",
+            "max(asking.units, asking.local // self._unit) if stands else 0",
         ),
     ),
     "only_failed_blocks_forgotten": Mutant(

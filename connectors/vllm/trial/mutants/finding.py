@@ -21,12 +21,12 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "loaded_over_local_hits": Mutant(
         "What vLLM holds itself is loaded over once more, though others read it.",
-        one(LOADING, "admit", "first = match.local_tokens // self._unit", "first = 0"),
+        one(LOADING, "admit", "first = asking.local // self._unit", "first = 0"),
         shape="async-load",
     ),
     "window_blocks_saved": Mutant(
         "Blocks outside of a sliding window, which vLLM has given away, are saved.",
-        one(SAVING, "_any_null", "any(table[i].is_null for i in range(first, stop))", "False"),
+        one(SAVING, "_claim", "_any_null(table, start * pages, high * pages)", "len(table) < high * pages"),
         shape="hybrid",
     ),
     "retried_without_end": Mutant(

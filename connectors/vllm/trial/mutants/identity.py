@@ -62,7 +62,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "old_kv_is_handed_on": Mutant(
         "A request that shares blocks with one that has old weights' KV saves them under the new weights' name.",
-        one(_STALE, "rests_on", "self._requests[request] = {}\n    return True", "return False"),
+        one(_STALE, "rests_on", "self.requests[request] = {}\n    return True", "return False"),
         test=f"{_UNIT}::test_requests_that_go_on_with_old_kv",
     ),
 }

@@ -127,7 +127,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "spoiled_block_left_to_another": Mutant(
         "A block that a failed load has spoiled is left to the first of those that share it, aborted or not.",
-        one(INVALID_BLOCKS, "failing_loads", "if not self.spoiled:", "if True:"),
+        one(INVALID_BLOCKS, "failing_loads", "return self.spoiled.readers(parts)", "return {}"),
     ),
     "failed_load_tried_for_ever": Mutant(
         "A request whose load has failed is promised the same hit again.",
@@ -174,7 +174,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "promise_not_kept": Mutant(
         "A hit that was promised between steps is loaded in its step, or the other way round.",
-        one(LOADING, "admit", "waits = match.waits if asked else self.between_steps", "waits = self.between_steps"),
+        one(LOADING, "admit", "waits = asking.waits if asked else self.between_steps", "waits = self.between_steps"),
         shape="either-load",
     ),
     "reports_not_waited_for": Mutant(
