@@ -9,7 +9,7 @@ from kvpipe.messages import ROW_BYTES, Kind
 from kvpipe.scheduler.records import MEMORY, NO_RESULT, Watches
 from kvpipe.statemachine import lookup as lookup_m
 from kvpipe.statemachine import request as m
-from kvpipe.statemachine.core import Cursor, Edge, State, Watch
+from kvpipe.statemachine.core import Cursor, Edge, State
 from kvpipe.trace import events as e
 from kvpipe.trace.recorder import Recorder
 
