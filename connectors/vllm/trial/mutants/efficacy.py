@@ -82,7 +82,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "local_hits_not_of_use": Mutant(
         "What vLLM's own prefix cache holds is evicted from kvpipe's as if nobody used it.",
-        one(SCHEDULER, "_entered", "if local_tokens:", "if False:"),
+        one(SCHEDULER, "admitted", "if asking.local:", "if False:"),
         test="tests/scheduler/test_side.py::test_the_tail_of_a_request_does_not_evict_its_head",
     ),
     "later_input_not_saved": Mutant(
