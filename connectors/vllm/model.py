@@ -6,7 +6,6 @@ weights away (a CPU's kernels keep them where nobody can read them), they are re
 
 from __future__ import annotations
 
-import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from kvpipe.connectors.vllm.wrapping import wrap
 from kvpipe.digest import tensors_digest
 from kvpipe.trace.log import warn
 
@@ -26,48 +26,38 @@ class LayerDigest(NamedTuple):
 
 
 _PACKED: Final[weakref.WeakKeyDictionary[torch.nn.Module, LayerDigest]] = weakref.WeakKeyDictionary()
-_WATCHED: Final = "_kvpipe_watched"
 
 
 def watch_packing() -> None:
     """Read weights that are about to be packed away, from now on. Idempotent; before a model is loaded."""
     from vllm.model_executor.model_loader import base_loader  # noqa: PLC0415  (slow)
 
-    pack = base_loader.process_weights_after_loading
-    if hasattr(pack, _WATCHED):
-        return
+    wrap(base_loader, "process_weights_after_loading", _pack_model)
 
-    @functools.wraps(pack)
-    def watched(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        for module in model.modules():
-            _watch_layer(module)
-        return pack(model, *args, **kwargs)
 
-    setattr(watched, _WATCHED, True)
-    base_loader.process_weights_after_loading = watched
+def _pack_model(pack: Callable[..., object], model: torch.nn.Module, *args: object, **kwargs: object) -> object:
+    for module in model.modules():
+        _watch_layer(module)
+    return pack(model, *args, **kwargs)
 
 
 def _watch_layer(module: torch.nn.Module) -> None:
     """Wrap what packs the layer's weights, when they are loaded and whenever they are loaded again."""
     method = getattr(module, "quant_method", None)
-    pack = getattr(method, "process_weights_after_loading", None)
-    if pack is None or hasattr(pack, _WATCHED):
-        return
+    if getattr(method, "process_weights_after_loading", None) is not None:
+        wrap(method, "process_weights_after_loading", _pack_layer)
 
-    @functools.wraps(pack)
-    def watched(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        try:
-            own = list(_own(layer))
-            names = frozenset(name for name, tensor in own if tensor.numel())
-            if names and (layer not in _PACKED or names >= _PACKED[layer].names):  # else they are packed already
-                _PACKED[layer] = LayerDigest(tensors_digest(own), names)
-        except Exception as error:  # noqa: BLE001  (the model must be loaded all the same)
-            _PACKED.pop(layer, None)
-            warn("weights_not_read", layer=type(layer).__name__, error=repr(error))
-        return pack(layer, *args, **kwargs)
 
-    setattr(watched, _WATCHED, True)
-    method.process_weights_after_loading = watched  # type: ignore[union-attr]
+def _pack_layer(pack: Callable[..., object], layer: torch.nn.Module, *args: object, **kwargs: object) -> object:
+    try:
+        own = list(_own(layer))
+        names = frozenset(name for name, tensor in own if tensor.numel())
+        if names and (layer not in _PACKED or names >= _PACKED[layer].names):  # else they are packed already
+            _PACKED[layer] = LayerDigest(tensors_digest(own), names)
+    except Exception as error:  # noqa: BLE001  (the model must be loaded all the same)
+        _PACKED.pop(layer, None)
+        warn("weights_not_read", layer=type(layer).__name__, error=repr(error))
+    return pack(layer, *args, **kwargs)
 
 
 def _own(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -124,15 +114,10 @@ def _named(root: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _watch_root(root: torch.nn.Module, changed: Callable[[], object]) -> None:
     """Notice weights that somebody in this process loads into the model without asking vLLM."""
-    load = getattr(root, "load_weights", None)
-    if load is None or hasattr(load, _WATCHED):
-        return
 
-    @functools.wraps(load)
-    def watched(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def watched(load: Callable[..., object], *args: object, **kwargs: object) -> object:
         changed()
         return load(*args, **kwargs)
 
-    setattr(watched, _WATCHED, True)
-    root.load_weights = watched  # type: ignore[assignment]
-    root.register_load_state_dict_post_hook(lambda _module, _keys: changed())  # type: ignore[no-untyped-call]
+    if getattr(root, "load_weights", None) is not None and wrap(root, "load_weights", watched):
+        root.register_load_state_dict_post_hook(lambda _module, _keys: changed())  # type: ignore[no-untyped-call]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from kvpipe.connectors.vllm.wrapping import wrap
 from kvpipe.trace.log import warn
 
 if TYPE_CHECKING:
@@ -59,7 +59,6 @@ HARMLESS: Final = frozenset(
 ADAPTER_CALLS: Final = frozenset({"add_lora", "remove_lora"})
 """After these the ranks may hold another adapter under its number."""
 
-_WATCHED: Final = "_kvpipe_watched"
 _WATCHING: Final[weakref.WeakSet[Watch]] = weakref.WeakSet()
 
 
@@ -77,21 +76,16 @@ class Watch:
         for kind in kinds:
             kinds.extend(kind.__subclasses__())
             if "collective_rpc" in vars(kind):
-                _watch_rpc(kind)
+                wrap(kind, "collective_rpc", _call)
 
     def watch_resets(self, manager: KVCacheManager) -> None:
         """Watch resets of vLLM's own prefix cache: who changes weights behind its back calls that."""
-        reset = manager.reset_prefix_cache
-        if hasattr(reset, _WATCHED):
-            return
 
-        @functools.wraps(reset)
-        def watched() -> bool:
+        def watched(reset: Callable[[], bool]) -> bool:
             self.side.weights.suspect("reset_prefix_cache")
             return reset()
 
-        setattr(watched, _WATCHED, True)
-        manager.reset_prefix_cache = watched  # type: ignore[method-assign]
+        wrap(manager, "reset_prefix_cache", watched)
 
 
 def suspect(config: VllmConfig, why: str) -> None:
@@ -104,24 +98,15 @@ def _watching(config: VllmConfig) -> Iterator[Watch]:
     return (watch for watch in list(_WATCHING) if watch.engine is config.cache_config)
 
 
-def _watch_rpc(kind: Any) -> None:  # noqa: ANN401  (a class of executors)
-    call = kind.collective_rpc
-    if hasattr(call, _WATCHED):
-        return
-
-    @functools.wraps(call)
-    def watched(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        try:
-            _hear(self.vllm_config, method if isinstance(method, str) else "callable", *args[:2], **kwargs)
-        except Exception as error:  # noqa: BLE001  (vLLM's call goes on)
-            warn("weights_not_watched", error=repr(error))
-        return call(self, method, *args, **kwargs)
-
-    setattr(watched, _WATCHED, True)
-    kind.collective_rpc = watched
+def _call(rpc: Callable[..., Any], executor: Any, method: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    try:
+        _notice(executor.vllm_config, method if isinstance(method, str) else "callable", *args[:2], **kwargs)
+    except Exception as error:  # noqa: BLE001  (vLLM's call goes on)
+        warn("weights_not_watched", error=repr(error))
+    return rpc(executor, method, *args, **kwargs)
 
 
-def _hear(config: VllmConfig, method: str, _timeout: object = None, args: Sequence[Any] = (), **_: object) -> None:
+def _notice(config: VllmConfig, method: str, _timeout: object = None, args: Sequence[Any] = (), **_: object) -> None:
     """The workers are asked for `method`: what it may change is in doubt."""
     if method not in HARMLESS:
         suspect(config, method)

@@ -34,7 +34,7 @@ MUTANTS: dict[str, Mutant] = {
         "A function that is sent to the workers is taken to leave the weights alone.",
         one(
             _WEIGHTS,
-            "_hear",
+            "_notice",
             "method not in HARMLESS",
             'method not in HARMLESS and method != "callable"',
         ),
