@@ -49,7 +49,7 @@ class Stage(Cursor):
         super().__init__(machine, number, watch)
         self.request, self.lookup = request, lookup
         self.owner = Owner(request.request_id, -number)  # admissions have positive epochs
-        self.deadline_at_s = time.monotonic() + lookup.deadline_s
+        self.deadline_at_s = time.monotonic() + lookup.seconds_max
         self.waits: set[int] = set()
         self.todo: deque[Place] = deque()  # what is still to be ordered, in the order of the prefix
         self.taken: dict[int, int] = {}

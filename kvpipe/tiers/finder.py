@@ -27,7 +27,7 @@ class TierLookup:
     """One question. The scheduler's thread makes it, and reads the answer once it is `done`."""
 
     __slots__ = (
-        "deadline_s", "done", "down", "found", "groups", "keys", "space", "until_s", "wanted",
+        "deadline_s", "done", "down", "found", "groups", "keys", "seconds_max", "space", "wanted",
     )  # fmt: skip
 
     def __init__(
@@ -39,9 +39,12 @@ class TierLookup:
         space: str,
         seconds_max: float,
     ) -> None:
-        """`keys[u]`: hash of the first u + 1 units. `wanted`: whole chunks that are not in memory."""
+        """`keys[u]`: hash of the first u + 1 units. `wanted`: whole chunks that are not in memory.
+
+        `seconds_max`: for how long the request waits; until `deadline_s`, by the monotonic clock.
+        """
         self.keys, self.wanted, self.groups, self.space = keys, wanted, groups, space
-        self.deadline_s, self.until_s = seconds_max, time.monotonic() + seconds_max
+        self.seconds_max, self.deadline_s = seconds_max, time.monotonic() + seconds_max
         self.found: dict[Place, int] = {}
         """In which tier, by its place in the order, each place that was found is."""
         self.down = False  # a tier could not be asked
@@ -96,7 +99,7 @@ class Finder(TierThread[TierLookup]):
 
     async def _work(self, lookup: TierLookup) -> None:
         try:
-            with anyio.move_on_after(lookup.deadline_s * 2):  # what it waits for has limits of its own, before this
+            with anyio.move_on_after(lookup.seconds_max * 2):  # what it waits for has limits of its own, before this
                 async with self._limit:
                     await self._find(lookup, lookup.wanted)
                     await self._find(lookup, self._partial(lookup))
@@ -139,7 +142,7 @@ class Finder(TierThread[TierLookup]):
 
     async def _ready(self, tier: GuardedTier, lookup: TierLookup) -> bool:
         """Wait a while for a tier that is still being opened: others are to be asked too."""
-        left_s = lookup.until_s - time.monotonic()
+        left_s = lookup.deadline_s - time.monotonic()
         with anyio.move_on_after(left_s / 2) as waited:
             await tier.ready()
         if waited.cancelled_caught and left_s > 0:
@@ -148,7 +151,7 @@ class Finder(TierThread[TierLookup]):
 
     async def _exists(self, tier: GuardedTier, lookup: TierLookup, places: Sequence[Place]) -> list[Place] | None:
         """Return those of `places` that `tier` holds for every rank; None: it could not be asked."""
-        left_s = lookup.until_s - time.monotonic()
+        left_s = lookup.deadline_s - time.monotonic()
         names = [
             tier.sealer.names(Key(lookup.space, chunk_name(lookup.keys[units - 1]), group, rank, self._ranks))
             for group, units in places
