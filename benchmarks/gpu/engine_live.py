@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from kvpipe.connectors.vllm.trial.engine import Engine
+from kvpipe.testing.catalog_integrity import check_integrity
 from kvpipe.transfer.pages import view_pages
 from kvpipe.transfer.pool import HostPool
 from kvpipe.worker.side import WorkerSide
@@ -163,7 +164,7 @@ class Live(Engine):
         pipeline = self.side.pipeline
         assert scheduler is not None
         assert pipeline is not None
-        scheduler.catalog.check_integrity()
+        check_integrity(scheduler.catalog)
         stats = self.connector.stats()
         faults = {"scheduler": dict(scheduler.counters.faults), "worker": dict(self.side.counters.faults)}
         assert not any(faults.values()), faults

@@ -21,6 +21,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import pytest
 
 from kvpipe.scheduler.side import SchedulerSide
+from kvpipe.testing.catalog_integrity import check_integrity
 from kvpipe.testing.faults import FaultyCpuEngine
 from kvpipe.testing.held import HeldEngine
 from kvpipe.testing.overriding import not_overridden
@@ -156,7 +157,7 @@ class _EngineRun:
         stats = self.driver.scheduler.stats()
         left = {name: stats[name] for name in ("leases", "jobs_in_flight", "requests", "pieces_writing") if stats[name]}
         assert not left, f"left open: {left}"
-        self.driver.scheduler.catalog.check_integrity()
+        check_integrity(self.driver.scheduler.catalog)
         assert faults or not self.faults(), f"faults: {self.faults()}"
         self.driver.shutdown()
 

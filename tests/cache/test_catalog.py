@@ -7,6 +7,7 @@ import pytest
 from kvpipe.cache.catalog import KEPT_MARKS_MAX, Catalog, Owner
 from kvpipe.cache.policy import Lru
 from kvpipe.statemachine.core import IllegalTransition
+from kvpipe.testing.catalog_integrity import check_integrity
 from kvpipe.trace.log import Counters
 
 ME, OTHER = Owner("me", 1), Owner("other", 1)
@@ -34,7 +35,7 @@ def test_a_chunk_is_invisible_until_its_piece_has_landed() -> None:
     assert catalog.landed(piece)
     assert catalog.find(0, b"k") is chunk
     assert catalog.writing == 0
-    catalog.check_integrity()
+    check_integrity(catalog)
 
 
 def test_a_lost_first_piece_frees_the_slot() -> None:
@@ -58,7 +59,7 @@ def test_a_later_piece_without_its_beginning_is_dropped() -> None:
     assert not catalog.landed(second)
     assert catalog.find(0, b"12") is None
     assert catalog.used == 0
-    catalog.check_integrity()
+    check_integrity(catalog)
 
 
 def test_growth_moves_the_mark_unless_it_is_kept() -> None:
@@ -73,7 +74,7 @@ def test_growth_moves_the_mark_unless_it_is_kept() -> None:
     assert catalog.landed(catalog.write(chunk, 3, b"123", keep=False))
     assert catalog.find(0, b"12") is catalog.find(0, b"123") is chunk
     assert chunk.identity == b"123"
-    catalog.check_integrity()
+    check_integrity(catalog)
 
 
 def test_kept_marks_are_bounded() -> None:
@@ -85,7 +86,7 @@ def test_kept_marks_are_bounded() -> None:
     for units in range(2, 20):
         catalog.landed(catalog.write(chunk, units, bytes([units]), keep=True))
     assert len(chunk.marks) == len(catalog.index(0)) == KEPT_MARKS_MAX
-    catalog.check_integrity()
+    check_integrity(catalog)
 
 
 def test_the_same_content_from_two_slots() -> None:
@@ -97,7 +98,7 @@ def test_the_same_content_from_two_slots() -> None:
     catalog.landed(pieces[1])
     assert catalog.find(0, b"k") is chunks[0]
     assert catalog.used == 1
-    catalog.check_integrity()
+    check_integrity(catalog)
 
 
 def test_reset_reaches_a_copy_that_cannot_be_found_yet() -> None:
@@ -109,12 +110,12 @@ def test_reset_reaches_a_copy_that_cannot_be_found_yet() -> None:
     first = catalog.write(twin, 1, b"1", keep=False)
     second = catalog.write(twin, 2, b"12", keep=False)
     catalog.landed(first)
-    catalog.check_integrity()
+    check_integrity(catalog)
     assert catalog.reset() == 2
     assert not catalog.landed(second)
     assert catalog.find(0, b"12") is None
     assert catalog.used == 0
-    catalog.check_integrity()
+    check_integrity(catalog)
 
 
 def test_a_leased_chunk_is_never_evicted() -> None:
@@ -142,7 +143,7 @@ def test_a_leased_chunk_is_never_evicted() -> None:
     assert catalog.counters["evicted"] == 1
     catalog.abandon(fresh)
     catalog.landed(piece)
-    catalog.check_integrity()
+    check_integrity(catalog)
 
 
 def test_a_rejected_lease_hides_none_of_the_others() -> None:
@@ -155,11 +156,11 @@ def test_a_rejected_lease_hides_none_of_the_others() -> None:
     piece = catalog.write(writing, 1, b"w", keep=False)
     with pytest.raises(IllegalTransition, match="nothing has landed"):
         catalog.lease(ME, [chunk, writing])
-    catalog.check_integrity()
+    check_integrity(catalog)
     assert catalog.release(ME) == 1
     assert catalog.leases == 0
     catalog.lost(piece)
-    catalog.check_integrity()
+    check_integrity(catalog)
 
 
 def test_the_end_of_a_prefix_is_evicted_first() -> None:
@@ -202,11 +203,11 @@ def test_reset_lets_readers_and_writers_finish() -> None:
     assert not catalog.index(0)
     assert not catalog.known(0, b"w")
     assert catalog.used == 2
-    catalog.check_integrity()
+    check_integrity(catalog)
     assert not catalog.landed(piece)
     assert catalog.release(ME) == 1
     assert (catalog.used, catalog.leases, catalog.writing) == (0, 0, 0)
-    catalog.check_integrity()
+    check_integrity(catalog)
 
 
 def test_groups_do_not_mix() -> None:
@@ -223,7 +224,7 @@ def test_the_integrity_check_sees_a_corruption() -> None:
     for corrupt in ("_free", "leases", "_policy", "ready"):
         catalog = _catalog()
         _publish(catalog, b"k")
-        catalog.check_integrity()
+        check_integrity(catalog)
         chunk = catalog.find(0, b"k")
         assert chunk is not None
         if corrupt == "_free":
@@ -235,7 +236,7 @@ def test_the_integrity_check_sees_a_corruption() -> None:
         else:
             catalog._policy.remove(chunk)
         with pytest.raises(AssertionError):
-            catalog.check_integrity()
+            check_integrity(catalog)
 
 
 def test_a_chunk_grows_again_after_a_lost_piece() -> None:
@@ -250,7 +251,7 @@ def test_a_chunk_grows_again_after_a_lost_piece() -> None:
     assert again.start == 1
     assert catalog.landed(again)
     assert catalog.find(0, b"12") is chunk
-    catalog.check_integrity()
+    check_integrity(catalog)
 
 
 def test_only_slots_that_are_ready_are_handed_out() -> None:
@@ -260,7 +261,7 @@ def test_only_slots_that_are_ready_are_handed_out() -> None:
     catalog.use_more(2)
     for key in (b"a", b"b", b"c"):
         _publish(catalog, key)
-        catalog.check_integrity()
+        check_integrity(catalog)
     assert (catalog.used, catalog.ready) == (2, 2)
     assert (catalog.known(0, b"a"), catalog.known(0, b"c")) == (False, True)
     catalog.use_more(1)  # late news
@@ -271,7 +272,7 @@ def test_only_slots_that_are_ready_are_handed_out() -> None:
     _publish(catalog, b"e")
     assert catalog.known(0, b"b")
     assert {chunk.slot for chunk in catalog.index(0).values()} == {0, 1, 2, 3}
-    catalog.check_integrity()
+    check_integrity(catalog)
 
 
 def test_a_slot_that_was_used_is_used_again_first() -> None:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvpipe.connectors.vllm.trial.engine import Engine
+from kvpipe.testing.catalog_integrity import check_integrity
 from kvpipe.testing.models import VOCAB, make_model
 
 UNEXPECTED = (
@@ -68,7 +69,7 @@ def assert_clean(live: Engine, *, expected: Sequence[str] = ()) -> dict[str, int
     live.settle()
     side = live.connector.scheduler
     assert side is not None
-    side.catalog.check_integrity()
+    check_integrity(side.catalog)
     stats = live.connector.stats()
     counters = dict(stats)
     worker = live.worker_connector.worker if live.local_worker else None

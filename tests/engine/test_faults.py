@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvpipe.testing.catalog_integrity import check_integrity
 from kvpipe.trace import events as e
 from kvpipe.trace.reader import Trace
 from tests.engine.common import assert_clean, baseline, engine, prompt
@@ -204,7 +205,7 @@ def test_cache_reset_in_mid_run() -> None:
                 side = live.connector.scheduler
                 assert side is not None
                 assert not side.catalog.index(0)
-                side.catalog.check_integrity()
+                check_integrity(side.catalog)
             if not live.busy:
                 break
         assert [list(outputs[i].outputs[0].token_ids) for i in ids] == expected

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvpipe.testing.catalog_integrity import check_integrity
 from kvpipe.testing.faults import FaultyCpuEngine
 from kvpipe.testing.held import HeldEngine
 from kvpipe.transfer.base import Direction
@@ -63,7 +64,7 @@ def settled(engine: Engine, kvpipe: KVPipe) -> None:
     assert {name: stats[name] for name in ("leases", "jobs_in_flight", "requests", "pieces_writing")} == {
         "leases": 0, "jobs_in_flight": 0, "requests": 0, "pieces_writing": 0,
     }  # fmt: skip
-    kvpipe.scheduler.catalog.check_integrity()
+    check_integrity(kvpipe.scheduler.catalog)
 
 
 def faults(kvpipe: KVPipe) -> dict[str, int]:

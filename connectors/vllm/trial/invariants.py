@@ -18,6 +18,7 @@ from kvpipe.connectors.vllm.trial.laws import INVARIANTS, LAWS, SEEN_BY_TRIALS, 
 from kvpipe.connectors.vllm.trial.watched import Final, Watched, admission
 from kvpipe.messages import ROW_BYTES
 from kvpipe.scheduler.records import SAVE_RETRIES_MAX
+from kvpipe.testing.catalog_integrity import check_integrity
 from kvpipe.tiers.finder import NAME_BYTES
 
 if TYPE_CHECKING:
@@ -217,9 +218,9 @@ def leases_have_owners(watched: Watched) -> Iterator[str]:
 
 @invariant(2, says="Slots, index, leases, writers and the policy agree.")
 def catalog_is_consistent(watched: Watched) -> Iterator[str]:
-    """`Catalog.check_integrity`."""
+    """`kvpipe.testing.catalog_integrity`."""
     try:
-        watched.trial.side.catalog.check_integrity()
+        check_integrity(watched.trial.side.catalog)
     except AssertionError as e:
         yield str(e)
 

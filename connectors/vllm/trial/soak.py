@@ -32,6 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvpipe.connectors.vllm.trial.engine import Engine
+from kvpipe.testing.catalog_integrity import check_integrity
 from kvpipe.testing.models import VOCAB, make_model
 
 REQUESTS: Final = 20_000
@@ -153,7 +154,7 @@ class Player:
         self.engine.settle()
         side = self.engine.connector.scheduler
         assert side is not None  # noqa: S101
-        side.catalog.check_integrity()
+        check_integrity(side.catalog)
         stats = self.engine.connector.stats()
         taken.slots_used, taken.leases = stats["slots_used"], stats["leases"]
         taken.tracked, taken.jobs = stats["requests"], stats["jobs_in_flight"] + stats["orders_in_flight"]

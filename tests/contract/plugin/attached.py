@@ -32,6 +32,7 @@ from kvpipe.connectors.vllm.trial.rank import PagedLayer, Rank, TrialStep, Wrong
 from kvpipe.connectors.vllm.trial.shapes import KVPIPE, Shape
 from kvpipe.counters import Fault
 from kvpipe.errors import UnsupportedError
+from kvpipe.testing.catalog_integrity import check_integrity
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -185,7 +186,7 @@ class Attachment:
             assert isinstance(side, KVPipeConnector)
             found += [f"{side.counters[name]} x {name}" for name in _BAD if side.counters[name]]
             if side.scheduler is not None:
-                side.scheduler.catalog.check_integrity()
+                check_integrity(side.scheduler.catalog)
             side.shutdown()
         return found
 

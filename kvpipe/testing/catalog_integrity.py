@@ -1,0 +1,43 @@
+"""Whether a catalog's books agree with each other."""
+
+from __future__ import annotations
+
+from kvpipe.cache.catalog import Catalog
+from kvpipe.statemachine import chunk as m
+
+
+def check_integrity(catalog: Catalog) -> None:
+    """Raise AssertionError unless slots, index, leases, writers and policy agree with each other."""
+
+    def check(ok: bool, what: str) -> None:  # noqa: FBT001
+        if not ok:
+            raise AssertionError(what)
+
+    chunks, slots = list(catalog._chunks.values()), list(catalog._chunks)
+    check(slots == [c.slot for c in chunks], "a chunk is not in its slot")
+    check(len(set(catalog._free)) == len(catalog._free), "a slot is free twice")
+    check(not set(slots) & set(catalog._free), "a chunk's slot is free")
+    check(all(c.state.row != m.ABSENT for c in chunks), "an absent chunk has a slot")
+    check(
+        len(slots) + len(catalog._free) == catalog.ready,
+        f"slots lost: {catalog.ready - len(slots) - len(catalog._free)}",
+    )
+    check(all(slot < catalog.ready for slot in (*slots, *catalog._free)), "a slot is used that is not ready")
+    leased: dict[int, int] = {}
+    for owned in catalog._leases.values():
+        for c in owned:
+            leased[id(c)] = leased.get(id(c), 0) + 1
+    check(leased == {id(c): c.leases for c in chunks if c.leases}, "leases and their counts differ")
+    for c in chunks:
+        row = c.state.row
+        check(0 <= c.ready <= c.written or row == m.EVICTING, f"chunk {c.slot}: ready {c.ready} of {c.written}")
+        check((row in {m.RESERVED, m.GROWING}) <= (c.writers > 0), f"chunk {c.slot}: {row} without a writer")
+        check(row != m.READY or c.writers == 0, f"chunk {c.slot}: READY with a writer")
+        check(row != m.EVICTING or c.held, f"chunk {c.slot}: EVICTING but idle")
+        check(all(mk.units <= c.ready for mk in c.marks), f"chunk {c.slot}: found further than it has landed")
+    for g, index in enumerate(catalog._index):
+        for key, c in index.items():
+            check(c.group == g and any(mk.key == key for mk in c.marks), "an index entry has no mark")
+            check(c.state.row in {m.READY, m.GROWING}, f"a {c.state.row} chunk can be found")
+    idle = sum(1 for c in chunks if not c.held and c.state.row == m.READY)
+    check(idle == len(catalog._policy), f"{idle} idle chunks, {len(catalog._policy)} in the policy")
