@@ -13,7 +13,7 @@ from kvpipe.connectors.vllm.trial.children import CaseRunner
 from kvpipe.connectors.vllm.trial.mutants import MUTANTS, Mutant, Patch
 from kvpipe.connectors.vllm.trial.mutate import LIMITS, judge, killers, mutated
 from kvpipe.connectors.vllm.trial.nightly import sequences
-from kvpipe.doc_tables import fill
+from kvpipe.testing.doc_tables import fill
 from kvpipe.worker.pipeline import Pipeline
 
 KEPT = sequences(Path(__file__).parent / "regressions")
@@ -55,7 +55,9 @@ def test_a_mutant_whose_text_is_gone_says_so(method: str) -> None:
 def test_a_function_is_mutated_wherever_it_was_imported() -> None:
     """Not only where it is defined."""
     page = "<!-- a:begin -->\nold<!-- a:end -->"
-    bug = Mutant("Nothing is filled in.", (Patch("kvpipe.doc_tables", "fill", "    return text", "    return ''"),))
+    bug = Mutant(
+        "Nothing is filled in.", (Patch("kvpipe.testing.doc_tables", "fill", "    return text", "    return ''"),)
+    )
     with mutated(bug):
         assert not fill(page, {"a": "new"})
     assert "new" in fill(page, {"a": "new"})

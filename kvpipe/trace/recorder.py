@@ -180,7 +180,6 @@ class Writer:
         self._recorder, self._sinks, self._engine = recorder, tuple(sinks), engine
         self._wall_ns = time.time_ns() - monotonic_ns()
         self._complained_s = -COMPLAINTS_S
-        self.lost_why = ""  # the last reason for which a sink has lost events
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._main, name="kvpipe-trace", daemon=True)
         self._thread.start()
@@ -227,7 +226,6 @@ class Writer:
 
     def _complain(self, why: str) -> None:
         """Log that events are lost, now and then: the trace itself may be what cannot be written."""
-        self.lost_why = why
         now = time.monotonic()
         if now - self._complained_s >= COMPLAINTS_S:
             self._complained_s = now

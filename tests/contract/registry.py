@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from unittest import mock
 
-from kvpipe import doc_tables
+from kvpipe.testing import doc_tables
 from tests.contract.places import PLACES
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from kvpipe import doc_tables
 from kvpipe.scheduler import base
+from kvpipe.testing import doc_tables
 from kvpipe.testing.engine_conformance import EngineConformance, EngineDriver
 from tests.second_engine import adapter, engine
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import structlog
+from structlog.testing import capture_logs
 
 from kvpipe.config import load_settings
 from kvpipe.errors import ConfigError
@@ -173,13 +174,14 @@ def test_a_sink_that_raises_loses_its_events_only() -> None:
 
     sink = Memory()
     reported = Recorder(0)
-    writer = Writer(reported, [Broken(), sink], "engine")
-    reported.put(_event(0))
-    _until(lambda: bool(sink.events))
-    reported.put(_event(1))
-    writer.close()
+    with capture_logs() as logs:
+        writer = Writer(reported, [Broken(), sink], "engine")
+        reported.put(_event(0))
+        _until(lambda: bool(sink.events))
+        reported.put(_event(1))
+        writer.close()
     assert [one.chunks for one in sink.events if isinstance(one, e.LeasesTaken)] == [0, 1]
-    assert "Broken: ValueError" in writer.lost_why
+    assert ["Broken: ValueError" in line["why"] for line in logs if line["event"] == "trace_lost"] == [True]
     assert reported.losses == {"queue": 0, "sink": 3}
 
 

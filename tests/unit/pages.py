@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from kvpipe import config_errors, counters, doc_tables, plugins
+from kvpipe import config_errors, counters, plugins
 from kvpipe.cache.miss_reasons import REASONS
+from kvpipe.testing import doc_tables
 from kvpipe.tiers.registry import spec_of
 from kvpipe.tiers.spec import TierSpec
 from kvpipe.trace.events import Event

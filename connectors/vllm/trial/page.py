@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import kvpipe.doc_tables
+import kvpipe.testing.doc_tables
 from kvpipe.connectors.vllm.trial.invariants import INVARIANTS, LAWS, SEEN_BY_TRIALS
 from kvpipe.connectors.vllm.trial.mutants import MUTANTS
 from kvpipe.connectors.vllm.trial.reach import MACHINES, reachable
@@ -65,7 +65,7 @@ def _table(*head: str, rows: Iterator[tuple[str, ...]]) -> str:
 
 def fill(text: str, verdicts: list[dict[str, object]]) -> str:
     """Return `text` with every generated table made anew."""
-    return kvpipe.doc_tables.fill(text, tables(verdicts))
+    return kvpipe.testing.doc_tables.fill(text, tables(verdicts))
 
 
 if __name__ == "__main__":
