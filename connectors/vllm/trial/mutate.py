@@ -10,6 +10,7 @@ import __future__
 
 import argparse
 import functools
+import gc
 import importlib
 import inspect
 import json
@@ -200,6 +201,7 @@ def _serve_forks() -> int:
     import kvpipe.connectors.vllm.trial.engine  # noqa: F401  (sets the environment, before vllm is imported)
     from kvpipe.connectors.vllm import connector  # noqa: F401  (imported once, for all)
 
+    gc.freeze()
     for line in sys.stdin:
         log, mutant = json.loads(line)
         if not (child := os.fork()):
