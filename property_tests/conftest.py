@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 
 from property_tests.profiles import register
@@ -13,3 +14,4 @@ def pytest_collection_finish() -> None:
     """Keep what is imported by now, which stays, out of every collection of garbage to come."""
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)

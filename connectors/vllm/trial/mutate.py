@@ -9,6 +9,7 @@ from __future__ import annotations
 import __future__
 
 import argparse
+import atexit
 import functools
 import gc
 import importlib
@@ -195,7 +196,7 @@ def _parent(_process: int) -> _Parent:
 
 
 def _serve_forks() -> int:
-    """Fork for each line of standard input, answer with how the child has ended; return a child's own status."""
+    """Fork for each line of standard input, which names a log and a mutant; answer with how the child has ended."""
     import hypothesis  # noqa: F401  (imported once, for all)
 
     import kvpipe.connectors.vllm.trial.engine  # noqa: F401  (sets the environment, before vllm is imported)
@@ -208,9 +209,17 @@ def _serve_forks() -> int:
             with Path(log).open("ab") as file, Path(os.devnull).open("rb") as nothing:
                 for standard, other in enumerate((nothing, file, file)):
                     os.dup2(other.fileno(), standard)
-            return _run_test(mutant)
+            status = int(pytest.ExitCode.TESTS_FAILED)
+            try:
+                status = _run_test(mutant)
+            except BaseException:  # noqa: BLE001  (whatever a mutant brings about)
+                traceback.print_exc()
+            atexit._run_exitfuncs()  # noqa: SLF001  (a fork ends without them)
+            sys.stdout.flush()
+            os._exit(status)
         sys.stdout.write(f"{os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}\n")
         sys.stdout.flush()
+    gc.unfreeze()
     return 0
 
 
