@@ -13,6 +13,7 @@ OPEN, WAITING, GIVEN_UP, DONE = "OPEN", "WAITING", "GIVEN_UP", "DONE"
 ADMIT, PLANNED, COMPLETE, LOST, GIVE_UP = "admit", "planned", "complete", "lost", "give_up"
 
 _NOT_LOOKED_AT = "no step looks at it"
+_HAS_BLOCKS = "a request that was computed is admitted again only after a preemption, which gives it up"
 
 SAVING = Machine(
     name="saving",
@@ -41,7 +42,7 @@ SAVING = Machine(
             GIVE_UP: go(GIVEN_UP),
         },
         WAITING: {
-            ADMIT: go(OPEN),
+            ADMIT: reject(_HAS_BLOCKS),
             PLANNED: stay("one more unit became final"),
             COMPLETE: go(DONE),
             LOST: go(OPEN),
@@ -55,7 +56,7 @@ SAVING = Machine(
             GIVE_UP: stay("given up already"),
         },
         DONE: {
-            ADMIT: go(OPEN),
+            ADMIT: reject(_HAS_BLOCKS),
             PLANNED: reject(_NOT_LOOKED_AT),
             COMPLETE: reject(_NOT_LOOKED_AT),
             LOST: go(OPEN),

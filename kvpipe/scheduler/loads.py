@@ -66,9 +66,12 @@ class Loading:
         request, asking = tracked.request, tracked.asking
         row = asking.state.row
         asked, stands = row != lookup_m.UNASKED, row == lookup_m.ASKED and asking.asked_step == step
+        held_units = asking.units if stands else 0
         if asked or external_tokens > 0:
-            self._requests.begin_admission(tracked, asking.units if stands else 0, tables)
+            tracked.life.epoch = self._requests.new_epoch()
         if external_tokens <= 0:
+            if asked:
+                self._requests.begin_admission(tracked, held_units, tables)
             tracked.fire(m.ADMIT_EMPTY)
             self._report.admitted(tracked, loads=False)
             asking.admit()
@@ -84,6 +87,7 @@ class Loading:
             tracked.fire(m.ADMIT_LOAD)  # first: the report of its failure finds a request that is loading
             self._report.admitted(tracked, loads=True)
             asking.admit()
+            self._requests.begin_admission(tracked, held_units, tables)
             if not stands:
                 msg = f"blocks for {external_tokens} tokens that no lookup of this pass has promised"
                 raise LookupError(msg)  # noqa: TRY301

@@ -95,7 +95,6 @@ class Requests:
 
     def begin_admission(self, tracked: Tracked, held_units: int, tables: Tables) -> None:
         """New blocks: what the catalog holds need not be saved, everything beyond it is open again."""
-        tracked.life.epoch = self.new_epoch()
         if tracked.stage is not None:
             self.end_stage(tracked)
         tracked.saving.admit(held_units)

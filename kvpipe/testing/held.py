@@ -75,7 +75,9 @@ class HeldEngine(CpuEngine):
         while self._held[direction] and len(moved) < copies:
             self._move(direction)
         done = [moved.popleft() for _ in range(min(copies, len(moved)))]
-        for ticket, failed in reversed(done) if self._backwards else done:
+        if self._backwards:  # of more than two the first one comes first: what has begun to land goes on wrongly, too
+            done = done[: len(done) > 2] + done[: 0 if len(done) > 2 else None : -1]
+        for ticket, failed in done:
             self._last = ticket
             ticket.complete(failed)
             self._doubling -= 1

@@ -121,6 +121,22 @@ def test_an_illegal_admission_costs_no_other_load_of_its_step(load: str) -> None
     assert not world.side.pending
 
 
+@pytest.mark.parametrize("load", ["sync", "async"])
+def test_an_admission_that_fails_half_way_loses_no_load(load: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine counts on it: it goes out to fail."""
+    world = SchedulerWorld(load=load)
+    world.publish(world.request("old", 4, shared=4))
+    request = world.request("new", 6, shared=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(world.remedies, "admitted", _boom)
+        world.admit(request)
+    (job,) = world.step()
+    assert set(slots_of(job)) == {BROKEN}
+    world.report((job, 0, 1))
+    assert world.side.catalog.leases == 0
+    assert world.side.lookup(request, 0) == (0, False), "it computes"
+
+
 def test_an_illegal_notice_of_a_preemption_costs_no_load_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """An admission that failed half way leaves a request that may not be preempted; others load in their step."""
     world = SchedulerWorld(load="sync")
