@@ -33,7 +33,7 @@ BREAKER = Machine(
     },
     table={
         CLOSED: {
-            OK: stay("as it should be"),
+            OK: reject("a call that ends as it should is no event"),
             FAULT: stay("one failure is no outage"),
             FAULT_LAST: go(OPEN),
             PROBE_OK: reject(_NOT_PROBED),

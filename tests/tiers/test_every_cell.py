@@ -1,0 +1,105 @@
+"""Every cell of the two machines that only clocks and threads move: orders of a carrier, and breakers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from kvpipe.statemachine import breaker, carry
+from kvpipe.statemachine.core import Compiled, Machine
+from kvpipe.testing.held_tier import HeldTier
+from kvpipe.tiers.guard import FAULTS_MAX, READ
+from tests.tiers.test_carrier import WAIT_S, Rank
+
+
+def _missed(machine: Machine, compiled: Iterable[Compiled]) -> set[tuple[str, str]]:
+    """Return the cells that do not reject and were not taken."""
+    taken = {
+        (one.states[state].row, event) for one in compiled for (state, event), times in one.taken().items() if times
+    }
+    can = {
+        (state, event) for state, row in machine.table.items() for event, cell in row.items() if cell.kind != "reject"
+    }
+    return can - taken
+
+
+def _until(true: Callable[[], bool]) -> None:
+    limit = time.monotonic() + WAIT_S
+    while not true():
+        assert time.monotonic() < limit
+        time.sleep(0.001)
+
+
+def test_every_cell_of_an_order_is_taken() -> None:
+    """By a tier that has it, has it not, fails, is left alone, is not there, and by a shutdown."""
+    tier = HeldTier()
+    rank, late = Rank([tier]), Rank([tier], lanes=1)
+    rank.carry(stores=False, slot=0)
+    rank.carry(stores=False, slot=0, tier=7)
+    assert rank.ended(2) == [False] * 2
+    rank.carry(stores=True, slot=0)
+    assert rank.ended() == [True]
+    tier.trouble = "down"
+    for _ in range(FAULTS_MAX + 1):
+        rank.carry(stores=False, slot=0)
+        assert rank.ended() == [False]
+    tier.trouble = "none"
+    tier.hold()
+    late.carry(stores=False, slot=0)
+    _until(lambda: tier.waiting == 1)
+    late.carry(stores=False, slot=1)  # for which there is no lane
+    late.carrier.loop.settle(WAIT_S)
+    late.carrier.shutdown()
+    assert late.ended(2) == [False] * 2
+    rank.carrier.shutdown()
+    assert not _missed(carry.CARRY, [one.carrier.machine for one in (rank, late)])
+
+
+def test_every_cell_of_a_breaker_is_taken() -> None:
+    """By calls and probes that end well or not, also those that began before the tier was left alone."""
+    tier = HeldTier()
+    rank = Rank([tier], lanes=FAULTS_MAX)
+    guard = rank.tiers[0]
+    reads = guard.breakers[READ]
+
+    def leave() -> None:
+        rank.carrier.loop.put(lambda: guard.fault(READ, "it took too long", slow=True))
+        _until(lambda: reads.state.row == breaker.OPEN)
+
+    def come_back() -> None:
+        tier.trouble = "none"
+        _until(lambda: rank.carrier.probe_now() or reads.state.row == breaker.HALF_OPEN)
+
+    def fetch(count: int = 1, trouble: str = "none", *, left_meanwhile: bool = False) -> None:
+        tier.trouble = trouble
+        if left_meanwhile:
+            tier.hold()
+        for _ in range(count):
+            rank.carry(stores=False, slot=0)
+        if left_meanwhile:
+            _until(lambda: tier.waiting == count)
+            leave()
+            tier.let_go()
+        rank.ended(count)
+
+    fetch()
+    fetch(FAULTS_MAX, "down")
+    failed = guard.machine.taken
+    _until(lambda: rank.carrier.probe_now() or any(event == breaker.PROBE_FAILED for _, event in failed()))
+    come_back()
+    fetch()
+    assert reads.state.row == breaker.CLOSED
+    fetch(left_meanwhile=True)
+    come_back()
+    fetch()
+    fetch(2, "down", left_meanwhile=True)
+    come_back()
+    fetch(1, "down")  # so many in a row have failed
+    come_back()
+    fetch()
+    leave()
+    come_back()
+    fetch(1, "down")
+    come_back()
+    rank.carrier.shutdown()
+    assert not _missed(breaker.BREAKER, [guard.machine])
