@@ -62,13 +62,20 @@ def test_every_cell_of_a_breaker_is_taken() -> None:
     guard = rank.tiers[0]
     reads = guard.breakers[READ]
 
+    def probe_until(true: Callable[[], bool]) -> None:
+        def probed() -> bool:
+            rank.carrier.probe_now()
+            return true()
+
+        _until(probed)
+
     def leave() -> None:
         rank.carrier.loop.put(lambda: guard.fault(READ, "it took too long", slow=True))
         _until(lambda: reads.state.row == breaker.OPEN)
 
     def come_back() -> None:
         tier.trouble = "none"
-        _until(lambda: rank.carrier.probe_now() or reads.state.row == breaker.HALF_OPEN)
+        probe_until(lambda: reads.state.row == breaker.HALF_OPEN)
 
     def fetch(count: int = 1, trouble: str = "none", *, left_meanwhile: bool = False) -> None:
         tier.trouble = trouble
@@ -84,8 +91,7 @@ def test_every_cell_of_a_breaker_is_taken() -> None:
 
     fetch()
     fetch(FAULTS_MAX, "down")
-    failed = guard.machine.taken
-    _until(lambda: rank.carrier.probe_now() or any(event == breaker.PROBE_FAILED for _, event in failed()))
+    probe_until(lambda: any(event == breaker.PROBE_FAILED for _, event in guard.machine.taken()))
     come_back()
     fetch()
     assert reads.state.row == breaker.CLOSED
