@@ -1,14 +1,14 @@
 """Models whose prompts cannot be cut: where vLLM says that a cache of prefixes would answer wrongly, kvpipe is one.
 
-VLLM says so by switching its own prefix cache off, in places of which each is a `Statement` here. That its prefix
+VLLM says so by switching its own prefix cache off, in places of which each is in `STATEMENTS` here. That its prefix
 cache is off does not say it: users switch it off, too, and kvpipe serves them. `tests/contract/places.py` finds the
-places in vLLM's sources, so that one which a release adds fails a test until it is a statement here.
+places in vLLM's sources, so that one which a release adds fails a test until it is there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from vllm import envs
 from vllm.platforms import CpuArchEnum, current_platform
@@ -27,13 +27,6 @@ def refuse(what: str, remedy: str) -> NoReturn:
     """Raise `UnsupportedError`: one sentence that names what, and the remedy."""
     msg = f"kvpipe: {what} is not supported; {remedy}"
     raise UnsupportedError(msg)
-
-
-class Statement(NamedTuple):
-    """One thing that vLLM says of prefixes: `what` it is said of, or nothing."""
-
-    name: str
-    what: Callable[[VllmConfig], str]
 
 
 def _uncut(model: ModelConfig) -> str:
@@ -56,28 +49,21 @@ def _unfit(_: VllmConfig) -> str:
     return "vLLM's CPU backend on RISC-V (a prefill has no context there)" if riscv else ""
 
 
-STATEMENTS: Final = (
-    Statement(
-        "encoder_decoder", lambda config: "an encoder-decoder model" if config.model_config.is_encoder_decoder else ""
+STATEMENTS: Final[dict[str, Callable[[VllmConfig], str]]] = {
+    "encoder_decoder": lambda config: "an encoder-decoder model" if config.model_config.is_encoder_decoder else "",
+    "is_prefix_caching_supported": lambda config: _uncut(config.model_config),
+    "rswa": lambda config: "reference sliding window attention (R-SWA)" if config.model_config.rswa_window else "",
+    "diffusion": lambda config: "a diffusion language model" if config.model_config.is_diffusion else "",
+    "mm_encoder_only": lambda config: (
+        "an engine that runs only the encoder of a model" if config.is_mm_encoder_only else ""
     ),
-    Statement("is_prefix_caching_supported", lambda config: _uncut(config.model_config)),
-    Statement(
-        "rswa",
-        lambda config: "reference sliding window attention (R-SWA)" if config.model_config.rswa_window else "",
-    ),
-    Statement("diffusion", lambda config: "a diffusion language model" if config.model_config.is_diffusion else ""),
-    Statement(
-        "mm_encoder_only",
-        lambda config: "an engine that runs only the encoder of a model" if config.is_mm_encoder_only else "",
-    ),
-    Statement("riscv", _unfit),
-)
-"""What follows from the engine's configuration."""
+    "riscv": _unfit,
+}
+"""What vLLM says by the engine's configuration: for each place, of what it is said; nothing: it is not."""
 
 NON_CAUSAL: Final = "non_causal"
 """What follows from the specification of a layer's cache: its tokens attend to later ones of the same prompt."""
 
-BATCH_INVARIANCE: Final = "batch_invariance"
 VARIANT_BACKENDS: Final = frozenset({"FLASHINFER", "TRITON_MLA"})
 """Attention backends after whose hits vLLM's batch invariance does not hold."""
 
@@ -86,9 +72,8 @@ def check_model(config: VllmConfig) -> None:
     """Raise `UnsupportedError` where vLLM says, by its configuration, that the engine's prompts cannot be cut."""
     if config.model_config is None:
         return
-    for statement in STATEMENTS:
-        what = statement.what(config)
-        if what:
+    for statement in STATEMENTS.values():
+        if what := statement(config):
             refuse(what, SERVE_WITHOUT)
 
 

@@ -212,7 +212,7 @@ class EngineConformance:
         """Every hook of every step runs twice, and a step ends once more after it has ended."""
         run = _EngineRun(make, load=load)
         for worker in run.driver.workers:
-            for name in ("start_loads", "wait_layer", "save_layer", "end_step", "unbind"):
+            for name in HOOKS:
                 _twice(worker, name)
         run.warm(1, 2)
         run.add(1, 2, 3)

@@ -18,7 +18,11 @@ DS_MLA_BYTES = (584, 656)
 
 
 class Paged(NamedTuple):
-    """What is known of one layer's cache: logical shape, strides in elements, bytes of an element, blocks."""
+    """What is known of one layer's cache.
+
+    `shape`: logical, [B * r, H, N, C]. `strides`: in elements. `itemsize`: bytes of an element. `blocks`: B, the number
+    of blocks that the scheduler hands out.
+    """
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -151,17 +155,9 @@ class LayoutAdapter:
         """Return where it comes from, one line."""
         return f"{self.inside.sentence}; {self.between.sentence}"
 
-    def fits(self, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, blocks: int) -> bool:
-        """Whether a cache is of this layout.
-
-        Args:
-            shape: logical, [B * r, H, N, C].
-            strides: in elements.
-            itemsize: bytes of an element.
-            blocks: B, the number of blocks that the scheduler hands out.
-
-        """
-        cache = Paged(shape, strides, itemsize, blocks)
+    def fits(self, cache: Paged) -> bool:
+        """Whether a cache is of this layout."""
+        shape, blocks = cache.shape, cache.blocks
         # without a whole number of kernel blocks to a block there is no `split`; nothing is known of empty pages
         whole = len(shape) > 1 and blocks > 0 and prod(shape) > 0 and shape[0] % blocks == 0
         return whole and self.inside.fits(cache) and self.between.fits(cache)
@@ -230,12 +226,11 @@ REFUSALS: tuple[Refusal, ...] = (
 """The first that fits is the reason given; each may rely on those before it not fitting."""
 
 
-def find(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, blocks: int) -> LayoutAdapter | None:
-    """Return the layout of a cache (arguments as in `LayoutAdapter.fits`), None if it is unknown."""
-    return next((one for one in ADAPTERS.values() if one.fits(shape, strides, itemsize, blocks)), None)
+def find(cache: Paged) -> LayoutAdapter | None:
+    """Return the layout of a cache, None if it is unknown."""
+    return next((one for one in ADAPTERS.values() if one.fits(cache)), None)
 
 
-def why_unknown(shape: tuple[int, ...], strides: tuple[int, ...], blocks: int) -> str:
-    """Say why `find` knows no layout for a cache of this shape and these strides in elements."""
-    cache = Paged(shape, strides, 1, blocks)
-    return next(one.why for one in REFUSALS if one.fits(cache)).format(blocks=blocks)
+def why_unknown(cache: Paged) -> str:
+    """Return why `find` knows no layout for a cache."""
+    return next(one.why for one in REFUSALS if one.fits(cache)).format(blocks=cache.blocks)

@@ -13,7 +13,7 @@ from math import prod
 import torch
 
 from kvpipe.errors import UnsupportedError
-from kvpipe.transfer.layouts import find, why_unknown
+from kvpipe.transfer.layouts import Paged, find, why_unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +49,12 @@ def view_pages(name: str, cache: torch.Tensor, blocks: int) -> PageView:
 
     """
     shape, strides, itemsize = tuple(cache.shape), cache.stride(), cache.element_size()
-    adapter = find(shape, strides, itemsize, blocks)
+    paged = Paged(shape, strides, itemsize, blocks)
+    adapter = find(paged)
     if adapter is None:
         msg = (
             f"kvpipe: the KV cache of layer {name!r} has shape {shape} and strides {strides}, a layout that kvpipe "
-            f"does not know ({why_unknown(shape, strides, blocks)}); choose another attention backend or "
+            f"does not know ({why_unknown(paged)}); choose another attention backend or "
             "VLLM_KV_CACHE_LAYOUT"
         )
         raise UnsupportedError(msg)

@@ -16,7 +16,7 @@ import torch
 
 from kvpipe.errors import UnsupportedError
 from kvpipe.transfer import layouts
-from kvpipe.transfer.layouts import ADAPTERS, BETWEEN, INSIDE
+from kvpipe.transfer.layouts import ADAPTERS, BETWEEN, INSIDE, Paged
 from kvpipe.transfer.pages import PageView, view_pages
 
 B, N, C, L = 6, 4, 8, 3  # blocks, tokens of a block, content, layers
@@ -143,7 +143,7 @@ def test_names_are_of_one_layout_only() -> None:
     """A cache of several heads fits one adapter, but for padding of whole pages, which is named as cross-layer."""
     for name in FULL:
         (cache, *_), _ = make(name, torch.bfloat16, heads=2)
-        fitting = [n for n, a in ADAPTERS.items() if a.fits(tuple(cache.shape), cache.stride(), 2, B)]
+        fitting = [n for n, a in ADAPTERS.items() if a.fits(Paged(tuple(cache.shape), cache.stride(), 2, B))]
         assert fitting in ([name], [name, name.replace("cross_layer", "padded")])
 
 
