@@ -85,11 +85,9 @@ def place(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "it is too deep"
     mark = getattr(error, "problem_mark", None)
-    line, column = (
-        (mark.line + 1, mark.column + 1)
-        if mark is not None
-        else (getattr(error, "lineno", 0), getattr(error, "colno", 0))
-    )
+    line, column = getattr(error, "lineno", 0), getattr(error, "colno", 0)
+    if mark is not None:
+        line, column = mark.line + 1, mark.column + 1
     why = str(getattr(error, "msg", "")) if line and mark is None else ""
     return f"{why or 'a mistake'} at line {line}, column {column}" if line else "it has a value that cannot be meant"
 

@@ -105,9 +105,8 @@ class _Description:
     """Describes one part, and what it is made of, each once."""
 
     def __init__(self) -> None:
-        self._described: dict[
-            int, tuple[int, object]
-        ] = {}  # by id: which it was; kept alive, so that no id comes twice
+        self._described: dict[int, tuple[int, object]] = {}
+        """By id: which it was; kept alive, so that no id comes twice."""
 
     def describe(self, part: Any, depth: int = 0) -> Any:  # noqa: ANN401
         """Return `part` as plain data."""

@@ -177,10 +177,7 @@ def engine_name(engine_id: str) -> str:
 def check_load(settings: Settings, geometry: Geometry) -> None:
     """Raise `UnsupportedError` where loads are to be sync, and vLLM could not recover from one that fails."""
     if settings.load == "sync" and geometry.loads_between_steps:
-        groups = len(geometry.groups)
-        what = (
-            f"{groups} KV cache groups"
-            if groups > 1
-            else f"a sliding window of {geometry.groups[0].window_tokens} tokens"
-        )
+        what = f"a sliding window of {geometry.groups[0].window_tokens} tokens"
+        if len(geometry.groups) > 1:
+            what = f"{len(geometry.groups)} KV cache groups"
         refuse(f"load='sync' for a model with {what}", "set load to 'auto' or 'async'")

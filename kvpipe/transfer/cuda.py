@@ -132,11 +132,8 @@ class CudaEngine:
         measured cost of each mover.
         """
         self._given, self._pinned_mover = device, mover
-        self._staging_bytes_max, self._wave_bytes, self._calibrate_s_max = (
-            staging_bytes_max,
-            wave_bytes,
-            calibrate_s_max,
-        )
+        self._staging_bytes_max, self._wave_bytes = staging_bytes_max, wave_bytes
+        self._calibrate_s_max = calibrate_s_max
         self._poll_s_min, self._on_measured = poll_us_min / 1e6, on_measured
         self._newest: dict[Direction, _Queue] = {}
         self._patient: deque[_Queue] = deque()  # queues with something left, oldest first

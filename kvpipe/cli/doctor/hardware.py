@@ -76,9 +76,9 @@ def check_copy_core(settings: Settings, machine: HostFacts) -> PendingFinding:
     spare, bind = _spare_cpus(machine, cpus), machine.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto")
     if spare > 0:
         return PendingFinding("ok", f"{spare} of {len(cpus)} cores left for copying (VLLM_CPU_OMP_THREADS_BIND={bind})")
-    effect = (
-        "copies are made inside the forward" if settings.copy_threads is None else "copies compete with the forward"
-    )
+    effect = "copies compete with the forward"
+    if settings.copy_threads is None:
+        effect = "copies are made inside the forward"
     detail = f"no core of {len(cpus)} is left for copying (VLLM_CPU_OMP_THREADS_BIND={bind}): {effect}"
     remedy = "set copy_threads to 0 if that is meant"
     if len(cpus) > machine.ranks:

@@ -165,9 +165,8 @@ class Servers:
     def __init__(self, name: str, spec: RedisSpec, lane: Callable[[str, int], ServerConnection]) -> None:
         """Not opened. `name`: the tier's; `lane` makes a connection to host and port, not yet connected."""
         self.name, self._cluster, self._spec, self._lane = name, spec.cluster, spec, lane
-        self._servers: dict[
-            tuple[str, int], Server
-        ] = {}  # all that are known, the configured one first; none: not open
+        self._servers: dict[tuple[str, int], Server] = {}
+        """All that are known, the configured one first; none: not open."""
         self._slots: list[Server | None] = []  # of a cluster; none: to be asked for
         self._layout = anyio.Lock()
 
@@ -188,9 +187,8 @@ class Servers:
 
         async def ask(server: Server, at: Sequence[int], asking: bytes) -> list[Reply]:
             commands = per_name(verb, [names[index] for index in at], *options, before=asking)
-            return (await server.ask(commands, len(at) * (2 if asking else 1)))[
-                1 if asking else 0 :: 2 if asking else 1
-            ]
+            each = 2 if asking else 1  # replies to a name: the last one is the command's
+            return (await server.ask(commands, len(at) * each))[each - 1 :: each]
 
         replies = await self.spread(names, ask)
         for reply in replies:
