@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from io import BufferedIOBase
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
 
 from kvpipe.testing.buffers import aligned, content, data, get, some_key
 from kvpipe.testing.servers.sockets import LOCAL, listening
-from kvpipe.testing.tier_conformance import run
+from kvpipe.testing.tier_conformance import TierWorld, run, with_open
 from kvpipe.testing.tier_worlds.s3 import KEYS
-from kvpipe.tiers.base import Read, TierError
+from kvpipe.tiers.base import Read, Tier, TierError
 from kvpipe.tiers.s3.child import _reply
 from kvpipe.tiers.s3.spec import S3Spec
 from tests.tiers.memory_growth import CLIENT_BYTES_MAX, GROWTH_BYTES_MAX, peak_growth
@@ -50,6 +52,15 @@ def storing(reply: Callable[[str, dict[str, str], Send], None]) -> Iterator[dict
             "allow_http": True, "region": "us-east-1", "timeout_ms_max": 1000,
             "access_key_env": "TESTS_S3_ACCESS", "secret_key_env": "TESTS_S3_SECRET",
         }  # fmt: skip
+
+
+def use(
+    reply: Callable[[str, dict[str, str], Send], None], play: Callable[[Tier], Coroutine[Any, Any, None]], **keys: Any
+) -> None:
+    """Run `play` with an open client of a store that answers as `reply` says."""
+    with storing(reply) as given, mock.patch.dict(os.environ, KEYS):
+        spec = S3Spec.model_validate(given | keys)
+        run(with_open, TierWorld(lambda: spec.make("s3"), spec), play)
 
 
 def head_of(headers: dict[str, str], length: str, *, total: int | None = None) -> bytes:
@@ -164,19 +175,11 @@ def test_a_listing_of_long_names() -> None:
     def reply(_: str, __: dict[str, str], send: Send) -> None:
         send(b"HTTP/1.1 200 OK\r\nContent-Type: application/xml\r\nContent-Length: %d\r\n\r\n%b" % (len(page), page))
 
-    async def play(told: dict[str, Any]) -> None:
-        tier = S3Spec.model_validate(told).make("s3")
-        await tier.open()
-        try:
-            for _ in range(2):
-                assert [entry.key async for entry in tier.scan()] == [some_key(1)]
-        finally:
-            await tier.close()
+    async def play(tier: Tier) -> None:
+        for _ in range(2):
+            assert [entry.key async for entry in tier.scan()] == [some_key(1)]
 
-    with storing(reply) as told, pytest.MonkeyPatch.context() as patch:
-        for name, text in KEYS.items():
-            patch.setenv(name, text)
-        run(play, told)
+    use(reply, play)
 
 
 def test_an_answer_that_is_too_long_is_a_failure() -> None:
@@ -207,25 +210,17 @@ def test_a_body_of_another_length_is_damaged(extra: int, size: int) -> None:
         for at in range(0, len(part), 50_000):
             send(part[at : at + 50_000])
 
-    async def play(told: dict[str, Any]) -> None:
-        tier = S3Spec.model_validate(told | {"read_bytes": 2 << 20}).make("s3")
-        await tier.open()
+    async def play(tier: Tier) -> None:
+        wanted = get(1, 4096, size - 4096)
         try:
-            wanted = get(1, 4096, size - 4096)
-            try:
-                ended = await tier.read([wanted])
-            except TierError:
-                ended = [Read.DAMAGED]
-            assert ended == ([Read.HIT] if extra == 0 else [Read.DAMAGED])
-            if extra == 0:
-                assert data(wanted.into) == body
-        finally:
-            await tier.close()
+            ended = await tier.read([wanted])
+        except TierError:
+            ended = [Read.DAMAGED]
+        assert ended == ([Read.HIT] if extra == 0 else [Read.DAMAGED])
+        if extra == 0:
+            assert data(wanted.into) == body
 
-    with storing(reply) as told, pytest.MonkeyPatch.context() as patch:
-        for name, text in KEYS.items():
-            patch.setenv(name, text)
-        run(play, told)
+    use(reply, play, read_bytes=2 << 20)
 
 
 def test_nothing_beyond_the_buffer_is_touched() -> None:
@@ -233,16 +228,8 @@ def test_nothing_beyond_the_buffer_is_touched() -> None:
     room = aligned(SIZE + 4096)
     room[SIZE:] = b"\xa5" * 4096
 
-    async def play(told: dict[str, Any]) -> None:
-        tier = S3Spec.model_validate(told).make("s3")
-        await tier.open()
-        try:
-            assert await tier.read([get(1, SIZE)._replace(into=(room[:SIZE],))]) == [Read.DAMAGED]
-        finally:
-            await tier.close()
+    async def play(tier: Tier) -> None:
+        assert await tier.read([get(1, SIZE)._replace(into=(room[:SIZE],))]) == [Read.DAMAGED]
 
-    with storing(endless("long")) as told, pytest.MonkeyPatch.context() as patch:
-        for name, text in KEYS.items():
-            patch.setenv(name, text)
-        run(play, told)
+    use(endless("long"), play)
     assert room[SIZE:] == b"\xa5" * 4096
