@@ -88,11 +88,13 @@ class Remedies(Recovery):
         if self._blocks is not None:
             self._invalid.failed(block_ids, requests, self._blocks)
 
-    def begin_step(self, step: Step, requests: Iterable[Request]) -> Mapping[str, Sequence[int]]:
+    def begin_step(self, step: Step, requests: Iterable[Request], *, loading: bool) -> Mapping[str, Sequence[int]]:
         """Keep KV of weights that are gone out of vLLM's prefix cache; return what `step` would read too early."""
         blocks = self._blocks
         if blocks is None:
             return {}
+        if not loading:
+            self._invalid.left.clear()
         if self._stale.requests:
             self._stale.plan_step(step.preempted_req_ids or (), blocks)
         return self._invalid.failing_loads(step, requests, blocks) if self._invalid.spoiled.clean else {}

@@ -180,13 +180,13 @@ class Recovery:
     def failed(self, block_ids: set[int], requests: Collection[str]) -> None:
         """A sync load into these blocks has failed. All living `requests` may have read them since."""
 
-    def begin_step(self, step: Step, requests: Iterable[Request]) -> Mapping[str, Sequence[int]]:
+    def begin_step(self, step: Step, requests: Iterable[Request], *, loading: bool) -> Mapping[str, Sequence[int]]:
         """Return blocks, by request, that `step` would read too early: a load of them is planned that fails.
 
         Called once per step, before its saves are planned. `requests`: all that live. Blocks are of group 0. The load
-        is reported like any that fails: the engine recovers.
+        is reported like any that fails: the engine recovers. `loading`: some sync load is not reported yet.
         """
-        del step, requests
+        del step, requests, loading
         return {}
 
     def weights_changed(self, requests: Collection[str]) -> None:

@@ -100,6 +100,7 @@ class Jobs:
         self._saved, self._load_failed = saved, load_failed
         self.machine = m.JOB.compile()
         self.in_flight: dict[int, JobInFlight] = {}
+        self.sync_loads = 0  # of those in flight
         self._numbers = 0
 
     def new_id(self) -> int:
@@ -117,6 +118,7 @@ class Jobs:
         """Begin to load `tokens` for `owner`, who leases so many chunks; 0: so that it fails."""
         load = self._begin(int(kind), tracked, rows, owner, tokens=tokens, leases=leases)
         tracked.load_job_id = load.job.id
+        self.sync_loads += kind == Kind.LOAD_SYNC
         return load
 
     def _begin(
@@ -133,8 +135,8 @@ class Jobs:
         packed = struct.pack(f"<{4 * len(rows)}i", *itertools.chain.from_iterable(rows))
         job = Job(self.new_id(), kind, tracked.request.request_id, tracked.life.epoch, packed)
         begun = JobInFlight(self.machine, job, tracked, owner, pieces, first_unit, tokens, leases)
+        self._report.begun(begun)  # first: what fails here is not in flight
         self.in_flight[job.id] = begun
-        self._report.begun(begun)
         return begun
 
     @property
@@ -150,7 +152,7 @@ class Jobs:
         failed = reports.bad > 0 and job.owner is not None and job.believed
         over = job.count(reports, self._ranks)
         if over:
-            del self.in_flight[job_id]
+            self._remove(job)
             self._report.trace.about(job.job.request, job.job.epoch)
         try:
             if failed:
@@ -162,10 +164,14 @@ class Jobs:
 
     def withdraw(self, job: JobInFlight) -> None:
         """A load was not sent, and will not be: nobody reports it."""
-        del self.in_flight[job.job.id]
+        self._remove(job)
         job.tracked.load_job_id = 0
         if job.owner is not None:
             self._catalog.release(job.owner)
+
+    def _remove(self, job: JobInFlight) -> None:
+        del self.in_flight[job.job.id]
+        self.sync_loads -= job.job.kind == Kind.LOAD_SYNC
 
     def fail_load(self, job: JobInFlight) -> None:
         """The engine was told that a load has failed; ranks have yet to report it."""

@@ -120,7 +120,7 @@ class Loading:
                 tracked.fire(m.DISPATCH)  # else its admission was illegal: it goes out to fail
         jobs = [load.job for load in due]
         try:
-            read_early = self._recovery.begin_step(step, self._requests)
+            read_early = self._recovery.begin_step(step, self._requests, loading=self._jobs.sync_loads > 0)
             if read_early:
                 jobs += itertools.starmap(self._plan_failing_load, read_early.items())
         except Exception as e:  # noqa: BLE001  (the engine counts on the other loads of the plan)
@@ -135,11 +135,16 @@ class Loading:
 
     def _plan_failing_load(self, request_id: str, blocks: Sequence[int]) -> Job:
         """Plan a load of `blocks` that every rank reports as failed, so that the engine computes them anew."""
+        tracked = self._requests.tracked[request_id]
         owner = Owner(request_id, self._requests.new_epoch())  # its own: another load of the request may be in flight
         self._catalog.lease(owner, [])
-        rows = [(0, BROKEN, 0, block) for block in blocks]
+        try:
+            job = self._jobs.load(Kind.LOAD_SYNC, tracked, [(0, BROKEN, 0, block) for block in blocks], owner).job
+        except Exception:
+            self._catalog.release(owner)
+            raise
         self._counters["spoiled_blocks_reported"] += len(blocks)
-        return self._jobs.load(Kind.LOAD_SYNC, self._requests.tracked[request_id], rows, owner).job
+        return job
 
     def rows(self, request: Request, tables: Tables, first: int, stop: int) -> tuple[list[Row], list[Chunk]]:
         """Return the rows that bring units [first, stop) into the request's blocks, and the chunks they read."""

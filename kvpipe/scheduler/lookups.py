@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 from kvpipe.cache import miss_reasons
 from kvpipe.scheduler.base import LATER, MISS, Answer, Hit
 from kvpipe.scheduler.records import NO_TIERS, Tracked
+from kvpipe.statemachine import lookup as lookup_m
 from kvpipe.statemachine import request as m
 
 if TYPE_CHECKING:
@@ -99,6 +100,12 @@ class Lookups:
         """Whether an asynchronous load of the request can begin beside the sessions, whose blocks may stay theirs."""
         sessions = self._requests.sessions
         return not sessions or self._recovery.may_wait(request, sessions)
+
+    def raised(self, request: Request, local_tokens: int, step: int) -> None:
+        """An answer has raised: the engine goes on as with a miss, and no older answer stands."""
+        tracked = self._requests.tracked.get(request.request_id)
+        if tracked is not None and tracked.asking.state.row != lookup_m.UNASKED:
+            tracked.asking.reply(step, local_tokens, request.num_tokens - local_tokens, "")
 
     def _why_not(self, tracked: Tracked) -> str:
         """Return why nothing is loaded for this request, whatever is held."""

@@ -116,6 +116,6 @@ class Requests:
         self._adapters.end(tracked.request)
         self.waiting.pop(request_id, None)
         self.sessions.pop(request_id, None)
-        self._recovery.finished(request_id, loading=bool(self._jobs.in_flight and self._jobs.loads_in_step))
+        self._recovery.finished(request_id, loading=self._jobs.sync_loads > 0)
         tracked.fire(m.FINISH)
         self._report.finished(tracked)

@@ -165,7 +165,11 @@ class SchedulerSide:
 
     def lookup(self, request: Request, local_tokens: int) -> Answer:
         """Return what can be loaded beyond the `local_tokens` that the engine holds. Takes nothing."""
-        return self._lookups.answer(request, local_tokens, self._step)
+        try:
+            return self._lookups.answer(request, local_tokens, self._step)
+        except Exception:
+            self._lookups.raised(request, local_tokens, self._step)
+            raise
 
     def admitted(self, request: Request, tables: Tables, external_tokens: int) -> None:
         """Blocks were allocated: lease and plan the load of `external_tokens`, or note that there is none."""

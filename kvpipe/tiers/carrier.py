@@ -142,8 +142,9 @@ class Carrier(TierThread[_Item]):
         lost = not self.alive  # asked first: what it reported before its end is in the outbox
         out = []
         while self._outbox:
-            out.append(self._outbox.popleft())
-            self._open.pop(out[-1].order.id, None)
+            one = self._outbox.popleft()
+            if self._open.pop(one.order.id, None) is not None:  # else it was reported as lost, and has ended since
+                out.append(one)
         if lost and self._open:
             self.counters.fault("carrier_lost")
             out += [Carried(order, ok=False) for order in self._open.values()]

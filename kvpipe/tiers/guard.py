@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, TypeVar
@@ -125,7 +126,9 @@ class GuardedTier:
             return await call(asked)
         except TierError:
             raise
-        except Exception as error:  # a bug of the tier's is a failure like any other
+        except BaseException as error:  # a bug of the tier's is a failure like any other
+            if _ends_the_task(error):
+                raise
             raise TierError(f"{self.name}: {error!r}") from error
 
     def _answer(self, answer: list[_One], kind: type[_One], count: int) -> list[_One]:
@@ -184,9 +187,18 @@ class GuardedTier:
             return str(error), isinstance(error, TierFullError)
         except TimeoutError:
             return "no answer in time", False
-        except Exception as error:  # noqa: BLE001  (a bug of a tier's, or no thread could be started: others go on)
+        except BaseException as error:  # a bug of a tier's, or no thread could be started: others go on
+            if _ends_the_task(error):
+                raise
             return repr(error), False
         return "", False
+
+
+def _ends_the_task(error: BaseException) -> bool:
+    """Whether the task is being ended, not that a tier has raised what would end it."""
+    task = asyncio.current_task()
+    cancelled = isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
+    return cancelled or isinstance(error, GeneratorExit)
 
 
 def guarded(tiers: Sequence[MadeTier], uses: tuple[str, ...], trace: Recorder = OFF) -> list[GuardedTier]:

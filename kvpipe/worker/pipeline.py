@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from itertools import pairwise
 from typing import Final
 
@@ -92,7 +93,8 @@ class Pipeline:
     def begin(self, plan: StepPlan) -> None:
         """Open the step's jobs. A step that was never ended is withdrawn first, one that was not fenced is now."""
         self.fence()
-        if self._step.fire(m.BIND).moves or self.busy:  # busy after its end: the engine raised in it
+        self._step.fire(m.BIND)
+        if self.busy or self._async is not None:  # after the step's end, too: the engine raised in it
             self.counters.fault("step_never_ended")
             self._withdraw()
         if not plan.jobs:
@@ -167,7 +169,8 @@ class Pipeline:
         """A step that was not ended ends here."""
         was = self._step.state.row
         if self._step.fire(m.CLEAR).moves:
-            self.counters.fault("step_end_skipped")
+            if self.busy:  # else nothing waits for the end: loads that are settled, or asynchronous
+                self.counters.fault("step_end_skipped")
             self._end(was)
 
     def fence(self) -> None:
@@ -202,9 +205,10 @@ class Pipeline:
     def shutdown(self) -> None:
         """Withdraw what is open, finish what was submitted, end the threads. Idempotent."""
         if self._step.fire(m.SHUTDOWN).moves:
-            self._withdraw()
-            self._engine.shutdown()
-            self.copies.loop.stop()
+            with ExitStack() as always:
+                always.callback(self.copies.loop.stop)
+                always.callback(self._engine.shutdown)
+                self._withdraw()
 
     @property
     def machines(self) -> tuple[Compiled, ...]:
@@ -389,7 +393,7 @@ class Pipeline:
 
     def _suspect(self, batch: Batch) -> None:
         """Report the blocks of failed sync loads in their own step; the jobs end when their copies do."""
-        self._reported_early |= batch.ids
+        self._reported_early |= batch.ids & self._open_jobs.keys()  # what has ended is not reported again
         for job in batch.jobs:
             self._suspects |= job.blocks()
 

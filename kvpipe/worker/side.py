@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -24,7 +25,7 @@ from kvpipe.transfer.engines import EngineOptions, make_engine
 from kvpipe.transfer.pages import view_pages
 from kvpipe.transfer.pool import HostPool
 from kvpipe.transfer.ready import SHARE_OF_A_BUSY_CORE, How, Manners, Readier
-from kvpipe.worker.adapters import HeldAdapters
+from kvpipe.worker.adapters import HeldAdapters, broken
 from kvpipe.worker.pipeline import REPORTED_EARLY, TIER, Pipeline
 
 if TYPE_CHECKING:
@@ -192,14 +193,20 @@ class WorkerSide:
 
     def bind(self, plan: StepPlan) -> None:
         """A step begins. Its requests' adapters are loaded."""
-        plan = self.adapters.checked(plan)
         self._plan, self._bound_ns = plan, time.monotonic_ns()
         self.trace.step = plan.step
-        if plan.question:
-            self._weighed = plan.question, self.weigh_now()
-        self._begin_orders(plan)
-        if self.pipeline is not None:
-            self.pipeline.begin(plan)
+        try:
+            plan = self._plan = self.adapters.checked(plan)
+        except Exception as error:  # noqa: BLE001  (the scheduler's side counts on the jobs: they are reported, as failed)
+            self.counters.fault("contained_error", where="bind", error=repr(error))
+            plan = self._plan = plan._replace(jobs=tuple(map(broken, plan.jobs)))
+        try:
+            if plan.question:
+                self._weighed = plan.question, self.weigh_now()
+            self._begin_orders(plan)
+        finally:
+            if self.pipeline is not None:
+                self.pipeline.begin(plan)
 
     def weigh_now(self) -> str:
         """Return which weights this rank has; nothing, where that cannot be said."""
@@ -340,12 +347,13 @@ class WorkerSide:
 
     def shutdown(self) -> None:
         """End threads. Idempotent."""
-        if self._readier is not None:
-            self._readier.stop()
-        if self.pipeline is not None:
-            self.pipeline.shutdown()
-        if self.carrier is not None:
-            self.carrier.shutdown()
+        with ExitStack() as always:
+            if self.carrier is not None:
+                always.callback(self.carrier.shutdown)
+            if self.pipeline is not None:
+                always.callback(self.pipeline.shutdown)
+            if self._readier is not None:
+                self._readier.stop()
 
     def _account(self, outcome: Outcome) -> None:
         job, ok, why = outcome

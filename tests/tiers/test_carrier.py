@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import threading
 import time
@@ -16,7 +17,8 @@ import torch
 from kvpipe.geometry import Geometry, Group, Layer
 from kvpipe.messages import TierOrder
 from kvpipe.testing.held_tier import DictSpec, HeldTier
-from kvpipe.tiers.base import Tier, blocking
+from kvpipe.tiers import guard
+from kvpipe.tiers.base import Get, Read, Tier, blocking
 from kvpipe.tiers.carrier import Carried, Carrier
 from kvpipe.tiers.guard import FAULTS_MAX, READ, WRITE, GuardedTier, guarded
 from kvpipe.trace.log import Counters
@@ -289,3 +291,61 @@ def test_a_cancelled_thread_is_told_to_stop(after_s: float) -> None:
 
     limiter = anyio.CapacityLimiter(2)
     anyio.run(play)
+
+
+class _Rude(HeldTier):
+    """Raises what ends tasks and threads: first as it is opened, then when it is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends: list[BaseException] = [asyncio.CancelledError(), SystemExit(1), KeyboardInterrupt()]
+        self.reads = list(self.ends)
+
+    async def open(self) -> None:
+        if self.ends:
+            raise self.ends.pop(0)
+
+    async def read(self, gets: Sequence[Get]) -> list[Read]:
+        if self.reads:
+            raise self.reads.pop(0)
+        return await super().read(gets)
+
+
+def test_a_tier_ends_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it raises is a failure like any other, also what would end the task or the process."""
+    monkeypatch.setattr(guard, "PROBE_S", 0.001)
+    monkeypatch.setattr(guard, "FAULTS_MAX", 10)
+    tier = _Rude()
+    with _rank(tier) as rank:
+        limit = time.monotonic() + WAIT_S
+        while tier.ends or not rank.tiers[0].breakers[READ].allows:
+            assert time.monotonic() < limit
+            assert rank.carrier.alive
+            rank.carrier.probe_now()
+            time.sleep(0.001)
+        for _ in range(3):
+            rank.carry(stores=False, slot=0)
+            assert rank.ended() == [False]
+            rank.carrier.loop.put(rank.tiers[0].breakers[READ].ok)
+        assert not tier.reads
+        rank.carry(stores=True, slot=0)
+        assert rank.ended() == [True]
+        rank.carry(stores=False, slot=0)
+        assert rank.ended() == [True]
+
+
+def test_what_a_lost_carrier_has_reported_ends_unheard() -> None:
+    """It reports all it has as failed, once: also what ends later."""
+    tier = HeldTier()
+    with _rank(tier) as rank:
+        tier.hold()
+        rank.carry(stores=False, slot=0)
+        limit = time.monotonic() + WAIT_S
+        while not tier.waiting:
+            assert time.monotonic() < limit
+        rank.carrier._over = True
+        assert rank.ended() == [False]
+        tier.let_go()
+        while rank.carrier.open:
+            assert time.monotonic() < limit
+        assert rank.carrier.collect() == []

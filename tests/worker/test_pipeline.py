@@ -266,3 +266,50 @@ def test_the_next_steps_first_hook_sets_the_fence(rig: Rig) -> None:
     side.handle_preemptions()
     assert all(copy.ticket.done for copy in rig.engine.copies)
     assert rig.news() == {1: True}
+
+
+@pytest.mark.parametrize("kind", [SYNC, ASYNC])
+def test_a_step_whose_loads_are_settled_needs_no_end(rig: Rig, kind: int) -> None:
+    """Nothing is open any more when the next step is bound, or its metadata is cleared: nothing is counted."""
+    p = rig.pipeline
+    for number, end in ((1, p.clear), (2, lambda: p.begin(EMPTY_PLAN))):
+        p.begin(plan(job(number, kind)))
+        p.start_loads()
+        if kind == SYNC:
+            rig.wait_all()
+        p.end_loads()
+        end()
+        rig.engine.complete_all()
+        assert rig.news() == {number: True}
+    assert not rig.counters.faults
+
+
+@pytest.mark.parametrize("where", ["fence", "shutdown"])
+def test_a_shutdown_that_raises_ends_the_thread(rig: Rig, where: str) -> None:
+    """Whatever the engine does, the loop does not outlive it."""
+    p = rig.pipeline
+    p.begin(plan(job(1)))
+    rig.save_all()
+
+    def boom(*_: object) -> bool:
+        raise RuntimeError(where)
+
+    setattr(rig.engine, where, boom)
+    with pytest.raises(RuntimeError, match=where):
+        p.shutdown()
+    assert not p.copies.loop._thread.is_alive()
+    assert rig.engine.shutdowns == (where == "fence")
+    p.shutdown()
+
+
+def test_what_was_reported_is_not_expected_again(rig: Rig) -> None:
+    """A load that has failed and was reported before its step's end is remembered no longer."""
+    p = rig.pipeline
+    rig.engine.failing = lambda copied, _ticket: frozenset(one.id for one in copied.jobs)
+    p.begin(plan(job(1, SYNC)))
+    p.start_loads()
+    rig.engine.complete_all()
+    assert rig.news() == {1: False}
+    p.end_step()
+    assert not p._reported_early
+    assert p.take_suspects()

@@ -78,12 +78,13 @@ class InvalidBlocks:
         """`block_tokens`: of the first of `groups` cache groups; there are sync loads only if it is the only one."""
         self.spoiled = Spoiled(block_tokens)
         self._groups = groups
-        self._left: set[int] = set()  # blocks of requests that were over before a sync load of their step was reported
+        self.left: set[int] = set()
+        """Blocks of requests that were over before all sync loads were reported; of use until they are."""
 
     def failed(self, block_ids: set[int], requests: Collection[str], blocks: Blocks) -> None:
         """Take what a failed sync load was to fill, and what may rest on it, out of vLLM's own prefix cache."""
         self.spoiled.add(block_ids)
-        resting = block_ids | self._left
+        resting = block_ids | self.left
         for request_id in requests:
             resting |= self._held(request_id, blocks)
         blocks.forget(resting)
@@ -103,9 +104,9 @@ class InvalidBlocks:
     def finished(self, request_id: str, blocks: Blocks, *, loading: bool) -> None:
         """Remember the blocks of a request that is over while some sync load is not reported."""
         if loading:
-            self._left |= self._held(request_id, blocks)
+            self.left |= self._held(request_id, blocks)
         else:
-            self._left.clear()
+            self.left.clear()
 
     def _held(self, request_id: str, blocks: Blocks) -> set[int]:
         return {block.block_id for group in range(self._groups) for block in blocks.table(request_id, group)}

@@ -38,7 +38,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "aborted_before_its_load_failed": Mutant(
         "What an aborted request has computed from a load that turns out to have failed stays in vLLM's prefix cache.",
-        one(INVALID_BLOCKS, "failed", "block_ids | self._left", "set(block_ids)"),
+        one(INVALID_BLOCKS, "failed", "block_ids | self.left", "set(block_ids)"),
     ),
     "shared_tail_not_kept": Mutant(
         "Where a request has ended is forgotten when another one writes on in that chunk.",
