@@ -3,6 +3,9 @@
 A *unit* is the smallest number of tokens that a hit can have: the least common multiple of the cache groups' block
 sizes. A *chunk* is `chunk_tokens` tokens of one cache group and fills one slot of the pool, ``[layer][page]``
 contiguous: a layer is one slice of the slot and the whole chunk is one I/O. A *page* is one block of one layer.
+
+A group of recurrent states (Mamba, gated delta nets, short convolutions) has chunks of another kind: what a prefix has
+come to at one exact boundary, which is one page a layer, and of no use at any other boundary.
 """
 
 from __future__ import annotations
@@ -26,11 +29,15 @@ class Layer:
 
 @dataclass(frozen=True)
 class Group:
-    """One KV cache group: layers that share a block table. `window_tokens` is None for full attention."""
+    """One KV cache group: layers that share a block table. `window_tokens` is None for full attention.
+
+    `state`: a block holds no tokens' KV but what all tokens up to its end have come to.
+    """
 
     layers: tuple[Layer, ...]
     block_tokens: int
     window_tokens: int | None = None
+    state: bool = False
 
     @cached_property
     def bytes_per_block(self) -> int:
@@ -80,7 +87,12 @@ class Geometry:
     @cached_property
     def pages_per_chunk(self) -> tuple[int, ...]:
         """Per group: blocks per chunk."""
-        return tuple(self.chunk_tokens // g.block_tokens for g in self.groups)
+        return tuple(1 if g.state else self.chunk_tokens // g.block_tokens for g in self.groups)
+
+    @cached_property
+    def states(self) -> frozenset[int]:
+        """The groups of recurrent states."""
+        return frozenset(i for i, g in enumerate(self.groups) if g.state)
 
     @property
     def windows(self) -> bool:
@@ -94,7 +106,7 @@ class Geometry:
         Of several groups it takes no report of failed blocks; of a window it cuts the request back to the first one,
         but what lies before it in the window is gone already, and is read as it is.
         """
-        return len(self.groups) > 1 or self.windows
+        return len(self.groups) > 1 or self.windows or bool(self.states)
 
     @cached_property
     def layer_offsets(self) -> tuple[tuple[int, ...], ...]:

@@ -11,7 +11,8 @@ import uuid
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 
 from kvpipe.config import Settings
 from kvpipe.connectors.vllm import models
@@ -22,12 +23,12 @@ from kvpipe.geometry import Geometry, Group, Layer
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 FORMAT_VERSION = 1
 """Of the bytes in a slot. A change makes every older chunk a miss."""
 
-_SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
+_SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, MambaSpec)
 _DRAFTERS = ("ngram", "ngram_gpu", "suffix")
 
 
@@ -69,26 +70,51 @@ def make_geometry(cache: KVCacheConfig, settings: Settings) -> Geometry:
     groups = []
     for i, group in enumerate(cache.kv_cache_groups):
         per_layer = models.layer_specs(group.kv_cache_spec, group.layer_names)
-        windows = set()
+        kinds = set()
         for name, spec in per_layer.items():
             if type(spec) not in _SPECS or not spec.prefix_cacheable or not group.enable_kv_transfer:
                 refuse(
                     f"the KV cache of layer {name!r} ({type(spec).__name__}, group {i})",
-                    "kvpipe knows full, sliding-window and MLA attention",
+                    "kvpipe knows full, sliding-window and MLA attention, and recurrent states",
                 )
-            windows.add(spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None)
-        if len(windows) != 1 or group.host_resident or group.is_eagle_group:
+            if isinstance(spec, MambaSpec):
+                _check_state(name, spec)
+            window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
+            kinds.add((window, isinstance(spec, MambaSpec)))
+        if len(kinds) != 1 or group.host_resident or group.is_eagle_group:
             refuse(f"KV cache group {i} (mixed windows, host resident or of a drafter)", "serve it without kvpipe")
-        layers = tuple(Layer(name, spec.page_size_bytes) for name, spec in per_layer.items())
-        groups.append(Group(layers, group.kv_cache_spec.block_size, windows.pop()))
+        layers = tuple(Layer(name, _page_bytes(spec)) for name, spec in per_layer.items())
+        groups.append(Group(layers, group.kv_cache_spec.block_size, *kinds.pop()))
     if not groups:
         refuse("a model without KV cache", "serve it without kvpipe")
-    return Geometry(tuple(groups), settings.chunk_tokens, int(settings.pool_bytes_max))
+    geometry = Geometry(tuple(groups), settings.chunk_tokens, int(settings.pool_bytes_max))
+    if any(groups[i].block_tokens != geometry.unit_tokens for i in geometry.states):
+        refuse("recurrent states every few blocks of attention", "set mamba_block_size to the size of a block")
+    return geometry
+
+
+def _page_bytes(spec: KVCacheSpec) -> int:
+    """Return the bytes of a block; those of a state end before the padding to the size of other layers' pages."""
+    return spec.state_content_size_bytes if isinstance(spec, MambaSpec) else spec.page_size_bytes
+
+
+def _check_state(layer: str, spec: MambaSpec) -> None:
+    """Raise `UnsupportedError` unless vLLM keeps the states of exact boundaries, and says in which block."""
+    if spec.mamba_cache_mode != "align":
+        refuse(
+            f"the recurrent state of layer {layer!r} without prefix caching (mamba_cache_mode="
+            f"{spec.mamba_cache_mode!r}: vLLM keeps no state of a boundary)",
+            "set enable_prefix_caching=True",
+        )
+    if spec.num_speculative_blocks:
+        refuse(f"the recurrent state of layer {layer!r} with speculative decoding", "unset speculative_config")
 
 
 def hash_tokens(cache: KVCacheConfig, geometry: Geometry) -> int:
     """Return the tokens per block hash. Raises `UnsupportedError` unless a unit is a whole number of hashes."""
     size = cache.hash_block_size or geometry.unit_tokens
+    if geometry.states and size != geometry.unit_tokens:
+        refuse(f"hash_block_size={size} with states every {geometry.unit_tokens} tokens", "unset prefix_match_unit")
     if geometry.unit_tokens % size:
         refuse(f"hash_block_size={size} with blocks of {geometry.unit_tokens} tokens", "unset prefix_match_unit")
     return int(size)
@@ -112,10 +138,26 @@ def identity(config: VllmConfig, cache: KVCacheConfig, geometry: Geometry) -> di
         "ranks": parallel.world_size,
         "chunk_tokens": geometry.chunk_tokens,
         "groups": [
-            [g.block_tokens, g.window_tokens or 0, [[layer.name, layer.page_bytes] for layer in g.layers]]
+            [
+                g.block_tokens,
+                "state" if g.state else g.window_tokens or 0,
+                [[layer.name, layer.page_bytes] for layer in g.layers],
+            ]
             for g in geometry.groups
         ],
-    }
+    } | _state_facts(cache, geometry)
+
+
+def _state_facts(cache: KVCacheConfig, geometry: Geometry) -> dict[str, Any]:
+    """Return what is in a page of states: tensors one after the other, whose order depends on vLLM's settings, too."""
+    specs = [cache.kv_cache_groups[i] for i in sorted(geometry.states)]
+    layers = [(n, one) for g in specs for n, one in models.layer_specs(g.kv_cache_spec, g.layer_names).items()]
+    facts = [
+        [name, str(spec.mamba_type), [list(shape) for shape in spec.shapes], [str(dtype) for dtype in spec.dtypes]]
+        for name, spec in layers
+        if isinstance(spec, MambaSpec)
+    ]
+    return {"states": [*facts, is_conv_state_dim_first()]} if facts else {}
 
 
 def _model_facts(config: PretrainedConfig) -> dict[str, Any]:

@@ -29,7 +29,8 @@ class Prefixes:
         self._unit, self._per_chunk = geometry.unit_tokens, geometry.units_per_chunk
         self._hashes_per_unit = self._unit // hash_tokens
         self._groups = range(len(geometry.groups))
-        self._full = [i for i, g in enumerate(geometry.groups) if g.window_tokens is None]
+        self._states = geometry.states
+        self._full = [i for i, g in enumerate(geometry.groups) if g.window_tokens is None and not g.state]
         self._windows = [
             (i, -(-(g.window_tokens - 1) // self._unit)) for i, g in enumerate(geometry.groups) if g.window_tokens
         ]
@@ -60,10 +61,37 @@ class Prefixes:
             indexes = [ChainMap(index, more) for index, more in zip(indexes, extra, strict=True)]  # type: ignore[arg-type]
         hashes = self.hashes(request)
         best = self.final_units(request, request.num_tokens)
-        if self._windows and best * self._unit >= request.num_tokens:
-            best -= 1  # the recomputed last token's window reaches one token further back than a new token's
+        if self._gives_back(request, best):
+            best -= 1
         for group in self._full:
             best = self._longest_full(indexes[group], hashes, best)
+        best = self._longest_windows(indexes, hashes, best)
+        while best and self._states:
+            boundary = self._last_boundary(indexes, hashes, best)
+            best = boundary
+            for group in self._full:
+                best = self._longest_in_last_chunk(indexes[group], hashes, best)
+            best = self._longest_windows(indexes, hashes, best)
+            if best == boundary:
+                break
+        return best
+
+    def _gives_back(self, request: Request, units: int) -> bool:
+        """Whether not all of so many units can be a hit, as the last token is computed again.
+
+        Its window reaches one token further back than a new token's, and a state has it already.
+        """
+        return bool(self._windows or self._states) and units * self._unit >= request.num_tokens
+
+    def _last_boundary(self, indexes: Sequence[Index], hashes: Sequence[bytes], best: int) -> int:
+        """Return the last boundary, of `best` units at most, whose state every group of states holds."""
+        step = self._hashes_per_unit
+        keys = reversed(hashes[step - 1 : best * step : step])
+        held = (all(key in indexes[group] for group in self._states) for key in keys)
+        return next(compress(range(best, 0, -1), held), 0)
+
+    def _longest_windows(self, indexes: Sequence[Index], hashes: Sequence[bytes], best: int) -> int:
+        """Return the longest prefix, of `best` units at most, whose windows are held."""
         while best and self._windows:
             gaps = [self._window_gap(indexes[g], hashes, best, window) for g, window in self._windows]
             shorter = [gap for gap in gaps if gap >= 0]
@@ -80,8 +108,7 @@ class Prefixes:
         if not hashes and request.block_hashes:
             return miss_reasons.ADAPTER
         stop = self.final_units(request, request.num_tokens)
-        given_back = bool(self._windows) and stop * self._unit >= request.num_tokens  # as in `longest`
-        if units >= stop - given_back:
+        if units >= stop - self._gives_back(request, stop):
             return miss_reasons.BELOW_MINIMUM
         last = min(units // self._per_chunk * self._per_chunk + self._per_chunk, stop)
         step, reasons = self._hashes_per_unit, lost.reasons
@@ -98,7 +125,12 @@ class Prefixes:
         return miss_reasons.NOT_SAVED
 
     def holding(self, group: int, hashes: Sequence[bytes], base: int, stop: int) -> Chunk | None:
-        """Return a chunk that starts at unit `base` and can be found at least as far as `stop`."""
+        """Return a chunk that starts at unit `base` and can be found at least as far as `stop`.
+
+        Of a group of states, the state after exactly `stop` units.
+        """
+        if group in self._states:
+            return self._catalog.find(group, self.key(hashes, stop))
         chunk = self._holding(self._catalog.index(group), hashes, base, stop)
         assert chunk is None or isinstance(chunk, Chunk)  # noqa: S101  (the catalog holds nothing else)
         return chunk

@@ -119,6 +119,18 @@ class Step(Protocol):
         """Requests that have lost their blocks since the last step. They may be scheduled in it again."""
 
 
+class OfferedStates(Protocol):
+    """What a step offers of recurrent states, in its attribute `kv_connector_block_state`, which may be missing."""
+
+    @property
+    def boundary_state_offloads(self) -> Mapping[str, Sequence[tuple[int, int, int]]]:
+        """By request id: (group, block, tokens).
+
+        When the step has been computed, and until the next step writes, the block holds what exactly so many tokens of
+        the request have come to.
+        """
+
+
 class Hit(NamedTuple):
     """`tokens` beyond those that the engine holds can be loaded; 0: none.
 

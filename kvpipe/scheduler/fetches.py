@@ -126,7 +126,8 @@ class Staging:
         self._found: list[Stage] = []
         self._stages: set[Stage] = set()
         self._numbers = 0
-        full = [group for group, kind in enumerate(geometry.groups) if kind.window_tokens is None]
+        self._growing = [group for group in range(len(geometry.groups)) if group not in geometry.states]
+        full = [group for group in self._growing if geometry.groups[group].window_tokens is None]
         self._counted = full[0] if full else 0  # the group whose chunks are counted: others hold the same tokens
 
     # ---- waiting requests -----------------------------------------------------------------------------------------
@@ -156,12 +157,11 @@ class Staging:
         keys = self._prefixes.unit_keys(request)
         wanted = tuple(
             (group, end)
-            for group in range(len(self._geometry.groups))
-            for end in range(self._per_chunk, stop + 1, self._per_chunk)
+            for group, kind in enumerate(self._geometry.groups)
+            for end in (range(units + 1, stop + 1) if kind.state else range(self._per_chunk, stop + 1, self._per_chunk))
             if keys[end - 1] not in self._catalog.index(group)
         )
-        groups, space = len(self._geometry.groups), self.space.name
-        lookup = TierLookup(keys, wanted, groups=groups, space=space, seconds_max=self._lookup_s_max)
+        lookup = TierLookup(keys, wanted, groups=self._growing, space=self.space.name, seconds_max=self._lookup_s_max)
         self._numbers += 1
         stage = Stage(self.machine, self._numbers, request, lookup, self.watch)
         self._stages.add(stage)
@@ -304,6 +304,11 @@ class Staging:
         for base in range(0, reach, per_chunk):
             high = min(base + per_chunk, reach)
             for group, kind in enumerate(self._geometry.groups):
+                if kind.state:
+                    if high == reach:  # of this boundary, and of no other
+                        key = keys[reach - 1]
+                        yield (group, reach), self._catalog.find(group, key)
+                    continue
                 window = kind.window_tokens
                 if window is not None and (reach - high) * self._geometry.unit_tokens > window:
                     continue  # wholly outside of the window, seen from the end
@@ -321,7 +326,7 @@ class Staging:
         chunk = self._catalog.reserve(group)
         if chunk is None:
             return None
-        base = (units - 1) // self._per_chunk * self._per_chunk
+        base = units - 1 if group in self._geometry.states else (units - 1) // self._per_chunk * self._per_chunk
         piece = self._catalog.write(chunk, units - base, key, keep=units - base < self._per_chunk, base=base)
         lookup, name = stage.lookup, chunk_name(key)
         order = TierOrder(self._new_id(), False, lookup.found[place], chunk.slot, group, units - base, name)  # noqa: FBT003

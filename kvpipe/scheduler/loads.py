@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from kvpipe.cache.catalog import Catalog, Chunk, Owner
@@ -21,7 +21,7 @@ from kvpipe.statemachine import request as m
 from kvpipe.trace.log import Counters
 
 if TYPE_CHECKING:
-    from kvpipe.scheduler.base import Recovery, Request, Step, Tables
+    from kvpipe.scheduler.base import Block, Recovery, Request, Step, Tables
     from kvpipe.scheduler.fetches import Staging
     from kvpipe.scheduler.report import RequestReporter
     from kvpipe.trace.recorder import Recorder
@@ -93,6 +93,9 @@ class Loading:
                 raise LookupError(msg)  # noqa: TRY301
             first = asking.local // self._unit
             stop = -(-(asking.local + external_tokens) // self._unit)
+            if self._geometry.states and stop * self._unit != asking.local + external_tokens:
+                msg = f"blocks for {asking.local} + {external_tokens} tokens, whose state nobody has"
+                raise LookupError(msg)  # noqa: TRY301
             rows, chunks = self.rows(request, tables, first, stop)
             self._catalog.lease(owner, chunks)
             if self._staging is not None:
@@ -153,8 +156,7 @@ class Loading:
         chunks: list[Chunk] = []
         for group, table in enumerate(tables):
             pages = self._geometry.pages_per_unit[group]
-            for base in range(first // self._per_chunk * self._per_chunk, stop, self._per_chunk):
-                low, high = max(base, first), min(base + self._per_chunk, stop)
+            for base, low, high in self._stretches(group, table, first, stop):
                 wanted = [
                     (page - base * pages, table[page].block_id)
                     for page in range(low * pages, high * pages)
@@ -172,6 +174,17 @@ class Loading:
                 chunks.append(chunk)
                 rows += [(group, chunk.slot, page, block) for page, block in wanted]
         return rows, chunks
+
+    def _stretches(self, group: int, table: Sequence[Block], first: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (first unit of a chunk, units of it from, to) of what units [first, stop) need of a group."""
+        if group in self._geometry.states:
+            if table[stop - 1].is_null:
+                msg = f"no block for the state of {stop} units"
+                raise LookupError(msg)
+            yield stop - 1, stop - 1, stop
+            return
+        for base in range(first // self._per_chunk * self._per_chunk, stop, self._per_chunk):
+            yield base, max(base, first), min(base + self._per_chunk, stop)
 
     def _partial_use(self, chunk: Chunk, hashes: Sequence[bytes], stop: int) -> bool:
         return stop % self._per_chunk != 0 and chunk.identity == self._prefixes.key(hashes, stop)

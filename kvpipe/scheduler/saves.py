@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from kvpipe.cache.catalog import Catalog, Chunk, Piece
@@ -15,7 +15,7 @@ from kvpipe.trace.log import Counters
 
 if TYPE_CHECKING:
     from kvpipe.messages import Job
-    from kvpipe.scheduler.base import Block, Blocks, Request, Step
+    from kvpipe.scheduler.base import Block, Blocks, OfferedStates, Request, Step
     from kvpipe.scheduler.jobs import Jobs
     from kvpipe.scheduler.requests import Requests
     from kvpipe.trace.recorder import Recorder
@@ -26,6 +26,8 @@ ENDS: Final = 2
 
 Row = tuple[int, int, int, int]
 """Group, slot, page, block: see `kvpipe.messages`."""
+State = tuple[int, int, int]
+"""Group, block, tokens: see `kvpipe.scheduler.base.OfferedStates`."""
 
 
 class Saving:
@@ -48,12 +50,14 @@ class Saving:
         self._prefixes, self._counters, self._trace = prefixes, counters, trace
         self._requests, self._jobs = requests, jobs
         self._unit, self._per_chunk = geometry.unit_tokens, geometry.units_per_chunk
+        self._states = geometry.states
+        self._growing = [group for group in range(len(geometry.groups)) if group not in geometry.states]
         self.blocks: Blocks | None = None
 
     def ended(self, request: Request) -> None:
         """The request is over: whoever continues it shall find where it ended, though others write on in that chunk."""
         units = self._prefixes.final_units(request, request.num_tokens)
-        for group in range(len(self._geometry.groups)):
+        for group in self._growing:
             for ended in range(units, max(0, units - ENDS), -1):
                 key = self._prefixes.key(self._prefixes.hashes(request), ended)
                 chunk = self._catalog.find(group, key) or self._catalog.pending(group).get(key)
@@ -64,7 +68,7 @@ class Saving:
     def plan_step(self, step: Step) -> list[Job]:
         """Plan a save for every request with newly final units."""
         jobs: list[Job] = []
-        tracked_of = self._requests.tracked
+        tracked_of, offered = self._requests.tracked, self._offered(step)
         for request_id, scheduled in step.num_scheduled_tokens.items():
             try:
                 tracked = tracked_of[request_id]
@@ -72,18 +76,28 @@ class Saving:
                 self._counters.fault("scheduled_unknown_request", request=request_id)
                 continue
             end = tracked.request.num_computed_tokens + scheduled
-            if end >= tracked.saving.next_save_at_tokens:
-                job = self._try_save(tracked, end)
+            states = offered.get(request_id, ()) if offered else ()
+            if end >= tracked.saving.next_save_at_tokens or states:
+                job = self._try_save(tracked, end, states)
                 if job is not None:
                     jobs.append(job)
         return jobs
 
-    def _try_save(self, tracked: Tracked, end: int) -> Job | None:
+    def _offered(self, step: Step) -> Mapping[str, Sequence[State]]:
+        """Return the states that are final when `step` has been computed, by request."""
+        states: OfferedStates | None = getattr(step, "kv_connector_block_state", None) if self._states else None
+        return states.boundary_state_offloads if states is not None else {}
+
+    def _try_save(self, tracked: Tracked, end: int, states: Sequence[State]) -> Job | None:
         """Plan one request's save. What goes wrong costs this save only: loads of the step depend on the plan."""
         pieces: list[Piece] = []
         self._trace.about(tracked.request.request_id, tracked.life.epoch)
         try:
-            rows, first = self.plan(tracked, end, pieces)
+            first, rows = tracked.saving.saved_units, []
+            if end >= tracked.saving.next_save_at_tokens:
+                rows, first = self.plan(tracked, end, pieces)
+            for group, block, tokens in states:
+                rows += self._plan_state(tracked, group, block, tokens, pieces)
             if not pieces:
                 return None
             return self._jobs.save(tracked, rows, tuple(pieces), first).job
@@ -118,7 +132,7 @@ class Saving:
         hashes = self._prefixes.hashes(request)
         rows: list[Row] = []
         first, progress.saved_units = progress.saved_units, units
-        for group in range(len(self._geometry.groups)):
+        for group in self._growing:
             table = self._table(tracked, group)
             for base in range(first // self._per_chunk * self._per_chunk, units, self._per_chunk):
                 low, high = max(base, first), min(base + self._per_chunk, units)
@@ -133,6 +147,35 @@ class Saving:
                     rows += self._save_rows(group, table, base, piece)
         self._counters["units_saved"] += sum(p.stop - p.start for p in pieces)
         return rows, first
+
+    def _plan_state(self, tracked: Tracked, group: int, block: int, tokens: int, pieces: list[Piece]) -> list[Row]:
+        """Claim the state of one boundary, into `pieces`, if it is worth a slot. Returns the row that saves it."""
+        request, (units, beyond) = tracked.request, divmod(tokens, self._unit)
+        if beyond or group not in self._states or not self._worth(request, units):
+            return []
+        if units > self._prefixes.final_units(request, tokens):
+            return []
+        key = self._prefixes.key(self._prefixes.hashes(request), units)
+        if self._catalog.known(group, key):
+            self._counters["save_known"] += 1
+            return []
+        chunk = self._catalog.reserve(group)
+        if chunk is None:
+            return []
+        pieces.append(self._catalog.write(chunk, 1, key, keep=True, base=units - 1))
+        self._counters["states_saved"] += 1
+        return [(group, chunk.slot, 0, block)]
+
+    def _worth(self, request: Request, units: int) -> bool:
+        """Whether the state after so many units is where somebody may go on: a prompt ends or branches, or an answer.
+
+        A state takes as much room as the attention of many tokens, and a long prompt has one for each of its steps.
+        """
+        tokens = units * self._unit
+        if tokens > request.num_prompt_tokens:
+            return self._settings.save_decode
+        branch: int = getattr(request, "shared_prefix_boundary", 0)
+        return units >= (request.num_prompt_tokens - 1) // self._unit or (branch > 0 and units == branch // self._unit)
 
     def _claim(
         self, tracked: Tracked, group: int, table: Sequence[Block], base: int, low: int, high: int, *, keep: bool

@@ -60,6 +60,7 @@ class Storing:
         """`policies`: per tier, which chunks are written. Nothing is offered before `space` has a name."""
         self._catalog, self._space, self._policies = catalog, space, policies
         self._counters, self._new_id, self._per_chunk = counters, new_id, geometry.units_per_chunk
+        self._states = geometry.states
         self._max = max(1, min(int(catalog.slots * STORE_SHARE), bytes_in_flight_max // geometry.slot_bytes))
         self._offers: OrderedDict[tuple[int, Chunk, bytes], Offer] = OrderedDict()
         self._rests = [0] * len(policies)  # until which step nothing is stored in a tier
@@ -71,7 +72,7 @@ class Storing:
 
     def landed(self, tracked: Tracked, chunk: Chunk, units: int) -> None:
         """A piece has landed: a whole chunk can be stored, and a shorter one if it will not grow for this request."""
-        if units == self._per_chunk or tracked.state.row == FINISHED:
+        if units == self._per_chunk or chunk.group in self._states or tracked.state.row == FINISHED:
             for mark in chunk.marks:
                 if mark.units == units:
                     self._offer("all", chunk, units, mark.key)

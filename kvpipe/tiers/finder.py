@@ -35,12 +35,13 @@ class TierLookup:
         keys: Sequence[bytes],
         wanted: tuple[Place, ...],
         *,
-        groups: int,
+        groups: Sequence[int],
         space: str,
         seconds_max: float,
     ) -> None:
         """`keys[u]`: hash of the first u + 1 units. `wanted`: whole chunks that are not in memory.
 
+        `groups`: those whose last chunk may be shorter.
         `seconds_max`: for how long the request waits; until `deadline_s`, by the monotonic clock.
         """
         self.keys, self.wanted, self.groups, self.space = keys, wanted, groups, space
@@ -115,7 +116,7 @@ class Finder(TierThread[TierLookup]):
     def _partial(self, lookup: TierLookup) -> tuple[Place, ...]:
         """Candidate ends of the partial chunk after each group's last full hit."""
         out: list[Place] = []
-        for group in range(lookup.groups):
+        for group in lookup.groups:
             missing = [units for g, units in lookup.wanted if g == group and (g, units) not in lookup.found]
             whole = len(lookup.keys) // self._per_chunk * self._per_chunk
             base = min(missing) - self._per_chunk if missing else whole

@@ -40,7 +40,7 @@ def _hold(tier: HeldTier, *ends: int, group: int = 0, rank: int = 0, ranks: int 
 
 
 def _ask(finder: Finder, wanted: Sequence[Place] = WHOLE, seconds_max: float = 60.0, **more: Any) -> TierLookup:
-    groups = 1 + max((group for group, _ in wanted), default=0)
+    groups = range(1 + max((group for group, _ in wanted), default=0))
     reported: dict[str, Any] = {"keys": KEYS, "space": SPACE} | more
     lookup = TierLookup(wanted=tuple(wanted), groups=groups, seconds_max=seconds_max, **reported)
     finder.ask(lookup)

@@ -64,7 +64,7 @@ def test_a_lookup_finds_nothing(lie: str, monkeypatch: pytest.MonkeyPatch) -> No
     )
     try:
         for _ in range(FAULTS_MAX):
-            lookup = TierLookup(KEYS, ((0, 4), (0, 8)), groups=1, space=SPACE, seconds_max=60)
+            lookup = TierLookup(KEYS, ((0, 4), (0, 8)), groups=(0,), space=SPACE, seconds_max=60)
             finder.ask(lookup)
             limit = time.monotonic() + WAIT_S
             while not lookup.done:

@@ -12,9 +12,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from typing import Final
 
 from kvpipe.geometry import Geometry
 from kvpipe.scheduler.base import Blocks, Request
+
+STATE_BLOCKS_MAX: Final = 4
+"""Of one request: the last state and the one it becomes, one that is given back later, one exported within a step."""
 
 
 class LoadAdmission:
@@ -40,5 +44,7 @@ class LoadAdmission:
                 most = -(-(group.window_tokens - 1 + self._step_tokens_max) // group.block_tokens) + 1
                 held = sum(1 for _ in itertools.takewhile(lambda block: not block.is_null, reversed(table)))
                 more = min(more, most - held)
+            elif group.state:  # what it holds and what it goes on with, wherever in the table
+                more = min(more, STATE_BLOCKS_MAX - sum(1 for block in table if not block.is_null))
             needed += max(0, more)
         return needed

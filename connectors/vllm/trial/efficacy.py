@@ -39,7 +39,7 @@ def keys_of(side: SchedulerSide, request: Request) -> Sequence[bytes]:
 def ends(side: SchedulerSide, request: Request) -> frozenset[tuple[Chunk, bytes]]:
     """Return the chunk of each group that holds where the request has ended, or is about to, and the key of that."""
     found = set()
-    for group in range(len(side.geometry.groups)):
+    for group in _growing(side):
         known = side.catalog.pending(group) | side.catalog.index(group)
         found |= {(known[key], key) for key in [key for key in keys_of(side, request)[-ENDS:] if key in known][-1:]}
     return frozenset(found)
@@ -56,10 +56,15 @@ def find(side: SchedulerSide, request: Request, kept: frozenset[tuple[Chunk, byt
     units = held(side, keys, len(keys))
     while rest := units % per_chunk:
         last = keys[units - 1 : units - rest + per_chunk]
-        if {(index[key], key) for index in indexes for key in last if key in index} <= kept:
+        growing = [indexes[group] for group in _growing(side)]
+        if {(index[key], key) for index in growing for key in last if key in index} <= kept:
             break
         units = held(side, keys, units - rest)
     return Found(request, units, chunks)
+
+
+def _growing(side: SchedulerSide) -> list[int]:
+    return [group for group, kind in enumerate(side.geometry.groups) if not kind.state]
 
 
 def held(side: SchedulerSide, keys: Sequence[bytes], most: int) -> int:
@@ -70,6 +75,10 @@ def held(side: SchedulerSide, keys: Sequence[bytes], most: int) -> int:
 def _holds(side: SchedulerSide, keys: Sequence[bytes], units: int) -> bool:
     per_chunk, unit = side.geometry.units_per_chunk, side.geometry.unit_tokens
     for group, kind in enumerate(side.geometry.groups):
+        if kind.state:
+            if keys[units - 1] not in side.catalog.index(group):
+                return False
+            continue
         first = 0 if kind.window_tokens is None else max(0, (units * unit - kind.window_tokens + 1) // unit)
         index = side.catalog.index(group)
         for base in range(first // per_chunk * per_chunk, units, per_chunk):
@@ -96,8 +105,8 @@ def promised(side: SchedulerSide, request: Request, local_tokens: int, *, waits:
         return None
     unit, keys = side.geometry.unit_tokens, keys_of(side, request)
     most = len(keys)
-    if side.geometry.windows and most * unit >= request.num_tokens:
-        most -= 1  # the last token is computed anew, and reads a token further back than the window after it
+    if (side.geometry.windows or side.geometry.states) and most * unit >= request.num_tokens:
+        most -= 1  # the last token is computed anew: it is in the state, and reads further back than the window after it
     tokens = held(side, keys, most) * unit
     return max(0, min(tokens, request.num_tokens if waits else request.num_tokens - 1) - local_tokens)
 

@@ -65,7 +65,8 @@ def _false_bytes(watched: Watched, group: int, key: bytes, chunk: Chunk, units: 
         layers = [layer for layer in rank.layers if layer.group == group]
         for layer, offset in zip(layers, geometry.layer_offsets[group], strict=True):
             held = pool.slot(chunk.slot)[offset : offset + tokens * 8].numpy().view(np.uint64)
-            differs = np.flatnonzero(held != (sequence.upto(stop)[first:stop] ^ layer.key))
+            true = sequence.upto(stop)[stop - 1 if geometry.groups[group].state else first : stop]
+            differs = np.flatnonzero(held != (true ^ layer.key))
             if len(differs):
                 yield f"slot {chunk.slot}, rank {rank.index}, layer {layer.name}: {len(differs)} of {tokens} tokens"
 
@@ -110,7 +111,7 @@ def what_becomes_final_is_saved(watched: Watched) -> Iterator[str]:
         first = was if fresh else max(was, start // side.geometry.unit_tokens)
         keys = keys_of(side, request)
         for group, kind in enumerate(side.geometry.groups):
-            if kind.window_tokens is not None:
+            if kind.window_tokens is not None or kind.state:
                 continue
             known = side.catalog.index(group), side.catalog.pending(group)
             for base in range(first // per_chunk * per_chunk, now, per_chunk):

@@ -212,6 +212,7 @@ class Rank(Runner):
             self._zero(output)
         self.load_adapters({step.sequences[request].lora for request in output.num_scheduled_tokens})
         self._copy_blocks(output)
+        self._go_on_with_states(output)
         self._interrupt("first", quirks, metadata)
         connector.bind_connector_metadata(metadata)
         self._interrupt("early", quirks, metadata)
@@ -313,6 +314,16 @@ class Rank(Runner):
             for layer in self.layers:
                 layer.words[copy.dst_block_id] = layer.words[copy.src_block_id]
 
+    def _go_on_with_states(self, output: SchedulerOutput) -> None:
+        """Copy each request's state to the block in which its step will end, where that is another one."""
+        for layer in [layer for layer in self.layers if layer.group in self.shape.states]:
+            size = self.shape.block_tokens[layer.group]
+            for request, scheduled in output.num_scheduled_tokens.items():
+                start, table = self._computed[request], self._tables[request][layer.group]
+                before, after = (start - 1) // size, (start + scheduled - 1) // size
+                if start and before != after:
+                    layer.words[table[after]] = layer.words[table[before]]
+
     def _run_layers(self, step: TrialStep, drafts: dict[str, list[int]], quirks: set[str]) -> list[Wrong]:
         """Run every layer: write the new positions, read the whole context, check what was read."""
         connector, times = self.connector, 2 if "twice" in quirks else 1
@@ -350,6 +361,8 @@ class Rank(Runner):
         content[right - start :] ^= np.uint64(0xBAD)  # of a draft that will be rejected, and of all behind it
         if junk:  # what rests on garbage is garbage
             content = ~content
+        if layer.group in self.shape.states:
+            return self._go_on(layer, request, sequence, int(table[(stop - 1) // block]), start, content)
         positions = np.arange(start, stop)
         layer.words[table[positions // block], positions % block] = content
         window = self.shape.windows[layer.group]
@@ -359,6 +372,15 @@ class Rank(Runner):
         if not len(differs):
             return None
         return Wrong(self.index, request, layer.name, differs.tolist(), frozenset(table[differs // block].tolist()))
+
+
+    def _go_on(
+        self, layer: PagedLayer, request: str, sequence: Sequence, block: int, start: int, content: Words
+    ) -> Wrong | None:
+        """Read the state of the first `start` tokens in `block`, and write there what it becomes with `content`."""
+        right = not start or bool((layer.words[block] == (sequence.upto(start)[-1] ^ layer.key)).all())
+        layer.words[block] = content[-1]
+        return None if right else Wrong(self.index, request, layer.name, [start - 1], frozenset((block,)))
 
 
 def _union(told: Iterable[set[str] | None]) -> set[str] | None:

@@ -43,9 +43,11 @@ class CountingIndex(dict[bytes, Chunk]):
         return super().get(key, default)
 
 
-def make_geometry(windows: tuple[int | None, ...], chunk_units: int, slots: int) -> Geometry:
-    """Return the geometry of one group per window, in chunks of `chunk_units` units."""
-    groups = tuple(Group((Layer(f"l{i}", 64),), UNIT, window) for i, window in enumerate(windows))
+def make_geometry(
+    windows: tuple[int | None, ...], chunk_units: int, slots: int, states: tuple[int, ...] = ()
+) -> Geometry:
+    """Return the geometry of one group per window, in chunks of `chunk_units` units; `states`: groups of states."""
+    groups = tuple(Group((Layer(f"l{i}", 64),), UNIT, window, i in states) for i, window in enumerate(windows))
     return Geometry(groups, chunk_units * UNIT, slots * 4096)
 
 

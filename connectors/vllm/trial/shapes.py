@@ -53,6 +53,7 @@ class Shape(NamedTuple):
     `events`: vLLM publishes KV cache events, and a router listens.
     `answers`: what requests generate is saved, not only their prompts.
     `priorities`: vLLM's priority policy; requests that answer more or less have one of three.
+    `states`: the cache groups that hold a recurrent state instead of tokens' KV.
     `failing`: loads may fail; off where vLLM's own recovery is known to answer wrongly.
     """
 
@@ -82,6 +83,7 @@ class Shape(NamedTuple):
     hashes: int = 0
     priorities: bool = False
     answers: bool = True
+    states: tuple[int, ...] = ()
 
     @property
     def block_tokens(self) -> tuple[int, ...]:
@@ -118,6 +120,7 @@ class Shape(NamedTuple):
 
 
 _HYBRID = Shape(windows=(None, 2 * BLOCK), blocks=24, pool_slots=24, events=True)
+_STATES = Shape(windows=(None, None), states=(1,), blocks=24, pool_slots=24)
 SHAPES: dict[str, Shape] = {
     "sync": Shape(load="sync"),
     "async-load": Shape(load="async", policy="s3fifo", events=True),
@@ -157,6 +160,10 @@ SHAPES: dict[str, Shape] = {
     "async-scheduler-tier": Shape(
         asynchronous=True, load="auto", tiers=1, failing=False, policy="s3fifo", pool_slots=6
     ),
+    "states": _STATES,
+    "window-and-states": _STATES._replace(windows=(None, 2 * BLOCK, None), states=(2,), blocks=36),
+    "async-scheduler-states": _STATES._replace(asynchronous=True, ranks=2, device=True),
+    "tier-states": _STATES._replace(tiers=1, pool_slots=16),
     "tier-hybrid": _HYBRID._replace(tiers=1, pool_slots=12),
 }
 
@@ -187,15 +194,27 @@ def make_configs(shape: Shape, connector: Connector = KVPIPE, policy: str = "rec
         SpeculativeConfig,
         VllmConfig,
     )
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        KVCacheSpec,
+        MambaSpec,
+        SlidingWindowSpec,
+    )
 
     common: dict[str, Any] = {"num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
-    specs = [
+    specs: list[KVCacheSpec] = [
         FullAttentionSpec(block_size=size, **common)
         if window is None
         else SlidingWindowSpec(block_size=size, **common, sliding_window=window)
         for window, size in zip(shape.windows, shape.block_tokens, strict=True)
     ]
+    for i in shape.states:
+        size = shape.block_tokens[i]
+        specs[i] = MambaSpec(
+            block_size=size, shapes=((size,), (size,)), dtypes=(torch.float32, torch.float32), mamba_cache_mode="align"
+        )
     groups = [KVCacheGroupSpec(names, spec) for names, spec in zip(shape.layer_names(), specs, strict=True)]
     cache = KVCacheConfig(num_blocks=shape.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
     cache.hash_block_size = shape.hash_tokens
@@ -235,5 +254,6 @@ def make_configs(shape: Shape, connector: Connector = KVPIPE, policy: str = "rec
     # the CPU platform forces it off, for its own runner's sake; the scheduler itself does not care
     config.scheduler_config.async_scheduling = shape.asynchronous
     config.cache_config.num_gpu_blocks = shape.blocks
+    config.cache_config.mamba_cache_mode = "align" if shape.states else "none"
     config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = max(1, shape.ranks)
     return config, cache
