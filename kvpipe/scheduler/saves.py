@@ -11,6 +11,7 @@ from kvpipe.config import Settings
 from kvpipe.geometry import Geometry
 from kvpipe.scheduler.records import OpenChunk, Tracked
 from kvpipe.statemachine import chunk as chunk_m
+from kvpipe.statemachine import saving as saving_m
 from kvpipe.trace.log import Counters
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class Saving:
                 self._counters.fault("scheduled_unknown_request", request=request_id)
                 continue
             end = tracked.request.num_computed_tokens + scheduled
-            states = offered.get(request_id, ()) if offered else ()
+            states = offered.get(request_id, ()) if offered and tracked.saving.state.row != saving_m.GIVEN_UP else ()
             if end >= tracked.saving.next_save_at_tokens or states:
                 job = self._try_save(tracked, end, states)
                 if job is not None:

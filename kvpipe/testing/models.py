@@ -31,6 +31,16 @@ _BASE: dict[str, Any] = {
     "pad_token_id": 0,
 }
 
+_MAMBA2: dict[str, Any] = {
+    "mamba_n_heads": 16,
+    "mamba_d_head": 32,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 32,
+}
+
 RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-mha": ("Llama", {"num_key_value_heads": 8, "num_hidden_layers": 4}),
@@ -78,6 +88,47 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
             "n_routed_experts": 8,
             "n_group": 1,
             "topk_group": 1,
+        },
+    ),
+    # hybrids: attention and recurrent states. Mamba 2, in layers of their own and beside attention in every layer
+    "granite-hybrid": (
+        "GraniteMoeHybrid",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["mamba", "attention", "mamba", "mamba"],
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "shared_intermediate_size": 512,
+            "tie_word_embeddings": True,
+            "position_embedding_type": "rope",
+            **_MAMBA2,
+        },
+    ),
+    "falcon-h1": ("FalconH1", {"num_hidden_layers": 3, "mamba_d_ssm": 512, **_MAMBA2}),
+    # short convolutions
+    "lfm2": (
+        "Lfm2",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "full_attention", "conv", "conv"],
+            "block_auto_adjust_ff_dim": False,
+            "conv_dim": 256,  # what vLLM asks for and transformers does not know
+        },
+    ),
+    # gated delta nets
+    "qwen3-next": (
+        "Qwen3Next",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+            "linear_num_value_heads": 8,
+            "linear_num_key_heads": 4,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
         },
     ),
     "demo": (

@@ -106,7 +106,9 @@ def promised(side: SchedulerSide, request: Request, local_tokens: int, *, waits:
     unit, keys = side.geometry.unit_tokens, keys_of(side, request)
     most = len(keys)
     if (side.geometry.windows or side.geometry.states) and most * unit >= request.num_tokens:
-        most -= 1  # the last token is computed anew: it is in the state, and reads further back than the window after it
+        most -= (
+            1  # the last token is computed anew: it is in the state, and reads further back than the window after it
+        )
     tokens = held(side, keys, most) * unit
     return max(0, min(tokens, request.num_tokens if waits else request.num_tokens - 1) - local_tokens)
 

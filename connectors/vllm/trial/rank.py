@@ -373,7 +373,6 @@ class Rank(Runner):
             return None
         return Wrong(self.index, request, layer.name, differs.tolist(), frozenset(table[differs // block].tolist()))
 
-
     def _go_on(
         self, layer: PagedLayer, request: str, sequence: Sequence, block: int, start: int, content: Words
     ) -> Wrong | None:

@@ -65,11 +65,12 @@ class SchedulerWorld:
         load: str = "auto",
         touch: str = "use",
         trace: Recorder = OFF,
+        states: tuple[int, ...] = (),
     ) -> None:
         """An empty cache."""
         settings = load_settings({"load": load, "prefault": touch})
-        geometry = make_geometry(windows, chunk_units, slots)
-        self.ranks, self.groups, self.free = ranks, len(windows), 1 << 20
+        geometry = make_geometry(windows, chunk_units, slots, states)
+        self.ranks, self.groups, self.free, self._states = ranks, len(windows), 1 << 20, states
         self.remedies = Remedies(geometry, BEYOND_TOKENS, 64 * UNIT)
         self.side = SchedulerSide(
             settings,
@@ -150,10 +151,17 @@ class SchedulerWorld:
         request.num_computed_tokens = tokens
         return external
 
-    def step(self, *requests: Any) -> list[Job]:
-        """Schedule all the tokens that `requests` have left, and return the step's jobs."""
+    def step(self, *requests: Any, boundaries: tuple[int, ...] = ()) -> list[Job]:
+        """Schedule all the tokens that `requests` have left, and return the step's jobs.
+
+        `boundaries`: units after which states are final then, in every group of states.
+        """
         scheduled = {r.request_id: r.num_tokens - r.num_computed_tokens for r in requests}
-        plan = self.side.plan_step(SimpleNamespace(num_scheduled_tokens=scheduled, preempted_req_ids=None))
+        offered = {r.request_id: [self._offer(r, g, at) for g in self._states for at in boundaries] for r in requests}
+        states = SimpleNamespace(boundary_state_offloads=offered) if boundaries else None
+        plan = self.side.plan_step(
+            SimpleNamespace(num_scheduled_tokens=scheduled, preempted_req_ids=None, kv_connector_block_state=states)
+        )
         for request in requests:
             request.num_computed_tokens = request.num_tokens
         hashes = {r.request_id: r.block_hashes for r in requests}
@@ -164,6 +172,9 @@ class SchedulerWorld:
                     unit = next(i for i, held in enumerate(table) if held.block_id == block)
                     self.pages[slot, page] = hashes[job.request][unit]
         return list(plan.jobs)
+
+    def _offer(self, request: Any, group: int, units: int) -> tuple[int, int, int]:
+        return group, self.tables[group][request.request_id][units - 1].block_id, units * UNIT
 
     def report(self, *tallies: tuple[Job, int, int]) -> None:
         """Report (job, ok, bad) for each."""

@@ -54,6 +54,7 @@ class Shape(NamedTuple):
     `answers`: what requests generate is saved, not only their prompts.
     `priorities`: vLLM's priority policy; requests that answer more or less have one of three.
     `states`: the cache groups that hold a recurrent state instead of tokens' KV.
+    `dense`: vLLM keeps the state of every boundary at which a step ends, not only where prompts end or branch.
     `failing`: loads may fail; off where vLLM's own recovery is known to answer wrongly.
     """
 
@@ -84,6 +85,7 @@ class Shape(NamedTuple):
     priorities: bool = False
     answers: bool = True
     states: tuple[int, ...] = ()
+    dense: bool = False
 
     @property
     def block_tokens(self) -> tuple[int, ...]:
@@ -161,9 +163,9 @@ SHAPES: dict[str, Shape] = {
         asynchronous=True, load="auto", tiers=1, failing=False, policy="s3fifo", pool_slots=6
     ),
     "states": _STATES,
-    "window-and-states": _STATES._replace(windows=(None, 2 * BLOCK, None), states=(2,), blocks=36),
-    "async-scheduler-states": _STATES._replace(asynchronous=True, ranks=2, device=True),
-    "tier-states": _STATES._replace(tiers=1, pool_slots=16),
+    "window-and-states": _STATES._replace(windows=(None, 2 * BLOCK, None), states=(2,), blocks=36, dense=True),
+    "async-scheduler-states": _STATES._replace(asynchronous=True, ranks=2, device=True, dense=True),
+    "tier-states": _STATES._replace(tiers=1, dense=True, pool_slots=16),
     "tier-hybrid": _HYBRID._replace(tiers=1, pool_slots=12),
 }
 
@@ -218,6 +220,7 @@ def make_configs(shape: Shape, connector: Connector = KVPIPE, policy: str = "rec
     groups = [KVCacheGroupSpec(names, spec) for names, spec in zip(shape.layer_names(), specs, strict=True)]
     cache = KVCacheConfig(num_blocks=shape.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
     cache.hash_block_size = shape.hash_tokens
+    cache.prefix_cache_retention_interval = 0 if shape.states and not shape.dense else None
     extra = shape.kvpipe_extra() if connector.name == KVPIPE.name else {}
     if shape.sibling:
         connector, extra = _beside(connector, extra)

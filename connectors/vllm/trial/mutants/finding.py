@@ -7,7 +7,7 @@ from kvpipe.connectors.vllm.trial.mutants.base import LOADING, LOOKUPS, PREFIXES
 MUTANTS: dict[str, Mutant] = {
     "window_not_needed": Mutant(
         "A hit counts though the sliding window before its end is not held.",
-        one(PREFIXES, "longest", "while best and self._windows:", "while False:"),
+        one(PREFIXES, "_longest_windows", "while best and self._windows:", "while False:"),
         shape="hybrid",
     ),
     "nothing_left_to_compute": Mutant(

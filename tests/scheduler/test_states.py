@@ -1,0 +1,169 @@
+"""Recurrent states on the scheduler's side: what is saved of them, and how long a hit is that needs them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvpipe.connectors.vllm.trial.scheduler_world import SAVE, UNIT, SchedulerWorld
+from kvpipe.messages import BROKEN
+
+ATTENTION, STATE, OTHER = 0, 1, 2
+
+
+def _world(**options: Any) -> SchedulerWorld:
+    """Attention, and two groups of states."""
+    return SchedulerWorld(windows=(None, None, None), states=(STATE, OTHER), chunk_units=4, **options)
+
+
+def _states(world: SchedulerWorld, request: Any, group: int = STATE) -> list[int]:
+    """Return the boundaries of the request's prefix whose states are held."""
+    index = world.side.catalog.index(group)
+    return [units for units, key in enumerate(request.block_hashes, 1) if key in index]
+
+
+def _run(world: SchedulerWorld, request: Any, *boundaries: int) -> None:
+    """Compute the request to its end; the states of `boundaries` become final."""
+    world.admit(request)
+    world.succeed(*world.step(request, boundaries=boundaries))
+    world.side.finished(request)
+
+
+def test_a_hit_ends_at_a_boundary_whose_states_are_held() -> None:
+    """Attention is held to unit 9: of states only the one after 6 units, of every group."""
+    world = _world()
+    first = world.request("a", 9, extra=1)
+    first.num_prompt_tokens = 6 * UNIT + 1  # the rest is its answer
+    _run(world, first, 6)
+    assert _states(world, first) == _states(world, first, OTHER) == [6]
+    again = world.request("b", 9, shared=9, extra=1)
+    again.block_hashes[:] = first.block_hashes
+    assert world.ask(again) == 6 * UNIT
+    assert world.ask(again, 4 * UNIT) == 2 * UNIT  # beyond what the engine holds itself
+    assert world.ask(again, 6 * UNIT) == 0
+
+
+@pytest.mark.parametrize("group", [ATTENTION, STATE, OTHER])
+def test_a_hit_needs_every_group(group: int) -> None:
+    """Without one group's state, or with attention that ends before the boundary, the boundary before is tried."""
+    world = _world()
+    first = world.request("a", 9, extra=1)
+    first.num_prompt_tokens = 3 * UNIT + 1
+    _run(world, first, 3, 8)
+    again = world.request("b", 9, extra=1)
+    again.block_hashes[:] = first.block_hashes
+    assert world.ask(again) == 8 * UNIT
+    index = world.side.catalog.index(group)
+    key = next(key for key in reversed(first.block_hashes[3:8]) if key in index)
+    world.drop(group, key)
+    assert world.ask(again) == 3 * UNIT
+
+
+def test_a_state_that_has_the_last_token_is_of_no_use() -> None:
+    """The last token is computed anew: a state that it is in already would count it twice."""
+    world = _world()
+    first = world.request("a", 8)
+    _run(world, first, 7, 8)
+    assert _states(world, first) == [7, 8]
+    again = world.request("b", 8)
+    again.block_hashes[:] = first.block_hashes
+    assert world.ask(again) == 7 * UNIT
+    longer = world.request("c", 9)
+    longer.block_hashes[:8] = first.block_hashes
+    assert world.ask(longer) == 8 * UNIT
+
+
+def test_what_is_loaded_of_a_state_is_one_block() -> None:
+    """Into the block in which the boundary lies, from a slot of its own; attention comes whole."""
+    world = _world()
+    first = world.request("a", 8, extra=1)
+    _run(world, first, 8)
+    again = world.request("b", 8, extra=1)
+    again.block_hashes[:] = first.block_hashes
+    world.admit(again)
+    (load,) = world.step(again)
+    rows = [row for row in load.table().tolist() if row[0] != ATTENTION]
+    assert [(group, page, block) for group, _, page, block in rows] == [
+        (group, 0, world.tables[group]["b"][7].block_id) for group in (STATE, OTHER)
+    ]
+    assert len(load.table()) == 8 + 2
+
+
+@pytest.mark.parametrize("short", [1, UNIT], ids=["in-a-block", "at-another-boundary"])
+def test_less_than_was_promised_fails(short: int) -> None:
+    """The engine allocates for fewer tokens than were promised: nobody has that state, and the load fails."""
+    world = _world()
+    first = world.request("a", 8, extra=1)
+    _run(world, first, 8)
+    again = world.request("b", 8, extra=1)
+    again.block_hashes[:] = first.block_hashes
+    tokens = world.ask(again) - short
+    world.side.admitted(again, world.allocate(again), tokens)
+    (load,) = world.step(again)
+    assert any(slot == BROKEN for _, slot, _, _ in load.table().tolist())
+
+
+def test_no_block_for_the_state_fails() -> None:
+    """A state that cannot be loaded is never left out."""
+    world = _world()
+    first = world.request("a", 8, extra=1)
+    _run(world, first, 8)
+    again = world.request("b", 8, extra=1)
+    again.block_hashes[:] = first.block_hashes
+    tokens, tables = world.ask(again), world.allocate(again)
+    tables[STATE][7] = tables[STATE][7]._replace(is_null=True)
+    world.side.admitted(again, tables, tokens)
+    (load,) = world.step(again)
+    assert all(slot == BROKEN for _, slot, _, _ in load.table().tolist())
+    assert world.side.counters.faults["load_not_planned"] == 1
+
+
+def test_what_is_saved() -> None:
+    """Where the prompt ends or branches, and what comes after: no state of the steps of a prefill."""
+    world = _world()
+    first = world.request("a", 12, extra=1)
+    first.num_prompt_tokens, first.shared_prefix_boundary = 9 * UNIT + 1, 4 * UNIT
+    _run(world, first, 2, 4, 6, 9, 11)
+    assert _states(world, first) == [4, 9, 11]
+    again = world.request("b", 12, extra=1)
+    again.block_hashes[:] = first.block_hashes
+    world.admit(again)
+    world.succeed(*world.step(again))
+    before = world.side.counters["states_saved"]
+    assert not [job for job in world.step(again, boundaries=(9,)) if job.kind == SAVE]  # it is held
+    assert world.side.counters["states_saved"] == before
+
+
+def test_offers_of_what_is_not_final_or_not_whole() -> None:
+    """A boundary within a unit, one beyond the tokens that are final, one of a group that has no states."""
+    world = _world()
+    one = world.request("a", 4, extra=1)
+    world.admit(one)
+    one.block_hashes[3:] = []  # not final yet
+    world.tables[STATE]["a"].append(world.tables[STATE]["a"][3])
+    world.step(one, boundaries=(4,))
+    assert world.side.counters["states_saved"] == 0
+
+
+def test_a_request_that_was_given_up_saves_no_state() -> None:
+    """What goes on through a reset may hold what was to be forgotten."""
+    world = _world()
+    one = world.request("a", 4, extra=1)
+    world.admit(one)
+    world.side.reset()
+    assert not world.step(one, boundaries=(4,))
+
+
+def test_a_failed_save_loses_the_state_only() -> None:
+    """Nothing is found of it; attention is saved again."""
+    world = _world()
+    one = world.request("a", 4, extra=1)
+    world.admit(one)
+    (job,) = world.step(one, boundaries=(4,))
+    world.report((job, 0, 1))
+    assert _states(world, one) == []
+    world.grow(one, 5)
+    world.succeed(*world.step(one))
+    assert world.found(one) == 5
+    assert world.ask(world.request("b", 4)) == 0
