@@ -29,6 +29,8 @@ FORMAT_VERSION = 1
 """Of the bytes in a slot. A change makes every older chunk a miss."""
 
 _SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, MambaSpec)
+_STATES = ("GDN_ATTN", "MAMBA2", "SHORT_CONV")
+"""VLLM's names for the kinds of recurrent states that are tested."""
 _DRAFTERS = ("ngram", "ngram_gpu", "suffix")
 
 
@@ -106,6 +108,8 @@ def _check_state(layer: str, spec: MambaSpec) -> None:
             f"{spec.mamba_cache_mode!r}: vLLM keeps no state of a boundary)",
             "set enable_prefix_caching=True",
         )
+    if spec.mamba_type.name not in _STATES:
+        refuse(f"the recurrent state of layer {layer!r} ({spec.mamba_type.name})", f"kvpipe knows {', '.join(_STATES)}")
     if spec.num_speculative_blocks:
         refuse(f"the recurrent state of layer {layer!r} with speculative decoding", "unset speculative_config")
 

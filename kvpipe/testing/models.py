@@ -112,7 +112,8 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 4,
             "layer_types": ["conv", "full_attention", "conv", "conv"],
             "block_auto_adjust_ff_dim": False,
-            "conv_dim": 256,  # what vLLM asks for and transformers does not know
+            "conv_dim": 256,  # this and the next: what vLLM asks for and transformers does not know
+            "block_dim": 256,
         },
     ),
     # gated delta nets
@@ -121,10 +122,10 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "num_hidden_layers": 4,
             "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
-            "linear_num_value_heads": 8,
-            "linear_num_key_heads": 4,
-            "linear_key_head_dim": 32,
-            "linear_value_head_dim": 32,
+            "linear_num_value_heads": 2,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
             "num_experts": 4,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 64,

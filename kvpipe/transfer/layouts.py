@@ -84,7 +84,8 @@ INSIDE: tuple[LayoutHalf, ...] = (
     LayoutHalf(
         "mla",
         "N C",
-        "one head, so that HND and NHD are the same bytes: MLA's latents, an indexer's keys, or one KV head a rank",
+        "one head, so that HND and NHD are the same bytes: MLA's latents, an indexer's keys, one KV head a rank, or a "
+        "recurrent state",
         lambda c: c.heads == 1 and c.lies(1, 2, 3),
     ),
     LayoutHalf(

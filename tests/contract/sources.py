@@ -56,10 +56,22 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
             "layer_names",
         ),
         "MLAAttentionSpec": _SPEC,
+        "MambaSpec": (
+            *_SPEC,
+            "dtypes",
+            "mamba_cache_mode",
+            "mamba_type",
+            "num_speculative_blocks",
+            "shapes",
+            "state_content_size_bytes",
+        ),
         "SlidingWindowSpec": (*_SPEC, "sliding_window"),
         "UniformTypeKVCacheSpecs": ("block_size", "kv_cache_specs"),
     },
-    _OUTPUT: {"SchedulerOutput": ("num_scheduled_tokens", "preempted_req_ids")},
+    _OUTPUT: {
+        "KVConnectorBlockState": ("boundary_state_offloads",),
+        "SchedulerOutput": ("kv_connector_block_state", "num_scheduled_tokens", "preempted_req_ids"),
+    },
     "vllm/config/cache.py": {"CacheConfig": ("cache_dtype", "enable_prefix_caching", "prefix_caching_hash_algo")},
     "vllm/config/kv_transfer.py": {
         "KVTransferConfig": (
@@ -142,6 +154,7 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
             "request_id",
             "resumable",
             "session_id",
+            "shared_prefix_boundary",
             "skip_reading_prefix_cache",
             "status",
             "trace_headers",

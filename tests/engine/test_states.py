@@ -8,16 +8,17 @@ from typing import Any
 import pytest
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
+from kvpipe.errors import UnsupportedError
 from tests.engine.common import assert_clean, engine, prompt
 
 pytestmark = pytest.mark.engine
 
 PROMPTS = [prompt(300, 21), prompt(530, 22)]
 FAMILIES = [
-    pytest.param("granite-hybrid", {}, id="mamba2"),
-    pytest.param("falcon-h1", {}, id="mamba2-beside-attention"),
-    pytest.param("lfm2", {}, id="short-convolution"),
-    pytest.param("qwen3-next", {"dtype": "bfloat16"}, id="gated-delta-net"),
+    pytest.param("granite-hybrid", 128, {}, id="mamba2"),
+    pytest.param("falcon-h1", 128, {}, id="mamba2-beside-attention"),
+    pytest.param("lfm2", 128, {}, id="short-convolution"),
+    pytest.param("qwen3-next", 192, {"dtype": "bfloat16"}, id="gated-delta-net"),
 ]
 
 
@@ -36,8 +37,8 @@ def _unit(live: Any) -> int:
     return int(geometry.unit_tokens)
 
 
-@pytest.mark.parametrize(("recipe", "options"), FAMILIES)
-def test_hits_and_conversations(recipe: str, options: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("recipe", "chunk_tokens", "options"), FAMILIES)
+def test_hits_and_conversations(recipe: str, chunk_tokens: int, options: dict[str, Any], tmp_path: Path) -> None:
     """Answers are those of vLLM's own prefix cache: cold, warm, in a second turn, beside a local hit, from a disk."""
     options = {"enable_prefix_caching": True, "prefix_cache_retention_interval": None} | options
     with engine(recipe, None, **options) as plain:
@@ -46,7 +47,7 @@ def test_hits_and_conversations(recipe: str, options: dict[str, Any], tmp_path: 
         second = [plain.generate([p], 12)[0] for p in turns]
         again = [plain.generate([p], 12)[0] for p in turns]
     disk = {"kind": "disk", "path": str(tmp_path / "kv"), "bytes_max": "1GiB", "store": "all"}
-    config: dict[str, Any] = {"chunk_tokens": 128, "tiers": [disk]}
+    config: dict[str, Any] = {"chunk_tokens": chunk_tokens, "tiers": [disk]}
     with engine(recipe, config, **options) as live:
         unit, before = _unit(live), 0
         assert [live.generate([p], 40)[0] for p in PROMPTS] == expected[0]
@@ -71,3 +72,33 @@ def test_hits_and_conversations(recipe: str, options: dict[str, Any], tmp_path: 
         assert assert_clean(live)["tokens_loaded"] == sum(held)
         assert live.generate([PROMPTS[1]], 40) == expected[1][1:]
         assert assert_clean(live)["tokens_loaded"] == sum(held) + held[1] - 2 * unit
+
+
+@pytest.mark.parametrize(("recipe", "chunk_tokens", "options"), FAMILIES[:1])
+def test_preempted_requests(recipe: str, chunk_tokens: int, options: dict[str, Any]) -> None:
+    """Requests that lose their blocks come back with what is held of them, and answer as ever."""
+    prompts = [prompt(100 + 30 * i, 600 + i) for i in range(8)]
+    more: dict[str, Any] = {"num_gpu_blocks_override": 40, "max_model_len": 640, "enable_prefix_caching": True}
+    with engine(recipe, None, **options | more) as plain:
+        expected = plain.generate(prompts, 120)
+    with engine(recipe, {"chunk_tokens": chunk_tokens}, **options | more) as live:
+        for _ in range(2):
+            assert live.generate(prompts, 120) == expected
+            live.llm.reset_prefix_cache()
+        stats = assert_clean(live)
+        assert stats["preempted"] > 0
+        assert stats["tokens_loaded"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"enable_prefix_caching": False}, "set enable_prefix_caching=True"),
+        ({"enable_prefix_caching": True, "prefix_match_unit": 32}, "unset prefix_match_unit"),
+    ],
+    ids=["no-prefix-caching", "states-within-a-block"],
+)
+def test_refused(options: dict[str, Any], why: str) -> None:
+    """Where vLLM keeps no state of a boundary, or of more boundaries than blocks, an engine does not start."""
+    with pytest.raises(UnsupportedError, match=why), engine("granite-hybrid", {"chunk_tokens": 64}, **options):
+        pass
