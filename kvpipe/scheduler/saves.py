@@ -77,9 +77,8 @@ class Saving:
                 self._counters.fault("scheduled_unknown_request", request=request_id)
                 continue
             end = tracked.request.num_computed_tokens + scheduled
-            states = offered.get(request_id, ()) if offered and tracked.saving.state.row != saving_m.GIVEN_UP else ()
-            if end >= tracked.saving.next_save_at_tokens or states:
-                job = self._try_save(tracked, end, states)
+            if end >= tracked.saving.next_save_at_tokens or (offered and request_id in offered):
+                job = self._try_save(tracked, end, offered.get(request_id, ()))
                 if job is not None:
                     jobs.append(job)
         return jobs
@@ -94,10 +93,11 @@ class Saving:
         pieces: list[Piece] = []
         self._trace.about(tracked.request.request_id, tracked.life.epoch)
         try:
-            first, rows = tracked.saving.saved_units, []
+            rows: list[Row] = []
+            first = tracked.saving.saved_units
             if end >= tracked.saving.next_save_at_tokens:
                 rows, first = self.plan(tracked, end, pieces)
-            for group, block, tokens in states:
+            for group, block, tokens in states if tracked.saving.state.row != saving_m.GIVEN_UP else ():
                 rows += self._plan_state(tracked, group, block, tokens, pieces)
             if not pieces:
                 return None
