@@ -97,7 +97,8 @@ def make_geometry(cache: KVCacheConfig, settings: Settings) -> Geometry:
 
 def _page_bytes(spec: KVCacheSpec) -> int:
     """Return the bytes of a block; those of a state end before the padding to the size of other layers' pages."""
-    return spec.state_content_size_bytes if isinstance(spec, MambaSpec) else spec.page_size_bytes
+    size: int = spec.state_content_size_bytes if isinstance(spec, MambaSpec) else spec.page_size_bytes
+    return size
 
 
 def _check_state(layer: str, spec: MambaSpec) -> None:
