@@ -93,10 +93,7 @@ class Loading:
                 raise LookupError(msg)  # noqa: TRY301
             first = asking.local // self._unit
             stop = -(-(asking.local + external_tokens) // self._unit)
-            if self._geometry.states and stop * self._unit != asking.local + external_tokens:
-                msg = f"blocks for {asking.local} + {external_tokens} tokens, whose state nobody has"
-                raise LookupError(msg)  # noqa: TRY301
-            rows, chunks = self.rows(request, tables, first, stop)
+            rows, chunks = self.rows(request, tables, first, stop, beyond=(asking.local + external_tokens) % self._unit)
             self._catalog.lease(owner, chunks)
             if self._staging is not None:
                 self._staging.stores.used(chunks)
@@ -149,8 +146,20 @@ class Loading:
         self._counters["spoiled_blocks_reported"] += len(blocks)
         return job
 
-    def rows(self, request: Request, tables: Tables, first: int, stop: int) -> tuple[list[Row], list[Chunk]]:
-        """Return the rows that bring units [first, stop) into the request's blocks, and the chunks they read."""
+    def rows(
+        self, request: Request, tables: Tables, first: int, stop: int, *, beyond: int = 0
+    ) -> tuple[list[Row], list[Chunk]]:
+        """Return the rows that bring units [first, stop) into the request's blocks, and the chunks they read.
+
+        `beyond`: so many tokens of the last unit are wanted; 0: all.
+
+        Raises:
+            LookupError: there is no state after so many tokens, or no block for it.
+
+        """
+        if beyond and self._geometry.states:
+            msg = f"blocks for {beyond} tokens of a unit, whose state nobody has"
+            raise LookupError(msg)
         hashes = self._prefixes.hashes(request)
         rows: list[Row] = []
         chunks: list[Chunk] = []

@@ -7,12 +7,15 @@ import json
 import tempfile
 from math import gcd, lcm
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 import kvpipe.connectors.vllm.trial.engine  # noqa: F401  (sets the environment, before vllm is imported)
 from kvpipe.connectors.vllm.trial.content import VOCAB
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 BLOCK = 32
 _MODEL = {
@@ -183,19 +186,8 @@ def _beside(connector: Connector, extra: dict[str, Any]) -> tuple[Connector, dic
     return Connector("MultiConnector", None), {"connectors": configured}
 
 
-@functools.cache
-def make_configs(shape: Shape, connector: Connector = KVPIPE, policy: str = "recompute") -> tuple[Any, Any]:
-    """Return vLLM's (VllmConfig, KVCacheConfig) for `shape`, shared by every engine made of it."""
-    from vllm.config import (
-        CacheConfig,
-        DeviceConfig,
-        KVEventsConfig,
-        KVTransferConfig,
-        ModelConfig,
-        SchedulerConfig,
-        SpeculativeConfig,
-        VllmConfig,
-    )
+def _make_cache(shape: Shape) -> KVCacheConfig:
+    """Return what vLLM knows of the cache groups of `shape`."""
     from vllm.v1.kv_cache_interface import (
         FullAttentionSpec,
         KVCacheConfig,
@@ -221,6 +213,24 @@ def make_configs(shape: Shape, connector: Connector = KVPIPE, policy: str = "rec
     cache = KVCacheConfig(num_blocks=shape.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
     cache.hash_block_size = shape.hash_tokens
     cache.prefix_cache_retention_interval = 0 if shape.states and not shape.dense else None
+    return cache
+
+
+@functools.cache
+def make_configs(shape: Shape, connector: Connector = KVPIPE, policy: str = "recompute") -> tuple[Any, Any]:
+    """Return vLLM's (VllmConfig, KVCacheConfig) for `shape`, shared by every engine made of it."""
+    from vllm.config import (
+        CacheConfig,
+        DeviceConfig,
+        KVEventsConfig,
+        KVTransferConfig,
+        ModelConfig,
+        SchedulerConfig,
+        SpeculativeConfig,
+        VllmConfig,
+    )
+
+    cache = _make_cache(shape)
     extra = shape.kvpipe_extra() if connector.name == KVPIPE.name else {}
     if shape.sibling:
         connector, extra = _beside(connector, extra)
