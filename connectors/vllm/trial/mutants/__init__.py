@@ -14,7 +14,6 @@ from kvpipe.connectors.vllm.trial.mutants import (
     pool,
     publishing,
     races,
-    states,
     tenants,
     tiers,
 )
@@ -38,7 +37,6 @@ MUTANTS: dict[str, Mutant] = {
         tenants,
         models,
         pool,
-        states,
     )
     for name, mutant in area.MUTANTS.items()
 }
