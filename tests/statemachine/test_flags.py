@@ -14,7 +14,7 @@ FLAGS: dict[str, dict[str, str]] = {
     "kvpipe/scheduler": {
         "LookupResult.later": "content of an answer; the lookup machine has the state that follows",
         "Hit.waits": "content of an answer",
-        "Match.waits": "content of an answer",
+        "Asking.waits": "content of an answer",
         "RequestContext.sampled": "configuration, by request: whether it is traced",
         "Switches.loads": "configuration",
         "Switches.saves": "configuration",
