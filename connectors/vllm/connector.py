@@ -24,6 +24,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvpipe.config import Settings, load_settings
 from kvpipe.connectors.vllm import compat, held_adapters, hooks, models, support
 from kvpipe.connectors.vllm.adapter import ManagedBlocks, Remedies
+from kvpipe.connectors.vllm.hooks import Hooks
 from kvpipe.connectors.vllm.kv_events import KvEvents
 from kvpipe.connectors.vllm.metadata import LayoutMetadata, PlanMetadata, ReportMetadata
 from kvpipe.connectors.vllm.metrics import KVPipeProm, KVPipeStats, meter
@@ -35,6 +36,8 @@ from kvpipe.messages import EMPTY_PLAN
 from kvpipe.names import NameClaim
 from kvpipe.scheduler.base import LATER
 from kvpipe.scheduler.side import SchedulerSide
+from kvpipe.statemachine.core import Cursor
+from kvpipe.statemachine.step import IDLE, STEP
 from kvpipe.tiers.envelope import VERSION
 from kvpipe.tiers.guard import FIND, READ, WRITE, GuardedTier, MadeTier, guarded
 from kvpipe.tiers.registry import make_tier, named
@@ -70,7 +73,7 @@ def _contained(miss: Callable[[], Any]) -> Callable[[F], F]:
             try:
                 return method(self, *args, **kwargs)
             except Exception as e:  # noqa: BLE001  (the border)
-                self.counters.fault("contained_error", where=method.__name__, error=repr(e))
+                self._contain(method.__name__, e)
                 return miss()
 
         return cast("F", inner)
@@ -114,6 +117,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         self.counters = Counters()
         self.scheduler: SchedulerSide | None = None
         self.worker: WorkerSide | None = None
+        self._step = Cursor(STEP.compile(), "step")  # the worker's, as soon as it has caches
         self._claim: NameClaim | None = None
         self._control: LoopThread | None = None
         self._facts: dict[str, Any] = {}
@@ -163,6 +167,10 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             check_control_file(self.settings.control_file)
             watch = functools.partial(watch_control_file, self.settings.control_file, self.set_freeze)
             self._control = LoopThread("kvpipe-control", tasks=(watch,))
+
+    def _contain(self, where: str, error: Exception) -> None:
+        """Count what was stopped at the border."""
+        self.counters.fault("contained_error", where=where, error=repr(error))
 
     # ---- what vLLM asks of the class ------------------------------------------------------------------------------
 
@@ -218,6 +226,10 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         """Return the tiers of the configuration, not yet opened. Tests bring their own here."""
         return [(name, spec, make_tier(name, spec, writes=writes)) for name, spec in named(self.settings.tiers)]
 
+    def hooks(self, kv_caches: dict[str, torch.Tensor]) -> Hooks:
+        """Return which hooks vLLM's runner calls, and when. Tests say otherwise here."""
+        return hooks.hooks(self._vllm_config, kv_caches, self.settings.mode)
+
     def _find_in(self, config: VllmConfig) -> list[GuardedTier]:
         """Return where the scheduler's side looks beyond memory."""
         tiers = self._guarded((FIND,))
@@ -240,15 +252,8 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         if self.worker is not None:
             models.check_backends(models.backends(self._vllm_config, kv_caches).values())
             blocks = self._kv_cache_config.num_blocks
-            config = self._vllm_config
-            self.worker.register(
-                kv_caches,
-                blocks,
-                self.make_engine(),
-                unhooked=hooks.unhooked(config, kv_caches, self.settings.mode),
-                replays=hooks.replays(config),
-                fences_late=hooks.fences_late(config, kv_caches),
-            )
+            self.worker.register(kv_caches, blocks, self.make_engine(), **self.hooks(kv_caches)._asdict())
+            self._step = self.worker.step
             self._layout = support.fingerprint({"layout": support.layout_facts(kv_caches, blocks, self._vllm_config)})
             self._find_model(self.worker)
 
@@ -288,13 +293,14 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         if self.worker is not None:
             self.worker.start_loads(replayed=hooks.is_replayed(forward_context))
 
-    @_contained(_nothing)
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Return when the layer's loads are in place."""
-        if self.worker is not None:
-            self.worker.wait_layer(layer_name)
+        """Return when the layer's loads are in place. It comes with every layer of every step."""
+        if self._step.state.row != IDLE and self.worker is not None:
+            try:
+                self.worker.wait_layer(layer_name)
+            except Exception as e:  # noqa: BLE001  (the border)
+                self._contain("wait_for_layer_load", e)
 
-    @_contained(_nothing)
     def save_kv_layer(
         self,
         layer_name: str,
@@ -302,9 +308,12 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         attn_metadata: AttentionMetadata,  # noqa: ARG002
         **kwargs: Any,  # noqa: ARG002, ANN401
     ) -> None:
-        """Submit the layer's saves."""
-        if self.worker is not None:
-            self.worker.save_layer(layer_name)
+        """Submit the layer's saves. As `wait_for_layer_load`."""
+        if self._step.state.row != IDLE and self.worker is not None:
+            try:
+                self.worker.save_layer(layer_name)
+            except Exception as e:  # noqa: BLE001  (the border)
+                self._contain("save_kv_layer", e)
 
     @_contained(_nothing)
     def wait_for_save(self) -> None:

@@ -8,7 +8,7 @@ what is known to call its hooks is relied on; a layer that is taken for one with
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from vllm import envs
 from vllm.config import CUDAGraphMode
@@ -24,6 +24,19 @@ if TYPE_CHECKING:
 
 _OPERATORS: Final = frozenset({"vllm::unified_attention_with_output", "vllm::unified_mla_attention_with_output"})
 """Those that call the hooks."""
+
+
+class Hooks(NamedTuple):
+    """What the runner calls: see `WorkerSide.register`."""
+
+    unhooked: frozenset[str]
+    replays: bool
+    fences_late: bool
+
+
+def hooks(config: VllmConfig, caches: Mapping[str, torch.Tensor], mode: str) -> Hooks:
+    """Return what vLLM's runner calls for the layers of `caches`. Raises as `unhooked`."""
+    return Hooks(unhooked(config, caches, mode), replays(config), fences_late(config, caches))
 
 
 def is_hooked(layer: object) -> bool:

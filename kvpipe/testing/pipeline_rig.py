@@ -186,6 +186,8 @@ class Rig:
         wait_s: float = WAIT_S,
         unhooked: Collection[int] = (),
         blocks: int = 10,
+        replays: bool = False,
+        fences_late: bool = False,
     ) -> None:
         """Start the pipeline."""
         self.engine = engine or FakeEngine()
@@ -199,6 +201,8 @@ class Rig:
             counters=self.counters,
             unhooked=unhooked if layerwise else range(self.layers),
             blocks=blocks,
+            replays=replays,
+            fences_late=fences_late,
         )
 
     def busy(self) -> bool:

@@ -60,7 +60,7 @@ class Pipeline:
         Hooks are called before and after each layer's attention, but for those that are `unhooked`; with `replays`
         there may be steps in which none is. With `fences_late`, `fence` is called before the next step's compute.
         """
-        self.counters, self.replays, self.fences_late = counters, replays, fences_late
+        self.counters, self._replays, self._fences_late = counters, replays, fences_late
         self.waited_ns = 0  # for copies
         self._engine, self._trace, self._wait_s = engine, trace, wait_ms_max / 1000
         self._limits = Limits(geometry.pages_per_chunk, blocks, slots_ready or (lambda: geometry.slots))
@@ -70,7 +70,7 @@ class Pipeline:
         self._hooked = tuple(layer for layer in self._layers if layer not in unhooked)
         self._late = frozenset(self._unhooked)
         self._next = dict(pairwise(self._hooked))
-        self._step = Cursor(m.STEP.compile(), "step")
+        self.step = Cursor(m.STEP.compile(), "step")  # idle without jobs: then layer hooks have nothing to do
         self._save: Batch | None = None  # the open step's jobs, by kind
         self._sync: Batch | None = None
         self._async: Batch | None = None
@@ -93,7 +93,7 @@ class Pipeline:
     def begin(self, plan: StepPlan) -> None:
         """Open the step's jobs. A step that was never ended is withdrawn first, one that was not fenced is now."""
         self.fence()
-        self._step.fire(m.BIND)
+        self.step.fire(m.BIND)
         if self.busy or self._async is not None:  # after the step's end, too: the engine raised in it
             self.counters.fault("step_never_ended")
             self._withdraw()
@@ -103,7 +103,7 @@ class Pipeline:
             self.counters.fault("plan_after_shutdown")
             self._refused += [Outcome(job, ok=False, why="shut down") for job in plan.jobs]
             return
-        self._step.fire(m.PLAN)
+        self.step.fire(m.PLAN)
         by_kind: dict[int, list[Job]] = {}
         refused = self._limits.refused(plan.jobs)
         for place, job in enumerate(plan.jobs):
@@ -121,8 +121,8 @@ class Pipeline:
         `replayed`: that is of all, as the step is replayed from a graph. Asynchronous loads come after sync ones, whose
         readers are in this very forward: at its end.
         """
-        if self._step.fire(m.START_LOADS).moves:
-            self._start_loads(replayed=replayed and self.replays)
+        if self.step.fire(m.START_LOADS).moves:
+            self._start_loads(replayed=replayed and self._replays)
 
     def wait_layer(self, layer: int) -> None:
         """Return when the loads of `layer` and of the hooked layer after it are in place, or have failed.
@@ -133,7 +133,7 @@ class Pipeline:
         batch = self._sync
         if batch is None:
             return
-        if self._step.fire(m.WAIT_LAYER).moves:
+        if self.step.fire(m.WAIT_LAYER).moves:
             self.counters.fault("loads_started_by_hook")
             self._submit_all(batch)  # and no more: layers without a hook were read already, or may have been
         if batch.waited >> layer & 1:
@@ -153,22 +153,22 @@ class Pipeline:
 
     def end_loads(self) -> None:
         """Settle the step's sync loads: every reader must have waited. Idempotent."""
-        was = self._step.state.row
-        if self._step.fire(m.SETTLE).moves:
+        was = self.step.state.row
+        if self.step.fire(m.SETTLE).moves:
             self._settle_loads(was)
 
     def end_step(self) -> None:
         """End the step: loads, then saves. Repeated, empty or extra calls find nothing to do."""
-        was = self._step.state.row
-        if self._step.fire(m.STEP_END).moves:
+        was = self.step.state.row
+        if self.step.fire(m.STEP_END).moves:
             self._end(was)
         else:
             self.counters["step_end_empty"] += 1
 
     def clear(self) -> None:
         """A step that was not ended ends here."""
-        was = self._step.state.row
-        if self._step.fire(m.CLEAR).moves:
+        was = self.step.state.row
+        if self.step.fire(m.CLEAR).moves:
             if self.busy:  # else nothing waits for the end: loads that are settled, or asynchronous
                 self.counters.fault("step_end_skipped")
             self._end(was)
@@ -204,7 +204,7 @@ class Pipeline:
 
     def shutdown(self) -> None:
         """Withdraw what is open, finish what was submitted, end the threads. Idempotent."""
-        if self._step.fire(m.SHUTDOWN).moves:
+        if self.step.fire(m.SHUTDOWN).moves:
             with ExitStack() as always:
                 always.callback(self.copies.loop.stop)
                 always.callback(self._engine.shutdown)
@@ -213,12 +213,12 @@ class Pipeline:
     @property
     def machines(self) -> tuple[Compiled, ...]:
         """The machines whose cursors this pipeline owns."""
-        return *self.copies.machines, self._step.machine
+        return *self.copies.machines, self.step.machine
 
     @property
     def alive(self) -> bool:
         """Whether jobs can be carried out: False once the loop is lost, not after a shutdown."""
-        return self._step.state.final or self.copies.loop.alive
+        return self.step.state.final or self.copies.loop.alive
 
     @property
     def in_flight(self) -> int:
@@ -291,7 +291,7 @@ class Pipeline:
 
     def _guard(self, batch: Batch, layer: int) -> bool:
         """Order the caller's next compute after the load of `layer`. Returns whether that could be done."""
-        if self._step.state.row == m.GIVEN_UP:
+        if self.step.state.row == m.GIVEN_UP:
             return False  # one timeout is enough: the load is failed, whatever its other layers do
         if batch.guarded >> layer & 1:
             return True
@@ -299,7 +299,7 @@ class Pipeline:
         if ticket.done:
             self._engine.reached(ticket)
         elif not self._timed(self._engine.guard_read, ticket):
-            self._step.fire(m.TIME_OUT)
+            self.step.fire(m.TIME_OUT)
             self._give_up(batch, TIMED_OUT)
             return False
         batch.guarded |= 1 << layer
@@ -342,7 +342,7 @@ class Pipeline:
         batch, self._save = self._save, None
         if batch is None:
             return
-        replayed = self.replays and not batch.tickets  # no hook has come
+        replayed = self._replays and not batch.tickets  # no hook has come
         for layer in self._layers if replayed else self._unhooked:
             self._submit(batch, layer)
         self.copies.put(SUBMITTED, batch, wake=False)
@@ -353,7 +353,7 @@ class Pipeline:
         else:
             self.copies.put(copy_m.CONFIRM, batch)
         self._unfenced = batch
-        if not self.fences_late:
+        if not self._fences_late:
             self.fence()
         self._settle()
 

@@ -30,7 +30,7 @@ from kvpipe.worker.pipeline import REPORTED_EARLY, TIER, Pipeline
 
 if TYPE_CHECKING:
     from kvpipe.headroom import Headroom
-    from kvpipe.statemachine.core import Compiled
+    from kvpipe.statemachine.core import Compiled, Cursor
 
 
 IDLE_NS: Final = 100_000_000
@@ -183,6 +183,12 @@ class WorkerSide:
     def _has_idle_core() -> bool:
         """Whether the forward's threads leave a core of those that the process may use."""
         return len(CPUS_AT_START) > torch.get_num_threads()
+
+    @property
+    def step(self) -> Cursor:
+        """The machine of its steps. It has caches."""
+        assert self.pipeline is not None  # noqa: S101
+        return self.pipeline.step
 
     # ---- hooks, in the order of a step ----------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import torch
 from vllm.config import CUDAGraphMode
 
 from kvpipe.connectors.vllm.connector import KVPipeConnector
+from kvpipe.connectors.vllm.hooks import Hooks
 from kvpipe.testing.faults import FaultyCpuEngine
 from kvpipe.transfer.base import CopyPlan, Direction, Ticket, TransferEngine
 from kvpipe.transfer.cpu import CpuEngine
@@ -114,12 +115,9 @@ class Replayed(KVPipeConnector):
         """Whether this is such a step."""
         return bool(self.steps % 2)
 
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+    def hooks(self, kv_caches: dict[str, torch.Tensor]) -> Hooks:
         """Know of graphs."""
-        super().register_kv_caches(kv_caches)
-        assert self.worker is not None
-        assert self.worker.pipeline is not None
-        self.worker.pipeline.replays = True
+        return super().hooks(kv_caches)._replace(replays=True)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """Count."""

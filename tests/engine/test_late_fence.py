@@ -24,7 +24,7 @@ def test_answers_are_right_when_the_next_step_fences(mode: str, monkeypatch: pyt
         worker = live.worker_connector.worker
         assert worker is not None
         assert worker.pipeline is not None
-        assert worker.pipeline.fences_late
+        assert worker.pipeline._fences_late
         for _ in range(2):
             assert live.generate(PROMPTS, 60) == expected
             live.settle()

@@ -29,9 +29,7 @@ NEXT = 255
 
 def pipeline_over(w: World) -> Pipeline:
     """Make a pipeline that does not fence at the step's end."""
-    made = Pipeline(w.engine, GEOMETRY, wait_ms_max=int(WAIT_S * 1000), counters=Counters())
-    made.fences_late = True
-    return made
+    return Pipeline(w.engine, GEOMETRY, wait_ms_max=int(WAIT_S * 1000), counters=Counters(), fences_late=True)
 
 
 def forward(w: World, p: Pipeline, step: int = 1) -> None:

@@ -10,9 +10,9 @@ from kvpipe.testing.pipeline_rig import Rig
 
 
 @pytest.fixture
-def rig() -> Iterator[Rig]:
-    """A layerwise pipeline over a fake engine; no transition may have been illegal."""
-    made = Rig()
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    """A layerwise pipeline over a fake engine, with the parameter's options; no transition may have been illegal."""
+    made = Rig(**getattr(request, "param", {}))
     yield made
     made.pipeline.shutdown()
     assert made.counters["illegal_transition"] == 0

@@ -255,10 +255,11 @@ def test_the_fence_is_set_when_the_step_ends(rig: Rig) -> None:
     assert all(copy.ticket.done for copy in rig.engine.copies)
 
 
+@pytest.mark.parametrize("rig", [{"fences_late": True}], indirect=True)
 def test_the_next_steps_first_hook_sets_the_fence(rig: Rig) -> None:
     """With runner V1 on a GPU: at the step's end nothing is waited for, before blocks are written everything is."""
     p, side = rig.pipeline, WorkerSide(load_settings(), rig.geometry)
-    side.pipeline, p.fences_late = p, True
+    side.pipeline = p
     p.begin(plan(job(1)))
     rig.save_all()
     side.end_step()

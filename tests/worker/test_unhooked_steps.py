@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvpipe.messages import Kind
 from kvpipe.testing.pipeline_rig import Rig, job, plan
 
@@ -78,10 +80,10 @@ def test_a_missing_hook_is_told_beside_a_layer_that_has_none(halfway: Rig) -> No
     assert halfway.counters.faults["layers_never_submitted"] == 1
 
 
+@pytest.mark.parametrize("rig", [{"replays": True}], indirect=True)
 def test_a_replayed_step_is_copied_around(rig: Rig) -> None:
     """No hook comes: loads are in place before it, saves are made after it; the next step has its hooks again."""
     p = rig.pipeline
-    p.replays = True
     p.begin(plan(job(1), job(2, SYNC)))
     p.start_loads(replayed=True)
     assert all(copy.ticket.done for copy in rig.engine.copies)
@@ -99,10 +101,10 @@ def test_a_replayed_step_is_copied_around(rig: Rig) -> None:
     assert not rig.counters.faults
 
 
+@pytest.mark.parametrize("rig", [{"replays": True}], indirect=True)
 def test_a_step_with_some_of_its_hooks_was_not_replayed(rig: Rig) -> None:
     """Who has hooks for some layers has them for all: a layer that is missing was perhaps never computed."""
     p = rig.pipeline
-    p.replays = True
     p.begin(plan(job(1)))
     p.save_layer(0)
     p.end_step()

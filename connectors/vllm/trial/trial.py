@@ -167,14 +167,17 @@ class Trial(Arrivals):
                 mine.make_tiers, mine.worker.rank = self._made_tiers, index
                 self.engines.append(engine := HeldEngine(device=self.shape.device))
                 mine.make_engine = lambda engine=engine: engine
+                mine.hooks = functools.partial(self._hooks, mine.hooks)
             self.ranks.append(rank := Rank(index, worker, self.shape))
             if mine is not None:
                 mine.worker.weigh = lambda: self.weights
-                mine.worker.pipeline.replays = self.shape.graphs
-                mine.worker.pipeline.fences_late = self.shape.device and not self.shape.v2
                 rank.before_results = self._settle
                 rank.load_adapters = functools.partial(self.adapters.load, index)
                 self.adapters.join(index, mine.worker.adapters)
+
+    def _hooks(self, hooks: Callable[[Any], Any], caches: Any) -> Any:  # noqa: ANN401
+        """Return what the shape's runner calls, as far as it is another than the hooks of this machine's."""
+        return hooks(caches)._replace(replays=self.shape.graphs, fences_late=self.shape.device and not self.shape.v2)
 
     def _made_tiers(self, *, writes: bool) -> list[MadeTier]:  # noqa: ARG002
         spec = DictSpec.model_validate({"lanes": 64, "timeout_ms_max": 600_000})

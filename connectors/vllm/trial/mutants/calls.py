@@ -24,7 +24,7 @@ MUTANTS: dict[str, Mutant] = {
     "storers_not_cleared": Mutant(
         "The step's saves are still there when the next step begins.",
         (
-            *one(PIPELINE, "end_step", "if self._step.fire(m.STEP_END).moves:", "if was != m.IDLE:"),
+            *one(PIPELINE, "end_step", "if self.step.fire(m.STEP_END).moves:", "if was != m.IDLE:"),
             *one(PIPELINE, "_end", "batch, self._save = self._save, None", "batch = self._save"),
         ),
     ),

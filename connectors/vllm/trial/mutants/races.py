@@ -41,7 +41,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "fence_left_to_the_next_step": Mutant(
         "The next step sets the fence of the last one's saves, also where that comes after blocks are zeroed.",
-        one(PIPELINE, "_end", "if not self.fences_late:", "if False:"),
+        one(PIPELINE, "_end", "if not self._fences_late:", "if False:"),
         test="tests/worker/test_pipeline.py::test_the_fence_is_set_when_the_step_ends",
     ),
     "source_reused_before_the_next_step": Mutant(
@@ -56,12 +56,12 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "replayed_step_not_waited_for": Mutant(
         "In a step that is replayed from a CUDA graph, loads are left to hooks that do not come.",
-        one(PIPELINE, "start_loads", "replayed=replayed and self.replays", "replayed=False"),
+        one(PIPELINE, "start_loads", "replayed=replayed and self._replays", "replayed=False"),
         shape="graphs",
     ),
     "replayed_step_not_saved": Mutant(
         "In a step that is replayed from a CUDA graph, saves are left to hooks that do not come.",
-        one(PIPELINE, "_end", "replayed = self.replays and not batch.tickets", "replayed = False"),
+        one(PIPELINE, "_end", "replayed = self._replays and not batch.tickets", "replayed = False"),
         shape="graphs",
     ),
     "hooks_believed_in": Mutant(
