@@ -14,6 +14,7 @@ from kvpipe.connectors.vllm.trial.mutants import (
     pool,
     publishing,
     races,
+    states,
     tenants,
     tiers,
 )
@@ -37,6 +38,7 @@ MUTANTS: dict[str, Mutant] = {
         tenants,
         models,
         pool,
+        states,
     )
     for name, mutant in area.MUTANTS.items()
 }

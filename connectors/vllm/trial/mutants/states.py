@@ -1,0 +1,56 @@
+"""Recurrent states: of which boundary they are, what a hit needs of them, when they are final."""
+
+from __future__ import annotations
+
+from kvpipe.connectors.vllm.trial.mutants.base import LOADING, PREFIXES, SAVING, Mutant, Patch, one
+
+MUTANTS: dict[str, Mutant] = {
+    "state_of_the_boundary_before": Mutant(
+        "A request goes on with the state of the boundary before, where that is held.",
+        one(
+            PREFIXES,
+            "holding",
+            "return self._catalog.find(group, self.key(hashes, stop))",
+            "return next(filter(None, (self._catalog.find(group, self.key(hashes, n)) for n in (stop - 1 or 1, stop))),"
+            " None)",
+        ),
+        shape="states",
+        by="every_read_is_right",
+    ),
+    "no_state_beside_a_local_hit": Mutant(
+        "To what vLLM holds itself only attention is added: the state stays that of nothing.",
+        one(
+            LOADING,
+            "_stretches",
+            "yield stop - 1, stop - 1, stop\n",
+            "yield from () if first else ((stop - 1, stop - 1, stop),)\n",
+        ),
+        shape="states",
+        by="every_read_is_right",
+    ),
+    "hit_without_its_state": Mutant(
+        "A hit is as long as the attention that is held, whatever state there is.",
+        one(PREFIXES, "longest", "while best and self._states", "while False"),
+        shape="states",
+    ),
+    "state_before_it_is_final": Mutant(
+        "The state of a boundary that the step does not reach is saved, as it is before.",
+        (
+            Patch(SAVING, "_plan_state", "divmod(tokens,", "divmod(tokens + self._unit,"),
+            Patch(SAVING, "_plan_state", "final_units(request, tokens)", "final_units(request, request.num_tokens)"),
+        ),
+        shape="states",
+        by="findable_chunks_are_whole_and_true",
+    ),
+    "state_saved_before_its_step": Mutant(
+        "States are saved before the forward that makes them, as layers without hooks are loaded.",
+        one(
+            "kvpipe.connectors.vllm.connector:KVPipeConnector",
+            "start_load_kv",
+            "self.worker.start_loads(",
+            "_ = [self.worker.save_layer(name) for name in list(self.worker._index)]\n        self.worker.start_loads(",
+        ),
+        shape="states",
+        by="findable_chunks_are_whole_and_true",
+    ),
+}
