@@ -68,8 +68,7 @@ class Pipeline:
         self._all = (1 << len(self._layers)) - 1
         self._unhooked = tuple(layer for layer in self._layers if layer in unhooked)
         self._hooked = tuple(layer for layer in self._layers if layer not in unhooked)
-        self._late = frozenset(self._unhooked)
-        self._next = dict(pairwise(self._hooked))
+        self._late, self._next = frozenset(self._unhooked), dict(pairwise(self._hooked))
         self.step = Cursor(m.STEP.compile(), "step")  # idle without jobs: then layer hooks have nothing to do
         self._save: Batch | None = None  # the open step's jobs, by kind
         self._sync: Batch | None = None
@@ -77,8 +76,7 @@ class Pipeline:
         self._unfenced: Batch | None = None  # its saves may still read blocks
         self._open_jobs: dict[int, Job] = {}
         self._refused: list[Outcome] = []
-        self._suspects: set[int] = set()
-        self._reported_early: set[int] = set()
+        self._suspects, self._reported_early = set[int](), set[int]()
         self.copies = Copies(
             geometry, engine.abandon, counters=counters, stuck_ms_max=stuck_ms_max, cpus=cpus, trace=trace
         )
