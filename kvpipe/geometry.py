@@ -52,6 +52,8 @@ class Geometry:
     groups: tuple[Group, ...]
     chunk_tokens: int
     pool_bytes_max: int
+    ahead_tokens: int = 0
+    """On how many tokens behind a position its KV depends: that of a drafter that is fed the token it follows."""
 
     def __post_init__(self) -> None:
         """Check the two sizes that a user sets."""

@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvpipe.config import Settings, load_settings
-from kvpipe.connectors.vllm import compat, held_adapters, hooks, models, support
+from kvpipe.connectors.vllm import compat, drafters, held_adapters, hooks, models, support
 from kvpipe.connectors.vllm.adapter import ManagedBlocks, Remedies
 from kvpipe.connectors.vllm.hooks import Hooks
 from kvpipe.connectors.vllm.kv_events import KvEvents
@@ -112,7 +112,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         self.settings: Settings = load_settings(transfer.kv_connector_extra_config)
         configure(self.settings.log_level, self.settings.log_format)
         support.check_engine(vllm_config)
-        self.geometry = support.make_geometry(kv_cache_config, self.settings)
+        self.geometry = support.make_geometry(kv_cache_config, self.settings, drafters.ahead_tokens(vllm_config))
         support.check_load(self.settings, self.geometry)
         self.counters = Counters()
         self.scheduler: SchedulerSide | None = None
@@ -145,7 +145,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         longest = vllm_config.model_config.max_model_len
         self._remedies = Remedies(self.geometry, vllm_config.scheduler_config.max_num_batched_tokens, longest)
         if vllm_config.kv_events_config is not None and vllm_config.kv_events_config.enable_kv_cache_events:
-            self.events = KvEvents(kv_cache_config, self.geometry.unit_tokens, tokens)
+            self.events = KvEvents(kv_cache_config, self.geometry, tokens)
         self.scheduler = SchedulerSide(
             self.settings,
             self.geometry,

@@ -14,6 +14,7 @@ from vllm import envs
 from vllm.config import CUDAGraphMode
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 
+from kvpipe.connectors.vllm import drafters
 from kvpipe.connectors.vllm.models import refuse
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def unhooked(config: VllmConfig, names: Iterable[str], mode: str) -> frozenset[s
     for one, chooses graphs of whole steps later.
 
     Raises:
-        UnsupportedError: `mode` is layerwise, and there will be steps without hooks.
+        UnsupportedError: `mode` is layerwise, and there will be steps without hooks, or layers that run several times.
 
     """
     inside = _attention_inside(config)
@@ -63,8 +64,12 @@ def unhooked(config: VllmConfig, names: Iterable[str], mode: str) -> frozenset[s
     why = f"CUDA graphs of whole steps (cudagraph_mode={graphs.name})" if graphs and replays(config) else inside
     if why and mode == "layerwise":
         refuse(f"mode='layerwise' with {why}", "set mode to 'auto' or 'step', or cudagraph_mode to 'PIECEWISE'")
+    drafts = drafters.has_kv(config)
+    if drafts and mode == "layerwise":
+        refuse("mode='layerwise' with a drafter that has KV (its layers run several times)", "set mode to 'auto'")
     made = config.compilation_config.static_forward_context
-    return frozenset(name for name in names if inside or mode == "step" or not is_hooked(made.get(name)))
+    none = inside or mode == "step" or drafts
+    return frozenset(name for name in names if none or not is_hooked(made.get(name)))
 
 
 def replays(config: VllmConfig) -> bool:

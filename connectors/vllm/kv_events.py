@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
+    from kvpipe.geometry import Geometry
+
 
 class AnnouncedBlocks(NamedTuple):
     """Blocks of one prefix that lie in one chunk, one after the other, and all that their hashes cover."""
@@ -44,9 +46,10 @@ class AnnouncedBlocks(NamedTuple):
 class KvEvents:
     """Collects events until vLLM takes them."""
 
-    def __init__(self, cache: KVCacheConfig, unit_tokens: int, hash_tokens: int) -> None:
+    def __init__(self, cache: KVCacheConfig, geometry: Geometry, hash_tokens: int) -> None:
         """`hash_tokens`: tokens per block hash, which is what a router calls a block."""
-        self.blocks_per_unit, self._hash_tokens = unit_tokens // hash_tokens, hash_tokens
+        self.blocks_per_unit, self._hash_tokens = geometry.unit_tokens // hash_tokens, hash_tokens
+        self._ahead = -(-geometry.ahead_tokens // hash_tokens)
         specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
         self._kinds = [(get_kv_cache_spec_kind(one).value, get_kv_cache_spec_sliding_window(one)) for one in specs]
         self._held: Counter[tuple[int, BlockHash]] = Counter()
@@ -71,7 +74,7 @@ class KvEvents:
         known = self._of.get(chunk, ())
         first = base * self.blocks_per_unit + sum(len(blocks.hashes) for blocks in known)
         stop = (base + chunk.marks[-1].units) * self.blocks_per_unit
-        last = request.block_hashes[stop - 1 : stop]
+        last = request.block_hashes[stop - 1 + self._ahead : stop + self._ahead]
         if first >= stop or not last or not chunk.marks[-1].key.startswith(last[0]):  # of an adapter it says more
             return  # found no further than before; or a session has cut its tokens meanwhile
         blocks = self._blocks(request, first, stop)

@@ -7,16 +7,20 @@ places in vLLM's sources, so that one which a release adds fails a test until it
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from vllm import envs
 from vllm.platforms import CpuArchEnum, current_platform
 from vllm.v1.kv_cache_interface import KVCacheSpec, UniformTypeKVCacheSpecs
 
+from kvpipe.connectors.vllm.media import NOT_OF_BYTES
 from kvpipe.errors import UnsupportedError
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
     from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -75,6 +79,13 @@ def check_model(config: VllmConfig) -> None:
     for statement in STATEMENTS.values():
         if what := statement(config):
             refuse(what, SERVE_WITHOUT)
+
+
+def config_digest(config: PretrainedConfig) -> str:
+    """Return a digest of a model's configuration, but for what says only where it lies and who wrote it."""
+    facts: dict[str, Any] = json.loads(config.to_json_string())
+    known = {key: value for key, value in facts.items() if key not in NOT_OF_BYTES}
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
 
 
 def check_specs(cache: KVCacheConfig) -> None:

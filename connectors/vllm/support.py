@@ -15,13 +15,12 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 
 from kvpipe.config import Settings
-from kvpipe.connectors.vllm import models
-from kvpipe.connectors.vllm.media import NOT_OF_BYTES, media_facts
+from kvpipe.connectors.vllm import drafters, models
+from kvpipe.connectors.vllm.media import media_facts
 from kvpipe.connectors.vllm.models import refuse
 from kvpipe.geometry import Geometry, Group, Layer
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
@@ -31,7 +30,6 @@ FORMAT_VERSION = 1
 _SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, MambaSpec)
 _STATES = ("GDN_ATTN", "MAMBA2", "SHORT_CONV")
 """VLLM's names for the kinds of recurrent states that are tested."""
-_DRAFTERS = ("ngram", "ngram_gpu", "suffix")
 
 
 def check_engine(config: VllmConfig) -> None:
@@ -51,17 +49,12 @@ def check_engine(config: VllmConfig) -> None:
         refuse("distributed_executor_backend='external_launcher' with several ranks", "use 'mp' or 'ray'")
     if getattr(config.model_config, "enable_sleep_mode", False):
         refuse("enable_sleep_mode=True (it remaps the KV cache under registered addresses)", "set it to False")
-    drafts = config.speculative_config
-    if drafts is not None and drafts.method not in _DRAFTERS:
-        refuse(
-            f"speculative method={drafts.method!r} (its draft layers' KV depends on a token beyond the prefix)",
-            f"use one of {', '.join(_DRAFTERS)}",
-        )
+    drafters.check(config)
     models.check_model(config)
 
 
-def make_geometry(cache: KVCacheConfig, settings: Settings) -> Geometry:
-    """Describe the engine's cache groups.
+def make_geometry(cache: KVCacheConfig, settings: Settings, ahead_tokens: int = 0) -> Geometry:
+    """Describe the engine's cache groups. `ahead_tokens`: see `Geometry`.
 
     Raises:
         UnsupportedError: a group's cache is of a kind that kvpipe does not know.
@@ -83,13 +76,13 @@ def make_geometry(cache: KVCacheConfig, settings: Settings) -> Geometry:
                 _check_state(name, spec)
             window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
             kinds.add((window, isinstance(spec, MambaSpec)))
-        if len(kinds) != 1 or group.host_resident or group.is_eagle_group:
-            refuse(f"KV cache group {i} (mixed windows, host resident or of a drafter)", "serve it without kvpipe")
+        if len(kinds) != 1 or group.host_resident:
+            refuse(f"KV cache group {i} (mixed windows, or host resident)", "serve it without kvpipe")
         layers = tuple(Layer(name, _page_bytes(spec)) for name, spec in per_layer.items())
         groups.append(Group(layers, group.kv_cache_spec.block_size, *kinds.pop()))
     if not groups:
         refuse("a model without KV cache", "serve it without kvpipe")
-    geometry = Geometry(tuple(groups), settings.chunk_tokens, int(settings.pool_bytes_max))
+    geometry = Geometry(tuple(groups), settings.chunk_tokens, int(settings.pool_bytes_max), ahead_tokens)
     if any(groups[i].block_tokens != geometry.unit_tokens for i in geometry.states):
         refuse("recurrent states every few blocks of attention", "set mamba_block_size to the size of a block")
     return geometry
@@ -130,7 +123,7 @@ def identity(config: VllmConfig, cache: KVCacheConfig, geometry: Geometry) -> di
     model, cc, parallel = config.model_config, config.cache_config, config.parallel_config
     return {
         "format": FORMAT_VERSION,
-        "model_config": hashlib.sha256(json.dumps(_model_facts(model.hf_config), sort_keys=True).encode()).hexdigest(),
+        "model_config": models.config_digest(model.hf_config),
         "model_dtype": str(model.dtype),
         # rotary factors (LongRoPE) and the temperature of attention (Llama 4) follow from it; -1: fitted after
         "max_model_len": [model.max_model_len, getattr(model, "original_max_model_len", None) == -1],
@@ -150,7 +143,9 @@ def identity(config: VllmConfig, cache: KVCacheConfig, geometry: Geometry) -> di
             ]
             for g in geometry.groups
         ],
-    } | _state_facts(cache, geometry)
+        **drafters.facts(config),
+        **_state_facts(cache, geometry),
+    }
 
 
 def _state_facts(cache: KVCacheConfig, geometry: Geometry) -> dict[str, Any]:
@@ -163,12 +158,6 @@ def _state_facts(cache: KVCacheConfig, geometry: Geometry) -> dict[str, Any]:
         if isinstance(spec, MambaSpec)
     ]
     return {"states": [*facts, is_conv_state_dim_first()]} if facts else {}
-
-
-def _model_facts(config: PretrainedConfig) -> dict[str, Any]:
-    """Return the model's configuration without what says only where it lies and who wrote it."""
-    facts: dict[str, Any] = json.loads(config.to_json_string())
-    return {key: value for key, value in facts.items() if key not in NOT_OF_BYTES}
 
 
 def layout_facts(caches: dict[str, torch.Tensor], blocks: int, config: VllmConfig) -> list[Any]:

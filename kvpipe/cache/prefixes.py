@@ -26,6 +26,9 @@ class Prefixes:
     ) -> None:
         """`hash_tokens`: tokens per block hash. `hashes(request)`: what its blocks are known by."""
         self._catalog, self.hashes = catalog, hashes
+        self._ahead = -(-geometry.ahead_tokens // hash_tokens)
+        self.ahead_tokens = self._ahead * hash_tokens
+        """By so many tokens a prefix with a key is longer than what is stored under it."""
         self._unit, self._per_chunk = geometry.unit_tokens, geometry.units_per_chunk
         self._hashes_per_unit = self._unit // hash_tokens
         self._groups = range(len(geometry.groups))
@@ -36,20 +39,26 @@ class Prefixes:
         ]
 
     def key(self, hashes: Sequence[bytes], units: int) -> bytes:
-        """Return the hash of the first `units` units."""
-        return hashes[units * self._hashes_per_unit - 1]
+        """Return the hash of the first `units` units, and of the tokens ahead that their KV depends on."""
+        return hashes[units * self._hashes_per_unit - 1 + self._ahead]
+
+    def units_within(self, tokens: int) -> int:
+        """Return the units that have a key, of a prefix of `tokens` tokens."""
+        return max(0, tokens - self.ahead_tokens) // self._unit
+
+    def computed_tokens(self, units: int) -> int:
+        """Return how many tokens are computed when `units` units can be saved."""
+        return units * self._unit + self.ahead_tokens
 
     def final_units(self, request: Request, tokens: int) -> int:
         """Return the units whose tokens and hashes are final, of the first `tokens` tokens."""
         hashes: Sequence[bytes] = self.hashes(request)
-        final: int = min(min(tokens, request.num_tokens) // self._unit, len(hashes) // self._hashes_per_unit)
-        return final
+        hashed = (len(hashes) - self._ahead) // self._hashes_per_unit
+        return max(0, min(min(tokens, request.num_tokens) // self._unit, hashed))
 
     def unit_keys(self, request: Request) -> Sequence[bytes]:
-        """Return the hashes of the first unit, the first two units and so on, of all that are final."""
-        stop, step = self.final_units(request, request.num_tokens), self._hashes_per_unit
-        keys: Sequence[bytes] = self.hashes(request)[step - 1 : stop * step : step]
-        return keys
+        """Return the keys of the first unit, the first two units and so on, of all that are final."""
+        return self._keys(self.hashes(request), 1, self.final_units(request, request.num_tokens))
 
     def longest(self, request: Request, extra: Sequence[dict[bytes, object]] = ()) -> int:
         """Return the longest prefix, in units, that every cache group holds as far as it needs to.
@@ -85,8 +94,7 @@ class Prefixes:
 
     def _last_boundary(self, indexes: Sequence[Index], hashes: Sequence[bytes], best: int) -> int:
         """Return the last boundary, of `best` units at most, whose state every group of states holds."""
-        step = self._hashes_per_unit
-        keys = reversed(hashes[step - 1 : best * step : step])
+        keys = reversed(self._keys(hashes, 1, best))
         held = (all(key in indexes[group] for group in self._states) for key in keys)
         return next(compress(range(best, 0, -1), held), 0)
 
@@ -111,8 +119,8 @@ class Prefixes:
         if units >= stop - self._gives_back(request, stop):
             return miss_reasons.BELOW_MINIMUM
         last = min(units // self._per_chunk * self._per_chunk + self._per_chunk, stop)
-        step, reasons = self._hashes_per_unit, lost.reasons
-        keys = hashes[(units + 1) * step - 1 : last * step : step]
+        reasons = lost.reasons
+        keys = self._keys(hashes, units + 1, last)
         for group in self._groups:
             found, pending = self._catalog.index(group), self._catalog.pending(group)
             for key in keys:
@@ -136,7 +144,7 @@ class Prefixes:
         return chunk
 
     def _holding(self, index: Index, hashes: Sequence[bytes], base: int, stop: int) -> object | None:
-        last = min(base + self._per_chunk, len(hashes) // self._hashes_per_unit)
+        last = min(base + self._per_chunk, (len(hashes) - self._ahead) // self._hashes_per_unit)
         for units in range(stop, last + 1):
             chunk = index.get(self.key(hashes, units))
             if chunk is not None:
@@ -145,16 +153,20 @@ class Prefixes:
 
     def chunks_from_the_end(self, request: Request, units: int) -> Iterator[Chunk]:
         """Yield the whole chunks of the first `units` units of the request, the last first."""
-        step, stop = self._per_chunk * self._hashes_per_unit, units * self._hashes_per_unit
-        for key in reversed(self.hashes(request)[step - 1 : stop : step]):
+        for key in reversed(self._keys(self.hashes(request), self._per_chunk, units, self._per_chunk)):
             for group in self._groups:
                 chunk = self._catalog.find(group, key)
                 if chunk is not None:
                     yield chunk
 
+    def _keys(self, hashes: Sequence[bytes], first: int, last: int, step: int = 1) -> Sequence[bytes]:
+        """Return the keys of prefixes of `first` to `last` units, every `step`-th."""
+        per_unit, ahead = self._hashes_per_unit, self._ahead
+        return hashes[first * per_unit - 1 + ahead : last * per_unit + ahead : step * per_unit]
+
     def _longest_full(self, index: Index, hashes: Sequence[bytes], best: int) -> int:
-        per_chunk, step = self._per_chunk, self._per_chunk * self._hashes_per_unit
-        whole = hashes[step - 1 : best * self._hashes_per_unit : step]
+        per_chunk = self._per_chunk
+        whole = self._keys(hashes, per_chunk, best, per_chunk)
         base = len(list(takewhile(index.__contains__, whole))) * per_chunk
         return self._longest_in_last_chunk(index, hashes, min(best, base + per_chunk - 1))
 
@@ -177,6 +189,5 @@ class Prefixes:
 
     def _shorter(self, index: Index, hashes: Sequence[bytes], base: int, most: int) -> int:
         """Return the longest prefix from `base` to `most` units that has a key, or `base`."""
-        step = self._hashes_per_unit
-        keys = hashes[(base + 1) * step - 1 : most * step : step]
+        keys = self._keys(hashes, base + 1, most)
         return next(compress(range(most, base, -1), map(index.__contains__, reversed(keys))), base)

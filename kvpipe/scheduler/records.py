@@ -201,7 +201,8 @@ class Tracked(Cursor):
         self, machines: Machines, request: Request, groups: int, life: RequestContext, watches: Watches
     ) -> None:
         """`groups`: cache groups."""
-        request_id, machine = request.request_id, machines.request
+        request_id = request.request_id
+        machine: Compiled = machines.request
         self.machine, self.key, self.state, self.watch = machine, request_id, machine.initial, watches.request
         self.request, self.life = request, life
         self.asking = Asking(machines.lookup, request_id, life, watches.lookup)

@@ -116,7 +116,7 @@ class Saving:
         """
         request, progress = tracked.request, tracked.saving
         units = self._prefixes.final_units(request, end)
-        prompt_units = request.num_prompt_tokens // self._unit
+        prompt_units = self._prefixes.units_within(request.num_prompt_tokens)
         if not self._settings.save_decode:
             units = min(units, prompt_units)
         if not self._settings.save_partial:
@@ -127,7 +127,8 @@ class Saving:
         if not self._settings.save_decode and units >= prompt_units and not request.resumable:
             progress.complete()
         else:
-            progress.planned((units + (1 if self._settings.save_partial else self._per_chunk)) * self._unit)
+            more = 1 if self._settings.save_partial else self._per_chunk
+            progress.planned(self._prefixes.computed_tokens(units + more))
         if units == progress.saved_units:
             return [], units
         hashes = self._prefixes.hashes(request)

@@ -12,7 +12,10 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 VOCAB = 512
 _BASE: dict[str, Any] = {
@@ -132,6 +135,11 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_expert_intermediate_size": 64,
         },
     ),
+    # with a module behind its layers that drafts (MTP)
+    "mimo-mtp": (
+        "Qwen2",
+        {"num_hidden_layers": 3, "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1},
+    ),
     "demo": (
         "Llama",
         {
@@ -233,12 +241,79 @@ def make_model(recipe: str) -> Path:
         model = getattr(transformers, f"{family}ForCausalLM")(config).float()
         with tempfile.TemporaryDirectory(dir=home) as work:
             model.save_pretrained(work)
+            if "num_nextn_predict_layers" in changes:
+                _add_mtp_module(Path(work), changes)
             (Path(work) / "recipe.json").write_text(json.dumps(wanted))
             target.mkdir(exist_ok=True)
             for path in Path(work).iterdir():
                 path.replace(target / path.name)
         torch.random.set_rng_state(generator_state)
     return target
+
+
+def make_drafter(method: str, folder: Path) -> Path:
+    """Write a random drafter for "llama" into `folder`: `method` is eagle or eagle3."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    config = json.loads((make_model("llama") / "config.json").read_text()) | {"num_hidden_layers": 1}
+    width, ones = _BASE["hidden_size"], torch.ones(_BASE["hidden_size"])
+    if method == "eagle":
+        tensors = {"fc.weight": _random(width, 2 * width), **_decoder_layer("layers.0.", width)}
+        tensors.pop("layers.0.input_layernorm.weight")
+    else:
+        config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": VOCAB}
+        config["eagle_aux_hidden_state_layer_ids"] = [1, 3, 5]
+        tensors = {"fc.weight": _random(width, 3 * width), **_decoder_layer("midlayer.", 2 * width)}
+        tensors |= {
+            "midlayer.hidden_norm.weight": ones,
+            "norm.weight": ones.clone(),
+            "lm_head.weight": _random(VOCAB, width),
+        }
+    save_file(tensors, str(folder / "model.safetensors"))
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def _add_mtp_module(folder: Path, changes: dict[str, Any]) -> None:
+    """Add the module to a saved model, named as in MiMo's checkpoints."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    width, prefix, file = _BASE["hidden_size"], "model.mtp_layers.0.", str(folder / "model.safetensors")
+    tensors = load_file(file) | _decoder_layer(prefix, width, bias=True)
+    tensors |= {f"{prefix}{name}.weight": torch.ones(width) for name in ("token_layernorm", "hidden_layernorm")}
+    tensors |= {f"{prefix}final_layernorm.weight": torch.ones(width)}
+    tensors |= {f"{prefix}input_proj.weight": _random(width, 2 * width)}
+    save_file(tensors, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def _decoder_layer(prefix: str, width: int, *, bias: bool = False) -> dict[str, torch.Tensor]:
+    """Return a layer like those of the base, whose attention reads `width` values."""
+    import torch
+
+    hidden, inner, heads = _BASE["hidden_size"], _BASE["intermediate_size"], _BASE["head_dim"]
+    queries, keys = heads * _BASE["num_attention_heads"], heads * _BASE["num_key_value_heads"]
+    attention = {"q_proj": (queries, width), "k_proj": (keys, width), "v_proj": (keys, width)}
+    shapes = {f"self_attn.{name}": shape for name, shape in attention.items()}
+    shapes |= {"self_attn.o_proj": (hidden, queries), "mlp.gate_proj": (inner, hidden)}
+    shapes |= {"mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
+    tensors = {f"{prefix}{name}.weight": _random(*shape) for name, shape in shapes.items()}
+    for norm in ("input_layernorm", "post_attention_layernorm"):
+        tensors[f"{prefix}{norm}.weight"] = torch.ones(hidden)
+    if bias:
+        tensors |= {f"{prefix}self_attn.{name}.bias": _random(shape[0]) for name, shape in attention.items()}
+    return tensors
+
+
+def _random(*shape: int) -> torch.Tensor:
+    """Return values that depend on the shape alone."""
+    import torch
+
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))) * _BASE["initializer_range"]
 
 
 def make_adapter(folder: Path, seed: int) -> Path:

@@ -51,7 +51,6 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
         "KVCacheGroupSpec": (
             "enable_kv_transfer",
             "host_resident",
-            "is_eagle_group",
             "kv_cache_spec",
             "layer_names",
         ),
@@ -113,7 +112,15 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
             "world_size",
         ),
     },
-    "vllm/config/speculative.py": {"SpeculativeConfig": ("method",)},
+    "vllm/config/speculative.py": {
+        "SpeculativeConfig": (
+            "draft_model_config",
+            "method",
+            "num_speculative_tokens",
+            "use_multi_module_mtp",
+            "uses_dynamic_speculative_decoding",
+        )
+    },
     "vllm/config/vllm.py": {
         "VllmConfig": (
             "cache_config",

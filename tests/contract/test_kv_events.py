@@ -11,7 +11,9 @@ import torch
 
 from kvpipe.cache.catalog import Catalog, Chunk
 from kvpipe.cache.policy import make_policy
+from kvpipe.config import load_settings
 from kvpipe.connectors.vllm.kv_events import KvEvents
+from kvpipe.connectors.vllm.support import make_geometry
 from kvpipe.connectors.vllm.trial.router import Router
 from kvpipe.connectors.vllm.trial.shapes import BLOCK, SHAPES, make_configs
 from kvpipe.trace.log import Counters
@@ -75,7 +77,8 @@ class Told:
     def __init__(self) -> None:
         """Nothing is held."""
         self.catalog = Catalog(8, 2, make_policy("lru", 8), Counters())
-        self.events = KvEvents(make_configs(SHAPES["hybrid"])[1], BLOCK, BLOCK)
+        cache = make_configs(SHAPES["hybrid"])[1]
+        self.events = KvEvents(cache, make_geometry(cache, load_settings()), BLOCK)
         self.catalog.on_drop = self.events.dropped
         self.router = Router({"french": PATH})
         self.heard: list[Any] = []

@@ -31,9 +31,9 @@ class Found(NamedTuple):
 
 
 def keys_of(side: SchedulerSide, request: Request) -> Sequence[bytes]:
-    """Return the hash of the first unit of the request's tokens, of the first two units, and so on."""
-    step = side.prefixes._hashes_per_unit  # noqa: SLF001
-    return side.prefixes.hashes(request)[step - 1 :: step]
+    """Return the keys of the first unit of the request's tokens, of the first two units, and so on."""
+    step, ahead = side.prefixes._hashes_per_unit, side.prefixes._ahead  # noqa: SLF001
+    return side.prefixes.hashes(request)[step - 1 + ahead :: step]
 
 
 def ends(side: SchedulerSide, request: Request) -> frozenset[tuple[Chunk, bytes]]:

@@ -57,7 +57,7 @@ def _false_bytes(watched: Watched, group: int, key: bytes, chunk: Chunk, units: 
     if known is None:
         yield f"a key that no request has: slot {chunk.slot}, group {group}"
         return
-    sequence, stop = known
+    sequence, stop = known[0], known[1] - watched.trial.side.prefixes.ahead_tokens
     geometry = watched.trial.side.geometry
     first, tokens = stop - units * geometry.unit_tokens, units * geometry.unit_tokens
     for rank in watched.trial.ranks:
@@ -65,8 +65,8 @@ def _false_bytes(watched: Watched, group: int, key: bytes, chunk: Chunk, units: 
         layers = [layer for layer in rank.layers if layer.group == group]
         for layer, offset in zip(layers, geometry.layer_offsets[group], strict=True):
             held = pool.slot(chunk.slot)[offset : offset + tokens * 8].numpy().view(np.uint64)
-            true = sequence.upto(stop)[stop - 1 if geometry.groups[group].state else first : stop]
-            differs = np.flatnonzero(held != (true ^ layer.key))
+            start = stop - 1 if geometry.groups[group].state else first
+            differs = np.flatnonzero(held != layer.content(sequence, start, stop))
             if len(differs):
                 yield f"slot {chunk.slot}, rank {rank.index}, layer {layer.name}: {len(differs)} of {tokens} tokens"
 
@@ -163,11 +163,11 @@ def work_is_bounded_by_what_is_new(watched: Watched) -> Iterator[str]:
 def _newly_final(watched: Watched) -> Iterator[tuple[Request, int, int]]:
     """Yield (request, units final before, units final now) of what this step computes."""
     assert watched.output is not None  # noqa: S101
-    unit = watched.trial.side.geometry.unit_tokens
+    unit, prefixes = watched.trial.side.geometry.unit_tokens, watched.trial.side.prefixes
     for request_id in watched.output.num_scheduled_tokens:
         request = watched.trial.scheduler.requests[request_id]
         saved = request.num_tokens if watched.trial.shape.answers else request.num_prompt_tokens
-        units = min(request.num_computed_tokens, saved) // unit
+        units = min(request.num_computed_tokens // unit, prefixes.units_within(saved))
         last = watched.final.get(request_id)
         was = last.units if last is not None and last.admission == admission(request) else 0
         if units > was:
@@ -241,8 +241,7 @@ def events_are_the_catalog(watched: Watched) -> Iterator[str]:
     router.hear(events.take())
     yield from router.problems
     router.problems.clear()
-    geometry = trial.side.geometry
-    for group in range(len(geometry.groups)):
+    for group in range(len(trial.side.geometry.groups)):
         held: set[bytes] = set()
         for chunk in set(trial.side.catalog.index(group).values()):
             key: bytes | None = chunk.marks[-1].key

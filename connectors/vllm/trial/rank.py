@@ -87,6 +87,11 @@ class PagedLayer(NamedTuple):
     cache: torch.Tensor
     words: Words
     key: np.uint64
+    ahead: int = 0  # tokens behind a position that its KV depends on
+
+    def content(self, sequence: Sequence, start: int, stop: int) -> Words:
+        """Return what the positions from `start` to `stop` must hold."""
+        return sequence.upto(stop + self.ahead)[start + self.ahead :] ^ self.key
 
 
 class Runner(ABC):
@@ -179,7 +184,8 @@ class Rank(Runner):
             tokens = shape.block_tokens[group]
             cache = torch.zeros(shape.blocks, 1, tokens, 2)
             words: Words = cache.numpy().view(np.uint64).reshape(shape.blocks, tokens)
-            self.layers.append(PagedLayer(name, group, cache, words, layer_key(index, i)))
+            drafts = shape.drafter and i == shape.layers_per_group - 1  # the last of the first group
+            self.layers.append(PagedLayer(name, group, cache, words, layer_key(index, i), int(drafts)))
         attached = {layer.name: SimpleNamespace(kv_cache=layer.cache) for layer in self.layers}
         self._attention: Any = {layer.name: SimpleNamespace() for layer in self.layers}
         numbers = itertools.chain.from_iterable(range(len(names)) for names in names or shape.layer_names())
@@ -357,7 +363,7 @@ class Rank(Runner):
         start, stop = self._computed[request], self._computed[request] + scheduled
         right = stop - len(drafts) + accepted(sequence, stop, drafts)
         table, block = np.asarray(self._tables[request][layer.group]), self.shape.block_tokens[layer.group]
-        content = sequence.upto(stop)[start:] ^ layer.key
+        content = layer.content(sequence, start, stop)
         content[right - start :] ^= np.uint64(0xBAD)  # of a draft that will be rejected, and of all behind it
         if junk:  # what rests on garbage is garbage
             content = ~content
@@ -368,7 +374,7 @@ class Rank(Runner):
         window = self.shape.windows[layer.group]
         positions = np.arange(max(0, start - window + 1) if window else 0, right)
         read = layer.words[table[positions // block], positions % block]
-        differs = positions[read != (sequence.upto(stop)[positions[0] : right] ^ layer.key)]
+        differs = positions[read != layer.content(sequence, int(positions[0]), right)]
         if not len(differs):
             return None
         return Wrong(self.index, request, layer.name, differs.tolist(), frozenset(table[differs // block].tolist()))

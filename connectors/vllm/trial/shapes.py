@@ -47,6 +47,8 @@ class Shape(NamedTuple):
 
     `asynchronous`: vLLM's AsyncScheduler, with two steps in flight. `drafts`: draft tokens per step. `v2`: the order of
     vLLM's second model runner. `deferred`: the step is finalized after its reports, as with a draft model.
+    `drafter`: with KV of its own, in the last layer of the first group, that depends on the token behind it. vLLM's own
+    prefix cache is off, as it gives a request KV of another one's token there.
     `device`: copies are ordered by a device and complete later; with runner V1 the next step sets a step's fence.
     `graphs`: every second step is replayed from a CUDA graph, without hooks.
     `unhooked`: of each group so many layers, the first ones, call no hook.
@@ -68,6 +70,7 @@ class Shape(NamedTuple):
     layers_per_group: int = 2
     ranks: int = 1
     drafts: int = 0
+    drafter: bool = False
     v2: bool = False
     deferred: bool = False
     failing: bool = True
@@ -148,6 +151,10 @@ SHAPES: dict[str, Shape] = {
     "two-ranks-async-load": Shape(load="async", ranks=2, v2=True),
     "drafts": Shape(load="sync", drafts=3, deferred=True),
     "drafts-async-load": Shape(load="async", drafts=2, ranks=2),
+    "drafter": Shape(drafts=2, deferred=True, drafter=True, mode="auto", failing=False),
+    "async-scheduler-drafter": _HYBRID._replace(
+        asynchronous=True, drafts=3, v2=True, drafter=True, mode="auto", events=False
+    ),
     "async-scheduler": Shape(asynchronous=True, load="sync", failing=False),
     "async-scheduler-v2": Shape(asynchronous=True, load="sync", failing=False, v2=True),
     "async-scheduler-async-load": Shape(asynchronous=True, load="async"),
@@ -253,7 +260,7 @@ def make_configs(shape: Shape, connector: Connector = KVPIPE, policy: str = "rec
                 is_encoder_decoder=False,
                 policy="priority" if shape.priorities else "fcfs",
             ),
-            cache_config=CacheConfig(block_size=shape.block_tokens[0], enable_prefix_caching=True),
+            cache_config=CacheConfig(block_size=shape.block_tokens[0], enable_prefix_caching=not shape.drafter),
             speculative_config=drafts,
             kv_events_config=KVEventsConfig(enable_kv_cache_events=shape.events, publisher="null"),
             kv_transfer_config=KVTransferConfig(
@@ -264,6 +271,8 @@ def make_configs(shape: Shape, connector: Connector = KVPIPE, policy: str = "rec
                 kv_connector_extra_config=extra | json.loads(connector.extra),
             ),
         )
+    if shape.drafter:
+        drafts.method, drafts.draft_model_config = "eagle", model
     # the CPU platform forces it off, for its own runner's sake; the scheduler itself does not care
     config.scheduler_config.async_scheduling = shape.asynchronous
     config.cache_config.num_gpu_blocks = shape.blocks

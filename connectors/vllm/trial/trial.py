@@ -510,7 +510,7 @@ class Trial(Arrivals):
     def _add_quirk(self, rank: Rank, name: str) -> None:
         if name in _LOADS_FAIL and not self.shape.failing:
             return
-        if name in _ENDS_EARLY and (self.shape.mode == "step" or self.shape.graphs):
+        if name in _ENDS_EARLY and (self.shape.mode == "step" or self.shape.graphs or self.shape.drafter):
             return  # nothing else tells that the forward of a step without hooks is over
         rank.quirks.append(name)
         self.excused |= {

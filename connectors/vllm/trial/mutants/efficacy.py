@@ -93,7 +93,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "a_block_has_one_hash": Mutant(
         "The prefix of so many units is known by as many hashes, though vLLM hashes blocks in parts.",
-        one(PREFIXES, "key", "hashes[units * self._hashes_per_unit - 1]", "hashes[units - 1]"),
+        one(PREFIXES, "key", "hashes[units * self._hashes_per_unit - 1 + self._ahead]", "hashes[units - 1]"),
         shape="hash-blocks",
     ),
 }

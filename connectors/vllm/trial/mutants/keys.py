@@ -47,10 +47,20 @@ MUTANTS: dict[str, Mutant] = {
         one(
             PREFIXES,
             "final_units",
-            "min(min(tokens, request.num_tokens) // self._unit, len(hashes) // self._hashes_per_unit)",
+            "min(min(tokens, request.num_tokens) // self._unit, hashed)",
             "tokens // self._unit",
         ),
         shape="drafts",
+    ),
+    "volatile_drafter_kv_published": Mutant(
+        "A drafter's KV is found by the tokens before it alone, though its last depends on the one that follows.",
+        one(PREFIXES, "__init__", "-(-geometry.ahead_tokens // hash_tokens)", "0"),
+        shape="drafter",
+    ),
+    "drafter_kv_by_another_token_ahead": Mutant(
+        "Whole chunks are looked up by their own tokens, though a drafter's are stored by the one behind them, too.",
+        one(PREFIXES, "_keys", "self._hashes_per_unit, self._ahead", "self._hashes_per_unit, 0"),
+        shape="async-scheduler-drafter",
     ),
     "not_saved_when_computed_runs_ahead": Mutant(
         "What is computed ahead of the final tokens is skipped, and never come back to.",

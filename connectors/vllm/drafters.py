@@ -1,0 +1,77 @@
+"""Drafters with KV of their own: which are served, and what that KV depends on.
+
+A drafter that is fed the model's hidden states (EAGLE, EAGLE3, MTP) computes the KV of position i from the hidden
+state of i and the token at i + 1 (`SpecDecodeBaseProposer.set_inputs_first_pass` in vLLM): the key of a prefix has
+to cover that token. Module j of several MTP modules is fed token i + j. A draft model is a model like any other.
+
+It runs behind the model in the same step, over the same positions, and before vLLM ends the step for connectors
+(`finalize_kv_connector` of runner V1, `post_forward` of V2). Its later passes write behind the last token only.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from kvpipe.connectors.vllm.models import config_digest, refuse
+
+if TYPE_CHECKING:
+    from vllm.config import SpeculativeConfig, VllmConfig
+
+WITHOUT_KV: Final = ("ngram", "ngram_gpu", "suffix")
+_FED_HIDDEN_STATES: Final = ("eagle", "eagle3", "mtp")
+_DRAFT_MODEL: Final = "draft_model"
+
+
+def check(config: VllmConfig) -> None:
+    """Raise `UnsupportedError` for a way to draft of which it is not shown that hits leave it as it was."""
+    drafts = config.speculative_config
+    if drafts is None or drafts.method in WITHOUT_KV:
+        return
+    served = (*_FED_HIDDEN_STATES, _DRAFT_MODEL, *WITHOUT_KV)
+    if drafts.method not in served:
+        refuse(f"speculative method={drafts.method!r}", f"use one of {', '.join(served)}")
+    if drafts.uses_dynamic_speculative_decoding():
+        refuse(
+            f"speculative method={drafts.method!r} with num_speculative_tokens_per_batch_size (steps without drafts "
+            "leave gaps in the drafter's KV)",
+            "unset it",
+        )
+
+
+def has_kv(config: VllmConfig) -> bool:
+    """Whether the drafter has layers with KV."""
+    drafts = config.speculative_config
+    return drafts is not None and drafts.method not in WITHOUT_KV
+
+
+def ahead_tokens(config: VllmConfig) -> int:
+    """Return on how many tokens behind a position its KV depends."""
+    drafts = config.speculative_config
+    if drafts is None or drafts.method not in _FED_HIDDEN_STATES:
+        return 0
+    return _modules(drafts)
+
+
+def facts(config: VllmConfig) -> dict[str, Any]:
+    """Return what a drafter's KV depends on beside tokens and weights, as plain data; empty: there is none."""
+    drafts = config.speculative_config
+    if drafts is None or drafts.method in WITHOUT_KV:
+        return {}
+    model = drafts.draft_model_config
+    return {
+        "drafter": {
+            "method": drafts.method,
+            "ahead_tokens": ahead_tokens(config),
+            "model_config": config_digest(model.hf_config),
+            "model_dtype": str(model.dtype),
+            "quantization": str(model.quantization),
+        }
+    }
+
+
+def _modules(drafts: SpeculativeConfig) -> int:
+    """Return how many modules draft, one behind the other, each with its own KV."""
+    if not drafts.use_multi_module_mtp():
+        return 1
+    modules: int = getattr(drafts.draft_model_config.hf_config, "num_nextn_predict_layers", 1)
+    return min(modules, drafts.num_speculative_tokens)

@@ -1,0 +1,163 @@
+"""Drafters with KV of their own: hits leave answers and drafts as they were, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from kvpipe.connectors.vllm.trial.engine import Engine
+from kvpipe.testing.models import make_drafter, make_model
+from tests.engine.common import assert_clean, engine, prompt
+
+pytestmark = pytest.mark.engine
+
+BLOCK = 32
+PROMPTS = [prompt(300, 41), prompt(530, 42)]
+
+
+class Way(NamedTuple):
+    """A way to draft: of which model, how many tokens, and on how many tokens ahead its KV depends."""
+
+    method: str
+    recipe: str = "llama"
+    drafts: int = 3
+    ahead: int = 1
+
+    def options(self, folder: Path) -> dict[str, Any]:
+        """The engine's options. vLLM's own prefix cache is off: what is found, kvpipe has."""
+        config: dict[str, Any] = {"method": self.method, "num_speculative_tokens": self.drafts}
+        if self.method in ("eagle", "eagle3"):
+            config["model"] = str(make_drafter(self.method, folder / self.method))
+        elif self.method == "draft_model":
+            config["model"] = str(make_model(self.recipe))  # its own twin: what it drafts is accepted
+        return {"speculative_config": config, "enable_prefix_caching": False}
+
+
+WAYS = [Way("eagle"), Way("eagle3"), Way("mtp", "mimo-mtp", drafts=1), Way("draft_model", ahead=0)]
+EAGLE = WAYS[0]
+
+
+class Drafted:
+    """All that is drafted from now on, step by step."""
+
+    def __init__(self, live: Engine) -> None:
+        """Listen where vLLM's scheduler takes drafts."""
+        self._steps: list[list[list[int]]] = []
+        take = live.scheduler.update_draft_token_ids
+
+        def taken(drafts: Any) -> None:
+            self._steps.append([list(one) for one in drafts.draft_token_ids])
+            take(drafts)
+
+        live.scheduler.update_draft_token_ids = taken  # type: ignore[method-assign]
+
+    def take(self) -> list[list[list[int]]]:
+        """Drafts since the last call, of each step and request."""
+        steps, self._steps = self._steps, []
+        return steps
+
+
+@contextmanager
+def drafting(way: Way, folder: Path, kvpipe: dict[str, Any] | None, **more: Any) -> Iterator[tuple[Engine, Drafted]]:
+    """An engine that drafts."""
+    with engine(way.recipe, kvpipe, **(way.options(folder) | more)) as live:
+        yield live, Drafted(live)
+
+
+def pages(live: Engine, request: str, tokens: int) -> dict[str, torch.Tensor]:
+    """The bytes of the request's first `tokens` tokens, of each layer."""
+    (internal,) = [one for one in live.scheduler.requests if one.startswith(request)]
+    (table,) = live.scheduler.kv_cache_manager.get_block_ids(internal)
+    context = live.core.vllm_config.compilation_config.static_forward_context
+    return {name: layer.kv_cache[table[: tokens // BLOCK]].clone() for name, layer in context.items()}
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.method)
+def test_hits_leave_answers_and_drafts_as_they_were(way: Way, tmp_path: Path) -> None:
+    """Cold, warm, and when a conversation goes on: as many steps, the same drafts in each, the same answers."""
+    turns = [PROMPTS]
+    with drafting(way, tmp_path, None) as (plain, drafted):
+        answers = [plain.generate(PROMPTS, 40)]
+        drafts = [drafted.take()]
+        turns.append([p + a + prompt(50, 43) for p, a in zip(PROMPTS, answers[0], strict=True)])
+        answers.append(plain.generate(turns[1], 24))
+        drafts.append(drafted.take())
+    with drafting(way, tmp_path, {"chunk_tokens": 128}) as (live, drafted):
+        loaded, hits = 0, []
+        for turn in (0, 0, 1, 1):
+            assert live.generate(turns[turn], len(answers[turn][0])) == answers[turn]
+            assert drafted.take() == drafts[turn]
+            live.settle()
+            before, loaded = loaded, assert_clean(live).get("tokens_loaded", 0)
+            hits.append(loaded - before)
+    first, warm, next_turn, again = hits
+    assert first == 0
+    assert warm == sum((len(p) - way.ahead * BLOCK) // BLOCK * BLOCK for p in turns[0])
+    assert next_turn >= warm + 2 * BLOCK  # a part of the answers, but for a unit that the last step made final
+    assert again >= next_turn + 2 * BLOCK
+
+
+@pytest.mark.parametrize("way", [EAGLE, WAYS[2]], ids=lambda way: way.method)
+def test_a_drafter_never_reads_kv_of_another_token_ahead(way: Way, tmp_path: Path) -> None:
+    """Two prompts are the same for whole blocks and differ in the next token: the drafter's KV differs before it."""
+    head = PROMPTS[0][: 9 * BLOCK]
+    mine, other = head + prompt(40, 51), head + prompt(40, 52)
+    with drafting(way, tmp_path, None) as (plain, _):
+        request = plain.add(mine, 8)
+        plain.step()
+        expected = pages(plain, request, 9 * BLOCK)
+    with drafting(way, tmp_path, {"chunk_tokens": BLOCK}) as (live, _):
+        live.generate([other], 8)
+        live.settle()
+        request = live.add(mine, 8)
+        live.step()
+        got = pages(live, request, 9 * BLOCK)
+        live.drain()
+        loaded = assert_clean(live)["tokens_loaded"]
+    for name, page in expected.items():
+        assert torch.equal(got[name], page), name
+    assert loaded == 8 * BLOCK
+
+
+def test_preempted_aborted_and_restarted(tmp_path: Path) -> None:
+    """In a cache too small for all, with an abort in between, and in an engine that finds only the disk's chunks."""
+    prompts = [prompt(300, 60 + i) for i in range(4)]
+    kvpipe = {"chunk_tokens": 128, "tiers": [{"kind": "disk", "path": str(tmp_path / "disk")}], "name": "drafts"}
+    kvpipe["state_dir"] = str(tmp_path / "state")
+    with drafting(EAGLE, tmp_path, None) as (plain, _):
+        expected = plain.generate(prompts, 40)
+    for restarted in (False, True):
+        with drafting(EAGLE, tmp_path, kvpipe, num_gpu_blocks_override=32, max_model_len=512) as (live, _):
+            ids = [live.add(tokens, 40) for tokens in prompts]
+            gone = live.add(prompt(200, 70), 40)
+            for _ in range(6):
+                live.step()
+            live.abort(gone)
+            outputs = live.drain()
+            assert [list(outputs[one].outputs[0].token_ids) for one in ids] == expected
+            assert restarted or any(live.preemptions.values())
+            live.settle()
+            stats = assert_clean(live)
+            assert not restarted or stats["tokens_loaded"] >= 4 * 256
+
+
+def test_local_and_external_hits_together(tmp_path: Path) -> None:
+    """What vLLM's own cache holds is taken from there, the rest is loaded behind it."""
+    tokens = prompt(530, 80)
+    with drafting(EAGLE, tmp_path, None) as (plain, drafted):
+        expected = plain.generate([tokens], 24)
+        drafts = drafted.take()
+    options = {"enable_prefix_caching": True, "num_gpu_blocks_override": 24, "max_model_len": 640}
+    with drafting(EAGLE, tmp_path, {"chunk_tokens": 128}, **options) as (live, drafted):
+        assert live.generate([tokens], 24) == expected
+        live.generate([tokens[:64] + prompt(380, 81)], 4)  # takes most of the blocks
+        live.settle()
+        before, _ = assert_clean(live).get("tokens_loaded", 0), drafted.take()
+        assert live.generate([tokens], 24) == expected
+        assert drafted.take() == drafts
+        assert 0 < assert_clean(live).get("tokens_loaded", 0) - before < len(tokens) // BLOCK * BLOCK - BLOCK

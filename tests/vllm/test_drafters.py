@@ -1,0 +1,90 @@
+"""Which ways to draft are served, and on how many tokens ahead their KV depends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvpipe.cache.catalog import Catalog
+from kvpipe.cache.policy import make_policy
+from kvpipe.cache.prefixes import Prefixes
+from kvpipe.connectors.vllm import drafters, hooks
+from kvpipe.errors import UnsupportedError
+from kvpipe.geometry import Geometry, Group, Layer
+from kvpipe.trace.log import Counters
+
+
+def config(method: str | None, *, modules: int = 1, drafts: int = 3, dynamic: bool = False) -> Any:
+    """A configuration of vLLM's with a drafter, as far as it is read."""
+    model = SimpleNamespace(hf_config=SimpleNamespace(num_nextn_predict_layers=modules))
+    speculative = SimpleNamespace(
+        method=method,
+        num_speculative_tokens=drafts,
+        draft_model_config=model,
+        uses_dynamic_speculative_decoding=lambda: dynamic,
+        use_multi_module_mtp=lambda: method == "mtp" and min(modules, drafts) > 1,
+    )
+    return SimpleNamespace(speculative_config=None if method is None else speculative)
+
+
+@pytest.mark.parametrize(
+    ("method", "modules", "drafts", "ahead"),
+    [
+        (None, 1, 3, 0), ("ngram", 1, 3, 0), ("suffix", 1, 3, 0), ("draft_model", 1, 3, 0), ("eagle", 1, 3, 1),
+        ("eagle3", 1, 5, 1), ("mtp", 1, 3, 1), ("mtp", 3, 3, 3), ("mtp", 3, 2, 2),
+    ],
+)  # fmt: skip
+def test_tokens_ahead(method: str | None, modules: int, drafts: int, ahead: int) -> None:
+    """None where tokens are drafted without hidden states, one per module elsewhere."""
+    made = config(method, modules=modules, drafts=drafts)
+    drafters.check(made)
+    assert drafters.ahead_tokens(made) == ahead
+    assert drafters.has_kv(made) == (method not in (None, *drafters.WITHOUT_KV))
+
+
+@pytest.mark.parametrize(
+    "method", ["dflash", "dspark", "medusa", "mlp_speculator", "extract_hidden_states", "custom_class"]
+)
+def test_what_no_engine_has_shown_is_refused(method: str) -> None:
+    """In one sentence, with what is served."""
+    with pytest.raises(
+        UnsupportedError, match=f"'{method}' is not supported; use one of eagle, eagle3, mtp, draft_model"
+    ):
+        drafters.check(config(method))
+
+
+def test_gaps_in_a_drafters_kv_are_refused() -> None:
+    """Drafts by batch size: a step without them computes no KV of the drafter."""
+    with pytest.raises(UnsupportedError, match=r"num_speculative_tokens_per_batch_size.*; unset it"):
+        drafters.check(config("eagle", dynamic=True))
+    drafters.check(config("ngram", dynamic=True))
+
+
+def test_layers_of_a_step_with_a_drafter_have_no_hooks() -> None:
+    """They run several times; and whoever insists on hooks is told so."""
+    made = config("eagle")
+    made.compilation_config = SimpleNamespace(cudagraph_mode=None, static_forward_context={}, splitting_ops=())
+    assert hooks.unhooked(made, ["a", "b"], "auto") == {"a", "b"}
+    with pytest.raises(UnsupportedError, match="set mode to 'auto'"):
+        hooks.unhooked(made, ["a", "b"], "layerwise")
+
+
+@pytest.mark.parametrize(("ahead", "hash_tokens"), [(0, 16), (1, 16), (17, 16), (1, 8)])
+def test_a_key_covers_the_tokens_ahead(ahead: int, hash_tokens: int) -> None:
+    """A unit has one when the hash behind it is known; what may be saved and what is found follow from that."""
+    geometry = Geometry((Group((Layer("l", 64),), 16),), 64, 1 << 20, ahead)
+    hashes: Sequence[bytes] = [bytes([i]) for i in range(160 // hash_tokens)]
+    prefixes = Prefixes(Catalog(4, 1, make_policy("lru", 4), Counters()), geometry, hash_tokens, lambda _: hashes)
+    request: Any = SimpleNamespace(num_tokens=160)
+    behind = -(-ahead // hash_tokens)
+    units = (len(hashes) - behind) * hash_tokens // 16
+    assert prefixes.final_units(request, 160) == units
+    assert prefixes.final_units(request, 32) == 2
+    assert prefixes.key(hashes, 2) == hashes[32 // hash_tokens - 1 + behind]
+    assert list(prefixes.unit_keys(request)) == [prefixes.key(hashes, unit) for unit in range(1, units + 1)]
+    assert prefixes.units_within(160) == units
+    assert prefixes.units_within(15) == 0
+    assert prefixes.units_within(prefixes.computed_tokens(3)) == 3
