@@ -19,8 +19,6 @@ from kvpipe.connectors.vllm.trial.scheduler_world import (
     slots_of,
 )
 from kvpipe.messages import BROKEN, Job
-from kvpipe.scheduler.base import LATER
-from kvpipe.statemachine.core import IllegalTransition
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -508,95 +506,3 @@ def test_the_tail_of_a_request_does_not_evict_its_head() -> None:
     again = world.request("whole", 11, shared=8)
     assert world.ask(again) == 11 * UNIT - 1
     assert world.side.counters["evicted"] == 1
-
-
-@pytest.mark.parametrize("old", ["hit", "later"])
-def test_a_lookup_that_raises_leaves_no_answer(old: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine goes on as with a miss: what was answered before does not stand, nor that it should ask again."""
-    world = SchedulerWorld(load="async")
-    world.publish(world.request("old", 4, shared=4))
-    request = world.request("new", 6, shared=4)
-    if old == "later":
-        world.side.weights.suspect("reset")
-    assert (world.side.lookup(request, 0) is LATER) == (old == "later")
-    with monkeypatch.context() as patch:
-        patch.setattr(world.side.requests, "add", _boom)
-        with pytest.raises(RuntimeError, match="boom"):
-            world.side.lookup(request, 0)
-    world.side.admitted(request, world.allocate(request), 0)
-    tracked = world.side.requests.tracked["new"]
-    assert tracked.asking.state.row == "UNASKED"
-    assert tracked.saving.saved_units == 0
-    assert not world.side.counters["illegal_transition"]
-
-
-@pytest.mark.parametrize("where", ["catalog", "requests", "jobs"])
-def test_a_load_that_cannot_be_planned_to_fail_leaves_nothing(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No lease and no job of it stay behind."""
-    world = SchedulerWorld()
-    request = world.request("one", 2)
-    world.admit(request)
-    side = world.side
-    monkeypatch.setattr(world.remedies, "begin_step", lambda *_, **__: {"gone" if where == "requests" else "one": [1]})
-    broken = {"catalog": (side.catalog, "lease"), "requests": (world, "grow"), "jobs": (type(side._report), "begun")}[
-        where
-    ]
-    with monkeypatch.context() as patch:
-        patch.setattr(*broken, _boom)
-        world.step()
-    assert side.counters["spoiled_blocks_not_reported"] == 1
-    assert side.catalog.leases == 0
-    assert not side.catalog._leases
-    assert not side.jobs.in_flight
-    assert not side.jobs.sync_loads
-
-
-def test_a_request_that_ends_before_its_load_is_sent() -> None:
-    """It is no move of vLLM's; its load is not sent, nobody waits for it, and it holds nothing."""
-    world = SchedulerWorld()
-    world.publish(world.request("old", 4, shared=4))
-    request = world.request("new", 6, shared=4)
-    world.admit(request)
-    assert world.side.catalog.leases == 1
-    with pytest.raises(IllegalTransition, match="ALLOCATED"):
-        world.side.finished(request)
-    assert world.side.catalog.leases == 0
-    assert world.step() == []
-    assert not world.side.pending
-    assert "new" not in world.side.requests.tracked
-
-
-def test_a_failed_load_is_over_though_others_cannot_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its leases end and its request computes, and other jobs of the report are heard of."""
-    world = SchedulerWorld(load="sync")
-    world.publish(world.request("old", 4, shared=4))
-    request, other = world.request("new", 6, shared=4), world.request("other", 2)
-    world.admit(request)
-    world.admit(other)
-    load, *saves = world.step(request, other)
-    monkeypatch.setattr(world.side.jobs, "_load_failed", _boom)
-    world.report((load, 0, 1), *((save, 1, 0) for save in saves))
-    assert world.side.counters["contained_error"] == 1
-    assert world.side.catalog.leases == 0
-    assert not world.side.jobs.in_flight
-    assert world.side.requests.tracked["new"].state.row == "RECOMPUTING"
-    assert world.found(other) == 2
-
-
-def test_blocks_of_a_request_that_is_over_are_forgotten_only_while_loads_may_fail() -> None:
-    """A load that fails later than all that the request can have read from takes nothing of it out of vLLM's cache."""
-    world = SchedulerWorld(load="sync")
-    world.publish(world.request("old", 4, shared=4))
-    first, reader, last = (world.request(name, 6, shared=4) for name in ("first", "reader", "last"))
-    world.admit(first)
-    world.admit(reader)
-    jobs = world.step(first, reader)
-    theirs = {block.block_id for block in world.tables[0]["reader"]}
-    world.side.finished(reader)
-    world.succeed(*jobs)
-    world.step()
-    world.admit(last)
-    (load, *saves) = world.step(last)
-    world.report((load, 0, 1), *((save, 1, 0) for save in saves))
-    assert world.forgotten
-    assert not world.forgotten & theirs
