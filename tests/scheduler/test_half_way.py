@@ -11,6 +11,10 @@ from kvpipe.scheduler.base import LATER
 from kvpipe.statemachine.core import IllegalTransition
 
 
+def _boom(*_: object) -> None:
+    raise RuntimeError("boom")
+
+
 @pytest.mark.parametrize("old", ["hit", "later"])
 def test_a_lookup_that_raises_leaves_no_answer(old: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine goes on as with a miss: what was answered before does not stand, nor that it should ask again."""

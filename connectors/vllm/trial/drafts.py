@@ -22,3 +22,12 @@ class Drafter:
         """Guess `count` tokens from position `first` on: the first ones right, the others wrong."""
         right = self._rng.randint(0, count)
         return [sequence.token(first + i) ^ (i >= right) for i in range(count)]
+
+
+def accepted(sequence: Sequence, stop: int, drafts: list[int]) -> int:
+    """Return how many of `drafts`, which end before position `stop`, are what the model says."""
+    first = stop - len(drafts)
+    for i, token in enumerate(drafts):
+        if token != sequence.token(first + i):
+            return i
+    return len(drafts)

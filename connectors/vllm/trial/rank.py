@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from kvpipe.connectors.vllm.trial.content import Sequence, Words, layer_key
+from kvpipe.connectors.vllm.trial.drafts import accepted
 from kvpipe.connectors.vllm.trial.ears import empty, kvpipe_in
 from kvpipe.connectors.vllm.trial.shapes import Shape
 from kvpipe.messages import Kind, Report, Tally
@@ -391,12 +392,3 @@ class Rank(Runner):
 def _union(told: Iterable[set[str] | None]) -> set[str] | None:
     """Return what was told in several answers, or None for nothing."""
     return set[str]().union(*(one or () for one in told)) or None
-
-
-def accepted(sequence: Sequence, stop: int, drafts: list[int]) -> int:
-    """Return how many of `drafts`, which end before position `stop`, are what the model says."""
-    first = stop - len(drafts)
-    for i, token in enumerate(drafts):
-        if token != sequence.token(first + i):
-            return i
-    return len(drafts)
