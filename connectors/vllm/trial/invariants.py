@@ -109,6 +109,8 @@ def what_becomes_final_is_saved(watched: Watched) -> Iterator[str]:
         start = request.num_computed_tokens - watched.output.num_scheduled_tokens[request.request_id]
         fresh = watched.asked.get(request.request_id) == before  # all that it did not find when it was looked up is new
         first = was if fresh else max(was, start // side.geometry.unit_tokens)
+        if first >= now:
+            continue  # all of it was loaded: what it was loaded from may be evicted since
         keys = keys_of(side, request)
         for group, kind in enumerate(side.geometry.groups):
             if kind.window_tokens is not None or kind.state:
