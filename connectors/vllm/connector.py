@@ -124,45 +124,51 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         self.events: KvEvents | None = None
         self._layout = ""
         engine = support.engine_name(str(transfer.engine_id or vllm_config.instance_id))
-        layers = len(self.geometry.layers)
         if role is KVConnectorRole.WORKER:
-            rank = vllm_config.parallel_config.rank
-            self.recorder, self.writer = tracing(self.settings, engine, "worker", rank, layers)
-            self.worker = WorkerSide(self.settings, self.geometry, self.recorder)
-            self.worker.rank, self.worker.ranks = rank, vllm_config.parallel_config.world_size
-            if vllm_config.lora_config is not None:
-                held_adapters.watch(self.worker.adapters)
-            uses = (READ, WRITE) if transfer.is_kv_producer else (READ,)
-            self.worker.guard_tiers = functools.partial(self._guarded, uses)
-            self._guarded(uses)  # what is wrong with it is said now
-            self.counters = self.worker.counters
-            self._meter = meter(self.worker)
-            self.counters.on_fault = self.recorder.fault
-            return
-        tokens = support.hash_tokens(kv_cache_config, self.geometry)
-        self._facts = support.identity(vllm_config, kv_cache_config, self.geometry)
-        self.recorder, self.writer = tracing(self.settings, engine, "scheduler", SCHEDULER, layers)
-        longest = vllm_config.model_config.max_model_len
-        self._remedies = Remedies(self.geometry, vllm_config.scheduler_config.max_num_batched_tokens, longest)
-        if vllm_config.kv_events_config is not None and vllm_config.kv_events_config.enable_kv_cache_events:
-            self.events = KvEvents(kv_cache_config, self.geometry, tokens)
+            self._make_worker(vllm_config, engine)
+        else:
+            self._make_scheduler(vllm_config, kv_cache_config, engine)
+        self.counters.on_fault = self.recorder.fault
+
+    def _make_worker(self, config: VllmConfig, engine: str) -> None:
+        """Be a rank's side."""
+        rank, layers = config.parallel_config.rank, len(self.geometry.layers)
+        self.recorder, self.writer = tracing(self.settings, engine, "worker", rank, layers)
+        self.worker = WorkerSide(self.settings, self.geometry, self.recorder)
+        self.worker.rank, self.worker.ranks = rank, config.parallel_config.world_size
+        if config.lora_config is not None:
+            held_adapters.watch(self.worker.adapters)
+        uses = (READ, WRITE) if self._kv_transfer_config.is_kv_producer else (READ,)
+        self.worker.guard_tiers = functools.partial(self._guarded, uses)
+        self._guarded(uses)  # what is wrong with it is said now
+        self.counters = self.worker.counters
+        self._meter = meter(self.worker)
+
+    def _make_scheduler(self, config: VllmConfig, cache: KVCacheConfig, engine: str) -> None:
+        """Be the scheduler's side."""
+        tokens, transfer = support.hash_tokens(cache, self.geometry), self._kv_transfer_config
+        self._facts = support.identity(config, cache, self.geometry)
+        self.recorder, self.writer = tracing(self.settings, engine, "scheduler", SCHEDULER, len(self.geometry.layers))
+        longest = config.model_config.max_model_len
+        self._remedies = Remedies(self.geometry, config.scheduler_config.max_num_batched_tokens, longest)
+        if config.kv_events_config is not None and config.kv_events_config.enable_kv_cache_events:
+            self.events = KvEvents(cache, self.geometry, tokens)
         self.scheduler = SchedulerSide(
             self.settings,
             self.geometry,
             hash_tokens=tokens,
-            ranks=vllm_config.parallel_config.world_size,
+            ranks=config.parallel_config.world_size,
             saves=transfer.is_kv_producer,
             loads=transfer.is_kv_consumer,
             recovery=self._remedies,
             published=self.events,
-            tiers=self._find_in(vllm_config),
+            tiers=self._find_in(config),
             space_of=self._space_of,
             trace=self.recorder,
         )
         self.counters = self.scheduler.counters
-        self._watch = Watch(vllm_config, self.scheduler)
+        self._watch = Watch(config, self.scheduler)
         self._meter = meter(self.scheduler)
-        self.counters.on_fault = self.recorder.fault
         if self.settings.control_file is not None:
             check_control_file(self.settings.control_file)
             watch = functools.partial(watch_control_file, self.settings.control_file, self.set_freeze)
