@@ -32,12 +32,14 @@ class Group:
     """One KV cache group: layers that share a block table. `window_tokens` is None for full attention.
 
     `state`: a block holds no tokens' KV but what all tokens up to its end have come to.
+    `local`: a token reads back to the last multiple of `window_tokens`, and no further (chunked local attention).
     """
 
     layers: tuple[Layer, ...]
     block_tokens: int
     window_tokens: int | None = None
     state: bool = False
+    local: bool = False
 
     @cached_property
     def bytes_per_block(self) -> int:

@@ -41,7 +41,7 @@ def test_a_mutant_is_taken_out_again() -> None:
     with mutated(MUTANTS["storers_not_cleared"]):
         assert Pipeline.end_step.__code__ is not before
     assert Pipeline.end_step.__code__ is before
-    assert "if self._step.fire(m.STEP_END).moves:" in inspect.getsource(Pipeline.end_step)
+    assert "if self.step.fire(m.STEP_END).moves:" in inspect.getsource(Pipeline.end_step)
 
 
 @pytest.mark.parametrize("method", ["end_step", "*"])

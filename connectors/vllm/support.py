@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 
 from kvpipe.config import Settings
 from kvpipe.connectors.vllm import drafters, models
@@ -27,7 +33,7 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1
 """Of the bytes in a slot. A change makes every older chunk a miss."""
 
-_SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, MambaSpec)
+_SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)
 _STATES = ("GDN_ATTN", "MAMBA2", "SHORT_CONV")
 """VLLM's names for the kinds of recurrent states that are tested."""
 
@@ -70,12 +76,13 @@ def make_geometry(cache: KVCacheConfig, settings: Settings, ahead_tokens: int = 
             if type(spec) not in _SPECS or not spec.prefix_cacheable or not group.enable_kv_transfer:
                 refuse(
                     f"the KV cache of layer {name!r} ({type(spec).__name__}, group {i})",
-                    "kvpipe knows full, sliding-window and MLA attention, and recurrent states",
+                    "kvpipe knows full, sliding-window, chunked local and MLA attention, and recurrent states",
                 )
             if isinstance(spec, MambaSpec):
                 _check_state(name, spec)
-            window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
-            kinds.add((window, isinstance(spec, MambaSpec)))
+            local = isinstance(spec, ChunkedLocalAttentionSpec)
+            window = spec.attention_chunk_size if local else getattr(spec, "sliding_window", None)
+            kinds.add((window, isinstance(spec, MambaSpec), local))
         if len(kinds) != 1 or group.host_resident:
             refuse(f"KV cache group {i} (mixed windows, or host resident)", "serve it without kvpipe")
         layers = tuple(Layer(name, _page_bytes(spec)) for name, spec in per_layer.items())
@@ -85,6 +92,10 @@ def make_geometry(cache: KVCacheConfig, settings: Settings, ahead_tokens: int = 
     geometry = Geometry(tuple(groups), settings.chunk_tokens, int(settings.pool_bytes_max), ahead_tokens)
     if any(groups[i].block_tokens != geometry.unit_tokens for i in geometry.states):
         refuse("recurrent states every few blocks of attention", "set mamba_block_size to the size of a block")
+    for group in groups:
+        if group.local and (group.window_tokens or 0) % geometry.unit_tokens:
+            what = f"attention_chunk_size={group.window_tokens} with blocks of {geometry.unit_tokens} tokens"
+            refuse(what, "set block_size to a divisor of it")
     return geometry
 
 
@@ -138,7 +149,7 @@ def identity(config: VllmConfig, cache: KVCacheConfig, geometry: Geometry) -> di
         "groups": [
             [
                 g.block_tokens,
-                "state" if g.state else g.window_tokens or 0,
+                "state" if g.state else ["local", g.window_tokens] if g.local else g.window_tokens or 0,
                 [[layer.name, layer.page_bytes] for layer in g.layers],
             ]
             for g in geometry.groups

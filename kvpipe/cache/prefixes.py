@@ -35,7 +35,9 @@ class Prefixes:
         self._states = geometry.states
         self._full = [i for i, g in enumerate(geometry.groups) if g.window_tokens is None and not g.state]
         self._windows = [
-            (i, -(-(g.window_tokens - 1) // self._unit)) for i, g in enumerate(geometry.groups) if g.window_tokens
+            (i, (g.window_tokens if g.local else g.window_tokens + self._unit - 2) // self._unit, g.local)
+            for i, g in enumerate(geometry.groups)
+            if g.window_tokens
         ]
 
     def key(self, hashes: Sequence[bytes], units: int) -> bytes:
@@ -101,7 +103,7 @@ class Prefixes:
     def _longest_windows(self, indexes: Sequence[Index], hashes: Sequence[bytes], best: int) -> int:
         """Return the longest prefix, of `best` units at most, whose windows are held."""
         while best and self._windows:
-            gaps = [self._window_gap(indexes[g], hashes, best, window) for g, window in self._windows]
+            gaps = [self._window_gap(indexes[g], hashes, best, *window) for g, *window in self._windows]
             shorter = [gap for gap in gaps if gap >= 0]
             if not shorter:
                 break
@@ -176,14 +178,18 @@ class Prefixes:
             return best
         return self._shorter(index, hashes, base, best - 1)
 
-    def _window_gap(self, index: Index, hashes: Sequence[bytes], best: int, window: int) -> int:
-        """Return -1 when the last `window` units before `best` are held, or the next shorter prefix to try."""
-        low = max(0, best - window)
+    def _window_gap(self, index: Index, hashes: Sequence[bytes], best: int, window: int, local: int) -> int:
+        """Return -1 when the units before `best` that are read after it are held, or the next shorter prefix to try.
+
+        Those are the last `window` units, or, of `local` attention, all from the last multiple of `window` on.
+        """
+        low = best // window * window if local else max(0, best - window)
         stop = best
         while stop > low:
             base = (stop - 1) // self._per_chunk * self._per_chunk
             if not self._holding(index, hashes, base, stop):
-                return self._shorter(index, hashes, base, stop - 1)
+                shorter = self._shorter(index, hashes, base, stop - 1)
+                return max(shorter, low) if local else shorter  # behind a multiple nothing is read
             stop = base
         return -1
 

@@ -62,7 +62,7 @@ def test_a_connector_of_connectors_says_so(mode: str, piecewise: bool) -> None:
 def _engine(graphs: CUDAGraphMode | None, *, splitting: list[str] | None = None) -> Any:
     layers = {"hooked": type("Layer", (), {"forward": Attention.forward})(), "own": object()}
     compilation = SimpleNamespace(cudagraph_mode=graphs, splitting_ops=splitting, static_forward_context=layers)
-    return SimpleNamespace(compilation_config=compilation)
+    return SimpleNamespace(compilation_config=compilation, speculative_config=None)
 
 
 ATTENTION = ["vllm::unified_attention_with_output", "vllm::unified_mla_attention_with_output"]
@@ -140,7 +140,7 @@ def test_vllm_chooses_whole_graphs_after_it_has_asked() -> None:
     )
     config.set_splitting_ops_for_v1(all2all_backend="naive")
     assert config.cudagraph_mode is CUDAGraphMode.FULL
-    engine: Any = SimpleNamespace(compilation_config=config)
+    engine: Any = SimpleNamespace(compilation_config=config, speculative_config=None)
     with pytest.raises(UnsupportedError, match="whole steps"):
         unhooked(engine, [], "layerwise")
 

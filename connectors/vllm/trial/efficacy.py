@@ -79,7 +79,11 @@ def _holds(side: SchedulerSide, keys: Sequence[bytes], units: int) -> bool:
             if keys[units - 1] not in side.catalog.index(group):
                 return False
             continue
-        first = 0 if kind.window_tokens is None else max(0, (units * unit - kind.window_tokens + 1) // unit)
+        window, tokens = kind.window_tokens, units * unit
+        first = 0 if window is None else tokens // window * window if kind.local else max(0, tokens - window + 1)
+        first //= unit
+        if first == units:
+            continue  # nothing is read behind it
         index = side.catalog.index(group)
         for base in range(first // per_chunk * per_chunk, units, per_chunk):
             if not covers(keys, base, min(units, base + per_chunk), per_chunk, index):

@@ -373,7 +373,10 @@ class Rank(Runner):
         positions = np.arange(start, stop)
         layer.words[table[positions // block], positions % block] = content
         window = self.shape.windows[layer.group]
-        positions = np.arange(max(0, start - window + 1) if window else 0, right)
+        first = 0 if window is None else start - window + 1
+        if window is not None and layer.group in self.shape.locals:
+            first = start // window * window
+        positions = np.arange(max(0, first), right)
         read = layer.words[table[positions // block], positions % block]
         differs = positions[read != layer.content(sequence, int(positions[0]), right)]
         if not len(differs):

@@ -40,6 +40,8 @@ KVPIPE = Connector()
 class Shape(NamedTuple):
     """One engine. `windows` names each cache group's sliding window in tokens, None for full attention.
 
+    Of the groups `locals` it is the size of a chunk of local attention.
+
     `sizes`: tokens per block of each group, where it is not `BLOCK` in all. `hashes`: tokens per block hash, where it
     is not as much as every group's blocks allow.
 
@@ -67,6 +69,7 @@ class Shape(NamedTuple):
     load: str = "auto"
     mode: str = "layerwise"
     windows: tuple[int | None, ...] = (None,)
+    locals: tuple[int, ...] = ()
     layers_per_group: int = 2
     ranks: int = 1
     drafts: int = 0
@@ -136,6 +139,8 @@ SHAPES: dict[str, Shape] = {
     "either-load": Shape(load="auto"),
     "hybrid": _HYBRID,
     "window": Shape(windows=(2 * BLOCK,)),
+    "local": _HYBRID._replace(windows=(None, 3 * BLOCK), locals=(1,)),
+    "async-scheduler-local": _HYBRID._replace(windows=(None, 3 * BLOCK), locals=(1,), asynchronous=True, events=False),
     "block-sizes": Shape(windows=(None, 2 * BLOCK), sizes=(2 * BLOCK, BLOCK), blocks=24, pool_slots=12, events=True),
     "hash-blocks": _HYBRID._replace(hashes=BLOCK // 2),
     "prompts-only": Shape(answers=False, ranks=2),
@@ -196,6 +201,7 @@ def _beside(connector: Connector, extra: dict[str, Any]) -> tuple[Connector, dic
 def _make_cache(shape: Shape) -> KVCacheConfig:
     """Return what vLLM knows of the cache groups of `shape`."""
     from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
         FullAttentionSpec,
         KVCacheConfig,
         KVCacheGroupSpec,
@@ -208,8 +214,10 @@ def _make_cache(shape: Shape) -> KVCacheConfig:
     specs: list[KVCacheSpec] = [
         FullAttentionSpec(block_size=size, **common)
         if window is None
+        else ChunkedLocalAttentionSpec(block_size=size, **common, attention_chunk_size=window)
+        if i in shape.locals
         else SlidingWindowSpec(block_size=size, **common, sliding_window=window)
-        for window, size in zip(shape.windows, shape.block_tokens, strict=True)
+        for i, (window, size) in enumerate(zip(shape.windows, shape.block_tokens, strict=True))
     ]
     for i in shape.states:
         size = shape.block_tokens[i]
