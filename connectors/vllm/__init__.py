@@ -1,1 +1,1 @@
-"""vLLM's KV connector: `connector.py` is the class vLLM loads, with its two sides in `scheduler.py` and `worker.py`."""
+"""vLLM's KV connector: vLLM loads the class in `connector.py`, which calls `kvpipe.scheduler` and `kvpipe.worker`."""

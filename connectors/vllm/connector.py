@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -365,17 +366,16 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
     @_contained(_nothing)
     def shutdown(self) -> None:
         """End threads and give back the name. Idempotent."""
-        try:
-            if self.worker is not None:
-                self.worker.shutdown()
-            if self.scheduler is not None:
-                self.scheduler.shutdown()
-            if self._control is not None:
-                self._control.stop()
+        with ExitStack() as ends:  # the last first, each though another raises
+            ends.callback(self.writer.close)
             if self._claim is not None:
-                self._claim.release()
-        finally:
-            self.writer.close()
+                ends.callback(self._claim.release)
+            if self._control is not None:
+                ends.callback(self._control.stop)
+            if self.scheduler is not None:
+                ends.callback(self.scheduler.shutdown)
+            if self.worker is not None:
+                ends.callback(self.worker.shutdown)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """Every rank has said what its bytes depend on: from now on tiers are used, in a namespace of all that.

@@ -1,0 +1,62 @@
+"""What goes wrong inside stays inside: vLLM never sees it, and one end that fails keeps no other from ending."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvpipe.connectors.vllm.connector import KVPipeConnector
+from kvpipe.messages import Kind
+from kvpipe.testing.pipeline_rig import Rig, job, plan
+from kvpipe.trace.log import Counters
+
+
+@pytest.fixture
+def connector() -> Any:
+    """Return a connector without an engine's configuration."""
+    made: Any = object.__new__(KVPipeConnector)
+    made.worker, made.scheduler, made.counters = None, None, Counters()
+    return made
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    """Return a pipeline in whose step there is something to do."""
+    made = Rig()
+    made.pipeline.begin(plan(job(1, Kind.SAVE)))
+    yield made
+    made.pipeline.shutdown()
+
+
+def _boom(*_: object) -> None:
+    raise RuntimeError("boom")
+
+
+@pytest.mark.parametrize("hook", ["wait_for_layer_load", "save_kv_layer"])
+def test_a_layers_hook_that_raises_is_counted(connector: Any, rig: Rig, hook: str) -> None:
+    """In the midst of a forward there is nobody to catch it."""
+    connector.worker, connector._step = SimpleNamespace(wait_layer=_boom, save_layer=_boom), rig.pipeline.step
+    getattr(connector, hook)("layer", *[None] * (2 if hook == "save_kv_layer" else 0))
+    assert connector.counters["contained_error"] == 1
+
+
+@pytest.mark.parametrize("bad", ["worker", "scheduler", "control", "claim", "writer", "all"])
+def test_all_ends_though_one_raises(connector: Any, bad: str) -> None:
+    """A thread, the cache's name, the trace's last lines: each is given up, whatever happened before."""
+    ended = []
+
+    def end(name: str) -> None:
+        ended.append(name)
+        if bad in {name, "all"}:
+            _boom()
+
+    for name, method in (("worker", "shutdown"), ("scheduler", "shutdown"), ("control", "stop"), ("claim", "release")):
+        part = SimpleNamespace(**{method: lambda name=name: end(name)})
+        setattr(connector, name if method == "shutdown" else f"_{name}", part)
+    connector.writer = SimpleNamespace(close=lambda: end("writer"))
+    connector.shutdown()
+    assert ended == ["worker", "scheduler", "control", "claim", "writer"]
+    assert connector.counters["contained_error"] == 1
