@@ -36,8 +36,9 @@ REASONS: dict[str, str] = {
     TIER_LATE: "a tier did not answer, or not bring it, in lookup_ms_max",
     TIER_LOST: "a tier held it at the lookup, but a rank could not bring it: gone, damaged, or the tier failed",
     TIER_ASKED: "a tier is asked for it, or is bringing it (reported while the request waits)",
-    ADAPTER: "the bytes of its LoRA adapter are being read, or not known (reported while the request waits, too)",
-    NO_ROOM: "held, but others were loading and there were not blocks for all for too long",
+    ADAPTER: "the bytes of its LoRA adapter are being read, or not known, or not every rank holds them yet "
+    "(reported while the request waits, too)",
+    NO_ROOM: "held, but others were loading, or a session keeps its blocks, and there are not enough for all",
     WEIGHTS: "the weights may have changed: every rank reads its own again (reported while the request waits)",
     BYPASS: "kvpipe is bypassed",
     NO_CONSUMER: "this engine's kv_role does not load",

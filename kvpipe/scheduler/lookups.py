@@ -65,7 +65,7 @@ class Lookups:
             tracked.stage, waits = staging.ask(tracked.stage, request, local_tokens // self._unit, step)
             if waits:
                 return _later(tracked, local_tokens, miss_reasons.TIER_ASKED, step)
-        units, waits = self._held(tracked, local_tokens)
+        units, waits, withheld = self._held(tracked, local_tokens)
         tokens = units * self._unit
         if not waits:
             # the step must compute at least one token; after an async load the engine sees to that itself
@@ -76,6 +76,7 @@ class Lookups:
         staged = NO_TIERS
         if staging is not None:
             why, staged = staging.why(tracked.stage, why), staging.brought(tracked.stage, external)
+        why = withheld or why
         if not external:
             tracked.asking.reply(step, local_tokens, missed, why, 0, units, waits=waits, staged=staged)
             self._counters["lookup_miss"] += 1
@@ -87,19 +88,21 @@ class Lookups:
         self._counters["lookup_hit"] += 1
         return Hit(external, waits)
 
-    def _held(self, tracked: Tracked, local_tokens: int) -> tuple[int, bool]:
-        """Return (units of the prefix that can be loaded, whether asynchronously)."""
+    def _held(self, tracked: Tracked, local_tokens: int) -> tuple[int, bool, str]:
+        """Return (units of the prefix that can be loaded, whether asynchronously, why not those that are held)."""
         units = self._prefixes.longest(tracked.request)
         waits = tracked.state.row != m.LET_DOWN and self._loading.waits(units * self._unit - local_tokens)
-        # it could land before the ranks hold another adapter, or wait for blocks that a session keeps
-        if waits and not (self._adapters.certain(tracked.request) and self._fits(tracked.request)):
-            return 0 if self._loading.between_steps else units, False
-        return units, waits
+        why = self._cannot_wait(tracked.request) if waits else ""
+        if why and self._loading.between_steps:
+            return 0, False, why if units * self._unit > local_tokens else ""
+        return units, waits and not why, ""
 
-    def _fits(self, request: Request) -> bool:
-        """Whether an asynchronous load of the request can begin beside the sessions, whose blocks may stay theirs."""
-        sessions = self._requests.sessions
-        return not sessions or self._recovery.may_wait(request, sessions)
+    def _cannot_wait(self, request: Request) -> str:
+        """Return why no asynchronous load of the request can begin, or nothing."""
+        if not self._adapters.certain(request):  # it could land before the ranks hold another adapter
+            return miss_reasons.ADAPTER
+        sessions = self._requests.sessions  # their blocks may stay theirs
+        return miss_reasons.NO_ROOM if sessions and not self._recovery.may_wait(request, sessions) else ""
 
     def raised(self, request: Request, local_tokens: int, step: int) -> None:
         """An answer has raised: the engine goes on as with a miss, and no older answer stands."""
