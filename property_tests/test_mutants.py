@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvpipe.cache.miss_reasons import EVICTED
+from kvpipe.connectors.vllm.trial import mutate
 from kvpipe.connectors.vllm.trial.children import CaseRunner
 from kvpipe.connectors.vllm.trial.mutants import MUTANTS, Mutant, Patch
 from kvpipe.connectors.vllm.trial.mutate import LIMITS, judge, killers, mutated
@@ -69,21 +72,33 @@ def alive() -> None:
 
 
 def test_a_mutant_that_a_test_of_its_own_must_find(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is killed when that test fails, lives when it passes, and is an error when there is no such test."""
+    """It is killed when that test fails, lives when it passes, and is an error when test or module is not there."""
     patches = (Patch("property_tests.test_mutants", "alive", "assert EVICTED", "assert not EVICTED"),)
     here = "property_tests/test_mutants.py::"
     for name, mutant in {
         "killed": Mutant("", patches, test=f"{here}test_what_a_mutant_of_its_own_breaks"),
         "lives": Mutant("", patches, test=f"{here}test_a_mutant_is_taken_out_again"),
         "lost": Mutant("", patches, test=f"{here}test_nothing"),
+        "nowhere": Mutant("", (Patch("property_tests.nowhere", "alive", "", ""),), test=f"{here}test_nothing"),
     }.items():
         monkeypatch.setitem(MUTANTS, name, mutant)
     assert judge("killed", []).by == "test_what_a_mutant_of_its_own_breaks"
     assert not judge("lives", []).by
-    with pytest.raises(LookupError, match="test_nothing"):
+    with pytest.raises(LookupError, match=r"not found: .*test_nothing"):
         judge("lost", [])
+    with pytest.raises(LookupError, match=r"No module named 'property_tests\.nowhere'"):
+        judge("nowhere", [])
 
 
 def test_what_a_mutant_of_its_own_breaks() -> None:
     """See the test before."""
     alive()
+
+
+def test_a_mutant_that_hangs_its_test_is_killed_like_any_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is no exit status of pytest's: an error, not a verdict."""
+    monkeypatch.setattr(mutate, "TEST_SECONDS_MAX", 0.1)
+    if not (child := os.fork()):
+        signal.pause()
+        os._exit(1)
+    assert mutate._ended(child) == -signal.SIGKILL

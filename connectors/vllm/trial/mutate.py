@@ -16,6 +16,8 @@ import importlib
 import inspect
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -38,6 +40,8 @@ from kvpipe.connectors.vllm.trial.shapes import KVPIPE, SHAPES
 LIMITS = CaseLimits(stuck_seconds=20.0)
 _PYTEST = ("-q", "-x", "--tb=short", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
 """What is mutated was imported before pytest."""
+TEST_SECONDS_MAX = 600.0
+"""For one test of a mutant's own: one that hangs has said nothing."""
 
 
 @contextmanager
@@ -209,7 +213,7 @@ def _serve_forks() -> int:
             with Path(log).open("ab") as file, Path(os.devnull).open("rb") as nothing:
                 for standard, other in enumerate((nothing, file, file)):
                     os.dup2(other.fileno(), standard)
-            status = int(pytest.ExitCode.TESTS_FAILED)
+            status = int(pytest.ExitCode.INTERNAL_ERROR)  # that a test has failed says pytest alone
             try:
                 status = _run_test(mutant)
             except BaseException:  # noqa: BLE001  (whatever a mutant brings about)
@@ -217,10 +221,21 @@ def _serve_forks() -> int:
             atexit._run_exitfuncs()  # noqa: SLF001  (a fork ends without them)
             sys.stdout.flush()
             os._exit(status)
-        sys.stdout.write(f"{os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}\n")
+        sys.stdout.write(f"{_ended(child)}\n")
         sys.stdout.flush()
     gc.unfreeze()
     return 0
+
+
+def _ended(child: int) -> int:
+    """Wait for a child, `TEST_SECONDS_MAX` at most; return its exit status, or -9 for one that had to be killed."""
+    handle = os.pidfd_open(child)
+    try:
+        if not select.select([handle], [], [], TEST_SECONDS_MAX)[0]:
+            os.kill(child, signal.SIGKILL)
+    finally:
+        os.close(handle)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def _run_test(made: list[Any]) -> int:
