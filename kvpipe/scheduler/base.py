@@ -173,6 +173,13 @@ class Recovery:
     always preempt a request that waits for a load; and it empties its own prefix cache when its weights change.
     """
 
+    def __init_subclass__(cls) -> None:
+        """Refuse methods of older versions, which nobody would call."""
+        if old := sorted(vars(cls).keys() & {"step_planned", "extra_loads"}):
+            raise TypeError(
+                f"{cls.__name__}: rename {' and '.join(old)} to one method begin_step(step, requests, *, loading)"
+            )
+
     def may_wait(self, request: Request, waiting: Mapping[str, Request]) -> bool:
         """Whether `request` may begin to load asynchronously, or be a session, beside `waiting`.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvpipe.cache import miss_reasons
 from kvpipe.cache.catalog import Chunk
 from kvpipe.connectors.vllm.trial.scheduler_world import (
     ASYNC,
@@ -19,6 +20,7 @@ from kvpipe.connectors.vllm.trial.scheduler_world import (
     slots_of,
 )
 from kvpipe.messages import BROKEN, Job
+from kvpipe.scheduler.base import Recovery
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -506,3 +508,29 @@ def test_the_tail_of_a_request_does_not_evict_its_head() -> None:
     again = world.request("whole", 11, shared=8)
     assert world.ask(again) == 11 * UNIT - 1
     assert world.side.counters["evicted"] == 1
+
+
+@pytest.mark.parametrize("why", [miss_reasons.NO_ROOM, miss_reasons.ADAPTER])
+def test_a_hit_whose_load_may_not_begin_says_so(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is held: whoever reads that nobody has saved it would look in the wrong place."""
+    world = SchedulerWorld(load="async")
+    world.publish(world.request("old", 4, shared=4))
+    if why == miss_reasons.NO_ROOM:
+        session = world.request("session", 6)
+        session.resumable = True
+        world.admit(session)
+        world.step(session)
+        world.free = 58 + 7  # for the session, and one less than the others need
+    else:
+        monkeypatch.setattr(world.side.adapters, "certain", lambda _: False)
+    for shared, reason in ((4, why), (0, miss_reasons.NOT_SAVED)):
+        request = world.request(f"shares {shared}", 8, shared=shared)
+        assert world.ask(request) == 0
+        assert world.side.requests.tracked[request.request_id].asking.answer.why == reason
+
+
+@pytest.mark.parametrize("old", ["step_planned", "extra_loads"])
+def test_a_recovery_of_an_older_version_is_refused(old: str) -> None:
+    """Its method would never be called: what it repairs would stay broken, silently."""
+    with pytest.raises(TypeError, match=rf"Mine: rename {old} to .*begin_step\("):
+        type("Mine", (Recovery,), {old: lambda *_: None})
