@@ -1,4 +1,4 @@
-# make demo | test | bench | serve | lint: each sets up .venv by itself, once.
+# make help: what there is. Each sets up .venv by itself, once.
 PY := .venv/bin/python
 MODEL ?=
 KVPIPE ?= {}
@@ -14,6 +14,7 @@ MUTANTS ?=
 help:
 	@echo "make demo    a real vLLM engine with and without kvpipe, side by side"
 	@echo "make test [PROFILE=default|ci|nightly]   every test"
+	@echo "make test-fast   every test but those of real engines, of the contract, and slow ones"
 	@echo "make fuzz [SECONDS_MAX=3600]   vLLM's real scheduler with random moves; goes on where the last run ended"
 	@echo "make mutants [MUTANTS='NAME …']   bugs put back in, one at a time: the tests must find each"
 	@echo "make soak [REQUESTS=20000]   a real engine with and without kvpipe: does what the process holds stay the same?"
@@ -22,6 +23,9 @@ help:
 	@echo "make serve MODEL=... [KVPIPE='{\"chunk_tokens\": 512}'] [ARGS=...]   the OpenAI-compatible server with kvpipe on"
 	@echo "make docs    the site, in .cache/site: pages, API reference, search; fails on a broken link or a stale page"
 	@echo "make lint    ruff and mypy"
+	@echo "make format  ruff's format and what it can mend"
+	@echo "make lock    write what is installed to requirements/cpu.lock"
+	@echo "make contract [VERSION=0.34.0]   does kvpipe fit every supported vLLM release, and a new one?"
 
 setup:
 	@tools/setup.sh
