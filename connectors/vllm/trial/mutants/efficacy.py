@@ -57,8 +57,8 @@ MUTANTS: dict[str, Mutant] = {
         one(
             PREFIXES,
             "__init__",
-            "-(-(g.window_tokens - 1) // self._unit))",
-            "-(-(g.window_tokens - 1) // self._unit) + 1)",
+            "self._unit - 2) // self._unit, g.local)",
+            "self._unit - 2) // self._unit + 1, g.local)",
         ),
         shape="window",
     ),
