@@ -32,6 +32,7 @@ TIER: Final = "memory"
 STUCK_MS_MAX: Final = 60_000
 BLOCKS_MAX: Final = 1 << 31
 TIMED_OUT: Final = "the copy did not complete in wait_ms_max"
+NOT_BEGUN: Final = "its step could not be begun"
 REPORTED_EARLY: Final = "its blocks were reported as suspects, in its step"
 
 
@@ -89,7 +90,20 @@ class Pipeline:
         return self._save is not None or self._sync is not None
 
     def begin(self, plan: StepPlan) -> None:
-        """Open the step's jobs. A step that was never ended is withdrawn first, one that was not fenced is now."""
+        """Open the step's jobs. A step that was never ended is withdrawn first, one that was not fenced is now.
+
+        Whatever is raised, all jobs of `plan` are reported as failed then, and no step is open.
+        """
+        try:
+            self._begin(plan)
+        except Exception:
+            known = self._open_jobs.keys() | {refused.job.id for refused in self._refused}
+            self._refused += [Outcome(job, ok=False, why=NOT_BEGUN) for job in plan.jobs if job.id not in known]
+            self.step.fire(m.BIND)
+            self._withdraw()
+            raise
+
+    def _begin(self, plan: StepPlan) -> None:
         self.fence()
         self.step.fire(m.BIND)
         if self.busy or self._async is not None:  # after the step's end, too: the engine raised in it
@@ -110,6 +124,9 @@ class Pipeline:
         self._save = self._open(Kind.SAVE, by_kind, plan.step)
         self._sync = self._open(Kind.LOAD_SYNC, by_kind, plan.step)
         self._async = self._open(Kind.LOAD_ASYNC, by_kind, plan.step)
+        for batch in (self._save, self._sync, self._async):
+            if batch is not None:
+                self._engine.prepare(batch.plan)
         for place, why in refused.items():
             self._refuse(plan.jobs[place], why)
 
@@ -174,8 +191,13 @@ class Pipeline:
     def fence(self) -> None:
         """Order the caller's next compute after the reads of the last step's saves: their blocks may be written."""
         batch, self._unfenced = self._unfenced, None
-        if batch is not None and batch.last is not None and not self._timed(self._engine.fence, batch.last):
-            self._give_up(batch, TIMED_OUT)
+        if batch is not None and batch.last is not None:
+            fenced = False
+            try:
+                fenced = self._timed(self._engine.fence, batch.last)
+            finally:
+                if not fenced:
+                    self._give_up(batch, TIMED_OUT)
 
     def collect(self) -> list[Outcome]:
         """Return how jobs ended since the last call, each exactly once."""
@@ -238,9 +260,8 @@ class Pipeline:
             return None
         traced = self._trace.detail and any(self._trace.sampled(job.request) for job in jobs)
         batch = Batch(kind, tuple(jobs), self._groups, step, traced=traced)
-        self._open_jobs.update((job.id, job) for job in jobs)
-        self._engine.prepare(batch.plan)
         self.copies.put(OPENED, batch, wake=False)  # nothing is to be done before its first copy, or its step's end
+        self._open_jobs.update((job.id, job) for job in jobs)
         return batch
 
     def _start_loads(self, *, replayed: bool) -> None:
@@ -356,17 +377,22 @@ class Pipeline:
         self._settle()
 
     def _withdraw(self) -> None:
-        for batch in (self._save, self._sync, self._async):
-            if batch is None:
-                continue
+        batches = self._save, self._sync, self._async
+        self._save = self._sync = self._async = None
+        with ExitStack() as always:
+            always.callback(self._settle)
+            for batch in filter(None, batches):
+                always.callback(self._withdraw_batch, batch)
+
+    def _withdraw_batch(self, batch: Batch) -> None:
+        try:
             if batch.last is not None:  # nothing may still read or write once the job is reported
                 self._engine.fence(batch.last, self._wait_s)
-            if batch is self._sync:
+        finally:
+            if batch.kind is Kind.LOAD_SYNC:
                 self._suspect(batch)
             self.copies.put(SUBMITTED, batch, wake=False)
-            self.copies.put(copy_m.CANCEL if batch is self._save else copy_m.FAULT, batch, "its step never ended")
-        self._save = self._sync = self._async = None
-        self._settle()
+            self.copies.put(copy_m.CANCEL if batch.kind is Kind.SAVE else copy_m.FAULT, batch, "its step never ended")
 
     def _timed(self, wait: Callable[[Ticket, float], bool], ticket: Ticket) -> bool:
         began = time.monotonic_ns()

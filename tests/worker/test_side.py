@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import pytest
@@ -9,9 +10,12 @@ import torch
 
 from kvpipe.config import load_settings
 from kvpipe.geometry import Geometry, Group, Layer
+from kvpipe.messages import Kind, Tally
 from kvpipe.testing.pipeline_rig import FakeEngine, Rig, job, plan
+from kvpipe.transfer.base import Direction
 from kvpipe.transfer.pages import PageView
 from kvpipe.transfer.pool import HostPool
+from kvpipe.worker.limits import Limits
 from kvpipe.worker.side import WorkerSide
 
 GEOMETRY = Geometry((Group((Layer("a", 1024), Layer("b", 1024)), block_tokens=4),), 16, 4 * 8192)
@@ -47,27 +51,65 @@ def test_caches_that_are_registered_again() -> None:
     assert calls == ["first attached", "first shut down", "second attached", "second shut down"]
 
 
-@pytest.mark.parametrize("where", ["checked", "orders"])
-def test_a_step_that_cannot_be_begun_loses_no_job(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of adapters that cannot be checked every job is reported as failed; what goes wrong with orders costs no job."""
-    rig = Rig()
-    side = WorkerSide(load_settings(), rig.geometry)
-    side.pipeline = rig.pipeline
+def _boom(*_: object) -> None:
+    raise RuntimeError("boom")
 
-    def boom(*_: object) -> None:
-        raise RuntimeError("boom")
 
+def _begin_raises(where: str, rig: Rig, side: WorkerSide, patch: pytest.MonkeyPatch) -> None:
+    """Let the next `bind` raise; job 9 is of the step before, as far as there is one."""
     if where == "checked":
-        monkeypatch.setattr(side.adapters, "checked", boom)
-        side.bind(plan(job(1)))
+        patch.setattr(side.adapters, "checked", _boom)
+    elif where == "orders":
+        patch.setattr(side, "_begin_orders", _boom)
+    elif where in {"fence", "withdraw"}:
+        side.bind(plan(job(9)))
+        rig.save_all()
+        if where == "fence":
+            side.end_step()
+            side.unbind()
+        patch.setattr(rig.engine, "fence", _boom)
+    elif where == "limits":
+        patch.setattr(Limits, "refused", _boom)
     else:
-        monkeypatch.setattr(side, "_begin_orders", boom)
-        with pytest.raises(RuntimeError, match="boom"):
-            side.bind(plan(job(1)))
+        direction, prepare = Direction[where], rig.engine.prepare
+        patch.setattr(rig.engine, "prepare", lambda p: _boom() if p.direction is direction else prepare(p))
+
+
+@pytest.mark.parametrize("where", ["checked", "orders", "fence", "withdraw", "limits", "SAVE", "LOAD"])
+def test_a_step_that_cannot_be_begun_loses_no_job(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every job is reported as failed, blocks of sync loads in their own step; wrong orders cost no job."""
+    rig = Rig(fences_late=True)
+    side = WorkerSide(load_settings(), rig.geometry)
+    side.pipeline, good = rig.pipeline, where == "orders"
+    with monkeypatch.context() as patch:
+        _begin_raises(where, rig, side, patch)
+        with contextlib.nullcontext() if where == "checked" else pytest.raises(RuntimeError, match="boom"):
+            side.bind(plan(job(1), job(2, Kind.LOAD_SYNC, [(0, 0, 0, 7)]), job(3, Kind.LOAD_ASYNC, [(0, 0, 0, 8)])))
+    side.start_loads()
+    rig.wait_all()
+    rig.save_all()
+    side.end_step()
+    ended = [side.collect()]
+    assert side.take_bad_blocks() == (set() if good else {7})
+    side.unbind()
+    assert not rig.busy()
+    rig.engine.complete_all()
+    rig.settle()
+    ended.append(side.collect())
+    report = side.take_report()
+    assert report is not None
+    before = {9: Tally(0, 1)} if where in {"fence", "withdraw"} else {}
+    assert report.tallies == dict.fromkeys((1, 2, 3), Tally(int(good), int(not good))) | before
+    assert [one for one in ended if any(one)] == [({"r3"}, set() if good else {"r3"})]
+    assert not rig.in_flight()
+    assert not side.take_bad_blocks()
+    side.bind(plan(job(10)))
     rig.save_all()
     side.end_step()
     rig.engine.complete_all()
-    assert rig.news() == {1: where == "orders"}
+    assert rig.news() == {10: True}
+    assert not rig.counters["illegal_transition"]
+    assert not rig.pipeline.copies.loop.errors
     side.shutdown()
 
 

@@ -30,7 +30,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "step_never_withdrawn": Mutant(
         "A step that was never ended goes on in the next one.",
-        one(PIPELINE, "begin", "self._withdraw()", "return"),
+        one(PIPELINE, "_begin", "self._withdraw()", "return"),
     ),
     "finalize_counted_by_calls": Mutant(
         "A save is final when a hook was called as often as there are layers.",
