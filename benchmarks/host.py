@@ -193,7 +193,7 @@ def _side() -> tuple[SchedulerSide, _Manager]:
     remedies, blocks = Remedies(geometry, 8192, 1 << 17), ManagedBlocks(manager)  # type: ignore[arg-type]
     side = SchedulerSide(settings, geometry, hash_tokens=16, ranks=1, saves=True, loads=True, recovery=remedies)
     side.bind(blocks)
-    remedies.bind(blocks)
+    remedies.bind(blocks, side.counters)
     return side, manager
 
 

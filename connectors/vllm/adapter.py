@@ -13,6 +13,7 @@ from kvpipe.connectors.vllm.remedies.invalid_blocks import InvalidBlocks
 from kvpipe.connectors.vllm.remedies.stale import CachedBlocks, Stale
 from kvpipe.geometry import Geometry
 from kvpipe.scheduler.base import Block, Recovery, Request, Step, Tables
+from kvpipe.trace.log import Counters
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -64,10 +65,11 @@ class Remedies(Recovery):
         self._room, self._stale = LoadAdmission(geometry, step_tokens_max, request_tokens_max), Stale()
         self._invalid = InvalidBlocks(geometry.groups[0].block_tokens, len(geometry.groups))
         self._blocks: CachedBlocks | None = None
+        self._counters = Counters()
 
-    def bind(self, blocks: CachedBlocks) -> None:
-        """Take the engine's blocks, once it has them."""
-        self._blocks = blocks
+    def bind(self, blocks: CachedBlocks, counters: Counters) -> None:
+        """Take the engine's blocks, once it has them, and where faults are counted."""
+        self._blocks, self._counters = blocks, counters
 
     def may_wait(self, request: Request, waiting: Mapping[str, Request]) -> bool:
         """Whether there is room: vLLM preempts nobody who waits."""
@@ -96,7 +98,11 @@ class Remedies(Recovery):
         if not loading:
             self._invalid.left.clear()
         if self._stale.requests:
-            self._stale.plan_step(step.preempted_req_ids or (), blocks)
+            try:
+                self._stale.plan_step(step.preempted_req_ids or (), blocks)
+            except Exception as e:  # noqa: BLE001  (what the step would read too early is to be said all the same)
+                self._counters.fault("stale_blocks_not_forgotten", error=repr(e))
+                self._stale.begin(self._stale.requests, None)  # the next step takes all of them out
         return self._invalid.failing_loads(step, requests, blocks) if self._invalid.spoiled.clean else {}
 
     def weights_changed(self, requests: Collection[str]) -> None:

@@ -412,7 +412,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         if self.scheduler is not None:
             blocks = ManagedBlocks(kv_cache_manager)
             self.scheduler.bind(blocks)
-            self._remedies.bind(blocks)
+            self._remedies.bind(blocks, self.counters)
             self._watch.watch_resets(kv_cache_manager)
             if self.events is not None:
                 self.events.watch(kv_cache_manager)

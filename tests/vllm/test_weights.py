@@ -11,9 +11,10 @@ import torch
 
 from kvpipe.connectors.vllm import model as model_module
 from kvpipe.connectors.vllm import support
-from kvpipe.connectors.vllm.adapter import ManagedBlocks
+from kvpipe.connectors.vllm.adapter import ManagedBlocks, Remedies
 from kvpipe.connectors.vllm.model import LoadedModel
 from kvpipe.connectors.vllm.remedies.stale import Stale
+from kvpipe.connectors.vllm.trial.scheduler_world import make_geometry
 from kvpipe.connectors.vllm.weights import HARMLESS, Watch, suspect
 from kvpipe.errors import UnsupportedError
 from kvpipe.scheduler.weights import Weights
@@ -267,6 +268,26 @@ def test_requests_that_go_on_with_old_kv() -> None:
     assert not stale.rests_on("late", manager.give("late", 6), blocks)
     stale.plan_step([], blocks)
     assert manager.evicted == []
+
+
+def test_stale_kv_that_cannot_be_forgotten_keeps_no_load_from_failing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the step would read too early is said all the same, and the next step forgets what this one has not."""
+    remedies, manager, counters = Remedies(make_geometry((None,), 16, 8), 64, 64), _Manager(), Counters()
+    remedies.bind(ManagedBlocks(manager), counters)  # type: ignore[arg-type]
+    manager.give("old", 1, 2)
+    remedies.weights_changed(["old"])
+    manager.cached["old"] = 2
+    manager.evicted.clear()
+    remedies._invalid.spoiled.add([7])
+    monkeypatch.setattr(remedies._invalid, "failing_loads", lambda *_: {"reader": [7]})
+    step: Any = SimpleNamespace(preempted_req_ids=None, num_scheduled_tokens={})
+    with monkeypatch.context() as patch:
+        patch.setattr(manager, "evict_blocks", None)
+        assert remedies.begin_step(step, (), loading=True) == {"reader": [7]}
+    assert counters.faults == {"stale_blocks_not_forgotten": 1}
+    assert remedies.begin_step(step, (), loading=True) == {"reader": [7]}
+    assert manager.evicted == [{1, 2}]
+    assert counters.faults == {"stale_blocks_not_forgotten": 1}
 
 
 def test_images_that_are_numbered() -> None:

@@ -92,7 +92,7 @@ class SchedulerWorld:
         )
         self.blocks = ManagedBlocks(manager)
         self.side.bind(self.blocks)
-        self.remedies.bind(self.blocks)
+        self.remedies.bind(self.blocks, self.side.counters)
         self.prefixes: dict[bytes, list[bytes]] = {}
         self.pages: dict[tuple[int, int], bytes] = {}
         self._blocks = 0
