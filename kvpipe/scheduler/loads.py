@@ -65,20 +65,20 @@ class Loading:
         """Blocks were allocated: lease and plan the load of `external_tokens`, or note that there is none."""
         request, asking = tracked.request, tracked.asking
         row = asking.state.row
-        asked, stands = row != lookup_m.UNASKED, row == lookup_m.ASKED and asking.asked_step == step
+        # whoever is new was asked for, though perhaps in vain
+        asked = row != lookup_m.UNASKED or (external_tokens <= 0 and tracked.state.row == m.NEW)
+        stands = row == lookup_m.ASKED and asking.asked_step == step
         held_units = asking.units if stands else 0
         if asked or external_tokens > 0:
             tracked.life.epoch = self._requests.new_epoch()
         if external_tokens <= 0:
             if asked:
                 self._requests.begin_admission(tracked, held_units, tables)
-            tracked.fire(m.ADMIT_EMPTY)
-            self._report.admitted(tracked, loads=False)
-            asking.admit()
-            if tracked.stage is not None:
-                self._requests.end_stage(tracked)
+            self._admit_empty(tracked)
             return
-        waits = asking.waits if asked else self.between_steps
+        if not asked:
+            asking.waits = self.between_steps
+        waits = asking.waits
         kind = Kind.LOAD_ASYNC if waits else Kind.LOAD_SYNC
         owner = Owner(request.request_id, tracked.life.epoch)
         self._trace.about(*owner)
@@ -100,6 +100,7 @@ class Loading:
         except Exception as e:  # noqa: BLE001  (the engine counts on the load now: it must be reported, as failed)
             self._counters.fault("load_not_planned", request=request.request_id, error=repr(e))
             self._catalog.release(owner)
+            tracked.saving.give_up()
             rows = [(group, BROKEN, 0, b.block_id) for group, t in enumerate(tables) for b in t if not b.is_null]
         self._recovery.planned([row[3] for row in rows])
         self._due.append(self._jobs.load(kind, tracked, rows, owner, tokens=external_tokens, leases=len(chunks)))
@@ -108,6 +109,13 @@ class Loading:
         elif self.stall is not None:
             self.stall.due += external_tokens
         self._counters["tokens_loaded"] += external_tokens
+
+    def _admit_empty(self, tracked: Tracked) -> None:
+        tracked.fire(m.ADMIT_EMPTY)
+        self._report.admitted(tracked, loads=False)
+        tracked.asking.admit()
+        if tracked.stage is not None:
+            self._requests.end_stage(tracked)
 
     def plan_step(self, step: Step) -> list[Job]:
         """Return the loads that were admitted since the last step, and those that the engine needs to fail."""

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Final
 from kvpipe.cache import miss_reasons
 from kvpipe.scheduler.base import LATER, MISS, Answer, Hit
 from kvpipe.scheduler.records import NO_TIERS, Tracked
-from kvpipe.statemachine import lookup as lookup_m
 from kvpipe.statemachine import request as m
 
 if TYPE_CHECKING:
@@ -105,9 +104,14 @@ class Lookups:
         return miss_reasons.NO_ROOM if sessions and not self._recovery.may_wait(request, sessions) else ""
 
     def raised(self, request: Request, local_tokens: int, step: int) -> None:
-        """An answer has raised: the engine goes on as with a miss, and no older answer stands."""
+        """An answer has raised: the engine goes on as with a miss, and so does this side."""
         tracked = self._requests.tracked.get(request.request_id)
-        if tracked is not None and tracked.asking.state.row != lookup_m.UNASKED:
+        if tracked is None:
+            try:
+                tracked = self._requests.add(request)
+            except Exception:  # noqa: BLE001  (what the answer has raised is reported)
+                return
+        if tracked.state.row not in {m.ALLOCATED, m.LOADING}:  # those hold blocks, and are not admitted
             tracked.asking.reply(step, local_tokens, request.num_tokens - local_tokens, "")
 
     def _why_not(self, tracked: Tracked) -> str:

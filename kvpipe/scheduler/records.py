@@ -64,7 +64,9 @@ class Asking(Cursor):
         """Nobody has asked."""
         self.machine, self.key, self.state, self.watch = machine, request_id, machine.initial, watch  # as a cursor's
         self.life, self.request_id = life, request_id
-        self.local, self.asked_step, self.retry_until_step = 0, -1, BEYOND_STEPS
+        self.asked_step, self.retry_until_step = -1, BEYOND_STEPS
+        self.local = self.hit = self.missed = self.units = 0
+        self.why, self.waits, self.staged = "", False, NO_TIERS
 
     @property
     def answer(self) -> LookupResult:

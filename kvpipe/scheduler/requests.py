@@ -95,11 +95,15 @@ class Requests:
 
     def begin_admission(self, tracked: Tracked, held_units: int, tables: Tables) -> None:
         """New blocks: what the catalog holds need not be saved, everything beyond it is open again."""
-        if tracked.stage is not None:
-            self.end_stage(tracked)
-        tracked.saving.admit(held_units)
-        if self._recovery.admitted(tracked.request.request_id, tables):
-            tracked.saving.give_up()
+        stale = True
+        try:
+            if tracked.stage is not None:
+                self.end_stage(tracked)
+            tracked.saving.admit(held_units)
+            stale = self._recovery.admitted(tracked.request.request_id, tables)
+        finally:
+            if stale:
+                tracked.saving.give_up()
 
     def end_stage(self, tracked: Tracked) -> None:
         """The request waits for no tier any more."""

@@ -177,11 +177,16 @@ class SchedulerSide:
         if request.num_preemptions != tracked.preemptions:
             self.requests.notice_preemption(tracked)
         asking = tracked.asking
-        if asking.state.row != lookup_m.UNASKED:
-            if request.lora_request is not None:
-                self.adapters.admitted(request, self._step + 1, asking.local)
-            if asking.local:
-                self._entered(request, asking.local)
+        try:
+            if asking.state.row != lookup_m.UNASKED:
+                if request.lora_request is not None:
+                    self.adapters.admitted(request, self._step + 1, asking.local)
+                if asking.local:
+                    self._entered(request, asking.local)
+        except Exception:  # the engine counts on the load all the same
+            self.loading.admit(tracked, tables, external_tokens, self._step)
+            tracked.saving.give_up()
+            raise
         self.loading.admit(tracked, tables, external_tokens, self._step)
 
     def _entered(self, request: Request, local_tokens: int) -> None:

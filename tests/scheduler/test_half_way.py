@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+
 import pytest
 
 from kvpipe.connectors.vllm.trial.scheduler_world import (
+    SYNC,
+    UNIT,
     SchedulerWorld,
 )
 from kvpipe.scheduler.base import LATER
@@ -13,6 +18,15 @@ from kvpipe.statemachine.core import IllegalTransition
 
 def _boom(*_: object) -> None:
     raise RuntimeError("boom")
+
+
+def _in_turn(*calls: Callable[..., object]) -> Callable[..., object]:
+    turns = iter(calls)
+
+    def call(*args: object) -> object:
+        return next(turns)(*args)
+
+    return call
 
 
 @pytest.mark.parametrize("old", ["hit", "later"])
@@ -33,6 +47,71 @@ def test_a_lookup_that_raises_leaves_no_answer(old: str, monkeypatch: pytest.Mon
     assert tracked.asking.state.row == "UNASKED"
     assert tracked.saving.saved_units == 0
     assert not world.side.counters["illegal_transition"]
+
+
+@pytest.mark.parametrize("first", ["new", "preempted", "unknown", "untrackable"])
+def test_a_lookup_that_raises_is_a_miss(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine admits the request: an admission begins, it is asked if its KV is to be believed, and it is saved."""
+    world = SchedulerWorld(load="async")
+    request, stale = world.request("new", 3), list[str]()
+    if first == "preempted":
+        world.admit(request)
+        world.succeed(*world.step(request))
+        world.preempt(request)
+        world.drop(0, request.block_hashes[2])
+    with monkeypatch.context() as patch:
+        patch.setattr(world.remedies, "admitted", lambda request_id, _: stale.append(request_id))
+        with monkeypatch.context() as broken:
+            if first in {"unknown", "untrackable"}:
+                one_more = _boom if first == "untrackable" else world.side.requests.add
+                broken.setattr(world.side.requests, "add", _in_turn(_boom, one_more))
+            else:
+                world.side.on_new_request(request)
+                broken.setattr(world.side._lookups, "_why_not", _boom)
+            with pytest.raises(RuntimeError, match="boom"):
+                world.side.lookup(request, 0)
+        world.side.admitted(request, world.allocate(request), 0)
+    tracked = world.side.requests.tracked["new"]
+    assert (tracked.state.row, tracked.asking.state.row) == ("RUNNING", "UNASKED")
+    assert stale == ["new"]
+    assert tracked.epoch > 1
+    world.succeed(*world.step(request))
+    assert world.found(request) == 3
+    assert not world.side.counters["illegal_transition"]
+
+
+def test_a_lookup_that_raises_while_a_load_is_under_way() -> None:
+    """No answer is made up: blocks are allocated, and the engine asks only before."""
+    world = SchedulerWorld(load="async")
+    world.publish(world.request("old", 4, shared=4))
+    request = world.request("new", 6, shared=4)
+    world.admit(request)
+    (load,) = world.step()
+    with pytest.raises(IllegalTransition, match="LOADING"):
+        world.side.lookup(request, 0)
+    assert world.side.requests.tracked["new"].asking.state.row == "UNASKED"
+    world.succeed(load)
+
+
+@pytest.mark.parametrize("where", ["remedies", "stage", "catalog"])
+@pytest.mark.parametrize("hit", [False, True])
+def test_an_admission_that_fails_half_way_saves_nothing(where: str, hit: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has said whether its blocks hold KV of weights that are gone."""
+    world = SchedulerWorld(load="sync")
+    world.publish(world.request("old", 4, shared=4))
+    request, side = world.request("new", 6, shared=4), world.side
+    tokens = world.ask(request, UNIT if hit else 4 * UNIT)
+    side.requests.tracked["new"].stage = object()  # type: ignore[assignment]
+    broken = {
+        "remedies": (world.remedies, "admitted"),
+        "stage": (side.requests, "end_stage"),
+        "catalog": (side.catalog, "refresh"),
+    }[where]
+    with monkeypatch.context() as patch:
+        patch.setattr(*broken, _boom)
+        with pytest.raises(RuntimeError, match="boom") if where == "catalog" or not hit else contextlib.nullcontext():
+            side.admitted(request, world.allocate(request), tokens)
+    assert [job.kind for job in world.step(request)] == [SYNC] * hit
 
 
 @pytest.mark.parametrize("where", ["catalog", "requests", "jobs"])

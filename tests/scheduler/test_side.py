@@ -21,6 +21,8 @@ from kvpipe.connectors.vllm.trial.scheduler_world import (
 )
 from kvpipe.messages import BROKEN, Job
 from kvpipe.scheduler.base import Recovery
+from kvpipe.trace.events import RequestAdmitted
+from kvpipe.trace.recorder import Recorder
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -79,18 +81,22 @@ def _half_leased(world: SchedulerWorld, request: Any) -> int:
     return world.ask(request)
 
 
+@pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("load", ["sync", "async"])
 @pytest.mark.parametrize("promise", [_without_lookup, _stale, _raising, _half_leased])
 def test_a_load_that_cannot_be_planned_is_reported_as_failed(
-    promise: Callable[[SchedulerWorld, Any], int], load: str
+    promise: Callable[[SchedulerWorld, Any], int], load: str, *, traced: bool
 ) -> None:
     """Every load that was granted is counted on: one that cannot be planned goes out with rows no rank accepts."""
-    world = SchedulerWorld(ranks=2, load=load)
+    trace = Recorder(lifecycle=traced, transitions=traced, detail=traced)
+    world = SchedulerWorld(ranks=2, load=load, trace=trace)
     world.publish(world.request("old", 4, shared=4))
     request = world.request("new", 6, shared=4)
     tokens = promise(world, request)
     assert tokens == 4 * UNIT
     world.side.admitted(request, world.allocate(request, null=1), tokens)
+    told = [one.load for one in trace.take() if isinstance(one, RequestAdmitted) and one.request == "new"]
+    assert told == [f"load_{load}"] * traced
     assert world.side.catalog.leases == 0
     jobs = world.step()
     assert [job.kind for job in jobs] == [SYNC if load == "sync" else ASYNC]
@@ -147,7 +153,7 @@ def test_an_illegal_notice_of_a_preemption_costs_no_load_of_its_step(monkeypatch
     world.ask(odd, UNIT)
     tables = world.allocate(odd)
     with monkeypatch.context() as patch:
-        patch.setattr(world.side.catalog, "refresh", _boom)
+        patch.setattr(world.side.loading, "admit", _boom)
         with pytest.raises(RuntimeError, match="boom"):
             world.side.admitted(odd, tables, 0)
     world.step(odd)

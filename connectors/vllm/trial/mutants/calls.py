@@ -171,7 +171,7 @@ MUTANTS: dict[str, Mutant] = {
             REQUESTS,
             "begin_admission",
             "tracked.saving.admit(held_units)",
-            "tracked.saving.admit(held_units)\n    if tracked.preemptions:\n        tracked.saving.give_up()",
+            "tracked.saving.admit(held_units)\n        if tracked.preemptions:\n            tracked.saving.give_up()",
         ),
     ),
     "preemption_unnoticed": Mutant(

@@ -174,7 +174,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "promise_not_kept": Mutant(
         "A hit that was promised between steps is loaded in its step, or the other way round.",
-        one(LOADING, "admit", "waits = asking.waits if asked else self.between_steps", "waits = self.between_steps"),
+        one(LOADING, "admit", "waits = asking.waits", "waits = self.between_steps"),
         shape="either-load",
     ),
     "reports_not_waited_for": Mutant(
