@@ -135,6 +135,19 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_expert_intermediate_size": 64,
         },
     ),
+    # three layers of chunked local attention, and a full one without positions
+    "llama4": (
+        "Llama4Text",
+        {
+            "num_hidden_layers": 4,
+            "intermediate_size_mlp": 512,
+            "moe_layers": [],
+            "interleave_moe_layer_step": 0,
+            "num_local_experts": 2,
+            "attention_chunk_size": 128,
+            "no_rope_layers": [1, 1, 1, 0],
+        },
+    ),
     # with a module behind its layers that drafts (MTP)
     "mimo-mtp": (
         "Qwen2",
@@ -238,7 +251,7 @@ def make_model(recipe: str) -> Path:
         generator_state = torch.random.get_rng_state()
         torch.manual_seed(0)
         config = getattr(transformers, f"{family}Config")(**_BASE | changes)
-        model = getattr(transformers, f"{family}ForCausalLM")(config).float()
+        model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).float()
         with tempfile.TemporaryDirectory(dir=home) as work:
             model.save_pretrained(work)
             if "num_nextn_predict_layers" in changes:

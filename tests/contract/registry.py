@@ -45,6 +45,7 @@ _KINDS = {
     "MLAAttentionSpec": "MLA",
     "MambaSpec": "recurrent states",
     "SlidingWindowSpec": "sliding window",
+    "ChunkedLocalAttentionSpec": "chunked local attention",
 }
 
 

@@ -26,6 +26,7 @@ PROMPTS = [prompt(300, 21), prompt(530, 22)]
         pytest.param("llama", 1, {"block_size": 64}, id="blocks-of-64"),
         pytest.param("mistral-sw", 1, {}, id="sliding-window"),
         pytest.param("gemma2-hybrid", 2, {}, id="hybrid"),
+        pytest.param("llama4", 4, {}, id="chunked-local"),
     ],
 )
 def test_models(recipe: str, groups: int, options: dict[str, Any]) -> None:

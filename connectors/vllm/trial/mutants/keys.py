@@ -62,6 +62,11 @@ MUTANTS: dict[str, Mutant] = {
         one(PREFIXES, "_keys", "self._hashes_per_unit, self._ahead", "self._hashes_per_unit, 0"),
         shape="async-scheduler-drafter",
     ),
+    "local_chunk_begins_late": Mutant(
+        "Of a chunk of local attention the first unit is not asked for.",
+        one(PREFIXES, "_window_gap", "best // window * window", "min(best, best // window * window + 1)"),
+        shape="local",
+    ),
     "not_saved_when_computed_runs_ahead": Mutant(
         "What is computed ahead of the final tokens is skipped, and never come back to.",
         one(

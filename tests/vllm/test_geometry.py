@@ -1,0 +1,32 @@
+"""Cache groups as vLLM specifies them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+from kvpipe.config import load_settings
+from kvpipe.connectors.vllm.support import make_geometry
+from kvpipe.errors import UnsupportedError
+
+
+def _cache(chunk: int) -> KVCacheConfig:
+    """Full attention, and chunks of local attention of `chunk` tokens."""
+    full = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    local = ChunkedLocalAttentionSpec(
+        block_size=32, num_kv_heads=1, head_size=8, dtype=torch.float32, attention_chunk_size=chunk
+    )
+    return KVCacheConfig(
+        num_blocks=4,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec(["full"], full), KVCacheGroupSpec(["local"], local)],
+    )
+
+
+def test_chunks_of_local_attention_are_whole_units() -> None:
+    """Blocks before the last multiple are not read; a multiple in mid-block is refused, with what helps."""
+    full, local = make_geometry(_cache(96), load_settings()).groups
+    assert (local.window_tokens, local.local, full.window_tokens, full.local) == (96, True, None, False)
+    with pytest.raises(UnsupportedError, match="attention_chunk_size=100 with blocks of 32 tokens .*divisor"):
+        make_geometry(_cache(100), load_settings())
