@@ -30,6 +30,10 @@ def check(config: VllmConfig) -> None:
     served = (*_FED_HIDDEN_STATES, _DRAFT_MODEL, *WITHOUT_KV)
     if drafts.method not in served:
         refuse(f"speculative method={drafts.method!r}", f"use one of {', '.join(served)}")
+    if drafts.use_heterogeneous_vocab:
+        refuse("a draft model with a vocabulary of its own (use_heterogeneous_vocab)", "use one of the model's own")
+    if drafts.use_multi_module_mtp() and not config.use_v2_model_runner:
+        refuse("several MTP modules with vLLM's runner V1 (which runs the first alone)", "set num_speculative_tokens=1")
     if drafts.uses_dynamic_speculative_decoding():
         refuse(
             f"speculative method={drafts.method!r} with num_speculative_tokens_per_batch_size (steps without drafts "

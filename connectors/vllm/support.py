@@ -80,9 +80,7 @@ def make_geometry(cache: KVCacheConfig, settings: Settings, ahead_tokens: int = 
                 )
             if isinstance(spec, MambaSpec):
                 _check_state(name, spec)
-            local = isinstance(spec, ChunkedLocalAttentionSpec)
-            window = spec.attention_chunk_size if local else getattr(spec, "sliding_window", None)
-            kinds.add((window, isinstance(spec, MambaSpec), local))
+            kinds.add((_window(spec), isinstance(spec, MambaSpec), isinstance(spec, ChunkedLocalAttentionSpec)))
         if len(kinds) != 1 or group.host_resident:
             refuse(f"KV cache group {i} (mixed windows, or host resident)", "serve it without kvpipe")
         layers = tuple(Layer(name, _page_bytes(spec)) for name, spec in per_layer.items())
@@ -90,13 +88,28 @@ def make_geometry(cache: KVCacheConfig, settings: Settings, ahead_tokens: int = 
     if not groups:
         refuse("a model without KV cache", "serve it without kvpipe")
     geometry = Geometry(tuple(groups), settings.chunk_tokens, int(settings.pool_bytes_max), ahead_tokens)
+    _check_sizes(geometry, settings)
+    return geometry
+
+
+def _check_sizes(geometry: Geometry, settings: Settings) -> None:
+    """Raise `UnsupportedError` where blocks, chunks and what is read of a group do not go together."""
+    groups = geometry.groups
     if any(groups[i].block_tokens != geometry.unit_tokens for i in geometry.states):
         refuse("recurrent states every few blocks of attention", "set mamba_block_size to the size of a block")
+    if geometry.states and geometry.units_per_chunk > 1 and not settings.save_partial:
+        refuse("save_partial=false with recurrent states", f"set it to true, or chunk_tokens={geometry.unit_tokens}")
     for group in groups:
         if group.local and (group.window_tokens or 0) % geometry.unit_tokens:
             what = f"attention_chunk_size={group.window_tokens} with blocks of {geometry.unit_tokens} tokens"
             refuse(what, "set block_size to a divisor of it")
-    return geometry
+
+
+def _window(spec: KVCacheSpec) -> int | None:
+    """Return how many tokens a token reads back, at most; None: all. A full cache may be read in part, and is full."""
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return int(spec.attention_chunk_size)
+    return int(spec.sliding_window) if isinstance(spec, SlidingWindowSpec) else None
 
 
 def _page_bytes(spec: KVCacheSpec) -> int:

@@ -33,6 +33,7 @@ class Prefixes:
         self._hashes_per_unit = self._unit // hash_tokens
         self._groups = range(len(geometry.groups))
         self._states = geometry.states
+        self._growing = [group for group in self._groups if group not in geometry.states]
         self._full = [i for i, g in enumerate(geometry.groups) if g.window_tokens is None and not g.state]
         self._windows = [
             (i, (g.window_tokens if g.local else g.window_tokens + self._unit - 2) // self._unit, g.local)
@@ -154,12 +155,14 @@ class Prefixes:
         return None
 
     def chunks_from_the_end(self, request: Request, units: int) -> Iterator[Chunk]:
-        """Yield the whole chunks of the first `units` units of the request, the last first."""
-        for key in reversed(self._keys(self.hashes(request), self._per_chunk, units, self._per_chunk)):
-            for group in self._groups:
-                chunk = self._catalog.find(group, key)
-                if chunk is not None:
-                    yield chunk
+        """Yield the whole chunks of the first `units` units of the request, the last first; before them its states."""
+        hashes = self.hashes(request)
+        for groups, step in ((self._states, 1), (self._growing, self._per_chunk)):
+            for key in reversed(self._keys(hashes, step, units, step)) if groups else ():
+                for group in groups:
+                    chunk = self._catalog.find(group, key)
+                    if chunk is not None:
+                        yield chunk
 
     def _keys(self, hashes: Sequence[bytes], first: int, last: int, step: int = 1) -> Sequence[bytes]:
         """Return the keys of prefixes of `first` to `last` units, every `step`-th."""

@@ -52,6 +52,8 @@ class Saving:
         self._requests, self._jobs = requests, jobs
         self._unit, self._per_chunk = geometry.unit_tokens, geometry.units_per_chunk
         self._states = geometry.states
+        self._uncut = bool(geometry.states or geometry.ahead_tokens)
+        """Whether KV stays as it is when an engine cuts a session's tokens: then nothing of sessions is saved."""
         self._growing = [group for group in range(len(geometry.groups)) if group not in geometry.states]
         self.blocks: Blocks | None = None
 
@@ -75,6 +77,8 @@ class Saving:
                 tracked = tracked_of[request_id]
             except KeyError:
                 self._counters.fault("scheduled_unknown_request", request=request_id)
+                continue
+            if self._uncut and tracked.request.resumable:
                 continue
             end = tracked.request.num_computed_tokens + scheduled
             if end >= tracked.saving.next_save_at_tokens or (offered and request_id in offered):
@@ -131,7 +135,7 @@ class Saving:
             progress.planned(self._prefixes.computed_tokens(units + more))
         if units == progress.saved_units:
             return [], units
-        hashes = self._prefixes.hashes(request)
+        hashes, ends = self._prefixes.hashes(request), {prompt_units, *self._boundaries(request)}
         rows: list[Row] = []
         first, progress.saved_units = progress.saved_units, units
         for group in self._growing:
@@ -143,7 +147,7 @@ class Saving:
                     progress.opened[group] = None
                     self._counters["save_known"] += 1
                     continue
-                piece = self._claim(tracked, group, table, base, low, high, keep=high == prompt_units)
+                piece = self._claim(tracked, group, table, base, low, high, keep=high in ends)
                 if piece is not None:
                     pieces.append(piece)
                     rows += self._save_rows(group, table, base, piece)
@@ -176,8 +180,15 @@ class Saving:
         tokens = units * self._unit
         if tokens > request.num_prompt_tokens:
             return self._settings.save_decode
+        last, branch = self._boundaries(request)
+        return units >= last or (branch > 0 and units == branch)
+
+    def _boundaries(self, request: Request) -> tuple[int, ...]:
+        """Return where states of the prompt are kept, in units: its end, and where it was seen to branch, or 0."""
+        if not self._states:
+            return ()
         branch: int = getattr(request, "shared_prefix_boundary", 0)
-        return units >= (request.num_prompt_tokens - 1) // self._unit or (branch > 0 and units == branch // self._unit)
+        return (request.num_prompt_tokens - 1) // self._unit, branch // self._unit
 
     def _claim(
         self, tracked: Tracked, group: int, table: Sequence[Block], base: int, low: int, high: int, *, keep: bool

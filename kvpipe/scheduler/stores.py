@@ -72,9 +72,10 @@ class Storing:
 
     def landed(self, tracked: Tracked, chunk: Chunk, units: int) -> None:
         """A piece has landed: a whole chunk can be stored, and a shorter one if it will not grow for this request."""
-        if units == self._per_chunk or chunk.group in self._states or tracked.state.row == FINISHED:
+        ended = units == self._per_chunk or chunk.group in self._states or tracked.state.row == FINISHED
+        if ended or self._states:  # else only where a state is kept: it is of no use without the attention up to there
             for mark in chunk.marks:
-                if mark.units == units:
+                if mark.units == units and (ended or mark.keep):
                     self._offer("all", chunk, units, mark.key)
 
     def ended(self, tracked: Tracked) -> None:

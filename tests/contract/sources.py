@@ -117,6 +117,7 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
             "draft_model_config",
             "method",
             "num_speculative_tokens",
+            "use_heterogeneous_vocab",
             "use_multi_module_mtp",
             "uses_dynamic_speculative_decoding",
         )

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 
+from kvpipe.cache.catalog import Chunk
 from kvpipe.connectors.vllm.trial.scheduler_world import SAVE, UNIT, SchedulerWorld
 from kvpipe.messages import BROKEN
+from kvpipe.scheduler.stores import Storing
+from kvpipe.tiers.namespace import Namespace
+from kvpipe.trace.log import Counters
 
 ATTENTION, STATE, OTHER = 0, 1, 2
 
@@ -167,3 +172,62 @@ def test_a_failed_save_loses_the_state_only() -> None:
     world.succeed(*world.step(one))
     assert world.found(one) == 5
     assert world.ask(world.request("b", 4)) == 0
+
+
+def test_a_branch_is_found_when_its_chunk_has_grown() -> None:
+    """Where prompts were seen to part a state is kept, and so is the attention up to there, in mid-chunk."""
+    world = _world()
+    _run(world, world.request("a", 9, shared=6, extra=1))
+    second = world.request("b", 9, shared=6, extra=1)
+    second.shared_prefix_boundary = 6 * UNIT
+    world.admit(second)
+    second.num_tokens = 6 * UNIT  # its step ends there
+    world.succeed(*world.step(second, boundaries=(6,)))
+    second.num_tokens = 9 * UNIT + 1
+    world.succeed(*world.step(second))
+    third = world.request("c", 9, shared=6, extra=1)
+    assert world.ask(third) == 6 * UNIT
+
+
+@pytest.mark.parametrize("resumable", [False, True])
+def test_of_sessions_nothing_is_saved(resumable: bool) -> None:
+    """An engine cuts a session's tokens back when its next input comes; its state has the token that was cut."""
+    world = _world()
+    session = world.request("a", 6, extra=1)
+    session.resumable = resumable
+    world.admit(session)
+    assert any(job.kind == SAVE for job in world.step(session, boundaries=(6,))) is not resumable
+
+
+def test_states_count_as_used_with_their_attention() -> None:
+    """A prefix that the engine holds itself keeps both from being evicted, the last state before the chunks."""
+    world = _world()
+    first = world.request("a", 9, extra=1)
+    _run(world, first, 9)
+    used = list(world.side.prefixes.chunks_from_the_end(first, 9))
+    assert [chunk.group for chunk in used] == [STATE, OTHER, ATTENTION, ATTENTION]
+
+
+def test_attention_up_to_a_state_is_stored_in_mid_chunk() -> None:
+    """A chunk that goes on behind a prompt's end is offered to tiers as far as that, too: the state needs no more."""
+    world = _world()
+    side, space = world.side, Namespace()
+    space.base = "space"
+    stores = Storing(
+        side.catalog,
+        side.geometry,
+        space,
+        policies=["all"],
+        bytes_in_flight_max=1 << 30,
+        counters=Counters(),
+        new_id=itertools.count(1).__next__,
+    )
+    first = world.request("a", 5, extra=1)
+    world.admit(first)
+    world.succeed(*world.step(first, boundaries=(5,)))
+    for group in (ATTENTION, STATE, OTHER):
+        for chunk in set(side.catalog.index(group).values()):
+            assert isinstance(chunk, Chunk)
+            stores.landed(side.requests.tracked["a"], chunk, chunk.marks[-1].units)
+    offered = sorted((offer.chunk.group, offer.units) for offer in stores._offers.values())
+    assert offered == [(ATTENTION, 1), (ATTENTION, 4), (STATE, 1), (OTHER, 1)]

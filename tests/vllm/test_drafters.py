@@ -25,9 +25,10 @@ def config(method: str | None, *, modules: int = 1, drafts: int = 3, dynamic: bo
         num_speculative_tokens=drafts,
         draft_model_config=model,
         uses_dynamic_speculative_decoding=lambda: dynamic,
+        use_heterogeneous_vocab=False,
         use_multi_module_mtp=lambda: method == "mtp" and min(modules, drafts) > 1,
     )
-    return SimpleNamespace(speculative_config=None if method is None else speculative)
+    return SimpleNamespace(speculative_config=None if method is None else speculative, use_v2_model_runner=True)
 
 
 @pytest.mark.parametrize(
@@ -88,3 +89,15 @@ def test_a_key_covers_the_tokens_ahead(ahead: int, hash_tokens: int) -> None:
     assert prefixes.units_within(160) == units
     assert prefixes.units_within(15) == 0
     assert prefixes.units_within(prefixes.computed_tokens(3)) == 3
+
+
+def test_drafters_that_leave_their_kv_as_it_was_are_refused() -> None:
+    """Runner V1 runs the first of several modules alone; a vocabulary of its own makes other tokens of a prefix."""
+    several = config("mtp", modules=3)
+    several.use_v2_model_runner = False
+    with pytest.raises(UnsupportedError, match="several MTP modules with vLLM's runner V1"):
+        drafters.check(several)
+    mixed = config("draft_model")
+    mixed.speculative_config.use_heterogeneous_vocab = True
+    with pytest.raises(UnsupportedError, match="use_heterogeneous_vocab"):
+        drafters.check(mixed)

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+)
 
 from kvpipe.config import load_settings
 from kvpipe.connectors.vllm.support import make_geometry
@@ -28,5 +34,19 @@ def test_chunks_of_local_attention_are_whole_units() -> None:
     """Blocks before the last multiple are not read; a multiple in mid-block is refused, with what helps."""
     full, local = make_geometry(_cache(96), load_settings()).groups
     assert (local.window_tokens, local.local, full.window_tokens, full.local) == (96, True, None, False)
-    with pytest.raises(UnsupportedError, match="attention_chunk_size=100 with blocks of 32 tokens .*divisor"):
+    with pytest.raises(UnsupportedError, match=r"attention_chunk_size=100 with blocks of 32 tokens .*divisor"):
         make_geometry(_cache(100), load_settings())
+
+
+def test_states_need_the_attention_up_to_them() -> None:
+    """Which ends in mid-chunk: without chunks that are not full a prompt that is asked again would never be found."""
+    full = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    state = MambaSpec(
+        block_size=32, shapes=((32,), (32,)), dtypes=(torch.float32, torch.float32), mamba_cache_mode="align"
+    )
+    groups = [KVCacheGroupSpec(["full"], full), KVCacheGroupSpec(["state"], state)]
+    cache = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=groups)
+    assert make_geometry(cache, load_settings({"chunk_tokens": 128})).states
+    assert make_geometry(cache, load_settings({"chunk_tokens": 32, "save_partial": False})).states
+    with pytest.raises(UnsupportedError, match="save_partial=false with recurrent states"):
+        make_geometry(cache, load_settings({"chunk_tokens": 128, "save_partial": False}))

@@ -106,6 +106,8 @@ def what_becomes_final_is_saved(watched: Watched) -> Iterator[str]:
     for request, was, now in _newly_final(watched):
         if request.request_id in watched.excused or not side.adapters.known(request):
             continue  # its adapter has changed under it, or no rank has told what it is: it has no keys
+        if request.resumable and side.geometry.states:
+            continue  # its tokens may be cut, and its states are not
         start = request.num_computed_tokens - watched.output.num_scheduled_tokens[request.request_id]
         fresh = watched.asked.get(request.request_id) == before  # all that it did not find when it was looked up is new
         first = was if fresh else max(was, start // side.geometry.unit_tokens)
