@@ -19,6 +19,7 @@ LONG_FILES = {
     "kvpipe/scheduler/fetches.py",
     "kvpipe/testing/tier_conformance.py",
     "kvpipe/transfer/cuda.py",
+    "kvpipe/worker/pipeline.py",
     "tests/scheduler/test_adapters.py",
     "tests/scheduler/test_side.py",
     "tests/tiers/test_s3.py",
