@@ -16,6 +16,7 @@ FLAGS: dict[str, dict[str, str]] = {
         "Hit.waits": "content of an answer",
         "Asking.waits": "content of an answer",
         "RequestContext.sampled": "configuration, by request: whether it is traced",
+        "Saving._uncut": "configuration",
         "Switches.loads": "configuration",
         "Switches.saves": "configuration",
         "Switches.tier_lost": "a latch: reported once by a rank, never taken back",
