@@ -39,8 +39,8 @@ MUTANTS: dict[str, Mutant] = {
     "published_when_one_rank_has_landed": Mutant(
         "The first rank's report is enough.",
         one(JOBS, "reported", "job.count(reports, self._ranks)", "job.count(reports, 1)"),
-        shape="async-scheduler-hybrid",
-        by="every_read_is_right",
+        shape="two-ranks",
+        by="findable_chunks_are_whole_and_true",
     ),
     "one_good_rank_is_enough": Mutant(
         "A chunk is published that one rank has and another has failed.",
