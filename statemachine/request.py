@@ -81,7 +81,7 @@ REQUEST = Machine(
         LOADING: {
             ASK: reject("a load is in flight; vLLM asks only before"),
             ADMIT_LOAD: reject("one load at a time"),
-            ADMIT_EMPTY: reject("the job's report comes with the news that it ended"),
+            ADMIT_EMPTY: stay("a session goes on before the report of its load has come"),
             DISPATCH: reject("the load has been sent already"),
             LOADED: go(RUNNING),
             LOAD_FAILED: go(RECOMPUTING),

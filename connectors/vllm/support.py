@@ -99,6 +99,8 @@ def _check_sizes(geometry: Geometry, settings: Settings) -> None:
         refuse("recurrent states every few blocks of attention", "set mamba_block_size to the size of a block")
     if geometry.states and geometry.units_per_chunk > 1 and not settings.save_partial:
         refuse("save_partial=false with recurrent states", f"set it to true, or chunk_tokens={geometry.unit_tokens}")
+    if all(group.local for group in groups):
+        refuse("chunked local attention in every layer (at its multiples nothing is read)", "serve it without kvpipe")
     for group in groups:
         if group.local and (group.window_tokens or 0) % geometry.unit_tokens:
             what = f"attention_chunk_size={group.window_tokens} with blocks of {geometry.unit_tokens} tokens"

@@ -36,6 +36,10 @@ def test_chunks_of_local_attention_are_whole_units() -> None:
     assert (local.window_tokens, local.local, full.window_tokens, full.local) == (96, True, None, False)
     with pytest.raises(UnsupportedError, match=r"attention_chunk_size=100 with blocks of 32 tokens .*divisor"):
         make_geometry(_cache(100), load_settings())
+    alone = _cache(96)
+    del alone.kv_cache_groups[0]
+    with pytest.raises(UnsupportedError, match="chunked local attention in every layer"):
+        make_geometry(alone, load_settings())
 
 
 def test_states_need_the_attention_up_to_them() -> None:

@@ -18,6 +18,8 @@ EXPECTED: dict[str, str] = {
     "test_ec_connector_unable_to_allocate[False]": _MOCK,
     "test_no_spec_decode_padding_up_to_max_model_len": "sets num_computed_tokens by hand: nobody has computed that KV",
     **dict.fromkeys(AFTER_RESET, _RESET),
+    "test_streaming_lookahead_hashes_follow_recomputed_kv": "wants hashes of the token ahead: vLLM has none with"
+    " any connector, kvpipe its own",
     "test_kv_cache_release_after_keep_pause_preserves_requests": "waits as those do; in 0.33 its executor is a mock,"
     " too, which has no answer when vLLM shakes hands with a connector once more",
     "test_cpu_encoder_input_updates_resume_and_abort": "wants an image encoded anew after a reset of vLLM's own cache:"
