@@ -73,7 +73,7 @@ class Odd(Normalize):
 
     def to_dict(self, what: object) -> dict[str, object]:
         """Is never called."""
-        raise NotImplementedError(what)
+        raise AssertionError(what)
 
 
 class PreTrainedTokenizerBase(Normalize):
