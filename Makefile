@@ -57,7 +57,8 @@ fuzz: setup
 	  --state .cache/fuzz.json
 
 mutants: setup
-	$(PY) -m kvpipe.connectors.vllm.trial.mutate $(MUTANTS) --sequences property_tests/regressions --json docs/results/mutants.json
+	$(PY) -m kvpipe.connectors.vllm.trial.mutate $(MUTANTS) --sequences property_tests/regressions --json docs/results/mutants.json \
+	  --killers property_tests/killers.jsonl
 	$(PY) -m kvpipe.connectors.vllm.trial.page
 
 soak: setup

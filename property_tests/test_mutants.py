@@ -20,7 +20,7 @@ from kvpipe.testing.doc_tables import fill
 from kvpipe.worker.pipeline import Pipeline
 
 KEPT = sequences(Path(__file__).parent / "regressions")
-KILLERS = killers(Path(__file__).parents[1] / "docs" / "results" / "mutants.json")
+KILLERS = killers(Path(__file__).parent / "killers.jsonl")
 
 
 @pytest.fixture(scope="module")

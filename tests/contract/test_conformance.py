@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -205,6 +206,10 @@ RETRIED: tuple[Move, ...] = (
     ("add", 2, 61, 1, 61, 0, 1), ("step", 7), ("fail", 3, True, 0), ("step", 7), ("step", 4),
     ("follow", 1, 1, 37), ("drain",),
 )  # fmt: skip
+SESSIONS: tuple[Move, ...] = (
+    ("session", 0, 75, 0), ("session", 1, 91, 0), ("more", 0, 40, 69), ("more", 1, 40, 69), ("more", 0, 40, 0),
+    ("more", 1, 40, 0), ("drain",),
+)  # fmt: skip
 RESET: tuple[Move, ...] = (
     ("add", 0, 200, 0, 0), ("drain",), FORGET, ("add", 0, 200, 0, 0), ("step", 0), ("reset", False, True),
 )  # fmt: skip
@@ -258,6 +263,17 @@ def test_vllm_raises_when_it_resets_while_a_load_is_in_flight(bench: CaseRunner)
     found = bench.run(Case(KVPIPE, "async-load", 0, RESET, careful=False))
     assert found.signature == ("raised", "RuntimeError in reset_prefix_cache")
     assert not bench.run(Case(KVPIPE, "async-load", 0, RESET)).kind
+
+
+def test_vllms_streaming_sessions_wait_for_each_others_blocks(faulty: Path, bench: CaseRunner) -> None:
+    """The eighth fault of vLLM's scheduler: the connector does nothing."""
+    sys.path.insert(0, str(faulty.parent))
+    try:
+        case = Case(Connector("Base", faulty.stem), "sync", 0, SESSIONS, careful=False)
+        assert bench.run(case).signature == ("broken", "no_hang")
+        assert not bench.run(case._replace(connector=KVPIPE, careful=True)).kind
+    finally:
+        sys.path.remove(str(faulty.parent))
 
 
 def test_the_page_lists_what_is_checked_and_found() -> None:

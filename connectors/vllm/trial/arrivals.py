@@ -96,7 +96,9 @@ class Arrivals(ABC):
         if self.careful and (self.kvpipe is None or self.shape.sibling):
             return  # another connector's asynchronous load, and a session behind it, wait for each other's blocks
         text = self.documents[document % DOCUMENTS]
-        self._enter(f"r{self.added}", text[: 1 + take % len(text)], answer, 0, 0, resumable=True)
+        prompt = text[: 1 + take % len(text)]
+        if self._sessions_fit(None, len(prompt) + 1 + answer % ANSWER_TOKENS_MAX):
+            self._enter(f"r{self.added}", prompt, answer, 0, 0, resumable=True)
 
     def _more(self, index: int, own: int, answer: int) -> None:
         sessions = [one for one in self.live.values() if one.turns is not None]
@@ -107,13 +109,23 @@ class Arrivals(ABC):
         last, wanted = one.turns[-1] if one.turns else (one.sequence, one.wanted)
         new = self._own(max(1, own))
         prompt = last.prompt + last.answer(wanted)[:-1] + new  # vLLM leaves out the token that it has not computed
-        if len(prompt) > PROMPT_TOKENS_MAX:
-            return
         turn = self._sequence(prompt, one.salt, one.lora), 1 + answer % ANSWER_TOKENS_MAX
+        if len(prompt) > PROMPT_TOKENS_MAX or not self._sessions_fit(one, len(prompt) + turn[1]):
+            return
         one.turns.append(turn)
         self._remember(one, *turn)
         self.scheduler.add_request(self.request_of(one, new, wanted=turn[1], resumable=True))
         self._advance(one)
+
+    def _sessions_fit(self, one: Live | None, tokens: int) -> bool:
+        """Whether all sessions fit together when `one`, or another one, has so many: vLLM itself preempts none."""
+        lengths = [tokens] + [
+            len(prompt.prompt) + wanted
+            for other in self.live.values()
+            if other.turns is not None and other is not one
+            for prompt, wanted in [other.turns[-1] if other.turns else (other.sequence, other.wanted)]
+        ]
+        return not self.careful or sum(map(self.shape.blocks_of, lengths)) < self.shape.blocks
 
     def _end(self, index: int) -> None:
         sessions = [one for one in self.live.values() if one.turns is not None]

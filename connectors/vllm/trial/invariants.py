@@ -206,11 +206,14 @@ def a_reset_is_final(watched: Watched) -> Iterator[str]:
             yield f"slot {chunk.slot} can be found again"
 
 
-@invariant(6, says="Every lease has an owner that lives; every load and every store in flight has its leases.")
+@invariant(6, says="Every lease has an owner that lives; every load and every store in flight has leases of its own.")
 def leases_have_owners(watched: Watched) -> Iterator[str]:
     """Owners in the catalog against loads and orders in flight, and requests that wait for tiers."""
     side = watched.trial.side
-    owners = {job.owner for job in side.jobs.in_flight.values() if job.owner is not None}
+    loads = [job.owner for job in side.jobs.in_flight.values() if job.owner is not None]
+    owners = set(loads)
+    if len(owners) < len(loads):
+        yield f"loads share an owner: the first that ends returns the leases of both: {sorted(loads)}"
     others = side.staging.owners if side.staging is not None else set()
     for owner in side.catalog._leases:  # noqa: SLF001
         if owner not in owners | others:

@@ -36,8 +36,10 @@ from kvpipe.connectors.vllm.trial.children import LOG_MAX, SAID_MAX, Case, CaseL
 from kvpipe.connectors.vllm.trial.mutants import MUTANTS, Mutant, Patch
 from kvpipe.connectors.vllm.trial.nightly import SEEDS, Work, make_pool, sequences
 from kvpipe.connectors.vllm.trial.shapes import KVPIPE, SHAPES
+from kvpipe.connectors.vllm.trial.trial import Move
 
 LIMITS = CaseLimits(stuck_seconds=20.0)
+SHRINK_SECONDS = 10.0
 _PYTEST = ("-q", "-x", "--tb=short", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
 """What is mutated was imported before pytest."""
 TEST_SECONDS_MAX = 600.0
@@ -106,7 +108,7 @@ def _plain(found: Any) -> Any:  # noqa: ANN401
 
 
 class Verdict(NamedTuple):
-    """How a mutant fared: `by` is the invariant that killed it, or empty."""
+    """How a mutant fared: `by` is the invariant that killed it, or empty; `moves` are a short sequence that does."""
 
     name: str
     by: str
@@ -116,34 +118,39 @@ class Verdict(NamedTuple):
     trials: int
     steps: int
     seconds: float
+    moves: tuple[Move, ...] = ()
 
 
-Killer = tuple[str, int]
-"""The shape and the seed of a case that has found a mutant."""
+def killers(file: Path) -> dict[str, Work]:
+    """Return the sequence that is known to find each mutant, as `keep_killers` has written it."""
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return {one["name"]: Work(one["shape"], one["seed"], _moves(one["moves"])) for one in map(json.loads, lines)}
 
 
-def killers(file: Path) -> dict[str, Killer]:
-    """Return what has found each mutant, as `keep` has written it."""
-    known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
-    return {one["name"]: (one["shape"], one["seed"]) for one in known}
+def _moves(made: list[list[Any]]) -> tuple[Move, ...]:
+    return tuple(tuple(move) for move in made)
 
 
-def profile(mutant: Mutant, kept: list[Work], killer: Killer = ("", -1)) -> Iterator[Case]:
-    """Yield what is kept and each shape by each seed, as in the default profile; `killer` and its own shape first."""
+def profile(mutant: Mutant, kept: list[Work], killer: Work | None = None) -> Iterator[Case]:
+    """Yield `killer`, then what is kept and each shape by each seed, as in the default profile; its own shape first."""
     works = [*kept, *(Work(name, seed) for seed in SEEDS for name in SHAPES)]
-    for work in sorted(works, key=lambda work: ((work.shape, work.seed) != killer, work.shape != mutant.shape)):
+    works.sort(key=lambda work: work.shape != mutant.shape)
+    for work in works if killer is None else [killer, *works]:
         yield Case(KVPIPE, work.shape, work.seed, work.all_moves(), invariant=mutant.by)
 
 
 def judge(
     name: str,
     kept: list[Work],
-    known: Mapping[str, Killer] = MappingProxyType({}),
+    known: Mapping[str, Work] = MappingProxyType({}),
     bench: CaseRunner | None = None,
+    *,
+    shrink_seconds: float = 0.0,
 ) -> Verdict:
-    """Give a mutant the cases of the default profile until one finds it, those that have found it before first.
+    """Give a mutant what is `known` to find it, then the cases of the default profile, until one finds it.
 
-    `bench`: entered, for all that one process judges; without it one is made.
+    `bench`: entered, for all that one process judges; without it one is made. `shrink_seconds`: for as long, look for
+    a shorter sequence that does.
     """
     began, trials, steps = time.monotonic(), 0, 0
     mutant = MUTANTS[name]
@@ -153,12 +160,13 @@ def judge(
     with ExitStack() as stack:
         bench = bench or stack.enter_context(CaseRunner(LIMITS))
         stack.enter_context(mutated(mutant))
-        for case in profile(mutant, kept, known.get(name, ("", -1))):
+        for case in profile(mutant, kept, known.get(name)):
             found = bench.run(case)
-            trials, steps = trials + 1, steps + found.steps
+            trials, steps, seconds = trials + 1, steps + found.steps, time.monotonic() - began
             by = {"broken": found.name, "raised": "nothing_raises", "hung": "no_hang"}.get(found.kind, found.kind)
             if by and mutant.by in {"", by}:
-                return Verdict(name, by, found.said, case.shape, case.seed, trials, steps, time.monotonic() - began)
+                short = bench.shrink(case, found, shrink_seconds)[0] if shrink_seconds else case
+                return Verdict(name, by, found.said, case.shape, case.seed, trials, steps, seconds, short.moves)
     return Verdict(name, "", "", "", -1, trials, steps, time.monotonic() - began)
 
 
@@ -257,6 +265,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--sequences", type=Path, help="folder with kept sequences, which are part of the profile")
     parser.add_argument("--json", type=Path, help="file for the verdicts")
+    parser.add_argument("--killers", type=Path, help="file for a short sequence that finds each")
     parser.add_argument("--forks", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.forks:
@@ -265,8 +274,10 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"no mutant {', '.join(sorted(unknown))}; choose from {', '.join(MUTANTS)}")
     kept = sequences(options.sequences) if options.sequences is not None else []
     verdicts = []
+    seconds = SHRINK_SECONDS if options.killers is not None else 0.0
     with make_pool(options.jobs) as pool:
-        for verdict in pool.imap_unordered(functools.partial(judge, kept=kept), options.names or list(MUTANTS)):
+        judged = functools.partial(judge, kept=kept, shrink_seconds=seconds)
+        for verdict in pool.imap_unordered(judged, options.names or list(MUTANTS)):
             verdicts.append(verdict)
             how = f"killed by {verdict.by}" if verdict.by else "LIVES"
             sys.stdout.write(
@@ -277,6 +288,8 @@ def main(arguments: list[str] | None = None) -> int:
     alive = [verdict.name for verdict in verdicts if not verdict.by]
     if options.json is not None:
         keep(options.json, verdicts)
+    if options.killers is not None:
+        keep_killers(options.killers, verdicts)
     sys.stdout.write(f"{len(verdicts) - len(alive)} of {len(verdicts)} mutants killed\n")
     return 1 if alive else 0
 
@@ -285,10 +298,20 @@ def keep(file: Path, verdicts: list[Verdict]) -> None:
     """Write `verdicts` over older ones of the same mutants; those of mutants that are gone go."""
     known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
     every = {one["name"]: one for one in known} | {
-        one.name: one._asdict() | {"said": one.said[:SAID_MAX]} for one in verdicts
+        one.name: one._replace(said=one.said[:SAID_MAX])._asdict() for one in verdicts
     }
+    for one in every.values():
+        one.pop("moves", None)
     text = json.dumps([every[name] for name in MUTANTS if name in every], indent=1)
     file.write_text(text + "\n", encoding="utf-8")
+
+
+def keep_killers(file: Path, verdicts: list[Verdict]) -> None:
+    """Write what finds the mutants of `verdicts` over what has found them before, one in a line."""
+    every = {name: work for name, work in killers(file).items() if name in MUTANTS and not MUTANTS[name].test}
+    every |= {one.name: Work(one.shape, one.seed, one.moves) for one in verdicts if one.moves}
+    lines = [json.dumps({"name": name, **every[name]._asdict()}) for name in sorted(every)]
+    file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -111,6 +111,13 @@ class Shape(NamedTuple):
         """Tokens per block hash."""
         return self.hashes or gcd(*self.block_tokens)
 
+    def blocks_of(self, tokens: int) -> int:
+        """Return the most blocks that one request of so many tokens holds."""
+        return sum(
+            -(-(tokens if window is None else min(tokens, window + self.step_tokens_max + size)) // size)
+            for window, size in zip(self.windows, self.block_tokens, strict=True)
+        )
+
     @property
     def async_loads(self) -> bool:
         """Whether kvpipe may load between steps: with `auto`, of one group too, as soon as others run."""
