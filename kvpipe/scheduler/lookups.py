@@ -136,8 +136,10 @@ class Lookups:
         if tracked.request.lora_request is not None and self._adapters.waits(tracked.request, step, worth=worth):
             return _later(tracked, local_tokens, miss_reasons.ADAPTER, step)
         waiting, sessions = self._requests.waiting, self._requests.sessions
-        # without a limit: it holds no blocks, and as long as it lives only such loads begin as it has room beside
-        beside = waiting | sessions if waiting and tracked.request.resumable else None
+        # without a limit: it holds no blocks, and as long as it lives only such loads begin as it has room beside;
+        # one whose own load has failed is waited for, and waits for nobody
+        waits = tracked.request.resumable and waiting and tracked.request.request_id not in waiting
+        beside = waiting | sessions if waits else None
         if beside is not None and not self._recovery.may_wait(tracked.request, beside):
             return _later(tracked, local_tokens, miss_reasons.NO_ROOM, step)
         return None

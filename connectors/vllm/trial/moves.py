@@ -84,7 +84,15 @@ def random_moves(seed: int | str, count: int) -> Iterator[Move]:
 
 def trial_moves(shape: Shape, seed: int) -> Iterator[Move]:
     """Yield the moves of the trial of `shape` with `seed`."""
-    return random_moves(f"{seed} {shape}", MOVES_PER_TRIAL)
+    return random_moves(f"{seed} Shape({_fields(shape)})", MOVES_PER_TRIAL)
+
+
+def _fields(shape: Shape) -> str:
+    """Return the fields of `shape`; those behind `dense` where they say something: a new one leaves others' moves."""
+    names = shape._fields
+    first, default = names.index("dense") + 1, shape._field_defaults
+    said = names[:first] + tuple(name for name in names[first:] if getattr(shape, name) != default[name])
+    return ", ".join(f"{name}={getattr(shape, name)!r}" for name in said)
 
 
 def show(move: Move) -> str:

@@ -172,6 +172,11 @@ MUTANTS: dict[str, Mutant] = {
         ),
         shape="hybrid",
     ),
+    "session_waits_for_its_own_load": Mutant(
+        "A session whose own load has failed is put off until no load needs the room: also its own.",
+        one(LOOKUPS, "_unknown", " and tracked.request.request_id not in waiting", ""),
+        shape="states",
+    ),
     "promise_not_kept": Mutant(
         "A hit that was promised between steps is loaded in its step, or the other way round.",
         one(LOADING, "admit", "waits = asking.waits", "waits = self.between_steps"),
