@@ -159,6 +159,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             self.geometry,
             hash_tokens=tokens,
             ranks=config.parallel_config.world_size,
+            stages=config.parallel_config.pipeline_parallel_size,
             saves=transfer.is_kv_producer,
             loads=transfer.is_kv_consumer,
             recovery=self._remedies,
@@ -275,7 +276,8 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         if self.worker is None:
             return None
         digest = self._layout if self.worker.carrier is not None else ""
-        return LayoutMetadata(self.worker.rank, digest, self.worker.ready, self.worker.weigh_now())
+        weights, slots = self.worker.weigh_now(), self.geometry.slots
+        return LayoutMetadata(self.worker.rank, digest, self.worker.ready, weights, slots)
 
     @_contained(_nothing)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -377,6 +379,12 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             if self.worker is not None:
                 ends.callback(self.worker.shutdown)
 
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Take what all stages' ranks say, who know their places themselves. Raises as the next."""
+        self.set_xfer_handshake_metadata(dict(enumerate(metadata.values())))
+
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """Every rank has said what its bytes depend on: from now on tiers are used, in a namespace of all that.
 
@@ -395,6 +403,8 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         elif tiers:
             self._facts["layouts"] = [(one.rank, one.digest) for one in reported]
         weights = [one.weights for one in reported] if len(reported) == ranks else []
+        if reported:
+            self.scheduler.catalog.limit(min(one.slots for one in reported))
         self.scheduler.ranks_ready({one.rank: one.ready for one in reported}, weights)
         digest = self.scheduler.weights.digest
         if "layouts" in self._facts and not digest:

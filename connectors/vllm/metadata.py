@@ -48,9 +48,12 @@ def _unpack(
 class LayoutMetadata(KVConnectorHandshakeMetadata):
     """What one rank says when its caches are there: what its chunks depend on, as digests, and its `ready` slots."""
 
-    def __init__(self, rank: int, digest: str, ready: int, weights: str) -> None:
-        """`rank`: of the engine's ranks. `digest`: empty without tiers. `weights`: as loaded; empty: it cannot say."""
-        self.rank, self.digest, self.ready, self.weights = rank, digest, ready, weights
+    def __init__(self, rank: int, digest: str, ready: int, weights: str, slots: int) -> None:
+        """`rank`: of the engine's ranks. `digest`: empty without tiers. `weights`: as loaded; empty: it cannot say.
+
+        `slots`: of its pool, ready or not.
+        """
+        self.rank, self.digest, self.ready, self.weights, self.slots = rank, digest, ready, weights, slots
 
 
 class ReportMetadata(KVConnectorWorkerMetadata):

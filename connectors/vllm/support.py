@@ -42,7 +42,6 @@ def check_engine(config: VllmConfig) -> None:
     """Raise `UnsupportedError` for engine settings under which kvpipe could not be right."""
     parallel = config.parallel_config
     for name, remedy in (
-        ("pipeline_parallel_size", "use tensor parallelism instead"),
         ("decode_context_parallel_size", "set it to 1"),
         ("prefill_context_parallel_size", "set it to 1"),
     ):
@@ -53,10 +52,20 @@ def check_engine(config: VllmConfig) -> None:
         refuse("microbatching (enable_dbo or ubatch_size: a layer's hooks run once per microbatch)", "switch it off")
     if parallel.world_size > 1 and parallel.distributed_executor_backend == "external_launcher":
         refuse("distributed_executor_backend='external_launcher' with several ranks", "use 'mp' or 'ray'")
+    if parallel.pipeline_parallel_size > 1:
+        _check_stages(config)
     if getattr(config.model_config, "enable_sleep_mode", False):
         refuse("enable_sleep_mode=True (it remaps the KV cache under registered addresses)", "set it to False")
     drafters.check(config)
     models.check_model(config)
+
+
+def _check_stages(config: VllmConfig) -> None:
+    """Raise `UnsupportedError` where a pipeline's stages would not all be heard."""
+    if config.parallel_config.distributed_executor_backend == "ray":
+        refuse("pipeline parallelism with distributed_executor_backend='ray' (only the last stage reports)", "use 'mp'")
+    if config.speculative_config is not None:
+        refuse("pipeline parallelism with speculative decoding", "unset speculative_config")
 
 
 def make_geometry(cache: KVCacheConfig, settings: Settings, ahead_tokens: int = 0) -> Geometry:
@@ -71,6 +80,8 @@ def make_geometry(cache: KVCacheConfig, settings: Settings, ahead_tokens: int = 
     groups = []
     for i, group in enumerate(cache.kv_cache_groups):
         per_layer = models.layer_specs(group.kv_cache_spec, group.layer_names)
+        if not per_layer:
+            refuse(f"a pipeline stage without a layer of KV cache group {i}", "use tensor parallelism instead")
         kinds = set()
         for name, spec in per_layer.items():
             if type(spec) not in _SPECS or not spec.prefix_cacheable or not group.enable_kv_transfer:
@@ -160,6 +171,7 @@ def identity(config: VllmConfig, cache: KVCacheConfig, geometry: Geometry) -> di
         "prefix_hash": str(cc.prefix_caching_hash_algo),
         "tensor_parallel_size": parallel.tensor_parallel_size,
         "ranks": parallel.world_size,
+        **({"pipeline_parallel_size": stages} if (stages := parallel.pipeline_parallel_size) > 1 else {}),
         "chunk_tokens": geometry.chunk_tokens,
         "groups": [
             [

@@ -103,6 +103,10 @@ class Catalog:
         self._free[:0] = range(stop - 1, self.ready - 1, -1)  # those used before are in the caches of the processor
         self.ready = max(self.ready, stop)
 
+    def limit(self, slots: int) -> None:
+        """A rank's pool has no more than `slots`: none beyond is used. None of them is yet."""
+        self.slots = min(self.slots, slots)
+
     # ---- finding -------------------------------------------------------------------------------------------------
 
     def find(self, group: int, key: bytes) -> Chunk | None:

@@ -55,6 +55,7 @@ class SchedulerSide:
         *,
         hash_tokens: int,
         ranks: int,
+        stages: int = 1,
         saves: bool,
         loads: bool,
         recovery: Recovery | None = None,
@@ -65,6 +66,8 @@ class SchedulerSide:
     ) -> None:
         """`hash_tokens`: tokens per block hash. `saves`, `loads`: whether this engine does that at all.
 
+        `stages`: in how many the ranks run, one after the other, each with layers and a pool of its own size.
+
         `recovery`: what the engine needs help with. `published` hears what can be found.
         `tiers`: where to look beyond memory. `space_of`: the namespace there for a digest of the weights, empty as long
         as there is none.
@@ -73,13 +76,13 @@ class SchedulerSide:
         self.counters = counters = Counters()
         self.trace, self._report = trace, RequestReporter(trace)
         trace.step = 1
-        self._ranks, self._step, self._events = ranks, 0, published
+        self._ranks, self._stages, self._step, self._events = ranks, stages, 0, published
         self._recovery = recovery = recovery or Recovery()
         self.weights = weights = Weights(ranks, counters)
         self.switches = switches = Switches(settings, weights, saves=saves, loads=loads)
         groups = len(geometry.groups)
         policy = make_policy(settings.policy, geometry.slots, counters.fault)
-        ready = None if settings.prefault == "use" else 0
+        ready = None if settings.prefault == "use" and stages == 1 else 0  # else ranks say how many there are
         self.catalog = catalog = Catalog(geometry.slots, groups, policy, counters, ready=ready)
         if published is not None:
             catalog.on_drop = published.dropped
@@ -214,7 +217,7 @@ class SchedulerSide:
         if report.weights:
             self.weighed(report.weights)
         if self.loading.stall is not None and report.rate:
-            self.loading.stall.rate = report.rate
+            self.loading.stall.rate = report.rate / self._stages  # one stage loads after the other
         self._jobs_reported(report.tallies)
         self.switches.tier_lost |= report.lost
         if report.unreadable:

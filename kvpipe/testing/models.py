@@ -148,6 +148,11 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
             "no_rope_layers": [1, 1, 1, 0],
         },
     ),
+    # a mixture of experts
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {"num_hidden_layers": 3, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    ),
     # with a module behind its layers that drafts (MTP)
     "mimo-mtp": (
         "Qwen2",

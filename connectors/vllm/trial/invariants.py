@@ -58,10 +58,10 @@ def _false_bytes(watched: Watched, group: int, key: bytes, chunk: Chunk, units: 
         yield f"a key that no request has: slot {chunk.slot}, group {group}"
         return
     sequence, stop = known[0], known[1] - watched.trial.side.prefixes.ahead_tokens
-    geometry = watched.trial.side.geometry
-    first, tokens = stop - units * geometry.unit_tokens, units * geometry.unit_tokens
+    unit = watched.trial.side.geometry.unit_tokens
+    first, tokens = stop - units * unit, units * unit
     for rank in watched.trial.ranks:
-        pool = watched.trial.engines[rank.index]._pool  # noqa: SLF001
+        pool, geometry = watched.trial.engines[rank.index]._pool, rank.kvpipe.geometry  # noqa: SLF001
         layers = [layer for layer in rank.layers if layer.group == group]
         for layer, offset in zip(layers, geometry.layer_offsets[group], strict=True):
             held = pool.slot(chunk.slot)[offset : offset + tokens * 8].numpy().view(np.uint64)

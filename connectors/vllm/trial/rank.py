@@ -180,7 +180,8 @@ class Rank(Runner):
         self.load_adapters: Callable[[set[int]], object] = lambda _: None
         self._steps = 0
         self.layers: list[PagedLayer] = []
-        layers = [(group, name) for group, names in enumerate(names or shape.layer_names()) for name in names]
+        names = names or shape.layer_names(index)
+        layers = [(group, name) for group, named in enumerate(names) for name in named]
         for i, (group, name) in enumerate(layers):
             tokens = shape.block_tokens[group]
             cache = torch.zeros(shape.blocks, 1, tokens, 2)
@@ -189,7 +190,7 @@ class Rank(Runner):
             self.layers.append(PagedLayer(name, group, cache, words, layer_key(index, i), int(drafts)))
         attached = {layer.name: SimpleNamespace(kv_cache=layer.cache) for layer in self.layers}
         self._attention: Any = {layer.name: SimpleNamespace() for layer in self.layers}
-        numbers = itertools.chain.from_iterable(range(len(names)) for names in names or shape.layer_names())
+        numbers = itertools.chain.from_iterable(range(len(named)) for named in names)
         self._hooked = {layer.name for layer, i in zip(self.layers, numbers, strict=True) if i >= shape.unhooked}
         self._forward: Any = SimpleNamespace(no_compile_layers=attached, attn_metadata=self._attention)
         self._no_forward: Any = SimpleNamespace(no_compile_layers=attached, attn_metadata=None)

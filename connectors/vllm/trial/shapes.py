@@ -62,6 +62,7 @@ class Shape(NamedTuple):
     `priorities`: vLLM's priority policy; requests that answer more or less have one of three.
     `states`: the cache groups that hold a recurrent state instead of tokens' KV.
     `dense`: vLLM keeps the state of every boundary at which a step ends, not only where prompts end or branch.
+    `stages`: of a pipeline; the ranks are split into so many, and the layers, unevenly. A stage runs ahead of the next.
     `failing`: loads may fail; off where vLLM's own recovery is known to answer wrongly.
     """
 
@@ -95,6 +96,20 @@ class Shape(NamedTuple):
     answers: bool = True
     states: tuple[int, ...] = ()
     dense: bool = False
+    stages: int = 1
+
+    def __str__(self) -> str:
+        """What the moves of a trial are drawn by: fields that came later count only where they are set."""
+        later = {"stages": 1}
+        fields = [f"{k}={v!r}" for k, v in self._asdict().items() if k not in later or v != later[k]]
+        return f"Shape({', '.join(fields)})"
+
+    @property
+    def steps_in_flight(self) -> int:
+        """How many steps vLLM schedules before the first one's results are there."""
+        if self.stages > 1:
+            return self.stages + (self.asynchronous and self.v2)
+        return 2 if self.asynchronous else 1
 
     @property
     def block_tokens(self) -> tuple[int, ...]:
@@ -123,9 +138,15 @@ class Shape(NamedTuple):
         """Whether kvpipe may load between steps: with `auto`, of one group too, as soon as others run."""
         return self.load != "sync"
 
-    def layer_names(self) -> list[list[str]]:
-        """Return the names of each group's layers."""
-        return [[f"g{g}.l{i}" for i in range(self.layers_per_group)] for g in range(len(self.windows))]
+    def stage_of(self, rank: int) -> int:
+        """Return in which stage a rank runs."""
+        return rank * self.stages // max(1, self.ranks)
+
+    def layer_names(self, rank: int = 0) -> list[list[str]]:
+        """Return the names of each group's layers on a rank. The last stage has more of them than the first."""
+        stage = self.stage_of(rank)
+        bounds = [self.layers_per_group * at**2 // self.stages**2 for at in (stage, stage + 1)]
+        return [[f"g{g}.l{i}" for i in range(*bounds)] for g in range(len(self.windows))]
 
     def kvpipe_extra(self) -> dict[str, Any]:
         """Return kvpipe's configuration."""
@@ -189,6 +210,11 @@ SHAPES: dict[str, Shape] = {
     "async-scheduler-states": _STATES._replace(asynchronous=True, ranks=2, device=True, dense=True),
     "tier-states": _STATES._replace(tiers=1, dense=True, pool_slots=16),
     "tier-hybrid": _HYBRID._replace(tiers=1, pool_slots=12),
+    "pipeline-2": Shape(load="async", ranks=2, stages=2, layers_per_group=8, tiers=1, pool_slots=12),
+    "pipeline-2-sync": Shape(load="sync", ranks=2, stages=2, layers_per_group=8, failing=False),
+    "async-scheduler-pipeline-2": _HYBRID._replace(
+        asynchronous=True, v2=True, ranks=2, stages=2, layers_per_group=4, events=False
+    ),
 }
 
 
@@ -205,8 +231,8 @@ def _beside(connector: Connector, extra: dict[str, Any]) -> tuple[Connector, dic
     return Connector("MultiConnector", None), {"connectors": configured}
 
 
-def _make_cache(shape: Shape) -> KVCacheConfig:
-    """Return what vLLM knows of the cache groups of `shape`."""
+def make_cache(shape: Shape, rank: int = 0) -> KVCacheConfig:
+    """Return what vLLM knows of a rank's cache groups, and its scheduler of those of the first."""
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
         FullAttentionSpec,
@@ -231,7 +257,7 @@ def _make_cache(shape: Shape) -> KVCacheConfig:
         specs[i] = MambaSpec(
             block_size=size, shapes=((size,), (size,)), dtypes=(torch.float32, torch.float32), mamba_cache_mode="align"
         )
-    groups = [KVCacheGroupSpec(names, spec) for names, spec in zip(shape.layer_names(), specs, strict=True)]
+    groups = [KVCacheGroupSpec(names, spec) for names, spec in zip(shape.layer_names(rank), specs, strict=True)]
     cache = KVCacheConfig(num_blocks=shape.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
     cache.hash_block_size = shape.hash_tokens
     cache.prefix_cache_retention_interval = 0 if shape.states and not shape.dense else None
@@ -252,7 +278,7 @@ def make_configs(shape: Shape, connector: Connector = KVPIPE, policy: str = "rec
         VllmConfig,
     )
 
-    cache = _make_cache(shape)
+    cache = make_cache(shape)
     extra = shape.kvpipe_extra() if connector.name == KVPIPE.name else {}
     if shape.sibling:
         connector, extra = _beside(connector, extra)
@@ -292,5 +318,7 @@ def make_configs(shape: Shape, connector: Connector = KVPIPE, policy: str = "rec
     config.scheduler_config.async_scheduling = shape.asynchronous
     config.cache_config.num_gpu_blocks = shape.blocks
     config.cache_config.mamba_cache_mode = "align" if shape.states else "none"
-    config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = max(1, shape.ranks)
+    config.parallel_config.world_size = max(1, shape.ranks)
+    config.parallel_config.pipeline_parallel_size = shape.stages
+    config.parallel_config.tensor_parallel_size = max(1, shape.ranks) // shape.stages
     return config, cache

@@ -22,7 +22,7 @@ from kvpipe.connectors.vllm.trial.ears import Ears, kvpipe_in, plan_in
 from kvpipe.connectors.vllm.trial.lookups import listen_to_lookups
 from kvpipe.connectors.vllm.trial.rank import QUIRKS, STOPS, Rank, RankOutput, Reporter, Runner, TrialStep, Wrong
 from kvpipe.connectors.vllm.trial.router import listening
-from kvpipe.connectors.vllm.trial.shapes import KVPIPE, Connector, Shape, make_configs
+from kvpipe.connectors.vllm.trial.shapes import KVPIPE, Connector, Shape, make_cache, make_configs
 from kvpipe.messages import Kind
 from kvpipe.testing.held import HeldEngine
 from kvpipe.testing.held_tier import TROUBLES, DictSpec, HeldTier
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
     from vllm.v1.request import Request
 
@@ -133,7 +132,7 @@ class Trial(Arrivals):
         if self.kvpipe is not None:
             self.ears.listen(self.kvpipe, SCHEDULER)
         self._carriers: list[Finder | Carrier] = []
-        self._make_ranks(config, cache)
+        self._make_ranks(config)
         self._introduce()
         self.runners: list[Runner] = [*self.ranks] or [Reporter(shape)]
         self._aggregator = KVOutputAggregator(len(self.runners))
@@ -150,16 +149,18 @@ class Trial(Arrivals):
         self.is_down = self._reversed = self._throttled = False
         listen_to_lookups(self)
         self._scheduled, self._executed = deque[TrialStep](), deque[tuple[TrialStep, "ModelRunnerOutput"]]()
+        self._begun = deque[tuple[TrialStep, list[RankOutput]]]()  # by a pipeline's first stage
         self._drafter = Drafter(seed + 1, shape.drafts)
         self._moves: dict[str, Callable[..., None]] = {name: getattr(self, f"_{name}") for name in MOVES}
 
-    def _make_ranks(self, config: VllmConfig, cache: KVCacheConfig) -> None:
+    def _make_ranks(self, config: VllmConfig) -> None:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
         if self.kvpipe is not None:
             self.side.adapters.reader = self.adapters  # type: ignore[assignment]
         for index in range(self.shape.ranks):
+            cache = make_cache(self.shape, index)
             worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
             mine: Any = kvpipe_in(worker)
             if mine is not None:
@@ -191,7 +192,9 @@ class Trial(Arrivals):
             self.side.slots_ready({0: self.side.catalog.slots})
             return
         reported = {rank.index: rank.connector.get_handshake_metadata() for rank in self.ranks}
-        self.kvpipe.set_xfer_handshake_metadata_pp_aware({(0, index): one for index, one in reported.items() if one})
+        self.kvpipe.set_xfer_handshake_metadata_pp_aware({
+            divmod(index, len(self.ranks) // self.shape.stages): one for index, one in reported.items() if one
+        })  # fmt: skip
         if not self.tiers:
             return
         sides = [self.side.staging.finder] if self.side.staging is not None else []
@@ -230,16 +233,16 @@ class Trial(Arrivals):
     @property
     def in_flight(self) -> int:
         """Steps that were scheduled and not yet given back to the scheduler."""
-        return len(self._scheduled) + len(self._executed)
+        return len(self._scheduled) + len(self._begun) + len(self._executed)
 
     def _in_flight_steps(self) -> list[TrialStep]:
-        return [*self._scheduled, *(step for step, _ in self._executed)]
+        return [*self._scheduled, *(step for step, _ in self._begun), *(step for step, _ in self._executed)]
 
     def _schedule(self) -> None:
         self._pauses -= 1
         if not self._pauses:
             self._pause(UNPAUSED, 0)
-        if self.in_flight >= (2 if self.shape.asynchronous else 1) or not self.scheduler.has_requests():
+        if self.in_flight >= self.shape.steps_in_flight or not self.scheduler.has_requests():
             return
         self._settle_tiers()
         output = self.scheduler.schedule(throttle_prefills=self._throttled)
@@ -251,17 +254,34 @@ class Trial(Arrivals):
         self._scheduled.append(TrialStep(output, sampling, {r: self.live[r].sequence for r in scheduled}))
 
     def _execute(self) -> None:
-        if not self._scheduled:
-            return
-        step = self._scheduled.popleft()
-        drafts = self._drafts(step)
-        ran = [runner.execute(step, drafts) for runner in self.runners]
-        self._executed.append((step, self._result(step, ran)))
-        self.steps += 1
+        """Run the oldest step; of a pipeline first the first stage, as far ahead as it can, and then the others."""
+        if self._scheduled:
+            step = self._scheduled.popleft()
+            drafts = self._drafts(step)
+            ran = [one.execute(step, drafts) for i, one in enumerate(self.runners) if not self.shape.stage_of(i)]
+            self._begun.append((step, ran))
+            if self.shape.stages > 1:
+                return
+        self._finish()
+
+    def _finish(self) -> None:
+        """Run what is left of the oldest step that was begun."""
+        if self._begun:
+            step, ran = self._begun.popleft()
+            ran += [one.execute(step, {}) for one in self.runners[len(ran) :]]
+            self._executed.append((step, self._result(step, ran)))
+            self.steps += 1
+
+    def _execute_all(self) -> None:
+        """Run all that was scheduled."""
+        while self._scheduled or self._begun:
+            self._execute()
 
     def _update(self) -> None:
-        if not self._executed:
+        if not self._executed and not self._begun:
             self._execute()
+        if not self._executed:
+            self._finish()
         if not self._executed:
             return
         step, result = self._executed.popleft()
@@ -277,7 +297,7 @@ class Trial(Arrivals):
 
     def _step(self, count: int = 1) -> None:
         for _ in range(1 + count % 8):
-            while self.in_flight < (2 if self.shape.asynchronous else 1) and self.scheduler.has_requests():
+            while self.in_flight < self.shape.steps_in_flight and self.scheduler.has_requests():
                 self._schedule()
             self._update()
 
@@ -420,8 +440,7 @@ class Trial(Arrivals):
             return
         for place in reversed([place for place, one in enumerate(self.live.values()) if one.lora]):
             self._abort(place)
-        while self._scheduled:  # the ranks' own requests are as old as what they hold
-            self._execute()
+        self._execute_all()  # the ranks' own requests are as old as what they hold
         self.scheduler.kv_cache_manager.evict_blocks(set(range(self.shape.blocks)))
         how = CHANGES[kind % len(CHANGES)]
         held = self.adapters.change(how)
@@ -441,6 +460,7 @@ class Trial(Arrivals):
             for rank in self.ranks:
                 rank.quirks.append(STOPS[place])
             self._execute()
+            self._finish()
         self.close()
 
     def _reset(self, connector: bool, running: bool) -> None:  # noqa: FBT001
@@ -456,8 +476,7 @@ class Trial(Arrivals):
     def _weights(self, which: int) -> None:
         if self.kvpipe is None or not self.ranks or self.side.weights.doubtful:
             return
-        while self._scheduled:  # before the call that changes them
-            self._execute()
+        self._execute_all()  # before the call that changes them
         for index in reversed(range(len(self.live))):
             self._abort(index)
         if self.weights != f"weights {which}":

@@ -9,6 +9,7 @@ from kvpipe.connectors.vllm.trial.mutants.base import (
     PIPELINE,
     REPORTED,
     RESETS,
+    SCHEDULER,
     Mutant,
     Patch,
     one,
@@ -41,6 +42,17 @@ MUTANTS: dict[str, Mutant] = {
         one(JOBS, "reported", "job.count(reports, self._ranks)", "job.count(reports, 1)"),
         shape="two-ranks",
         by="findable_chunks_are_whole_and_true",
+    ),
+    "published_when_one_stage_has_landed": Mutant(
+        "A pipeline's chunk is published when as many ranks have landed it as a stage has.",
+        one(SCHEDULER, "__init__", "self._report, ranks=ranks,", "self._report, ranks=ranks // stages,"),
+        shape="pipeline-2",
+        by="findable_chunks_are_whole_and_true",
+    ),
+    "stages_with_pools_of_one_size": Mutant(
+        "A slot is used that a stage with more layers does not have.",
+        one(CATALOG, "limit", "min(self.slots, slots)", "self.slots"),
+        test="tests/vllm/test_stages.py::test_the_catalog_is_as_large_as_the_smallest_pool[use]",
     ),
     "one_good_rank_is_enough": Mutant(
         "A chunk is published that one rank has and another has failed.",

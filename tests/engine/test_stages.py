@@ -1,0 +1,61 @@
+"""Pipeline parallelism: two stages in processes of their own, each with its half of the layers.
+
+They run with a worker class of the tests' own (`staged.StagedWorker`): vLLM's CPU worker lacks a buffer. What is right
+is what an engine of one stage answers.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpipe.connectors.vllm.trial.engine import Engine
+from tests.engine.common import assert_clean, baseline, engine, prompt
+
+pytestmark = pytest.mark.engine
+
+MODEL = "llama-mha"
+PROMPTS = [prompt(300, 31), prompt(140, 32)]
+MANY = [prompt(100 + 20 * i, 100 + i) for i in range(8)]
+OPTIONS: dict[str, Any] = {"num_gpu_blocks_override": 40, "enable_prefix_caching": False}
+TWO_STAGES: dict[str, Any] = OPTIONS | {"pipeline_parallel_size": 2, "worker_cls": "tests.engine.staged.StagedWorker"}
+
+
+def _stored(folder: Path, live: Engine) -> int:
+    """Wait until everything that is due has been stored. Return how many values there are."""
+    limit = time.monotonic() + 60
+    while (side := live.connector.scheduler) is not None and side.staging is not None and side.staging.pending:
+        assert time.monotonic() < limit
+        live.settle()
+        time.sleep(0.01)
+    return len(list(folder.rglob("*.kv")))
+
+
+def test_two_stages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Cold, warm, a conversation, preempted, from disk after a restart: the same answers, from loaded KV."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    expected = baseline(PROMPTS, 12, MODEL, **OPTIONS)
+    turn = PROMPTS[0] + expected[0] + prompt(50, 33)
+    answer, many = baseline([turn], 12, MODEL, **OPTIONS), baseline(MANY, 60, MODEL, **OPTIONS)
+    disk = {"kind": "disk", "path": str(tmp_path / "kv"), "bytes_max": "1GiB"}
+    config = {"chunk_tokens": 64, "lookup_ms_max": 20_000, "tiers": [disk]}
+    with engine(MODEL, config, **TWO_STAGES) as live:
+        for _ in range(2):
+            assert live.generate(PROMPTS, 12) == expected
+            loaded = assert_clean(live).get("tokens_loaded", 0)
+        assert loaded == 288 + 128
+        assert live.generate([turn], 12) == answer
+        assert assert_clean(live)["tokens_loaded"] - loaded == (300 + 12 - 1) // 32 * 32
+        assert live.generate(MANY, 60) == many
+        assert assert_clean(live)["preempted"] > 0
+        values = _stored(tmp_path / "kv", live)
+    with engine(MODEL, config, **TWO_STAGES) as live:
+        assert live.generate(PROMPTS, 12) == expected
+        stats = assert_clean(live)
+        assert stats["tokens_loaded"] > 0
+        assert stats["chunks_fetched"] > 0
+    assert values % 2 == 0  # one for each stage's rank
+    assert values > 0

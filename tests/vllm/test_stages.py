@@ -1,0 +1,88 @@
+"""Pipeline parallelism: the ranks of each stage carry their own layers, and a chunk is there when all have it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+from kvpipe.config import load_settings
+from kvpipe.connectors.vllm.support import check_engine, make_geometry
+from kvpipe.connectors.vllm.trial.shapes import KVPIPE, SHAPES
+from kvpipe.connectors.vllm.trial.trial import Trial
+from kvpipe.errors import UnsupportedError
+
+SHAPE = SHAPES["pipeline-2"]
+
+
+@pytest.mark.parametrize("prefault", ["ahead", "use"])
+def test_the_catalog_is_as_large_as_the_smallest_pool(prefault: str) -> None:
+    """A stage with more layers has larger slots, and fewer: none is used that not every rank has."""
+    trial = Trial(SHAPE, connector=KVPIPE._replace(extra=f'{{"prefault": "{prefault}"}}'))
+    first, last = (rank.kvpipe.geometry for rank in trial.ranks)
+    catalog = trial.side.catalog
+    trial.close()
+    assert [len(stage.layers) for stage in (first, last)] == [2, 6]
+    assert trial.side.geometry == first
+    assert catalog.slots == last.slots < first.slots
+    assert catalog.ready <= last.slots
+    assert len(catalog._free) == catalog.ready
+    assert catalog.ready == last.slots or prefault == "ahead"
+
+
+def test_found_when_the_last_stage_has_it() -> None:
+    """The first stage has landed what it saves, and said so, and the other not: that is not found."""
+    trial = Trial(SHAPE._replace(device=True), 1)
+    try:
+        index, jobs = trial.side.catalog.index(0), trial.side.jobs.in_flight
+        trial.engines[0].pace(1, 1, backwards=False)
+        trial.do(("add", 0, len(trial.documents[0]) - 1, 0, 3, 0, 0))
+        for _ in range(3):
+            trial.do(("step", 0))
+        assert {(job.ok, job.bad) for job in jobs.values()} == {(1, 0)}
+        assert not index
+        trial.do(("drain",))
+        assert not jobs
+        assert index
+        assert not trial.violations
+    finally:
+        trial.close()
+
+
+def _engine(**changes: Any) -> Any:
+    parallel = {
+        "pipeline_parallel_size": 2, "world_size": 2, "decode_context_parallel_size": 1,
+        "prefill_context_parallel_size": 1, "distributed_executor_backend": "mp",
+    }  # fmt: skip
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(**parallel | changes),
+        speculative_config=SimpleNamespace() if changes.get("drafts") else None,
+    )
+    config.model_config = SimpleNamespace(enable_sleep_mode=False)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"drafts": True}, "pipeline parallelism with speculative decoding is not supported; unset speculative_config"),
+        ({"distributed_executor_backend": "ray"}, "'ray' .only the last stage reports. is not supported; use 'mp'"),
+    ],
+    ids=str,
+)
+def test_stages_that_would_not_be_heard_are_refused(changes: dict[str, Any], says: str) -> None:
+    """VLLM's runner V1 does not end the steps of a first stage that drafts; its first Ray executor hears the last."""
+    with pytest.raises(UnsupportedError, match=says):
+        check_engine(_engine(**changes))
+
+
+def test_a_stage_without_a_layer_of_a_group_is_refused() -> None:
+    """VLLM gives such a stage an empty group."""
+    spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    groups = [KVCacheGroupSpec(["here"], spec), KVCacheGroupSpec([], spec)]
+    cache = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=groups)
+    with pytest.raises(UnsupportedError, match="a pipeline stage without a layer of KV cache group 1 is not"):
+        make_geometry(cache, load_settings())
