@@ -191,10 +191,8 @@ class Trial(Arrivals):
         if not self.ranks:
             self.side.slots_ready({0: self.side.catalog.slots})
             return
-        reported = {rank.index: rank.connector.get_handshake_metadata() for rank in self.ranks}
-        self.kvpipe.set_xfer_handshake_metadata_pp_aware({
-            divmod(index, len(self.ranks) // self.shape.stages): one for index, one in reported.items() if one
-        })  # fmt: skip
+        told = {(self.shape.stage_of(r.index), r.index): r.connector.get_handshake_metadata() for r in self.ranks}
+        self.kvpipe.set_xfer_handshake_metadata_pp_aware({rank: one for rank, one in told.items() if one})
         if not self.tiers:
             return
         sides = [self.side.staging.finder] if self.side.staging is not None else []
@@ -271,11 +269,6 @@ class Trial(Arrivals):
             ran += [one.execute(step, {}) for one in self.runners[len(ran) :]]
             self._executed.append((step, self._result(step, ran)))
             self.steps += 1
-
-    def _execute_all(self) -> None:
-        """Run all that was scheduled."""
-        while self._scheduled or self._begun:
-            self._execute()
 
     def _update(self) -> None:
         if not self._executed and not self._begun:
@@ -440,7 +433,8 @@ class Trial(Arrivals):
             return
         for place in reversed([place for place, one in enumerate(self.live.values()) if one.lora]):
             self._abort(place)
-        self._execute_all()  # the ranks' own requests are as old as what they hold
+        while self._scheduled or self._begun:  # the ranks' own requests are as old as what they hold
+            self._execute()
         self.scheduler.kv_cache_manager.evict_blocks(set(range(self.shape.blocks)))
         how = CHANGES[kind % len(CHANGES)]
         held = self.adapters.change(how)
@@ -476,7 +470,8 @@ class Trial(Arrivals):
     def _weights(self, which: int) -> None:
         if self.kvpipe is None or not self.ranks or self.side.weights.doubtful:
             return
-        self._execute_all()  # before the call that changes them
+        while self._scheduled or self._begun:  # before the call that changes them
+            self._execute()
         for index in reversed(range(len(self.live))):
             self._abort(index)
         if self.weights != f"weights {which}":
