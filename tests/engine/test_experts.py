@@ -1,7 +1,7 @@
 """Expert parallelism: the KV is as with tensor or data parallelism, and so is what becomes of it.
 
-The ranks run with a worker class of the tests' own (`staged.ExpertWorker`): vLLM's CPU kernel does not know which experts
-a rank has. What is right is what an engine of one rank answers.
+The ranks run with a worker class of the tests' own (`staged.ExpertWorker`): vLLM's CPU kernel does not know which
+experts a rank has. What is right is what an engine of one rank answers.
 """
 
 from __future__ import annotations
