@@ -50,7 +50,7 @@ def test_replicas_share_their_experts_and_a_disk(tmp_path: Path) -> None:
             assert server.stream(PROMPTS[which], 12, rank=which) == expected[which]
         server.idle()
         limit = time.monotonic() + 60
-        while len(list((tmp_path / "kv").rglob("*.kv"))) < 4 + 2 and time.monotonic() < limit:
+        while len(list((tmp_path / "kv").rglob("*-g0-*"))) < 4 + 2 and time.monotonic() < limit:
             time.sleep(0.2)
         for which in (0, 1):
             assert server.stream(PROMPTS[which], 12, rank=1 - which) == expected[which]

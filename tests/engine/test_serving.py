@@ -129,7 +129,7 @@ def _share(folder: Path, expected: list[list[int]], asked: tuple[int, ...], *opt
             assert server.stream(PROMPTS[which], TOKENS, rank=number % 2) == expected[which]
         server.idle()
         limit = time.monotonic() + 60
-        while len(list((folder / "kv").rglob("*.kv"))) < 10 and time.monotonic() < limit:
+        while len(list((folder / "kv").rglob("*-g0-*"))) < 10 and time.monotonic() < limit:
             time.sleep(0.2)
         for number, which in enumerate(asked):
             assert server.stream(PROMPTS[which], TOKENS, rank=1 - number % 2) == expected[which]
