@@ -98,12 +98,6 @@ class Shape(NamedTuple):
     dense: bool = False
     stages: int = 1
 
-    def __str__(self) -> str:
-        """What the moves of a trial are drawn by: fields that came later count only where they are set."""
-        later = {"stages": 1}
-        fields = [f"{k}={v!r}" for k, v in self._asdict().items() if k not in later or v != later[k]]
-        return f"Shape({', '.join(fields)})"
-
     @property
     def steps_in_flight(self) -> int:
         """How many steps vLLM schedules before the first one's results are there."""
