@@ -151,7 +151,7 @@ COUNTS: Final[Mapping[Count, str]] = {
     "freeze_off": "Saving was resumed.",
     "freeze_on": "Saving was stopped.",
     "handle_preemptions": "Steps in which vLLM reported preemptions to the worker.",
-    "lookup_gave_up": "Lookups that answered with what had come when `lookup_ms_max` was over.",
+    "lookup_gave_up": "Lookups that answered a miss, put off 100 times: no room, or nobody knew the weights.",
     "lookup_hit": "Lookups that found tokens.",
     "lookup_later": "Lookups that asked vLLM to ask again.",
     "lookup_miss": "Lookups that found nothing.",

@@ -83,6 +83,7 @@ class StepPlan(NamedTuple):
 
     `space`: the namespace of the orders' chunks. `question`: ranks are to say which weights they have, before anything
     is computed, under this number; 0: they are not asked. `claims`: of the jobs of requests with adapters.
+    `wait_ms`: nothing is computed in it, and a rank with asynchronous loads under way waits so long for one to land.
     """
 
     step: int
@@ -91,6 +92,7 @@ class StepPlan(NamedTuple):
     space: str = ""
     question: int = 0
     claims: tuple[Claim, ...] = ()
+    wait_ms: int = 0
 
 
 EMPTY_PLAN = StepPlan(0)

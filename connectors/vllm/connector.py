@@ -166,6 +166,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             published=self.events,
             tiers=self._find_in(config),
             space_of=self._space_of,
+            waits_idle=config.parallel_config.data_parallel_size == 1,  # else such ranks' steps go together
             trace=self.recorder,
         )
         self.counters = self.scheduler.counters

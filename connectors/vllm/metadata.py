@@ -24,10 +24,10 @@ class PlanMetadata(KVConnectorMetadata):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Flatten to builtin tuples."""
-        step, jobs, orders, space, question, claims = self.plan
+        step, jobs, orders, space, question, claims, wait_ms = self.plan
         packed = (step, _plain(jobs))
-        if orders or question or claims:
-            return _unpack, (*packed, _plain(orders), space, question, _plain(claims))
+        if orders or question or claims or wait_ms:
+            return _unpack, (*packed, _plain(orders), space, question, _plain(claims), wait_ms)
         return _unpack, packed
 
 
@@ -39,10 +39,16 @@ def _plain(rows: tuple[tuple[Any, ...], ...]) -> _Plain:
 
 
 def _unpack(
-    step: int, jobs: _Plain, orders: _Plain = (), space: str = "", question: int = 0, claims: _Plain = ()
+    step: int,
+    jobs: _Plain,
+    orders: _Plain = (),
+    space: str = "",
+    question: int = 0,
+    claims: _Plain = (),
+    wait_ms: int = 0,
 ) -> PlanMetadata:
     made = tuple(Job(*job) for job in jobs), tuple(TierOrder(*order) for order in orders)
-    return PlanMetadata(StepPlan(step, *made, space, question, tuple(Claim(*claim) for claim in claims)))
+    return PlanMetadata(StepPlan(step, *made, space, question, tuple(Claim(*claim) for claim in claims), wait_ms))
 
 
 class LayoutMetadata(KVConnectorHandshakeMetadata):

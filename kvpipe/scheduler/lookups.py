@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvpipe.trace.log import Counters
 
 LATER_STEPS_MAX: Final = 100
-"""For how many steps a lookup asks to be asked again, before the hit is given up."""
+"""In how many steps a lookup asks to be asked again, with no answer between, before the hit is given up."""
 
 
 class Lookups:
@@ -83,6 +83,7 @@ class Lookups:
         waiting = self._requests.waiting
         if waits and waiting and not self._recovery.may_wait(request, waiting | self._requests.sessions):
             return self._ask_later(tracked, local_tokens, miss_reasons.NO_ROOM, step)
+        tracked.asking.put_off_steps = 0  # if there is no room for it all the same, the engine lets nobody overtake it
         tracked.asking.reply(step, local_tokens, missed, why, external, units, waits=waits, staged=staged)
         self._counters["lookup_hit"] += 1
         return Hit(external, waits)
@@ -147,8 +148,8 @@ class Lookups:
     def _ask_later(self, tracked: Tracked, local_tokens: int, why: str, step: int) -> Answer:
         """Wait for others' loads to end, or for the ranks to say which weights they have; after a while compute."""
         asking, missed = tracked.asking, tracked.request.num_tokens - local_tokens
-        asking.retry_until_step = min(asking.retry_until_step, step + LATER_STEPS_MAX)
-        if step < asking.retry_until_step:
+        asking.put_off_steps += step != asking.asked_step  # the engine may ask twice, and not at all for many steps
+        if asking.put_off_steps <= LATER_STEPS_MAX:
             self._counters["lookup_later"] += 1
             return _later(tracked, local_tokens, why, step)
         self._counters["lookup_gave_up"] += 1

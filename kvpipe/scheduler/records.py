@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 BEYOND_TOKENS: Final = 1 << 60
 """More tokens than any request has."""
-BEYOND_STEPS: Final = 1 << 60
-"""More steps than an engine makes."""
 MEMORY: Final = "memory"
 """The tier that a hit comes from that no slower one has brought."""
 SAVE_RETRIES_MAX: Final = 3
@@ -52,11 +50,11 @@ class Asking(Cursor):
     """What the engine was last told of one request, in step `asked_step`.
 
     See `LookupResult`; beside it, the `units` of the prefix that are held, and whether they are loaded between steps
-    (`waits`). `retry_until_step`: until then lookups of this admission ask to be asked again.
+    (`waits`). `put_off_steps`: in so many, without an answer between, it was to be asked again.
     """
 
     __slots__ = (
-        "asked_step", "hit", "life", "local", "missed", "request_id", "retry_until_step", "staged", "units", "waits",
+        "asked_step", "hit", "life", "local", "missed", "put_off_steps", "request_id", "staged", "units", "waits",
         "why",
     )  # fmt: skip
 
@@ -64,7 +62,7 @@ class Asking(Cursor):
         """Nobody has asked."""
         self.machine, self.key, self.state, self.watch = machine, request_id, machine.initial, watch  # as a cursor's
         self.life, self.request_id = life, request_id
-        self.asked_step, self.retry_until_step = -1, BEYOND_STEPS
+        self.asked_step, self.put_off_steps = -1, 0
         self.local = self.hit = self.missed = self.units = 0
         self.why, self.waits, self.staged = "", False, NO_TIERS
 
@@ -104,7 +102,7 @@ class Asking(Cursor):
     def admit(self) -> None:
         """Use up the answer."""
         self.fire(lookup_m.ADMIT)
-        self.retry_until_step = BEYOND_STEPS
+        self.put_off_steps = 0
 
 
 class OpenChunk(NamedTuple):

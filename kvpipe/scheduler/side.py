@@ -29,6 +29,7 @@ from kvpipe.scheduler.report import RequestReporter
 from kvpipe.scheduler.requests import Requests
 from kvpipe.scheduler.resets import Resets
 from kvpipe.scheduler.saves import Saving
+from kvpipe.scheduler.stall import Idle
 from kvpipe.scheduler.switches import Switches
 from kvpipe.scheduler.weights import Weights
 from kvpipe.statemachine import lookup as lookup_m
@@ -62,6 +63,7 @@ class SchedulerSide:
         published: Published | None = None,
         tiers: Sequence[GuardedTier] = (),
         space_of: Callable[[str], str] = str,
+        waits_idle: bool = False,
         trace: Recorder = OFF,
     ) -> None:
         """`hash_tokens`: tokens per block hash. `saves`, `loads`: whether this engine does that at all.
@@ -70,13 +72,15 @@ class SchedulerSide:
 
         `recovery`: what the engine needs help with. `published` hears what can be found.
         `tiers`: where to look beyond memory. `space_of`: the namespace there for a digest of the weights, empty as long
-        as there is none.
+        as there is none. `waits_idle`: a rank may wait for loads in a step that computes nothing: no other rank that
+        computes waits for it.
         """
         self.settings, self.geometry = settings, geometry
         self.counters = counters = Counters()
         self.trace, self._report = trace, RequestReporter(trace)
         trace.step = 1
         self._ranks, self._stages, self._step, self._events = ranks, stages, 0, published
+        self._idle = Idle(settings.stall_ms_max) if waits_idle else None
         self._recovery = recovery = recovery or Recovery()
         self.weights = weights = Weights(ranks, counters)
         self.switches = switches = Switches(settings, weights, saves=saves, loads=loads)
@@ -210,7 +214,9 @@ class SchedulerSide:
             orders, space = staging.plan(stores=self.switches.storing), staging.space.name
         self._step += 1
         self.trace.step = self._step + 1  # what comes now belongs to the step that is planned next
-        return StepPlan(self._step, tuple(jobs), orders, space, self.weights.ask(), self.adapters.claims(jobs))
+        idle, question, claims = self._idle, self.weights.ask(), self.adapters.claims(jobs)
+        wait_ms = idle.wait_ms(step, loading=bool(self.requests.waiting)) if idle is not None else 0
+        return StepPlan(self._step, tuple(jobs), orders, space, question, claims, wait_ms)
 
     def reported(self, report: Report) -> None:
         """Ranks have reported with a step's output."""

@@ -8,7 +8,15 @@ queue behind another asynchronous one.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Final
+
 from kvpipe.geometry import Geometry
+
+if TYPE_CHECKING:
+    from kvpipe.scheduler.base import Step
+
+IDLE_WAIT_MS_MAX: Final = 5
+"""How long a step that computes nothing waits for a load: so much later may a request start that comes meanwhile."""
 
 
 class Stall:
@@ -35,3 +43,22 @@ class Stall:
         if loading or not self._stall_s_max:
             return True
         return self.rate > 0 and (self.due + tokens) * self._token_bytes / self.rate > self._stall_s_max
+
+
+class Idle:
+    """Knows when nobody runs: whether a step may wait for a load in place of many steps that find it unfinished."""
+
+    def __init__(self, stall_ms_max: int) -> None:
+        """`stall_ms_max`: nobody ever waits longer for another's load."""
+        self._wait_ms_max, self._empty_steps = min(IDLE_WAIT_MS_MAX, stall_ms_max), 0
+
+    def wait_ms(self, step: Step, *, loading: bool) -> int:
+        """Return how long `step` is to wait for a load. `loading`: asynchronous ones may be under way.
+
+        Not behind a step that computes: what it computes may be why this one cannot go on yet.
+        """
+        if step.num_scheduled_tokens:
+            self._empty_steps = 0
+            return 0
+        self._empty_steps += 1
+        return self._wait_ms_max if loading and self._empty_steps > 1 else 0

@@ -72,6 +72,11 @@ class Batch:
         return not self.open
 
     @property
+    def landed(self) -> bool:
+        """Whether every copy that the engine has taken has completed. On vLLM's thread."""
+        return self.last is None or self.last.done
+
+    @property
     def ids(self) -> frozenset[int]:
         """The jobs' ids."""
         return frozenset(job.id for job in self.jobs)

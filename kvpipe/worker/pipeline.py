@@ -75,6 +75,7 @@ class Pipeline:
         self._sync: Batch | None = None
         self._async: Batch | None = None
         self._unfenced: Batch | None = None  # its saves may still read blocks
+        self._loading: list[Batch] = []  # asynchronous loads that were submitted, the oldest first
         self._open_jobs: dict[int, Job] = {}
         self._refused: list[Outcome] = []
         self._suspects, self._reported_early = set[int](), set[int]()
@@ -199,6 +200,17 @@ class Pipeline:
                 if not fenced:
                     self._give_up(batch, TIMED_OUT)
 
+    def await_load(self, wait_s: float) -> None:
+        """Wait for an asynchronous load to land that `collect` has not returned, at most `wait_s`. None: do not wait.
+
+        For steps that compute nothing.
+        """
+        self.copies.loop.settle(wait_s)
+        self._forget_landed()
+        oldest = self._loading[0].last if self._loading and not self.copies.outbox else None
+        if oldest is not None and oldest.wait(wait_s):
+            self.copies.loop.settle(wait_s)
+
     def collect(self) -> list[Outcome]:
         """Return how jobs ended since the last call, each exactly once."""
         lost = not self.copies.loop.alive  # asked first: what it reported before its end is in the outbox
@@ -279,6 +291,13 @@ class Pipeline:
         batch, self._async = self._async, None  # from now on it lives in the loop alone
         if batch is not None:
             self._submit_all(batch)
+            self._forget_landed()
+            self._loading.append(batch)
+
+    def _forget_landed(self) -> None:
+        """Batches land in the order of their submission. Nobody waits for one that is given up."""
+        while self._loading and (self._loading[0].stuck or self._loading[0].landed):
+            del self._loading[0]
 
     def _submit_all(self, batch: Batch) -> None:
         for layer in (*self._unhooked, *self._hooked):

@@ -282,6 +282,8 @@ class WorkerSide:
         """Return (requests whose async load ended, those of them that failed), each request once per load."""
         if self.pipeline is not None:
             self.pipeline.end_loads()
+            if self._plan is not None and self._plan.wait_ms:
+                self.pipeline.await_load(self._plan.wait_ms / 1000)
             for outcome in self.pipeline.collect():
                 self._account(outcome)
         received, self._received = self._received, set()

@@ -34,6 +34,30 @@ def test_an_async_load_waits_for_room() -> None:
     assert world.side.lookup(second, 0) == (4 * UNIT, True), "nobody holds blocks any more without running"
 
 
+def test_steps_in_which_a_hit_is_not_asked_for_are_no_reason_to_give_it_up() -> None:
+    """The queue's head waits for blocks, and nobody asks for those behind it; nor does an answer use up patience."""
+    world = SchedulerWorld(load="async")
+    world.publish(world.request("old", 4, shared=4))
+    first, second = world.request("first", 6, shared=4), world.request("second", 8, shared=4)
+    world.admit(first)
+    del world.tables[0]["first"][4:]
+    world.step()
+    world.free = 9
+    assert world.side.lookup(second, 0) is LATER
+    for _ in range(2 * LATER_STEPS_MAX):
+        world.step()
+    for _ in range(2):
+        for _ in range(LATER_STEPS_MAX - 1):
+            assert world.side.lookup(second, 0) is LATER
+            assert world.side.lookup(second, 0) is LATER, "twice in one pass counts once"
+            world.step()
+        world.free = 10
+        assert world.side.lookup(second, 0) == (4 * UNIT, True), "there is room, but vLLM does not admit it"
+        world.step()
+        world.free = 9
+    assert world.side.counters["lookup_gave_up"] == 0
+
+
 def test_an_async_load_leaves_a_session_its_room() -> None:
     """VLLM preempts no session that waits for input, or for its turn behind a load, and it may become long."""
     world = SchedulerWorld(load="async")

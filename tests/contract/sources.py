@@ -102,6 +102,7 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "vllm/config/parallel.py": {
         "ParallelConfig": (
+            "data_parallel_size",
             "decode_context_parallel_size",
             "distributed_executor_backend",
             "pipeline_parallel_size",

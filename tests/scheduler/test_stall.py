@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from kvpipe.connectors.vllm.trial.scheduler_world import ASYNC, SYNC, SchedulerWorld
+from kvpipe.config import load_settings
+from kvpipe.connectors.vllm.metadata import PlanMetadata
+from kvpipe.connectors.vllm.trial.scheduler_world import ASYNC, SYNC, UNIT, SchedulerWorld
 from kvpipe.geometry import Geometry, Group, Layer
-from kvpipe.messages import Kind, Report, Tally
-from kvpipe.scheduler.stall import Stall
-from kvpipe.testing.pipeline_rig import Rig, job, plan
+from kvpipe.messages import Kind, Report, StepPlan, Tally
+from kvpipe.scheduler.stall import IDLE_WAIT_MS_MAX, Idle, Stall
+from kvpipe.testing.pipeline_rig import WAIT_S, Rig, job, plan
 from kvpipe.transfer.base import Direction
 from kvpipe.worker.batch import Batch
+from kvpipe.worker.side import WorkerSide
 
 TOKEN_BYTES = 2 * 100 // 4  # two layers, pages of 100 bytes for 4 tokens
 GEOMETRY = Geometry((Group((Layer("a", 100), Layer("b", 100)), block_tokens=4),), 16, 1 << 20)
@@ -139,3 +143,102 @@ def test_a_hit_alone_is_loaded_in_its_step_however_large() -> None:
     world.side.reported(Report(rate=1.0))
     world.step()  # nobody runs any more
     assert _kinds(world, world.request("hit", 9, shared=8)) == [SYNC]
+
+
+def test_a_step_that_computes_nothing_waits_for_a_load() -> None:
+    """Behind another such, as long as a request waits for its load; never where somebody computes, or might."""
+    world = SchedulerWorld(load="async", waits_idle=True)
+    world.publish(world.request("old", 4, shared=4))
+    world.step()
+    assert world.wait_ms == 0, "nobody loads"
+    loads, runs = world.request("loads", 6, shared=4), world.request("runs", 2)
+    assert world.admit(loads) == 4 * UNIT
+    (load,) = world.step()
+    assert world.wait_ms == IDLE_WAIT_MS_MAX
+    world.admit(runs)
+    waits = []
+    for step in ((runs,), (), (), (runs,), ()):
+        runs.num_computed_tokens = 0
+        world.step(*step)
+        waits.append(world.wait_ms)
+    assert waits == [0, 0, IDLE_WAIT_MS_MAX, 0, 0]
+    world.succeed(load)
+    world.step(loads)
+    world.step()
+    world.step()
+    assert world.wait_ms == 0, "it runs"
+
+
+@pytest.mark.parametrize("stall_ms_max", [0, 2])
+def test_nobody_waits_longer_than_for_a_stall(stall_ms_max: int) -> None:
+    """`stall_ms_max` bounds what others wait for a load, whoever comes meanwhile."""
+    idle = Idle(stall_ms_max)
+    waits = [idle.wait_ms(SimpleNamespace(num_scheduled_tokens={}, preempted_req_ids=None), loading=True) for _ in "12"]
+    assert waits == [0, stall_ms_max]
+
+
+def _loading(rig: Rig, number: int) -> None:
+    """Submit an asynchronous load in a step of its own."""
+    rig.pipeline.begin(plan(job(number, Kind.LOAD_ASYNC)))
+    rig.pipeline.start_loads()
+    rig.pipeline.end_step()
+
+
+def test_a_rank_waits_until_a_load_has_landed() -> None:
+    """The oldest: copies land in the order of their submission. What has landed already is not waited for."""
+    rig = Rig()
+    for number in (1, 2):
+        _loading(rig, number)
+    oldest = rig.engine.copies[rig.layers - 1].ticket
+
+    def land(timeout_s: float) -> bool:
+        assert timeout_s == WAIT_S
+        rig.engine.complete(Direction.LOAD, rig.layers)
+        double.done = oldest.done
+        return oldest.done
+
+    double = SimpleNamespace(wait=land, done=False)
+    rig.pipeline._loading[0].last = cast("Any", double)
+    rig.pipeline.await_load(WAIT_S)
+    assert [outcome.job.id for outcome in rig.pipeline.copies.outbox] == [1]
+    rig.pipeline.await_load(WAIT_S)  # would land the other
+    assert [outcome.job.id for outcome in rig.pipeline.collect()] == [1]
+    rig.engine.complete_all()
+    rig.pipeline.await_load(0.001)
+    assert [outcome.job.id for outcome in rig.pipeline.collect()] == [2]
+    rig.pipeline.await_load(WAIT_S)
+    assert not rig.pipeline._loading
+    rig.pipeline.shutdown()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_wait_for_a_load_is_bounded() -> None:
+    """A copy that never lands, one that was given up, and a loop that is lost hold up no step."""
+    rig = Rig()
+    _loading(rig, 1)
+    rig.pipeline.await_load(0.001)
+    assert rig.pipeline.collect() == []
+    rig.pipeline._loading[0].stuck = True
+    rig.pipeline.await_load(1e6)
+    assert not rig.pipeline._loading
+    _loading(rig, 2)
+    rig.kill_loop()
+    rig.engine.complete_all()
+    rig.pipeline.await_load(1e6)
+    assert {outcome.job.id for outcome in rig.pipeline.collect()} == {1, 2}
+    rig.pipeline.shutdown()
+
+
+def test_the_plan_says_how_long_a_rank_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it reports; not in other steps."""
+    rig, waits = Rig(), list[float]()
+    side = WorkerSide(load_settings(), rig.geometry)
+    side.pipeline = rig.pipeline
+    monkeypatch.setattr(rig.pipeline, "await_load", waits.append)
+    for wait_ms in (0, 5):
+        unpack, packed = PlanMetadata(StepPlan(1, wait_ms=wait_ms)).__reduce__()
+        side.bind(unpack(*packed).plan)
+        side.collect()
+        side.unbind()
+    assert waits == [0.005]
+    side.shutdown()

@@ -66,6 +66,7 @@ class SchedulerWorld:
         touch: str = "use",
         trace: Recorder = OFF,
         states: tuple[int, ...] = (),
+        waits_idle: bool = False,
     ) -> None:
         """An empty cache."""
         settings = load_settings({"load": load, "prefault": touch})
@@ -80,6 +81,7 @@ class SchedulerWorld:
             saves=True,
             loads=loads,
             recovery=self.remedies,
+            waits_idle=waits_idle,
             trace=trace,
         )
         self.tables: list[dict[str, list[TableEntry]]] = [{} for _ in windows]
@@ -95,7 +97,7 @@ class SchedulerWorld:
         self.remedies.bind(self.blocks, self.side.counters)
         self.prefixes: dict[bytes, list[bytes]] = {}
         self.pages: dict[tuple[int, int], bytes] = {}
-        self._blocks = 0
+        self._blocks = self.wait_ms = 0
 
     def request(self, name: str, units: int, *, shared: int = 0, extra: int = 0) -> Any:
         """Make a request of `units` units and `extra` tokens; the first `shared` units are common to all requests."""
@@ -162,6 +164,7 @@ class SchedulerWorld:
         plan = self.side.plan_step(
             SimpleNamespace(num_scheduled_tokens=scheduled, preempted_req_ids=None, kv_connector_block_state=states)
         )
+        self.wait_ms = plan.wait_ms
         for request in requests:
             request.num_computed_tokens = request.num_tokens
         hashes = {r.request_id: r.block_hashes for r in requests}

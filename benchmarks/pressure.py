@@ -1,0 +1,85 @@
+"""On a real engine: hits of a hybrid when many wait for few blocks, and the steps of a lone asynchronous load."""
+
+from __future__ import annotations
+
+import random
+from statistics import median
+from typing import Any
+
+from benchmarks.report import Figure
+from benchmarks.warm import bind_cores, prompt
+from kvpipe.connectors.vllm.trial.engine import Engine
+from kvpipe.testing.models import make_model
+
+USERS, ANSWER_TOKENS = 48, 60
+CROWDED: dict[str, Any] = {"num_gpu_blocks_override": 120, "max_num_batched_tokens": 512, "max_num_seqs": 64}
+HITS, HIT_TOKENS = 8, 4096
+ROOMY: dict[str, Any] = {"num_gpu_blocks_override": 1200, "max_model_len": 8256, "max_num_batched_tokens": 8256}
+
+
+def run() -> list[Figure]:
+    """Both, each on an engine of its own. A sliding window and full attention: every load is asynchronous."""
+    bind_cores()
+    return [*_crowd(), *_alone()]
+
+
+def _engine(**options: Any) -> Engine:
+    engine = Engine(
+        str(make_model("gemma2-hybrid")), kvpipe={"pool_bytes_max": "1GiB"}, enable_prefix_caching=False, **options
+    )
+    engine.generate([prompt(64, 1)], 2)
+    return engine
+
+
+def _crowd() -> list[Figure]:
+    """Users come at once, and again with the same documents: then all of those are hits, and blocks are short."""
+    engine, draw = _engine(**CROWDED), random.Random(1)
+    documents = [prompt(draw.randrange(200, 900), 100 + user) for user in range(USERS)]
+    steps = []
+    for turn in range(2):
+        engine.settle()
+        before = engine.connector.stats()
+        for user, document in enumerate(documents):
+            engine.add(document + prompt(20, 1000 * (turn + 1) + user), ANSWER_TOKENS)
+        steps.append(0)
+        while engine.busy:
+            engine.step()
+            steps[-1] += 1
+    now, why = engine.connector.stats(), engine.connector.scheduler.totals()["misses"]  # type: ignore[union-attr]
+    gained = {name: now.get(name, 0) - before.get(name, 0) for name in now}
+    engine.close()
+    put_off = (
+        f"{gained['lookup_later']} put off, {gained['tokens_loaded']} tokens loaded, {gained['preempted']} preempted"
+    )
+    return [
+        Figure("lookups that gave a hit up, crowded", gained.get("lookup_gave_up", 0), 0, "lookups", put_off),
+        Figure("prompts computed for lack of room", why.get("no_room", 0), 0, f"of {USERS}"),
+        Figure("steps, all hits / all cold", steps[1] / steps[0], 1, "x", f"{steps[1]} / {steps[0]} steps"),
+    ]
+
+
+def _alone() -> list[Figure]:
+    """One user after the other: nobody runs while a hit is loaded. The same with steps that do not wait for loads."""
+    engine = _engine(**ROOMY)
+    side, step_of, empty = engine.connector.scheduler, engine.scheduler.schedule, [0]
+    assert side is not None
+
+    def schedule(*args: Any, **kwargs: Any) -> Any:
+        output = step_of(*args, **kwargs)
+        empty[0] += not output.num_scheduled_tokens
+        return output
+
+    engine.scheduler.schedule = schedule  # type: ignore[method-assign]
+    documents = [prompt(HIT_TOKENS, 2000 + user) for user in range(HITS)]
+    engine.generate(documents, 1)
+    waits, counts = side._idle, {}
+    for name, side._idle in (("spinning", None), ("waiting", waits)):
+        counts[name] = []
+        for user, document in enumerate(documents):
+            engine.settle()
+            empty[0] = 0
+            engine.generate([document + prompt(20, 3000 + user)], 1)
+            counts[name].append(empty[0])
+    engine.close()
+    beside = f"{median(counts['spinning']):.3g} if they do not wait, of {HIT_TOKENS} tokens"
+    return [Figure("empty steps per lone asynchronous hit", median(counts["waiting"]), 3, "steps", beside)]
