@@ -52,7 +52,13 @@ def _crowd() -> list[Figure]:
         f"{gained['lookup_later']} put off, {gained['tokens_loaded']} tokens loaded, {gained['preempted']} preempted"
     )
     return [
-        Figure("lookups that gave a hit up, crowded", gained.get("lookup_gave_up", 0), 0, "lookups", put_off),
+        Figure(
+            "lookups that gave a hit up, crowded",
+            gained.get("lookup_gave_up", 0),
+            0,
+            "lookups",
+            f"81 if steps count in which nobody asks; {put_off}",
+        ),
         Figure("prompts computed for lack of room", why.get("no_room", 0), 0, f"of {USERS}"),
         Figure("steps, all hits / all cold", steps[1] / steps[0], 1, "x", f"{steps[1]} / {steps[0]} steps"),
     ]

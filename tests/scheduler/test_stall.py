@@ -219,12 +219,12 @@ def test_a_wait_for_a_load_is_bounded() -> None:
     rig.pipeline.await_load(0.001)
     assert rig.pipeline.collect() == []
     rig.pipeline._loading[0].stuck = True
-    rig.pipeline.await_load(1e6)
+    rig.pipeline.await_load(WAIT_S)
     assert not rig.pipeline._loading
     _loading(rig, 2)
     rig.kill_loop()
     rig.engine.complete_all()
-    rig.pipeline.await_load(1e6)
+    rig.pipeline.await_load(WAIT_S)
     assert {outcome.job.id for outcome in rig.pipeline.collect()} == {1, 2}
     rig.pipeline.shutdown()
 
