@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 from kvpipe.cache import miss_reasons
 from kvpipe.scheduler.base import LATER, MISS, Answer, Hit
 from kvpipe.scheduler.records import NO_TIERS, Tracked
+from kvpipe.statemachine import lookup as lookup_m
 from kvpipe.statemachine import request as m
 
 if TYPE_CHECKING:
@@ -148,7 +149,8 @@ class Lookups:
     def _ask_later(self, tracked: Tracked, local_tokens: int, why: str, step: int) -> Answer:
         """Wait for others' loads to end, or for the ranks to say which weights they have; after a while compute."""
         asking, missed = tracked.asking, tracked.request.num_tokens - local_tokens
-        asking.put_off_steps += step != asking.asked_step  # the engine may ask twice, and not at all for many steps
+        again = asking.state.row == lookup_m.LATER and asking.asked_step == step
+        asking.put_off_steps += not again  # the engine may ask twice in one pass, and not at all for hundreds
         if asking.put_off_steps <= LATER_STEPS_MAX:
             self._counters["lookup_later"] += 1
             return _later(tracked, local_tokens, why, step)
