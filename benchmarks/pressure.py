@@ -78,7 +78,7 @@ def _alone() -> list[Figure]:
     engine.scheduler.schedule = schedule  # type: ignore[method-assign]
     documents = [prompt(HIT_TOKENS, 2000 + user) for user in range(HITS)]
     engine.generate(documents, 1)
-    waits, counts = side._idle, {}
+    waits, counts = side._idle, dict[str, list[int]]()
     for name, side._idle in (("spinning", None), ("waiting", waits)):
         counts[name] = []
         for user, document in enumerate(documents):
