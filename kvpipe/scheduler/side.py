@@ -80,7 +80,7 @@ class SchedulerSide:
         self.trace, self._report = trace, RequestReporter(trace)
         trace.step = 1
         self._ranks, self._stages, self._step, self._events = ranks, stages, 0, published
-        self._idle = Idle(settings.stall_ms_max) if waits_idle else None
+        self._idle = Idle(settings.stall_ms_max) if waits_idle and stages == 1 else None  # else others may compute
         self._recovery = recovery = recovery or Recovery()
         self.weights = weights = Weights(ranks, counters)
         self.switches = switches = Switches(settings, weights, saves=saves, loads=loads)

@@ -12,6 +12,7 @@ from kvpipe.connectors.vllm.metadata import PlanMetadata
 from kvpipe.connectors.vllm.trial.scheduler_world import ASYNC, SYNC, UNIT, SchedulerWorld
 from kvpipe.geometry import Geometry, Group, Layer
 from kvpipe.messages import Kind, Report, StepPlan, Tally
+from kvpipe.scheduler.side import SchedulerSide
 from kvpipe.scheduler.stall import IDLE_WAIT_MS_MAX, Idle, Stall
 from kvpipe.testing.pipeline_rig import WAIT_S, Rig, job, plan
 from kvpipe.transfer.base import Direction
@@ -167,6 +168,19 @@ def test_a_step_that_computes_nothing_waits_for_a_load() -> None:
     world.step()
     world.step()
     assert world.wait_ms == 0, "it runs"
+
+
+def test_stages_do_not_wait() -> None:
+    """While one has nothing to compute another may compute the step before, and the first is needed for the next."""
+    options: dict[str, Any] = {"hash_tokens": 4, "ranks": 2, "saves": True, "loads": True, "waits_idle": True}
+    plans = []
+    for stages in (1, 2):
+        side = SchedulerSide(load_settings(), GEOMETRY, stages=stages, **options)
+        side.requests.waiting["r"] = SchedulerWorld().request("r", 2)
+        nothing = SimpleNamespace(num_scheduled_tokens={}, preempted_req_ids=None)
+        plans.append([side.plan_step(nothing).wait_ms for _ in "12"])
+        side.shutdown()
+    assert plans == [[0, IDLE_WAIT_MS_MAX], [0, 0]]
 
 
 @pytest.mark.parametrize("stall_ms_max", [0, 2])
