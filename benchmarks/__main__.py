@@ -11,7 +11,7 @@ from benchmarks.report import show
 
 PARTS = [
     "host", "throughput", "warm", "hybrids", "pressure", "fuzz", "trace", "timeline",
-    "tiers", "tier_disk", "tier_redis", "tier_s3", "tier_mooncake",
+    "tiers", "layouts", "tier_disk", "tier_redis", "tier_s3", "tier_mooncake",
 ]  # fmt: skip
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 

@@ -24,19 +24,24 @@ _MIXES: Final = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 
 def tensors_digest(named: Iterable[tuple[str, torch.Tensor]]) -> str:
     """Return what tensors come to: name, shape, strides, type and bytes of each, in whatever order they are given."""
-    facts = [fact for name, tensor in named for fact in _facts(name, tensor)]
+    return facts_digest(fact for name, tensor in named for fact in tensor_facts(name, tensor))
+
+
+def facts_digest(facts: Iterable[tuple[str, ...]]) -> str:
+    """Return what facts of tensors come to, in whatever order they are given."""
     return hashlib.sha256(repr(sorted(facts)).encode()).hexdigest()[:32]
 
 
-def _facts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, ...]]:
+def tensor_facts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, ...]]:
+    """Yield the facts of one tensor, or of those that it is made of."""
     whole: Any = tensor
     parts = getattr(whole, "partitions", None)  # vLLM's weights that several layers share
     if isinstance(parts, dict):
         for key, part in parts.items():
-            yield from _facts(f"{name}.{key}", part)
+            yield from tensor_facts(f"{name}.{key}", part)
     elif is_traceable_wrapper_subclass(whole):  # torchao's, say, whose bytes are in tensors within
         for key in whole.__tensor_flatten__()[0]:
-            yield from _facts(f"{name}.{key}", getattr(whole, key))
+            yield from tensor_facts(f"{name}.{key}", getattr(whole, key))
     else:
         bare = tensor.detach()
         yield name, f"{tuple(bare.shape)} {bare.stride()} {bare.dtype}", tensor_digest(bare)

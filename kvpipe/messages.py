@@ -54,6 +54,8 @@ class TierOrder(NamedTuple):
     """Carry the first `units` units of one chunk between its slot and a tier, on every rank. Not bound to the step.
 
     `stores`: to the tier, else from it. `tier`: its place in the configuration. `chunk`: its name there.
+    `split`: how many parts it has there; 0: one of each rank's own (`kvpipe.tiers.parts`).
+    `space`: its namespace there, where that is not the plan's.
     """
 
     id: int
@@ -63,6 +65,8 @@ class TierOrder(NamedTuple):
     group: int
     units: int
     chunk: bytes
+    split: int = 0
+    space: str = ""
 
 
 class Claim(NamedTuple):

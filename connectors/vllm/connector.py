@@ -23,13 +23,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvpipe.config import Settings, load_settings
-from kvpipe.connectors.vllm import compat, drafters, held_adapters, hooks, models, support
+from kvpipe.connectors.vllm import compat, drafters, held_adapters, hooks, models, shares, support
 from kvpipe.connectors.vllm.adapter import ManagedBlocks, Remedies
 from kvpipe.connectors.vllm.hooks import Hooks
 from kvpipe.connectors.vllm.kv_events import KvEvents
 from kvpipe.connectors.vllm.metadata import LayoutMetadata, PlanMetadata, ReportMetadata
 from kvpipe.connectors.vllm.metrics import KVPipeProm, KVPipeStats, meter
 from kvpipe.connectors.vllm.model import LoadedModel, watch_packing
+from kvpipe.connectors.vllm.source import loaded_from
 from kvpipe.connectors.vllm.weights import Watch, suspect
 from kvpipe.control import check_control_file, watch_control_file
 from kvpipe.loop import LoopThread
@@ -123,7 +124,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         self._control: LoopThread | None = None
         self._facts: dict[str, Any] = {}
         self.events: KvEvents | None = None
-        self._layout = ""
+        self._layout = self._common = ""
         engine = support.engine_name(str(transfer.engine_id or vllm_config.instance_id))
         if role is KVConnectorRole.WORKER:
             self._make_worker(vllm_config, engine)
@@ -166,6 +167,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             published=self.events,
             tiers=self._find_in(config),
             space_of=self._space_of,
+            also_of=self._also_of,
             waits_idle=config.parallel_config.data_parallel_size == 1,  # else such ranks' steps go together
             trace=self.recorder,
         )
@@ -249,7 +251,16 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _space_of(self, digest: str) -> str:
         """Return the namespace of chunks that were computed with these weights: none before every rank has answered."""
-        return support.fingerprint(self._facts | {"weights": digest}) if "layouts" in self._facts else ""
+        if "layouts" not in self._facts:
+            return ""
+        source = loaded_from(digest).source
+        if self._common and source:
+            return support.fingerprint(shares.without_layout(self._facts) | {"common": self._common, "source": source})
+        return self._also_of(digest)
+
+    def _also_of(self, digest: str) -> str:
+        """Return the namespace of this layout alone, by what is in its ranks' memory, whatever it was loaded from."""
+        return support.fingerprint(self._facts | {"weights": loaded_from(digest).memory})
 
     def _guarded(self, uses: tuple[str, ...]) -> list[GuardedTier]:
         return guarded(self.make_tiers(writes=WRITE in uses), uses, self.recorder)
@@ -261,24 +272,32 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         if self.worker is not None:
             models.check_backends(models.backends(self._vllm_config, kv_caches).values())
             blocks = self._kv_cache_config.num_blocks
+            layout = support.layout_facts(kv_caches, blocks, self._vllm_config)
+            self._layout = support.fingerprint({"layout": layout})
+            self._find_model(self.worker, kv_caches, layout)
             self.worker.register(kv_caches, blocks, self.make_engine(), **self.hooks(kv_caches)._asdict())
             self._step = self.worker.step
-            self._layout = support.fingerprint({"layout": support.layout_facts(kv_caches, blocks, self._vllm_config)})
-            self._find_model(self.worker)
 
     @_contained(_nothing)
-    def _find_model(self, worker: WorkerSide) -> None:
-        """Let this rank say which weights it has."""
-        changed = functools.partial(suspect, self._vllm_config, "loaded")
-        worker.weigh = LoadedModel(self._vllm_config.compilation_config.static_forward_context, changed).digest
+    def _find_model(self, worker: WorkerSide, caches: dict[str, torch.Tensor], layout: list[Any]) -> None:
+        """Let this rank say which weights it has, and how its caches lie beside other ranks'."""
+        changed, config = functools.partial(suspect, self._vllm_config, "loaded"), self._vllm_config
+        model = LoadedModel(config.compilation_config.static_forward_context, changed)
+        worker.weigh = model.digest
+        found = shares.shares(config, self._kv_cache_config, self.geometry, caches, model.roots)
+        facts = shares.common_facts(found, self.geometry, caches, layout, worker.ranks)
+        worker.shares, self._common = found, support.fingerprint(facts) if facts else ""
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Tell the scheduler's side what this rank has ready, what its bytes depend on, which weights it has."""
         if self.worker is None:
             return None
         digest = self._layout if self.worker.carrier is not None else ""
+        heads = tuple(share.heads for share in self.worker.shares)
         weights, slots = self.worker.weigh_now(), self.geometry.slots
-        return LayoutMetadata(self.worker.rank, digest, self.worker.ready, weights, slots)
+        return LayoutMetadata(
+            self.worker.rank, digest, self.worker.ready, weights, slots, heads=heads, common=self._common
+        )
 
     @_contained(_nothing)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -406,13 +425,16 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         weights = [one.weights for one in reported] if len(reported) == ranks else []
         if reported:
             self.scheduler.catalog.limit(min(one.slots for one in reported))
-        self.scheduler.ranks_ready({one.rank: one.ready for one in reported}, weights)
+        common, heads = {one.common for one in reported}, {one.heads for one in reported}
+        self._common = common.pop() if len(common) == 1 else ""
+        agreed = heads.pop() if len(heads) == 1 else ()
+        self.scheduler.ranks_ready({one.rank: one.ready for one in reported}, weights, agreed)
         digest = self.scheduler.weights.digest
         if "layouts" in self._facts and not digest:
             remedy = "tiers are not used: install kvpipe where every process of vLLM finds it"
             warn("weights_not_known", remedy=remedy)
         if self.settings.name and self._claim is None:
-            facts = self._facts | {"weights": digest}
+            facts = self._facts | {"weights": loaded_from(digest).memory}
             self._claim = NameClaim(self.settings.name, facts, self.settings.state_dir)
 
     # ---- scheduler side -------------------------------------------------------------------------------------------

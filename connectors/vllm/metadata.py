@@ -54,12 +54,24 @@ def _unpack(
 class LayoutMetadata(KVConnectorHandshakeMetadata):
     """What one rank says when its caches are there: what its chunks depend on, as digests, and its `ready` slots."""
 
-    def __init__(self, rank: int, digest: str, ready: int, weights: str, slots: int) -> None:
+    def __init__(
+        self,
+        rank: int,
+        digest: str,
+        ready: int,
+        weights: str,
+        slots: int,
+        *,
+        heads: tuple[int, ...] = (),
+        common: str = "",
+    ) -> None:
         """`rank`: of the engine's ranks. `digest`: empty without tiers. `weights`: as loaded; empty: it cannot say.
 
-        `slots`: of its pool, ready or not.
+        `slots`: of its pool, ready or not. `heads`: of each group, see `kvpipe.tiers.parts`. `common`: what its chunks
+        depend on, however many ranks there are; empty: they depend on that.
         """
         self.rank, self.digest, self.ready, self.weights, self.slots = rank, digest, ready, weights, slots
+        self.heads, self.common = heads, common
 
 
 class ReportMetadata(KVConnectorWorkerMetadata):

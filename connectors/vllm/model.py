@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from kvpipe.connectors.vllm.source import Source, end_listening, watch_loading
 from kvpipe.connectors.vllm.wrapping import wrap
 from kvpipe.digest import tensors_digest
 from kvpipe.trace.log import warn
@@ -29,10 +30,11 @@ _PACKED: Final[weakref.WeakKeyDictionary[torch.nn.Module, LayerDigest]] = weakre
 
 
 def watch_packing() -> None:
-    """Read weights that are about to be packed away, from now on. Idempotent; before a model is loaded."""
+    """Read weights that are loaded, or about to be packed away, from now on. Idempotent; before a model is loaded."""
     from vllm.model_executor.model_loader import base_loader  # noqa: PLC0415  (slow)
 
     wrap(base_loader, "process_weights_after_loading", _pack_model)
+    watch_loading(base_loader)
 
 
 def _pack_model(pack: Callable[..., object], model: torch.nn.Module, *args: object, **kwargs: object) -> object:
@@ -82,15 +84,17 @@ class LoadedModel:
         self.roots = [top for top in tops if inside[id(top)]]
         if not wanted or set().union(*inside.values()) != wanted:
             self.roots = []
+        self._source = Source([end_listening(root) for root in self.roots])
         for root in self.roots:
             _watch_root(root, changed)
 
     def digest(self) -> str:
-        """Return which weights these are, now. Nothing: it cannot be said."""
+        """Return which weights these are, now: see `source.loaded_from`. Nothing: it cannot be said."""
         if not self.roots or any(_gone(module) for root in self.roots for module in root.modules()):
             return ""
         reported = sorted(tensors_digest(_named(root)) for root in self.roots)
-        return reported[0] if len(reported) == 1 else tensors_digest((one, torch.empty(0)) for one in reported)
+        memory = reported[0] if len(reported) == 1 else tensors_digest((one, torch.empty(0)) for one in reported)
+        return self._source.told(memory)
 
 
 def _gone(module: torch.nn.Module) -> bool:

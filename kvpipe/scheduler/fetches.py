@@ -112,6 +112,7 @@ class Staging:
             bytes_in_flight_max=bytes_in_flight_max,
             counters=counters,
             new_id=new_id,
+            split=finder.split,
         )
         self.machine, self.transfer_machine = m.STAGE.compile(), job_m.JOB.compile()
         self.names = tuple(tier.name for tier in finder.tiers)
@@ -161,7 +162,8 @@ class Staging:
             for end in (range(units + 1, stop + 1) if kind.state else range(self._per_chunk, stop + 1, self._per_chunk))
             if keys[end - 1] not in self._catalog.index(group)
         )
-        lookup = TierLookup(keys, wanted, groups=self._growing, space=self.space.name, seconds_max=self._lookup_s_max)
+        space, also, seconds_max = self.space.name, self.space.also, self._lookup_s_max
+        lookup = TierLookup(keys, wanted, groups=self._growing, space=space, also=also, seconds_max=seconds_max)
         self._numbers += 1
         stage = Stage(self.machine, self._numbers, request, lookup, self.watch)
         self._stages.add(stage)
@@ -329,7 +331,9 @@ class Staging:
         base = units - 1 if group in self._geometry.states else (units - 1) // self._per_chunk * self._per_chunk
         piece = self._catalog.write(chunk, units - base, key, keep=units - base < self._per_chunk, base=base)
         lookup, name = stage.lookup, chunk_name(key)
-        order = TierOrder(self._new_id(), False, lookup.found[place], chunk.slot, group, units - base, name)  # noqa: FBT003
+        space, split = lookup.elsewhere.get(place, ("", self.finder.split(group)))
+        at = lookup.found[place], chunk.slot, group, units - base
+        order = TierOrder(self._new_id(), False, *at, name, split, space)  # noqa: FBT003
         transfer = self._fetching[group, key] = self._begin_transfer(order, lookup.space, piece)
         self._fetches[order.tier] += 1
         self._due.append(order)

@@ -28,11 +28,16 @@ class Resets:
         *,
         weights: Weights,
         space_of: Callable[[str], str],
+        also_of: Callable[[str], str],
         recovery: Recovery,
         counters: Counters,
         trace: Recorder,
     ) -> None:
-        """`space_of`: the namespace in tiers for the digest of the weights; empty: none yet."""
+        """`space_of`: the namespace in tiers for the digest of the weights; empty: none yet.
+
+        `also_of`: another, in which chunks with the same bytes may be.
+        """
+        self._also_of = also_of
         self._catalog, self._requests, self._staging, self._weights = catalog, requests, staging, weights
         self._space_of, self._recovery, self._counters, self._trace = space_of, recovery, counters, trace
 
@@ -54,6 +59,7 @@ class Resets:
         if self._staging is not None:
             digest = self._weights.digest
             self._staging.space.base = self._space_of(digest) if digest else ""
+            self._staging.space.second = self._also_of(digest) if digest else ""
 
     def _forget(self) -> None:
         """Forget every chunk. Jobs in flight are not published any more."""

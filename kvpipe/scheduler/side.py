@@ -63,6 +63,7 @@ class SchedulerSide:
         published: Published | None = None,
         tiers: Sequence[GuardedTier] = (),
         space_of: Callable[[str], str] = str,
+        also_of: Callable[[str], str] = lambda _: "",
         waits_idle: bool = False,
         trace: Recorder = OFF,
     ) -> None:
@@ -72,8 +73,9 @@ class SchedulerSide:
 
         `recovery`: what the engine needs help with. `published` hears what can be found.
         `tiers`: where to look beyond memory. `space_of`: the namespace there for a digest of the weights, empty as long
-        as there is none. `waits_idle`: a rank may wait for loads in a step that computes nothing: no other rank that
-        computes waits for it.
+        as there is none. `also_of`: another, in which chunks with the same bytes may be.
+        `waits_idle`: a rank may wait for loads in a step that computes nothing: no other rank that computes waits for
+        it.
         """
         self.settings, self.geometry = settings, geometry
         self.counters = counters = Counters()
@@ -113,8 +115,8 @@ class SchedulerSide:
             switches=switches, weights=weights, adapters=adapters, recovery=recovery, counters=counters,
         )  # fmt: skip
         self._resets = Resets(
-            catalog, requests, staging, weights=weights, space_of=space_of, recovery=recovery, counters=counters,
-            trace=trace,
+            catalog, requests, staging, weights=weights, space_of=space_of, also_of=also_of, recovery=recovery,
+            counters=counters, trace=trace,
         )  # fmt: skip
         self._patience_s = settings.stuck_ms_max / 1000 + PATIENCE_S
         self._unreadable: dict[int, frozenset[int]] = {}  # by rank
@@ -154,12 +156,15 @@ class SchedulerSide:
         if self.staging is not None:
             self.staging.watch, self.staging.watch_transfer = self._report.stage_moved, self._report.transfer_moved
 
-    def ranks_ready(self, slots: dict[int, int], weights: Iterable[str]) -> None:
+    def ranks_ready(self, slots: dict[int, int], weights: Iterable[str], heads: Sequence[int] = ()) -> None:
         """Ranks have their caches. `slots`: how many may be used, by rank; `weights`: of all ranks, in their order.
 
-        No `weights`: not all ranks have answered.
+        No `weights`: not all ranks have answered. `heads`: of each group, see `kvpipe.tiers.parts`; none: each rank
+        has parts of its own.
         """
         self.slots_ready(slots)
+        if self.staging is not None:
+            self.staging.finder.heads = tuple(heads)
         told = tuple(weights)
         if told and self.weights.know(told):
             self._resets.weights_changed()

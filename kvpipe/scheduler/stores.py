@@ -56,8 +56,13 @@ class Storing:
         bytes_in_flight_max: int,
         counters: Counters,
         new_id: Callable[[], int],
+        split: Callable[[int], int] = lambda _: 0,
     ) -> None:
-        """`policies`: per tier, which chunks are written. Nothing is offered before `space` has a name."""
+        """`policies`: per tier, which chunks are written. Nothing is offered before `space` has a name.
+
+        `split`: how many parts a group's chunks have.
+        """
+        self._split = split
         self._catalog, self._space, self._policies = catalog, space, policies
         self._counters, self._new_id, self._per_chunk = counters, new_id, geometry.units_per_chunk
         self._states = geometry.states
@@ -121,7 +126,8 @@ class Storing:
                 self._counters["store_dropped_evicted"] += 1
             else:
                 chunk, name = offer.chunk, chunk_name(offer.key)
-                order = TierOrder(self._new_id(), True, place[0], chunk.slot, chunk.group, offer.units, name)  # noqa: FBT003
+                at = place[0], chunk.slot, chunk.group, offer.units
+                order = TierOrder(self._new_id(), True, *at, name, self._split(chunk.group))  # noqa: FBT003
                 owner = self.under_way[order.id] = Owner(STORES, order.id)
                 due.append(order)
                 self._catalog.lease(owner, [chunk])

@@ -36,11 +36,11 @@ class TierFullError(TierError):
 
 
 class Key(NamedTuple):
-    """One rank's part of one chunk. Every field has a mark of its own in the text: a new one cannot be misread.
+    """One part of one chunk. Every field has a mark of its own in the text: a new one cannot be misread.
 
     `namespace`: 32 hex digits, what the bytes depend on beside the tokens (weights, dtype, layout, ranks …).
     `chunk`: hash of the token prefix up to the chunk's end, 16 to 64 bytes.
-    `group`: KV cache group.
+    `group`: KV cache group. `rank`, `ranks`: which part, of how many (`kvpipe.tiers.parts`).
     """
 
     namespace: str

@@ -6,10 +6,11 @@ and is reported once, when nothing touches its slot any more.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final, NamedTuple
 
 import anyio
 import numpy as np
@@ -21,6 +22,7 @@ from kvpipe.statemachine.core import Cursor, Edge, State
 from kvpipe.tiers.base import ALIGN_BYTES, Get, Key, Put, Read, TierError, blocking
 from kvpipe.tiers.envelope import HEADER_BYTES, DamagedError, pages
 from kvpipe.tiers.guard import READ, WRITE, GuardedTier
+from kvpipe.tiers.parts import Share, Slice, mark_key, part_of, slices, split_of, writes
 from kvpipe.tiers.thread import TierThread
 from kvpipe.trace.log import Counters
 from kvpipe.trace.recorder import OFF, Recorder
@@ -30,6 +32,10 @@ TIMEOUTS_MAX: Final = 10
 """A value takes at most so many of its tier's `timeout_ms_max`, however slowly its bytes trickle."""
 DRAIN_S_MAX: Final = 5.0
 """For how long a shutdown waits for chunks that are on their way to a tier."""
+SPARE_BODIES_MAX: Final = 4
+"""So much memory for parts of other splits is kept for the next ones."""
+MARK_S: Final = 60.0
+"""So often it is said anew in a tier that chunks of this split are there, as long as some are written."""
 
 _Item = tuple[TierOrder, str, int]
 """What is to be carried, in which namespace, in which step."""
@@ -59,6 +65,11 @@ class Bodies:
         """Bytes of the body of `units` units, padding included."""
         return -(-self._geometry.groups[group].bytes_per_block * self._pages(group, units) // ALIGN_BYTES) * ALIGN_BYTES
 
+    def size_of(self, group: int, units: int, split: int, theirs: int) -> int:
+        """Bytes of the body of one of `theirs` parts, where this rank's is one of `split`."""
+        used = self._geometry.groups[group].bytes_per_block * self._pages(group, units) * split // theirs
+        return -(-used // ALIGN_BYTES) * ALIGN_BYTES
+
     def whole(self, units: int) -> bool:
         """Whether so many units are a whole chunk."""
         return units == self._geometry.units_per_chunk
@@ -87,6 +98,17 @@ class Bodies:
         for mine, theirs in self._stretches(slot, group, units):
             theirs[:] = flat[mine]
 
+    def merge(self, body: memoryview, order: TierOrder, share: Share, split: int, one: Slice) -> None:
+        """Put those heads of a body of another split that are in this rank's part where they belong in the slot."""
+        flat: Bytes = np.frombuffer(body, np.uint8)
+        at, pages = 0, self._pages(order.group, order.units)
+        stretches = self._stretches(order.slot, order.group, order.units)
+        for rows, (_, mine) in zip(share.rows, stretches, strict=True):
+            size = len(mine) * split // order.split
+            theirs = flat[at : at + size].reshape(pages * rows, share.heads // order.split, -1)
+            mine.reshape(pages * rows, share.heads // split, -1)[:, one.mine] = theirs[:, one.theirs]
+            at += size
+
     def _pages(self, group: int, units: int) -> int:
         return self._geometry.pages_per_unit[group] * units
 
@@ -112,13 +134,18 @@ class Carrier(TierThread[_Item]):
         rank: int,
         ranks: int,
         counters: Counters,
+        shares: Sequence[Share] = (),
         cpus: frozenset[int] = frozenset(),
         trace: Recorder = OFF,
     ) -> None:
-        """Start the thread, on `cpus` if any are given."""
+        """Start the thread, on `cpus` if any are given. `shares`: of each group; none: all are bound to the layout."""
         self.machine = m.CARRY.compile()
         self._bodies = Bodies(geometry, pool)
         self._rank, self._ranks, self.counters, self._trace = rank, ranks, counters, trace
+        self._shares = tuple(shares) or (Share(),) * len(geometry.groups)
+        self._split = tuple(split_of(share.heads, ranks) for share in self._shares)
+        self._spare: deque[memoryview] = deque(maxlen=SPARE_BODIES_MAX)
+        self._marked: dict[tuple[int, str], float] = {}
         self._turns = [{use: anyio.CapacityLimiter(tier.spec.lanes) for use in (READ, WRITE)} for tier in tiers]
         self._threads = anyio.CapacityLimiter(4)
         self._outbox: deque[Carried] = deque()
@@ -135,7 +162,7 @@ class Carrier(TierThread[_Item]):
         for order in orders:
             self._open[order.id] = order
             self._stores_begun += order.stores
-            self._begin((order, space, step))
+            self._begin((order, order.space or space, step))
 
     def collect(self) -> list[Carried]:
         """Return how orders ended since the last call, each exactly once."""
@@ -176,7 +203,6 @@ class Carrier(TierThread[_Item]):
         try:
             tier = self.tiers[order.tier]  # fails on a rank that has fewer
             use, move = (WRITE, self._store) if order.stores else (READ, self._fetch)
-            key = Key(space, order.chunk, order.group, self._rank, self._ranks)
             turns = self._turns[order.tier][use]
             with anyio.move_on_after(tier.timeout_s * TIMEOUTS_MAX):
                 await turns.acquire_on_behalf_of(cursor)
@@ -187,7 +213,7 @@ class Carrier(TierThread[_Item]):
                 cursor.fire(m.REFUSE, "the breaker is open")
             else:
                 cursor.fire(m.BEGIN)
-                await self._try(cursor, tier, use, order, key, move)
+                await self._try(cursor, tier, use, functools.partial(move, tier, order, space))
         except Exception as error:  # noqa: BLE001  (a bug of ours or a tier's: this order has failed, others go on)
             self.counters.fault("carry_failed", order=order.id, error=repr(error))
             if not cursor.state.final:
@@ -205,13 +231,13 @@ class Carrier(TierThread[_Item]):
         self._ended += 1
 
     async def _try(
-        self, cursor: Cursor, tier: GuardedTier, use: str, order: TierOrder, key: Key, move: Callable[..., Any]
+        self, cursor: Cursor, tier: GuardedTier, use: str, move: Callable[[], Awaitable[tuple[str, int]]]
     ) -> None:
         began = time.monotonic()
         try:
             with anyio.fail_after(tier.timeout_s * TIMEOUTS_MAX):
                 await tier.ready()
-                why = await move(tier, order, key)
+                why, moved = await move()
         except TimeoutError:
             self._failed(cursor, tier, use, "it took too long", slow=True)
             return
@@ -224,7 +250,7 @@ class Carrier(TierThread[_Item]):
         if why:
             cursor.fire(m.MISS, why)
             return
-        self.bytes[tier.name, use] += self._bodies.size(order.group, order.units)
+        self.bytes[tier.name, use] += moved
         cursor.fire(m.DONE)
 
     def _failed(self, cursor: Cursor, tier: GuardedTier, use: str, why: str, *, slow: bool = False) -> None:
@@ -232,12 +258,47 @@ class Carrier(TierThread[_Item]):
         self.counters.fault("tier_failed", tier=tier.name, use=use, why=why)
         tier.fault(use, why, slow=slow)
 
-    async def _fetch(self, tier: GuardedTier, order: TierOrder, key: Key) -> str:
-        """Bring a chunk into its slot. Returns why it was not there, or nothing."""
+    async def _fetch(self, tier: GuardedTier, order: TierOrder, space: str) -> tuple[str, int]:
+        """Bring a chunk into its slot. Returns why it was not there, or nothing, and how many bytes were read."""
         bodies, (slot, group, units) = self._bodies, (order.slot, order.group, order.units)
-        whole, header = bodies.whole(units), pages(HEADER_BYTES)
+        if order.split not in {0, self._split[group]}:
+            return await self._fetch_other(tier, order, space)
+        whole = bodies.whole(units)
         body = bodies.of(slot, group, units) if whole else pages(bodies.size(group, units))
-        read, name = Read.MISS, key
+        why = await self._read(tier, self._key(order, space), units, body)
+        if not why and not whole:
+            bodies.scatter(body, slot, group, units)
+        return why, body.nbytes
+
+    async def _fetch_other(self, tier: GuardedTier, order: TierOrder, space: str) -> tuple[str, int]:
+        """Bring a chunk that other ranks' parts make up: of each that has any of this rank's heads, all is read."""
+        share, split, read = self._shares[order.group], self._split[order.group], 0
+        if not split or share.heads % order.split:
+            return "another layout", 0
+        part, _ = part_of(split, self._rank, self._ranks)
+        for one in slices(share.heads, split, order.split, part):
+            key = Key(space, order.chunk, order.group, one.part, order.split)
+            body = self._room(self._bodies.size_of(order.group, order.units, split, order.split))
+            why = await self._read(tier, key, order.units, body)
+            if why:
+                return why, 0
+            merge = functools.partial(self._bodies.merge, body, order, share, split, one)
+            await blocking(self._threads, merge)
+            self._spare.append(body)
+            read += body.nbytes
+        return "", read
+
+    def _room(self, size: int) -> memoryview:
+        """Return memory for a body: what was used before, for new pages cost as much as their bytes."""
+        while self._spare:
+            body = self._spare.pop()
+            if body.nbytes == size:
+                return body
+        return pages(size)
+
+    async def _read(self, tier: GuardedTier, key: Key, units: int, body: memoryview) -> str:
+        """Read one value, and check it. Returns why it was not there, or nothing."""
+        header, read, name = pages(HEADER_BYTES), Read.MISS, key
         for name in tier.sealer.names(key):
             (read,) = await tier.read([Get(name, (header, body))])
             if read is not Read.MISS:
@@ -252,16 +313,33 @@ class Carrier(TierThread[_Item]):
             self.counters.fault("chunk_damaged", tier=tier.name, why=why)
             if WRITE in tier.breakers and tier.spec.store != "never":
                 await tier.delete([name])
-        if not why and not whole:
-            bodies.scatter(body, slot, group, units)
         return why
 
-    async def _store(self, tier: GuardedTier, order: TierOrder, key: Key) -> str:
-        """Write a chunk. Returns nothing: it is there now."""
-        body, name = self._bodies.gather(order.slot, order.group, order.units), tier.sealer.names(key)[0]
-        parts = await blocking(self._threads, lambda: tier.sealer.seal(name, order.units, body))
+    async def _store(self, tier: GuardedTier, order: TierOrder, space: str) -> tuple[str, int]:
+        """Write a chunk, unless another rank that holds the same does. Returns nothing, and how many bytes it was."""
+        if order.split and self._rank == 0:
+            await self._mark(tier, order.tier, space)
+        if not writes(order.split, self._rank, self._ranks, order.chunk):
+            return "", 0
+        body = self._bodies.gather(order.slot, order.group, order.units)
+        await self._write(tier, self._key(order, space), order.units, body)
+        return "", body.nbytes
+
+    async def _mark(self, tier: GuardedTier, place: int, space: str) -> None:
+        """Say in a tier that it has chunks of this split, for those who look for others than their own."""
+        now_s = time.monotonic()
+        if all(self._split) and now_s - self._marked.get((place, space), -MARK_S) >= MARK_S:
+            await self._write(tier, mark_key(space, self._split), 0, pages(ALIGN_BYTES))
+            self._marked = {at: one for at, one in self._marked.items() if at[0] != place} | {(place, space): now_s}
+
+    async def _write(self, tier: GuardedTier, key: Key, units: int, body: memoryview) -> None:
+        name = tier.sealer.names(key)[0]
+        parts = await blocking(self._threads, lambda: tier.sealer.seal(name, units, body))
         await tier.write([Put(name, parts)])
-        return ""
+
+    def _key(self, order: TierOrder, space: str) -> Key:
+        part, parts = part_of(order.split, self._rank, self._ranks)
+        return Key(space, order.chunk, order.group, part, parts)
 
     # ---- what is told ---------------------------------------------------------------------------------------------
 

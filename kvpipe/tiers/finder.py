@@ -10,14 +10,20 @@ import anyio
 
 from kvpipe.tiers.base import Key, Listed, TierError
 from kvpipe.tiers.guard import FIND, GuardedTier
+from kvpipe.tiers.parts import BOUND, mark_key, part_keys, split_of, splits
 from kvpipe.tiers.thread import TierThread
 
 KEYS_PER_CALL_MAX = 4096
 STOP_S_MAX = 5.0
 LOOKUPS_MAX = 256
 """Lookups under way at once; more wait, at most until their deadline."""
+SPLITS_S = 10.0
+"""For so long the answer holds which other splits a tier has; it is asked for only where something is missing."""
 NAME_BYTES = 32
 """Of a chunk's name, as of vLLM's hashes."""
+
+Elsewhere = tuple[str, tuple[int, ...]]
+"""A namespace, and in how many parts, by group, its chunks may be there."""
 
 Place = tuple[int, int]
 """A cache group, and the units of the prefix that a chunk ends at."""
@@ -27,7 +33,7 @@ class TierLookup:
     """One question. The scheduler's thread makes it, and reads the answer once it is `done`."""
 
     __slots__ = (
-        "deadline_s", "done", "down", "found", "groups", "keys", "seconds_max", "space", "wanted",
+        "also", "deadline_s", "done", "down", "elsewhere", "found", "groups", "keys", "seconds_max", "space", "wanted",
     )  # fmt: skip
 
     def __init__(
@@ -38,16 +44,19 @@ class TierLookup:
         groups: Sequence[int],
         space: str,
         seconds_max: float,
+        also: str = "",
     ) -> None:
         """`keys[u]`: hash of the first u + 1 units. `wanted`: whole chunks that are not in memory.
 
-        `groups`: those whose last chunk may be shorter.
+        `groups`: those whose last chunk may be shorter. `also`: another namespace with chunks of the same bytes.
         `seconds_max`: for how long the request waits; until `deadline_s`, by the monotonic clock.
         """
-        self.keys, self.wanted, self.groups, self.space = keys, wanted, groups, space
+        self.keys, self.wanted, self.groups, self.space, self.also = keys, wanted, groups, space, also
         self.seconds_max, self.deadline_s = seconds_max, time.monotonic() + seconds_max
         self.found: dict[Place, int] = {}
         """In which tier, by its place in the order, each place that was found is."""
+        self.elsewhere: dict[Place, tuple[str, int]] = {}
+        """In which namespace, and in how many parts, where that is not as this engine stores it."""
         self.down = False  # a tier could not be asked
         self.done = False  # written last
 
@@ -67,6 +76,9 @@ class Finder(TierThread[TierLookup]):
         self._ranks, self._per_chunk, self._fault = ranks, units_per_chunk, fault
         self.unreadable: frozenset[int] = frozenset()
         """Tiers, by their places, that some rank leaves alone. Set by the scheduler's thread."""
+        self.heads: tuple[int, ...] = ()
+        """Of each group, over all ranks; see `kvpipe.tiers.parts`. Set by the scheduler's thread before any lookup."""
+        self._others: dict[tuple[int, str], tuple[float, list[Elsewhere]]] = {}
         self._limit = anyio.Semaphore(LOOKUPS_MAX)
         super().__init__("kvpipe-finder", tiers)
 
@@ -78,11 +90,15 @@ class Finder(TierThread[TierLookup]):
         """Every rank has stored a chunk in the tier at `place`: it can be found at once."""
         guard = self.tiers[place]
         if isinstance(guard.tier, Listed):
-            keys = (Key(space, chunk, group, rank, self._ranks) for rank in range(self._ranks))
+            keys = part_keys(space, chunk, group, self.split(group), self._ranks)
             try:
                 guard.tier.stored([guard.sealer.names(key)[0] for key in keys])
             except Exception as error:  # noqa: BLE001  (a bug of the tier's: what it does not list is a miss)
                 self._fault(guard.name, FIND, repr(error))
+
+    def split(self, group: int) -> int:
+        """Return how many parts this engine makes of the group's chunks; see `kvpipe.tiers.parts`."""
+        return split_of(self.heads[group], self._ranks) if self.heads else BOUND
 
     @property
     def usable(self) -> bool:
@@ -132,14 +148,43 @@ class Finder(TierThread[TierLookup]):
             if not self._asks(index) or not await self._ready(tier, lookup):
                 lookup.down = True
                 continue
-            count = max(1, KEYS_PER_CALL_MAX // (self._ranks * tier.sealer.ways))
-            for first in range(0, len(left), count):
-                part = left[first : first + count]
-                there = await self._exists(tier, lookup, part)
-                if there is None:
-                    lookup.down = True
-                    break
-                lookup.found.update(dict.fromkeys(there, index))
+            own = {group: self.split(group) for group, _ in left}
+            await self._find_in(index, lookup, left, lookup.space, own)
+            left = [place for place in left if place not in lookup.found]
+            for space, split in await self._elsewhere(index, lookup) if left else ():
+                other = [(group, units) for group, units in left if (space, split[group]) != (lookup.space, own[group])]
+                await self._find_in(index, lookup, other, space, dict(enumerate(split)))
+                lookup.elsewhere.update((place, (space, split[place[0]])) for place in other if place in lookup.found)
+                left = [place for place in left if place not in lookup.found]
+
+    async def _find_in(
+        self, index: int, lookup: TierLookup, places: list[Place], space: str, split: dict[int, int]
+    ) -> None:
+        """Find the chunks of `places` that the tier at `index` has, in a namespace, in so many parts, by group."""
+        tier = self.tiers[index]
+        parts = max((split[group] or self._ranks for group, _ in places), default=1)
+        count = max(1, KEYS_PER_CALL_MAX // (parts * tier.sealer.ways))
+        for first in range(0, len(places), count):
+            there = await self._exists(tier, lookup, places[first : first + count], space, split)
+            if there is None:
+                lookup.down = True
+                return
+            lookup.found.update(dict.fromkeys(there, index))
+
+    async def _elsewhere(self, index: int, lookup: TierLookup) -> list[Elsewhere]:
+        """Return where else than under its own names this engine's chunks may be in the tier at `index`."""
+        tier, place, now_s = self.tiers[index], (index, lookup.space), time.monotonic()
+        asked_s, known = self._others.get(place, (-SPLITS_S, []))
+        own = tuple(self.split(group) for group in range(len(self.heads)))
+        candidates = [(lookup.space, split) for split in splits(self.heads, self._ranks)]
+        candidates += [(lookup.also, own)] if lookup.also and own else []
+        if not candidates or now_s - asked_s < SPLITS_S:
+            return known
+        there = await self._have(tier, lookup, [tier.sealer.names(mark_key(*one)) for one in candidates])
+        if there is not None:
+            known = [one for one, is_there in zip(candidates, there, strict=True) if is_there]
+            self._others = {place: (now_s, known)} | {at: one for at, one in self._others.items() if at[0] != index}
+        return known
 
     async def _ready(self, tier: GuardedTier, lookup: TierLookup) -> bool:
         """Wait a while for a tier that is still being opened: others are to be asked too."""
@@ -150,14 +195,25 @@ class Finder(TierThread[TierLookup]):
             self._failed(tier, "it is still being opened")
         return not waited.cancelled_caught
 
-    async def _exists(self, tier: GuardedTier, lookup: TierLookup, places: Sequence[Place]) -> list[Place] | None:
-        """Return those of `places` that `tier` holds for every rank; None: it could not be asked."""
+    async def _exists(
+        self, tier: GuardedTier, lookup: TierLookup, places: Sequence[Place], space: str, split: dict[int, int]
+    ) -> list[Place] | None:
+        """Return those of `places` of which `tier` holds every part; None: it could not be asked."""
+        names, owners = list[tuple[Key, ...]](), list[Place]()
+        for group, units in places:
+            chunk = chunk_name(lookup.keys[units - 1])
+            keys = part_keys(space, chunk, group, split[group], self._ranks)
+            names += map(tier.sealer.names, keys)
+            owners += [(group, units)] * len(keys)
+        there = await self._have(tier, lookup, names)
+        if there is None:
+            return None
+        missing = {place for place, is_there in zip(owners, there, strict=True) if not is_there}
+        return [place for place in places if place not in missing]
+
+    async def _have(self, tier: GuardedTier, lookup: TierLookup, names: list[tuple[Key, ...]]) -> list[bool] | None:
+        """Return which values `tier` holds, each under one of its names; None: it could not be asked."""
         left_s = lookup.deadline_s - time.monotonic()
-        names = [
-            tier.sealer.names(Key(lookup.space, chunk_name(lookup.keys[units - 1]), group, rank, self._ranks))
-            for group, units in places
-            for rank in range(self._ranks)
-        ]
         if left_s <= 0:  # spent on others
             return None
         try:
@@ -170,9 +226,8 @@ class Finder(TierThread[TierLookup]):
             self._failed(tier, str(error))
             return None
         tier.breakers[FIND].ok()
-        ways, ranks = tier.sealer.ways, self._ranks
-        parts = [any(there[at : at + ways]) for at in range(0, len(there), ways)]
-        return [place for i, place in enumerate(places) if all(parts[i * ranks : (i + 1) * ranks])]
+        ways = tier.sealer.ways
+        return [any(there[at : at + ways]) for at in range(0, len(there), ways)]
 
     def _failed(self, tier: GuardedTier, why: str, *, slow: bool = False) -> None:
         self._fault(tier.name, FIND, why)

@@ -15,6 +15,7 @@ class Namespace:
     def __init__(self) -> None:
         """Nothing is known."""
         self.base = ""
+        self.second = ""
         self._own = ""
 
     @property
@@ -23,6 +24,11 @@ class Namespace:
         if not self.base or not self._own:
             return self.base
         return hashlib.sha256(f"{self.base}{self._own}".encode()).hexdigest()[:32]
+
+    @property
+    def also(self) -> str:
+        """Where chunks with the same bytes may be, too; or nothing."""
+        return "" if self._own or not self.base or self.second == self.base else self.second
 
     def renew(self) -> None:
         """Never again share what was kept so far, also where `base` becomes known only later."""

@@ -16,6 +16,7 @@ from kvpipe.geometry import Geometry
 from kvpipe.messages import Kind, Outcome, Report, StepPlan, Tally
 from kvpipe.tiers.carrier import Carrier
 from kvpipe.tiers.guard import GuardedTier
+from kvpipe.tiers.parts import Share
 from kvpipe.trace.events import PoolReady, PoolShort, StepRan, TierLost
 from kvpipe.trace.log import Counters
 from kvpipe.trace.recorder import OFF, Recorder
@@ -54,6 +55,8 @@ class WorkerSide:
         self.guard_tiers: Callable[[], Sequence[GuardedTier]] = tuple
         self.carrier: Carrier | None = None
         self.rank, self.ranks = 0, 1
+        self.shares: tuple[Share, ...] = ()
+        """How each group's KV lies over the ranks. Known before the caches are registered, or not at all."""
         self.weigh: Callable[[], str] = str  # which weights this rank has; nothing: it cannot say
         self._weighed: tuple[int, str] | None = None
         self._unreadable: frozenset[int] = frozenset()
@@ -170,6 +173,7 @@ class WorkerSide:
                 pool,
                 rank=self.rank,
                 ranks=self.ranks,
+                shares=self.shares,
                 counters=self.counters,
                 cpus=spare_cpus(),
                 trace=self.trace,

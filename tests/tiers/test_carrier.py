@@ -17,10 +17,11 @@ import torch
 from kvpipe.geometry import Geometry, Group, Layer
 from kvpipe.messages import TierOrder
 from kvpipe.testing.held_tier import DictSpec, HeldTier
-from kvpipe.tiers import guard
+from kvpipe.tiers import carrier, guard
 from kvpipe.tiers.base import Get, Read, Tier, blocking
 from kvpipe.tiers.carrier import Carried, Carrier
 from kvpipe.tiers.guard import FAULTS_MAX, READ, WRITE, GuardedTier, guarded
+from kvpipe.tiers.parts import Share, mark_key
 from kvpipe.trace.log import Counters
 from kvpipe.transfer.pool import HostPool
 
@@ -35,18 +36,24 @@ WAIT_S = 20.0
 class Rank:
     """One rank's pool and carrier, over tiers that the test holds."""
 
-    def __init__(self, tiers: Sequence[Tier], **spec: Any) -> None:
+    def __init__(
+        self, tiers: Sequence[Tier], shares: tuple[Share, ...] = (), place: int = 0, ranks: int = 1, **spec: Any
+    ) -> None:
         """`spec`: keys of every tier."""
         self.pool, self.counters = HostPool(GEOMETRY), Counters()
         reported = DictSpec.model_validate({"timeout_ms_max": 60_000} | spec)
         self.tiers: list[GuardedTier] = guarded([(tier.name, reported, tier) for tier in tiers], (READ, WRITE))
-        self.carrier = Carrier(self.tiers, GEOMETRY, self.pool, rank=0, ranks=1, counters=self.counters)
+        self.carrier = Carrier(
+            self.tiers, GEOMETRY, self.pool, rank=place, ranks=ranks, counters=self.counters, shares=shares
+        )
         self._ids = 0
 
-    def carry(self, *, stores: bool, slot: int, units: int = 4, tier: int = 0, group: int = 0) -> TierOrder:
+    def carry(
+        self, *, stores: bool, slot: int, units: int = 4, tier: int = 0, group: int = 0, split: int = 0
+    ) -> TierOrder:
         """Order one chunk."""
         self._ids += 1
-        order = TierOrder(self._ids, stores, tier, slot, group, units, CHUNK)
+        order = TierOrder(self._ids, stores, tier, slot, group, units, CHUNK, split)
         self.carrier.begin([order], SPACE, 1)
         return order
 
@@ -108,6 +115,44 @@ def test_a_chunk_comes_back(units: int, group: int, encrypted: bool, monkeypatch
         assert (bytes(was[:PAGE].numpy().tobytes()) in value) == (not encrypted)
         if not encrypted:
             assert not any(value[4096 + at :]), "somebody else's bytes in the padding"
+
+
+def test_a_part_of_another_layout() -> None:
+    """Of heads that another number of ranks has stored a rank takes its own; one that cannot tell which has a miss."""
+    tier = HeldTier()
+    knows, does_not = (Share(4, (1, 1)), Share(4, (1,))), ()
+    for split, shares in ((1, knows), (1, does_not), (3, knows)):
+        with _rank(tier, shares=shares, ranks=2) as rank:
+            rank.carry(stores=False, slot=0, split=split)
+            assert rank.ended() == [False]
+            assert not rank.counters.faults
+    with _rank(tier, shares=knows, ranks=1) as rank:
+        was = rank.fill(0, 1)
+        rank.carry(stores=True, slot=0, split=1)
+        assert rank.ended() == [True]
+        assert len(tier.values) == 2
+        assert mark_key(SPACE, (1, 1)).text in tier.values
+    with _rank(tier, shares=(Share(8, (1, 1)), Share(8, (1,))), ranks=2) as rank:
+        rank.carry(stores=False, slot=0, split=1)
+        assert rank.ended() == [False]
+        assert rank.counters.faults == {"chunk_damaged": 1}
+    assert was.any()
+
+
+def test_a_marker_is_written_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first store says which split is there, others only after a while; in each namespace; rank 0 alone."""
+    tier, key = HeldTier(), mark_key(SPACE, (1, 1)).text
+    shares = Share(4, (1, 1)), Share(4, (1,))
+    with _rank(tier, shares=shares) as rank:
+        for number, seconds in enumerate((60.0, 60.0, 0.0)):
+            monkeypatch.setattr(carrier, "MARK_S", seconds)
+            rank.carry(stores=True, slot=number, split=1)
+            assert rank.ended() == [True]
+            assert (tier.values.pop(key, None) is not None) == (number != 1)
+    with _rank(tier, shares=(Share(1, (1, 1)), Share(1, (1,))), ranks=2, place=1) as rank:
+        rank.carry(stores=True, slot=0, split=1)
+        assert rank.ended() == [True]
+        assert mark_key(SPACE, (1, 1)).text not in tier.values
 
 
 def test_what_is_not_there() -> None:

@@ -11,6 +11,7 @@ from kvpipe.testing.held_tier import DictSpec, HeldTier
 from kvpipe.tiers.base import Key
 from kvpipe.tiers.finder import Finder, Place, TierLookup, chunk_name
 from kvpipe.tiers.guard import FAULTS_MAX, FIND, guarded
+from kvpipe.tiers.parts import mark_key
 
 SPACE, WAIT_S, PER_CHUNK = "1" * 32, 20.0, 4
 KEYS = [bytes([unit]) * 32 for unit in range(14)]
@@ -71,6 +72,65 @@ def test_every_rank_must_have_its_part() -> None:
     _hold(tier, 8, rank=1, ranks=3)
     with _finder(tier, ranks=3) as finder:
         assert _ask(finder).found == {(0, 4): 0}
+
+
+def _mark(tier: HeldTier, space: str, *split: int) -> None:
+    tier.values[mark_key(space, split).text] = b""
+
+
+class Counting(HeldTier):
+    """Remembers what it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[list[str]] = []
+
+    async def exists(self, keys: Sequence[Key]) -> list[bool]:
+        """See `Tier.exists`."""
+        self.asked.append([key.text for key in keys])
+        return await super().exists(keys)
+
+
+def test_what_other_numbers_of_ranks_have_stored() -> None:
+    """It is found, with how many parts it has, where a marker says that there is such, and in the namespace beside."""
+    tier, other = HeldTier(), "2" * 32
+    for rank in range(2):
+        _hold(tier, 4, rank=rank, ranks=2)
+    _hold(tier, 8)
+    tier.values[Key(other, chunk_name(KEYS[11]), 0, 0, 1).text] = b""
+    with _finder(tier) as finder:
+        finder.heads = (4,)
+        assert _ask(finder, also=other).found == {(0, 8): 0}
+    _mark(tier, SPACE, 2)
+    _mark(tier, other, 1)
+    with _finder(tier) as finder:
+        finder.heads = (4,)
+        lookup = _ask(finder, also=other)
+        assert lookup.found == dict.fromkeys(WHOLE, 0)
+        assert lookup.elsewhere == {(0, 4): (SPACE, 2), (0, 12): (other, 1)}
+    with _finder(tier) as finder:  # bound to its layout: others' names are not its own
+        assert _ask(finder, also=other).found == {(0, 8): 0}
+
+
+def test_who_knows_one_layout_pays_for_one() -> None:
+    """Nobody asks for other splits who finds all, nor twice in a while; nor for any, where no other number would do."""
+    tier = Counting()
+    _hold(tier, *range(4, 15))
+    with _finder(tier) as finder:
+        finder.heads = (4,)
+        assert len(_ask(finder).found) == 5
+        assert len(tier.asked) == 2
+        tier.values.clear()
+        tier.asked.clear()
+        for _ in range(3):
+            _ask(finder)
+        marks = {mark_key(SPACE, (split,)).text for split in (2, 4)}
+        assert [len(asked) for asked in tier.asked if marks & {*asked}] == [2]
+        assert len(tier.asked) == 1 + 2 * 3
+        finder.heads = (1,)
+        tier.asked.clear()
+        _ask(finder, space="3" * 32)
+        assert len(tier.asked) == 2
 
 
 def test_groups_do_not_meet() -> None:

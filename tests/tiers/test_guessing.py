@@ -45,7 +45,8 @@ def world(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 @contextmanager
 def rank(world: TierWorld, variable: str) -> Iterator[Rank]:
     """A rank that encrypts with what `variable` holds, or not at all."""
-    made = Rank([world.make()], **({"encryption_key_env": variable} if variable else {}))
+    spec: dict[str, Any] = {"encryption_key_env": variable} if variable else {}
+    made = Rank([world.make()], **spec)
     try:
         yield made
     finally:

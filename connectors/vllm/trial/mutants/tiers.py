@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from kvpipe.connectors.vllm.trial.mutants.base import STAGING, STORING, Mutant, Patch, one
 
+OTHER_LAYOUT = "property_tests/test_layouts.py::test_what_one_layout_has_stored_another_finds"
+
 MUTANTS: dict[str, Mutant] = {
     "fetch_believed": Mutant(
         "A fetched chunk is published though a rank could not bring it.",
@@ -51,16 +53,16 @@ MUTANTS: dict[str, Mutant] = {
     "parts_not_told_apart": Mutant(
         "All ranks write their parts of a chunk under one name.",
         (
-            Patch("kvpipe.tiers.carrier:Carrier", "_work", "order.group, self._rank,", "order.group, 0,"),
-            Patch("kvpipe.tiers.finder:Finder", "_exists", "group, rank, self._ranks)", "group, 0, self._ranks)"),
+            Patch("kvpipe.tiers.parts", "part_of", "(rank, ranks)", "(0, ranks)"),
+            Patch("kvpipe.tiers.parts", "part_keys", "group, part, parts)", "group, 0, parts)"),
         ),
         "two-tiers",
     ),
     "groups_not_told_apart": Mutant(
         "All cache groups write their chunks under one name.",
         (
-            Patch("kvpipe.tiers.carrier:Carrier", "_work", "order.chunk, order.group, self", "order.chunk, 0, self"),
-            Patch("kvpipe.tiers.finder:Finder", "_exists", "group, rank, self._ranks)", "0, rank, self._ranks)"),
+            Patch("kvpipe.tiers.carrier:Carrier", "_key", "order.chunk, order.group, part", "order.chunk, 0, part"),
+            Patch("kvpipe.tiers.parts", "part_keys", "chunk, group, part", "chunk, 0, part"),
         ),
         "tier-hybrid",
         "findable_chunks_are_whole_and_true",
@@ -69,5 +71,20 @@ MUTANTS: dict[str, Mutant] = {
         "Who only looks at a disk keeps the key of every file that was ever there.",
         one("kvpipe.tiers.disk.index:Index", "_forget", "self._unsorted.pop(key, None)", "pass"),
         test="tests/tiers/test_disk_index.py::test_what_others_deleted_is_not_held",
+    ),
+    "heads_of_the_next_rank": Mutant(
+        "A rank takes the heads of its neighbour from what another layout has stored.",
+        one(
+            "kvpipe.tiers.parts",
+            "slices",
+            "part * mine, (part + 1)",
+            "(part + 1) % split * mine, ((part + 1) % split + 1)",
+        ),
+        test=OTHER_LAYOUT,
+    ),
+    "alike_stored_twice": Mutant(
+        "What ranks hold alike is stored by each of them.",
+        one("kvpipe.tiers.parts", "writes", "rank % copies == chunk[-1] % copies", "True"),
+        test=OTHER_LAYOUT,
     ),
 }

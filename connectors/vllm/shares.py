@@ -1,0 +1,151 @@
+"""How each cache group's KV lies over tensor-parallel ranks, where that can be told for certain, and under which name.
+
+Whatever is not recognised is bound to its layout: no other number of ranks finds it. Heads are those of the layer that
+makes queries, keys and values, in the model itself: no configuration is believed. As in vLLM's own canonical mapping
+(`kv_connector/v1/offloading/canonical_mapping.py`), pages keep the order and encoding of their attention backend, which
+are part of the name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+from vllm import envs
+from vllm.model_executor.layers.linear import QKVParallelLinear
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+
+from kvpipe.connectors.vllm import models
+from kvpipe.geometry import Geometry, Layer
+from kvpipe.tiers.parts import Share, split_of
+from kvpipe.transfer.layouts import Paged
+
+if TYPE_CHECKING:
+    from vllm.config import ParallelConfig, VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+_SPREAD: Final = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+_OF_THE_LAYOUT: Final = ("tensor_parallel_size", "ranks", "groups", "layouts", "weights")
+"""What an engine's facts say of its ranks."""
+
+_BOUND: Final = Share()
+
+
+class CacheLayer(NamedTuple):
+    """One layer's cache on this rank, and its order, by vLLM's name."""
+
+    layer: Layer
+    spec: KVCacheSpec
+    cache: Paged
+    order: str
+
+    @property
+    def rows(self) -> int:
+        """Runs of one head's bytes in a page; 0: it is not known."""
+        if self.order.endswith("HNC") and self.cache.lies(1, 2, 3):
+            return self.cache.split
+        if self.order.endswith("NHC") and self.cache.lies(2, 1, 3):
+            return self.cache.split * self.cache.shape[2]
+        return 0
+
+    @property
+    def dense(self) -> bool:
+        """Whether a page is the KV of its heads and nothing else."""
+        return self.cache.page * self.cache.split * self.cache.itemsize == self.layer.page_bytes
+
+
+def shares(
+    config: VllmConfig,
+    cache: KVCacheConfig,
+    geometry: Geometry,
+    caches: dict[str, torch.Tensor],
+    roots: Iterable[torch.nn.Module],
+) -> tuple[Share, ...]:
+    """Return how each group lies over the ranks. `caches`: this rank's, by layer. `roots`: the models it has loaded."""
+    parallel, out = config.parallel_config, []
+    ranks, made = parallel.tensor_parallel_size, config.compilation_config.static_forward_context
+    parents = {id(child): one for root in roots for one in root.modules() for child in one._modules.values()}  # noqa: SLF001
+    for group, kind in zip(geometry.groups, cache.kv_cache_groups, strict=True):
+        specs = models.layer_specs(kind.kv_cache_spec, kind.layer_names)
+        order, layers = str(cache.kv_cache_layout), list[CacheLayer]()
+        for layer in group.layers:
+            there = caches[layer.name]
+            paged = Paged(tuple(there.shape), there.stride(), there.element_size(), cache.num_blocks)
+            layers.append(CacheLayer(layer, specs[layer.name], paged, order))
+        if not _tensor_parallel_only(parallel):
+            out.append(_BOUND)
+        elif all(_alike(one) for one in layers):
+            out.append(Share(1, (1,) * len(layers)))
+        else:
+            heads = {_heads(one, parents.get(id(made.get(one.layer.name))), ranks, parallel.rank) for one in layers}
+            total = heads.pop()
+            bound = heads or not total or not all(one.rows for one in layers)
+            out.append(_BOUND if bound else Share(total, tuple(one.rows for one in layers)))
+    return tuple(out)
+
+
+def _tensor_parallel_only(parallel: ParallelConfig) -> bool:
+    """Whether nothing but heads is spread over ranks: no layers, and no tokens."""
+    sizes = parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size
+    return parallel.world_size == parallel.tensor_parallel_size and sizes == (1, 1)
+
+
+def _alike(one: CacheLayer) -> bool:
+    """Whether all tensor-parallel ranks hold the same: latents, one per token."""
+    spec = one.spec
+    return isinstance(spec, MLAAttentionSpec) and spec.tokens_per_state == 1 and not _scaled(spec)
+
+
+def _scaled(spec: AttentionSpec) -> bool:
+    """Whether scales of tokens and heads lie in the page, too."""
+    return bool(spec.kv_quant_mode.is_per_token_head)
+
+
+def _heads(one: CacheLayer, parent: torch.nn.Module | None, ranks: int, rank: int) -> int:
+    """Return the KV heads of all ranks together, if this rank has its part of them; 0: that is not known."""
+    spec = one.spec
+    if type(spec) not in _SPREAD or _scaled(spec) or parent is None or not one.dense:
+        return 0
+    made = [child for child in parent.children() if isinstance(child, QKVParallelLinear)]
+    if len(made) != 1 or (made[0].tp_size, made[0].tp_rank) != (ranks, rank):
+        return 0
+    total: int = made[0].total_num_kv_heads
+    split = split_of(total, ranks)
+    fits = split and one.cache.heads == spec.num_kv_heads == made[0].num_kv_heads == total // split
+    return total if fits else 0
+
+
+def common_facts(
+    found: tuple[Share, ...], geometry: Geometry, caches: dict[str, torch.Tensor], layout: list[Any], ranks: int
+) -> dict[str, Any]:
+    """Return what pages are, however many ranks there are, as plain data; empty where a group is bound to them.
+
+    `layout`: what `support.layout_facts` says of this rank's caches.
+    """
+    splits = [split_of(share.heads, ranks) for share in found]
+    if not all(splits) or envs.VLLM_BATCH_INVARIANT:  # who asks for every bit gets only what one layout computes
+        return {}
+    backends = {fact[0]: [fact[1], fact[2]] for fact in layout if isinstance(fact, list)}
+    groups = [
+        [
+            [group.block_tokens, group.window_tokens, group.local, share.heads],
+            [
+                [layer.name, layer.page_bytes * split, rows, str(caches[layer.name].dtype), *backends[layer.name]]
+                for layer, rows in zip(group.layers, share.rows, strict=True)
+            ],
+        ]
+        for group, share, split in zip(geometry.groups, found, splits, strict=True)
+    ]
+    return {"platform": [fact for fact in layout if not isinstance(fact, list)], "groups": groups}
+
+
+def without_layout(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return an engine's facts without those of its ranks."""
+    return {name: fact for name, fact in facts.items() if name not in _OF_THE_LAYOUT}

@@ -1,0 +1,218 @@
+"""Chunks that ranks of one layout store, and ranks of another fetch: every byte is the right one, or it is a miss."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+from kvpipe.geometry import Geometry, Group, Layer
+from kvpipe.messages import TierOrder
+from kvpipe.testing.held_tier import DictSpec, HeldTier
+from kvpipe.tiers.base import ALIGN_BYTES
+from kvpipe.tiers.carrier import Carrier
+from kvpipe.tiers.envelope import HEADER_BYTES
+from kvpipe.tiers.finder import Finder, TierLookup
+from kvpipe.tiers.guard import FIND, READ, WRITE, guarded
+from kvpipe.tiers.parts import BOUND, Share, slices, split_of, splits
+from kvpipe.trace.log import Counters
+from kvpipe.transfer.pool import HostPool
+from property_tests.profiles import examples
+
+SPACE, WAIT_S, BLOCK_TOKENS = "3" * 32, 60.0, 16
+RANKS_MAX = 4
+FILLING = 0xA5
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Lies(NamedTuple):
+    """One group: KV `heads` of all ranks, 0: nobody knows how they lie; by layer, (rows, bytes of a head in one)."""
+
+    heads: int
+    layers: tuple[tuple[int, int], ...]
+
+    def page_bytes(self, layer: int, ranks: int) -> int:
+        """Bytes of a rank's page of a layer."""
+        rows, run = self.layers[layer]
+        return rows * run * self.mine(ranks)
+
+    def mine(self, ranks: int) -> int:
+        """Heads of a rank; some, where nobody knows."""
+        split = split_of(self.heads, ranks)
+        return self.heads // split if split else 3
+
+
+class Case(NamedTuple):
+    """`ranks`: who writes; `readers`: who reads. `units`: of each chunk, of `per_chunk`."""
+
+    groups: tuple[Lies, ...]
+    ranks: int
+    readers: int
+    per_chunk: int
+    units: int
+
+
+layers = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 40)), min_size=1, max_size=3).map(tuple)
+groups = st.builds(Lies, st.sampled_from((BOUND, 1, 1, 2, 3, 4, 4, 6, 8)), layers)
+
+
+@st.composite
+def _cases(draw: st.DrawFn) -> Case:
+    per_chunk = draw(st.integers(1, 3))
+    some = tuple(draw(st.lists(groups, min_size=1, max_size=2)))
+    ranks = st.integers(1, RANKS_MAX)
+    return Case(some, draw(ranks), draw(ranks), per_chunk, draw(st.integers(1, per_chunk)))
+
+
+class Rank:
+    """One rank: its pool, its carrier, and what its slots must hold."""
+
+    def __init__(self, case: Case, rank: int, ranks: int, tier: HeldTier) -> None:
+        """`ranks`: of its engine."""
+        made = [
+            Group(tuple(Layer(f"{g} {i}", lies.page_bytes(i, ranks)) for i in range(len(lies.layers))), BLOCK_TOKENS)
+            for g, lies in enumerate(case.groups)
+        ]
+        self.geometry = Geometry(tuple(made), case.per_chunk * BLOCK_TOKENS, 1 << 20)
+        self.case, self.rank, self.ranks, self.pool = case, rank, ranks, HostPool(self.geometry)
+        shares = tuple(Share(lies.heads, tuple(rows for rows, _ in lies.layers)) for lies in case.groups)
+        spec = DictSpec.model_validate({"timeout_ms_max": 600_000})
+        self.counters = Counters()
+        tiers = guarded([(tier.name, spec, tier)], (READ, WRITE))
+        self.carrier = Carrier(
+            tiers, self.geometry, self.pool, rank=rank, ranks=ranks, counters=self.counters, shares=shares
+        )
+
+    def expected(self, group: int, layer: int) -> Bytes:
+        """What this rank holds of a layer's chunk: its heads of what all ranks hold together."""
+        lies, pages = self.case.groups[group], self.case.units
+        rows, run = lies.layers[layer]
+        split = split_of(lies.heads, self.ranks)
+        rng = np.random.default_rng([group, layer, 0 if split else 1000 + self.rank])
+        mine = lies.mine(self.ranks)
+        whole = rng.integers(0, 256, (pages * rows, mine * (split or 1), run), np.uint8)
+        first = self.rank * split // self.ranks * mine
+        return whole[:, first : first + mine].reshape(-1)
+
+    def slot(self, group: int, layer: int) -> Bytes:
+        """The layer's part of the slot of a chunk of `group`, as far as `units`."""
+        at, size = self.geometry.layer_offsets[group][layer], self.case.groups[group].page_bytes(layer, self.ranks)
+        slot: Bytes = self.pool.tensor.numpy()[group]
+        return slot[at : at + size * self.case.units]
+
+    def carry(self, orders: Sequence[TierOrder]) -> list[bool]:
+        """Carry out orders; return whether each ended well."""
+        self.carrier.begin(orders, SPACE, 1)
+        ended, limit = dict[int, bool](), time.monotonic() + WAIT_S
+        while len(ended) < len(orders):
+            assert time.monotonic() < limit
+            ended |= {one.order.id: one.ok for one in self.carrier.collect()}
+            time.sleep(0.0002)
+        assert not self.counters.faults
+        return [ended[order.id] for order in orders]
+
+
+def _key(group: int) -> bytes:
+    return bytes([group + 1]) * 32
+
+
+@contextmanager
+def _ranks(case: Case, ranks: int, tier: HeldTier) -> Iterator[list[Rank]]:
+    with ExitStack() as stack:
+        made = [Rank(case, rank, ranks, tier) for rank in range(ranks)]
+        for one in made:
+            stack.callback(one.carrier.shutdown)
+        yield made
+
+
+def _orders(case: Case, *, stores: bool, split: dict[int, int]) -> list[TierOrder]:
+    return [TierOrder(1 + g, stores, 0, g, g, case.units, _key(g), split[g]) for g in sorted(split)]
+
+
+def _found(case: Case, tier: HeldTier) -> dict[int, int]:
+    """Which groups' chunks the readers' engine finds, and in how many parts."""
+    spec = DictSpec.model_validate({"timeout_ms_max": 600_000})
+    finder = Finder(
+        guarded([(tier.name, spec, tier)], (FIND,)), ranks=case.readers, units_per_chunk=case.per_chunk, fault=print
+    )
+    finder.heads = tuple(lies.heads for lies in case.groups)
+    try:
+        out = {}
+        for group in range(len(case.groups)):
+            keys = [*(bytes(32) for _ in range(case.units - 1)), _key(group)]
+            lookup = TierLookup(keys, ((group, case.units),), groups=(), space=SPACE, seconds_max=WAIT_S)
+            finder.ask(lookup)
+            limit = time.monotonic() + WAIT_S
+            while not lookup.done:
+                assert time.monotonic() < limit
+                time.sleep(0.0002)
+            for place in lookup.found:
+                out[group] = lookup.elsewhere.get(place, (SPACE, finder.split(group)))[1]
+        return out
+    finally:
+        finder.stop()
+
+
+def _own(case: Case, ranks: int) -> dict[int, int]:
+    return {group: split_of(lies.heads, ranks) for group, lies in enumerate(case.groups)}
+
+
+@given(_cases())
+@examples(60)
+def test_what_one_layout_has_stored_another_finds(case: Case) -> None:
+    """Each part is stored once; an engine of any layout finds what it can use, whole and true, or nothing at all."""
+    tier = HeldTier()
+    with _ranks(case, case.ranks, tier) as writers:
+        for one in writers:
+            for group, lies in enumerate(case.groups):
+                for layer in range(len(lies.layers)):
+                    one.slot(group, layer)[:] = one.expected(group, layer)
+            assert all(one.carry(_orders(case, stores=True, split=_own(case, case.ranks))))
+        written = sum(one.carrier.bytes[tier.name, WRITE] for one in writers)
+    own, other = _own(case, case.ranks), _own(case, case.readers)
+    marks = int(all(own.values()))
+    assert len(tier.values) == marks + sum(split or case.ranks for split in own.values())
+    assert written == sum(len(value) - HEADER_BYTES for value in tier.values.values()) - marks * ALIGN_BYTES
+    found = _found(case, tier)
+    if case.ranks == case.readers:
+        assert found == own
+    elif all(own.values()) and all(other.values()):
+        assert found == own  # in as many parts as it was written
+    else:
+        assert not any(group in found and BOUND in {own[group], other[group]} for group in own)
+    event(f"groups found: {len(found)} of {len(own)}, {'another' if case.ranks != case.readers else 'one'} layout")
+    with _ranks(case, case.readers, tier) as readers:
+        for one in readers:
+            one.pool.tensor.fill_(FILLING)
+            assert all(one.carry(_orders(case, stores=False, split=found)))
+            for group, lies in enumerate(case.groups):
+                for layer in range(len(lies.layers)):
+                    there = one.slot(group, layer)
+                    assert np.array_equal(there, one.expected(group, layer) if group in found else 0 * there + FILLING)
+
+
+@given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 64))
+@examples(300)
+def test_slices_cover_a_part_once(heads: int, ranks: int, others: int) -> None:
+    """What a part is made of are its heads, each once and in their order, whoever has written them."""
+    split, theirs = split_of(heads, ranks), split_of(heads, others)
+    for part in range(split if theirs else 0):
+        mine = heads // split
+        made: list[Any] = [None] * mine
+        for one in slices(heads, split, theirs, part):
+            per = heads // theirs
+            assert 0 <= one.part < theirs
+            assert one.theirs.stop <= per
+            assert one.theirs.stop - one.theirs.start == one.mine.stop - one.mine.start > 0
+            assert made[one.mine] == [None] * (one.mine.stop - one.mine.start)
+            made[one.mine] = range(one.part * per + one.theirs.start, one.part * per + one.theirs.stop)
+        assert made == list(range(part * mine, (part + 1) * mine))
+    if split and theirs and split != theirs:
+        assert (theirs,) in splits((heads,), ranks)

@@ -1,0 +1,69 @@
+"""One cache for engines of other layouts: what one rank has stored two find, and the other way round."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpipe.connectors.vllm.trial.engine import Engine
+from kvpipe.testing.tier_worlds import WORLDS
+from tests.engine.common import assert_clean, baseline, engine, prompt
+
+pytestmark = pytest.mark.engine
+
+FIRST, SECOND = prompt(300, 81), prompt(611, 82)
+TOKENS = 20
+OWN: dict[str, Any] = {"enable_prefix_caching": False}
+
+
+@pytest.fixture(autouse=True)
+def _one_core_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+
+
+def _hits(live: Engine, kind: str) -> int:
+    side = live.connector.scheduler
+    assert side is not None
+    return side._report.hit_tokens.get(kind, 0)
+
+
+def _stored(live: Engine) -> int:
+    return assert_clean(live)["chunks_stored"]
+
+
+@pytest.mark.parametrize(("kind", "recipe"), [("disk", "llama"), ("redis", "gemma2-hybrid")])
+def test_one_rank_then_two_then_one(tmp_path: Path, kind: str, recipe: str) -> None:
+    """A restart with another number of ranks keeps what was stored, and answers the same, there and back again."""
+    expected = baseline([FIRST, SECOND], TOKENS, recipe, **OWN)
+    with WORLDS[kind](tmp_path) as world:
+        tier = json.loads(world.spec.model_dump_json(exclude_none=True))
+        config = {"chunk_tokens": 64, "lookup_ms_max": 20_000, "tiers": [tier]}
+        with engine(recipe, config, **OWN) as one:
+            assert one.generate([FIRST], TOKENS) == expected[:1]
+            assert _stored(one) > 0
+        with engine(recipe, config, tensor_parallel_size=2, **OWN) as two:
+            assert two.generate([FIRST], TOKENS) == expected[:1]
+            assert _hits(two, kind) == len(FIRST) // 32 * 32
+            assert two.generate([SECOND], TOKENS) == expected[1:]
+            assert _stored(two) > 0
+        with engine(recipe, config, **OWN) as one:
+            assert one.generate([FIRST, SECOND], TOKENS) == expected
+            assert_clean(one)
+            assert _hits(one, kind) == len(FIRST) // 32 * 32 + len(SECOND) // 32 * 32
+
+
+def test_latents_are_stored_once(tmp_path: Path) -> None:
+    """What two ranks hold alike is one value, as of one rank alone, of as many bytes; one engine finds another's."""
+    found, options = [], OWN | {"dtype": "bfloat16", "block_size": 16}
+    for ranks, folder, hits in ((1, "a", 0), (2, "b", 0), (2, "a", 288), (1, "b", 288)):
+        config = {"chunk_tokens": 64, "lookup_ms_max": 20_000, "tiers": [str(tmp_path / folder)]}
+        with engine("deepseek-mla", config, tensor_parallel_size=ranks, **options) as live:
+            live.generate([FIRST], 1)
+            assert_clean(live)
+            assert _hits(live, "disk") == hits
+        found.append(sorted((file.name, file.stat().st_size) for file in (tmp_path / folder).rglob("*-g0-*")))
+    assert len({tuple(one) for one in found}) == 1
+    assert found[0]
