@@ -70,12 +70,10 @@ class SchedulerSide:
         """`hash_tokens`: tokens per block hash. `saves`, `loads`: whether this engine does that at all.
 
         `stages`: in how many the ranks run, one after the other, each with layers and a pool of its own size.
-
         `recovery`: what the engine needs help with. `published` hears what can be found.
         `tiers`: where to look beyond memory. `space_of`: the namespace there for a digest of the weights, empty as long
         as there is none. `also_of`: another, in which chunks with the same bytes may be.
-        `waits_idle`: a rank may wait for loads in a step that computes nothing: no other rank that computes waits for
-        it.
+        `waits_idle`: a rank may wait for loads in a step that computes nothing: none that computes waits for it.
         """
         self.settings, self.geometry = settings, geometry
         self.counters = counters = Counters()
@@ -86,8 +84,7 @@ class SchedulerSide:
         self._recovery = recovery = recovery or Recovery()
         self.weights = weights = Weights(ranks, counters)
         self.switches = switches = Switches(settings, weights, saves=saves, loads=loads)
-        groups = len(geometry.groups)
-        policy = make_policy(settings.policy, geometry.slots, counters.fault)
+        groups, policy = len(geometry.groups), make_policy(settings.policy, geometry.slots, counters.fault)
         ready = None if settings.prefault == "use" and stages == 1 else 0  # else ranks say how many there are
         self.catalog = catalog = Catalog(geometry.slots, groups, policy, counters, ready=ready)
         if published is not None:
@@ -119,8 +116,7 @@ class SchedulerSide:
             counters=counters, trace=trace,
         )  # fmt: skip
         self._patience_s = settings.stuck_ms_max / 1000 + PATIENCE_S
-        self._unreadable: dict[int, frozenset[int]] = {}  # by rank
-        self._ready: dict[int, int] = {}  # slots, by rank
+        self._unreadable, self._ready = dict[int, frozenset[int]](), dict[int, int]()  # tiers, and slots, by rank
         if trace.detail:
             self.trace_moves()
 
