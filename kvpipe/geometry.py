@@ -4,12 +4,15 @@ A *unit* is the smallest number of tokens that a hit can have: the least common 
 sizes. A *chunk* is `chunk_tokens` tokens of one cache group and fills one slot of the pool, ``[layer][page]``
 contiguous: a layer is one slice of the slot and the whole chunk is one I/O. A *page* is one block of one layer.
 
+Of a window that ends within a unit only the blocks that it reaches back to are stored: of each unit the last ones.
+
 A group of recurrent states (Mamba, gated delta nets, short convolutions) has chunks of another kind: what a prefix has
 come to at one exact boundary, which is one page a layer, and of no use at any other boundary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import lcm
@@ -40,6 +43,13 @@ class Group:
     window_tokens: int | None = None
     state: bool = False
     local: bool = False
+
+    @property
+    def blocks_back(self) -> int:
+        """So many blocks before a boundary a window reaches back to; 0: all, or none but its own."""
+        if self.window_tokens is None or self.local or self.state:
+            return 0
+        return max(1, -(-(self.window_tokens - 1) // self.block_tokens))
 
     @cached_property
     def bytes_per_block(self) -> int:
@@ -84,14 +94,33 @@ class Geometry:
         return self.chunk_tokens // self.unit_tokens
 
     @cached_property
-    def pages_per_unit(self) -> tuple[int, ...]:
+    def blocks_per_unit(self) -> tuple[int, ...]:
         """Per group: blocks per unit."""
         return tuple(self.unit_tokens // g.block_tokens for g in self.groups)
 
     @cached_property
+    def pages_per_unit(self) -> tuple[int, ...]:
+        """Per group: blocks of a unit that are stored, the last ones."""
+        return tuple(min(n, g.blocks_back or n) for n, g in zip(self.blocks_per_unit, self.groups, strict=True))
+
+    @property
+    def tails(self) -> bool:
+        """Whether of some group's units only the end is stored: a hit cannot end within one."""
+        return self.pages_per_unit != self.blocks_per_unit
+
+    def blocks(self, group: int, low: int, high: int) -> Sequence[int]:
+        """Return where in a request's block table the stored blocks of units [low, high) are, one per page."""
+        blocks, pages = self.blocks_per_unit[group], self.pages_per_unit[group]
+        if blocks == pages:
+            return range(low * blocks, high * blocks)
+        ends = range((low + 1) * blocks, high * blocks + 1, blocks)
+        return [at for end in ends for at in range(end - pages, end)]
+
+    @cached_property
     def pages_per_chunk(self) -> tuple[int, ...]:
         """Per group: blocks per chunk."""
-        return tuple(1 if g.state else self.chunk_tokens // g.block_tokens for g in self.groups)
+        chunk = self.units_per_chunk
+        return tuple(1 if g.state else chunk * n for g, n in zip(self.groups, self.pages_per_unit, strict=True))
 
     @cached_property
     def states(self) -> frozenset[int]:

@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 
@@ -33,7 +34,14 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1
 """Of the bytes in a slot. A change makes every older chunk a miss."""
 
-_SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)
+_SPECS = (
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    SlidingWindowMLASpec,
+    ChunkedLocalAttentionSpec,
+    MambaSpec,
+)
 _STATES = ("GDN_ATTN", "MAMBA2", "SHORT_CONV")
 """VLLM's names for the kinds of recurrent states that are tested."""
 
@@ -78,6 +86,7 @@ def make_geometry(cache: KVCacheConfig, settings: Settings, ahead_tokens: int = 
     """
     models.check_specs(cache)
     groups = []
+    placed = {name: min(t.layer_stride, t.block_stride) for t in cache.kv_cache_tensors for name in t.layers}
     for i, group in enumerate(cache.kv_cache_groups):
         per_layer = models.layer_specs(group.kv_cache_spec, group.layer_names)
         if not per_layer:
@@ -94,7 +103,10 @@ def make_geometry(cache: KVCacheConfig, settings: Settings, ahead_tokens: int = 
             kinds.add((_window(spec), isinstance(spec, MambaSpec), isinstance(spec, ChunkedLocalAttentionSpec)))
         if len(kinds) != 1 or group.host_resident:
             refuse(f"KV cache group {i} (mixed windows, or host resident)", "serve it without kvpipe")
-        layers = tuple(Layer(name, _page_bytes(spec)) for name, spec in per_layer.items())
+        sizes = {name: _page_bytes(spec) for name, spec in per_layer.items()}
+        if len({placed.get(name, 0) for name in sizes}) > 1:  # the scheduler's side is told one layer's for all of them
+            sizes = {name: placed[name] for name in sizes}
+        layers = tuple(Layer(name, size) for name, size in sizes.items())
         groups.append(Group(layers, group.kv_cache_spec.block_size, *kinds.pop()))
     if not groups:
         refuse("a model without KV cache", "serve it without kvpipe")
@@ -122,7 +134,7 @@ def _window(spec: KVCacheSpec) -> int | None:
     """Return how many tokens a token reads back, at most; None: all. A full cache may be read in part, and is full."""
     if isinstance(spec, ChunkedLocalAttentionSpec):
         return int(spec.attention_chunk_size)
-    return int(spec.sliding_window) if isinstance(spec, SlidingWindowSpec) else None
+    return int(spec.sliding_window + spec.extra_retained_tokens) if isinstance(spec, SlidingWindowSpec) else None
 
 
 def _page_bytes(spec: KVCacheSpec) -> int:

@@ -165,7 +165,7 @@ class Loading:
             LookupError: there is no state after so many tokens, or no block for it.
 
         """
-        if beyond and self._geometry.states:
+        if beyond and (self._geometry.states or self._geometry.tails):
             msg = f"blocks for {beyond} tokens of a unit, whose state nobody has"
             raise LookupError(msg)
         hashes = self._prefixes.hashes(request)
@@ -175,9 +175,9 @@ class Loading:
             pages = self._geometry.pages_per_unit[group]
             for base, low, high in self._stretches(group, table, first, stop):
                 wanted = [
-                    (page - base * pages, table[page].block_id)
-                    for page in range(low * pages, high * pages)
-                    if not table[page].is_null
+                    (page, table[at].block_id)
+                    for page, at in enumerate(self._geometry.blocks(group, low, high), (low - base) * pages)
+                    if not table[at].is_null
                 ]
                 if not wanted:  # wholly outside of a sliding window
                     continue

@@ -210,8 +210,7 @@ class Saving:
             if chunk is not None and chunk.state.row in _GONE:
                 chunk = None
         start = low if chunk is not None else base
-        pages = self._geometry.pages_per_unit[group]
-        if _any_null(table, start * pages, high * pages):
+        if _any_null(table, self._geometry.blocks(group, start, high)):
             self._counters["save_out_of_window"] += 1
             return None
         if chunk is None:
@@ -228,13 +227,10 @@ class Saving:
         return self.blocks.table(tracked.request.request_id, group)
 
     def _save_rows(self, group: int, table: Sequence[Block], base: int, piece: Piece) -> list[Row]:
-        pages = self._geometry.pages_per_unit[group]
-        slot, offset = piece.chunk.slot, base * pages
-        return [
-            (group, slot, page, table[offset + page].block_id)
-            for page in range(piece.start * pages, piece.stop * pages)
-        ]
+        blocks = self._geometry.blocks(group, base + piece.start, base + piece.stop)
+        slot, first = piece.chunk.slot, piece.start * self._geometry.pages_per_unit[group]
+        return [(group, slot, page, table[at].block_id) for page, at in enumerate(blocks, first)]
 
 
-def _any_null(table: Sequence[Block], first: int, stop: int) -> bool:
-    return len(table) < stop or any(table[i].is_null for i in range(first, stop))
+def _any_null(table: Sequence[Block], blocks: Sequence[int]) -> bool:
+    return len(table) <= blocks[-1] or any(table[i].is_null for i in blocks)

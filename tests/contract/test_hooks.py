@@ -14,9 +14,11 @@ import vllm
 from vllm.model_executor.layers.attention import Attention, MLAAttention, StaticSinkAttention
 from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
 from vllm.models.deepseek_v32.attention import DeepseekV32Attention
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheTensor,
     MLAAttentionSpec,
     SlidingWindowMLASpec,
     UniformTypeKVCacheSpecs,
@@ -139,7 +141,8 @@ def _cache(*layers: tuple[type, dict[str, Any]]) -> KVCacheConfig:
     """One group of `layers`, named by their order, as vLLM makes it of layers of several sizes."""
     common: dict[str, Any] = {"block_size": 64, "num_kv_heads": 1, "dtype": torch.uint8}
     specs = {f"layer.{i}": kind(**common | asked) for i, (kind, asked) in enumerate(layers)}
-    whole = UniformTypeKVCacheSpecs(block_size=64, kv_cache_specs=specs)
+    block = specs["layer.0"].block_size
+    whole = UniformTypeKVCacheSpecs(block_size=block, kv_cache_specs=specs)
     return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(list(specs), whole)])
 
 
@@ -150,11 +153,33 @@ def test_the_caches_of_deepseek_v32_are_served() -> None:
     assert [layer.page_bytes for layer in made.groups[0].layers] == [64 * 656, 64 * 132]
 
 
-def test_the_caches_of_deepseek_v4_are_refused() -> None:
-    """Every layer of it has a window, or a compressor's state, of a kind that is not known."""
+def test_the_caches_of_deepseek_v4_are_served() -> None:
+    """Latents of several tokens each, an indexer's keys, a window; of a compressor's rows the last few."""
     latents = {"head_size": 512, "state_content_bytes": 584, "tokens_per_state": 4, "alignment": 576}
-    with pytest.raises(UnsupportedError, match=r"layer 'layer.1' \(SlidingWindowMLASpec, group 0\) is not supported"):
-        make_geometry(
-            _cache((MLAAttentionSpec, latents), (SlidingWindowMLASpec, {"head_size": 512, "sliding_window": 128})),
-            load_settings(),
-        )
+    rows = {"head_size": 2048, "sliding_window": 8, "block_size": 4, "dtype": torch.float32, "alignment": 576}
+    cache = _cache((MLAAttentionSpec, latents), (MLAAttentionSpec, {"head_size": 132, "tokens_per_state": 4}))
+    cache.kv_cache_groups += _cache((SlidingWindowMLASpec, rows)).kv_cache_groups
+    made = make_geometry(cache, load_settings())
+    assert [layer.page_bytes for layer in made.groups[0].layers] == [9792, 16 * 132]
+    assert (made.groups[1].window_tokens, made.pages_per_unit) == (8, (1, 2))
+
+
+def test_a_window_that_replays_is_refused() -> None:
+    """DeepSeek V4.1: vLLM computes the window's tokens again, with every hit, and has nothing of it to store."""
+    replayed = {"head_size": 512, "sliding_window": 128, "bounded_replay": True}
+    with pytest.raises(UnsupportedError, match=r"layer 'layer.0' \(SlidingWindowMLASpec, group 0\) is not supported"):
+        make_geometry(_cache((SlidingWindowMLASpec, replayed)), load_settings())
+
+
+def test_the_scheduler_knows_the_sizes_of_all_layers() -> None:
+    """VLLM tells its side the specification of a group's first layer, but where the pages of all of them lie."""
+    latents, keys = {"head_size": 576, "state_content_bytes": 656}, {"head_size": 132}
+    cache = _cache((MLAAttentionSpec, latents), (MLAAttentionSpec, keys))
+    pages = {"layer.0": 64 * 656, "layer.1": 64 * 132}
+    cache.kv_cache_tensors = [
+        KVCacheTensor(size=0, layers=[name], layer_stride=page, block_stride=sum(pages.values()))
+        for name, page in pages.items()
+    ]
+    told = generate_scheduler_kv_cache_config([cache])
+    sides = [make_geometry(one, load_settings()) for one in (cache, told)]
+    assert sides[0].groups == sides[1].groups

@@ -74,3 +74,18 @@ def test_the_pool_has_the_geometrys_slots() -> None:
     pool.slot(1).fill_(7)
     assert [int(pool.slot(i).sum()) for i in range(3)] == [0, 7 * 12288, 0]
     assert pool.slot(2).data_ptr() == pool.base + 2 * 12288
+
+
+def test_of_a_window_within_a_unit_the_end_is_stored() -> None:
+    """As many of each unit's last blocks as the window reaches back to from the next one; of a longer window all."""
+    layers = (Layer("x", 64),)
+    full, state, short = Group(layers, 256), Group(layers, 4, 8), Group(layers, 64, 128)
+    long, one, local = Group(layers, 64, 258), Group(layers, 64, 1), Group(layers, 64, 256, local=True)
+    g = Geometry((full, state, short, long, one, local), chunk_tokens=512, pool_bytes_max=1 << 20)
+    assert g.blocks_per_unit == (1, 64, 4, 4, 4, 4)
+    assert g.pages_per_unit == (1, 2, 2, 4, 1, 4)
+    assert g.pages_per_chunk == (2, 4, 4, 8, 2, 8)
+    assert g.tails
+    assert not Geometry((full, long, local), chunk_tokens=512, pool_bytes_max=1 << 20).tails
+    assert list(g.blocks(1, 1, 3)) == [126, 127, 190, 191]
+    assert list(g.blocks(3, 1, 3)) == list(range(4, 12))

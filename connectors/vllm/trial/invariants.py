@@ -58,15 +58,19 @@ def _false_bytes(watched: Watched, group: int, key: bytes, chunk: Chunk, units: 
         yield f"a key that no request has: slot {chunk.slot}, group {group}"
         return
     sequence, stop = known[0], known[1] - watched.trial.side.prefixes.ahead_tokens
-    unit = watched.trial.side.geometry.unit_tokens
-    first, tokens = stop - units * unit, units * unit
+    geometry = watched.trial.side.geometry
+    stored = geometry.pages_per_unit[group] * geometry.groups[group].block_tokens
+    first, tokens = stop - units * geometry.unit_tokens, units * stored
     for rank in watched.trial.ranks:
         pool, geometry = watched.trial.engines[rank.index]._pool, rank.kvpipe.geometry  # noqa: SLF001
         layers = [layer for layer in rank.layers if layer.group == group]
         for layer, offset in zip(layers, geometry.layer_offsets[group], strict=True):
             held = pool.slot(chunk.slot)[offset : offset + tokens * 8].numpy().view(np.uint64)
-            start = stop - 1 if geometry.groups[group].state else first
-            differs = np.flatnonzero(held != layer.content(sequence, start, stop))
+            if geometry.groups[group].state:
+                true = layer.content(sequence, stop - 1, stop)
+            else:
+                true = layer.content(sequence, first, stop).reshape(units, -1)[:, -stored:].ravel()
+            differs = np.flatnonzero(held != true)
             if len(differs):
                 yield f"slot {chunk.slot}, rank {rank.index}, layer {layer.name}: {len(differs)} of {tokens} tokens"
 

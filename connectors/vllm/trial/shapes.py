@@ -154,6 +154,8 @@ class Shape(NamedTuple):
 
 _HYBRID = Shape(windows=(None, 2 * BLOCK), blocks=24, pool_slots=24, events=True)
 _STATES = Shape(windows=(None, None), states=(1,), blocks=24, pool_slots=24)
+_TAILS = _HYBRID._replace(windows=(None, BLOCK), sizes=(2 * BLOCK, BLOCK // 2), blocks=24, events=False)
+"""A window that ends within a unit."""
 SHAPES: dict[str, Shape] = {
     "sync": Shape(load="sync"),
     "async-load": Shape(load="async", policy="s3fifo", events=True),
@@ -209,6 +211,8 @@ SHAPES: dict[str, Shape] = {
     "async-scheduler-pipeline-2": _HYBRID._replace(
         asynchronous=True, v2=True, ranks=2, stages=2, layers_per_group=4, events=False
     ),
+    "tails": _TAILS,
+    "async-scheduler-tails": _TAILS._replace(asynchronous=True, ranks=2, tiers=1),
 }
 
 

@@ -26,6 +26,8 @@ PIPELINE = "kvpipe.worker.pipeline:Pipeline"
 COPIES = "kvpipe.worker.copies:Copies"
 CATALOG = "kvpipe.cache.catalog:Catalog"
 STAGING = "kvpipe.scheduler.fetches:Staging"
+GEOMETRY = "kvpipe.geometry:Geometry"
+GROUP = "kvpipe.geometry:Group"
 
 
 class Patch(NamedTuple):

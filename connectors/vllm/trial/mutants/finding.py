@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from kvpipe.connectors.vllm.trial.mutants.base import LOADING, LOOKUPS, PREFIXES, SAVE_PROGRESS, SAVING, Mutant, one
+from kvpipe.connectors.vllm.trial.mutants.base import (
+    GEOMETRY,
+    GROUP,
+    LOADING,
+    LOOKUPS,
+    PREFIXES,
+    SAVE_PROGRESS,
+    SAVING,
+    Mutant,
+    one,
+)
 
 MUTANTS: dict[str, Mutant] = {
     "window_not_needed": Mutant(
@@ -17,7 +27,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "loaded_from_the_chunk_before": Mutant(
         "Blocks in the middle of a chunk are loaded from its beginning.",
-        one(LOADING, "rows", "(page - base * pages, table[page].block_id)", "(0, table[page].block_id)"),
+        one(LOADING, "rows", "(page, table[at].block_id)", "(0, table[at].block_id)"),
     ),
     "loaded_over_local_hits": Mutant(
         "What vLLM holds itself is loaded over once more, though others read it.",
@@ -26,8 +36,23 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "window_blocks_saved": Mutant(
         "Blocks outside of a sliding window, which vLLM has given away, are saved.",
-        one(SAVING, "_claim", "_any_null(table, start * pages, high * pages)", "len(table) < high * pages"),
+        one(SAVING, "_claim", "_any_null(table, self._geometry.blocks(group, start, high))", "False"),
         shape="hybrid",
+    ),
+    "head_for_tail": Mutant(
+        "Of a window that ends within a unit the first blocks are stored instead of the last.",
+        one(GEOMETRY, "blocks", "range(end - pages, end)", "range(end - blocks, end - blocks + pages)"),
+        shape="tails",
+    ),
+    "tail_too_short": Mutant(
+        "Of a window that ends within a unit one block less is stored than it reaches back to.",
+        one(
+            GROUP,
+            "blocks_back",
+            "-(-(self.window_tokens - 1) // self.block_tokens)",
+            "self.window_tokens // 2 // self.block_tokens",
+        ),
+        shape="tails",
     ),
     "retried_without_end": Mutant(
         "A save that fails is tried again without end.",
