@@ -123,6 +123,17 @@ class Geometry:
         return tuple(1 if g.state else chunk * n for g, n in zip(self.groups, self.pages_per_unit, strict=True))
 
     @cached_property
+    def token_bytes(self) -> float:
+        """Bytes that are stored of a token, over all groups but those of states."""
+        per_unit = [g.bytes_per_block * n for g, n in zip(self.groups, self.pages_per_unit, strict=True) if not g.state]
+        return sum(per_unit) / self.unit_tokens
+
+    @cached_property
+    def boundary_bytes(self) -> int:
+        """Bytes of the states of one boundary, of all groups."""
+        return sum(g.bytes_per_block for g in self.groups if g.state)
+
+    @cached_property
     def states(self) -> frozenset[int]:
         """The groups of recurrent states."""
         return frozenset(i for i, g in enumerate(self.groups) if g.state)

@@ -42,7 +42,7 @@ _SPECS = (
     ChunkedLocalAttentionSpec,
     MambaSpec,
 )
-_STATES = ("GDN_ATTN", "MAMBA2", "SHORT_CONV")
+_STATES = ("GDN_ATTN", "MAMBA1", "MAMBA2", "SHORT_CONV")
 """VLLM's names for the kinds of recurrent states that are tested."""
 
 

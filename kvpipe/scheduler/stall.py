@@ -24,7 +24,7 @@ class Stall:
 
     def __init__(self, geometry: Geometry, stall_ms_max: int) -> None:
         """Nothing was measured yet, and nobody runs."""
-        self._token_bytes = sum(group.bytes_per_block / group.block_tokens for group in geometry.groups)
+        self._token_bytes = geometry.token_bytes
         self._stall_s_max = stall_ms_max / 1000
         self.rate = 0.0
         """Bytes per second of the slowest rank's loads, as last measured; 0: not yet."""

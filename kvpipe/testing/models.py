@@ -108,6 +108,40 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "falcon-h1": ("FalconH1", {"num_hidden_layers": 3, "mamba_d_ssm": 512, **_MAMBA2}),
+    # Mamba 1
+    "jamba": (
+        "Jamba",
+        {
+            "num_hidden_layers": 4,
+            "attn_layer_period": 4,
+            "attn_layer_offset": 2,
+            "num_experts": 1,
+            "num_experts_per_tok": 1,
+            "mamba_d_state": 16,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "mamba_dt_rank": 16,
+            "use_mamba_kernels": False,
+        },
+    ),
+    # the last two layers read what an earlier one of their kind has cached
+    "gemma3n": (
+        "Gemma3nText",
+        {
+            "num_hidden_layers": 6,
+            "num_kv_shared_layers": 2,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "sliding_window": 128,
+            "vocab_size_per_layer_input": VOCAB,
+            "hidden_size_per_layer_input": 32,
+            "laurel_rank": 16,
+            "activation_sparsity_pattern": [0.0] * 6,
+            "altup_num_inputs": 2,
+            "intermediate_size": [512] * 6,
+            "tie_word_embeddings": True,
+            "initializer_range": 0.02,
+        },
+    ),
     # short convolutions
     "lfm2": (
         "Lfm2",

@@ -6,6 +6,7 @@ there in name, and `TRITON_INTERPRET` makes every launch a loop in Python: slow,
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import tempfile
@@ -147,6 +148,17 @@ def ladder(family: Family, folder: Path) -> None:
         assert _loaded(live) == 2 * unit
 
 
+def tell_cost(family: Family) -> None:
+    """Print what an engine of the family stores, as JSON."""
+    from tests.contract.kinds import cost
+
+    with _engine(family, {"chunk_tokens": family.unit, "log_level": "warning"}, enable_prefix_caching=False) as live:
+        sys.stdout.write(f"{json.dumps(cost(live.connector.geometry))}\n")
+
+
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as work, _platform():
-        ladder(FAMILIES[sys.argv[1]], Path(work))
+        if sys.argv[2:] == ["--cost"]:
+            tell_cost(FAMILIES[sys.argv[1]])
+        else:
+            ladder(FAMILIES[sys.argv[1]], Path(work))

@@ -1,23 +1,48 @@
-"""Kinds of caches whose models need kernels in Triton: on a CPU, by its interpreter."""
+"""Kinds of caches that no other suite has: layers that share KV, Mamba 1, and what needs kernels in Triton."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from tests.engine import test_states
+from tests.engine.common import assert_clean, engine, prompt
+from tests.engine.mamba1 import lend_kernels
 
 pytestmark = pytest.mark.engine
 
 SECONDS_MAX = 540
 
 
-@pytest.mark.parametrize("family", ["deepseek-v4"])
-def test_ladder(family: str) -> None:
-    """The whole ladder, in a process that has the interpreter."""
-    command = [sys.executable, "-m", "tests.engine.interpreted", family]
+@pytest.mark.timeout(SECONDS_MAX + 30)
+def test_deepseek_v4() -> None:
+    """Its ladder, in a process that has Triton's interpreter."""
+    command = [sys.executable, "-m", "tests.engine.interpreted", "deepseek-v4"]
     ran = subprocess.run(
         command, env=dict(os.environ), capture_output=True, text=True, timeout=SECONDS_MAX, check=False
     )
     assert ran.returncode == 0, f"{ran.stdout[-3000:]}\n{ran.stderr[-6000:]}"
+
+
+def test_mamba1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The suite of states: cold, warm, in a second turn, beside a local hit, from a disk; and preempted."""
+    lend_kernels(monkeypatch)
+    test_states.test_hits_and_conversations("jamba", 128, {}, tmp_path)
+    test_states.test_preempted_requests("jamba", 128, {})
+
+
+def test_layers_that_share_kv() -> None:
+    """Layers without KV of their own read what was loaded for others: the answers of vLLM's own prefix cache."""
+    first = [prompt(300, 21), prompt(530, 22)]
+    turns = [p + prompt(60, 24) for p in first]
+    with engine("gemma3n", enable_prefix_caching=True) as plain:
+        expected = [[plain.generate([p], 16) for p in prompts] for prompts in (first, first, turns)]
+    with engine("gemma3n", {"chunk_tokens": 128}, enable_prefix_caching=False) as live:
+        layers = {layer.name for group in live.connector.geometry.groups for layer in group.layers}
+        assert len(layers) == 4
+        assert [[live.generate([p], 16) for p in prompts] for prompts in (first, first, turns)] == expected
+        assert assert_clean(live)["tokens_loaded"] == 2 * (288 + 512)

@@ -1,0 +1,95 @@
+"""Every kind of cache of every supported vLLM has an answer, and it is the one that an engine gets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import vllm
+from vllm.v1 import kv_cache_interface as interface
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, MambaSpec
+
+from kvpipe.config import load_settings
+from kvpipe.connectors.vllm.support import make_geometry
+from kvpipe.errors import UnsupportedError
+from tests.contract import kinds
+from tests.contract import sources as contract
+from tests.contract.test_scheduler_versions import FETCH_SECONDS_MAX, fetched
+
+PACKAGE = Path(vllm.__file__).parent
+PLAIN = {"block_size": 32, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+MORE: dict[str, dict[str, Any]] = {
+    "SlidingWindowSpec": {"sliding_window": 64},
+    "SlidingWindowMLASpec": {"sliding_window": 64},
+    "ChunkedLocalAttentionSpec": {"attention_chunk_size": 64},
+    "RSWASpec": {"rswa_window": 64},
+    "SinkFullAttentionSpec": {"sink_len": 32},
+}
+
+
+def _subclasses(kind: type) -> set[str]:
+    return {name for one in kind.__subclasses__() for name in (one.__name__, *_subclasses(one))}
+
+
+def _answer(spec: KVCacheSpec) -> str:
+    """What an engine gets that has full attention beside `spec`."""
+    full = interface.FullAttentionSpec(**PLAIN)
+    groups = [KVCacheGroupSpec(["full"], full), KVCacheGroupSpec(["other"], spec)]
+    try:
+        make_geometry(KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=groups), load_settings())
+    except UnsupportedError:
+        return kinds.REFUSED
+    return kinds.STORED
+
+
+def test_every_kind_has_an_answer() -> None:
+    """Those that the installed vLLM defines, by its sources and as its process knows them; and its kinds of states."""
+    assert kinds.specifications(PACKAGE) == set(kinds.KINDS)
+    defined = {name for name in _subclasses(KVCacheSpec) if hasattr(interface, name)}
+    assert defined <= set(kinds.KINDS)
+    assert kinds.states(PACKAGE) == set(kinds.STATES)
+
+
+def test_a_new_kind_is_found(tmp_path: Path) -> None:
+    """A class of a class of caches, in another file, is one."""
+    (tmp_path / "a.py").write_text("class New(AttentionSpec):\n    pass\nclass AttentionSpec(KVCacheSpec):\n    pass\n")
+    (tmp_path / "b.py").write_text("class Newer(New):\n    pass  # (Spec)\nclass Other(Thing):\n    pass\n")
+    assert kinds.specifications(tmp_path) == {"AttentionSpec", "New", "Newer"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(FETCH_SECONDS_MAX + 60)
+def test_the_kinds_of_other_supported_releases() -> None:
+    """The same kinds, and no other, are in the sources of each recorded release that is not installed."""
+    others = [v for v in contract.recorded() if v != contract.package_version(f"version = '{vllm.__version__}'")]
+    assert others
+    for version in others:
+        assert kinds.specifications(fetched(version) / "vllm") == set(kinds.KINDS), version
+        assert kinds.states(fetched(version) / "vllm") == set(kinds.STATES), version
+
+
+@pytest.mark.parametrize("name", [n for n, one in kinds.KINDS.items() if one.answer in (kinds.STORED, kinds.REFUSED)])
+def test_the_answer_is_what_an_engine_gets(name: str) -> None:
+    """Stored where the page says so, refused where it says so."""
+    kind, said = getattr(interface, name), kinds.KINDS[name].answer
+    sizes = {"page_size": 64} | ({"blocks_per_request": 1} if name == "HiSparseHotSpec" else {})
+    asked = {"block_size": 32, **sizes} if name.startswith("HiSparse") else PLAIN | MORE.get(name, {})
+    assert _answer(kind(**asked)) == said
+
+
+@pytest.mark.parametrize("name", sorted(kinds.STATES))
+def test_the_answer_of_a_state(name: str) -> None:
+    """The same of recurrent states."""
+    known = MambaAttentionBackendEnum[name] if name != "CUSTOM" else MambaAttentionBackendEnum.CUSTOM
+    shapes, dtypes = ((32,), (32,)), (torch.float32, torch.float32)
+    spec = MambaSpec(block_size=32, shapes=shapes, dtypes=dtypes, mamba_type=known, mamba_cache_mode="align")
+    assert _answer(spec) == kinds.STATES[name].answer
+
+
+def test_the_page_is_fresh() -> None:
+    """`python -m tests.contract.kinds`."""
+    text = kinds.DOCS.read_text(encoding="utf-8")
+    assert kinds.fill(text) == text
