@@ -44,6 +44,8 @@ _SPECS = (
 )
 _STATES = ("GDN_ATTN", "MAMBA1", "MAMBA2", "SHORT_CONV")
 """VLLM's names for the kinds of recurrent states that are tested."""
+_MAMBA2_TENSORS = 2
+"""Of a state that holds all tokens up to its end; with ReplaySSM it is behind, and others hold what it lacks."""
 
 
 def check_engine(config: VllmConfig) -> None:
@@ -153,6 +155,8 @@ def _check_state(layer: str, spec: MambaSpec) -> None:
         )
     if spec.mamba_type.name not in _STATES:
         refuse(f"the recurrent state of layer {layer!r} ({spec.mamba_type.name})", f"kvpipe knows {', '.join(_STATES)}")
+    if spec.mamba_type.name == "MAMBA2" and len(spec.shapes) > _MAMBA2_TENSORS:
+        refuse(f"the recurrent state of layer {layer!r} with use_replayssm=True", "set it to False")
     if spec.num_speculative_blocks:
         refuse(f"the recurrent state of layer {layer!r} with speculative decoding", "unset speculative_config")
 

@@ -85,13 +85,14 @@ KINDS: Final[dict[str, Answer]] = {
 
 STATES: Final[dict[str, Answer]] = {
     "MAMBA2": Answer(STORED, "engine: `granite-hybrid`, `falcon-h1`", _STATE),
+    "MAMBA1": Answer(STORED, "engine: `jamba`, its kernels written in torch, as vLLM's CPU build has none", _STATE),
     "GDN_ATTN": Answer(
-        STORED, "engine: `qwen3-next` (gated delta net); KDA (Kimi) has the same manager and moves", _STATE
+        STORED,
+        "engine: `qwen3-next` (gated delta net); KDA (Kimi Linear, Kimi K3) has the same name, manager and moves, and "
+        "was not run: vLLM's MLA on a CPU takes no blocks of its size",
+        _STATE,
     ),
     "SHORT_CONV": Answer(STORED, "engine: `lfm2`", _STATE),
-    "MAMBA1": Answer(
-        REFUSED, "vLLM's CPU build has no `selective_scan_fwd`, so that no engine has shown it; Mamba 2 works"
-    ),
     "LINEAR": Answer(REFUSED, "no engine has shown it; a gated delta net works"),
     "CUSTOM": Answer(REFUSED, "whatever a plugin registers; Mamba 2 works"),
 }

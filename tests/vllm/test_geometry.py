@@ -54,3 +54,12 @@ def test_states_need_the_attention_up_to_them() -> None:
     assert make_geometry(cache, load_settings({"chunk_tokens": 32, "save_partial": False})).states
     with pytest.raises(UnsupportedError, match="save_partial=false with recurrent states"):
         make_geometry(cache, load_settings({"chunk_tokens": 128, "save_partial": False}))
+
+
+def test_a_state_that_is_behind_is_refused() -> None:
+    """With ReplaySSM a block holds an older state and the inputs since then."""
+    shapes, dtypes = ((32,),) * 5, (torch.float32,) * 5
+    state = MambaSpec(block_size=32, shapes=shapes, dtypes=dtypes, mamba_cache_mode="align")
+    cache = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["state"], state)])
+    with pytest.raises(UnsupportedError, match="use_replayssm=True is not supported; set it to False"):
+        make_geometry(cache, load_settings())
