@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 VOCAB = 512
-_BASE: dict[str, Any] = {
+BASE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -242,63 +242,6 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
     )}  # fmt: skip
 
 
-CONFIGURATIONS: dict[str, dict[str, Any]] = {
-    # a window in every layer; behind it nothing, one state for 4 tokens and an indexer, one state for 128 tokens
-    "deepseek-v4": {
-        "architectures": ["DeepseekV4ForCausalLM"],
-        "model_type": "deepseek_v4",
-        "num_hidden_layers": 3,
-        "num_key_value_heads": 1,
-        "head_dim": 512,
-        "q_lora_rank": 128,
-        "qk_rope_head_dim": 64,
-        "moe_intermediate_size": 32,
-        "n_routed_experts": 256,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 6,
-        "num_hash_layers": 0,
-        "norm_topk_prob": True,
-        "scoring_func": "sqrtsoftplus",
-        "topk_method": "noaux_tc",
-        "expert_dtype": "bf16",
-        "o_groups": 2,
-        "o_lora_rank": 64,
-        "index_n_heads": 64,
-        "index_head_dim": 128,
-        "index_topk": 512,
-        "hc_mult": 4,
-        "hc_eps": 1e-6,
-        "hc_sinkhorn_iters": 20,
-        "compress_ratios": [1, 4, 128],
-        "sliding_window": 128,
-        "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
-        "swiglu_limit": 10.0,
-        "rope_theta": 10000.0,
-        "compress_rope_theta": 160000.0,
-        "rope_scaling": {
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "original_max_position_embeddings": 1024,
-            "beta_fast": 32,
-            "beta_slow": 1,
-        },
-    },
-}
-"""Of models that transformers cannot make as vLLM reads them: a configuration, to which weights are drawn."""
-
-
-def make_configuration(recipe: str) -> Path:
-    """Write the configuration of `recipe` and return its folder, which holds no weights."""
-    target = cache_dir() / f"{recipe}-configuration"
-    target.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(_BASE | CONFIGURATIONS[recipe])
-    if not (file := target / "config.json").is_file() or file.read_text() != text:
-        (fresh := target / f"config.{os.getpid()}").write_text(text)
-        fresh.replace(file)
-    return target
-
-
 def cache_dir() -> Path:
     """Return where models are kept between runs: `$KVPIPE_CACHE_DIR`-free, under the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvpipe" / "models"
@@ -333,7 +276,7 @@ def make_model(recipe: str) -> Path:
     import transformers
 
     family, changes = RECIPES[recipe]
-    wanted = {"recipe": recipe, "family": family, **_BASE, **changes}
+    wanted = {"recipe": recipe, "family": family, **BASE, **changes}
     home = cache_dir()
     home.mkdir(parents=True, exist_ok=True)
     target = home / recipe
@@ -346,7 +289,7 @@ def make_model(recipe: str) -> Path:
 
         generator_state = torch.random.get_rng_state()
         torch.manual_seed(0)
-        config = getattr(transformers, f"{family}Config")(**_BASE | changes)
+        config = getattr(transformers, f"{family}Config")(**BASE | changes)
         model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).float()
         with tempfile.TemporaryDirectory(dir=home) as work:
             model.save_pretrained(work)
@@ -367,7 +310,7 @@ def make_drafter(method: str, folder: Path) -> Path:
 
     folder.mkdir(parents=True, exist_ok=True)
     config = json.loads((make_model("llama") / "config.json").read_text()) | {"num_hidden_layers": 1}
-    width, ones = _BASE["hidden_size"], torch.ones(_BASE["hidden_size"])
+    width, ones = BASE["hidden_size"], torch.ones(BASE["hidden_size"])
     if method == "eagle":
         tensors = {"fc.weight": _random(width, 2 * width), **_decoder_layer("layers.0.", width)}
         tensors.pop("layers.0.input_layernorm.weight")
@@ -390,7 +333,7 @@ def _add_mtp_module(folder: Path, changes: dict[str, Any]) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
-    width, prefix, file = _BASE["hidden_size"], "model.mtp_layers.0.", str(folder / "model.safetensors")
+    width, prefix, file = BASE["hidden_size"], "model.mtp_layers.0.", str(folder / "model.safetensors")
     tensors = load_file(file) | _decoder_layer(prefix, width, bias=True)
     tensors |= {f"{prefix}{name}.weight": torch.ones(width) for name in ("token_layernorm", "hidden_layernorm")}
     tensors |= {f"{prefix}final_layernorm.weight": torch.ones(width)}
@@ -404,8 +347,8 @@ def _decoder_layer(prefix: str, width: int, *, bias: bool = False) -> dict[str, 
     """Return a layer like those of the base, whose attention reads `width` values."""
     import torch
 
-    hidden, inner, heads = _BASE["hidden_size"], _BASE["intermediate_size"], _BASE["head_dim"]
-    queries, keys = heads * _BASE["num_attention_heads"], heads * _BASE["num_key_value_heads"]
+    hidden, inner, heads = BASE["hidden_size"], BASE["intermediate_size"], BASE["head_dim"]
+    queries, keys = heads * BASE["num_attention_heads"], heads * BASE["num_key_value_heads"]
     attention = {"q_proj": (queries, width), "k_proj": (keys, width), "v_proj": (keys, width)}
     shapes = {f"self_attn.{name}": shape for name, shape in attention.items()}
     shapes |= {"self_attn.o_proj": (hidden, queries), "mlp.gate_proj": (inner, hidden)}
@@ -422,7 +365,7 @@ def _random(*shape: int) -> torch.Tensor:
     """Return values that depend on the shape alone."""
     import torch
 
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))) * _BASE["initializer_range"]
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))) * BASE["initializer_range"]
 
 
 def make_adapter(folder: Path, seed: int) -> Path:

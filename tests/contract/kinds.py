@@ -1,21 +1,16 @@
 """Every kind of cache that vLLM defines: what kvpipe answers, on what that rests, what it stores and what that costs.
 
-Run `python -m tests.contract.kinds` to write the page; with `--measure` engines are run first, for their bytes.
+Run `python -m tests.contract.kinds` to write the page; the bytes on it are measured by `python -m tests.engine.costs`.
 """
 
 from __future__ import annotations
 
 import ast
 import json
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Final, NamedTuple
-from unittest import mock
+from typing import Final, NamedTuple
 
-from vllm.model_executor.layers.mamba.abstract import MambaBase
-
-from kvpipe.geometry import Geometry
 from kvpipe.testing import doc_tables
 
 DOCS: Final = Path(__file__).parents[2] / "docs" / "models.md"
@@ -142,45 +137,6 @@ def fill(text: str) -> str:
     return doc_tables.fill(text, {"kinds": kinds_table(), "bytes": bytes_table()})
 
 
-MEASURED: Final = (
-    "llama", "mistral-sw", "gemma2-hybrid", "gemma3n", "llama4", "deepseek-mla", "granite-hybrid", "falcon-h1", "lfm2",
-    "qwen3-next", "jamba",
-)  # fmt: skip
-"""The models of the engine tests, but for those whose engines run in a process of their own."""
-
-
-def cost(geometry: Geometry) -> dict[str, object]:
-    """Return what is kept of a geometry."""
-    groups, token, boundary = len(geometry.groups), geometry.token_bytes, geometry.boundary_bytes
-    return {"unit": geometry.unit_tokens, "groups": groups, "token": token, "boundary": boundary}
-
-
-def measure() -> None:
-    """Start an engine of every family and keep what its geometry says."""
-    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
-
-    from tests.engine.common import engine
-
-    costs = {}
-    for recipe in MEASURED:
-        options: dict[str, Any] = {"dtype": "bfloat16"} if recipe in {"deepseek-mla", "qwen3-next"} else {}
-        with mock.patch.object(MambaMixer2, "get_kv_cache_spec", MambaBase.get_kv_cache_spec):
-            unit = {"chunk_tokens": 1920} if recipe == "qwen3-next" else {"chunk_tokens": 128}
-            states = recipe in MEASURED[6:]
-            with engine(recipe, unit, enable_prefix_caching=states, **options) as live:
-                costs[recipe] = cost(live.connector.geometry)
-    apart = subprocess.run(
-        [sys.executable, "-m", "tests.engine.interpreted", "deepseek-v4", "--cost"],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    costs["deepseek-v4"] = json.loads(apart.stdout.splitlines()[-1])
-    RESULTS.write_text(json.dumps(costs, indent=1) + "\n", encoding="utf-8")
-
-
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--measure"]:
-        measure()
     DOCS.write_text(fill(DOCS.read_text(encoding="utf-8")), encoding="utf-8")
     sys.stdout.write(f"{DOCS}\n")

@@ -47,13 +47,14 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
     _FACTORY: {"KVConnectorFactory": ("_registry", "register_connector")},
     _INTERFACE: {
         "FullAttentionSpec": _SPEC,
-        "KVCacheConfig": ("hash_block_size", "kv_cache_groups", "kv_cache_layout", "num_blocks"),
+        "KVCacheConfig": ("hash_block_size", "kv_cache_groups", "kv_cache_layout", "kv_cache_tensors", "num_blocks"),
         "KVCacheGroupSpec": (
             "enable_kv_transfer",
             "host_resident",
             "kv_cache_spec",
             "layer_names",
         ),
+        "KVCacheTensor": ("block_stride", "layer_stride", "layers"),
         "MLAAttentionSpec": _SPEC,
         "MambaSpec": (
             *_SPEC,
@@ -64,7 +65,7 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
             "shapes",
             "state_content_size_bytes",
         ),
-        "SlidingWindowSpec": (*_SPEC, "sliding_window"),
+        "SlidingWindowSpec": (*_SPEC, "extra_retained_tokens", "sliding_window"),
         "UniformTypeKVCacheSpecs": ("block_size", "kv_cache_specs"),
     },
     _OUTPUT: {

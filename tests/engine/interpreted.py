@@ -46,8 +46,9 @@ runtime.driver.set_active(_Driver())
 import torch  # noqa: E402
 
 from kvpipe.connectors.vllm.trial.engine import Engine  # noqa: E402
-from kvpipe.testing.models import make_configuration  # noqa: E402
+from kvpipe.testing.configurations import make_configuration  # noqa: E402
 from tests.engine.common import assert_clean, prompt  # noqa: E402
+from tests.engine.costs import cost  # noqa: E402
 
 
 class Family(NamedTuple):
@@ -150,8 +151,6 @@ def ladder(family: Family, folder: Path) -> None:
 
 def tell_cost(family: Family) -> None:
     """Print what an engine of the family stores, as JSON."""
-    from tests.contract.kinds import cost
-
     with _engine(family, {"chunk_tokens": family.unit, "log_level": "warning"}, enable_prefix_caching=False) as live:
         sys.stdout.write(f"{json.dumps(cost(live.connector.geometry))}\n")
 
