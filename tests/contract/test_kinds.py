@@ -30,7 +30,7 @@ MORE: dict[str, dict[str, Any]] = {
 }
 
 
-def _subclasses(kind: type) -> set[str]:
+def _subclasses(kind: type[object]) -> set[str]:
     return {name for one in kind.__subclasses__() for name in (one.__name__, *_subclasses(one))}
 
 
