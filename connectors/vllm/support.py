@@ -107,7 +107,7 @@ def make_geometry(cache: KVCacheConfig, settings: Settings, ahead_tokens: int = 
             refuse(f"KV cache group {i} (mixed windows, or host resident)", "serve it without kvpipe")
         sizes = {name: _page_bytes(spec) for name, spec in per_layer.items()}
         if len({placed.get(name, 0) for name in sizes}) > 1:  # the scheduler's side is told one layer's for all of them
-            sizes = {name: placed[name] for name in sizes}
+            sizes |= {name: placed[name] for name in sizes if name in placed}
         layers = tuple(Layer(name, size) for name, size in sizes.items())
         groups.append(Group(layers, group.kv_cache_spec.block_size, *kinds.pop()))
     if not groups:
