@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.report import show
 
 PARTS = [
-    "host", "throughput", "warm", "hybrids", "pressure", "fuzz", "trace", "timeline",
+    "host", "throughput", "warm", "hybrids", "pressure", "admission", "fuzz", "trace", "timeline",
     "tiers", "layouts", "tier_disk", "tier_redis", "tier_s3", "tier_mooncake",
 ]  # fmt: skip
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
