@@ -114,7 +114,13 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         self.settings: Settings = load_settings(transfer.kv_connector_extra_config)
         configure(self.settings.log_level, self.settings.log_format)
         support.check_engine(vllm_config)
-        self.geometry = support.make_geometry(kv_cache_config, self.settings, drafters.ahead_tokens(vllm_config))
+        parallel = vllm_config.parallel_config
+        self.geometry = support.make_geometry(
+            kv_cache_config,
+            self.settings,
+            drafters.ahead_tokens(vllm_config),
+            parallel.decode_context_parallel_size,
+        )
         support.check_load(self.settings, self.geometry)
         self.counters = Counters()
         self.scheduler: SchedulerSide | None = None
@@ -149,6 +155,8 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
     def _make_scheduler(self, config: VllmConfig, cache: KVCacheConfig, engine: str) -> None:
         """Be the scheduler's side."""
         tokens, transfer = support.hash_tokens(cache, self.geometry), self._kv_transfer_config
+        if (size := config.parallel_config.decode_context_parallel_size) > 1:
+            warn("context_parallelism", decode_context_parallel_size=size, proven_on="vLLM's schedulers, not a device")
         self._facts = support.identity(config, cache, self.geometry)
         self.recorder, self.writer = tracing(self.settings, engine, "scheduler", SCHEDULER, len(self.geometry.layers))
         longest = config.model_config.max_model_len

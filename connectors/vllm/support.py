@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -51,13 +52,8 @@ _MAMBA2_TENSORS = 2
 def check_engine(config: VllmConfig) -> None:
     """Raise `UnsupportedError` for engine settings under which kvpipe could not be right."""
     parallel = config.parallel_config
-    for name, remedy in (
-        ("decode_context_parallel_size", "set it to 1"),
-        ("prefill_context_parallel_size", "set it to 1"),
-    ):
-        size = getattr(parallel, name, 1)
-        if size > 1:
-            refuse(f"{name}={size}", remedy)
+    if parallel.prefill_context_parallel_size > 1:
+        refuse(f"prefill_context_parallel_size={parallel.prefill_context_parallel_size}", "set it to 1")
     if getattr(parallel, "use_ubatching", False):
         refuse("microbatching (enable_dbo or ubatch_size: a layer's hooks run once per microbatch)", "switch it off")
     if parallel.world_size > 1 and parallel.distributed_executor_backend == "external_launcher":
@@ -66,6 +62,12 @@ def check_engine(config: VllmConfig) -> None:
         _check_stages(config)
     if getattr(config.model_config, "enable_sleep_mode", False):
         refuse("enable_sleep_mode=True (it remaps the KV cache under registered addresses)", "set it to False")
+    if parallel.decode_context_parallel_size > 1 and drafters.has_kv(config):
+        refuse(
+            f"speculative method={config.speculative_config.method!r} with "
+            f"decode_context_parallel_size={parallel.decode_context_parallel_size}",
+            f"use one of {', '.join(drafters.WITHOUT_KV)}",
+        )
     drafters.check(config)
     models.check_model(config)
 
@@ -78,8 +80,11 @@ def _check_stages(config: VllmConfig) -> None:
         refuse("pipeline parallelism with speculative decoding", "unset speculative_config")
 
 
-def make_geometry(cache: KVCacheConfig, settings: Settings, ahead_tokens: int = 0) -> Geometry:
+def make_geometry(cache: KVCacheConfig, settings: Settings, ahead_tokens: int = 0, dcp: int = 1) -> Geometry:
     """Describe the engine's cache groups. `ahead_tokens`: see `Geometry`.
+
+    `dcp`: among how many ranks decode context parallelism divides the tokens of a block, where a group's are divided.
+    Such a block is as many times longer, and of the bytes of one page of each rank: what is in it is the rank's affair.
 
     Raises:
         UnsupportedError: a group's cache is of a kind that kvpipe does not know.
@@ -109,17 +114,19 @@ def make_geometry(cache: KVCacheConfig, settings: Settings, ahead_tokens: int = 
         if len({placed.get(name, 0) for name in sizes}) > 1:  # the scheduler's side is told one layer's for all of them
             sizes |= {name: placed[name] for name in sizes if name in placed}
         layers = tuple(Layer(name, size) for name, size in sizes.items())
-        groups.append(Group(layers, group.kv_cache_spec.block_size, *kinds.pop()))
+        groups.append(Group(layers, resolve_dcp_kv_block_size(group.kv_cache_spec, dcp), *kinds.pop()))
     if not groups:
         refuse("a model without KV cache", "serve it without kvpipe")
     geometry = Geometry(tuple(groups), settings.chunk_tokens, int(settings.pool_bytes_max), ahead_tokens)
-    _check_sizes(geometry, settings)
+    _check_sizes(geometry, settings, dcp)
     return geometry
 
 
-def _check_sizes(geometry: Geometry, settings: Settings) -> None:
+def _check_sizes(geometry: Geometry, settings: Settings, dcp: int) -> None:
     """Raise `UnsupportedError` where blocks, chunks and what is read of a group do not go together."""
     groups = geometry.groups
+    if geometry.states and dcp > 1:  # whose boundaries lie within blocks of attention
+        refuse(f"recurrent states with decode_context_parallel_size={dcp}", "set it to 1")
     if any(groups[i].block_tokens != geometry.unit_tokens for i in geometry.states):
         refuse("recurrent states every few blocks of attention", "set mamba_block_size to the size of a block")
     if geometry.states and geometry.units_per_chunk > 1 and not settings.save_partial:
@@ -197,9 +204,17 @@ def identity(config: VllmConfig, cache: KVCacheConfig, geometry: Geometry) -> di
             ]
             for g in geometry.groups
         ],
+        **_context_facts(config),
         **drafters.facts(config),
         **_state_facts(cache, geometry),
     }
+
+
+def _context_facts(config: VllmConfig) -> dict[str, Any]:
+    """Return which of a block's tokens a rank holds."""
+    parallel = config.parallel_config
+    ranks = parallel.decode_context_parallel_size
+    return {"context_parallel": [ranks, parallel.cp_kv_cache_interleave_size]} if ranks > 1 else {}
 
 
 def _state_facts(cache: KVCacheConfig, geometry: Geometry) -> dict[str, Any]:

@@ -65,11 +65,10 @@ def test_an_engine_that_cannot_be_served_is_refused_before_it_starts(
 
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     monkeypatch.setattr("multiprocessing.process.BaseProcess.start", never)
-    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
-    stages = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp", "speculative_config": drafts}
-    message = _refusal({}, **stages, **options)
-    what = "pipeline parallelism with speculative decoding"
-    assert message == f"kvpipe: {what} is not supported; unset speculative_config"
+    several = {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}
+    message = _refusal({}, **several, **options)
+    what = "distributed_executor_backend='external_launcher' with several ranks"
+    assert message == f"kvpipe: {what} is not supported; use 'mp' or 'ray'"
 
 
 @pytest.mark.parametrize(

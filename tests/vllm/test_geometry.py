@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from vllm.v1.kv_cache_interface import (
@@ -13,7 +15,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvpipe.config import load_settings
-from kvpipe.connectors.vllm.support import make_geometry
+from kvpipe.connectors.vllm.support import check_engine, identity, make_geometry
+from kvpipe.connectors.vllm.trial.shapes import SHAPES, make_configs
 from kvpipe.errors import UnsupportedError
 
 
@@ -63,3 +66,35 @@ def test_a_state_that_is_behind_is_refused() -> None:
     cache = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["state"], state)])
     with pytest.raises(UnsupportedError, match="use_replayssm=True is not supported; set it to False"):
         make_geometry(cache, load_settings())
+
+
+def _shape(dcp: int, interleave: int = 1) -> tuple[dict[str, object], int]:
+    """Return what a context parallel engine's chunks depend on, and the tokens of its blocks."""
+    shape = SHAPES["context-parallel"]
+    config, cache = copy.deepcopy(make_configs(shape))
+    config.parallel_config.decode_context_parallel_size = dcp
+    config.parallel_config.cp_kv_cache_interleave_size = interleave
+    geometry = make_geometry(cache, load_settings({"chunk_tokens": 128}), dcp=dcp)
+    return identity(config, cache, geometry), geometry.unit_tokens
+
+
+def test_a_block_is_as_long_as_all_ranks_shares_of_it() -> None:
+    """Under decode context parallelism; which of its tokens a rank has is part of what its bytes depend on."""
+    (alone, block), (two, blocks), (other, _) = _shape(1), _shape(2), _shape(2, 4)
+    assert (block, blocks) == (16, 32)
+    assert "context_parallel" not in alone
+    assert two["context_parallel"] == [2, 1] != other["context_parallel"]
+
+
+def test_what_is_not_shown_under_context_parallelism_is_refused() -> None:
+    """States, whose boundaries lie within blocks of attention, and drafters' KV."""
+    _, cache = make_configs(SHAPES["states"])
+    with pytest.raises(UnsupportedError, match="recurrent states with decode_context_parallel_size=2"):
+        make_geometry(cache, load_settings({"chunk_tokens": 128}), dcp=2)
+    config, _ = copy.deepcopy(make_configs(SHAPES["drafter"]))
+    check_engine(config)
+    config.parallel_config.decode_context_parallel_size = 2
+    with pytest.raises(UnsupportedError, match=r"'eagle' with decode_context_parallel_size=2 .*ngram"):
+        check_engine(config)
+    config.speculative_config.method = "ngram"
+    check_engine(config)

@@ -65,12 +65,10 @@ def _false_bytes(watched: Watched, group: int, key: bytes, chunk: Chunk, units: 
         pool, geometry = watched.trial.engines[rank.index]._pool, rank.kvpipe.geometry  # noqa: SLF001
         layers = [layer for layer in rank.layers if layer.group == group]
         for layer, offset in zip(layers, geometry.layer_offsets[group], strict=True):
-            held = pool.slot(chunk.slot)[offset : offset + tokens * 8].numpy().view(np.uint64)
-            if geometry.groups[group].state:
-                true = layer.content(sequence, stop - 1, stop)
-            else:
-                true = layer.content(sequence, first, stop).reshape(units, -1)[:, -stored:].ravel()
-            differs = np.flatnonzero(held != true)
+            held = pool.slot(chunk.slot)[offset : offset + tokens // layer.shards * 8].numpy().view(np.uint64)
+            true, mine = layer.content(sequence, 0, stop), layer.held(first, stop)
+            kept = mine[(mine - first) % geometry.unit_tokens >= geometry.unit_tokens - stored]
+            differs = np.flatnonzero(held != (true[-1] if geometry.groups[group].state else true[kept]))
             if len(differs):
                 yield f"slot {chunk.slot}, rank {rank.index}, layer {layer.name}: {len(differs)} of {tokens} tokens"
 

@@ -14,12 +14,13 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvpipe.connectors.vllm.trial.content import Sequence, Words, layer_key
 from kvpipe.connectors.vllm.trial.drafts import accepted
 from kvpipe.connectors.vllm.trial.ears import empty, kvpipe_in
-from kvpipe.connectors.vllm.trial.shapes import Shape
+from kvpipe.connectors.vllm.trial.shapes import INTERLEAVE, Shape
 from kvpipe.messages import Kind, Report, Tally
 from kvpipe.transfer.pool import HostPool
 
@@ -54,6 +55,9 @@ STOPS = ("", "first_stop", "early_stop", "mid_stop", "late_stop")
 the results were asked for."""
 
 
+Positions = npt.NDArray[np.int64]
+
+
 class Wrong(NamedTuple):
     """A read of KV that was not what belongs there."""
 
@@ -81,7 +85,10 @@ class RankOutput(NamedTuple):
 
 
 class PagedLayer(NamedTuple):
-    """One layer's paged cache, ``[block, 1, token, 2]`` float32, and the same memory as 64-bit words."""
+    """One layer's paged cache, ``[block, 1, token, 2]`` float32, and the same memory as 64-bit words.
+
+    Of its `shards` a block's tokens are divided among, it holds stretch `shard`, and every `shards`'th behind that.
+    """
 
     name: str
     group: int
@@ -89,10 +96,23 @@ class PagedLayer(NamedTuple):
     words: Words
     key: np.uint64
     ahead: int = 0  # tokens behind a position that its KV depends on
+    shard: int = 0
+    shards: int = 1
 
     def content(self, sequence: Sequence, start: int, stop: int) -> Words:
         """Return what the positions from `start` to `stop` must hold."""
         return sequence.upto(stop + self.ahead)[start + self.ahead :] ^ self.key
+
+    def held(self, start: int, stop: int) -> Positions:
+        """Return those of the positions from `start` to `stop` that this rank holds."""
+        positions = np.arange(start, stop)
+        return positions[positions // INTERLEAVE % self.shards == self.shard]
+
+    def places(self, positions: Positions, table: Positions, block: int) -> tuple[Positions, Positions]:
+        """Return where in the words `positions` lie, when a block has so many tokens."""
+        place = positions % block
+        turn = INTERLEAVE * self.shards
+        return table[positions // block], place // turn * INTERLEAVE + place % INTERLEAVE if self.shards > 1 else place
 
 
 class Runner(ABC):
@@ -183,11 +203,13 @@ class Rank(Runner):
         names = names or shape.layer_names(index)
         layers = [(group, name) for group, named in enumerate(names) for name in named]
         for i, (group, name) in enumerate(layers):
-            tokens = shape.block_tokens[group]
+            shards = shape.shards(group)
+            tokens = shape.block_tokens[group] // shards
             cache = torch.zeros(shape.blocks, 1, tokens, 2)
             words: Words = cache.numpy().view(np.uint64).reshape(shape.blocks, tokens)
             drafts = shape.drafter and i == shape.layers_per_group - 1  # the last of the first group
-            self.layers.append(PagedLayer(name, group, cache, words, layer_key(index, i), int(drafts)))
+            key, shard = layer_key(index, i), index % shards
+            self.layers.append(PagedLayer(name, group, cache, words, key, int(drafts), shard, shards))
         attached = {layer.name: SimpleNamespace(kv_cache=layer.cache) for layer in self.layers}
         self._attention: Any = {layer.name: SimpleNamespace() for layer in self.layers}
         numbers = itertools.chain.from_iterable(range(len(named)) for named in names)
@@ -371,15 +393,15 @@ class Rank(Runner):
             content = ~content
         if layer.group in self.shape.states:
             return self._go_on(layer, request, sequence, int(table[(stop - 1) // block]), start, content)
-        positions = np.arange(start, stop)
-        layer.words[table[positions // block], positions % block] = content
+        positions = layer.held(start, stop)
+        layer.words[layer.places(positions, table, block)] = content[positions - start]
         window = self.shape.windows[layer.group]
         first = 0 if window is None else start - window + 1
         if window is not None and layer.group in self.shape.locals:
             first = start // window * window
-        positions = np.arange(max(0, first), right)
-        read = layer.words[table[positions // block], positions % block]
-        differs = positions[read != layer.content(sequence, int(positions[0]), right)]
+        positions = layer.held(max(0, first), right)
+        read = layer.words[layer.places(positions, table, block)]
+        differs = positions[read != layer.content(sequence, 0, right)[positions]]
         if not len(differs):
             return None
         return Wrong(self.index, request, layer.name, differs.tolist(), frozenset(table[differs // block].tolist()))

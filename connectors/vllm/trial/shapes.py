@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 BLOCK = 32
+INTERLEAVE = 4
 _MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB + 1, "hidden_size": 8,
     "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
@@ -61,6 +62,7 @@ class Shape(NamedTuple):
     `answers`: what requests generate is saved, not only their prompts.
     `priorities`: vLLM's priority policy; requests that answer more or less have one of three.
     `states`: the cache groups that hold a recurrent state instead of tokens' KV.
+    `dcp`: decode context parallelism: of full attention a rank holds each so many'th stretch of `INTERLEAVE` tokens.
     `dense`: vLLM keeps the state of every boundary at which a step ends, not only where prompts end or branch.
     `stages`: of a pipeline; the ranks are split into so many, and the layers, unevenly. A stage runs ahead of the next.
     `failing`: loads may fail; off where vLLM's own recovery is known to answer wrongly.
@@ -97,6 +99,7 @@ class Shape(NamedTuple):
     states: tuple[int, ...] = ()
     dense: bool = False
     stages: int = 1
+    dcp: int = 1
 
     @property
     def steps_in_flight(self) -> int:
@@ -119,6 +122,10 @@ class Shape(NamedTuple):
     def hash_tokens(self) -> int:
         """Tokens per block hash."""
         return self.hashes or gcd(*self.block_tokens)
+
+    def shards(self, group: int) -> int:
+        """Return among how many ranks the tokens of a block of `group` are divided."""
+        return self.dcp if self.windows[group] is None and group not in self.states else 1
 
     def blocks_of(self, tokens: int) -> int:
         """Return the most blocks that one request of so many tokens holds."""
@@ -213,6 +220,9 @@ SHAPES: dict[str, Shape] = {
     ),
     "tails": _TAILS,
     "async-scheduler-tails": _TAILS._replace(asynchronous=True, ranks=2, tiers=1),
+    "context-parallel": Shape(ranks=2, dcp=2, events=True),
+    "async-scheduler-context-parallel": _HYBRID._replace(asynchronous=True, ranks=2, dcp=2, events=False, tiers=1),
+    "pipeline-2-context-parallel": Shape(load="async", ranks=4, stages=2, layers_per_group=4, dcp=2),
 }
 
 
@@ -243,11 +253,11 @@ def make_cache(shape: Shape, rank: int = 0) -> KVCacheConfig:
 
     common: dict[str, Any] = {"num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
     specs: list[KVCacheSpec] = [
-        FullAttentionSpec(block_size=size, **common)
+        FullAttentionSpec(block_size=size // shape.dcp, **common)
         if window is None
         else ChunkedLocalAttentionSpec(block_size=size, **common, attention_chunk_size=window)
         if i in shape.locals
-        else SlidingWindowSpec(block_size=size, **common, sliding_window=window)
+        else SlidingWindowSpec(block_size=size, **common, sliding_window=window, dcp_sharded=shape.dcp == 1)
         for i, (window, size) in enumerate(zip(shape.windows, shape.block_tokens, strict=True))
     ]
     for i in shape.states:
@@ -299,7 +309,9 @@ def make_configs(shape: Shape, connector: Connector = KVPIPE, policy: str = "rec
                 is_encoder_decoder=False,
                 policy="priority" if shape.priorities else "fcfs",
             ),
-            cache_config=CacheConfig(block_size=shape.block_tokens[0], enable_prefix_caching=not shape.drafter),
+            cache_config=CacheConfig(
+                block_size=shape.block_tokens[0] // shape.dcp, enable_prefix_caching=not shape.drafter
+            ),
             speculative_config=drafts,
             kv_events_config=KVEventsConfig(enable_kv_cache_events=shape.events, publisher="null"),
             kv_transfer_config=KVTransferConfig(
@@ -316,7 +328,8 @@ def make_configs(shape: Shape, connector: Connector = KVPIPE, policy: str = "rec
     config.scheduler_config.async_scheduling = shape.asynchronous
     config.cache_config.num_gpu_blocks = shape.blocks
     config.cache_config.mamba_cache_mode = "align" if shape.states else "none"
-    config.parallel_config.world_size = max(1, shape.ranks)
-    config.parallel_config.pipeline_parallel_size = shape.stages
-    config.parallel_config.tensor_parallel_size = max(1, shape.ranks) // shape.stages
+    parallel = config.parallel_config
+    parallel.world_size, parallel.pipeline_parallel_size = max(1, shape.ranks), shape.stages
+    parallel.tensor_parallel_size = max(1, shape.ranks) // shape.stages
+    parallel.decode_context_parallel_size, parallel.cp_kv_cache_interleave_size = shape.dcp, INTERLEAVE
     return config, cache

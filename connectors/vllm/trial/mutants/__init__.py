@@ -10,6 +10,7 @@ from kvpipe.connectors.vllm.trial.mutants import (
     finding,
     identity,
     keys,
+    layouts,
     models,
     pool,
     publishing,
@@ -39,6 +40,7 @@ MUTANTS: dict[str, Mutant] = {
         models,
         pool,
         states,
+        layouts,
     )
     for name, mutant in area.MUTANTS.items()
 }
