@@ -38,7 +38,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "one_page_for_one_unit": Mutant(
         "A unit is loaded as one block of every group, though blocks of some groups are smaller.",
-        one(LOADING, "rows", "pages = self._geometry.pages_per_unit[group]", "pages = 1"),
+        one(LOADING, "rows", "self._geometry.blocks(group, low, high)", "range(low, high)"),
         shape="block-sizes",
     ),
     # ---- what is final -----------------------------------------------------------------------------------------------
