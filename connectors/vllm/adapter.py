@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from vllm.v1.core.kv_cache_utils import get_block_hash
+
 from kvpipe.connectors.vllm.remedies.admission import LoadAdmission
 from kvpipe.connectors.vllm.remedies.invalid_blocks import InvalidBlocks
 from kvpipe.connectors.vllm.remedies.stale import CachedBlocks, Stale
@@ -42,6 +44,11 @@ class ManagedBlocks:
         """Return how many blocks at the beginning of a request's table the prefix cache holds or has held."""
         blocks: int = self._of_group[group].num_cached_block.get(request_id, 0)
         return blocks
+
+    def knows(self, block_id: int, key: bytes) -> bool:
+        """Whether the prefix cache knows a block by `key`: who is given it takes its hash away."""
+        known = self._manager.block_pool.blocks[block_id].block_hash
+        return known is not None and get_block_hash(known) == key
 
     def forget(self, block_ids: set[int]) -> None:
         """Take these blocks out of the prefix cache."""

@@ -121,6 +121,8 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             drafters.ahead_tokens(vllm_config),
             parallel.decode_context_parallel_size,
         )
+        if self.geometry.states:
+            drafters.check_states(vllm_config)
         support.check_load(self.settings, self.geometry)
         self.counters = Counters()
         self.scheduler: SchedulerSide | None = None

@@ -42,6 +42,22 @@ def check(config: VllmConfig) -> None:
         )
 
 
+def check_states(config: VllmConfig) -> None:
+    """Raise `UnsupportedError` for a way to draft with which no engine has shown recurrent states to be right."""
+    drafts = config.speculative_config
+    if drafts is None:
+        return
+    if drafts.method not in _FED_HIDDEN_STATES:
+        refuse(
+            f"speculative method={drafts.method!r} with recurrent states",
+            f"use one of {', '.join(_FED_HIDDEN_STATES)}, or unset speculative_config",
+        )
+    if drafts.draft_model_config.is_hybrid:
+        refuse("a drafter with recurrent states of its own", "use one without")
+    if getattr(drafts, "disable_eagle_block_drop", False):
+        refuse("disable_eagle_block_drop with recurrent states (a repeated prompt would find none)", "unset it")
+
+
 def has_kv(config: VllmConfig) -> bool:
     """Whether the drafter has layers with KV."""
     drafts = config.speculative_config

@@ -50,6 +50,7 @@ class KvEvents:
         """`hash_tokens`: tokens per block hash, which is what a router calls a block."""
         self.blocks_per_unit, self._hash_tokens = geometry.unit_tokens // hash_tokens, hash_tokens
         self._ahead = -(-geometry.ahead_tokens // hash_tokens)
+        self._states = geometry.states
         specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
         self._kinds = [(get_kv_cache_spec_kind(one).value, get_kv_cache_spec_sliding_window(one)) for one in specs]
         self._held: Counter[tuple[int, BlockHash]] = Counter()
@@ -74,7 +75,8 @@ class KvEvents:
         known = self._of.get(chunk, ())
         first = base * self.blocks_per_unit + sum(len(blocks.hashes) for blocks in known)
         stop = (base + chunk.marks[-1].units) * self.blocks_per_unit
-        last = request.block_hashes[stop - 1 + self._ahead : stop + self._ahead]
+        end = stop if chunk.group in self._states else stop + self._ahead
+        last = request.block_hashes[end - 1 : end]
         if first >= stop or not last or not chunk.marks[-1].key.startswith(last[0]):  # of an adapter it says more
             return  # found no further than before; or a session has cut its tokens meanwhile
         blocks = self._blocks(request, first, stop)

@@ -47,6 +47,8 @@ _STATES = ("GDN_ATTN", "MAMBA1", "MAMBA2", "SHORT_CONV")
 """VLLM's names for the kinds of recurrent states that are tested."""
 _MAMBA2_TENSORS = 2
 """Of a state that holds all tokens up to its end; with ReplaySSM it is behind, and others hold what it lacks."""
+_DRAFTED_STATES = ("GDN_ATTN",)
+"""Those that are tested with drafts."""
 
 
 def check_engine(config: VllmConfig) -> None:
@@ -164,8 +166,9 @@ def _check_state(layer: str, spec: MambaSpec) -> None:
         refuse(f"the recurrent state of layer {layer!r} ({spec.mamba_type.name})", f"kvpipe knows {', '.join(_STATES)}")
     if spec.mamba_type.name == "MAMBA2" and len(spec.shapes) > _MAMBA2_TENSORS:
         refuse(f"the recurrent state of layer {layer!r} with use_replayssm=True", "set it to False")
-    if spec.num_speculative_blocks:
-        refuse(f"the recurrent state of layer {layer!r} with speculative decoding", "unset speculative_config")
+    if spec.num_speculative_blocks and spec.mamba_type.name not in _DRAFTED_STATES:
+        what = f"the recurrent state of layer {layer!r} ({spec.mamba_type.name}) with speculative decoding"
+        refuse(what, f"unset speculative_config (with it kvpipe knows {', '.join(_DRAFTED_STATES)})")
 
 
 def hash_tokens(cache: KVCacheConfig, geometry: Geometry) -> int:

@@ -45,13 +45,18 @@ class Prefixes:
         """Return the hash of the first `units` units, and of the tokens ahead that their KV depends on."""
         return hashes[units * self._hashes_per_unit - 1 + self._ahead]
 
+    def state_key(self, hashes: Sequence[bytes], units: int) -> bytes:
+        """Return the hash of the first `units` units: what they have come to depends on no token ahead."""
+        return hashes[units * self._hashes_per_unit - 1]
+
     def units_within(self, tokens: int) -> int:
         """Return the units that have a key, of a prefix of `tokens` tokens."""
         return max(0, tokens - self.ahead_tokens) // self._unit
 
-    def computed_tokens(self, units: int) -> int:
-        """Return how many tokens are computed when `units` units can be saved."""
-        return units * self._unit + self.ahead_tokens
+    def computed_tokens(self, request: Request, units: int) -> int:
+        """Return how many tokens of `request` are computed when `units` units of it can be saved."""
+        hashed = self.final_units(request, request.num_tokens) >= units
+        return units * self._unit + (0 if hashed else self.ahead_tokens)
 
     def final_units(self, request: Request, tokens: int) -> int:
         """Return the units whose tokens and hashes are final, of the first `tokens` tokens."""
@@ -59,9 +64,17 @@ class Prefixes:
         hashed = (len(hashes) - self._ahead) // self._hashes_per_unit
         return max(0, min(min(tokens, request.num_tokens) // self._unit, hashed))
 
+    def state_units(self, request: Request, tokens: int) -> int:
+        """Return the units after which a state is final and has a key, of the first `tokens` tokens."""
+        return min(min(tokens, request.num_tokens) // self._unit, len(self.hashes(request)) // self._hashes_per_unit)
+
     def unit_keys(self, request: Request) -> Sequence[bytes]:
         """Return the keys of the first unit, the first two units and so on, of all that are final."""
         return self._keys(self.hashes(request), 1, self.final_units(request, request.num_tokens))
+
+    def state_keys(self, request: Request) -> Sequence[bytes]:
+        """Return what states are known by after the first unit, the first two units and so on."""
+        return self.hashes(request)[self._hashes_per_unit - 1 :: self._hashes_per_unit]
 
     def longest(self, request: Request, extra: Sequence[dict[bytes, object]] = ()) -> int:
         """Return the longest prefix, in units, that every cache group holds as far as it needs to.
@@ -97,7 +110,7 @@ class Prefixes:
 
     def _last_boundary(self, indexes: Sequence[Index], hashes: Sequence[bytes], best: int) -> int:
         """Return the last boundary, of `best` units at most, whose state every group of states holds."""
-        keys = reversed(self._keys(hashes, 1, best))
+        keys = reversed(self._keys(hashes, 1, best, ahead=0))
         held = (all(key in indexes[group] for group in self._states) for key in keys)
         return next(compress(range(best, 0, -1), held), 0)
 
@@ -123,10 +136,9 @@ class Prefixes:
             return miss_reasons.BELOW_MINIMUM
         last = min(units // self._per_chunk * self._per_chunk + self._per_chunk, stop)
         reasons = lost.reasons
-        keys = self._keys(hashes, units + 1, last)
         for group in self._groups:
             found, pending = self._catalog.index(group), self._catalog.pending(group)
-            for key in keys:
+            for key in self._keys(hashes, units + 1, last, ahead=0 if group in self._states else None):
                 if key in found:
                     continue
                 if key in pending:
@@ -141,7 +153,7 @@ class Prefixes:
         Of a group of states, the state after exactly `stop` units.
         """
         if group in self._states:
-            return self._catalog.find(group, self.key(hashes, stop))
+            return self._catalog.find(group, self.state_key(hashes, stop))
         chunk = self._holding(self._catalog.index(group), hashes, base, stop)
         assert chunk is None or isinstance(chunk, Chunk)  # noqa: S101  (the catalog holds nothing else)
         return chunk
@@ -157,16 +169,18 @@ class Prefixes:
     def chunks_from_the_end(self, request: Request, units: int) -> Iterator[Chunk]:
         """Yield the whole chunks of the first `units` units of the request, the last first; before them its states."""
         hashes = self.hashes(request)
-        for groups, step in ((self._states, 1), (self._growing, self._per_chunk)):
-            for key in reversed(self._keys(hashes, step, units, step)) if groups else ():
+        for groups, step, ahead in ((self._states, 1, 0), (self._growing, self._per_chunk, self._ahead)):
+            for key in reversed(self._keys(hashes, step, units, step, ahead)) if groups else ():
                 for group in groups:
                     chunk = self._catalog.find(group, key)
                     if chunk is not None:
                         yield chunk
 
-    def _keys(self, hashes: Sequence[bytes], first: int, last: int, step: int = 1) -> Sequence[bytes]:
-        """Return the keys of prefixes of `first` to `last` units, every `step`-th."""
-        per_unit, ahead = self._hashes_per_unit, self._ahead
+    def _keys(
+        self, hashes: Sequence[bytes], first: int, last: int, step: int = 1, ahead: int | None = None
+    ) -> Sequence[bytes]:
+        """Return the keys of prefixes of `first` to `last` units, every `step`-th. `ahead`: hashes; none for states."""
+        per_unit, ahead = self._hashes_per_unit, self._ahead if ahead is None else ahead
         return hashes[first * per_unit - 1 + ahead : last * per_unit + ahead : step * per_unit]
 
     def _longest_full(self, index: Index, hashes: Sequence[bytes], best: int) -> int:

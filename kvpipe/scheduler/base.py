@@ -100,6 +100,13 @@ class Blocks(Protocol):
     def table(self, request_id: str, group: int) -> Sequence[Block]:
         """Return the request's block table in a cache group as it is now; empty if it holds no blocks."""
 
+    def knows(self, block_id: int, key: bytes) -> bool:
+        """Whether the prefix cache knows a block by `key`, one of a request's `block_hashes`.
+
+        Asked of offered states only: a block that is known no more may have been given to somebody who writes it in
+        the step that is being planned.
+        """
+
     def forget(self, block_ids: set[int]) -> None:
         """Offer these blocks to no other request: take them out of the prefix cache. Their owners keep them."""
 

@@ -155,15 +155,17 @@ class Staging:
         stop = self._prefixes.final_units(request, request.num_tokens)
         if units >= stop or (units and stop - units < self._per_chunk):
             return None  # a few tokens are computed sooner than asked for
-        keys = self._prefixes.unit_keys(request)
+        keys, states = self._prefixes.unit_keys(request), self._prefixes.state_keys(request)
         wanted = tuple(
             (group, end)
             for group, kind in enumerate(self._geometry.groups)
             for end in (range(units + 1, stop + 1) if kind.state else range(self._per_chunk, stop + 1, self._per_chunk))
-            if keys[end - 1] not in self._catalog.index(group)
+            if (states if kind.state else keys)[end - 1] not in self._catalog.index(group)
         )
         space, also, seconds_max = self.space.name, self.space.also, self._lookup_s_max
-        lookup = TierLookup(keys, wanted, groups=self._growing, space=space, also=also, seconds_max=seconds_max)
+        lookup = TierLookup(
+            keys, wanted, groups=self._growing, space=space, also=also, seconds_max=seconds_max, states=states
+        )
         self._numbers += 1
         stage = Stage(self.machine, self._numbers, request, lookup, self.watch)
         self._stages.add(stage)
@@ -192,10 +194,9 @@ class Staging:
 
     def _reach(self, stage: Stage) -> int:
         """Return how many units of the prefix memory and tiers hold together."""
-        keys = stage.lookup.keys
         extra: tuple[dict[bytes, object], ...] = tuple({} for _ in self._geometry.groups)
-        for group, units in stage.lookup.found:
-            extra[group][keys[units - 1]] = stage
+        for place in stage.lookup.found:
+            extra[place[0]][stage.lookup.key(place)] = stage
         return self._prefixes.longest(stage.request, extra)
 
     def why(self, stage: Stage | None, why: str) -> str:
@@ -271,8 +272,7 @@ class Staging:
 
     def _order(self, stage: Stage, place: Place) -> bool:
         """Order one chunk, or wait for somebody else's order. False: not yet."""
-        group, units = place
-        key, tier = stage.lookup.keys[units - 1], stage.lookup.found[place]
+        group, key, tier = place[0], stage.lookup.key(place), stage.lookup.found[place]
         transfer = self._fetching.get((group, key))
         if transfer is None:
             there = self._catalog.find(group, key)
@@ -308,8 +308,7 @@ class Staging:
             for group, kind in enumerate(self._geometry.groups):
                 if kind.state:
                     if high == reach:  # of this boundary, and of no other
-                        key = keys[reach - 1]
-                        yield (group, reach), self._catalog.find(group, key)
+                        yield (group, reach), self._catalog.find(group, stage.lookup.key((group, reach)))
                     continue
                 window = kind.window_tokens
                 if window is not None and (reach - high) * self._geometry.unit_tokens > window:

@@ -132,7 +132,7 @@ class Saving:
             progress.complete()
         else:
             more = 1 if self._settings.save_partial else self._per_chunk
-            progress.planned(self._prefixes.computed_tokens(units + more))
+            progress.planned(self._prefixes.computed_tokens(request, units + more))
         if units == progress.saved_units:
             return [], units
         hashes, ends = self._prefixes.hashes(request), {prompt_units, *self._boundaries(request)}
@@ -159,14 +159,19 @@ class Saving:
         request, (units, beyond) = tracked.request, divmod(tokens, self._unit)
         if beyond or group not in self._states or not self._worth(request, units):
             return []
-        if units > self._prefixes.final_units(request, tokens):
+        if units > self._prefixes.state_units(request, tokens):
             return []
-        key = self._prefixes.key(self._prefixes.hashes(request), units)
+        key = self._prefixes.state_key(self._prefixes.hashes(request), units)
         if self._catalog.known(group, key):
             self._counters["save_known"] += 1
             return []
+        assert self.blocks is not None  # noqa: S101  (bound before the first step)
+        if not self.blocks.knows(block, self._prefixes.state_key(request.block_hashes, units)):
+            self._counters["states_not_saved"] += 1
+            return []
         chunk = self._catalog.reserve(group)
         if chunk is None:
+            self._counters["states_not_saved"] += 1
             return []
         pieces.append(self._catalog.write(chunk, 1, key, keep=True, base=units - 1))
         self._counters["states_saved"] += 1
@@ -188,7 +193,8 @@ class Saving:
         if not self._states:
             return ()
         branch: int = getattr(request, "shared_prefix_boundary", 0)
-        return (request.num_prompt_tokens - 1) // self._unit, branch // self._unit
+        last = min(request.num_prompt_tokens - 1, self._prefixes.units_within(request.num_prompt_tokens) * self._unit)
+        return last // self._unit, branch // self._unit
 
     def _claim(
         self, tracked: Tracked, group: int, table: Sequence[Block], base: int, low: int, high: int, *, keep: bool

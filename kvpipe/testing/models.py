@@ -35,14 +35,15 @@ BASE: dict[str, Any] = {
 }
 
 _MAMBA2: dict[str, Any] = {
-    "mamba_n_heads": 16,
-    "mamba_d_head": 32,
-    "mamba_d_state": 16,
-    "mamba_n_groups": 1,
-    "mamba_d_conv": 4,
-    "mamba_expand": 2,
-    "mamba_chunk_size": 32,
-}
+    "mamba_n_heads": 16, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_d_conv": 4,
+    "mamba_expand": 2, "mamba_chunk_size": 32,
+}  # fmt: skip
+
+_QWEN3_NEXT: dict[str, Any] = {
+    "num_hidden_layers": 4, "layer_types": [*["linear_attention"] * 3, "full_attention"], "linear_num_value_heads": 2,
+    "linear_num_key_heads": 2, "linear_key_head_dim": 64, "linear_value_head_dim": 64, "num_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,
+}  # fmt: skip
 
 RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -154,21 +155,9 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     # gated delta nets
-    "qwen3-next": (
-        "Qwen3Next",
-        {
-            "num_hidden_layers": 4,
-            "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
-            "linear_num_value_heads": 2,
-            "linear_num_key_heads": 2,
-            "linear_key_head_dim": 64,
-            "linear_value_head_dim": 64,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 64,
-            "shared_expert_intermediate_size": 64,
-        },
-    ),
+    "qwen3-next": ("Qwen3Next", _QWEN3_NEXT),
+    # with a module that drafts (MTP); what follows a token depends on it more than on others: some drafts are right
+    "qwen3-next-mtp": ("Qwen3Next", {**_QWEN3_NEXT, "num_nextn_predict_layers": 1}),
     # three layers of chunked local attention, and a full one without positions
     "llama4": (
         "Llama4Text",
@@ -294,7 +283,7 @@ def make_model(recipe: str) -> Path:
         with tempfile.TemporaryDirectory(dir=home) as work:
             model.save_pretrained(work)
             if "num_nextn_predict_layers" in changes:
-                _add_mtp_module(Path(work), changes)
+                (_add_mtp_layers if family == "Qwen3Next" else _add_mtp_module)(Path(work), changes)
             (Path(work) / "recipe.json").write_text(json.dumps(wanted))
             target.mkdir(exist_ok=True)
             for path in Path(work).iterdir():
@@ -338,6 +327,27 @@ def _add_mtp_module(folder: Path, changes: dict[str, Any]) -> None:
     tensors |= {f"{prefix}{name}.weight": torch.ones(width) for name in ("token_layernorm", "hidden_layernorm")}
     tensors |= {f"{prefix}final_layernorm.weight": torch.ones(width)}
     tensors |= {f"{prefix}input_proj.weight": _random(width, 2 * width)}
+    save_file(tensors, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def _add_mtp_layers(folder: Path, changes: dict[str, Any]) -> None:
+    """Add the module to a saved model, named as in Qwen3-Next's checkpoints: a layer like the model's last."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    width, file = BASE["hidden_size"], str(folder / "model.safetensors")
+    tensors = load_file(file)
+    words = _random(VOCAB, width) / BASE["initializer_range"]
+    tensors["model.embed_tokens.weight"] = words
+    tensors["lm_head.weight"] = tensors["lm_head.weight"] + 1.5 * words.roll(1, 0)  # the next word, mostly
+    last = f"model.layers.{_QWEN3_NEXT['num_hidden_layers'] - 1}."
+    layer = {name.removeprefix(last): tensor for name, tensor in tensors.items() if name.startswith(last)}
+    tensors |= {f"mtp.layers.0.{name}": tensor.clone() for name, tensor in layer.items()}
+    tensors["mtp.fc.weight"] = torch.cat((8 * torch.eye(width), _random(width, width) / 6), dim=1)
+    norms = ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")
+    tensors |= {f"mtp.{name}.weight": torch.zeros(width) for name in norms}
     save_file(tensors, file, metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps(config))

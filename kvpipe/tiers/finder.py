@@ -33,7 +33,8 @@ class TierLookup:
     """One question. The scheduler's thread makes it, and reads the answer once it is `done`."""
 
     __slots__ = (
-        "also", "deadline_s", "done", "down", "elsewhere", "found", "groups", "keys", "seconds_max", "space", "wanted",
+        "also", "deadline_s", "done", "down", "elsewhere", "found", "groups", "keys", "seconds_max", "space", "states",
+        "wanted",
     )  # fmt: skip
 
     def __init__(
@@ -45,13 +46,16 @@ class TierLookup:
         space: str,
         seconds_max: float,
         also: str = "",
+        states: Sequence[bytes] = (),
     ) -> None:
         """`keys[u]`: hash of the first u + 1 units. `wanted`: whole chunks that are not in memory.
 
-        `groups`: those whose last chunk may be shorter. `also`: another namespace with chunks of the same bytes.
+        `groups`: those whose last chunk may be shorter; `states[u]` is what those of other groups are known by.
+        `also`: another namespace with chunks of the same bytes.
         `seconds_max`: for how long the request waits; until `deadline_s`, by the monotonic clock.
         """
         self.keys, self.wanted, self.groups, self.space, self.also = keys, wanted, groups, space, also
+        self.states = states or keys
         self.seconds_max, self.deadline_s = seconds_max, time.monotonic() + seconds_max
         self.found: dict[Place, int] = {}
         """In which tier, by its place in the order, each place that was found is."""
@@ -59,6 +63,11 @@ class TierLookup:
         """In which namespace, and in how many parts, where that is not as this engine stores it."""
         self.down = False  # a tier could not be asked
         self.done = False  # written last
+
+    def key(self, place: Place) -> bytes:
+        """Return what the prefix is known by that ends at `place`."""
+        group, units = place
+        return (self.keys if group in self.groups else self.states)[units - 1]
 
 
 class Finder(TierThread[TierLookup]):
@@ -201,7 +210,7 @@ class Finder(TierThread[TierLookup]):
         """Return those of `places` of which `tier` holds every part; None: it could not be asked."""
         names, owners = list[tuple[Key, ...]](), list[Place]()
         for group, units in places:
-            chunk = chunk_name(lookup.keys[units - 1])
+            chunk = chunk_name(lookup.key((group, units)))
             keys = part_keys(space, chunk, group, split[group], self._ranks)
             names += map(tier.sealer.names, keys)
             owners += [(group, units)] * len(keys)

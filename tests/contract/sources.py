@@ -90,6 +90,7 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
             "hf_config",
             "is_diffusion",
             "is_encoder_decoder",
+            "is_hybrid",
             "is_prefix_caching_supported",
             "max_model_len",
             "model",
@@ -116,6 +117,7 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "vllm/config/speculative.py": {
         "SpeculativeConfig": (
+            "disable_eagle_block_drop",
             "draft_model_config",
             "method",
             "num_speculative_tokens",
@@ -141,13 +143,13 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "vllm/lora/worker_manager.py": {"WorkerLoRAManager": ("_adapter_manager", "_load_adapter")},
-    "vllm/v1/core/block_pool.py": {"BlockPool": ("get_num_free_blocks", "num_gpu_blocks")},
+    "vllm/v1/core/block_pool.py": {"BlockPool": ("blocks", "get_num_free_blocks", "num_gpu_blocks")},
     "vllm/v1/core/kv_cache_coordinator.py": {"KVCacheCoordinator": ("single_type_managers",)},
     "vllm/v1/core/kv_cache_manager.py": {
         "KVCacheBlocks": ("blocks",),
         "KVCacheManager": ("block_pool", "coordinator", "evict_blocks", "reset_prefix_cache"),
     },
-    "vllm/v1/core/kv_cache_utils.py": {"KVCacheBlock": ("block_id", "is_null")},
+    "vllm/v1/core/kv_cache_utils.py": {"KVCacheBlock": ("block_hash", "block_id", "is_null")},
     "vllm/v1/core/single_type_kv_cache_manager.py": {"SingleTypeKVCacheManager": ("num_cached_block", "req_to_blocks")},
     "vllm/v1/metrics/cache_hit_source.py": {"CacheHitSource": ("HOST",)},
     "vllm/v1/executor/abstract.py": {"Executor": ("collective_rpc", "get_class")},

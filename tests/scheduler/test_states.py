@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -231,3 +232,31 @@ def test_attention_up_to_a_state_is_stored_in_mid_chunk() -> None:
             stores.landed(side.requests.tracked["a"], chunk, chunk.marks[-1].units)
     offered = sorted((offer.chunk.group, offer.units) for offer in stores._offers.values())
     assert offered == [(ATTENTION, 1), (ATTENTION, 4), (STATE, 1), (OTHER, 1)]
+
+
+def test_a_state_in_a_block_that_others_have_by_now_is_not_saved() -> None:
+    """An offer may be older than the step that is planned: then its block may be written in that very step."""
+    world = _world()
+    one = world.request("a", 4, extra=1)
+    world.admit(one)
+    world.known[world.tables[STATE]["a"][3].block_id] = SimpleNamespace(block_hash=None)
+    world.succeed(*world.step(one, boundaries=(4,)))
+    assert (_states(world, one), _states(world, one, OTHER)) == ([], [4])
+    assert world.side.counters["states_not_saved"] == 1
+
+
+def test_with_a_drafter_states_end_at_their_boundary_and_attention_behind_it() -> None:
+    """Attention of a unit has a key when the unit behind it is known, a state at once: a hit needs both."""
+    world = _world(ahead_tokens=1)
+    first = world.request("a", 6, extra=1)
+    _run(world, first, 5, 6)
+    assert _states(world, first) == [5, 6]
+    other = world.request("b", 6, extra=1)
+    other.block_hashes[:5] = first.block_hashes[:5]
+    assert world.ask(other) == 0  # it parts in the unit that the attention before it depends on
+    again = world.request("c", 7)
+    again.block_hashes[:6] = first.block_hashes
+    assert world.ask(again) == 5 * UNIT
+    assert world.admit(again) == 5 * UNIT
+    load, *_ = world.step(again)
+    assert len(load.table()) == 5 + 2

@@ -32,6 +32,10 @@ class Blocks:
         assert group == 0
         return self._tables.get(request_id, ())
 
+    def knows(self, block_id: int, key: bytes) -> bool:
+        """Return whether a block can be found by `key`."""
+        return self._hash.get(block_id) == key
+
     def forget(self, block_ids: Iterable[int]) -> None:
         """Offer these to nobody any more; who holds them keeps them."""
         for block in block_ids:

@@ -42,8 +42,8 @@ def _hold(tier: HeldTier, *ends: int, group: int = 0, rank: int = 0, ranks: int 
 
 def _ask(finder: Finder, wanted: Sequence[Place] = WHOLE, seconds_max: float = 60.0, **more: Any) -> TierLookup:
     groups = range(1 + max((group for group, _ in wanted), default=0))
-    reported: dict[str, Any] = {"keys": KEYS, "space": SPACE} | more
-    lookup = TierLookup(wanted=tuple(wanted), groups=groups, seconds_max=seconds_max, **reported)
+    reported: dict[str, Any] = {"keys": KEYS, "space": SPACE, "groups": groups} | more
+    lookup = TierLookup(wanted=tuple(wanted), seconds_max=seconds_max, **reported)
     finder.ask(lookup)
     limit = time.monotonic() + WAIT_S
     while not lookup.done:
@@ -220,3 +220,11 @@ def test_a_tier_that_a_rank_cannot_read() -> None:
         finder.unreadable = frozenset({0})
         assert not finder.usable
         assert not _ask(finder).found
+
+
+def test_states_are_known_by_keys_of_their_own() -> None:
+    """Those of groups whose chunks never grow."""
+    tier, states = HeldTier(), [b"state" + key for key in KEYS]
+    tier.values[Key(SPACE, chunk_name(states[2]), 1, 0, 1).text] = b""
+    with _finder(tier) as finder:
+        assert _ask(finder, [(1, 2), (1, 3)], groups=(0,), states=states).found == {(1, 3): 0}

@@ -19,7 +19,7 @@ from kvpipe.trace.log import Counters
 
 def config(method: str | None, *, modules: int = 1, drafts: int = 3, dynamic: bool = False) -> Any:
     """A configuration of vLLM's with a drafter, as far as it is read."""
-    model = SimpleNamespace(hf_config=SimpleNamespace(num_nextn_predict_layers=modules))
+    model = SimpleNamespace(hf_config=SimpleNamespace(num_nextn_predict_layers=modules), is_hybrid=False)
     speculative = SimpleNamespace(
         method=method,
         num_speculative_tokens=drafts,
@@ -88,7 +88,10 @@ def test_a_key_covers_the_tokens_ahead(ahead: int, hash_tokens: int) -> None:
     assert list(prefixes.unit_keys(request)) == [prefixes.key(hashes, unit) for unit in range(1, units + 1)]
     assert prefixes.units_within(160) == units
     assert prefixes.units_within(15) == 0
-    assert prefixes.units_within(prefixes.computed_tokens(3)) == 3
+    assert prefixes.units_within(prefixes.computed_tokens(request, units + 1)) == units + 1
+    assert prefixes.computed_tokens(request, 2) == 32  # whose tokens ahead are known
+    assert prefixes.state_keys(request)[1] == prefixes.state_key(hashes, 2) == hashes[32 // hash_tokens - 1]
+    assert prefixes.state_units(request, 160) == 10
 
 
 def test_drafters_that_leave_their_kv_as_it_was_are_refused() -> None:
@@ -101,3 +104,20 @@ def test_drafters_that_leave_their_kv_as_it_was_are_refused() -> None:
     mixed.speculative_config.use_heterogeneous_vocab = True
     with pytest.raises(UnsupportedError, match="use_heterogeneous_vocab"):
         drafters.check(mixed)
+
+
+def test_drafts_beside_recurrent_states() -> None:
+    """A drafter that has states itself, or a state that a repeated prompt would never find, is refused."""
+    for method in (None, "mtp", "eagle", "eagle3"):
+        drafters.check_states(config(method))
+    for method in ("ngram", "draft_model"):
+        with pytest.raises(UnsupportedError, match=f"'{method}' with recurrent states .*use one of eagle"):
+            drafters.check_states(config(method))
+    own = config("mtp")
+    own.speculative_config.draft_model_config.is_hybrid = True
+    with pytest.raises(UnsupportedError, match=r"recurrent states of its own .*use one without"):
+        drafters.check_states(own)
+    kept = config("mtp")
+    kept.speculative_config.disable_eagle_block_drop = True
+    with pytest.raises(UnsupportedError, match=r"disable_eagle_block_drop .*unset it"):
+        drafters.check_states(kept)

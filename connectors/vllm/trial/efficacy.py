@@ -36,6 +36,12 @@ def keys_of(side: SchedulerSide, request: Request) -> Sequence[bytes]:
     return side.prefixes.hashes(request)[step - 1 + ahead :: step]
 
 
+def _state_keys(side: SchedulerSide, request: Request) -> Sequence[bytes]:
+    """Return the keys of the states after one unit, after two units, and so on."""
+    step = side.prefixes._hashes_per_unit  # noqa: SLF001
+    return side.prefixes.hashes(request)[step - 1 :: step]
+
+
 def ends(side: SchedulerSide, request: Request) -> frozenset[tuple[Chunk, bytes]]:
     """Return the chunk of each group that holds where the request has ended, or is about to, and the key of that."""
     found = set()
@@ -52,14 +58,15 @@ def find(side: SchedulerSide, request: Request, kept: frozenset[tuple[Chunk, byt
     """
     keys, per_chunk = keys_of(side, request), side.geometry.units_per_chunk
     indexes = [side.catalog.index(group) for group in range(len(side.geometry.groups))]
-    chunks = frozenset(index[key] for index in indexes for key in keys if key in index)
-    units = held(side, keys, len(keys))
+    mine = [_state_keys(side, request) if kind.state else keys for kind in side.geometry.groups]
+    chunks = frozenset(index[key] for index, known in zip(indexes, mine, strict=True) for key in known if key in index)
+    units = held(side, request, len(keys))
     while rest := units % per_chunk:
         last = keys[units - 1 : units - rest + per_chunk]
         growing = [indexes[group] for group in _growing(side)]
         if {(index[key], key) for index in growing for key in last if key in index} <= kept:
             break
-        units = held(side, keys, units - rest)
+        units = held(side, request, units - rest)
     return Found(request, units, chunks)
 
 
@@ -67,16 +74,17 @@ def _growing(side: SchedulerSide) -> list[int]:
     return [group for group, kind in enumerate(side.geometry.groups) if not kind.state]
 
 
-def held(side: SchedulerSide, keys: Sequence[bytes], most: int) -> int:
+def held(side: SchedulerSide, request: Request, most: int) -> int:
     """Return the longest prefix of up to `most` units that every group holds as far as it needs to."""
-    return next((units for units in range(most, 0, -1) if _holds(side, keys, units)), 0)
+    keys, states = keys_of(side, request), _state_keys(side, request)
+    return next((units for units in range(most, 0, -1) if _holds(side, keys, states, units)), 0)
 
 
-def _holds(side: SchedulerSide, keys: Sequence[bytes], units: int) -> bool:
+def _holds(side: SchedulerSide, keys: Sequence[bytes], states: Sequence[bytes], units: int) -> bool:
     per_chunk, unit = side.geometry.units_per_chunk, side.geometry.unit_tokens
     for group, kind in enumerate(side.geometry.groups):
         if kind.state:
-            if keys[units - 1] not in side.catalog.index(group):
+            if states[units - 1] not in side.catalog.index(group):
                 return False
             continue
         window, tokens = kind.window_tokens, units * unit
@@ -113,7 +121,7 @@ def promised(side: SchedulerSide, request: Request, local_tokens: int, *, waits:
         most -= (
             1  # the last token is computed anew: it is in the state, and reads further back than the window after it
         )
-    tokens = held(side, keys, most) * unit
+    tokens = held(side, request, most) * unit
     return max(0, min(tokens, request.num_tokens if waits else request.num_tokens - 1) - local_tokens)
 
 

@@ -57,10 +57,11 @@ def _false_bytes(watched: Watched, group: int, key: bytes, chunk: Chunk, units: 
     if known is None:
         yield f"a key that no request has: slot {chunk.slot}, group {group}"
         return
-    sequence, stop = known[0], known[1] - watched.trial.side.prefixes.ahead_tokens
-    geometry = watched.trial.side.geometry
-    stored = geometry.pages_per_unit[group] * geometry.groups[group].block_tokens
-    first, tokens = stop - units * geometry.unit_tokens, units * stored
+    whole = watched.trial.side.geometry
+    ahead = 0 if group in whole.states else watched.trial.side.prefixes.ahead_tokens
+    sequence, stop = known[0], known[1] - ahead
+    stored = whole.pages_per_unit[group] * whole.groups[group].block_tokens
+    first, tokens = stop - units * whole.unit_tokens, units * stored
     for rank in watched.trial.ranks:
         pool, geometry = watched.trial.engines[rank.index]._pool, rank.kvpipe.geometry  # noqa: SLF001
         layers = [layer for layer in rank.layers if layer.group == group]
@@ -150,7 +151,7 @@ def what_is_found_stays_found(watched: Watched) -> Iterator[str]:
             continue
         watched.found[one] = then
         keys = keys_of(side, then.request)
-        if then.units and then.stands and (now := held(side, keys, len(keys))) < then.units:
+        if then.units and then.stands and (now := held(side, then.request, len(keys))) < then.units:
             yield f"{one.id}: {now} units, {then.units} before"
 
 

@@ -21,6 +21,7 @@ from kvpipe.connectors.vllm.trial.content import Sequence, Words, layer_key
 from kvpipe.connectors.vllm.trial.drafts import accepted
 from kvpipe.connectors.vllm.trial.ears import empty, kvpipe_in
 from kvpipe.connectors.vllm.trial.shapes import INTERLEAVE, Shape
+from kvpipe.connectors.vllm.trial.states import RunningStates
 from kvpipe.messages import Kind, Report, Tally
 from kvpipe.transfer.pool import HostPool
 
@@ -124,6 +125,7 @@ class Runner(ABC):
         self._tables: dict[str, list[list[int]]] = {}
         self._computed: dict[str, int] = {}
         self._own_counts = shape.asynchronous and shape.drafts > 0
+        self._states = RunningStates([])
 
     @abstractmethod
     def execute(self, step: TrialStep, drafts: dict[str, list[int]]) -> RankOutput:
@@ -140,7 +142,9 @@ class Runner(ABC):
     def _update_states(self, output: SchedulerOutput) -> None:
         for request in output.finished_req_ids:
             self._tables.pop(request, None)
+            self._states.forget(request)
         for new in output.scheduled_new_reqs:
+            self._states.forget(new.req_id)
             self._tables[new.req_id] = [list(ids) for ids in new.block_ids]
             self._computed[new.req_id] = new.num_computed_tokens
         cached = output.scheduled_cached_reqs
@@ -149,6 +153,7 @@ class Runner(ABC):
         ):
             resumed = request in cached.resumed_req_ids
             if resumed:
+                self._states.forget(request)
                 self._tables[request] = [list(ids) for ids in blocks or ()]
             else:
                 for table, more in zip(self._tables[request], blocks or (), strict=False):
@@ -210,6 +215,7 @@ class Rank(Runner):
             drafts = shape.drafter and i == shape.layers_per_group - 1  # the last of the first group
             key, shard = layer_key(index, i), index % shards
             self.layers.append(PagedLayer(name, group, cache, words, key, int(drafts), shard, shards))
+        self._states = RunningStates([layer for layer in self.layers if layer.group in shape.states])
         attached = {layer.name: SimpleNamespace(kv_cache=layer.cache) for layer in self.layers}
         self._attention: Any = {layer.name: SimpleNamespace() for layer in self.layers}
         numbers = itertools.chain.from_iterable(range(len(named)) for named in names)
@@ -242,7 +248,7 @@ class Rank(Runner):
             self._zero(output)
         self.load_adapters({step.sequences[request].lora for request in output.num_scheduled_tokens})
         self._copy_blocks(output)
-        self._go_on_with_states(output)
+        self._states.begin(output.num_scheduled_tokens, self._tables, self._computed)
         self._interrupt("first", quirks, metadata)
         connector.bind_connector_metadata(metadata)
         self._interrupt("early", quirks, metadata)
@@ -259,6 +265,7 @@ class Rank(Runner):
             connector.finish_forward()
         for _ in range(0 if output.has_sync_kv_loads else starts):
             connector.start_load_kv(context, **kwargs)
+        self._states.end(message, self._tables, self._computed)
         if not self.shape.deferred:
             self._end(quirks)
         self.before_results()
@@ -344,16 +351,6 @@ class Rank(Runner):
             for layer in self.layers:
                 layer.words[copy.dst_block_id] = layer.words[copy.src_block_id]
 
-    def _go_on_with_states(self, output: SchedulerOutput) -> None:
-        """Copy each request's state to the block in which its step will end, where that is another one."""
-        for layer in [layer for layer in self.layers if layer.group in self.shape.states]:
-            size = self.shape.block_tokens[layer.group]
-            for request, scheduled in output.num_scheduled_tokens.items():
-                start, table = self._computed[request], self._tables[request][layer.group]
-                before, after = (start - 1) // size, (start + scheduled - 1) // size
-                if start and before != after:
-                    layer.words[table[after]] = layer.words[table[before]]
-
     def _run_layers(self, step: TrialStep, drafts: dict[str, list[int]], quirks: set[str]) -> list[Wrong]:
         """Run every layer: write the new positions, read the whole context, check what was read."""
         connector, times = self.connector, 2 if "twice" in quirks else 1
@@ -392,7 +389,7 @@ class Rank(Runner):
         if junk:  # what rests on garbage is garbage
             content = ~content
         if layer.group in self.shape.states:
-            return self._go_on(layer, request, sequence, int(table[(stop - 1) // block]), start, content)
+            return self._go_on(layer, request, sequence, start, content, len(drafts))
         positions = layer.held(start, stop)
         layer.words[layer.places(positions, table, block)] = content[positions - start]
         window = self.shape.windows[layer.group]
@@ -407,11 +404,13 @@ class Rank(Runner):
         return Wrong(self.index, request, layer.name, differs.tolist(), frozenset(table[differs // block].tolist()))
 
     def _go_on(
-        self, layer: PagedLayer, request: str, sequence: Sequence, block: int, start: int, content: Words
+        self, layer: PagedLayer, request: str, sequence: Sequence, start: int, content: Words, drafts: int
     ) -> Wrong | None:
-        """Read the state of the first `start` tokens in `block`, and write there what it becomes with `content`."""
-        right = not start or bool((layer.words[block] == (sequence.upto(start)[-1] ^ layer.key)).all())
-        layer.words[block] = content[-1]
+        """Read the state of the first `start` tokens, and write what it becomes with `content`."""
+        table = self._tables[request][layer.group]
+        words, block = self._states.read(layer, request, table)
+        right = not start or bool((words == (sequence.upto(start)[-1] ^ layer.key)).all())
+        self._states.write(layer, request, table, content, drafts)
         return None if right else Wrong(self.index, request, layer.name, [start - 1], frozenset((block,)))
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+
 from kvpipe.cache.catalog import Chunk
 from kvpipe.config import load_settings
 from kvpipe.connectors.vllm.adapter import ManagedBlocks, Remedies
@@ -44,11 +46,11 @@ class CountingIndex(dict[bytes, Chunk]):
 
 
 def make_geometry(
-    windows: tuple[int | None, ...], chunk_units: int, slots: int, states: tuple[int, ...] = ()
+    windows: tuple[int | None, ...], chunk_units: int, slots: int, states: tuple[int, ...] = (), ahead_tokens: int = 0
 ) -> Geometry:
     """Return the geometry of one group per window, in chunks of `chunk_units` units; `states`: groups of states."""
     groups = tuple(Group((Layer(f"l{i}", 64),), UNIT, window, i in states) for i, window in enumerate(windows))
-    return Geometry(groups, chunk_units * UNIT, slots * 4096)
+    return Geometry(groups, chunk_units * UNIT, slots * 4096, ahead_tokens)
 
 
 class SchedulerWorld:
@@ -67,10 +69,11 @@ class SchedulerWorld:
         trace: Recorder = OFF,
         states: tuple[int, ...] = (),
         waits_idle: bool = False,
+        ahead_tokens: int = 0,
     ) -> None:
         """An empty cache."""
         settings = load_settings({"load": load, "prefault": touch})
-        geometry = make_geometry(windows, chunk_units, slots, states)
+        geometry = make_geometry(windows, chunk_units, slots, states, ahead_tokens)
         self.ranks, self.groups, self.free, self._states = ranks, len(windows), 1 << 20, states
         self.remedies = Remedies(geometry, BEYOND_TOKENS, 64 * UNIT)
         self.side = SchedulerSide(
@@ -86,11 +89,13 @@ class SchedulerWorld:
         )
         self.tables: list[dict[str, list[TableEntry]]] = [{} for _ in windows]
         self.forgotten: set[int] = set()
+        self.known: dict[int, Any] = {}
+        """The blocks of states that were offered, as vLLM's prefix cache knows them."""
         managers: Any = [SimpleNamespace(req_to_blocks=tables, num_cached_block={}) for tables in self.tables]
         manager: Any = SimpleNamespace(
             coordinator=SimpleNamespace(single_type_managers=managers),
             evict_blocks=self.forgotten.update,
-            block_pool=SimpleNamespace(get_num_free_blocks=lambda: self.free, num_gpu_blocks=0),
+            block_pool=SimpleNamespace(get_num_free_blocks=lambda: self.free, num_gpu_blocks=0, blocks=self.known),
         )
         self.blocks = ManagedBlocks(manager)
         self.side.bind(self.blocks)
@@ -177,7 +182,10 @@ class SchedulerWorld:
         return list(plan.jobs)
 
     def _offer(self, request: Any, group: int, units: int) -> tuple[int, int, int]:
-        return group, self.tables[group][request.request_id][units - 1].block_id, units * UNIT
+        block = self.tables[group][request.request_id][units - 1].block_id
+        key = make_block_hash_with_group_id(request.block_hashes[: units or 1][-1], group)
+        self.known.setdefault(block, SimpleNamespace(block_hash=key))
+        return group, block, units * UNIT
 
     def report(self, *tallies: tuple[Job, int, int]) -> None:
         """Report (job, ok, bad) for each."""
@@ -221,7 +229,9 @@ class SchedulerWorld:
             for key, chunk in catalog.index(group).items():
                 units = next(mark.units for mark in chunk.marks if mark.key == key)
                 held = [self.pages[chunk.slot, page] for page in range(units)]
-                assert held == self.prefixes[key][-units:], f"{key!r} is found where {held} lie"
+                ahead = 0 if group in self._states else self.side.prefixes.ahead_tokens // UNIT
+                known = self.prefixes[key][: len(self.prefixes[key]) - ahead]
+                assert held == known[-units:], f"{key!r} is found where {held} lie"
 
 
 def slots_of(job: Job) -> list[int]:

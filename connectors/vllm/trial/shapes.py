@@ -51,7 +51,7 @@ class Shape(NamedTuple):
     `asynchronous`: vLLM's AsyncScheduler, with two steps in flight. `drafts`: draft tokens per step. `v2`: the order of
     vLLM's second model runner. `deferred`: the step is finalized after its reports, as with a draft model.
     `drafter`: with KV of its own, in the last layer of the first group, that depends on the token behind it. vLLM's own
-    prefix cache is off, as it gives a request KV of another one's token there.
+    prefix cache is off, as it gives a request KV of another one's token there; with `states` it finds nothing.
     `device`: copies are ordered by a device and complete later; with runner V1 the next step sets a step's fence.
     `graphs`: every second step is replayed from a CUDA graph, without hooks.
     `unhooked`: of each group so many layers, the first ones, call no hook.
@@ -163,6 +163,7 @@ _HYBRID = Shape(windows=(None, 2 * BLOCK), blocks=24, pool_slots=24, events=True
 _STATES = Shape(windows=(None, None), states=(1,), blocks=24, pool_slots=24)
 _TAILS = _HYBRID._replace(windows=(None, BLOCK), sizes=(2 * BLOCK, BLOCK // 2), blocks=24, events=False)
 """A window that ends within a unit."""
+_DRAFTED_STATES = _STATES._replace(drafts=2, deferred=True, drafter=True, mode="auto", dense=True, blocks=36)
 SHAPES: dict[str, Shape] = {
     "sync": Shape(load="sync"),
     "async-load": Shape(load="async", policy="s3fifo", events=True),
@@ -223,6 +224,8 @@ SHAPES: dict[str, Shape] = {
     "context-parallel": Shape(ranks=2, dcp=2, events=True),
     "async-scheduler-context-parallel": _HYBRID._replace(asynchronous=True, ranks=2, dcp=2, events=False, tiers=1),
     "pipeline-2-context-parallel": Shape(load="async", ranks=4, stages=2, layers_per_group=4, dcp=2),
+    "states-drafter": _DRAFTED_STATES,
+    "async-scheduler-states-drafter": _DRAFTED_STATES._replace(asynchronous=True, v2=True, deferred=False, drafts=3),
 }
 
 
@@ -241,6 +244,7 @@ def _beside(connector: Connector, extra: dict[str, Any]) -> tuple[Connector, dic
 
 def make_cache(shape: Shape, rank: int = 0) -> KVCacheConfig:
     """Return what vLLM knows of a rank's cache groups, and its scheduler of those of the first."""
+    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
         FullAttentionSpec,
@@ -263,8 +267,9 @@ def make_cache(shape: Shape, rank: int = 0) -> KVCacheConfig:
     for i in shape.states:
         size = shape.block_tokens[i]
         specs[i] = MambaSpec(
-            block_size=size, shapes=((size,), (size,)), dtypes=(torch.float32, torch.float32), mamba_cache_mode="align"
-        )
+            block_size=size, shapes=((size,), (size,)), dtypes=(torch.float32, torch.float32), mamba_cache_mode="align",
+            mamba_type=MambaAttentionBackendEnum.GDN_ATTN, num_speculative_blocks=shape.drafts,
+        )  # fmt: skip
     groups = [KVCacheGroupSpec(names, spec) for names, spec in zip(shape.layer_names(rank), specs, strict=True)]
     cache = KVCacheConfig(num_blocks=shape.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
     cache.hash_block_size = shape.hash_tokens
@@ -310,7 +315,8 @@ def make_configs(shape: Shape, connector: Connector = KVPIPE, policy: str = "rec
                 policy="priority" if shape.priorities else "fcfs",
             ),
             cache_config=CacheConfig(
-                block_size=shape.block_tokens[0] // shape.dcp, enable_prefix_caching=not shape.drafter
+                block_size=shape.block_tokens[0] // shape.dcp,
+                enable_prefix_caching=not shape.drafter or bool(shape.states),
             ),
             speculative_config=drafts,
             kv_events_config=KVEventsConfig(enable_kv_cache_events=shape.events, publisher="null"),

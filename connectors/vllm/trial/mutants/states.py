@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpipe.connectors.vllm.trial.mutants.base import LOADING, PREFIXES, SAVING, Mutant, Patch, one
+from kvpipe.connectors.vllm.trial.mutants.base import CONNECTOR, LOADING, PREFIXES, SAVING, Mutant, Patch, one
 
 MUTANTS: dict[str, Mutant] = {
     "state_of_the_boundary_before": Mutant(
@@ -10,9 +10,9 @@ MUTANTS: dict[str, Mutant] = {
         one(
             PREFIXES,
             "holding",
-            "return self._catalog.find(group, self.key(hashes, stop))",
-            "return next(filter(None, (self._catalog.find(group, self.key(hashes, n)) for n in (stop - 1 or 1, stop))),"
-            " None)",
+            "return self._catalog.find(group, self.state_key(hashes, stop))",
+            "keys = (self.state_key(hashes, n) for n in (stop - 1 or 1, stop))\n"
+            "        return next(filter(None, (self._catalog.find(group, key) for key in keys)), None)",
         ),
         shape="states",
         by="every_read_is_right",
@@ -37,7 +37,7 @@ MUTANTS: dict[str, Mutant] = {
         "The state of a boundary that the step does not reach is saved, as it is before.",
         (
             Patch(SAVING, "_plan_state", "divmod(tokens,", "divmod(tokens + self._unit,"),
-            Patch(SAVING, "_plan_state", "final_units(request, tokens)", "final_units(request, request.num_tokens)"),
+            Patch(SAVING, "_plan_state", "state_units(request, tokens)", "state_units(request, request.num_tokens)"),
         ),
         shape="states",
         by="findable_chunks_are_whole_and_true",
@@ -51,6 +51,29 @@ MUTANTS: dict[str, Mutant] = {
             "_ = [self.worker.save_layer(name) for name in list(self.worker._index)]\n        self.worker.start_loads(",
         ),
         shape="states",
+        by="findable_chunks_are_whole_and_true",
+    ),
+    "drafted_state_saved_before_sampling": Mutant(
+        "A step's saves end with its forward, when the state of a boundary among drafts is not yet in its block.",
+        one(
+            CONNECTOR,
+            "start_load_kv",
+            "self.worker.start_loads(",
+            "self.worker.end_step()\n        self.worker.start_loads(",
+        ),
+        shape="states-drafter",
+        by="findable_chunks_are_whole_and_true",
+    ),
+    "state_by_the_tokens_ahead": Mutant(
+        "A state is saved under the key of the boundary behind it, as if it depended on the tokens ahead.",
+        one(SAVING, "_plan_state", "key = self._prefixes.state_key(", "key = self._prefixes.key("),
+        shape="states-drafter",
+        by="findable_chunks_are_whole_and_true",
+    ),
+    "state_of_a_block_that_was_given_away": Mutant(
+        "A state is saved out of a block that vLLM has freed, and given to another, since it has offered it.",
+        one(SAVING, "_plan_state", "if not self.blocks.knows(", "if False and not self.blocks.knows("),
+        shape="async-scheduler-states-drafter",
         by="findable_chunks_are_whole_and_true",
     ),
 }

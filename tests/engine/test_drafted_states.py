@@ -1,0 +1,134 @@
+"""Recurrent states with drafts: hits leave answers and acceptance as they were, and are as long as they can be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpipe.connectors.vllm.trial.engine import Engine
+from kvpipe.errors import UnsupportedError
+from tests.engine import aligned_states
+from tests.engine.common import assert_clean, engine, prompt
+
+pytestmark = pytest.mark.engine
+
+DRAFTS = 3
+PROMPTS = [prompt(300, 21), prompt(576, 23)]
+MTP = {"method": "mtp", "num_speculative_tokens": DRAFTS}
+
+
+class Drafting:
+    """An engine, and how many of its drafts were accepted."""
+
+    def __init__(self, live: Engine) -> None:
+        """Listen to what vLLM's scheduler is told."""
+        self.live, self.drafted, self.accepted = live, 0, 0
+        update = live.scheduler.update_from_output
+
+        def updated(step: Any, output: Any) -> Any:
+            for request, drafts in step.scheduled_spec_decode_tokens.items():
+                self.drafted += len(drafts)
+                self.accepted += len(output.sampled_token_ids[output.req_id_to_index[request]]) - 1
+            return update(step, output)
+
+        live.scheduler.update_from_output = updated  # type: ignore[method-assign]
+
+    def one_by_one(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+        """Return the answers. vLLM's own cache is empty after each."""
+        out = []
+        for tokens_in in prompts:
+            out += self.live.generate([tokens_in], tokens)
+            if self.live.scheduler.connector is not None:
+                self.live.settle()
+            self.live.llm.reset_prefix_cache()
+        return out
+
+    def take(self) -> tuple[int, int]:
+        """Drafts since the last call, and how many of them were accepted."""
+        taken, self.drafted, self.accepted = (self.drafted, self.accepted), 0, 0
+        return taken
+
+
+@contextmanager
+def drafting(kvpipe: dict[str, Any] | None, **options: Any) -> Iterator[Drafting]:
+    """A hybrid that drafts; vLLM keeps the state of every boundary at which a step ends."""
+    aligned_states.register()
+    options = {"speculative_config": MTP, "enable_prefix_caching": True, "dtype": "bfloat16"} | options
+    with engine("qwen3-next-mtp", kvpipe, prefix_cache_retention_interval=None, **options) as live:
+        yield Drafting(live)
+
+
+def _unit(live: Engine) -> int:
+    geometry = live.connector.geometry
+    assert geometry.states
+    assert geometry.ahead_tokens == 1
+    return int(geometry.unit_tokens)
+
+
+def test_cold_warm_conversation_restart_and_mixed(tmp_path: Path) -> None:
+    """Answers and accepted drafts are those of an engine without a connector, wherever a hit begins and comes from."""
+    with drafting(None) as plain:
+        first = plain.one_by_one(PROMPTS, 120)
+        counts = [plain.take()]
+        turns = [p + answer + prompt(40, 31) for p, answer in zip(PROMPTS, first, strict=True)]
+        second = plain.one_by_one(turns, 24)
+        counts.append(plain.take())
+    assert counts[0][1] > counts[0][0] // 10  # some are right, and not all
+    disk = {"kind": "disk", "path": str(tmp_path / "kv"), "bytes_max": "1GiB", "store": "all"}
+    config: dict[str, Any] = {"chunk_tokens": 192, "tiers": [disk]}
+    hits, loaded = [], 0
+    with drafting(config) as made:
+        unit = _unit(made.live)
+        for prompts, answers, count in ((PROMPTS, first, 0), (PROMPTS, first, 0), (turns, second, 1)):
+            assert made.one_by_one(prompts, len(answers[0])) == answers
+            assert made.take() == counts[count]
+            before, loaded = loaded, assert_clean(made.live).get("tokens_loaded", 0)
+            hits.append(loaded - before)
+    held = [(len(p) - unit) // unit * unit for p in PROMPTS]  # a block less than without drafts
+    assert hits[:2] == [0, sum(held)]
+    assert hits[2] >= sum(
+        (len(p) + 120) // unit * unit - 2 * unit for p in PROMPTS
+    )  # an answer's state, or the one before
+    assert hits[2] > sum(held)
+    with drafting(config) as made:
+        assert made.one_by_one(PROMPTS, 120) == first
+        assert assert_clean(made.live)["tokens_loaded"] == sum(held)  # from the disk
+        made.live.generate([PROMPTS[1][: 2 * unit + 10]], 1)  # computed, and held by vLLM: no prompt has ended there
+        before = assert_clean(made.live)["tokens_loaded"]
+        assert made.live.generate(PROMPTS[1:], 120) == first[1:]
+        mixed = assert_clean(made.live)["tokens_loaded"] - before
+        assert 0 < mixed <= held[1]
+
+
+def test_preempted_and_aborted() -> None:
+    """In a cache too small for all: everybody ends, with hits, and nothing is left over."""
+    prompts = [prompt(200 + 30 * i, 600 + i) for i in range(5)]
+    options: dict[str, Any] = {"num_gpu_blocks_override": 40, "max_model_len": 768}
+    with drafting({"chunk_tokens": 192}, **options) as made:
+        for _ in range(2):
+            ids = [made.live.add(tokens, 150) for tokens in prompts]
+            gone = made.live.add(prompt(250, 70), 150)
+            for _ in range(12):
+                made.live.step()
+            made.live.abort(gone)
+            outputs = made.live.drain()
+            assert [len(outputs[one].outputs[0].token_ids) for one in ids] == [150] * len(ids)
+            made.live.settle()
+            made.live.llm.reset_prefix_cache()
+        stats = assert_clean(made.live)
+    assert stats["preempted"] > 0
+    assert stats["tokens_loaded"] > 0
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [({**MTP, "disable_eagle_block_drop": True}, "disable_eagle_block_drop.*unset it")],
+)
+def test_refused(spec: dict[str, Any], why: str) -> None:
+    """Where a repeated prompt would find no state, an engine does not start."""
+    with pytest.raises(UnsupportedError, match=why), drafting({"chunk_tokens": 192}, speculative_config=spec):
+        pass
