@@ -67,9 +67,9 @@ class ManagedBlocks:
 class Remedies(Recovery):
     """What vLLM leaves undone when loads fail, room is short or weights change. One per scheduler side."""
 
-    def __init__(self, geometry: Geometry, step_tokens_max: int, request_tokens_max: int) -> None:
-        """The most tokens that a step computes, and that a request has. Before `bind` there is nothing to remedy."""
-        self._room, self._stale = LoadAdmission(geometry, step_tokens_max, request_tokens_max), Stale()
+    def __init__(self, geometry: Geometry, in_flight_tokens_max: int, request_tokens_max: int) -> None:
+        """The most tokens of steps in flight, and of a request. Before `bind` there is nothing to remedy."""
+        self._room, self._stale = LoadAdmission(geometry, in_flight_tokens_max, request_tokens_max), Stale()
         self._invalid = InvalidBlocks(geometry.groups[0].block_tokens, len(geometry.groups))
         self._blocks: CachedBlocks | None = None
         self._counters = Counters()

@@ -162,7 +162,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         self._facts = support.identity(config, cache, self.geometry)
         self.recorder, self.writer = tracing(self.settings, engine, "scheduler", SCHEDULER, len(self.geometry.layers))
         longest = config.model_config.max_model_len
-        self._remedies = Remedies(self.geometry, config.scheduler_config.max_num_batched_tokens, longest)
+        self._remedies = Remedies(self.geometry, config.max_in_flight_tokens, longest)
         if config.kv_events_config is not None and config.kv_events_config.enable_kv_cache_events:
             self.events = KvEvents(cache, self.geometry, tokens)
         self.scheduler = SchedulerSide(

@@ -24,9 +24,9 @@ STATE_BLOCKS_MAX: Final = 4
 class LoadAdmission:
     """Knows how many blocks a request may still take."""
 
-    def __init__(self, geometry: Geometry, step_tokens_max: int, request_tokens_max: int) -> None:
-        """The most tokens that a step computes, and that a request can have."""
-        self._groups, self._step_tokens_max = geometry.groups, step_tokens_max
+    def __init__(self, geometry: Geometry, in_flight_tokens_max: int, request_tokens_max: int) -> None:
+        """The most tokens that steps in flight compute, and that a request can have."""
+        self._groups, self._in_flight_tokens_max = geometry.groups, in_flight_tokens_max
         self._request_tokens_max = request_tokens_max
 
     def fits(self, request: Request, waiting: Iterable[Request], blocks: Blocks) -> bool:
@@ -40,8 +40,8 @@ class LoadAdmission:
         for i, group in enumerate(self._groups):
             table = blocks.table(request.request_id, i)
             more = -(-tokens // group.block_tokens) - len(table)
-            if group.window_tokens is not None:  # what it reads and what a step computes, at any alignment
-                most = -(-(group.window_tokens - 1 + self._step_tokens_max) // group.block_tokens) + 1
+            if group.window_tokens is not None:  # what it reads and what is in flight, at any alignment
+                most = -(-(group.window_tokens - 1 + self._in_flight_tokens_max) // group.block_tokens) + 1
                 held = sum(1 for _ in itertools.takewhile(lambda block: not block.is_null, reversed(table)))
                 more = min(more, most - held)
             elif group.state:  # what it holds and what it goes on with, wherever in the table
