@@ -104,6 +104,7 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "vllm/config/parallel.py": {
         "ParallelConfig": (
+            "cp_kv_cache_interleave_size",
             "data_parallel_size",
             "decode_context_parallel_size",
             "distributed_executor_backend",
@@ -135,6 +136,7 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
             "kv_events_config",
             "kv_transfer_config",
             "lora_config",
+            "max_in_flight_tokens",
             "model_config",
             "parallel_config",
             "scheduler_config",
