@@ -220,6 +220,15 @@ SHAPES: dict[str, Shape] = {
         asynchronous=True, v2=True, ranks=2, stages=2, layers_per_group=4, events=False
     ),
     "tails": _TAILS,
+    "async-scheduler-tails-drafter": _TAILS._replace(
+        windows=(BLOCK, None),
+        sizes=(BLOCK // 2, 2 * BLOCK),
+        asynchronous=True,
+        v2=True,
+        drafts=3,
+        drafter=True,
+        mode="auto",
+    ),
     "async-scheduler-tails": _TAILS._replace(asynchronous=True, ranks=2, tiers=1),
     "context-parallel": Shape(ranks=2, dcp=2, events=True),
     "async-scheduler-context-parallel": _HYBRID._replace(asynchronous=True, ranks=2, dcp=2, events=False, tiers=1),
