@@ -44,6 +44,8 @@ def check(config: VllmConfig) -> None:
 
 def check_states(config: VllmConfig) -> None:
     """Raise `UnsupportedError` for a way to draft with which no engine has shown recurrent states to be right."""
+    if config.cache_config.use_replayssm:  # RecoverSSM of Kimi's KDA, too
+        refuse("use_replayssm=True (a block holds an older state, and what came since then)", "set it to False")
     drafts = config.speculative_config
     if drafts is None:
         return

@@ -72,7 +72,9 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
         "KVConnectorBlockState": ("boundary_state_offloads",),
         "SchedulerOutput": ("kv_connector_block_state", "num_scheduled_tokens", "preempted_req_ids"),
     },
-    "vllm/config/cache.py": {"CacheConfig": ("cache_dtype", "enable_prefix_caching", "prefix_caching_hash_algo")},
+    "vllm/config/cache.py": {
+        "CacheConfig": ("cache_dtype", "enable_prefix_caching", "prefix_caching_hash_algo", "use_replayssm")
+    },
     "vllm/config/kv_transfer.py": {
         "KVTransferConfig": (
             "engine_id",

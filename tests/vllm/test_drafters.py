@@ -28,7 +28,11 @@ def config(method: str | None, *, modules: int = 1, drafts: int = 3, dynamic: bo
         use_heterogeneous_vocab=False,
         use_multi_module_mtp=lambda: method == "mtp" and min(modules, drafts) > 1,
     )
-    return SimpleNamespace(speculative_config=None if method is None else speculative, use_v2_model_runner=True)
+    return SimpleNamespace(
+        speculative_config=None if method is None else speculative,
+        use_v2_model_runner=True,
+        cache_config=SimpleNamespace(use_replayssm=False),
+    )
 
 
 @pytest.mark.parametrize(
@@ -121,3 +125,8 @@ def test_drafts_beside_recurrent_states() -> None:
     kept.speculative_config.disable_eagle_block_drop = True
     with pytest.raises(UnsupportedError, match=r"disable_eagle_block_drop .*unset it"):
         drafters.check_states(kept)
+    for method in (None, "mtp"):
+        behind = config(method)
+        behind.cache_config.use_replayssm = True
+        with pytest.raises(UnsupportedError, match=r"use_replayssm=True .*set it to False"):
+            drafters.check_states(behind)
