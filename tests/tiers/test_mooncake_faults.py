@@ -20,6 +20,7 @@ import msgspec
 import pytest
 
 from kvpipe.testing.buffers import content, data, get, put, some_key, value
+from kvpipe.testing.servers import signals
 from kvpipe.testing.servers.mooncake import Master, master, node
 from kvpipe.testing.servers.sockets import free_port
 from kvpipe.testing.tier_conformance import run
@@ -177,7 +178,7 @@ def test_a_late_answer_is_not_the_next_ones() -> None:
             await tier.write([Put(some_key(i), value(i, MIB)) for i in range(4)])
             process = tier._child
             assert process is not None
-            process._process.send_signal(signal.SIGSTOP)
+            signals.send(process._process, signal.SIGSTOP)
             filling = b"\xa5" * MIB
             given_up = [get(0, MIB) for _ in range(MOVERS)]
             try:

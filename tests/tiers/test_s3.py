@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from kvpipe.errors import ConfigError
 from kvpipe.testing.buffers import aligned, content, data, filled, get, put, some_key, value
+from kvpipe.testing.servers import signals
 from kvpipe.testing.servers.proxy import Proxy
 from kvpipe.testing.servers.s3 import BUCKET, S3Server, answering, fresh_prefix, shared
 from kvpipe.testing.tier_conformance import run
@@ -276,7 +277,7 @@ def test_a_client_that_does_not_answer_is_started_anew() -> None:
             await tier.write([put(1, 64 * KIB)])
             client = tier._child
             assert client is not None
-            client._process.send_signal(signal.SIGSTOP)
+            signals.send(client._process, signal.SIGSTOP)
             await swallow(SILENT, tier.read, [get(1, 64 * KIB)])
             await tier.health()
             assert client._process.poll() is not None

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
+from kvpipe.testing.servers import signals
 from kvpipe.testing.servers.sockets import LOCAL, free_port
 
 WAIT_S = 15.0
@@ -63,7 +64,7 @@ class Master:
 
     def send(self, number: signal.Signals) -> None:
         """Send the process a signal."""
-        self.process.send_signal(number)
+        signals.send(self.process, number)
 
     def kill(self) -> None:
         """Kill it and wait for its end."""

@@ -22,6 +22,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from kvpipe.testing.servers import signals
 from kvpipe.testing.servers.sockets import LOCAL, free_port, listening
 
 START_S = 20.0
@@ -78,7 +79,7 @@ class RedisServer:
     def send(self, number: signal.Signals) -> None:
         """Send the process a signal; after SIGKILL it is gone."""
         assert self.process is not None
-        self.process.send_signal(number)
+        signals.send(self.process, number)
         if number is signal.SIGKILL:
             self.process.wait()
 

@@ -17,6 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Self
 
+from kvpipe.testing.servers import signals
 from kvpipe.testing.servers.sockets import LOCAL, free_port
 
 BUCKET = "kvpipe-tests"
@@ -83,7 +84,7 @@ class S3Server:
     def pause(self) -> None:
         """Stop it as it stands: it accepts connections and answers none."""
         assert self._process is not None
-        os.kill(self._process.pid, signal.SIGSTOP)
+        signals.send(self._process, signal.SIGSTOP)
 
     def resume(self) -> None:
         """Let it go on."""
