@@ -30,7 +30,7 @@ from kvpipe.connectors.vllm.kv_events import KvEvents
 from kvpipe.connectors.vllm.metadata import LayoutMetadata, PlanMetadata, ReportMetadata
 from kvpipe.connectors.vllm.metrics import KVPipeProm, KVPipeStats, meter
 from kvpipe.connectors.vllm.model import LoadedModel, watch_packing
-from kvpipe.connectors.vllm.source import loaded_from
+from kvpipe.connectors.vllm.source import loaded_from, sees_a_part
 from kvpipe.connectors.vllm.weights import Watch, suspect
 from kvpipe.control import check_control_file, watch_control_file
 from kvpipe.loop import LoopThread
@@ -293,7 +293,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         """Let this rank say which weights it has, and how its caches lie beside other ranks'."""
         changed, config = functools.partial(suspect, self._vllm_config, "loaded"), self._vllm_config
         model = LoadedModel(config.compilation_config.static_forward_context, changed)
-        worker.weigh = model.digest
+        worker.weigh = str if sees_a_part(config.parallel_config) else model.digest
         found = shares.shares(config, self._kv_cache_config, self.geometry, caches, model.roots)
         facts = shares.common_facts(found, self.geometry, caches, layout, worker.ranks)
         worker.shares, self._common = found, support.fingerprint(facts) if facts else ""
@@ -441,8 +441,9 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler.ranks_ready({one.rank: one.ready for one in reported}, weights, agreed)
         digest = self.scheduler.weights.digest
         if "layouts" in self._facts and not digest:
-            remedy = "tiers are not used: install kvpipe where every process of vLLM finds it"
-            warn("weights_not_known", remedy=remedy)
+            apart = sees_a_part(self._vllm_config.parallel_config)
+            what = "experts lie in other engines" if apart else "install kvpipe where every process of vLLM finds it"
+            warn("weights_not_known", remedy=f"tiers are not used: {what}")
         if self.settings.name and self._claim is None:
             facts = self._facts | {"weights": loaded_from(digest).memory}
             self._claim = NameClaim(self.settings.name, facts, self.settings.state_dir)

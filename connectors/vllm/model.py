@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from kvpipe.connectors.vllm.source import Source, end_listening, watch_loading
+from kvpipe.connectors.vllm.source import Source, end_all, end_listening, watch_loading
 from kvpipe.connectors.vllm.wrapping import wrap
 from kvpipe.digest import tensors_digest
 from kvpipe.trace.log import warn
@@ -85,16 +85,22 @@ class LoadedModel:
         if not wanted or set().union(*inside.values()) != wanted:
             self.roots = []
         self._source = Source([end_listening(root) for root in self.roots])
+        end_all()
         for root in self.roots:
             _watch_root(root, changed)
 
     def digest(self) -> str:
-        """Return which weights these are, now: see `source.loaded_from`. Nothing: it cannot be said."""
+        """Return which weights these are, now: see `source.loaded_from`. Nothing: it cannot be said.
+
+        After a reading that failed nobody knows whether they are still those that were loaded.
+        """
+        source, self._source = self._source, Source([])
         if not self.roots or any(_gone(module) for root in self.roots for module in root.modules()):
             return ""
         reported = sorted(tensors_digest(_named(root)) for root in self.roots)
         memory = reported[0] if len(reported) == 1 else tensors_digest((one, torch.empty(0)) for one in reported)
-        return self._source.told(memory)
+        self._source = source
+        return source.told(memory)
 
 
 def _gone(module: torch.nn.Module) -> bool:

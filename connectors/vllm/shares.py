@@ -23,12 +23,13 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvpipe.connectors.vllm import models
+from kvpipe.connectors.vllm.source import tensor_parallel_only
 from kvpipe.geometry import Geometry, Layer
 from kvpipe.tiers.parts import Share, split_of
 from kvpipe.transfer.layouts import Paged
 
 if TYPE_CHECKING:
-    from vllm.config import ParallelConfig, VllmConfig
+    from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 _SPREAD: Final = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
@@ -79,7 +80,7 @@ def shares(
             there = caches[layer.name]
             paged = Paged(tuple(there.shape), there.stride(), there.element_size(), cache.num_blocks)
             layers.append(CacheLayer(layer, specs[layer.name], paged, order))
-        if not _tensor_parallel_only(parallel):
+        if not tensor_parallel_only(parallel):
             out.append(_BOUND)
         elif all(_alike(one) for one in layers):
             out.append(Share(1, (1,) * len(layers)))
@@ -89,12 +90,6 @@ def shares(
             bound = heads or not total or not all(one.rows for one in layers)
             out.append(_BOUND if bound else Share(total, tuple(one.rows for one in layers)))
     return tuple(out)
-
-
-def _tensor_parallel_only(parallel: ParallelConfig) -> bool:
-    """Whether nothing but heads is spread over ranks: no layers, and no tokens."""
-    sizes = parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size
-    return parallel.world_size == parallel.tensor_parallel_size and sizes == (1, 1)
 
 
 def _alike(one: CacheLayer) -> bool:
@@ -112,6 +107,8 @@ def _heads(one: CacheLayer, parent: torch.nn.Module | None, ranks: int, rank: in
     """Return the KV heads of all ranks together, if this rank has its part of them; 0: that is not known."""
     spec = one.spec
     if type(spec) not in _SPREAD or _scaled(spec) or parent is None or not one.dense:
+        return 0
+    if spec.num_head_slots is not None or spec.state_content_bytes is not None:  # the cache's heads are none
         return 0
     made = [child for child in parent.children() if isinstance(child, QKVParallelLinear)]
     if len(made) != 1 or (made[0].tp_size, made[0].tp_rank) != (ranks, rank):

@@ -12,6 +12,8 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from vllm import envs
+
 from kvpipe.config import load_settings
 from kvpipe.connectors.vllm.wrapping import wrap
 from kvpipe.digest import facts_digest, tensor_facts
@@ -19,8 +21,9 @@ from kvpipe.trace.log import warn
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 
+CONNECTOR: Final = "KVPipeConnector"
 _MARK: Final = "="
 
 
@@ -83,12 +86,33 @@ def _made(make: Callable[..., torch.nn.Module], vllm_config: VllmConfig, **kwarg
 def _is_of_use(config: VllmConfig, model: ModelConfig) -> bool:
     """Whether tiers are used, and what is loaded decides what is computed, however many ranks there are.
 
-    A scale that a rank finds by itself, of its own part of the weights, is another for other ranks.
+    A scale that a rank finds by itself, of its own part of the weights, is another for other ranks. What a loader or a
+    worker that is not vLLM's does to a model when its weights are loaded is not heard, nor are experts of other ranks
+    that nobody reads here.
     """
-    transfer = config.kv_transfer_config
-    if transfer is None or model.quantization is not None:
+    transfer, parallel = config.kv_transfer_config, config.parallel_config
+    if transfer is None or transfer.kv_connector != CONNECTOR or model.quantization is not None:
+        return False
+    if parallel.enable_ep_weight_filter or not tensor_parallel_only(parallel) or envs.VLLM_BATCH_INVARIANT:
+        return False
+    from vllm.model_executor.model_loader import get_model_loader  # noqa: PLC0415  (slow)
+
+    loader = type(get_model_loader(config.load_config)).__module__
+    if not all(one.startswith("vllm.") for one in (loader, str(parallel.worker_cls))):
         return False
     return bool(load_settings(transfer.kv_connector_extra_config).tiers)
+
+
+def tensor_parallel_only(parallel: ParallelConfig) -> bool:
+    """Whether nothing but heads and experts is spread over ranks: no layers, no tokens, and all of it in one engine."""
+    sizes = parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size
+    alone = parallel.world_size == parallel.tensor_parallel_size and not sees_a_part(parallel)
+    return alone and sizes == (1, 1)
+
+
+def sees_a_part(parallel: ParallelConfig) -> bool:
+    """Whether an engine's answers depend on experts that lie in other engines."""
+    return parallel.enable_expert_parallel and parallel.data_parallel_size > 1
 
 
 def _listen(model: torch.nn.Module) -> None:
@@ -124,3 +148,9 @@ def end_listening(model: torch.nn.Module) -> str:
         return ""
     del model.load_weights
     return facts_digest(heard.facts) if heard.whole and not heard.failed else ""
+
+
+def end_all() -> None:
+    """Listen to nothing any more."""
+    for model in list(_HEARD):
+        end_listening(model)

@@ -62,6 +62,7 @@ class World:
         parallel = SimpleNamespace(
             tensor_parallel_size=self.ranks, world_size=self.world, rank=self.rank,
             decode_context_parallel_size=self.dcp, prefill_context_parallel_size=self.pcp,
+            enable_expert_parallel=False, data_parallel_size=1,
         )  # fmt: skip
         compiled = SimpleNamespace(static_forward_context={"a": self.block.attn})
         config: Any = SimpleNamespace(parallel_config=parallel, compilation_config=compiled)

@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import LoadConfig
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
+from kvpipe.connectors.vllm.model import LoadedModel
 from kvpipe.connectors.vllm.source import LoadedFrom, Source, end_listening, loaded_from, watch_loading
 
 TENSORS = {"a.weight": torch.arange(12.0).reshape(3, 4), "b": torch.ones(5), "of a part of the model": torch.zeros(2)}
@@ -33,13 +37,30 @@ class _Model(torch.nn.Module):
         return names if self.tells else None
 
 
+def _parallel(**changes: Any) -> Any:
+    """Two ranks, that share heads."""
+    sizes = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, "data_parallel_size": 1}
+    experts = {"enable_expert_parallel": False, "enable_ep_weight_filter": False}
+    ranks = {"world_size": 2, "tensor_parallel_size": 2, "worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"}
+    return SimpleNamespace(**sizes | experts | ranks | changes)
+
+
+class _MergingLoader(DummyModelLoader):
+    """Whatever it does to a model when it has been loaded."""
+
+
+register_model_loader("merging")(_MergingLoader)
+
+
 def _loaded(
     tensors: dict[str, torch.Tensor] | None = None,
     *,
     calls: int = 1,
     quantization: str | None = None,
     tiers: str = "/tmp/kv",  # noqa: S108
-    connector: bool = True,
+    connector: str = "KVPipeConnector",
+    parallel: dict[str, Any] | None = None,
+    load_format: str = "auto",
     **how: Any,
 ) -> str:
     """Return what is heard while a model is loaded."""
@@ -48,8 +69,14 @@ def _loaded(
         setattr(model, name, value)
     loader = SimpleNamespace(initialize_model=lambda _config, **_: model)
     watch_loading(loader)
-    transfer = SimpleNamespace(kv_connector_extra_config={"tiers": tiers} if tiers else {}) if connector else None
-    config = SimpleNamespace(kv_transfer_config=transfer, model_config=SimpleNamespace(quantization=quantization))
+    extra = {"tiers": tiers} if tiers else {}
+    transfer = SimpleNamespace(kv_connector=connector, kv_connector_extra_config=extra) if connector else None
+    config = SimpleNamespace(
+        kv_transfer_config=transfer,
+        model_config=SimpleNamespace(quantization=quantization),
+        parallel_config=_parallel(**(parallel or {})),
+        load_config=LoadConfig(load_format=load_format),
+    )
     made = loader.initialize_model(config, prefix="")
     assert made is model
     some = list((TENSORS if tensors is None else tensors).items())
@@ -83,7 +110,14 @@ def test_whole_tensors_decide() -> None:
         {"tells": False},
         {"quantization": "fp8"},
         {"tiers": ""},
-        {"connector": False},
+        {"connector": ""},
+        {"connector": "MultiConnector"},
+        {"load_format": "merging"},
+        {"parallel": {"worker_cls": "own.Worker"}},
+        {"parallel": {"world_size": 4}},
+        {"parallel": {"decode_context_parallel_size": 2}},
+        {"parallel": {"enable_ep_weight_filter": True}},
+        {"parallel": {"enable_expert_parallel": True, "data_parallel_size": 2}},
         {"calls": 0},
         {"tensors": {"b": torch.ones(5)}},
     ],
@@ -109,6 +143,20 @@ def test_weights_that_change_in_memory() -> None:
     assert source.told("memory") == first
     assert Source(["heard", ""]).told("memory") == "memory"
     assert Source([]).told("memory") == "memory"
+
+
+def test_a_reading_that_fails_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows then what memory was when the model had just been loaded: what is there later is not believed."""
+    layer = torch.nn.Linear(2, 2)
+    engine = torch.nn.Sequential(layer)
+    model = LoadedModel({"layer": layer}, lambda: None)
+    assert model.roots == [engine]
+    model._source = Source(["heard"])
+    with monkeypatch.context() as patch:
+        patch.setattr("kvpipe.connectors.vllm.model.tensors_digest", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model.digest()
+    assert not loaded_from(model.digest()).source
 
 
 def test_ranks_must_agree() -> None:
