@@ -38,6 +38,7 @@ MUTANTS: dict[str, Mutant] = {
         (
             Patch(SAVING, "_plan_state", "divmod(tokens,", "divmod(tokens + self._unit,"),
             Patch(SAVING, "_plan_state", "state_units(request, tokens)", "state_units(request, request.num_tokens)"),
+            Patch(SAVING, "_plan_state", "if not self.blocks.knows(", "if False and not self.blocks.knows("),
         ),
         shape="states",
         by="findable_chunks_are_whole_and_true",
