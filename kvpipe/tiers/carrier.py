@@ -46,6 +46,7 @@ _Item = tuple[TierOrder, str, int]
 _Other = tuple[int, str, int]
 """Values of another split: the tier's place, the namespace, how many parts a chunk has."""
 
+_Move = Callable[[], Awaitable[tuple[str, int]]]
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
@@ -249,14 +250,7 @@ class Carrier(TierThread[_Item]):
         self._stores_ended += order.stores
         self._ended += 1
 
-    async def _try(
-        self,
-        cursor: Cursor,
-        tier: GuardedTier,
-        use: str,
-        move: Callable[[], Awaitable[tuple[str, int]]],
-        other: _Other | None = None,
-    ) -> None:
+    async def _try(self, cursor: Cursor, tier: GuardedTier, use: str, move: _Move, other: _Other | None = None) -> None:
         began = time.monotonic()
         try:
             with anyio.fail_after(tier.timeout_s * TIMEOUTS_MAX):
