@@ -22,7 +22,7 @@ from kvpipe.statemachine.core import Cursor, Edge, State
 from kvpipe.tiers.base import ALIGN_BYTES, Get, Key, Put, Read, TierError, blocking
 from kvpipe.tiers.envelope import HEADER_BYTES, DamagedError, pages
 from kvpipe.tiers.guard import READ, WRITE, GuardedTier
-from kvpipe.tiers.parts import Share, Slice, mark_key, part_of, slices, split_of, writes
+from kvpipe.tiers.parts import BOUND, Share, Slice, mark_key, part_of, slices, split_of, writes
 from kvpipe.tiers.thread import TierThread
 from kvpipe.trace.log import Counters
 from kvpipe.trace.recorder import OFF, Recorder
@@ -34,12 +34,19 @@ DRAIN_S_MAX: Final = 5.0
 """For how long a shutdown waits for chunks that are on their way to a tier."""
 SPARE_BODIES_MAX: Final = 4
 """So much memory for parts of other splits is kept for the next ones."""
+OTHER_FAULTS_MAX: Final = 3
+OTHER_PAUSE_S: Final = 60.0
+"""After so many failures in a row to read values of another split it is passed over for so long."""
 MARK_S: Final = 60.0
 """So often it is said anew in a tier that chunks of this split are there, as long as some are written."""
 
 _Item = tuple[TierOrder, str, int]
 """What is to be carried, in which namespace, in which step."""
 
+_Other = tuple[int, str, int]
+"""Values of another split: the tier's place, the namespace, how many parts a chunk has."""
+
+_Move = Callable[[], Awaitable[tuple[str, int]]]
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
@@ -145,6 +152,9 @@ class Carrier(TierThread[_Item]):
         self._shares = tuple(shares) or (Share(),) * len(geometry.groups)
         self._split = tuple(split_of(share.heads, ranks) for share in self._shares)
         self._spare: deque[memoryview] = deque(maxlen=SPARE_BODIES_MAX)
+        self._others_open = 0
+        self._other_faults: dict[_Other, tuple[int, float]] = {}
+        """Failures in a row, and when the last one was, by the monotonic clock."""
         self._marked: dict[tuple[int, str], float] = {}
         self._turns = [{use: anyio.CapacityLimiter(tier.spec.lanes) for use in (READ, WRITE)} for tier in tiers]
         self._threads = anyio.CapacityLimiter(4)
@@ -199,9 +209,15 @@ class Carrier(TierThread[_Item]):
     async def _work(self, item: _Item) -> None:
         order, space, step = item
         cursor = Cursor(self.machine, order.id, self._watch(step))
-        turns, has_turn = None, False
+        turns, has_turn, other = None, False, False
         try:
             tier = self.tiers[order.tier]  # fails on a rank that has fewer
+            if order.stores and not self._touches(tier, order, space):
+                cursor.fire(m.BEGIN)
+                cursor.fire(m.DONE, "another rank stores it")
+                return
+            other = not order.stores and order.split not in {0, self._split[order.group]}
+            self._others_open += other
             use, move = (WRITE, self._store) if order.stores else (READ, self._fetch)
             turns = self._turns[order.tier][use]
             with anyio.move_on_after(tier.timeout_s * TIMEOUTS_MAX):
@@ -213,7 +229,8 @@ class Carrier(TierThread[_Item]):
                 cursor.fire(m.REFUSE, "the breaker is open")
             else:
                 cursor.fire(m.BEGIN)
-                await self._try(cursor, tier, use, functools.partial(move, tier, order, space))
+                which = (order.tier, space, order.split) if other else None
+                await self._try(cursor, tier, use, functools.partial(move, tier, order, space), which)
         except Exception as error:  # noqa: BLE001  (a bug of ours or a tier's: this order has failed, others go on)
             self.counters.fault("carry_failed", order=order.id, error=repr(error))
             if not cursor.state.final:
@@ -221,6 +238,9 @@ class Carrier(TierThread[_Item]):
         finally:
             if has_turn and turns is not None:
                 turns.release_on_behalf_of(cursor)
+            self._others_open -= other
+            if not self._others_open:
+                self._spare.clear()
             if not cursor.state.final:
                 cursor.fire(m.CANCEL)
             self._end(order, ok=cursor.state.row == m.FINALIZED)
@@ -230,22 +250,21 @@ class Carrier(TierThread[_Item]):
         self._stores_ended += order.stores
         self._ended += 1
 
-    async def _try(
-        self, cursor: Cursor, tier: GuardedTier, use: str, move: Callable[[], Awaitable[tuple[str, int]]]
-    ) -> None:
+    async def _try(self, cursor: Cursor, tier: GuardedTier, use: str, move: _Move, other: _Other | None = None) -> None:
         began = time.monotonic()
         try:
             with anyio.fail_after(tier.timeout_s * TIMEOUTS_MAX):
                 await tier.ready()
                 why, moved = await move()
         except TimeoutError:
-            self._failed(cursor, tier, use, "it took too long", slow=True)
+            self._failed(cursor, tier, use, "it took too long", slow=True, other=other)
             return
         except TierError as error:
-            self._failed(cursor, tier, use, str(error))
+            self._failed(cursor, tier, use, str(error), other=other)
             return
         took_s = time.monotonic() - began
-        tier.breakers[use].ok()
+        if other is None or moved:
+            tier.breakers[use].ok()
         self.seconds[tier.name, use] += took_s
         if why:
             cursor.fire(m.MISS, why)
@@ -253,10 +272,16 @@ class Carrier(TierThread[_Item]):
         self.bytes[tier.name, use] += moved
         cursor.fire(m.DONE)
 
-    def _failed(self, cursor: Cursor, tier: GuardedTier, use: str, why: str, *, slow: bool = False) -> None:
-        cursor.fire(m.FAULT, why)
+    def _failed(
+        self, cursor: Cursor, tier: GuardedTier, use: str, why: str, *, slow: bool = False, other: _Other | None = None
+    ) -> None:
         self.counters.fault("tier_failed", tier=tier.name, use=use, why=why)
-        tier.fault(use, why, slow=slow)
+        if other is None:
+            cursor.fire(m.FAULT, why)
+            tier.fault(use, why, slow=slow)
+        else:  # says nothing of this engine's own values
+            cursor.fire(m.MISS, why)
+            self._other_faults[other] = (self._other_faults.get(other, (0, 0.0))[0] + 1, time.monotonic())
 
     async def _fetch(self, tier: GuardedTier, order: TierOrder, space: str) -> tuple[str, int]:
         """Bring a chunk into its slot. Returns why it was not there, or nothing, and how many bytes were read."""
@@ -275,11 +300,15 @@ class Carrier(TierThread[_Item]):
         share, split, read = self._shares[order.group], self._split[order.group], 0
         if not split or share.heads % order.split:
             return "another layout", 0
-        part, _ = part_of(split, self._rank, self._ranks)
+        which, part = (order.tier, space, order.split), part_of(split, self._rank, self._ranks)[0]
+        faults, last_s = self._other_faults.get(which, (0, 0.0))
+        if faults >= OTHER_FAULTS_MAX and time.monotonic() - last_s < OTHER_PAUSE_S:
+            return "another split, which is passed over", 0
         for one in slices(share.heads, split, order.split, part):
             key = Key(space, order.chunk, order.group, one.part, order.split)
             body = self._room(self._bodies.size_of(order.group, order.units, split, order.split))
             why = await self._read(tier, key, order.units, body)
+            self._other_faults.pop(which, None)
             if why:
                 return why, 0
             merge = functools.partial(self._bodies.merge, body, order, share, split, one)
@@ -317,9 +346,9 @@ class Carrier(TierThread[_Item]):
 
     async def _store(self, tier: GuardedTier, order: TierOrder, space: str) -> tuple[str, int]:
         """Write a chunk, unless another rank that holds the same does. Returns nothing, and how many bytes it was."""
-        if order.split and self._rank == 0:
+        if self._marks(order, space):
             await self._mark(tier, order.tier, space)
-        if not writes(order.split, self._rank, self._ranks, order.chunk):
+        if not self._writes(order):
             return "", 0
         body = self._bodies.gather(order.slot, order.group, order.units)
         await self._write(tier, self._key(order, space), order.units, body)
@@ -328,9 +357,20 @@ class Carrier(TierThread[_Item]):
     async def _mark(self, tier: GuardedTier, place: int, space: str) -> None:
         """Say in a tier that it has chunks of this split, for those who look for others than their own."""
         now_s = time.monotonic()
-        if all(self._split) and now_s - self._marked.get((place, space), -MARK_S) >= MARK_S:
-            await self._write(tier, mark_key(space, self._split), 0, pages(ALIGN_BYTES))
-            self._marked = {at: one for at, one in self._marked.items() if at[0] != place} | {(place, space): now_s}
+        await self._write(tier, mark_key(space, self._split), 0, pages(ALIGN_BYTES))
+        self._marked = {at: one for at, one in self._marked.items() if at[0] != place} | {(place, space): now_s}
+
+    def _writes(self, order: TierOrder) -> bool:
+        return writes(order.split, self._rank, self._ranks, order.chunk)
+
+    def _marks(self, order: TierOrder, space: str) -> bool:
+        """Whether this rank is to write a marker now."""
+        due = time.monotonic() - self._marked.get((order.tier, space), -MARK_S) >= MARK_S
+        return due and self._rank == 0 and order.split != BOUND and all(self._split)
+
+    def _touches(self, tier: GuardedTier, order: TierOrder, space: str) -> bool:
+        """Whether a store is anything to this rank: not where another stores the chunk, and no marker can be due."""
+        return self._writes(order) or (tier.breakers[WRITE].allows and self._marks(order, space))
 
     async def _write(self, tier: GuardedTier, key: Key, units: int, body: memoryview) -> None:
         name = tier.sealer.names(key)[0]

@@ -160,11 +160,28 @@ class Finder(TierThread[TierLookup]):
             own = {group: self.split(group) for group, _ in left}
             await self._find_in(index, lookup, left, lookup.space, own)
             left = [place for place in left if place not in lookup.found]
-            for space, split in await self._elsewhere(index, lookup) if left else ():
-                other = [(group, units) for group, units in left if (space, split[group]) != (lookup.space, own[group])]
-                await self._find_in(index, lookup, other, space, dict(enumerate(split)))
-                lookup.elsewhere.update((place, (space, split[place[0]])) for place in other if place in lookup.found)
-                left = [place for place in left if place not in lookup.found]
+            if left:
+                seconds = (lookup.deadline_s - time.monotonic()) / 2  # what was found is to be told in time
+                with anyio.move_on_after(seconds) as waited:
+                    await self._find_elsewhere(index, lookup, left)
+                lookup.down |= waited.cancelled_caught
+
+    async def _find_elsewhere(self, index: int, lookup: TierLookup, left: list[Place]) -> None:
+        """Find what the tier at `index` has under other names: all, only where the first chunk of a group is there."""
+        for space, split in await self._elsewhere(index, lookup):
+            parts = dict(enumerate(split))
+            left = [(group, units) for group, units in left if (group, units) not in lookup.found]
+            other = [(group, units) for group, units in left if (space, parts[group]) != self._own(lookup, group)]
+            whole = [(g, units) for g, units in other if g in lookup.groups and units % self._per_chunk == 0]
+            first = list({group: (group, units) for group, units in sorted(whole, reverse=True)}.values())
+            await self._find_in(index, lookup, first, space, parts)
+            if not first or any(place in lookup.found for place in first):
+                other = [place for place in other if place not in first]
+                await self._find_in(index, lookup, other, space, parts)
+
+    def _own(self, lookup: TierLookup, group: int) -> tuple[str, int]:
+        """Return in which namespace, and in how many parts, this engine stores the group's chunks."""
+        return lookup.space, self.split(group)
 
     async def _find_in(
         self, index: int, lookup: TierLookup, places: list[Place], space: str, split: dict[int, int]
@@ -179,6 +196,9 @@ class Finder(TierThread[TierLookup]):
                 lookup.down = True
                 return
             lookup.found.update(dict.fromkeys(there, index))
+            under = {group: (space, split[group]) for group, _ in there}
+            other = [place for place in there if under[place[0]] != self._own(lookup, place[0])]
+            lookup.elsewhere.update((place, under[place[0]]) for place in other)
 
     async def _elsewhere(self, index: int, lookup: TierLookup) -> list[Elsewhere]:
         """Return where else than under its own names this engine's chunks may be in the tier at `index`."""

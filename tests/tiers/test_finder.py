@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import anyio
+
 from kvpipe.testing.held_tier import DictSpec, HeldTier
 from kvpipe.tiers.base import Key
 from kvpipe.tiers.finder import Finder, Place, TierLookup, chunk_name
@@ -110,6 +112,55 @@ def test_what_other_numbers_of_ranks_have_stored() -> None:
         assert lookup.elsewhere == {(0, 4): (SPACE, 2), (0, 12): (other, 1)}
     with _finder(tier) as finder:  # bound to its layout: others' names are not its own
         assert _ask(finder, also=other).found == {(0, 8): 0}
+
+
+def test_other_splits_are_searched_where_they_help() -> None:
+    """Behind a first chunk that is not there nothing is asked for, but in groups whose chunks never grow."""
+    tier = Counting()
+    _mark(tier, SPACE, 2, 2)
+    _hold(tier, 4)
+    for rank in range(2):
+        _hold(tier, 12, rank=rank, ranks=2)
+        _hold(tier, 2, group=1, rank=rank, ranks=2)
+    wanted = (*WHOLE, (1, 1), (1, 2))
+
+    def chunks() -> list[int]:
+        return [sum("-r0of2" in name for name in asked) for asked in tier.asked if any("of2" in one for one in asked)]
+
+    with _finder(tier) as finder:
+        finder.heads = (4, 4)
+        assert _ask(finder, wanted, groups=(0,)).found == {(0, 4): 0}
+        assert chunks() == [1, PER_CHUNK - 1]
+        tier.asked.clear()
+        for rank in range(2):
+            _hold(tier, 8, rank=rank, ranks=2)
+        assert _ask(finder, wanted, groups=(0,)).found == dict.fromkeys([*WHOLE, (1, 2)], 0)
+        assert chunks() == [1, 3, 2]
+        _hold(tier, 8, 12, 13)
+        assert _ask(finder, wanted, groups=(0,)).found == dict.fromkeys([*WHOLE, (0, 13), (1, 2)], 0)
+
+
+class _Slow(HeldTier):
+    """Never answers about chunks of two parts."""
+
+    async def exists(self, keys: Sequence[Key]) -> list[bool]:
+        """See `Tier.exists`."""
+        if any(key.ranks == 2 for key in keys):
+            await anyio.sleep_forever()
+        return await super().exists(keys)
+
+
+def test_own_chunks_are_told_in_time() -> None:
+    """However long the search under other splits takes, it ends before the request's patience does."""
+    tier, faults = _Slow(), list[str]()
+    _mark(tier, SPACE, 2)
+    _hold(tier, 4, 5)
+    with _finder(tier, faults=faults) as finder:
+        finder.heads = (4,)
+        lookup = _ask(finder, seconds_max=2.0)
+    assert lookup.found == {(0, 4): 0, (0, 5): 0}
+    assert lookup.down
+    assert not faults, "it took until the end, and was taken for a failure"
 
 
 def test_who_knows_one_layout_pays_for_one() -> None:
