@@ -282,8 +282,10 @@ def engine_name(engine_id: str) -> str:
     return head + replica + number
 
 
-def check_load(settings: Settings, geometry: Geometry) -> None:
+def check_load(settings: Settings, geometry: Geometry, stages: int = 1) -> None:
     """Raise `UnsupportedError` where loads are to be sync, and vLLM could not recover from one that fails."""
+    if settings.load == "sync" and stages > 1:  # further steps are computed when it fails, and are not taken back
+        refuse(f"load='sync' with pipeline_parallel_size={stages}", "set load to 'auto' or 'async'")
     if settings.load == "sync" and geometry.loads_between_steps:
         what = f"a sliding window of {geometry.groups[0].window_tokens} tokens"
         if len(geometry.groups) > 1:

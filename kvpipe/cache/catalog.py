@@ -106,6 +106,8 @@ class Catalog:
     def limit(self, slots: int) -> None:
         """A rank's pool has no more than `slots`: none beyond is used. None of them is yet."""
         self.slots = min(self.slots, slots)
+        self.ready = min(self.ready, self.slots)
+        self._free = [slot for slot in self._free if slot < self.slots]
 
     # ---- finding -------------------------------------------------------------------------------------------------
 

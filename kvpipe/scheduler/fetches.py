@@ -117,7 +117,6 @@ class Staging:
         self.machine, self.transfer_machine = m.STAGE.compile(), job_m.JOB.compile()
         self.names = tuple(tier.name for tier in finder.tiers)
         self._per_chunk = geometry.units_per_chunk
-        self._held_max = max(1, int(catalog.slots * SHARE))
         self._fetches_max = [tier.spec.lanes * ORDERS_PER_LANE for tier in finder.tiers]
         self._fetches = [0] * len(self.names)  # with the ranks, by tier
         self._leased = 0  # by stages
@@ -291,6 +290,11 @@ class Staging:
         transfer.stages.append(stage)
         stage.waits.add(transfer.order.id)
         return True
+
+    @property
+    def _held_max(self) -> int:
+        """How many chunks waiting requests may hold. Ranks say late how large the pool is."""
+        return max(1, int(self._catalog.slots * SHARE))
 
     def _lease(self, stage: Stage, chunks: list[Chunk]) -> None:
         chunks = chunks[: max(0, self._held_max - self._leased - len(self._fetching))]

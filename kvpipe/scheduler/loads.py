@@ -44,13 +44,17 @@ class Loading:
         recovery: Recovery,
         counters: Counters,
         trace: Recorder,
+        stages: int,
     ) -> None:
-        """Of the settings, when to load counts. `staging`: of an engine with tiers."""
+        """Of the settings, when to load counts. `staging`: of an engine with tiers.
+
+        `stages`: of a pipeline. With several a load that fails within its step is known only when the next steps run.
+        """
         self._geometry, self._catalog, self._prefixes, self._counters = geometry, catalog, prefixes, counters
         self._requests, self._jobs, self._staging = requests, jobs, staging
         self._recovery, self._report, self._trace = recovery, report, trace
         self._unit, self._per_chunk = geometry.unit_tokens, geometry.units_per_chunk
-        self.between_steps = settings.load == "async" or geometry.loads_between_steps
+        self.between_steps = settings.load == "async" or stages > 1 or geometry.loads_between_steps
         either = settings.load == "auto" and not self.between_steps
         self.stall = Stall(geometry, settings.stall_ms_max) if either else None
         self._due: list[JobInFlight] = []

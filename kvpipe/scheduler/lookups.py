@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvpipe.trace.log import Counters
 
 LATER_STEPS_MAX: Final = 100
-"""In how many steps a lookup asks to be asked again, with no answer between, before the hit is given up."""
+"""In how many steps a lookup asks to be asked again until the request is admitted, before the hit is given up."""
 
 
 class Lookups:
@@ -84,7 +84,6 @@ class Lookups:
         waiting = self._requests.waiting
         if waits and waiting and not self._recovery.may_wait(request, waiting | self._requests.sessions):
             return self._ask_later(tracked, local_tokens, miss_reasons.NO_ROOM, step)
-        tracked.asking.put_off_steps = 0  # if there is no room for it all the same, the engine lets nobody overtake it
         tracked.asking.reply(step, local_tokens, missed, why, external, units, waits=waits, staged=staged)
         self._counters["lookup_hit"] += 1
         return Hit(external, waits)

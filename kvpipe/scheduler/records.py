@@ -50,7 +50,7 @@ class Asking(Cursor):
     """What the engine was last told of one request, in step `asked_step`.
 
     See `LookupResult`; beside it, the `units` of the prefix that are held, and whether they are loaded between steps
-    (`waits`). `put_off_steps`: in so many, without an answer between, it was to be asked again.
+    (`waits`). `put_off_steps`: in so many, since its last admission, it was to be asked again.
     """
 
     __slots__ = (

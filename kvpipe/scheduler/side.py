@@ -79,7 +79,7 @@ class SchedulerSide:
         self.counters = counters = Counters()
         self.trace, self._report = trace, RequestReporter(trace)
         trace.step = 1
-        self._ranks, self._stages, self._step, self._events = ranks, stages, 0, published
+        self._ranks, self._step, self._events = ranks, 0, published
         self._idle = Idle(settings.stall_ms_max) if waits_idle and stages == 1 else None  # else others may compute
         self._recovery = recovery = recovery or Recovery()
         self.weights = weights = Weights(ranks, counters)
@@ -101,7 +101,7 @@ class SchedulerSide:
         )  # fmt: skip
         self.loading = Loading(
             settings, geometry, catalog=catalog, prefixes=prefixes, requests=requests, jobs=jobs,
-            report=self._report, staging=staging, recovery=recovery, counters=counters, trace=trace,
+            report=self._report, staging=staging, recovery=recovery, counters=counters, trace=trace, stages=stages,
         )  # fmt: skip
         self._saving = Saving(
             settings, geometry, catalog=catalog, prefixes=prefixes, requests=requests, jobs=jobs, counters=counters,
@@ -224,7 +224,7 @@ class SchedulerSide:
         if report.weights:
             self.weighed(report.weights)
         if self.loading.stall is not None and report.rate:
-            self.loading.stall.rate = report.rate / self._stages  # one stage loads after the other
+            self.loading.stall.rate = report.rate
         self._jobs_reported(report.tallies)
         self.switches.tier_lost |= report.lost
         if report.unreadable:

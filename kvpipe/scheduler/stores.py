@@ -66,12 +66,17 @@ class Storing:
         self._catalog, self._space, self._policies = catalog, space, policies
         self._counters, self._new_id, self._per_chunk = counters, new_id, geometry.units_per_chunk
         self._states = geometry.states
-        self._max = max(1, min(int(catalog.slots * STORE_SHARE), bytes_in_flight_max // geometry.slot_bytes))
+        self._in_flight_max = bytes_in_flight_max // geometry.slot_bytes
         self._offers: OrderedDict[tuple[int, Chunk, bytes], Offer] = OrderedDict()
         self._rests = [0] * len(policies)  # until which step nothing is stored in a tier
         self._step = 0
         self.under_way: dict[int, Owner] = {}
         """Who leases the chunk of each store that the ranks have not all reported."""
+
+    @property
+    def _max(self) -> int:
+        """How many stores may be under way. Ranks say late how large the pool is."""
+        return max(1, min(int(self._catalog.slots * STORE_SHARE), self._in_flight_max))
 
     # ---- what is offered ------------------------------------------------------------------------------------------
 

@@ -201,15 +201,19 @@ class Pipeline:
                     self._give_up(batch, TIMED_OUT)
 
     def await_load(self, wait_s: float) -> None:
-        """Wait for an asynchronous load to land that `collect` has not returned, at most `wait_s`. None: do not wait.
+        """Wait for an asynchronous load to land, at most `wait_s` in all. None, or something to collect: do not wait.
 
         For steps that compute nothing.
         """
-        self.copies.loop.settle(wait_s)
-        self._forget_landed()
-        oldest = self._loading[0].last if self._loading and not self.copies.outbox else None
-        if oldest is not None and oldest.wait(wait_s):
+        ends_at_s = time.monotonic() + wait_s
+        if not self._refused and not self.copies.outbox:
             self.copies.loop.settle(wait_s)
+        self._forget_landed()
+        if not self._loading or self._refused or self.copies.outbox:
+            return
+        oldest = self._loading[0].last
+        if oldest is not None and oldest.wait(max(0.0, ends_at_s - time.monotonic())):
+            self.copies.loop.settle(max(0.0, ends_at_s - time.monotonic()))
 
     def collect(self) -> list[Outcome]:
         """Return how jobs ended since the last call, each exactly once."""

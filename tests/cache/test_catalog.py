@@ -38,6 +38,20 @@ def test_a_chunk_is_invisible_until_its_piece_has_landed() -> None:
     check_integrity(catalog)
 
 
+def test_no_slot_beyond_a_limit_is_handed_out() -> None:
+    """Though it was ready: a rank's pool has no such slot."""
+    catalog = _catalog(4)
+    catalog.limit(2)
+    catalog.use_more(4)
+    assert (catalog.slots, catalog.ready, catalog.used) == (2, 2, 0)
+    for key in (b"a", b"b", b"c"):
+        _publish(catalog, key)
+    assert {chunk.slot for chunk in catalog.index(0).values()} == {0, 1}
+    catalog.limit(4)
+    assert (catalog.slots, catalog.ready, catalog.used) == (2, 2, 2)
+    check_integrity(catalog)
+
+
 def test_a_lost_first_piece_frees_the_slot() -> None:
     """What failed is never found and its slot is free again."""
     catalog = _catalog(1)

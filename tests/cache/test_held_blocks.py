@@ -25,7 +25,7 @@ def test_an_async_load_waits_for_room() -> None:
         world.free = free
         assert world.side.lookup(second, 0) == world.side.lookup(second, 0) == answer
     world.free = 9
-    for _ in range(LATER_STEPS_MAX):
+    for _ in range(LATER_STEPS_MAX - 1):
         assert world.side.lookup(second, 0) is LATER
         world.step()
     assert world.side.lookup(second, 0) == MISS, "it computes at last"
@@ -35,7 +35,7 @@ def test_an_async_load_waits_for_room() -> None:
 
 
 def test_steps_in_which_a_hit_is_not_asked_for_are_no_reason_to_give_it_up() -> None:
-    """The queue's head waits for blocks, and nobody asks for those behind it; nor does an answer use up patience."""
+    """The queue's head waits for blocks, and nobody asks for those behind it."""
     world = SchedulerWorld(load="async")
     world.publish(world.request("old", 4, shared=4))
     first, second = world.request("first", 6, shared=4), world.request("second", 8, shared=4)
@@ -46,16 +46,33 @@ def test_steps_in_which_a_hit_is_not_asked_for_are_no_reason_to_give_it_up() -> 
     assert world.side.lookup(second, 0) is LATER
     for _ in range(2 * LATER_STEPS_MAX):
         world.step()
-    for _ in range(2):
-        for _ in range(LATER_STEPS_MAX - 1):
-            assert world.side.lookup(second, 0) is LATER
-            assert world.side.lookup(second, 0) is LATER, "twice in one pass counts once"
-            world.step()
+    for _ in range(LATER_STEPS_MAX - 1):
+        assert world.side.lookup(second, 0) is LATER
+        assert world.side.lookup(second, 0) is LATER, "twice in one pass counts once"
+        world.step()
+    assert world.side.counters["lookup_gave_up"] == 0
+
+
+def test_a_hit_that_is_not_admitted_begins_no_count_anew() -> None:
+    """VLLM may find no room where the count of blocks does: put off in turn, a request would wait for ever."""
+    world = SchedulerWorld(load="async")
+    world.publish(world.request("old", 4, shared=4))
+    first, second = world.request("first", 6, shared=4), world.request("second", 8, shared=4)
+    world.admit(first)
+    del world.tables[0]["first"][4:]
+    world.step()
+    for at in range(LATER_STEPS_MAX):
+        world.free = 9
+        assert world.side.lookup(second, 0) is LATER, at
+        world.step()
         world.free = 10
         assert world.side.lookup(second, 0) == (4 * UNIT, True), "there is room, but vLLM does not admit it"
         world.step()
-        world.free = 9
-    assert world.side.counters["lookup_gave_up"] == 0
+    world.free = 9
+    assert world.side.lookup(second, 0) == MISS
+    assert world.side.counters["lookup_gave_up"] == 1
+    world.side.admitted(second, world.allocate(second), 0)
+    assert world.side.requests.tracked["second"].asking.put_off_steps == 0, "from its admission on, anew"
 
 
 def test_an_async_load_leaves_a_session_its_room() -> None:

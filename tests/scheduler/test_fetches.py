@@ -131,6 +131,16 @@ def test_a_tier_that_lists_hears_what_was_stored(monkeypatch: pytest.MonkeyPatch
         assert not reported
 
 
+def test_shares_of_a_pool_that_turns_out_smaller() -> None:
+    """What waiting requests and stores may hold is a share of what every rank has, which ranks say late."""
+    with _played() as played:
+        played.trial.side.catalog.reset()
+        before, stores = played.staging._held_max, played.staging.stores._max
+        played.trial.side.catalog.limit(4)
+        assert (before, played.staging._held_max) == (9, 3)
+        assert (stores, played.staging.stores._max) == (3, 1)
+
+
 @pytest.mark.parametrize("when", [m.ASKING, m.FETCHING])
 def test_lookup_ms_max(when: str) -> None:
     """Whoever has waited for `lookup_ms_max` goes on with what memory holds; what comes later is there for others."""

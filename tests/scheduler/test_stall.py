@@ -11,7 +11,7 @@ from kvpipe.config import load_settings
 from kvpipe.connectors.vllm.metadata import PlanMetadata
 from kvpipe.connectors.vllm.trial.scheduler_world import ASYNC, SYNC, UNIT, SchedulerWorld
 from kvpipe.geometry import Geometry, Group, Layer
-from kvpipe.messages import Kind, Report, StepPlan, Tally
+from kvpipe.messages import Kind, Outcome, Report, StepPlan, Tally
 from kvpipe.scheduler.side import SchedulerSide
 from kvpipe.scheduler.stall import IDLE_WAIT_MS_MAX, Idle, Stall
 from kvpipe.testing.pipeline_rig import WAIT_S, Rig, job, plan
@@ -183,6 +183,18 @@ def test_stages_do_not_wait() -> None:
     assert plans == [[0, IDLE_WAIT_MS_MAX], [0, 0]]
 
 
+@pytest.mark.parametrize("load", ["auto", "async"])
+def test_stages_load_between_steps(load: str) -> None:
+    """VLLM computes further steps before it hears of a load that has failed within one, and takes their output."""
+    options: dict[str, Any] = {"hash_tokens": 4, "ranks": 2, "saves": True, "loads": True}
+    waits = []
+    for stages in (1, 2):
+        side = SchedulerSide(load_settings({"load": load}), GEOMETRY, stages=stages, **options)
+        waits.append((side.loading.between_steps, side.loading.waits(4)))
+        side.shutdown()
+    assert waits == [(load == "async",) * 2, (True, True)]
+
+
 @pytest.mark.parametrize("stall_ms_max", [0, 2])
 def test_nobody_waits_longer_than_for_a_stall(stall_ms_max: int) -> None:
     """`stall_ms_max` bounds what others wait for a load, whoever comes meanwhile."""
@@ -206,7 +218,7 @@ def test_a_rank_waits_until_a_load_has_landed() -> None:
     oldest = rig.engine.copies[rig.layers - 1].ticket
 
     def land(timeout_s: float) -> bool:
-        assert timeout_s == WAIT_S
+        assert 0 < timeout_s <= WAIT_S
         rig.engine.complete(Direction.LOAD, rig.layers)
         double.done = oldest.done
         return oldest.done
@@ -240,6 +252,48 @@ def test_a_wait_for_a_load_is_bounded() -> None:
     rig.engine.complete_all()
     rig.pipeline.await_load(WAIT_S)
     assert {outcome.job.id for outcome in rig.pipeline.collect()} == {1, 2}
+    rig.pipeline.shutdown()
+
+
+def test_one_limit_for_all_that_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop, the copy and the loop again: together they hold up a step no longer than one of them may."""
+    rig, now_s, limits = Rig(), [100.0], list[float]()
+    _loading(rig, 1)
+
+    def waits(timeout_s: float) -> bool:
+        limits.append(timeout_s)
+        now_s[0] += 0.75
+        return True
+
+    monkeypatch.setattr("kvpipe.worker.pipeline.time.monotonic", lambda: now_s[0])
+    with monkeypatch.context() as patched:
+        patched.setattr(rig.pipeline.copies.loop, "settle", waits)
+        patched.setattr(rig.pipeline._loading[0], "last", cast("Any", SimpleNamespace(wait=waits, done=False)))
+        rig.pipeline.await_load(1.0)
+    monkeypatch.undo()
+    assert limits == [1.0, 0.25, 0.0]
+    rig.engine.complete_all()
+    rig.pipeline.shutdown()
+
+
+def test_a_rank_that_has_something_to_report_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load that was refused, or one that has landed, is reported now, whatever else is under way."""
+    rig, waited = Rig(), list[float]()
+    _loading(rig, 1)
+    _loading(rig, 2)
+    monkeypatch.setattr(rig.pipeline._loading[0], "last", SimpleNamespace(wait=waited.append, done=False))
+    rig.pipeline._refused.append(Outcome(job(3, Kind.LOAD_ASYNC), ok=False, why="refused"))
+    with monkeypatch.context() as patched:
+        patched.setattr(rig.pipeline.copies.loop, "settle", waited.append)
+        rig.pipeline.await_load(WAIT_S)
+        assert rig.pipeline.collect()
+        rig.pipeline.copies.outbox.append(Outcome(job(4, Kind.LOAD_ASYNC), ok=True, why=""))
+        rig.pipeline.await_load(WAIT_S)
+        assert rig.pipeline.collect()
+        assert not waited
+        rig.pipeline.await_load(WAIT_S)
+        assert len(waited) == 2
+    rig.engine.complete_all()
     rig.pipeline.shutdown()
 
 

@@ -79,6 +79,13 @@ def test_stages_that_would_not_be_heard_are_refused(changes: dict[str, Any], say
         check_engine(_engine(**changes))
 
 
+def test_loads_within_a_step_are_refused() -> None:
+    """VLLM computes the next steps of a pipeline before it hears of a load that has failed, and takes their output."""
+    says = "kvpipe: load='sync' with pipeline_parallel_size=2 is not supported; set load to 'auto' or 'async'"
+    with pytest.raises(UnsupportedError, match=f"^{says}$"):
+        Trial(SHAPE._replace(load="sync"))
+
+
 def test_a_stage_without_a_layer_of_a_group_is_refused() -> None:
     """VLLM gives such a stage an empty group."""
     spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=8, dtype=torch.float32)

@@ -215,7 +215,6 @@ SHAPES: dict[str, Shape] = {
     "tier-states": _STATES._replace(tiers=1, dense=True, pool_slots=16),
     "tier-hybrid": _HYBRID._replace(tiers=1, pool_slots=12),
     "pipeline-2": Shape(load="async", ranks=2, stages=2, layers_per_group=8, tiers=1, pool_slots=12),
-    "pipeline-2-sync": Shape(load="sync", ranks=2, stages=2, layers_per_group=8, failing=False),
     "async-scheduler-pipeline-2": _HYBRID._replace(
         asynchronous=True, v2=True, ranks=2, stages=2, layers_per_group=4, events=False
     ),

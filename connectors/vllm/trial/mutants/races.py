@@ -152,6 +152,11 @@ MUTANTS: dict[str, Mutant] = {
         shape="window",
         by="every_read_is_right",
     ),
+    "stages_load_within_the_step": Mutant(
+        "A pipeline's stages load within the step, though vLLM computes the next ones before it hears of a failure.",
+        one(LOADING, "__init__", " or stages > 1", ""),
+        test="tests/scheduler/test_stall.py::test_stages_load_between_steps",
+    ),
     "settled_by_the_last_ticket": Mutant(
         "A job is reported when the last copy that was asked for is over, though earlier ones are not.",
         one(
