@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvpipe.connectors.vllm.remedies.admission import LoadAdmission
@@ -12,15 +14,20 @@ from kvpipe.scheduler.base import LATER, MISS, Hit
 from kvpipe.scheduler.lookups import LATER_STEPS_MAX
 
 
-def test_an_async_load_waits_for_room() -> None:
-    """Two requests that each hold blocks and need more than are left would wait for each other for ever."""
+def _one_loads() -> tuple[SchedulerWorld, Any, Any]:
+    """Return a world, a request that loads four units of its six, and one of eight that finds as many."""
     world = SchedulerWorld(load="async")
     world.publish(world.request("old", 4, shared=4))
     first, second = world.request("first", 6, shared=4), world.request("second", 8, shared=4)
-    assert world.ask(first) == 4 * UNIT
-    world.side.admitted(first, world.allocate(first), 4 * UNIT)
+    assert world.admit(first) == 4 * UNIT
     del world.tables[0]["first"][4:]  # vLLM gives it no more than the load needs
     world.step()
+    return world, first, second
+
+
+def test_an_async_load_waits_for_room() -> None:
+    """Two requests that each hold blocks and need more than are left would wait for each other for ever."""
+    world, first, second = _one_loads()
     for free, answer in ((9, LATER), (10, Hit(4 * UNIT, waits=True))):  # two more for the first, eight for the second
         world.free = free
         assert world.side.lookup(second, 0) == world.side.lookup(second, 0) == answer
@@ -36,12 +43,7 @@ def test_an_async_load_waits_for_room() -> None:
 
 def test_steps_in_which_a_hit_is_not_asked_for_are_no_reason_to_give_it_up() -> None:
     """The queue's head waits for blocks, and nobody asks for those behind it."""
-    world = SchedulerWorld(load="async")
-    world.publish(world.request("old", 4, shared=4))
-    first, second = world.request("first", 6, shared=4), world.request("second", 8, shared=4)
-    world.admit(first)
-    del world.tables[0]["first"][4:]
-    world.step()
+    world, _, second = _one_loads()
     world.free = 9
     assert world.side.lookup(second, 0) is LATER
     for _ in range(2 * LATER_STEPS_MAX):
@@ -55,12 +57,7 @@ def test_steps_in_which_a_hit_is_not_asked_for_are_no_reason_to_give_it_up() -> 
 
 def test_a_hit_that_is_not_admitted_begins_no_count_anew() -> None:
     """VLLM may find no room where the count of blocks does: put off in turn, a request would wait for ever."""
-    world = SchedulerWorld(load="async")
-    world.publish(world.request("old", 4, shared=4))
-    first, second = world.request("first", 6, shared=4), world.request("second", 8, shared=4)
-    world.admit(first)
-    del world.tables[0]["first"][4:]
-    world.step()
+    world, _, second = _one_loads()
     for at in range(LATER_STEPS_MAX):
         world.free = 9
         assert world.side.lookup(second, 0) is LATER, at
