@@ -168,7 +168,7 @@ COUNTS: Final[Mapping[Count, str]] = {
     "save_repeated": "Save hooks called again for a layer of the same step.",
     "shared_layer_hooks": "Hooks of layers that share another's cache.",
     "spoiled_blocks_reported": "Blocks reported to vLLM because a failed load has spoiled them.",
-    "states_not_saved": "Recurrent states that were offered, and lost: no slot was free, or their block had others.",
+    "states_not_saved": "Recurrent states that were offered, and lost: no slot, another's block, or a failed save.",
     "states_saved": "Recurrent states, of one boundary and cache group each, that saves were planned for.",
     "step_end_empty": "Ends of steps that had no jobs, or had ended.",
     "store_dropped_evicted": "Stores that were dropped because their chunk was evicted first.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvpipe.cache.catalog import Catalog, Owner, Piece
@@ -92,11 +92,16 @@ class Jobs:
         report: RequestReporter,
         *,
         ranks: int,
+        states: Container[int],
         saved: Callable[[Tracked, Piece], object],
         load_failed: Callable[[JobInFlight], object],
     ) -> None:
-        """`saved` hears of each piece that can be found now, `load_failed` of a load, as soon as that is known."""
+        """`saved` hears of each piece that can be found now, `load_failed` of a load, as soon as that is known.
+
+        `states`: the groups of recurrent states, which an engine offers once.
+        """
         self._catalog, self._counters, self._report, self._ranks = catalog, counters, report, ranks
+        self._states = states
         self._saved, self._load_failed = saved, load_failed
         self.machine = m.JOB.compile()
         self.in_flight: dict[int, JobInFlight] = {}
@@ -205,7 +210,13 @@ class Jobs:
                     self._saved(job.tracked, piece)
             return
         self._counters.fault("save_failed", request=job.job.request, job=job.job.id)
-        for piece in job.pieces:
-            self._catalog.lost(piece)
+        self.lose(job.pieces)
         if job.tracked.epoch == job.job.epoch:
             job.tracked.saving.lost(job.first_unit)
+
+    def lose(self, pieces: Sequence[Piece]) -> None:
+        """What was claimed for a save holds nothing. Attention is saved again, a state is not."""
+        for piece in pieces:
+            if piece.chunk.group in self._states:
+                self._counters["states_not_saved"] += 1
+            self._catalog.lost(piece)

@@ -108,8 +108,7 @@ class Saving:
             return self._jobs.save(tracked, rows, tuple(pieces), first).job
         except Exception as e:  # noqa: BLE001
             self._counters.fault("save_not_planned", request=tracked.request.request_id, error=repr(e))
-            for piece in pieces:
-                self._catalog.lost(piece)
+            self._jobs.lose(pieces)
             tracked.saving.give_up()
             return None
 

@@ -92,8 +92,9 @@ class SchedulerSide:
         self.adapters = adapters = Adapters(ranks, settings.lookup_ms_max / 1000, counters)
         self.prefixes = prefixes = Prefixes(catalog, geometry, hash_tokens, adapters.keys)
         self.jobs = jobs = Jobs(
-            catalog, counters, self._report, ranks=ranks, saved=self._saved, load_failed=self._load_failed
-        )
+            catalog, counters, self._report, ranks=ranks, states=geometry.states, saved=self._saved,
+            load_failed=self._load_failed,
+        )  # fmt: skip
         self.staging = staging = self._make_staging(tiers) if tiers else None
         self.requests = requests = Requests(
             groups, adapters=adapters, staging=staging, jobs=jobs, recovery=recovery, report=self._report,

@@ -41,6 +41,30 @@ class EverySecondSaveFails(KVPipeConnector):
         return FaultyCpuEngine(1, fail=lambda direction, job, layer: direction is Direction.SAVE and job and layer == 5)
 
 
+class _FirstStatesFail(CpuEngine):
+    """The first save that has a layer of states fails there."""
+
+    failed: int = -1
+
+    def copy_layer(self, plan: CopyPlan, layer: int) -> frozenset[int]:
+        """Copy, then fail."""
+        failed = super().copy_layer(plan, layer)
+        group, _ = self._geometry.layers[layer]
+        if plan.direction is not Direction.SAVE or group not in self._geometry.states or not len(plan.runs[group]):
+            return failed
+        if self.failed < 0:
+            self.failed = plan.jobs[0].id
+        return failed | {job.id for job in plan.jobs if job.id == self.failed}
+
+
+class FirstStatesFail(KVPipeConnector):
+    """The states of the first boundary that is saved are not saved."""
+
+    def make_engine(self) -> TransferEngine | None:
+        """Copy for real, but fail."""
+        return _FirstStatesFail(1)
+
+
 class _Losing(CpuEngine):
     """Loses the first load: its copies never begin, and nobody is told."""
 

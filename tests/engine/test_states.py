@@ -89,6 +89,24 @@ def test_preempted_requests(recipe: str, chunk_tokens: int, options: dict[str, A
         assert stats["tokens_loaded"] > 0
 
 
+def test_a_state_whose_copy_fails() -> None:
+    """It is lost, and counted: the next request with that prompt computes it and is offered it again."""
+    options: dict[str, Any] = {"enable_prefix_caching": True}
+    with engine("lfm2", None, **options) as plain:
+        expected = plain.generate(PROMPTS[:1], 8)
+    faulty = {"connector": "FirstStatesFail", "module": "tests.engine.faulty"}
+    with engine("lfm2", {"chunk_tokens": 128}, **options, **faulty) as live:
+        loaded, lost = [], []
+        for _ in range(3):
+            assert live.generate(PROMPTS[:1], 8) == expected
+            stats = assert_clean(live)
+            loaded.append(stats.get("tokens_loaded", 0))
+            lost.append(stats.get("states_not_saved", 0))
+            live.llm.reset_prefix_cache()
+        assert loaded == [0, 0, 299 // _unit(live) * _unit(live)]
+        assert lost == [len(live.connector.geometry.states)] * 3
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [

@@ -162,17 +162,38 @@ def test_a_request_that_was_given_up_saves_no_state() -> None:
 
 
 def test_a_failed_save_loses_the_state_only() -> None:
-    """Nothing is found of it; attention is saved again."""
+    """Nothing is found of it, and it is counted; attention is saved again, the state when it is offered again."""
     world = _world()
     one = world.request("a", 4, extra=1)
     world.admit(one)
     (job,) = world.step(one, boundaries=(4,))
+    assert world.side.counters["states_not_saved"] == 0
     world.report((job, 0, 1))
     assert _states(world, one) == []
+    assert world.side.counters["states_not_saved"] == 2
     world.grow(one, 5)
+    world.report((world.step(one)[0], 0, 1))
+    assert world.side.counters["states_not_saved"] == 2  # there was none in it
     world.succeed(*world.step(one))
     assert world.found(one) == 5
     assert world.ask(world.request("b", 4)) == 0
+    again = world.request("c", 5, extra=1)
+    again.block_hashes[:] = one.block_hashes
+    _run(world, again, 4, 5)
+    assert _states(world, again) == [5]  # where the prompt ends
+    assert world.side.counters["states_not_saved"] == 2
+
+
+def test_a_state_whose_save_cannot_be_planned_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What goes wrong between the claim and the job loses what was claimed."""
+    world = _world()
+    one = world.request("a", 4, extra=1)
+    world.admit(one)
+    monkeypatch.setattr(world.side.jobs, "_begin", lambda *_: 1 // 0)
+    assert not world.step(one, boundaries=(4,))
+    assert world.side.counters.faults["save_not_planned"] == 1
+    assert world.side.counters["states_not_saved"] == 2
+    assert _states(world, one) == []
 
 
 def test_a_branch_is_found_when_its_chunk_has_grown() -> None:
