@@ -1,0 +1,96 @@
+"""The yardstick: a pool of a given size, kvpipe's own catalog and one policy; a request is over when the next comes.
+
+A request takes the longest prefix of whole chunks that is held; all its other whole chunks are saved. Then it is over.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, Final
+
+from benchmarks.replay import belady
+from benchmarks.replay.workload import Prompt, Workload
+from kvpipe import plugins
+from kvpipe.cache.catalog import Catalog, Chunk, Owner
+from kvpipe.cache.policy import Policy, make_policy
+from kvpipe.cache.prefixes import Prefixes
+from kvpipe.geometry import Geometry, Group, Layer
+from kvpipe.trace.log import Counters
+
+BELADY: Final = "belady"
+SHARES: Final = (0.01, 0.02, 0.05, 0.10)
+"""Of all different chunks of a workload: how many the pool holds."""
+
+
+def policies() -> list[str]:
+    """Return the policies that are registered: kvpipe's own, and those of packages that are installed."""
+    return plugins.names(plugins.POLICIES)
+
+
+@dataclass
+class Outcome:
+    """What a replay came to. `hits`: of each prompt, the chunks that were held."""
+
+    workload: Workload
+    policy: str
+    slots: int
+    hits: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+    """Of the processor, in kvpipe's code; of Belady's, in all."""
+
+    @property
+    def hit_rate(self) -> float:
+        """Return which share of all tokens of prompts was held."""
+        return sum(self.hits) * self.workload.chunk_tokens / self.workload.tokens
+
+    @property
+    def microseconds(self) -> float:
+        """Of a request, in the mean."""
+        return self.seconds / len(self.hits) * 1e6
+
+
+def replay(workload: Workload, policy: str, share: float) -> Outcome:
+    """Replay `workload` with a pool of `share` of its chunks, and a registered policy, or `BELADY`."""
+    slots = workload.slots(share)
+    if policy == BELADY:
+        begin_s = time.thread_time()
+        return Outcome(workload, policy, slots, list(belady.hits(workload, slots)), time.thread_time() - begin_s)
+    pool, out = Pool(workload.chunk_tokens, slots, make_policy(policy, slots)), Outcome(workload, policy, slots)
+    for prompt in workload.prompts:
+        begin_s = time.thread_time()
+        out.hits.append(pool.serve(prompt))
+        out.seconds += time.thread_time() - begin_s
+    return out
+
+
+class Pool:
+    """The catalog of a model with attention alone, one request at a time."""
+
+    def __init__(self, chunk_tokens: int, slots: int, policy: Policy) -> None:
+        """Empty."""
+        geometry = Geometry((Group((Layer("l", 4096),), chunk_tokens),), chunk_tokens, slots * 4096)
+        self.catalog = Catalog(slots, 1, policy, Counters())
+        self.prefixes = Prefixes(self.catalog, geometry, chunk_tokens, lambda request: request.block_hashes)
+        self._served = 0
+
+    def serve(self, prompt: Prompt) -> int:
+        """Look up, load, save, end. Returns how many chunks were held."""
+        request: Any = SimpleNamespace(num_tokens=prompt.tokens, block_hashes=prompt.keys)
+        catalog, keys = self.catalog, prompt.keys
+        held = self.prefixes.longest(request)
+        self._served += 1
+        owner = Owner("r", self._served)
+        catalog.lease(owner, [chunk for chunk in map(self._find, keys[:held]) if chunk is not None])
+        for place, key in enumerate(keys[held:], held):
+            if not catalog.known(0, key):
+                chunk = catalog.reserve(0)
+                if chunk is not None:
+                    catalog.landed(catalog.write(chunk, 1, key, keep=True, base=place))
+        catalog.release(owner)
+        catalog.refresh(self.prefixes.chunks_from_the_end(request, len(keys)))
+        return held
+
+    def _find(self, key: bytes) -> Chunk | None:
+        return self.catalog.find(0, key)
