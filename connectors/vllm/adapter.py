@@ -18,6 +18,7 @@ from kvpipe.scheduler.base import Block, Recovery, Request, Step, Tables
 from kvpipe.trace.log import Counters
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
@@ -64,12 +65,21 @@ class ManagedBlocks:
         return free
 
 
+def make_room(config: VllmConfig, geometry: Geometry) -> LoadAdmission:
+    """Return what knows how many blocks requests of the engine take."""
+    drafts = config.num_speculative_tokens
+    reserved = 1 + drafts + config.num_lookahead_tokens if drafts else 0  # as vLLM's own reservation counts
+    return LoadAdmission(
+        geometry, config.max_in_flight_tokens, config.model_config.max_model_len, drafts, reserved_tokens=reserved
+    )
+
+
 class Remedies(Recovery):
     """What vLLM leaves undone when loads fail, room is short or weights change. One per scheduler side."""
 
-    def __init__(self, geometry: Geometry, in_flight_tokens_max: int, request_tokens_max: int) -> None:
-        """The most tokens of steps in flight, and of a request. Before `bind` there is nothing to remedy."""
-        self._room, self._stale = LoadAdmission(geometry, in_flight_tokens_max, request_tokens_max), Stale()
+    def __init__(self, geometry: Geometry, room: LoadAdmission) -> None:
+        """`room`: for loads. Before `bind` there is nothing to remedy."""
+        self._room, self._stale = room, Stale()
         self._invalid = InvalidBlocks(geometry.groups[0].block_tokens, len(geometry.groups))
         self._blocks: CachedBlocks | None = None
         self._counters = Counters()

@@ -24,7 +24,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvpipe.config import Settings, load_settings
 from kvpipe.connectors.vllm import compat, drafters, held_adapters, hooks, models, shares, support
-from kvpipe.connectors.vllm.adapter import ManagedBlocks, Remedies
+from kvpipe.connectors.vllm.adapter import ManagedBlocks, Remedies, make_room
 from kvpipe.connectors.vllm.hooks import Hooks
 from kvpipe.connectors.vllm.kv_events import KvEvents
 from kvpipe.connectors.vllm.metadata import LayoutMetadata, PlanMetadata, ReportMetadata
@@ -161,8 +161,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             warn("context_parallelism", decode_context_parallel_size=size, proven_on="vLLM's schedulers, not a device")
         self._facts = support.identity(config, cache, self.geometry)
         self.recorder, self.writer = tracing(self.settings, engine, "scheduler", SCHEDULER, len(self.geometry.layers))
-        longest = config.model_config.max_model_len
-        self._remedies = Remedies(self.geometry, config.max_in_flight_tokens, longest)
+        self._remedies = Remedies(self.geometry, make_room(config, self.geometry))
         if config.kv_events_config is not None and config.kv_events_config.enable_kv_cache_events:
             self.events = KvEvents(cache, self.geometry, tokens)
         self.scheduler = SchedulerSide(

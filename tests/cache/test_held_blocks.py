@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvpipe.connectors.vllm.remedies.admission import LoadAdmission
+from kvpipe.connectors.vllm.remedies.admission import STATE_BLOCKS_MAX, LoadAdmission
 from kvpipe.connectors.vllm.remedies.invalid_blocks import ScheduledRange, Spoiled
 from kvpipe.connectors.vllm.trial.scheduler_world import SYNC, UNIT, SchedulerWorld, slots_of
 from kvpipe.messages import BROKEN
@@ -118,6 +118,22 @@ def test_blocks_outside_of_a_window_are_not_held() -> None:
     world.allocate(request, null=4)
     del world.tables[0]["one"][6:], world.tables[1]["one"][6:]
     assert room.needed(request, world.blocks) == 4 + 4
+
+
+def test_drafts_hold_blocks_behind_what_is_computed() -> None:
+    """Tokens that drafting reserves may begin another block of each group, and every draft has a state of its own."""
+    world = SchedulerWorld(windows=(None, 2 * UNIT, None), states=(2,), load="async")
+    geometry, tokens, drafts = world.side.geometry, 64 * UNIT, 3
+    plain = LoadAdmission(geometry, 3 * UNIT, tokens)
+    drafting = LoadAdmission(geometry, 3 * UNIT, tokens, drafts, 1 + 2 * drafts)
+    request = world.request("one", 10)
+    assert plain.needed(request, world.blocks) == 10 + 6 + STATE_BLOCKS_MAX
+    assert drafting.needed(request, world.blocks) == 11 + 7 + STATE_BLOCKS_MAX + drafts
+    world.allocate(request, null=4)
+    assert plain.needed(request, world.blocks) == 0
+    assert drafting.needed(request, world.blocks) == 1 + 1 + 1  # a state's table of ten entries grows to thirteen
+    longest = world.request("longest", 64)
+    assert drafting.needed(longest, world.blocks) - plain.needed(longest, world.blocks) == 1 + drafts  # of a window
 
 
 def test_a_spoiled_block_is_reported_to_who_would_read_it() -> None:

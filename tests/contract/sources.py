@@ -126,6 +126,7 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
         "SpeculativeConfig": (
             "disable_eagle_block_drop",
             "draft_model_config",
+            "kv_cache_dtype",
             "method",
             "num_speculative_tokens",
             "use_heterogeneous_vocab",
@@ -145,6 +146,8 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
             "lora_config",
             "max_in_flight_tokens",
             "model_config",
+            "num_lookahead_tokens",
+            "num_speculative_tokens",
             "parallel_config",
             "scheduler_config",
             "speculative_config",

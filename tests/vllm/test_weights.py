@@ -13,6 +13,7 @@ from kvpipe.connectors.vllm import model as model_module
 from kvpipe.connectors.vllm import support
 from kvpipe.connectors.vllm.adapter import ManagedBlocks, Remedies
 from kvpipe.connectors.vllm.model import LoadedModel
+from kvpipe.connectors.vllm.remedies.admission import LoadAdmission
 from kvpipe.connectors.vllm.remedies.stale import Stale
 from kvpipe.connectors.vllm.trial.scheduler_world import make_geometry
 from kvpipe.connectors.vllm.weights import HARMLESS, Watch, suspect
@@ -272,7 +273,8 @@ def test_requests_that_go_on_with_old_kv() -> None:
 
 def test_stale_kv_that_cannot_be_forgotten_keeps_no_load_from_failing(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the step would read too early is said all the same, and the next step forgets what this one has not."""
-    remedies, manager, counters = Remedies(make_geometry((None,), 16, 8), 64, 64), _Manager(), Counters()
+    geometry, manager, counters = make_geometry((None,), 16, 8), _Manager(), Counters()
+    remedies = Remedies(geometry, LoadAdmission(geometry, 64, 64))
     remedies.bind(ManagedBlocks(manager), counters)  # type: ignore[arg-type]
     manager.give("old", 1, 2)
     remedies.weights_changed(["old"])

@@ -18,16 +18,30 @@ from kvpipe.geometry import Geometry
 from kvpipe.scheduler.base import Blocks, Request
 
 STATE_BLOCKS_MAX: Final = 4
-"""Of one request: the last state and the one it becomes, one that is given back later, one exported within a step."""
+"""Of one request: the last state and the one it becomes, one that is given back later, one exported within a step.
+
+With drafts one more for each of them: `num_speculative_blocks` of vLLM's `MambaManager`.
+"""
 
 
 class LoadAdmission:
     """Knows how many blocks a request may still take."""
 
-    def __init__(self, geometry: Geometry, in_flight_tokens_max: int, request_tokens_max: int) -> None:
-        """The most tokens that steps in flight compute, and that a request can have."""
-        self._groups, self._in_flight_tokens_max = geometry.groups, in_flight_tokens_max
-        self._request_tokens_max = request_tokens_max
+    def __init__(
+        self,
+        geometry: Geometry,
+        in_flight_tokens_max: int,
+        request_tokens_max: int,
+        drafts: int = 0,
+        reserved_tokens: int = 0,
+    ) -> None:
+        """The most tokens that steps in flight compute, and that a request can have.
+
+        `drafts`: drafted tokens a step; `reserved_tokens`: those behind a request's last for which blocks are taken.
+        """
+        self._groups, self._in_flight_tokens_max = geometry.groups, in_flight_tokens_max + reserved_tokens
+        self._request_tokens_max, self._reserved_tokens = request_tokens_max, reserved_tokens
+        self._drafts, self._state_blocks_max = drafts, STATE_BLOCKS_MAX + drafts
 
     def fits(self, request: Request, waiting: Iterable[Request], blocks: Blocks) -> bool:
         """Whether all that `request` needs is free beside all that those `waiting` may still need."""
@@ -36,15 +50,19 @@ class LoadAdmission:
 
     def needed(self, request: Request, blocks: Blocks) -> int:
         """Blocks that `request` may take beyond those that it holds, until all its tokens are computed."""
-        needed, tokens = 0, self._request_tokens_max if request.resumable else request.num_tokens
+        own = self._request_tokens_max if request.resumable else request.num_tokens
+        needed, reserved = 0, min(own + self._reserved_tokens, self._request_tokens_max)
         for i, group in enumerate(self._groups):
             table = blocks.table(request.request_id, i)
-            more = -(-tokens // group.block_tokens) - len(table)
+            if group.state:  # what it holds and what it goes on with, wherever in the table
+                held = sum(1 for block in table if not block.is_null)
+                more = -(-own // group.block_tokens) + self._drafts - len(table)
+                needed += max(0, min(more, self._state_blocks_max - held))
+                continue
+            more = -(-reserved // group.block_tokens) - len(table)
             if group.window_tokens is not None:  # what it reads and what is in flight, at any alignment
                 most = -(-(group.window_tokens - 1 + self._in_flight_tokens_max) // group.block_tokens) + 1
                 held = sum(1 for _ in itertools.takewhile(lambda block: not block.is_null, reversed(table)))
                 more = min(more, most - held)
-            elif group.state:  # what it holds and what it goes on with, wherever in the table
-                more = min(more, STATE_BLOCKS_MAX - sum(1 for block in table if not block.is_null))
             needed += max(0, more)
         return needed

@@ -10,6 +10,7 @@ from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from kvpipe.cache.catalog import Chunk
 from kvpipe.config import load_settings
 from kvpipe.connectors.vllm.adapter import ManagedBlocks, Remedies
+from kvpipe.connectors.vllm.remedies.admission import LoadAdmission
 from kvpipe.geometry import Geometry, Group, Layer
 from kvpipe.messages import Job, Kind, Report, Tally
 from kvpipe.scheduler.base import LATER
@@ -75,7 +76,7 @@ class SchedulerWorld:
         settings = load_settings({"load": load, "prefault": touch})
         geometry = make_geometry(windows, chunk_units, slots, states, ahead_tokens)
         self.ranks, self.groups, self.free, self._states = ranks, len(windows), 1 << 20, states
-        self.remedies = Remedies(geometry, BEYOND_TOKENS, 64 * UNIT)
+        self.remedies = Remedies(geometry, LoadAdmission(geometry, BEYOND_TOKENS, 64 * UNIT))
         self.side = SchedulerSide(
             settings,
             geometry,
