@@ -24,6 +24,7 @@ from kvpipe.connectors.vllm.adapter import ManagedBlocks, Remedies
 from kvpipe.connectors.vllm.connector import KVPipeConnector
 from kvpipe.connectors.vllm.metadata import PlanMetadata
 from kvpipe.connectors.vllm.metrics import meter
+from kvpipe.connectors.vllm.remedies.admission import LoadAdmission
 from kvpipe.geometry import Geometry, Group, Layer
 from kvpipe.messages import Job, Kind, StepPlan
 from kvpipe.scheduler.base import MISS
@@ -190,7 +191,8 @@ def _request(name: str, tokens: int, block: int = 16, seed: int = 0) -> Any:
 def _side() -> tuple[SchedulerSide, _Manager]:
     settings = load_settings({"chunk_tokens": 256, "prefault": "use"})
     geometry, manager = _geometry(page=1024, pool=1 << 34), _Manager()
-    remedies, blocks = Remedies(geometry, 8192, 1 << 17), ManagedBlocks(manager)  # type: ignore[arg-type]
+    room, blocks = LoadAdmission(geometry, 8192, 1 << 17), ManagedBlocks(manager)  # type: ignore[arg-type]
+    remedies = Remedies(geometry, room)
     side = SchedulerSide(settings, geometry, hash_tokens=16, ranks=1, saves=True, loads=True, recovery=remedies)
     side.bind(blocks)
     remedies.bind(blocks, side.counters)
