@@ -123,12 +123,12 @@ def test_a_full_cluster_says_so_and_makes_room() -> None:
             stored = await _filled(tier)
             assert stored > 8
             assert await tier.read([get(stored - 1, MIB)]) == [Read.HIT]
-            await soon(partial(tier.write, [put(100, MIB)]), [Written.STORED])
+            await soon(partial(tier.write, [put(100, MIB)]), [Written.STORED], wait_s=60)
             wanted = get(100, MIB)
             assert await tier.read([wanted]) == [Read.HIT]
             assert data(wanted.into) == content(100, MIB)
 
-    with master("--default_kv_lease_ttl=3000") as of, node(of.address, 16 * MIB):
+    with master("--default_kv_lease_ttl=9000") as of, node(of.address, 16 * MIB):
         run(play, of)
 
 
