@@ -18,23 +18,24 @@ from kvpipe.tiers.base import Tier
 from kvpipe.tiers.carrier import Carrier
 from kvpipe.tiers.disk.spec import DiskSpec
 from kvpipe.tiers.guard import READ, WRITE, guarded
-from kvpipe.tiers.parts import Share, split_of
+from kvpipe.tiers.parts import Share, kept_splits, split_of
 from kvpipe.trace.log import Counters
 from kvpipe.transfer.pool import HostPool
 
 HEADS, LAYERS, BLOCK_TOKENS, CHUNK_TOKENS = 8, 16, 16, 256
 HEAD_BYTES = 2 * 128 * 2  # of a token: keys and values, in bfloat16
-CHUNKS, ROUNDS = 4, 9
+CHUNKS, ROUNDS = 12, 9
 LATENT_BYTES = 576 * 2
+IN_HALVES = "1, with share_ranks_max=2,"
 ORDERS = {"heads first": 1, "tokens first": BLOCK_TOKENS}
 
 
 class _Engine:
-    """The carriers of an engine's ranks, over one folder. `heads`: 1 for latents."""
+    """The carriers of an engine's ranks, over one folder. `heads`: 1 for latents. `most`: its `share_ranks_max`."""
 
-    def __init__(self, folder: Path, ranks: int, heads: int, rows: int, head_bytes: int) -> None:
-        self.ranks, self.split = ranks, split_of(heads, ranks)
-        page = heads // self.split * BLOCK_TOKENS * head_bytes
+    def __init__(self, folder: Path, ranks: int, most: int, heads: int, rows: int, head_bytes: int) -> None:
+        self.ranks, (self.split,) = ranks, kept_splits((heads,), ranks, most)
+        page = heads // split_of(heads, ranks) * BLOCK_TOKENS * head_bytes
         layers = tuple(Layer(str(i), page) for i in range(LAYERS))
         chunk = page * LAYERS * CHUNK_TOKENS // BLOCK_TOKENS
         geometry = Geometry((Group(layers, BLOCK_TOKENS),), CHUNK_TOKENS, CHUNKS * (chunk + (1 << 16)))
@@ -47,7 +48,16 @@ class _Engine:
             shares = (Share(heads, (rows,) * LAYERS),)
             tiers = guarded([("disk", spec, tier)], (READ, WRITE))
             self.carriers.append(
-                Carrier(tiers, geometry, pool, rank=rank, ranks=ranks, counters=Counters(), shares=shares)
+                Carrier(
+                    tiers,
+                    geometry,
+                    pool,
+                    rank=rank,
+                    ranks=ranks,
+                    counters=Counters(),
+                    shares=shares,
+                    share_ranks_max=most,
+                )
             )
         self._ids = 0
 
@@ -74,9 +84,10 @@ class _Engine:
 
 
 @contextmanager
-def _engines(folder: Path, heads: int, rows: int, head_bytes: int) -> Iterator[dict[int, _Engine]]:
+def _engines(folder: Path, heads: int, rows: int, head_bytes: int) -> Iterator[dict[str, _Engine]]:
+    kinds = {"1": (1, 1), "2": (2, 1), IN_HALVES: (1, 2)}
     with ExitStack() as stack:
-        made = {ranks: _Engine(folder, ranks, heads, rows, head_bytes) for ranks in (1, 2)}
+        made = {kind: _Engine(folder, *ranks, heads, rows, head_bytes) for kind, ranks in kinds.items()}
         for engine in made.values():
             for carrier in engine.carriers:
                 stack.callback(carrier.shutdown)
@@ -95,18 +106,18 @@ def run() -> list[Figure]:
 
 def _fetches(folder: Path, order: str, rows: int) -> list[Figure]:
     """Another layout's chunks and one's own in turn: what the disk does changes from one second to the next."""
-    took: dict[tuple[int, int], list[float]] = {}
+    took: dict[tuple[str, str], list[float]] = {}
     with _engines(folder, HEADS, rows, HEAD_BYTES) as engines:
-        names = {ranks: [os.urandom(32) for _ in range(CHUNKS)] for ranks in engines}
-        for ranks, engine in engines.items():
-            engine.carry(stores=True, names=names[ranks], split=engine.split)
+        names = {kind: [os.urandom(32) for _ in range(CHUNKS)] for kind in engines}
+        for kind, engine in engines.items():
+            engine.carry(stores=True, names=names[kind], split=engine.split)
         for _ in range(ROUNDS):
-            for reader in engines:
+            for reader in ("1", "2"):
                 for writer in engines:
                     one = engines[reader].carry(stores=False, names=names[writer], split=engines[writer].split)
                     took.setdefault((writer, reader), []).append(one)
     out = []
-    for writer, reader in ((1, 2), (2, 1)):
+    for writer, reader in (("1", "2"), ("2", "1"), (IN_HALVES, "2"), (IN_HALVES, "1")):
         other, own = median(took[writer, reader]), median(took[reader, reader])
         beside = f"{other / CHUNKS * 1e3:.1f} of {own / CHUNKS * 1e3:.1f} ms a chunk of 16 MiB, disk"
         name = f"fetch by {reader} of what {writer} stored, {order}"
@@ -119,6 +130,6 @@ def _latents(folder: Path) -> Figure:
         for engine in engines.values():
             names = [os.urandom(32) for _ in range(CHUNKS)]
             engine.carry(stores=True, names=names, split=engine.split)
-        written = {ranks: engine.bytes_written() for ranks, engine in engines.items()}
-    beside = f"{written[2] / CHUNKS / 1e6:.2f} MB a chunk"
-    return Figure("bytes of an MLA chunk by 2 ranks in a tier", written[2] / written[1], 1.0, "of 1 rank's", beside)
+        written = {kind: engine.bytes_written() for kind, engine in engines.items()}
+    beside = f"{written['2'] / CHUNKS / 1e6:.2f} MB a chunk"
+    return Figure("bytes of an MLA chunk by 2 ranks in a tier", written["2"] / written["1"], 1.0, "of 1 rank's", beside)

@@ -78,6 +78,12 @@ class Settings(BaseSettings):
         ByteSize(256 << 20),
         description="Host memory per rank that writes to tiers hold at once, beyond it chunks are not written.",
     )
+    share_ranks_max: Annotated[int, BeforeValidator(no_bool), Field(ge=1, le=4096)] = Field(
+        1,
+        description="With tiers: largest tensor-parallel size of the engines that share them. An engine of fewer ranks "
+        "stores its chunks in so many parts, of which each rank of theirs reads its own; else they read whole values "
+        "for parts of them ([why](docs/decisions/0024-chunks-without-layout.md)).",
+    )
     policy: Annotated[str, BeforeValidator(_policy)] = Field(
         "lru", description="Eviction: `lru`, or `s3fifo`, which a scan of one-time prompts cannot flush."
     )

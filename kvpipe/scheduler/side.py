@@ -123,9 +123,14 @@ class SchedulerSide:
 
     def _make_staging(self, tiers: Sequence[GuardedTier]) -> Staging:
         """Look beyond memory, in `tiers`."""
-        units = self.geometry.units_per_chunk
         return Staging(
-            Finder(tiers, ranks=self._ranks, units_per_chunk=units, fault=self._tier_failed),
+            Finder(
+                tiers,
+                ranks=self._ranks,
+                units_per_chunk=self.geometry.units_per_chunk,
+                fault=self._tier_failed,
+                share_ranks_max=self.settings.share_ranks_max,
+            ),
             self.catalog,
             self.prefixes,
             self.geometry,

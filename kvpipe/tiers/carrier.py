@@ -13,16 +13,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, NamedTuple
 
 import anyio
-import numpy as np
 
 from kvpipe.geometry import Geometry
 from kvpipe.messages import TierOrder
 from kvpipe.statemachine import carry as m
 from kvpipe.statemachine.core import Cursor, Edge, State
 from kvpipe.tiers.base import ALIGN_BYTES, Get, Key, Put, Read, TierError, blocking
+from kvpipe.tiers.bodies import Bodies
 from kvpipe.tiers.envelope import HEADER_BYTES, DamagedError, pages
 from kvpipe.tiers.guard import READ, WRITE, GuardedTier
-from kvpipe.tiers.parts import BOUND, Share, Slice, mark_key, part_of, slices, split_of, writes
+from kvpipe.tiers.parts import BOUND, Share, Slice, kept_splits, mark_key, part_of, slices, split_of, writes
 from kvpipe.tiers.thread import TierThread
 from kvpipe.trace.log import Counters
 from kvpipe.trace.recorder import OFF, Recorder
@@ -32,8 +32,9 @@ TIMEOUTS_MAX: Final = 10
 """A value takes at most so many of its tier's `timeout_ms_max`, however slowly its bytes trickle."""
 DRAIN_S_MAX: Final = 5.0
 """For how long a shutdown waits for chunks that are on their way to a tier."""
-SPARE_BODIES_MAX: Final = 4
-"""So much memory for parts of other splits is kept for the next ones."""
+SPARE_BODIES_MAX: Final = 8
+SPARE_S: Final = 10.0
+"""So many bodies for parts that are not the rank's own are kept for the next ones, for so long after the last."""
 OTHER_FAULTS_MAX: Final = 3
 OTHER_PAUSE_S: Final = 60.0
 """After so many failures in a row to read values of another split it is passed over for so long."""
@@ -47,7 +48,14 @@ _Other = tuple[int, str, int]
 """Values of another split: the tier's place, the namespace, how many parts a chunk has."""
 
 _Move = Callable[[], Awaitable[tuple[str, int]]]
-Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+
+
+class _Got(NamedTuple):
+    """How the read of one value ended: the name it was asked for under at last, its header."""
+
+    read: Read
+    name: Key
+    header: memoryview
 
 
 class Carried(NamedTuple):
@@ -55,78 +63,6 @@ class Carried(NamedTuple):
 
     order: TierOrder
     ok: bool
-
-
-class Bodies:
-    """Where a chunk's bytes are in its slot. A body is ``[layer][page]`` without gaps, padded to `ALIGN_BYTES`.
-
-    That of a whole chunk is the slot itself. A shorter one is gathered into a buffer of its own.
-    """
-
-    def __init__(self, geometry: Geometry, pool: HostPool) -> None:
-        """Look at the pool's slots as numpy arrays."""
-        self._geometry = geometry
-        self._slots: Bytes = pool.tensor.numpy()
-
-    def size(self, group: int, units: int) -> int:
-        """Bytes of the body of `units` units, padding included."""
-        return -(-self._geometry.groups[group].bytes_per_block * self._pages(group, units) // ALIGN_BYTES) * ALIGN_BYTES
-
-    def size_of(self, group: int, units: int, split: int, theirs: int) -> int:
-        """Bytes of the body of one of `theirs` parts, where this rank's is one of `split`."""
-        used = self._geometry.groups[group].bytes_per_block * self._pages(group, units) * split // theirs
-        return -(-used // ALIGN_BYTES) * ALIGN_BYTES
-
-    def whole(self, units: int) -> bool:
-        """Whether so many units are a whole chunk."""
-        return units == self._geometry.units_per_chunk
-
-    def of(self, slot: int, group: int, units: int) -> memoryview:
-        """Return the slot's own memory, for a body of this size."""
-        view: memoryview = self._slots[slot].data
-        return view[: self.size(group, units)]
-
-    def gather(self, slot: int, group: int, units: int) -> memoryview:
-        """Return a body to be written: the slot's own memory for a whole chunk, else a copy."""
-        used = self._geometry.groups[group].bytes_per_block * self._pages(group, units)
-        if self.whole(units):
-            body = self._slots[slot][: self.size(group, units)]
-        else:
-            body = np.frombuffer(pages(self.size(group, units)), np.uint8)
-            for mine, theirs in self._stretches(slot, group, units):
-                body[mine] = theirs
-        body[used:] = 0  # padding: nobody else's bytes go out
-        view: memoryview = body.data
-        return view
-
-    def scatter(self, body: memoryview, slot: int, group: int, units: int) -> None:
-        """Put a body that is no whole chunk where it belongs in the slot."""
-        flat: Bytes = np.frombuffer(body, np.uint8)
-        for mine, theirs in self._stretches(slot, group, units):
-            theirs[:] = flat[mine]
-
-    def merge(self, body: memoryview, order: TierOrder, share: Share, split: int, one: Slice) -> None:
-        """Put those heads of a body of another split that are in this rank's part where they belong in the slot."""
-        flat: Bytes = np.frombuffer(body, np.uint8)
-        at, pages = 0, self._pages(order.group, order.units)
-        stretches = self._stretches(order.slot, order.group, order.units)
-        for rows, (_, mine) in zip(share.rows, stretches, strict=True):
-            size = len(mine) * split // order.split
-            theirs = flat[at : at + size].reshape(pages * rows, share.heads // order.split, -1)
-            mine.reshape(pages * rows, share.heads // split, -1)[:, one.mine] = theirs[:, one.theirs]
-            at += size
-
-    def _pages(self, group: int, units: int) -> int:
-        return self._geometry.pages_per_unit[group] * units
-
-    def _stretches(self, slot: int, group: int, units: int) -> list[tuple[slice, Bytes]]:
-        out, at, pages = [], 0, self._pages(group, units)
-        layers = self._geometry.groups[group].layers
-        for layer, offset in zip(layers, self._geometry.layer_offsets[group], strict=True):
-            size = layer.page_bytes * pages
-            out.append((slice(at, at + size), self._slots[slot][offset : offset + size]))
-            at += size
-        return out
 
 
 class Carrier(TierThread[_Item]):
@@ -142,17 +78,23 @@ class Carrier(TierThread[_Item]):
         ranks: int,
         counters: Counters,
         shares: Sequence[Share] = (),
+        share_ranks_max: int = 1,
         cpus: frozenset[int] = frozenset(),
         trace: Recorder = OFF,
     ) -> None:
-        """Start the thread, on `cpus` if any are given. `shares`: of each group; none: all are bound to the layout."""
+        """Start the thread, on `cpus` if any are given. `shares`: of each group; none: all are bound to the layout.
+
+        `share_ranks_max`: see `kept_splits`.
+        """
         self.machine = m.CARRY.compile()
         self._bodies = Bodies(geometry, pool)
         self._rank, self._ranks, self.counters, self._trace = rank, ranks, counters, trace
         self._shares = tuple(shares) or (Share(),) * len(geometry.groups)
-        self._split = tuple(split_of(share.heads, ranks) for share in self._shares)
+        heads = tuple(share.heads for share in self._shares)
+        self._split = tuple(split_of(one, ranks) for one in heads)
+        self._kept = kept_splits(heads, ranks, share_ranks_max)
         self._spare: deque[memoryview] = deque(maxlen=SPARE_BODIES_MAX)
-        self._others_open = 0
+        self._apart_open = self._apart_begun = 0  # orders of parts that are not the rank's own
         self._other_faults: dict[_Other, tuple[int, float]] = {}
         """Failures in a row, and when the last one was, by the monotonic clock."""
         self._marked: dict[tuple[int, str], float] = {}
@@ -209,15 +151,16 @@ class Carrier(TierThread[_Item]):
     async def _work(self, item: _Item) -> None:
         order, space, step = item
         cursor = Cursor(self.machine, order.id, self._watch(step))
-        turns, has_turn, other = None, False, False
+        turns, has_turn, apart = None, False, False
         try:
             tier = self.tiers[order.tier]  # fails on a rank that has fewer
             if order.stores and not self._touches(tier, order, space):
                 cursor.fire(m.BEGIN)
                 cursor.fire(m.DONE, "another rank stores it")
                 return
-            other = not order.stores and order.split not in {0, self._split[order.group]}
-            self._others_open += other
+            apart = order.split not in {BOUND, self._split[order.group]}
+            self._apart_open += apart
+            self._apart_begun += apart
             use, move = (WRITE, self._store) if order.stores else (READ, self._fetch)
             turns = self._turns[order.tier][use]
             with anyio.move_on_after(tier.timeout_s * TIMEOUTS_MAX):
@@ -229,6 +172,7 @@ class Carrier(TierThread[_Item]):
                 cursor.fire(m.REFUSE, "the breaker is open")
             else:
                 cursor.fire(m.BEGIN)
+                other = apart and not order.stores and order.split != self._kept[order.group]
                 which = (order.tier, space, order.split) if other else None
                 await self._try(cursor, tier, use, functools.partial(move, tier, order, space), which)
         except Exception as error:  # noqa: BLE001  (a bug of ours or a tier's: this order has failed, others go on)
@@ -238,12 +182,19 @@ class Carrier(TierThread[_Item]):
         finally:
             if has_turn and turns is not None:
                 turns.release_on_behalf_of(cursor)
-            self._others_open -= other
-            if not self._others_open:
-                self._spare.clear()
+            self._apart_open -= apart
+            if apart and not self._apart_open and self._group is not None:
+                self._group.start_soon(self._give_back)
             if not cursor.state.final:
                 cursor.fire(m.CANCEL)
             self._end(order, ok=cursor.state.row == m.FINALIZED)
+
+    async def _give_back(self) -> None:
+        """Keep memory for such parts for a while, if no more of them are wanted."""
+        begun = self._apart_begun
+        await anyio.sleep(SPARE_S)
+        if self._apart_begun == begun:
+            self._spare.clear()
 
     def _end(self, order: TierOrder, *, ok: bool) -> None:
         self._outbox.append(Carried(order, ok))
@@ -286,8 +237,8 @@ class Carrier(TierThread[_Item]):
     async def _fetch(self, tier: GuardedTier, order: TierOrder, space: str) -> tuple[str, int]:
         """Bring a chunk into its slot. Returns why it was not there, or nothing, and how many bytes were read."""
         bodies, (slot, group, units) = self._bodies, (order.slot, order.group, order.units)
-        if order.split not in {0, self._split[group]}:
-            return await self._fetch_other(tier, order, space)
+        if order.split not in {BOUND, self._split[group]}:
+            return await self._fetch_parts(tier, order, space)
         whole = bodies.whole(units)
         body = bodies.of(slot, group, units) if whole else pages(bodies.size(group, units))
         why = await self._read(tier, self._key(order, space), units, body)
@@ -295,30 +246,60 @@ class Carrier(TierThread[_Item]):
             bodies.scatter(body, slot, group, units)
         return why, body.nbytes
 
-    async def _fetch_other(self, tier: GuardedTier, order: TierOrder, space: str) -> tuple[str, int]:
-        """Bring a chunk that other ranks' parts make up: of each that has any of this rank's heads, all is read."""
-        share, split, read = self._shares[order.group], self._split[order.group], 0
-        if not split or share.heads % order.split:
-            return "another layout", 0
-        which, part = (order.tier, space, order.split), part_of(split, self._rank, self._ranks)[0]
-        faults, last_s = self._other_faults.get(which, (0, 0.0))
-        if faults >= OTHER_FAULTS_MAX and time.monotonic() - last_s < OTHER_PAUSE_S:
-            return "another split, which is passed over", 0
-        for one in slices(share.heads, split, order.split, part):
-            key = Key(space, order.chunk, order.group, one.part, order.split)
-            body = self._room(self._bodies.size_of(order.group, order.units, split, order.split))
-            why = await self._read(tier, key, order.units, body)
-            self._other_faults.pop(which, None)
-            if why:
-                return why, 0
-            merge = functools.partial(self._bodies.merge, body, order, share, split, one)
-            await blocking(self._threads, merge)
-            self._spare.append(body)
-            read += body.nbytes
-        return "", read
+    async def _fetch_parts(self, tier: GuardedTier, order: TierOrder, space: str) -> tuple[str, int]:
+        """Bring a chunk that other parts make up: of each that has any of this rank's heads, all is read.
 
-    def _room(self, size: int) -> memoryview:
-        """Return memory for a body: what was used before, for new pages cost as much as their bytes."""
+        One after the other; while one is checked and put in its place the next is read.
+        """
+        wanted = self._slices(order)
+        which, whys, failed, read = (order.tier, space, order.split), list[str](), list[TierError](), 0
+        faults, last_s = self._other_faults.get(which, (0, 0.0))
+        if wanted and faults >= OTHER_FAULTS_MAX and time.monotonic() - last_s < OTHER_PAUSE_S:
+            return "another split, which is passed over", 0
+        turn = anyio.Lock()
+
+        async def bring(one: Slice) -> None:
+            nonlocal read
+            try:
+                async with turn:
+                    if whys or failed:
+                        return
+                    key, body = Key(space, order.chunk, order.group, one.part, order.split), self._room(order)
+                    got = await self._ask(tier, key, body)
+                self._other_faults.pop(which, None)
+                why = await self._check(tier, got, order.units, body, self._mover(body, order, one))
+            except TierError as error:
+                failed.append(error)
+                return
+            if why:
+                whys.append(why)
+            else:
+                self._spare.append(body)
+                read += body.nbytes
+
+        async with anyio.create_task_group() as group:
+            for one in wanted:
+                group.start_soon(bring, one)
+        if failed:
+            raise failed[0]
+        why = whys[0] if whys else "" if wanted else "another layout"
+        return (why, 0) if why else ("", read)
+
+    def _slices(self, order: TierOrder) -> list[Slice]:
+        """Return what of the order's parts this rank holds; nothing: they cannot be told apart."""
+        share, split = self._shares[order.group], self._split[order.group]
+        if not split or share.heads % order.split:
+            return []
+        return slices(share.heads, split, order.split, part_of(split, self._rank, self._ranks)[0])
+
+    def _mover(self, body: memoryview, order: TierOrder, one: Slice) -> Callable[[], None]:
+        """Return what moves heads between a part's body and the slot, in the order's direction."""
+        share, split = self._shares[order.group], self._split[order.group]
+        return functools.partial(self._bodies.move_heads, body, order, share, split, one)
+
+    def _room(self, order: TierOrder) -> memoryview:
+        """Return memory for a part's body: what was used before, for new pages cost as much as their bytes."""
+        size = self._bodies.size_of(order.group, order.units, self._split[order.group], order.split)
         while self._spare:
             body = self._spare.pop()
             if body.nbytes == size:
@@ -327,21 +308,36 @@ class Carrier(TierThread[_Item]):
 
     async def _read(self, tier: GuardedTier, key: Key, units: int, body: memoryview) -> str:
         """Read one value, and check it. Returns why it was not there, or nothing."""
+        return await self._check(tier, await self._ask(tier, key, body), units, body)
+
+    async def _ask(self, tier: GuardedTier, key: Key, body: memoryview) -> _Got:
+        """Read one value, under whichever of its names it is there."""
         header, read, name = pages(HEADER_BYTES), Read.MISS, key
         for name in tier.sealer.names(key):
             (read,) = await tier.read([Get(name, (header, body))])
             if read is not Read.MISS:
                 break
-        why = "" if read is Read.HIT else read.value
+        return _Got(read, name, header)
+
+    async def _check(
+        self, tier: GuardedTier, got: _Got, units: int, body: memoryview, then: Callable[[], object] = bool
+    ) -> str:
+        """Check a value, and do what is done with a good one. Returns why it is none, or nothing."""
+        why = "" if got.read is Read.HIT else got.read.value
+
+        def work() -> None:
+            tier.sealer.unseal(got.name, units, got.header, body)
+            then()
+
         if not why:
             try:
-                await blocking(self._threads, lambda: tier.sealer.unseal(name, units, header, body))
+                await blocking(self._threads, work)
             except DamagedError as error:
                 why = f"damaged: {error}"
-        if why and read is not Read.MISS:
+        if why and got.read is not Read.MISS:
             self.counters.fault("chunk_damaged", tier=tier.name, why=why)
             if WRITE in tier.breakers and tier.spec.store != "never":
-                await tier.delete([name])
+                await tier.delete([got.name])
         return why
 
     async def _store(self, tier: GuardedTier, order: TierOrder, space: str) -> tuple[str, int]:
@@ -350,14 +346,30 @@ class Carrier(TierThread[_Item]):
             await self._mark(tier, order.tier, space)
         if not self._writes(order):
             return "", 0
+        if order.split not in {BOUND, self._split[order.group]}:
+            return await self._store_parts(tier, order, space)
         body = self._bodies.gather(order.slot, order.group, order.units)
         await self._write(tier, self._key(order, space), order.units, body)
         return "", body.nbytes
 
+    async def _store_parts(self, tier: GuardedTier, order: TierOrder, space: str) -> tuple[str, int]:
+        """Write this rank's part of a chunk in smaller ones, for engines of more ranks."""
+        wanted, split = self._slices(order), self._split[order.group]
+        if not wanted or order.split % split:
+            return "another layout", 0
+        written = 0
+        for one in wanted:
+            body = self._room(order)
+            await blocking(self._threads, self._mover(body, order, one))
+            await self._write(tier, Key(space, order.chunk, order.group, one.part, order.split), order.units, body)
+            self._spare.append(body)
+            written += body.nbytes
+        return "", written
+
     async def _mark(self, tier: GuardedTier, place: int, space: str) -> None:
         """Say in a tier that it has chunks of this split, for those who look for others than their own."""
         now_s = time.monotonic()
-        await self._write(tier, mark_key(space, self._split), 0, pages(ALIGN_BYTES))
+        await self._write(tier, mark_key(space, self._kept), 0, pages(ALIGN_BYTES))
         self._marked = {at: one for at, one in self._marked.items() if at[0] != place} | {(place, space): now_s}
 
     def _writes(self, order: TierOrder) -> bool:

@@ -10,7 +10,7 @@ import anyio
 
 from kvpipe.tiers.base import Key, Listed, TierError
 from kvpipe.tiers.guard import FIND, GuardedTier
-from kvpipe.tiers.parts import BOUND, mark_key, part_keys, split_of, splits
+from kvpipe.tiers.parts import BOUND, kept_splits, mark_key, part_keys, splits
 from kvpipe.tiers.thread import TierThread
 
 KEYS_PER_CALL_MAX = 4096
@@ -80,8 +80,10 @@ class Finder(TierThread[TierLookup]):
         ranks: int,
         units_per_chunk: int,
         fault: Callable[[str, str, str], object],
+        share_ranks_max: int = 1,
     ) -> None:
-        """Start the thread. `fault(tier, use, why)` hears of calls that failed."""
+        """Start the thread. `fault(tier, use, why)` hears of failed calls. `share_ranks_max`: see `kept_splits`."""
+        self._share_ranks_max = share_ranks_max
         self._ranks, self._per_chunk, self._fault = ranks, units_per_chunk, fault
         self.unreadable: frozenset[int] = frozenset()
         """Tiers, by their places, that some rank leaves alone. Set by the scheduler's thread."""
@@ -106,8 +108,8 @@ class Finder(TierThread[TierLookup]):
                 self._fault(guard.name, FIND, repr(error))
 
     def split(self, group: int) -> int:
-        """Return how many parts this engine makes of the group's chunks; see `kvpipe.tiers.parts`."""
-        return split_of(self.heads[group], self._ranks) if self.heads else BOUND
+        """Return in how many parts this engine stores the group's chunks; see `kvpipe.tiers.parts`."""
+        return kept_splits(self.heads, self._ranks, self._share_ranks_max)[group] if self.heads else BOUND
 
     @property
     def usable(self) -> bool:
@@ -205,7 +207,7 @@ class Finder(TierThread[TierLookup]):
         tier, place, now_s = self.tiers[index], (index, lookup.space), time.monotonic()
         asked_s, known = self._others.get(place, (-SPLITS_S, []))
         own = tuple(self.split(group) for group in range(len(self.heads)))
-        candidates = [(lookup.space, split) for split in splits(self.heads, self._ranks)]
+        candidates = [(lookup.space, split) for split in splits(self.heads, self._ranks, self._share_ranks_max)]
         candidates += [(lookup.also, own)] if lookup.also and own else []
         if not candidates or now_s - asked_s < SPLITS_S:
             return known

@@ -44,6 +44,17 @@ def split_of(heads: int, ranks: int) -> int:
     return BOUND
 
 
+def kept_splits(heads: Sequence[int], ranks: int, share_ranks_max: int) -> tuple[int, ...]:
+    """Return in how many parts, by group, an engine stores chunks: its ranks' own, or as many as more ranks have.
+
+    `share_ranks_max`: so many ranks find parts of their own, where heads can be spread over them evenly, too.
+    """
+    own = tuple(split_of(one, ranks) for one in heads)
+    finer = tuple(split_of(one, max(ranks, share_ranks_max)) for one in heads)
+    fits = all(own) and all(finer) and not any(more % one for more, one in zip(finer, own, strict=True))
+    return finer if fits else own
+
+
 def part_of(split: int, rank: int, ranks: int) -> tuple[int, int]:
     """Return which part a rank holds, and of how many."""
     return (rank * split // ranks, split) if split else (rank, ranks)
@@ -51,7 +62,7 @@ def part_of(split: int, rank: int, ranks: int) -> tuple[int, int]:
 
 def writes(split: int, rank: int, ranks: int, chunk: bytes) -> bool:
     """Whether it is this rank that stores its part of `chunk`: one of those that hold it, another for other chunks."""
-    copies = ranks // split if split else 1
+    copies = max(1, ranks // split) if split else 1
     return rank % copies == chunk[-1] % copies
 
 
@@ -72,9 +83,9 @@ def slices(heads: int, split: int, theirs: int, part: int) -> list[Slice]:
     return out
 
 
-def splits(heads: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
-    """Return the splits, by group, that other numbers of ranks make of groups with so many heads. None: all bound."""
-    own = tuple(split_of(one, ranks) for one in heads)
+def splits(heads: Sequence[int], ranks: int, share_ranks_max: int = 1) -> list[tuple[int, ...]]:
+    """Return the splits, by group, that other engines make of groups with so many heads. None: all are bound."""
+    own = kept_splits(heads, ranks, share_ranks_max)
     if not heads or not all(own):
         return []
     found = {tuple(split_of(one, other) for one in heads) for other in range(1, max(heads) + 1)}

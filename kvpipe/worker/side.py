@@ -174,6 +174,7 @@ class WorkerSide:
                 rank=self.rank,
                 ranks=self.ranks,
                 shares=self.shares,
+                share_ranks_max=self.settings.share_ranks_max,
                 counters=self.counters,
                 cpus=spare_cpus(),
                 trace=self.trace,

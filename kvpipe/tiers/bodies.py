@@ -1,0 +1,93 @@
+"""Bodies of values, and where their bytes are in a slot."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvpipe.geometry import Geometry
+from kvpipe.messages import TierOrder
+from kvpipe.tiers.base import ALIGN_BYTES
+from kvpipe.tiers.envelope import pages
+from kvpipe.tiers.parts import Share, Slice
+from kvpipe.transfer.pool import HostPool
+
+Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+
+
+class Bodies:
+    """Where a chunk's bytes are in its slot. A body is ``[layer][page]`` without gaps, padded to `ALIGN_BYTES`.
+
+    That of a whole chunk is the slot itself. A shorter one is gathered into a buffer of its own.
+    """
+
+    def __init__(self, geometry: Geometry, pool: HostPool) -> None:
+        """Look at the pool's slots as numpy arrays."""
+        self._geometry = geometry
+        self._slots: Bytes = pool.tensor.numpy()
+
+    def size(self, group: int, units: int) -> int:
+        """Bytes of the body of `units` units, padding included."""
+        return -(-self._geometry.groups[group].bytes_per_block * self._pages(group, units) // ALIGN_BYTES) * ALIGN_BYTES
+
+    def size_of(self, group: int, units: int, split: int, theirs: int) -> int:
+        """Bytes of the body of one of `theirs` parts, where this rank's is one of `split`."""
+        used = self._geometry.groups[group].bytes_per_block * self._pages(group, units) * split // theirs
+        return -(-used // ALIGN_BYTES) * ALIGN_BYTES
+
+    def whole(self, units: int) -> bool:
+        """Whether so many units are a whole chunk."""
+        return units == self._geometry.units_per_chunk
+
+    def of(self, slot: int, group: int, units: int) -> memoryview:
+        """Return the slot's own memory, for a body of this size."""
+        view: memoryview = self._slots[slot].data
+        return view[: self.size(group, units)]
+
+    def gather(self, slot: int, group: int, units: int) -> memoryview:
+        """Return a body to be written: the slot's own memory for a whole chunk, else a copy."""
+        used = self._geometry.groups[group].bytes_per_block * self._pages(group, units)
+        if self.whole(units):
+            body = self._slots[slot][: self.size(group, units)]
+        else:
+            body = np.frombuffer(pages(self.size(group, units)), np.uint8)
+            for mine, theirs in self._stretches(slot, group, units):
+                body[mine] = theirs
+        body[used:] = 0  # padding: nobody else's bytes go out
+        view: memoryview = body.data
+        return view
+
+    def scatter(self, body: memoryview, slot: int, group: int, units: int) -> None:
+        """Put a body that is no whole chunk where it belongs in the slot."""
+        flat: Bytes = np.frombuffer(body, np.uint8)
+        for mine, theirs in self._stretches(slot, group, units):
+            theirs[:] = flat[mine]
+
+    def move_heads(self, body: memoryview, order: TierOrder, share: Share, split: int, one: Slice) -> None:
+        """Move the heads that a body of another split and this rank's part have both: into the slot, or out of it.
+
+        `split`: this rank's. A store fills the body: there all its heads are this rank's.
+        """
+        flat: Bytes = np.frombuffer(body, np.uint8)
+        at, pages = 0, self._pages(order.group, order.units)
+        stretches = self._stretches(order.slot, order.group, order.units)
+        for rows, (_, mine) in zip(share.rows, stretches, strict=True):
+            size = len(mine) * split // order.split
+            theirs = flat[at : at + size].reshape(pages * rows, share.heads // order.split, -1)[:, one.theirs]
+            ours = mine.reshape(pages * rows, share.heads // split, -1)[:, one.mine]
+            into, out_of = (theirs, ours) if order.stores else (ours, theirs)
+            into[:] = out_of
+            at += size
+        if order.stores:
+            flat[at:] = 0  # padding: nobody else's bytes go out
+
+    def _pages(self, group: int, units: int) -> int:
+        return self._geometry.pages_per_unit[group] * units
+
+    def _stretches(self, slot: int, group: int, units: int) -> list[tuple[slice, Bytes]]:
+        out, at, pages = [], 0, self._pages(group, units)
+        layers = self._geometry.groups[group].layers
+        for layer, offset in zip(layers, self._geometry.layer_offsets[group], strict=True):
+            size = layer.page_bytes * pages
+            out.append((slice(at, at + size), self._slots[slot][offset : offset + size]))
+            at += size
+        return out
