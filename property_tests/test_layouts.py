@@ -20,7 +20,7 @@ from kvpipe.tiers.carrier import Carrier
 from kvpipe.tiers.envelope import HEADER_BYTES
 from kvpipe.tiers.finder import Finder, TierLookup
 from kvpipe.tiers.guard import FIND, READ, WRITE, guarded
-from kvpipe.tiers.parts import BOUND, Share, slices, split_of, splits
+from kvpipe.tiers.parts import BOUND, Share, kept_splits, slices, split_of, splits
 from kvpipe.trace.log import Counters
 from kvpipe.transfer.pool import HostPool
 from property_tests.profiles import examples
@@ -50,13 +50,18 @@ class Lies(NamedTuple):
 
 
 class Case(NamedTuple):
-    """`ranks`: who writes; `readers`: who reads. `units`: of each chunk, of `per_chunk`."""
+    """`ranks`: who writes; `readers`: who reads. `units`: of each chunk, of `per_chunk`.
+
+    `most`, `theirs`: the `share_ranks_max` of those who write, and who read.
+    """
 
     groups: tuple[Lies, ...]
     ranks: int
     readers: int
     per_chunk: int
     units: int
+    most: int
+    theirs: int
 
 
 layers = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 40)), min_size=1, max_size=3).map(tuple)
@@ -68,14 +73,15 @@ def _cases(draw: st.DrawFn) -> Case:
     per_chunk = draw(st.integers(1, 3))
     some = tuple(draw(st.lists(groups, min_size=1, max_size=2)))
     ranks = st.integers(1, RANKS_MAX)
-    return Case(some, draw(ranks), draw(ranks), per_chunk, draw(st.integers(1, per_chunk)))
+    most = st.sampled_from((1, 1, 2, 4, 8))
+    return Case(some, draw(ranks), draw(ranks), per_chunk, draw(st.integers(1, per_chunk)), draw(most), draw(most))
 
 
 class Rank:
     """One rank: its pool, its carrier, and what its slots must hold."""
 
-    def __init__(self, case: Case, rank: int, ranks: int, tier: HeldTier) -> None:
-        """`ranks`: of its engine."""
+    def __init__(self, case: Case, rank: int, ranks: int, most: int, tier: HeldTier) -> None:
+        """`ranks`, `most`: of its engine."""
         made = [
             Group(tuple(Layer(f"{g} {i}", lies.page_bytes(i, ranks)) for i in range(len(lies.layers))), BLOCK_TOKENS)
             for g, lies in enumerate(case.groups)
@@ -87,7 +93,14 @@ class Rank:
         self.counters = Counters()
         tiers = guarded([(tier.name, spec, tier)], (READ, WRITE))
         self.carrier = Carrier(
-            tiers, self.geometry, self.pool, rank=rank, ranks=ranks, counters=self.counters, shares=shares
+            tiers,
+            self.geometry,
+            self.pool,
+            rank=rank,
+            ranks=ranks,
+            counters=self.counters,
+            shares=shares,
+            share_ranks_max=most,
         )
 
     def expected(self, group: int, layer: int) -> Bytes:
@@ -124,9 +137,9 @@ def _key(group: int) -> bytes:
 
 
 @contextmanager
-def _ranks(case: Case, ranks: int, tier: HeldTier) -> Iterator[list[Rank]]:
+def _ranks(case: Case, ranks: int, most: int, tier: HeldTier) -> Iterator[list[Rank]]:
     with ExitStack() as stack:
-        made = [Rank(case, rank, ranks, tier) for rank in range(ranks)]
+        made = [Rank(case, rank, ranks, most, tier) for rank in range(ranks)]
         for one in made:
             stack.callback(one.carrier.shutdown)
         yield made
@@ -140,7 +153,11 @@ def _found(case: Case, tier: HeldTier) -> dict[int, int]:
     """Which groups' chunks the readers' engine finds, and in how many parts."""
     spec = DictSpec.model_validate({"timeout_ms_max": 600_000})
     finder = Finder(
-        guarded([(tier.name, spec, tier)], (FIND,)), ranks=case.readers, units_per_chunk=case.per_chunk, fault=print
+        guarded([(tier.name, spec, tier)], (FIND,)),
+        ranks=case.readers,
+        units_per_chunk=case.per_chunk,
+        fault=print,
+        share_ranks_max=case.theirs,
     )
     finder.heads = tuple(lies.heads for lies in case.groups)
     try:
@@ -160,8 +177,8 @@ def _found(case: Case, tier: HeldTier) -> dict[int, int]:
         finder.stop()
 
 
-def _own(case: Case, ranks: int) -> dict[int, int]:
-    return {group: split_of(lies.heads, ranks) for group, lies in enumerate(case.groups)}
+def _own(case: Case, ranks: int, most: int) -> dict[int, int]:
+    return dict(enumerate(kept_splits([lies.heads for lies in case.groups], ranks, most)))
 
 
 @given(_cases())
@@ -169,26 +186,26 @@ def _own(case: Case, ranks: int) -> dict[int, int]:
 def test_what_one_layout_has_stored_another_finds(case: Case) -> None:
     """Each part is stored once; an engine of any layout finds what it can use, whole and true, or nothing at all."""
     tier = HeldTier()
-    with _ranks(case, case.ranks, tier) as writers:
+    with _ranks(case, case.ranks, case.most, tier) as writers:
         for one in writers:
             for group, lies in enumerate(case.groups):
                 for layer in range(len(lies.layers)):
                     one.slot(group, layer)[:] = one.expected(group, layer)
-            assert all(one.carry(_orders(case, stores=True, split=_own(case, case.ranks))))
+            assert all(one.carry(_orders(case, stores=True, split=_own(case, case.ranks, case.most))))
         written = sum(one.carrier.bytes[tier.name, WRITE] for one in writers)
-    own, other = _own(case, case.ranks), _own(case, case.readers)
+    own, other = _own(case, case.ranks, case.most), _own(case, case.readers, case.theirs)
     marks = int(all(own.values()))
     assert len(tier.values) == marks + sum(split or case.ranks for split in own.values())
     assert written == sum(len(value) - HEADER_BYTES for value in tier.values.values()) - marks * ALIGN_BYTES
     found = _found(case, tier)
-    if case.ranks == case.readers:
+    if own == other and case.ranks == case.readers:
         assert found == own
     elif all(own.values()) and all(other.values()):
         assert found == own  # in as many parts as it was written
     else:
         assert not any(group in found and BOUND in {own[group], other[group]} for group in own)
     event(f"groups found: {len(found)} of {len(own)}, {'another' if case.ranks != case.readers else 'one'} layout")
-    with _ranks(case, case.readers, tier) as readers:
+    with _ranks(case, case.readers, case.theirs, tier) as readers:
         for one in readers:
             one.pool.tensor.fill_(FILLING)
             assert all(one.carry(_orders(case, stores=False, split=found)))

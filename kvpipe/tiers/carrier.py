@@ -241,49 +241,29 @@ class Carrier(TierThread[_Item]):
             return await self._fetch_parts(tier, order, space)
         whole = bodies.whole(units)
         body = bodies.of(slot, group, units) if whole else pages(bodies.size(group, units))
-        why = await self._read(tier, self._key(order, space), units, body)
-        if not why and not whole:
-            bodies.scatter(body, slot, group, units)
-        return why, body.nbytes
+        move: Callable[[], object] = bool if whole else functools.partial(bodies.scatter, body, slot, group, units)
+        found = await self._ask(tier, [self._key(order, space)], [body])
+        return await self._check(tier, found, units, [body], [move]), body.nbytes
 
     async def _fetch_parts(self, tier: GuardedTier, order: TierOrder, space: str) -> tuple[str, int]:
-        """Bring a chunk that other parts make up: of each that has any of this rank's heads, all is read.
-
-        One after the other; while one is checked and put in its place the next is read.
-        """
+        """Bring a chunk that other parts make up: of each that has any of this rank's heads, all is read."""
         wanted = self._slices(order)
-        which, whys, failed, read = (order.tier, space, order.split), list[str](), list[TierError](), 0
+        if not wanted:
+            return "another layout", 0
+        which = (order.tier, space, order.split)
         faults, last_s = self._other_faults.get(which, (0, 0.0))
-        if wanted and faults >= OTHER_FAULTS_MAX and time.monotonic() - last_s < OTHER_PAUSE_S:
+        if faults >= OTHER_FAULTS_MAX and time.monotonic() - last_s < OTHER_PAUSE_S:
             return "another split, which is passed over", 0
-        turn = anyio.Lock()
-
-        async def bring(one: Slice) -> None:
-            nonlocal read
-            try:
-                async with turn:
-                    if whys or failed:
-                        return
-                    key, body = Key(space, order.chunk, order.group, one.part, order.split), self._room(order)
-                    got = await self._ask(tier, key, body)
-                self._other_faults.pop(which, None)
-                why = await self._check(tier, got, order.units, body, self._mover(body, order, one))
-            except TierError as error:
-                failed.append(error)
-                return
-            if why:
-                whys.append(why)
-            else:
-                self._spare.append(body)
-                read += body.nbytes
-
-        async with anyio.create_task_group() as group:
-            for one in wanted:
-                group.start_soon(bring, one)
-        if failed:
-            raise failed[0]
-        why = whys[0] if whys else "" if wanted else "another layout"
-        return (why, 0) if why else ("", read)
+        keys = [Key(space, order.chunk, order.group, one.part, order.split) for one in wanted]
+        bodies = [self._room(order) for _ in wanted]
+        got = await self._ask(tier, keys, bodies)
+        self._other_faults.pop(which, None)
+        moves = [self._mover(body, order, one) for body, one in zip(bodies, wanted, strict=True)]
+        why = await self._check(tier, got, order.units, bodies, moves)
+        if why:
+            return why, 0
+        self._spare.extend(bodies)
+        return "", sum(body.nbytes for body in bodies)
 
     def _slices(self, order: TierOrder) -> list[Slice]:
         """Return what of the order's parts this rank holds; nothing: they cannot be told apart."""
@@ -306,39 +286,45 @@ class Carrier(TierThread[_Item]):
                 return body
         return pages(size)
 
-    async def _read(self, tier: GuardedTier, key: Key, units: int, body: memoryview) -> str:
-        """Read one value, and check it. Returns why it was not there, or nothing."""
-        return await self._check(tier, await self._ask(tier, key, body), units, body)
-
-    async def _ask(self, tier: GuardedTier, key: Key, body: memoryview) -> _Got:
-        """Read one value, under whichever of its names it is there."""
-        header, read, name = pages(HEADER_BYTES), Read.MISS, key
-        for name in tier.sealer.names(key):
-            (read,) = await tier.read([Get(name, (header, body))])
-            if read is not Read.MISS:
-                break
-        return _Got(read, name, header)
+    async def _ask(self, tier: GuardedTier, keys: Sequence[Key], bodies: Sequence[memoryview]) -> list[_Got]:
+        """Read values, each under whichever of its names it is there."""
+        found = [_Got(Read.MISS, key, pages(HEADER_BYTES)) for key in keys]
+        names = [tier.sealer.names(key) for key in keys]
+        for way in range(tier.sealer.ways):
+            left = [at for at, one in enumerate(found) if one.read is Read.MISS]
+            gets = [Get(names[at][way], (found[at].header, bodies[at])) for at in left]
+            for at, get, read in zip(left, gets, await tier.read(gets) if gets else [], strict=True):
+                found[at] = found[at]._replace(read=read, name=get.key)
+        return found
 
     async def _check(
-        self, tier: GuardedTier, got: _Got, units: int, body: memoryview, then: Callable[[], object] = bool
+        self,
+        tier: GuardedTier,
+        found: Sequence[_Got],
+        units: int,
+        bodies: Sequence[memoryview],
+        moves: Sequence[Callable[[], object]],
     ) -> str:
-        """Check a value, and do what is done with a good one. Returns why it is none, or nothing."""
-        why = "" if got.read is Read.HIT else got.read.value
+        """Check values, and do what is done with good ones. Returns why one is none, or nothing."""
+        whys = ["" if got.read is Read.HIT else got.read.value for got in found]
 
         def work() -> None:
-            tier.sealer.unseal(got.name, units, got.header, body)
-            then()
+            for at, (got, body, move) in enumerate(zip(found, bodies, moves, strict=True)):
+                try:
+                    tier.sealer.unseal(got.name, units, got.header, body)
+                except DamagedError as error:
+                    whys[at] = f"damaged: {error}"
+                    return
+                move()
 
-        if not why:
-            try:
-                await blocking(self._threads, work)
-            except DamagedError as error:
-                why = f"damaged: {error}"
-        if why and got.read is not Read.MISS:
-            self.counters.fault("chunk_damaged", tier=tier.name, why=why)
-            if WRITE in tier.breakers and tier.spec.store != "never":
-                await tier.delete([got.name])
-        return why
+        if not any(whys):
+            await blocking(self._threads, work)
+        for got, why in zip(found, whys, strict=True):
+            if why and got.read is not Read.MISS:
+                self.counters.fault("chunk_damaged", tier=tier.name, why=why)
+                if WRITE in tier.breakers and tier.spec.store != "never":
+                    await tier.delete([got.name])
+        return next(filter(None, whys), "")
 
     async def _store(self, tier: GuardedTier, order: TierOrder, space: str) -> tuple[str, int]:
         """Write a chunk, unless another rank that holds the same does. Returns nothing, and how many bytes it was."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -12,9 +13,10 @@ from kvpipe.testing.held_tier import HeldTier
 from kvpipe.tiers import carrier
 from kvpipe.tiers.base import Get, Read, TierError
 from kvpipe.tiers.carrier import OTHER_FAULTS_MAX
+from kvpipe.tiers.envelope import HEADER_BYTES
 from kvpipe.tiers.guard import FAULTS_MAX, READ, WRITE
 from kvpipe.tiers.parts import Share
-from tests.tiers.test_carrier import Rank
+from tests.tiers.test_carrier import GEOMETRY, WAIT_S, Rank
 
 HEADS, ALIKE = (Share(4, (1, 1)), Share(4, (1,))), (Share(1, (1, 1)), Share(1, (1,)))
 
@@ -105,8 +107,8 @@ def test_who_stores_nothing_says_nothing_of_the_tier(monkeypatch: pytest.MonkeyP
         assert not rank.counters.faults
 
 
-def test_memory_for_other_splits_is_given_back() -> None:
-    """It is kept from one order to the next, and no longer than there are such."""
+def test_memory_for_other_splits_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is kept from one order to the next, and given back when no more of them have come for a while."""
     tier = HeldTier()
     with _rank(tier, HEADS, ranks=1) as rank:
         rank.carry(stores=True, slot=0, units=1, group=1, split=1)
@@ -117,5 +119,58 @@ def test_memory_for_other_splits_is_given_back() -> None:
             rank.carry(stores=False, slot=slot, units=1, group=1, split=1)
         tier.let_go()
         assert rank.ended(3) == [True] * 3
-        assert not rank.carrier._spare
-        assert rank.carrier._others_open == 0
+        monkeypatch.setattr(carrier, "SPARE_S", 0.0)
+        assert 0 < len(rank.carrier._spare) <= 3
+        rank.carry(stores=False, slot=0, units=1, group=1, split=1)
+        assert rank.ended() == [True]
+        limit = time.monotonic() + WAIT_S
+        while rank.carrier._spare:
+            assert time.monotonic() < limit
+            time.sleep(0.001)
+        assert rank.carrier._apart_open == 0
+
+
+@pytest.mark.parametrize("trouble", ["lost", "spoilt"])
+def test_one_of_several_parts(trouble: str) -> None:
+    """A chunk of which one part is not there, or not what was stored, is a miss; what is spoilt is dropped."""
+    tier = HeldTier()
+    with _rank(tier, HEADS, ranks=2) as rank:
+        rank.fill(0, 1)
+        for group in (0, 1):
+            rank.carry(stores=True, slot=0, group=group, split=4)
+            assert rank.ended() == [True]
+            rank.carry(stores=False, slot=1, group=group, split=4)
+            assert rank.ended() == [True]
+            used = 4 * GEOMETRY.groups[group].bytes_per_block
+            assert rank.pool.slot(0)[:used].equal(rank.pool.slot(1)[:used])
+            for key in (f"-g{group}-r0of4", f"-g{group}-r1of4"):
+                (value,) = [value for name, value in tier.values.items() if name.endswith(key)]
+                assert not any(value[HEADER_BYTES + used // 2 :]), "what another chunk has left in the padding"
+        second = next(key for key in tier.values if key.endswith("-g0-r1of4"))
+        value = tier.values.pop(second)
+        if trouble == "spoilt":
+            tier.values[second] = value[:-1] + bytes([value[-1] ^ 1])
+        rank.carry(stores=False, slot=1, split=4)
+        assert rank.ended() == [False]
+        assert second not in tier.values
+        assert rank.counters.faults == ({"chunk_damaged": 1} if trouble == "spoilt" else {})
+        assert rank.tiers[0].breakers[READ].faults == 0
+
+
+def test_its_own_smaller_parts_are_its_own() -> None:
+    """Failures to read what an engine stores in more parts than it has ranks are the tier's, and open its breaker."""
+    tier = HeldTier()
+    made = Rank([tier], HEADS, ranks=2, share_ranks_max=4)
+    try:
+        made.carry(stores=True, slot=0, split=4)
+        assert made.ended() == [True]
+        assert {key.rpartition("-")[2] for key in tier.values} == {"r0of4", "r1of4", "r0of1"}, (
+            "two parts, and the marker"
+        )
+        tier.trouble = "down"
+        for _ in range(FAULTS_MAX):
+            made.carry(stores=False, slot=1, split=4)
+            assert made.ended() == [False]
+        assert not made.tiers[0].breakers[READ].allows
+    finally:
+        made.carrier.shutdown()
