@@ -37,28 +37,15 @@ class Rank:
     """One rank's pool and carrier, over tiers that the test holds."""
 
     def __init__(
-        self,
-        tiers: Sequence[Tier],
-        shares: tuple[Share, ...] = (),
-        place: int = 0,
-        ranks: int = 1,
-        share_ranks_max: int = 1,
+        self, tiers: Sequence[Tier], shares: tuple[Share, ...] = (), place: int = 0, ranks: int = 1, *, most: int = 1,
         **spec: Any,
-    ) -> None:
-        """`spec`: keys of every tier."""
+    ) -> None:  # fmt: skip
+        """`spec`: keys of every tier. `most`: its `share_ranks_max`."""
         self.pool, self.counters = HostPool(GEOMETRY), Counters()
         reported = DictSpec.model_validate({"timeout_ms_max": 60_000} | spec)
         self.tiers: list[GuardedTier] = guarded([(tier.name, reported, tier) for tier in tiers], (READ, WRITE))
-        self.carrier = Carrier(
-            self.tiers,
-            GEOMETRY,
-            self.pool,
-            rank=place,
-            ranks=ranks,
-            counters=self.counters,
-            shares=shares,
-            share_ranks_max=share_ranks_max,
-        )
+        of: dict[str, Any] = {"rank": place, "ranks": ranks, "shares": shares, "share_ranks_max": most}
+        self.carrier = Carrier(self.tiers, GEOMETRY, self.pool, counters=self.counters, **of)
         self._ids = 0
 
     def carry(

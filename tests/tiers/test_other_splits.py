@@ -160,7 +160,7 @@ def test_one_of_several_parts(trouble: str) -> None:
 def test_its_own_smaller_parts_are_its_own() -> None:
     """Failures to read what an engine stores in more parts than it has ranks are the tier's, and open its breaker."""
     tier = HeldTier()
-    made = Rank([tier], HEADS, ranks=2, share_ranks_max=4)
+    made = Rank([tier], HEADS, ranks=2, most=4)
     try:
         made.carry(stores=True, slot=0, split=4)
         assert made.ended() == [True]
