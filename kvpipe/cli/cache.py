@@ -23,7 +23,7 @@ from rich.table import Table
 from kvpipe.config import load_settings
 from kvpipe.errors import UsageError
 from kvpipe.tiers.base import ALIGN_BYTES, Entry, Get, Read, Tier, TierError
-from kvpipe.tiers.envelope import HEADER_BYTES, DamagedError, Sealer, describe, pages
+from kvpipe.tiers.envelope import HEADER_BYTES, VERSION, DamagedError, Sealer, describe, pages, version_of
 from kvpipe.tiers.guard import capacity_of
 from kvpipe.tiers.keyring import secrets_of
 from kvpipe.tiers.registry import make_tier, named, parse_tiers
@@ -37,6 +37,7 @@ VALUE_BYTES_MAX: Final = 8 << 30
 PIPE_COLUMNS: Final = 240
 INTERRUPTED: Final = 130
 GOOD, GONE = "good", "gone"
+STALE, ODD = "stale", "odd"
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 Report = dict[str, Any]
@@ -88,6 +89,9 @@ def add_parsers(cache: argparse.ArgumentParser) -> None:
 
     one = _parser(sub, "purge", _purge, "drop values; says how many, but asks nothing")
     one.add_argument("--older-than", type=_duration_s, metavar="AGE", help="values of that age: 45s, 30m, 12h, 7d")
+    one.add_argument(
+        "--stale", action="store_true", help="values of formats before this one, which nobody reads any more"
+    )
     one.add_argument("--all", action="store_true", help="every value of kvpipe's that is there")
     one.add_argument("--dry-run", action="store_true", help="only say what would be dropped")
 
@@ -108,8 +112,8 @@ def run(args: argparse.Namespace, action: Action) -> int:
         UsageError: no tier is named, or one is named wrongly.
 
     """
-    if action is _purge and args.all == (bool(args.namespace) or args.older_than is not None):
-        raise UsageError("kvpipe: purge: say which values: --all, or --namespace or --older-than or both")
+    if action is _purge and args.all == (bool(args.namespace) or args.older_than is not None or args.stale):
+        raise UsageError("kvpipe: purge: say which values: --all, or any of --namespace, --older-than and --stale")
     specs = parse_tiers(args.tier) if args.tier else load_settings().tiers
     if not specs:
         raise UsageError("kvpipe: no tier is named; write a URL or a path, or set KVPIPE_TIERS or KVPIPE_CONFIG_FILE")
@@ -195,18 +199,18 @@ def _by_key(entry: Entry) -> str:
 
 
 async def _verify(job: TierCommand, report: Report) -> bool:
-    """Read `lanes` values at once, larger ones alone. Memory: so many of LARGE_BYTES, or one of VALUE_BYTES_MAX."""
     sealer, why, damaged, deleted = Sealer(secrets_of(job.spec)), Counter[str](), list[dict[str, str]](), 0
     buffers = [pages(HEADER_BYTES) for _ in range(job.spec.lanes)]
+
+    def check(entry: Entry, header: memoryview, body: memoryview) -> str:
+        try:
+            sealer.unseal(entry.key, describe(header).units, header, body)
+        except DamagedError as error:
+            return str(error)
+        return GOOD
+
     async for batch in job.batches(job.spec.lanes):
-        small = [entry for entry in batch if entry.bytes <= LARGE_BYTES]
-        found = dict(zip(small, await _verdicts(job.tier, sealer, small, buffers), strict=True))
-        for entry in batch:
-            if entry.bytes > VALUE_BYTES_MAX:  # it is not read, whoever says so
-                found[entry] = "length"
-            elif entry not in found:
-                (found[entry],) = await _verdicts(job.tier, sealer, [entry], [_room(entry)])
-        verdicts = [found[entry] for entry in batch]
+        verdicts = await _judged(job.tier, batch, buffers, check)
         why.update(verdicts)
         wrong = [
             (entry.key, message) for entry, message in zip(batch, verdicts, strict=True) if message not in {GOOD, GONE}
@@ -221,6 +225,25 @@ async def _verify(job: TierCommand, report: Report) -> bool:
     return not why
 
 
+_Check = Callable[[Entry, memoryview, memoryview], str]
+"""What is to be said of a value, by its header and its body."""
+
+
+async def _judged(tier: Tier, batch: list[Entry], buffers: list[memoryview], check: _Check) -> list[str]:
+    """Read values at once, as many as there are `buffers`, larger ones alone, and say of each what `check` says.
+
+    Memory: so many of LARGE_BYTES, or one of VALUE_BYTES_MAX.
+    """
+    small = [entry for entry in batch if entry.bytes <= LARGE_BYTES]
+    found = dict(zip(small, await _verdicts(tier, check, small, buffers), strict=True))
+    for entry in batch:
+        if entry.bytes > VALUE_BYTES_MAX:  # it is not read, whoever says so
+            found[entry] = "length"
+        elif entry not in found:
+            (found[entry],) = await _verdicts(tier, check, [entry], [_room(entry)])
+    return [found[entry] for entry in batch]
+
+
 def _room(entry: Entry) -> memoryview:
     try:
         return pages(_padded(entry.bytes))
@@ -232,8 +255,8 @@ def _padded(size: int) -> int:
     return max(HEADER_BYTES, -(-size // ALIGN_BYTES) * ALIGN_BYTES)  # a torn value will not fit
 
 
-async def _verdicts(tier: Tier, sealer: Sealer, batch: list[Entry], buffers: list[memoryview]) -> list[str]:
-    """Say of each value that it is GOOD, GONE, or why it is damaged. `buffers` grow as needed."""
+async def _verdicts(tier: Tier, check: _Check, batch: list[Entry], buffers: list[memoryview]) -> list[str]:
+    """Say of each value what `check` says, or that it is GONE, or too short or long. `buffers` grow as needed."""
     parts = []
     for at, entry in enumerate(batch):
         size = _padded(entry.bytes)
@@ -243,31 +266,66 @@ async def _verdicts(tier: Tier, sealer: Sealer, batch: list[Entry], buffers: lis
     gets = [Get(entry.key, tuple(filter(len, part))) for entry, part in zip(batch, parts, strict=True)]
     read = await tier.read(gets)
 
-    def check(entry: Entry, got: Read, header: memoryview, body: memoryview) -> str:
+    def verdict(entry: Entry, got: Read, header: memoryview, body: memoryview) -> str:
         if got is not Read.HIT:
             return GONE if got is Read.MISS else "length"
-        try:
-            sealer.unseal(entry.key, describe(header).units, header, body)
-        except DamagedError as error:
-            return str(error)
-        return GOOD
+        return check(entry, header, body)
 
     return await anyio.to_thread.run_sync(
-        lambda: [check(entry, got, *part) for entry, got, part in zip(batch, read, parts, strict=True)]
+        lambda: [verdict(entry, got, *part) for entry, got, part in zip(batch, read, parts, strict=True)]
     )
 
 
 async def _purge(job: TierCommand, report: Report) -> bool:
-    age, items, size, ageless = job.args.older_than, 0, 0, 0
+    age, items, size, ageless, stale = job.args.older_than, 0, 0, 0, _Stale(job)
     async for batch in job.batches(BATCH):
         chosen = [one for one in batch if age is None or (one.age_s is not None and one.age_s >= age)]
         ageless += sum(one.age_s is None for one in batch) if age is not None else 0
+        chosen = await stale.of(chosen) if job.args.stale else chosen
         items += len(chosen) if job.args.dry_run else await job.tier.delete([one.key for one in chosen])
         size += sum(one.bytes for one in chosen)
     report |= {"would_drop" if job.args.dry_run else "dropped": items, "bytes": size}
     if ageless:
         report["kept_of_unknown_age"] = ageless
+    if stale.odd:
+        report["kept_of_unknown_format"] = stale.odd
     return True
+
+
+class _Stale:
+    """Finds values of formats before this one. The format is part of what a namespace's name depends on.
+
+    So of a namespace in use one value is read: reading is a use, and others keep their ages.
+    """
+
+    def __init__(self, job: TierCommand) -> None:
+        self._tier, self._lanes = job.tier, job.spec.lanes
+        self._buffers = [pages(HEADER_BYTES) for _ in range(self._lanes)]
+        self._in_use, self._old = set[str](), set[str]()
+        self.odd = 0
+        """Values that were read and are of no format that is known here."""
+
+    async def of(self, entries: list[Entry]) -> list[Entry]:
+        """Return those that are stale."""
+        out, left = list[Entry](), entries
+        while left := [one for one in left if one.key.namespace not in self._in_use]:
+            batch, spaces = list[Entry](), set[str]()
+            for one in left:
+                if len(batch) < self._lanes and (one.key.namespace in self._old or one.key.namespace not in spaces):
+                    batch.append(one)
+                    spaces.add(one.key.namespace)
+            left = [one for one in left if one not in batch]
+            for one, what in zip(batch, await _judged(self._tier, batch, self._buffers, self._judge), strict=True):
+                out += [one] if what == STALE else []
+                known = {STALE: self._old, GOOD: self._in_use}.get(what, set())
+                known.add(one.key.namespace)
+                self.odd += what not in {STALE, GOOD, GONE}
+        return out
+
+    @staticmethod
+    def _judge(_: Entry, header: memoryview, __: memoryview) -> str:
+        version = version_of(header)
+        return STALE if 0 < version < VERSION else GOOD if version == VERSION else ODD
 
 
 def _print(report: Report) -> None:

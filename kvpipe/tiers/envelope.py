@@ -83,6 +83,13 @@ def describe(header: bytes | memoryview) -> Header:
     return Header(key, units, body_bytes, Cipher(cipher), mark, salt, bytes(header[_CHECK_AT:_SUM_AT]))
 
 
+def version_of(header: bytes | memoryview) -> int:
+    """Return which format a value is of, by its header, which is as long in all of them. 0: that cannot be said."""
+    magic, version, *_ = _FIELDS.unpack_from(header)
+    whole = magic == _MAGIC and xxhash.xxh3_64_digest(header[:_SUM_AT]) == header[_SUM_AT:]
+    return version if whole else 0
+
+
 class Sealer:
     """Makes values and checks them, encrypted if it has secrets. Any thread may use it; both ways release the GIL."""
 

@@ -260,7 +260,7 @@ def test_values_of_unknown_age_are_kept() -> None:
     """Where a tier does not know how old its values are, `--older-than` drops none, and says how many it left."""
     tier, report = DictTier(), Report()
     tier.values = {key.text: bytes(HEADER_BYTES) for key in KEYS}
-    args = argparse.Namespace(namespace=ONE, older_than=0.0, dry_run=False)
+    args = argparse.Namespace(namespace=ONE, older_than=0.0, dry_run=False, stale=False)
     assert anyio.run(_purge, TierCommand(tier, parse_tier("/x"), args, lambda: None), report)
     assert report == {"dropped": 0, "bytes": 0, "kept_of_unknown_age": 5}
     assert len(tier.values) == 10
@@ -269,9 +269,10 @@ def test_values_of_unknown_age_are_kept() -> None:
 @pytest.mark.parametrize(
     ("args", "wanted"),
     [
-        (["purge", "/x"], "--all, or --namespace or --older-than"),
-        (["purge", "/x", "--all", "--namespace", ONE], "--all, or --namespace or --older-than"),
-        (["purge", "/x", "--all", "--older-than", "0s"], "--all, or --namespace or --older-than"),
+        (["purge", "/x"], "--all, or any of --namespace, --older-than and --stale"),
+        (["purge", "/x", "--all", "--namespace", ONE], "--all, or any of --namespace, --older-than and --stale"),
+        (["purge", "/x", "--all", "--stale"], "--all, or any of --namespace, --older-than and --stale"),
+        (["purge", "/x", "--all", "--older-than", "0s"], "--all, or any of --namespace, --older-than and --stale"),
         (["purge", "/x", "--older-than", "soon"], "'soon' is no age: write 45s, 30m, 12h or 7d"),
         (["ls", "/x", "--namespace", "abc"], "'abc' is no namespace: 32 hex digits"),
         (["ls", "/x", "--limit", "0"], "'0' is no count"),
