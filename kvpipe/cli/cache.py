@@ -277,7 +277,7 @@ async def _verdicts(tier: Tier, check: _Check, batch: list[Entry], buffers: list
 
 
 async def _purge(job: TierCommand, report: Report) -> bool:
-    age, items, size, ageless, stale = job.args.older_than, 0, 0, 0, _Stale(job)
+    age, items, size, ageless, stale = job.args.older_than, 0, 0, 0, _OldFormats(job)
     async for batch in job.batches(BATCH):
         chosen = [one for one in batch if age is None or (one.age_s is not None and one.age_s >= age)]
         ageless += sum(one.age_s is None for one in batch) if age is not None else 0
@@ -292,7 +292,7 @@ async def _purge(job: TierCommand, report: Report) -> bool:
     return True
 
 
-class _Stale:
+class _OldFormats:
     """Finds values of formats before this one. The format is part of what a namespace's name depends on.
 
     So of a namespace in use one value is read: reading is a use, and others keep their ages.
