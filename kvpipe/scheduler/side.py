@@ -70,10 +70,9 @@ class SchedulerSide:
         """`hash_tokens`: tokens per block hash. `saves`, `loads`: whether this engine does that at all.
 
         `stages`: in how many the ranks run, one after the other, each with layers and a pool of its own size.
-        `recovery`: what the engine needs help with. `published` hears what can be found. `tiers`: where to look beyond
-        memory. `space_of`: the namespace there for a digest of the weights, empty as long as there is none. `also_of`:
-        another, in which chunks with the same bytes may be. `waits_idle`: a rank may wait for loads in a step that
-        computes nothing: none that computes waits for it.
+        `recovery`: what the engine needs help with. `published` hears what can be found. `tiers`: places beyond memory.
+        `space_of`: the namespace there for a digest of the weights, or nothing. `also_of`: another, for the same bytes.
+        `waits_idle`: a rank may wait for loads in a step that computes nothing: none that computes waits for it.
         """
         self.settings, self.geometry = settings, geometry
         self.counters = counters = Counters()
