@@ -19,10 +19,11 @@ from pydantic_settings import BaseSettings, InitSettingsSource, NoDecode, Pydant
 from kvpipe import config_errors, files, plugins
 from kvpipe.cache.policy.base import Policy
 from kvpipe.errors import ConfigError
+from kvpipe.listening import Address
 from kvpipe.names import check_name
 from kvpipe.tiers.registry import parse_tiers
 from kvpipe.tiers.spec import TierSpec
-from kvpipe.values import LocalPath, Size, no_bool
+from kvpipe.values import LocalPath, Size, Variable, no_bool
 
 PREFIX = "KVPIPE_"
 FILE_BYTES_MAX: Final = 1 << 20
@@ -37,6 +38,12 @@ def _policy(value: object) -> object:
     if isinstance(plugin.made_of, type):
         plugin.check(plugin.made_of, Policy)
     return value
+
+
+def _address(text: str) -> str:
+    if text:
+        Address.parse(text)
+    return text
 
 
 class Settings(BaseSettings):
@@ -122,6 +129,15 @@ class Settings(BaseSettings):
     control_file: LocalPath | None = Field(
         None, description="File that `kvpipe freeze on|off` writes and a running engine obeys."
     )
+    manage: Annotated[str, AfterValidator(_address)] = Field(
+        "",
+        description="Where the engine serves its operators over HTTP: `unix:/FOLDER/{engine}.sock`, or a port of "
+        "`127.0.0.1`; nothing: nowhere ([`docs/management.md`](docs/management.md)).",
+    )
+    manage_token_file: LocalPath | None = Field(
+        None, description="File with the token that each of their requests must have, which only its owner may read."
+    )
+    manage_token_env: Variable = Field("", description="Environment variable with the same.")
     state_dir: LocalPath | None = Field(
         None,
         description="Where named caches are registered; unset: `$XDG_STATE_HOME/kvpipe` or `~/.local/state/kvpipe`.",

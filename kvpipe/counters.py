@@ -54,6 +54,8 @@ Fault = Literal[
 ]
 Count = Literal[
     "adapter_late",
+    "bypass_off",
+    "bypass_on",
     "chunks_fetched",
     "chunks_fetching",
     "chunks_not_fetched",
@@ -67,6 +69,8 @@ Count = Literal[
     "lookup_hit",
     "lookup_later",
     "lookup_miss",
+    "manage_refused",
+    "manage_requests",
     "no_op_transitions",
     "pieces_published",
     "preempted",
@@ -143,6 +147,8 @@ FAULTS: Final[Mapping[Fault, str]] = {
 }
 COUNTS: Final[Mapping[Count, str]] = {
     "adapter_late": "A lookup went on without the digest of its adapter, which took too long to read.",
+    "bypass_off": "Saving and loading were resumed.",
+    "bypass_on": "Saving and loading were stopped.",
     "chunks_fetched": "Chunks that came from a tier.",
     "chunks_fetching": "Chunks that were asked of a tier.",
     "chunks_not_fetched": "Chunks that were asked of a tier and did not come.",
@@ -156,6 +162,8 @@ COUNTS: Final[Mapping[Count, str]] = {
     "lookup_hit": "Lookups that found tokens.",
     "lookup_later": "Lookups that asked vLLM to ask again.",
     "lookup_miss": "Lookups that found nothing.",
+    "manage_refused": "Requests of the management interface that were refused, or cut off; by reason.",
+    "manage_requests": "Requests to the management interface.",
     "no_op_transitions": "Events that changed nothing in a rank's machines.",
     "pieces_published": "Pieces of chunks that every rank has saved.",
     "preempted": "Requests that were preempted, each time.",

@@ -34,6 +34,8 @@ from kvpipe.connectors.vllm.source import loaded_from, sees_a_part
 from kvpipe.connectors.vllm.weights import Watch, suspect
 from kvpipe.control import check_control_file, watch_control_file
 from kvpipe.loop import LoopThread
+from kvpipe.manage.engine import ManagedEngine
+from kvpipe.manage.start import start
 from kvpipe.messages import EMPTY_PLAN
 from kvpipe.names import NameClaim
 from kvpipe.scheduler.base import LATER
@@ -62,6 +64,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+    from kvpipe.manage.server import OperatorServer
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -130,6 +134,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         self._step = Cursor(STEP.compile(), "step")  # the worker's, as soon as it has caches
         self._claim: NameClaim | None = None
         self._control: LoopThread | None = None
+        self._manage: OperatorServer | None = None
         self._facts: dict[str, Any] = {}
         self.events: KvEvents | None = None
         self._layout = self._common = ""
@@ -187,6 +192,22 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             check_control_file(self.settings.control_file)
             watch = functools.partial(watch_control_file, self.settings.control_file, self.set_freeze)
             self._control = LoopThread("kvpipe-control", tasks=(watch,))
+        if self.settings.manage:
+            self._serve_operators(config, self.scheduler, tokens, engine)
+
+    def _serve_operators(self, config: VllmConfig, side: SchedulerSide, tokens: int, name: str) -> None:
+        """Serve the management interface of the engine called `name`."""
+        from kvpipe.connectors.vllm.prompts import PromptBlocks  # noqa: PLC0415  (seldom needed)
+
+        managed = ManagedEngine(
+            side,
+            name,
+            hash_tokens=tokens,
+            hash_prompt=PromptBlocks(config, tokens),
+            set_freeze=self.set_freeze,
+            set_bypass=self.set_bypass,
+        )
+        self._manage = start(self.settings, managed, name, self.counters)
 
     def _contain(self, where: str, error: Exception) -> None:
         """Count what was stopped at the border."""
@@ -233,6 +254,12 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             self.scheduler.switches.freeze = on
             self.counters["freeze_on" if on else "freeze_off"] += 1
             self.recorder.put(FreezeSwitched(*self.recorder.of("", 0), on=on))
+
+    def set_bypass(self, on: bool) -> None:  # noqa: FBT001
+        """Stop (or resume) saving and loading from the next step on."""
+        if self.scheduler is not None and self.scheduler.switches.bypass != on:
+            self.scheduler.switches.bypass = on
+            self.counters["bypass_on" if on else "bypass_off"] += 1
 
     def stats(self) -> dict[str, int]:
         """Counters and gauges of this side."""
@@ -403,6 +430,8 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
                 ends.callback(self._claim.release)
             if self._control is not None:
                 ends.callback(self._control.stop)
+            if self._manage is not None:
+                ends.callback(self._manage.stop)
             if self.scheduler is not None:
                 ends.callback(self.scheduler.shutdown)
             if self.worker is not None:

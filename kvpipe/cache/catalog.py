@@ -309,6 +309,10 @@ class Catalog:
         """How many leases are held."""
         return sum(map(len, self._leases.values()))
 
+    def holders(self) -> list[tuple[Owner, int]]:
+        """Return how many leases each owner holds. Any thread; RuntimeError: that has changed meanwhile."""
+        return [(owner, len(chunks)) for owner, chunks in self._leases.items()]
+
     @property
     def oldest_lease_s(self) -> float:
         """For how long the oldest lease is held, in seconds; 0 if none is."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvpipe import __version__
 from kvpipe.cli import cache as tiers
+from kvpipe.cli import manage
 from kvpipe.cli import trace as command
 from kvpipe.cli.engine import connector_part
 from kvpipe.config import load_settings, markdown_table, parse_extra
@@ -63,6 +64,9 @@ def _parser() -> argparse.ArgumentParser:
 
     cache = sub.add_parser("cache", help="what tiers hold: stats, ls, verify, purge")
     tiers.add_parsers(cache)
+
+    engine = sub.add_parser("engine", help="a running engine with manage: state, counters, lookup, switch")
+    manage.add_parsers(engine)
 
     doctor = sub.add_parser("doctor", help="check this environment, and say what to do")
     doctor.add_argument("extra", nargs="?", default="{}", help="kv_connector_extra_config as JSON")

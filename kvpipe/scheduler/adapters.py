@@ -181,6 +181,13 @@ class Adapters:
                     use.torn, use.named_s = True, 0.0
                     self._name(use, b"")
 
+    def agreed(self) -> dict[int, bytes]:
+        """Return what all ranks hold, by the adapters' numbers; empty: they differ, or not all have said.
+
+        Any thread; RuntimeError: it has changed meanwhile.
+        """
+        return {number: self._agreed(number) or b"" for held in self._held.values() for number in held}
+
     def _now(self, use: Use, since_s: float) -> bytes | None:
         """Return which bytes count from now on; empty: nobody can know; None: ask again."""
         if not use.lora.load_inplace:  # else it is loaded again with every step

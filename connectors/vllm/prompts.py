@@ -1,0 +1,49 @@
+"""Prompts of operators, hashed as vLLM hashes those of its requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Final
+
+from vllm.lora.request import LoRARequest
+from vllm.pooling_params import PoolingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, hash_block_tokens
+from vllm.v1.request import Request
+
+from kvpipe.manage.engine import BadRequestError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_utils import BlockHash
+
+    from kvpipe.manage.models import Prompt
+
+BLOCKS_PER_TURN: Final = 64
+
+
+class PromptBlocks:
+    """One per engine."""
+
+    def __init__(self, config: VllmConfig, hash_tokens: int) -> None:
+        """`hash_tokens`: tokens per block hash."""
+        self._hash, self._size = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo), hash_tokens
+        self._tokens_max, self._adapters = config.model_config.max_model_len, config.lora_config is not None
+
+    def __call__(self, prompt: Prompt) -> Iterator[Sequence[bytes]]:
+        """See `kvpipe.manage.engine.PromptHasher`."""
+        tokens, size, adapter = prompt.tokens, self._size, prompt.adapter
+        if len(tokens) > self._tokens_max:
+            raise BadRequestError(f"tokens: {len(tokens)} are more than this engine's {self._tokens_max}")
+        if adapter is not None and not self._adapters:
+            raise BadRequestError("adapter: this engine serves none")
+        lora = LoRARequest(adapter.name, adapter.number, adapter.path) if adapter is not None else None
+        request = Request("", tokens, None, PoolingParams(), lora_request=lora, cache_salt=prompt.cache_salt)
+        hashes: list[BlockHash] = []
+        for at in range(0, len(tokens) - size + 1, size):
+            keys, _ = generate_block_hash_extra_keys(request, at, at + size, 0)
+            last = hashes[-1] if hashes else None
+            hashes.append(hash_block_tokens(self._hash, last, tokens[at : at + size], keys))
+            if len(hashes) % BLOCKS_PER_TURN == 0:
+                yield hashes
+        yield hashes

@@ -1,0 +1,127 @@
+"""`kvpipe engine state|counters|lookup|switch`: a running engine with `manage`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from kvpipe import files
+from kvpipe.config import load_settings
+from kvpipe.errors import UsageError
+from kvpipe.listening import ENGINE, Address
+from kvpipe.manage.client import ask
+from kvpipe.tiers.spec import secret
+
+TOKENS_BYTES_MAX: Final = 16 << 20
+_ON: Final = {"on": True, "off": False}
+
+
+def add_parsers(engine: argparse.ArgumentParser) -> None:
+    """Add the subcommands of `kvpipe engine`; each sets `run`."""
+    sub = engine.add_subparsers(required=True, metavar="COMMAND")
+    state = _parser(sub, "state", "what it holds and does")
+    state.add_argument("--requests", type=int, default=100, metavar="N", help="how many requests to list (default 100)")
+    state.set_defaults(run=lambda args: _told(args, "GET", f"/v1/state?requests_max={args.requests}"))
+    counters = _parser(sub, "counters", "counters and gauges, by name")
+    counters.set_defaults(run=lambda args: _told(args, "GET", "/v1/counters"))
+    lookup = _parser(sub, "lookup", "how much of a prompt is held in memory")
+    lookup.add_argument("tokens", help="token ids with commas or blanks between them; @FILE: a file of them")
+    lookup.add_argument("--salt", help="the requests' cache_salt")
+    lookup.add_argument(
+        "--adapter", nargs=3, metavar=("NAME", "NUMBER", "PATH"), help="vLLM's lora_name, lora_int_id, lora_path"
+    )
+    lookup.set_defaults(run=lambda args: _told(args, "POST", "/v1/lookup", _prompt(args)))
+    switch = _parser(sub, "switch", "stop or resume saving (freeze), or saving and loading (bypass)")
+    switch.add_argument("--freeze", choices=_ON)
+    switch.add_argument("--bypass", choices=_ON)
+    switch.set_defaults(run=_switch)
+
+
+def _parser(sub: Any, name: str, says: str) -> argparse.ArgumentParser:  # noqa: ANN401  (argparse hides its type)
+    one: argparse.ArgumentParser = sub.add_parser(name, help=says, description=says)
+    one.add_argument("--at", help="the engine's address; by default the configuration's `manage`")
+    one.add_argument("--token-file", type=Path, help="by default the configuration's `manage_token_file` or `_env`")
+    one.add_argument("--json", action="store_true", help="print the answer as JSON")
+    return one
+
+
+def _switch(args: argparse.Namespace) -> int:
+    wanted = {key: _ON[value] for key in ("freeze", "bypass") if (value := getattr(args, key)) is not None}
+    if not wanted:
+        raise UsageError("kvpipe: switch: say --freeze on|off or --bypass on|off")
+    return _told(args, "PUT", "/v1/switches", wanted)
+
+
+def _told(args: argparse.Namespace, method: str, path: str, body: object = None) -> int:
+    """Ask, and print the answer."""
+    settings = load_settings()
+    try:
+        address = Address.parse(args.at or settings.manage)
+        file = args.token_file or settings.manage_token_file
+        token = secret("" if args.token_file else settings.manage_token_env, file, "manage_token")
+    except ValueError as error:
+        raise UsageError(f"kvpipe: engine: {error}") from None
+    if ENGINE in address.path:
+        raise UsageError(f"kvpipe: engine: {address}: say --at with the engine's name, as its log has it")
+    if token is None:
+        raise UsageError("kvpipe: engine: say --token-file, or set KVPIPE_MANAGE_TOKEN_FILE")
+    told = ask(address, token.get_secret_value(), method, path, body)
+    if args.json:
+        sys.stdout.write(json.dumps(told) + "\n")
+    else:
+        _print(told)
+    return 0
+
+
+def _prompt(args: argparse.Namespace) -> dict[str, Any]:
+    text = args.tokens
+    if text.startswith("@"):
+        try:
+            text = files.read_small(Path(text[1:]), TOKENS_BYTES_MAX).decode()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"kvpipe: engine: {args.tokens[1:]} cannot be read ({files.why(error)})") from None
+    words = re.split(r"[\s,\[\]]+", text.strip(" \n\t,[]"))
+    if not all(re.fullmatch("[0-9]{1,10}", word) for word in words):
+        raise UsageError("kvpipe: engine: tokens are whole numbers with commas or blanks between them")
+    prompt: dict[str, Any] = {"tokens": [int(word) for word in words]}
+    if args.salt is not None:
+        prompt["cache_salt"] = args.salt
+    if args.adapter is not None:
+        name, number, path = args.adapter
+        if not re.fullmatch("[0-9]{1,9}", number):
+            raise UsageError("kvpipe: engine: --adapter: its number is a whole number")
+        prompt["adapter"] = {"name": name, "number": int(number), "path": path}
+    return prompt
+
+
+def _print(told: dict[str, Any]) -> None:
+    """Print an answer as a table of names and values; a list of objects is a table of its own."""
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    table = Table("", "", box=None, show_header=False)
+    for name, value in _flat(told):
+        table.add_row(escape(name), escape(str(value)))
+    console.print(table)
+    for name, rows in told.items():
+        if isinstance(rows, list) and rows:
+            many = Table(*map(escape, rows[0]), title=escape(name), title_justify="left", box=box.SIMPLE_HEAD)
+            for row in rows:
+                many.add_row(*(escape(str(value)) for value in row.values()))
+            console.print(many)
+
+
+def _flat(told: dict[str, Any], before: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in told.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{before}{name}.")
+        elif not isinstance(value, list):
+            yield before + name, value

@@ -1,0 +1,121 @@
+"""Where an engine listens for its operators: a Unix socket that is its user's alone, or a port of this machine's."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import re
+import socket
+import stat
+from pathlib import Path
+from typing import Final, NamedTuple, Self
+
+from kvpipe import files
+from kvpipe.errors import ConfigError
+from kvpipe.values import PATH_CHARS_MAX
+
+ENGINE: Final = "{engine}"
+UNIX: Final = "unix:"
+UNIX_BYTES_MAX: Final = 107
+"""Of a socket's path: what Linux has room for."""
+PORT_MAX: Final = 65535
+_EXAMPLES: Final = "'unix:/run/kvpipe/{engine}.sock' or '127.0.0.1:8700'"
+_LOCK: Final = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+class Address(NamedTuple):
+    """A socket's path, which may hold `{engine}`, or else an IP address of this machine's own and a port."""
+
+    path: str
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read an address. Raises ValueError for one that is none, or that other machines could reach."""
+        if len(text) > PATH_CHARS_MAX or not text.isprintable():
+            raise ValueError(f"write {_EXAMPLES}")
+        if text.startswith(UNIX):
+            path = text.removeprefix(UNIX)
+            if not path.startswith("/"):
+                raise ValueError("expected an absolute path after 'unix:'")
+            return cls(path, "", 0)
+        host, colon, port = text.rpartition(":")
+        host = "127.0.0.1" if host == "localhost" else host.removeprefix("[").removesuffix("]")
+        if not colon or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) <= PORT_MAX:
+            raise ValueError(f"write {_EXAMPLES}")
+        try:
+            own = ipaddress.ip_address(host).is_loopback
+        except ValueError:
+            own = False
+        if not own:
+            raise ValueError("it listens on this machine alone: use 127.0.0.1, [::1] or a Unix socket")
+        return cls("", host, int(port))
+
+    def of(self, engine: str) -> Self:
+        """Return the address of one engine."""
+        return self._replace(path=self.path.replace(ENGINE, re.sub(r"[^A-Za-z0-9_.-]", "_", engine)))
+
+    def __str__(self) -> str:
+        """As it is written."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{UNIX}{self.path}" if self.path else f"{host}:{self.port}"
+
+
+class OperatorSocket:
+    """A socket on which connections are taken. A Unix socket of an engine that is gone is replaced, a living one's not.
+
+    Beside a Unix socket lies a file with `.lock` behind its name, which a living engine holds locked.
+    """
+
+    def __init__(self, address: Address, engine: str, key: str) -> None:
+        """Listen at `address`, as `key` of the configuration says.
+
+        Raises:
+            ConfigError: another engine, or somebody else, listens there; or nobody can.
+
+        """
+        self.address = address.of(engine)
+        self._key, self._lock, self._bound = key, -1, False
+        self.socket = socket.socket(
+            socket.AF_UNIX if address.path else socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        )
+        try:
+            if address.path:
+                self._bind_path(Path(self.address.path))
+            else:
+                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # of connections that are over
+                self.socket.bind((address.host, address.port))
+                self.socket.listen()
+        except OSError as error:
+            self.close()
+            remedy = f"use '{UNIX}/FOLDER/{ENGINE}.sock', or another address for each engine"
+            raise ConfigError(f"kvpipe: {key}='{self.address}': {files.why(error)}; {remedy}") from None
+
+    def _bind_path(self, path: Path) -> None:
+        if len(os.fsencode(path)) > UNIX_BYTES_MAX:
+            raise OSError(f"a socket's path has at most {UNIX_BYTES_MAX} bytes")
+        self._lock = os.open(path.with_name(path.name + ".lock"), _LOCK, 0o600)
+        if not files.try_lock(self._lock):
+            raise OSError("a running engine listens there")
+        with contextlib.suppress(FileNotFoundError):
+            mode = path.lstat().st_mode
+            if not stat.S_ISSOCK(mode):
+                raise OSError(f"it is {files.kind_of(mode) or 'a file'}")
+            path.unlink()
+        self.socket.bind(os.fspath(path))
+        self._bound = True
+        path.chmod(0o600)  # nobody can connect before it listens
+        self.socket.listen()
+
+    def close(self) -> None:
+        """Listen no more, and leave no socket behind. Idempotent."""
+        self.socket.close()
+        if self._bound:
+            with contextlib.suppress(OSError):
+                Path(self.address.path).unlink()
+        self._bound = False
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            os.close(lock)

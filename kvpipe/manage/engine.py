@@ -1,0 +1,208 @@
+"""The engine as its operators see it. All of it runs beside the scheduler's thread and holds nothing of its up.
+
+What is read is read without a lock: single objects, and copies of dicts that are made in one go. So a state is not of
+one moment, and a lookup may be out of date when it is told, as any is. What is set are switches, one assignment each.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+
+import anyio
+
+from kvpipe import __version__
+from kvpipe.cache import miss_reasons
+from kvpipe.cache.prefixes import Prefixes
+from kvpipe.manage import models
+from kvpipe.messages import Kind
+from kvpipe.tiers.guard import FIND
+from kvpipe.trace.log import bounded
+
+if TYPE_CHECKING:
+    from kvpipe.scheduler.records import Tracked
+    from kvpipe.scheduler.side import SchedulerSide
+
+_T = TypeVar("_T")
+TRIES: Final = 50
+"""To copy what changes meanwhile."""
+PAUSE_S: Final = 0.0005
+"""Between two turns of hashing: others get the interpreter."""
+
+
+class BadRequestError(ValueError):
+    """A request that contradicts itself or the engine. Its text says why."""
+
+
+class PromptHasher(Protocol):
+    """Hashes the blocks of prompts as the engine does."""
+
+    def __call__(self, prompt: models.Prompt) -> Iterator[Sequence[bytes]]:
+        """Yield the hashes of the blocks so far, again and again, at last all of them.
+
+        Each turn takes less than a millisecond. Raises `BadRequestError` for a prompt that the engine would not take.
+        """
+
+
+class ManagedEngine:
+    """One per scheduler side."""
+
+    def __init__(
+        self,
+        side: SchedulerSide,
+        engine: str,
+        *,
+        hash_tokens: int,
+        hash_prompt: PromptHasher,
+        set_freeze: Callable[[bool], None],
+        set_bypass: Callable[[bool], None],
+    ) -> None:
+        """`engine`: what traces call it, too. `hash_tokens`: tokens per block hash."""
+        self._side, self._engine, self._hash = side, engine, hash_prompt
+        self._prefixes = Prefixes(side.catalog, side.geometry, hash_tokens, lambda asked: asked.block_hashes)
+        self._one = anyio.Lock()
+        self._set_freeze, self._set_bypass = set_freeze, set_bypass
+        self._began_s = time.monotonic()
+
+    def counters(self) -> dict[str, int]:
+        """Return counters by name, and gauges."""
+        return _again(self._side.stats)
+
+    def switches(self) -> models.SwitchStates:
+        """Return them as they are."""
+        switches = self._side.switches
+        return models.SwitchStates(freeze=switches.freeze, bypass=switches.bypass)
+
+    def switch(self, wanted: models.SetSwitches) -> models.SwitchStates:
+        """Set switches, from the next step on. Raises `BadRequestError`."""
+        now = self.switches()
+        freeze = now.freeze if wanted.freeze is None else wanted.freeze
+        bypass = now.bypass if wanted.bypass is None else wanted.bypass
+        if freeze and bypass:
+            raise BadRequestError("bypass contradicts freeze (it serves no hits); switch one of them off")
+        if now.freeze != freeze:
+            self._set_freeze(freeze)
+        if now.bypass != bypass:
+            self._set_bypass(bypass)
+        return self.switches()
+
+    async def lookup(self, prompt: models.Prompt) -> models.HeldTokens:
+        """Return how much of a prompt is in memory. One at a time. Raises `BadRequestError`."""
+        async with self._one:
+            asked = await self._hashed(prompt)
+        tokens, held, why = asked.num_tokens, 0, miss_reasons.ADAPTER
+        if asked.block_hashes or not asked.unknown:
+            units = _again(lambda: self._prefixes.longest(asked))
+            held = units * self._side.geometry.unit_tokens
+            why = _again(lambda: self._prefixes.why_short(asked, units)) if held < tokens else ""
+        return models.HeldTokens(tokens=tokens, held_tokens=held, why=why)
+
+    async def _hashed(self, prompt: models.Prompt) -> HashedPrompt:
+        """Return the prompt with all its keys. Lets others go on meanwhile."""
+        hashes: Sequence[bytes] = ()
+        for some in self._hash(prompt):
+            hashes = some
+            await anyio.sleep(PAUSE_S)
+        if prompt.adapter is None:
+            return HashedPrompt(hashes, len(prompt.tokens))
+        digest = _again(self._side.adapters.agreed).get(prompt.adapter.number, b"")
+        keys = [key + digest for key in hashes] if digest else []
+        return HashedPrompt(keys, len(prompt.tokens), unknown=not digest)
+
+    def state(self, requests_max: int) -> models.EngineState:
+        """Return a moment of the engine, with so many of its requests."""
+        side, namespace = self._side, ""
+        if side.staging is not None:
+            namespace = side.staging.space.name
+        jobs = Counter(job.job.kind == Kind.SAVE for job in _again(lambda: tuple(side.jobs.in_flight.values())))
+        tracked = _again(lambda: list(islice(side.requests.tracked.values(), requests_max)))
+        held = Counter[str]()
+        for owner, chunks in _again(side.catalog.holders):
+            held[owner.request] += chunks
+        return models.EngineState(
+            kvpipe=__version__,
+            engine=self._engine,
+            up_s=time.monotonic() - self._began_s,
+            namespace=namespace,
+            step=side.trace.step - 1,
+            switches=self.switches(),
+            saving=side.switches.saving,
+            pool=self._pool(),
+            requests=len(side.requests.tracked),
+            requests_shown=[self._request(one, held[one.request.request_id]) for one in tracked],
+            jobs=models.JobCounts(
+                saves=jobs[True], loads=jobs[False], tier_orders=side.staging.orders if side.staging is not None else 0
+            ),
+            tiers=self._tiers(),
+            adapters=[
+                models.AdapterHeld(number=number, digest=digest.hex())
+                for number, digest in sorted(_again(side.adapters.agreed).items())
+            ],
+        )
+
+    def _pool(self) -> models.PoolState:
+        catalog, slot_bytes = self._side.catalog, self._side.geometry.slot_bytes
+        used = catalog.used
+        return models.PoolState(
+            slots=catalog.slots,
+            slots_ready=catalog.ready,
+            slots_used=used,
+            slot_bytes=slot_bytes,
+            bytes_used=used * slot_bytes,
+            bytes_max=catalog.slots * slot_bytes,
+            leases=_again(lambda: catalog.leases),
+            oldest_lease_s=_again(lambda: catalog.oldest_lease_s),
+            pieces_writing=_again(lambda: catalog.writing),
+        )
+
+    def _request(self, tracked: Tracked, chunks: int) -> models.RequestHolds:
+        stage = tracked.stage
+        return models.RequestHolds(
+            request=bounded(tracked.request.request_id),
+            state=tracked.state.row,
+            saving=tracked.saving.state.row,
+            saved_tokens=tracked.saving.saved_units * self._side.geometry.unit_tokens,
+            chunks_held=chunks,
+            waits_for_tiers=stage is not None and stage.holds_up,
+        )
+
+    def _tiers(self) -> list[models.TierState]:
+        staging = self._side.staging
+        if staging is None:
+            return []
+        return [
+            models.TierState(
+                name=tier.name,
+                kind=tier.spec.kind,
+                breaker=tier.breakers[FIND].state.row,
+                left_by_ranks=place in staging.finder.unreadable,
+            )
+            for place, tier in enumerate(staging.finder.tiers)
+        ]
+
+
+class HashedPrompt:
+    """A prompt that nobody serves. The bytes of its adapter are behind each hash: as keys they are whole."""
+
+    request_id, lora_request = "", None
+    num_computed_tokens = num_preemptions = 0
+    skip_reading_prefix_cache = resumable = False
+
+    def __init__(self, keys: Sequence[bytes], tokens: int, *, unknown: bool = False) -> None:
+        """`unknown`: which adapter it has, so that it has no keys."""
+        self.unknown = unknown
+        self.block_hashes = keys
+        self.num_tokens = self.num_prompt_tokens = tokens
+
+
+def _again(look: Callable[[], _T]) -> _T:
+    """Look at what the scheduler's thread changes meanwhile: again, where it did."""
+    for _ in range(TRIES):
+        try:
+            return look()
+        except RuntimeError:  # a dict has changed its size
+            continue
+    return look()

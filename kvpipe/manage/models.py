@@ -1,0 +1,135 @@
+"""What is said over the management interface, as OpenAPI describes it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+from pydantic import BaseModel, ConfigDict, Field
+
+TOKENS_MAX: Final = 1 << 18
+SALT_CHARS_MAX: Final = 4096
+
+Token = Annotated[int, Field(strict=True, ge=0, lt=1 << 31)]
+
+
+class _FromOperator(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class _ToOperator(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class AdapterOf(_FromOperator):
+    """The LoRA adapter of a prompt."""
+
+    name: Annotated[str, Field(min_length=1, max_length=SALT_CHARS_MAX)] = Field(description="vLLM's `lora_name`.")
+    number: Annotated[int, Field(strict=True, ge=1)] = Field(description="vLLM's `lora_int_id`, as in `adapters`.")
+    path: Annotated[str, Field(min_length=1, max_length=SALT_CHARS_MAX)] = Field(description="vLLM's `lora_path`.")
+
+
+class Prompt(_FromOperator):
+    """A prompt without images. All that is given decides under which keys its KV is kept."""
+
+    tokens: Annotated[list[Token], Field(min_length=1, max_length=TOKENS_MAX)] = Field(description="Token ids.")
+    cache_salt: Annotated[str, Field(min_length=1, max_length=SALT_CHARS_MAX)] | None = Field(
+        None, description="vLLM's `cache_salt` of its requests."
+    )
+    adapter: AdapterOf | None = Field(None, description="Of requests with a LoRA adapter.")
+
+
+class HeldTokens(_ToOperator):
+    """How much of a prompt would be found in memory now."""
+
+    tokens: int = Field(description="Tokens of the prompt.")
+    held_tokens: int = Field(
+        description="Tokens from its beginning whose KV is in memory, as far as they can be a hit."
+    )
+    why: str = Field(description="Why it is no more: one of the reasons in docs/tracing.md, or nothing.")
+
+
+class SwitchStates(_ToOperator):
+    """What is switched on and off."""
+
+    freeze: bool = Field(description="Hits are served, nothing new is saved.")
+    bypass: bool = Field(description="Nothing is saved or loaded.")
+
+
+class SetSwitches(_FromOperator):
+    """SwitchStates to set; those that are not given stay as they are."""
+
+    freeze: Annotated[bool, Field(strict=True)] | None = None
+    bypass: Annotated[bool, Field(strict=True)] | None = None
+
+
+class PoolState(_ToOperator):
+    """The host pool of each rank, which all hold the same chunks."""
+
+    slots: int = Field(description="Of each rank's pool.")
+    slots_ready: int = Field(description="Those whose memory every rank has.")
+    slots_used: int = Field(description="Those that hold something.")
+    slot_bytes: int = Field(description="Of one slot, on the rank that the scheduler knows.")
+    bytes_used: int
+    bytes_max: int
+    leases: int = Field(description="Chunks held by requests; one that several hold counts several times.")
+    oldest_lease_s: float
+    pieces_writing: int = Field(description="Pieces of chunks that are being saved or fetched.")
+
+
+class RequestHolds(_ToOperator):
+    """One living request."""
+
+    request: str
+    state: str = Field(description="Of its machine, docs/machines/request.md.")
+    saving: str = Field(description="Of docs/machines/saving.md.")
+    saved_tokens: int = Field(description="Tokens from its beginning that are saved, being saved, or held already.")
+    chunks_held: int = Field(description="Leases: of its load, or while it waits for tiers.")
+    waits_for_tiers: bool
+
+
+class JobCounts(_ToOperator):
+    """What the ranks have not reported yet."""
+
+    saves: int
+    loads: int
+    tier_orders: int
+
+
+class TierState(_ToOperator):
+    """One tier, as the scheduler's process sees it."""
+
+    name: str
+    kind: str
+    breaker: str = Field(description="Of lookups: CLOSED: it is asked; else see docs/machines/breaker.md.")
+    left_by_ranks: bool = Field(description="Some rank does not read it for now.")
+
+
+class AdapterHeld(_ToOperator):
+    """An adapter that ranks hold."""
+
+    number: int
+    digest: str = Field(description="Of its bytes; nothing: ranks differ, or not all have said.")
+
+
+class EngineState(_ToOperator):
+    """A moment of the engine. Its parts are looked at one after the other while it serves."""
+
+    kvpipe: str = Field(description="Version.")
+    engine: str
+    up_s: float
+    namespace: str = Field(description="Of its chunks in tiers; nothing: tiers are not used.")
+    step: int = Field(description="Steps planned so far.")
+    switches: SwitchStates
+    saving: bool = Field(description="Whether what becomes final is saved.")
+    pool: PoolState
+    requests: int = Field(description="Living requests.")
+    requests_shown: list[RequestHolds]
+    jobs: JobCounts
+    tiers: list[TierState]
+    adapters: list[AdapterHeld]
+
+
+class Refused(_ToOperator):
+    """Why a request was refused."""
+
+    error: str

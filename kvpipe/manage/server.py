@@ -1,0 +1,160 @@
+"""uvicorn on a loop of kvpipe's own, behind a guard: the token first, and bounds on bytes, time and connections."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, Final, Literal
+
+import uvicorn
+from uvicorn.config import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from kvpipe.listening import OperatorSocket
+from kvpipe.loop import LoopThread
+from kvpipe.trace.log import Counters
+
+BODY_BYTES_MAX: Final = 1 << 20
+HEADER_BYTES_MAX: Final = 16 << 10
+CONNECTIONS_MAX: Final = 32
+CONNECTION_S_MAX: Final = 30.0
+"""Of any connection, whatever it does."""
+
+Refusal = Literal["body", "connections", "request", "slow", "token"]
+AsgiScope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+AsgiApp = Callable[[AsgiScope, Receive, Send], Awaitable[None]]
+
+
+class Guard:
+    """Lets requests through to `app` that have the token and a body within bounds. What `app` raises ends here."""
+
+    def __init__(self, app: AsgiApp, token: bytes, counters: Counters) -> None:
+        """`token`: what follows `Bearer` in the header `Authorization`."""
+        self._app, self._counters = app, counters
+        self._wanted = hashlib.sha256(b"Bearer " + token).digest()
+
+    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            return
+        self._counters["manage_requests"] += 1
+        headers = dict(scope["headers"])
+        given = hashlib.sha256(headers.get(b"authorization", b"")).digest()  # as long as the other
+        if not hmac.compare_digest(given, self._wanted):
+            await self._refuse(send, 401, "token", "say 'Authorization: Bearer TOKEN' with the engine's token")
+            return
+        try:
+            body = await self._body(headers, receive)
+            if body is None:
+                await self._refuse(send, 413, "body", f"a body has at most {BODY_BYTES_MAX} bytes")
+                return
+            await self._app(scope, _replay(body, receive), send)
+        except Exception as error:  # noqa: BLE001  (the engine goes on)
+            self._counters.fault("contained_error", where="manage", error=repr(error))
+
+    async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
+        """Return the body; None: it is too long, and is not read to its end."""
+        length = headers.get(b"content-length", b"0")
+        if len(length) > len(str(BODY_BYTES_MAX)) or int(length) > BODY_BYTES_MAX:
+            return None
+        parts, size, more = list[bytes](), 0, True
+        while more:
+            message = await receive()
+            parts.append(message.get("body", b""))
+            more, size = bool(message.get("more_body", False)), size + len(parts[-1])
+            if size > BODY_BYTES_MAX:
+                return None
+        return b"".join(parts)
+
+    async def _refuse(self, send: Send, status: int, why: Refusal, message: str) -> None:
+        self._counters.count("manage_refused", why)
+        text = json.dumps({"error": message}).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(text)).encode())]
+        with contextlib.suppress(Exception):  # it may be gone
+            await send(
+                {"type": "http.response.start", "status": status, "headers": [*headers, (b"connection", b"close")]}
+            )
+            await send({"type": "http.response.body", "body": text})
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Return what receives `body`, and then what comes behind it."""
+    first = [body]
+
+    async def replayed() -> MutableMapping[str, Any]:
+        if first:
+            return {"type": "http.request", "body": first.pop(), "more_body": False}
+        return await receive()
+
+    return replayed
+
+
+class OperatorServer:
+    """Serves one engine's operators until `stop`."""
+
+    def __init__(self, listener: OperatorSocket, app: AsgiApp, token: bytes, counters: Counters) -> None:
+        """Start the thread. `listener` is closed at the end."""
+        self._listener, self._counters = listener, counters
+        config = Config(
+            Guard(app, token, counters), http=self._protocol(), interface="asgi3", loop="none", ws="none",
+            lifespan="off", log_config=None, proxy_headers=False, server_header=False, date_header=False,
+            h11_max_incomplete_event_size=HEADER_BYTES_MAX, backlog=CONNECTIONS_MAX,
+        )  # fmt: skip
+        self._server = uvicorn.Server(config)
+        self.loop = LoopThread("kvpipe-manage", tasks=(self._serve,))
+
+    def stop(self) -> None:
+        """Answer nobody any more. Idempotent."""
+        self.loop.stop()
+        self._listener.close()
+
+    async def _serve(self) -> None:
+        try:
+            await self._server.serve(sockets=[self._listener.socket])
+        finally:
+            for server in getattr(self._server, "servers", ()):
+                server.close()
+            for connection in list(self._server.server_state.connections):
+                connection.transport.abort()
+
+    def _protocol(self) -> type[H11Protocol]:
+        counters, oldest_first = self._counters, dict[Any, None]()
+
+        class Bounded(H11Protocol):
+            """A connection that does not live long, and of which there are few: the oldest idle one makes room."""
+
+            def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  (uvicorn's)
+                super().__init__(*args, **kwargs)
+                self.access_log = False
+                self._end: Any = None
+
+            def connection_made(self, transport: Any) -> None:  # noqa: ANN401
+                """One more."""
+                super().connection_made(transport)
+                if len(oldest_first) >= CONNECTIONS_MAX:
+                    idle = next((one for one in oldest_first if one.cycle is None), self)
+                    oldest_first.pop(idle, None)
+                    counters.count("manage_refused", "connections")
+                    idle.transport.abort()
+                    if idle is self:
+                        return
+                oldest_first[self] = None
+                self._end = self.loop.call_later(CONNECTION_S_MAX, self._over)
+
+            def connection_lost(self, exc: Exception | None) -> None:
+                """One less."""
+                oldest_first.pop(self, None)
+                if self._end is not None:
+                    self._end.cancel()
+                super().connection_lost(exc)
+
+            def _over(self) -> None:
+                counters.count("manage_refused", "slow")
+                self.transport.abort()
+
+        return Bounded

@@ -1,0 +1,65 @@
+"""Starts the management interface of an engine, or says why it cannot. Imports nothing of it before."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from kvpipe.config import Settings
+from kvpipe.errors import ConfigError
+from kvpipe.listening import Address, OperatorSocket
+from kvpipe.tiers.spec import secret
+
+if TYPE_CHECKING:
+    from kvpipe.manage.engine import ManagedEngine
+    from kvpipe.manage.server import OperatorServer
+    from kvpipe.trace.log import Counters
+
+TOKEN_CHARS_MIN: Final = 16
+
+
+def read_token(settings: Settings) -> bytes:
+    """Return the token that every request must have.
+
+    Raises:
+        ConfigError: it cannot be read, may be read by others, or is too short.
+
+    """
+    file, why = settings.manage_token_file, ""
+    try:
+        if file is not None and file.stat().st_mode & 0o077:
+            why = "manage_token_file: it may be read by others than its owner; chmod 0600 it"
+    except (OSError, ValueError):
+        pass  # said where it is read
+    try:
+        found = secret(settings.manage_token_env, file, "manage_token")
+    except ValueError as error:
+        raise ConfigError(f"kvpipe: {error}") from None
+    if found is None:
+        why = f"manage={settings.manage!r} without a token; set manage_token_file or manage_token_env"
+    elif not why and len(found.get_secret_value()) < TOKEN_CHARS_MIN:
+        why = f"manage_token: it has fewer than {TOKEN_CHARS_MIN} characters; make one with `openssl rand -hex 32`"
+    if why or found is None:
+        raise ConfigError(f"kvpipe: {why}")
+    token = found.get_secret_value()
+    if not token.isascii() or not token.isprintable() or " " in token:
+        raise ConfigError(
+            "kvpipe: manage_token: it has other than printable ASCII characters; use `openssl rand -hex 32`"
+        )
+    return token.encode()
+
+
+def start(settings: Settings, engine: ManagedEngine, name: str, counters: Counters) -> OperatorServer:
+    """Serve `engine`, called `name`, from now on.
+
+    Raises:
+        ConfigError: the token or the address cannot be used, or the extra is not installed.
+
+    """
+    token = read_token(settings)
+    try:
+        from kvpipe.manage.api import make_app  # noqa: PLC0415  (an extra)
+        from kvpipe.manage.server import OperatorServer  # noqa: PLC0415
+    except ImportError as error:
+        raise ConfigError(f"kvpipe: manage needs {error.name}; pip install 'kvpipe[manage]'") from None
+    app = make_app(engine, counters)
+    return OperatorServer(OperatorSocket(Address.parse(settings.manage), name, "manage"), app, token, counters)

@@ -1,0 +1,64 @@
+"""A real engine answers its operators while it serves and while it idles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpipe.errors import ConfigError
+from kvpipe.listening import Address
+from kvpipe.manage.client import ask
+from tests.engine.common import assert_clean, engine, prompt
+
+pytestmark = pytest.mark.engine
+TOKEN = "t0" * 16
+
+
+def test_an_engine_answers_its_operators(tmp_path: Path) -> None:
+    """A lookup says what the next request loads, of its salt alone; a switch counts; a second engine is refused."""
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text(TOKEN, encoding="utf-8")
+    keys = {"manage": f"unix:{tmp_path}/{{engine}}.sock", "manage_token_file": str(token)}
+    with engine(kvpipe=keys, enable_prefix_caching=False) as live:
+        (path,) = tmp_path.glob("*.sock")
+
+        def call(method: str, what: str, body: object = None) -> Any:
+            return ask(Address(str(path), "", 0), TOKEN, method, f"/v1/{what}", body)
+
+        long, salted = prompt(611, 1), prompt(300, 2)
+        assert call("GET", "state")["step"] == 0  # it has never stepped
+        assert call("POST", "lookup", {"tokens": long})["held_tokens"] == 0
+        live.generate([long])
+        live.generate([salted], salt="tenant")
+        live.settle()
+        assert call("POST", "lookup", {"tokens": long})["held_tokens"] == 611 // 32 * 32
+        assert call("POST", "lookup", {"tokens": salted})["held_tokens"] == 0
+        assert call("POST", "lookup", {"tokens": salted, "cache_salt": "tenant"})["held_tokens"] == 300 // 32 * 32
+        loaded = live.connector.stats().get("tokens_loaded", 0)
+        live.add(long, 30, request_id="reader")
+        live.step()
+        (row,) = call("GET", "state")["requests_shown"]
+        assert row["request"].startswith("reader")
+        assert call("PUT", "switches", {"freeze": True})["freeze"]
+        live.drain()
+        assert live.connector.stats()["tokens_loaded"] == loaded + 611 // 32 * 32
+        live.generate([prompt(200, 3)])
+        assert call("POST", "lookup", {"tokens": prompt(200, 3)})["held_tokens"] == 0
+        assert not call("PUT", "switches", {"freeze": False, "bypass": True})["freeze"]
+        live.generate([long])
+        assert live.connector.stats()["tokens_loaded"] == loaded + 611 // 32 * 32
+        call("PUT", "switches", {"bypass": False})
+        live.generate([prompt(200, 3)])
+        live.settle()
+        assert call("POST", "lookup", {"tokens": prompt(200, 3)})["held_tokens"] == 200 // 32 * 32
+        counted = call("GET", "counters")
+        assert (counted["freeze_on"], counted["bypass_on"], counted["leases"]) == (1, 1, 0)
+        with pytest.raises(ValueError, match=r"refused \(422\): tokens: 2000 are more than this engine's 1024"):
+            call("POST", "lookup", {"tokens": [1] * 2000})
+        with pytest.raises(ConfigError, match="a running engine listens there"):
+            live.connector._serve_operators(live.core.vllm_config, live.connector.scheduler, 32, path.stem)
+        assert_clean(live)
+    assert not path.exists()

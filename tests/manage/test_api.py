@@ -1,0 +1,192 @@
+"""What operators are told, and what they can switch."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from kvpipe import __version__
+from kvpipe.cli import main as cli
+from kvpipe.connectors.vllm.trial.scheduler_world import UNIT
+from kvpipe.manage import models
+from kvpipe.manage.engine import ManagedEngine
+from kvpipe.testing.catalog_integrity import check_integrity
+from tests.manage.conftest import Managed
+
+
+def prompt(name: str, tokens: int) -> dict[str, Any]:
+    """A prompt like the request of that name."""
+    return {"tokens": list(range(tokens)), "cache_salt": name}
+
+
+def test_state(managed: Managed) -> None:
+    """The state says what the pool holds, who holds what, and what is under way."""
+    world = managed.world
+    managed.save("a", 20)
+    loading = world.request("b", 3)
+    world.admit(loading)
+    (job,) = world.step(loading)
+    told = managed.good("GET", "/v1/state")
+    assert (told["kvpipe"], told["engine"], told["namespace"]) == (__version__, "e1", "")
+    pool, side = told["pool"], managed.side
+    assert (pool["slots"], pool["slots_used"]) == (side.catalog.slots, 3)
+    assert pool["bytes_used"] == 3 * side.geometry.slot_bytes
+    assert pool["pieces_writing"] == 1
+    assert told["jobs"] == {"saves": 1, "loads": 0, "tier_orders": 0}
+    rows = {row["request"]: row for row in told["requests_shown"]}
+    assert rows["a"]["saved_tokens"] == 20 * UNIT
+    assert (told["requests"], told["step"], told["saving"]) == (2, 2, True)
+    world.succeed(job)
+    shown = managed.good("GET", "/v1/state?requests_max=1")
+    assert (len(shown["requests_shown"]), shown["requests"], shown["jobs"]["saves"]) == (1, 2, 0)
+
+
+def test_who_holds_chunks_is_shown(managed: Managed) -> None:
+    """A request whose load is under way holds its chunks, until it is over."""
+    managed.save("a", 32)
+    again = managed.world.request("a", 33)
+    again.request_id = "reader"
+    managed.world.admit(again)
+    jobs = managed.world.step(again)
+    told = managed.good("GET", "/v1/state")
+    assert [row["chunks_held"] for row in told["requests_shown"] if row["request"] == "reader"] == [2]
+    assert told["pool"]["leases"] == 2
+    managed.world.succeed(*jobs)
+    assert managed.good("GET", "/v1/state")["pool"]["leases"] == 0
+
+
+def test_counters(managed: Managed) -> None:
+    """Counters and gauges by name, those of the interface among them."""
+    managed.save("a", 4)
+    told = managed.good("GET", "/v1/counters")
+    assert told["units_saved"] == 4
+    assert told["slots_used"] == 1
+    assert told["manage_requests"] == 1
+
+
+def test_lookup(managed: Managed) -> None:
+    """Held is what a request with this prompt would find: whole units, from the beginning, of its salt alone."""
+    managed.save("a", 20)
+    assert managed.good("POST", "/v1/lookup", prompt("a", 20 * UNIT)) == {
+        "tokens": 20 * UNIT,
+        "held_tokens": 20 * UNIT,
+        "why": "",
+    }
+    longer = managed.good("POST", "/v1/lookup", prompt("a", 25 * UNIT + 1))
+    assert (longer["held_tokens"], longer["why"]) == (20 * UNIT, "not_saved")
+    other = managed.good("POST", "/v1/lookup", prompt("b", 20 * UNIT))
+    assert (other["held_tokens"], other["why"]) == (0, "not_saved")
+    short = managed.good("POST", "/v1/lookup", {"tokens": [1]})
+    assert (short["tokens"], short["held_tokens"], short["why"]) == (1, 0, "below_minimum")
+    check_integrity(managed.side.catalog)
+
+
+def test_lookup_of_an_adapters_prompt(managed: Managed) -> None:
+    """Keys of an adapter's prompts end in its bytes, as far as all ranks hold the same."""
+    asked = prompt("a", 4 * UNIT) | {"adapter": {"name": "x", "number": 7, "path": "/x"}}
+    managed.save("a", 4)
+    assert managed.good("POST", "/v1/lookup", asked)["why"] == "adapter"
+    managed.side.adapters.told({0: {7: b"bytes"}}, 1)
+    assert managed.good("POST", "/v1/lookup", asked)["held_tokens"] == 0
+    request = managed.world.request("c", 4)
+    request.block_hashes = [key + b"bytes" for key in managed.world.request("a", 4).block_hashes]
+    managed.world.prefixes |= dict.fromkeys(request.block_hashes, request.block_hashes)
+    managed.world.admit(request)
+    managed.world.succeed(*managed.world.step(request))
+    assert managed.good("POST", "/v1/lookup", asked)["held_tokens"] == 4 * UNIT
+    assert managed.good("GET", "/v1/state")["adapters"] == [{"number": 7, "digest": b"bytes".hex()}]
+
+
+def test_switches(managed: Managed) -> None:
+    """A switch counts from the next step on; both at once contradict each other."""
+    assert managed.good("PUT", "/v1/switches", {"freeze": True}) == {"freeze": True, "bypass": False}
+    request = managed.world.request("a", 4)
+    managed.world.admit(request)
+    assert managed.world.step(request) == []
+    status, told = managed.ask("PUT", "/v1/switches", {"bypass": True})
+    assert (status, told) == (422, {"error": "bypass contradicts freeze (it serves no hits); switch one of them off"})
+    assert managed.good("GET", "/v1/switches") == {"freeze": True, "bypass": False}
+    assert managed.good("PUT", "/v1/switches", {"freeze": False, "bypass": True}) == {"freeze": False, "bypass": True}
+    assert managed.good("PUT", "/v1/switches", {"bypass": False}) == {"freeze": False, "bypass": False}
+    assert len(managed.world.step(request)) == 1
+    assert managed.refused("request") == 1
+
+
+def test_openapi_says_all(managed: Managed) -> None:
+    """The description has every path, and is for who has the token."""
+    told = managed.good("GET", "/openapi.json")
+    assert set(told["paths"]) == {"/v1/state", "/v1/counters", "/v1/switches", "/v1/lookup"}
+    assert managed.ask("GET", "/openapi.json", token="")[0] == 401
+    assert managed.ask("GET", "/docs")[0] == 404
+
+
+def test_what_changes_meanwhile_is_looked_at_again(managed: Managed) -> None:
+    """States and lookups are made beside the scheduler's thread, which goes on; none of them fails."""
+    over, failed = threading.Event(), list[BaseException]()
+
+    async def look(engine: ManagedEngine) -> None:
+        while not over.is_set():
+            engine.state(100)
+            engine.counters()
+            await engine.lookup(models.Prompt(**prompt("r1", 20 * UNIT)))
+
+    def run() -> None:
+        try:
+            anyio.run(look, managed.engine)
+        except BaseException as error:  # noqa: BLE001
+            failed.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    for turn in range(300):
+        request = managed.save(f"r{turn}", 1 + turn % 40)
+        if turn % 3:
+            managed.side.finished(request)
+    over.set()
+    thread.join()
+    assert failed == []
+    check_integrity(managed.side.catalog)
+
+
+def test_the_command(managed: Managed, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """`kvpipe engine` asks the same, of an address or of the configuration's."""
+    managed.save("a", 20)
+    at = ["--at", str(managed.address), "--token-file", str(tmp_path / "token")]
+    assert cli.main(["engine", "state", *at]) == 0
+    assert "pool.slots_used" in capsys.readouterr().out
+    (tmp_path / "ids").write_text(str(list(range(20 * UNIT))), encoding="utf-8")
+    assert cli.main(["engine", "lookup", f"@{tmp_path}/ids", "--salt", "a", "--json", *at]) == 0
+    assert f'"held_tokens": {20 * UNIT}' in capsys.readouterr().out
+    assert cli.main(["engine", "switch", "--freeze", "on", *at]) == 0
+    assert managed.side.switches.freeze
+    assert cli.main(["engine", "switch", "--bypass", "on", *at]) == 2
+    assert "refused (422): bypass contradicts freeze" in capsys.readouterr().err
+    assert cli.main(["engine", "counters", *at]) == 0
+    assert "manage_requests" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["lookup", "1,x"], "tokens are whole numbers"),
+        (["lookup", "@/nowhere"], "/nowhere cannot be read"),
+        (["lookup", "1", "--adapter", "x", "y", "z"], "its number is a whole number"),
+        (["switch"], "say --freeze on|off"),
+        (["state", "--at", "here"], "write 'unix:/"),
+        (["state", "--at", "unix:/run/{engine}.sock"], "say --at with the engine's name"),
+        (["state", "--at", "unix:/nowhere/x.sock"], "no engine answers at unix:/nowhere/x.sock"),
+    ],
+)
+def test_the_command_says_what_is_wrong(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """One sentence and status 2."""
+    file = tmp_path / "token"
+    file.write_text("x" * 32, encoding="utf-8")
+    at = [] if "--at" in words else ["--at", "127.0.0.1:1"]
+    assert cli.main(["engine", *words, *at, "--token-file", str(file)]) == 2
+    assert says in capsys.readouterr().err

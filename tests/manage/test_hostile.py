@@ -1,0 +1,273 @@
+"""Who has no token, says nonsense, says too much or nothing at all costs the engine next to nothing, and is counted."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import resource
+import socket
+import stat
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpipe.config import load_settings
+from kvpipe.errors import ConfigError
+from kvpipe.listening import Address, OperatorSocket
+from kvpipe.manage import server
+from kvpipe.manage.client import connect
+from kvpipe.manage.start import read_token
+from kvpipe.testing.pipeline_rig import WAIT_S
+from tests.manage.conftest import TOKEN, Managed, settings
+
+_HEAD = f"POST /v1/lookup HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n".encode()
+
+
+@pytest.mark.parametrize("token", ["", "t0", "t0" * 16 + "x", "x" * 9000])
+@pytest.mark.parametrize("path", ["/v1/state", "/v1/nothing", "/openapi.json"])
+def test_without_the_token_nothing_is_said(managed: Managed, token: str, path: str) -> None:
+    """Not even which paths there are."""
+    status, told = managed.ask("GET", path, token=token)
+    assert (status, list(told)) == (401, ["error"])
+    assert managed.refused("token") == 1
+
+
+def test_a_body_without_the_token_is_not_read(managed: Managed) -> None:
+    """The answer comes before the body."""
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(WAIT_S)
+        client.connect(managed.address.path)
+        client.sendall(b"POST /v1/lookup HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n")
+        assert client.recv(100).startswith(b"HTTP/1.1 401")
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_huge_body_is_not_read_to_its_end(managed: Managed, chunked: bool) -> None:
+    """Whether it says how long it is, or not."""
+    connection = connect(managed.address)
+    connection.timeout = WAIT_S
+    size = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: 99999999999999999999"[:40]
+    connection.connect()
+    client = connection.sock
+    assert client is not None
+    client.sendall(_HEAD + size + b"\r\n\r\n")
+    block = b"10000\r\n" + b"1" * 0x10000 + b"\r\n"
+    told = b""
+    with contextlib.suppress(OSError):  # it may have closed meanwhile
+        for _ in range(64 if chunked else 0):  # four times as much as is taken
+            client.sendall(block)
+    with contextlib.suppress(ConnectionError):
+        told = client.recv(100)
+    assert told == b"" or told.startswith((b"HTTP/1.1 413", b"HTTP/1.1 400"))
+    connection.close()
+    assert managed.ask("GET", "/v1/switches")[0] == 200
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"", b"{", b"[]", b"null", b'{"tokens": []}', b'{"tokens": [-1]}', b'{"tokens": [2147483648]}',
+        b'{"tokens": [1.5]}', b'{"tokens": ["1"]}', b'{"tokens": [true]}', b'{"tokens": "abc"}',
+        b'{"tokens": [1], "salt": "a"}', b'{"tokens": [1], "cache_salt": ""}', b'{"tokens": [1], "cache_salt": 1}',
+        b'{"tokens": [1], "adapter": "x"}', b'{"tokens": [1], "adapter": {"name": "x", "number": 0, "path": "/x"}}',
+        b'{"tokens": [' + b"1," * 300_000 + b"1]}", b"[" * 500_000, b'{"tokens": [' + b"9" * 500_000 + b"]}",
+        b"\xff\xfe", b'{"tokens": [1e999]}', b'{"tokens": [NaN]}',
+    ],
+)  # fmt: skip
+def test_nonsense_is_refused_in_a_sentence(managed: Managed, raw: bytes) -> None:
+    """And is not said again."""
+    status, told = managed.ask("POST", "/v1/lookup", raw=raw)
+    assert (status in {400, 422}, list(told)) == (True, ["error"])
+    assert len(json.dumps(told)) < 600
+    assert managed.refused("request") == 1
+
+
+@pytest.mark.parametrize("body", [{"freeze": 1}, {"freeze": "on"}, {"frieze": True}, {"freeze": True, "bypass": True}])
+def test_switches_are_meant(managed: Managed, body: dict[str, Any]) -> None:
+    """Nothing is guessed, and nothing is switched."""
+    assert managed.ask("PUT", "/v1/switches", body)[0] == 422
+    assert managed.good("GET", "/v1/switches") == {"freeze": False, "bypass": False}
+
+
+def test_a_slow_client_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it sends its header, or its body, bit by bit, or reads nothing."""
+    monkeypatch.setattr(server, "CONNECTION_S_MAX", 0.3)
+    managed = Managed(tmp_path)
+    beginnings = (b"", b"GET /v1/st", _HEAD + b"Content-Length: 10\r\n\r\n123")
+    clients = [socket.socket(socket.AF_UNIX) for _ in beginnings]
+    for client, begin in zip(clients, beginnings, strict=True):
+        client.settimeout(WAIT_S)
+        client.connect(managed.address.path)
+        with contextlib.suppress(OSError):
+            client.sendall(begin)
+    for client in clients:
+        with contextlib.suppress(ConnectionError):
+            assert client.recv(1000) == b""
+        client.close()
+    assert managed.refused("slow") == 3
+    managed.server.stop()
+
+
+def test_a_thousand_connections(managed: Managed) -> None:
+    """Few are kept, and the newest is served: whoever comes with the token is heard."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4096)), hard))
+    clients = []
+    try:
+        for _ in range(1000):
+            clients.append(connect(managed.address))
+            clients[-1].connect()
+        assert managed.ask("GET", "/v1/switches")[0] == 200
+        assert managed.refused("connections") >= 1000 - server.CONNECTIONS_MAX
+    finally:
+        for client in clients:
+            client.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_what_fails_inside_is_counted(managed: Managed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bug costs an answer, no more."""
+    monkeypatch.setattr(managed.side, "stats", lambda: 1 / 0)
+    assert managed.ask("GET", "/v1/counters")[0] == 500
+    assert managed.ask("GET", "/v1/switches")[0] == 200
+    managed.server.stop()
+    assert managed.side.counters["contained_error"] == 1
+
+
+def test_other_loggers_are_left_alone(managed: Managed) -> None:
+    """An API server in the same process keeps its access log, and gets none of ours."""
+    log = logging.getLogger("uvicorn.access")
+    assert log.propagate
+    managed.good("GET", "/v1/switches")
+
+
+def test_it_ends(tmp_path: Path) -> None:
+    """The thread ends with connections open, and its socket is gone."""
+    before = threading.active_count()
+    managed = Managed(tmp_path)
+    client = socket.socket(socket.AF_UNIX)
+    client.connect(managed.address.path)
+    managed.server.stop()
+    managed.server.stop()
+    client.close()
+    assert threading.active_count() == before
+    assert not Path(managed.address.path).exists()
+
+
+# ---- where it listens -----------------------------------------------------------------------------------------------
+
+
+def test_the_socket_is_its_users_alone(managed: Managed) -> None:
+    """Mode 0600, named after the engine."""
+    found = Path(managed.address.path).stat()
+    assert stat.S_ISSOCK(found.st_mode)
+    assert stat.S_IMODE(found.st_mode) == 0o600
+    assert managed.address.path.endswith("/e1.sock")
+
+
+def test_a_port(tmp_path: Path) -> None:
+    """Over TCP the same; a second engine there is refused before it serves."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        at = f"127.0.0.1:{free.getsockname()[1]}"
+    managed = Managed(tmp_path, manage=at)
+    assert managed.ask("GET", "/v1/switches")[0] == 200
+    with pytest.raises(ConfigError, match=rf"manage='{at}': Address already in use; use 'unix:/FOLDER/\{{engine\}}"):
+        Managed(tmp_path, manage=at)
+    managed.server.stop()
+
+
+def test_two_engines_at_one_path(managed: Managed, tmp_path: Path) -> None:
+    """The second is refused, and the first goes on; with `{engine}` each has its own."""
+    with pytest.raises(ConfigError, match="a running engine listens there; use 'unix:/FOLDER/"):
+        Managed(tmp_path)
+    assert managed.ask("GET", "/v1/switches")[0] == 200
+    other = OperatorSocket(Address.parse(managed.settings.manage), "../e2", "manage")
+    assert other.address.path == f"{tmp_path}/.._e2.sock"
+    other.close()
+
+
+def test_what_a_dead_engine_left_is_replaced(tmp_path: Path) -> None:
+    """A socket that nobody listens at is no engine."""
+    left = socket.socket(socket.AF_UNIX)
+    left.bind(str(tmp_path / "e1.sock"))
+    left.close()
+    managed = Managed(tmp_path)
+    assert managed.ask("GET", "/v1/switches")[0] == 200
+    managed.server.stop()
+
+
+def test_something_else_is_not_replaced(tmp_path: Path) -> None:
+    """A file, a folder, a link at the path, or no folder: a sentence."""
+    (tmp_path / "e1.sock").write_text("precious", encoding="utf-8")
+    with pytest.raises(ConfigError, match="it is a file"):
+        Managed(tmp_path)
+    assert (tmp_path / "e1.sock").read_text(encoding="utf-8") == "precious"
+    with pytest.raises(ConfigError, match="No such file or directory"):
+        Managed(tmp_path, manage=f"unix:{tmp_path}/none/x.sock")
+    with pytest.raises(ConfigError, match="at most 107 bytes"):
+        Managed(tmp_path, manage=f"unix:{tmp_path}/{'x' * 120}")
+
+
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [
+        ("0.0.0.0:80", "this machine alone"), ("10.1.2.3:80", "this machine alone"), ("example.com:80", "this machine"),
+        ("127.0.0.1", "write 'unix:"), ("127.0.0.1:0", "write 'unix:"), ("127.0.0.1:70000", "write 'unix:"),
+        ("unix:x.sock", "absolute path"), ("8700", "write 'unix:"), ("unix:/a\0b", "write 'unix:"),
+    ],
+)  # fmt: skip
+def test_other_machines_cannot_reach_it(address: str, says: str) -> None:
+    """What is no address of this machine's own is refused with the configuration."""
+    with pytest.raises(ConfigError, match=says):
+        load_settings({"manage": address})
+
+
+def test_addresses() -> None:
+    """As they are written and read."""
+    for text in ("127.0.0.1:8700", "[::1]:8700", "unix:/run/{engine}.sock"):
+        assert str(Address.parse(text)) == text
+    assert str(Address.parse("localhost:80")) == "127.0.0.1:80"
+
+
+def test_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No token, a short one, one that others may read or that no header can hold: a sentence, and no token in it."""
+    good = settings(tmp_path)
+    assert read_token(good) == TOKEN.encode()
+    monkeypatch.setenv("OPERATORS", "word" * 8)
+    by_env = load_settings({"manage": "127.0.0.1:1", "manage_token_env": "OPERATORS"})
+    assert read_token(by_env) == b"word" * 8
+    with pytest.raises(ConfigError, match="without a token; set manage_token_file"):
+        read_token(load_settings({"manage": "127.0.0.1:1"}))
+    for text, says in (("short", "fewer than 16"), ("two words, or three", "printable ASCII"), ("ü" * 20, "printable")):
+        (tmp_path / "token").write_text(text, encoding="utf-8")
+        with pytest.raises(ConfigError, match=says) as caught:
+            read_token(good)
+        assert text not in str(caught.value)
+    (tmp_path / "token").chmod(0o644)
+    with pytest.raises(ConfigError, match="may be read by others"):
+        read_token(good)
+    (tmp_path / "token").unlink()
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_token(good)
+
+
+def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where FastAPI is not installed, the remedy is said."""
+    monkeypatch.delitem(sys.modules, "kvpipe.manage.api", raising=False)
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    with pytest.raises(ConfigError, match=r"pip install 'kvpipe\[manage\]'"):
+        Managed(tmp_path)
+
+
+def test_http_is_http(managed: Managed) -> None:
+    """Bytes that are no request are answered so."""
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(WAIT_S)
+        client.connect(managed.address.path)
+        client.sendall(b"\x00\x01\x02 nonsense\r\n\r\n")
+        assert client.recv(100).startswith(b"HTTP/1.1 400")
