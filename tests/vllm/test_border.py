@@ -43,7 +43,7 @@ def test_a_layers_hook_that_raises_is_counted(connector: Any, rig: Rig, hook: st
     assert connector.counters["contained_error"] == 1
 
 
-@pytest.mark.parametrize("bad", ["worker", "scheduler", "control", "claim", "writer", "all"])
+@pytest.mark.parametrize("bad", ["worker", "scheduler", "manage", "control", "claim", "writer", "all"])
 def test_all_ends_though_one_raises(connector: Any, bad: str) -> None:
     """A thread, the cache's name, the trace's last lines: each is given up, whatever happened before."""
     ended = []
@@ -53,10 +53,11 @@ def test_all_ends_though_one_raises(connector: Any, bad: str) -> None:
         if bad in {name, "all"}:
             _boom()
 
-    for name, method in (("worker", "shutdown"), ("scheduler", "shutdown"), ("control", "stop"), ("claim", "release")):
+    ends = {"worker": "shutdown", "scheduler": "shutdown", "manage": "stop", "control": "stop", "claim": "release"}
+    for name, method in ends.items():
         part = SimpleNamespace(**{method: lambda name=name: end(name)})
         setattr(connector, name if method == "shutdown" else f"_{name}", part)
     connector.writer = SimpleNamespace(close=lambda: end("writer"))
     connector.shutdown()
-    assert ended == ["worker", "scheduler", "control", "claim", "writer"]
+    assert ended == ["worker", "scheduler", "manage", "control", "claim", "writer"]
     assert connector.counters["contained_error"] == 1
