@@ -33,9 +33,9 @@ class Prompt(_FromOperator):
 
     tokens: Annotated[list[Token], Field(min_length=1, max_length=TOKENS_MAX)] = Field(description="Token ids.")
     cache_salt: Annotated[str, Field(min_length=1, max_length=SALT_CHARS_MAX)] | None = Field(
-        None, description="vLLM's `cache_salt` of its requests."
+        default=None, description="vLLM's `cache_salt` of its requests."
     )
-    adapter: AdapterOf | None = Field(None, description="Of requests with a LoRA adapter.")
+    adapter: AdapterOf | None = Field(default=None, description="Of requests with a LoRA adapter.")
 
 
 class HeldTokens(_ToOperator):

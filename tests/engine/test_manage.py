@@ -58,7 +58,9 @@ def test_an_engine_answers_its_operators(tmp_path: Path) -> None:
         assert (counted["freeze_on"], counted["bypass_on"], counted["leases"]) == (1, 1, 0)
         with pytest.raises(ValueError, match=r"refused \(422\): tokens: 2000 are more than this engine's 1024"):
             call("POST", "lookup", {"tokens": [1] * 2000})
+        side = live.connector.scheduler
+        assert side is not None
         with pytest.raises(ConfigError, match="a running engine listens there"):
-            live.connector._serve_operators(live.core.vllm_config, live.connector.scheduler, 32, path.stem)
+            live.connector._serve_operators(live.core.vllm_config, side, 32, path.stem)
         assert_clean(live)
     assert not path.exists()
