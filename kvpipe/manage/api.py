@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Annotated, Any
 
+import msgspec
 from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -17,6 +19,9 @@ from kvpipe.trace.log import Counters
 REQUESTS_SHOWN_MAX = 1000
 _UNPROCESSABLE, _FAILED = 422, 500
 _ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": models.Refused} for status in (401, 413, _UNPROCESSABLE)}
+
+(_PROMPT,), _PROMPT_PARTS = msgspec.json.schema_components((models.Prompt,), ref_template="#/components/schemas/{name}")
+_PROMPT_BODY = {"requestBody": {"required": True, "content": {"application/json": {"schema": _PROMPT}}}}
 
 
 def make_app(engine: ManagedEngine, counters: Counters) -> FastAPI:
@@ -46,13 +51,28 @@ def make_app(engine: ManagedEngine, counters: Counters) -> FastAPI:
         """Set switches, from the next step on, and return all."""
         return engine.switch(wanted)
 
-    @app.post("/v1/lookup")
-    async def lookup(prompt: models.Prompt) -> models.HeldTokens:
+    @app.post("/v1/lookup", openapi_extra=_PROMPT_BODY)
+    async def lookup(request: Request) -> models.HeldTokens:
         """Return how much of a prompt is held in memory. Changes nothing."""
-        return await engine.lookup(prompt)
+        return await engine.lookup(_prompt(await request.body()))
 
     _add_refusals(app, counters)
+    app.openapi = functools.partial(_described, app)  # type: ignore[method-assign]
     return app
+
+
+def _prompt(body: bytes) -> models.Prompt:
+    try:
+        return msgspec.json.decode(body, type=models.Prompt)
+    except (ValueError, RecursionError) as error:
+        raise BadRequestError(config_errors.reason(str(error))) from None
+
+
+def _described(app: FastAPI) -> dict[str, Any]:
+    """Return what OpenAPI says of it, with what FastAPI does not read itself."""
+    if app.openapi_schema is None:
+        FastAPI.openapi(app)["components"]["schemas"] |= _PROMPT_PARTS
+    return FastAPI.openapi(app)
 
 
 def _add_refusals(app: FastAPI, counters: Counters) -> None:
