@@ -33,7 +33,7 @@ class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A prompt without images. All that is given decides under which keys its KV is kept.
 
     `tokens`: token ids. `cache_salt`: vLLM's of its requests. Read by msgspec: while a long list is read, the engine
-    waits for the interpreter, with pydantic ten times as long.
+    waits for the interpreter: with pydantic several times as long.
     """
 
     tokens: Annotated[
