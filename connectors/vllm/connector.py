@@ -46,7 +46,7 @@ from kvpipe.tiers.envelope import VERSION
 from kvpipe.tiers.guard import FIND, READ, WRITE, GuardedTier, MadeTier, guarded
 from kvpipe.tiers.registry import make_tier, named
 from kvpipe.trace.events import SCHEDULER, FreezeSwitched
-from kvpipe.trace.log import Counters, configure, warn
+from kvpipe.trace.log import Counters, configure, tell, warn
 from kvpipe.trace.setup import tracing
 from kvpipe.transfer.base import TransferEngine
 from kvpipe.worker.side import WorkerSide
@@ -290,9 +290,18 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         if "layouts" not in self._facts:
             return ""
         source = loaded_from(digest).source
+        self._tell_who_shares(source)
         if self._common and source:
             return support.fingerprint(shares.without_layout(self._facts) | {"common": self._common, "source": source})
         return self._also_of(digest)
+
+    @_contained(_nothing)
+    def _tell_who_shares(self, source: str) -> None:
+        """Count and log why other numbers of ranks find nothing of this engine's."""
+        staging = self.scheduler.staging if self.scheduler is not None else None
+        why = shares.bound_by(self._vllm_config, self._common, source)
+        if staging is not None and staging.space.bind(why) and why:
+            tell("tiers_of_one_layout", why=why, means=shares.BOUND_BY[why])
 
     def _also_of(self, digest: str) -> str:
         """Return the namespace of this layout alone, by what is in its ranks' memory, whatever it was loaded from."""

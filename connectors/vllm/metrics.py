@@ -41,6 +41,7 @@ METRICS: dict[str, Metric] = {
     "tier_bytes": Metric("counter", "flow", "Bytes read from and written to tiers, over all ranks."),
     "tier_seconds": Metric("counter", "flow", "Seconds that reads and writes of tiers took, added up."),
     "tiers_left": Metric("gauge", "flow", "1 while a tier is left alone because it fails."),
+    "layout_bound": Metric("gauge", "reason", "1 while only engines of this layout share its chunks, by the reason."),
     "preemptions": Metric("counter", "", "Preemptions of requests."),
     "evictions": Metric("counter", "", "Chunks evicted from the pool."),
     "transitions": Metric("counter", "machine", "Moves of the state machines."),

@@ -39,6 +39,18 @@ _OF_THE_LAYOUT: Final = ("tensor_parallel_size", "ranks", "groups", "layouts", "
 _BOUND: Final = Share()
 
 
+BOUND_BY: Final = {
+    "parallelism": "not heads alone are spread over ranks, but layers, tokens or experts, too",
+    "batch_invariant": "VLLM_BATCH_INVARIANT asks for every bit, and other numbers of ranks add up in another order",
+    "lora": "LoRA layers do not say how heads lie over ranks",
+    "caches": "some cache is not known to lie by heads: states, drafters, padding, scales per token, heads that do not "
+    "spread evenly; or ranks differ in their caches",
+    "quantized": "scales of quantized weights may differ by the number of ranks",
+    "weights": "not all weights were heard while they were loaded, or they have changed since",
+}
+"""Why other numbers of ranks find none of an engine's chunks in tiers, and it none of theirs."""
+
+
 class CacheLayer(NamedTuple):
     """One layer's cache on this rank, and its order, by vLLM's name."""
 
@@ -141,6 +153,22 @@ def common_facts(
         for group, share, split in zip(geometry.groups, found, splits, strict=True)
     ]
     return {"platform": [fact for fact in layout if not isinstance(fact, list)], "groups": groups}
+
+
+def bound_by(config: VllmConfig, common: str, source: str) -> str:
+    """Return why an engine shares with its own layout alone, of `BOUND_BY`; empty: it shares with others.
+
+    `common`: what all ranks' chunks depend on, however many there are. `source`: what was loaded. Empty: unknown.
+    """
+    if common and source:
+        return ""
+    if not tensor_parallel_only(config.parallel_config):
+        return "parallelism"
+    if envs.VLLM_BATCH_INVARIANT:
+        return "batch_invariant"
+    if not common:
+        return "lora" if config.lora_config is not None else "caches"
+    return "quantized" if config.model_config.quantization is not None else "weights"
 
 
 def without_layout(facts: dict[str, Any]) -> dict[str, Any]:

@@ -348,6 +348,7 @@ class SchedulerSide:
         values: Totals = {name: {"": value} for name, value in gauges.items()}
         if self.staging is not None:
             values["tiers_left"] = left(self.staging.finder.tiers)
+            values["layout_bound"] = self.staging.space.bound
         values |= {"hit_tokens": tell.hit_tokens, "missed_tokens": tell.missed_tokens, "misses": tell.misses}
         return values | {"faults": self.counters.faults, "trace_dropped": self.trace.losses}
 

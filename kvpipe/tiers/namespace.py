@@ -16,6 +16,8 @@ class Namespace:
         """Nothing is known."""
         self.base = ""
         self.second = ""
+        self.bound: dict[str, float] = {}
+        """Why only engines of one layout share it: 1 at the reason, 0 at those that were; none: others do, too."""
         self._own = ""
 
     @property
@@ -29,6 +31,12 @@ class Namespace:
     def also(self) -> str:
         """Where chunks with the same bytes may be, too; or nothing."""
         return "" if self._own or not self.base or self.second == self.base else self.second
+
+    def bind(self, why: str) -> bool:
+        """Only engines of one layout share it, by the reason; none: others do, too. Returns whether that is new."""
+        before = [reason for reason, holds in self.bound.items() if holds]
+        self.bound = dict.fromkeys(self.bound, 0.0) | ({why: 1.0} if why else {})
+        return before != ([why] if why else [])
 
     def renew(self) -> None:
         """Never again share what was kept so far, also where `base` becomes known only later."""

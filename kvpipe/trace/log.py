@@ -119,6 +119,12 @@ def warn(name: str, **fields: object) -> None:
         structlog.get_logger("kvpipe").warning(name, **fields)
 
 
+def tell(name: str, **fields: object) -> None:
+    """Log what is worth knowing, once; as `warn`."""
+    with contextlib.suppress(OSError, ValueError):
+        structlog.get_logger("kvpipe").info(name, **fields)
+
+
 def bounded(request: str) -> str:
     """Return what traces and logs call a request: its id, or the beginning and a digest of one that is very long."""
     if len(request) <= ID_CHARS_MAX:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
+from kvpipe.connectors.vllm import connector
 from kvpipe.connectors.vllm.trial.invariants import Watched
 from kvpipe.connectors.vllm.trial.shapes import SHAPES, Shape
 from kvpipe.connectors.vllm.trial.trial import Trial
@@ -305,6 +307,27 @@ def test_tiers_on_some_ranks_only() -> None:
         trial.kvpipe.set_xfer_handshake_metadata_pp_aware({(0, 0): one})
         assert not trial.side.staging.space.name
         assert trial.kvpipe.counters["tiers_not_on_all_ranks"] == 1
+    finally:
+        trial.close()
+
+
+def test_why_other_layouts_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told once, and counted for as long as it is so."""
+    told = list[dict[str, Any]]()
+    monkeypatch.setattr(connector, "tell", lambda name, **fields: told.append({"name": name, **fields}))
+    trial = Trial(SHAPES["two-tiers"], 2)
+    try:
+        assert trial.kvpipe is not None
+        assert [(one["name"], one["why"]) for one in told] == [("tiers_of_one_layout", "caches")]
+        assert trial.side.totals()["layout_bound"] == {"caches": 1.0}
+        ranks: Any = {(0, rank.index): rank.connector.get_handshake_metadata() for rank in trial.ranks}
+        for weights, bound in (("m", {"caches": 0.0, "weights": 1.0}), ("m=s", {"caches": 0.0, "weights": 0.0})):
+            for one in ranks.values():
+                one.common, one.weights = "c", weights
+            for _ in range(2):
+                trial.kvpipe.set_xfer_handshake_metadata_pp_aware(ranks)
+                assert trial.side.totals()["layout_bound"] == bound
+        assert [one["why"] for one in told] == ["caches", "weights"]
     finally:
         trial.close()
 

@@ -11,7 +11,7 @@ from vllm import envs
 from vllm.model_executor.layers.linear import QKVParallelLinear
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MLAAttentionSpec
 
-from kvpipe.connectors.vllm.shares import common_facts, shares, without_layout
+from kvpipe.connectors.vllm.shares import BOUND_BY, bound_by, common_facts, shares, without_layout
 from kvpipe.geometry import Geometry, Group, Layer
 from kvpipe.tiers.parts import Share
 
@@ -190,3 +190,27 @@ def test_facts_of_ranks_go() -> None:
     """What is left of an engine's facts says nothing of its ranks."""
     facts = {"model_dtype": "x", "tensor_parallel_size": 2, "ranks": 2, "groups": [], "layouts": [], "weights": ""}
     assert without_layout(facts) == {"model_dtype": "x"}
+
+
+def _config(*, ranks: int = 2, world: int = 2, lora: object = None, quantization: str | None = None) -> Any:
+    parallel = SimpleNamespace(
+        tensor_parallel_size=ranks, world_size=world, decode_context_parallel_size=1,
+        prefill_context_parallel_size=1, enable_expert_parallel=False, data_parallel_size=1,
+    )  # fmt: skip
+    return SimpleNamespace(
+        parallel_config=parallel, lora_config=lora, model_config=SimpleNamespace(quantization=quantization)
+    )
+
+
+def test_why_an_engine_shares_with_its_own_layout_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reason has a name and a sentence; the first that holds is told."""
+    told = {
+        bound_by(_config(world=4), "", "s"),
+        bound_by(_config(lora=object()), "", ""),
+        bound_by(_config(), "", "s"),
+        bound_by(_config(quantization="fp8"), "c", ""),
+        bound_by(_config(), "c", ""),
+    }
+    assert bound_by(_config(quantization="fp8", lora=object()), "c", "s") == ""
+    monkeypatch.setattr(envs, "VLLM_BATCH_INVARIANT", True)
+    assert told | {bound_by(_config(), "", "")} == BOUND_BY.keys()
