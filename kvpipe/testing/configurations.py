@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from kvpipe.testing.models import BASE, cache_dir
+from kvpipe.testing.models import BASE, QWEN3_NEXT, cache_dir
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     # a window in every layer; behind it nothing, one state for 4 tokens and an indexer, one state for 128 tokens
@@ -49,6 +49,19 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 1024,
             "beta_fast": 32,
             "beta_slow": 1,
+        },
+    },
+    # Kimi delta attention in the place of gated delta nets; see `tests/engine/kda.py`
+    "qwen3-next-kda": {
+        **QWEN3_NEXT,
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "linear_attn_config": {
+            "num_heads": 2,
+            "head_dim": 64,
+            "short_conv_kernel_size": 4,
+            "use_full_rank_gate": True,
+            "gate_lower_bound": -5.0,
         },
     },
 }

@@ -39,7 +39,7 @@ _MAMBA2: dict[str, Any] = {
     "mamba_expand": 2, "mamba_chunk_size": 32,
 }  # fmt: skip
 
-_QWEN3_NEXT: dict[str, Any] = {
+QWEN3_NEXT: dict[str, Any] = {
     "num_hidden_layers": 4, "layer_types": [*["linear_attention"] * 3, "full_attention"], "linear_num_value_heads": 2,
     "linear_num_key_heads": 2, "linear_key_head_dim": 64, "linear_value_head_dim": 64, "num_experts": 4,
     "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,
@@ -155,9 +155,9 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     # gated delta nets
-    "qwen3-next": ("Qwen3Next", _QWEN3_NEXT),
+    "qwen3-next": ("Qwen3Next", QWEN3_NEXT),
     # with a module that drafts (MTP); what follows a token depends on it more than on others: some drafts are right
-    "qwen3-next-mtp": ("Qwen3Next", {**_QWEN3_NEXT, "num_nextn_predict_layers": 1}),
+    "qwen3-next-mtp": ("Qwen3Next", {**QWEN3_NEXT, "num_nextn_predict_layers": 1}),
     # three layers of chunked local attention, and a full one without positions
     "llama4": (
         "Llama4Text",
@@ -342,7 +342,7 @@ def _add_mtp_layers(folder: Path, changes: dict[str, Any]) -> None:
     words = _random(VOCAB, width) / BASE["initializer_range"]
     tensors["model.embed_tokens.weight"] = words
     tensors["lm_head.weight"] = tensors["lm_head.weight"] + 1.5 * words.roll(1, 0)  # the next word, mostly
-    last = f"model.layers.{_QWEN3_NEXT['num_hidden_layers'] - 1}."
+    last = f"model.layers.{QWEN3_NEXT['num_hidden_layers'] - 1}."
     layer = {name.removeprefix(last): tensor for name, tensor in tensors.items() if name.startswith(last)}
     tensors |= {f"mtp.layers.0.{name}": tensor.clone() for name, tensor in layer.items()}
     tensors["mtp.fc.weight"] = torch.cat((8 * torch.eye(width), _random(width, width) / 6), dim=1)

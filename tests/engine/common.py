@@ -11,6 +11,7 @@ from typing import Any
 
 from kvpipe.connectors.vllm.trial.engine import Engine
 from kvpipe.testing.catalog_integrity import check_integrity
+from kvpipe.testing.configurations import CONFIGURATIONS, make_configuration
 from kvpipe.testing.models import VOCAB, make_model
 
 UNEXPECTED = (
@@ -43,7 +44,10 @@ def prompt(tokens: int, seed: int) -> list[int]:
 @contextmanager
 def engine(recipe: str = "llama", kvpipe: dict[str, Any] | None = None, **options: Any) -> Iterator[Engine]:
     """A real engine for a locally made model, closed at the end."""
-    made = Engine(str(make_model(recipe)), kvpipe=kvpipe, **options)
+    if recipe in CONFIGURATIONS:
+        options.setdefault("load_format", "dummy")
+    model = make_configuration(recipe) if recipe in CONFIGURATIONS else make_model(recipe)
+    made = Engine(str(model), kvpipe=kvpipe, **options)
     try:
         yield made
     finally:

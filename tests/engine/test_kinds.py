@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine import test_states
+from tests.engine import kda, test_states
 from tests.engine.common import assert_clean, engine, prompt
 from tests.engine.mamba1 import lend_kernels
 
@@ -33,6 +33,13 @@ def test_mamba1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lend_kernels(monkeypatch)
     test_states.test_hits_and_conversations("jamba", 128, {}, tmp_path)
     test_states.test_preempted_requests("jamba", 128, {})
+
+
+def test_kimi_delta_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The suite of states, with the layers of Kimi Linear and Kimi K3."""
+    kda.lend_kernels(monkeypatch)
+    test_states.test_hits_and_conversations("qwen3-next-kda", 128, {}, tmp_path)
+    test_states.test_preempted_requests("qwen3-next-kda", 128, {})
 
 
 def test_layers_that_share_kv() -> None:

@@ -73,7 +73,7 @@ def test_hits_and_conversations(recipe: str, chunk_tokens: int, options: dict[st
         assert assert_clean(live)["tokens_loaded"] == sum(held) + held[1] - 2 * unit
 
 
-@pytest.mark.parametrize(("recipe", "chunk_tokens", "options"), FAMILIES[:1])
+@pytest.mark.parametrize(("recipe", "chunk_tokens", "options"), FAMILIES)
 def test_preempted_requests(recipe: str, chunk_tokens: int, options: dict[str, Any]) -> None:
     """Requests that lose their blocks come back with what is held of them, and answer as ever."""
     prompts = [prompt(100 + 30 * i, 600 + i) for i in range(8)]

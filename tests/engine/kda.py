@@ -1,0 +1,109 @@
+"""Kimi delta attention on a CPU: vLLM's own layer, its states, their moves and plans; what it launches, in torch.
+
+Kimi Linear itself starts on no CPU: its latent attention is a class of its own, of kernels for CUDA alone. So its
+layers stand here in the place of the gated delta nets of Qwen3-Next, between full attention and experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import normalize, softplus
+
+
+def lend_kernels(patch: pytest.MonkeyPatch) -> None:
+    """Make a model of these layers out of Qwen3-Next, and put torch in the place of what they launch."""
+    from vllm.platforms import current_platform
+    from vllm.triton_utils import dispatcher
+
+    if not dispatcher._registry:  # its scan of all modules fails at what is imported below
+        current_platform.register_triton_kernel_overrides()
+    from vllm.model_executor.layers.mamba.ops.cpu.causal_conv1d import causal_conv1d_fn_cpu, causal_conv1d_update_cpu
+    from vllm.model_executor.model_loader import dummy_loader
+    from vllm.model_executor.models import qwen3_next
+    from vllm.models.kimi_k3 import KimiLinearForCausalLM
+    from vllm.models.kimi_k3.nvidia import kda, kda_metadata
+    from vllm.models.kimi_k3.nvidia.ops.third_party import kda as kernels
+    from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
+
+    class Layer(kda.KimiK3DeltaAttention):  # type: ignore[misc]
+        """As Qwen3-Next calls its own."""
+
+        def __init__(self, config: Any, vllm_config: Any, prefix: str, **_: Any) -> None:
+            super().__init__(config, vllm_config, prefix)
+
+        def forward(self, hidden_states: torch.Tensor, *_: Any) -> torch.Tensor:
+            """Positions count for nothing."""
+            out: torch.Tensor = super().forward(hidden_states, hidden_states)
+            return out
+
+    patch.setattr(qwen3_next, "QwenGatedDeltaNetAttention", Layer)
+    for what in ("dtype_from_config", "shape_from_config", "copy_func"):
+        name = f"get_mamba_state_{what}"
+        patch.setattr(qwen3_next.Qwen3NextForCausalLM, name, getattr(KimiLinearForCausalLM, name))
+    patch.setattr(dummy_loader, "initialize_single_dummy_weight", _draw)
+    patch.setattr(kda_metadata, "_mamba_get_block_table_tensor", mamba_get_block_table_tensor)
+    patch.setattr(kda, "gather_initial_states", _gather)
+    patch.setattr(kda, "causal_conv1d_fn", causal_conv1d_fn_cpu)
+    patch.setattr(kda, "causal_conv1d_update", causal_conv1d_update_cpu)
+    patch.setattr(kernels, "chunk_kda_with_fused_gate", _prefill)
+    patch.setattr(kernels, "fused_recurrent_kda_packed_decode", _decode)
+
+
+def _draw(tensor: torch.Tensor, *_: Any, **__: Any) -> None:
+    """Fill a weight with values that depend on its shape alone, wide enough that answers differ."""
+    generator = torch.Generator().manual_seed(sum(tensor.shape))
+    drawn = torch.randn(tensor.shape, generator=generator) * 0.12
+    tensor.data.copy_((drawn / 10 + 1 if tensor.dim() == 1 else drawn).to(tensor.dtype))
+
+
+def _gather(states: torch.Tensor, blocks: torch.Tensor, initial: torch.Tensor) -> torch.Tensor:
+    return torch.where(initial[:, None, None, None], states[blocks.long()], 0.0)
+
+
+def _step(
+    state: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gate: torch.Tensor, beta: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token of all heads: `state` is (heads, values, keys). As `fused_recurrent_kda_fwd_kernel`."""
+    state = state * torch.exp(gate)[:, None]
+    change = (v - (state * k[:, None]).sum(-1)) * beta[:, None]
+    state = state + change[..., None] * k[:, None]
+    return state, (state * q[:, None]).sum(-1)
+
+
+def _gates(raw: torch.Tensor, a_log: torch.Tensor, bias: torch.Tensor, bound: float | None) -> torch.Tensor:
+    """Return the logarithms of how much of a state is left, (tokens, heads, keys)."""
+    raw, decay = raw.float() + bias.view(raw.shape[1:]), torch.exp(a_log)[:, None]
+    return -decay * softplus(raw) if bound is None else bound * torch.sigmoid(decay * raw)
+
+
+def _prefill(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, raw_g: torch.Tensor, raw_beta: torch.Tensor, *,
+    A_log: torch.Tensor, g_bias: torch.Tensor, lower_bound: float | None, initial_state: torch.Tensor,
+    cu_seqlens: torch.Tensor, **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """As `chunk_kda_with_fused_gate`: tensors are (1, tokens, heads, width), a state for each request."""
+    gates, betas = _gates(raw_g[0], A_log, g_bias, lower_bound), torch.sigmoid(raw_beta[0].float())
+    q, k = normalize(q[0].float(), dim=-1) * q.shape[-1] ** -0.5, normalize(k[0].float(), dim=-1)
+    out, states = torch.zeros_like(v), initial_state.float().clone()
+    for request, (first, stop) in enumerate(zip(cu_seqlens.tolist(), cu_seqlens.tolist()[1:], strict=False)):
+        for t in range(first, stop):
+            states[request], out[0, t] = _step(states[request], q[t], k[t], v[0, t].float(), gates[t], betas[t])
+    return out, states
+
+
+def _decode(
+    mixed_qkv: torch.Tensor, raw_g: torch.Tensor, raw_beta: torch.Tensor, *, initial_state: torch.Tensor,
+    state_indices: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor, lower_bound: float | None, **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """As `fused_recurrent_kda_packed_decode`: one token of each request, whose state is written in place."""
+    blocks = state_indices.long()
+    q, k, v = (one.view(1, len(blocks), *raw_g.shape[2:]) for one in mixed_qkv.chunk(3, -1))
+    starts = torch.arange(len(blocks) + 1)
+    out, initial_state[blocks] = _prefill(
+        q, k, v, raw_g, raw_beta, A_log=A_log, g_bias=dt_bias, lower_bound=lower_bound,
+        initial_state=initial_state[blocks], cu_seqlens=starts,
+    )  # fmt: skip
+    return out, initial_state
