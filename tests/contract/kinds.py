@@ -83,8 +83,8 @@ STATES: Final[dict[str, Answer]] = {
     "MAMBA1": Answer(STORED, "engine: `jamba`, its kernels written in torch, as vLLM's CPU build has none", _STATE),
     "GDN_ATTN": Answer(
         STORED,
-        "engine: `qwen3-next` (gated delta net); KDA (Kimi Linear, Kimi K3) has the same name, manager and moves, and "
-        "was not run: vLLM's MLA on a CPU takes no blocks of its size",
+        "engine: `qwen3-next` (gated delta net); `qwen3-next-kda` (in its place KDA of Kimi Linear and Kimi K3, its "
+        "kernels written in torch; their MLA, of kernels for CUDA alone, was not run beside it)",
         _STATE,
     ),
     "SHORT_CONV": Answer(STORED, "engine: `lfm2`", _STATE),

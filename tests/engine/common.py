@@ -88,6 +88,18 @@ def assert_clean(live: Engine, *, expected: Sequence[str] = ()) -> dict[str, int
     return counters
 
 
+def preempted(live: Engine, tokens: Sequence[int], max_tokens: int, after: int) -> list[int]:
+    """Return the answer to a prompt, alone, of a request that loses its blocks once it has `after` tokens of it."""
+    request = live.add(tokens, max_tokens)
+    while live.busy and not any(one.num_output_tokens >= after for one in live.scheduler.requests.values()):
+        live.step()
+    (running,) = live.scheduler.requests.values()
+    assert live.scheduler.reset_prefix_cache(reset_running_requests=True)
+    answer = list(live.drain()[request].outputs[0].token_ids)
+    assert running.num_preemptions == 1
+    return answer
+
+
 CHILD_S_MAX = 60.0
 
 

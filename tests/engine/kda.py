@@ -6,6 +6,7 @@ layers stand here in the place of the gated delta nets of Qwen3-Next, between fu
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -73,37 +74,35 @@ def _step(
     return state, (state * q[:, None]).sum(-1)
 
 
-def _gates(raw: torch.Tensor, a_log: torch.Tensor, bias: torch.Tensor, bound: float | None) -> torch.Tensor:
+def _gates(raw: torch.Tensor, bias: torch.Tensor, named: dict[str, Any]) -> torch.Tensor:
     """Return the logarithms of how much of a state is left, (tokens, heads, keys)."""
-    raw, decay = raw.float() + bias.view(raw.shape[1:]), torch.exp(a_log)[:, None]
+    raw, decay, bound = raw.float() + bias.view(raw.shape[1:]), torch.exp(named["A_log"])[:, None], named["lower_bound"]
     return -decay * softplus(raw) if bound is None else bound * torch.sigmoid(decay * raw)
 
 
 def _prefill(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, raw_g: torch.Tensor, raw_beta: torch.Tensor, *,
-    A_log: torch.Tensor, g_bias: torch.Tensor, lower_bound: float | None, initial_state: torch.Tensor,
-    cu_seqlens: torch.Tensor, **_: Any,
+    g_bias: torch.Tensor, initial_state: torch.Tensor, cu_seqlens: torch.Tensor, **named: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """As `chunk_kda_with_fused_gate`: tensors are (1, tokens, heads, width), a state for each request."""
-    gates, betas = _gates(raw_g[0], A_log, g_bias, lower_bound), torch.sigmoid(raw_beta[0].float())
+    gates, betas = _gates(raw_g[0], g_bias, named), torch.sigmoid(raw_beta[0].float())
     q, k = normalize(q[0].float(), dim=-1) * q.shape[-1] ** -0.5, normalize(k[0].float(), dim=-1)
     out, states = torch.zeros_like(v), initial_state.float().clone()
-    for request, (first, stop) in enumerate(zip(cu_seqlens.tolist(), cu_seqlens.tolist()[1:], strict=False)):
+    for request, (first, stop) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
         for t in range(first, stop):
             states[request], out[0, t] = _step(states[request], q[t], k[t], v[0, t].float(), gates[t], betas[t])
     return out, states
 
 
 def _decode(
-    mixed_qkv: torch.Tensor, raw_g: torch.Tensor, raw_beta: torch.Tensor, *, initial_state: torch.Tensor,
-    state_indices: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor, lower_bound: float | None, **_: Any,
+    mixed_qkv: torch.Tensor, raw_g: torch.Tensor, raw_beta: torch.Tensor, *, dt_bias: torch.Tensor,
+    initial_state: torch.Tensor, state_indices: torch.Tensor, **named: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """As `fused_recurrent_kda_packed_decode`: one token of each request, whose state is written in place."""
     blocks = state_indices.long()
     q, k, v = (one.view(1, len(blocks), *raw_g.shape[2:]) for one in mixed_qkv.chunk(3, -1))
-    starts = torch.arange(len(blocks) + 1)
+    starts, states = torch.arange(len(blocks) + 1), initial_state[blocks]
     out, initial_state[blocks] = _prefill(
-        q, k, v, raw_g, raw_beta, A_log=A_log, g_bias=dt_bias, lower_bound=lower_bound,
-        initial_state=initial_state[blocks], cu_seqlens=starts,
-    )  # fmt: skip
+        q, k, v, raw_g, raw_beta, g_bias=dt_bias, initial_state=states, cu_seqlens=starts, **named
+    )
     return out, initial_state

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine import kda, test_states
-from tests.engine.common import assert_clean, engine, prompt
+from tests.engine.common import assert_clean, engine, preempted, prompt
 from tests.engine.mamba1 import lend_kernels
 
 pytestmark = pytest.mark.engine
@@ -53,3 +53,5 @@ def test_layers_that_share_kv() -> None:
         assert len(layers) == 4
         assert [[live.generate([p], 16) for p in prompts] for prompts in (first, first, turns)] == expected
         assert assert_clean(live)["tokens_loaded"] == 2 * (288 + 512)
+        assert preempted(live, first[0], 16, 8) == expected[0][0][0]
+        assert assert_clean(live)["tokens_loaded"] == 2 * (288 + 512) + 2 * 288

@@ -12,7 +12,7 @@ import torch
 
 from kvpipe.connectors.vllm.trial.engine import Engine
 from kvpipe.testing.models import make_model
-from tests.engine.common import assert_clean, baseline, engine, prompt
+from tests.engine.common import assert_clean, baseline, engine, preempted, prompt
 
 pytestmark = pytest.mark.engine
 
@@ -30,7 +30,7 @@ PROMPTS = [prompt(300, 21), prompt(530, 22)]
     ],
 )
 def test_models(recipe: str, groups: int, options: dict[str, Any]) -> None:
-    """Every supported kind of attention gives the same answers from loaded KV, also when prefixes diverge."""
+    """Every kind of attention gives the same answers from loaded KV: when prefixes diverge, and after a preemption."""
     diverging = [PROMPTS[1][:270] + prompt(60, 23), PROMPTS[1][:400] + prompt(40, 24)]
     options = options | {"enable_prefix_caching": False}
     expected = baseline(PROMPTS, 40, recipe, **options)
@@ -45,7 +45,10 @@ def test_models(recipe: str, groups: int, options: dict[str, Any]) -> None:
         assert stats["tokens_loaded"] == sum(len(p) // block * block for p in PROMPTS)
         for tokens, answer in zip(diverging, branches, strict=True):
             assert live.generate([tokens], 12) == [answer]
-        assert assert_clean(live)["tokens_loaded"] > stats["tokens_loaded"]
+        loaded = assert_clean(live)["tokens_loaded"]
+        assert loaded > stats["tokens_loaded"]
+        assert preempted(live, PROMPTS[0], 40, 24) == expected[0]
+        assert assert_clean(live)["tokens_loaded"] == loaded + 300 // block * block + 323 // block * block
 
 
 @pytest.mark.parametrize("cache", ["auto", "fp8"])
