@@ -4,7 +4,11 @@ A drafter that is fed the model's hidden states (EAGLE, EAGLE3, MTP) computes th
 state of i and the token at i + 1 (`SpecDecodeBaseProposer.set_inputs_first_pass` in vLLM): the key of a prefix has
 to cover that token. Module j of several MTP modules is fed token i + j. A draft model is a model like any other.
 
-It runs behind the model in the same step, over the same positions, and before vLLM ends the step for connectors
+One that drafts a block at once (DFlash, DSpark) projects the KV of position i from the hidden states of i alone, once
+it is known which tokens were accepted (`DFlashSpeculator.propose`). Behind them it writes KV of the sampled token and
+of masks, which is of no use to anybody and written over by the next step.
+
+A drafter runs behind the model in the same step, over the same positions, and before vLLM ends the step for connectors
 (`finalize_kv_connector` of runner V1, `post_forward` of V2). Its later passes write behind the last token only.
 """
 
@@ -19,6 +23,7 @@ if TYPE_CHECKING:
 
 WITHOUT_KV: Final = ("ngram", "ngram_gpu", "suffix")
 _FED_HIDDEN_STATES: Final = ("eagle", "eagle3", "mtp")
+_FED_CONTEXT: Final = ("dflash", "dspark")
 _DRAFT_MODEL: Final = "draft_model"
 
 
@@ -27,7 +32,7 @@ def check(config: VllmConfig) -> None:
     drafts = config.speculative_config
     if drafts is None or drafts.method in WITHOUT_KV:
         return
-    served = (*_FED_HIDDEN_STATES, _DRAFT_MODEL, *WITHOUT_KV)
+    served = (*_FED_HIDDEN_STATES, *_FED_CONTEXT, _DRAFT_MODEL, *WITHOUT_KV)
     if drafts.method not in served:
         refuse(f"speculative method={drafts.method!r}", f"use one of {', '.join(served)}")
     if drafts.use_heterogeneous_vocab:
@@ -49,15 +54,23 @@ def check_states(config: VllmConfig) -> None:
     drafts = config.speculative_config
     if drafts is None:
         return
-    if drafts.method not in _FED_HIDDEN_STATES:
+    served = (*_FED_HIDDEN_STATES, *_FED_CONTEXT)
+    if drafts.method not in served:
         refuse(
             f"speculative method={drafts.method!r} with recurrent states",
-            f"use one of {', '.join(_FED_HIDDEN_STATES)}, or unset speculative_config",
+            f"use one of {', '.join(served)}, or unset speculative_config",
         )
     if drafts.draft_model_config.is_hybrid:
         refuse("a drafter with recurrent states of its own", "use one without")
     if getattr(drafts, "disable_eagle_block_drop", False):
         refuse("disable_eagle_block_drop with recurrent states (a repeated prompt would find none)", "unset it")
+
+
+def unproven(config: VllmConfig) -> str:
+    """Return the way to draft if it has been shown on no engine, only on vLLM's schedulers."""
+    drafts = config.speculative_config
+    shown = drafts is None or drafts.method not in _FED_CONTEXT or not config.use_v2_model_runner
+    return "" if shown else str(drafts.method)
 
 
 def has_kv(config: VllmConfig) -> bool:
@@ -87,6 +100,7 @@ def facts(config: VllmConfig) -> dict[str, Any]:
             "model_config": config_digest(model.hf_config),
             "model_dtype": str(model.dtype),
             "quantization": str(model.quantization),
+            **({"kv_cache_dtype": str(drafts.kv_cache_dtype)} if drafts.kv_cache_dtype is not None else {}),
         }
     }
 

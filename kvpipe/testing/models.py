@@ -293,7 +293,7 @@ def make_model(recipe: str) -> Path:
 
 
 def make_drafter(method: str, folder: Path) -> Path:
-    """Write a random drafter for "llama" into `folder`: `method` is eagle or eagle3."""
+    """Write a random drafter for "llama" into `folder`: `method` is eagle, eagle3 or dflash."""
     import torch
     from safetensors.torch import save_file
 
@@ -303,6 +303,14 @@ def make_drafter(method: str, folder: Path) -> Path:
     if method == "eagle":
         tensors = {"fc.weight": _random(width, 2 * width), **_decoder_layer("layers.0.", width)}
         tensors.pop("layers.0.input_layernorm.weight")
+    elif method == "dflash":
+        config |= {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": 2}
+        config["dflash_config"] = {"mask_token_id": VOCAB - 1, "target_layer_ids": [0, 2, 4]}
+        heads = {f"self_attn.{name}.weight": torch.ones(BASE["head_dim"]) for name in ("q_norm", "k_norm")}
+        tensors = {"fc.weight": _random(width, 3 * width), "hidden_norm.weight": ones, "norm.weight": ones.clone()}
+        for at in (0, 1):
+            tensors |= _decoder_layer(f"layers.{at}.", width)
+            tensors |= {f"layers.{at}.{name}": tensor.clone() for name, tensor in heads.items()}
     else:
         config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": VOCAB}
         config["eagle_aux_hidden_state_layer_ids"] = [1, 3, 5]

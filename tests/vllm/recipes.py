@@ -38,7 +38,11 @@ class Family(NamedTuple):
 
 FAMILIES: Final = {
     "DeepSeek V4": Family(("deepseek-v4", "dsv4"), "tails", "a real engine; drafts: vLLM's schedulers"),
-    "Kimi K3": Family(("kimi-k3", "kimik3"), "states", "engines of KDA and of MLA: together they start on no CPU"),
+    "Kimi K3": Family(
+        ("kimi-k3", "kimik3"),
+        "states",
+        "engines of KDA and of MLA: together they start on no CPU; drafts: vLLM's schedulers",
+    ),
     "MiniMax M3": Family(("minimax-m3",), "sync", "real engines of its kinds of caches, none of it"),
 }
 

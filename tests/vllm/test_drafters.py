@@ -20,12 +20,15 @@ from kvpipe.trace.log import Counters
 def config(method: str | None, *, modules: int = 1, drafts: int = 3, dynamic: bool = False) -> Any:
     """A configuration of vLLM's with a drafter, as far as it is read."""
     model = SimpleNamespace(hf_config=SimpleNamespace(num_nextn_predict_layers=modules), is_hybrid=False)
+    model.hf_config.to_json_string = lambda: "{}"
+    model.dtype = model.quantization = "auto"
     speculative = SimpleNamespace(
         method=method,
         num_speculative_tokens=drafts,
         draft_model_config=model,
         uses_dynamic_speculative_decoding=lambda: dynamic,
         use_heterogeneous_vocab=False,
+        kv_cache_dtype=None,
         use_multi_module_mtp=lambda: method == "mtp" and min(modules, drafts) > 1,
     )
     return SimpleNamespace(
@@ -39,25 +42,23 @@ def config(method: str | None, *, modules: int = 1, drafts: int = 3, dynamic: bo
     ("method", "modules", "drafts", "ahead"),
     [
         (None, 1, 3, 0), ("ngram", 1, 3, 0), ("suffix", 1, 3, 0), ("draft_model", 1, 3, 0), ("eagle", 1, 3, 1),
-        ("eagle3", 1, 5, 1), ("mtp", 1, 3, 1), ("mtp", 3, 3, 3), ("mtp", 3, 2, 2),
+        ("eagle3", 1, 5, 1), ("mtp", 1, 3, 1), ("mtp", 3, 3, 3), ("mtp", 3, 2, 2), ("dflash", 1, 3, 0),
+        ("dspark", 1, 3, 0),
     ],
 )  # fmt: skip
 def test_tokens_ahead(method: str | None, modules: int, drafts: int, ahead: int) -> None:
-    """None where tokens are drafted without hidden states, one per module elsewhere."""
+    """None where tokens are drafted without hidden states, or from those of the position, one per module elsewhere."""
     made = config(method, modules=modules, drafts=drafts)
     drafters.check(made)
     assert drafters.ahead_tokens(made) == ahead
     assert drafters.has_kv(made) == (method not in (None, *drafters.WITHOUT_KV))
 
 
-@pytest.mark.parametrize(
-    "method", ["dflash", "dspark", "medusa", "mlp_speculator", "extract_hidden_states", "custom_class"]
-)
+@pytest.mark.parametrize("method", ["medusa", "mlp_speculator", "extract_hidden_states", "custom_class"])
 def test_what_no_engine_has_shown_is_refused(method: str) -> None:
     """In one sentence, with what is served."""
-    with pytest.raises(
-        UnsupportedError, match=f"'{method}' is not supported; use one of eagle, eagle3, mtp, draft_model"
-    ):
+    served = "eagle, eagle3, mtp, dflash, dspark, draft_model"
+    with pytest.raises(UnsupportedError, match=f"'{method}' is not supported; use one of {served}"):
         drafters.check(config(method))
 
 
@@ -112,7 +113,7 @@ def test_drafters_that_leave_their_kv_as_it_was_are_refused() -> None:
 
 def test_drafts_beside_recurrent_states() -> None:
     """A drafter that has states itself, or a state that a repeated prompt would never find, is refused."""
-    for method in (None, "mtp", "eagle", "eagle3"):
+    for method in (None, "mtp", "eagle", "eagle3", "dflash", "dspark"):
         drafters.check_states(config(method))
     for method in ("ngram", "draft_model"):
         with pytest.raises(UnsupportedError, match=f"'{method}' with recurrent states .*use one of eagle"):
@@ -130,3 +131,31 @@ def test_drafts_beside_recurrent_states() -> None:
         behind.cache_config.use_replayssm = True
         with pytest.raises(UnsupportedError, match=r"use_replayssm=True .*set it to False"):
             drafters.check_states(behind)
+
+
+@pytest.mark.parametrize(
+    ("method", "v2", "said"),
+    [
+        (None, True, ""),
+        ("eagle", True, ""),
+        ("dflash", False, ""),
+        ("dflash", True, "dflash"),
+        ("dspark", True, "dspark"),
+    ],
+)
+def test_what_was_shown_on_no_engine_is_said(method: str | None, said: str, *, v2: bool) -> None:
+    """Blocks of drafts run with runner V2 on devices alone, but for DFlash's with V1."""
+    made = config(method)
+    made.use_v2_model_runner = v2
+    assert drafters.unproven(made) == said
+
+
+def test_the_type_of_a_drafters_cache_is_a_fact() -> None:
+    """Where it is not the model's: two such types may be of one size."""
+    known = []
+    for dtype in (None, "fp8_e4m3", "fp8_e5m2"):
+        made = config("dspark")
+        made.speculative_config.kv_cache_dtype = dtype
+        known.append(str(drafters.facts(made)))
+    assert len(set(known)) == 3
+    assert "kv_cache_dtype" not in known[0], "what is stored without one is still found"

@@ -16,7 +16,8 @@ def listen_to_lookups(trial: Trial) -> None:
     """Let lookups answer None while `deferrals` lasts, as a slow tier's do; ask kvpipe twice now and then."""
     if trial.kvpipe is not None:
         _tell(trial, trial.kvpipe)
-    if trial.shape.drafter and trial.shape.states:  # what vLLM caches itself is not found: it caches states only then
+    shape = trial.shape
+    if shape.drafter and shape.states and not shape.masks:  # what vLLM caches is not found: it caches states only then
         trial.scheduler.kv_cache_manager.prefix_cache_lookup_enabled = lambda _: False  # type: ignore[method-assign]
     lookups = 0
     connector: Any = trial.scheduler.connector

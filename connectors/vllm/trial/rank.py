@@ -212,9 +212,10 @@ class Rank(Runner):
             tokens = shape.block_tokens[group] // shards
             cache = torch.zeros(shape.blocks, 1, tokens, 2)
             words: Words = cache.numpy().view(np.uint64).reshape(shape.blocks, tokens)
-            drafts = shape.drafter and i == shape.layers_per_group - 1  # the last of the first group
-            key, shard = layer_key(index, i), index % shards
-            self.layers.append(PagedLayer(name, group, cache, words, key, int(drafts), shard, shards))
+            last = len(layers) if shape.masks else shape.layers_per_group  # of all, or of the first group
+            drafts = shape.drafter and i == last - 1
+            key, shard, ahead = layer_key(index, i), index % shards, int(drafts and not shape.masks)
+            self.layers.append(PagedLayer(name, group, cache, words, key, ahead, shard, shards))
         self._states = RunningStates([layer for layer in self.layers if layer.group in shape.states])
         attached = {layer.name: SimpleNamespace(kv_cache=layer.cache) for layer in self.layers}
         self._attention: Any = {layer.name: SimpleNamespace() for layer in self.layers}
@@ -260,12 +261,14 @@ class Rank(Runner):
         for _ in range(starts if output.has_sync_kv_loads else 0):
             connector.start_load_kv(context, **kwargs)
         wrong = self._run_layers(step, drafts, quirks) if runs else []
+        before = dict(self._computed)
         message = {r: self._count(r, step, drafts.get(r, [])) for r in output.num_scheduled_tokens}
         if self.shape.v2:
             connector.finish_forward()
         for _ in range(0 if output.has_sync_kv_loads else starts):
             connector.start_load_kv(context, **kwargs)
         self._states.end(message, self._tables, self._computed)
+        wrong += self._draft(step, before, {one.request for one in wrong})
         if not self.shape.deferred:
             self._end(quirks)
         self.before_results()
@@ -365,7 +368,8 @@ class Rank(Runner):
             if hooked and not quirks & {"no_waits", "no_layers"}:
                 for _ in range(times):
                     connector.wait_for_layer_load(layer.name)
-            for request, scheduled in step.output.num_scheduled_tokens.items():
+            fed = self.shape.masks and layer is self.layers[-1]  # when it is known what was accepted
+            for request, scheduled in {}.items() if fed else step.output.num_scheduled_tokens.items():
                 found = self._attend(layer, step, request, scheduled, drafts.get(request, []), junk=request in bad)
                 if found is not None:
                     bad.add(request)
@@ -402,6 +406,32 @@ class Rank(Runner):
         if not len(differs):
             return None
         return Wrong(self.index, request, layer.name, differs.tolist(), frozenset(table[differs // block].tolist()))
+
+    def _draft(self, step: TrialStep, before: dict[str, int], bad: set[str]) -> list[Wrong]:
+        """Run a drafter that is fed context: write the KV of what was accepted, read all, write masks behind it."""
+        layer, wrong = self.layers[-1], list[Wrong]()
+        block = self.shape.block_tokens[layer.group]
+        for request in step.output.num_scheduled_tokens if self.shape.masks else ():
+            sequence, table = step.sequences[request], np.asarray(self._tables[request][layer.group])
+            start, right = before[request], self._computed[request]
+            content = layer.content(sequence, 0, right)
+            self._write(layer, table, start, ~content[start:] if request in bad else content[start:])
+            window = self.shape.windows[layer.group]
+            read = np.arange(0 if window is None else max(0, start - window + 1), right)
+            differs = read[layer.words[layer.places(read, table, block)] != content[read]]
+            if len(differs) and request not in bad:
+                blocks = frozenset(table[differs // block].tolist())
+                wrong.append(Wrong(self.index, request, layer.name, differs.tolist(), blocks))
+            room = min(self.shape.masks, len(table) * block - right)
+            self._write(layer, table, right, np.full(max(0, room), 0xD5AF, np.uint64) ^ layer.key)
+        return wrong
+
+    def _write(self, layer: PagedLayer, table: Positions, start: int, content: Words) -> None:
+        """Write `content` from position `start` on, but into no null block."""
+        positions = np.arange(start, start + len(content))
+        real = table[positions // self.shape.block_tokens[layer.group]] != 0
+        places = layer.places(positions[real], table, self.shape.block_tokens[layer.group])
+        layer.words[places] = content[real]
 
     def _go_on(
         self, layer: PagedLayer, request: str, sequence: Sequence, start: int, content: Words, drafts: int

@@ -52,6 +52,9 @@ class Shape(NamedTuple):
     vLLM's second model runner. `deferred`: the step is finalized after its reports, as with a draft model.
     `drafter`: with KV of its own, in the last layer of the first group, that depends on the token behind it. vLLM's own
     prefix cache is off, as it gives a request KV of another one's token there; with `states` it finds nothing.
+    `masks`: the drafter is fed context (DSpark, DFlash), in the last layer of the last group, which vLLM knows as its
+    where it is not the first: its KV depends on no token behind it, is written behind the forward as far as drafts
+    were accepted, and so many tokens behind that with what is of no use.
     `device`: copies are ordered by a device and complete later; with runner V1 the next step sets a step's fence.
     `graphs`: every second step is replayed from a CUDA graph, without hooks.
     `unhooked`: of each group so many layers, the first ones, call no hook.
@@ -100,6 +103,7 @@ class Shape(NamedTuple):
     dense: bool = False
     stages: int = 1
     dcp: int = 1
+    masks: int = 0
 
     @property
     def steps_in_flight(self) -> int:
@@ -234,6 +238,14 @@ SHAPES: dict[str, Shape] = {
     "pipeline-2-context-parallel": Shape(load="async", ranks=4, stages=2, layers_per_group=4, dcp=2),
     "states-drafter": _DRAFTED_STATES,
     "async-scheduler-states-drafter": _DRAFTED_STATES._replace(asynchronous=True, v2=True, deferred=False, drafts=3),
+    "masks": Shape(drafts=3, deferred=True, drafter=True, masks=4, mode="auto", failing=False),
+    "async-scheduler-masks": _HYBRID._replace(
+        asynchronous=True, v2=True, drafts=3, drafter=True, masks=3, mode="auto", events=False
+    ),
+    "states-masks": _DRAFTED_STATES._replace(windows=(None, None, None), drafts=3, masks=3, blocks=48),
+    "async-scheduler-states-masks": _DRAFTED_STATES._replace(
+        windows=(None, None, None), asynchronous=True, v2=True, deferred=False, drafts=3, masks=3, blocks=48
+    ),
 }
 
 
@@ -279,6 +291,7 @@ def make_cache(shape: Shape, rank: int = 0) -> KVCacheConfig:
             mamba_type=MambaAttentionBackendEnum.GDN_ATTN, num_speculative_blocks=shape.drafts,
         )  # fmt: skip
     groups = [KVCacheGroupSpec(names, spec) for names, spec in zip(shape.layer_names(rank), specs, strict=True)]
+    groups[-1].is_eagle_group = bool(shape.masks) and len(groups) > 1
     cache = KVCacheConfig(num_blocks=shape.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
     cache.hash_block_size = shape.hash_tokens
     cache.prefix_cache_retention_interval = 0 if shape.states and not shape.dense else None
@@ -324,7 +337,7 @@ def make_configs(shape: Shape, connector: Connector = KVPIPE, policy: str = "rec
             ),
             cache_config=CacheConfig(
                 block_size=shape.block_tokens[0] // shape.dcp,
-                enable_prefix_caching=not shape.drafter or bool(shape.states),
+                enable_prefix_caching=not shape.drafter or bool(shape.states or shape.masks),
             ),
             speculative_config=drafts,
             kv_events_config=KVEventsConfig(enable_kv_cache_events=shape.events, publisher="null"),
@@ -338,6 +351,8 @@ def make_configs(shape: Shape, connector: Connector = KVPIPE, policy: str = "rec
         )
     if shape.drafter:
         drafts.method, drafts.draft_model_config = "eagle", model
+    if shape.masks:  # one for the sampled token more than drafts, or as many
+        drafts.method = "dflash" if shape.masks > shape.drafts else "dspark"
     # the CPU platform forces it off, for its own runner's sake; the scheduler itself does not care
     config.scheduler_config.async_scheduling = shape.asynchronous
     config.cache_config.num_gpu_blocks = shape.blocks

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvpipe.connectors.vllm.trial.mutants.base import (
     ADAPTERS,
     CATALOG,
+    CONNECTOR,
     LOADING,
     PREFIXES,
     SAVING,
@@ -61,6 +62,17 @@ MUTANTS: dict[str, Mutant] = {
         "Whole chunks are looked up by their own tokens, though a drafter's are stored by the one behind them, too.",
         one(PREFIXES, "_keys", "self._hashes_per_unit, self._ahead", "self._hashes_per_unit, 0"),
         shape="async-scheduler-drafter",
+    ),
+    "masks_published": Mutant(
+        "A step's saves end with its forward, before a drafter that is fed context has written over its masks.",
+        one(
+            CONNECTOR,
+            "start_load_kv",
+            "self.worker.start_loads(",
+            "self.worker.end_step()\n        self.worker.start_loads(",
+        ),
+        shape="async-scheduler-masks",
+        by="findable_chunks_are_whole_and_true",
     ),
     "local_chunk_begins_late": Mutant(
         "Of a chunk of local attention the first unit is not asked for.",

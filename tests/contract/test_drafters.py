@@ -1,0 +1,119 @@
+"""What kvpipe takes for granted of drafters that are fed context (DFlash, DSpark), held against vLLM's sources."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import vllm
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
+
+from kvpipe.config import load_settings
+from kvpipe.connectors.vllm.support import make_geometry
+from tests.contract import sources as contract
+from tests.contract.test_scheduler_versions import FETCH_SECONDS_MAX, fetched
+
+SPECULATORS = "v1/worker/gpu/spec_decode"
+
+
+def check(folder: Path) -> None:
+    """In vLLM's package in `folder` their KV is of hidden states and positions that were accepted; masks lie behind."""
+    dflash = folder / SPECULATORS / "dflash/speculator.py"
+    kernel = _source(dflash, "_prepare_dflash_inputs_kernel")
+    for line in (
+        "valid_ctx_end = ctx_end - num_rejected",
+        "ctx_resident = is_valid_ctx & (ctx_block_id != 0)",
+        "last_valid_pos = tl.load(target_positions_ptr + valid_ctx_end - 1)",
+        "query_pos = last_valid_pos + 1 + query_off",
+        "q_resident = is_query & (q_block_id != 0)",
+    ):
+        assert line in kernel, line
+    stores = _source(dflash, "_precompute_context_kv", "DFlashSpeculator")
+    assert "self.hidden_states[start:end], self.context_positions[start:end], context_slots)" in stores
+    one = folder / "v1/spec_decode"
+    kernel = _source(one / "utils.py", "copy_and_expand_dflash_inputs_kernel")
+    assert "last_pos = tl.load(target_positions_ptr + valid_ctx_end - 1)" in kernel
+    assert "query_pos = last_pos + 1 + query_off" in kernel
+    assert "self._dflash_hidden_states, self._context_positions_buffer" in _source(
+        one / "dflash.py", "build_model_inputs_first_pass", "DFlashProposer"
+    )
+
+
+def check_kinds(folder: Path) -> None:
+    """All of their kinds prepare and store context as DFlash does, in every step whose tokens were sampled."""
+    bases = {"DFlashSpeculator", "DFlash2Speculator"}
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (folder / SPECULATORS).glob("*/speculator.py")]
+    made = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
+    kinds = [node for node in made if bases & {ast.unparse(base) for base in node.bases}]
+    assert {"DSparkSpeculator", "DFlash2Speculator"} <= {node.name for node in kinds}
+    own = {"propose", "_precompute_context_kv", "_prepare_graph_forward"}
+    for node in kinds:
+        assert not own & {one.name for one in node.body if isinstance(one, ast.FunctionDef)}, node.name
+    propose = _source(folder / SPECULATORS / "dflash/speculator.py", "propose", "DFlashSpeculator")
+    if "num_speculative_tokens == 0" in propose:  # a step whose drafts nobody can use
+        rest = propose[propose.index("num_speculative_tokens == 0") :]
+        assert rest.index("self._precompute_context_kv(0, num_target_tokens") < rest.index("return self.draft_tokens")
+    sampling = _source(folder / "v1/worker/gpu/model_runner.py", "sample_tokens", "GPUModelRunner")
+    ends = "kv_connector.finalize_step(" if "finalize_step(" in sampling else "kv_connector.post_forward("
+    assert sampling.index("self.speculator.propose(") < sampling.rindex(ends)
+
+
+def check_groups(folder: Path) -> None:
+    """VLLM's scheduler takes them for drafters that are fed hidden states; Kimi's has a cache group of its own."""
+    config = folder / "config"
+    eagle = _source(config / "speculative.py", "use_eagle", "SpeculativeConfig")
+    assert "'dflash', 'dspark'" in eagle
+    planning = folder / "v1/core/kv_cache_planning.py"
+    if planning.is_file():
+        assert "is_eagle_group = not draft_layer_names.isdisjoint(" in planning.read_text(encoding="utf-8")
+    else:
+        groups = _source(folder / "v1/core/kv_cache_utils.py", "_annotate_eagle_groups")
+        assert groups.index("non_causal_multi_token_decode") < groups.index("group.is_eagle_group = True")
+    lookahead = _source(config / "vllm.py", "num_lookahead_tokens", "VllmConfig")
+    assert "return self.num_speculative_tokens + 1" in lookahead
+
+
+def _source(path: Path, name: str, owner: str = "") -> str:
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    if owner:
+        (made,) = (node for node in body if isinstance(node, ast.ClassDef) and node.name == owner)
+        body = made.body
+    (found,) = (node for node in body if isinstance(node, ast.FunctionDef) and node.name == name)
+    return ast.unparse(found)
+
+
+CHECKS = (check, check_kinds, check_groups)
+
+
+@pytest.mark.parametrize("one", CHECKS)
+def test_drafters_that_are_fed_context(one: object) -> None:
+    """Of the installed vLLM."""
+    assert callable(one)
+    one(Path(vllm.__file__).parent)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(FETCH_SECONDS_MAX + 60)
+def test_drafters_that_are_fed_context_of_other_supported_releases() -> None:
+    """Of each recorded release that is not installed."""
+    others = [v for v in contract.recorded() if v != contract.package_version(f"version = '{vllm.__version__}'")]
+    assert others
+    for version in others:
+        for one in CHECKS:
+            one(fetched(version) / "vllm")
+
+
+def test_the_caches_of_a_drafter_with_latents_are_served() -> None:
+    """Kimi K3's: its attention is not causal where it drafts, which no KV of a prefix depends on."""
+    latents: dict[str, Any] = {"block_size": 64, "num_kv_heads": 1, "head_size": 576, "dtype": torch.uint8}
+    drafter = MLAAttentionSpec(**latents, non_causal_multi_token_decode=True)
+    groups = [
+        KVCacheGroupSpec(["model.0"], MLAAttentionSpec(**latents)),
+        KVCacheGroupSpec(["model.1"], drafter, is_eagle_group=True),
+    ]
+    made = make_geometry(KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups), load_settings())
+    assert [group.layers[0].page_bytes for group in made.groups] == [64 * 576, 64 * 576]
+    assert made.ahead_tokens == 0
