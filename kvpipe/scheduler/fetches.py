@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from kvpipe.cache import miss_reasons
@@ -127,8 +127,9 @@ class Staging:
         self._stages: set[Stage] = set()
         self._numbers = 0
         self._growing = [group for group in range(len(geometry.groups)) if group not in geometry.states]
-        full = [group for group in self._growing if geometry.groups[group].window_tokens is None]
-        self._counted = full[0] if full else 0  # the group whose chunks are counted: others hold the same tokens
+        self._full = [group for group in self._growing if geometry.groups[group].window_tokens is None]
+        self._states = sorted(geometry.states)
+        self._counted = self._full[0] if self._full else 0  # whose chunks are counted: others hold the same tokens
 
     # ---- waiting requests -----------------------------------------------------------------------------------------
 
@@ -155,22 +156,35 @@ class Staging:
         if units >= stop or (units and stop - units < self._per_chunk):
             return None  # a few tokens are computed sooner than asked for
         keys, states = self._prefixes.unit_keys(request), self._prefixes.state_keys(request)
-        wanted = tuple(
-            (group, end)
-            for group, kind in enumerate(self._geometry.groups)
-            for end in (range(units + 1, stop + 1) if kind.state else range(self._per_chunk, stop + 1, self._per_chunk))
-            if (states if kind.state else keys)[end - 1] not in self._catalog.index(group)
-        )
-        space, also, seconds_max = self.space.name, self.space.also, self._lookup_s_max
+        whole = range(self._per_chunk, stop + 1, self._per_chunk)
+        wanted = [(group, end) for group in self._growing for end in self._lacking(group, keys, whole)]
+        wanted += self._lacking_states(states, range(units + 1, stop + 1))
         lookup = TierLookup(
-            keys, wanted, groups=self._growing, space=space, also=also, seconds_max=seconds_max, states=states
-        )
+            keys, tuple(wanted), groups=self._growing, space=self.space.name, also=self.space.also,
+            seconds_max=self._lookup_s_max, states=states, state_groups=self._states, full=self._full,
+        )  # fmt: skip
         self._numbers += 1
         stage = Stage(self.machine, self._numbers, request, lookup, self.watch)
         self._stages.add(stage)
         self._counters["tier_lookup"] += 1
         self.finder.ask(lookup)
         return stage
+
+    def _lacking(self, group: int, keys: Sequence[bytes], ends: Iterable[int]) -> list[int]:
+        """Return those of `ends` whose chunks of `group` are not in memory."""
+        index = self._catalog.index(group)
+        return [end for end in ends if keys[end - 1] not in index]
+
+    def _lacking_states(self, keys: Sequence[bytes], ends: Sequence[int]) -> list[Place]:
+        """Return which states to ask for at once: the first group's, and others' where memory has one of the first."""
+        if not self._states:
+            return []
+        first, *others = self._states
+        lacking = self._lacking(first, keys, ends)
+        held = sorted({*ends} - {*lacking})
+        return [(first, end) for end in lacking] + [
+            (group, end) for group in others for end in self._lacking(group, keys, held)
+        ]
 
     def _look(self, stage: Stage, local: int) -> None:
         """Take the tiers' answer, if it has come, and give up what has not come in time."""

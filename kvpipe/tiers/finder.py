@@ -33,8 +33,8 @@ class TierLookup:
     """One question. The scheduler's thread makes it, and reads the answer once it is `done`."""
 
     __slots__ = (
-        "also", "deadline_s", "done", "down", "elsewhere", "found", "groups", "keys", "seconds_max", "space", "states",
-        "wanted",
+        "also", "deadline_s", "done", "down", "elsewhere", "found", "full", "groups", "keys", "seconds_max", "space",
+        "state_groups", "states", "wanted",
     )  # fmt: skip
 
     def __init__(
@@ -47,15 +47,19 @@ class TierLookup:
         seconds_max: float,
         also: str = "",
         states: Sequence[bytes] = (),
+        state_groups: Sequence[int] = (),
+        full: Sequence[int] = (),
     ) -> None:
         """`keys[u]`: hash of the first u + 1 units. `wanted`: whole chunks that are not in memory.
 
         `groups`: those whose last chunk may be shorter; `states[u]` is what those of other groups are known by.
+        `state_groups`: all of them are of use at the same boundaries, so where one of the first is found the others are
+        asked for, before what is not there of `full`: groups of which a hit needs all.
         `also`: another namespace with chunks of the same bytes.
         `seconds_max`: for how long the request waits; until `deadline_s`, by the monotonic clock.
         """
         self.keys, self.wanted, self.groups, self.space, self.also = keys, wanted, groups, space, also
-        self.states = states or keys
+        self.states, self.state_groups, self.full = states or keys, state_groups, full
         self.seconds_max, self.deadline_s = seconds_max, time.monotonic() + seconds_max
         self.found: dict[Place, int] = {}
         """In which tier, by its place in the order, each place that was found is."""
@@ -130,7 +134,7 @@ class Finder(TierThread[TierLookup]):
             with anyio.move_on_after(lookup.seconds_max * 2):  # what it waits for has limits of its own, before this
                 async with self._limit:
                     await self._find(lookup, lookup.wanted)
-                    await self._find(lookup, self._partial(lookup))
+                    await self._find(lookup, (*self._partial(lookup), *self._other_states(lookup)))
         except Exception as error:  # noqa: BLE001  (a bug of a tier's: other lookups go on)
             self._fault("", FIND, repr(error))
         finally:
@@ -150,6 +154,15 @@ class Finder(TierThread[TierLookup]):
             stop = min(base + self._per_chunk, len(lookup.keys) + 1)
             out += [(group, units) for units in range(base + 1, stop)]
         return tuple(out)
+
+    def _other_states(self, lookup: TierLookup) -> list[Place]:
+        """Candidate boundaries of the other groups of states, the longest first."""
+        missing = [
+            units for group, units in lookup.wanted if group in lookup.full and (group, units) not in lookup.found
+        ]
+        stop = min(missing, default=len(lookup.keys) + 1)
+        ends = [units for group, units in lookup.found if group in lookup.state_groups[:1] and units < stop]
+        return [(group, units) for units in sorted(ends, reverse=True) for group in lookup.state_groups[1:]]
 
     async def _find(self, lookup: TierLookup, places: tuple[Place, ...]) -> None:
         for index, tier in enumerate(self.tiers):

@@ -279,3 +279,21 @@ def test_states_are_known_by_keys_of_their_own() -> None:
     tier.values[Key(SPACE, chunk_name(states[2]), 1, 0, 1).text] = b""
     with _finder(tier) as finder:
         assert _ask(finder, [(1, 2), (1, 3)], groups=(0,), states=states).found == {(1, 3): 0}
+
+
+def test_states_are_asked_for_where_the_first_group_has_one() -> None:
+    """And below what is missing of attention: two calls, and as few keys as that takes."""
+    tier = Counting()
+    _hold(tier, 4, 8, 9)
+    for group, ends in ((1, (3, 7, 9, 12)), (2, (3, 5, 9, 12)), (3, (3, 7, 9, 12))):
+        _hold(tier, *ends, group=group)
+    wanted = [*WHOLE, *((1, units) for units in range(1, 14))]
+    groups: dict[str, Any] = {"groups": (0,), "state_groups": (1, 2, 3), "full": (0,)}
+    with _finder(tier) as finder:
+        found = _ask(finder, wanted, **groups).found
+        assert {place for place in found if place[0] > 1} == {(2, 3), (2, 9), (3, 3), (3, 7), (3, 9)}
+        assert [len(asked) for asked in tier.asked] == [len(wanted), PER_CHUNK - 1 + 2 * 3]
+        tier.asked.clear()
+        _hold(tier, 12)
+        assert {(2, 12), (3, 12)} <= _ask(finder, wanted, **groups).found.keys()
+        assert len(tier.asked) == 2
