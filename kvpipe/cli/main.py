@@ -90,12 +90,14 @@ def _demo(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> int:
     settings = load_settings(parse_extra(args.extra))
     for key, value in settings.model_dump().items():
+        if key.startswith("manage_token"):
+            value = _public({key: value})[key]  # noqa: PLW2901
         print(f"{key} = {[_public(tier) for tier in value] if key == 'tiers' else value}")  # noqa: T201
     return 0
 
 
 def _public(tier: dict[str, Any]) -> dict[str, Any]:
-    """Return a tier's keys; what should name a secret and names nothing may be the secret itself, and is not shown."""
+    """Return keys with their values; what should name a secret and names nothing may be it itself, and is not shown."""
     there: dict[str, Callable[[str], bool]] = {"_env": os.environ.__contains__, "_file": os.path.exists}
     unknown = [
         key

@@ -203,6 +203,6 @@ def _again(look: Callable[[], _T]) -> _T:
     for _ in range(TRIES):
         try:
             return look()
-        except RuntimeError:  # a dict has changed its size
+        except (RuntimeError, StopIteration):  # a dict has changed its size, or what was there is gone
             continue
     return look()

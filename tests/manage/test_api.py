@@ -155,6 +155,19 @@ def test_what_changes_meanwhile_is_looked_at_again(managed: Managed) -> None:
     check_integrity(managed.side.catalog)
 
 
+def test_what_is_gone_meanwhile_is_looked_at_again(managed: Managed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest lease is given back between two looks at it."""
+    looks = iter([StopIteration, RuntimeError])
+
+    def oldest(_: object) -> float:
+        for error in looks:
+            raise error
+        return 7.0
+
+    monkeypatch.setattr(type(managed.side.catalog), "oldest_lease_s", property(oldest))
+    assert managed.good("GET", "/v1/state")["pool"]["oldest_lease_s"] == 7.0
+
+
 def test_the_command(managed: Managed, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """`kvpipe engine` asks the same, of an address or of the configuration's."""
     managed.save("a", 20)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from kvpipe.cli import main as cli
 from kvpipe.config import load_settings
 from kvpipe.errors import ConfigError
 from kvpipe.listening import Address, OperatorSocket
@@ -147,14 +148,13 @@ def test_other_loggers_are_left_alone(managed: Managed) -> None:
 
 def test_it_ends(tmp_path: Path) -> None:
     """The thread ends with connections open, and its socket is gone."""
-    before = threading.active_count()
     managed = Managed(tmp_path)
     client = socket.socket(socket.AF_UNIX)
     client.connect(managed.address.path)
     managed.server.stop()
     managed.server.stop()
     client.close()
-    assert threading.active_count() == before
+    assert "kvpipe-manage" not in {thread.name for thread in threading.enumerate()}
     assert not Path(managed.address.path).exists()
 
 
@@ -254,6 +254,17 @@ def test_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "token").unlink()
     with pytest.raises(ConfigError, match="cannot be read"):
         read_token(good)
+
+
+def test_a_token_in_the_wrong_place_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """Who writes it where a variable or a file is to be named does not find it on the screen."""
+    for key in ("manage_token_env", "manage_token_file"):
+        extra = json.dumps({"manage": "127.0.0.1:1", key: TOKEN})
+        assert cli.main(["check", extra]) == 0
+        assert TOKEN not in capsys.readouterr().out
+        with pytest.raises(ConfigError) as caught:
+            read_token(load_settings(json.loads(extra)))
+        assert TOKEN not in str(caught.value)
 
 
 def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
