@@ -18,6 +18,7 @@ LONG_FILES = {
     "connectors/vllm/trial/rank.py",
     "connectors/vllm/trial/trial.py",
     "kvpipe/scheduler/fetches.py",
+    "kvpipe/testing/models.py",
     "kvpipe/testing/tier_conformance.py",
     "kvpipe/transfer/cuda.py",
     "kvpipe/worker/pipeline.py",
