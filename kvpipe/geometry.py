@@ -1,8 +1,10 @@
 """Where things lie in a slot: pure arithmetic shared by the scheduler side and every worker.
 
 A *unit* is the smallest number of tokens that a hit can have: the least common multiple of the cache groups' block
-sizes. A *chunk* is `chunk_tokens` tokens of one cache group and fills one slot of the pool, ``[layer][page]``
-contiguous: a layer is one slice of the slot and the whole chunk is one I/O. A *page* is one block of one layer.
+sizes. Where ranks divide the tokens of a block and there are states, a block is several units: states' boundaries lie
+within it, and the last page of a prefix may be filled in part. A *chunk* is `chunk_tokens` tokens of one cache group
+and fills one slot of the pool, ``[layer][page]`` contiguous: a layer is one slice of the slot and the whole chunk is
+one I/O. A *page* is one block of one layer.
 
 Of a window that ends within a unit only the blocks that it reaches back to are stored: of each unit the last ones.
 
@@ -36,6 +38,7 @@ class Group:
 
     `state`: a block holds no tokens' KV but what all tokens up to its end have come to.
     `local`: a token reads back to the last multiple of `window_tokens`, and no further (chunked local attention).
+    `ranks`: among how many ranks the tokens of a block are divided.
     """
 
     layers: tuple[Layer, ...]
@@ -43,6 +46,7 @@ class Group:
     window_tokens: int | None = None
     state: bool = False
     local: bool = False
+    ranks: int = 1
 
     @property
     def blocks_back(self) -> int:
@@ -69,11 +73,12 @@ class Geometry:
 
     def __post_init__(self) -> None:
         """Check the two sizes that a user sets."""
-        if self.chunk_tokens % self.unit_tokens:
-            near = max(1, round(self.chunk_tokens / self.unit_tokens)) * self.unit_tokens
+        whole = lcm(*(g.block_tokens for g in self.groups))
+        if self.chunk_tokens % whole:
+            near = max(1, round(self.chunk_tokens / whole)) * whole
             msg = (
                 f"kvpipe: chunk_tokens={self.chunk_tokens} is not a multiple of the engine's block size "
-                f"{self.unit_tokens}; set chunk_tokens={near}"
+                f"{whole}; set chunk_tokens={near}"
             )
             raise ConfigError(msg)
         if self.pool_bytes_max < self.slot_bytes:
@@ -86,7 +91,7 @@ class Geometry:
     @cached_property
     def unit_tokens(self) -> int:
         """Tokens per unit."""
-        return lcm(*(g.block_tokens for g in self.groups))
+        return lcm(*(g.block_tokens // (g.ranks if self.states else 1) for g in self.groups))
 
     @cached_property
     def units_per_chunk(self) -> int:
@@ -95,8 +100,18 @@ class Geometry:
 
     @cached_property
     def blocks_per_unit(self) -> tuple[int, ...]:
-        """Per group: blocks per unit."""
-        return tuple(self.unit_tokens // g.block_tokens for g in self.groups)
+        """Per group: blocks per unit, or one, where a block is several units."""
+        return tuple(max(1, self.unit_tokens // g.block_tokens) for g in self.groups)
+
+    @cached_property
+    def units_per_block(self) -> tuple[int, ...]:
+        """Per group: units per block, or one, where a unit is several blocks."""
+        return tuple(max(1, g.block_tokens // self.unit_tokens) for g in self.groups)
+
+    @cached_property
+    def whole_units(self) -> int:
+        """So many units end where blocks of all groups do."""
+        return lcm(*self.units_per_block)
 
     @cached_property
     def pages_per_unit(self) -> tuple[int, ...]:
@@ -109,24 +124,32 @@ class Geometry:
         return self.pages_per_unit != self.blocks_per_unit
 
     def blocks(self, group: int, low: int, high: int) -> Sequence[int]:
-        """Return where in a request's block table the stored blocks of units [low, high) are, one per page."""
+        """Return where in a request's block table the stored blocks of units [low, high) are, one per page.
+
+        `low` is where a block begins; `high` may lie within one.
+        """
+        if (units := self.units_per_block[group]) > 1:
+            return range(low // units, -(-high // units))
         blocks, pages = self.blocks_per_unit[group], self.pages_per_unit[group]
         if blocks == pages:
             return range(low * blocks, high * blocks)
         ends = range((low + 1) * blocks, high * blocks + 1, blocks)
         return [at for end in ends for at in range(end - pages, end)]
 
+    def pages(self, group: int, units: int) -> int:
+        """Return how many pages the first `units` units of a chunk take up, the last one perhaps in part."""
+        return -(-units * self.pages_per_unit[group] // self.units_per_block[group])
+
     @cached_property
     def pages_per_chunk(self) -> tuple[int, ...]:
         """Per group: blocks per chunk."""
-        chunk = self.units_per_chunk
-        return tuple(1 if g.state else chunk * n for g, n in zip(self.groups, self.pages_per_unit, strict=True))
+        return tuple(1 if g.state else self.pages(i, self.units_per_chunk) for i, g in enumerate(self.groups))
 
     @cached_property
     def token_bytes(self) -> float:
         """Bytes that are stored of a token, over all groups but those of states."""
-        per_unit = [g.bytes_per_block * n for g, n in zip(self.groups, self.pages_per_unit, strict=True) if not g.state]
-        return sum(per_unit) / self.unit_tokens
+        pages = [g.bytes_per_block * n for g, n in zip(self.groups, self.pages_per_chunk, strict=True) if not g.state]
+        return sum(pages) / self.chunk_tokens
 
     @cached_property
     def boundary_bytes(self) -> int:

@@ -116,23 +116,23 @@ def make_geometry(cache: KVCacheConfig, settings: Settings, ahead_tokens: int = 
         if len({placed.get(name, 0) for name in sizes}) > 1:  # the scheduler's side is told one layer's for all of them
             sizes |= {name: placed[name] for name in sizes if name in placed}
         layers = tuple(Layer(name, size) for name, size in sizes.items())
-        groups.append(Group(layers, resolve_dcp_kv_block_size(group.kv_cache_spec, dcp), *kinds.pop()))
+        tokens = resolve_dcp_kv_block_size(group.kv_cache_spec, dcp)
+        groups.append(Group(layers, tokens, *kinds.pop(), ranks=tokens // group.kv_cache_spec.block_size))
     if not groups:
         refuse("a model without KV cache", "serve it without kvpipe")
     geometry = Geometry(tuple(groups), settings.chunk_tokens, int(settings.pool_bytes_max), ahead_tokens)
-    _check_sizes(geometry, settings, dcp)
+    _check_sizes(geometry, settings)
     return geometry
 
 
-def _check_sizes(geometry: Geometry, settings: Settings, dcp: int) -> None:
+def _check_sizes(geometry: Geometry, settings: Settings) -> None:
     """Raise `UnsupportedError` where blocks, chunks and what is read of a group do not go together."""
     groups = geometry.groups
-    if geometry.states and dcp > 1:  # whose boundaries lie within blocks of attention
-        refuse(f"recurrent states with decode_context_parallel_size={dcp}", "set it to 1")
     if any(groups[i].block_tokens != geometry.unit_tokens for i in geometry.states):
         refuse("recurrent states every few blocks of attention", "set mamba_block_size to the size of a block")
     if geometry.states and geometry.units_per_chunk > 1 and not settings.save_partial:
-        refuse("save_partial=false with recurrent states", f"set it to true, or chunk_tokens={geometry.unit_tokens}")
+        one = "" if geometry.whole_units > 1 else f", or chunk_tokens={geometry.unit_tokens}"
+        refuse("save_partial=false with recurrent states", f"set it to true{one}")
     if all(group.local for group in groups):
         refuse("chunked local attention in every layer (at its multiples nothing is read)", "serve it without kvpipe")
     for group in groups:

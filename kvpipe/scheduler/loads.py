@@ -166,9 +166,12 @@ class Loading:
         `beyond`: so many tokens of the last unit are wanted; 0: all.
 
         Raises:
-            LookupError: there is no state after so many tokens, or no block for it.
+            LookupError: there is no state after so many tokens, or no block for it; or a block is there in part.
 
         """
+        if first % self._geometry.whole_units:  # of which the engine has the beginning, and perhaps shares it
+            msg = f"a load from unit {first} on, within a block"
+            raise LookupError(msg)
         if beyond and (self._geometry.states or self._geometry.tails):
             msg = f"blocks for {beyond} tokens of a unit, whose state nobody has"
             raise LookupError(msg)
@@ -176,11 +179,12 @@ class Loading:
         rows: list[Row] = []
         chunks: list[Chunk] = []
         for group, table in enumerate(tables):
-            pages = self._geometry.pages_per_unit[group]
             for base, low, high in self._stretches(group, table, first, stop):
                 wanted = [
                     (page, table[at].block_id)
-                    for page, at in enumerate(self._geometry.blocks(group, low, high), (low - base) * pages)
+                    for page, at in enumerate(
+                        self._geometry.blocks(group, low, high), self._geometry.pages(group, low - base)
+                    )
                     if not table[at].is_null
                 ]
                 if not wanted:  # wholly outside of a sliding window

@@ -51,7 +51,7 @@ class Saving:
         self._prefixes, self._counters, self._trace = prefixes, counters, trace
         self._requests, self._jobs = requests, jobs
         self._unit, self._per_chunk = geometry.unit_tokens, geometry.units_per_chunk
-        self._states = geometry.states
+        self._states, self._whole = geometry.states, geometry.whole_units
         self._uncut = bool(geometry.states or geometry.ahead_tokens)
         """Whether KV stays as it is when an engine cuts a session's tokens: then nothing of sessions is saved."""
         self._growing = [group for group in range(len(geometry.groups)) if group not in geometry.states]
@@ -124,13 +124,14 @@ class Saving:
             units = min(units, prompt_units)
         if not self._settings.save_partial:
             units -= units % self._per_chunk
+        units = self._worth_a_page(request, units, progress.saved_units)
         if units < progress.saved_units:  # a streaming session cut its tokens
             progress.saved_units = units
             progress.close_chunks()
         if not self._settings.save_decode and units >= prompt_units and not request.resumable:
             progress.complete()
         else:
-            more = 1 if self._settings.save_partial else self._per_chunk
+            more = self._per_chunk if not self._settings.save_partial else self._more(request, units)
             progress.planned(self._prefixes.computed_tokens(request, units + more))
         if units == progress.saved_units:
             return [], units
@@ -152,6 +153,18 @@ class Saving:
                     rows += self._save_rows(group, table, base, piece)
         self._counters["units_saved"] += sum(p.stop - p.start for p in pieces)
         return rows, first
+
+    def _worth_a_page(self, request: Request, units: int, saved: int) -> int:
+        """Return how many of `units` units end a block, or lie before a boundary of a state; `saved` are saved."""
+        if self._whole == 1:
+            return units
+        whole = units - units % self._whole
+        return max(whole, min(units, saved), *(end for end in self._boundaries(request) if end <= units))
+
+    def _more(self, request: Request, units: int) -> int:
+        """Return in how many units behind `units` the next one is worth a page."""
+        whole = self._whole - units % self._whole
+        return min([whole, *(end - units for end in self._boundaries(request) if end > units)] if whole > 1 else [1])
 
     def _plan_state(self, tracked: Tracked, group: int, block: int, tokens: int, pieces: list[Piece]) -> list[Row]:
         """Claim the state of one boundary, into `pieces`, if it is worth a slot. Returns the row that saves it."""
@@ -183,7 +196,7 @@ class Saving:
         """
         tokens = units * self._unit
         if tokens > request.num_prompt_tokens:
-            return self._settings.save_decode
+            return self._settings.save_decode and not units % self._whole  # else no attention ends there
         last, branch = self._boundaries(request)
         return units >= last or (branch > 0 and units == branch)
 
@@ -203,7 +216,7 @@ class Saving:
         key = self._prefixes.key(hashes, high)
         opened, progress.opened[group] = progress.opened[group], None
         chunk: Chunk | None = None
-        if low > base:
+        if low > base and not low % self._whole:  # else the page that has its end is found already, and stays as it is
             before = self._prefixes.key(hashes, low)
             if opened is not None and opened.base == base and opened.key == before:
                 chunk = opened.chunk if opened.chunk.tail == before else None
@@ -233,7 +246,7 @@ class Saving:
 
     def _save_rows(self, group: int, table: Sequence[Block], base: int, piece: Piece) -> list[Row]:
         blocks = self._geometry.blocks(group, base + piece.start, base + piece.stop)
-        slot, first = piece.chunk.slot, piece.start * self._geometry.pages_per_unit[group]
+        slot, first = piece.chunk.slot, self._geometry.pages(group, piece.start)
         return [(group, slot, page, table[at].block_id) for page, at in enumerate(blocks, first)]
 
 

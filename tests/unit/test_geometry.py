@@ -89,3 +89,19 @@ def test_of_a_window_within_a_unit_the_end_is_stored() -> None:
     assert not Geometry((full, long, local), chunk_tokens=512, pool_bytes_max=1 << 20).tails
     assert list(g.blocks(1, 1, 3)) == [126, 127, 190, 191]
     assert list(g.blocks(3, 1, 3)) == list(range(4, 12))
+
+
+def test_where_ranks_divide_blocks_a_prefix_ends_within_one() -> None:
+    """States have boundaries there: a unit is a state's block, and the last page of attention is filled in part."""
+    layers = (Layer("x", 64),)
+    full, state = Group(layers, 128, ranks=4), Group(layers, 32, state=True)
+    g = Geometry((full, state), chunk_tokens=256, pool_bytes_max=1 << 20)
+    assert (g.unit_tokens, g.units_per_chunk, g.units_per_block, g.whole_units) == (32, 8, (4, 1), 4)
+    assert g.pages_per_chunk == (2, 1)
+    assert g.token_bytes == 64 / 128
+    assert [g.pages(0, units) for units in range(9)] == [0, 1, 1, 1, 1, 2, 2, 2, 2]
+    assert [list(g.blocks(0, 4, units)) for units in (5, 8, 9)] == [[1], [1], [1, 2]]
+    assert list(g.blocks(1, 4, 6)) == [4, 5]
+    assert Geometry((full,), chunk_tokens=128, pool_bytes_max=1 << 20).unit_tokens == 128
+    with pytest.raises(ConfigError, match="block size 128; set chunk_tokens=128"):
+        Geometry((full, state), chunk_tokens=160, pool_bytes_max=1 << 20)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import inspect
 
 import pytest
 import torch
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -15,8 +18,10 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvpipe.config import load_settings
-from kvpipe.connectors.vllm.support import check_engine, identity, make_geometry
+from kvpipe.connectors.vllm.support import check_engine, hash_tokens, identity, make_geometry
+from kvpipe.connectors.vllm.trial.invariants import Watched
 from kvpipe.connectors.vllm.trial.shapes import SHAPES, make_configs
+from kvpipe.connectors.vllm.trial.trial import Trial
 from kvpipe.errors import UnsupportedError
 
 
@@ -86,11 +91,45 @@ def test_a_block_is_as_long_as_all_ranks_shares_of_it() -> None:
     assert two["context_parallel"] == [2, 1] != other["context_parallel"]
 
 
+def test_a_state_is_found_within_blocks_of_attention() -> None:
+    """A unit is the block of a state and of vLLM's hashes, and blocks of attention end at every second one."""
+    config, cache = make_configs(SHAPES["states-context-parallel"])
+    geometry = make_geometry(cache, load_settings({"chunk_tokens": 128}), dcp=2)
+    blocks, hashes = resolve_kv_cache_block_sizes(cache, config)
+    assert (geometry.unit_tokens, geometry.units_per_block) == (hashes, (2, 1))
+    assert geometry.whole_units * geometry.unit_tokens == blocks
+    assert hash_tokens(cache, geometry) == hashes
+
+
+def test_a_load_never_begins_within_a_block() -> None:
+    """The engine has its beginning, and may share it with others: vLLM asks from where a block ends."""
+    trial = Trial(SHAPES["states-context-parallel"])
+    try:
+        assert "block_aligned_local = (" in inspect.getsource(Scheduler.schedule)
+        with pytest.raises(LookupError, match="from unit 1 on, within a block"):
+            trial.side.loading.rows(None, (), 1, 3)  # type: ignore[arg-type]
+    finally:
+        trial.close()
+
+
+@pytest.mark.parametrize("tokens", [129, 161, 193])
+def test_a_prompt_is_found_as_far_as_its_last_state(tokens: int) -> None:
+    """Wherever in a block of attention that is."""
+    trial = Trial(SHAPES["states-context-parallel"])
+    watched, trial.documents[0] = Watched(trial), list(range(200))
+    try:
+        for _ in range(2):
+            trial.do(("add", 0, tokens - 1, 0, 3))
+            trial.do(("drain",))
+            trial.do(("reset", False, False))
+        assert trial.side.counters["tokens_loaded"] == tokens - 1
+        assert not watched.broken
+    finally:
+        trial.close()
+
+
 def test_what_is_not_shown_under_context_parallelism_is_refused() -> None:
-    """States, whose boundaries lie within blocks of attention, and drafters' KV."""
-    _, cache = make_configs(SHAPES["states"])
-    with pytest.raises(UnsupportedError, match="recurrent states with decode_context_parallel_size=2"):
-        make_geometry(cache, load_settings({"chunk_tokens": 128}), dcp=2)
+    """Drafters' KV."""
     config, _ = copy.deepcopy(make_configs(SHAPES["drafter"]))
     check_engine(config)
     config.parallel_config.decode_context_parallel_size = 2

@@ -24,6 +24,8 @@ from kvpipe.tiers.finder import NAME_BYTES
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+    from kvpipe.geometry import Geometry
+
 __all__ = ["INVARIANTS", "LAWS", "SEEN_BY_TRIALS", "Watched"]
 
 OVER_MAX = 6
@@ -60,7 +62,7 @@ def _false_bytes(watched: Watched, group: int, key: bytes, chunk: Chunk, units: 
     whole = watched.trial.side.geometry
     ahead = 0 if group in whole.states else watched.trial.side.prefixes.ahead_tokens
     sequence, stop = known[0], known[1] - ahead
-    stored = whole.pages_per_unit[group] * whole.groups[group].block_tokens
+    stored = min(whole.unit_tokens, whole.pages_per_unit[group] * whole.groups[group].block_tokens)
     first, tokens = stop - units * whole.unit_tokens, units * stored
     for rank in watched.trial.ranks:
         pool, geometry = watched.trial.engines[rank.index]._pool, rank.kvpipe.geometry  # noqa: SLF001
@@ -106,7 +108,8 @@ def what_becomes_final_is_saved(watched: Watched) -> Iterator[str]:
         return
     assert watched.output is not None  # noqa: S101
     per_chunk = side.geometry.units_per_chunk
-    for request, was, now in _newly_final(watched):
+    for request, was, units in _newly_final(watched):
+        now = _ending_a_block(side.geometry, request, units)
         if request.request_id in watched.excused or not side.adapters.known(request):
             continue  # its adapter has changed under it, or no rank has told what it is: it has no keys
         if request.resumable and side.geometry.states:
@@ -125,6 +128,12 @@ def what_becomes_final_is_saved(watched: Watched) -> Iterator[str]:
                 high = min(base + per_chunk, now)
                 if not covers(keys, base, high, per_chunk, *known):
                     yield f"{request.request_id}: unit {high - 1}, of those from {was} on"
+
+
+def _ending_a_block(geometry: Geometry, request: Request, units: int) -> int:
+    """Return how many of `units` units end a block, or the prompt's last whole unit, of which a state is kept."""
+    last = (request.num_prompt_tokens - 1) // geometry.unit_tokens
+    return units if units == last else units - units % geometry.whole_units
 
 
 @invariant(4, says="A lookup promises all that is held of its prefix, to the last token.", when="schedule")

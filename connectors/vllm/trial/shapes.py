@@ -120,6 +120,12 @@ class Shape(NamedTuple):
     @property
     def unit_tokens(self) -> int:
         """The least that a hit can have."""
+        shards = [self.shards(i) if self.states else 1 for i in range(len(self.windows))]
+        return lcm(*(size // n for size, n in zip(self.block_tokens, shards, strict=True)))
+
+    @property
+    def whole_tokens(self) -> int:
+        """After how many tokens blocks of all groups end."""
         return lcm(*self.block_tokens)
 
     @property
@@ -168,6 +174,8 @@ _STATES = Shape(windows=(None, None), states=(1,), blocks=24, pool_slots=24)
 _TAILS = _HYBRID._replace(windows=(None, BLOCK), sizes=(2 * BLOCK, BLOCK // 2), blocks=24, events=False)
 """A window that ends within a unit."""
 _DRAFTED_STATES = _STATES._replace(drafts=2, deferred=True, drafter=True, mode="auto", dense=True, blocks=36)
+_DIVIDED_STATES = _STATES._replace(sizes=(2 * BLOCK, BLOCK), ranks=2, dcp=2)
+"""A block of attention is two of states."""
 SHAPES: dict[str, Shape] = {
     "sync": Shape(load="sync"),
     "async-load": Shape(load="async", policy="s3fifo", events=True),
@@ -246,6 +254,11 @@ SHAPES: dict[str, Shape] = {
     "async-scheduler-states-masks": _DRAFTED_STATES._replace(
         windows=(None, None, None), asynchronous=True, v2=True, deferred=False, drafts=3, masks=3, blocks=48
     ),
+    "states-context-parallel": _DIVIDED_STATES._replace(tiers=1),
+    "async-scheduler-states-context-parallel": _DIVIDED_STATES._replace(
+        asynchronous=True, v2=True, dense=True, device=True
+    ),
+    "pipeline-2-states-context-parallel": _DIVIDED_STATES._replace(ranks=4, stages=2, layers_per_group=4, blocks=16),
 }
 
 

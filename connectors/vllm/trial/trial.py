@@ -118,7 +118,7 @@ class Trial(Arrivals):
             self.scheduler: Scheduler = kind(
                 vllm_config=config,
                 kv_cache_config=cache,
-                block_size=shape.unit_tokens,
+                block_size=shape.whole_tokens,
                 hash_block_size=shape.hash_tokens,
                 structured_output_manager=StructuredOutputManager(config),
             )

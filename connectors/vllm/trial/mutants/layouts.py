@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpipe.connectors.vllm.trial.mutants.base import Mutant, one
+from kvpipe.connectors.vllm.trial.mutants.base import LOADING, SAVING, Mutant, one
 
 _SUPPORT = "kvpipe.connectors.vllm.support"
 
@@ -16,5 +16,32 @@ MUTANTS: dict[str, Mutant] = {
         "Engines whose ranks hold other tokens of a block share a namespace.",
         one(_SUPPORT, "_context_facts", "if ranks > 1", "if False"),
         test="tests/vllm/test_geometry.py::test_a_block_is_as_long_as_all_ranks_shares_of_it",
+    ),
+    "last_page_of_a_hit_is_not_loaded": Mutant(
+        "Of a hit that ends within a block of attention whole blocks are loaded alone.",
+        one(
+            LOADING,
+            "rows",
+            "self._geometry.blocks(group, low, high)",
+            "self._geometry.blocks(group, low, high - high % self._geometry.units_per_block[group] or high)",
+        ),
+        shape="states-context-parallel",
+        by="every_read_is_right",
+    ),
+    "page_filled_in_part_is_written_on": Mutant(
+        "A chunk that ends within a block is continued behind the page that has the beginning of that block.",
+        one(SAVING, "_claim", "if low > base and not low % self._whole", "if low > base"),
+        shape="states-context-parallel",
+        by="findable_chunks_are_whole_and_true",
+    ),
+    "attention_ends_with_the_last_whole_block": Mutant(
+        "Of attention whole blocks are saved alone: no state within a block is of use.",
+        one(
+            SAVING,
+            "_worth_a_page",
+            "return max(whole, min(units, saved), *(end for end in self._boundaries(request) if end <= units))",
+            "return max(whole, min(units, saved))",
+        ),
+        shape="states-context-parallel",
     ),
 }
