@@ -1,38 +1,46 @@
-"""`python -m benchmarks.replay`: token hit rates of every policy, at every capacity, and their time per request."""
+"""`python -m benchmarks.replay`: every policy at every capacity, beside Belady's optimum, then memory and tiers.
+
+Writes `docs/results/traces.json`, and a page and a picture of what that says.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from statistics import mean
+from pathlib import Path
+from typing import Any
 
-from benchmarks.replay import workload as w
-from benchmarks.replay.replay import BELADY, SHARES, policies, replay
+from benchmarks.replay import page, report
+from benchmarks.replay.replay import BELADY, policies
 
 
 def main(arguments: list[str]) -> int:
-    """Print a line per policy as soon as it is known."""
+    """Say each replay as soon as it is over, then print the tables."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.replay", description=__doc__)
-    parser.add_argument("--policy", nargs="*", default=[*policies(), BELADY], help="default: all, and Belady's")
-    parser.add_argument("--share", nargs="*", type=float, default=SHARES, help="of all different chunks")
-    parser.add_argument("--seeds", type=int, default=4)
-    parser.add_argument("--shared-system", action="store_true")
-    parser.add_argument("--mooncake", action="store_true")
-    options = parser.parse_args(arguments)
-    loads = (
-        [w.mooncake()]
-        if options.mooncake
-        else [w.coding_agents(seed, shared_system=options.shared_system) for seed in range(options.seeds)]
+    parser.add_argument(
+        "--policy", nargs="*", default=[*policies(), BELADY], help="replay these; others stay as they are"
     )
-    print(loads[0].name, f"{mean(len(load.prompts) for load in loads):.0f} requests, capacity {options.share}")
-    for policy in options.policy:
-        outcomes = [[replay(load, policy, share) for load in loads] for share in options.share]
-        rates = "  ".join(f"{mean(one.hit_rate for one in some):.3f}" for some in outcomes)
-        print(
-            f"{policy:16} {rates}   {mean(one.microseconds for some in outcomes for one in some):.0f} us per request",
-            flush=True,
-        )
+    parser.add_argument("--workload", nargs="*", default=[report.AGENTS, report.SHARED, report.MOONCAKE])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=0, help="replays at once; default: as many as there are cores")
+    parser.add_argument("--json", type=Path, default=report.RESULTS)
+    parser.add_argument("--page", action="store_true", help="replay nothing")
+    options = parser.parse_args(arguments)
+    todo = [one for one in report.cases(options.policy, options.seeds) if one.workload in options.workload]
+    for row in () if options.page else report.measure(todo, options.jobs):
+        _say(row)
+        report.keep([row], options.json)
+    found = json.loads(options.json.read_text(encoding="utf-8"))
+    report.show(found)
+    page.write(found, options.json)
     return 0
+
+
+def _say(row: dict[str, Any]) -> None:
+    rate = row["hit_rate"] if "share" in row else 1 - row["shares"]["computed"]
+    place = f"{row['share']:.0%}" if "share" in row else f"{row['host']:.0%} {row['behind']}"
+    print(f"{row['workload']}, seed {row['seed']}, {place}, {row['policy']}: {rate:.3f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,336 @@
+"""An engine in virtual time around kvpipe's real scheduler side: lookups, leases, loads, saves, staging, stores.
+
+It schedules as vLLM does: first come, first served, as long as there are tokens in a step and blocks on the device;
+prompts that run go on before others begin. Its own prefix cache, least recently used, is asked first.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, Final, TypeVar
+from unittest.mock import patch
+
+from benchmarks.replay.model import Host, Link, Model, Store
+from benchmarks.replay.tiers import Clock, VirtualFinder, VirtualTier
+from benchmarks.replay.workload import Prompt, Workload
+from kvpipe.config import load_settings
+from kvpipe.geometry import Geometry, Group, Layer
+from kvpipe.messages import ROW_BYTES, Job, Kind, Report, StepPlan, Tally
+from kvpipe.scheduler.base import LATER
+from kvpipe.scheduler.side import SchedulerSide
+
+_T = TypeVar("_T")
+IDLE_STEP_S: Final = 0.001
+"""An engine that has nothing to compute, while chunks wait to be stored, steps so often."""
+DEVICE: Final = "device"
+COMPUTED: Final = "computed"
+
+
+@dataclass
+class Outcome:
+    """What a replay came to. `tokens`: of all prompts, by where they came from; times in seconds."""
+
+    workload: str
+    policy: str
+    requests: int = 0
+    tokens: Counter[str] = field(default_factory=Counter)
+    ttft_s: list[float] = field(default_factory=list)
+    moved: dict[str, int] = field(default_factory=dict)
+    """Bytes, by the way they went."""
+    scheduler_s: float = 0.0
+    """Of the processor, in kvpipe's scheduler side."""
+    steps: int = 0
+    ended_at_s: float = 0.0
+    faults: dict[str, Any] = field(default_factory=dict)
+    stats: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Return which share of all tokens came from where."""
+        whole = sum(self.tokens.values())
+        return {where: count / whole for where, count in self.tokens.items()}
+
+    def ttft(self, share: float) -> float:
+        """Return how long `share` of all requests waited for their first token, at most."""
+        return sorted(self.ttft_s)[min(len(self.ttft_s) - 1, int(share * len(self.ttft_s)))]
+
+
+class Running:
+    """One request, as the scheduler side knows requests, and what the engine knows of it. Its names are vLLM's."""
+
+    __slots__ = (
+        "block_hashes", "lora_request", "num_computed_tokens", "num_preemptions", "num_prompt_tokens", "num_tokens",
+        "prompt", "request_id", "resumable", "skip_reading_prefix_cache",
+    )  # fmt: skip
+
+    def __init__(self, number: int, prompt: Prompt) -> None:
+        """It has arrived."""
+        self.prompt, self.request_id, self.block_hashes = prompt, str(number), prompt.keys
+        self.num_tokens = self.num_prompt_tokens = max(1, prompt.tokens)
+        self.num_computed_tokens = self.num_preemptions = 0
+        self.lora_request = None
+        self.resumable = self.skip_reading_prefix_cache = False
+
+
+class Device:
+    """The engine's own blocks, in chunks: those of running requests, and below them what may be of use again."""
+
+    def __init__(self, slots: int) -> None:
+        """Empty."""
+        self.slots, self.used = slots, 0
+        self._pinned: Counter[bytes] = Counter()
+        self._idle: OrderedDict[bytes, None] = OrderedDict()
+
+    def held(self, keys: Sequence[bytes]) -> int:
+        """Return how many of the first chunks are there."""
+        pinned, idle = self._pinned, self._idle
+        return next((at for at, key in enumerate(keys) if key not in idle and key not in pinned), len(keys))
+
+    def begin(self, keys: Sequence[bytes], held: int, size: int) -> None:
+        """Give a request its `size` chunks; `held` of them are there."""
+        self.used += size
+        for key in keys[:held]:
+            self._pinned[key] += 1
+            self._idle.pop(key, None)
+        self._trim()
+
+    def computed(self, keys: Sequence[bytes], held: int) -> None:
+        """All of a request's chunks can be found."""
+        for key in keys[held:]:
+            self._pinned[key] += 1
+            self._idle.pop(key, None)
+
+    def end(self, keys: Sequence[bytes], size: int) -> None:
+        """A request is over."""
+        self.used -= size
+        for key in reversed(keys):
+            self._pinned[key] -= 1
+            if not self._pinned[key]:
+                del self._pinned[key]
+                self._idle[key] = None
+        self._trim()
+
+    def _trim(self) -> None:
+        while self._idle and len(self._idle) > self.slots - self.used:
+            self._idle.popitem(last=False)
+
+
+class Engine:
+    """One replay."""
+
+    def __init__(
+        self, workload: Workload, policy: str, *, model: Model, host: Host, tiers: Sequence[Store] = (), **settings: Any
+    ) -> None:
+        """`settings`: of kvpipe's own. A host without slots: an engine without kvpipe."""
+        self.workload, self.model, self.clock = workload, model, Clock()
+        self.chunk = workload.chunk_tokens
+        self.block_bytes = model.bytes_per_token * self.chunk
+        self.down, self.up = Link(host.bytes_per_s), Link(host.bytes_per_s)
+        self.tiers = [VirtualTier(store) for store in tiers]
+        self.finder = finder = VirtualFinder(self.tiers, self.clock)
+        self.device = Device(model.device_tokens // self.chunk)
+        self.out = Outcome(workload.name, policy if host.slots else "none")
+        geometry = Geometry(
+            (Group((Layer("l", self.block_bytes),), self.chunk),), self.chunk, max(1, host.slots) * self.block_bytes
+        )
+        given = load_settings({"policy": policy, "chunk_tokens": self.chunk, **settings})
+        self.patience_s = given.lookup_ms_max / 1000
+
+        used = host.slots > 0
+        with patch("kvpipe.scheduler.side.Finder", lambda *_, **__: finder):
+            self.side = SchedulerSide(
+                given, geometry, hash_tokens=self.chunk, ranks=1, saves=used, loads=used, tiers=finder.tiers
+            )
+        self.side.ranks_ready({0: geometry.slots}, ["weights"])
+        block = SimpleNamespace(block_id=1, is_null=False)
+        longest = max(-(-prompt.tokens // self.chunk) for prompt in workload.prompts) + 1
+        self.table = [block] * longest  # which blocks they are makes no difference to any figure
+        self.side.bind(SimpleNamespace(table=lambda *_: self.table, knows=lambda *_: False, free=lambda: longest))  # type: ignore[arg-type]
+        self.arrivals = deque(enumerate(workload.prompts))
+        self.waiting: deque[Running] = deque()
+        self.running: list[Running] = []
+        self.alive = 0
+        self.loading: dict[str, Running] = {}
+        self.local: dict[str, int] = {}  # chunks that the device had, of each request with blocks
+        self.report = Report(rate=host.bytes_per_s)
+
+    # ---- the loop -------------------------------------------------------------------------------------------------
+
+    def run(self) -> Outcome:
+        """Replay all, to the end of the last answer."""
+        with _time_is(self.clock):
+            while self.arrivals or self.waiting or self.running or self.alive or self.side.jobs.in_flight:
+                self._step()
+                assert self.clock.now_s < float("inf"), "somebody waits for nothing"
+            self._close()
+        return self.out
+
+    def _close(self) -> None:
+        out, side = self.out, self.side
+        out.ended_at_s, out.requests = self.clock.now_s, len(out.ttft_s)
+        out.moved |= {"device to memory": self.down.moved, "memory to device": self.up.moved}
+        for one in self.tiers:
+            out.moved |= {f"memory to {one.store.name}": one.write.moved, f"{one.store.name} to memory": one.read.moved}
+        out.faults, out.stats = dict(side.counters.faults), side.stats()
+        side.shutdown()
+
+    def _step(self) -> None:
+        clock = self.clock
+        while self.arrivals and self.arrivals[0][1].at_s <= clock.now_s:
+            request = Running(*self.arrivals.popleft())
+            self._timed(self.side.on_new_request, request)
+            self.waiting.append(request)
+        scheduled = self._schedule()
+        step: Any = SimpleNamespace(num_scheduled_tokens=scheduled, preempted_req_ids=None)
+        plan = self._timed(self.side.plan_step, step)
+        self.out.steps += 1
+        end_s = self._carry(plan, scheduled)
+        if not scheduled and end_s <= clock.now_s:
+            begins_s = self.arrivals[0][1].at_s if self.arrivals else float("inf")
+            end_s = max(clock.now_s, min(begins_s, clock.next_s))
+            if self.side.staging is not None and self.side.staging.stores.pending:
+                end_s = min(end_s, clock.now_s + IDLE_STEP_S)
+        clock.go(end_s)
+        if self.report.tallies:
+            report, self.report = self.report, Report(rate=self.report.rate)
+            self._timed(self.side.reported, report)
+        self._computed(scheduled)
+
+    def _timed(self, call: Callable[..., _T], *arguments: Any) -> _T:
+        begin_s = time.thread_time()
+        try:
+            return call(*arguments)
+        finally:
+            self.out.scheduler_s += time.thread_time() - begin_s
+
+    # ---- scheduling -----------------------------------------------------------------------------------------------
+
+    def _schedule(self) -> dict[str, int]:
+        """Return how many tokens of whom are computed in this step."""
+        left, scheduled = self.model.step_tokens, dict[str, int]()
+        for request in self.running:
+            left -= self._take(request, left, scheduled)
+        later: list[Running] = []
+        while self.waiting and left and self.alive < self.model.requests_max:
+            request = self.waiting[0]
+            size = self._size(request)
+            if self.device.used + size > self.device.slots and self.alive:
+                break
+            self.waiting.popleft()
+            answer = self._admit(request, size)
+            if answer is None:
+                later.append(request)
+            elif not answer:
+                self.running.append(request)
+                left -= self._take(request, left, scheduled)
+        self.waiting.extendleft(reversed(later))
+        return scheduled
+
+    def _take(self, request: Running, left: int, scheduled: dict[str, int]) -> int:
+        tokens = min(left, request.num_tokens - request.num_computed_tokens)
+        if tokens:
+            scheduled[request.request_id] = tokens
+        return tokens
+
+    def _size(self, request: Running) -> int:
+        return -(-request.num_tokens // self.chunk)
+
+    def _admit(self, request: Running, size: int) -> bool | None:
+        """Return whether it waits for its load, or None: it is to be asked again."""
+        held = min(self.device.held(request.block_hashes), (request.num_tokens - 1) // self.chunk)
+        local = held * self.chunk
+        answer = self._timed(self.side.lookup, request, local)
+        if answer is LATER:
+            self.clock.at(self.clock.now_s + self.patience_s, lambda: None)  # then it is asked again at the latest
+            return None
+        tokens, waits = answer
+        self.device.begin(request.block_hashes, held, size)
+        self.alive += 1
+        self.local[request.request_id] = held
+        self._timed(self.side.admitted, request, (self.table[:size],), tokens)
+        request.num_computed_tokens = min(local + tokens, request.num_tokens - 1)
+        self._count(request, local, tokens)
+        if tokens and waits:
+            self.loading[request.request_id] = request
+            return True
+        return False
+
+    def _count(self, request: Running, local: int, tokens: int) -> None:
+        by = self.side.requests.tracked[request.request_id].asking.answer.by_tier if tokens else {}
+        self.out.tokens.update(by)
+        self.out.tokens[DEVICE] += local
+        self.out.tokens[COMPUTED] += request.num_tokens - local - tokens
+
+    # ---- what a step does -----------------------------------------------------------------------------------------
+
+    def _carry(self, plan: StepPlan, scheduled: dict[str, int]) -> float:
+        """Begin what the plan says; return when the step is over."""
+        now_s, by_id = self.clock.now_s, {one.request_id: one for one in self.running}
+        compute_s = self.model.step_s if scheduled else 0.0
+        for request_id, tokens in scheduled.items():
+            first = by_id[request_id].num_computed_tokens
+            compute_s += self.model.prefill_s(first, first + tokens)
+        computed_s = end_s = now_s + compute_s
+        for job in plan.jobs:
+            size = len(job.rows) // ROW_BYTES * self.block_bytes
+            if job.kind == Kind.SAVE:
+                self.clock.at(self.down.carry(size, computed_s), self._done(job))
+                continue
+            at_s = self.up.carry(size, now_s)
+            self.clock.at(at_s, self._done(job))
+            if job.kind == Kind.LOAD_SYNC:
+                end_s = max(end_s, at_s)
+        for order in plan.orders:
+            size = order.units * self.block_bytes
+            self.finder.carry(order, size, lambda ok, number=order.id: self._told(number, ok=ok))  # type: ignore[misc]
+        return end_s
+
+    def _done(self, job: Job) -> Callable[[], None]:
+        def done() -> None:
+            self._told(job.id, ok=True)
+            if job.kind == Kind.LOAD_ASYNC:
+                self.running.append(self.loading.pop(job.request))
+
+        return done
+
+    def _told(self, number: int, *, ok: bool) -> None:
+        self.report.tallies[number] = Tally(int(ok), int(not ok))
+
+    def _computed(self, scheduled: dict[str, int]) -> None:
+        ended = []
+        for request in self.running:
+            request.num_computed_tokens += scheduled.get(request.request_id, 0)
+            if request.num_computed_tokens >= request.num_tokens:
+                ended.append(request)
+        for request in ended:
+            self.running.remove(request)
+            self.out.ttft_s.append(self.clock.now_s - request.prompt.at_s)
+            self.device.computed(request.block_hashes, self.local.pop(request.request_id))
+            over_s = self.clock.now_s + request.prompt.answer * self.model.answer_s_per_token
+            self.clock.at(over_s, self._over(request))
+
+    def _over(self, request: Running) -> Callable[[], None]:
+        def over() -> None:
+            self._timed(self.side.finished, request)
+            self.device.end(request.block_hashes, self._size(request))
+            self.alive -= 1
+
+        return over
+
+
+@contextmanager
+def _time_is(clock: Clock) -> Iterator[None]:
+    """Let the scheduler's process tell the replay's time."""
+    with ExitStack() as stack:
+        for name, module in list(sys.modules.items()):
+            if name.startswith(("kvpipe.scheduler.", "kvpipe.cache.", "kvpipe.tiers.finder")) and hasattr(
+                module, "time"
+            ):
+                stack.enter_context(patch.object(module, "time", clock))
+        yield

@@ -1,0 +1,190 @@
+"""The pictures of `docs/results/traces.json`: an SVG, and a page with it and all figures that needs nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.replay import report
+from benchmarks.replay.replay import BELADY
+
+_COLOURS: Final = ("#3b6fb6", "#2e7d5b", "#a8671a", "#8a4fa3", "#4b7f8c", "#6b6b2a")
+_BEST: Final = "#b9bec6"
+_WHERE: Final = {
+    "device": "#8a4fa3", "memory": "#3b6fb6", "disk": "#2e7d5b", "network": "#a8671a", "computed": "#b9bec6",
+}  # fmt: skip
+_STYLE: Final = (
+    "text{font:13px system-ui,sans-serif;fill:#222}.s{font-size:11px}.m{text-anchor:middle}.b{font-weight:600}"
+)
+_WIDTH, _PLOT, _LEFT, _ROW = 860, 170, 40, 24
+
+
+def write(found: dict[str, Any], path: Path) -> None:
+    """Write both, beside the JSON at `path`, of what it says."""
+    path.with_suffix(".svg").write_text(picture(found), encoding="utf-8")
+    path.with_suffix(".html").write_text(html(found), encoding="utf-8")
+
+
+def picture(found: dict[str, Any]) -> str:
+    """Return one picture: hit rates by capacity of each workload, then where tokens come from with tiers."""
+    parts, y = list[str](), 0.0
+    for name in dict.fromkeys(row["workload"] for row in found["yardstick"]):
+        body, height = _rates(name, report.rates(found["yardstick"], name))
+        parts.append(f'<g transform="translate(0 {y:.0f})">{"".join(body)}</g>')
+        y += height
+    body, height = _sources(found["tiers"])
+    parts.append(f'<g transform="translate(0 {y:.0f})">{"".join(body)}</g>')
+    y += height
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {y:.0f}" width="{_WIDTH}" role="img" '
+        f'style="max-width:100%;height:auto"><style>{_STYLE}</style><rect width="100%" height="100%" fill="#fff"/>'
+        f"{''.join(parts)}</svg>\n"
+    )
+
+
+def _rates(title: str, by: dict[str, dict[float, float]]) -> tuple[list[str], float]:
+    """Return the bars of one workload: a group per capacity, a bar per policy; and its height."""
+    names = list(by)
+    colours = _colours(names)
+    body = [_text(_LEFT, 20, f"{title}: tokens that hit, by the pool's share of all chunks", "b")]
+    body += _legend(colours, 40)
+    top, shares = 52, sorted({share for some in by.values() for share in some})
+    for tenth in (0, 25, 50, 75, 100):
+        y = top + _PLOT * (1 - tenth / 100)
+        body += [f'<path d="M{_LEFT} {y:.1f}H{_WIDTH - 10}" stroke="#ddd"/>', _text(4, y + 4, f"{tenth} %", "s")]
+    group = (_WIDTH - _LEFT - 20) / max(1, len(shares))
+    bar = min(44.0, (group - 24) / max(1, len(names)))
+    for at, share in enumerate(shares):
+        left = _LEFT + at * group + (group - bar * len(names)) / 2
+        for number, name in enumerate(names):
+            rate = by[name].get(share)
+            if rate is None:
+                continue
+            x, height = left + number * bar, rate * _PLOT
+            body.append(
+                f'<rect x="{x:.1f}" y="{top + _PLOT - height:.1f}" width="{bar - 3:.1f}" height="{height:.1f}" '
+                f'fill="{colours[name]}"><title>{escape(name)}: {rate:.3f}</title></rect>'
+            )
+            body.append(_text(x + (bar - 3) / 2, top + _PLOT - height - 3, f"{rate:.1%}".rstrip("%"), "s m"))
+        body.append(_text(_LEFT + (at + 0.5) * group, top + _PLOT + 16, f"{share:.0%} of all chunks", "m"))
+    return body, top + _PLOT + 36
+
+
+def _sources(rows: Sequence[dict[str, Any]]) -> tuple[list[str], float]:
+    """Return a bar per replay with tiers, of where tokens came from, and when the first token did."""
+    body = [
+        _text(_LEFT, 20, "With a device's own cache, memory and tiers: where tokens come from, and when the first", "b")
+    ]
+    body += [_text(_LEFT, 20 + 17, "token does, by the cost model (seconds, at 50, 90 and 99 % of requests)", "s")]
+    body += _legend(_WHERE, 56)
+    y, left, width = 78.0, 330, 330
+    for row in sorted(
+        rows, key=lambda one: (one["workload"], one["policy"] != report.NONE, one["behind"], one["policy"])
+    ):
+        x = float(left)
+        body.append(_text(_LEFT, y + 13, label(row)))
+        for where, colour in _WHERE.items():
+            share = row["shares"].get(where, 0.0)
+            body.append(
+                f'<rect x="{x:.1f}" y="{y:.1f}" width="{share * width:.1f}" height="{_ROW - 6}" fill="{colour}">'
+                f"<title>{where}: {share:.1%}</title></rect>"
+            )
+            x += share * width
+        body.append(_text(left + width + 12, y + 13, _ttft(row), "s"))
+        y += _ROW
+    return body, y + 16
+
+
+def label(row: dict[str, Any]) -> str:
+    """Return what a replay is called."""
+    if row["policy"] == report.NONE:
+        return f"{row['workload']}: without kvpipe"
+    places = f"memory {row['host']:.0%}" + (f", {row['behind']}" if row["behind"] else "")
+    return f"{row['workload']}: {places}, {row['policy']}"
+
+
+def _ttft(row: dict[str, Any]) -> str:
+    return " / ".join(f"{row['ttft_s'][point]:.3g}" for point in ("0.5", "0.9", "0.99"))
+
+
+def _colours(names: Sequence[str]) -> dict[str, str]:
+    others = [name for name in names if name != BELADY]
+    found = {name: _COLOURS[at % len(_COLOURS)] for at, name in enumerate(others)}
+    return found | ({BELADY: _BEST} if BELADY in names else {})
+
+
+def _legend(colours: dict[str, str], y: float) -> list[str]:
+    out, x = list[str](), float(_LEFT)
+    for name, colour in colours.items():
+        out += [f'<rect x="{x:.0f}" y="{y - 9}" width="10" height="10" fill="{colour}"/>', _text(x + 14, y, name, "s")]
+        x += 34 + 7 * len(name)
+    return out
+
+
+def _text(x: float, y: float, text: str, kind: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}">{escape(text)}</text>'
+
+
+_ABOUT: Final = (
+    "{cpu}, Python {python}, {date}, {commit}. No engine and no device: hit rates, bytes and order are those of kvpipe's "
+    "own catalog, policies and scheduler side. Times are by the cost model below, but for the scheduler's, which are "
+    "measured. benchmarks/replay/README.md says how."
+)
+
+# ---- the page -------------------------------------------------------------------------------------------------------
+
+
+def html(found: dict[str, Any]) -> str:
+    """Return the whole page."""
+    machine, model = found["machine"], found["model"]
+    body = [
+        "<h1>Real traces, replayed in virtual time</h1>",
+        f"<p>{_ABOUT.format(**{name: escape(str(value)) for name, value in machine.items()})}</p>",
+        picture(found),
+    ]
+    for name in dict.fromkeys(row["workload"] for row in found["yardstick"]):
+        body += [f"<h2>{escape(name)}</h2>", _rates_table(report.rates(found["yardstick"], name))]
+    body += ["<h2>With tiers</h2>", _tiers_table(found["tiers"]), "<h2>The cost model</h2>"]
+    body.append(_table(("", ""), ((key, f"{value:g}") for key, value in model.items())))
+    style = (
+        "body{font:15px/1.5 system-ui,sans-serif;max-width:1000px;margin:2em auto;padding:0 1em;color:#222}"
+        "body{background:#fff}table{border-collapse:collapse;font-size:13px}td,th{padding:3px 10px;border-bottom:1px solid #ddd;text-align:left}"
+        "td{font-variant-numeric:tabular-nums}"
+    )
+    return (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f"<title>kvpipe: replayed traces</title><style>{style}</style>{''.join(body)}</html>\n"
+    )
+
+
+def _rates_table(by: dict[str, dict[float, float]]) -> str:
+    shares, best = sorted({share for some in by.values() for share in some}), by.get(BELADY, {})
+    rows = (
+        (name, *(f"{some[s]:.3f} ({some[s] / best[s]:.2f})" if s in some and s in best else "" for s in shares))
+        for name, some in by.items()
+    )
+    return _table(("hit rate (of Belady's)", *(f"{share:.0%}" for share in shares)), rows)
+
+
+def _tiers_table(tiers: Sequence[dict[str, Any]]) -> str:
+    rows = (
+        (
+            label(row),
+            *(f"{row['shares'].get(where, 0):.1%}" for where in _WHERE),
+            _ttft(row),
+            f"{row['ttft_s_mean']:.3g}",
+            ", ".join(f"{way} {size / 1e12:.2f}" for way, size in row["moved"].items() if size),
+            f"{row['us_per_request']:.0f}",
+        )
+        for row in tiers
+    )
+    heads = ("", *_WHERE, "TTFT s at 50/90/99 %", "mean", "TB moved", "scheduler us per request")
+    return _table(heads, rows)
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    head = "".join(f"<th>{escape(one)}</th>" for one in heads)
+    lines = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><tr>{head}</tr>{lines}</table>"

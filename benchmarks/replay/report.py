@@ -1,0 +1,208 @@
+"""All replays, what they came to as JSON, and the tables."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from functools import cache
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import mean
+from typing import Any, Final, NamedTuple
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.replay import workload as w
+from benchmarks.replay.engine import Engine
+from benchmarks.replay.model import Host, Model, Store, disk, network
+from benchmarks.replay.replay import BELADY, SHARES, replay
+from benchmarks.report import Figure, write
+
+RESULTS: Final = Path(__file__).parents[2] / "docs" / "results" / "traces.json"
+AGENTS, SHARED, MOONCAKE = "coding agents", "coding agents, system prompts shared", "Mooncake's conversations"
+NONE: Final = "none"
+"""As a policy: an engine without kvpipe."""
+CPU_S_MAX: Final = 60.0
+"""Of one core, for a replay of all that is recorded."""
+RECORDED: Final = 23_041
+POINTS: Final = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
+Row = dict[str, Any]
+
+
+@cache
+def load_of(name: str, seed: int) -> w.Workload:
+    """Return a workload by its name. Mooncake's has no seed."""
+    return w.mooncake() if name == MOONCAKE else w.coding_agents(seed, shared_system=name == SHARED)
+
+
+class Yardstick(NamedTuple):
+    """One replay of the catalog alone, at `share` of all chunks."""
+
+    workload: str
+    seed: int
+    share: float
+    policy: str
+
+    def row(self) -> Row:
+        """Replay; return what it came to."""
+        out = replay(load_of(self.workload, self.seed), self.policy, self.share)
+        more = {
+            "hit_rate": out.hit_rate,
+            "requests": len(out.hits),
+            "slots": out.slots,
+            "us_per_request": out.microseconds,
+        }
+        return self._asdict() | more
+
+
+class Tiered(NamedTuple):
+    """One replay of the whole scheduler side, with `host` of all chunks in memory and tiers behind it."""
+
+    workload: str
+    seed: int
+    host: float
+    behind: str
+    policy: str
+
+    def row(self) -> Row:
+        """Replay; return what it came to."""
+        load = load_of(self.workload, self.seed)
+        stores = {
+            "": (),
+            "disk": (disk(load.slots(0.25)),),
+            "network": (network(load.chunks),),
+            "disk, network": (disk(load.slots(0.25)), network(load.chunks)),
+        }
+        tiers: tuple[Store, ...] = stores[self.behind]
+        slots = 0 if self.policy == NONE else load.slots(self.host)
+        policy = "lru" if self.policy == NONE else self.policy
+        out = Engine(load, policy, model=Model(), host=Host(slots), tiers=tiers).run()
+        assert not out.faults, out.faults
+        return self._asdict() | {
+            "requests": out.requests,
+            "shares": out.shares,
+            "ttft_s": {str(point): out.ttft(point) for point in POINTS},
+            "ttft_s_mean": mean(out.ttft_s),
+            "moved": out.moved,
+            "us_per_request": out.scheduler_s / out.requests * 1e6,
+            "ended_at_h": out.ended_at_s / 3600,
+        }
+
+
+def cases(policies: Iterable[str], seeds: int) -> list[Yardstick | Tiered]:
+    """Return all replays, the longest first."""
+    names, out = list(policies), list[Yardstick | Tiered]()
+    for name in (AGENTS, SHARED):
+        out += [Yardstick(name, seed, share, one) for seed in range(seeds) for share in SHARES for one in names]
+    out += [Yardstick(MOONCAKE, 0, share, one) for share in SHARES for one in names]
+    kvpipe = [one for one in names if one != BELADY]
+    for name in (AGENTS, MOONCAKE):
+        out += [Tiered(name, 0, 0.10, "", one) for one in kvpipe]
+        if "lru" in kvpipe:
+            out += [Tiered(name, 0, 0.10, behind, "lru") for behind in ("disk", "network", "disk, network")]
+            out.append(Tiered(name, 0, 0.0, "", NONE))
+    return out
+
+
+def measure(todo: list[Yardstick | Tiered], jobs: int) -> Iterator[Row]:
+    """Replay all, `jobs` at once in processes of their own; yield what each came to."""
+    with ProcessPoolExecutor(jobs or os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        yield from pool.map(_row, todo)
+
+
+def _row(case: Yardstick | Tiered) -> Row:
+    return case.row()
+
+
+def _key(row: Row) -> str:
+    return json.dumps([row[name] for name in ("workload", "seed", "policy")] + [row.get("share"), row.get("behind")])
+
+
+def keep(rows: list[Row], path: Path = RESULTS) -> dict[str, Any]:
+    """Write what was measured, beside what the file has of other cases. Returns what it says now."""
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"yardstick": [], "tiers": []}
+    by_key = {_key(row): row for row in (*before["yardstick"], *before["tiers"], *rows)}
+    yardstick = [row for row in by_key.values() if "share" in row]
+    tiers = [row for row in by_key.values() if "share" not in row]
+    write(figures(yardstick, tiers), path, model=asdict(Model()), yardstick=yardstick, tiers=tiers)
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def rates(yardstick: list[Row], workload: str) -> dict[str, dict[float, float]]:
+    """Return the mean hit rate over all seeds of each policy, Belady's last, at each capacity."""
+    rows = [row for row in yardstick if row["workload"] == workload]
+    names = sorted({row["policy"] for row in rows}, key=lambda name: (name == BELADY, name))
+    return {
+        name: {
+            share: mean(row["hit_rate"] for row in rows if (row["policy"], row["share"]) == (name, share))
+            for share in sorted({row["share"] for row in rows if row["policy"] == name})
+        }
+        for name in names
+    }
+
+
+def figures(yardstick: list[Row], tiers: list[Row]) -> list[Figure]:
+    """Return how near each policy comes to Belady's, and what a replay of all that is recorded costs."""
+    out = []
+    for workload in dict.fromkeys(row["workload"] for row in yardstick):
+        by = rates(yardstick, workload)
+        best = by.get(BELADY, {})
+        for name, some in by.items():
+            out += [
+                Figure(f"{workload}, {share:.0%}: {name}", rate / best[share], 0, "of Belady's", f"{rate:.1%} of all tokens",
+                       at_least=True)
+                for share, rate in some.items() if name != BELADY and share in best
+            ]  # fmt: skip
+    for rows, what in ((yardstick, "catalog"), (tiers, "scheduler side")):
+        mine = [row for row in rows if row["policy"] not in {BELADY, NONE}]
+        if mine:
+            worst = max(mine, key=lambda row: float(row["us_per_request"]))
+            seconds = worst["us_per_request"] * RECORDED / 1e6
+            beside = f"{worst['us_per_request']:.0f} us per request, at most: {worst['policy']}, {worst['workload']}"
+            out.append(Figure(f"{what}: all {RECORDED} requests", seconds, CPU_S_MAX, "s of one core", beside))
+    return out
+
+
+def show(found: dict[str, Any]) -> None:
+    """Print the tables."""
+    console = Console(width=132)
+    for workload in dict.fromkeys(row["workload"] for row in found["yardstick"]):
+        by = rates(found["yardstick"], workload)
+        table = Table(title=f"{workload}: share of all tokens that hit (of Belady's)", box=box.SIMPLE_HEAD)
+        table.add_column("policy")
+        for share in SHARES:
+            table.add_column(f"{share:.0%} of chunks", justify="right")
+        for name, some in by.items():
+            cells = [
+                f"{rate:.3f}" + (f" ({rate / by[BELADY][share]:.2f})" if share in by.get(BELADY, {}) else "")
+                for share, rate in some.items()
+            ]
+            table.add_row(name, *cells)
+        console.print(table)
+    table = Table(title="The whole scheduler side, in virtual time", box=box.SIMPLE_HEAD)
+    for heading in (
+        "workload",
+        "memory",
+        "behind it",
+        "policy",
+        "tokens from",
+        "TTFT s 50/90/99 %",
+        "GB moved",
+        "us/request",
+    ):
+        table.add_column(heading)
+    for row in found["tiers"]:
+        parts = ", ".join(f"{where} {share:.1%}" for where, share in row["shares"].items())
+        ttft = " / ".join(f"{row['ttft_s'][point]:.2f}" for point in ("0.5", "0.9", "0.99"))
+        moved = sum(row["moved"].values()) / 1e9
+        table.add_row(
+            row["workload"], f"{row['host']:.0%}", row["behind"], row["policy"], parts, ttft, f"{moved:.0f}",
+            f"{row['us_per_request']:.0f}",
+        )  # fmt: skip
+    console.print(table)
