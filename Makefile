@@ -9,7 +9,7 @@ SECONDS_MAX ?= 3600
 REQUESTS ?= 20000
 MUTANTS ?=
 .DEFAULT_GOAL := help
-.PHONY: help setup programs demo test test-fast fuzz mutants soak bench bench-gpu serve lint format lock contract docs docs-packages
+.PHONY: help setup programs demo test test-fast fuzz mutants soak bench bench-traces bench-gpu serve lint format lock contract docs docs-packages
 
 help:
 	@echo "make demo    a real vLLM engine with and without kvpipe, side by side"
@@ -19,6 +19,7 @@ help:
 	@echo "make mutants [MUTANTS='NAME …']   bugs put back in, one at a time: the tests must find each"
 	@echo "make soak [REQUESTS=20000]   a real engine with and without kvpipe: does what the process holds stay the same?"
 	@echo "make bench   the benchmarks: a table and docs/results/*.json"
+	@echo "make bench-traces [ARGS='--policy lru …']   recorded traces against catalog, policies and tiers in virtual time: a page"
 	@echo "make bench-gpu [PART='1 2']   what is to be measured on an NVIDIA GPU, three parts of at most 10 minutes; 4 and 5: more"
 	@echo "make serve MODEL=... [KVPIPE='{\"chunk_tokens\": 512}'] [ARGS=...]   the OpenAI-compatible server with kvpipe on"
 	@echo "make docs    the site, in .cache/site: pages, API reference, search; fails on a broken link or a stale page"
@@ -66,6 +67,9 @@ soak: setup
 
 bench: setup programs
 	$(PY) -m benchmarks
+
+bench-traces: setup
+	$(PY) -m benchmarks.replay $(ARGS)
 
 # with the machine's own Python where its torch has a GPU: such a machine may have no network to set up from
 bench-gpu:

@@ -1,4 +1,4 @@
-"""Run the benchmarks: `python -m benchmarks [NAME …]`, of `PARTS` or chunks; default: all of `PARTS`."""
+"""Run the benchmarks: `python -m benchmarks [NAME …]`, of `PARTS`, chunks or traces; default: all of `PARTS`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks.replay import __main__ as replay
 from benchmarks.report import show
 
 PARTS = [
@@ -22,6 +23,8 @@ def main(names: list[str]) -> int:
         if len(names) != 1:  # each in a process of its own: they bind threads and leave memory behind
             subprocess.run([sys.executable, "-m", "benchmarks", name], check=True)  # noqa: S603
             continue
+        if name == "traces":
+            return replay.main([])
         module = importlib.import_module(f"benchmarks.{name}")
         show(f"{name} benchmarks", module.run(), RESULTS / f"{name}.json")
     return 0

@@ -128,9 +128,9 @@ def _text(x: float, y: float, text: str, kind: str = "") -> str:
 
 
 _ABOUT: Final = (
-    "{cpu}, Python {python}, {date}, {commit}. No engine and no device: hit rates, bytes and order are those of kvpipe's "
-    "own catalog, policies and scheduler side. Times are by the cost model below, but for the scheduler's, which are "
-    "measured. benchmarks/replay/README.md says how."
+    "{cpu}, Python {python}, {date}, {commit}. No engine and no device: hit rates, bytes and order are those of "
+    "kvpipe's own catalog, policies and scheduler side. Times are by the cost model below, but for the scheduler's, "
+    "which are measured. benchmarks/replay/README.md says how."
 )
 
 # ---- the page -------------------------------------------------------------------------------------------------------
@@ -150,7 +150,8 @@ def html(found: dict[str, Any]) -> str:
     body.append(_table(("", ""), ((key, f"{value:g}") for key, value in model.items())))
     style = (
         "body{font:15px/1.5 system-ui,sans-serif;max-width:1000px;margin:2em auto;padding:0 1em;color:#222}"
-        "body{background:#fff}table{border-collapse:collapse;font-size:13px}td,th{padding:3px 10px;border-bottom:1px solid #ddd;text-align:left}"
+        "body{background:#fff}table{border-collapse:collapse;font-size:13px}"
+        "td,th{padding:3px 10px;border-bottom:1px solid #ddd;text-align:left}"
         "td{font-variant-numeric:tabular-nums}"
     )
     return (

@@ -73,14 +73,14 @@ class Pool:
         geometry = Geometry((Group((Layer("l", 4096),), chunk_tokens),), chunk_tokens, slots * 4096)
         self.catalog = Catalog(slots, 1, policy, Counters())
         self.prefixes = Prefixes(self.catalog, geometry, chunk_tokens, lambda request: request.block_hashes)
-        self._served = 0
+        self.now_s, self._served = 0.0, 0
 
     def serve(self, prompt: Prompt) -> int:
         """Look up, load, save, end. Returns how many chunks were held."""
         request: Any = SimpleNamespace(num_tokens=prompt.tokens, block_hashes=prompt.keys)
         catalog, keys = self.catalog, prompt.keys
         held = self.prefixes.longest(request)
-        self._served += 1
+        self.now_s, self._served = prompt.at_s, self._served + 1
         owner = Owner("r", self._served)
         catalog.lease(owner, [chunk for chunk in map(self._find, keys[:held]) if chunk is not None])
         for place, key in enumerate(keys[held:], held):

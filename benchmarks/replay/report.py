@@ -154,11 +154,10 @@ def figures(yardstick: list[Row], tiers: list[Row]) -> list[Figure]:
         by = rates(yardstick, workload)
         best = by.get(BELADY, {})
         for name, some in by.items():
-            out += [
-                Figure(f"{workload}, {share:.0%}: {name}", rate / best[share], 0, "of Belady's", f"{rate:.1%} of all tokens",
-                       at_least=True)
-                for share, rate in some.items() if name != BELADY and share in best
-            ]  # fmt: skip
+            for share, rate in some.items():
+                if name != BELADY and share in best:
+                    title, beside = f"{workload}, {share:.0%}: {name}", f"{rate:.1%} of all tokens"
+                    out.append(Figure(title, rate / best[share], 0, "of Belady's", beside, at_least=True))
     for rows, what in ((yardstick, "catalog"), (tiers, "scheduler side")):
         mine = [row for row in rows if row["policy"] not in {BELADY, NONE}]
         if mine:

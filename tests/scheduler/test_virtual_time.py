@@ -1,0 +1,133 @@
+"""The scheduler side, replayed in virtual time: every token is accounted for, and time runs forwards."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+import kvpipe.cache.catalog
+import kvpipe.scheduler.fetches
+from benchmarks.replay import page, report
+from benchmarks.replay.engine import COMPUTED, DEVICE, Engine, Outcome
+from benchmarks.replay.model import Host, Link, Model, Store, disk, network
+from benchmarks.replay.tiers import Clock
+from benchmarks.replay.workload import Prompt, Workload, coding_agents
+
+SMALL = Model(device_tokens=140_000)
+DISK, NETWORK = disk(1200), network(1 << 20)
+
+
+@cache
+def load() -> Workload:
+    """Return a few sessions."""
+    return coding_agents(5, sessions=4, hours=0.1, chunk_tokens=512)
+
+
+@cache
+def replayed(*tiers: Store, slots: int = 400, policy: str = "lru") -> tuple[Engine, Outcome]:
+    """Replay them on a device that holds little."""
+    engine = Engine(load(), policy, model=SMALL, host=Host(slots), tiers=tiers)
+    return engine, engine.run()
+
+
+@pytest.mark.parametrize(
+    ("policy", "tiers"),
+    [("lru", ()), ("s3fifo", ()), ("lru", (DISK,)), ("lru", (NETWORK,)), ("s3fifo", (DISK, NETWORK))],
+)
+def test_every_token_comes_from_somewhere(policy: str, tiers: tuple[Store, ...]) -> None:
+    """All requests are served, from places that there are; what was loaded was carried; nothing is left behind."""
+    engine, out = replayed(*tiers, policy=policy)
+    assert out.requests == len(load().prompts)
+    assert sum(out.tokens.values()) == load().tokens
+    assert set(out.tokens) <= {DEVICE, COMPUTED, "memory", *(tier.name for tier in tiers)}
+    loaded = sum(tokens for where, tokens in out.tokens.items() if where not in {DEVICE, COMPUTED})
+    assert loaded > 0
+    in_part = out.requests  # of the last chunk of a hit one token may be computed
+    assert 0 <= out.moved["memory to device"] - loaded * SMALL.bytes_per_token <= in_part * SMALL.bytes_per_token
+    for tier in tiers:
+        assert out.moved[f"{tier.name} to memory"] >= out.tokens[tier.name] * SMALL.bytes_per_token
+    assert not out.faults
+    side = engine.side
+    assert (side.jobs.in_flight, side.requests.tracked, side.catalog.writing) == ({}, {}, 0)
+    assert engine.device.used == 0
+
+
+def test_tiers_bring_what_memory_has_lost() -> None:
+    """The more that is behind memory, the less is computed; without kvpipe, most."""
+    none, memory, behind = (
+        replayed(*tiers, slots=slots)[1].tokens[COMPUTED] for slots, tiers in ((0, ()), (400, ()), (400, (DISK,)))
+    )
+    assert none > 1.2 * memory
+    assert memory > 1.1 * behind
+    assert not any(replayed(slots=0)[1].moved.values())
+
+
+def test_a_replay_repeats_itself() -> None:
+    """In all but how long the scheduler has taken."""
+    again = Engine(load(), "lru", model=SMALL, host=Host(400), tiers=[DISK]).run()
+    assert replace(again, scheduler_s=0.0) == replace(replayed(DISK)[1], scheduler_s=0.0)
+
+
+def test_no_first_token_before_its_prompt_is_computed() -> None:
+    """TTFT is not less than computing what had to be; the real clock is back afterwards."""
+    _, out = replayed(DISK)
+    assert min(out.ttft_s) >= SMALL.step_s
+    assert out.ttft(0.5) <= out.ttft(0.9) <= out.ttft(1.0) == max(out.ttft_s)
+    assert kvpipe.scheduler.fetches.time is time
+    assert kvpipe.cache.catalog.time is time
+
+
+def test_a_hit_is_as_quick_as_the_model_says() -> None:
+    """Alone on the engine: a prompt that is computed, one that throws it off the device, and the first again."""
+    first, second = ([f"{which}/{at}".encode() for at in range(40)] for which in "ab")
+    alone = Workload("alone", 256, [
+        Prompt(at_s, 40 * 256 + 100, 1, keys) for at_s, keys in ((0.0, first), (60.0, second), (120.0, first))
+    ])  # fmt: skip
+    model = Model(device_tokens=41 * 256, step_tokens=1 << 20)
+    out = Engine(alone, "lru", model=model, host=Host(100, bytes_per_s=1e9)).run()
+    whole = model.step_s + model.prefill_s(0, 40 * 256 + 100)
+    load_s = 40 * 256 * model.bytes_per_token / 1e9
+    assert load_s > whole
+    assert out.ttft_s == pytest.approx([whole, whole, load_s])
+
+
+def test_time_runs_forwards() -> None:
+    """What is due is called in the order of its time, at its time; what is due earlier than now, now."""
+    clock, called = Clock(), list[tuple[str, float]]()
+    note: Any = lambda name: lambda: called.append((name, clock.monotonic()))  # noqa: E731
+    clock.at(2.0, note("b"))
+    clock.at(1.0, note("a"))
+    clock.at(3.0, note("c"))
+    clock.go(2.5)
+    clock.at(0.5, note("late"))
+    clock.go(2.5)
+    assert called == [("a", 1.0), ("b", 2.0), ("late", 2.5)]
+    assert (clock.next_s, clock.monotonic()) == (3.0, 2.5)
+    with pytest.raises(AssertionError, match="forwards"):
+        clock.go(2.0)
+
+
+def test_what_is_carried_takes_its_turn() -> None:
+    """The latencies of two hide behind each other, their bytes do not."""
+    link = Link(10.0, latency_s=1.0)
+    assert [link.carry(20, 0.0), link.carry(20, 0.0), link.carry(20, 10.0)] == [3.0, 5.0, 13.0]
+    assert link.moved == 60
+
+
+def test_a_prompt_costs_the_same_in_parts() -> None:
+    """However it is cut into steps; and a long one more per token."""
+    model = Model()
+    assert model.prefill_s(0, 700) + model.prefill_s(700, 1000) == pytest.approx(model.prefill_s(0, 1000))
+    assert model.prefill_s(100_000, 101_000) > 2 * model.prefill_s(0, 1000)
+
+
+def test_the_page_is_fresh() -> None:
+    """It says what the JSON does; regenerate it with `python -m benchmarks.replay --page`."""
+    found = json.loads(report.RESULTS.read_text(encoding="utf-8"))
+    assert report.RESULTS.with_suffix(".html").read_text(encoding="utf-8") == page.html(found)
+    assert report.RESULTS.with_suffix(".svg").read_text(encoding="utf-8") == page.picture(found)
