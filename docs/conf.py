@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 import docs_pictures  # noqa: E402  (beside, in tools/)
+import fastapi  # noqa: E402, F401  (before autodoc imports modules again: its models are of one pydantic)
 
 project = "kvpipe"
 author = "the kvpipe authors"
