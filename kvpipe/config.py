@@ -92,7 +92,9 @@ class Settings(BaseSettings):
         "for parts of them ([why](docs/decisions/0024-chunks-without-layout.md)).",
     )
     policy: Annotated[str, BeforeValidator(_policy)] = Field(
-        "lru", description="Eviction: `lru`, or `s3fifo`, which a scan of one-time prompts cannot flush."
+        "lru",
+        description="Eviction: `lru`; `s3fifo`, which a scan of one-time prompts cannot flush; `sessions`, which learns"
+        " how long sessions pause and keeps those that soon go on.",
     )
     load: Literal["auto", "sync", "async"] = Field(
         "auto",

@@ -221,7 +221,15 @@ class S3FifoCatalogModel(CatalogModel):
     policy = "s3fifo"
 
 
+class SessionsCatalogModel(CatalogModel):
+    """The same with the policy that looks at what follows what."""
+
+    policy = "sessions"
+
+
 TestCatalog = CatalogModel.TestCase
 TestCatalog.settings = examples(150, 40)
 TestS3FifoCatalog = S3FifoCatalogModel.TestCase
 TestS3FifoCatalog.settings = examples(100, 40)
+TestSessionsCatalog = SessionsCatalogModel.TestCase
+TestSessionsCatalog.settings = examples(100, 40)

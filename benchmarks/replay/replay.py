@@ -71,7 +71,7 @@ class Pool:
     def __init__(self, chunk_tokens: int, slots: int, policy: Policy) -> None:
         """Empty."""
         geometry = Geometry((Group((Layer("l", 4096),), chunk_tokens),), chunk_tokens, slots * 4096)
-        self.catalog = Catalog(slots, 1, policy, Counters())
+        self.catalog = Catalog(slots, 1, policy, Counters(), clock=lambda: self.now_s)
         self.prefixes = Prefixes(self.catalog, geometry, chunk_tokens, lambda request: request.block_hashes)
         self.now_s, self._served = 0.0, 0
 
@@ -87,7 +87,8 @@ class Pool:
             if not catalog.known(0, key):
                 chunk = catalog.reserve(0)
                 if chunk is not None:
-                    catalog.landed(catalog.write(chunk, 1, key, keep=True, base=place))
+                    before = keys[place - 1] if place else b""
+                    catalog.landed(catalog.write(chunk, 1, key, keep=True, base=place, before=before))
         catalog.release(owner)
         catalog.refresh(self.prefixes.chunks_from_the_end(request, len(keys)))
         return held

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from kvpipe.cache.miss_reasons import EVICTED, RESET, TORN, Lost
-from kvpipe.cache.policy.base import Policy
+from kvpipe.cache.policy.base import Policy, SessionPolicy
 from kvpipe.statemachine import chunk as m
 from kvpipe.statemachine.core import Compiled, Cursor, Watch
 from kvpipe.trace.log import Counters
@@ -38,19 +38,19 @@ class Mark(NamedTuple):
 class Chunk(Cursor):
     """One slot's content. Its cursor is the chunk machine."""
 
-    __slots__ = ("group", "keeps", "leases", "marks", "ready", "slot", "tail", "writers", "written")
+    __slots__ = ("before", "group", "keeps", "leases", "marks", "ready", "slot", "tail", "writers", "written")
 
     def __init__(self, machine: Compiled, group: int, slot: int, watch: Watch | None = None) -> None:
         """`written` counts the units claimed by writers, `ready` those that have landed on every rank.
 
         `tail` is the prefix hash at `written`: only a request with that prefix may write on. `keeps`: the mark that
-        was last of use to another request.
+        was last of use to another request. `before`: what comes before it is found under this key; b"" for the first.
         """
         super().__init__(machine, slot, watch)
         self.group, self.slot = group, slot
         self.written = self.ready = self.writers = self.leases = 0
         self.marks: tuple[Mark, ...] = ()
-        self.tail = self.keeps = b""
+        self.tail = self.keeps = self.before = b""
 
     @property
     def identity(self) -> bytes:
@@ -81,10 +81,13 @@ class Catalog:
     """The authority over slots, keys and leases."""
 
     def __init__(
-        self, slots: int, groups: int, policy: Policy, counters: Counters, *, ready: int | None = None
-    ) -> None:
-        """The first `ready` of the slots are free, by default all: the others are not used yet."""
+        self, slots: int, groups: int, policy: Policy, counters: Counters, *, ready: int | None = None,
+        clock: Callable[[], float] | None = None,
+    ) -> None:  # fmt: skip
+        """The first `ready` of the slots are free, by default all: the others are not used yet. `clock`: in seconds."""
         self.slots, self._policy, self.counters = slots, policy, counters
+        self._clock = clock or (lambda: time.monotonic())  # noqa: PLW0108  (as `time` is when it is asked)
+        self._request = policy.request if isinstance(policy, SessionPolicy) else None
         self.machine = m.CHUNK.compile()
         self.watch: Watch | None = None  # of the chunks that are reserved from now on
         self.on_drop: Callable[[Chunk], object] | None = None  # called for chunks that cannot be found any more
@@ -132,7 +135,7 @@ class Catalog:
     def lease(self, owner: Owner, chunks: list[Chunk]) -> None:
         """Hold `chunks` for `owner` until `release`. An owner leases once."""
         owned = self._leases.setdefault(owner, [])
-        self._leased_s.setdefault(owner, time.monotonic())
+        self._leased_s.setdefault(owner, self._tell(over=False))
         for chunk in chunks:
             chunk.fire(m.LEASE)
             if not chunk.held:
@@ -147,13 +150,16 @@ class Catalog:
         """
         chunks = self._leases.pop(owner, [])
         self._leased_s.pop(owner, None)
+        if chunks:
+            self._tell(over=False)
         for chunk in reversed(chunks):
             chunk.leases -= 1
             self._let_go(chunk, reader=True, hit=hit)
         return len(chunks)
 
-    def refresh(self, chunks: Iterator[Chunk]) -> None:
-        """Order a finished request's chunks so that the ends of prefixes go before their beginnings."""
+    def refresh(self, chunks: Iterator[Chunk], *, over: bool = True) -> None:
+        """Order a request's chunks so that the ends of prefixes go before their beginnings. `over`: it is finished."""
+        self._tell(over=over)
         for chunk in chunks:
             if not chunk.held:
                 self._policy.refresh(chunk)
@@ -170,14 +176,14 @@ class Catalog:
         self._chunks[chunk.slot] = chunk
         return chunk
 
-    def write(self, chunk: Chunk, stop: int, key: bytes, *, keep: bool, base: int = 0) -> Piece:
-        """Claim units [chunk.written, stop) for one job; `key` is the prefix hash at `stop`."""
+    def write(self, chunk: Chunk, stop: int, key: bytes, *, keep: bool, base: int = 0, before: bytes = b"") -> Piece:
+        """Claim units [chunk.written, stop) for one job; `key` is the prefix hash at `stop`, `before` at `base`."""
         if chunk.ready or chunk.writers:
             chunk.fire(m.GROW)
         if not chunk.held:
             self._policy.remove(chunk)
         piece = Piece(chunk, chunk.written, stop, key, keep, base)
-        chunk.written, chunk.tail = stop, key
+        chunk.written, chunk.tail, chunk.before = stop, key, before
         chunk.writers += 1
         self._pending[chunk.group].setdefault(key, chunk)
         return piece
@@ -267,6 +273,13 @@ class Catalog:
                 chunk.fire(m.DRAINED)
             self._policy.insert(chunk, hit=hit)
 
+    def _tell(self, *, over: bool) -> float:
+        """Tell the policy, if it wants to know, what time it is and whether a request is over. Returns the time."""
+        now_s = self._clock()
+        if self._request is not None:
+            self._request(now_s, over=over)
+        return now_s
+
     def _evict_one(self) -> bool:
         chunk = self._policy.victim()
         if chunk is None:
@@ -316,7 +329,7 @@ class Catalog:
     @property
     def oldest_lease_s(self) -> float:
         """For how long the oldest lease is held, in seconds; 0 if none is."""
-        return time.monotonic() - next(iter(self._leased_s.values())) if self._leased_s else 0.0
+        return self._clock() - next(iter(self._leased_s.values())) if self._leased_s else 0.0
 
     @property
     def used(self) -> int:

@@ -346,8 +346,10 @@ class Staging:
         if chunk is None:
             return None
         base = units - 1 if group in self._geometry.states else (units - 1) // self._per_chunk * self._per_chunk
-        piece = self._catalog.write(chunk, units - base, key, keep=units - base < self._per_chunk, base=base)
         lookup, name = stage.lookup, chunk_name(key)
+        follows = lookup.key((group, base)) if base and group not in self._geometry.states else b""
+        keep = units - base < self._per_chunk
+        piece = self._catalog.write(chunk, units - base, key, keep=keep, base=base, before=follows)
         space, split = lookup.elsewhere.get(place, ("", self.finder.split(group)))
         at = lookup.found[place], chunk.slot, group, units - base
         order = TierOrder(self._new_id(), False, *at, name, split, space)  # noqa: FBT003

@@ -235,7 +235,8 @@ class Saving:
             chunk = self._catalog.reserve(group)
             if chunk is None:
                 return None
-        piece = self._catalog.write(chunk, high - base, key, keep=keep, base=base)
+        follows = self._prefixes.key(hashes, base) if base else b""
+        piece = self._catalog.write(chunk, high - base, key, keep=keep, base=base, before=follows)
         progress.opened[group] = OpenChunk(base, chunk, high - base, key)
         return piece
 

@@ -205,7 +205,7 @@ class SchedulerSide:
     def _entered(self, request: Request, local_tokens: int) -> None:
         """What the engine holds of the request is of use, too, though it needs no copy of it."""
         units = local_tokens // self.geometry.unit_tokens
-        self.catalog.refresh(self.prefixes.chunks_from_the_end(request, units))
+        self.catalog.refresh(self.prefixes.chunks_from_the_end(request, units), over=False)
 
     def plan_step(self, step: Step) -> StepPlan:
         """Plan the step: the loads that were admitted, and a save for every request with newly final units."""

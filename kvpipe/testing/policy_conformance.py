@@ -30,9 +30,9 @@ SLOTS, MOVES = 20, 5000
 class Item:
     """A chunk in a policy's eyes. Equal only to itself, as chunks are; its identity is its content."""
 
-    def __init__(self, identity: str) -> None:
-        """`identity` is what it holds."""
-        self.identity = identity
+    def __init__(self, identity: str, before: str = "") -> None:
+        """`identity` is what it holds, `before` that of what it follows."""
+        self.identity, self.before = identity, before
 
 
 class PolicyConformance:

@@ -16,7 +16,7 @@ from kvpipe.scheduler.base import LATER
 from kvpipe.statemachine.core import IllegalTransition
 
 
-def _boom(*_: object) -> None:
+def _boom(*_: object, **__: object) -> None:
     raise RuntimeError("boom")
 
 

@@ -121,7 +121,7 @@ def test_an_unknown_key_in_the_file_names_the_file(tmp_path: Path) -> None:
         ("copy_threads", True, "expected a number, not true or false"),
         ("copy_threads", 2, "less than or equal to 1"),
         ("mode", "layer", "'layerwise' or 'step'"),
-        ("policy", 3, "'lru' or 's3fifo'"),
+        ("policy", 3, "'lru', 's3fifo' or 'sessions'"),
         ("save_decode", "perhaps", "valid boolean"),
         ("name", 5, "valid string"),
         ("log_level", None, "'debug'"),

@@ -166,6 +166,7 @@ class Item:
     """A chunk."""
 
     identity = b""
+    before = b""
 
 
 def test_a_policy_is_used_like_one_of_ours(add: Add) -> None:
@@ -177,7 +178,9 @@ def test_a_policy_is_used_like_one_of_ours(add: Add) -> None:
         policy.insert(item, hit=False)
     policy.remove(items[3])
     assert [policy.victim() for _ in range(4)] == [items[2], items[1], items[0], None]
-    assert "policy='newst' is not valid (Input should be 'lru', 's3fifo' or 'newest')" in refusal({"policy": "newst"})
+    assert "policy='newst' is not valid (Input should be 'lru', 's3fifo', 'sessions' or 'newest')" in refusal(
+        {"policy": "newst"}
+    )
 
 
 def test_a_policy_that_lacks_a_method_is_refused(add: Add) -> None:
@@ -264,7 +267,7 @@ def test_ours_are_found_without_being_installed() -> None:
         timeout=120,
         check=True,
     )
-    assert done.stdout == "['disk', 'redis', 's3', 'mooncake'] ['lru', 's3fifo']\n"
+    assert done.stdout == "['disk', 'redis', 's3', 'mooncake'] ['lru', 's3fifo', 'sessions']\n"
 
 
 def test_all_of_ours_can_be_loaded() -> None:

@@ -9,9 +9,10 @@ from kvpipe.cache.policy.base import Policy
 from kvpipe.cache.policy.guard import GuardedPolicy
 from kvpipe.cache.policy.lru import Lru
 from kvpipe.cache.policy.s3fifo import S3Fifo
+from kvpipe.cache.policy.sessions import Sessions
 from kvpipe.trace.log import warn
 
-__all__ = ["Lru", "Policy", "S3Fifo", "make_policy"]
+__all__ = ["Lru", "Policy", "S3Fifo", "Sessions", "make_policy"]
 
 
 def make_policy(name: str, slots: int, fault: Callable[..., object] = warn) -> Policy:

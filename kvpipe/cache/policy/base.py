@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 class Evictable(Protocol):
@@ -12,6 +12,10 @@ class Evictable(Protocol):
     @property
     def identity(self) -> Hashable:
         """What the chunk holds: equal for the same content, also after an eviction."""
+
+    @property
+    def before(self) -> Hashable:
+        """The identity of the chunk that it follows in its prefix; falsy for the first, and where nobody has said."""
 
 
 class Policy(Protocol):
@@ -31,3 +35,14 @@ class Policy(Protocol):
 
     def __len__(self) -> int:
         """How many chunks are evictable."""
+
+
+@runtime_checkable
+class SessionPolicy(Policy, Protocol):
+    """A policy that wants to know when chunks are used, and when a request is over. It has no clock of its own."""
+
+    def request(self, now_s: float, *, over: bool) -> None:
+        """The calls that follow are of one request, at `now_s`: seconds of a clock that never goes back.
+
+        `over`: it has ended, and the refreshes that follow are of all its chunks, the last one first.
+        """

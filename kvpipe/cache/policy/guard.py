@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvpipe.cache.policy.base import Evictable, Policy
+from kvpipe.cache.policy.base import Evictable, Policy, SessionPolicy
 from kvpipe.cache.policy.lru import Lru
 
 
@@ -16,6 +16,10 @@ class GuardedPolicy(Lru):
         super().__init__()
         self._policy: Policy | None = policy
         self._name, self._fault = name, fault
+
+    def request(self, now_s: float, *, over: bool) -> None:
+        """See `SessionPolicy.request`."""
+        self._ask(lambda policy: policy.request(now_s, over=over) if isinstance(policy, SessionPolicy) else None)
 
     def insert(self, chunk: Evictable, *, hit: bool) -> None:
         """See `Policy.insert`."""

@@ -1,0 +1,270 @@
+"""Keeps the prefixes that are soonest used again: of sessions that pause and go on, each at a pace of its own.
+
+Chunks are in *chains*: runs of chunks that follow each other, with no branch between them. A chain goes from its end,
+and after what follows it. Which one goes, `returns.py` says, from how long chains of its pace have paused before.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Final
+
+from kvpipe.cache.policy.base import Evictable
+from kvpipe.cache.policy.returns import KINDS, LEFT, Returns, kind_of, pace_after
+
+CHAIN_MAX: Final = 256  # chunks: to split a chain takes no longer than a chain is long
+DEPTH_MAX: Final = 1024  # chains that follow each other
+
+
+class Chain:
+    """A run of chunks. `stack`: in the order of the prefix; some may be held, or gone."""
+
+    __slots__ = ("before", "ended_s", "free", "head", "kind", "orphan", "pace", "stack", "used_s")
+
+    def __init__(self, head: Hashable, before: Hashable, now_s: float, *, orphan: bool) -> None:
+        """`before`: what its first chunk, `head`, follows. An `orphan` follows what is not there: nobody finds it."""
+        self.head, self.before, self.orphan = head, before, orphan
+        self.stack: list[Evictable] = []
+        self.free = 0  # how many may go
+        self.pace: float | None = None
+        self.kind = 0
+        self.used_s = now_s
+        self.ended_s: float | None = None  # since when it waits; None: a request uses it
+
+
+class Sessions:
+    """Evicts from the chain that promises the fewest hits for the time that it will be waiting."""
+
+    def __init__(self, slots: int) -> None:
+        """`slots` bounds what is remembered of chunks that are held, and of chains that went."""
+        self._slots = max(1, slots)
+        self._returns = Returns()
+        self._at: dict[Evictable, Chain] = {}  # what may go
+        self._held: OrderedDict[Evictable, Chain] = OrderedDict()
+        self._known: OrderedDict[Hashable, Chain] = OrderedDict()  # by identity of their chunks
+        self._gone: OrderedDict[Hashable, Chain] = OrderedDict()  # by the identity of their head
+        self._branches: OrderedDict[Hashable, dict[Chain, None]] = OrderedDict()  # by what they follow
+        self._queues: tuple[OrderedDict[Chain, None], ...] = tuple(OrderedDict() for _ in range(KINDS))
+        self._orphans: OrderedDict[Chain, None] = OrderedDict()
+        self._now_s, self._over = 0.0, False
+        self._touched: list[Evictable] = []  # of the request that is over, its end first
+        self._draining: Chain | None = None
+
+    # ---- what happens --------------------------------------------------------------------------------------------
+
+    def request(self, now_s: float, *, over: bool) -> None:
+        """See `SessionPolicy.request`."""
+        if self._touched:
+            self._settle()
+        self._now_s, self._over, self._draining = max(self._now_s, now_s), over, None
+
+    def insert(self, chunk: Evictable, *, hit: bool) -> None:
+        """See `Policy.insert`."""
+        if self._touched:
+            self._settle()
+        if chunk in self._at:
+            return
+        chain = self._held.pop(chunk, None)
+        if chain is None:
+            chain, hit = self._chain_for(chunk), True
+            chain.stack.append(chunk)
+        self._at[chunk] = chain
+        self._known[chunk.identity] = chain
+        if len(self._known) > 2 * self._slots:
+            self._known.popitem(last=False)
+        chain.free += 1
+        if chain.free == 1:
+            self._queue(chain)[chain] = None
+        if hit and chain.ended_s is not None:
+            self._use(chain)
+
+    def remove(self, chunk: Evictable) -> None:
+        """See `Policy.remove`."""
+        if self._touched:
+            self._settle()
+        chain = self._at.pop(chunk, None)
+        if chain is not None:
+            self._less(chain)
+            self._held[chunk] = chain
+            if len(self._held) > self._slots:
+                self._held.popitem(last=False)
+
+    def refresh(self, chunk: Evictable) -> None:
+        """See `Policy.refresh`."""
+        if self._over:
+            self._touched.append(chunk)
+            return
+        chain = self._at.get(chunk)
+        if chain is not None and chain.ended_s is not None:
+            self._use(chain)
+
+    def victim(self) -> Evictable | None:
+        """See `Policy.victim`."""
+        if self._touched:
+            self._settle()
+        while self._at:
+            chain = self._draining
+            if chain is None or not chain.free:
+                chain = self._worst()
+            self._draining = chain = self._end_of(chain)
+            chunk = self._pop(chain)
+            if chunk is not None:
+                return chunk
+        return None
+
+    def __len__(self) -> int:
+        """See `Policy.__len__`."""
+        return len(self._at)
+
+    # ---- which chain ---------------------------------------------------------------------------------------------
+
+    def _worst(self) -> Chain:
+        """Return the chain to evict from: of each kind the one that waits longest, or the one used last."""
+        if self._orphans:
+            return next(iter(self._orphans))
+        worst, least = None, (0.0, 0.0)
+        for queue in self._queues:
+            for chain in (next(iter(queue)), next(reversed(queue))) if queue else ():
+                worth = self._returns.worth(chain.kind, self._now_s - chain.used_s), chain.used_s
+                if worst is None or worth < least:
+                    worst, least = chain, worth
+        assert worst is not None  # noqa: S101  (whatever may go is in a chain of a queue)
+        return worst
+
+    def _end_of(self, chain: Chain) -> Chain:
+        """Return `chain`, or one that follows it, that nothing follows."""
+        for _ in range(DEPTH_MAX):
+            branches = self._branches.get(chain.stack[-1].identity)
+            following = next((one for one in branches if one.free), None) if branches else None
+            if following is None:
+                break
+            chain = following
+        return chain
+
+    def _pop(self, chain: Chain) -> Evictable | None:
+        """Take the last chunk off the chain. Return it if it may go."""
+        stack = chain.stack
+        chunk = stack.pop()
+        free = self._at.get(chunk) is chain
+        if free:
+            del self._at[chunk]
+            self._less(chain)
+            if self._known.get(chunk.identity) is chain and not (stack and stack[-1].identity == chunk.identity):
+                del self._known[chunk.identity]
+        elif self._held.get(chunk) is chain:
+            del self._held[chunk]
+        if not stack:
+            self._forget(chain)
+        return chunk if free else None
+
+    def _forget(self, chain: Chain) -> None:
+        """Nothing is left of the chain but its pace, which is remembered for when it comes back."""
+        branches = self._branches.get(chain.before)
+        if branches is not None:
+            branches.pop(chain, None)
+            if not branches:
+                del self._branches[chain.before]
+        if not chain.orphan:
+            self._gone[chain.head] = chain
+            if len(self._gone) > self._slots:
+                self._gone.popitem(last=False)
+
+    def _queue(self, chain: Chain) -> OrderedDict[Chain, None]:
+        return self._orphans if chain.orphan else self._queues[chain.kind]
+
+    def _less(self, chain: Chain) -> None:
+        chain.free -= 1
+        if not chain.free:
+            del self._queue(chain)[chain]
+
+    # ---- what follows what ---------------------------------------------------------------------------------------
+
+    def _chain_for(self, chunk: Evictable) -> Chain:
+        """Return the chain at whose end a new chunk belongs."""
+        identity, before = chunk.identity, chunk.before
+        chain = self._known.get(identity)
+        if chain is not None:
+            return chain  # of another cache group, or the same content once more
+        parent = self._known.get(before) if before else None
+        if parent is not None:
+            if not parent.stack or parent.stack[-1].identity != before:
+                self._split(parent, before)
+            elif len(parent.stack) < CHAIN_MAX and before not in self._branches:
+                return parent
+        chain = self._gone.pop(identity, None)
+        if chain is None:
+            chain = Chain(identity, before, self._now_s, orphan=False)
+            if parent is not None and len(parent.stack) >= CHAIN_MAX:
+                chain.pace, chain.kind = parent.pace, parent.kind
+        chain.orphan = bool(before) and (parent is None or parent.orphan)
+        self._follow(chain)
+        if self._draining is not None and (chain.orphan or self._draining.orphan):
+            self._draining = None
+        return chain
+
+    def _follow(self, chain: Chain) -> None:
+        if chain.before:
+            self._branches.setdefault(chain.before, {})[chain] = None
+            if len(self._branches) > self._slots:
+                self._branches.popitem(last=False)
+
+    def _split(self, chain: Chain, at: Hashable) -> None:
+        """What comes behind `at` is left behind: a chain of its own, of a kind of its own, that waits from now on."""
+        stack = chain.stack
+        stop = next((i for i in range(len(stack), 0, -1) if stack[i - 1].identity == at), len(stack))
+        rest, chain.stack = stack[stop:], stack[:stop]
+        if not rest:
+            return
+        end = Chain(rest[0].identity, at, self._now_s, orphan=chain.orphan)
+        end.stack, end.pace, end.kind, end.ended_s = rest, chain.pace, LEFT, self._now_s
+        for chunk in rest:
+            if self._at.get(chunk) is chain:
+                self._at[chunk] = end
+                end.free += 1
+            elif self._held.get(chunk) is chain:
+                self._held[chunk] = end
+            if self._known.get(chunk.identity) is chain:
+                self._known[chunk.identity] = end
+        if end.free:
+            self._queue(end)[end] = None
+            chain.free -= end.free
+            if not chain.free:
+                del self._queue(chain)[chain]
+        self._returns.ended(LEFT)
+        self._follow(end)
+
+    # ---- when ----------------------------------------------------------------------------------------------------
+
+    def _use(self, chain: Chain) -> None:
+        """A request uses a chain that has waited."""
+        assert chain.ended_s is not None  # noqa: S101  (asked by the callers)
+        idle_s = self._now_s - chain.ended_s
+        self._returns.returned(chain.kind, idle_s)
+        chain.pace = pace_after(chain.pace, idle_s)
+        chain.ended_s, chain.used_s = None, self._now_s
+        if chain.free:
+            self._queue(chain).move_to_end(chain)
+
+    def _settle(self) -> None:
+        """A request is over: its chains wait from now on. The order of their chunks is that in which it had them."""
+        touched, self._touched = self._touched, []
+        chains: dict[Chain, list[Evictable]] = {}
+        for chunk in touched:
+            chain = self._at.get(chunk)
+            if chain is not None:
+                chains.setdefault(chain, []).append(chunk)
+        for chain, chunks in chains.items():
+            chunks.reverse()
+            if len(chunks) < len(chain.stack):
+                these = set(chunks)
+                chunks += [chunk for chunk in chain.stack if chunk not in these]
+            chain.stack = chunks
+            if chain.ended_s is not None:
+                self._use(chain)
+            queue = self._queue(chain)
+            del queue[chain]
+            chain.kind = kind_of(chain.pace)
+            chain.used_s = chain.ended_s = self._now_s
+            self._queue(chain)[chain] = None
+            self._returns.ended(chain.kind)

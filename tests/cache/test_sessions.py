@@ -1,0 +1,180 @@
+"""The policy of sessions: what it learns of pauses, and whom it keeps."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from kvpipe.cache.catalog import Catalog, Owner
+from kvpipe.cache.policy import Lru, Policy, Sessions
+from kvpipe.cache.policy.guard import GuardedPolicy
+from kvpipe.cache.policy.returns import _EDGES_S, BINS, Returns, _indices, kind_of, pace_after
+from kvpipe.testing.policy_conformance import Item
+from kvpipe.trace.log import Counters
+
+SLOTS = 40
+
+
+def test_an_index_is_the_best_that_any_time_of_giving_up_promises() -> None:
+    """As found by trying all of them."""
+    rng = random.Random(0)
+    chances = [rng.random() ** 4 for _ in range(BINS)]
+    for first, index in enumerate(_indices(chances)):
+        best = hits = waits_s = 0.0
+        stays = 1.0
+        for chance, low, high in list(zip(chances, _EDGES_S, _EDGES_S[1:], strict=False))[first:]:
+            hits += stays * chance
+            waits_s += stays * (high - low) * chance / -math.log1p(-chance)
+            stays *= 1 - chance
+            best = max(best, hits / waits_s)
+        assert index == pytest.approx(best)
+
+
+def test_a_chain_that_is_overdue_is_worth_less() -> None:
+    """All of a kind return after ten seconds: one that has not after a minute is worth next to nothing."""
+    returns = Returns()
+    kind = kind_of(pace_after(None, 10))
+    for _ in range(1000):
+        returns.ended(kind)
+        returns.returned(kind, 10)
+    assert returns.worth(kind, 9) > returns.worth(kind, 1) > 20 * returns.worth(kind, 60)
+
+
+def test_kinds_are_octaves_of_the_usual_pause() -> None:
+    """None yet, less than two seconds, and so on; what the longest ones are is the same."""
+    paces = [None, *(pace_after(None, 2**at + 0.5) for at in range(20))]
+    kinds = [kind_of(pace) for pace in paces]
+    assert kinds[:6] == [0, 1, 2, 3, 4, 5]
+    assert len(set(kinds)) == 12
+    assert pace_after(pace_after(None, 4), 8) == pytest.approx(2.3)
+
+
+class _World:
+    """Prompts of sessions, each over at once, in a pool of some slots."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.now_s, self.requests = 0.0, 0
+        self.catalog = Catalog(SLOTS, 1, policy, Counters(), clock=lambda: self.now_s)
+
+    def serve(self, session: str, chunks: int) -> int:
+        """Return how many of the prompt's chunks were held."""
+        catalog, keys = self.catalog, [f"{session}/{i}".encode() for i in range(chunks)]
+        self.requests += 1
+        owner = Owner("r", self.requests)
+        found = [catalog.find(0, key) for key in keys]
+        held = found.index(None) if None in found else chunks
+        catalog.lease(owner, [chunk for chunk in found[:held] if chunk is not None])
+        for base in range(held, chunks):
+            if not catalog.known(0, keys[base]):
+                chunk = catalog.reserve(0)
+                assert chunk is not None
+                before = keys[base - 1] if base else b""
+                catalog.landed(catalog.write(chunk, 1, keys[base], keep=True, base=base, before=before))
+        catalog.release(owner)
+        catalog.refresh(chunk for key in reversed(keys) if (chunk := catalog.find(0, key)) is not None)
+        return held
+
+
+def _hits_among_scans(policy: Policy) -> int:
+    world, hits = _World(policy), 0
+    for turn in range(300):
+        world.now_s += 5
+        world.serve(f"once {turn}", 30)
+        world.now_s += 5
+        hits += world.serve("goes on", 20)
+    return hits
+
+
+def test_one_time_prompts_do_not_flush_a_session() -> None:
+    """A prompt of thirty chunks before every turn of a session of twenty, in forty slots."""
+    assert _hits_among_scans(Lru()) == 299 * 10  # of each turn what the prompt in between has left
+    assert _hits_among_scans(Sessions(SLOTS)) > 299 * 19
+
+
+def test_sessions_that_take_turns_do_not_flush_each_other() -> None:
+    """Of five sessions in turn, with room for two, LRU keeps the wrong ones: always."""
+
+    def hits(policy: Policy) -> int:
+        world, out = _World(policy), 0
+        for turn in range(500):
+            world.now_s += 3
+            out += world.serve(str(turn % 5), 20)
+        return out
+
+    assert hits(Lru()) == 0
+    assert hits(Sessions(SLOTS)) > 500 * 20 * 0.2
+
+
+def test_what_follows_nothing_goes_first() -> None:
+    """A chunk whose predecessor is gone is found by nobody, however new it is."""
+    policy = Sessions(SLOTS)
+    items = [Item("a"), Item("b", "a"), Item("orphan", "gone"), Item("c", "b")]
+    for item in items:
+        policy.insert(item, hit=False)
+    assert [policy.victim() for _ in range(5)] == [items[2], items[3], items[1], items[0], None]
+
+
+def test_where_a_prompt_branches_the_older_branch_is_a_chain_of_its_own() -> None:
+    """The beginning goes after both branches."""
+    policy = Sessions(SLOTS)
+    old = [Item("a"), Item("b", "a"), Item("c", "b"), Item("d", "c")]
+    for item in old:
+        policy.insert(item, hit=False)
+    new = [Item("x", "b"), Item("y", "x")]
+    for item in new:
+        policy.insert(item, hit=False)
+    assert policy._at[old[0]] is policy._at[old[1]]
+    assert policy._at[old[2]] is policy._at[old[3]] is not policy._at[old[0]]
+    victims = [policy.victim() for _ in range(6)]
+    assert victims[4:] == [old[1], old[0]]
+    assert victims.index(old[3]) < victims.index(old[2])
+    assert victims.index(new[1]) < victims.index(new[0])
+
+
+def test_a_session_that_went_is_known_by_its_pace_when_it_returns() -> None:
+    """Its head has gone, with its history; it comes back to it."""
+    policy, now_s = Sessions(SLOTS), 0.0
+    for _ in range(4):
+        item = Item("head")
+        policy.request(now_s, over=False)
+        policy.insert(item, hit=False)
+        policy.request(now_s, over=True)
+        policy.refresh(item)
+        assert policy.victim() is item
+        now_s += 16
+    chain = policy._gone["head"]
+    assert chain.pace == pytest.approx(4)
+    assert chain.kind == 5
+
+
+class _Heard(Lru):
+    """Hears what a policy of sessions hears."""
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        super().__init__()
+        self.heard: list[tuple[float, bool]] = []
+
+    def request(self, now_s: float, *, over: bool) -> None:
+        """Note it."""
+        self.heard.append((now_s, over))
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+def test_the_catalog_says_when_and_whether_a_request_is_over(*, guarded: bool) -> None:
+    """At a lease, its return, and the end."""
+    heard = _Heard()
+    policy = GuardedPolicy(heard, "heard", print) if guarded else heard
+    clock = iter(range(1, 10))
+    catalog = Catalog(4, 1, policy, Counters(), clock=lambda: float(next(clock)))
+    chunk = catalog.reserve(0)
+    assert chunk is not None
+    catalog.landed(catalog.write(chunk, 1, b"k", keep=True, base=1, before=b"j"))
+    assert (chunk.identity, chunk.before) == (b"k", b"j")
+    catalog.lease(Owner("r", 1), [chunk])
+    catalog.release(Owner("r", 1))
+    catalog.refresh(iter([chunk]), over=False)
+    catalog.refresh(iter([chunk]))
+    assert heard.heard == [(1.0, False), (2.0, False), (3.0, False), (4.0, True)]
