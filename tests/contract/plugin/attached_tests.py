@@ -16,6 +16,8 @@ EXPECTED: dict[str, str] = {
     "test_reset_connector_cache_no_connector_is_no_op_success": "asserts that there is no connector",
     "test_prefix_cache_stats_counted_once_for_retried_then_scheduled_request": _MOCK,
     "test_ec_connector_unable_to_allocate[False]": _MOCK,
+    "test_block_drafters_cap_requests_instead_of_draft_slots": "its drafter's configuration is a mock without settings,"
+    " of which kvpipe's identity is made",
     "test_no_spec_decode_padding_up_to_max_model_len": "sets num_computed_tokens by hand: nobody has computed that KV",
     **dict.fromkeys(AFTER_RESET, _RESET),
     "test_streaming_lookahead_hashes_follow_recomputed_kv": "wants hashes of the token ahead: vLLM has none with"
