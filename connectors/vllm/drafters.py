@@ -54,6 +54,8 @@ def check_states(config: VllmConfig) -> None:
     drafts = config.speculative_config
     if drafts is None:
         return
+    if (stages := config.parallel_config.pipeline_parallel_size) > 1:  # all but the last settle them steps later
+        refuse(f"recurrent states with speculative decoding and pipeline_parallel_size={stages}", "set it to 1")
     served = (*_FED_HIDDEN_STATES, *_FED_CONTEXT)
     if drafts.method not in served:
         refuse(

@@ -78,8 +78,17 @@ def _check_stages(config: VllmConfig) -> None:
     """Raise `UnsupportedError` where a pipeline's stages would not all be heard."""
     if config.parallel_config.distributed_executor_backend == "ray":
         refuse("pipeline parallelism with distributed_executor_backend='ray' (only the last stage reports)", "use 'mp'")
-    if config.speculative_config is not None:
-        refuse("pipeline parallelism with speculative decoding", "unset speculative_config")
+    if config.speculative_config is None:
+        return
+    if not config.use_v2_model_runner:  # V1 neither ends nor clears a step on a stage that is not the last
+        refuse("pipeline parallelism with speculative decoding by vLLM's runner V1", "unset speculative_config")
+    if not config.scheduler_config.async_scheduling:  # vLLM tells its scheduler the next step's drafts
+        refuse(
+            "pipeline parallelism with speculative decoding without asynchronous scheduling",
+            "set async_scheduling to True",
+        )
+    if method := drafters.unproven(config):
+        refuse(f"speculative method={method!r} with pipeline parallelism", "use eagle, eagle3, mtp or draft_model")
 
 
 def make_geometry(cache: KVCacheConfig, settings: Settings, ahead_tokens: int = 0, dcp: int = 1) -> Geometry:

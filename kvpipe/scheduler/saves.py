@@ -25,6 +25,9 @@ _GONE: Final = frozenset({chunk_m.EVICTING, chunk_m.ABSENT})
 ENDS: Final = 2
 """The last units of a request of which one is saved as its end: of the very last one not all may be final."""
 
+NO_END: Final = -1
+"""Tokens behind which nothing is new."""
+
 Row = tuple[int, int, int, int]
 """Group, slot, page, block: see `kvpipe.messages`."""
 State = tuple[int, int, int]
@@ -85,7 +88,18 @@ class Saving:
                 job = self._try_save(tracked, end, offered.get(request_id, ()))
                 if job is not None:
                     jobs.append(job)
+        for request_id in [one for one in offered if one not in step.num_scheduled_tokens]:
+            job = self._save_states(request_id, offered[request_id])
+            if job is not None:
+                jobs.append(job)
         return jobs
+
+    def _save_states(self, request_id: str, states: Sequence[State]) -> Job | None:
+        """Plan to save states of a request that sits this step out: they were confirmed late, and are offered once."""
+        tracked = self._requests.tracked.get(request_id)
+        if tracked is None or tracked.request.resumable:
+            return None
+        return self._try_save(tracked, NO_END, states)
 
     def _offered(self, step: Step) -> Mapping[str, Sequence[State]]:
         """Return the states that are final when `step` has been computed, by request."""

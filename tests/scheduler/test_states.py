@@ -29,6 +29,20 @@ def _states(world: SchedulerWorld, request: Any, group: int = STATE) -> list[int
     return [units for units, key in enumerate(request.block_hashes, 1) if key in index]
 
 
+def _sit_out(world: SchedulerWorld, request: Any, *boundaries: int) -> None:
+    """Plan a step without the request, in which the states of `boundaries` are offered."""
+    offered = {request.request_id: [world._offer(request, g, at) for g in (STATE, OTHER) for at in boundaries]}
+    states = SimpleNamespace(boundary_state_offloads=offered)
+    plan = world.side.plan_step(
+        SimpleNamespace(num_scheduled_tokens={}, preempted_req_ids=None, kv_connector_block_state=states)
+    )
+    for job in plan.jobs:
+        for group, slot, page, block in job.table().tolist():
+            table = world.tables[group][request.request_id]
+            world.pages[slot, page] = request.block_hashes[[one.block_id for one in table].index(block)]
+    world.succeed(*plan.jobs)
+
+
 def _run(world: SchedulerWorld, request: Any, *boundaries: int) -> None:
     """Compute the request to its end; the states of `boundaries` become final."""
     world.admit(request)
@@ -48,6 +62,21 @@ def test_a_hit_ends_at_a_boundary_whose_states_are_held() -> None:
     assert world.ask(again) == 6 * UNIT
     assert world.ask(again, 4 * UNIT) == 2 * UNIT  # beyond what the engine holds itself
     assert world.ask(again, 6 * UNIT) == 0
+
+
+def test_a_state_is_saved_though_its_request_sits_the_step_out() -> None:
+    """A stage of a pipeline decodes a request every few steps: what is confirmed in between is offered in between."""
+    world = _world()
+    first = world.request("a", 4, extra=1)
+    world.admit(first)
+    world.succeed(*world.step(first))
+    held = world.found(first)
+    _sit_out(world, first, 4)
+    assert _states(world, first) == _states(world, first, OTHER) == [4]
+    assert world.found(first) == held == 4
+    world.side.finished(first)
+    _sit_out(world, first, 4)  # nobody knows it any more
+    assert not world.side.counters["scheduled_unknown_request"]
 
 
 @pytest.mark.parametrize("group", [ATTENTION, STATE, OTHER])

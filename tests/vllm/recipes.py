@@ -84,7 +84,8 @@ def refusal(recipe: Recipe) -> str:
 def _configured(recipe: Recipe) -> tuple[VllmConfig, KVCacheConfig]:
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
-    config, cache = copy.deepcopy(make_configs(SHAPES[FAMILIES[recipe.family].shape]))
+    as_on_gpus = SHAPES[FAMILIES[recipe.family].shape]._replace(asynchronous=True, v2=True)
+    config, cache = copy.deepcopy(make_configs(as_on_gpus))
     parallel = config.parallel_config
     parallel.pipeline_parallel_size = 2 if "PP" in recipe.needs else 1
     parallel.decode_context_parallel_size = 2 if "DCP" in recipe.needs else 1

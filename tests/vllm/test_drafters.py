@@ -35,6 +35,7 @@ def config(method: str | None, *, modules: int = 1, drafts: int = 3, dynamic: bo
         speculative_config=None if method is None else speculative,
         use_v2_model_runner=True,
         cache_config=SimpleNamespace(use_replayssm=False),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
     )
 
 
@@ -131,6 +132,10 @@ def test_drafts_beside_recurrent_states() -> None:
         behind.cache_config.use_replayssm = True
         with pytest.raises(UnsupportedError, match=r"use_replayssm=True .*set it to False"):
             drafters.check_states(behind)
+    staged = config("mtp")
+    staged.parallel_config.pipeline_parallel_size = 2
+    with pytest.raises(UnsupportedError, match=r"speculative decoding and pipeline_parallel_size=2 .*set it to 1"):
+        drafters.check_states(staged)
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,9 @@ def _engine(**changes: Any) -> Any:
     }  # fmt: skip
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(**parallel | changes),
-        speculative_config=SimpleNamespace() if changes.get("drafts") else None,
+        speculative_config=SimpleNamespace(method="dspark") if changes.get("drafts") else None,
+        scheduler_config=SimpleNamespace(async_scheduling="asynchronous" in changes.get("drafts", "")),
+        use_v2_model_runner="V2" in changes.get("drafts", ""),
     )
     config.model_config = SimpleNamespace(enable_sleep_mode=False)
     return config
@@ -68,7 +70,9 @@ def _engine(**changes: Any) -> Any:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"drafts": True}, "pipeline parallelism with speculative decoding is not supported; unset speculative_config"),
+        ({"drafts": "V1, asynchronous"}, "speculative decoding by vLLM's runner V1 is not supported; unset specul"),
+        ({"drafts": "V2, asynchronous"}, "'dspark' with pipeline parallelism is not supported; use eagle, eagle3, mtp"),
+        ({"drafts": "V2"}, "decoding without asynchronous scheduling is not supported; set async_scheduling to True"),
         ({"distributed_executor_backend": "ray"}, "'ray' .only the last stage reports. is not supported; use 'mp'"),
     ],
     ids=str,

@@ -206,14 +206,16 @@ class Rank(Runner):
         self._steps = 0
         self.layers: list[PagedLayer] = []
         names = names or shape.layer_names(index)
+        self._drafts = shape.stage_of(index) == shape.stages - 1
+        self._deferred = shape.deferred and self._drafts
         layers = [(group, name) for group, named in enumerate(names) for name in named]
         for i, (group, name) in enumerate(layers):
             shards = shape.shards(group)
             tokens = shape.block_tokens[group] // shards
             cache = torch.zeros(shape.blocks, 1, tokens, 2)
             words: Words = cache.numpy().view(np.uint64).reshape(shape.blocks, tokens)
-            last = len(layers) if shape.masks else shape.layers_per_group  # of all, or of the first group
-            drafts = shape.drafter and i == last - 1
+            last = len(layers) if shape.masks else len(names[0])  # of all, or of the first group
+            drafts = shape.drafter and self._drafts and i == last - 1
             key, shard, ahead = layer_key(index, i), index % shards, int(drafts and not shape.masks)
             self.layers.append(PagedLayer(name, group, cache, words, key, ahead, shard, shards))
         self._states = RunningStates([layer for layer in self.layers if layer.group in shape.states])
@@ -269,7 +271,7 @@ class Rank(Runner):
             connector.start_load_kv(context, **kwargs)
         self._states.end(message, self._tables, self._computed)
         wrong += self._draft(step, before, {one.request for one in wrong})
-        if not self.shape.deferred:
+        if not self._deferred:
             self._end(quirks)
         self.before_results()
         results = [connector.get_transfer_results(output.finished_req_ids) for _ in range(times)]
@@ -283,7 +285,7 @@ class Rank(Runner):
             kv_cache_events=connector.get_kv_connector_kv_cache_events(),
             kv_connector_worker_meta=connector.build_connector_worker_meta(),
         )
-        if self.shape.deferred:
+        if self._deferred:
             self._end(quirks)
         if not quirks & {"no_clear", "no_tail"}:
             connector.clear_connector_metadata()

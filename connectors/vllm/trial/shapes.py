@@ -259,6 +259,22 @@ SHAPES: dict[str, Shape] = {
         asynchronous=True, v2=True, dense=True, device=True
     ),
     "pipeline-2-states-context-parallel": _DIVIDED_STATES._replace(ranks=4, stages=2, layers_per_group=4, blocks=16),
+    "async-scheduler-pipeline-2-states": _STATES._replace(
+        asynchronous=True, v2=True, ranks=2, stages=2, layers_per_group=4, dense=True
+    ),
+    "pipeline-2-tails": _TAILS._replace(ranks=2, stages=2, layers_per_group=4, tiers=1),
+    "async-scheduler-pipeline-2-drafter": _TAILS._replace(
+        asynchronous=True,
+        v2=True,
+        drafts=2,
+        deferred=True,
+        drafter=True,
+        mode="auto",
+        ranks=2,
+        stages=2,
+        blocks=36,
+        layers_per_group=4,
+    ),
 }
 
 
@@ -309,6 +325,14 @@ def make_cache(shape: Shape, rank: int = 0) -> KVCacheConfig:
     cache.hash_block_size = shape.hash_tokens
     cache.prefix_cache_retention_interval = 0 if shape.states and not shape.dense else None
     return cache
+
+
+@functools.cache
+def _second_runners() -> type:
+    """Return vLLM's configuration of an engine whose ranks are runner V2; on a CPU it would have them be V1."""
+    from vllm.config import VllmConfig
+
+    return type("SecondRunners", (VllmConfig,), {"use_v2_model_runner": True})
 
 
 @functools.cache
@@ -374,4 +398,6 @@ def make_configs(shape: Shape, connector: Connector = KVPIPE, policy: str = "rec
     parallel.world_size, parallel.pipeline_parallel_size = max(1, shape.ranks), shape.stages
     parallel.tensor_parallel_size = max(1, shape.ranks) // shape.stages
     parallel.decode_context_parallel_size, parallel.cp_kv_cache_interleave_size = shape.dcp, INTERLEAVE
+    if shape.v2:
+        config.__class__ = _second_runners()
     return config, cache

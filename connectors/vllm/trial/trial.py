@@ -149,7 +149,7 @@ class Trial(Arrivals):
         self.is_down = self._reversed = self._throttled = False
         listen_to_lookups(self)
         self._scheduled, self._executed = deque[TrialStep](), deque[tuple[TrialStep, "ModelRunnerOutput"]]()
-        self._begun = deque[tuple[TrialStep, list[RankOutput]]]()  # by a pipeline's first stage
+        self._begun = deque[tuple[TrialStep, dict[str, list[int]], list[RankOutput]]]()  # by a pipeline's first stage
         self._drafter = Drafter(seed + 1, shape.drafts)
         self._moves: dict[str, Callable[..., None]] = {name: getattr(self, f"_{name}") for name in MOVES}
 
@@ -234,7 +234,7 @@ class Trial(Arrivals):
         return len(self._scheduled) + len(self._begun) + len(self._executed)
 
     def _in_flight_steps(self) -> list[TrialStep]:
-        return [*self._scheduled, *(step for step, _ in self._begun), *(step for step, _ in self._executed)]
+        return [*self._scheduled, *(step for step, *_ in self._begun), *(step for step, _ in self._executed)]
 
     def _schedule(self) -> None:
         self._pauses -= 1
@@ -257,7 +257,7 @@ class Trial(Arrivals):
             step = self._scheduled.popleft()
             drafts = self._drafts(step)
             ran = [one.execute(step, drafts) for i, one in enumerate(self.runners) if not self.shape.stage_of(i)]
-            self._begun.append((step, ran))
+            self._begun.append((step, drafts, ran))
             if self.shape.stages > 1:
                 return
         self._finish()
@@ -265,8 +265,8 @@ class Trial(Arrivals):
     def _finish(self) -> None:
         """Run what is left of the oldest step that was begun."""
         if self._begun:
-            step, ran = self._begun.popleft()
-            ran += [one.execute(step, {}) for one in self.runners[len(ran) :]]
+            step, drafts, ran = self._begun.popleft()
+            ran += [one.execute(step, drafts) for one in self.runners[len(ran) :]]
             self._executed.append((step, self._result(step, ran)))
             self.steps += 1
 
