@@ -122,6 +122,7 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
             "world_size",
         ),
     },
+    "vllm/config/scheduler.py": {"SchedulerConfig": ("async_scheduling",)},
     "vllm/config/speculative.py": {
         "SpeculativeConfig": (
             "disable_eagle_block_drop",
