@@ -94,7 +94,8 @@ class Carrier(TierThread[_Item]):
         self._split = tuple(split_of(one, ranks) for one in heads)
         self._kept = kept_splits(heads, ranks, share_ranks_max)
         self._spare: deque[memoryview] = deque(maxlen=SPARE_BODIES_MAX)
-        self._apart_open = self._apart_begun = 0  # orders of parts that are not the rank's own
+        self._apart_open = 0  # orders of parts that are not the rank's own
+        self._rest: anyio.CancelScope | None = None  # of who gives their memory back
         self._other_faults: dict[_Other, tuple[int, float]] = {}
         """Failures in a row, and when the last one was, by the monotonic clock."""
         self._marked: dict[tuple[int, str], float] = {}
@@ -160,7 +161,8 @@ class Carrier(TierThread[_Item]):
                 return
             apart = order.split not in {BOUND, self._split[order.group]}
             self._apart_open += apart
-            self._apart_begun += apart
+            if apart and self._rest is not None:
+                self._rest.cancel()
             use, move = (WRITE, self._store) if order.stores else (READ, self._fetch)
             turns = self._turns[order.tier][use]
             with anyio.move_on_after(tier.timeout_s * TIMEOUTS_MAX):
@@ -184,16 +186,16 @@ class Carrier(TierThread[_Item]):
                 turns.release_on_behalf_of(cursor)
             self._apart_open -= apart
             if apart and not self._apart_open and self._group is not None:
-                self._group.start_soon(self._give_back)
+                self._rest = anyio.CancelScope()
+                self._group.start_soon(self._give_back, self._rest)
             if not cursor.state.final:
                 cursor.fire(m.CANCEL)
             self._end(order, ok=cursor.state.row == m.FINALIZED)
 
-    async def _give_back(self) -> None:
-        """Keep memory for such parts for a while, if no more of them are wanted."""
-        begun = self._apart_begun
-        await anyio.sleep(SPARE_S)
-        if self._apart_begun == begun:
+    async def _give_back(self, rest: anyio.CancelScope) -> None:
+        """Keep memory for such parts for a while, and give it back if no more of them are wanted until then."""
+        with rest:
+            await anyio.sleep(SPARE_S)
             self._spare.clear()
 
     def _end(self, order: TierOrder, *, ok: bool) -> None:
