@@ -173,6 +173,7 @@ _HYBRID = Shape(windows=(None, 2 * BLOCK), blocks=24, pool_slots=24, events=True
 _STATES = Shape(windows=(None, None), states=(1,), blocks=24, pool_slots=24)
 _TAILS = _HYBRID._replace(windows=(None, BLOCK), sizes=(2 * BLOCK, BLOCK // 2), blocks=24, events=False)
 """A window that ends within a unit."""
+_STAGED_TAILS = _TAILS._replace(ranks=2, stages=2, layers_per_group=4)
 _DRAFTED_STATES = _STATES._replace(drafts=2, deferred=True, drafter=True, mode="auto", dense=True, blocks=36)
 _DIVIDED_STATES = _STATES._replace(sizes=(2 * BLOCK, BLOCK), ranks=2, dcp=2)
 """A block of attention is two of states."""
@@ -262,18 +263,9 @@ SHAPES: dict[str, Shape] = {
     "async-scheduler-pipeline-2-states": _STATES._replace(
         asynchronous=True, v2=True, ranks=2, stages=2, layers_per_group=4, dense=True
     ),
-    "pipeline-2-tails": _TAILS._replace(ranks=2, stages=2, layers_per_group=4, tiers=1),
-    "async-scheduler-pipeline-2-drafter": _TAILS._replace(
-        asynchronous=True,
-        v2=True,
-        drafts=2,
-        deferred=True,
-        drafter=True,
-        mode="auto",
-        ranks=2,
-        stages=2,
-        blocks=36,
-        layers_per_group=4,
+    "pipeline-2-tails": _STAGED_TAILS._replace(tiers=1),
+    "async-scheduler-pipeline-2-drafter": _STAGED_TAILS._replace(
+        asynchronous=True, v2=True, drafts=2, deferred=True, drafter=True, mode="auto", blocks=36
     ),
 }
 
