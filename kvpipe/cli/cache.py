@@ -90,7 +90,7 @@ def add_parsers(cache: argparse.ArgumentParser) -> None:
     one = _parser(sub, "purge", _purge, "drop values; says how many, but asks nothing")
     one.add_argument("--older-than", type=_duration_s, metavar="AGE", help="values of that age: 45s, 30m, 12h, 7d")
     one.add_argument(
-        "--stale", action="store_true", help="values of formats before this one, which engines of this version do not read"
+        "--stale", action="store_true", help="values of formats before this one, which this version does not read"
     )
     one.add_argument("--all", action="store_true", help="every value of kvpipe's that is there")
     one.add_argument("--dry-run", action="store_true", help="only say what would be dropped")
