@@ -108,6 +108,7 @@ def test_shared_system_prompts_are_found_by_other_sessions() -> None:
     assert replay(shared, "lru", 1.0).hit_rate > replay(apart, "lru", 1.0).hit_rate
 
 
+@pytest.mark.slow
 def test_the_yardstick_is_the_known_one() -> None:
     """250 sessions, 8 h, 131,072 tokens, 256 a chunk: what others have measured so, but for what seeds differ by."""
     drawn = w.coding_agents(0)
