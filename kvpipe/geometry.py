@@ -70,6 +70,8 @@ class Geometry:
     pool_bytes_max: int
     ahead_tokens: int = 0
     """On how many tokens behind a position its KV depends: that of a drafter that is fed the token it follows."""
+    states_back: int = 0
+    """So many units before the last whole one of a prompt the engine offers its last state."""
 
     def __post_init__(self) -> None:
         """Check the two sizes that a user sets."""

@@ -124,6 +124,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             self.settings,
             drafters.ahead_tokens(vllm_config),
             parallel.decode_context_parallel_size,
+            drafters.states_back(vllm_config),
         )
         if self.geometry.states:
             drafters.check_states(vllm_config)

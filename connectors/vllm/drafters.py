@@ -89,6 +89,16 @@ def ahead_tokens(config: VllmConfig) -> int:
     return _modules(drafts)
 
 
+def states_back(config: VllmConfig) -> int:
+    """Return how many blocks before a prompt's last whole one vLLM keeps its last state.
+
+    Where it drops a hit's last block, whatever the drafter's KV depends on (`get_mamba_prefill_checkpoint_position`).
+    """
+    drafts = config.speculative_config
+    dropping = drafts is not None and drafts.method in (*_FED_HIDDEN_STATES, *_FED_CONTEXT)
+    return int(dropping and not getattr(drafts, "disable_eagle_block_drop", False))
+
+
 def facts(config: VllmConfig) -> dict[str, Any]:
     """Return what a drafter's KV depends on beside tokens and weights, as plain data; empty: there is none."""
     drafts = config.speculative_config

@@ -91,8 +91,10 @@ def _check_stages(config: VllmConfig) -> None:
         refuse(f"speculative method={method!r} with pipeline parallelism", "use eagle, eagle3, mtp or draft_model")
 
 
-def make_geometry(cache: KVCacheConfig, settings: Settings, ahead_tokens: int = 0, dcp: int = 1) -> Geometry:
-    """Describe the engine's cache groups. `ahead_tokens`: see `Geometry`.
+def make_geometry(
+    cache: KVCacheConfig, settings: Settings, ahead_tokens: int = 0, dcp: int = 1, states_back: int = 0
+) -> Geometry:
+    """Describe the engine's cache groups. `ahead_tokens`, `states_back`: see `Geometry`.
 
     `dcp`: among how many ranks decode context parallelism divides the tokens of a block, where a group's are divided.
     Such a block is as many times longer, and of the bytes of one page of each rank: what is in it is the rank's affair.
@@ -129,7 +131,7 @@ def make_geometry(cache: KVCacheConfig, settings: Settings, ahead_tokens: int = 
         groups.append(Group(layers, tokens, *kinds.pop(), ranks=tokens // group.kv_cache_spec.block_size))
     if not groups:
         refuse("a model without KV cache", "serve it without kvpipe")
-    geometry = Geometry(tuple(groups), settings.chunk_tokens, int(settings.pool_bytes_max), ahead_tokens)
+    geometry = Geometry(tuple(groups), settings.chunk_tokens, int(settings.pool_bytes_max), ahead_tokens, states_back)
     _check_sizes(geometry, settings)
     return geometry
 

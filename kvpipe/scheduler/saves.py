@@ -134,6 +134,7 @@ class Saving:
         request, progress = tracked.request, tracked.saving
         units = self._prefixes.final_units(request, end)
         prompt_units = self._prefixes.units_within(request.num_prompt_tokens)
+        done = not self._settings.save_decode and units >= prompt_units and not request.resumable
         if not self._settings.save_decode:
             units = min(units, prompt_units)
         if not self._settings.save_partial:
@@ -142,7 +143,7 @@ class Saving:
         if units < progress.saved_units:  # a streaming session cut its tokens
             progress.saved_units = units
             progress.close_chunks()
-        if not self._settings.save_decode and units >= prompt_units and not request.resumable:
+        if done:
             progress.complete()
         else:
             more = self._per_chunk if not self._settings.save_partial else self._more(request, units)
@@ -219,8 +220,9 @@ class Saving:
         if not self._states:
             return ()
         branch: int = getattr(request, "shared_prefix_boundary", 0)
-        last = min(request.num_prompt_tokens - 1, self._prefixes.units_within(request.num_prompt_tokens) * self._unit)
-        return last // self._unit, branch // self._unit
+        tokens = request.num_prompt_tokens
+        last = min(self._prefixes.units_within(tokens), tokens // self._unit - self._geometry.states_back)
+        return max(0, min(last, (tokens - 1) // self._unit)), branch // self._unit
 
     def _claim(
         self, tracked: Tracked, group: int, table: Sequence[Block], base: int, low: int, high: int, *, keep: bool

@@ -1,0 +1,39 @@
+"""A prompt that comes again is found, whatever drafts and whatever divides blocks: the least that states are for."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpipe.connectors.vllm.trial.shapes import SHAPES
+from kvpipe.connectors.vllm.trial.trial import Trial
+
+SHAPES_OF_STATES = sorted(name for name, shape in SHAPES.items() if shape.states)
+STEPS_MAX = 200
+
+
+def run(trial: Trial) -> None:
+    """Run until nobody is left."""
+    for _ in range(STEPS_MAX):
+        trial.do(("step", 3))
+        trial.do(("tick", 50, 50))
+        if not trial.scheduler.has_requests():
+            return
+    raise AssertionError("it does not end")
+
+
+@pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
+@pytest.mark.parametrize("shape", SHAPES_OF_STATES)
+def test_a_prompt_that_comes_again_is_found(shape: str, dense: bool) -> None:
+    """vLLM has forgotten it; kvpipe has its last state that vLLM has offered, and what lies before that."""
+    trial = Trial(SHAPES[shape]._replace(dense=dense, failing=False), seed=3)
+    try:
+        hits = 0
+        for _ in range(3):
+            trial.do(("add", 0, 98, 0, 2, 0, 0))
+            run(trial)
+            assert trial.scheduler.kv_cache_manager.reset_prefix_cache()
+            hits = trial.side.stats().get("tokens_loaded", 0)
+        assert (trial.violations, trial.wrong) == ([], [])
+        assert hits > 0
+    finally:
+        trial.close()
