@@ -151,7 +151,7 @@ class OperatorServer:
                 """One more."""
                 super().connection_made(transport)
                 if len(oldest_first) >= CONNECTIONS_MAX:
-                    idle = next((one for one in oldest_first if one.cycle is None), self)
+                    idle = next((one for one in oldest_first if one.cycle is None or one.cycle.response_complete), self)
                     oldest_first.pop(idle, None)
                     counters.count("manage_refused", "connections")
                     idle.transport.abort()

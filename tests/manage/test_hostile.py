@@ -132,6 +132,19 @@ def test_a_thousand_connections(managed: Managed) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+def test_connections_that_have_asked_make_room(managed: Managed) -> None:
+    """They are idle again, though open: the oldest of them ends."""
+    clients = [connect(managed.address) for _ in range(server.CONNECTIONS_MAX)]
+    try:
+        for client in clients:
+            client.request("GET", "/v1/switches", headers={"Authorization": f"Bearer {TOKEN}"})
+            assert client.getresponse().read()
+        assert managed.ask("GET", "/v1/switches")[0] == 200
+    finally:
+        for client in clients:
+            client.close()
+
+
 def test_what_fails_inside_is_counted(managed: Managed, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bug costs an answer, no more."""
     monkeypatch.setattr(managed.side, "stats", lambda: 1 / 0)
