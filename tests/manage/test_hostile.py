@@ -247,12 +247,23 @@ def test_the_socket_is_its_users_alone(managed: Managed) -> None:
     assert managed.address.path.endswith("/e1.sock")
 
 
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        bound = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in bound:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in bound]
+
+
 def test_a_port(tmp_path: Path) -> None:
     """Over TCP the same; a second engine there is refused before it serves."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        at = f"127.0.0.1:{free.getsockname()[1]}"
-    managed = Managed(tmp_path, manage=at)
+    managed = None
+    for port in _free_ports(5):
+        at = f"127.0.0.1:{port}"
+        with contextlib.suppress(ConfigError):  # somebody has taken it meanwhile
+            managed = Managed(tmp_path, manage=at)
+            break
+    assert managed is not None
     assert managed.ask("GET", "/v1/switches")[0] == 200
     with pytest.raises(ConfigError, match=rf"manage='{at}': Address already in use; use 'unix:/FOLDER/\{{engine\}}"):
         Managed(tmp_path, manage=at)
