@@ -72,4 +72,9 @@ def start(settings: Settings, engine: ManagedEngine, name: str, counters: Counte
     except ImportError as error:
         raise ConfigError(f"kvpipe: manage needs {error.name}; pip install 'kvpipe[manage]'") from None
     app = make_app(engine, counters)
-    return OperatorServer(OperatorSocket(Address.parse(settings.manage), name, "manage"), app, token, counters)
+    listener = OperatorSocket(Address.parse(settings.manage), name, "manage")
+    try:
+        return OperatorServer(listener, app, token, counters)
+    except BaseException:
+        listener.close()
+        raise

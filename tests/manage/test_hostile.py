@@ -290,6 +290,21 @@ def test_what_a_dead_engine_left_is_replaced(tmp_path: Path) -> None:
     managed.server.stop()
 
 
+def test_a_server_that_cannot_start_leaves_no_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one finds its place free."""
+
+    def full(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server, "LoopThread", full)
+        with pytest.raises(RuntimeError, match="new thread") as caught:
+            Managed(tmp_path)
+    assert not (tmp_path / "e1.sock").exists()
+    Managed(tmp_path).server.stop()
+    assert caught.tb is not None  # it still holds the frames of the first
+
+
 def test_something_else_is_not_replaced(tmp_path: Path) -> None:
     """A file, a folder, a link at the path, or no folder: a sentence."""
     (tmp_path / "e1.sock").write_text("precious", encoding="utf-8")
