@@ -1,4 +1,4 @@
-"""Who has no token, says nonsense, says too much or nothing at all costs the engine next to nothing, and is counted."""
+"""Who has no token, says nonsense, too much or nothing at all is refused and counted; each costs interpreter time."""
 
 from __future__ import annotations
 
