@@ -35,7 +35,7 @@ from kvpipe.connectors.vllm.weights import Watch, suspect
 from kvpipe.control import check_control_file, watch_control_file
 from kvpipe.loop import LoopThread
 from kvpipe.manage.engine import ManagedEngine
-from kvpipe.manage.start import start
+from kvpipe.manage.start import read_token, start
 from kvpipe.messages import EMPTY_PLAN
 from kvpipe.names import NameClaim
 from kvpipe.scheduler.base import LATER
@@ -162,6 +162,8 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _make_scheduler(self, config: VllmConfig, cache: KVCacheConfig, engine: str) -> None:
         """Be the scheduler's side."""
+        if self.settings.manage:
+            read_token(self.settings)  # what is wrong with it is said before anything is made
         tokens, transfer = support.hash_tokens(cache, self.geometry), self._kv_transfer_config
         if (size := config.parallel_config.decode_context_parallel_size) > 1:
             warn("context_parallelism", decode_context_parallel_size=size, proven_on="vLLM's schedulers, not a device")

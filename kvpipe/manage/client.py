@@ -11,6 +11,7 @@ from typing import Any, Final
 from kvpipe import files
 from kvpipe.errors import UsageError
 from kvpipe.listening import Address
+from kvpipe.manage.start import check_token
 
 ANSWER_S_MAX: Final = 60.0
 ANSWER_BYTES_MAX: Final = 16 << 20
@@ -48,12 +49,13 @@ def ask(address: Address, token: str, method: str, path: str, body: object = Non
     """Return what the engine answers.
 
     Raises:
-        UsageError: nobody listens there, or the engine has refused.
+        UsageError: nobody listens there, the engine has refused, or no header can hold the token.
 
     """
+    check_token(token)  # a header's error would show it
+    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
     connection = connect(address)
     try:
-        headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         connection.request(method, path, None if body is None else json.dumps(body), headers)
         answer = connection.getresponse()
         told = json.loads(answer.read(ANSWER_BYTES_MAX))

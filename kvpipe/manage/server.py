@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import hmac
 import json
+import logging
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Final, Literal
 
@@ -23,11 +24,20 @@ CONNECTIONS_MAX: Final = 32
 CONNECTION_S_MAX: Final = 30.0
 """Of any connection, whatever it does."""
 
+_SILENT: Final = logging.getLogger("kvpipe-manage-http")  # no other's child: whoever configures one resets its children
+"""Of what clients send uvicorn would write a line each, without bound."""
+_SILENT.propagate = False
+_SILENT.addHandler(logging.NullHandler())
+
 Refusal = Literal["body", "connections", "request", "slow", "token"]
 AsgiScope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 AsgiApp = Callable[[AsgiScope, Receive, Send], Awaitable[None]]
+
+
+class _BrokenOffError(Exception):
+    """A client is gone before its body's end."""
 
 
 class Guard:
@@ -54,17 +64,21 @@ class Guard:
                 await self._refuse(send, 413, "body", f"a body has at most {BODY_BYTES_MAX} bytes")
                 return
             await self._app(scope, _replay(body, receive), send)
+        except _BrokenOffError:  # nobody is there to be answered
+            return
         except Exception as error:  # noqa: BLE001  (the engine goes on)
             self._counters.fault("contained_error", where="manage", error=repr(error))
 
     async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
-        """Return the body; None: it is too long, and is not read to its end."""
+        """Return the body; None: it is too long, and is not read to its end. Raises _BrokenOffError."""
         length = headers.get(b"content-length", b"0")
         if len(length) > len(str(BODY_BYTES_MAX)) or int(length) > BODY_BYTES_MAX:
             return None
         parts, size, more = list[bytes](), 0, True
         while more:
             message = await receive()
+            if message["type"] == "http.disconnect":
+                raise _BrokenOffError
             parts.append(message.get("body", b""))
             more, size = bool(message.get("more_body", False)), size + len(parts[-1])
             if size > BODY_BYTES_MAX:
@@ -130,14 +144,14 @@ class OperatorServer:
 
             def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  (uvicorn's)
                 super().__init__(*args, **kwargs)
-                self.access_log = False
+                self.access_log, self.logger = False, _SILENT
                 self._end: Any = None
 
             def connection_made(self, transport: Any) -> None:  # noqa: ANN401
                 """One more."""
                 super().connection_made(transport)
                 if len(oldest_first) >= CONNECTIONS_MAX:
-                    idle = next((one for one in oldest_first if one.cycle is None), self)
+                    idle = next((one for one in oldest_first if one.cycle is None or one.cycle.response_complete), self)
                     oldest_first.pop(idle, None)
                     counters.count("manage_refused", "connections")
                     idle.transport.abort()
@@ -152,6 +166,11 @@ class OperatorServer:
                 if self._end is not None:
                     self._end.cancel()
                 super().connection_lost(exc)
+
+            def send_400_response(self, msg: str) -> None:
+                """What came is no request, or no more of one."""
+                counters.count("manage_refused", "request")
+                super().send_400_response(msg)
 
             def _over(self) -> None:
                 counters.count("manage_refused", "slow")

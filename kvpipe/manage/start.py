@@ -21,7 +21,7 @@ def read_token(settings: Settings) -> bytes:
     """Return the token that every request must have.
 
     Raises:
-        ConfigError: it cannot be read, may be read by others, or is too short.
+        ConfigError: it cannot be read, may be read by others, is too short, or no header can hold it.
 
     """
     file, why = settings.manage_token_file, ""
@@ -41,11 +41,21 @@ def read_token(settings: Settings) -> bytes:
     if why or found is None:
         raise ConfigError(f"kvpipe: {why}")
     token = found.get_secret_value()
+    check_token(token)
+    return token.encode()
+
+
+def check_token(token: str) -> None:
+    """Refuse a token that a header cannot hold. It is not shown.
+
+    Raises:
+        ConfigError: it has other than printable ASCII characters, or a blank.
+
+    """
     if not token.isascii() or not token.isprintable() or " " in token:
         raise ConfigError(
-            "kvpipe: manage_token: it has other than printable ASCII characters; use `openssl rand -hex 32`"
+            "kvpipe: manage_token: it has other than printable ASCII characters, or a blank; use `openssl rand -hex 32`"
         )
-    return token.encode()
 
 
 def start(settings: Settings, engine: ManagedEngine, name: str, counters: Counters) -> OperatorServer:
@@ -62,4 +72,9 @@ def start(settings: Settings, engine: ManagedEngine, name: str, counters: Counte
     except ImportError as error:
         raise ConfigError(f"kvpipe: manage needs {error.name}; pip install 'kvpipe[manage]'") from None
     app = make_app(engine, counters)
-    return OperatorServer(OperatorSocket(Address.parse(settings.manage), name, "manage"), app, token, counters)
+    listener = OperatorSocket(Address.parse(settings.manage), name, "manage")
+    try:
+        return OperatorServer(listener, app, token, counters)
+    except BaseException:
+        listener.close()
+        raise

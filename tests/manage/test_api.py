@@ -206,3 +206,20 @@ def test_the_command_says_what_is_wrong(
     at = [] if "--at" in words else ["--at", "127.0.0.1:1"]
     assert cli.main(["engine", *words, *at, "--token-file", str(file)]) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "token", ["t0" * 16 + "\n" + "s1" * 16, "t0" * 16 + " s1", "t0" * 16 + "ü", "t0" * 16 + "\x7fs1"]
+)
+def test_the_command_does_not_show_a_token_that_no_header_can_hold(
+    token: str, managed: Managed, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A file of two lines, say. It is refused as the engine refuses it, whether or not one answers."""
+    file = tmp_path / "bad"
+    file.write_text(token, encoding="utf-8")
+    for at in (str(managed.address), "unix:/nowhere/x.sock"):
+        assert cli.main(["engine", "state", "--at", at, "--token-file", str(file)]) == 2
+        said = "".join(capsys.readouterr())
+        assert "manage_token: it has other than printable ASCII characters, or a blank; use `openssl" in said
+        assert not [word for word in ("t0t0", "s1", "Bearer") if word in said]
+    assert "manage_requests" not in managed.side.counters.totals()

@@ -1,8 +1,9 @@
-"""Who has no token, says nonsense, says too much or nothing at all costs the engine next to nothing, and is counted."""
+"""Who has no token, says nonsense, too much or nothing at all is refused and counted; each costs interpreter time."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import logging
 import resource
@@ -13,13 +14,14 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 from kvpipe.cli import main as cli
 from kvpipe.config import load_settings
 from kvpipe.errors import ConfigError
 from kvpipe.listening import Address, OperatorSocket
-from kvpipe.manage import server
+from kvpipe.manage import models, server
 from kvpipe.manage.client import connect
 from kvpipe.manage.start import read_token
 from kvpipe.testing.pipeline_rig import WAIT_S
@@ -130,6 +132,19 @@ def test_a_thousand_connections(managed: Managed) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+def test_connections_that_have_asked_make_room(managed: Managed) -> None:
+    """They are idle again, though open: the oldest of them ends."""
+    clients = [connect(managed.address) for _ in range(server.CONNECTIONS_MAX)]
+    try:
+        for client in clients:
+            client.request("GET", "/v1/switches", headers={"Authorization": f"Bearer {TOKEN}"})
+            assert client.getresponse().read()
+        assert managed.ask("GET", "/v1/switches")[0] == 200
+    finally:
+        for client in clients:
+            client.close()
+
+
 def test_what_fails_inside_is_counted(managed: Managed, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bug costs an answer, no more."""
     monkeypatch.setattr(managed.side, "stats", lambda: 1 / 0)
@@ -139,11 +154,74 @@ def test_what_fails_inside_is_counted(managed: Managed, monkeypatch: pytest.Monk
     assert managed.side.counters["contained_error"] == 1
 
 
-def test_other_loggers_are_left_alone(managed: Managed) -> None:
+def test_other_loggers_are_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """An API server in the same process keeps its access log, and gets none of ours."""
-    log = logging.getLogger("uvicorn.access")
-    assert log.propagate
+    log, stream = logging.getLogger("uvicorn.access"), logging.StreamHandler(io.StringIO())
+    monkeypatch.setattr(log, "handlers", [stream])  # as uvicorn's own configuration has it
+    monkeypatch.setattr(log, "propagate", True)
+    caplog.set_level(logging.INFO, "uvicorn.access")
+    managed = Managed(tmp_path)
     managed.good("GET", "/v1/switches")
+    managed.server.stop()
+    assert (log.handlers, log.propagate, log.disabled, log.level) == ([stream], True, False, logging.INFO)
+    assert [record for record in caplog.records if record.name == log.name] == []
+    log.info("theirs")
+    assert stream.stream.getvalue() == "theirs\n"
+
+
+_ODD = (
+    b"GET /v1/switches HTTP/1.1\r\nHost: x\r\nConnection: upgrade\r\nUpgrade: h\r\n\r\n",
+    b"\x00\x01\x02 nonsense\r\n\r\n",
+    _HEAD + b'Transfer-Encoding: chunked\r\n\r\n3\r\n{"f\r\nnonsense\r\n',
+    _HEAD + b"Content-Length: 10\r\n\r\n123",
+    b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+)
+
+
+def test_a_body_that_breaks_off_does_nothing(managed: Managed) -> None:
+    """Even where what has come says enough."""
+    head = _HEAD.replace(b"POST /v1/lookup", b"PUT /v1/switches") + b"Content-Type: application/json\r\n"
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(WAIT_S)
+        client.connect(managed.address.path)
+        client.sendall(head + b'Content-Length: 20\r\n\r\n{"freeze": true}')
+        client.shutdown(socket.SHUT_WR)
+        assert client.recv(1000) == b""
+    assert managed.good("GET", "/v1/switches") == {"freeze": False, "bypass": False}
+
+
+def test_nothing_is_logged_of_what_clients_send(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Whether it is odd, broken, or under way when the engine stops; what is no request is counted."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # then warnings go to standard error
+    managed = Managed(tmp_path)
+    for sent in _ODD:
+        with socket.socket(socket.AF_UNIX) as client:
+            client.settimeout(WAIT_S)
+            client.connect(managed.address.path)
+            client.sendall(sent)
+            client.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(ConnectionError):
+                while client.recv(1000):
+                    pass
+    asked = threading.Event()
+
+    async def lookup(_: object) -> models.HeldTokens:
+        asked.set()
+        await anyio.sleep_forever()
+        raise AssertionError
+
+    monkeypatch.setattr(managed.engine, "lookup", lookup)
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(managed.address.path)
+        client.sendall(_HEAD + b'Content-Length: 15\r\n\r\n{"tokens": [1]}')
+        assert asked.wait(WAIT_S)
+        managed.server.stop()
+    assert managed.refused("request") == 3
+    assert "".join(capfd.readouterr()) == ""
 
 
 def test_it_ends(tmp_path: Path) -> None:
@@ -169,12 +247,23 @@ def test_the_socket_is_its_users_alone(managed: Managed) -> None:
     assert managed.address.path.endswith("/e1.sock")
 
 
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        bound = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in bound:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in bound]
+
+
 def test_a_port(tmp_path: Path) -> None:
     """Over TCP the same; a second engine there is refused before it serves."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        at = f"127.0.0.1:{free.getsockname()[1]}"
-    managed = Managed(tmp_path, manage=at)
+    managed = None
+    for port in _free_ports(5):
+        at = f"127.0.0.1:{port}"
+        with contextlib.suppress(ConfigError):  # somebody has taken it meanwhile
+            managed = Managed(tmp_path, manage=at)
+            break
+    assert managed is not None
     assert managed.ask("GET", "/v1/switches")[0] == 200
     with pytest.raises(ConfigError, match=rf"manage='{at}': Address already in use; use 'unix:/FOLDER/\{{engine\}}"):
         Managed(tmp_path, manage=at)
@@ -199,6 +288,21 @@ def test_what_a_dead_engine_left_is_replaced(tmp_path: Path) -> None:
     managed = Managed(tmp_path)
     assert managed.ask("GET", "/v1/switches")[0] == 200
     managed.server.stop()
+
+
+def test_a_server_that_cannot_start_leaves_no_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one finds its place free."""
+
+    def full(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server, "LoopThread", full)
+        with pytest.raises(RuntimeError, match="new thread") as caught:
+            Managed(tmp_path)
+    assert not (tmp_path / "e1.sock").exists()
+    Managed(tmp_path).server.stop()
+    assert caught.tb is not None  # it still holds the frames of the first
 
 
 def test_something_else_is_not_replaced(tmp_path: Path) -> None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
+from kvpipe.config import load_settings
+from kvpipe.connectors.vllm import connector as border
 from kvpipe.connectors.vllm.connector import KVPipeConnector
+from kvpipe.errors import ConfigError
 from kvpipe.messages import Kind
 from kvpipe.testing.pipeline_rig import Rig, job, plan
 from kvpipe.trace.log import Counters
@@ -61,3 +65,19 @@ def test_all_ends_though_one_raises(connector: Any, bad: str) -> None:
     connector.shutdown()
     assert ended == ["worker", "scheduler", "manage", "control", "claim", "writer"]
     assert connector.counters["contained_error"] == 1
+
+
+def test_a_bad_token_is_refused_before_anything_is_made(connector: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No trace, no thread and no tier is left behind by it."""
+    tracing, side = MagicMock(return_value=(None, None)), MagicMock()
+    monkeypatch.setattr(border, "tracing", tracing)
+    monkeypatch.setattr(border, "SchedulerSide", side)
+    for name in ("support", "drafters", "Remedies", "make_room", "Watch", "meter", "ManagedEngine"):
+        monkeypatch.setattr(border, name, MagicMock())
+    connector.settings = load_settings({"manage": "127.0.0.1:1"})
+    connector.geometry, connector._kv_transfer_config = MagicMock(), MagicMock()
+    config = MagicMock()
+    config.parallel_config.decode_context_parallel_size = 1
+    with pytest.raises(ConfigError, match="without a token"):
+        connector._make_scheduler(config, MagicMock(), "e1")
+    assert (tracing.call_count, side.call_count) == (0, 0)
