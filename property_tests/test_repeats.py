@@ -23,8 +23,8 @@ def run(trial: Trial) -> None:
 
 @pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
 @pytest.mark.parametrize("shape", SHAPES_OF_STATES)
-def test_a_prompt_that_comes_again_is_found(shape: str, dense: bool) -> None:
-    """vLLM has forgotten it; kvpipe has its last state that vLLM has offered, and what lies before that."""
+def test_a_prompt_that_comes_again_is_found(shape: str, *, dense: bool) -> None:
+    """After vLLM has forgotten it, kvpipe has its last state that vLLM has offered, and what lies before that."""
     trial = Trial(SHAPES[shape]._replace(dense=dense, failing=False), seed=3)
     try:
         hits = 0
