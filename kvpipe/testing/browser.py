@@ -20,6 +20,8 @@ from typing import Any, Self
 
 DRIVER, CHROMIUM = "/usr/bin/chromedriver", "/usr/bin/chromium"
 START_S_MAX, CALL_S_MAX, WAIT_S_MAX, END_S_MAX = 30.0, 60.0, 20.0, 5.0
+STARTS_MAX = 3
+"""On a busy machine it ends now and then before it has begun."""
 FLAGS = (
     "--headless",
     "--no-sandbox",
@@ -55,11 +57,18 @@ class Browser:
         self._session = ""
 
     def __enter__(self) -> Self:
-        """Start the driver on a free port, and the browser."""
+        """Start the driver on a free port, and the browser; if one ends at once, another."""
         for program, package in ((DRIVER, "chromium-driver"), (CHROMIUM, "chromium")):
             if shutil.which(program) is None:
                 msg = f"{program} is missing: apt-get install chromium chromium-driver ({package} has it)"
                 raise BrowserMissingError(msg)
+        for _ in range(STARTS_MAX - 1):
+            with contextlib.suppress(BrowserError):
+                return self._start()
+        return self._start()
+
+    def _start(self) -> Self:
+        self._session = ""
         with contextlib.ExitStack() as stack:
             self._profile = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
             self._url = f"http://127.0.0.1:{stack.enter_context(self._driver())}"

@@ -298,18 +298,29 @@ def test_a_missing_browser_names_its_packages(monkeypatch: pytest.MonkeyPatch) -
         pass
 
 
+def test_a_browser_that_ends_at_once_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few times; what it said is told then."""
+    tried: list[Path] = []
+
+    def fails(self: Browser) -> None:
+        tried.append(self._profile)
+        raise BrowserError("session not created")
+
+    monkeypatch.setattr(Browser, "_open", fails)
+    with pytest.raises(BrowserError, match="session not created"), Browser():
+        pass
+    assert len(set(tried)) == browser_module.STARTS_MAX
+    assert not any(path.exists() for path in tried)
+
+
 def test_no_process_is_left_behind() -> None:
     """Also when the test fails."""
     profile = ""
-    try:
-        with Browser(dark=True) as browser:
-            profile = str(browser._profile)
-            assert _processes(profile)
-            assert browser.run("return matchMedia('(prefers-color-scheme: dark)').matches")
-            browser.run("throw new Error('as a failing test does')")
-    except BrowserError:
-        pass
-    assert profile
+    with pytest.raises(BrowserError, match="as a failing test does"), Browser(dark=True) as browser:  # noqa: PT012
+        profile = str(browser._profile)
+        assert _processes(profile)
+        assert browser.run("return matchMedia('(prefers-color-scheme: dark)').matches")
+        browser.run("throw new Error('as a failing test does')")
     until = time.monotonic() + 5
     while _processes(profile) and time.monotonic() < until:
         time.sleep(0.05)
