@@ -30,6 +30,15 @@ from tests.manage.conftest import TOKEN, Managed, settings
 _HEAD = f"POST /v1/lookup HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n".encode()
 
 
+def _answer(managed: Managed, sent: bytes) -> bytes:
+    """Return how the answer to these bytes begins."""
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(WAIT_S)
+        client.connect(managed.address.path)
+        client.sendall(sent)
+        return client.recv(100)
+
+
 @pytest.mark.parametrize("token", ["", "t0", "t0" * 16 + "x", "x" * 9000])
 @pytest.mark.parametrize("path", ["/v1/state", "/v1/nothing", "/openapi.json"])
 def test_without_the_token_nothing_is_said(managed: Managed, token: str, path: str) -> None:
@@ -41,11 +50,8 @@ def test_without_the_token_nothing_is_said(managed: Managed, token: str, path: s
 
 def test_a_body_without_the_token_is_not_read(managed: Managed) -> None:
     """The answer comes before the body."""
-    with socket.socket(socket.AF_UNIX) as client:
-        client.settimeout(WAIT_S)
-        client.connect(managed.address.path)
-        client.sendall(b"POST /v1/lookup HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n")
-        assert client.recv(100).startswith(b"HTTP/1.1 401")
+    sent = b"POST /v1/lookup HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n"
+    assert _answer(managed, sent).startswith(b"HTTP/1.1 401")
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -381,8 +387,4 @@ def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_http_is_http(managed: Managed) -> None:
     """Bytes that are no request are answered so."""
-    with socket.socket(socket.AF_UNIX) as client:
-        client.settimeout(WAIT_S)
-        client.connect(managed.address.path)
-        client.sendall(b"\x00\x01\x02 nonsense\r\n\r\n")
-        assert client.recv(100).startswith(b"HTTP/1.1 400")
+    assert _answer(managed, b"\x00\x01\x02 nonsense\r\n\r\n").startswith(b"HTTP/1.1 400")
