@@ -8,11 +8,12 @@ dict probes. Leases belong to (request, epoch) pairs; a leased chunk is never ev
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
+from kvpipe.cache.hints import Hint
 from kvpipe.cache.miss_reasons import EVICTED, RESET, TORN, Lost
-from kvpipe.cache.policy.base import Policy, SessionPolicy
+from kvpipe.cache.policy.base import HintedPolicy, Policy, SessionPolicy
 from kvpipe.statemachine import chunk as m
 from kvpipe.statemachine.core import Compiled, Cursor, Watch
 from kvpipe.trace.log import Counters
@@ -88,6 +89,7 @@ class Catalog:
         self.slots, self._policy, self.counters = slots, policy, counters
         self._clock = clock or (lambda: time.monotonic())  # noqa: PLW0108  (as `time` is when it is asked)
         self._request = policy.request if isinstance(policy, SessionPolicy) else None
+        self._hint = policy.hint if isinstance(policy, HintedPolicy) else None
         self.machine = m.CHUNK.compile()
         self.watch: Watch | None = None  # of the chunks that are reserved from now on
         self.on_drop: Callable[[Chunk], object] | None = None  # called for chunks that cannot be found any more
@@ -163,6 +165,16 @@ class Catalog:
         for chunk in chunks:
             if not chunk.held:
                 self._policy.refresh(chunk)
+
+    def hint(self, chunks: Iterable[Chunk], hint: Hint) -> int:
+        """Tell the policy what a client says of a prompt's chunks. Returns of how many; 0: it takes no hints."""
+        if self._hint is None:
+            return 0
+        self._tell(over=False)
+        told = 0
+        for told, chunk in enumerate(chunks, 1):  # noqa: B007  (how many there were)
+            self._hint(chunk, hint)
+        return told
 
     # ---- writing -------------------------------------------------------------------------------------------------
 

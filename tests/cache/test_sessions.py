@@ -8,7 +8,9 @@ import random
 import pytest
 
 from kvpipe.cache.catalog import Catalog, Owner
+from kvpipe.cache.hints import Action, Hint
 from kvpipe.cache.policy import Lru, Policy, Sessions
+from kvpipe.cache.policy.base import Evictable
 from kvpipe.cache.policy.guard import GuardedPolicy
 from kvpipe.cache.policy.returns import _EDGES_S, BINS, Returns, _indices, kind_of, pace_after
 from kvpipe.testing.policy_conformance import Item
@@ -178,3 +180,32 @@ def test_the_catalog_says_when_and_whether_a_request_is_over(*, guarded: bool) -
     catalog.refresh(iter([chunk]), over=False)
     catalog.refresh(iter([chunk]))
     assert heard.heard == [(1.0, False), (2.0, False), (3.0, False), (4.0, True)]
+
+
+class _Hinted(Lru):
+    """Hears hints."""
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        super().__init__()
+        self.heard: list[tuple[Evictable, Hint]] = []
+
+    def hint(self, chunk: Evictable, hint: Hint) -> None:
+        """Note it."""
+        self.heard.append((chunk, hint))
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+def test_the_catalog_hands_hints_on(*, guarded: bool) -> None:
+    """Of chunks that may go and of those that are held; a policy without `hint` is not asked."""
+    hint, hinted = Hint(Action.RESUME, 7.0), _Hinted()
+    for policy in (hinted, Lru()):
+        catalog = Catalog(4, 1, GuardedPolicy(policy, "hinted", print) if guarded else policy, Counters())
+        chunks = [catalog.reserve(0) for _ in range(2)]
+        assert chunks[0] is not None
+        catalog.landed(catalog.write(chunks[0], 1, b"k", keep=True))
+        there = [chunk for chunk in chunks if chunk is not None]
+        told = catalog.hint(there, hint)
+        assert told == (2 if policy is hinted or guarded else 0)
+        if policy is hinted:
+            assert hinted.heard == [(chunk, hint) for chunk in there]

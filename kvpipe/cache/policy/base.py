@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Protocol, runtime_checkable
 
+from kvpipe.cache.hints import Hint
+
 
 class Evictable(Protocol):
     """What a policy may look at."""
@@ -46,3 +48,11 @@ class SessionPolicy(Policy, Protocol):
 
         `over`: it has ended, and the refreshes that follow are of all its chunks, the last one first.
         """
+
+
+@runtime_checkable
+class HintedPolicy(Policy, Protocol):
+    """A policy that takes hints. They may be wrong, also by intent: it decides how far to believe them."""
+
+    def hint(self, chunk: Evictable, hint: Hint) -> None:
+        """A client says this of a chunk, whether it may go now or is held. Unknown chunks are ignored."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvpipe.cache.policy.base import Evictable, Policy, SessionPolicy
+from kvpipe.cache.hints import Hint
+from kvpipe.cache.policy.base import Evictable, HintedPolicy, Policy, SessionPolicy
 from kvpipe.cache.policy.lru import Lru
 
 
@@ -35,6 +36,10 @@ class GuardedPolicy(Lru):
         """See `Policy.refresh`."""
         super().refresh(chunk)
         self._ask(lambda policy: policy.refresh(chunk))
+
+    def hint(self, chunk: Evictable, hint: Hint) -> None:
+        """See `HintedPolicy.hint`."""
+        self._ask(lambda policy: policy.hint(chunk, hint) if isinstance(policy, HintedPolicy) else None)
 
     def victim(self) -> Evictable | None:
         """See `Policy.victim`."""
