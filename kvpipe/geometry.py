@@ -164,6 +164,11 @@ class Geometry:
         return frozenset(i for i, g in enumerate(self.groups) if g.state)
 
     @property
+    def dropped_units(self) -> int:
+        """So many units at the end of a hit of its own the engine gives up, though they would be right."""
+        return 0 if self.ahead_tokens else self.states_back
+
+    @property
     def windows(self) -> bool:
         """Whether any group forgets what lies before its window."""
         return any(g.window_tokens is not None for g in self.groups)

@@ -30,7 +30,8 @@ REASONS: dict[str, str] = {
     EVICTED: "it was held, and made room for others",
     RESET: "it was held before the cache was reset",
     TORN: "a rank failed to save it, so what others saved of it was dropped",
-    BELOW_MINIMUM: "what is left is shorter than the smallest unit that can be held, or vLLM has to compute it itself",
+    BELOW_MINIMUM: "what is left is shorter than the smallest unit that can be held, or vLLM has to compute it itself, "
+    "or does so sooner than it would wait for it",
     LOAD_FAILED: "a load of this request failed; it computes",
     TIER_DOWN: "a tier cannot be used: nobody knows what it holds, or a rank has lost its memory",
     TIER_LATE: "a tier did not answer, or not bring it, in lookup_ms_max",

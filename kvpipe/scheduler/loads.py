@@ -65,6 +65,14 @@ class Loading:
             return self.between_steps
         return self.between_steps or self.stall.too_long(tokens, loading=bool(self._requests.waiting))
 
+    def drops(self, external_tokens: int, local_tokens: int) -> bool:
+        """Whether `external_tokens` are what the engine drops of each hit of its own, and computes anew.
+
+        Where every load takes a step, each request that the engine holds would wait for that.
+        """
+        dropped = self._geometry.dropped_units * self._unit
+        return self.between_steps and local_tokens > 0 and 0 < external_tokens <= dropped
+
     def admit(self, tracked: Tracked, tables: Tables, external_tokens: int, step: int) -> None:
         """Blocks were allocated: lease and plan the load of `external_tokens`, or note that there is none."""
         request, asking = tracked.request, tracked.asking

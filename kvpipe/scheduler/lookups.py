@@ -95,6 +95,8 @@ class Lookups:
         why = self._cannot_wait(tracked.request) if waits else ""
         if why and self._loading.between_steps:
             return 0, False, why if units * self._unit > local_tokens else ""
+        if self._loading.drops(units * self._unit - local_tokens, local_tokens):
+            return local_tokens // self._unit, False, miss_reasons.BELOW_MINIMUM
         return units, waits and not why, ""
 
     def _cannot_wait(self, request: Request) -> str:

@@ -71,6 +71,21 @@ def test_the_rest_is_too_short() -> None:
     assert reported.why(reported.request("vLLM has it", 4, shared=4), 4 * UNIT - 1) == (0, 0, "")
 
 
+def test_a_block_that_vllm_drops_of_its_own_hit_is_not_waited_for() -> None:
+    """It is computed in the step in which a load would begin; more than that is loaded, and all where vLLM has none."""
+    told = Told(windows=(None, 2 * UNIT), load="async", dropped_units=1)
+    told.publish(told.request("old", 5, shared=5))
+    again = told.request("again", 5, shared=5, extra=1)
+    assert told.why(again, 4 * UNIT) == (0, UNIT + 1, miss_reasons.BELOW_MINIMUM)
+    assert told.why(again, 3 * UNIT) == (2 * UNIT, 1, miss_reasons.BELOW_MINIMUM)
+    told.publish(told.request("short", 1))
+    assert told.why(told.request("short", 1, extra=1)) == (UNIT, 1, miss_reasons.BELOW_MINIMUM)
+    in_step = Told(dropped_units=1)  # a load within the step costs nobody a step
+    in_step.publish(in_step.request("old", 5, shared=5))
+    in_step_again = in_step.request("again", 5, shared=5, extra=1)
+    assert in_step.why(in_step_again, 4 * UNIT) == (UNIT, 1, miss_reasons.BELOW_MINIMUM)
+
+
 def test_it_is_being_saved() -> None:
     """Not every rank has it yet; then one of them fails."""
     reported = Told(ranks=2)

@@ -122,7 +122,11 @@ def promised(side: SchedulerSide, request: Request, local_tokens: int, *, waits:
             1  # the last token is computed anew: it is in the state, and reads further back than the window after it
         )
     tokens = held(side, request, most) * unit
-    return max(0, min(tokens, request.num_tokens if waits else request.num_tokens - 1) - local_tokens)
+    beyond = max(0, min(tokens, request.num_tokens if waits else request.num_tokens - 1) - local_tokens)
+    dropped = not side.geometry.ahead_tokens and side.geometry.states_back
+    if dropped and side.loading.between_steps and local_tokens and tokens - local_tokens == unit:
+        return 0  # the engine dropped it of its own hit, and computes it sooner than it would wait
+    return beyond
 
 
 _LOADS = {request_m.NEW, request_m.PREEMPTED, request_m.LET_DOWN}

@@ -47,11 +47,16 @@ class CountingIndex(dict[bytes, Chunk]):
 
 
 def make_geometry(
-    windows: tuple[int | None, ...], chunk_units: int, slots: int, states: tuple[int, ...] = (), ahead_tokens: int = 0
+    windows: tuple[int | None, ...],
+    chunk_units: int,
+    slots: int,
+    states: tuple[int, ...] = (),
+    ahead_tokens: int = 0,
+    dropped_units: int = 0,
 ) -> Geometry:
     """Return the geometry of one group per window, in chunks of `chunk_units` units; `states`: groups of states."""
     groups = tuple(Group((Layer(f"l{i}", 64),), UNIT, window, i in states) for i, window in enumerate(windows))
-    return Geometry(groups, chunk_units * UNIT, slots * 4096, ahead_tokens)
+    return Geometry(groups, chunk_units * UNIT, slots * 4096, ahead_tokens, dropped_units)
 
 
 class SchedulerWorld:
@@ -71,10 +76,11 @@ class SchedulerWorld:
         states: tuple[int, ...] = (),
         waits_idle: bool = False,
         ahead_tokens: int = 0,
+        dropped_units: int = 0,
     ) -> None:
         """An empty cache."""
         settings = load_settings({"load": load, "prefault": touch})
-        geometry = make_geometry(windows, chunk_units, slots, states, ahead_tokens)
+        geometry = make_geometry(windows, chunk_units, slots, states, ahead_tokens, dropped_units)
         self.ranks, self.groups, self.free, self._states = ranks, len(windows), 1 << 20, states
         self.remedies = Remedies(geometry, LoadAdmission(geometry, BEYOND_TOKENS, 64 * UNIT))
         self.side = SchedulerSide(
