@@ -12,7 +12,7 @@ from typing import Any
 
 from kvpipe import __version__
 from kvpipe.cli import cache as tiers
-from kvpipe.cli import manage
+from kvpipe.cli import manage, top
 from kvpipe.cli import trace as command
 from kvpipe.cli.engine import connector_part
 from kvpipe.config import load_settings, markdown_table, parse_extra
@@ -67,6 +67,8 @@ def _parser() -> argparse.ArgumentParser:
 
     engine = sub.add_parser("engine", help="a running engine with manage: state, counters, lookup, switch")
     manage.add_parsers(engine)
+
+    top.add_arguments(sub.add_parser("top", help="running engines with manage, as they go"))
 
     doctor = sub.add_parser("doctor", help="check this environment, and say what to do")
     doctor.add_argument("extra", nargs="?", default="{}", help="kv_connector_extra_config as JSON")

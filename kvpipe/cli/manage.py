@@ -50,7 +50,7 @@ def add_parsers(engine: argparse.ArgumentParser) -> None:
 def _parser(sub: Any, name: str, says: str) -> argparse.ArgumentParser:  # noqa: ANN401  (argparse hides its type)
     one: argparse.ArgumentParser = sub.add_parser(name, help=says, description=says)
     one.add_argument("--at", help="the engine's address; by default the configuration's `manage`")
-    one.add_argument("--token-file", type=Path, help="by default the configuration's `manage_token_file` or `_env`")
+    add_token(one)
     one.add_argument("--json", action="store_true", help="print the answer as JSON")
     return one
 
@@ -64,23 +64,41 @@ def _switch(args: argparse.Namespace) -> int:
 
 def _told(args: argparse.Namespace, method: str, path: str, body: object = None) -> int:
     """Ask, and print the answer."""
-    settings = load_settings()
-    try:
-        address = Address.parse(args.at or settings.manage)
-        file = args.token_file or settings.manage_token_file
-        token = secret("" if args.token_file else settings.manage_token_env, file, "manage_token")
-    except ValueError as error:
-        raise UsageError(f"kvpipe: engine: {error}") from None
+    address = parse_address(args.at or load_settings().manage)
     if ENGINE in address.path:
         raise UsageError(f"kvpipe: engine: {address}: say --at with the engine's name, as its log has it")
-    if token is None:
-        raise UsageError("kvpipe: engine: say --token-file, or set KVPIPE_MANAGE_TOKEN_FILE")
-    told = ask(address, token.get_secret_value(), method, path, body)
+    told = ask(address, token_of(args), method, path, body)
     if args.json:
         sys.stdout.write(json.dumps(told) + "\n")
     else:
         _print(told)
     return 0
+
+
+def add_token(one: argparse.ArgumentParser) -> None:
+    """Add the argument that `token_of` reads."""
+    one.add_argument("--token-file", type=Path, help="by default the configuration's `manage_token_file` or `_env`")
+
+
+def token_of(args: argparse.Namespace) -> str:
+    """Return the token that engines ask for. Raises UsageError: none is named, or it cannot be read."""
+    settings = load_settings()
+    try:
+        file = args.token_file or settings.manage_token_file
+        token = secret("" if args.token_file else settings.manage_token_env, file, "manage_token")
+    except ValueError as error:
+        raise UsageError(f"kvpipe: engine: {error}") from None
+    if token is None:
+        raise UsageError("kvpipe: engine: say --token-file, or set KVPIPE_MANAGE_TOKEN_FILE")
+    return token.get_secret_value()
+
+
+def parse_address(text: str) -> Address:
+    """Return an address. Raises UsageError."""
+    try:
+        return Address.parse(text)
+    except ValueError as error:
+        raise UsageError(f"kvpipe: engine: {error}") from None
 
 
 def _prompt(args: argparse.Namespace) -> dict[str, Any]:

@@ -38,14 +38,16 @@ class _OverUnix(http.client.HTTPConnection):
                 return
 
 
-def connect(address: Address) -> http.client.HTTPConnection:
+def connect(address: Address, answer_s_max: float = ANSWER_S_MAX) -> http.client.HTTPConnection:
     """Return a connection to the engine that listens at `address`, not yet made."""
     if address.path:
-        return _OverUnix(address.path, ANSWER_S_MAX)
-    return http.client.HTTPConnection(address.host, address.port, timeout=ANSWER_S_MAX)
+        return _OverUnix(address.path, answer_s_max)
+    return http.client.HTTPConnection(address.host, address.port, timeout=answer_s_max)
 
 
-def ask(address: Address, token: str, method: str, path: str, body: object = None) -> Any:  # noqa: ANN401  (JSON)
+def ask(
+    address: Address, token: str, method: str, path: str, body: object = None, answer_s_max: float = ANSWER_S_MAX
+) -> Any:  # noqa: ANN401  (JSON)
     """Return what the engine answers.
 
     Raises:
@@ -54,7 +56,7 @@ def ask(address: Address, token: str, method: str, path: str, body: object = Non
     """
     check_token(token)  # a header's error would show it
     headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-    connection = connect(address)
+    connection = connect(address, answer_s_max)
     try:
         connection.request(method, path, None if body is None else json.dumps(body), headers)
         answer = connection.getresponse()

@@ -13,6 +13,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 import anyio
+import numpy as np
 
 from kvpipe import __version__
 from kvpipe.cache import miss_reasons
@@ -117,7 +118,6 @@ class ManagedEngine:
         side, namespace = self._side, ""
         if side.staging is not None:
             namespace = side.staging.space.name
-        jobs = Counter(job.job.kind == Kind.SAVE for job in _again(lambda: tuple(side.jobs.in_flight.values())))
         tracked = _again(lambda: list(islice(side.requests.tracked.values(), requests_max)))
         held = Counter[str]()
         for owner, chunks in _again(side.catalog.holders):
@@ -133,9 +133,8 @@ class ManagedEngine:
             pool=self._pool(),
             requests=len(side.requests.tracked),
             requests_shown=[self._request(one, held[one.request.request_id]) for one in tracked],
-            jobs=models.JobCounts(
-                saves=jobs[True], loads=jobs[False], tier_orders=side.staging.orders if side.staging is not None else 0
-            ),
+            jobs=self._jobs(),
+            traffic=self._traffic(),
             tiers=self._tiers(),
             adapters=[
                 models.AdapterHeld(number=number, digest=digest.hex())
@@ -158,10 +157,40 @@ class ManagedEngine:
             pieces_writing=_again(lambda: catalog.writing),
         )
 
+    def _jobs(self) -> models.JobCounts:
+        side, geometry = self._side, self._side.geometry
+        count, size = Counter[bool](), Counter[bool]()
+        page_bytes = np.array([group.bytes_per_block for group in geometry.groups])
+        for job in _again(lambda: tuple(side.jobs.in_flight.values())):
+            saves = job.job.kind == Kind.SAVE
+            count[saves] += 1
+            size[saves] += int(page_bytes[job.job.table()[:, 0]].sum())
+        orders = side.staging.orders if side.staging is not None else 0
+        return models.JobCounts(
+            saves=count[True],
+            loads=count[False],
+            tier_orders=orders,
+            save_bytes=size[True],
+            load_bytes=size[False],
+            tier_bytes_max=orders * geometry.slot_bytes,
+        )
+
+    def _traffic(self) -> models.Traffic:
+        report, counters = self._side.report, self._side.counters
+        return models.Traffic(
+            hit_tokens=_again(lambda: dict(report.hit_tokens)),
+            missed_tokens=_again(lambda: dict(report.missed_tokens)),
+            evicted=counters["evicted"],
+            faults=_again(lambda: sum(counters.faults.values())),
+        )
+
     def _request(self, tracked: Tracked, chunks: int) -> models.RequestHolds:
         stage = tracked.stage
         return models.RequestHolds(
             request=bounded(tracked.request.request_id),
+            lived_s=(time.monotonic_ns() - tracked.life.added_ns) / 1e9,
+            tokens=tracked.request.num_tokens,
+            preemptions=tracked.request.num_preemptions,
             state=tracked.state.row,
             saving=tracked.saving.state.row,
             saved_tokens=tracked.saving.saved_units * self._side.geometry.unit_tokens,

@@ -85,6 +85,9 @@ class RequestHolds(_ToOperator):
     """One living request."""
 
     request: str
+    lived_s: float = Field(description="Since it came.")
+    tokens: int = Field(description="Of its prompt and its answer so far.")
+    preemptions: int
     state: str = Field(description="Of its machine, docs/machines/request.md.")
     saving: str = Field(description="Of docs/machines/saving.md.")
     saved_tokens: int = Field(description="Tokens from its beginning that are saved, being saved, or held already.")
@@ -98,6 +101,18 @@ class JobCounts(_ToOperator):
     saves: int
     loads: int
     tier_orders: int
+    save_bytes: int = Field(description="Of the saves, on the rank that the scheduler knows.")
+    load_bytes: int = Field(description="Of the loads, on that rank.")
+    tier_bytes_max: int = Field(description="Of the slots that tier orders fill or read: they carry no more.")
+
+
+class Traffic(_ToOperator):
+    """What admissions found, since the engine began. Tokens that vLLM's own prefix cache had are in none of it."""
+
+    hit_tokens: dict[str, int] = Field(description="Tokens that are loaded, by the tier that they came from.")
+    missed_tokens: dict[str, int] = Field(description="Tokens that nobody had, by reason: docs/tracing.md.")
+    evicted: int = Field(description="Chunks.")
+    faults: int = Field(description="Of the scheduler's side: see docs/counters.md.")
 
 
 class TierState(_ToOperator):
@@ -130,6 +145,7 @@ class EngineState(_ToOperator):
     requests: int = Field(description="Living requests.")
     requests_shown: list[RequestHolds]
     jobs: JobCounts
+    traffic: Traffic
     tiers: list[TierState]
     adapters: list[AdapterHeld]
 

@@ -76,7 +76,7 @@ class SchedulerSide:
         """
         self.settings, self.geometry = settings, geometry
         self.counters = counters = Counters()
-        self.trace, self._report = trace, RequestReporter(trace)
+        self.trace, self.report = trace, RequestReporter(trace)
         trace.step = 1
         self._ranks, self._step, self._events = ranks, 0, published
         self._idle = Idle(settings.stall_ms_max) if waits_idle and stages == 1 else None  # else others may compute
@@ -91,17 +91,17 @@ class SchedulerSide:
         self.adapters = adapters = Adapters(ranks, settings.lookup_ms_max / 1000, counters)
         self.prefixes = prefixes = Prefixes(catalog, geometry, hash_tokens, adapters.keys)
         self.jobs = jobs = Jobs(
-            catalog, counters, self._report, ranks=ranks, states=geometry.states, saved=self._saved,
+            catalog, counters, self.report, ranks=ranks, states=geometry.states, saved=self._saved,
             load_failed=self._load_failed,
         )  # fmt: skip
         self.staging = staging = self._make_staging(tiers) if tiers else None
         self.requests = requests = Requests(
-            groups, adapters=adapters, staging=staging, jobs=jobs, recovery=recovery, report=self._report,
+            groups, adapters=adapters, staging=staging, jobs=jobs, recovery=recovery, report=self.report,
             counters=counters,
         )  # fmt: skip
         self.loading = Loading(
             settings, geometry, catalog=catalog, prefixes=prefixes, requests=requests, jobs=jobs,
-            report=self._report, staging=staging, recovery=recovery, counters=counters, trace=trace, stages=stages,
+            report=self.report, staging=staging, recovery=recovery, counters=counters, trace=trace, stages=stages,
         )  # fmt: skip
         self._saving = Saving(
             settings, geometry, catalog=catalog, prefixes=prefixes, requests=requests, jobs=jobs, counters=counters,
@@ -153,9 +153,9 @@ class SchedulerSide:
 
     def trace_moves(self) -> None:
         """Trace the moves of chunks, stages and tier transfers that begin from now on."""
-        self.catalog.watch = self._report.chunk_moved
+        self.catalog.watch = self.report.chunk_moved
         if self.staging is not None:
-            self.staging.watch, self.staging.watch_transfer = self._report.stage_moved, self._report.transfer_moved
+            self.staging.watch, self.staging.watch_transfer = self.report.stage_moved, self.report.transfer_moved
 
     def ranks_ready(self, slots: dict[int, int], weights: Iterable[str], heads: Sequence[int] = ()) -> None:
         """Ranks have their caches. `slots`: how many may be used, by rank; `weights`: of all ranks, in their order.
@@ -335,7 +335,7 @@ class SchedulerSide:
 
     def totals(self) -> Totals:
         """Return what the metrics say of this side, as of now."""
-        c, tell, jobs = self.catalog, self._report, self.jobs.in_flight
+        c, tell, jobs = self.catalog, self.report, self.jobs.in_flight
         stuck_at_s = time.monotonic() - self.settings.stuck_ms_max / 1000
         old = itertools.takewhile(lambda job: job.sent_at_s < stuck_at_s, jobs.values())
         gauges = {

@@ -36,7 +36,10 @@ def test_state(managed: Managed) -> None:
     assert (pool["slots"], pool["slots_used"]) == (side.catalog.slots, 3)
     assert pool["bytes_used"] == 3 * side.geometry.slot_bytes
     assert pool["pieces_writing"] == 1
-    assert told["jobs"] == {"saves": 1, "loads": 0, "tier_orders": 0}
+    bytes_of_three = 3 * sum(group.bytes_per_block for group in side.geometry.groups)
+    jobs = {"saves": 1, "loads": 0, "tier_orders": 0, "load_bytes": 0, "tier_bytes_max": 0}
+    assert told["jobs"] == {**jobs, "save_bytes": bytes_of_three}
+    assert told["traffic"]["missed_tokens"] == {"not_saved": 23 * UNIT}
     rows = {row["request"]: row for row in told["requests_shown"]}
     assert rows["a"]["saved_tokens"] == 20 * UNIT
     assert (told["requests"], told["step"], told["saving"]) == (2, 2, True)

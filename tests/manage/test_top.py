@@ -1,0 +1,209 @@
+"""`kvpipe top`: what it shows of engines that serve, of those that do not, and of what a client has named."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from rich.console import Console
+
+from kvpipe.cli import main as cli
+from kvpipe.cli import top
+from kvpipe.connectors.vllm.trial.scheduler_world import UNIT
+from kvpipe.listening import Address
+from kvpipe.manage.models import EngineState
+from kvpipe.testing.pipeline_rig import WAIT_S
+from tests.manage.conftest import TOKEN, Managed
+
+
+def drawn(*engines: top.SeenEngine, requests_max: int = 10) -> str:
+    """What is on the screen."""
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(top.screen(engines, requests_max))
+    return console.export_text()
+
+
+def looked(managed: Managed, token: str = TOKEN) -> top.SeenEngine:
+    """An engine that was asked once."""
+    engine = top.SeenEngine(managed.address)
+    anyio.run(engine.look, token)
+    return engine
+
+
+def state(managed: Managed, **changed: Any) -> EngineState:
+    """What the engine says, but for what is given."""
+    told = managed.good("GET", "/v1/state")
+    return EngineState.model_validate(
+        {**told, **{k: {**told[k], **v} if isinstance(v, dict) else v for k, v in changed.items()}}
+    )
+
+
+@pytest.fixture
+def folder(managed: Managed) -> Path:
+    """Where the engine's socket lies."""
+    return Path(managed.address.path).parent
+
+
+@pytest.fixture
+def second(tmp_path: Path) -> Iterator[Managed]:
+    """One more served side."""
+    (tmp_path / "2").mkdir()
+    one = Managed(tmp_path / "2")
+    yield one
+    one.server.stop()
+
+
+def test_what_it_shows(managed: Managed) -> None:
+    """Hits by tier, what was missed and why, the pool, what is in flight, the oldest requests."""
+    managed.save("a", 20)
+    again = managed.world.request("a", 30)
+    again.request_id = "again"
+    managed.world.admit(again)
+    jobs = managed.world.step(again)
+    engine = looked(managed)
+    shown = drawn(engine)
+    assert "● e1" in shown
+    assert "2 requests" in shown
+    assert f"40 % of {50 * UNIT} tokens that vLLM lacked since it began, memory 40 %" in shown
+    assert "not_saved 60 %" in shown
+    assert "1 % of 1.0 MiB, 2 leases" in shown
+    assert "640 B in 1 saves, 1.2 KiB in 1 loads" in shown
+    assert "tiers" not in shown
+    rows = [line.split()[:3] for line in shown.splitlines() if "WAITING" in line]
+    assert rows == [["a", "e1", "RUNNING"], ["again", "e1", "LOADING"]]
+    assert "again" not in drawn(engine, requests_max=1)
+    managed.world.succeed(*jobs)
+
+
+def test_rates_are_of_the_last_seconds(managed: Managed) -> None:
+    """What is older is not in them; an engine that has begun anew has none before its second answer."""
+    engine = top.SeenEngine(managed.address)
+    old = {"hit_tokens": {"memory": 1000}, "missed_tokens": {"not_saved": 0}, "evicted": 5}
+    new = {"hit_tokens": {"memory": 1000, "disk": 25}, "missed_tokens": {"not_saved": 50, "evicted": 25}, "evicted": 25}
+    engine.took(state(managed, step=50), 0.0)
+    engine.took(state(managed, step=100, traffic=old), 10.0)
+    engine.took(state(managed, step=600, traffic=new), 20.0)
+    shown = drawn(engine)
+    assert "50 steps/s" in shown
+    assert "25 % of 100 tokens that vLLM lacked in 10 s, disk 25 %; 93 % since it began" in shown
+    assert "not_saved 50 %, evicted 25 %" in shown
+    assert "2.0 evictions/s" in shown
+    engine.took(state(managed, step=601, traffic=new), 30.0)
+    assert "93 % of 1,100 tokens that vLLM lacked since it began" in drawn(engine)
+    engine.took(state(managed, step=3), 40.0)
+    assert "steps/s" not in drawn(engine)
+
+
+def test_what_is_wrong_is_seen(managed: Managed) -> None:
+    """Faults, switches, and tiers that are left alone."""
+    tiers = [
+        {"name": "near", "kind": "disk", "breaker": "CLOSED", "left_by_ranks": False},
+        {"name": "far", "kind": "s3", "breaker": "OPEN", "left_by_ranks": False},
+        {"name": "odd", "kind": "redis", "breaker": "CLOSED", "left_by_ranks": True},
+    ]
+    engine = top.SeenEngine(managed.address)
+    engine.took(state(managed, tiers=tiers, traffic={"faults": 2}, switches={"freeze": True}), 0.0)
+    shown = drawn(engine)
+    assert "near ok  far left alone (OPEN)  odd left alone by a rank" in shown
+    assert "2 faults  freeze" in shown
+
+
+def test_names_that_clients_gave_draw_nothing(managed: Managed) -> None:
+    """A request's id may be anything: it is shown, and neither obeyed nor taken for markup."""
+    request = managed.world.request("a", 4)
+    request.request_id = "x\x1b[2J[red]y\n"
+    managed.world.admit(request)
+    shown = drawn(looked(managed))
+    assert "\x1b" not in shown
+    assert "x\\x1b[2J[red]y\\n" in shown
+
+
+def test_one_that_does_not_answer_is_named(managed: Managed, capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    """The others are shown all the same, and the status says it."""
+    at = [
+        "--token-file",
+        str(folder / "token"),
+        "--once",
+        "--at",
+        f"unix:{folder}/none.sock",
+        "--at",
+        str(managed.address),
+    ]
+    assert cli.main(["top", *at]) == 1
+    shown = capsys.readouterr().out
+    assert f"unix:{folder}/none.sock" in shown.replace("\n", "")
+    assert "● e1" in shown
+    assert "refused (401)" in drawn(looked(managed, TOKEN[1:]))
+
+
+def test_an_engine_of_another_version_is_named(managed: Managed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it says is not understood: that is said, and nothing else."""
+    monkeypatch.setattr(top, "ask", lambda *_, **__: {"kvpipe": "9"})
+    assert "another version" in drawn(looked(managed))
+
+
+def test_all_that_listen_in_a_folder(
+    managed: Managed, second: Managed, capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    """`{engine}` stands for each; one whose address has gone is not shown any more."""
+    pattern = Address.parse(f"unix:{folder}/{{engine}}.sock")
+    (folder / "two.sock").symlink_to(second.address.path)
+    watch = top.EngineList([pattern], TOKEN)
+    anyio.run(watch.look)
+    assert [engine.last is not None for engine in watch.engines] == [True, True]
+    (folder / "two.sock").unlink()
+    anyio.run(watch.look)
+    assert [engine.address for engine in watch.engines] == [managed.address]
+    none = ["--once", "--token-file", str(folder / "token"), "--at", f"unix:{folder}/none/{{engine}}.sock"]
+    assert cli.main(["top", *none]) == 1
+    assert "no engine is found there" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("given", [["--interval", "0"], ["--interval", "nan"], ["--interval", "x"]])
+def test_bad_arguments(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """They are named."""
+    with pytest.raises(SystemExit):
+        cli.main(["top", *given])
+    assert "--interval" in capsys.readouterr().err
+
+
+def test_in_a_terminal(managed: Managed, folder: Path) -> None:
+    """It draws again and again, until it is interrupted; then the terminal is as before."""
+    master, slave = pty.openpty()
+    command = [sys.executable, "-m", "kvpipe.cli", "top", "--at", str(managed.address), "--interval", "0.2"]
+    with subprocess.Popen(
+        [*command, "--token-file", str(folder / "token")],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        start_new_session=True,
+    ) as process:
+        os.close(slave)
+        seen, until_s = b"", time.monotonic() + WAIT_S
+        while seen.count(b"vLLM lacked") < 3 and time.monotonic() < until_s:
+            if select.select([master], [], [], 0.1)[0]:
+                seen += os.read(master, 65536)
+        process.send_signal(signal.SIGINT)
+        while True:
+            try:
+                more = os.read(master, 65536)
+            except OSError:  # nobody has the other end any more
+                break
+            seen += more
+        assert process.wait(WAIT_S) == top.INTERRUPTED
+    os.close(master)
+    assert seen.count(b"vLLM lacked") >= 3
+    assert seen.rindex(b"\x1b[?25h") > seen.rindex(b"\x1b[?25l")  # the cursor is shown again
+    assert seen.endswith(b"\x1b[?1049l")  # and what was there before
+    assert b"Traceback" not in seen
