@@ -63,9 +63,9 @@ def _from_disk(folder: Path) -> list[Figure]:
         warm = []
         for _ in range(REPEATS):
             side.catalog.reset()
-            before = side._report.hit_tokens.get("disk", 0)
+            before = side.report.hit_tokens.get("disk", 0)
             warm.append(ttft(engine, tokens))
-            assert side._report.hit_tokens["disk"] - before >= n - 256, "it came from elsewhere"
+            assert side.report.hit_tokens["disk"] - before >= n - 256, "it came from elsewhere"
             engine.settle()
         mib = n // 32 * side.geometry.groups[0].bytes_per_block >> 20
         beside = f"disk {median(warm) * 1e3:.0f} ms ({mib / median(warm):.0f} MiB/s), cold {cold * 1e3:.0f} ms"

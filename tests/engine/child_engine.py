@@ -60,7 +60,7 @@ def main() -> None:
             assert_clean(live)
             side = live.connector.scheduler
             assert side is not None
-            print(json.dumps([answers, side._report.hit_tokens]), file=out, flush=True)
+            print(json.dumps([answers, side.report.hit_tokens]), file=out, flush=True)
 
 
 if __name__ == "__main__":

@@ -72,9 +72,9 @@ def main(tier: dict[str, Any]) -> None:
         assert ended(child) == 0, name
     live.settle()
     side.catalog.reset()
-    before = side._report.hit_tokens[tier["kind"]]
+    before = side.report.hit_tokens[tier["kind"]]
     assert live.generate(PROMPTS, TOKENS) == expected
-    assert side._report.hit_tokens[tier["kind"]] - before == DUE
+    assert side.report.hit_tokens[tier["kind"]] - before == DUE
     assert_clean(live)
     live.close()
 

@@ -27,7 +27,7 @@ def _one_core_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 def _hits(live: Engine, kind: str) -> int:
     side = live.connector.scheduler
     assert side is not None
-    return side._report.hit_tokens.get(kind, 0)
+    return side.report.hit_tokens.get(kind, 0)
 
 
 def _stored(live: Engine) -> int:

@@ -60,7 +60,7 @@ class Played:
         assert self.live.generate(PROMPTS, TOKENS) == self.expected
         assert time.monotonic() - begin < STALL_S_MAX
         assert_clean(self.live)
-        found = sum(tokens for tier, tokens in side._report.hit_tokens.items() if tier != "memory")
+        found = sum(tokens for tier, tokens in side.report.hit_tokens.items() if tier != "memory")
         brought, self._seen = found - self._seen, found
         return brought
 

@@ -37,7 +37,7 @@ def _disk(folder: Path, **more: Any) -> dict[str, Any]:
 def _hits(live: Engine) -> dict[str, int]:
     side = live.connector.scheduler
     assert side is not None
-    return dict(side._report.hit_tokens)
+    return dict(side.report.hit_tokens)
 
 
 def _fill(folder: Path, **options: Any) -> None:

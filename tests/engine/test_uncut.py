@@ -101,8 +101,8 @@ def test_requests_that_read_no_cache_ask_for_nothing(tmp_path: Path) -> None:
         for held in ("on disk", "in memory"):
             assert told(live) == expected, held
             stats = assert_clean(live)
-            assert not any(side._report.hit_tokens.values()), held
-            assert set(side._report.misses) == {"not_read"}
+            assert not any(side.report.hit_tokens.values()), held
+            assert set(side.report.misses) == {"not_read"}
             assert not {"tokens_loaded", "lookup_hit", "tier_lookup", "chunks_fetching"} & set(stats), stats
         live.llm.reset_prefix_cache()
         assert live.generate([LONG], 8) == [expected[0]]

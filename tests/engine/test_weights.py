@@ -72,7 +72,7 @@ def _ask(live: Engine) -> tuple[list[list[int]], int]:
 def _hits(live: Engine) -> int:
     side = live.connector.scheduler
     assert side is not None
-    return sum(side._report.hit_tokens.values())
+    return sum(side.report.hit_tokens.values())
 
 
 @pytest.fixture(scope="module")

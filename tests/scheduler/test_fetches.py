@@ -48,7 +48,7 @@ class Played:
         self.do(ADD, ("drain",))
         self.watched.after_drain()
         assert not self.watched.broken
-        return dict(self.trial.side._report.hit_tokens)
+        return dict(self.trial.side.report.hit_tokens)
 
     def forget(self) -> None:
         """Take everything from memory, and from vLLM's own cache."""
@@ -158,7 +158,7 @@ def test_lookup_ms_max(when: str) -> None:
         played.do(("late",), ("schedule",))
         assert played.waiting == []
         assert played.trial.side.counters["tier_lookup_late"] == 1
-        assert played.trial.side._report.misses["tier_late"] == 1
+        assert played.trial.side.report.misses["tier_late"] == 1
         played.do(("drain",))
 
 
@@ -182,7 +182,7 @@ def test_a_chunk_that_is_lost_behind_the_lookup(kind: str) -> None:
         played.trial.tiers[0].trouble = kind
         played.trial.excused |= {"tier_failed", "chunk_damaged"}
         played.do(("drain",))
-        assert played.trial.side._report.misses["tier_lost"] == 1
+        assert played.trial.side.report.misses["tier_lost"] == 1
         assert played.trial.side.counters["chunks_not_fetched"] > 0
 
 
@@ -198,7 +198,7 @@ def test_a_tier_that_is_down() -> None:
         lookups = played.trial.side.counters["tier_lookup"]
         played.run()
         assert played.trial.side.counters["tier_lookup"] == lookups
-        assert played.trial.side._report.misses["tier_down"] == 5
+        assert played.trial.side.report.misses["tier_down"] == 5
 
 
 def test_a_nearer_tier_gets_what_a_farther_one_had() -> None:

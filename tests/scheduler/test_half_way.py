@@ -122,7 +122,7 @@ def test_a_load_that_cannot_be_planned_to_fail_leaves_nothing(where: str, monkey
     world.admit(request)
     side = world.side
     monkeypatch.setattr(world.remedies, "begin_step", lambda *_, **__: {"gone" if where == "requests" else "one": [1]})
-    broken = {"catalog": (side.catalog, "lease"), "requests": (world, "grow"), "jobs": (type(side._report), "begun")}[
+    broken = {"catalog": (side.catalog, "lease"), "requests": (world, "grow"), "jobs": (type(side.report), "begun")}[
         where
     ]
     with monkeypatch.context() as patch:

@@ -418,8 +418,8 @@ def test_a_request_that_reads_no_cache_is_not_looked_up(monkeypatch: pytest.Monk
     assert job.kind == SAVE
     world.succeed(job)
     assert world.found(request) == 6
-    assert world.side._report.misses["not_read"] == 1
-    assert not any(world.side._report.hit_tokens.values())
+    assert world.side.report.misses["not_read"] == 1
+    assert not any(world.side.report.hit_tokens.values())
     assert world.side.catalog.leases == 0
 
 
