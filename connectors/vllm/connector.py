@@ -25,6 +25,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvpipe.config import Settings, load_settings
 from kvpipe.connectors.vllm import compat, drafters, held_adapters, hooks, models, shares, support
 from kvpipe.connectors.vllm.adapter import ManagedBlocks, Remedies, make_room
+from kvpipe.connectors.vllm.hints import hints_of
 from kvpipe.connectors.vllm.hooks import Hooks
 from kvpipe.connectors.vllm.kv_events import KvEvents
 from kvpipe.connectors.vllm.metadata import LayoutMetadata, PlanMetadata, ReportMetadata
@@ -507,7 +508,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Request) -> None:
         """Start to track."""
         if self.scheduler is not None:
-            self.scheduler.on_new_request(request)
+            self.scheduler.on_new_request(request, hints_of(request))
 
     @_contained(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:

@@ -166,6 +166,16 @@ class Catalog:
             if not chunk.held:
                 self._policy.refresh(chunk)
 
+    @property
+    def takes_hints(self) -> bool:
+        """Whether the policy takes hints."""
+        return self._hint is not None
+
+    @property
+    def now_s(self) -> float:
+        """What time it is, in seconds of the catalog's clock."""
+        return self._clock()
+
     def hint(self, chunks: Iterable[Chunk], hint: Hint) -> int:
         """Tell the policy what a client says of a prompt's chunks. Returns of how many; 0: it takes no hints."""
         if self._hint is None:

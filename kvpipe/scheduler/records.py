@@ -11,8 +11,10 @@ from kvpipe.statemachine import saving as m
 from kvpipe.statemachine.core import Compiled, Cursor, Watch
 
 if TYPE_CHECKING:
+    from kvpipe.cache.hints import Hint
     from kvpipe.scheduler.base import Request
     from kvpipe.scheduler.fetches import Stage
+    from kvpipe.scheduler.hints import Wish
     from kvpipe.scheduler.report import RequestContext
 
 BEYOND_TOKENS: Final = 1 << 60
@@ -193,9 +195,12 @@ class Watches(NamedTuple):
 
 
 class Tracked(Cursor):
-    """One request. `load_job_id`: the load of this admission, until it is over; 0: there is none."""
+    """One request. `load_job_id`: the load of this admission, until it is over; 0: there is none.
 
-    __slots__ = ("asking", "life", "load_job_id", "preemptions", "request", "saving", "stage")
+    `wishes`: the hints that it came with; `hints`: when it is over, what the policy was told of its chunks.
+    """
+
+    __slots__ = ("asking", "hints", "life", "load_job_id", "preemptions", "request", "saving", "stage", "wishes")
 
     def __init__(
         self, machines: Machines, request: Request, groups: int, life: RequestContext, watches: Watches
@@ -210,6 +215,8 @@ class Tracked(Cursor):
         self.load_job_id = 0
         self.preemptions = request.num_preemptions
         self.stage: Stage | None = None
+        self.wishes: tuple[Wish, ...] = ()
+        self.hints: tuple[Hint, ...] = ()
 
     @property
     def epoch(self) -> int:

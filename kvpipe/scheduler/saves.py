@@ -60,8 +60,12 @@ class Saving:
         self._growing = [group for group in range(len(geometry.groups)) if group not in geometry.states]
         self.blocks: Blocks | None = None
 
-    def ended(self, request: Request) -> None:
-        """The request is over: whoever continues it shall find where it ended, though others write on in that chunk."""
+    def ended(self, request: Request) -> list[Chunk]:
+        """The request is over: whoever continues it shall find where it ended, though others write on in that chunk.
+
+        Returns the chunks that it ends in.
+        """
+        ends: list[Chunk] = []
         units = self._prefixes.final_units(request, request.num_tokens)
         for group in self._growing:
             for ended in range(units, max(0, units - ENDS), -1):
@@ -69,7 +73,9 @@ class Saving:
                 chunk = self._catalog.find(group, key) or self._catalog.pending(group).get(key)
                 if chunk is not None:
                     self._catalog.keep_mark(chunk, key)
+                    ends.append(chunk)
                     break
+        return ends
 
     def plan_step(self, step: Step) -> list[Job]:
         """Plan a save for every request with newly final units."""

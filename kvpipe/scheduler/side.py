@@ -21,6 +21,7 @@ from kvpipe.messages import Kind, Report, StepPlan, Tally, TierOrder
 from kvpipe.scheduler.adapters import Adapters
 from kvpipe.scheduler.base import Answer, Recovery
 from kvpipe.scheduler.fetches import PATIENCE_S, Staging
+from kvpipe.scheduler.hints import Hinting, RawHints
 from kvpipe.scheduler.jobs import JobInFlight, Jobs, awaited
 from kvpipe.scheduler.loads import Loading
 from kvpipe.scheduler.lookups import Lookups
@@ -115,8 +116,8 @@ class SchedulerSide:
             catalog, requests, staging, weights=weights, space_of=space_of, also_of=also_of, recovery=recovery,
             counters=counters, trace=trace,
         )  # fmt: skip
-        self._patience_s = settings.stuck_ms_max / 1000 + PATIENCE_S
-        self._unreadable, self._ready = dict[int, frozenset[int]](), dict[int, int]()  # tiers, and slots, by rank
+        self._hinting, self._ready = Hinting(catalog, prefixes, counters), dict[int, int]()  # slots, by rank
+        self._patience_s, self._unreadable = settings.stuck_ms_max / 1000 + PATIENCE_S, dict[int, frozenset[int]]()
         if trace.detail:
             self.trace_moves()
 
@@ -172,9 +173,11 @@ class SchedulerSide:
         else:
             self._resets.name_space()
 
-    def on_new_request(self, request: Request) -> None:
-        """Start to track."""
-        self.requests.add(request)
+    def on_new_request(self, request: Request, hints: RawHints | None = None) -> None:
+        """Start to track. `hints`: what came with it of its own future."""
+        tracked = self.requests.add(request)
+        if hints is not None:
+            self._hinting.arrived(tracked, hints)
 
     def lookup(self, request: Request, local_tokens: int) -> Answer:
         """Return what can be loaded beyond the `local_tokens` that the engine holds. Takes nothing."""
@@ -283,12 +286,14 @@ class SchedulerSide:
         """The request is over, in whatever state. Its jobs in flight end by themselves."""
         tracked = self.requests.tracked.get(request.request_id)
         if tracked is not None and tracked.request is request:
-            self._saving.ended(request)
+            ends = self._saving.ended(request)
             self.catalog.refresh(self.prefixes.chunks_from_the_end(request, len(request.block_hashes)))
             if self.staging is not None:
                 self.staging.stores.ended(tracked)
             self.loading.drop(tracked)
             self.requests.finish(tracked)
+            if tracked.wishes:
+                self._hinting.ended(tracked, ends)
 
     def adapter_called(self, number: int) -> None:
         """The engine loads, or removes, the adapter with this number, by a call between steps."""
@@ -374,6 +379,8 @@ class SchedulerSide:
         self.counters["pieces_published"] += 1
         if tracked.state.row == m.FINISHED:  # it has ended here, as in `Saving.ended`
             self.catalog.keep_mark(piece.chunk, piece.key)
+            if tracked.hints:
+                self._hinting.landed(tracked, piece.chunk)
         if self.staging is not None:
             self.staging.stores.landed(tracked, piece.chunk, piece.stop)
         self._published(tracked.request, piece)

@@ -171,6 +171,8 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
         "Request": (
             "all_token_ids",
             "block_hashes",
+            "kv_hints",
+            "kv_transfer_params",
             "lora_request",
             "num_computed_tokens",
             "num_preemptions",

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from kvpipe import config_errors, counters, plugins
 from kvpipe.cache.miss_reasons import REASONS
+from kvpipe.scheduler import hints
 from kvpipe.testing import doc_tables
 from kvpipe.tiers.registry import spec_of
 from kvpipe.tiers.spec import TierSpec
@@ -30,6 +31,11 @@ def _of_counters() -> dict[str, str]:
         return _table("| name | what is counted |", *(f"| `{name}` | {names[name]} |" for name in sorted(names)))
 
     return {"faults": counted(counters.FAULTS), "counts": counted(counters.COUNTS)}
+
+
+def _of_hints() -> dict[str, str]:
+    rows = (f"| `{why}` | {sentence} |" for why, sentence in sorted(hints.REASONS.items()))
+    return {"ignored": _table("| reason | what is ignored |", *rows)}
 
 
 def _of_layouts() -> dict[str, str]:
@@ -74,6 +80,7 @@ def _of_tracing() -> dict[str, str]:
 
 PAGES: Final[Mapping[str, Callable[[], dict[str, str]]]] = {
     "counters.md": _of_counters,
+    "hints.md": _of_hints,
     "layouts.md": _of_layouts,
     "tiers.md": _of_tiers,
     "tracing.md": _of_tracing,

@@ -16,6 +16,7 @@ from kvpipe.config import markdown_table
 from kvpipe.connectors.vllm.trial.invariants import INVARIANTS, LAWS, SEEN_BY_TRIALS
 from kvpipe.connectors.vllm.trial.mutants import MUTANTS
 from kvpipe.connectors.vllm.trial.page import PAGE, VERDICTS, fill
+from kvpipe.scheduler import hints
 from kvpipe.tiers.registry import spec_of
 from kvpipe.trace.transitions import EVENTS
 from kvpipe.transfer import layouts
@@ -89,6 +90,7 @@ def test_the_page_is_fresh(page: str) -> None:
     ("page", "names"),
     [
         ("counters.md", (*counters.FAULTS, *counters.COUNTS)),
+        ("hints.md", (*hints.REASONS, *hints.PAYLOADS)),
         ("layouts.md", layouts.ADAPTERS),
         ("tiers.md", {key for kind in TIERS for key in spec_of(plugins.TIERS, kind).model_fields} - {"kind"}),
         ("tracing.md", (*EVENTS, *REASONS)),

@@ -1,0 +1,221 @@
+"""Hints: what requests say of their own future is read once, bounded, told to the policy, or ignored and counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from kvpipe.cache.catalog import Chunk
+from kvpipe.cache.hints import Action, Hint
+from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, CountingIndex, SchedulerWorld
+from kvpipe.scheduler.hints import ACTIONS_MAX, FIELDS_MAX, RESUME_S_MAX, TTL_S, TTL_S_MAX, RawAction, RawHints, read
+
+CHUNK_UNITS = 4
+NOW_S = 1000.0
+RETAIN, DEMOTE, RESUME = Action.RETAIN, Action.DEMOTE, Action.RESUME
+
+
+class Told:
+    """A scheduler side whose policy writes down what it is told, and whose clock stands still."""
+
+    def __init__(self, *, takes_hints: bool = True) -> None:
+        """An empty cache."""
+        self.world = SchedulerWorld(chunk_units=CHUNK_UNITS)
+        self.heard: list[tuple[bytes, Hint]] = []
+        catalog: Any = self.world.side.catalog
+        catalog._clock = lambda: NOW_S
+        if takes_hints:
+            catalog._hint = self._hear
+
+    def _hear(self, chunk: Chunk, hint: Hint) -> None:
+        self.heard.append((chunk.identity, hint))
+
+    def arrive(self, name: str, units: int, own: object, actions: object = None) -> Any:
+        """Return a request of so many units that has come with hints."""
+        request = self.world.request(name, units)
+        self.world.side.on_new_request(request, RawHints(actions, own))
+        self.world.admit(request)
+        return request
+
+    def counted(self, what: str) -> dict[str, int]:
+        """Return how often hints were ignored, or told, by reason or action."""
+        stats = self.world.side.stats()
+        return {name.partition(".")[2]: n for name, n in stats.items() if name.startswith(f"hints_{what}.")}
+
+
+@pytest.mark.parametrize(
+    ("own", "action", "in_s"),
+    [
+        ({"retain": {}}, RETAIN, TTL_S),
+        ({"retain": {"ttl_seconds": 7}}, RETAIN, 7.0),
+        ({"retain": {"ttl_seconds": 1e12, "priority": 3}}, RETAIN, TTL_S_MAX),
+        ({"retain": {"priority": 0}}, DEMOTE, 0.0),
+        ({"demote": {}}, DEMOTE, 0.0),
+        ({"evict": {"execute_at": "request_completion", "block_hashes": ["1"]}}, DEMOTE, 0.0),
+        ({"deref": {}}, DEMOTE, 0.0),
+        ({"resume": {"after_seconds": 20}}, RESUME, 20.0),
+    ],
+)
+def test_a_wish(own: object, action: Action, in_s: float) -> None:
+    """The parameter and the envelope say the same."""
+    why: list[str] = []
+    assert read(RawHints(None, own), why.append) == ((action, in_s),)
+    assert isinstance(own, dict)
+    enveloped = [RawAction(f"kv.{kind}", "1.3", payload) for kind, payload in own.items()]
+    assert read(RawHints(enveloped, None), why.append) == ((action, in_s),)
+    assert why == []
+
+
+def _one(kind: object = "kv.retain", version: object = "1.0", payload: object = None) -> RawHints:
+    return RawHints([RawAction(kind, version, {} if payload is None else payload)], None)
+
+
+_BAD_PAYLOADS: list[object] = [
+    [], "x", 3, {"ttl_seconds": 0}, {"ttl_seconds": -1}, {"ttl_seconds": float("nan")}, {"ttl_seconds": float("inf")},
+    {"ttl_seconds": 10**400}, {"ttl_seconds": "60"}, {"ttl_seconds": True}, {"ttl_seconds": None},
+    {"ttl_seconds": [0] * 1000}, {"priority": -1}, {"priority": True}, {"priority": 1.5}, {"session_id": "another"},
+    {"execute_at": "now"}, {"include_current_request": False}, {1: 2}, {str(i): 0 for i in range(FIELDS_MAX + 1)},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("raw", "why"),
+    [
+        *((_one(payload=payload), ["payload"]) for payload in _BAD_PAYLOADS),
+        (_one("kv.resume", payload={}), ["payload"]),
+        (_one("kv.resume", payload={"after_seconds": RESUME_S_MAX * 2}), ["payload"]),
+        (_one("kv.demote", payload={"session_id": "s"}), ["payload"]),
+        (_one("kv.fetch"), ["action"]),
+        (_one("kv.retain\0"), ["action"]),
+        (_one(None), ["action"]),
+        (_one(["kv.retain"]), ["action"]),
+        (_one(version="2.0"), ["version"]),
+        (_one(version="10"), ["version"]),
+        (_one(version=1), ["version"]),
+        (_one(version=""), ["version"]),
+        (RawHints("retain", None), ["malformed"]),
+        (RawHints({"actions": []}, "retain"), ["malformed", "malformed"]),
+        (RawHints([None, {}, "kv.retain"], None), ["malformed"] * 3),
+        (RawHints([None] * (ACTIONS_MAX + 1), None), ["too_many"]),
+        (RawHints([None], dict.fromkeys(map(str, range(ACTIONS_MAX)), 0)), ["too_many"]),
+        (RawHints(None, {3: {}, "kv.retain": {}}), ["action", "action"]),
+        (RawHints(None, {"retain": {}, "demote": {}, "resume": {"after_seconds": 1}}), ["contradiction"] * 3),
+        (RawHints(None, {}), []),
+    ],
+    ids=lambda value: repr(value)[:60],
+)
+def test_what_cannot_be_believed_is_ignored(raw: RawHints, why: list[str]) -> None:
+    """With a reason, and without an exception."""
+    heard: list[str] = []
+    assert read(raw, heard.append) == ()
+    assert heard == why
+
+
+def test_the_first_of_a_kind_counts() -> None:
+    """The envelope's before the parameter's; others count as they are."""
+    heard: list[str] = []
+    actions = [RawAction("kv.retain", "1.0", {"ttl_seconds": 5}), RawAction("kv.fetch", "1.0", {})]
+    own = {"retain": {"ttl_seconds": 6}, "resume": {"after_seconds": 4}}
+    assert read(RawHints(actions, own), heard.append) == ((RETAIN, 5.0), (RESUME, 4.0))
+    assert heard == ["action", "repeated"]
+
+
+def test_the_policy_is_told_when_the_request_is_over() -> None:
+    """Of all its chunks, also the one that it ends in, as seconds from that moment; not before."""
+    told = Told()
+    request = told.arrive("a", 2 * CHUNK_UNITS + 1, {"retain": {"ttl_seconds": 60}, "resume": {"after_seconds": 20}})
+    told.world.succeed(*told.world.step(request))
+    assert told.heard == []
+    told.world.side.finished(request)
+    chunks = [request.block_hashes[units - 1] for units in (2 * CHUNK_UNITS + 1, 2 * CHUNK_UNITS, CHUNK_UNITS)]
+    hints = Hint(RETAIN, NOW_S + 60), Hint(RESUME, NOW_S + 20)
+    assert told.heard == [(chunk, hint) for hint in hints for chunk in chunks]
+    assert told.counted("told") == {"retain": 1, "resume": 1}
+
+
+def test_a_chunk_that_lands_late_is_told_of_as_well() -> None:
+    """The last save outlives the request: its hint is of the moment at which the request ended."""
+    told = Told()
+    request = told.arrive("a", 2 * CHUNK_UNITS, {"resume": {"after_seconds": 20}})
+    jobs = told.world.step(request)
+    told.world.side.finished(request)
+    told.heard.clear()  # the end's chunk, which is being written
+    catalog: Any = told.world.side.catalog
+    catalog._clock = lambda: NOW_S + 7
+    told.world.succeed(*jobs)
+    assert Counter(told.heard) == Counter(
+        (request.block_hashes[units - 1], Hint(RESUME, NOW_S + 20)) for units in (CHUNK_UNITS, 2 * CHUNK_UNITS)
+    )
+
+
+@pytest.mark.parametrize("end", ["never admitted", "aborted", "preempted"])
+def test_a_request_that_came_to_nothing(end: str) -> None:
+    """There is nothing to be told of, or what there is."""
+    told = Told()
+    request = told.world.request("a", CHUNK_UNITS)
+    told.world.side.on_new_request(request, RawHints(None, {"demote": {}}))
+    if end != "never admitted":
+        told.world.admit(request)
+        told.world.succeed(*told.world.step(request))
+    if end == "preempted":
+        told.world.preempt(request)
+    told.world.side.finished(request)
+    assert {hint for _, hint in told.heard} == (set() if end == "never admitted" else {Hint(DEMOTE, NOW_S)})
+
+
+def test_a_policy_that_takes_none() -> None:
+    """Its requests' hints are not even looked at, whatever they are."""
+    told = Told(takes_hints=False)
+    request = told.arrive("a", CHUNK_UNITS, {"retain": {}}, [None] * 1000)
+    told.world.succeed(*told.world.step(request))
+    told.world.side.finished(request)
+    assert told.counted("ignored") == {"policy": 1}
+    assert told.counted("told") == {}
+
+
+def test_a_request_without_hints_costs_nothing() -> None:
+    """Nobody reads, asks or counts."""
+    told = Told()
+    told.world.publish(told.world.request("a", 2 * CHUNK_UNITS))
+    assert told.heard == []
+    assert not [name for name in told.world.side.stats() if name.startswith("hints_")]
+
+
+@pytest.mark.parametrize("own", [{"retain": {}}, {"retain": {}, "resume": {"after_seconds": 1}}])
+def test_what_a_hint_costs(own: dict[str, Any]) -> None:
+    """A few probes per chunk, once per wish, at the end of the request; the index is not walked."""
+    told = Told()
+    catalog: Any = told.world.side.catalog
+    index = CountingIndex(catalog._index[0])
+    catalog._index = (index,)
+    probes = []
+    for name, hints in (("plain", None), ("hinted", own)):
+        request = told.arrive(name, 32 * CHUNK_UNITS, hints)
+        told.world.succeed(*told.world.step(request))
+        index.probes = 0
+        told.world.side.finished(request)
+        probes.append(index.probes)
+    assert probes[1] - probes[0] == 32 * len(own)
+
+
+def _served(hints: object) -> list[int]:
+    """Return what a few requests are promised, in a pool with room for all, when each brings `hints`."""
+    told = Told()
+    out = []
+    for name in "abca":
+        request = told.arrive(name, 2 * CHUNK_UNITS, hints)
+        out.append(request.num_computed_tokens)
+        told.world.succeed(*told.world.step(request))
+        told.world.side.finished(request)
+        told.world.check()
+    return out
+
+
+@pytest.mark.parametrize(
+    "hints", [{"retain": {}}, {"demote": {}}, {"resume": {"after_seconds": 0}}, "nonsense"], ids=repr
+)
+def test_hints_change_no_answer(hints: object) -> None:
+    """What is held is found, whatever was said of it."""
+    assert _served(hints) == _served(None) == [0, 0, 0, 2 * CHUNK_UNITS * UNIT - 1]

@@ -1,0 +1,64 @@
+"""Hints as they come with vLLM's requests: an envelope, a parameter, or what should be one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.pooling_params import PoolingParams
+from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+from vllm.v1.request import Request
+
+from kvpipe.connectors.vllm.hints import hints_of
+from kvpipe.scheduler.hints import ACTIONS_MAX, RawAction, RawHints
+
+
+def _request(extra: dict[str, Any] | None = None, envelope: Any = None) -> Request:
+    return Request("r", [1, 2, 3], SamplingParams(extra_args=extra), None, kv_hints=envelope)
+
+
+def _envelope(count: int = 1) -> KvHintsEnvelope:
+    return KvHintsEnvelope("0.1", "m", [KvHintAction(f"a{i}", "kv.demote", "1.0", {}) for i in range(count)])
+
+
+def test_without_hints_there_are_none() -> None:
+    """Also where other connectors' parameters come with the request, or it is to be pooled."""
+    pooled = Request("r", [1, 2, 3], None, PoolingParams())
+    others = {"kv_transfer_params": {"do_remote_prefill": False}}
+    assert [hints_of(one) for one in (_request(), _request({"other": 1}), _request(others), pooled)] == [None] * 4
+
+
+def test_the_envelope_and_the_parameter() -> None:
+    """Either, or both."""
+    own = {"retain": {"ttl_seconds": 5}}
+    extra = {"kv_transfer_params": {"kvpipe": own}}
+    action = RawAction("kv.demote", "1.0", {})
+    assert hints_of(_request(extra)) == RawHints(None, own)
+    assert hints_of(_request(None, _envelope())) == RawHints([action], None)
+    assert hints_of(_request(extra, _envelope())) == RawHints([action], own)
+
+
+@pytest.mark.parametrize(
+    ("extra", "envelope", "raw"),
+    [
+        ({"kv_transfer_params": "kvpipe"}, None, None),
+        ({"kv_transfer_params": ["kvpipe"]}, None, None),
+        ({"kv_transfer_params": {"kvpipe": 3}}, None, RawHints(None, 3)),
+        (None, "demote", RawHints(..., None)),
+        (None, {"actions": []}, RawHints(..., None)),
+        (None, SimpleNamespace(actions=5), RawHints(5, None)),
+        (None, SimpleNamespace(actions=[None, {}]), RawHints([None, None], None)),
+    ],
+    ids=repr,
+)
+def test_what_is_no_envelope(extra: dict[str, Any] | None, envelope: Any, raw: RawHints | None) -> None:
+    """In vLLM's own process nothing checks what comes: it is handed on as what it is."""
+    assert hints_of(_request(extra, envelope)) == raw
+
+
+def test_an_endless_envelope_is_not_walked() -> None:
+    """What is too long is handed on as it is."""
+    envelope = _envelope(ACTIONS_MAX + 1)
+    assert hints_of(_request(None, envelope)) == RawHints(envelope.actions, None)
