@@ -69,7 +69,8 @@ class Pipeline:
         self._all = (1 << len(self._layers)) - 1
         self._unhooked = tuple(layer for layer in self._layers if layer in unhooked)
         self._hooked = tuple(layer for layer in self._layers if layer not in unhooked)
-        self._late, self._next = frozenset(self._unhooked), dict(pairwise(self._hooked))
+        self._late, self._next = frozenset(self._unhooked), {layer: layer for layer in self._layers}
+        self._next.update(pairwise(self._hooked))
         self.step = Cursor(m.STEP.compile(), "step")  # idle without jobs: then layer hooks have nothing to do
         self._save: Batch | None = None  # the open step's jobs, by kind
         self._sync: Batch | None = None
@@ -96,7 +97,15 @@ class Pipeline:
         Whatever is raised, all jobs of `plan` are reported as failed then, and no step is open.
         """
         try:
-            self._begin(plan)
+            if self._unfenced is not None:
+                self.fence()
+            self.step.fire(m.BIND)
+            if self._save is not None or self._sync is not None or self._async is not None:
+                # also after the step's end: the engine raised in it
+                self.counters.fault("step_never_ended")
+                self._withdraw()
+            if plan.jobs:
+                self._open_step(plan)
         except Exception:
             known = self._open_jobs.keys() | {refused.job.id for refused in self._refused}
             self._refused += [Outcome(job, ok=False, why=NOT_BEGUN) for job in plan.jobs if job.id not in known]
@@ -104,14 +113,7 @@ class Pipeline:
             self._withdraw()
             raise
 
-    def _begin(self, plan: StepPlan) -> None:
-        self.fence()
-        self.step.fire(m.BIND)
-        if self.busy or self._async is not None:  # after the step's end, too: the engine raised in it
-            self.counters.fault("step_never_ended")
-            self._withdraw()
-        if not plan.jobs:
-            return
+    def _open_step(self, plan: StepPlan) -> None:
         if not self.copies.loop.alive:
             self.counters.fault("plan_after_shutdown")
             self._refused += [Outcome(job, ok=False, why="shut down") for job in plan.jobs]
@@ -154,7 +156,7 @@ class Pipeline:
             self._submit_all(batch)  # and no more: layers without a hook were read already, or may have been
         if batch.waited >> layer & 1:
             self.counters["wait_repeated"] += 1
-        elif self._guard(batch, layer) and self._guard(batch, self._next.get(layer, layer)):
+        elif (batch.guarded >> layer & 1 or self._guard(batch, layer)) and self._guard(batch, self._next[layer]):
             batch.waited |= 1 << layer
 
     def save_layer(self, layer: int) -> None:
@@ -217,13 +219,16 @@ class Pipeline:
 
     def collect(self) -> list[Outcome]:
         """Return how jobs ended since the last call, each exactly once."""
-        lost = not self.copies.loop.alive  # asked first: what it reported before its end is in the outbox
+        # asked first: what it reported before its end is in the outbox
+        lost = bool(self._open_jobs) and not self.copies.loop.alive
         out, self._refused = self._refused, []
-        while self.copies.outbox:
-            outcome = self.copies.outbox.popleft()
-            self._open_jobs.pop(outcome.job.id, None)
-            if outcome.job.id in self._reported_early:
-                self._reported_early.discard(outcome.job.id)
+        outbox, early = self.copies.outbox, self._reported_early
+        while outbox:
+            outcome = outbox.popleft()
+            job_id = outcome.job.id
+            self._open_jobs.pop(job_id, None)
+            if job_id in early:
+                early.discard(job_id)
                 outcome = outcome._replace(why=REPORTED_EARLY)
             out.append(outcome)
         if lost and self._open_jobs:
