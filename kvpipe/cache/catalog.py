@@ -137,7 +137,10 @@ class Catalog:
     def lease(self, owner: Owner, chunks: list[Chunk]) -> None:
         """Hold `chunks` for `owner` until `release`. An owner leases once."""
         owned = self._leases.setdefault(owner, [])
-        self._leased_s.setdefault(owner, self._tell(over=False))
+        now_s = self._clock()
+        self._leased_s.setdefault(owner, now_s)
+        if self._request is not None:
+            self._request(now_s, over=False)
         for chunk in chunks:
             chunk.fire(m.LEASE)
             if not chunk.held:
@@ -295,12 +298,10 @@ class Catalog:
                 chunk.fire(m.DRAINED)
             self._policy.insert(chunk, hit=hit)
 
-    def _tell(self, *, over: bool) -> float:
-        """Tell the policy, if it wants to know, what time it is and whether a request is over. Returns the time."""
-        now_s = self._clock()
+    def _tell(self, *, over: bool) -> None:
+        """Tell the policy, if it wants to know, what time it is and whether a request is over."""
         if self._request is not None:
-            self._request(now_s, over=over)
-        return now_s
+            self._request(self._clock(), over=over)
 
     def _evict_one(self) -> bool:
         chunk = self._policy.victim()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import compress, takewhile
 from typing import TYPE_CHECKING
 
@@ -33,7 +33,10 @@ class Prefixes:
         self._hashes_per_unit = self._unit // hash_tokens
         self._groups = range(len(geometry.groups))
         self._states = geometry.states
-        self._growing = [group for group in self._groups if group not in geometry.states]
+        growing = [group for group in self._groups if group not in geometry.states]
+        kinds: list[tuple[Collection[int], int, int]] = [(self._states, 1, 0), (growing, self._per_chunk, self._ahead)]
+        self._kinds = [kind for kind in kinds if kind[0]]
+        """Groups, after how many units each they have a key, and of how many hashes ahead."""
         self._full = [i for i, g in enumerate(geometry.groups) if g.window_tokens is None and not g.state]
         self._windows = [
             (i, (g.window_tokens if g.local else g.window_tokens + self._unit - 2) // self._unit, g.local)
@@ -55,6 +58,8 @@ class Prefixes:
 
     def computed_tokens(self, request: Request, units: int) -> int:
         """Return how many tokens of `request` are computed when `units` units of it can be saved."""
+        if not self._ahead:
+            return units * self._unit
         hashed = self.final_units(request, request.num_tokens) >= units
         return units * self._unit + (0 if hashed else self.ahead_tokens)
 
@@ -169,8 +174,8 @@ class Prefixes:
     def chunks_from_the_end(self, request: Request, units: int) -> Iterator[Chunk]:
         """Yield the whole chunks of the first `units` units of the request, the last first; before them its states."""
         hashes = self.hashes(request)
-        for groups, step, ahead in ((self._states, 1, 0), (self._growing, self._per_chunk, self._ahead)):
-            for key in reversed(self._keys(hashes, step, units, step, ahead)) if groups else ():
+        for groups, step, ahead in self._kinds:
+            for key in reversed(self._keys(hashes, step, units, step, ahead)):
                 for group in groups:
                     chunk = self._catalog.find(group, key)
                     if chunk is not None:

@@ -86,7 +86,9 @@ class Loading:
         if external_tokens <= 0:
             if asked:
                 self._requests.begin_admission(tracked, held_units, tables)
-            self._admit_empty(tracked)
+            tracked.fire(m.ADMIT_EMPTY)
+            self._report.admitted(tracked, loads=False)
+            asking.admit()
             return
         if not asked:
             asking.waits = self.between_steps
@@ -122,23 +124,17 @@ class Loading:
             self.stall.due += external_tokens
         self._counters["tokens_loaded"] += external_tokens
 
-    def _admit_empty(self, tracked: Tracked) -> None:
-        tracked.fire(m.ADMIT_EMPTY)
-        self._report.admitted(tracked, loads=False)
-        tracked.asking.admit()
-        if tracked.stage is not None:
-            self._requests.end_stage(tracked)
-
     def plan_step(self, step: Step) -> list[Job]:
         """Return the loads that were admitted since the last step, and those that the engine needs to fail."""
         if self.stall is not None:
             self.stall.running, self.stall.due = len(step.num_scheduled_tokens), 0
         due, self._due = self._due, []
+        jobs: list[Job] = []
         for load in due:
             tracked = load.tracked
             if tracked.load_job_id == load.job.id and tracked.state.row == m.ALLOCATED:
                 tracked.fire(m.DISPATCH)  # else its admission was illegal: it goes out to fail
-        jobs = [load.job for load in due]
+            jobs.append(load.job)
         try:
             read_early = self._recovery.begin_step(step, self._requests, loading=self._jobs.sync_loads > 0)
             if read_early:

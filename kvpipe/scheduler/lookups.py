@@ -135,16 +135,18 @@ class Lookups:
         """Return the answer while it is not known which weights or adapter count, or if there is room; else None."""
         if self._weights.doubtful and why != miss_reasons.LOAD_FAILED:  # the engine's own cache may be out of date, too
             return self._ask_later(tracked, local_tokens, miss_reasons.WEIGHTS, step)
-        worth = self._staging is not None and not self._switches.bypass
-        if tracked.request.lora_request is not None and self._adapters.waits(tracked.request, step, worth=worth):
-            return _later(tracked, local_tokens, miss_reasons.ADAPTER, step)
-        waiting, sessions = self._requests.waiting, self._requests.sessions
-        # without a limit: it holds no blocks, and as long as it lives only such loads begin as it has room beside;
-        # one whose own load has failed is waited for, and waits for nobody
-        waits = tracked.request.resumable and waiting and tracked.request.request_id not in waiting
-        beside = waiting | sessions if waits else None
-        if beside is not None and not self._recovery.may_wait(tracked.request, beside):
-            return _later(tracked, local_tokens, miss_reasons.NO_ROOM, step)
+        request = tracked.request
+        if request.lora_request is not None:
+            worth = self._staging is not None and not self._switches.bypass
+            if self._adapters.waits(request, step, worth=worth):
+                return _later(tracked, local_tokens, miss_reasons.ADAPTER, step)
+        if request.resumable:
+            # without a limit: it holds no blocks, and as long as it lives only such loads begin as it has room beside;
+            # one whose own load has failed is waited for, and waits for nobody
+            waiting = self._requests.waiting
+            beside = waiting | self._requests.sessions if waiting and request.request_id not in waiting else None
+            if beside is not None and not self._recovery.may_wait(request, beside):
+                return _later(tracked, local_tokens, miss_reasons.NO_ROOM, step)
         return None
 
     def _ask_later(self, tracked: Tracked, local_tokens: int, why: str, step: int) -> Answer:

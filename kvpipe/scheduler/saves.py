@@ -33,6 +33,8 @@ Row = tuple[int, int, int, int]
 State = tuple[int, int, int]
 """Group, block, tokens: see `kvpipe.scheduler.base.OfferedStates`."""
 
+_NOTHING: Final[Mapping[str, Sequence[State]]] = {}
+
 
 class Saving:
     """One per scheduler side. `blocks`: the engine's, once it has them."""
@@ -80,7 +82,7 @@ class Saving:
     def plan_step(self, step: Step) -> list[Job]:
         """Plan a save for every request with newly final units."""
         jobs: list[Job] = []
-        tracked_of, offered = self._requests.tracked, self._offered(step)
+        tracked_of, offered = self._requests.tracked, self._offered(step) if self._states else _NOTHING
         for request_id, scheduled in step.num_scheduled_tokens.items():
             try:
                 tracked = tracked_of[request_id]
@@ -94,10 +96,11 @@ class Saving:
                 job = self._try_save(tracked, end, offered.get(request_id, ()))
                 if job is not None:
                     jobs.append(job)
-        for request_id in [one for one in offered if one not in step.num_scheduled_tokens]:
-            job = self._save_states(request_id, offered[request_id])
-            if job is not None:
-                jobs.append(job)
+        for request_id, states in offered.items():
+            if request_id not in step.num_scheduled_tokens:
+                job = self._save_states(request_id, states)
+                if job is not None:
+                    jobs.append(job)
         return jobs
 
     def _save_states(self, request_id: str, states: Sequence[State]) -> Job | None:
@@ -109,8 +112,8 @@ class Saving:
 
     def _offered(self, step: Step) -> Mapping[str, Sequence[State]]:
         """Return the states that are final when `step` has been computed, by request."""
-        states: OfferedStates | None = getattr(step, "kv_connector_block_state", None) if self._states else None
-        return states.boundary_state_offloads if states is not None else {}
+        states: OfferedStates | None = getattr(step, "kv_connector_block_state", None)
+        return states.boundary_state_offloads if states is not None else _NOTHING
 
     def _try_save(self, tracked: Tracked, end: int, states: Sequence[State]) -> Job | None:
         """Plan one request's save. What goes wrong costs this save only: loads of the step depend on the plan."""
@@ -121,8 +124,9 @@ class Saving:
             first = tracked.saving.saved_units
             if end >= tracked.saving.next_save_at_tokens:
                 rows, first = self.plan(tracked, end, pieces)
-            for group, block, tokens in states if tracked.saving.state.row != saving_m.GIVEN_UP else ():
-                rows += self._plan_state(tracked, group, block, tokens, pieces)
+            if states and tracked.saving.state.row != saving_m.GIVEN_UP:
+                for group, block, tokens in states:
+                    rows += self._plan_state(tracked, group, block, tokens, pieces)
             if not pieces:
                 return None
             return self._jobs.save(tracked, rows, tuple(pieces), first).job
@@ -152,7 +156,7 @@ class Saving:
         if done:
             progress.complete()
         else:
-            more = self._per_chunk if not self._settings.save_partial else self._more(request, units)
+            more = self._more(request, units) if self._settings.save_partial else self._per_chunk
             progress.planned(self._prefixes.computed_tokens(request, units + more))
         if units == progress.saved_units:
             return [], units
@@ -185,7 +189,9 @@ class Saving:
     def _more(self, request: Request, units: int) -> int:
         """Return in how many units behind `units` the next one is worth a page."""
         whole = self._whole - units % self._whole
-        return min([whole, *(end - units for end in self._boundaries(request) if end > units)] if whole > 1 else [1])
+        if whole == 1:
+            return 1
+        return min([whole, *(end - units for end in self._boundaries(request) if end > units)])
 
     def _plan_state(self, tracked: Tracked, group: int, block: int, tokens: int, pieces: list[Piece]) -> list[Row]:
         """Claim the state of one boundary, into `pieces`, if it is worth a slot. Returns the row that saves it."""

@@ -30,7 +30,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "step_never_withdrawn": Mutant(
         "A step that was never ended goes on in the next one.",
-        one(PIPELINE, "_begin", "self._withdraw()", "return"),
+        one(PIPELINE, "begin", '.fault("step_never_ended")\n', '.fault("step_never_ended")\n            return\n'),
     ),
     "finalize_counted_by_calls": Mutant(
         "A save is final when a hook was called as often as there are layers.",
@@ -116,8 +116,8 @@ MUTANTS: dict[str, Mutant] = {
         one(
             LOADING,
             "plan_step",
-            "jobs = [load.job for load in due]",
-            "jobs = [load.job for load in due]\n    [self._catalog.release(load.owner) for load in due]",
+            "jobs.append(load.job)",
+            "jobs.append(load.job)\n        self._catalog.release(load.owner)",
         ),
     ),
     "leased_chunk_evicted": Mutant(

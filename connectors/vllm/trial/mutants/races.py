@@ -179,7 +179,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "session_waits_for_its_own_load": Mutant(
         "A session whose own load has failed is put off until no load needs the room: also its own.",
-        one(LOOKUPS, "_unknown", " and tracked.request.request_id not in waiting", ""),
+        one(LOOKUPS, "_unknown", " and request.request_id not in waiting", ""),
         shape="states",
     ),
     "promise_not_kept": Mutant(

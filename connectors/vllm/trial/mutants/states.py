@@ -45,7 +45,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "states_of_who_sits_out_are_lost": Mutant(
         "Of a request that is not scheduled in the step in which its state is offered nothing is saved.",
-        one(SAVING, "plan_step", "[one for one in offered if one not in step.num_scheduled_tokens]", "()"),
+        one(SAVING, "plan_step", "if request_id not in step.num_scheduled_tokens:", "if False:"),
         test="tests/scheduler/test_states.py::test_a_state_is_saved_though_its_request_sits_the_step_out",
     ),
     "state_saved_before_its_step": Mutant(
