@@ -88,6 +88,7 @@ class StepPlan(NamedTuple):
     `space`: the namespace of the orders' chunks. `question`: ranks are to say which weights they have, before anything
     is computed, under this number; 0: they are not asked. `claims`: of the jobs of requests with adapters.
     `wait_ms`: nothing is computed in it, and a rank with asynchronous loads under way waits so long for one to land.
+    `computes`: whether anything is: else no layer calls a hook.
     """
 
     step: int
@@ -97,6 +98,7 @@ class StepPlan(NamedTuple):
     question: int = 0
     claims: tuple[Claim, ...] = ()
     wait_ms: int = 0
+    computes: bool = True
 
 
 EMPTY_PLAN = StepPlan(0)

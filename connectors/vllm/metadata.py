@@ -24,10 +24,10 @@ class PlanMetadata(KVConnectorMetadata):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Flatten to builtin tuples."""
-        step, jobs, orders, space, question, claims, wait_ms = self.plan
+        step, jobs, orders, space, question, claims, wait_ms, computes = self.plan
         packed = (step, _plain(jobs))
-        if orders or question or claims or wait_ms:
-            return _unpack, (*packed, _plain(orders), space, question, _plain(claims), wait_ms)
+        if orders or question or claims or wait_ms or (jobs and not computes):
+            return _unpack, (*packed, _plain(orders), space, question, _plain(claims), wait_ms, computes)
         return _unpack, packed
 
 
@@ -46,9 +46,11 @@ def _unpack(
     question: int = 0,
     claims: _Plain = (),
     wait_ms: int = 0,
+    computes: bool = True,  # noqa: FBT001, FBT002  (as it was packed)
 ) -> PlanMetadata:
     made = tuple(Job(*job) for job in jobs), tuple(TierOrder(*order) for order in orders)
-    return PlanMetadata(StepPlan(step, *made, space, question, tuple(Claim(*claim) for claim in claims), wait_ms))
+    held = tuple(Claim(*claim) for claim in claims)
+    return PlanMetadata(StepPlan(step, *made, space, question, held, wait_ms, computes))
 
 
 class LayoutMetadata(KVConnectorHandshakeMetadata):

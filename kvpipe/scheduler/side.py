@@ -225,7 +225,8 @@ class SchedulerSide:
         self.trace.step = self._step + 1  # what comes now belongs to the step that is planned next
         idle, question, claims = self._idle, self.weights.ask(), self.adapters.claims(jobs)
         wait_ms = idle.wait_ms(step, loading=bool(self.requests.waiting)) if idle is not None else 0
-        return StepPlan(self._step, tuple(jobs), orders, space, question, claims, wait_ms)
+        computes = bool(step.num_scheduled_tokens)
+        return StepPlan(self._step, tuple(jobs), orders, space, question, claims, wait_ms, computes)
 
     def reported(self, report: Report) -> None:
         """Ranks have reported with a step's output."""

@@ -77,6 +77,7 @@ class Pipeline:
         self._async: Batch | None = None
         self._unfenced: Batch | None = None  # its saves may still read blocks
         self._loading: list[Batch] = []  # asynchronous loads that were submitted, the oldest first
+        self._computes = True  # anything, the open step
         self._open_jobs: dict[int, Job] = {}
         self._refused: list[Outcome] = []
         self._suspects, self._reported_early = set[int](), set[int]()
@@ -119,6 +120,7 @@ class Pipeline:
             self._refused += [Outcome(job, ok=False, why="shut down") for job in plan.jobs]
             return
         self.step.fire(m.PLAN)
+        self._computes = plan.computes
         by_kind: dict[int, list[Job]] = {}
         refused = self._limits.refused(plan.jobs)
         for place, job in enumerate(plan.jobs):
@@ -389,8 +391,8 @@ class Pipeline:
         batch, self._save = self._save, None
         if batch is None:
             return
-        replayed = self._replays and not batch.tickets  # no hook has come
-        for layer in self._layers if replayed else self._unhooked:
+        without = not batch.tickets and (self._replays or not self._computes)  # no hook has come
+        for layer in self._layers if without else self._unhooked:
             self._submit(batch, layer)
         self.copies.put(SUBMITTED, batch, wake=False)
         missing = len(self._layers) - len(batch.tickets)

@@ -22,6 +22,7 @@ FLAGS = {
     "Batch.closed": "no copy will be added; jobs may have failed before, so no cursor says it",
     "Batch.stuck": "no copy is begun any more; its jobs have failed, as those of other batches that go on to be copied",
     "LoadRate._wave_counts": "whether the wave that lands was queued before the last landing: no machine's business",
+    "Pipeline._computes": "of the open step: what the scheduler said of it, before any hook can",
     "Pipeline._replays": "configuration: whole steps may be replayed from graphs",
     "Pipeline._fences_late": "configuration: who calls `fence`",
     "WorkerSide.lost": "this rank's tier is reported as lost once, and for ever",

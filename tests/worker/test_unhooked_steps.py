@@ -112,6 +112,21 @@ def test_a_step_with_some_of_its_hooks_was_not_replayed(rig: Rig) -> None:
     assert rig.counters.faults["layers_never_submitted"] == 1
 
 
+def test_what_is_saved_in_a_step_that_computes_nothing(rig: Rig) -> None:
+    """No hook comes: what earlier steps have computed is copied at its end. Of the next step's hooks none may lack."""
+    p = rig.pipeline
+    p.begin(plan(job(1))._replace(computes=False))
+    p.start_loads(replayed=True)
+    p.end_step()
+    assert rig.engine.layers_of(1) == list(range(rig.layers))
+    rig.engine.complete_all()
+    assert rig.news() == {1: True}
+    assert not rig.counters.faults
+    p.begin(plan(job(2)))
+    p.end_step()
+    assert rig.news() == {2: False}
+
+
 def test_nothing_is_replayed_where_there_are_no_graphs(rig: Rig) -> None:
     """A step without hooks is a fault there, whatever the context said."""
     p = rig.pipeline

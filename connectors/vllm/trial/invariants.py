@@ -199,7 +199,8 @@ def frozen_saves_nothing(watched: Watched) -> Iterator[str]:
         yield from (f"slot {order.slot} is stored in a tier" for order in watched.orders() if order.stores)
         return
     for request, _, now in list(_newly_final(watched)):
-        watched.final[request.request_id] = Final(admission(request), now)
+        if side.adapters.known(request):  # else it is saved once it is known
+            watched.final[request.request_id] = Final(admission(request), now)
 
 
 @invariant(
