@@ -116,6 +116,15 @@ def test_regression(path: Path) -> None:
     assert set(kept.get("cells", ())) <= set(map(str, ran.cells))
 
 
+def test_hints_come() -> None:
+    """Good and bad ones, with requests of the shape that has them, and of no other."""
+    hinted, plain = (
+        sum((_ran(shape, seed).counters for seed in SEEDS), Counter[str]()) for shape in ("hints", "async-load")
+    )
+    assert hinted["hints_told"] + hinted["hints_ignored"] > len(SEEDS)
+    assert not [name for name in plain if name.startswith("hints_")]
+
+
 def test_a_sequence_has_one_outcome() -> None:
     """Nothing depends on when a thread is scheduled: what is found can be found again."""
 
@@ -132,7 +141,7 @@ def test_a_sequence_has_one_outcome() -> None:
         trial.close()
         return steps
 
-    for shape in ("async-load", "hybrid"):
+    for shape in ("async-load", "hybrid", "hints"):
         moves = list(trial_moves(SHAPES[shape], 0))
         once = outcome(shape, moves)
         assert all(outcome(shape, moves) == once for _ in range(2))

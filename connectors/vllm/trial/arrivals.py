@@ -11,6 +11,7 @@ import torch
 
 from kvpipe.connectors.vllm.trial.adapters import AdapterFake, name, path
 from kvpipe.connectors.vllm.trial.content import EMBEDDED, VOCAB, Live, Sequence
+from kvpipe.connectors.vllm.trial.hints import SAYINGS, Said, say
 from kvpipe.connectors.vllm.trial.shapes import Shape
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class Arrivals(ABC):
 
     scheduler: Scheduler
     kvpipe: Any
+    steps: int
     careful = True
     """Leave out what vLLM itself is known to fail at."""
 
@@ -47,6 +49,7 @@ class Arrivals(ABC):
         self.live: dict[str, Live] = {}
         self.over: list[Live] = []
         self.added = 0
+        self._said: Said | None = None  # what the next request brings
         self.prefixes: dict[bytes, tuple[Sequence, int]] = {}  # what each block hash must stand for
         self.old_keys: set[bytes] = set()  # of prefixes that were computed with other weights or adapters
         self.before = dict[bytes, bytes | None]()  # the block hash before each
@@ -72,6 +75,15 @@ class Arrivals(ABC):
             self._enter(
                 f"r{self.added}", last.sequence.prompt + last.output + self._own(own), answer, last.salt, last.lora
             )
+
+    def _hint(self, which: int, seconds: int) -> None:
+        if self.shape.hints:
+            self._said = SAYINGS[which](seconds)
+
+    def count_time(self) -> None:
+        """Let steps be the seconds of the catalog's clock where hints decide who goes: who went can be found again."""
+        if self.shape.hints:
+            self.kvpipe.scheduler.catalog._clock = lambda: float(self.steps)  # noqa: SLF001
 
     def _reuse(self, document: int, take: int, answer: int) -> None:
         busy = set(self.scheduler.requests) | {r for s in self._in_flight_steps() for r in s.sequences}
@@ -157,7 +169,11 @@ class Arrivals(ABC):
         if resumable:
             one.turns = deque()
         self._remember(one, one.sequence, wanted)
-        self.scheduler.add_request(self.request_of(one, prompt, resumable=resumable))
+        request = self.request_of(one, prompt, resumable=resumable)
+        if self._said is not None:
+            say(request, self._said)
+            self._said = None
+        self.scheduler.add_request(request)
 
     def _sequence(self, prompt: list[int], salt: int, lora: int) -> Sequence:
         sequence = Sequence(prompt, f"{salt}/{lora}/{self.adapters.version(lora)}/{self.weights}")

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 
 from kvpipe.connectors.vllm.trial.arrivals import ANSWER_TOKENS_MAX, DOCUMENT_TOKENS_MAX, DOCUMENTS, OWN_TOKENS_MAX
+from kvpipe.connectors.vllm.trial.hints import SAYINGS
 from kvpipe.connectors.vllm.trial.rank import QUIRKS, STOPS
 from kvpipe.connectors.vllm.trial.shapes import Shape
 from kvpipe.connectors.vllm.trial.trial import Move
@@ -44,6 +45,7 @@ ARGUMENTS: dict[str, tuple[Choices, ...]] = {
     "lose": (_INDEX, _EVEN, _EVEN),
     "quirk": (_INDEX, range(len(QUIRKS)), range(len(QUIRKS))),
     "adapter": (range(3),),
+    "hint": (range(len(SAYINGS)), (0, 1, 5, 50)),
     "hold": (_EVEN,),
     "trouble": (range(2), (*[0] * 4, *range(len(TROUBLES)))),
     "late": (),
@@ -65,6 +67,9 @@ WEIGHTS = {
 }  # fmt: skip
 """How often each move is made, in proportion."""
 
+HINT = 8
+"""How often a request is to come with hints, where the shape has them."""
+
 SWARM = (0.3, 1.0, 1.0, 3.0)
 """A sequence makes each move more or less often than others do, by one of these factors: sequences that are alike reach
 less. (Groce et al., Swarm Testing, ISSTA 2012.)"""
@@ -73,18 +78,19 @@ SHUTDOWNS = 0.1
 """The share of sequences that end in mid-flight."""
 
 
-def random_moves(seed: int | str, count: int) -> Iterator[Move]:
+def random_moves(seed: int | str, count: int, *, hints: bool = False) -> Iterator[Move]:
     """Yield `count` moves, and at last a probe or a shutdown."""
+    made = WEIGHTS | {"hint": HINT} if hints else WEIGHTS
     rng = random.Random(seed)  # noqa: S311
-    weights = [weight * rng.choice(SWARM) for weight in WEIGHTS.values()]
-    for name in rng.choices(list(WEIGHTS), weights, k=count):
+    weights = [weight * rng.choice(SWARM) for weight in made.values()]
+    for name in rng.choices(list(made), weights, k=count):
         yield (name, *map(rng.choice, ARGUMENTS[name]))
     yield ("shutdown", rng.randrange(len(STOPS))) if rng.random() < SHUTDOWNS else ("probe",)
 
 
 def trial_moves(shape: Shape, seed: int) -> Iterator[Move]:
     """Yield the moves of the trial of `shape` with `seed`."""
-    return random_moves(f"{seed} Shape({_fields(shape)})", MOVES_PER_TRIAL)
+    return random_moves(f"{seed} Shape({_fields(shape)})", MOVES_PER_TRIAL, hints=shape.hints)
 
 
 def _fields(shape: Shape) -> str:

@@ -68,6 +68,7 @@ class Shape(NamedTuple):
     `dcp`: decode context parallelism: of full attention a rank holds each so many'th stretch of `INTERLEAVE` tokens.
     `dense`: vLLM keeps the state of every boundary at which a step ends, not only where prompts end or branch.
     `stages`: of a pipeline; the ranks are split into so many, and the layers, unevenly. A stage runs ahead of the next.
+    `hints`: requests come with hints, and the policy hears them; its time is counted in steps.
     `failing`: loads may fail; off where vLLM's own recovery is known to answer wrongly.
     """
 
@@ -104,6 +105,7 @@ class Shape(NamedTuple):
     stages: int = 1
     dcp: int = 1
     masks: int = 0
+    hints: bool = False
 
     @property
     def steps_in_flight(self) -> int:
@@ -267,6 +269,7 @@ SHAPES: dict[str, Shape] = {
     "async-scheduler-pipeline-2-drafter": _STAGED_TAILS._replace(
         asynchronous=True, v2=True, drafts=2, deferred=True, drafter=True, mode="auto", blocks=36
     ),
+    "hints": Shape(asynchronous=True, load="async", policy="sessions", pool_slots=6, hints=True),
 }
 
 

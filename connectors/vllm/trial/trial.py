@@ -42,10 +42,8 @@ if TYPE_CHECKING:
     from kvpipe.tiers.guard import MadeTier
 
 Move = tuple[Any, ...]
-SETTLE_SECONDS_MAX = 20.0
-DRAIN_STEPS_MAX = 4000
-PROBES = 3
-UNPAUSED, THROTTLED = 0, 3
+SETTLE_SECONDS_MAX, DRAIN_STEPS_MAX = 20.0, 4000
+UNPAUSED, THROTTLED, PROBES = 0, 3, 3
 _SAVE, _LOAD = Direction.SAVE, Direction.LOAD
 _ENDS_EARLY = frozenset({"mid_end", "early_clear", "mid_clear"})
 _LOADS_FAIL = frozenset({"no_waits", "no_layers", "no_start", "early_bind", "mid_bind"}) | _ENDS_EARLY
@@ -76,6 +74,7 @@ MOVES = {
     "lose": "rank, is a load, in time: the next wait for a copy is given up, its news lost for long, or just in time",
     "quirk": "rank, two indices: the next step's hooks are not what they should be, in one way or two",
     "adapter": "kind: the LoRA adapter changes, on disk, in the ranks or both, once its requests are gone",
+    "hint": "which, seconds: the next request comes with hints, good or bad ones, where the shape has them",
     "hold": "on or off: tiers answer nothing until they are let go",
     "trouble": "tier, kind: what is wrong with a tier from now on",
     "late": "whoever waits for a tier has waited long enough",
@@ -159,6 +158,7 @@ class Trial(Arrivals):
 
         if self.kvpipe is not None:
             self.side.adapters.reader = self.adapters  # type: ignore[assignment]
+            self.count_time()
         for index in range(self.shape.ranks):
             cache = make_cache(self.shape, index)
             worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)

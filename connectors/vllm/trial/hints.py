@@ -1,0 +1,44 @@
+"""What requests of a trial say of their own future: some of it true, most of it not, and some that is none."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+
+from kvpipe.connectors.vllm.hints import PARAMETER
+from kvpipe.scheduler.hints import ACTIONS_MAX
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm.v1.request import Request
+
+Said = tuple[Any, Any]
+"""What is in the envelope's place, and in the parameter's."""
+
+
+def _envelope(**payloads: dict[str, Any]) -> KvHintsEnvelope:
+    actions = [KvHintAction(kind, f"kv.{kind}", "1.0", payload) for kind, payload in payloads.items()]
+    return KvHintsEnvelope("1.0", "of a trial", actions)
+
+
+SAYINGS: Final[tuple[Callable[[int], Said], ...]] = (
+    lambda seconds: (None, {"retain": {"ttl_seconds": seconds or 1e9}}),
+    lambda seconds: (None, {"resume": {"after_seconds": seconds}}),
+    lambda _: (None, {"demote": {}}),
+    lambda seconds: (_envelope(retain={"ttl_seconds": 1 + seconds, "block_hashes": ["7"]}), None),
+    lambda seconds: (_envelope(resume={"after_seconds": seconds}), {"retain": {}}),
+    lambda _: (_envelope(evict={"execute_at": "request_completion", "include_current_request": True}), None),
+    lambda seconds: (_envelope(retain={}, demote={}), {"resume": {"after_seconds": seconds}}),
+    lambda seconds: (_envelope(fetch={"mode": "copy"}, resume={"after_seconds": -seconds - 1}), {"retain": None}),
+    lambda _: ("kv.retain", ["retain"]),
+    lambda seconds: (KvHintsEnvelope("9", "", [None] * (ACTIONS_MAX - 4 + seconds)), {"retain": {}}),  # type: ignore[list-item]
+)
+"""Each says it with so many seconds."""
+
+
+def say(request: Request, said: Said) -> None:
+    """Let a request come with hints."""
+    request.kv_hints, own = said
+    request.kv_transfer_params = {PARAMETER: own} if own is not None else None
