@@ -64,13 +64,14 @@ def check_engine(config: VllmConfig) -> None:
         _check_stages(config)
     if getattr(config.model_config, "enable_sleep_mode", False):
         refuse("enable_sleep_mode=True (it remaps the KV cache under registered addresses)", "set it to False")
-    if parallel.decode_context_parallel_size > 1 and drafters.has_kv(config):
-        refuse(
-            f"speculative method={config.speculative_config.method!r} with "
-            f"decode_context_parallel_size={parallel.decode_context_parallel_size}",
-            f"use one of {', '.join(drafters.WITHOUT_KV)}",
-        )
     drafters.check(config)
+    dcp = parallel.decode_context_parallel_size
+    if dcp > 1 and drafters.has_kv(config) and not config.use_v2_model_runner:
+        refuse(
+            f"speculative method={config.speculative_config.method!r} with decode_context_parallel_size={dcp} and "
+            "vLLM's runner V1 (whose drafters write as if one rank held all tokens)",
+            "set VLLM_USE_V2_MODEL_RUNNER=1",
+        )
     models.check_model(config)
 
 

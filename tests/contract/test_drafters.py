@@ -76,6 +76,33 @@ def check_groups(folder: Path) -> None:
     assert "return self.num_speculative_tokens + 1" in lookahead
 
 
+def check_divided(folder: Path) -> None:
+    """Under context parallelism a rank writes what it holds of its own group's blocks; runner V1's drafters do not."""
+    runner = _source(folder / "v1/worker/gpu/model_runner.py", "get_kv_cache_spec", "GPUModelRunner")
+    assert "self.speculator.dcp_size == 1" in runner
+    assert "replace(kv_cache_spec[name], dcp_sharded=False)" in runner
+    dflash = folder / SPECULATORS / "dflash/speculator.py"
+    divided = "decode_context_parallel_size if speculative_config.draft_model_config.use_mla else 1"
+    assert divided in _source(dflash, "__init__", "DFlashSpeculator")
+    kernel = _source(dflash, "_prepare_dflash_inputs_kernel")
+    for line in (
+        "ctx_block_num = ctx_pos // (block_size * CP_SIZE)",
+        "cp_local_slot(ctx_pos, ctx_block_id, block_size, cp_rank, CP_SIZE, CP_INTERLEAVE, PAD_SLOT_ID)",
+        "q_block_num = query_pos // (block_size * CP_SIZE)",
+    ):
+        assert line in kernel, line
+    places = _source(folder / "v1/worker/gpu/cp_utils.py", "cp_local_slot")
+    assert "is_local = block_offsets // CP_INTERLEAVE % CP_SIZE == cp_rank" in places
+    kernel = _source(folder / "v1/worker/gpu/block_table.py", "_compute_slot_mappings_kernel")
+    assert "local_positions = tl.where(sharded, local_positions, positions)" in kernel
+    for path in (folder / SPECULATORS).glob("*/speculator.py"):  # what others write goes through that kernel
+        text = path.read_text(encoding="utf-8")
+        assert path == dflash or "// block_size" not in text, path
+    one = folder / "v1/spec_decode/utils.py"
+    assert "block_number = clamped_position // block_size" in _source(one, "eagle_step_slot_mapping_metadata_kernel")
+    assert "block_num = positions // block_size" in _source(one, "copy_and_expand_dflash_inputs_kernel")
+
+
 def _source(path: Path, name: str, owner: str = "") -> str:
     body = ast.parse(path.read_text(encoding="utf-8")).body
     if owner:
@@ -85,7 +112,7 @@ def _source(path: Path, name: str, owner: str = "") -> str:
     return ast.unparse(found)
 
 
-CHECKS = (check, check_kinds, check_groups)
+CHECKS = (check, check_kinds, check_groups, check_divided)
 
 
 @pytest.mark.parametrize("one", CHECKS)

@@ -7,6 +7,7 @@ import inspect
 
 import pytest
 import torch
+from vllm.config import VllmConfig
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
@@ -20,7 +21,7 @@ from vllm.v1.kv_cache_interface import (
 from kvpipe.config import load_settings
 from kvpipe.connectors.vllm.support import check_engine, hash_tokens, identity, make_geometry
 from kvpipe.connectors.vllm.trial.invariants import Watched
-from kvpipe.connectors.vllm.trial.shapes import SHAPES, make_configs
+from kvpipe.connectors.vllm.trial.shapes import BLOCK, SHAPES, make_configs
 from kvpipe.connectors.vllm.trial.trial import Trial
 from kvpipe.errors import UnsupportedError
 
@@ -128,12 +129,40 @@ def test_a_prompt_is_found_as_far_as_its_last_state(tokens: int) -> None:
         trial.close()
 
 
-def test_what_is_not_shown_under_context_parallelism_is_refused() -> None:
-    """Drafters' KV."""
-    config, _ = copy.deepcopy(make_configs(SHAPES["drafter"]))
+@pytest.mark.parametrize("tokens", [129, 161, 193])
+@pytest.mark.parametrize("kind", ["drafter", "masks"])
+@pytest.mark.parametrize("scheduler", ["", "async-scheduler-"])
+def test_a_prompt_is_found_as_far_as_its_last_state_with_drafts(scheduler: str, kind: str, tokens: int) -> None:
+    """Which is a boundary before the last one, whether the drafter's KV is divided or every rank has all of it."""
+    trial = Trial(SHAPES[f"{scheduler}states-context-parallel-{kind}"])
+    watched, trial.documents[0] = Watched(trial), list(range(200))
+    try:
+        for _ in range(2):
+            trial.do(("add", 0, tokens - 1, 0, 3))
+            trial.do(("drain",))
+            trial.do(("reset", False, False))
+        assert trial.side.counters["tokens_loaded"] == tokens - 1 - BLOCK
+        assert not watched.broken
+    finally:
+        trial.close()
+
+
+def test_a_drafter_that_every_rank_holds_whole_has_blocks_of_its_own_length() -> None:
+    """Beside the model's, which are as long as all ranks' shares: two of them are a unit."""
+    config, cache = make_configs(SHAPES["async-scheduler-context-parallel-masks"])
+    geometry = make_geometry(cache, load_settings({"chunk_tokens": 128}), dcp=2)
+    assert [(group.block_tokens, group.ranks) for group in geometry.groups] == [(64, 2), (32, 1)]
+    assert (geometry.unit_tokens, geometry.blocks_per_unit) == (64, (1, 2))
+    assert (geometry.unit_tokens, hash_tokens(cache, geometry)) == resolve_kv_cache_block_sizes(cache, config)
+
+
+def test_drafters_of_the_first_runner_are_refused_under_context_parallelism() -> None:
+    """They write as if one rank held all tokens."""
+    config, _ = copy.deepcopy(make_configs(SHAPES["context-parallel-drafter"]))
     check_engine(config)
-    config.parallel_config.decode_context_parallel_size = 2
-    with pytest.raises(UnsupportedError, match=r"'eagle' with decode_context_parallel_size=2 .*ngram"):
+    config.__class__ = VllmConfig
+    assert not config.use_v2_model_runner
+    with pytest.raises(UnsupportedError, match=r"'eagle' with decode_context_parallel_size=2 .*RUNNER=1$"):
         check_engine(config)
     config.speculative_config.method = "ngram"
     check_engine(config)

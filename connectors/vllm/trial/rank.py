@@ -419,7 +419,7 @@ class Rank(Runner):
             content = layer.content(sequence, 0, right)
             self._write(layer, table, start, ~content[start:] if request in bad else content[start:])
             window = self.shape.windows[layer.group]
-            read = np.arange(0 if window is None else max(0, start - window + 1), right)
+            read = layer.held(0 if window is None else max(0, start - window + 1), right)
             differs = read[layer.words[layer.places(read, table, block)] != content[read]]
             if len(differs) and request not in bad:
                 blocks = frozenset(table[differs // block].tolist())
@@ -430,10 +430,9 @@ class Rank(Runner):
 
     def _write(self, layer: PagedLayer, table: Positions, start: int, content: Words) -> None:
         """Write `content` from position `start` on, but into no null block."""
-        positions = np.arange(start, start + len(content))
-        real = table[positions // self.shape.block_tokens[layer.group]] != 0
-        places = layer.places(positions[real], table, self.shape.block_tokens[layer.group])
-        layer.words[places] = content[real]
+        positions, block = layer.held(start, start + len(content)), self.shape.block_tokens[layer.group]
+        positions = positions[table[positions // block] != 0]
+        layer.words[layer.places(positions, table, block)] = content[positions - start]
 
     def _go_on(
         self, layer: PagedLayer, request: str, sequence: Sequence, start: int, content: Words, drafts: int

@@ -66,6 +66,7 @@ class Shape(NamedTuple):
     `priorities`: vLLM's priority policy; requests that answer more or less have one of three.
     `states`: the cache groups that hold a recurrent state instead of tokens' KV.
     `dcp`: decode context parallelism: of full attention a rank holds each so many'th stretch of `INTERLEAVE` tokens.
+    `whole`: groups of full attention of which every rank holds all even so: those of a drafter whose model is not MLA.
     `dense`: vLLM keeps the state of every boundary at which a step ends, not only where prompts end or branch.
     `stages`: of a pipeline; the ranks are split into so many, and the layers, unevenly. A stage runs ahead of the next.
     `hints`: requests come with hints, and the policy hears them; its time is counted in steps.
@@ -106,6 +107,7 @@ class Shape(NamedTuple):
     dcp: int = 1
     masks: int = 0
     hints: bool = False
+    whole: tuple[int, ...] = ()
 
     @property
     def steps_in_flight(self) -> int:
@@ -137,7 +139,7 @@ class Shape(NamedTuple):
 
     def shards(self, group: int) -> int:
         """Return among how many ranks the tokens of a block of `group` are divided."""
-        return self.dcp if self.windows[group] is None and group not in self.states else 1
+        return self.dcp if self.windows[group] is None and group not in (*self.states, *self.whole) else 1
 
     def blocks_of(self, tokens: int) -> int:
         """Return the most blocks that one request of so many tokens holds."""
@@ -179,6 +181,11 @@ _STAGED_TAILS = _TAILS._replace(ranks=2, stages=2, layers_per_group=4)
 _DRAFTED_STATES = _STATES._replace(drafts=2, deferred=True, drafter=True, mode="auto", dense=True, blocks=36)
 _DIVIDED_STATES = _STATES._replace(sizes=(2 * BLOCK, BLOCK), ranks=2, dcp=2)
 """A block of attention is two of states."""
+_DIVIDED_DRAFTER = Shape(ranks=2, dcp=2, v2=True, drafts=2, deferred=True, drafter=True, mode="auto", failing=False)
+_DIVIDED_STATES_DRAFTER = _DRAFTED_STATES._replace(sizes=(2 * BLOCK, BLOCK), ranks=2, dcp=2, v2=True)
+_DIVIDED_STATES_MASKS = _DIVIDED_STATES_DRAFTER._replace(
+    windows=(None, None, None), sizes=(2 * BLOCK, BLOCK, 2 * BLOCK), drafts=3, masks=3, blocks=48
+)
 SHAPES: dict[str, Shape] = {
     "sync": Shape(load="sync"),
     "async-load": Shape(load="async", policy="s3fifo", events=True),
@@ -270,7 +277,24 @@ SHAPES: dict[str, Shape] = {
         asynchronous=True, v2=True, drafts=2, deferred=True, drafter=True, mode="auto", blocks=36
     ),
     "hints": Shape(asynchronous=True, load="async", policy="sessions", pool_slots=6, hints=True),
-}
+    "context-parallel-drafter": _DIVIDED_DRAFTER,
+    "async-scheduler-context-parallel-drafter": _HYBRID._replace(
+        asynchronous=True, v2=True, ranks=2, dcp=2, drafts=3, drafter=True, mode="auto", events=False
+    ),
+    "context-parallel-masks": _DIVIDED_DRAFTER._replace(drafts=3, masks=3),
+    "async-scheduler-context-parallel-masks": _HYBRID._replace(
+        windows=(None, None), sizes=(2 * BLOCK, BLOCK), whole=(1,), asynchronous=True, v2=True, ranks=2, dcp=2,
+        drafts=3, drafter=True, masks=4, mode="auto", events=False, tiers=1,
+    ),
+    "states-context-parallel-drafter": _DIVIDED_STATES_DRAFTER,
+    "async-scheduler-states-context-parallel-drafter": _DIVIDED_STATES_DRAFTER._replace(
+        asynchronous=True, deferred=False, drafts=3
+    ),
+    "states-context-parallel-masks": _DIVIDED_STATES_MASKS._replace(tiers=1),
+    "async-scheduler-states-context-parallel-masks": _DIVIDED_STATES_MASKS._replace(
+        sizes=(2 * BLOCK, BLOCK, BLOCK), whole=(2,), asynchronous=True, deferred=False, device=True
+    ),
+}  # fmt: skip
 
 
 def _beside(connector: Connector, extra: dict[str, Any]) -> tuple[Connector, dict[str, Any]]:
@@ -301,7 +325,7 @@ def make_cache(shape: Shape, rank: int = 0) -> KVCacheConfig:
 
     common: dict[str, Any] = {"num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
     specs: list[KVCacheSpec] = [
-        FullAttentionSpec(block_size=size // shape.dcp, **common)
+        FullAttentionSpec(block_size=size // shape.shards(i), **common, dcp_sharded=i not in shape.whole)
         if window is None
         else ChunkedLocalAttentionSpec(block_size=size, **common, attention_chunk_size=window)
         if i in shape.locals

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpipe.connectors.vllm.trial.mutants.base import LOADING, SAVING, Mutant, one
+from kvpipe.connectors.vllm.trial.mutants.base import GEOMETRY, LOADING, SAVING, Mutant, one
 
 _SUPPORT = "kvpipe.connectors.vllm.support"
 
@@ -43,5 +43,25 @@ MUTANTS: dict[str, Mutant] = {
             "return max(whole, min(units, saved))",
         ),
         shape="states-context-parallel",
+    ),
+    "drafter_of_every_rank_is_divided": Mutant(
+        "Under decode context parallelism a drafter's attention is divided, though every rank holds all of it.",
+        one(
+            _SUPPORT,
+            "make_geometry",
+            "resolve_dcp_kv_block_size(group.kv_cache_spec, dcp)",
+            "group.kv_cache_spec.block_size * (dcp if isinstance(spec, FullAttentionSpec) else 1)",
+        ),
+        shape="async-scheduler-context-parallel-masks",
+    ),
+    "pages_are_counted_by_the_longest_block": Mutant(
+        "Where a block is several units in some group, it is in all of them.",
+        one(GEOMETRY, "blocks", "(units := self.units_per_block[group])", "(units := self.whole_units)"),
+        shape="async-scheduler-states-context-parallel-masks",
+    ),
+    "drafted_state_ends_in_no_page": Mutant(
+        "Where blocks of attention are several units, a drafted prompt's page is kept as far as vLLM keeps no state.",
+        one(SAVING, "_boundaries", "self._geometry.states_back", "self._geometry.states_back * (self._whole == 1)"),
+        shape="states-context-parallel-masks",
     ),
 }
