@@ -16,6 +16,7 @@ FUNCTION_LINES_MAX, FILE_LINES_MAX, LONG_FILE_LINES_MAX = 70, 400, 600
 LONG_FILES = {
     "connectors/vllm/connector.py",
     "connectors/vllm/trial/rank.py",
+    "connectors/vllm/trial/shapes.py",
     "connectors/vllm/trial/trial.py",
     "kvpipe/scheduler/fetches.py",
     "kvpipe/testing/models.py",
