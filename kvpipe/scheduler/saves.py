@@ -9,7 +9,7 @@ from kvpipe.cache.catalog import Catalog, Chunk, Piece
 from kvpipe.cache.prefixes import Prefixes
 from kvpipe.config import Settings
 from kvpipe.geometry import Geometry
-from kvpipe.scheduler.records import OpenChunk, Tracked
+from kvpipe.scheduler.records import OpenChunk, SaveProgress, Tracked
 from kvpipe.statemachine import chunk as chunk_m
 from kvpipe.statemachine import saving as saving_m
 from kvpipe.trace.log import Counters
@@ -143,9 +143,9 @@ class Saving:
         """
         request, progress = tracked.request, tracked.saving
         units = self._prefixes.final_units(request, end)
-        prompt_units = self._prefixes.units_within(request.num_prompt_tokens)
-        done = not self._settings.save_decode and units >= prompt_units and not request.resumable
+        prompt_units, done = self._prefixes.units_within(request.num_prompt_tokens), False
         if not self._settings.save_decode:
+            done = units >= prompt_units and not request.resumable
             units = min(units, prompt_units)
         if not self._settings.save_partial:
             units -= units % self._per_chunk
@@ -172,10 +172,7 @@ class Saving:
                     progress.opened[group] = None
                     self._counters["save_known"] += 1
                     continue
-                piece = self._claim(tracked, group, table, base, low, high, keep=high in ends)
-                if piece is not None:
-                    pieces.append(piece)
-                    rows += self._save_rows(group, table, base, piece)
+                rows += self._claim(progress, hashes, group, table, base, low, high, pieces, keep=high in ends)
         self._counters["units_saved"] += sum(p.stop - p.start for p in pieces)
         return rows, first
 
@@ -237,10 +234,13 @@ class Saving:
         return max(0, min(last, (tokens - 1) // self._unit)), branch // self._unit
 
     def _claim(
-        self, tracked: Tracked, group: int, table: Sequence[Block], base: int, low: int, high: int, *, keep: bool
-    ) -> Piece | None:
-        """Claim units [low, high) of the chunk that starts at unit `base`, in the chunk where they continue best."""
-        hashes, progress = self._prefixes.hashes(tracked.request), tracked.saving
+        self, progress: SaveProgress, hashes: Sequence[bytes], group: int, table: Sequence[Block], base: int, low: int,
+        high: int, pieces: list[Piece], *, keep: bool,
+    ) -> list[Row]:  # fmt: skip
+        """Claim units [low, high) of the chunk that starts at unit `base`, in the chunk where they continue best.
+
+        Puts the piece into `pieces`, if there is room, and returns the rows that save it.
+        """
         key = self._prefixes.key(hashes, high)
         opened, progress.opened[group] = progress.opened[group], None
         chunk: Chunk | None = None
@@ -255,28 +255,25 @@ class Saving:
                     chunk = found
             if chunk is not None and chunk.state.row in _GONE:
                 chunk = None
-        start = low if chunk is not None else base
-        if _any_null(table, self._geometry.blocks(group, start, high)):
+        blocks = self._geometry.blocks(group, low if chunk is not None else base, high)
+        if _any_null(table, blocks):
             self._counters["save_out_of_window"] += 1
-            return None
+            return []
         if chunk is None:
             chunk = self._catalog.reserve(group)
             if chunk is None:
-                return None
+                return []
         follows = self._prefixes.key(hashes, base) if base else b""
         piece = self._catalog.write(chunk, high - base, key, keep=keep, base=base, before=follows)
+        pieces.append(piece)
         progress.opened[group] = OpenChunk(base, chunk, high - base, key)
-        return piece
+        first = self._geometry.pages(group, piece.start)
+        return [(group, chunk.slot, page, table[at].block_id) for page, at in enumerate(blocks, first)]
 
     def _table(self, tracked: Tracked, group: int) -> Sequence[Block]:
         """Return the engine's own block table of the request, as it is now. Never kept."""
         assert self.blocks is not None  # noqa: S101  (bound before the first step)
         return self.blocks.table(tracked.request.request_id, group)
-
-    def _save_rows(self, group: int, table: Sequence[Block], base: int, piece: Piece) -> list[Row]:
-        blocks = self._geometry.blocks(group, base + piece.start, base + piece.stop)
-        slot, first = piece.chunk.slot, self._geometry.pages(group, piece.start)
-        return [(group, slot, page, table[at].block_id) for page, at in enumerate(blocks, first)]
 
 
 def _any_null(table: Sequence[Block], blocks: Sequence[int]) -> bool:

@@ -36,7 +36,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "window_blocks_saved": Mutant(
         "Blocks outside of a sliding window, which vLLM has given away, are saved.",
-        one(SAVING, "_claim", "_any_null(table, self._geometry.blocks(group, start, high))", "False"),
+        one(SAVING, "_claim", "_any_null(table, blocks)", "False"),
         shape="hybrid",
     ),
     "head_for_tail": Mutant(
