@@ -56,14 +56,13 @@ class Asking(Cursor):
     """
 
     __slots__ = (
-        "asked_step", "hit", "life", "local", "missed", "put_off_steps", "request_id", "staged", "units", "waits",
-        "why",
+        "asked_step", "hit", "life", "local", "missed", "put_off_steps", "staged", "units", "waits", "why",
     )  # fmt: skip
 
     def __init__(self, machine: Compiled, request_id: str, life: RequestContext, watch: Watch | None) -> None:
         """Nobody has asked."""
         self.machine, self.key, self.state, self.watch = machine, request_id, machine.initial, watch  # as a cursor's
-        self.life, self.request_id = life, request_id
+        self.life = life
         self.asked_step, self.put_off_steps = -1, 0
         self.local = self.hit = self.missed = self.units = 0
         self.why, self.waits, self.staged = "", False, NO_TIERS
@@ -96,10 +95,6 @@ class Asking(Cursor):
         self.asked_step, self.local, self.missed, self.why = step, local, missed, why
         self.hit, self.units, self.waits, self.staged = 0, 0, False, NO_TIERS
         self.fire(lookup_m.PUT_OFF)
-
-    def stands(self, step: int) -> bool:
-        """Whether the answer was given in the pass of `step`, and is not used up."""
-        return self.state.row == lookup_m.ASKED and self.asked_step == step
 
     def admit(self) -> None:
         """Use up the answer."""

@@ -112,11 +112,11 @@ class RequestReporter:
         if edge.event != lookup_m.ADMIT and (answer := asking.answer) != life.answer:
             life.answer = answer
             trace.put(e.Lookup(
-                *trace.of(asking.request_id, life.epoch), local_tokens=answer.local, hit_tokens=answer.by_tier,
+                *trace.of(str(asking.key), life.epoch), local_tokens=answer.local, hit_tokens=answer.by_tier,
                 missed_tokens=answer.missed, why=answer.why, later=answer.later,
             ))  # fmt: skip
         if trace.detail:
-            trace.took(asking.request_id, life.epoch, trace.step, cursor, life.number, was, edge, why)
+            trace.took(str(asking.key), life.epoch, trace.step, cursor, life.number, was, edge, why)
 
     def admitted(self, tracked: Tracked, *, loads: bool) -> None:
         """Blocks were allocated; the lookup's answer is not used up yet. Counted of every request, traced or not."""

@@ -229,12 +229,17 @@ class SchedulerSide:
         return StepPlan(self._step, tuple(jobs), orders, space, question, claims, wait_ms, computes)
 
     def reported(self, report: Report) -> None:
-        """Ranks have reported with a step's output."""
+        """Ranks have reported with a step's output: publish, release, or fail jobs once all ranks have spoken."""
         if report.weights:
             self.weighed(report.weights)
         if self.loading.stall is not None and report.rate:
             self.loading.stall.rate = report.rate
-        self._jobs_reported(report.tallies)
+        for job_id, tally in sorted(report.tallies.items()):  # pieces of a chunk land in the order of their jobs
+            try:
+                if not self.jobs.reported(job_id, tally):
+                    self._order_reported(job_id, tally)
+            except Exception as e:  # noqa: BLE001  (other reports of the step count, too)
+                self.counters.fault("contained_error", where="reported", job=job_id, error=repr(e))
         self.switches.tier_lost |= report.lost
         if report.unreadable:
             self.tiers_left(report.unreadable)
@@ -242,15 +247,6 @@ class SchedulerSide:
             self.slots_ready(report.ready)
         if report.adapters:
             self.adapters.told(report.adapters, report.step)
-
-    def _jobs_reported(self, tallies: dict[int, Tally]) -> None:
-        """Ranks have ended jobs: publish, release, or fail them once all ranks have spoken."""
-        for job_id, tally in sorted(tallies.items()):  # pieces of a chunk land in the order of their jobs
-            try:
-                if not self.jobs.reported(job_id, tally):
-                    self._order_reported(job_id, tally)
-            except Exception as e:  # noqa: BLE001  (other reports of the step count, too)
-                self.counters.fault("contained_error", where="reported", job=job_id, error=repr(e))
 
     def tiers_left(self, unreadable: dict[int, frozenset[int]]) -> None:
         """Ranks have said which tiers they leave alone from now on."""

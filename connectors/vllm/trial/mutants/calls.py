@@ -193,7 +193,8 @@ MUTANTS: dict[str, Mutant] = {
             LOOKUPS,
             "answer",
             "tracked.fire(m.ASK)\n",
-            "tracked.fire(m.ASK)\n    if tracked.asking.stands(step):\n        return MISS\n",
+            "tracked.fire(m.ASK)\n    asking = tracked.asking\n"
+            "    if asking.state.row == 'ASKED' and asking.asked_step == step:\n        return MISS\n",
         ),
     ),
     "hit_seen_and_not_loaded": Mutant(

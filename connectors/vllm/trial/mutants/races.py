@@ -61,7 +61,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "replayed_step_not_saved": Mutant(
         "In a step that is replayed from a CUDA graph, saves are left to hooks that do not come.",
-        one(PIPELINE, "_end", "replayed = self._replays and not batch.tickets", "replayed = False"),
+        one(PIPELINE, "_end", "(self._replays or not self._computes)", "not self._computes"),
         shape="graphs",
     ),
     "hooks_believed_in": Mutant(
