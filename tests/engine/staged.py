@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import distributed
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -46,4 +48,33 @@ class ExpertWorker(CPUWorker):
             apply(self, *args, **kwargs)
 
         CPUUnquantizedExperts.apply = mapped  # type: ignore[method-assign]
+        super().load_model(**how)
+
+
+class ReplicaWorker(ExpertWorker):
+    """A worker whose experts may lie in other engines: vLLM's CPU build does not know how to bring them tokens.
+
+    Its `AgRsAll2AllManager` asks the communicator for `all_gatherv` and `reduce_scatterv`, which that of the CPU lacks.
+    """
+
+    def load_model(self, **how: Any) -> None:
+        """Teach the communicator both."""
+
+        def gathered(self: Any, input_: list[torch.Tensor], dim: int, sizes: list[int]) -> list[torch.Tensor]:
+            assert dim == 0
+            first = sum(sizes[: self.rank_in_group])
+            made = [one.new_zeros(sum(sizes), *one.shape[1:]) for one in input_]
+            for whole, one in zip(made, input_, strict=True):
+                whole[first : first + len(one)] = one
+                distributed.all_reduce(whole, group=self.device_group)
+            return made
+
+        def reduced(self: Any, input_: torch.Tensor, dim: int, sizes: list[int]) -> torch.Tensor:
+            assert dim == 0
+            whole, first = input_.clone(), sum(sizes[: self.rank_in_group])
+            distributed.all_reduce(whole, group=self.device_group)
+            return whole[first : first + sizes[self.rank_in_group]]
+
+        CpuCommunicator.all_gatherv = gathered  # type: ignore[assignment]
+        CpuCommunicator.reduce_scatterv = reduced  # type: ignore[assignment]
         super().load_model(**how)

@@ -1,16 +1,24 @@
 """Expert parallelism: the KV is as with tensor or data parallelism, and so is what becomes of it.
 
-The ranks run with a worker class of the tests' own (`staged.ExpertWorker`): vLLM's CPU kernel does not know which
-experts a rank has. What is right is what an engine of one rank answers.
+The ranks run with worker classes of the tests' own: vLLM's CPU kernel does not know which experts a rank has
+(`staged.ExpertWorker`), nor its communicator how tokens come to those of other engines (`staged.ReplicaWorker`). What
+is right is what an engine of one rank answers.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvpipe.testing.models import make_model
+from kvpipe.trace.events import RequestAdmitted
+from kvpipe.trace.reader import Trace
 from tests.engine.common import assert_clean, baseline, engine, prompt
+from tests.engine.serving import Server
 
 pytestmark = pytest.mark.engine
 
@@ -30,3 +38,34 @@ def test_experts_on_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
             assert live.generate(PROMPTS, 12) == expected
         assert live.generate([turn], 12) == answer
         assert assert_clean(live)["tokens_loaded"] == 288 + 128 + 288
+
+
+def test_experts_in_two_engines(tmp_path: Path, trace_file: Path) -> None:
+    """Each has half of the experts, a cache of its own, and no tier: of its weights it can read only its own."""
+    expected = baseline(PROMPTS, 12, MODEL, enable_prefix_caching=False)
+    kvpipe = {"chunk_tokens": 64, "pool_bytes_max": "64MiB", "tiers": [str(tmp_path / "kv")]}
+    options = ("--data-parallel-size", "2", "--enable-expert-parallel", "--no-enable-prefix-caching")
+    worker = ("--worker-cls", "tests.engine.staged.ReplicaWorker")
+    with (
+        Server(
+            tmp_path / "log", kvpipe, *options, *worker, model=make_model(MODEL), VLLM_CPU_OMP_THREADS_BIND="nobind"
+        ) as server,
+        ThreadPoolExecutor(2) as both,
+    ):
+
+        def ask(replica: int) -> list[list[int] | None]:
+            return [server.stream(tokens, 12, rank=replica) for tokens in PROMPTS]
+
+        assert [ask(0), ask(0), ask(1)] == [expected] * 3, "one is asked, the other takes part"
+        assert list(both.map(ask, range(2))) == [expected] * 2
+        server.idle()
+        loaded = [server.metric("hit_tokens", tier="memory", engine=replica) for replica in "01"]
+        assert loaded == [2 * (288 + 128), 288 + 128]
+        assert server.metric("hit_tokens") == sum(loaded)
+        assert server.said.count("experts lie in other engines") == 2
+    assert not list((tmp_path / "kv").rglob("*-g0-*"))
+    hits = Counter[str]()
+    for event in Trace(trace_file):
+        if isinstance(event, RequestAdmitted):
+            hits[event.engine[-3:]] += event.hit_tokens.get("memory", 0)
+    assert [hits["dp0"], hits["dp1"]] == loaded
