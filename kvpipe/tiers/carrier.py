@@ -32,7 +32,7 @@ TIMEOUTS_MAX: Final = 10
 """A value takes at most so many of its tier's `timeout_ms_max`, however slowly its bytes trickle."""
 DRAIN_S_MAX: Final = 5.0
 """For how long a shutdown waits for chunks that are on their way to a tier."""
-SPARE_BODIES_MAX: Final = 8
+SPARE_BODIES_MAX: Final = 32
 SPARE_S: Final = 10.0
 """So many bodies for parts that are not the rank's own are kept for the next ones, for so long after the last."""
 OTHER_FAULTS_MAX: Final = 3
@@ -48,6 +48,8 @@ _Other = tuple[int, str, int]
 """Values of another split: the tier's place, the namespace, how many parts a chunk has."""
 
 _Move = Callable[[], Awaitable[tuple[str, int]]]
+_Fill = Callable[[], object]
+_Values = Sequence[tuple[Key, memoryview]]
 
 
 class _Got(NamedTuple):
@@ -274,7 +276,7 @@ class Carrier(TierThread[_Item]):
             return []
         return slices(share.heads, split, order.split, part_of(split, self._rank, self._ranks)[0])
 
-    def _mover(self, body: memoryview, order: TierOrder, one: Slice) -> Callable[[], None]:
+    def _mover(self, body: memoryview, order: TierOrder, one: Slice) -> _Fill:
         """Return what moves heads between a part's body and the slot, in the order's direction."""
         share, split = self._shares[order.group], self._split[order.group]
         return functools.partial(self._bodies.move_heads, body, order, share, split, one)
@@ -305,7 +307,7 @@ class Carrier(TierThread[_Item]):
         found: Sequence[_Got],
         units: int,
         bodies: Sequence[memoryview],
-        moves: Sequence[Callable[[], object]],
+        moves: Sequence[_Fill],
     ) -> str:
         """Check values, and do what is done with good ones. Returns why one is none, or nothing."""
         whys = ["" if got.read is Read.HIT else got.read.value for got in found]
@@ -337,7 +339,7 @@ class Carrier(TierThread[_Item]):
         if order.split not in {BOUND, self._split[order.group]}:
             return await self._store_parts(tier, order, space)
         body = self._bodies.gather(order.slot, order.group, order.units)
-        await self._write(tier, self._key(order, space), order.units, body)
+        await self._write(tier, order.units, [(self._key(order, space), body)])
         return "", body.nbytes
 
     async def _store_parts(self, tier: GuardedTier, order: TierOrder, space: str) -> tuple[str, int]:
@@ -345,19 +347,17 @@ class Carrier(TierThread[_Item]):
         wanted, split = self._slices(order), self._split[order.group]
         if not wanted or order.split % split:
             return "another layout", 0
-        written = 0
-        for one in wanted:
-            body = self._room(order)
-            await blocking(self._threads, self._mover(body, order, one))
-            await self._write(tier, Key(space, order.chunk, order.group, one.part, order.split), order.units, body)
-            self._spare.append(body)
-            written += body.nbytes
-        return "", written
+        bodies = [self._room(order) for _ in wanted]
+        keys = [Key(space, order.chunk, order.group, one.part, order.split) for one in wanted]
+        moves = [self._mover(body, order, one) for body, one in zip(bodies, wanted, strict=True)]
+        await self._write(tier, order.units, [*zip(keys, bodies, strict=True)], moves)
+        self._spare.extend(bodies)
+        return "", sum(body.nbytes for body in bodies)
 
     async def _mark(self, tier: GuardedTier, place: int, space: str) -> None:
         """Say in a tier that it has chunks of this split, for those who look for others than their own."""
         now_s = time.monotonic()
-        await self._write(tier, mark_key(space, self._kept), 0, pages(ALIGN_BYTES))
+        await self._write(tier, 0, [(mark_key(space, self._kept), pages(ALIGN_BYTES))])
         self._marked = {at: one for at, one in self._marked.items() if at[0] != place} | {(place, space): now_s}
 
     def _writes(self, order: TierOrder) -> bool:
@@ -372,10 +372,16 @@ class Carrier(TierThread[_Item]):
         """Whether a store is anything to this rank: not where another stores the chunk, and no marker can be due."""
         return self._writes(order) or (tier.breakers[WRITE].allows and self._marks(order, space))
 
-    async def _write(self, tier: GuardedTier, key: Key, units: int, body: memoryview) -> None:
-        name = tier.sealer.names(key)[0]
-        parts = await blocking(self._threads, lambda: tier.sealer.seal(name, units, body))
-        await tier.write([Put(name, parts)])
+    async def _write(self, tier: GuardedTier, units: int, values: _Values, moves: Sequence[_Fill] = ()) -> None:
+        """Write values, all in one call. `moves` bring into their bodies what they hold."""
+
+        def work() -> list[Put]:
+            for move in moves:
+                move()
+            named = [(tier.sealer.names(key)[0], body) for key, body in values]
+            return [Put(name, tier.sealer.seal(name, units, body)) for name, body in named]
+
+        await tier.write(await blocking(self._threads, work))
 
     def _key(self, order: TierOrder, space: str) -> Key:
         part, parts = part_of(order.split, self._rank, self._ranks)
