@@ -1,4 +1,4 @@
-"""Run the benchmarks: `python -m benchmarks [NAME …]`, of `PARTS`, chunks or traces; default: all of `PARTS`."""
+"""Run the benchmarks: `python -m benchmarks [NAME …]`, of `PARTS`, chunks, ranges, traces; default: all of `PARTS`."""
 
 from __future__ import annotations
 

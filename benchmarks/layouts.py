@@ -19,6 +19,7 @@ from kvpipe.tiers.carrier import Carrier
 from kvpipe.tiers.disk.spec import DiskSpec
 from kvpipe.tiers.guard import READ, WRITE, guarded
 from kvpipe.tiers.parts import Share, kept_splits, split_of
+from kvpipe.tiers.spec import TierSpec
 from kvpipe.trace.log import Counters
 from kvpipe.transfer.pool import HostPool
 
@@ -30,22 +31,24 @@ IN_HALVES = "1, with share_ranks_max=2,"
 ORDERS = {"heads first": 1, "tokens first": BLOCK_TOKENS}
 
 
-class _Engine:
-    """The carriers of an engine's ranks, over one folder. `heads`: 1 for latents. `most`: its `share_ranks_max`."""
+class Ranks:
+    """The carriers of an engine's ranks, over one tier. `heads`: 1 for latents. `most`: its `share_ranks_max`."""
 
-    def __init__(self, folder: Path, ranks: int, most: int, heads: int, rows: int, head_bytes: int) -> None:
+    def __init__(
+        self, spec: TierSpec, ranks: int, most: int, heads: int, rows: int, head_bytes: int, count: int = LAYERS
+    ) -> None:
+        """`rows`: runs of a head in a page. `count`: layers."""
         self.ranks, (self.split,) = ranks, kept_splits((heads,), ranks, most)
         page = heads // split_of(heads, ranks) * BLOCK_TOKENS * head_bytes
-        layers = tuple(Layer(str(i), page) for i in range(LAYERS))
-        chunk = page * LAYERS * CHUNK_TOKENS // BLOCK_TOKENS
+        layers = tuple(Layer(str(i), page) for i in range(count))
+        chunk = page * count * CHUNK_TOKENS // BLOCK_TOKENS
         geometry = Geometry((Group(layers, BLOCK_TOKENS),), CHUNK_TOKENS, CHUNKS * (chunk + (1 << 16)))
-        spec = DiskSpec.model_validate({"path": folder, "bytes_max": 8 << 30})
         self.carriers = []
         for rank in range(ranks):
             tier: Tier = spec.make("disk")
             pool = HostPool(geometry)
             pool.tensor.fill_(rank + 1)
-            shares = (Share(heads, (rows,) * LAYERS),)
+            shares = (Share(heads, (rows,) * count),)
             tiers = guarded([("disk", spec, tier)], (READ, WRITE))
             self.carriers.append(
                 Carrier(
@@ -84,10 +87,11 @@ class _Engine:
 
 
 @contextmanager
-def _engines(folder: Path, heads: int, rows: int, head_bytes: int) -> Iterator[dict[str, _Engine]]:
+def _engines(folder: Path, heads: int, rows: int, head_bytes: int) -> Iterator[dict[str, Ranks]]:
     kinds = {"1": (1, 1), "2": (2, 1), IN_HALVES: (1, 2)}
     with ExitStack() as stack:
-        made = {kind: _Engine(folder, *ranks, heads, rows, head_bytes) for kind, ranks in kinds.items()}
+        spec = DiskSpec.model_validate({"path": folder, "bytes_max": 8 << 30})
+        made = {kind: Ranks(spec, *ranks, heads, rows, head_bytes) for kind, ranks in kinds.items()}
         for engine in made.values():
             for carrier in engine.carriers:
                 stack.callback(carrier.shutdown)
