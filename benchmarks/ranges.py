@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -46,7 +46,7 @@ def run() -> list[Figure]:
         shutil.rmtree(folder)
 
 
-def _minima(ways: dict[str, Way]) -> dict[str, float]:
+def _minima(ways: Mapping[str, Way]) -> dict[str, float]:
     """Return the least that each takes, all of them in turn."""
     took: dict[str, list[float]] = {name: [] for name in ways}
     for at in range(ROUNDS + 1):
@@ -57,7 +57,7 @@ def _minima(ways: dict[str, Way]) -> dict[str, float]:
     return {name: min(some) for name, some in took.items()}
 
 
-def _figures(what: str, ways: dict[str, Way], limit: float) -> list[Figure]:
+def _figures(what: str, ways: Mapping[str, Way], limit: float) -> list[Figure]:
     """The first of `ways` is one's own."""
     (_, own), *others = _minima(ways).items()
     beside = "{:.2f} of {:.2f} ms a value"
@@ -107,7 +107,7 @@ def _files(folder: Path) -> Iterator[list[Path]]:
     files = [folder / str(at) for at in range(CHUNKS)]
     for file in files:
         with file.open("wb") as sink:
-            sink.write(whole)
+            sink.write(whole.data)
             os.fsync(sink.fileno())
     yield files
 
@@ -126,7 +126,7 @@ def _each(items: Sequence[Path], lanes: int, work: Callable[[Path], object]) -> 
     return (time.perf_counter() - begin) / CHUNKS
 
 
-def _read(file: Path, into: Sequence[Bytes], at: int, flags: int = os.O_DIRECT) -> None:
+def _read(file: Path, into: Sequence[memoryview], at: int, flags: int = os.O_DIRECT) -> None:
     fd = os.open(file, os.O_RDONLY | flags)
     try:
         for first in range(0, len(into), 1024):
@@ -148,14 +148,14 @@ def _read_by_two(files: list[Path]) -> list[Figure]:
 
     def own(file: Path) -> None:
         slot = slots.pop()
-        _read(file, [slot], 0)
-        xxhash.xxh3_128_digest(slot)
+        _read(file, [slot.data], 0)
+        xxhash.xxh3_128_digest(slot.data)
         slots.append(slot)
 
     def whole(file: Path, *, flags: int, run: int, halves: int) -> None:
         body = spare.pop()
-        _read(file, [body], 0, flags)
-        xxhash.xxh3_128_digest(body)
+        _read(file, [body.data], 0, flags)
+        xxhash.xxh3_128_digest(body.data)
         for which in range(halves):
             slot = slots.pop()
             slot.reshape(-1, run)[:] = body.reshape(-1, 2, run)[:, which]
@@ -166,9 +166,9 @@ def _read_by_two(files: list[Path]) -> list[Figure]:
         slot = slots.pop()
         fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
         for at in range(0, half, run):
-            assert os.preadv(fd, [slot[at : at + run]], 2 * at) == run
+            assert os.preadv(fd, [slot[at : at + run].data], 2 * at) == run
         os.close(fd)
-        xxhash.xxh3_128_digest(slot)
+        xxhash.xxh3_128_digest(slot.data)
         slots.append(slot)
 
     def cold(work: Callable[[Path], object]) -> float:
@@ -199,14 +199,14 @@ def _read_by_one(files: list[Path]) -> list[Figure]:
 
     def own(file: Path) -> None:
         slot = slots.pop()
-        _read(file, [slot], 0)
-        xxhash.xxh3_128_digest(slot)
+        _read(file, [slot.data], 0)
+        xxhash.xxh3_128_digest(slot.data)
         slots.append(slot)
 
     def scattered(file: Path, *, run: int) -> None:
         slot = slots.pop()
         rows = slot.reshape(-1, 2, run)
-        into = [rows[at, which] for which in range(2) for at in range(len(rows))]
+        into = [rows[at, which].data for which in range(2) for at in range(len(rows))]
         _read(file, into, 0)
         for which in range(2):
             check = xxhash.xxh3_128()
@@ -216,9 +216,9 @@ def _read_by_one(files: list[Path]) -> list[Figure]:
 
     def copied(file: Path, *, run: int) -> None:
         slot, body = slots.pop(), spare.pop()
-        _read(file, [body], 0)
+        _read(file, [body.data], 0)
         for which, one in enumerate(np.split(body, 2)):
-            xxhash.xxh3_128_digest(one)
+            xxhash.xxh3_128_digest(one.data)
             slot.reshape(-1, 2, run)[:, which] = one.reshape(-1, run)
         slots.append(slot)
         spare.append(body)

@@ -302,12 +302,7 @@ class Carrier(TierThread[_Item]):
         return found
 
     async def _check(
-        self,
-        tier: GuardedTier,
-        found: Sequence[_Got],
-        units: int,
-        bodies: Sequence[memoryview],
-        moves: Sequence[_Fill],
+        self, tier: GuardedTier, found: Sequence[_Got], units: int, bodies: Sequence[memoryview], moves: Sequence[_Fill]
     ) -> str:
         """Check values, and do what is done with good ones. Returns why one is none, or nothing."""
         whys = ["" if got.read is Read.HIT else got.read.value for got in found]

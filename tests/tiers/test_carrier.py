@@ -18,7 +18,7 @@ from kvpipe.geometry import Geometry, Group, Layer
 from kvpipe.messages import TierOrder
 from kvpipe.testing.held_tier import DictSpec, HeldTier
 from kvpipe.tiers import carrier, guard
-from kvpipe.tiers.base import Get, Put, Read, Tier, Written, blocking
+from kvpipe.tiers.base import Get, Read, Tier, blocking
 from kvpipe.tiers.carrier import Carried, Carrier
 from kvpipe.tiers.guard import FAULTS_MAX, READ, WRITE, GuardedTier, guarded
 from kvpipe.tiers.parts import Share, mark_key
@@ -137,26 +137,6 @@ def test_a_part_of_another_layout() -> None:
         assert rank.ended() == [False]
         assert rank.counters.faults == {"chunk_damaged": 1}
     assert was.any()
-
-
-def test_parts_for_more_ranks_are_written_in_one_call() -> None:
-    """Stored for four ranks by one: all four parts at once, behind the marker, and no more copies of them are kept."""
-    calls: list[int] = []
-
-    class Recording(HeldTier):
-        async def write(self, puts: Sequence[Put]) -> list[Written]:
-            calls.append(len(puts))
-            return await super().write(puts)
-
-    tier = Recording()
-    with _rank(tier, shares=(Share(4, (1, 1)), Share(4, (1,))), most=4) as rank:
-        was = rank.fill(0, 1)
-        for stores, slot in ((True, 0), (False, 5)):
-            rank.carry(stores=stores, slot=slot, split=4)
-            assert rank.ended() == [True]
-        assert torch.equal(rank.pool.slot(5)[: 4 * PAGE], was[: 4 * PAGE])
-        assert len(rank.carrier._spare) == 4
-    assert calls == [1, 4]
 
 
 def test_a_marker_is_written_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,22 +8,23 @@ from contextlib import contextmanager
 
 import anyio
 import pytest
+import torch
 
 from kvpipe.testing.held_tier import HeldTier
 from kvpipe.tiers import carrier
-from kvpipe.tiers.base import Get, Read, TierError
+from kvpipe.tiers.base import Get, Put, Read, TierError, Written
 from kvpipe.tiers.carrier import OTHER_FAULTS_MAX
 from kvpipe.tiers.envelope import HEADER_BYTES
 from kvpipe.tiers.guard import FAULTS_MAX, READ, WRITE
 from kvpipe.tiers.parts import Share
-from tests.tiers.test_carrier import GEOMETRY, WAIT_S, Rank
+from tests.tiers.test_carrier import GEOMETRY, PAGE, WAIT_S, Rank
 
 HEADS, ALIKE = (Share(4, (1, 1)), Share(4, (1,))), (Share(1, (1, 1)), Share(1, (1,)))
 
 
 @contextmanager
-def _rank(tier: HeldTier, shares: tuple[Share, ...], ranks: int) -> Iterator[Rank]:
-    made = Rank([tier], shares, ranks=ranks)
+def _rank(tier: HeldTier, shares: tuple[Share, ...], ranks: int, most: int = 1) -> Iterator[Rank]:
+    made = Rank([tier], shares, ranks=ranks, most=most)
     try:
         yield made
         assert not made.carrier.loop.errors
@@ -174,3 +175,29 @@ def test_its_own_smaller_parts_are_its_own() -> None:
         assert not made.tiers[0].breakers[READ].allows
     finally:
         made.carrier.shutdown()
+
+
+class _Counting(HeldTier):
+    """Counts the values of each call that writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[int] = []
+
+    async def write(self, puts: Sequence[Put]) -> list[Written]:
+        self.written.append(len(puts))
+        return await super().write(puts)
+
+
+def test_parts_for_more_ranks_are_written_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stored for four ranks by one: all four parts at once, behind the marker; memory for them is used again."""
+    monkeypatch.setattr(carrier, "SPARE_S", WAIT_S * 10)
+    tier = _Counting()
+    with _rank(tier, HEADS, ranks=1, most=4) as rank:
+        was = rank.fill(0, 1)
+        for stores, slot in ((True, 0), (False, 5)):
+            rank.carry(stores=stores, slot=slot, split=4)
+            assert rank.ended() == [True]
+        assert torch.equal(rank.pool.slot(5)[: 4 * PAGE], was[: 4 * PAGE])
+        assert len(rank.carrier._spare) == 4
+    assert tier.written == [1, 4]
