@@ -129,6 +129,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         )
         if self.geometry.states:
             drafters.check_states(vllm_config)
+        drafters.check_groups(vllm_config, kv_cache_config)
         support.check_load(self.settings, self.geometry, parallel.pipeline_parallel_size)
         self.counters = Counters()
         self.scheduler: SchedulerSide | None = None

@@ -20,11 +20,15 @@ from kvpipe.connectors.vllm.models import config_digest, refuse
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig, VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 WITHOUT_KV: Final = ("ngram", "ngram_gpu", "suffix")
 _FED_HIDDEN_STATES: Final = ("eagle", "eagle3", "mtp")
 _FED_CONTEXT: Final = ("dflash", "dspark")
 _DRAFT_MODEL: Final = "draft_model"
+_LAYERS: Final = "draft_model."
+"""What the names of a draft model's layers begin with (`DraftModelProposer._get_model`)."""
+_FIRST_GROUP: Final = "vLLM's runner V1 lets it write into the blocks of the first KV cache group"
 
 
 def check(config: VllmConfig) -> None:
@@ -58,14 +62,31 @@ def check_states(config: VllmConfig) -> None:
         refuse(f"recurrent states with speculative decoding and pipeline_parallel_size={stages}", "set it to 1")
     served = (*_FED_HIDDEN_STATES, *_FED_CONTEXT)
     if drafts.method not in served:
+        why = "no engine has shown it" if config.use_v2_model_runner or drafts.method != _DRAFT_MODEL else _FIRST_GROUP
         refuse(
-            f"speculative method={drafts.method!r} with recurrent states",
+            f"speculative method={drafts.method!r} with recurrent states ({why})",
             f"use one of {', '.join(served)}, or unset speculative_config",
         )
     if drafts.draft_model_config.is_hybrid:
         refuse("a drafter with recurrent states of its own", "use one without")
     if getattr(drafts, "disable_eagle_block_drop", False):
         refuse("disable_eagle_block_drop with recurrent states (a repeated prompt would find none)", "unset it")
+
+
+def check_groups(config: VllmConfig, cache: KVCacheConfig) -> None:
+    """Raise `UnsupportedError` where vLLM writes a draft model's KV into blocks of others' KV.
+
+    Runner V1 hands it the block table of the first group (`GPUModelRunner._build_attention_metadata`), whichever its
+    layers are in: groups share their memory, so that it spoils the model's own KV, with a connector or without.
+    """
+    drafts = config.speculative_config
+    if drafts is None or drafts.method != _DRAFT_MODEL or config.use_v2_model_runner:
+        return
+    if any(name.startswith(_LAYERS) for group in cache.kv_cache_groups[1:] for name in group.layer_names):
+        refuse(
+            f"a draft model whose layers are not in the first KV cache group ({_FIRST_GROUP})",
+            "unset speculative_config",
+        )
 
 
 def unproven(config: VllmConfig) -> str:

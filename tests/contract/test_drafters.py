@@ -42,6 +42,15 @@ def check(folder: Path) -> None:
     )
 
 
+def check_draft_models(folder: Path) -> None:
+    """Runner V1 hands a draft model the blocks of the first cache group: only others are asked for their group."""
+    built = _source(folder / "v1/worker/gpu_model_runner.py", "_build_attention_metadata", "GPUModelRunner")
+    asked = built[: built.index("if self.drafter.kv_cache_gid == kv_cache_gid")]
+    assert "DraftModelProposer" not in asked[asked.rindex("isinstance(self.drafter") :]
+    made = _source(folder / "v1/spec_decode/draft_model.py", "_get_model", "DraftModelProposer")
+    assert 'prefix="draft_model"' in made.replace("'", '"')
+
+
 def check_kinds(folder: Path) -> None:
     """All of their kinds prepare and store context as DFlash does, in every step whose tokens were sampled."""
     bases = {"DFlashSpeculator", "DFlash2Speculator"}
@@ -112,7 +121,7 @@ def _source(path: Path, name: str, owner: str = "") -> str:
     return ast.unparse(found)
 
 
-CHECKS = (check, check_kinds, check_groups, check_divided)
+CHECKS = (check, check_kinds, check_draft_models, check_groups, check_divided)
 
 
 @pytest.mark.parametrize("one", CHECKS)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kvpipe.connectors.vllm.trial.engine import Engine
+from kvpipe.errors import UnsupportedError
 from kvpipe.testing.models import make_drafter, make_model
 from tests.engine.common import assert_clean, engine, prompt
 
@@ -124,6 +125,20 @@ def test_a_drafter_never_reads_kv_of_another_token_ahead(way: Way, tmp_path: Pat
     for name, page in expected.items():
         assert torch.equal(got[name], page), name
     assert loaded == (9 - way.ahead) * BLOCK
+
+
+@pytest.mark.parametrize(
+    ("recipe", "why"),
+    [
+        ("gemma2-hybrid", "not in the first KV cache group"),
+        ("qwen3-next", "'draft_model' with recurrent states .*the first KV cache group"),
+    ],
+)
+def test_a_draft_model_that_would_write_into_the_models_own_kv_is_refused(recipe: str, why: str) -> None:
+    """VLLM's runner V1 hands it the first group's blocks: the engine does not start."""
+    drafts = {"method": "draft_model", "model": str(make_model("llama")), "num_speculative_tokens": 2}
+    with pytest.raises(UnsupportedError, match=why), engine(recipe, {"chunk_tokens": 192}, speculative_config=drafts):
+        pass
 
 
 def test_preempted_aborted_and_restarted(tmp_path: Path) -> None:
