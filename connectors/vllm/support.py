@@ -258,6 +258,8 @@ def layout_facts(caches: dict[str, torch.Tensor], blocks: int, config: VllmConfi
         split = cache.shape[0] // blocks if blocks else 0
         inside = [split, list(cache.shape[1:]), list(cache.stride()[1:]), str(cache.dtype)]
         facts.append([name, backends[name], *inside])
+    if context := _context_facts(config):  # vLLM changes it where ranks start, and not for its scheduler
+        facts.append(context)
     return facts
 
 

@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvpipe.config import load_settings
-from kvpipe.connectors.vllm.support import check_engine, hash_tokens, identity, make_geometry
+from kvpipe.connectors.vllm.support import check_engine, hash_tokens, identity, layout_facts, make_geometry
 from kvpipe.connectors.vllm.trial.invariants import Watched
 from kvpipe.connectors.vllm.trial.shapes import BLOCK, SHAPES, make_configs
 from kvpipe.connectors.vllm.trial.trial import Trial
@@ -90,6 +90,19 @@ def test_a_block_is_as_long_as_all_ranks_shares_of_it() -> None:
     assert (block, blocks) == (16, 32)
     assert "context_parallel" not in alone
     assert two["context_parallel"] == [2, 1] != other["context_parallel"]
+
+
+def test_a_rank_says_which_tokens_it_holds() -> None:
+    """VLLM lengthens the stretch on ranks alone (`adjust_dcp_kv_cache_interleave_size`), when the scheduler is made."""
+
+    def told(dcp: int, interleave: int) -> list[object]:
+        config, _ = copy.deepcopy(make_configs(SHAPES["context-parallel"]))
+        config.parallel_config.decode_context_parallel_size = dcp
+        config.parallel_config.cp_kv_cache_interleave_size = interleave
+        return layout_facts({"layer": torch.zeros(4, 2, 16)}, 4, config)
+
+    assert told(2, 1) != told(2, 16)
+    assert told(1, 1) == told(1, 16)
 
 
 def test_a_state_is_found_within_blocks_of_attention() -> None:

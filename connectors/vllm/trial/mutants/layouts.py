@@ -17,6 +17,11 @@ MUTANTS: dict[str, Mutant] = {
         one(_SUPPORT, "_context_facts", "if ranks > 1", "if False"),
         test="tests/vllm/test_geometry.py::test_a_block_is_as_long_as_all_ranks_shares_of_it",
     ),
+    "stretch_of_the_scheduler_alone": Mutant(
+        "The stretch that ranks hold is what the scheduler was configured with, though vLLM changes it on ranks.",
+        one(_SUPPORT, "layout_facts", "if context := _context_facts(config)", "if context := {}"),
+        test="tests/vllm/test_geometry.py::test_a_rank_says_which_tokens_it_holds",
+    ),
     "last_page_of_a_hit_is_not_loaded": Mutant(
         "Of a hit that ends within a block of attention whole blocks are loaded alone.",
         one(
