@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.replay import page, report
+from benchmarks.replay import hints, page, report
 from benchmarks.replay.replay import BELADY, policies
 
 
@@ -22,12 +22,19 @@ def main(arguments: list[str]) -> int:
         "--policy", nargs="*", default=[*policies(), BELADY], help="replay these; others stay as they are"
     )
     parser.add_argument("--workload", nargs="*", default=[report.AGENTS, report.SHARED, report.MOONCAKE])
+    parser.add_argument("--hints", nargs="*", default=[], choices=hints.MODELS, help="replay policies that take hints")
+    parser.add_argument("--sigma", type=float, default=0.7, help="of the logarithm of the pauses that are hinted at")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=0, help="replays at once; default: as many as there are cores")
     parser.add_argument("--json", type=Path, default=report.RESULTS)
     parser.add_argument("--page", action="store_true", help="replay nothing")
     options = parser.parse_args(arguments)
-    todo = [one for one in report.cases(options.policy, options.seeds) if one.workload in options.workload]
+    cases = (
+        report.hinted(options.policy, options.seeds, options.hints, options.sigma)
+        if options.hints
+        else report.cases(options.policy, options.seeds)
+    )
+    todo = [one for one in cases if one.workload in options.workload]
     for row in () if options.page else report.measure(todo, options.jobs):
         _say(row)
         report.keep([row], options.json)
@@ -39,7 +46,7 @@ def main(arguments: list[str]) -> int:
 
 def _say(row: dict[str, Any]) -> None:
     rate = row["hit_rate"] if "share" in row else 1 - row["shares"]["computed"]
-    place = f"{row['share']:.0%}" if "share" in row else f"{row['host']:.0%} {row['behind']}"
+    place = f"{row['share']:.0%} {row.get('hints', '')}" if "share" in row else f"{row['host']:.0%} {row['behind']}"
     print(f"{row['workload']}, seed {row['seed']}, {place}, {row['policy']}: {rate:.3f}", flush=True)
 
 

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Final
 
-from benchmarks.replay import belady
+from benchmarks.replay import belady, hints
 from benchmarks.replay.workload import Prompt, Workload
 from kvpipe import plugins
 from kvpipe.cache.catalog import Catalog, Chunk, Owner
+from kvpipe.cache.hints import Hint
 from kvpipe.cache.policy import Policy, make_policy
 from kvpipe.cache.prefixes import Prefixes
 from kvpipe.geometry import Geometry, Group, Layer
@@ -51,16 +52,19 @@ class Outcome:
         return self.seconds / len(self.hits) * 1e6
 
 
-def replay(workload: Workload, policy: str, share: float) -> Outcome:
-    """Replay `workload` with a pool of `share` of its chunks, and a registered policy, or `BELADY`."""
+def replay(workload: Workload, policy: str, share: float, said: str = hints.NONE, sigma: float = 0.0) -> Outcome:
+    """Replay `workload` with a pool of `share` of its chunks, and a registered policy, or `BELADY`.
+
+    `said`, `sigma`: what clients say of their sessions, and how wrong it is (`hints.py`).
+    """
     slots = workload.slots(share)
     if policy == BELADY:
         begin_s = time.thread_time()
         return Outcome(workload, policy, slots, list(belady.hits(workload, slots)), time.thread_time() - begin_s)
     pool, out = Pool(workload.chunk_tokens, slots, make_policy(policy, slots)), Outcome(workload, policy, slots)
-    for prompt in workload.prompts:
+    for prompt, hint in zip(workload.prompts, hints.hints(workload, said, sigma), strict=True):
         begin_s = time.thread_time()
-        out.hits.append(pool.serve(prompt))
+        out.hits.append(pool.serve(prompt, hint))
         out.seconds += time.thread_time() - begin_s
     return out
 
@@ -75,8 +79,8 @@ class Pool:
         self.prefixes = Prefixes(self.catalog, geometry, chunk_tokens, lambda request: request.block_hashes)
         self.now_s, self._served = 0.0, 0
 
-    def serve(self, prompt: Prompt) -> int:
-        """Look up, load, save, end. Returns how many chunks were held."""
+    def serve(self, prompt: Prompt, hint: Hint | None = None) -> int:
+        """Look up, load, save, end; `hint` is what its client says then. Returns how many chunks were held."""
         request: Any = SimpleNamespace(num_tokens=prompt.tokens, block_hashes=prompt.keys)
         catalog, keys = self.catalog, prompt.keys
         held = self.prefixes.longest(request)
@@ -91,6 +95,8 @@ class Pool:
                     catalog.landed(catalog.write(chunk, 1, key, keep=True, base=place, before=before))
         catalog.release(owner)
         catalog.refresh(self.prefixes.chunks_from_the_end(request, len(keys)))
+        if hint is not None:
+            catalog.hint(self.prefixes.chunks_from_the_end(request, len(keys)), hint)
         return held
 
     def _find(self, key: bytes) -> Chunk | None:

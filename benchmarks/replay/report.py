@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from functools import cache
@@ -22,6 +22,8 @@ from benchmarks.replay.engine import Engine
 from benchmarks.replay.model import Host, Model, Store, disk, network
 from benchmarks.replay.replay import BELADY, SHARES, replay
 from benchmarks.report import Figure, write
+from kvpipe.cache.policy import make_policy
+from kvpipe.cache.policy.base import HintedPolicy
 
 RESULTS: Final = Path(__file__).parents[2] / "docs" / "results" / "traces.json"
 AGENTS, SHARED, MOONCAKE = "coding agents", "coding agents, system prompts shared", "Mooncake's conversations"
@@ -58,6 +60,22 @@ class Yardstick(NamedTuple):
             "us_per_request": out.microseconds,
         }
         return self._asdict() | more
+
+
+class Hinted(NamedTuple):
+    """The same with clients that say when they go on: by which model, and how wrong (`hints.py`)."""
+
+    workload: str
+    seed: int
+    share: float
+    policy: str
+    hints: str
+    sigma: float
+
+    def row(self) -> Row:
+        """Replay; return what it came to."""
+        out = replay(load_of(self.workload, self.seed), self.policy, self.share, self.hints, self.sigma)
+        return self._asdict() | {"hit_rate": out.hit_rate, "requests": len(out.hits), "slots": out.slots}
 
 
 class Tiered(NamedTuple):
@@ -109,27 +127,42 @@ def cases(policies: Iterable[str], seeds: int) -> list[Yardstick | Tiered]:
     return out
 
 
-def measure(todo: list[Yardstick | Tiered], jobs: int) -> Iterator[Row]:
+def hinted(policies: Iterable[str], seeds: int, models: Iterable[str], sigma: float) -> list[Hinted]:
+    """Return the replays of coding agents of the policies that take hints."""
+    takes = [one for one in policies if one != BELADY and isinstance(make_policy(one, 1), HintedPolicy)]
+    models = list(models)
+    return [
+        Hinted(AGENTS, seed, share, one, model, sigma)
+        for seed in range(seeds)
+        for share in SHARES
+        for one in takes
+        for model in models
+    ]
+
+
+def measure(todo: Sequence[Yardstick | Hinted | Tiered], jobs: int) -> Iterator[Row]:
     """Replay all, `jobs` at once in processes of their own; yield what each came to."""
     with ProcessPoolExecutor(jobs or os.cpu_count(), mp_context=get_context("spawn")) as pool:
         yield from pool.map(_row, todo)
 
 
-def _row(case: Yardstick | Tiered) -> Row:
+def _row(case: Yardstick | Hinted | Tiered) -> Row:
     return case.row()
 
 
 def _key(row: Row) -> str:
-    return json.dumps([row[name] for name in ("workload", "seed", "policy")] + [row.get("share"), row.get("behind")])
+    named = [row[name] for name in ("workload", "seed", "policy")]
+    return json.dumps(named + [row.get(name) for name in ("share", "behind", "hints", "sigma")])
 
 
 def keep(rows: list[Row], path: Path = RESULTS) -> dict[str, Any]:
     """Write what was measured, beside what the file has of other cases. Returns what it says now."""
     before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"yardstick": [], "tiers": []}
-    by_key = {_key(row): row for row in (*before["yardstick"], *before["tiers"], *rows)}
-    yardstick = [row for row in by_key.values() if "share" in row]
+    by_key = {_key(row): row for row in (*before["yardstick"], *before.get("hinted", ()), *before["tiers"], *rows)}
+    said = [row for row in by_key.values() if "hints" in row]
+    yardstick = [row for row in by_key.values() if "share" in row and "hints" not in row]
     tiers = [row for row in by_key.values() if "share" not in row]
-    write(figures(yardstick, tiers), path, model=asdict(Model()), yardstick=yardstick, tiers=tiers)
+    write(figures(yardstick, tiers), path, model=asdict(Model()), yardstick=yardstick, hinted=said, tiers=tiers)
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
 
@@ -145,6 +178,15 @@ def rates(yardstick: list[Row], workload: str) -> dict[str, dict[float, float]]:
         }
         for name in names
     }
+
+
+def said_rates(found: dict[str, Any]) -> dict[str, dict[float, float]]:
+    """Return the mean hit rate over all seeds at each capacity, of each policy and what it was told."""
+    out = dict[str, dict[float, list[float]]]()
+    for row in found.get("hinted", ()):
+        name = f"{row['policy']}, hints: {row['hints']}, sigma {row['sigma']:g}"
+        out.setdefault(name, {}).setdefault(row["share"], []).append(row["hit_rate"])
+    return {name: {share: mean(some[share]) for share in sorted(some)} for name, some in out.items()}
 
 
 def figures(yardstick: list[Row], tiers: list[Row]) -> list[Figure]:
@@ -184,6 +226,9 @@ def show(found: dict[str, Any]) -> None:
             ]
             table.add_row(name, *cells)
         console.print(table)
+    for said, some in said_rates(found).items():
+        rates_of = ", ".join(f"{share:.0%}: {rate:.3f}" for share, rate in some.items())
+        console.print(f"coding agents, {said}: {rates_of}")
     table = Table(title="The whole scheduler side, in virtual time", box=box.SIMPLE_HEAD)
     for heading in (
         "workload",

@@ -8,9 +8,10 @@ from itertools import combinations
 
 import pytest
 
-from benchmarks.replay import belady
+from benchmarks.replay import belady, hints
 from benchmarks.replay import workload as w
 from benchmarks.replay.replay import BELADY, Pool, policies, replay
+from kvpipe.cache.hints import Action, Hint
 from kvpipe.cache.policy import make_policy
 
 
@@ -114,3 +115,25 @@ def test_the_yardstick_is_the_known_one() -> None:
     drawn = w.coding_agents(0)
     assert replay(drawn, BELADY, 0.01).hit_rate == pytest.approx(0.690, abs=0.02)
     assert replay(drawn, "lru", 0.10).hit_rate == pytest.approx(0.953, abs=0.005)
+
+
+def test_hints_say_when_a_prompt_goes_on_and_adversaries_the_contrary() -> None:
+    """What goes on in a minute is said so by both; what never does, by adversaries alone."""
+    prompts = [w.Prompt(at_s, 2, 0, [b"a", f"{name}".encode()]) for at_s, name in ((0, "b"), (10, "b"), (110, "b"))]
+    workload = w.Workload("made up", 1, [*prompts, w.Prompt(111.0, 1, 0, [b"c"])])
+    assert hints.resumes(workload) == [10, 110, None, None]
+    right = hints.hints(workload, hints.RESUME, 0.0)
+    assert right == [Hint(Action.RESUME, 10), Hint(Action.RESUME, 110), None, None]
+    wrong = hints.hints(workload, hints.ADVERSARIAL, 0.0)
+    assert [one.at_s for one in wrong if one is not None] == [360, 46, 111, 112]
+    assert hints.hints(workload, hints.TURNED, 0.0) == [*right[:2], *wrong[2:]]
+    assert hints.hints(workload, hints.NONE, 0.0) == [None] * 4
+    assert hints.hints(workload, hints.RESUME, 0.7) != right
+
+
+def test_hints_are_of_use() -> None:
+    """And without any a replay is as it was."""
+    workload = small(1)
+    plain = replay(workload, "sessions", 0.05)
+    assert replay(workload, "sessions", 0.05, hints.NONE, 0.7).hits == plain.hits
+    assert replay(workload, "sessions", 0.05, hints.RESUME, 0.0).hit_rate > plain.hit_rate

@@ -12,7 +12,19 @@ from kvpipe.cache.hints import Action, Hint
 from kvpipe.cache.policy import Lru, Policy, Sessions
 from kvpipe.cache.policy.base import Evictable
 from kvpipe.cache.policy.guard import GuardedPolicy
-from kvpipe.cache.policy.returns import _EDGES_S, BINS, Returns, _indices, kind_of, pace_after
+from kvpipe.cache.policy.returns import (
+    _EDGES_S,
+    BINS,
+    DEMOTED,
+    KINDS,
+    RESUMES,
+    RETAINS,
+    Returns,
+    _indices,
+    kind_of,
+    pace_after,
+    said_kind,
+)
 from kvpipe.testing.policy_conformance import Item
 from kvpipe.trace.log import Counters
 
@@ -148,7 +160,99 @@ def test_a_session_that_went_is_known_by_its_pace_when_it_returns() -> None:
         now_s += 16
     chain = policy._gone["head"]
     assert chain.pace == pytest.approx(4)
-    assert chain.kind == 5
+    assert chain.paced == 5
+
+
+def test_what_is_said_makes_kinds_by_the_octave() -> None:
+    """Whatever number a client says, it is a kind."""
+    said = [said_kind(Action.RESUME, in_s) for in_s in (-math.inf, 0.0, 1.0, 2.0, 8191.0, 8192.0, 1e9, math.inf)]
+    assert said == [RESUMES + octave for octave in (0, 0, 1, 2, 13, 14, 14, 14)]
+    assert said_kind(Action.RESUME, math.nan) == RESUMES
+    assert {said_kind(Action.RETAIN, 2.0**at) for at in range(-1, 20)} == set(range(RETAINS, DEMOTED))
+    assert said_kind(Action.DEMOTE, 5.0) == DEMOTED
+
+
+@pytest.mark.parametrize(("said_s", "trusted"), [(3.0, True), (3600.0, False)])
+def test_lies_are_found_out(*, said_s: float, trusted: bool) -> None:
+    """Chains that return after some second to some hour return after three seconds; it was said so, or the contrary."""
+    returns, paced, said = Returns(), kind_of(pace_after(None, 3)), said_kind(Action.RESUME, said_s)
+    for turn in range(1200):
+        returns.ended(paced)
+        returns.returned(paced, 0.75 * 2 ** (turn % 12))
+    assert returns.trusts
+    for _ in range(4):
+        returns.ended(said)
+        returns.proven(said, paced, 3)
+        returns.returned(said, 3)
+    assert returns.trusts == trusted
+
+
+def _say(world: _World, name: str, hint: Hint) -> int:
+    found = [chunk for at in range(20) if (chunk := world.catalog.find(0, f"{name}/{at}".encode()))]
+    return world.catalog.hint(found, hint)
+
+
+def _there(world: _World, *names: str) -> list[str]:
+    return [name for name in names if world.catalog.find(0, f"{name}/0".encode()) is not None]
+
+
+def test_what_a_client_says_is_useless_goes_first() -> None:
+    """Though it was used last, and the other waits for long."""
+    world = _World(Sessions(SLOTS))
+    world.serve("waits", 20)
+    world.now_s = 100.0
+    world.serve("over", 20)
+    assert _say(world, "over", Hint(Action.DEMOTE)) == 20
+    world.serve("new", 20)
+    assert _there(world, "waits", "over", "new") == ["waits", "new"]
+
+
+@pytest.mark.parametrize("action", [Action.RESUME, Action.RETAIN])
+def test_of_two_that_are_alike_the_one_that_is_said_to_come_soon_stays(action: Action) -> None:
+    """The other is said to come in an hour."""
+    for names in (("soon", "later"), ("later", "soon")):
+        world = _World(Sessions(SLOTS))
+        for name in names:
+            world.serve(name, 20)
+            hint = Hint(action, 10.0) if name == "soon" else Hint(Action.RESUME, 3600.0)
+            assert _say(world, name, hint) == 20
+        for turn in range(8 * KINDS):  # until what was said is counted in
+            world.now_s += 0.01
+            world.serve("short", 0 if turn else 1)
+        world.serve("new", 20)
+        assert _there(world, "soon", "later") == ["soon"]
+
+
+def test_a_prefix_that_others_use_is_not_demoted_for_one() -> None:
+    """Two sessions begin alike; one of them is over."""
+    policy = Sessions(SLOTS)
+    shared, one, other = Item("s"), Item("a", "s"), Item("b", "s")
+    for item in (shared, one, other):
+        policy.insert(item, hit=False)
+    policy.request(1.0, over=True)
+    for item in (one, shared):
+        policy.refresh(item)
+    for item in (one, shared):
+        policy.hint(item, Hint(Action.DEMOTE))
+    assert (policy._at[one].said, policy._at[shared].said) == (DEMOTED, 0)
+    assert policy.victim() is one
+
+
+def test_what_is_said_for_the_next_wait_holds_when_it_begins() -> None:
+    """A request that runs is spoken of; once it is used again, that is over."""
+    policy, item = Sessions(SLOTS), Item("a")
+    policy.insert(item, hit=False)
+    policy.remove(item)
+    policy.hint(item, Hint(Action.RESUME, 40.0))
+    policy.hint(Item("unknown"), Hint(Action.RESUME, 1.0))
+    policy.request(10.0, over=True)
+    policy.insert(item, hit=True)
+    policy.refresh(item)
+    policy.request(20.0, over=False)
+    chain = policy._at[item]
+    assert (chain.said, chain.kind) == (said_kind(Action.RESUME, 30.0),) * 2
+    policy.refresh(item)
+    assert (chain.said, chain.hint) == (0, None)
 
 
 class _Heard(Lru):

@@ -5,13 +5,25 @@ from __future__ import annotations
 import math
 from typing import Final
 
+from kvpipe.cache.hints import Action
+
 PER_OCTAVE: Final = 3
 SHORTEST_S: Final = 0.25
 BINS: Final = 48  # of idle times, up to 4.5 hours; what is idle for longer is in the last one
-KINDS: Final = 13  # of chains, by their usual pause: none yet, then octaves from a second on
-LEFT: Final = KINDS - 1  # what others have branched off before
+PACES: Final = 13  # kinds of chains, by their usual pause: none yet, then octaves from a second on
+LEFT: Final = PACES - 1  # what others have branched off before
+SILENT: Final = PACES  # kinds by pace again, of what waits and no client has said anything of
+RESUMES: Final = 2 * PACES  # kinds by the octave of the pause that a client has said
+RETAINS: Final = RESUMES + 15  # by two octaves of how long a client wants it
+DEMOTED: Final = RETAINS + 8
+KINDS: Final = DEMOTED + 1
 PRIOR: Final = 60.0  # a kind's own returns count as much as everybody's once so many have been seen
+PRIOR_SAID: Final = 4.0  # and those of what clients have said something of, which begin as if it were right
+PRIOR_TURNS: Final = 20.0
 REMEMBERED: Final = 8192  # turns of a kind; then the older ones count half
+REMEMBERED_SAID: Final = 512
+USELESS: Final = 0.05  # of what is demoted, as much may come back all the same; else it is kept by what it is worth
+TRUST_DECAY: Final = 0.995  # a return
 RENEW_EVERY: Final = 8  # turns, one kind in turn
 _EDGES_S: Final = [0.0, *(SHORTEST_S * 2 ** (at / PER_OCTAVE) for at in range(1, BINS + 1))]
 
@@ -27,6 +39,14 @@ def kind_of(usual: float | None) -> int:
     return 0 if usual is None else min(LEFT - 1, max(1, 1 + int(usual)))
 
 
+def said_kind(action: Action, in_s: float) -> int:
+    """Return the kind of a chain of which a client has said this."""
+    if action is Action.DEMOTE:
+        return DEMOTED
+    octave = int(math.log2(in_s)) + 1 if 1 <= in_s < 1 << 14 else 14 * (in_s >= 1)
+    return RESUMES + octave if action is Action.RESUME else RETAINS + octave // 2
+
+
 def _bin(idle_s: float) -> int:
     return min(BINS - 1, int(math.log2(idle_s / SHORTEST_S) * PER_OCTAVE)) if idle_s > SHORTEST_S else 0
 
@@ -37,42 +57,84 @@ class Returns:
     What an idle chain is worth is its Gittins index: the most hits per second of waiting that any time of giving up
     promises, of a chain that has not returned until now. It needs no horizon, and of two claims on one slot the one
     with the larger index is served first.
+
+    What clients say makes kinds as well: how long those have waited of which it was said decides what that is worth.
     """
 
     def __init__(self) -> None:
-        """Nothing is known: all is worth the same."""
+        """Nothing is known: what clients say is right, and all else is worth the same."""
         self._ended = [0.0] * KINDS
         self._returned = [[0.0] * BINS for _ in range(KINDS)]
         self._worth = [[0.0] * BINS for _ in range(KINDS)]
         self._turns = 0
+        self._trust = 0.0
+        for kind in range(RESUMES, KINDS):
+            self._ended[kind], self._returned[kind] = PRIOR_TURNS, _as_said(kind)
+        for pace in range(PACES):
+            self._renew(pace)
 
-    def ended(self, kind: int) -> None:
-        """A chain of this kind was used, and waits from now on."""
-        self._ended[kind] += 1
+    def ended(self, kind: int, turns: int = 1) -> None:
+        """A chain of this kind was used, and waits from now on. `turns` -1: it was not of this kind."""
+        self._ended[kind] += turns
         self._turns += 1
         if self._turns % RENEW_EVERY == 0:
-            self._renew(self._turns // RENEW_EVERY % KINDS)
+            self._renew(self._turns // RENEW_EVERY % PACES)
 
     def returned(self, kind: int, idle_s: float) -> None:
         """A chain of this kind, as it was when it began to wait, is used again."""
         self._returned[kind][_bin(idle_s)] += 1
 
+    def proven(self, said: int, pace: int, idle_s: float) -> None:
+        """A chain returns of which something was said: was it nearer to the truth than its pace?"""
+        at = _bin(idle_s)
+        better = self._likely(said, at) / self._likely(pace, at)
+        self._trust = TRUST_DECAY * self._trust + max(-3.0, min(3.0, math.log2(better)))
+
+    @property
+    def trusts(self) -> bool:
+        """Whether what clients say is nearer to the truth than what their chains did before."""
+        return self._trust >= -1
+
     def worth(self, kind: int, idle_s: float) -> float:
         """Return the hits per second that a chunk of such a chain promises."""
         return self._worth[kind][_bin(idle_s)]
 
-    def _renew(self, kind: int) -> None:
-        if self._ended[kind] > REMEMBERED:
+    def _likely(self, kind: int, at: int) -> float:
+        return (self._returned[kind][at] + 0.2) / (self._ended[kind] + 10)
+
+    def _renew(self, pace: int) -> None:
+        kinds = range(PACES)
+        everybody = [sum(self._returned[kind][at] for kind in kinds) for at in range(BINS)]
+        waiting, usual = sum(self._ended[kind] for kind in kinds), list[float]()
+        for all_ in everybody:
+            usual.append((all_ + 0.05) / (max(waiting, all_) + 1))
+            waiting -= all_
+        for kind in range(pace, KINDS, PACES):
+            self._renew_kind(kind, usual)
+
+    def _renew_kind(self, kind: int, usual: list[float]) -> None:
+        said = kind >= RESUMES
+        if self._ended[kind] > (REMEMBERED_SAID if said else REMEMBERED):
             self._ended[kind] /= 2
             self._returned[kind] = [count / 2 for count in self._returned[kind]]
-        own, everybody = self._returned[kind], list(map(sum, zip(*self._returned, strict=True)))
-        waiting, waiting_all = self._ended[kind], sum(self._ended)
-        chances = list[float]()
-        for mine, all_ in zip(own, everybody, strict=True):
-            usual = (all_ + 0.05) / (max(waiting_all, all_) + 1)
-            chances.append(min(0.999, (mine + PRIOR * usual) / (max(waiting, mine) + PRIOR)))
-            waiting, waiting_all = waiting - mine, waiting_all - all_
-        self._worth[kind] = _indices(chances)
+        waiting, prior, chances = self._ended[kind], PRIOR_SAID if said else PRIOR, list[float]()
+        for mine, of_all in zip(self._returned[kind], usual, strict=True):
+            chances.append(min(0.999, (mine + prior * of_all) / (max(waiting, mine) + prior)))
+            waiting -= mine
+        useless = kind == DEMOTED and sum(self._returned[kind]) < USELESS * self._ended[kind]
+        self._worth[kind] = [0.0] * BINS if useless else _indices(chances)
+
+
+def _as_said(kind: int) -> list[float]:
+    """Return how many come back when, of `PRIOR_TURNS`, if what was said is right within a factor of two or so."""
+    if kind == DEMOTED:
+        return [0.0] * BINS
+    resumes = kind < RETAINS
+    at_s = 2.0 ** (kind - RESUMES - 0.5 if resumes else 2 * (kind - RETAINS) + 1)
+    weights = [
+        math.exp(-(math.log2(edge_s / at_s) ** 2) / 2) if resumes else float(edge_s <= at_s) for edge_s in _EDGES_S[1:]
+    ]
+    return [0.9 * PRIOR_TURNS * weight / sum(weights) for weight in weights]
 
 
 def _indices(chances: list[float]) -> list[float]:

@@ -10,8 +10,9 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Final
 
+from kvpipe.cache.hints import Action, Hint
 from kvpipe.cache.policy.base import Evictable
-from kvpipe.cache.policy.returns import KINDS, LEFT, Returns, kind_of, pace_after
+from kvpipe.cache.policy.returns import KINDS, LEFT, SILENT, Returns, kind_of, pace_after, said_kind
 
 CHAIN_MAX: Final = 256  # chunks: to split a chain takes no longer than a chain is long
 DEPTH_MAX: Final = 1024  # chains that follow each other
@@ -20,7 +21,10 @@ DEPTH_MAX: Final = 1024  # chains that follow each other
 class Chain:
     """A run of chunks. `stack`: in the order of the prefix; some may be held, or gone."""
 
-    __slots__ = ("before", "ended_s", "free", "head", "kind", "orphan", "pace", "stack", "used_s")
+    __slots__ = (
+        "before", "ended_s", "free", "head", "hint", "hinted_s", "kind", "orphan", "pace", "paced", "said", "stack",
+        "used_s",
+    )  # fmt: skip
 
     def __init__(self, head: Hashable, before: Hashable, now_s: float, *, orphan: bool) -> None:
         """`before`: what its first chunk, `head`, follows. An `orphan` follows what is not there: nobody finds it."""
@@ -28,8 +32,10 @@ class Chain:
         self.stack: list[Evictable] = []
         self.free = 0  # how many may go
         self.pace: float | None = None
-        self.kind = 0
+        self.kind = self.paced = 0  # by which it is valued; and by its pace when it began to wait
         self.used_s = now_s
+        self.hint: Hint | None = None  # of the wait it is in, or of the next one
+        self.said, self.hinted_s = 0, now_s  # the kind that makes it, and since when; 0: nothing was said
         self.ended_s: float | None = None  # since when it waits; None: a request uses it
 
 
@@ -196,7 +202,7 @@ class Sessions:
         if chain is None:
             chain = Chain(identity, before, self._now_s, orphan=False)
             if parent is not None and len(parent.stack) >= CHAIN_MAX:
-                chain.pace, chain.kind = parent.pace, parent.kind
+                chain.pace, chain.kind = parent.pace, kind_of(parent.pace)
         chain.orphan = bool(before) and (parent is None or parent.orphan)
         self._follow(chain)
         if self._draining is not None and (chain.orphan or self._draining.orphan):
@@ -217,7 +223,8 @@ class Sessions:
         if not rest:
             return
         end = Chain(rest[0].identity, at, self._now_s, orphan=chain.orphan)
-        end.stack, end.pace, end.kind, end.ended_s = rest, chain.pace, LEFT, self._now_s
+        end.stack, end.pace, end.paced, end.ended_s = rest, chain.pace, LEFT, self._now_s
+        end.kind = SILENT + LEFT
         for chunk in rest:
             if self._at.get(chunk) is chain:
                 self._at[chunk] = end
@@ -232,6 +239,7 @@ class Sessions:
             if not chain.free:
                 del self._queue(chain)[chain]
         self._returns.ended(LEFT)
+        self._returns.ended(end.kind)
         self._follow(end)
 
     # ---- when ----------------------------------------------------------------------------------------------------
@@ -240,11 +248,47 @@ class Sessions:
         """A request uses a chain that has waited."""
         assert chain.ended_s is not None  # noqa: S101  (asked by the callers)
         idle_s = self._now_s - chain.ended_s
-        self._returns.returned(chain.kind, idle_s)
+        self._returns.returned(chain.paced, idle_s)
+        if chain.said:
+            self._returns.proven(chain.said, chain.paced, self._now_s - chain.hinted_s)
+            self._returns.returned(chain.said, self._now_s - chain.hinted_s)
+        else:
+            self._returns.returned(SILENT + chain.paced, idle_s)
         chain.pace = pace_after(chain.pace, idle_s)
-        chain.ended_s, chain.used_s = None, self._now_s
+        chain.ended_s, chain.hint, chain.said = None, None, 0
+        self._become(chain, kind_of(chain.pace))
+
+    def _become(self, chain: Chain, kind: int) -> None:
+        """It is valued as one of this kind that is used now."""
         if chain.free:
-            self._queue(chain).move_to_end(chain)
+            del self._queue(chain)[chain]
+        chain.kind, chain.used_s = kind, self._now_s
+        if chain.free:
+            self._queue(chain)[chain] = None
+
+    def hint(self, chunk: Evictable, hint: Hint) -> None:
+        """See `HintedPolicy.hint`."""
+        if self._touched:
+            self._settle()
+        chain = self._at.get(chunk) or self._held.get(chunk)
+        if chain is None or chain.hint is hint:
+            return
+        branches, before = self._branches.get(chain.stack[-1].identity, ()) if chain.stack else (), chain.hint
+        if len(branches) > 1 and (
+            hint.action is Action.DEMOTE or (before is not None and self._now_s < before.at_s < hint.at_s)
+        ):
+            return  # others use it, too
+        chain.hint = hint
+        if chain.ended_s is not None:
+            self._believe(chain, hint)
+
+    def _believe(self, chain: Chain, hint: Hint) -> None:
+        """It waits, and a client has said for how long."""
+        returns = self._returns
+        returns.ended(chain.said or SILENT + chain.paced, -1)
+        chain.said, chain.hinted_s = said_kind(hint.action, hint.at_s - self._now_s), self._now_s
+        returns.ended(chain.said)
+        self._become(chain, chain.said if returns.trusts else chain.paced)
 
     def _settle(self) -> None:
         """A request is over: its chains wait from now on. The order of their chunks is that in which it had them."""
@@ -262,9 +306,9 @@ class Sessions:
             chain.stack = chunks
             if chain.ended_s is not None:
                 self._use(chain)
-            queue = self._queue(chain)
-            del queue[chain]
-            chain.kind = kind_of(chain.pace)
-            chain.used_s = chain.ended_s = self._now_s
-            self._queue(chain)[chain] = None
-            self._returns.ended(chain.kind)
+            chain.ended_s, chain.paced = self._now_s, kind_of(chain.pace)
+            self._returns.ended(chain.paced)
+            self._returns.ended(SILENT + chain.paced)
+            self._become(chain, SILENT + chain.paced)
+            if chain.hint is not None:
+                self._believe(chain, chain.hint)
