@@ -121,6 +121,18 @@ def test_sessions_that_take_turns_do_not_flush_each_other() -> None:
     assert hits(Sessions(SLOTS)) > 500 * 20 * 0.2
 
 
+def test_a_prompt_goes_from_its_end() -> None:
+    """Whatever the order was in which it was saved, and the end of a request tells its last chunk first."""
+    policy = Sessions(SLOTS)
+    items = [Item("a"), Item("b", "a"), Item("c", "b")]
+    for item in items:
+        policy.insert(item, hit=False)
+    policy.request(1.0, over=True)
+    for item in reversed(items):
+        policy.refresh(item)
+    assert [policy.victim() for _ in items] == items[::-1]
+
+
 def test_what_follows_nothing_goes_first() -> None:
     """A chunk whose predecessor is gone is found by nobody, however new it is."""
     policy = Sessions(SLOTS)

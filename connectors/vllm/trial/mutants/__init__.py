@@ -12,6 +12,7 @@ from kvpipe.connectors.vllm.trial.mutants import (
     keys,
     layouts,
     models,
+    policies,
     pool,
     publishing,
     races,
@@ -41,6 +42,7 @@ MUTANTS: dict[str, Mutant] = {
         pool,
         states,
         layouts,
+        policies,
     )
     for name, mutant in area.MUTANTS.items()
 }

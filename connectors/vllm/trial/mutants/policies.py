@@ -1,0 +1,25 @@
+"""Eviction that is never wrong, and of no use: it lets go what would have been hit."""
+
+from __future__ import annotations
+
+from kvpipe.connectors.vllm.trial.mutants.base import Mutant, one
+
+_SESSIONS, _TESTS = "kvpipe.cache.policy.sessions:Sessions", "tests/cache/test_sessions.py"
+
+MUTANTS: dict[str, Mutant] = {
+    "a_prompt_goes_from_its_beginning": Mutant(
+        "What a request had is put in order the wrong way round: its beginning is evicted before its end.",
+        one(_SESSIONS, "_settle", "chunks.reverse()", "pass"),
+        test=f"{_TESTS}::test_a_prompt_goes_from_its_end",
+    ),
+    "lies_that_are_believed": Mutant(
+        "What clients say is trusted whatever comes of it.",
+        one("kvpipe.cache.policy.returns:Returns", "proven", "math.log2(better)", "1.0"),
+        test=f"{_TESTS}::test_lies_are_found_out",
+    ),
+    "demoted_for_one": Mutant(
+        "A prefix that several sessions use goes when one of them is over.",
+        one(_SESSIONS, "hint", "len(branches) > 1 and", "len(branches) > 9 and"),
+        test=f"{_TESTS}::test_a_prefix_that_others_use_is_not_demoted_for_one",
+    ),
+}
