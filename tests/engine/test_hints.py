@@ -50,8 +50,8 @@ def test_an_engine_in_the_process() -> None:
         assert chunks == {*catalog.index(0).values()}
         assert len(chunks) == (300 + 12) // 64 + 1
         assert {hint.action for _, hint in heard} == {Action.RESUME}
-        assert {hint.at_s for _, hint in heard} <= {hint.at_s for _, hint in heard[:1]}
-        assert heard[0][1].at_s >= before + 20
+        (at_s,) = {hint.at_s for _, hint in heard}  # also of what lands later
+        assert at_s >= before + 20
         for own, counted in OWN:
             say(None, own)
             assert live.connector.stats()[counted], counted
