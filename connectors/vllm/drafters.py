@@ -58,8 +58,13 @@ def check_states(config: VllmConfig) -> None:
     drafts = config.speculative_config
     if drafts is None:
         return
-    if (stages := config.parallel_config.pipeline_parallel_size) > 1:  # all but the last settle them steps later
-        refuse(f"recurrent states with speculative decoding and pipeline_parallel_size={stages}", "set it to 1")
+    interval, stages = (
+        config.cache_config.prefix_cache_retention_interval,
+        config.parallel_config.pipeline_parallel_size,
+    )
+    if stages > 1 and interval != 0:  # all but the last move an answer's states steps later, or never
+        what = f"prefix_cache_retention_interval={interval} (vLLM offers states of answers that an earlier stage lacks)"
+        refuse(f"{what} with speculative decoding and pipeline_parallel_size={stages}", "set it to 0")
     served = (*_FED_HIDDEN_STATES, *_FED_CONTEXT)
     if drafts.method not in served:
         why = "no engine has shown it" if config.use_v2_model_runner or drafts.method != _DRAFT_MODEL else _FIRST_GROUP

@@ -88,8 +88,6 @@ def _check_stages(config: VllmConfig) -> None:
             "pipeline parallelism with speculative decoding without asynchronous scheduling",
             "set async_scheduling to True",
         )
-    if method := drafters.unproven(config):
-        refuse(f"speculative method={method!r} with pipeline parallelism", "use eagle, eagle3, mtp or draft_model")
 
 
 def make_geometry(

@@ -34,7 +34,7 @@ def config(method: str | None, *, modules: int = 1, drafts: int = 3, dynamic: bo
     return SimpleNamespace(
         speculative_config=None if method is None else speculative,
         use_v2_model_runner=True,
-        cache_config=SimpleNamespace(use_replayssm=False),
+        cache_config=SimpleNamespace(use_replayssm=False, prefix_cache_retention_interval=0),
         parallel_config=SimpleNamespace(pipeline_parallel_size=1),
     )
 
@@ -132,10 +132,21 @@ def test_drafts_beside_recurrent_states() -> None:
         behind.cache_config.use_replayssm = True
         with pytest.raises(UnsupportedError, match=r"use_replayssm=True .*set it to False"):
             drafters.check_states(behind)
-    staged = config("mtp")
-    staged.parallel_config.pipeline_parallel_size = 2
-    with pytest.raises(UnsupportedError, match=r"speculative decoding and pipeline_parallel_size=2 .*set it to 1"):
-        drafters.check_states(staged)
+
+
+def test_states_of_answers_beside_drafts_in_stages_are_refused() -> None:
+    """Where vLLM keeps them: a stage that is not the last has them steps later than vLLM finds and offers them."""
+    for method, stages, interval in (("mtp", 2, 0), ("dspark", 2, 0), ("mtp", 1, None), ("mtp", 1, 64), (None, 2, 64)):
+        made = config(method)
+        made.parallel_config.pipeline_parallel_size = stages
+        made.cache_config.prefix_cache_retention_interval = interval
+        drafters.check_states(made)
+    for interval in (None, 64):
+        made = config("mtp")
+        made.parallel_config.pipeline_parallel_size = 2
+        made.cache_config.prefix_cache_retention_interval = interval
+        with pytest.raises(UnsupportedError, match=rf"interval={interval} .*pipeline_parallel_size=2 .*set it to 0$"):
+            drafters.check_states(made)
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,6 @@ def _engine(**changes: Any) -> Any:
     ("changes", "says"),
     [
         ({"drafts": "V1, asynchronous"}, "speculative decoding by vLLM's runner V1 is not supported; unset specul"),
-        ({"drafts": "V2, asynchronous"}, "'dspark' with pipeline parallelism is not supported; use eagle, eagle3, mtp"),
         ({"drafts": "V2"}, "decoding without asynchronous scheduling is not supported; set async_scheduling to True"),
         ({"distributed_executor_backend": "ray"}, "'ray' .only the last stage reports. is not supported; use 'mp'"),
     ],

@@ -143,6 +143,8 @@ class Runner(ABC):
         for request in output.finished_req_ids:
             self._tables.pop(request, None)
             self._states.forget(request)
+        for request in output.preempted_req_ids or ():
+            self._states.forget(request)
         for new in output.scheduled_new_reqs:
             self._states.forget(new.req_id)
             self._tables[new.req_id] = [list(ids) for ids in new.block_ids]
@@ -218,7 +220,8 @@ class Rank(Runner):
             drafts = shape.drafter and self._drafts and i == last - 1
             key, shard, ahead = layer_key(index, i), index % shards, int(drafts and not shape.masks)
             self.layers.append(PagedLayer(name, group, cache, words, key, ahead, shard, shards))
-        self._states = RunningStates([layer for layer in self.layers if layer.group in shape.states])
+        late = shape.stages if shape.drafts and not self._drafts else 0
+        self._states = RunningStates([layer for layer in self.layers if layer.group in shape.states], late)
         attached = {layer.name: SimpleNamespace(kv_cache=layer.cache) for layer in self.layers}
         self._attention: Any = {layer.name: SimpleNamespace() for layer in self.layers}
         numbers = itertools.chain.from_iterable(range(len(named)) for named in names)
@@ -241,6 +244,7 @@ class Rank(Runner):
         output, connector = step.output, self.connector
         quirks = self._take_quirks()
         times = 2 if "twice" in quirks else 1
+        self._states.hear(self._tables, self._computed)
         self._update_states(output)
         metadata = output.kv_connector_metadata
         assert metadata is not None  # noqa: S101
@@ -269,7 +273,7 @@ class Rank(Runner):
             connector.finish_forward()
         for _ in range(0 if output.has_sync_kv_loads else starts):
             connector.start_load_kv(context, **kwargs)
-        self._states.end(message, self._tables, self._computed)
+        self._states.end(message, step.sampling, self._tables, self._computed)
         wrong += self._draft(step, before, {one.request for one in wrong})
         if not self._deferred:
             self._end(quirks)
@@ -370,7 +374,7 @@ class Rank(Runner):
             if hooked and not quirks & {"no_waits", "no_layers"}:
                 for _ in range(times):
                     connector.wait_for_layer_load(layer.name)
-            fed = self.shape.masks and layer is self.layers[-1]  # when it is known what was accepted
+            fed = self.shape.masks and self._drafts and layer is self.layers[-1]  # when it is known what was accepted
             for request, scheduled in {}.items() if fed else step.output.num_scheduled_tokens.items():
                 found = self._attend(layer, step, request, scheduled, drafts.get(request, []), junk=request in bad)
                 if found is not None:
@@ -413,7 +417,7 @@ class Rank(Runner):
         """Run a drafter that is fed context: write the KV of what was accepted, read all, write masks behind it."""
         layer, wrong = self.layers[-1], list[Wrong]()
         block = self.shape.block_tokens[layer.group]
-        for request in step.output.num_scheduled_tokens if self.shape.masks else ():
+        for request in step.output.num_scheduled_tokens if self.shape.masks and self._drafts else ():
             sequence, table = step.sequences[request], np.asarray(self._tables[request][layer.group])
             start, right = before[request], self._computed[request]
             content = layer.content(sequence, 0, right)

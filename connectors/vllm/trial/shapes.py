@@ -178,6 +178,10 @@ _STATES = Shape(windows=(None, None), states=(1,), blocks=24, pool_slots=24)
 _TAILS = _HYBRID._replace(windows=(None, BLOCK), sizes=(2 * BLOCK, BLOCK // 2), blocks=24, events=False)
 """A window that ends within a unit."""
 _STAGED_TAILS = _TAILS._replace(ranks=2, stages=2, layers_per_group=4)
+_STAGED_DRAFTS: dict[str, Any] = {
+    "asynchronous": True, "v2": True, "ranks": 2, "stages": 2, "layers_per_group": 4, "drafts": 3, "deferred": True,
+    "drafter": True, "mode": "auto",
+}  # fmt: skip
 _DRAFTED_STATES = _STATES._replace(drafts=2, deferred=True, drafter=True, mode="auto", dense=True, blocks=36)
 _DIVIDED_STATES = _STATES._replace(sizes=(2 * BLOCK, BLOCK), ranks=2, dcp=2)
 """A block of attention is two of states."""
@@ -293,6 +297,14 @@ SHAPES: dict[str, Shape] = {
     "states-context-parallel-masks": _DIVIDED_STATES_MASKS._replace(tiers=1),
     "async-scheduler-states-context-parallel-masks": _DIVIDED_STATES_MASKS._replace(
         sizes=(2 * BLOCK, BLOCK, BLOCK), whole=(2,), asynchronous=True, deferred=False, device=True
+    ),
+    "async-scheduler-pipeline-2-masks": _HYBRID._replace(masks=4, events=False, **_STAGED_DRAFTS),
+    "async-scheduler-pipeline-2-states-drafter": _STATES._replace(blocks=36, **_STAGED_DRAFTS),
+    "async-scheduler-pipeline-2-states-masks": _STATES._replace(
+        windows=(None, None, None), masks=3, blocks=48, **_STAGED_DRAFTS
+    ),
+    "async-scheduler-pipeline-2-states-context-parallel-masks": _DIVIDED_STATES_MASKS._replace(
+        dense=False, **_STAGED_DRAFTS | {"ranks": 4}
     ),
 }  # fmt: skip
 
@@ -412,6 +424,7 @@ def make_configs(shape: Shape, connector: Connector = KVPIPE, policy: str = "rec
     # the CPU platform forces it off, for its own runner's sake; the scheduler itself does not care
     config.scheduler_config.async_scheduling = shape.asynchronous
     config.cache_config.num_gpu_blocks = shape.blocks
+    config.cache_config.prefix_cache_retention_interval = cache.prefix_cache_retention_interval
     config.cache_config.mamba_cache_mode = "align" if shape.states else "none"
     parallel = config.parallel_config
     parallel.world_size, parallel.pipeline_parallel_size = max(1, shape.ranks), shape.stages

@@ -3,10 +3,15 @@
 With drafts, a step leaves the state after each token that it may have to go back to, one block each, behind the
 request's running one; when the accepted tokens are known, the state of a boundary among them is copied to the block
 that ends there (`preprocess_mamba` and `postprocess_mamba_fused_kernel` in `v1/worker/mamba_utils.py`).
+
+A pipeline's stage that is not the last hears of what was accepted as many steps later as there are stages, when the
+next of them begins (`update_pp_decode_requests`), and of requests that are gone by then not at all.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from kvpipe.connectors.vllm.trial.content import Words
@@ -21,14 +26,24 @@ Tables = dict[str, list[Table]]
 class RunningStates:
     """One rank's, of all requests."""
 
-    def __init__(self, layers: list[PagedLayer]) -> None:
-        """`layers`: those of states, which have blocks of one size."""
+    def __init__(self, layers: list[PagedLayer], late: int = 0) -> None:
+        """`layers`: those of states, which have blocks of one size. `late`: it hears answers so many steps later."""
         self._layers, self._size = layers, layers[0].words.shape[1] if layers else 0
         self._last: dict[str, tuple[int, int]] = {}  # the running block's place, and tokens kept of the last step
+        self._unheard = deque[dict[str, int]]({} for _ in range(late))  # tokens that were kept, by step
 
     def forget(self, request: str) -> None:
         """The request is over, or has other blocks now."""
         self._last.pop(request, None)
+        for kept in self._unheard:
+            kept.pop(request, None)
+
+    def hear(self, tables: Tables, computed: dict[str, int]) -> None:
+        """Before anything else of a step: settle the states of the step of which it is heard only now."""
+        if self._unheard:
+            self._unheard.append({})
+            for request, kept in self._unheard.popleft().items():
+                self._end(request, tables[request], computed[request], kept)
 
     def begin(self, scheduled: dict[str, int], tables: Tables, computed: dict[str, int]) -> None:
         """Before the forward over `scheduled` tokens: go on in the block in which it ends, where that is another."""
@@ -56,10 +71,15 @@ class RunningStates:
         for place, word in enumerate(content[len(content) - 1 - drafts :]):
             layer.words[table[column + place]] = word
 
-    def end(self, said: dict[str, list[int]], tables: Tables, computed: dict[str, int]) -> None:
-        """After sampling: settle the states, now that it is known what each request has `said`."""
+    def end(
+        self, said: dict[str, list[int]], sampling: Collection[str], tables: Tables, computed: dict[str, int]
+    ) -> None:
+        """After sampling: settle the states, now that it is known what each request, if `sampling`, has `said`."""
         for request, tokens in said.items() if self._layers else ():
-            self._end(request, tables[request], computed[request], len(tokens))
+            if self._unheard and request in sampling:
+                self._unheard[-1][request] = len(tokens)
+            else:
+                self._end(request, tables[request], computed[request], len(tokens))
 
     def _end(self, request: str, tables: list[Table], computed: int, kept: int) -> None:
         column, _ = self._last[request]
