@@ -73,7 +73,13 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
         "SchedulerOutput": ("kv_connector_block_state", "num_scheduled_tokens", "preempted_req_ids"),
     },
     "vllm/config/cache.py": {
-        "CacheConfig": ("cache_dtype", "enable_prefix_caching", "prefix_caching_hash_algo", "use_replayssm")
+        "CacheConfig": (
+            "cache_dtype",
+            "enable_prefix_caching",
+            "prefix_cache_retention_interval",
+            "prefix_caching_hash_algo",
+            "use_replayssm",
+        )
     },
     "vllm/config/kv_transfer.py": {
         "KVTransferConfig": (

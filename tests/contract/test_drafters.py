@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,53 @@ def _source(path: Path, name: str, owner: str = "") -> str:
     return ast.unparse(found)
 
 
-CHECKS = (check, check_kinds, check_draft_models, check_groups, check_divided)
+def check_stages(folder: Path) -> None:
+    """The last stage drafts, in its step; the others hear of it before a later one, and of who is gone not at all."""
+    runner = folder / "v1/worker/gpu/model_runner.py"
+    made = _source(runner, "__init__", "GPUModelRunner")
+    assert re.search(r"if self\.is_last_pp_rank:\s+self\.speculator = init_speculator\(", made)
+    execute = _source(runner, "execute_model", "GPUModelRunner")
+    heard, gone = "self.update_pp_decode_requests()", "self.finish_requests(scheduler_output)"
+    moved, begun = "self.model_state.preprocess_state(", "self.kv_connector.pre_forward(scheduler_output"
+    assert execute.index(heard) < execute.index(gone) < execute.index(moved) < execute.index(begun)
+    sample = _source(runner, "sample_tokens", "GPUModelRunner")
+    early, ended = "self.model_state.postprocess_state(input_batch.idx_mapping, 0)", "post_forward(finished_req_ids)"
+    assert sample.index(early) < sample.index(ended)
+    later = _source(folder / "v1/worker/gpu/pp_utils.py", "get_prev_sampled_outputs", "PPHandler")
+    assert "exclude_mask = freed | ~slot.need_sampled_mask" in later
+    utils = folder / SPECULATORS / "eagle/eagle3_utils.py"
+    assert "raise ValueError" in _source(utils, "verify_supports_aux_hidden_states_over_pp")
+    assert "self.pp_handler.relay_aux_hidden_states(" in execute
+
+
+def check_kept_states(folder: Path) -> None:
+    """With an interval of 0 the states are kept at which steps of a prefill end, and none that drafts have crossed."""
+    core = folder / "v1/core"
+    known: dict[str, Any] = {}
+    exec(_source(core / "kv_cache_coordinator.py", "replay_boundaries"), known)  # noqa: S102
+    for tokens in range(1, 200):
+        kept = (*known["replay_boundaries"](tokens, 32, True), *known["replay_boundaries"](tokens, 32, False))
+        assert max(kept) < tokens
+    managers = core / "single_type_kv_cache_manager.py"
+    cached = _source(managers, "cache_blocks", "SingleTypeKVCacheManager")
+    assert "reachable_boundaries = [*replay_boundaries]" in cached
+    assert set(re.findall(r"reachable_boundaries\.append\((.+?)[ )]", cached)) == {"request.shared_prefix_boundary"}
+    mask = _source(managers, "reachable_block_mask", "MambaManager")
+    assert "segment_tokens = None if retention_interval == 0 else retention_interval" in mask
+    split = _source(core / "sched/scheduler.py", "_mamba_block_aligned_split", "Scheduler")
+    assert "prefill_end = max(request.num_prompt_tokens, request.num_tokens - 1)" in split
+    assert "junction_stop if start < junction < end else 0" in split
+
+
+CHECKS = (
+    check,
+    check_kinds,
+    check_draft_models,
+    check_groups,
+    check_divided,
+    check_stages,
+    check_kept_states,
+)
 
 
 @pytest.mark.parametrize("one", CHECKS)

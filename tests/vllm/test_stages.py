@@ -10,7 +10,9 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from kvpipe.config import load_settings
+from kvpipe.connectors.vllm import drafters
 from kvpipe.connectors.vllm.support import check_engine, make_geometry
+from kvpipe.connectors.vllm.trial.nightly import run
 from kvpipe.connectors.vllm.trial.shapes import KVPIPE, SHAPES
 from kvpipe.connectors.vllm.trial.trial import Trial
 from kvpipe.errors import UnsupportedError
@@ -80,6 +82,16 @@ def test_stages_that_would_not_be_heard_are_refused(changes: dict[str, Any], say
     """VLLM's runner V1 does not end the steps of a first stage that drafts; its first Ray executor hears the last."""
     with pytest.raises(UnsupportedError, match=says):
         check_engine(_engine(**changes))
+
+
+def test_a_state_that_an_earlier_stage_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where vLLM keeps states of answers it offers one before the first stage has moved it: therefore it is refused."""
+    monkeypatch.setattr(drafters, "check_states", lambda _: None)
+    shape = SHAPES["async-scheduler-pipeline-2-states-drafter"]
+    moves = [("embed", 0, 0, 0, 31), ("probe",)]
+    assert not run(shape, 1, moves).broken
+    (broken,) = run(shape._replace(dense=True), 1, moves).broken
+    assert "rank 0, layer g1.l0: 32 of 32 tokens" in broken
 
 
 def test_loads_within_a_step_are_refused() -> None:
