@@ -121,7 +121,8 @@ def test_hints_come() -> None:
     hinted, plain = (
         sum((_ran(shape, seed).counters for seed in SEEDS), Counter[str]()) for shape in ("hints", "async-load")
     )
-    assert hinted["hints_told"] + hinted["hints_ignored"] > len(SEEDS)
+    for what in ("ignored", "told.retain", "told.demote", "told.resume"):
+        assert hinted[f"hints_{what}"], f"never reached: {what}"
     assert not [name for name in plain if name.startswith("hints_")]
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.pooling_params import PoolingParams
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.request import Request
@@ -38,6 +40,16 @@ def test_the_envelope_and_the_parameter() -> None:
     assert hints_of(_request(extra)) == RawHints(None, own)
     assert hints_of(_request(None, _envelope())) == RawHints([action], None)
     assert hints_of(_request(extra, _envelope())) == RawHints([action], own)
+
+
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest])
+def test_the_servers_requests(kind: Any) -> None:
+    """What is in the body of an HTTP request comes with the request, nested as it is."""
+    own = {"retain": {"ttl_seconds": 5}, "resume": {"after_seconds": 20.5}}
+    body = {"model": "m", "max_tokens": 4, "kv_transfer_params": {"kvpipe": own}}
+    body |= {"prompt": "p"} if kind is CompletionRequest else {"messages": [{"role": "user", "content": "p"}]}
+    params = kind.model_validate(body).to_sampling_params(4, {})
+    assert hints_of(Request("r", [1, 2, 3], params, None)) == RawHints(None, own)
 
 
 @pytest.mark.parametrize(
