@@ -1,16 +1,23 @@
-"""Hints through vLLM's own doors."""
+"""Hints through vLLM's own doors: with requests of an engine in the process, and of its HTTP server."""
 
 from __future__ import annotations
 
+import http.client
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvpipe.cache.catalog import Chunk
 from kvpipe.cache.hints import Action, Hint
+from kvpipe.listening import Address
+from kvpipe.manage.client import ask
 from tests.engine.common import assert_clean, baseline, engine, prompt
+from tests.engine.serving import Server
 
 pytestmark = pytest.mark.engine
+TOKEN = "t0" * 16
 OWN: list[tuple[Any, str]] = [
     ({"retain": {"ttl_seconds": 60}}, "hints_told.retain"),
     ({"retain": {"ttl_seconds": "60"}}, "hints_ignored.payload"),
@@ -56,3 +63,27 @@ def test_an_engine_in_the_process() -> None:
             say(None, own)
             assert live.connector.stats()[counted], counted
         assert_clean(live)
+
+
+def test_the_server(tmp_path: Path) -> None:
+    """What a client puts into `kv_transfer_params` arrives, and none of it changes what is answered."""
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text(TOKEN, encoding="utf-8")
+    keys = {"manage": f"unix:{tmp_path}/{{engine}}.sock", "manage_token_file": str(token)}
+    tokens, texts = prompt(200, 72), set[str]()
+    with Server(tmp_path / "log", keys, "--no-enable-prefix-caching") as server:
+        body = {
+            "model": server.model, "prompt": tokens, "max_tokens": 8, "temperature": 0, "ignore_eos": True,
+            "detokenize": False, "return_token_ids": True,
+        }  # fmt: skip
+        for own, _ in [(None, ""), *OWN]:
+            params = {"kv_transfer_params": {"kvpipe": own}} if own is not None else {}
+            status, text = server.ask("POST", "/v1/completions", body | params)
+            assert status == http.client.OK, text
+            texts.add(json.dumps(json.loads(text)["choices"][0]["token_ids"]))
+        server.idle()
+        (path,) = tmp_path.glob("*.sock")
+        counted: Any = ask(Address(str(path), "", 0), TOKEN, "GET", "/v1/counters", None)
+    assert len(texts) == 1
+    assert counted["hints_ignored.policy"] == len(OWN)  # LRU takes none
