@@ -116,6 +116,11 @@ class Geometry:
         return lcm(*self.units_per_block)
 
     @cached_property
+    def end_units(self) -> int:
+        """Of so many last units of a request one is saved as its end: one that ends a block, and is final."""
+        return self.whole_units + 1
+
+    @cached_property
     def pages_per_unit(self) -> tuple[int, ...]:
         """Per group: blocks of a unit that are stored, the last ones."""
         return tuple(min(n, g.blocks_back or n) for n, g in zip(self.blocks_per_unit, self.groups, strict=True))

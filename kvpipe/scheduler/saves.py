@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from kvpipe.trace.recorder import Recorder
 
 _GONE: Final = frozenset({chunk_m.EVICTING, chunk_m.ABSENT})
-ENDS: Final = 2
-"""The last units of a request of which one is saved as its end: of the very last one not all may be final."""
-
 NO_END: Final = -1
 """Tokens behind which nothing is new."""
 
@@ -70,7 +67,7 @@ class Saving:
         ends: list[Chunk] = []
         units = self._prefixes.final_units(request, request.num_tokens)
         for group in self._growing:
-            for ended in range(units, max(0, units - ENDS), -1):
+            for ended in range(units, max(0, units - self._geometry.end_units), -1):
                 key = self._prefixes.key(self._prefixes.hashes(request), ended)
                 chunk = self._catalog.find(group, key) or self._catalog.pending(group).get(key)
                 if chunk is not None:

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from kvpipe.cache.catalog import Chunk
+from kvpipe.connectors.vllm.trial import scheduler_world
 from kvpipe.connectors.vllm.trial.scheduler_world import SAVE, UNIT, SchedulerWorld
+from kvpipe.geometry import Geometry, Group, Layer
 from kvpipe.messages import BROKEN
 from kvpipe.scheduler.stores import Storing
 from kvpipe.tiers.namespace import Namespace
@@ -310,3 +312,31 @@ def test_with_a_drafter_states_end_at_their_boundary_and_attention_behind_it() -
     assert world.admit(again) == 5 * UNIT
     load, *_ = world.step(again)
     assert len(load.table()) == 5 + 2
+
+
+class _Divided(SchedulerWorld):
+    """A block of attention is divided among four ranks, and is four units."""
+
+    def check(self) -> None:
+        """Pages are of blocks, not of units: what lies in them is not looked at."""
+
+
+def test_a_request_that_ended_within_a_block_is_found_to_the_block_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though another has gone on in the same chunk: the end is saved up to three units before the last one."""
+    groups = (Group((Layer("a", 64),), 4 * UNIT, ranks=4), Group((Layer("s", 64),), UNIT, state=True))
+    monkeypatch.setattr(scheduler_world, "make_geometry", lambda *_: Geometry(groups, 16 * UNIT, 64 * 4096))
+    world = _Divided(windows=(None, None), states=(1,))
+    goes_on, ends = (world.request(name, 2, shared=9, extra=1) for name in ("goes on", "ends"))
+    for one in (goes_on, ends):
+        one.shared = 9
+        world.admit(one)
+        world.succeed(*world.step(one))
+    for one, units in ((goes_on, 5), (ends, 7)):
+        world.grow(one, units)
+        world.succeed(*world.step(one))
+    world.side.finished(ends)
+    world.grow(goes_on, 9)
+    world.succeed(*world.step(goes_on))
+    index = world.side.catalog.index(0)
+    assert [units for units in range(1, 8) if ends.block_hashes[units - 1] in index] == [2, 4]
+    assert goes_on.block_hashes[7] in index

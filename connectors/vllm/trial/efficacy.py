@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvpipe.cache.catalog import KEPT_MARKS_MAX, Chunk
-from kvpipe.scheduler.saves import ENDS
 from kvpipe.statemachine import chunk as chunk_m
 from kvpipe.statemachine import request as request_m
 
@@ -44,10 +43,10 @@ def _state_keys(side: SchedulerSide, request: Request) -> Sequence[bytes]:
 
 def ends(side: SchedulerSide, request: Request) -> frozenset[tuple[Chunk, bytes]]:
     """Return the chunk of each group that holds where the request has ended, or is about to, and the key of that."""
-    found = set()
+    found, last = set(), side.geometry.end_units
     for group in _growing(side):
         known = side.catalog.pending(group) | side.catalog.index(group)
-        found |= {(known[key], key) for key in [key for key in keys_of(side, request)[-ENDS:] if key in known][-1:]}
+        found |= {(known[key], key) for key in [key for key in keys_of(side, request)[-last:] if key in known][-1:]}
     return frozenset(found)
 
 
