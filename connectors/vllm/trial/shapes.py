@@ -61,7 +61,9 @@ class Shape(NamedTuple):
     `tiers`: dictionaries beyond memory, which the ranks share.
     `fresh`: the slots of the ranks' pools become ready one by one, beside the steps.
     `sibling`: under vLLM's MultiConnector, behind a connector whose asynchronous loads fail.
-    `events`: vLLM publishes KV cache events, and a router listens.
+    `events`: vLLM publishes KV cache events, and a router listens. Not with `states`: of those vLLM's own events leave
+    out the blocks that it does not keep, but not their tokens (`BlockPool.cache_full_blocks`), and name parents that no
+    event has announced.
     `answers`: what requests generate is saved, not only their prompts.
     `priorities`: vLLM's priority policy; requests that answer more or less have one of three.
     `states`: the cache groups that hold a recurrent state instead of tokens' KV.
