@@ -1,4 +1,4 @@
-"""Run the benchmarks: `python -m benchmarks [NAME …]`, of `PARTS`, chunks, ranges, traces; default: all of `PARTS`."""
+"""Run the benchmarks: `python -m benchmarks [NAME …]`, of `PARTS`, agents, chunks, ranges, traces; default: `PARTS`."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def coding_agents(
     if chunk_tokens % BLOCK_TOKENS:
         msg = f"chunk_tokens={chunk_tokens} is no multiple of {BLOCK_TOKENS}"
         raise ValueError(msg)
-    draw, recorded = random.Random(seed or 0), _lines("coding-agent")
+    draw, recorded = random.Random(seed or 0), lines("coding-agent")
     drawn = recorded if seed is None else draw.sample(recorded, sessions)
     prompts: list[Prompt] = []
     for number, session in enumerate(drawn):
@@ -101,11 +101,12 @@ def mooncake() -> Workload:
             line["output_length"],
             [number.to_bytes(4, "big") for number in line["hash_ids"][: line["input_length"] // MOONCAKE_TOKENS]],
         )
-        for line in _lines("mooncake-conversation")
+        for line in lines("mooncake-conversation")
     ]
     return Workload("Mooncake's conversations", MOONCAKE_TOKENS, sorted(prompts, key=lambda one: one.at_s))
 
 
-def _lines(name: str) -> list[Any]:
+def lines(name: str) -> list[Any]:
+    """Return what a recorded trace says, line by line."""
     packed = (TRACES / f"{name}.jsonl.gz").read_bytes()
     return [json.loads(line) for line in gzip.decompress(packed).splitlines()]

@@ -217,6 +217,18 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 32,
         },
     ),
+    # a prompt of some thousand tokens in about a second of one core; 8 KiB of KV per token
+    "agents": (
+        "Llama",
+        {
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 64,
+        },
+    ),
     # realistic KV size, 16 layers x (K and V) x 8 heads x 128 x float32 = 128 KiB per token; compute a CPU can afford
     "big-kv": (
         "Llama",

@@ -1,0 +1,239 @@
+"""On a real engine: how many coding agents it serves before their first tokens come late.
+
+Sessions of the recorded trace, `SCALE` times shorter. Their pauses are shorter by what this machine takes to compute a
+prompt, against what the trace's took on four H100 (`benchmarks/replay/model.py`): computing, pausing and the room for
+KV keep their proportions. Users are added until the 95th percentile of the time to the first token passes a limit.
+
+Time is this process's, but for the time in which nobody waits for anything, which is skipped.
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from statistics import median, quantiles
+from typing import Any, Final, NamedTuple
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "8")
+
+from benchmarks.replay.model import Model
+from benchmarks.replay.workload import lines
+from benchmarks.report import Figure
+from benchmarks.warm import bind_cores, prompt, ttft
+from kvpipe.connectors.vllm.trial.engine import Engine
+from kvpipe.testing.models import VOCAB, make_model
+
+SCALE: Final = 32
+TOKENS_MAX: Final = 131_072 // SCALE
+BLOCK: Final = 32
+DEVICE_TOKENS: Final = Model().device_tokens // SCALE
+POOL_TOKENS: Final = 8 * DEVICE_TOKENS
+"""What kvpipe has: a node's memory against its devices'."""
+ALL_TOKENS: Final = 64 * DEVICE_TOKENS
+"""More than any run needs."""
+TTFT_S_MAX: Final = 5.0
+"""Of the trace's own time: a prompt of 110,000 tokens is computed in 3.1."""
+USERS_MIN, USERS_MAX = 2, 1024
+WARM, MEASURED = 3, 400
+"""Requests per user that are not counted, and requests that are."""
+
+
+class Turn(NamedTuple):
+    """One request of a session: `pause_s` after the one before came; `shared` tokens of turn `parent` begin it."""
+
+    pause_s: float
+    tokens: int
+    answer: int
+    parent: int
+    shared: int
+
+
+def sessions(seed: int, faster: float) -> Iterator[list[Turn]]:
+    """Yield the trace's sessions, in random order, over and over. `faster`: what pauses are divided by."""
+    draw, known = random.Random(seed), [one["requests"] for one in lines("coding-agent")]
+    while True:
+        for requests in draw.sample(known, len(known)):
+            before_ms, turns = requests[0][0], list[Turn]()
+            for at_ms, tokens, answer, parent, blocks, _ in requests:
+                shared = blocks * 64 // SCALE
+                pause_s = (at_ms - before_ms) / 1000 / faster
+                turns.append(Turn(pause_s, max(1, tokens // SCALE), max(1, answer // SCALE), parent, shared))
+                before_ms = at_ms
+            yield turns
+
+
+class User:
+    """Goes through sessions, from somewhere in the first one on."""
+
+    def __init__(self, number: int, faster: float) -> None:
+        """`number` is its seed: every engine gets the same users."""
+        self._draw, self._sessions = random.Random(number), sessions(number, faster)
+        self._begin()
+        self._at = self._draw.randrange(len(self._turns))
+
+    def _begin(self) -> None:
+        self._turns, self._at = next(self._sessions), 0
+        self._prompts: dict[int, list[int]] = {}
+
+    def next(self) -> tuple[Turn, list[int]]:
+        """Return the next request, and its prompt: tokens of an earlier one, and new ones."""
+        while self._at == len(self._turns) or self._turns[self._at].tokens > TOKENS_MAX:
+            self._at += 1
+            if self._at >= len(self._turns):
+                self._begin()
+        turn = self._turns[self._at]
+        return turn, self._prompt(self._at)
+
+    def done(self) -> None:
+        """The request is over."""
+        self._at += 1
+
+    def _prompt(self, at: int) -> list[int]:
+        if at not in self._prompts:
+            turn = self._turns[at]
+            tokens = self._prompt(turn.parent)[: turn.shared] if turn.parent >= 0 else []
+            tokens = tokens[: turn.tokens]
+            tokens += [self._draw.randrange(3, VOCAB) for _ in range(turn.tokens - len(tokens))]
+            self._prompts[at] = tokens
+        return self._prompts[at]
+
+
+class Clock:
+    """This process's clock, with what is skipped."""
+
+    def __init__(self) -> None:
+        """At 0."""
+        self._skipped_s = -time.perf_counter()
+
+    def now_s(self) -> float:
+        """Return the time."""
+        return time.perf_counter() + self._skipped_s
+
+    def skip_to(self, at_s: float) -> None:
+        """Let nobody wait until `at_s`."""
+        self._skipped_s += max(0.0, at_s - self.now_s())
+
+
+@dataclass
+class Served:
+    """What users got."""
+
+    ttft_s: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def late_s(self) -> float:
+        """The 95th percentile of the time to the first token."""
+        return quantiles(self.ttft_s, n=20)[-1]
+
+    @property
+    def per_s(self) -> float:
+        """Requests per second."""
+        return len(self.ttft_s) / self.seconds
+
+
+def serve(engine: Engine, users: int, faster: float) -> Served:
+    """Serve so many users at once until enough requests are over."""
+    clock, served = Clock(), Served()
+    all_users = [User(number, faster) for number in range(users)]
+    due = [(random.Random(number).uniform(0, 10 / faster), number) for number in range(users)]
+    heapq.heapify(due)
+    came_s: dict[str, tuple[float, int]] = {}
+    begun_s, over, warm = 0.0, 0, WARM * users
+    while len(served.ttft_s) < MEASURED:
+        while due and due[0][0] <= clock.now_s():
+            at_s, number = heapq.heappop(due)
+            turn, tokens = all_users[number].next()
+            came_s[engine.add(tokens, turn.answer)] = at_s, number
+        if not engine.busy:
+            clock.skip_to(due[0][0])
+            continue
+        for output in engine.step():
+            at_s, number = came_s.pop(output.request_id)
+            now_s, user = clock.now_s(), all_users[number]
+            over += 1
+            if over == warm:
+                begun_s = now_s
+            elif over > warm:
+                served.ttft_s.append(now_s - at_s - _decoding_s(output))
+            user.done()
+            heapq.heappush(due, (max(now_s, at_s + user.next()[0].pause_s), number))
+    served.seconds = clock.now_s() - begun_s
+    for request_id in came_s:
+        engine.abort(request_id)
+    engine.drain()
+    return served
+
+
+def _decoding_s(output: Any) -> float:
+    """Return how long ago its first token came."""
+    times = output.metrics
+    return float(times.last_token_ts - times.first_token_ts)
+
+
+def _engine(tokens: int, *, own: bool, kvpipe: bool) -> Engine:
+    pool = {"pool_bytes_max": str(POOL_TOKENS * 8192)} if kvpipe else None
+    engine = Engine(
+        str(make_model("agents")), kvpipe=pool, enable_prefix_caching=own, block_size=BLOCK, disable_log_stats=False,
+        max_model_len=TOKENS_MAX + 4096, max_num_batched_tokens=1024, num_gpu_blocks_override=tokens // BLOCK,
+    )  # fmt: skip
+    engine.generate([prompt(64, 1)], 2)
+    return engine
+
+
+ENGINES: Final[dict[str, dict[str, Any]]] = {
+    "no cache": {"tokens": DEVICE_TOKENS, "own": False, "kvpipe": False},
+    "vLLM's prefix cache": {"tokens": DEVICE_TOKENS, "own": True, "kvpipe": False},
+    "kvpipe": {"tokens": DEVICE_TOKENS, "own": True, "kvpipe": True},
+    "a cache that holds all": {"tokens": ALL_TOKENS, "own": True, "kvpipe": False},
+}
+
+
+def run() -> list[Figure]:
+    """The most users of each engine whose first tokens are in time, and the requests per second that they make."""
+    bind_cores()
+    engine = _engine(DEVICE_TOKENS, own=False, kvpipe=False)
+    typical = 110_000
+    took_s = median(ttft(engine, prompt(typical // SCALE, seed)) for seed in range(3))
+    engine.close()
+    faster = Model().prefill_s(0, typical) / took_s
+    best = {name: _most(name, options, faster) for name, options in ENGINES.items()}
+    return [_figure("kvpipe", other, least, best) for other, least in _GOALS.items()]
+
+
+def _most(name: str, options: dict[str, Any], faster: float) -> tuple[int, Served]:
+    """Return the most users that are served in time, and what they got: doubled until some are late, then between."""
+    engine, best = _engine(**options), (0, Served())
+    low, high = 0, 0
+    while not high or high - low > max(1, low // 4):
+        users = (low + high) // 2 if high else max(USERS_MIN, 2 * low)
+        engine.llm.reset_prefix_cache(reset_connector=options["kvpipe"])
+        served = serve(engine, users, faster)
+        print(f"{name}, {users} users: {served.per_s:.2f} requests/s, {served.late_s:.2f} s", flush=True)
+        if served.late_s <= TTFT_S_MAX / faster:
+            low, best = users, (users, served)
+        else:
+            high = users
+        if high == USERS_MIN or low >= USERS_MAX:
+            break
+    engine.close()
+    return best
+
+
+_GOALS: Final = {"no cache": 2.0, "vLLM's prefix cache": 2.0, "a cache that holds all": 0.9}
+
+
+def _figure(name: str, other: str, least: float, best: dict[str, tuple[int, Served]]) -> Figure:
+    said = []
+    for one in (name, other):
+        users, served = best[one]
+        said.append(f"{one}: {users} users" + (f", {served.per_s:.2f}/s, {served.late_s:.1f} s" if users else ""))
+    rates = [best[one][1].per_s if best[one][0] else 0.0 for one in (name, other)]
+    ratio = rates[0] / rates[1] if rates[1] else float("inf")
+    return Figure(
+        f"coding agents, requests/s in time, {name} / {other}", ratio, least, "x", "; ".join(said), at_least=True
+    )
