@@ -140,6 +140,12 @@ class Settings(BaseSettings):
         None, description="File with the token that each of their requests must have, which only its owner may read."
     )
     manage_token_env: Variable = Field("", description="Environment variable with the same.")
+    manage_pin_s_max: Annotated[int, BeforeValidator(no_bool), Field(gt=0, le=31_536_000)] = Field(
+        86_400, description="Longest time for which operators may pin a prompt."
+    )
+    manage_pinned_share_max: Annotated[float, BeforeValidator(no_bool), Field(ge=0, le=0.9)] = Field(
+        0.5, description="Of the pool, how much they may pin at once."
+    )
     state_dir: LocalPath | None = Field(
         None,
         description="Where named caches are registered; unset: `$XDG_STATE_HOME/kvpipe` or `~/.local/state/kvpipe`.",

@@ -477,6 +477,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         elif tiers:
             self._facts["layouts"] = [(one.rank, one.digest) for one in reported]
         weights = [one.weights for one in reported] if len(reported) == ranks else []
+        self.scheduler.orders.turns.take()
         if reported:
             self.scheduler.catalog.limit(min(one.slots for one in reported))
         common, heads = {one.common for one in reported}, {one.heads for one in reported}
@@ -503,7 +504,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             self._remedies.bind(blocks, self.counters)
             self._watch.watch_resets(kv_cache_manager)
             if self.events is not None:
-                self.events.watch(kv_cache_manager)
+                self.events.watch(kv_cache_manager, self.scheduler.orders.turns.take)
 
     @_contained(_nothing)
     def on_new_request(self, request: Request) -> None:
@@ -564,7 +565,10 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
     @_contained(tuple)
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Announce the blocks that can be found, and those that cannot any more, since the last call."""
-        return self.events.take() if self.events is not None else ()
+        if self.events is None or self.scheduler is None:
+            return ()
+        self.scheduler.orders.turns.take()
+        return self.events.take()
 
     @_contained(lambda: False)
     def reset_cache(self) -> bool | None:

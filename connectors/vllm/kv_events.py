@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
@@ -57,14 +57,18 @@ class KvEvents:
         self._of: dict[Chunk, list[AnnouncedBlocks]] = {}
         self._events: list[KVCacheEvent] = []
 
-    def watch(self, manager: KVCacheManager) -> None:
-        """Announce all again when vLLM empties its own cache: its event names no medium, so consumers forget all."""
+    def watch(self, manager: KVCacheManager, begin: Callable[[], object]) -> None:
+        """Announce all again when vLLM empties its own cache: its event names no medium, so consumers forget all.
+
+        `begin` is called before.
+        """
         reset = manager.reset_prefix_cache
 
         @functools.wraps(reset)
         def watched() -> bool:
             done = reset()
             if done:
+                begin()
                 self.cleared()
             return done
 

@@ -134,11 +134,11 @@ class Catalog:
 
     # ---- reading -------------------------------------------------------------------------------------------------
 
-    def lease(self, owner: Owner, chunks: list[Chunk]) -> None:
-        """Hold `chunks` for `owner` until `release`. An owner leases once."""
-        owned = self._leases.setdefault(owner, [])
-        now_s = self._clock()
-        self._leased_s.setdefault(owner, now_s)
+    def lease(self, owner: Owner, chunks: list[Chunk], *, timed: bool = True) -> None:
+        """Hold `chunks` for `owner` until `release`. An owner leases once. `timed`: it counts for `oldest_lease_s`."""
+        owned, now_s = self._leases.setdefault(owner, []), self._clock()
+        if timed:
+            self._leased_s.setdefault(owner, now_s)
         if self._request is not None:
             self._request(now_s, over=False)
         for chunk in chunks:
@@ -161,6 +161,10 @@ class Catalog:
             chunk.leases -= 1
             self._let_go(chunk, reader=True, hit=hit)
         return len(chunks)
+
+    def leased_by(self, owner: Owner) -> tuple[Chunk, ...]:
+        """Return what `owner` holds."""
+        return tuple(self._leases.get(owner, ()))
 
     def refresh(self, chunks: Iterator[Chunk], *, over: bool = True) -> None:
         """Order a request's chunks so that the ends of prefixes go before their beginnings. `over`: it is finished."""
@@ -241,6 +245,14 @@ class Catalog:
         """The mark `key`, maybe still on its way, was of use to another request: keep it when the chunk grows."""
         chunk.keeps = key
         chunk.marks = tuple(mark._replace(keep=True) if mark.key == key else mark for mark in chunk.marks)
+
+    def evict(self, chunk: Chunk) -> bool:
+        """Forget one chunk, whoever reads or writes it; False: it is forgotten already."""
+        if chunk.state.row in {m.ABSENT, m.EVICTING}:
+            return False
+        self.counters["evicted"] += 1
+        self._drop(chunk, EVICTED)
+        return True
 
     def reset(self) -> int:
         """Forget every chunk; held ones leave when their readers and writers do. Returns how many were found."""

@@ -1,4 +1,4 @@
-"""`kvpipe engine state|counters|lookup|switch`: a running engine with `manage`."""
+"""`kvpipe engine state|counters|lookup|pin|unpin|pins|evict|order|switch`: a running engine with `manage`."""
 
 from __future__ import annotations
 
@@ -35,16 +35,44 @@ def add_parsers(engine: argparse.ArgumentParser) -> None:
     counters = _parser(sub, "counters", "counters and gauges, by name")
     counters.set_defaults(run=lambda args: _told(args, "GET", "/v1/counters"))
     lookup = _parser(sub, "lookup", "how much of a prompt is held in memory")
-    lookup.add_argument("tokens", help="token ids with commas or blanks between them; @FILE: a file of them")
-    lookup.add_argument("--salt", help="the requests' cache_salt")
-    lookup.add_argument(
-        "--adapter", nargs=3, metavar=("NAME", "NUMBER", "PATH"), help="vLLM's lora_name, lora_int_id, lora_path"
-    )
+    _add_prompt(lookup)
     lookup.set_defaults(run=lambda args: _told(args, "POST", "/v1/lookup", _prompt(args)))
+    _add_orders(sub)
     switch = _parser(sub, "switch", "stop or resume saving (freeze), or saving and loading (bypass)")
     switch.add_argument("--freeze", choices=_ON)
     switch.add_argument("--bypass", choices=_ON)
     switch.set_defaults(run=_switch)
+
+
+def _add_orders(sub: Any) -> None:  # noqa: ANN401  (argparse hides its type)
+    pin = _parser(sub, "pin", "keep what memory has of a prompt, for a while")
+    _add_prompt(pin)
+    pin.add_argument("--seconds", type=float, required=True, help="for so long at most")
+    pin.set_defaults(run=lambda args: _told(args, "POST", "/v1/pins", _prompt(args) | {"seconds": args.seconds}))
+    unpin = _parser(sub, "unpin", "give a pin back")
+    unpin.add_argument("pin", type=int, help="its number")
+    unpin.set_defaults(run=lambda args: _told(args, "DELETE", f"/v1/pins/{args.pin}"))
+    pins = _parser(sub, "pins", "what is pinned")
+    pins.set_defaults(run=lambda args: _told(args, "GET", "/v1/pins"))
+    evict = _parser(sub, "evict", "drop what memory has of a prompt; tiers keep what they have")
+    _add_prompt(evict)
+    evict.add_argument(
+        "--from-token", type=int, default=0, metavar="N", help="from the chunk on that has it (default 0)"
+    )
+    evict.set_defaults(
+        run=lambda args: _told(args, "POST", "/v1/evict", _prompt(args) | {"from_token": args.from_token})
+    )
+    order = _parser(sub, "order", "what has come of an order that was pending")
+    order.add_argument("order", type=int, help="its number")
+    order.set_defaults(run=lambda args: _told(args, "GET", f"/v1/orders/{args.order}"))
+
+
+def _add_prompt(one: argparse.ArgumentParser) -> None:
+    one.add_argument("tokens", help="token ids with commas or blanks between them; @FILE: a file of them")
+    one.add_argument("--salt", help="the requests' cache_salt")
+    one.add_argument(
+        "--adapter", nargs=3, metavar=("NAME", "NUMBER", "PATH"), help="vLLM's lora_name, lora_int_id, lora_path"
+    )
 
 
 def _parser(sub: Any, name: str, says: str) -> argparse.ArgumentParser:  # noqa: ANN401  (argparse hides its type)

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import functools
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
-from fastapi import FastAPI, Query, Request
+from fastapi import FastAPI, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from kvpipe import __version__, config_errors
 from kvpipe.manage import models
-from kvpipe.manage.engine import BadRequestError, ManagedEngine
+from kvpipe.manage.engine import BadRequestError, EndedError, ManagedEngine
 from kvpipe.trace.log import Counters
 
 REQUESTS_SHOWN_MAX = 1000
-_UNPROCESSABLE, _FAILED = 422, 500
+_PENDING, _UNPROCESSABLE, _FAILED, _UNAVAILABLE = 202, 422, 500, 503
 _ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": models.Refused} for status in (401, 413, _UNPROCESSABLE)}
+_ORDER: dict[int | str, dict[str, Any]] = {_PENDING: {"model": models.Pending}, _UNAVAILABLE: {"model": models.Refused}}
+_NUMBERS_MAX = 1 << 53
+_Number = Annotated[int, Path(ge=1, lt=_NUMBERS_MAX)]
 
-(_PROMPT,), _PROMPT_PARTS = msgspec.json.schema_components((models.Prompt,), ref_template="#/components/schemas/{name}")
-_PROMPT_BODY = {"requestBody": {"required": True, "content": {"application/json": {"schema": _PROMPT}}}}
+_T = TypeVar("_T", bound=models.Prompt)
+_Told = TypeVar("_Told")
+_BODIES = models.Prompt, models.PinOrder, models.EvictOrder
+_SCHEMAS, _BODY_PARTS = msgspec.json.schema_components(_BODIES, ref_template="#/components/schemas/{name}")
+_PROMPT_BODY, _PIN_BODY, _EVICT_BODY = (
+    {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}} for schema in _SCHEMAS
+)
 
 
 def make_app(engine: ManagedEngine, counters: Counters) -> FastAPI:
@@ -54,16 +62,51 @@ def make_app(engine: ManagedEngine, counters: Counters) -> FastAPI:
     @app.post("/v1/lookup", openapi_extra=_PROMPT_BODY)
     async def lookup(request: Request) -> models.HeldTokens:
         """Return how much of a prompt is held in memory. Changes nothing."""
-        return await engine.lookup(_prompt(await request.body()))
+        return await engine.lookup(_read(await request.body(), models.Prompt))
 
+    _add_orders(app, engine)
     _add_refusals(app, counters)
     app.openapi = functools.partial(_described, app)  # type: ignore[method-assign]
     return app
 
 
-def _prompt(body: bytes) -> models.Prompt:
+def _add_orders(app: FastAPI, engine: ManagedEngine) -> None:
+    """Add what changes the pool. What waits for a step of the engine is answered with 202."""
+
+    def said(response: Response, told: _Told) -> _Told:
+        response.status_code = _PENDING if isinstance(told, models.Pending) else response.status_code
+        return told
+
+    @app.get("/v1/pins")
+    async def pins() -> models.PinnedPrompts:
+        """Return what is pinned."""
+        return engine.pins()
+
+    @app.post("/v1/pins", openapi_extra=_PIN_BODY, responses=_ORDER)
+    async def pin(request: Request, response: Response) -> models.Pinned | models.Pending:
+        """Keep what memory has of a prompt, for a while."""
+        return said(response, await engine.pin(_read(await request.body(), models.PinOrder)))
+
+    @app.delete("/v1/pins/{pin}", responses=_ORDER)
+    async def unpin(pin: _Number, response: Response) -> models.Pinned | models.Pending:
+        """Give a pin back."""
+        return said(response, await engine.unpin(pin))
+
+    @app.post("/v1/evict", openapi_extra=_EVICT_BODY, responses=_ORDER)
+    async def evict(request: Request, response: Response) -> models.EvictedChunks | models.Pending:
+        """Drop what memory has of a prompt. Tiers keep what they have."""
+        return said(response, await engine.evict(_read(await request.body(), models.EvictOrder)))
+
+    @app.get("/v1/orders/{order}", responses=_ORDER)
+    async def ordered(order: _Number, response: Response) -> models.Pinned | models.EvictedChunks | models.Pending:
+        """Return what has come of an order that was pending."""
+        told: models.Pinned | models.EvictedChunks | models.Pending = await engine.order(order)
+        return said(response, told)
+
+
+def _read(body: bytes, kind: type[_T]) -> _T:
     try:
-        return msgspec.json.decode(body, type=models.Prompt)
+        return msgspec.json.decode(body, type=kind)
     except (ValueError, RecursionError) as error:
         raise BadRequestError(config_errors.reason(str(error))) from None
 
@@ -71,7 +114,7 @@ def _prompt(body: bytes) -> models.Prompt:
 def _described(app: FastAPI) -> dict[str, Any]:
     """Return what OpenAPI says of it, with what FastAPI does not read itself."""
     if app.openapi_schema is None:
-        FastAPI.openapi(app)["components"]["schemas"] |= _PROMPT_PARTS
+        FastAPI.openapi(app)["components"]["schemas"] |= _BODY_PARTS
     return FastAPI.openapi(app)
 
 
@@ -89,6 +132,10 @@ def _add_refusals(app: FastAPI, counters: Counters) -> None:
     @app.exception_handler(BadRequestError)
     async def bad(_: Request, error: BadRequestError) -> JSONResponse:
         return refuse(str(error))
+
+    @app.exception_handler(EndedError)
+    async def ended(_: Request, error: EndedError) -> JSONResponse:
+        return refuse(str(error), _UNAVAILABLE)
 
     @app.exception_handler(Exception)
     async def failed(_: Request, __: Exception) -> JSONResponse:  # raised again, to who counts it

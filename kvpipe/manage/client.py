@@ -65,7 +65,7 @@ def ask(
         raise UsageError(f"kvpipe: no engine answers at {address} ({files.why(error)})") from None
     finally:
         connection.close()
-    if answer.status != http.client.OK:
+    if answer.status not in {http.client.OK, http.client.ACCEPTED}:
         why = told.get("error", told.get("detail", "")) if isinstance(told, dict) else ""
         raise UsageError(f"kvpipe: the engine has refused ({answer.status}): {why}")
     return told

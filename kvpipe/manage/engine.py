@@ -2,6 +2,7 @@
 
 What is read is read without a lock: single objects, and copies of dicts that are made in one go. So a state is not of
 one moment, and a lookup may be out of date when it is told, as any is. What is set are switches, one assignment each.
+What changes the catalog is ordered, and carried out by the engine's next steps, or here while it has nothing to do.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 import anyio
 import numpy as np
@@ -20,6 +21,8 @@ from kvpipe.cache import miss_reasons
 from kvpipe.cache.prefixes import Prefixes
 from kvpipe.manage import models
 from kvpipe.messages import Kind
+from kvpipe.scheduler.orders import Order, Work
+from kvpipe.scheduler.pins import EPOCHS, EvictedPrompt, PinnedPrompt
 from kvpipe.tiers.guard import FIND
 from kvpipe.trace.log import bounded
 
@@ -32,10 +35,18 @@ TRIES: Final = 50
 """To copy what changes meanwhile."""
 PAUSE_S: Final = 0.0005
 """Between two turns of hashing: others get the interpreter."""
+WAIT_S_MAX: Final = 5.0
+"""For an order to be carried out; then it is told that it is pending."""
+PENDING_MAX: Final = 256
+"""Orders of which is remembered what has come of them."""
 
 
 class BadRequestError(ValueError):
     """A request that contradicts itself or the engine. Its text says why."""
+
+
+class EndedError(Exception):
+    """An order cannot be carried out: the engine ends, too much is ordered already. Its text says why."""
 
 
 class PromptHasher(Protocol):
@@ -67,6 +78,8 @@ class ManagedEngine:
         self._one = anyio.Lock()
         self._set_freeze, self._set_bypass = set_freeze, set_bypass
         self._began_s = time.monotonic()
+        self.wait_s_max = WAIT_S_MAX
+        self._pending: dict[int, Order] = {}
 
     def counters(self) -> dict[str, int]:
         """Return counters by name, and gauges."""
@@ -101,6 +114,74 @@ class ManagedEngine:
             why = _again(lambda: self._prefixes.why_short(asked, units)) if held < tokens else ""
         return models.HeldTokens(tokens=tokens, held_tokens=held, why=why)
 
+    # ---- orders ---------------------------------------------------------------------------------------------------
+
+    async def pin(self, wanted: models.PinOrder) -> models.Pinned | models.Pending:
+        """Keep what memory has of a prompt. Raises `BadRequestError`, `EndedError`."""
+        asked = await self._known(wanted)
+        told: models.Pinned | models.Pending
+        told = await self._ordered(lambda: self._side.pins.pin(self._prefixes, asked, wanted.seconds))
+        return told
+
+    async def unpin(self, number: int) -> models.Pinned | models.Pending:
+        """Give a pin back. Raises as `pin`."""
+        told: models.Pinned | models.Pending = await self._ordered(lambda: self._side.pins.unpin(number))
+        return told
+
+    def pins(self) -> models.PinnedPrompts:
+        """Return what is pinned."""
+        pins = self._side.pins
+        told = [models.Pinned(**one._asdict()) for one in _again(pins.told)]
+        return models.PinnedPrompts(pins=told, chunks=pins.chunks, chunks_max=pins.chunks_max)
+
+    async def evict(self, wanted: models.EvictOrder) -> models.EvictedChunks | models.Pending:
+        """Drop what memory has of a prompt. Raises as `pin`."""
+        asked = await self._known(wanted)
+        told: models.EvictedChunks | models.Pending
+        told = await self._ordered(lambda: self._side.pins.evict(self._prefixes, asked, wanted.from_token))
+        return told
+
+    async def order(self, number: int) -> Any:  # noqa: ANN401  (whatever was ordered)
+        """Return what has come of an order that was pending. Raises as `pin`."""
+        order = self._pending.get(number)
+        if order is None:
+            raise BadRequestError(f"order: no order {number} is remembered")
+        return await self._outcome(order)
+
+    async def _known(self, prompt: models.Prompt) -> HashedPrompt:
+        async with self._one:
+            asked = await self._hashed(prompt)
+        if asked.unknown:
+            raise BadRequestError("adapter: not all ranks hold it, or hold the same")
+        return asked
+
+    async def _ordered(self, make: Callable[[], Work]) -> Any:  # noqa: ANN401
+        return await self._outcome(self._side.orders.put(make))
+
+    async def _outcome(self, order: Order) -> Any:  # noqa: ANN401
+        """Return what has come of an order, or that it is pending."""
+        orders, turns = self._side.orders, self._side.orders.turns
+        until_s = time.monotonic() + self.wait_s_max
+        while not order.over and time.monotonic() < until_s:
+            if turns.borrow():
+                try:
+                    orders.carry_out()
+                finally:
+                    turns.give_back()
+            if not order.over:
+                await anyio.sleep(PAUSE_S)
+        if not order.over:
+            self._pending[order.number] = order
+            while len(self._pending) > PENDING_MAX:
+                del self._pending[next(iter(self._pending))]
+            return models.Pending(order=order.number)
+        if order.refused:
+            raise (EndedError if order.failed else BadRequestError)(order.refused)
+        kinds: dict[type, type] = {PinnedPrompt: models.Pinned, EvictedPrompt: models.EvictedChunks}
+        return kinds[type(order.told)](**order.told._asdict())
+
+    # ---- what is told ---------------------------------------------------------------------------------------------
+
     async def _hashed(self, prompt: models.Prompt) -> HashedPrompt:
         """Return the prompt with all its keys. Lets others go on meanwhile."""
         hashes: Sequence[bytes] = ()
@@ -121,7 +202,8 @@ class ManagedEngine:
         tracked = _again(lambda: list(islice(side.requests.tracked.values(), requests_max)))
         held = Counter[str]()
         for owner, chunks in _again(side.catalog.holders):
-            held[owner.request] += chunks
+            if owner.epoch < EPOCHS:  # a pin is no request
+                held[owner.request] += chunks
         return models.EngineState(
             kvpipe=__version__,
             engine=self._engine,
@@ -155,6 +237,7 @@ class ManagedEngine:
             leases=_again(lambda: catalog.leases),
             oldest_lease_s=_again(lambda: catalog.oldest_lease_s),
             pieces_writing=_again(lambda: catalog.writing),
+            chunks_pinned=self._side.pins.chunks,
         )
 
     def _jobs(self) -> models.JobCounts:

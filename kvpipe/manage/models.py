@@ -43,6 +43,50 @@ class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     adapter: AdapterOf | None = None
 
 
+class PinOrder(Prompt, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A prompt to pin. `seconds`: for so long at most; the configuration's `manage_pin_s_max` is the most."""
+
+    seconds: Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+
+
+class EvictOrder(Prompt, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A prompt to evict, from the chunk on that holds its token `from_token`."""
+
+    from_token: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
+
+
+class Pinned(_ToOperator):
+    """A prompt that is pinned."""
+
+    pin: int = Field(description="Its number, by which it is given back.")
+    tokens: int = Field(description="Tokens from its beginning that could be a hit when it was pinned, and are kept.")
+    chunks: int = Field(description="Chunks that it holds.")
+    left_s: float = Field(description="Until it ends.")
+
+
+class PinnedPrompts(_ToOperator):
+    """All that is pinned."""
+
+    pins: list[Pinned]
+    chunks: int = Field(description="That pins hold; one that several hold counts once.")
+    chunks_max: int = Field(description="That they may hold: `manage_pinned_share_max` of the pool.")
+
+
+class EvictedChunks(_ToOperator):
+    """What an eviction has done."""
+
+    chunks: int = Field(description="Chunks that cannot be found any more.")
+    held: int = Field(description="Of these, those whose slots are free only when who reads or writes them is done.")
+    pins_ended: int = Field(description="Pins that held any of them.")
+
+
+class Pending(_ToOperator):
+    """An order that waits for a step of the engine."""
+
+    order: int = Field(description="GET /v1/orders/ORDER says what has come of it.")
+    pending: bool = True
+
+
 class HeldTokens(_ToOperator):
     """How much of a prompt would be found in memory now."""
 
@@ -79,6 +123,7 @@ class PoolState(_ToOperator):
     leases: int = Field(description="Chunks held by requests; one that several hold counts several times.")
     oldest_lease_s: float
     pieces_writing: int = Field(description="Pieces of chunks that are being saved or fetched.")
+    chunks_pinned: int = Field(description="That operators have pinned.")
 
 
 class RequestHolds(_ToOperator):

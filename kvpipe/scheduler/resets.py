@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from kvpipe.cache.catalog import Catalog
     from kvpipe.scheduler.base import Recovery
     from kvpipe.scheduler.fetches import Staging
+    from kvpipe.scheduler.pins import PromptPins
     from kvpipe.scheduler.requests import Requests
     from kvpipe.scheduler.weights import Weights
     from kvpipe.trace.log import Counters
@@ -26,6 +27,7 @@ class Resets:
         requests: Requests,
         staging: Staging | None,
         *,
+        pins: PromptPins,
         weights: Weights,
         space_of: Callable[[str], str],
         also_of: Callable[[str], str],
@@ -37,7 +39,7 @@ class Resets:
 
         `also_of`: another, in which chunks with the same bytes may be.
         """
-        self._also_of = also_of
+        self._also_of, self._pins = also_of, pins
         self._catalog, self._requests, self._staging, self._weights = catalog, requests, staging, weights
         self._space_of, self._recovery, self._counters, self._trace = space_of, recovery, counters, trace
 
@@ -63,6 +65,7 @@ class Resets:
 
     def _forget(self) -> None:
         """Forget every chunk. Jobs in flight are not published any more."""
+        self._pins.forget()
         dropped = self._catalog.reset()
         self._trace.put(CacheReset(*self._trace.of("", 0), chunks=dropped))
         for tracked in self._requests.tracked.values():

@@ -25,6 +25,8 @@ from kvpipe.scheduler.hints import Hinting, RawHints
 from kvpipe.scheduler.jobs import JobInFlight, Jobs, awaited
 from kvpipe.scheduler.loads import Loading
 from kvpipe.scheduler.lookups import Lookups
+from kvpipe.scheduler.orders import Orders
+from kvpipe.scheduler.pins import PromptPins
 from kvpipe.scheduler.records import Tracked
 from kvpipe.scheduler.report import RequestReporter
 from kvpipe.scheduler.requests import Requests
@@ -78,8 +80,7 @@ class SchedulerSide:
         self.settings, self.geometry = settings, geometry
         self.counters = counters = Counters()
         self.trace, self.report = trace, RequestReporter(trace)
-        trace.step = 1
-        self._ranks, self._step, self._events = ranks, 0, published
+        trace.step, self._ranks, self._step, self._events = 1, ranks, 0, published
         self._idle = Idle(settings.stall_ms_max) if waits_idle and stages == 1 else None  # else others may compute
         self._recovery = recovery = recovery or Recovery()
         self.weights = weights = Weights(ranks, counters)
@@ -87,8 +88,9 @@ class SchedulerSide:
         groups, policy = len(geometry.groups), make_policy(settings.policy, geometry.slots, counters.fault)
         ready = None if settings.prefault == "use" and stages == 1 else 0  # else ranks say how many there are
         self.catalog = catalog = Catalog(geometry.slots, groups, policy, counters, ready=ready)
-        if published is not None:
-            catalog.on_drop = published.dropped
+        catalog.on_drop = published.dropped if published is not None else None
+        self.orders = orders = Orders(counters, lambda: trace.about("", 0))
+        self._turns, self.pins = orders.turns, PromptPins(settings, geometry, catalog, orders)
         self.adapters = adapters = Adapters(ranks, settings.lookup_ms_max / 1000, counters)
         self.prefixes = prefixes = Prefixes(catalog, geometry, hash_tokens, adapters.keys)
         self.jobs = jobs = Jobs(
@@ -113,8 +115,8 @@ class SchedulerSide:
             switches=switches, weights=weights, adapters=adapters, recovery=recovery, counters=counters,
         )  # fmt: skip
         self._resets = Resets(
-            catalog, requests, staging, weights=weights, space_of=space_of, also_of=also_of, recovery=recovery,
-            counters=counters, trace=trace,
+            catalog, requests, staging, pins=self.pins, weights=weights, space_of=space_of, also_of=also_of,
+            recovery=recovery, counters=counters, trace=trace,
         )  # fmt: skip
         self._hinting, self._ready = Hinting(catalog, prefixes, counters), dict[int, int]()  # slots, by rank
         self._patience_s, self._unreadable = settings.stuck_ms_max / 1000 + PATIENCE_S, dict[int, frozenset[int]]()
@@ -164,6 +166,8 @@ class SchedulerSide:
         No `weights`: not all ranks have answered. `heads`: of each group, see `kvpipe.tiers.parts`; none: each rank
         has parts of its own.
         """
+        if self._turns.away:
+            self._turns.take()
         self.slots_ready(slots)
         if self.staging is not None:
             self.staging.finder.heads = tuple(heads)
@@ -175,12 +179,16 @@ class SchedulerSide:
 
     def on_new_request(self, request: Request, hints: RawHints | None = None) -> None:
         """Start to track. `hints`: what came with it of its own future."""
+        if self._turns.away:
+            self._turns.take()
         tracked = self.requests.add(request)
         if hints is not None:
             self._hinting.arrived(tracked, hints)
 
     def lookup(self, request: Request, local_tokens: int) -> Answer:
         """Return what can be loaded beyond the `local_tokens` that the engine holds. Takes nothing."""
+        if self._turns.away:
+            self._turns.take()
         try:
             return self._lookups.answer(request, local_tokens, self._step)
         except Exception:
@@ -189,6 +197,8 @@ class SchedulerSide:
 
     def admitted(self, request: Request, tables: Tables, external_tokens: int) -> None:
         """Blocks were allocated: lease and plan the load of `external_tokens`, or note that there is none."""
+        if self._turns.away:
+            self._turns.take()
         tracked = self.requests.add(request)
         if request.num_preemptions != tracked.preemptions:
             self.requests.notice_preemption(tracked)
@@ -212,6 +222,8 @@ class SchedulerSide:
 
     def plan_step(self, step: Step) -> StepPlan:
         """Plan the step: the loads that were admitted, and a save for every request with newly final units."""
+        if self._turns.away:
+            self._turns.take()
         self.requests.plan_step(step)
         jobs = self.loading.plan_step(step)
         if self.switches.saving:
@@ -225,11 +237,17 @@ class SchedulerSide:
         self.trace.step = self._step + 1  # what comes now belongs to the step that is planned next
         idle, question, claims = self._idle, self.weights.ask(), self.adapters.claims(jobs)
         wait_ms = idle.wait_ms(step, loading=bool(self.requests.waiting)) if idle is not None else 0
+        if self.pins.pins:
+            self.pins.expire()
+        if self.orders.due:  # behind the answers of this pass, which count on what is held
+            self.orders.carry_out()
         computes = bool(step.num_scheduled_tokens)
         return StepPlan(self._step, tuple(jobs), orders, space, question, claims, wait_ms, computes)
 
     def reported(self, report: Report) -> None:
         """Ranks have reported with a step's output: publish, release, or fail jobs once all ranks have spoken."""
+        if self._turns.away:
+            self._turns.take()
         if report.weights:
             self.weighed(report.weights)
         if self.loading.stall is not None and report.rate:
@@ -256,6 +274,8 @@ class SchedulerSide:
 
     def slots_ready(self, ready: dict[int, int]) -> None:
         """Ranks have said how many of their slots, from the first on, may be used. All of them count, or none."""
+        if self._turns.away:
+            self._turns.take()
         self._ready |= ready
         if ready and len(self._ready) == self._ranks:
             self.catalog.use_more(min(self._ready.values()))
@@ -274,6 +294,8 @@ class SchedulerSide:
 
         Nothing that is being saved is believed. A load of ours has failed now, though its report may come much later.
         """
+        if self._turns.away:
+            self._turns.take()
         self.jobs.taint_saves()
         for load in self.jobs.loads_in_step:
             if blocks & load.job.blocks():
@@ -281,6 +303,8 @@ class SchedulerSide:
 
     def finished(self, request: Request) -> None:
         """The request is over, in whatever state. Its jobs in flight end by themselves."""
+        if self._turns.away:
+            self._turns.take()
         tracked = self.requests.tracked.get(request.request_id)
         if tracked is not None and tracked.request is request:
             ends = self._saving.ended(request)
@@ -298,11 +322,15 @@ class SchedulerSide:
 
     def weighed(self, told: dict[int, tuple[int, str]]) -> None:
         """Ranks have read their weights again. If they are others, nothing is left that was computed with them."""
+        if self._turns.away:
+            self._turns.take()
         if told and self.weights.answered(told):
             self._resets.weights_changed()
 
     def reset(self) -> bool:
         """Forget every chunk, for good: in tiers, too, nothing is found again that was kept before."""
+        if self._turns.away:
+            self._turns.take()
         self._resets.reset()
         return True
 
@@ -312,10 +340,13 @@ class SchedulerSide:
 
         A rank fails a job that does not move for `stuck_ms_max`. A report that has not come some time after that may be
         lost; if it is not, it comes with the next step there is.
+
+        Who is told that nothing is pending has nothing to do: others may have their turn.
         """
-        if awaited(self.jobs.in_flight, self._patience_s):
+        if awaited(self.jobs.in_flight, self._patience_s) or (self.staging is not None and self.staging.pending):
             return True
-        return self.staging is not None and self.staging.pending
+        self._turns.give()
+        return False
 
     def stats(self) -> dict[str, int]:
         """Counters and gauges, for tests, the demo and operators."""
@@ -326,6 +357,7 @@ class SchedulerSide:
             "slots_ready": c.ready,
             "leases": c.leases,
             "pieces_writing": c.writing,
+            "chunks_pinned": self.pins.chunks,
         }
         orders = self.staging.orders if self.staging is not None else 0
         gauges |= {
@@ -337,6 +369,8 @@ class SchedulerSide:
 
     def totals(self) -> Totals:
         """Return what the metrics say of this side, as of now."""
+        if self._turns.away:
+            self._turns.take()
         c, tell, jobs = self.catalog, self.report, self.jobs.in_flight
         stuck_at_s = time.monotonic() - self.settings.stuck_ms_max / 1000
         old = itertools.takewhile(lambda job: job.sent_at_s < stuck_at_s, jobs.values())
@@ -360,7 +394,9 @@ class SchedulerSide:
         return machines if self.staging is None else (*machines, *self.staging.machines())
 
     def shutdown(self) -> None:
-        """End threads. Idempotent."""
+        """End threads, and refuse what is ordered. Idempotent."""
+        self._turns.take()
+        self.orders.end()
         if self.staging is not None:
             self.staging.finder.stop()
         self.adapters.reader.stop()

@@ -122,10 +122,13 @@ def test_switches(managed: Managed) -> None:
 def test_openapi_says_all(managed: Managed) -> None:
     """The description has every path, and is for who has the token."""
     told = managed.good("GET", "/openapi.json")
-    assert set(told["paths"]) == {"/v1/state", "/v1/counters", "/v1/switches", "/v1/lookup"}
+    read = {"/v1/state", "/v1/counters", "/v1/switches", "/v1/lookup"}
+    assert set(told["paths"]) == read | {"/v1/pins", "/v1/pins/{pin}", "/v1/evict", "/v1/orders/{order}"}
     schema = told["paths"]["/v1/lookup"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert schema == {"$ref": "#/components/schemas/Prompt"}
-    assert {"Prompt", "AdapterOf", "EngineState"} <= set(told["components"]["schemas"])
+    schema = told["paths"]["/v1/evict"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert schema == {"$ref": "#/components/schemas/EvictOrder"}
+    assert {"Prompt", "PinOrder", "EvictOrder", "AdapterOf", "EngineState"} <= set(told["components"]["schemas"])
     assert managed.ask("GET", "/openapi.json", token="")[0] == 401
     assert managed.ask("GET", "/docs")[0] == 404
 

@@ -73,8 +73,8 @@ def _raising(world: SchedulerWorld, request: Any) -> int:
 def _half_leased(world: SchedulerWorld, request: Any) -> int:
     lease = world.side.catalog.lease
 
-    def boom(owner: Any, chunks: list[Chunk]) -> None:
-        lease(owner, chunks[:1])
+    def boom(owner: Any, chunks: list[Chunk], *, timed: bool = True) -> None:
+        lease(owner, chunks[:1], timed=timed)
         raise RuntimeError("boom")
 
     world.side.catalog.lease = boom  # type: ignore[method-assign]

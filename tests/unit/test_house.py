@@ -19,6 +19,7 @@ LONG_FILES = {
     "connectors/vllm/trial/shapes.py",
     "connectors/vllm/trial/trial.py",
     "kvpipe/scheduler/fetches.py",
+    "kvpipe/scheduler/side.py",
     "kvpipe/testing/models.py",
     "kvpipe/testing/tier_conformance.py",
     "kvpipe/transfer/cuda.py",

@@ -12,6 +12,7 @@ import torch
 from kvpipe.connectors.vllm.trial.adapters import AdapterFake, name, path
 from kvpipe.connectors.vllm.trial.content import EMBEDDED, VOCAB, Live, Sequence
 from kvpipe.connectors.vllm.trial.hints import SAYINGS, Said, say
+from kvpipe.connectors.vllm.trial.operators import operate
 from kvpipe.connectors.vllm.trial.shapes import Shape
 
 if TYPE_CHECKING:
@@ -62,6 +63,10 @@ class Arrivals(ABC):
     @abstractmethod
     def _gone(self) -> None:
         """Take leave of the requests that vLLM has done with."""
+
+    def _operate(self, index: int, what: int, tokens: int) -> None:
+        if self.shape.operators and self.kvpipe is not None:
+            operate(self, index, what, tokens)  # type: ignore[arg-type]  # there is one kind of them
 
     def _add(self, document: int, take: int, own: int, answer: int, salt: int = 0, lora: int = 0) -> None:
         text = self.documents[document % DOCUMENTS]

@@ -15,6 +15,7 @@ import numpy as np
 from kvpipe.cache.catalog import Chunk
 from kvpipe.connectors.vllm.trial.efficacy import covers, find, held, keys_of
 from kvpipe.connectors.vllm.trial.laws import INVARIANTS, LAWS, SEEN_BY_TRIALS, invariant
+from kvpipe.connectors.vllm.trial.operators import carry_out
 from kvpipe.connectors.vllm.trial.watched import Final, Watched, admission
 from kvpipe.messages import ROW_BYTES
 from kvpipe.scheduler.records import SAVE_RETRIES_MAX
@@ -230,10 +231,10 @@ def leases_have_owners(watched: Watched) -> Iterator[str]:
     owners = set(loads)
     if len(owners) < len(loads):
         yield f"loads share an owner: the first that ends returns the leases of both: {sorted(loads)}"
-    others = side.staging.owners if side.staging is not None else set()
+    others = (side.staging.owners if side.staging is not None else set()) | side.pins.owners
     for owner in side.catalog._leases:  # noqa: SLF001
         if owner not in owners | others:
-            yield f"{owner} has leases, but neither a load nor an order nor a stage"
+            yield f"{owner} has leases, but neither a load nor an order nor a stage nor a pin"
     stores = set(side.staging.stores.under_way.values()) if side.staging is not None else set()
     for owner in owners | stores:
         if owner not in side.catalog._leases:  # noqa: SLF001
@@ -327,7 +328,12 @@ def everything_is_bounded(watched: Watched) -> Iterator[str]:
 
 @invariant(6, says="When nothing is left to do nothing is held: no lease, piece, job, cursor.", when="drain")
 def nothing_is_held(watched: Watched) -> Iterator[str]:
-    """Gauges of both sides."""
+    """Gauges of both sides. What operators have pinned is held until they end it, or its time is over."""
+    carry_out(watched.trial)
+    pins = watched.trial.side.pins
+    pins.forget()
+    if pins.chunks or pins.pins:
+        yield f"{pins.chunks} chunks, {len(pins.pins)} pins"
     stats = watched.trial.side.stats()
     for name in ("leases", "pieces_writing", "jobs_in_flight", "orders_in_flight", "requests"):
         if stats[name]:

@@ -49,6 +49,7 @@ ARGUMENTS: dict[str, tuple[Choices, ...]] = {
     "hold": (_EVEN,),
     "trouble": (range(2), (*[0] * 4, *range(len(TROUBLES)))),
     "late": (),
+    "operate": (_INDEX, range(3), (0, 1, 40, DOCUMENT_TOKENS_MAX)),
     "dummy": (),
     "drain": (),
     "probe": (),
@@ -56,7 +57,7 @@ ARGUMENTS: dict[str, tuple[Choices, ...]] = {
 }
 """What each argument of a move is drawn from; the first choice is the simplest."""
 
-WEIGHTS = {
+WEIGHTS: dict[str, float] = {
     "add": 10, "follow": 3, "reuse": 1, "embed": 1, "session": 1, "more": 2, "end": 1,
     "schedule": 12, "execute": 10, "update": 12, "step": 16, "abort": 2, "tick": 8,
     "pace": 2, "again": 1, "reset": 1, "pause": 1, "freeze": 1, "bypass": 0.4, "later": 0.6, "fail": 1.5,
@@ -66,9 +67,10 @@ WEIGHTS = {
     "drain": 0.4,
 }  # fmt: skip
 """How often each move is made, in proportion."""
-
 HINT = 8
 """How often a request is to come with hints, where the shape has them."""
+OPERATE = 8
+"""How often operators pin, unpin or evict, where the shape has them."""
 
 SWARM = (0.3, 1.0, 1.0, 3.0)
 """A sequence makes each move more or less often than others do, by one of these factors: sequences that are alike reach
@@ -78,9 +80,9 @@ SHUTDOWNS = 0.1
 """The share of sequences that end in mid-flight."""
 
 
-def random_moves(seed: int | str, count: int, *, hints: bool = False) -> Iterator[Move]:
+def random_moves(seed: int | str, count: int, *, hints: bool = False, operators: bool = False) -> Iterator[Move]:
     """Yield `count` moves, and at last a probe or a shutdown."""
-    made = WEIGHTS | {"hint": HINT} if hints else WEIGHTS
+    made = WEIGHTS | ({"hint": HINT} if hints else {}) | ({"operate": OPERATE} if operators else {})
     rng = random.Random(seed)  # noqa: S311
     weights = [weight * rng.choice(SWARM) for weight in made.values()]
     for name in rng.choices(list(made), weights, k=count):
@@ -90,7 +92,8 @@ def random_moves(seed: int | str, count: int, *, hints: bool = False) -> Iterato
 
 def trial_moves(shape: Shape, seed: int) -> Iterator[Move]:
     """Yield the moves of the trial of `shape` with `seed`."""
-    return random_moves(f"{seed} Shape({_fields(shape)})", MOVES_PER_TRIAL, hints=shape.hints)
+    more = {"hints": shape.hints, "operators": shape.operators}
+    return random_moves(f"{seed} Shape({_fields(shape)})", MOVES_PER_TRIAL, **more)
 
 
 def _fields(shape: Shape) -> str:

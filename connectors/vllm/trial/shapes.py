@@ -72,6 +72,7 @@ class Shape(NamedTuple):
     `dense`: vLLM keeps the state of every boundary at which a step ends, not only where prompts end or branch.
     `stages`: of a pipeline; the ranks are split into so many, and the layers, unevenly. A stage runs ahead of the next.
     `hints`: requests come with hints, and the policy hears them; its time is counted in steps.
+    `operators`: prompts are pinned and evicted meanwhile.
     `failing`: loads may fail; off where vLLM's own recovery is known to answer wrongly.
     """
 
@@ -110,6 +111,7 @@ class Shape(NamedTuple):
     masks: int = 0
     hints: bool = False
     whole: tuple[int, ...] = ()
+    operators: bool = False
 
     @property
     def steps_in_flight(self) -> int:
@@ -308,6 +310,8 @@ SHAPES: dict[str, Shape] = {
     "async-scheduler-pipeline-2-states-context-parallel-masks": _DIVIDED_STATES_MASKS._replace(
         dense=False, **_STAGED_DRAFTS | {"ranks": 4}
     ),
+    "operators": _HYBRID._replace(tiers=1, pool_slots=12, operators=True),
+    "async-scheduler-operators": _STATES._replace(asynchronous=True, ranks=2, pool_slots=16, operators=True),
 }  # fmt: skip
 
 

@@ -78,6 +78,7 @@ MOVES = {
     "hold": "on or off: tiers answer nothing until they are let go",
     "trouble": "tier, kind: what is wrong with a tier from now on",
     "late": "whoever waits for a tier has waited long enough",
+    "operate": "index, what, tokens: operators pin, unpin or evict a prompt, where the shape has them",
     "dummy": "hooks of a warm-up run, without a step",
     "drain": "no more arrivals: everything ends",
     "probe": "everything ends; then the last requests are asked once more, with vLLM's own cache and without it",
@@ -125,8 +126,7 @@ class Trial(Arrivals):
         self.ears = Ears()
         self.faults, self.replay = self.ears.faults, self.ears.replay
         self.excused = {"reset"}  # names of faults that a move of this trial has asked for
-        self.engines: list[HeldEngine] = []
-        self.ranks: list[Rank] = []
+        self.engines, self.ranks = list[HeldEngine](), list[Rank]()
         self.kvpipe = kvpipe_in(self.scheduler.connector)
         if self.kvpipe is not None:
             self.ears.listen(self.kvpipe, SCHEDULER)

@@ -1,0 +1,43 @@
+"""What operators order in a trial, of requests that live or are over."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvpipe.connectors.vllm.trial.trial import Trial
+
+PARTS_PER_SLICE = 2
+PIN, UNPIN, EVICT = range(3)
+
+
+def operate(trial: Trial, index: int, what: int, tokens: int) -> None:
+    """Order something about a prompt: pin it for `tokens` steps, end a pin, evict it from `tokens` on.
+
+    Carried out by the engine's next steps, or here while it has nothing to do.
+    """
+    side, known = trial.side, [*trial.over, *trial.live.values()]
+    pins, orders = side.pins, side.orders
+    orders.slice_s_max, orders.slice_parts_max = float("inf"), PARTS_PER_SLICE
+    pins.clock = lambda: float(trial.steps)
+    if what == UNPIN:
+        orders.put(lambda: pins.unpin(min(pins.pins, default=0)))
+    elif known:
+        one = known[-1 - index % len(known)]
+        asked = trial.answered(one, one.sequence.prompt, one.output)
+        prefixes = side.prefixes
+        if what == PIN:
+            orders.put(lambda: pins.pin(prefixes, asked, tokens + 1))
+        else:
+            orders.put(lambda: pins.evict(prefixes, asked, tokens))
+    carry_out(trial)
+
+
+def carry_out(trial: Trial) -> None:
+    """Carry out what is ordered, as far as it is not the engine's turn."""
+    orders = trial.side.orders
+    while orders.due and orders.turns.borrow():
+        try:
+            orders.carry_out()
+        finally:
+            orders.turns.give_back()

@@ -1,0 +1,229 @@
+"""What operators change of the pool: prompts that are pinned, for a while, and prompts that are evicted.
+
+A pin is a lease of an owner of its own, which ends at its deadline, when it is released, when what it holds is evicted,
+and when everything is forgotten. Work is done part by part: see `kvpipe.scheduler.orders`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from kvpipe.cache.catalog import Chunk, Owner
+from kvpipe.scheduler.orders import OrderRefusedError, Work
+from kvpipe.statemachine import chunk as chunk_m
+
+if TYPE_CHECKING:
+    from kvpipe.cache.catalog import Catalog
+    from kvpipe.cache.prefixes import Prefixes
+    from kvpipe.config import Settings
+    from kvpipe.geometry import Geometry
+    from kvpipe.scheduler.base import Request
+    from kvpipe.scheduler.orders import Orders
+
+PINS_MAX: Final = 256
+PART_CHUNKS: Final = 16
+"""Leased, and given back, in one go."""
+EPOCHS: Final = 1 << 62
+"""From here on: of pins. Admissions, stages and stores have others, whatever their requests are called."""
+_GONE: Final = frozenset({chunk_m.EVICTING, chunk_m.ABSENT})
+
+
+class Pin:
+    """The chunks of one prompt's prefix, kept until `until_s`, by the monotonic clock."""
+
+    def __init__(self, number: int, until_s: float) -> None:
+        """Nothing is held yet."""
+        self.number, self.until_s, self.tokens = number, until_s, 0
+        self.parts: list[Owner] = []
+        self.chunks: dict[Chunk, None] = {}
+        self.over = False
+
+
+class PinnedPrompt(NamedTuple):
+    """What is told of a pin."""
+
+    pin: int
+    tokens: int
+    chunks: int
+    left_s: float
+
+
+class EvictedPrompt(NamedTuple):
+    """What is told of an eviction. `held`: of the evicted chunks, those whose slots others still read or write."""
+
+    chunks: int
+    held: int
+    pins_ended: int
+
+
+class PromptPins:
+    """One per scheduler side. Touched by the thread whose turn it is; `told` by any."""
+
+    def __init__(self, settings: Settings, geometry: Geometry, catalog: Catalog, orders: Orders) -> None:
+        """Nothing is pinned. `settings`: how much may be, and for how long."""
+        self._share_max, self._seconds_max = settings.manage_pinned_share_max, settings.manage_pin_s_max
+        self._geometry, self._catalog, self._orders = geometry, catalog, orders
+        self._per_chunk = geometry.units_per_chunk
+        self.clock: Callable[[], float] = time.monotonic
+        self.pins: dict[int, Pin] = {}
+        self._pinned: Counter[Chunk] = Counter()  # by how many pins
+        self._numbers, self._epochs = 0, itertools.count(EPOCHS)
+        self._first_s = 0.0  # no pin ends before
+
+    # ---- pins -----------------------------------------------------------------------------------------------------
+
+    def pin(self, prefixes: Prefixes, asked: Request, seconds: float) -> Work:
+        """Hold what memory has of a prompt's prefix, for so long at most. Returns a `PinnedPrompt`."""
+        if seconds > self._seconds_max:
+            raise OrderRefusedError(f"seconds: {seconds:g} are more than manage_pin_s_max ({self._seconds_max})")
+        if len(self.pins) >= PINS_MAX:
+            raise OrderRefusedError(f"there are {PINS_MAX} pins already")
+        units = prefixes.longest(asked)
+        if not units:
+            raise OrderRefusedError("nothing of this prompt is in memory")
+        self._numbers += 1
+        self._first_s = 0.0
+        pin = self.pins[self._numbers] = Pin(self._numbers, self.clock() + seconds)
+        part: list[Chunk] = []
+        for chunk in self._needed(prefixes, asked, units):
+            if chunk not in pin.chunks and chunk not in part:
+                part.append(chunk)
+            if len(part) == PART_CHUNKS:
+                yield from self._hold(pin, part)
+                part = []
+        yield from self._hold(pin, part)
+        pin.tokens = min(units, prefixes.longest(asked)) * self._geometry.unit_tokens  # without what has gone meanwhile
+        return self._told(pin)
+
+    def _hold(self, pin: Pin, part: list[Chunk]) -> Work:
+        chunks = [chunk for chunk in part if chunk.state.row not in _GONE]
+        most, held = self.chunks_max, len(self._pinned)
+        if held + sum(1 for chunk in chunks if chunk not in self._pinned) > most:
+            yield from self._end(pin)
+            raise OrderRefusedError(
+                f"pins may hold {most} chunks (manage_pinned_share_max): it needs more than are left"
+            )
+        owner = Owner(f"pin:{pin.number}", next(self._epochs))
+        pin.parts.append(owner)
+        pin.chunks |= dict.fromkeys(chunks)
+        self._pinned.update(chunks)
+        self._catalog.lease(owner, chunks, timed=False)
+        yield
+        if pin.over:
+            raise OrderRefusedError("its time is over, or what it holds was evicted or forgotten meanwhile")
+
+    def unpin(self, number: int) -> Work:
+        """Give a pin back. Returns what it was."""
+        pin = self.pins.get(number)
+        if pin is None:
+            raise OrderRefusedError(f"pin: there is no pin {number}")
+        told = self._told(pin)
+        yield from self._end(pin)
+        return told
+
+    def expire(self) -> None:
+        """Order the end of the pins whose time is over."""
+        now_s = self.clock()
+        if now_s < self._first_s:
+            return
+        for pin in [pin for pin in self.pins.values() if pin.until_s <= now_s and not pin.over]:
+            self._end_soon(pin)
+        self._first_s = min((pin.until_s for pin in self.pins.values() if not pin.over), default=now_s)
+
+    def _end_soon(self, pin: Pin) -> None:
+        pin.over = True
+        self._orders.put(functools.partial(self._end, pin), always=True)
+
+    def forget(self) -> None:
+        """Everything is forgotten."""
+        for pin in list(self.pins.values()):
+            for _ in self._end(pin):
+                pass
+
+    def told(self) -> list[PinnedPrompt]:
+        """Return what is pinned. Any thread; RuntimeError: that has changed meanwhile."""
+        return [self._told(pin) for pin in self.pins.values() if not pin.over]
+
+    @property
+    def chunks_max(self) -> int:
+        """How many chunks pins may hold."""
+        return int(self._share_max * self._catalog.slots)
+
+    @property
+    def chunks(self) -> int:
+        """How many chunks pins hold."""
+        return len(self._pinned)
+
+    @property
+    def owners(self) -> set[Owner]:
+        """Whose leases there may be."""
+        return {owner for pin in self.pins.values() for owner in pin.parts}
+
+    def _told(self, pin: Pin) -> PinnedPrompt:
+        return PinnedPrompt(pin.number, pin.tokens, len(pin.chunks), max(0.0, pin.until_s - self.clock()))
+
+    def _end(self, pin: Pin) -> Work:
+        """Give back what a pin holds, the end of the prefix first, so that it is evicted first."""
+        pin.over = True
+        while pin.parts:
+            owner = pin.parts.pop()
+            for chunk in self._catalog.leased_by(owner):
+                pin.chunks.pop(chunk, None)
+                self._pinned[chunk] -= 1
+                if not self._pinned[chunk]:
+                    del self._pinned[chunk]
+            self._catalog.release(owner, hit=False)
+            yield
+        self.pins.pop(pin.number, None)
+
+    def _needed(self, prefixes: Prefixes, asked: Request, reach: int) -> Iterator[Chunk]:
+        """Yield the chunks that a hit of `reach` units reads, in the order of the prefix."""
+        hashes = prefixes.hashes(asked)
+        for base in range(0, reach, self._per_chunk):
+            high = min(base + self._per_chunk, reach)
+            for group, kind in enumerate(self._geometry.groups):
+                if kind.state:
+                    chunk = self._catalog.find(group, prefixes.state_key(hashes, reach)) if high == reach else None
+                elif kind.window_tokens and (reach - high) * self._geometry.unit_tokens > kind.window_tokens:
+                    continue  # wholly outside of the window, seen from the end
+                else:
+                    chunk = prefixes.holding(group, hashes, base, high)
+                    if chunk is not None and high % self._per_chunk:
+                        self._catalog.keep_mark(chunk, prefixes.key(hashes, high))
+                if chunk is not None:
+                    yield chunk
+
+    # ---- evictions ------------------------------------------------------------------------------------------------
+
+    def evict(self, prefixes: Prefixes, asked: Request, first_tokens: int) -> Work:
+        """Drop what memory has of a prompt, from the chunk on that has token `first_tokens`, its end first.
+
+        Chunks that others write on go too, and pins that hold any of it end. Returns an `EvictedPrompt`.
+        """
+        hashes, unit = prefixes.hashes(asked), self._geometry.unit_tokens
+        units, states = (count(asked, asked.num_tokens) for count in (prefixes.final_units, prefixes.state_units))
+        first = first_tokens // unit
+        dropped = held = ended = 0
+        for base in reversed(range(first // self._per_chunk * self._per_chunk, max(units, states), self._per_chunk)):
+            found: dict[Chunk, None] = {}
+            for group, kind in enumerate(self._geometry.groups):
+                stop, key = (states, prefixes.state_key) if kind.state else (units, prefixes.key)
+                for at in range(max(base, first if kind.state else 0) + 1, min(base + self._per_chunk, stop) + 1):
+                    there = (
+                        self._catalog.find(group, key(hashes, at)),
+                        self._catalog.pending(group).get(key(hashes, at)),
+                    )
+                    found.update(dict.fromkeys(chunk for chunk in there if chunk is not None))
+            for chunk in found:
+                if self._catalog.evict(chunk):
+                    dropped, held = dropped + 1, held + chunk.held
+                    for pin in [pin for pin in self.pins.values() if chunk in pin.chunks and not pin.over]:
+                        ended += 1
+                        self._end_soon(pin)
+            yield
+        return EvictedPrompt(dropped, held, ended)

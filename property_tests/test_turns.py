@@ -1,0 +1,213 @@
+"""Two threads, an engine's and an operator's, switched at any bytecode: never both at the catalog, no order lost."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpipe.scheduler import orders as orders_module
+from kvpipe.scheduler.orders import SLICE_PARTS_MAX, Orders, Work
+from kvpipe.trace.log import Counters
+from property_tests.profiles import examples
+
+PARTS = 3
+_FILES = {orders_module.__file__, __file__}
+
+
+class Lockstep:
+    """Threads of which one runs at a time, as far as it is told: a bytecode of `_FILES` is one move."""
+
+    def __init__(self, *programs: Callable[[], None]) -> None:
+        """None has begun."""
+        self._go = [threading.Semaphore(0) for _ in programs]
+        self._back = threading.Semaphore(0)
+        self._ids: dict[int, int] = {}
+        self.alive = [True] * len(programs)
+        self.waits: list[Callable[[], bool] | None] = [None] * len(programs)
+        self.errors: list[BaseException] = []
+        self._threads = [threading.Thread(target=self._run, args=(i, one)) for i, one in enumerate(programs)]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def me(self) -> int:
+        """Which of the programs asks."""
+        return self._ids[threading.get_ident()]
+
+    def _run(self, index: int, program: Callable[[], None]) -> None:
+        self._ids[threading.get_ident()] = index
+        self._go[index].acquire()
+        sys.settrace(self._traced)
+        try:
+            program()
+        except BaseException as error:  # noqa: BLE001
+            self.errors.append(error)
+        finally:
+            sys.settrace(None)
+            self.alive[index] = False
+            self._back.release()
+
+    def _traced(self, frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code.co_filename not in _FILES or frame.f_code.co_name in {"_traced", "point", "acquire", "release"}:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            self.point()
+        return self._traced
+
+    def point(self) -> None:
+        """Let the other go on, if it is to."""
+        index = self.me
+        self._back.release()
+        self._go[index].acquire()
+
+    def move(self, index: int) -> bool:
+        """Let a program do one bytecode. False: it has ended, or waits for another."""
+        waits = self.waits[index]
+        if not self.alive[index] or (waits is not None and waits()):
+            return False
+        self._go[index].release()
+        self._back.acquire()
+        return True
+
+    def run(self, runs: list[int]) -> None:
+        """Run everything to its end, by turns of so many moves, again and again. AssertionError: all wait."""
+        for turn, count in enumerate(itertools.cycle(runs)):
+            moved = [self.move(turn % 2) for _ in range(count)]
+            if not any(self.alive):
+                break
+            if not any(moved):
+                other = self.move(1 - turn % 2)
+                assert other or self.move(turn % 2) or not any(self.alive)
+        for thread in self._threads:
+            thread.join()
+
+
+class SteppedLock:
+    """A lock of programs in lockstep."""
+
+    def __init__(self) -> None:
+        """The engine has it. `passed_over`: how often others got it while the engine waited."""
+        self.taken, self.steps = True, Lockstep()
+        self.borrowed = self.passed_over = 0
+
+    def acquire(self, blocking: bool = True) -> bool:  # noqa: FBT001, FBT002
+        """As `threading.Lock.acquire`."""
+        if self.taken and blocking:
+            me, before = self.steps.me, self.borrowed
+            self.steps.waits[me] = lambda: self.taken
+            self.steps.point()
+            self.steps.waits[me] = None
+            self.passed_over += self.borrowed - before
+        if self.taken:
+            return False
+        self.taken = True
+        self.borrowed += not blocking
+        return True
+
+    def release(self) -> None:
+        """As `threading.Lock.release`."""
+        assert self.taken
+        self.taken = False
+
+
+class Tried:
+    """An engine's thread that makes calls and idles between them, and an operator's that orders."""
+
+    def __init__(self, calls: list[str], ordered: int) -> None:
+        """`calls`: `step` carries out orders, `idle` says that there is nothing to do, others are any."""
+        self.orders = Orders(Counters())
+        self.orders.slice_s_max = float("inf")
+        turns: Any = self.orders.turns
+        turns._lock = self.lock = SteppedLock()
+        self.calls, self.ordered = calls, ordered
+        self.inside: list[int] = []
+        self.overlaps = 0
+        self.done: list[list[int]] = [[] for _ in range(ordered)]
+        self.given: list[Any] = []
+        self.steps = self.lock.steps = Lockstep(self._engine, self._operator)
+
+    def _touch(self, what: Callable[[], object]) -> None:
+        """Be at the catalog for several bytecodes."""
+        self.overlaps += bool(self.inside)
+        self.inside.append(self.steps.me)
+        what()
+        self.inside.pop()
+
+    def _engine(self) -> None:
+        turns = self.orders.turns
+        for call in [*self.calls, "end"]:
+            if turns.away:
+                turns.take()
+            if call == "idle":
+                turns.give()
+            elif call == "end":
+                self.orders.end()
+            elif call == "step" and self.orders.due:
+                self._touch(self.orders.carry_out)
+            else:
+                self._touch(int)
+
+    def _operator(self) -> None:
+        for index in range(self.ordered):
+            order = self.orders.put(lambda index=index: self._work(index))  # type: ignore[misc]
+            self.given.append(order)
+            for _ in range(3):
+                if self.orders.turns.borrow():
+                    self._touch(self.orders.carry_out)
+                    self.orders.turns.give_back()
+
+    def _work(self, index: int) -> Work:
+        for part in range(PARTS):
+            self.done[index].append(part)
+            yield
+        return index
+
+
+@given(
+    calls=st.lists(st.sampled_from(["step", "idle", "call"]), max_size=6),
+    ordered=st.integers(1, 3),
+    runs=st.lists(st.integers(1, 120), min_size=2, max_size=20),
+)
+@examples(200)
+def test_one_at_a_time_and_each_order_once(calls: list[str], ordered: int, runs: list[int]) -> None:
+    """Wherever they are switched."""
+    tried = Tried(calls, ordered)
+    tried.steps.run(runs)
+    assert tried.steps.errors == []
+    assert tried.overlaps == 0
+    assert tried.lock.passed_over == 0, "a busy engine waits for more than the slice that had begun"
+    assert len(tried.given) == ordered
+    for index, order in enumerate(tried.given):
+        assert order.over
+        if order.refused:
+            assert order.refused == "the engine ends"
+            assert tried.done[index] == list(range(len(tried.done[index])))
+        else:
+            assert (order.told, tried.done[index]) == (index, list(range(PARTS)))
+    assert not tried.orders.due
+
+
+def test_a_slice_is_bounded() -> None:
+    """By its parts, and by the clock, which is looked at after each."""
+    orders, done = Orders(Counters()), list[int]()
+
+    def work() -> Work:
+        for part in range(2 * SLICE_PARTS_MAX):
+            done.append(part)
+            yield
+
+    orders.slice_s_max = float("inf")
+    orders.put(work)
+    orders.carry_out()
+    assert len(done) == SLICE_PARTS_MAX
+    orders.slice_s_max = 0
+    orders.carry_out()
+    assert len(done) == SLICE_PARTS_MAX + 1

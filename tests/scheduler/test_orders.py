@@ -1,0 +1,285 @@
+"""Orders, pins and evictions, on the scheduler's side."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvpipe.cache.catalog import Owner
+from kvpipe.cache.prefixes import Prefixes
+from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, SchedulerWorld
+from kvpipe.scheduler.orders import ORDERS_MAX, Order, OrderRefusedError, Orders, Work
+from kvpipe.scheduler.pins import PART_CHUNKS, EvictedPrompt, PinnedPrompt
+from kvpipe.scheduler.side import SchedulerSide
+from kvpipe.testing.catalog_integrity import check_integrity
+from kvpipe.trace.log import Counters
+
+CHUNK = 16
+NOT_THE_ENGINES = {"stats", "machines", "trace_moves", "bind", "tiers_left", "adapter_called"}
+"""They touch neither the catalog nor what pins are made of: any thread may make these calls at any time."""
+
+
+class Ordering:
+    """A side with orders, and prompts that were saved."""
+
+    def __init__(self, **keys: Any) -> None:
+        """`keys`: of the world."""
+        self.world = SchedulerWorld(**keys)
+        self.side, self.now_s = self.world.side, 0.0
+        self.side.orders.slice_s_max = float("inf")
+        self.side.pins.clock = lambda: self.now_s
+        self.prefixes = Prefixes(self.side.catalog, self.side.geometry, UNIT, lambda asked: asked.block_hashes)
+
+    def save(self, name: str, units: int, *, shared: int = 0) -> Any:
+        """Return a request that is saved, and over."""
+        request = self.world.request(name, units, shared=shared)
+        self.world.admit(request)
+        self.world.succeed(*self.world.step(request))
+        self.side.finished(request)
+        return request
+
+    def do(self, make: Any) -> Any:
+        """Order, step until it is over, and return what is told."""
+        order = self.side.orders.put(make)
+        for _ in range(100):
+            if order.over:
+                break
+            self.world.step()
+        assert order.over
+        if order.refused:
+            raise OrderRefusedError(order.refused)
+        check_integrity(self.side.catalog)
+        return order.told
+
+    def pin(self, request: Any, seconds: float = 10) -> PinnedPrompt:
+        """Pin a prompt."""
+        told: PinnedPrompt = self.do(lambda: self.side.pins.pin(self.prefixes, request, seconds))
+        return told
+
+    def evict(self, request: Any, first: int = 0) -> EvictedPrompt:
+        """Evict a prompt."""
+        told: EvictedPrompt = self.do(lambda: self.side.pins.evict(self.prefixes, request, first))
+        return told
+
+    def held(self, request: Any) -> int:
+        """How many units of it are found."""
+        return self.prefixes.longest(request)
+
+
+def test_a_pinned_prompt_stays_until_its_deadline() -> None:
+    """However much else is saved; what finds no room beside it is not saved."""
+    one = Ordering(slots=8)
+    kept = one.save("a", 3 * CHUNK)
+    told = one.pin(kept, 10)
+    assert told == PinnedPrompt(1, 3 * CHUNK * UNIT, 3, 10)
+    for turn in range(4):
+        one.save(f"other {turn}", 5 * CHUNK)
+    assert one.held(kept) == 3 * CHUNK
+    one.save("too much", 7 * CHUNK)
+    assert one.side.counters["save_dropped_pool_full"]
+    assert one.held(kept) == 3 * CHUNK
+    one.now_s = 11
+    one.world.step()
+    assert (one.side.pins.told(), one.side.catalog.leases, one.side.pins.chunks) == ([], 0, 0)
+    one.save("more", 8 * CHUNK)
+    assert one.held(kept) == 0
+
+
+def test_the_age_of_the_oldest_lease_counts_no_pins() -> None:
+    """They are meant to be old."""
+    one = Ordering()
+    one.pin(one.save("a", CHUNK))
+    assert one.side.catalog.leases == 1
+    assert one.side.catalog.oldest_lease_s == 0
+
+
+@pytest.mark.parametrize("keys", [{"windows": (None, 4 * UNIT)}, {"windows": (None, None), "states": (1,)}])
+def test_a_pin_holds_what_a_hit_needs(keys: dict[str, Any]) -> None:
+    """The window's and the state's, and no more."""
+    one = Ordering(slots=16, **keys)
+    request = one.world.request("a", 3 * CHUNK + 2, extra=1)
+    one.world.admit(request)
+    jobs = one.world.step(request) if "states" not in keys else one.world.step(request, boundaries=(3 * CHUNK + 2,))
+    one.world.succeed(*jobs)
+    units = one.held(request)
+    assert units
+    told = one.pin(request)
+    assert told.tokens == units * UNIT
+    assert told.chunks == (4 + 2 if "states" not in keys else 4 + 1)
+    for turn in range(4):
+        one.save(f"other {turn}", 8 * CHUNK)
+    assert one.held(request) == units
+
+
+def test_pins_are_bounded() -> None:
+    """By the share of the pool, the seconds, and by what is there; a refused one holds nothing."""
+    one = Ordering(slots=2 * (PART_CHUNKS + 4))
+    long = one.save("a", (PART_CHUNKS + 5) * CHUNK)
+    with pytest.raises(OrderRefusedError, match="pins may hold 20 chunks"):
+        one.pin(long)
+    assert (one.side.catalog.leases, one.side.pins.told(), one.side.pins.chunks) == (0, [], 0)
+    with pytest.raises(OrderRefusedError, match="seconds: 1e\\+06 are more than manage_pin_s_max"):
+        one.pin(long, 1e6)
+    with pytest.raises(OrderRefusedError, match="nothing of this prompt"):
+        one.pin(one.world.request("b", CHUNK))
+    half = one.save("c", 12 * CHUNK)
+    assert one.pin(half).chunks == 12
+    assert one.pin(half) == PinnedPrompt(3, 12 * CHUNK * UNIT, 12, 10)  # the same chunks: no more room is needed
+    assert one.side.pins.chunks == 12
+    with pytest.raises(OrderRefusedError, match="there is no pin 7"):
+        one.do(lambda: one.side.pins.unpin(7))
+    one.do(lambda: one.side.pins.unpin(2))
+    assert one.side.catalog.leases == 12
+    one.do(lambda: one.side.pins.unpin(3))
+    assert one.side.catalog.leases == 0
+
+
+def test_evicted_is_from_a_token_on() -> None:
+    """The chunk that has it goes, and all behind it."""
+    one = Ordering()
+    request, other = one.save("a", 4 * CHUNK + 3), one.save("b", 2 * CHUNK)
+    assert one.evict(request, 2 * CHUNK * UNIT + 5) == EvictedPrompt(3, 0, 0)
+    assert one.held(request) == 2 * CHUNK
+    assert one.evict(request) == EvictedPrompt(2, 0, 0)
+    assert (one.held(request), one.held(other)) == (0, 2 * CHUNK)
+    assert one.evict(request) == EvictedPrompt(0, 0, 0)
+    assert one.prefixes.why_short(request, 0) == "evicted"
+
+
+def test_what_is_being_saved_is_evicted_too() -> None:
+    """It is not found once it has landed; the slot is free then."""
+    one = Ordering()
+    request = one.world.request("a", 2 * CHUNK)
+    one.world.admit(request)
+    jobs = one.world.step(request)
+    assert one.evict(request) == EvictedPrompt(2, 2, 0)
+    one.world.succeed(*jobs)
+    assert (one.held(request), one.side.catalog.used) == (0, 0)
+
+
+def test_what_is_evicted_is_pinned_no_more() -> None:
+    """Else its slots would stay taken, of use to nobody."""
+    one = Ordering()
+    request, beside = one.save("a", 3 * CHUNK), one.save("b", CHUNK)
+    one.pin(request)
+    one.pin(request)
+    one.pin(beside)
+    assert one.evict(request, 2 * CHUNK * UNIT) == EvictedPrompt(1, 1, 2)
+    one.world.step()
+    assert [told.pin for told in one.side.pins.told()] == [3]
+    assert (one.side.catalog.leases, one.side.catalog.used) == (1, 3)
+
+
+def test_a_reset_ends_pins() -> None:
+    """Also one that is being made: it is refused."""
+    one = Ordering(slots=4 * PART_CHUNKS)
+    request = one.save("a", 2 * PART_CHUNKS * CHUNK)
+    one.pin(request)
+    one.side.reset()
+    assert (one.side.catalog.leases, one.side.catalog.used, one.side.pins.told()) == (0, 0, [])
+    request = one.save("b", 2 * PART_CHUNKS * CHUNK)
+    work = one.side.pins.pin(one.prefixes, request, 10)
+    next(work)
+    assert one.side.catalog.leases == PART_CHUNKS
+    one.side.reset()
+    with pytest.raises(OrderRefusedError, match="forgotten meanwhile"):
+        next(work)
+    assert (one.side.catalog.leases, one.side.catalog.used) == (0, 0)
+
+
+def test_pins_have_owners_that_nobody_else_is() -> None:
+    """Whatever a request is called."""
+    one = Ordering()
+    request = one.save("a", CHUNK)
+    one.pin(request)
+    (owner,) = one.side.pins.owners
+    for epoch in range(-10, 10):
+        assert owner != Owner(owner.request, epoch)
+
+
+def test_too_many_orders_are_refused_but_not_the_ends_of_pins() -> None:
+    """Those that wait are bounded; a pin whose time is over ends all the same."""
+    one = Ordering()
+    request = one.save("a", CHUNK)
+    one.pin(request)
+    waiting = [one.side.orders.put(lambda: one.side.pins.unpin(99)) for _ in range(ORDERS_MAX)]
+    refused = one.side.orders.put(lambda: one.side.pins.unpin(1))
+    assert (refused.over, refused.failed, refused.refused) == (True, True, f"{ORDERS_MAX} orders wait already")
+    one.now_s = 100
+    for _ in range(20):
+        one.world.step()
+    assert all(order.over for order in waiting)
+    assert one.side.catalog.leases == 0
+
+
+def test_an_order_that_fails_is_answered() -> None:
+    """And counted; those behind it go on."""
+
+    def broken() -> Work:
+        yield
+        raise KeyError("x")
+
+    def good() -> Work:
+        yield
+        return 7
+
+    counters = Counters()
+    orders = Orders(counters)
+    orders.slice_s_max = float("inf")
+    first, second = orders.put(broken), orders.put(good)
+    orders.carry_out()
+    assert (first.failed, first.refused, second.told) == (True, "it failed; the engine's log says why", 7)
+    assert counters["contained_error"] == 1
+
+
+def test_the_end_refuses() -> None:
+    """What waits, and what comes."""
+    one = Ordering()
+    orders: list[Order] = [one.side.orders.put(lambda: one.side.pins.unpin(1))]
+    one.side.shutdown()
+    orders.append(one.side.orders.put(lambda: one.side.pins.unpin(1)))
+    assert [(order.over, order.refused) for order in orders] == [(True, "the engine ends")] * 2
+
+
+def _calls() -> list[str]:
+    return [
+        name
+        for name, member in inspect.getmembers(SchedulerSide, inspect.isfunction)
+        if not name.startswith("_") and name not in NOT_THE_ENGINES
+    ]
+
+
+@pytest.mark.parametrize("name", _calls())
+def test_every_call_takes_the_turn(name: str) -> None:
+    """Before it does anything: another thread may be at the catalog, whenever the engine had nothing to do."""
+    one = Ordering()
+    assert not one.side.pending
+    turns = one.side.orders.turns
+    assert turns.away
+    method = getattr(one.side, name)
+    arguments = [SimpleNamespace() for _ in inspect.signature(method).parameters]
+    with contextlib.suppress(AttributeError, TypeError):
+        method(*arguments)
+    assert not turns.away
+
+
+def test_the_turn_is_given_when_nothing_is_pending() -> None:
+    """And not before: a save that ranks owe the report of is the engine's."""
+    one = Ordering()
+
+    def pending() -> bool:
+        return one.side.pending
+
+    request = one.world.request("a", CHUNK)
+    one.world.admit(request)
+    jobs = one.world.step(request)
+    assert pending()
+    assert not one.side.orders.turns.borrow()
+    one.world.succeed(*jobs)
+    assert not pending()
+    assert one.side.orders.turns.borrow()
+    one.side.orders.turns.give_back()
