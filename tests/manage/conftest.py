@@ -17,6 +17,7 @@ from kvpipe.manage import models
 from kvpipe.manage.client import connect
 from kvpipe.manage.engine import ManagedEngine
 from kvpipe.manage.start import start
+from kvpipe.testing.pipeline_rig import WAIT_S
 
 TOKEN = "t0" * 16
 
@@ -44,6 +45,7 @@ class Managed:
             set_freeze=lambda on: setattr(self.side.switches, "freeze", on),
             set_bypass=lambda on: setattr(self.side.switches, "bypass", on),
         )
+        self.engine.wait_s_max = WAIT_S
         self.settings = settings(folder, **keys)
         self.address = Address.parse(self.settings.manage).of("e1")
         self.server = start(self.settings, self.engine, "e1", self.side.counters)
