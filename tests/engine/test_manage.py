@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,22 @@ pytestmark = pytest.mark.engine
 TOKEN = "t0" * 16
 
 
-def test_an_engine_answers_its_operators(tmp_path: Path) -> None:
-    """A lookup says what the next request loads, of its salt alone; a switch counts; a second engine is refused."""
-    token = tmp_path / "token"
+def _keys(folder: Path) -> dict[str, str]:
+    token = folder / "token"
     token.touch(0o600)
     token.write_text(TOKEN, encoding="utf-8")
-    keys = {"manage": f"unix:{tmp_path}/{{engine}}.sock", "manage_token_file": str(token)}
-    with engine(kvpipe=keys, enable_prefix_caching=False) as live:
+    return {"manage": f"unix:{folder}/{{engine}}.sock", "manage_token_file": str(token)}
+
+
+def _call(path: Path, method: str, what: str, body: object = None) -> Any:
+    return ask(Address(str(path), "", 0), TOKEN, method, f"/v1/{what}", body)
+
+
+def test_an_engine_answers_its_operators(tmp_path: Path) -> None:
+    """A lookup says what the next request loads, of its salt alone; a switch counts; a second engine is refused."""
+    with engine(kvpipe=_keys(tmp_path), enable_prefix_caching=False) as live:
         (path,) = tmp_path.glob("*.sock")
-
-        def call(method: str, what: str, body: object = None) -> Any:
-            return ask(Address(str(path), "", 0), TOKEN, method, f"/v1/{what}", body)
-
+        call = functools.partial(_call, path)
         long, salted = prompt(611, 1), prompt(300, 2)
         assert call("GET", "state")["step"] == 0  # it has never stepped
         assert call("POST", "lookup", {"tokens": long})["held_tokens"] == 0
@@ -62,5 +67,33 @@ def test_an_engine_answers_its_operators(tmp_path: Path) -> None:
         assert side is not None
         with pytest.raises(ConfigError, match="a running engine listens there"):
             live.connector._serve_operators(live.core.vllm_config, side, 32, path.stem)
+        assert_clean(live)
+    assert not path.exists()
+
+
+def test_an_engine_that_idles_pins_and_evicts(tmp_path: Path) -> None:
+    """Nobody steps: the orders are carried out all the same. What is pinned stays until it is given back."""
+    with engine(kvpipe=_keys(tmp_path) | {"pool_bytes_max": "24MiB"}, enable_prefix_caching=False) as live:
+        (path,) = tmp_path.glob("*.sock")
+        call = functools.partial(_call, path)
+        long, salted = prompt(611, 1), prompt(300, 2)
+        answer = live.generate([long], 8)
+        live.generate([salted], salt="tenant")
+        live.settle()
+        assert not live.scheduler.has_requests()  # as vLLM asks before it waits
+        pin = call("POST", "pins", {"tokens": long, "seconds": 600})
+        assert pin["tokens"] == 611 // 32 * 32
+        assert call("POST", "evict", {"tokens": salted, "cache_salt": "tenant"})["chunks"] > 0
+        assert call("POST", "lookup", {"tokens": salted, "cache_salt": "tenant"})["held_tokens"] == 0
+        for seed in range(100, 108):  # more than there is room for beside what is pinned
+            live.generate([prompt(900, 10 * seed + one) for one in range(4)], 1)
+        live.settle()
+        assert call("GET", "counters")["evicted"] > 0
+        assert call("POST", "lookup", {"tokens": long})["held_tokens"] == 611 // 32 * 32
+        assert live.generate([long], 8) == answer
+        live.settle()
+        assert not live.scheduler.has_requests()
+        assert call("DELETE", f"pins/{pin['pin']}")["chunks"] == pin["chunks"]
+        assert call("GET", "counters")["leases"] == 0
         assert_clean(live)
     assert not path.exists()
