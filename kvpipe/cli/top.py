@@ -83,7 +83,7 @@ async def _once(watch: EngineList, args: argparse.Namespace) -> int:
 
 async def _live(watch: EngineList, args: argparse.Namespace) -> int:
     console = _console()
-    if not console.is_terminal:
+    if not console.is_terminal or console.is_dumb_terminal:
         while True:
             await watch.look()
             console.print(screen(watch.engines, args.requests))
