@@ -26,7 +26,6 @@ from kvpipe.manage.models import EngineState
 from kvpipe.testing.pipeline_rig import WAIT_S
 from tests.manage.conftest import TOKEN, Managed
 
-
 SHOWN_S: Final = 90.0
 """For a new process to draw three times, on a machine that has much else to do."""
 
