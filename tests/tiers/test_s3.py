@@ -329,7 +329,7 @@ def test_a_client_that_has_ended_while_the_store_is_away() -> None:
     """A client's process that cannot be replaced at once is, as soon as the store is back."""
 
     async def play(proxy: Proxy) -> None:
-        async with opened(proxied(proxy, timeout_ms_max=SHORT_MS)) as tier:
+        async with opened(proxied(proxy)) as tier:
             client = tier._child
             assert client is not None
             client._process.kill()

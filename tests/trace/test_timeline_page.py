@@ -306,6 +306,7 @@ def test_a_browser_that_ends_at_once_is_started_again(monkeypatch: pytest.Monkey
         tried.append(self._profile)
         raise BrowserError("session not created")
 
+    monkeypatch.setattr(Browser, "_driver", lambda _: contextlib.nullcontext(1))
     monkeypatch.setattr(Browser, "_open", fails)
     with pytest.raises(BrowserError, match="session not created"), Browser():
         pass
