@@ -30,7 +30,7 @@ from kvpipe.tiers.s3.spec import S3Spec
 from kvpipe.tiers.s3.tier import S3Tier
 
 KIB, MIB = 1 << 10, 1 << 20
-SHORT_MS = 300
+SHORT_MS = 1000
 SILENT = "no answer within timeout_ms_max"
 
 
