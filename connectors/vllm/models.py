@@ -55,8 +55,8 @@ def _unfit(_: VllmConfig) -> str:
 
 STATEMENTS: Final[dict[str, Callable[[VllmConfig], str]]] = {
     "encoder_decoder": lambda config: (
-        "an encoder-decoder model (KV of its cross-attention is of the encoder's input, which no block hash covers; a "
-        "decoder whose prompt has the input, as Qwen2-Audio, is)"
+        "an encoder-decoder model (its cross-attention's KV depends on the encoder's input, which no block hash "
+        "covers; those of a decoder such as Qwen2-Audio, whose prompt has the input, do)"
         if config.model_config.is_encoder_decoder
         else ""
     ),
