@@ -6,8 +6,12 @@ import pytest
 
 from kvpipe.connectors.vllm.trial.shapes import SHAPES
 from kvpipe.connectors.vllm.trial.trial import Trial
+from kvpipe.errors import UnsupportedError
 
 SHAPES_OF_STATES = sorted(name for name, shape in SHAPES.items() if shape.states)
+KINDS = [(name, dense) for name in SHAPES_OF_STATES for dense in (False, True)]
+REFUSED = [(name, dense) for name, dense in KINDS if dense and SHAPES[name].stages > 1 and SHAPES[name].drafts]
+"""States of answers, which an earlier stage lacks."""
 STEPS_MAX = 200
 
 
@@ -21,8 +25,7 @@ def run(trial: Trial) -> None:
     raise AssertionError("it does not end")
 
 
-@pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
-@pytest.mark.parametrize("shape", SHAPES_OF_STATES)
+@pytest.mark.parametrize(("shape", "dense"), [kind for kind in KINDS if kind not in REFUSED])
 def test_a_prompt_that_comes_again_is_found(shape: str, *, dense: bool) -> None:
     """After vLLM has forgotten it, kvpipe has its last state that vLLM has offered, and what lies before that."""
     trial = Trial(SHAPES[shape]._replace(dense=dense, failing=False), seed=3)
@@ -37,3 +40,10 @@ def test_a_prompt_that_comes_again_is_found(shape: str, *, dense: bool) -> None:
         assert hits > 0
     finally:
         trial.close()
+
+
+@pytest.mark.parametrize(("shape", "dense"), REFUSED)
+def test_what_an_earlier_stage_lacks_is_refused(shape: str, *, dense: bool) -> None:
+    """VLLM offers states of answers with drafts to stages that have none."""
+    with pytest.raises(UnsupportedError, match=r"prefix_cache_retention_interval=None .*; set it to 0$"):
+        Trial(SHAPES[shape]._replace(dense=dense, failing=False), seed=3)

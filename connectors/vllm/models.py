@@ -54,7 +54,12 @@ def _unfit(_: VllmConfig) -> str:
 
 
 STATEMENTS: Final[dict[str, Callable[[VllmConfig], str]]] = {
-    "encoder_decoder": lambda config: "an encoder-decoder model" if config.model_config.is_encoder_decoder else "",
+    "encoder_decoder": lambda config: (
+        "an encoder-decoder model (its cross-attention's KV depends on the encoder's input, which no block hash "
+        "covers; those of a decoder such as Qwen2-Audio, whose prompt has the input, do)"
+        if config.model_config.is_encoder_decoder
+        else ""
+    ),
     "is_prefix_caching_supported": lambda config: _uncut(config.model_config),
     "rswa": lambda config: "reference sliding window attention (R-SWA)" if config.model_config.rswa_window else "",
     "diffusion": lambda config: "a diffusion language model" if config.model_config.is_diffusion else "",

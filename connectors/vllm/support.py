@@ -30,7 +30,7 @@ from kvpipe.geometry import Geometry, Group, Layer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 FORMAT_VERSION = 1
 """Of the bytes in a slot. A change makes every older chunk a miss."""
@@ -182,13 +182,29 @@ def _check_state(layer: str, spec: MambaSpec) -> None:
 
 
 def hash_tokens(cache: KVCacheConfig, geometry: Geometry) -> int:
-    """Return the tokens per block hash. Raises `UnsupportedError` unless a unit is a whole number of hashes."""
+    """Return the tokens per block hash.
+
+    Raises `UnsupportedError` unless a unit is a whole number of hashes, and vLLM keeps states where units end: states
+    that it keeps within a block are none of a unit's.
+    """
     size = cache.hash_block_size or geometry.unit_tokens
-    if geometry.states and size != geometry.unit_tokens:
-        refuse(f"hash_block_size={size} with states every {geometry.unit_tokens} tokens", "unset prefix_match_unit")
+    if geometry.states and size < geometry.unit_tokens:
+        what = f"hash_block_size={size} with states every {geometry.unit_tokens} tokens"
+        if geometry.states_back:
+            what += " and speculative decoding (vLLM then keeps a prompt's last state within a block, none at its end)"
+            refuse(what, "unset prefix_match_unit")
+        if any(_checkpoints(cache.kv_cache_groups[i]) for i in geometry.states):
+            what += " by layers that write one from within a step (within a block then, none at its end)"
+            refuse(what, "unset prefix_match_unit")
     if geometry.unit_tokens % size:
         refuse(f"hash_block_size={size} with blocks of {geometry.unit_tokens} tokens", "unset prefix_match_unit")
     return int(size)
+
+
+def _checkpoints(group: KVCacheGroupSpec) -> bool:
+    """Whether layers of states write one from within a step, wherever a block hash ends."""
+    specs = models.layer_specs(group.kv_cache_spec, group.layer_names).values()
+    return any(isinstance(spec, MambaSpec) and spec.num_prefill_checkpoint_blocks > 0 for spec in specs)
 
 
 def identity(config: VllmConfig, cache: KVCacheConfig, geometry: Geometry) -> dict[str, Any]:

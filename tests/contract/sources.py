@@ -61,6 +61,7 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
             "dtypes",
             "mamba_cache_mode",
             "mamba_type",
+            "num_prefill_checkpoint_blocks",
             "num_speculative_blocks",
             "shapes",
             "state_content_size_bytes",

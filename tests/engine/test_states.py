@@ -20,6 +20,7 @@ FAMILIES = [
     pytest.param("granite-hybrid", 128, {}, id="mamba2"),
     pytest.param("falcon-h1", 128, {}, id="mamba2-beside-attention"),
     pytest.param("lfm2", 128, {}, id="short-convolution"),
+    pytest.param("lfm2", 128, {"prefix_match_unit": 16}, id="hashes-within-a-block"),
     pytest.param("qwen3-next", 192, {"dtype": "bfloat16"}, id="gated-delta-net"),
 ]
 
@@ -81,6 +82,22 @@ def test_hits_and_conversations(recipe: str, chunk_tokens: int, options: dict[st
         assert assert_clean(live)["tokens_loaded"] == sum(held) + held[1] - 2 * unit
 
 
+def test_beside_a_hit_within_a_block() -> None:
+    """VLLM goes on within a block of its own, in a copy; kvpipe finds what of that request ends with a block."""
+    options: dict[str, Any] = {"enable_prefix_caching": True, "prefix_match_unit": 16}
+    prompts = [PROMPTS[1][:320], PROMPTS[1], PROMPTS[1]]
+    with engine("lfm2", None, **options) as plain:
+        expected = [plain.generate([p], 12) for p in prompts]
+    with engine("lfm2", {"chunk_tokens": 128}, **options) as live:
+        unit = _unit(live)
+        assert 319 // 16 * 16 % unit  # where it begins
+        assert [live.generate([p], 12) for p in prompts[:2]] == expected[:2]
+        assert assert_clean(live).get("tokens_loaded", 0) == 0
+        live.llm.reset_prefix_cache()
+        assert live.generate([prompts[2]], 12) == expected[2]
+        assert assert_clean(live)["tokens_loaded"] == (len(PROMPTS[1]) - 1) // unit * unit
+
+
 @pytest.mark.parametrize(("recipe", "chunk_tokens", "options"), FAMILIES[:2])
 def test_preempted_requests(recipe: str, chunk_tokens: int, options: dict[str, Any]) -> None:
     """Requests that lose their blocks come back with what is held of them, and answer as ever.
@@ -126,7 +143,8 @@ def test_a_state_whose_copy_fails() -> None:
     ],
     ids=["no-prefix-caching", "states-within-a-block"],
 )
-def test_refused(options: dict[str, Any], why: str) -> None:
-    """Where vLLM keeps no state of a boundary, or of more boundaries than blocks, an engine does not start."""
+def test_refused(options: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where vLLM keeps no state of a boundary, or only of one within a block, an engine does not start."""
+    monkeypatch.undo()
     with pytest.raises(UnsupportedError, match=why), engine("granite-hybrid", {"chunk_tokens": 64}, **options):
         pass

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 RECIPES, PAGE = Path(__file__).with_name("recipes.tsv"), Path(__file__).parents[2] / "docs" / "recipes.md"
 HANDED_OVER: Final = "PD"
 """Prefill and decode in engines of their own, between which another connector carries KV."""
+MATCH_UNIT: Final = "prefix-match-unit"
+"""Hashes shorter than a block. Kimi K3's layers write states from within a step, on NVIDIA's devices."""
 
 
 class Family(NamedTuple):
@@ -74,8 +76,11 @@ def refusal(recipe: Recipe) -> str:
         support.check_engine(config)
         dcp = config.parallel_config.decode_context_parallel_size
         settings = load_settings({"chunk_tokens": 256})
-        if support.make_geometry(cache, settings, drafters.ahead_tokens(config), dcp).states:
+        drafted = drafters.ahead_tokens(config), dcp, drafters.states_back(config)
+        geometry = support.make_geometry(cache, settings, *drafted)
+        if geometry.states:
             drafters.check_states(config)
+        support.hash_tokens(cache, geometry)
     except UnsupportedError as error:
         return str(error).removeprefix("kvpipe: ")
     return ""
@@ -98,23 +103,37 @@ def _configured(recipe: Recipe) -> tuple[VllmConfig, KVCacheConfig]:
         config.speculative_config = drafts
     for group in cache.kv_cache_groups:
         if hasattr(group.kv_cache_spec, "mamba_type"):
-            gdn = MambaAttentionBackendEnum.GDN_ATTN
-            group.kv_cache_spec = dataclasses.replace(group.kv_cache_spec, mamba_type=gdn)
+            kind: dict[str, Any] = {
+                "mamba_type": MambaAttentionBackendEnum.GDN_ATTN,
+                "num_prefill_checkpoint_blocks": 1,
+            }
+            group.kv_cache_spec = dataclasses.replace(group.kv_cache_spec, **kind)
+    if MATCH_UNIT in recipe.needs:
+        cache.hash_block_size = cache.kv_cache_groups[0].kv_cache_spec.block_size // 2
     return config, cache
+
+
+def answer(recipe: Recipe) -> str:
+    """Return whether kvpipe would start, without which flag, or why not."""
+    why, without = refusal(recipe), recipe._replace(needs=recipe.needs - {MATCH_UNIT})
+    if why and without != recipe and not refusal(without):
+        return f"yes, without `{MATCH_UNIT}`"
+    return f"no: {why}" if why else "yes"
 
 
 def tables() -> dict[str, str]:
     """Return the tables of the page."""
     counted = Counter(recipes())
-    rows, starts, whole = [], 0, 0
+    rows, starts, whole, unset = [], 0, 0, 0
     for recipe, count in sorted(counted.items(), key=lambda one: (one[0].family, sorted(one[0].needs))):
-        why, aside = refusal(recipe), HANDED_OVER in recipe.needs
-        starts, whole = starts + (0 if why or aside else count), whole + (0 if aside else count)
-        answer = f"no: {why}" if why else "yes"
+        said, alone = answer(recipe), 0 if HANDED_OVER in recipe.needs else count
+        starts, whole = starts + alone * said.startswith("yes"), whole + alone
+        unset += alone * (MATCH_UNIT in said)
         needs = ", ".join(sorted(recipe.needs))
-        rows.append(f"| {recipe.family} | {needs} | {count} | {answer} | {FAMILIES[recipe.family].rests_on} |\n")
+        rows.append(f"| {recipe.family} | {needs} | {count} | {said} | {FAMILIES[recipe.family].rests_on} |\n")
     head = "| model | asks for | recipes | would start | its caches rest on |\n|---|---|---|---|---|\n"
-    sum_line = f"Of {whole} recipes that hand nothing over between engines kvpipe would start with {starts}.\n"
+    sum_line = f"Of {whole} recipes that hand nothing over between engines kvpipe would start with {starts}"
+    sum_line += f", with {unset} of them without `{MATCH_UNIT}`.\n"
     return {"recipes": head + "".join(rows), "sum": sum_line}
 
 

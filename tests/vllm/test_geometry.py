@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 
 import pytest
@@ -21,7 +22,7 @@ from vllm.v1.kv_cache_interface import (
 from kvpipe.config import load_settings
 from kvpipe.connectors.vllm.support import check_engine, hash_tokens, identity, layout_facts, make_geometry
 from kvpipe.connectors.vllm.trial.invariants import Watched
-from kvpipe.connectors.vllm.trial.shapes import BLOCK, SHAPES, make_configs
+from kvpipe.connectors.vllm.trial.shapes import BLOCK, SHAPES, make_cache, make_configs
 from kvpipe.connectors.vllm.trial.trial import Trial
 from kvpipe.errors import UnsupportedError
 
@@ -113,6 +114,30 @@ def test_a_state_is_found_within_blocks_of_attention() -> None:
     assert (geometry.unit_tokens, geometry.units_per_block) == (hashes, (2, 1))
     assert geometry.whole_units * geometry.unit_tokens == blocks
     assert hash_tokens(cache, geometry) == hashes
+
+
+@pytest.mark.parametrize("shape", [name for name in SHAPES if "states" in name and name.endswith("hash-blocks")])
+def test_a_unit_of_states_is_several_hashes(shape: str) -> None:
+    """VLLM allows it, and a unit is a state's block all the same."""
+    config, cache = copy.deepcopy(make_configs(SHAPES[shape]))
+    config.cache_config.prefix_match_unit = cache.hash_block_size
+    geometry = make_geometry(cache, load_settings({"chunk_tokens": 128}), dcp=SHAPES[shape].dcp)
+    assert (geometry.unit_tokens, hash_tokens(cache, geometry)) == (32, 8)
+    assert resolve_kv_cache_block_sizes(cache, config) == (geometry.whole_units * 32, 8)
+
+
+@pytest.mark.parametrize(("states_back", "checkpoints"), [(1, 0), (0, 1)])
+def test_states_that_are_kept_within_blocks_are_refused(states_back: int, checkpoints: int) -> None:
+    """There vLLM keeps none where a block ends; with a hash per block it does."""
+    cache = copy.deepcopy(make_cache(SHAPES["states-hash-blocks"]))
+    group = cache.kv_cache_groups[1]
+    group.kv_cache_spec = dataclasses.replace(group.kv_cache_spec, num_prefill_checkpoint_blocks=checkpoints)  # type: ignore[call-arg]
+    geometry = make_geometry(cache, load_settings({"chunk_tokens": 128}), states_back=states_back)
+    why = "speculative decoding" if states_back else "from within a step"
+    with pytest.raises(UnsupportedError, match=f"{why} .*; unset prefix_match_unit$"):
+        hash_tokens(cache, geometry)
+    cache.hash_block_size = 32
+    assert hash_tokens(cache, geometry) == 32
 
 
 def test_a_load_never_begins_within_a_block() -> None:

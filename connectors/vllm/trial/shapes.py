@@ -312,6 +312,11 @@ SHAPES: dict[str, Shape] = {
     ),
     "operators": _HYBRID._replace(tiers=1, pool_slots=12, operators=True),
     "async-scheduler-operators": _STATES._replace(asynchronous=True, ranks=2, pool_slots=16, operators=True),
+    "states-hash-blocks": _STATES._replace(hashes=BLOCK // 4),
+    "async-scheduler-states-hash-blocks": _STATES._replace(
+        hashes=BLOCK // 4, asynchronous=True, v2=True, ranks=2, device=True, dense=True, tiers=1
+    ),
+    "states-context-parallel-hash-blocks": _DIVIDED_STATES._replace(hashes=BLOCK // 4),
 }  # fmt: skip
 
 
