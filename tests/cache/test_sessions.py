@@ -313,7 +313,7 @@ class _Hinted(Lru):
 
 @pytest.mark.parametrize("guarded", [False, True])
 def test_the_catalog_hands_hints_on(*, guarded: bool) -> None:
-    """Of chunks that may go and of those that are held; a policy without `hint` is not asked."""
+    """Of chunks that may go and of those that are held; a policy without `hint` is not asked, guarded or not."""
     hint, hinted = Hint(Action.RESUME, 7.0), _Hinted()
     for policy in (hinted, Lru()):
         catalog = Catalog(4, 1, GuardedPolicy(policy, "hinted", print) if guarded else policy, Counters())
@@ -322,6 +322,7 @@ def test_the_catalog_hands_hints_on(*, guarded: bool) -> None:
         catalog.landed(catalog.write(chunks[0], 1, b"k", keep=True))
         there = [chunk for chunk in chunks if chunk is not None]
         told = catalog.hint(there, hint)
-        assert told == (2 if policy is hinted or guarded else 0)
+        assert told == (2 if policy is hinted else 0)
+        assert catalog.takes_hints == (policy is hinted)
         if policy is hinted:
             assert hinted.heard == [(chunk, hint) for chunk in there]
