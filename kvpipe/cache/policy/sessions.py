@@ -288,7 +288,7 @@ class Sessions:
             return
         end, demotes = chain.stack[-1].identity, hint.action is Action.DEMOTE
         branches = self._branches.get(end, ())
-        own = not chain.shared and chunk.identity == end and all(one.hint is hint for one in branches)
+        own = chunk.identity == end and all(one.hint is hint for one in branches) and not (demotes and chain.shared)
         if chain.ended_s is None:  # another request uses it, or this one's chunk has just landed
             if own and not demotes:
                 chain.hint = hint
