@@ -98,8 +98,8 @@ class Requests:
             keys += [keys[-1] + f"x{draw.randrange(3)}/{at}".encode() for at in range(draw.randint(1, 5))]
         pieces: list[Piece] = []
         for group in range(draw.randint(1, 2)):
-            found = list(itertools.takewhile(lambda key, group=group: catalog.find(group, key), keys))
-            catalog.lease(owner, [chunk for key in found if (chunk := catalog.find(group, key))])
+            found = list(itertools.takewhile(catalog.index(group).__contains__, keys))
+            catalog.lease(owner, [catalog.index(group)[key] for key in found])
             for at in range(len(found), len(keys)):
                 if not catalog.known(group, keys[at]) and (chunk := catalog.reserve(group)):
                     before = keys[at - 1] if at else b""
