@@ -8,12 +8,13 @@ dict probes. Leases belong to (request, epoch) pairs; a leased chunk is never ev
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from kvpipe.cache.hints import Hint
 from kvpipe.cache.miss_reasons import EVICTED, RESET, TORN, Lost
-from kvpipe.cache.policy.base import HintedPolicy, Policy, SessionPolicy
+from kvpipe.cache.policy.base import Policy, SessionPolicy
+from kvpipe.cache.policy.guard import takes_hints
 from kvpipe.statemachine import chunk as m
 from kvpipe.statemachine.core import Compiled, Cursor, Watch
 from kvpipe.trace.log import Counters
@@ -89,7 +90,7 @@ class Catalog:
         self.slots, self._policy, self.counters = slots, policy, counters
         self._clock = clock or (lambda: time.monotonic())  # noqa: PLW0108  (as `time` is when it is asked)
         self._request = policy.request if isinstance(policy, SessionPolicy) else None
-        self._hint = policy.hint if isinstance(policy, HintedPolicy) else None
+        self._hint = policy.hint if takes_hints(policy) else None
         self.machine = m.CHUNK.compile()
         self.watch: Watch | None = None  # of the chunks that are reserved from now on
         self.on_drop: Callable[[Chunk], object] | None = None  # called for chunks that cannot be found any more
@@ -166,7 +167,7 @@ class Catalog:
         """Return what `owner` holds."""
         return tuple(self._leases.get(owner, ()))
 
-    def refresh(self, chunks: Iterator[Chunk], *, over: bool = True) -> None:
+    def refresh(self, chunks: Iterable[Chunk], *, over: bool = True) -> None:
         """Order a request's chunks so that the ends of prefixes go before their beginnings. `over`: it is finished."""
         self._tell(over=over)
         for chunk in chunks:

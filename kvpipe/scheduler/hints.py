@@ -16,7 +16,6 @@ from kvpipe.cache.hints import Action, Hint
 from kvpipe.trace.log import Counters
 
 if TYPE_CHECKING:
-    from kvpipe.cache.prefixes import Prefixes
     from kvpipe.scheduler.records import Tracked
 
 ACTIONS_MAX: Final = 64
@@ -168,9 +167,9 @@ def _actions(raw: RawHints, ignore: Callable[[Reason], object]) -> Iterable[RawA
 class Hinting:
     """One per scheduler side. A request's hints are read once, and told to the policy when it is over."""
 
-    def __init__(self, catalog: Catalog, prefixes: Prefixes, counters: Counters) -> None:
-        """`prefixes`: which chunks are a request's."""
-        self._catalog, self._prefixes, self._counters = catalog, prefixes, counters
+    def __init__(self, catalog: Catalog, counters: Counters) -> None:
+        """`counters`: of what is told and what is ignored."""
+        self._catalog, self._counters = catalog, counters
 
     def arrived(self, tracked: Tracked, raw: RawHints) -> None:
         """A request has come with hints."""
@@ -182,13 +181,12 @@ class Hinting:
     def _ignore(self, reason: Reason) -> None:
         self._counters.count("hints_ignored", reason)
 
-    def ended(self, tracked: Tracked, ends: Sequence[Chunk]) -> None:
-        """A request with wishes is over. `ends`: the chunks that it ends in, whole or not."""
-        now_s, request = self._catalog.now_s, tracked.request
+    def ended(self, tracked: Tracked, chunks: Sequence[Chunk]) -> None:
+        """A request with wishes is over. `chunks`: those it ends in, whole or not, then all, the last first."""
+        now_s = self._catalog.now_s
         tracked.hints = tuple(Hint(wish.action, now_s + wish.in_s) for wish in tracked.wishes)
         for hint in tracked.hints:
-            chunks = self._prefixes.chunks_from_the_end(request, len(request.block_hashes))
-            self._catalog.hint(itertools.chain(ends, chunks), hint)
+            self._catalog.hint(chunks, hint)
             self._counters.count("hints_told", hint.action.value)
 
     def landed(self, tracked: Tracked, chunk: Chunk) -> None:

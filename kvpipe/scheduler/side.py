@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from kvpipe.cache.catalog import Catalog, Piece
+from kvpipe.cache.catalog import Catalog, Chunk, Piece
 from kvpipe.cache.policy import make_policy
 from kvpipe.cache.prefixes import Prefixes
 from kvpipe.config import Settings
@@ -118,7 +118,7 @@ class SchedulerSide:
             catalog, requests, staging, pins=self.pins, weights=weights, space_of=space_of, also_of=also_of,
             recovery=recovery, counters=counters, trace=trace,
         )  # fmt: skip
-        self._hinting, self._ready = Hinting(catalog, prefixes, counters), dict[int, int]()  # slots, by rank
+        self._hinting, self._ready = Hinting(catalog, counters), dict[int, int]()  # slots, by rank
         self._patience_s, self._unreadable = settings.stuck_ms_max / 1000 + PATIENCE_S, dict[int, frozenset[int]]()
         if trace.detail:
             self.trace_moves()
@@ -308,13 +308,24 @@ class SchedulerSide:
         tracked = self.requests.tracked.get(request.request_id)
         if tracked is not None and tracked.request is request:
             ends = self._saving.ended(request)
-            self.catalog.refresh(self.prefixes.chunks_from_the_end(request, len(request.block_hashes)))
+            chunks: Iterable[Chunk] = self.prefixes.chunks_from_the_end(request, len(request.block_hashes))
+            if tracked.wishes:
+                chunks = list(chunks)  # now: what has ended has no keys of its adapter
+            try:
+                self.catalog.refresh(chunks)
+            finally:  # whatever its policy raises
+                self._end(tracked)
+            if tracked.wishes:
+                self._hinting.ended(tracked, [*ends, *chunks])
+
+    def _end(self, tracked: Tracked) -> None:
+        """Let go of what a request holds."""
+        try:
             if self.staging is not None:
                 self.staging.stores.ended(tracked)
             self.loading.drop(tracked)
+        finally:
             self.requests.finish(tracked)
-            if tracked.wishes:
-                self._hinting.ended(tracked, ends)
 
     def adapter_called(self, number: int) -> None:
         """The engine loads, or removes, the adapter with this number, by a call between steps."""

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeGuard
 
 from kvpipe.cache.hints import Hint
 from kvpipe.cache.policy.base import Evictable, HintedPolicy, Policy, SessionPolicy
 from kvpipe.cache.policy.lru import Lru
+
+
+def takes_hints(policy: Policy) -> TypeGuard[HintedPolicy]:
+    """Whether a policy, or the one that is guarded, takes hints."""
+    return isinstance(policy._policy if isinstance(policy, GuardedPolicy) else policy, HintedPolicy)  # noqa: SLF001
 
 
 class GuardedPolicy(Lru):

@@ -24,6 +24,8 @@ REMEMBERED: Final = 8192  # turns of a kind; then the older ones count half
 REMEMBERED_SAID: Final = 512
 USELESS: Final = 0.05  # of what is demoted, as much may come back all the same; else it is kept by what it is worth
 TRUST_DECAY: Final = 0.995  # a return
+PROOF_MAX: Final = 0.25  # what one return can move the trust by, which is between -50 and 50 for that
+DISTRUST: Final = -4.0
 RENEW_EVERY: Final = 8  # turns, one kind in turn
 _EDGES_S: Final = [0.0, *(SHORTEST_S * 2 ** (at / PER_OCTAVE) for at in range(1, BINS + 1))]
 
@@ -88,12 +90,12 @@ class Returns:
         """A chain returns of which something was said: was it nearer to the truth than its pace?"""
         at = _bin(idle_s)
         better = self._likely(said, at) / self._likely(pace, at)
-        self._trust = TRUST_DECAY * self._trust + max(-3.0, min(3.0, math.log2(better)))
+        self._trust = TRUST_DECAY * self._trust + max(-PROOF_MAX, min(PROOF_MAX, math.log2(better)))
 
     @property
     def trusts(self) -> bool:
         """Whether what clients say is nearer to the truth than what their chains did before."""
-        return self._trust >= -1
+        return self._trust >= DISTRUST
 
     def worth(self, kind: int, idle_s: float) -> float:
         """Return the hits per second that a chunk of such a chain promises."""

@@ -22,8 +22,8 @@ class Chain:
     """A run of chunks. `stack`: in the order of the prefix; some may be held, or gone."""
 
     __slots__ = (
-        "before", "ended_s", "free", "head", "hint", "hinted_s", "kind", "orphan", "pace", "paced", "said", "stack",
-        "used_s",
+        "before", "ended_s", "free", "head", "hint", "hinted_s", "kind", "orphan", "pace", "paced", "said", "shared",
+        "stack", "used_s",
     )  # fmt: skip
 
     def __init__(self, head: Hashable, before: Hashable, now_s: float, *, orphan: bool) -> None:
@@ -31,12 +31,21 @@ class Chain:
         self.head, self.before, self.orphan = head, before, orphan
         self.stack: list[Evictable] = []
         self.free = 0  # how many may go
+        self.shared = False  # prompts have gone on differently behind it
         self.pace: float | None = None
         self.kind = self.paced = 0  # by which it is valued; and by its pace when it began to wait
         self.used_s = now_s
         self.hint: Hint | None = None  # of the wait it is in, or of the next one
         self.said, self.hinted_s = 0, now_s  # the kind that makes it, and since when; 0: nothing was said
         self.ended_s: float | None = None  # since when it waits; None: a request uses it
+
+
+def _push(stack: list[Evictable], chunk: Evictable) -> None:
+    """Put a new chunk on the chain. One that holds what is in the middle does not become its end."""
+    if stack and stack[-1].identity not in (chunk.identity, chunk.before):
+        stack.insert(-1, chunk)
+    else:
+        stack.append(chunk)
 
 
 class Sessions:
@@ -74,7 +83,7 @@ class Sessions:
         chain = self._held.pop(chunk, None)
         if chain is None:
             chain, hit = self._chain_for(chunk), True
-            chain.stack.append(chunk)
+            _push(chain.stack, chunk)
         self._at[chunk] = chain
         self._known[chunk.identity] = chain
         if len(self._known) > 2 * self._slots:
@@ -156,10 +165,10 @@ class Sessions:
         if free:
             del self._at[chunk]
             self._less(chain)
-            if self._known.get(chunk.identity) is chain and not (stack and stack[-1].identity == chunk.identity):
-                del self._known[chunk.identity]
         elif self._held.get(chunk) is chain:
             del self._held[chunk]
+        if self._known.get(chunk.identity) is chain and not (stack and stack[-1].identity == chunk.identity):
+            del self._known[chunk.identity]
         if not stack:
             self._forget(chain)
         return chunk if free else None
@@ -190,11 +199,13 @@ class Sessions:
         """Return the chain at whose end a new chunk belongs."""
         identity, before = chunk.identity, chunk.before
         chain = self._known.get(identity)
-        if chain is not None:
+        if chain is not None and chain.stack:  # else it went, and this is what a chunk of it held before it grew
             return chain  # of another cache group, or the same content once more
         parent = self._known.get(before) if before else None
+        if parent is not None and not parent.stack:
+            parent = None
         if parent is not None:
-            if not parent.stack or parent.stack[-1].identity != before:
+            if parent.stack[-1].identity != before:
                 self._split(parent, before)
             elif len(parent.stack) < CHAIN_MAX and before not in self._branches:
                 return parent
@@ -205,6 +216,8 @@ class Sessions:
                 chain.pace, chain.kind = parent.pace, kind_of(parent.pace)
         chain.orphan = bool(before) and (parent is None or parent.orphan)
         self._follow(chain)
+        if parent is not None and len(self._branches.get(before, ())) > 1:
+            parent.shared = True
         if self._draining is not None and (chain.orphan or self._draining.orphan):
             self._draining = None
         return chain
@@ -273,14 +286,20 @@ class Sessions:
         chain = self._at.get(chunk) or self._held.get(chunk)
         if chain is None or chain.hint is hint:
             return
-        branches, before = self._branches.get(chain.stack[-1].identity, ()) if chain.stack else (), chain.hint
-        if len(branches) > 1 and (
-            hint.action is Action.DEMOTE or (before is not None and self._now_s < before.at_s < hint.at_s)
-        ):
-            return  # others use it, too
-        chain.hint = hint
-        if chain.ended_s is not None:
+        end, demotes = chain.stack[-1].identity, hint.action is Action.DEMOTE
+        branches = self._branches.get(end, ())
+        own = chunk.identity == end and all(one.hint is hint for one in branches) and not (demotes and chain.shared)
+        if chain.ended_s is None:  # another request uses it, or this one's chunk has just landed
+            if own and not demotes:
+                chain.hint = hint
+        elif own or not (demotes or self._promises_less(chain, hint)):
+            chain.hint = hint
             self._believe(chain, hint)
+
+    def _promises_less(self, chain: Chain, hint: Hint) -> bool:
+        """Whether what is said makes a chain that waits worth less than it is."""
+        said, now_s = said_kind(hint.action, hint.at_s - self._now_s), self._now_s
+        return self._returns.worth(said, 0.0) < self._returns.worth(chain.kind, now_s - chain.used_s)
 
     def _believe(self, chain: Chain, hint: Hint) -> None:
         """It waits, and a client has said for how long."""
@@ -293,17 +312,18 @@ class Sessions:
     def _settle(self) -> None:
         """A request is over: its chains wait from now on. The order of their chunks is that in which it had them."""
         touched, self._touched = self._touched, []
-        chains: dict[Chain, list[Evictable]] = {}
+        chains: dict[Chain, dict[Evictable, None]] = {}
         for chunk in touched:
             chain = self._at.get(chunk)
             if chain is not None:
-                chains.setdefault(chain, []).append(chunk)
+                chains.setdefault(chain, {})[chunk] = None
         for chain, chunks in chains.items():
-            chunks.reverse()
-            if len(chunks) < len(chain.stack):
-                these = set(chunks)
-                chunks += [chunk for chunk in chain.stack if chunk not in these]
-            chain.stack = chunks
+            order = list(reversed(chunks))
+            if len(order) < len(chain.stack):  # what is held keeps its place; behind the others what is not touched
+                free = [one for one in chain.stack if self._at.get(one) is chain]
+                following = iter(order + [one for one in free if one not in chunks])
+                order = [next(following, one) if self._at.get(one) is chain else one for one in chain.stack]
+            chain.stack = order
             if chain.ended_s is not None:
                 self._use(chain)
             chain.ended_s, chain.paced = self._now_s, kind_of(chain.pace)

@@ -9,7 +9,7 @@ _SESSIONS, _TESTS = "kvpipe.cache.policy.sessions:Sessions", "tests/cache/test_s
 MUTANTS: dict[str, Mutant] = {
     "a_prompt_goes_from_its_beginning": Mutant(
         "What a request had is put in order the wrong way round: its beginning is evicted before its end.",
-        one(_SESSIONS, "_settle", "chunks.reverse()", "pass"),
+        one(_SESSIONS, "_settle", "reversed(chunks)", "chunks"),
         test=f"{_TESTS}::test_a_prompt_goes_from_its_end",
     ),
     "lies_that_are_believed": Mutant(
@@ -19,7 +19,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "demoted_for_one": Mutant(
         "A prefix that several sessions use goes when one of them is over.",
-        one(_SESSIONS, "hint", "len(branches) > 1 and", "len(branches) > 9 and"),
+        one(_SESSIONS, "hint", "own or not (demotes", "True or not (demotes"),
         test=f"{_TESTS}::test_a_prefix_that_others_use_is_not_demoted_for_one",
     ),
 }

@@ -1,0 +1,158 @@
+"""The policy of sessions: its books agree with each other, whatever happens."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from kvpipe.cache.catalog import Catalog, Chunk, Owner, Piece
+from kvpipe.cache.hints import Action, Hint
+from kvpipe.cache.policy import Sessions
+from kvpipe.testing.policy_conformance import Item
+from kvpipe.trace.log import Counters
+
+SLOTS = 40
+
+
+def test_a_chunk_that_is_read_keeps_its_place() -> None:
+    """At the end of another's request it is held: it does not become the end of what follows it."""
+    policy, chain = Sessions(SLOTS), [Item("a"), Item("b", "a"), Item("c", "b")]
+    for item in chain:
+        policy.insert(item, hit=False)
+    policy.remove(chain[0])
+    policy.request(40.0, over=True)
+    for item in chain[:0:-1]:
+        policy.refresh(item)
+    policy.request(41.0, over=False)
+    assert policy._at[chain[1]].stack == chain
+
+
+def test_another_groups_chunk_does_not_become_the_end() -> None:
+    """It holds what is in the middle, and comes later."""
+    policy, chain = Sessions(SLOTS), [Item("a"), Item("b", "a"), Item("c", "b")]
+    for item in chain:
+        policy.insert(item, hit=False)
+    others = [Item("a"), Item("b", "a")]
+    for item in others:
+        policy.insert(item, hit=False)
+    assert policy._at[chain[0]].stack[-1] is chain[-1]
+    assert policy.victim() is chain[-1]
+
+
+def test_a_chain_that_went_and_comes_back_is_not_gone() -> None:
+    """It was held when its chain went, and content of its comes once more."""
+    policy = Sessions(8)
+    a, b = Item("a"), Item("b", "a")
+    policy.insert(a, hit=False)
+    policy.insert(b, hit=False)
+    policy.request(1.0, over=True)
+    policy.refresh(b)
+    policy.refresh(a)
+    policy.remove(b)
+    policy.remove(a)
+    policy.insert(a, hit=True)
+    assert policy.victim() is a
+    policy.insert(b, hit=True)
+    _consistent(policy)
+
+
+def _consistent(policy: Sessions) -> None:
+    """Its books agree with each other."""
+    chains = {*policy._at.values(), *policy._held.values(), *policy._known.values()}
+    for chunk, chain in [*policy._at.items(), *policy._held.items()]:
+        assert chunk in chain.stack
+    assert not policy._at.keys() & policy._held.keys()
+    for chain in chains:
+        assert chain.free == sum(policy._at.get(chunk) is chain for chunk in {*chain.stack})
+        assert (chain in policy._queue(chain)) == (chain.free > 0)
+        assert not chain.stack or chain not in policy._gone.values()
+    queued = [chain for queue in (*policy._queues, policy._orphans) for chain in queue]
+    assert len(queued) == len({*queued})
+    assert sum(chain.free for chain in queued) == len(policy)
+    for before, branches in policy._branches.items():
+        assert branches
+        assert all(chain.before == before for chain in branches)
+
+
+class Requests:
+    """Requests that come, share beginnings, end, hint, fail, and whose saves land late, drawn by a seed."""
+
+    def __init__(self, seed: int) -> None:
+        """A small pool."""
+        self.draw = draw = random.Random(seed)
+        self.now_s, slots = 0.0, draw.choice([6, 20, 60])
+        self.policy = Sessions(slots)
+        self.catalog = Catalog(slots, 2, self.policy, Counters(), clock=lambda: self.now_s)
+        self.running: list[tuple[Owner, list[bytes], list[Piece]]] = []
+        self.late: list[tuple[Piece, list[Hint]]] = []
+
+    def begin(self, number: int) -> None:
+        """Lease what is there, and save what is not."""
+        draw, catalog, owner = self.draw, self.catalog, Owner("r", number)
+        keys = [f"{draw.randrange(3)}/{at}".encode() for at in range(draw.randint(1, 10))]
+        keys = [keys[0][:1] + key[1:] for key in keys]
+        if draw.random() < 0.5:
+            keys += [keys[-1] + f"x{draw.randrange(3)}/{at}".encode() for at in range(draw.randint(1, 5))]
+        pieces: list[Piece] = []
+        for group in range(draw.randint(1, 2)):
+            found = list(itertools.takewhile(catalog.index(group).__contains__, keys))
+            catalog.lease(owner, [catalog.index(group)[key] for key in found])
+            for at in range(len(found), len(keys)):
+                if not catalog.known(group, keys[at]) and (chunk := catalog.reserve(group)):
+                    before = keys[at - 1] if at else b""
+                    pieces.append(catalog.write(chunk, 1, keys[at], keep=True, base=at, before=before))
+        self.running.append((owner, keys, pieces))
+
+    def chunks(self, keys: list[bytes]) -> Iterator[Chunk]:
+        """Yield what there is of a prompt, the last first."""
+        return (chunk for key in reversed(keys) for group in (0, 1) if (chunk := self.catalog.find(group, key)))
+
+    def end(self) -> None:
+        """Some saves have landed, some failed, and some land later. Then something may be said."""
+        draw, catalog = self.draw, self.catalog
+        owner, keys, pieces = self.running.pop(draw.randrange(len(self.running)))
+        late: list[Piece] = []
+        for piece in pieces:
+            [catalog.landed, catalog.landed, catalog.lost, late.append][draw.choice([0, 0, 0, 1, 2, 3, 3])](piece)
+        hints = [Hint(draw.choice([*Action]), self.now_s + draw.choice([0, 20, 1e7])) for _ in range(draw.randrange(3))]
+        if draw.random() < 0.5:
+            catalog.release(owner)
+        catalog.refresh(self.chunks(keys))
+        catalog.release(owner)
+        for hint in hints:
+            catalog.hint(self.chunks(keys), hint)
+        self.late += [(piece, hints) for piece in late]
+
+    def land(self) -> None:
+        """A save lands whose request is over."""
+        piece, hints = self.late.pop(self.draw.randrange(len(self.late)))
+        self.catalog.landed(piece)
+        for hint in hints:
+            self.catalog.hint([piece.chunk], hint)
+
+    def move(self, number: int) -> None:
+        """Do one of all that."""
+        draw = self.draw
+        self.now_s += draw.choice([0, 0.01, 1, 10, 20000])
+        what = draw.random()
+        if what < 0.4:
+            self.begin(number)
+        elif what < 0.7 and self.running:
+            self.end()
+        elif what < 0.9 and self.late:
+            self.land()
+        elif what < 0.93:
+            there = [chunk for _, keys, _ in self.running for chunk in self.chunks(keys)]
+            self.catalog.evict(draw.choice(there)) if there else self.catalog.reset()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_requests_do_its_books_agree(seed: int) -> None:
+    """Nothing raises, and nothing that may go is lost."""
+    requests = Requests(seed)
+    for number in range(300):
+        requests.move(number)
+        _consistent(requests.policy)

@@ -1,0 +1,120 @@
+"""The policy of sessions: what one client says does not harm others."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpipe.cache.hints import Action, Hint
+from kvpipe.cache.policy import Sessions
+from kvpipe.cache.policy.returns import DEMOTED
+from kvpipe.cache.policy.sessions import CHAIN_MAX
+from kvpipe.testing.policy_conformance import Item
+
+
+class Clients:
+    """Prompts of several clients, in names of chunks; each is over at once."""
+
+    def __init__(self) -> None:
+        """An empty pool, with room for all."""
+        self.policy, self.now_s = Sessions(1000), 0.0
+        self.items: dict[str, Item] = {}
+
+    def serve(self, *prompt: str) -> list[Item]:
+        """Serve a prompt, some seconds later. Returns its chunks, the last first, as its end tells them."""
+        self.now_s += 10
+        there = [name for name in prompt if name in self.items]
+        for name, before in zip(prompt, ["", *prompt], strict=False):
+            self.items.setdefault(name, Item(name, before))
+        items = [self.items[name] for name in prompt]
+        self.policy.request(self.now_s, over=False)
+        for name in there:
+            self.policy.remove(self.items[name])
+        for item in items:
+            self.policy.insert(item, hit=item.identity in there)
+        items.reverse()
+        self.policy.request(self.now_s + 1, over=True)
+        for item in items:
+            self.policy.refresh(item)
+        self.policy.request(self.now_s + 2, over=False)
+        return items
+
+    def says(self, hint: Hint, *prompt: str) -> None:
+        """Serve a prompt whose client says this."""
+        for item in self.serve(*prompt):
+            self.policy.hint(item, hint)
+
+    def gone(self, name: str) -> None:
+        """The next victim is this one."""
+        victim = self.policy.victim()
+        assert victim is self.items.pop(name)
+
+    def said(self, *names: str) -> set[int]:
+        """Return what these chunks count as."""
+        return {self.policy._at[self.items[name]].said for name in names}
+
+
+_HARM = [Hint(Action.DEMOTE), Hint(Action.RESUME, 30 * 86400.0)]
+
+
+@pytest.mark.parametrize("harm", _HARM, ids=["demote", "resume"])
+def test_a_conversation_is_not_demoted_by_who_sends_its_beginning(harm: Hint) -> None:
+    """Another client knows the system prompt, and nothing of what follows it."""
+    clients, chat = Clients(), ["s0", "s1", *(f"a{at}" for at in range(6))]
+    for _ in range(4):
+        clients.serve(*chat)
+    clients.says(harm, "s0")
+    assert clients.said(*chat) == {0}
+    clients.says(Hint(Action.RESUME, 70.0), *chat)
+    clients.says(harm, "s0")
+    assert clients.said(*chat) == {0}
+    clients.says(harm, *chat)
+    assert 0 not in clients.said(*chat)
+
+
+@pytest.mark.parametrize("harm", _HARM, ids=["demote", "resume"])
+def test_what_one_branch_is_left_of_is_not_demoted_for_one(harm: Hint) -> None:
+    """Five users go on behind a prefix; a sixth went on elsewhere, and that is gone."""
+    clients = Clients()
+    users = [["s0", "s1", "t0", "t1", f"u{user}"] for user in range(5)]
+    for user in users:
+        clients.serve(*user)
+    clients.says(Hint(Action.DEMOTE), "s0", "s1", "x")
+    assert clients.said("x") == {DEMOTED}
+    clients.gone("x")
+    for user in users:
+        clients.serve(*user)
+    clients.says(harm, "s0", "s1")
+    clients.says(harm, "s0", "s1", "t0", "t1")
+    assert clients.said(*(name for user in users for name in user)) == {0}
+
+
+@pytest.mark.parametrize("harm", _HARM, ids=["demote", "resume"])
+def test_a_long_prefix_is_shared_as_well(harm: Hint) -> None:
+    """It is of several chains, and all of them but the last have one behind them."""
+    clients, system = Clients(), [f"s{at}" for at in range(CHAIN_MAX + 40)]
+    for user in "ab":
+        clients.serve(*system, user)
+    clients.says(harm, *system[:4])
+    clients.says(harm, *system[:CHAIN_MAX])
+    clients.says(harm, *system)
+    assert clients.said(*system, "a", "b") == {0}
+
+
+def test_a_long_prompt_is_demoted_from_its_end() -> None:
+    """Nobody else has gone on anywhere in it."""
+    clients, prompt = Clients(), [f"p{at}" for at in range(2 * CHAIN_MAX + 40)]
+    clients.serve(*prompt)
+    clients.says(Hint(Action.DEMOTE), *prompt)
+    assert clients.said(*prompt) == {DEMOTED}
+
+
+def test_what_others_are_using_is_not_demoted_for_their_wait() -> None:
+    """It is said while another request runs that has been given the chain back from a load."""
+    clients = Clients()
+    items = clients.serve("a", "b")
+    for item in items:
+        clients.policy.refresh(item)
+    for item in items:
+        clients.policy.hint(item, Hint(Action.DEMOTE))
+    clients.serve("a", "b")
+    assert clients.said("a", "b") == {0}
