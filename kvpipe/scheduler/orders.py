@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvpipe.trace.log import Counters
 
 ORDERS_MAX: Final = 64
-"""That wait to be carried out."""
+"""That wait to be carried out. Ends of pins are not counted."""
 SLICE_PARTS_MAX: Final = 32
 SLICE_S_MAX: Final = 0.0002
 """A slice ends with the part of an order that is under way then."""
@@ -70,11 +70,11 @@ class Turns:
 class Order:
     """One order. Whoever gives it reads `told` or `refused` once it is `over`. `failed`: by no fault of the order's."""
 
-    __slots__ = ("failed", "made", "number", "over", "refused", "told", "work")
+    __slots__ = ("always", "failed", "made", "number", "over", "refused", "told", "work")
 
-    def __init__(self, number: int, make: Callable[[], Work]) -> None:
-        """`make` is called when its first part is to be done."""
-        self.number, self.made, self.refused = number, make, ""
+    def __init__(self, number: int, make: Callable[[], Work], *, always: bool = False) -> None:
+        """`make` is called when its first part is to be done. `always`: it is taken however many wait."""
+        self.always, self.number, self.made, self.refused = always, number, make, ""
         self.told: Any = None
         self.work: Work | None = None
         self.failed = self.over = False  # this one written last
@@ -93,8 +93,8 @@ class Orders:
 
     def put(self, make: Callable[[], Work], *, always: bool = False) -> Order:
         """Give an order. Any thread; never waits. One that is refused is over at once. `always`: however many wait."""
-        order = Order(next(self._numbers), make)
-        if len(self.due) >= ORDERS_MAX and not always:
+        order = Order(next(self._numbers), make, always=always)
+        if not always and self.full:
             _refuse(order, f"{ORDERS_MAX} orders wait already")
             return order
         self.due.append(order)
@@ -114,6 +114,12 @@ class Orders:
                 self.due.popleft()
                 order.over = True
             if time.monotonic() >= until_s:
+    @property
+    def full(self) -> bool:
+        """Whether no more orders are taken. Any thread."""
+        waiting = self.due.copy()  # in one go: another thread changes it
+        return len(waiting) >= ORDERS_MAX and sum(not order.always for order in waiting) >= ORDERS_MAX
+
                 return
 
     def _part(self, order: Order) -> bool:

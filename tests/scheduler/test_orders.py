@@ -274,6 +274,19 @@ def test_the_turn_is_given_when_nothing_is_pending() -> None:
     def pending() -> bool:
         return one.side.pending
 
+def test_ends_of_pins_leave_orders_their_room() -> None:
+    """However many there are."""
+    one = Ordering()
+    request = one.save("a", CHUNK)
+    for _ in range(ORDERS_MAX + 1):
+        one.pin(request)
+    one.now_s = 100
+    one.side.pins.expire()
+    assert len(one.side.orders.due) == ORDERS_MAX + 1
+    order = one.side.orders.put(lambda: one.side.pins.unpin(99))
+    assert not order.over
+
+
     request = one.world.request("a", CHUNK)
     one.world.admit(request)
     jobs = one.world.step(request)
