@@ -12,7 +12,8 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -55,6 +56,17 @@ class Turns:
             self._wanted = True  # nobody begins another slice
             self._lock.acquire()
             self.away = self._wanted = False
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """The engine is back for one call. If it had nothing to do, it has nothing to do after it."""
+        away = self.away
+        self.take()
+        try:
+            yield
+        finally:
+            if away:
+                self.give()
 
     # ---- another thread -------------------------------------------------------------------------------------------
 
@@ -102,6 +114,12 @@ class Orders:
             self._refuse_all()
         return order
 
+    @property
+    def full(self) -> bool:
+        """Whether no more orders are taken. Any thread."""
+        waiting = self.due.copy()  # in one go: another thread changes it
+        return len(waiting) >= ORDERS_MAX and sum(not order.always for order in waiting) >= ORDERS_MAX
+
     def carry_out(self) -> None:
         """Carry out a slice of what is due. For the thread whose turn it is. Never raises."""
         until_s = time.monotonic() + self.slice_s_max
@@ -114,12 +132,6 @@ class Orders:
                 self.due.popleft()
                 order.over = True
             if time.monotonic() >= until_s:
-    @property
-    def full(self) -> bool:
-        """Whether no more orders are taken. Any thread."""
-        waiting = self.due.copy()  # in one go: another thread changes it
-        return len(waiting) >= ORDERS_MAX and sum(not order.always for order in waiting) >= ORDERS_MAX
-
                 return
 
     def _part(self, order: Order) -> bool:
