@@ -106,7 +106,7 @@ class PromptPins:
         yield from self._hold(pin, part)
         if any(now < before for now, before in zip(self._reaches(prefixes, asked), reaches, strict=True)):
             yield from self._end(pin)
-            raise OrderRefusedError("some of this prompt was evicted meanwhile")
+            raise OrderRefusedError("some of this prompt has gone meanwhile")
         pin.tokens = reaches[0] * self._geometry.unit_tokens
         return self._told(pin)
 

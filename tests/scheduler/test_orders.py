@@ -191,7 +191,7 @@ def test_a_pin_has_no_gaps() -> None:
     gone = one.side.catalog.find(0, one.prefixes.key(request.block_hashes, 2 * PART_CHUNKS * CHUNK))
     assert gone is not None
     assert one.side.catalog.evict(gone)
-    with pytest.raises(OrderRefusedError, match="was evicted meanwhile"):
+    with pytest.raises(OrderRefusedError, match="has gone meanwhile"):
         list(work)
     assert (one.side.catalog.leases, one.side.pins.told(), one.side.pins.chunks) == (0, [], 0)
 
