@@ -122,7 +122,10 @@ class Tried:
     """An engine's thread that makes calls and idles between them, and an operator's that orders."""
 
     def __init__(self, calls: list[str], ordered: int) -> None:
-        """`calls`: `step` carries out orders, `idle` says that there is nothing to do, others are any."""
+        """`calls`: `step` carries out orders, `idle` says that there is nothing to do, others are any.
+
+        `reset` may come when it has said so already, and waits for requests then.
+        """
         self.orders = Orders(Counters())
         self.orders.slice_s_max = float("inf")
         turns: Any = self.orders.turns
@@ -144,6 +147,10 @@ class Tried:
     def _engine(self) -> None:
         turns = self.orders.turns
         for call in [*self.calls, "end"]:
+            if call == "reset":
+                with turns.taken():
+                    self._touch(int)
+                continue
             if turns.away:
                 turns.take()
             if call == "idle":
@@ -172,7 +179,7 @@ class Tried:
 
 
 @given(
-    calls=st.lists(st.sampled_from(["step", "idle", "call"]), max_size=6),
+    calls=st.lists(st.sampled_from(["step", "idle", "call", "reset"]), max_size=6),
     ordered=st.integers(1, 3),
     runs=st.lists(st.integers(1, 120), min_size=2, max_size=20),
 )

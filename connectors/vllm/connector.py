@@ -504,7 +504,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             self._remedies.bind(blocks, self.counters)
             self._watch.watch_resets(kv_cache_manager)
             if self.events is not None:
-                self.events.watch(kv_cache_manager, self.scheduler.orders.turns.take)
+                self.events.watch(kv_cache_manager, self.scheduler.orders.turns.taken)
 
     @_contained(_nothing)
     def on_new_request(self, request: Request) -> None:

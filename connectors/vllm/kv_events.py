@@ -10,6 +10,7 @@ import functools
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
@@ -57,10 +58,10 @@ class KvEvents:
         self._of: dict[Chunk, list[AnnouncedBlocks]] = {}
         self._events: list[KVCacheEvent] = []
 
-    def watch(self, manager: KVCacheManager, begin: Callable[[], object]) -> None:
+    def watch(self, manager: KVCacheManager, taken: Callable[[], AbstractContextManager[None]]) -> None:
         """Announce all again when vLLM empties its own cache: its event names no medium, so consumers forget all.
 
-        `begin` is called before.
+        `taken`: the turn, meanwhile.
         """
         reset = manager.reset_prefix_cache
 
@@ -68,8 +69,8 @@ class KvEvents:
         def watched() -> bool:
             done = reset()
             if done:
-                begin()
-                self.cleared()
+                with taken():
+                    self.cleared()
             return done
 
         manager.reset_prefix_cache = watched  # type: ignore[method-assign]

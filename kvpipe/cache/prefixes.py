@@ -81,17 +81,17 @@ class Prefixes:
         """Return what states are known by after the first unit, the first two units and so on."""
         return self.hashes(request)[self._hashes_per_unit - 1 :: self._hashes_per_unit]
 
-    def longest(self, request: Request, extra: Sequence[dict[bytes, object]] = ()) -> int:
+    def longest(self, request: Request, extra: Sequence[dict[bytes, object]] = (), *, continued: bool = False) -> int:
         """Return the longest prefix, in units, that every cache group holds as far as it needs to.
 
-        `extra`: keys per group that count as held.
+        `extra`: keys per group that count as held. `continued`: of a request that begins with all tokens of this one.
         """
         indexes: list[Index] = [self._catalog.index(group) for group in self._groups]
         if extra:
             indexes = [ChainMap(index, more) for index, more in zip(indexes, extra, strict=True)]  # type: ignore[arg-type]
         hashes = self.hashes(request)
         best = self.final_units(request, request.num_tokens)
-        if self._gives_back(request, best):
+        if not continued and self._gives_back(request, best):
             best -= 1
         for group in self._full:
             best = self._longest_full(indexes[group], hashes, best)

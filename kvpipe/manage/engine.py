@@ -156,20 +156,29 @@ class ManagedEngine:
         return asked
 
     async def _ordered(self, make: Callable[[], Work]) -> Any:  # noqa: ANN401
-        return await self._outcome(self._side.orders.put(make))
+        orders, idle = self._side.orders, True
+        while idle and orders.full:
+            idle = self._slice()
+            await anyio.sleep(PAUSE_S)
+        return await self._outcome(orders.put(make))
+
+    def _slice(self) -> bool:
+        """Carry out a slice of what is due, if it is not the engine's turn. Returns whether it was."""
+        orders = self._side.orders
+        if not orders.due or not orders.turns.borrow():
+            return False
+        try:
+            orders.carry_out()
+        finally:
+            orders.turns.give_back()
+        return True
 
     async def _outcome(self, order: Order) -> Any:  # noqa: ANN401
-        """Return what has come of an order, or that it is pending."""
-        orders, turns = self._side.orders, self._side.orders.turns
-        until_s = time.monotonic() + self.wait_s_max
-        while not order.over and time.monotonic() < until_s:
-            if turns.borrow():
-                try:
-                    orders.carry_out()
-                finally:
-                    turns.give_back()
-            if not order.over:
-                await anyio.sleep(PAUSE_S)
+        """Return what has come of an order and, while the engine has nothing to do, of all; or that it is pending."""
+        until_s, idle = time.monotonic() + self.wait_s_max, True
+        while (idle or not order.over) and time.monotonic() < until_s:
+            idle = self._slice()
+            await anyio.sleep(PAUSE_S)
         if not order.over:
             self._pending[order.number] = order
             while len(self._pending) > PENDING_MAX:

@@ -12,14 +12,15 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from kvpipe.trace.log import Counters
 
 ORDERS_MAX: Final = 64
-"""That wait to be carried out."""
+"""That wait to be carried out. Ends of pins are not counted."""
 SLICE_PARTS_MAX: Final = 32
 SLICE_S_MAX: Final = 0.0002
 """A slice ends with the part of an order that is under way then."""
@@ -56,6 +57,17 @@ class Turns:
             self._lock.acquire()
             self.away = self._wanted = False
 
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """The engine is back for one call. If it had nothing to do, it has nothing to do after it."""
+        away = self.away
+        self.take()
+        try:
+            yield
+        finally:
+            if away:
+                self.give()
+
     # ---- another thread -------------------------------------------------------------------------------------------
 
     def borrow(self) -> bool:
@@ -70,11 +82,11 @@ class Turns:
 class Order:
     """One order. Whoever gives it reads `told` or `refused` once it is `over`. `failed`: by no fault of the order's."""
 
-    __slots__ = ("failed", "made", "number", "over", "refused", "told", "work")
+    __slots__ = ("always", "failed", "made", "number", "over", "refused", "told", "work")
 
-    def __init__(self, number: int, make: Callable[[], Work]) -> None:
-        """`make` is called when its first part is to be done."""
-        self.number, self.made, self.refused = number, make, ""
+    def __init__(self, number: int, make: Callable[[], Work], *, always: bool = False) -> None:
+        """`make` is called when its first part is to be done. `always`: it is taken however many wait."""
+        self.always, self.number, self.made, self.refused = always, number, make, ""
         self.told: Any = None
         self.work: Work | None = None
         self.failed = self.over = False  # this one written last
@@ -93,14 +105,20 @@ class Orders:
 
     def put(self, make: Callable[[], Work], *, always: bool = False) -> Order:
         """Give an order. Any thread; never waits. One that is refused is over at once. `always`: however many wait."""
-        order = Order(next(self._numbers), make)
-        if len(self.due) >= ORDERS_MAX and not always:
+        order = Order(next(self._numbers), make, always=always)
+        if not always and self.full:
             _refuse(order, f"{ORDERS_MAX} orders wait already")
             return order
         self.due.append(order)
         if self._ended:  # looked at after the order is there: either this finds it, or the end did
             self._refuse_all()
         return order
+
+    @property
+    def full(self) -> bool:
+        """Whether no more orders are taken. Any thread."""
+        waiting = self.due.copy()  # in one go: another thread changes it
+        return len(waiting) >= ORDERS_MAX and sum(not order.always for order in waiting) >= ORDERS_MAX
 
     def carry_out(self) -> None:
         """Carry out a slice of what is due. For the thread whose turn it is. Never raises."""

@@ -78,26 +78,36 @@ class PromptPins:
     # ---- pins -----------------------------------------------------------------------------------------------------
 
     def pin(self, prefixes: Prefixes, asked: Request, seconds: float) -> Work:
-        """Hold what memory has of a prompt's prefix, for so long at most. Returns a `PinnedPrompt`."""
+        """Hold what memory has of a prompt's prefix, for so long at most. Returns a `PinnedPrompt`.
+
+        That is what those read who send this prompt, and those who continue it.
+        """
         if seconds > self._seconds_max:
             raise OrderRefusedError(f"seconds: {seconds:g} are more than manage_pin_s_max ({self._seconds_max})")
+        now_s = self.clock()
+        for other in [other for other in self.pins.values() if other.over or other.until_s <= now_s]:
+            yield from self._end(other)
         if len(self.pins) >= PINS_MAX:
             raise OrderRefusedError(f"there are {PINS_MAX} pins already")
-        units = prefixes.longest(asked)
-        if not units:
+        reaches = self._reaches(prefixes, asked)
+        if not reaches[0]:
             raise OrderRefusedError("nothing of this prompt is in memory")
         self._numbers += 1
         self._first_s = 0.0
         pin = self.pins[self._numbers] = Pin(self._numbers, self.clock() + seconds)
         part: list[Chunk] = []
-        for chunk in self._needed(prefixes, asked, units):
+        needed = (self._needed(prefixes, asked, reach) for reach in dict.fromkeys(reaches))
+        for seen, chunk in enumerate(itertools.chain.from_iterable(needed), 1):
             if chunk not in pin.chunks and chunk not in part:
                 part.append(chunk)
-            if len(part) == PART_CHUNKS:
+            if not seen % PART_CHUNKS:
                 yield from self._hold(pin, part)
                 part = []
         yield from self._hold(pin, part)
-        pin.tokens = min(units, prefixes.longest(asked)) * self._geometry.unit_tokens  # without what has gone meanwhile
+        if any(now < before for now, before in zip(self._reaches(prefixes, asked), reaches, strict=True)):
+            yield from self._end(pin)
+            raise OrderRefusedError("some of this prompt has gone meanwhile")
+        pin.tokens = reaches[0] * self._geometry.unit_tokens
         return self._told(pin)
 
     def _hold(self, pin: Pin, part: list[Chunk]) -> Work:
@@ -108,11 +118,12 @@ class PromptPins:
             raise OrderRefusedError(
                 f"pins may hold {most} chunks (manage_pinned_share_max): it needs more than are left"
             )
-        owner = Owner(f"pin:{pin.number}", next(self._epochs))
-        pin.parts.append(owner)
-        pin.chunks |= dict.fromkeys(chunks)
-        self._pinned.update(chunks)
-        self._catalog.lease(owner, chunks, timed=False)
+        if chunks:
+            owner = Owner(f"pin:{pin.number}", next(self._epochs))
+            pin.parts.append(owner)
+            pin.chunks |= dict.fromkeys(chunks)
+            self._pinned.update(chunks)
+            self._catalog.lease(owner, chunks, timed=False)
         yield
         if pin.over:
             raise OrderRefusedError("its time is over, or what it holds was evicted or forgotten meanwhile")
@@ -147,7 +158,8 @@ class PromptPins:
 
     def told(self) -> list[PinnedPrompt]:
         """Return what is pinned. Any thread; RuntimeError: that has changed meanwhile."""
-        return [self._told(pin) for pin in self.pins.values() if not pin.over]
+        now_s = self.clock()
+        return [self._told(pin) for pin in self.pins.values() if not pin.over and pin.until_s > now_s]
 
     @property
     def chunks_max(self) -> int:
@@ -180,6 +192,12 @@ class PromptPins:
             self._catalog.release(owner, hit=False)
             yield
         self.pins.pop(pin.number, None)
+
+    def _reaches(self, prefixes: Prefixes, asked: Request) -> tuple[int, int]:
+        """Return how many units of a prompt are a hit for those who continue it, and for those who send it."""
+        continued = prefixes.longest(asked, continued=True)
+        whole = continued * self._geometry.unit_tokens >= asked.num_tokens
+        return continued, prefixes.longest(asked) if whole else continued
 
     def _needed(self, prefixes: Prefixes, asked: Request, reach: int) -> Iterator[Chunk]:
         """Yield the chunks that a hit of `reach` units reads, in the order of the prefix."""

@@ -340,9 +340,8 @@ class SchedulerSide:
 
     def reset(self) -> bool:
         """Forget every chunk, for good: in tiers, too, nothing is found again that was kept before."""
-        if self._turns.away:
-            self._turns.take()
-        self._resets.reset()
+        with self._turns.taken():
+            self._resets.reset()
         return True
 
     @property

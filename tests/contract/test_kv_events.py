@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -16,6 +17,7 @@ from kvpipe.connectors.vllm.kv_events import KvEvents
 from kvpipe.connectors.vllm.support import make_geometry
 from kvpipe.connectors.vllm.trial.router import Router
 from kvpipe.connectors.vllm.trial.shapes import BLOCK, SHAPES, make_configs
+from kvpipe.scheduler.orders import Turns
 from kvpipe.trace.log import Counters
 
 if TYPE_CHECKING:
@@ -171,3 +173,17 @@ def test_what_was_not_found_is_not_announced() -> None:
     reported.hear()
     assert reported.router.index["CPU", 0] == {request.block_hashes[0]}
     assert slow.marks[-1].units == 1
+
+
+def test_a_reset_of_an_idle_engine_gives_the_turn_back() -> None:
+    """A pause ends with one, when vLLM has asked already whether anything is pending."""
+    manager: Any = SimpleNamespace(reset_prefix_cache=lambda: True)
+    turns, events, away = Turns(), Told().events, list[bool]()
+    events.cleared = lambda: away.append(turns.away)  # type: ignore[method-assign]
+    events.watch(manager, turns.taken)
+    assert manager.reset_prefix_cache()
+    assert not turns.borrow(), "a busy engine keeps it"
+    turns.give()
+    assert manager.reset_prefix_cache()
+    assert turns.borrow()
+    assert away == [False, False]

@@ -10,6 +10,7 @@ import pytest
 
 from kvpipe.cli import main as cli
 from kvpipe.connectors.vllm.trial.scheduler_world import UNIT
+from kvpipe.scheduler.orders import ORDERS_MAX
 from kvpipe.testing.catalog_integrity import check_integrity
 from tests.manage.conftest import Managed
 from tests.manage.test_api import prompt
@@ -48,6 +49,27 @@ def test_evicted_while_idle(managed: Managed) -> None:
     assert (told["held_tokens"], told["why"]) == (0, "evicted")
     assert managed.good("POST", "/v1/lookup", prompt("b", 3 * CHUNK * UNIT))["held_tokens"] == 3 * CHUNK * UNIT
     check_integrity(managed.side.catalog)
+
+
+def test_what_follows_from_an_order_is_carried_out_while_idle(managed: Managed) -> None:
+    """The end of a pin of which something was evicted; so its slots are free."""
+    managed.side.orders.slice_s_max = 0  # a part each
+    managed.side.finished(managed.save("a", 2 * CHUNK))
+    assert not managed.side.pending
+    managed.good("POST", "/v1/pins", prompt("a", 2 * CHUNK * UNIT) | {"seconds": 60})
+    assert managed.good("POST", "/v1/evict", prompt("a", 2 * CHUNK * UNIT))["pins_ended"] == 1
+    assert not managed.side.orders.due
+    assert (managed.side.catalog.leases, managed.side.catalog.used) == (0, 0)
+
+
+def test_an_engine_that_became_idle_with_many_orders(managed: Managed) -> None:
+    """They are carried out before one is refused because of them."""
+    managed.side.finished(managed.save("a", 2 * CHUNK))
+    waiting = [managed.side.orders.put(lambda: managed.side.pins.unpin(99)) for _ in range(ORDERS_MAX)]
+    assert managed.ask("DELETE", "/v1/pins/1")[0] == 503, "a busy engine has no room for more"
+    assert not managed.side.pending
+    assert managed.good("POST", "/v1/evict", prompt("a", 2 * CHUNK * UNIT))["chunks"] == 2
+    assert all(order.over for order in waiting)
 
 
 def test_a_busy_engine_carries_it_out_in_its_next_step(managed: Managed) -> None:

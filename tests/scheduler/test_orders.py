@@ -21,6 +21,8 @@ from kvpipe.trace.log import Counters
 CHUNK = 16
 NOT_THE_ENGINES = {"stats", "machines", "trace_moves", "bind", "tiers_left", "adapter_called"}
 """They touch neither the catalog nor what pins are made of: any thread may make these calls at any time."""
+GIVES_BACK = {"reset"}
+"""vLLM may make these calls when it has asked already whether anything is pending."""
 
 
 class Ordering:
@@ -54,6 +56,16 @@ class Ordering:
             raise OrderRefusedError(order.refused)
         check_integrity(self.side.catalog)
         return order.told
+
+    def idle(self, make: Any) -> Order:
+        """Order, while the engine has nothing to do, and carry out what is due."""
+        order = self.side.orders.put(make)
+        while self.side.orders.due:
+            assert self.side.orders.turns.borrow()
+            self.side.orders.carry_out()
+            self.side.orders.turns.give_back()
+        check_integrity(self.side.catalog)
+        return order
 
     def pin(self, request: Any, seconds: float = 10) -> PinnedPrompt:
         """Pin a prompt."""
@@ -97,6 +109,38 @@ def test_the_age_of_the_oldest_lease_counts_no_pins() -> None:
     assert one.side.catalog.oldest_lease_s == 0
 
 
+def test_a_pin_that_is_over_takes_no_room() -> None:
+    """Though nobody has stepped since: it is not told of, and the next pin has its room, and its number's."""
+    one = Ordering(slots=8)
+    kept, other = one.save("a", 4 * CHUNK), one.save("b", 2 * CHUNK)
+    one.pin(kept, 10)
+    assert not one.side.pending
+    one.now_s = 11
+    assert one.side.pins.told() == []
+    order = one.idle(lambda: one.side.pins.pin(one.prefixes, other, 10))
+    assert (order.refused, order.told) == ("", PinnedPrompt(2, 2 * CHUNK * UNIT, 2, 10))
+    assert (one.side.catalog.leases, one.side.pins.chunks) == (2, 2)
+
+
+@pytest.mark.parametrize("units", [CHUNK + 4, 2 * CHUNK])
+@pytest.mark.parametrize("keys", [{"windows": (None, 4 * UNIT)}, {"windows": (None, None), "states": (1,)}])
+def test_a_pinned_prompt_may_end_with_a_block(keys: dict[str, Any], units: int) -> None:
+    """Others continue it: they read its last unit, and the state behind it. Who sends it alone computes that again."""
+    one = Ordering(slots=16, **keys)
+    continued = one.world.request("a", units, extra=1)
+    continued.shared_prefix_boundary = (units - 1) * UNIT
+    one.world.admit(continued)
+    ends = () if "states" not in keys else (units - 1, units)
+    one.world.succeed(*one.world.step(continued, boundaries=ends))
+    one.side.finished(continued)
+    asked = SimpleNamespace(**vars(continued) | {"num_tokens": units * UNIT, "num_prompt_tokens": units * UNIT})
+    told = one.pin(asked)
+    assert told.tokens == units * UNIT
+    for turn in range(4):
+        one.save(f"other {turn}", 8 * CHUNK)
+    assert (one.held(asked), one.held(continued)) == (units - 1, units)
+
+
 @pytest.mark.parametrize("keys", [{"windows": (None, 4 * UNIT)}, {"windows": (None, None), "states": (1,)}])
 def test_a_pin_holds_what_a_hit_needs(keys: dict[str, Any]) -> None:
     """The window's and the state's, and no more."""
@@ -136,6 +180,20 @@ def test_pins_are_bounded() -> None:
     assert one.side.catalog.leases == 12
     one.do(lambda: one.side.pins.unpin(3))
     assert one.side.catalog.leases == 0
+
+
+def test_a_pin_has_no_gaps() -> None:
+    """What is evicted while it is made, it holds nothing behind: it is refused."""
+    one = Ordering(slots=8 * PART_CHUNKS)
+    request = one.save("a", 3 * PART_CHUNKS * CHUNK)
+    work = one.side.pins.pin(one.prefixes, request, 10)
+    next(work)
+    gone = one.side.catalog.find(0, one.prefixes.key(request.block_hashes, 2 * PART_CHUNKS * CHUNK))
+    assert gone is not None
+    assert one.side.catalog.evict(gone)
+    with pytest.raises(OrderRefusedError, match="has gone meanwhile"):
+        list(work)
+    assert (one.side.catalog.leases, one.side.pins.told(), one.side.pins.chunks) == (0, [], 0)
 
 
 def test_evicted_is_from_a_token_on() -> None:
@@ -216,6 +274,19 @@ def test_too_many_orders_are_refused_but_not_the_ends_of_pins() -> None:
     assert one.side.catalog.leases == 0
 
 
+def test_ends_of_pins_leave_orders_their_room() -> None:
+    """However many there are."""
+    one = Ordering()
+    request = one.save("a", CHUNK)
+    for _ in range(ORDERS_MAX + 1):
+        one.pin(request)
+    one.now_s = 100
+    one.side.pins.expire()
+    assert len(one.side.orders.due) == ORDERS_MAX + 1
+    order = one.side.orders.put(lambda: one.side.pins.unpin(99))
+    assert not order.over
+
+
 def test_an_order_that_fails_is_answered() -> None:
     """And counted; those behind it go on."""
 
@@ -260,11 +331,26 @@ def test_every_call_takes_the_turn(name: str) -> None:
     assert not one.side.pending
     turns = one.side.orders.turns
     assert turns.away
-    method = getattr(one.side, name)
+    method, taken = getattr(one.side, name), list[str]()
+    take = turns.take
+    turns.take = lambda: taken.append(name) or take()  # type: ignore[method-assign, func-returns-value]
     arguments = [SimpleNamespace() for _ in inspect.signature(method).parameters]
     with contextlib.suppress(AttributeError, TypeError):
         method(*arguments)
-    assert not turns.away
+    assert taken
+    assert turns.away == (name in GIVES_BACK)
+
+
+def test_an_idle_engine_gives_the_turn_back_after_a_reset() -> None:
+    """A pause ends with one, when vLLM has asked already whether anything is pending."""
+    one = Ordering()
+    one.save("a", CHUNK)
+    one.side.reset()
+    assert not one.side.orders.turns.away, "a busy engine keeps it"
+    assert not one.side.pending
+    one.side.reset()
+    assert one.side.orders.turns.borrow()
+    one.side.orders.turns.give_back()
 
 
 def test_the_turn_is_given_when_nothing_is_pending() -> None:
