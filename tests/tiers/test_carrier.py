@@ -377,7 +377,6 @@ def test_a_tier_ends_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
         while not rank.tiers[0].breakers[READ].allows:
             assert time.monotonic() < limit
             rank.carrier.probe_now()
-            time.sleep(0.001)
         rank.carry(stores=True, slot=0)
         assert rank.ended() == [True]
         rank.carry(stores=False, slot=0)
