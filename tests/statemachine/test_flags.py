@@ -15,6 +15,7 @@ FLAGS: dict[str, dict[str, str]] = {
         "LookupResult.later": "content of an answer; the lookup machine has the state that follows",
         "Hit.waits": "content of an answer",
         "Asking.waits": "content of an answer",
+        "Order.always": "content: whether it is taken when the others have no room",
         "Order.failed": "content of an answer",
         "Order.over": "a latch: written last, by whoever carries it out; the other thread reads the answer behind it",
         "Orders._ended": "a latch: the engine is over",
