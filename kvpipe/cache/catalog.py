@@ -184,15 +184,12 @@ class Catalog:
         """What time it is, in seconds of the catalog's clock."""
         return self._clock()
 
-    def hint(self, chunks: Iterable[Chunk], hint: Hint) -> int:
-        """Tell the policy what a client says of a prompt's chunks. Returns of how many; 0: it takes no hints."""
-        if self._hint is None:
-            return 0
-        self._tell(over=False)
-        told = 0
-        for told, chunk in enumerate(chunks, 1):  # noqa: B007  (how many there were)
-            self._hint(chunk, hint)
-        return told
+    def hint(self, chunks: Iterable[Chunk], hint: Hint) -> None:
+        """Tell the policy, if it takes hints, what a client says of a prompt's chunks."""
+        if self._hint is not None:
+            self._tell(over=False)
+            for chunk in chunks:
+                self._hint(chunk, hint)
 
     # ---- writing -------------------------------------------------------------------------------------------------
 

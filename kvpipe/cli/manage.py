@@ -123,6 +123,8 @@ def token_of(args: argparse.Namespace) -> str:
 
 def parse_address(text: str) -> Address:
     """Return an address. Raises UsageError."""
+    if not text:
+        raise UsageError("kvpipe: engine: say --at, or set KVPIPE_MANAGE")
     try:
         return Address.parse(text)
     except ValueError as error:

@@ -302,8 +302,8 @@ def _moving(state: EngineState) -> Text:
     jobs = state.jobs
     return _line(
         "in flight",
-        f"{_size(jobs.save_bytes)} in {jobs.saves} saves, {_size(jobs.load_bytes)} in {jobs.loads} loads",
-        f", up to {_size(jobs.tier_bytes_max)} to and from tiers" if state.tiers else "",
+        f"saves {jobs.saves} ({_size(jobs.save_bytes)}), loads {jobs.loads} ({_size(jobs.load_bytes)})",
+        f", to and from tiers {jobs.tier_orders} (up to {_size(jobs.tier_bytes_max)})" if state.tiers else "",
     )
 
 

@@ -214,7 +214,8 @@ def test_one_lie_is_not_everybodys() -> None:
 
 def _say(world: _World, name: str, hint: Hint) -> int:
     found = [chunk for at in range(20) if (chunk := world.catalog.find(0, f"{name}/{at}".encode()))]
-    return world.catalog.hint(found, hint)
+    world.catalog.hint(found, hint)
+    return len(found)
 
 
 def _there(world: _World, *names: str) -> list[str]:
@@ -334,8 +335,7 @@ def test_the_catalog_hands_hints_on(*, guarded: bool) -> None:
         assert chunks[0] is not None
         catalog.landed(catalog.write(chunks[0], 1, b"k", keep=True))
         there = [chunk for chunk in chunks if chunk is not None]
-        told = catalog.hint(there, hint)
-        assert told == (2 if policy is hinted else 0)
+        catalog.hint(there, hint)
         assert catalog.takes_hints == (policy is hinted)
         if policy is hinted:
             assert hinted.heard == [(chunk, hint) for chunk in there]

@@ -87,7 +87,7 @@ def test_what_it_shows(managed: Managed) -> None:
     assert f"40 % of {50 * UNIT} tokens that vLLM lacked since it began, memory 40 %" in shown
     assert "not_saved 60 %" in shown
     assert "1 % of 1.0 MiB, 2 leases" in shown
-    assert "640 B in 1 saves, 1.2 KiB in 1 loads" in shown
+    assert "saves 1 (640 B), loads 1 (1.2 KiB)" in shown
     assert "tiers" not in shown
     rows = [line.split()[:3] for line in shown.splitlines() if "WAITING" in line]
     assert rows == [["a", "e1", "RUNNING"], ["again", "e1", "LOADING"]]
@@ -185,6 +185,12 @@ def test_bad_arguments(given: list[str], capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(SystemExit):
         cli.main(["top", *given])
     assert "--interval" in capsys.readouterr().err
+
+
+def test_without_an_address(capsys: pytest.CaptureFixture[str]) -> None:
+    """What to say is said."""
+    assert cli.main(["top", "--once"]) == 2
+    assert "say --at, or set KVPIPE_MANAGE" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("term", ["xterm", "dumb"])
