@@ -27,6 +27,10 @@ class Kind(IntEnum):
     LOAD_ASYNC = 2
 
 
+SAVE, LOAD_SYNC, LOAD_ASYNC = Kind
+"""For where each job is looked at: Python 3.11 takes 0.07 us to find a member by its name."""
+
+
 class Job(NamedTuple):
     """One save or load of one request in one step. `epoch` counts the request's admissions."""
 
@@ -117,6 +121,10 @@ class Tally(NamedTuple):
 
     ok: int
     bad: int
+
+
+ONE_OK, ONE_BAD = Tally(1, 0), Tally(0, 1)
+"""What one rank reports."""
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvpipe.cache.catalog import Catalog, Owner, Piece
-from kvpipe.messages import Job, Kind, Tally
+from kvpipe.messages import LOAD_SYNC, SAVE, Job, Kind, Tally
 from kvpipe.scheduler.records import Tracked
 from kvpipe.statemachine import job as m
 from kvpipe.statemachine import request as request_m
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 _BELIEVED = frozenset({m.SENT, m.DONE})
-_SAVE = int(Kind.SAVE)
+_SAVE = int(SAVE)  # as it is sent
 
 
 class Reported(Cursor):
@@ -123,7 +123,7 @@ class Jobs:
         """Begin to load `tokens` for `owner`, who leases so many chunks; 0: so that it fails."""
         load = self._begin(int(kind), tracked, rows, owner, tokens=tokens, leases=leases)
         tracked.load_job_id = load.job.id
-        self.sync_loads += kind == Kind.LOAD_SYNC
+        self.sync_loads += kind == LOAD_SYNC
         return load
 
     def _begin(
@@ -147,7 +147,7 @@ class Jobs:
     @property
     def loads_in_step(self) -> list[JobInFlight]:
         """Those of loads within a step."""
-        return [job for job in self.in_flight.values() if job.job.kind == Kind.LOAD_SYNC]
+        return [job for job in self.in_flight.values() if job.job.kind == LOAD_SYNC]
 
     def reported(self, job_id: int, reports: Tally) -> bool:
         """Count `reports`; publish, release or fail the job with the last. Returns whether there is such a job."""
@@ -176,7 +176,7 @@ class Jobs:
 
     def _remove(self, job: JobInFlight) -> None:
         del self.in_flight[job.job.id]
-        self.sync_loads -= job.job.kind == Kind.LOAD_SYNC
+        self.sync_loads -= job.job.kind == LOAD_SYNC
 
     def fail_load(self, job: JobInFlight) -> None:
         """The engine was told that a load has failed; ranks have yet to report it."""

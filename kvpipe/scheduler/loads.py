@@ -10,7 +10,7 @@ from kvpipe.cache.catalog import Catalog, Chunk, Owner
 from kvpipe.cache.prefixes import Prefixes
 from kvpipe.config import Settings
 from kvpipe.geometry import Geometry
-from kvpipe.messages import BROKEN, Job, Kind
+from kvpipe.messages import BROKEN, LOAD_ASYNC, LOAD_SYNC, Job
 from kvpipe.scheduler.jobs import JobInFlight, Jobs
 from kvpipe.scheduler.records import Tracked
 from kvpipe.scheduler.requests import Requests
@@ -93,7 +93,7 @@ class Loading:
         if not asked:
             asking.waits = self.between_steps
         waits = asking.waits
-        kind = Kind.LOAD_ASYNC if waits else Kind.LOAD_SYNC
+        kind = LOAD_ASYNC if waits else LOAD_SYNC
         owner = Owner(request.request_id, tracked.life.epoch)
         self._trace.about(*owner)
         chunks: list[Chunk] = []
@@ -155,7 +155,7 @@ class Loading:
         owner = Owner(request_id, self._requests.new_epoch())  # its own: another load of the request may be in flight
         self._catalog.lease(owner, [])
         try:
-            job = self._jobs.load(Kind.LOAD_SYNC, tracked, [(0, BROKEN, 0, block) for block in blocks], owner).job
+            job = self._jobs.load(LOAD_SYNC, tracked, [(0, BROKEN, 0, block) for block in blocks], owner).job
         except Exception:
             self._catalog.release(owner)
             raise

@@ -128,6 +128,7 @@ class Ticket:
         "batch",
         "begun_ns",
         "born_ns",
+        "done",
         "failed",
         "layer",
         "mark",
@@ -143,6 +144,7 @@ class Ticket:
         self.failed = NO_JOBS
         self.mark: object = None  # the engine's own: what device work can be ordered after
         self.over = False  # no copy of this ticket touches memory any more
+        self.done = False  # and `sink` has the news
         self.abandoned = False  # it is not to be begun any more
         self.withdrawn = False  # and it has not: it never will touch memory
         self.born_ns = self.begun_ns = time.monotonic_ns()  # an engine that holds it back says when it has begun
@@ -156,12 +158,8 @@ class Ticket:
             raise RuntimeError(msg)
         self.failed, self.over = failed, True
         self.sink(self)
+        self.done = True
         self._lock.release()  # last: whoever waited finds the news in the loop's inbox
-
-    @property
-    def done(self) -> bool:
-        """Whether the copy has completed and `sink` has the news."""
-        return not self._lock.locked()
 
     def wait(self, timeout_s: float) -> bool:
         """Block until the copy has completed. Returns False on a timeout."""

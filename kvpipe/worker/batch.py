@@ -41,15 +41,16 @@ class Batch:
     )
 
     def __init__(self, kind: Kind, jobs: tuple[Job, ...], groups: int, step: int, *, traced: bool) -> None:
-        """`guarded` and `waited` are bit masks over the engine's layers. `traced`: some jobs are, in detail.
+        """`traced`: some jobs are, in detail.
 
-        Compute comes after the load of a layer that is guarded; a layer is waited for when its reader has asked.
+        Compute comes after the load of a layer that is `guarded`; a layer is `waited` for when its reader has asked.
         """
         self.kind, self.jobs, self.step, self.traced = kind, jobs, step, traced
         self.plan = CopyPlan(Direction.SAVE if kind is Kind.SAVE else Direction.LOAD, jobs, groups)
         self.pages = [int(runs[:, 4].sum()) for runs in self.plan.runs]  # per group
         # vLLM's thread:
-        self.guarded = self.waited = 0
+        self.guarded: set[int] = set()
+        self.waited: set[int] = set()
         self.tickets: dict[int, Ticket] = {}  # by layer, in the order of submission
         self.last: Ticket | None = None  # of those that the engine has taken: copies of a batch complete in order
         self.open: deque[Ticket] = deque()  # put there before their copies begin; the loop takes out what is over

@@ -66,7 +66,7 @@ class Pipeline:
         self._engine, self._trace, self._wait_s = engine, trace, wait_ms_max / 1000
         self._limits = Limits(geometry.pages_per_chunk, blocks, slots_ready or (lambda: geometry.slots))
         self._groups, self._layers = len(geometry.groups), range(len(geometry.layers))
-        self._all = (1 << len(self._layers)) - 1
+        self._all = frozenset(self._layers)
         self._unhooked = tuple(layer for layer in self._layers if layer in unhooked)
         self._hooked = tuple(layer for layer in self._layers if layer not in unhooked)
         self._late, self._next = frozenset(self._unhooked), {layer: layer for layer in self._layers}
@@ -84,6 +84,7 @@ class Pipeline:
         self.copies = Copies(
             geometry, engine.abandon, counters=counters, stuck_ms_max=stuck_ms_max, cpus=cpus, trace=trace
         )
+        self._landed = self.copies.loop.put  # the sink of all tickets
 
     # ---- a step ---------------------------------------------------------------------------------------------------
 
@@ -156,10 +157,10 @@ class Pipeline:
         if self.step.fire(m.WAIT_LAYER).moves:
             self.counters.fault("loads_started_by_hook")
             self._submit_all(batch)  # and no more: layers without a hook were read already, or may have been
-        if batch.waited >> layer & 1:
+        if layer in batch.waited:
             self.counters["wait_repeated"] += 1
-        elif (batch.guarded >> layer & 1 or self._guard(batch, layer)) and self._guard(batch, self._next[layer]):
-            batch.waited |= 1 << layer
+        elif (layer in batch.guarded or self._guard(batch, layer)) and self._guard(batch, self._next[layer]):
+            batch.waited.add(layer)
 
     def save_layer(self, layer: int) -> None:
         """Submit the copy of `layer`, once. Those without a hook are submitted at the step's end."""
@@ -224,11 +225,11 @@ class Pipeline:
         # asked first: what it reported before its end is in the outbox
         lost = bool(self._open_jobs) and not self.copies.loop.alive
         out, self._refused = self._refused, []
-        outbox, early = self.copies.outbox, self._reported_early
+        outbox, open_jobs, early = self.copies.outbox, self._open_jobs, self._reported_early
         while outbox:
             outcome = outbox.popleft()
             job_id = outcome.job.id
-            self._open_jobs.pop(job_id, None)
+            open_jobs.pop(job_id, None)
             if job_id in early:
                 early.discard(job_id)
                 outcome = outcome._replace(why=REPORTED_EARLY)
@@ -316,10 +317,7 @@ class Pipeline:
         self.copies.put(SUBMITTED, batch)
 
     def _submit(self, batch: Batch, layer: int) -> None:
-        if layer in batch.tickets:
-            return
-        ticket = Ticket(batch, layer, len(batch.tickets), self.copies.loop.put)
-        batch.tickets[layer] = ticket
+        ticket = batch.tickets[layer] = Ticket(batch, layer, len(batch.tickets), self._landed)
         batch.open.append(ticket)
         if batch.traced:
             ids, kind = [job.id for job in batch.jobs], batch.kind.name.lower()
@@ -342,7 +340,7 @@ class Pipeline:
         """Order the caller's next compute after the load of `layer`. Returns whether that could be done."""
         if self.step.state.row == m.GIVEN_UP:
             return False  # one timeout is enough: the load is failed, whatever its other layers do
-        if batch.guarded >> layer & 1:
+        if layer in batch.guarded:
             return True
         ticket = batch.tickets[layer]
         if ticket.done:
@@ -351,7 +349,7 @@ class Pipeline:
             self.step.fire(m.TIME_OUT)
             self._give_up(batch, TIMED_OUT)
             return False
-        batch.guarded |= 1 << layer
+        batch.guarded.add(layer)
         if ticket.failed:
             self._fail_step_saves()
         return True

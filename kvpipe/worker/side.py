@@ -13,7 +13,7 @@ from kvpipe.config import Settings
 from kvpipe.cores import CPUS_AT_START, spare_cpus
 from kvpipe.errors import UnsupportedError
 from kvpipe.geometry import Geometry
-from kvpipe.messages import Kind, Outcome, Report, StepPlan, Tally
+from kvpipe.messages import LOAD_ASYNC, LOAD_SYNC, ONE_BAD, ONE_OK, Outcome, Report, StepPlan, Tally
 from kvpipe.tiers.carrier import Carrier
 from kvpipe.tiers.guard import GuardedTier
 from kvpipe.tiers.parts import Share
@@ -233,7 +233,7 @@ class WorkerSide:
             self.carrier.begin(plan.orders, plan.space, plan.step)
         elif plan.orders:
             self.counters.fault("orders_without_tiers", orders=len(plan.orders))
-            self._tallies.update((order.id, Tally(0, 1)) for order in plan.orders)
+            self._tallies.update((order.id, ONE_BAD) for order in plan.orders)
 
     def start_loads(self, *, replayed: bool = False) -> None:
         """Loads may be submitted. `replayed`: no hook will be called in this step."""
@@ -328,7 +328,7 @@ class WorkerSide:
             for outcome in self.pipeline.collect():
                 self._account(outcome)
         if self.carrier is not None:
-            self._tallies.update((one.order.id, Tally(int(one.ok), int(not one.ok))) for one in self.carrier.collect())
+            self._tallies.update((one.order.id, ONE_OK if one.ok else ONE_BAD) for one in self.carrier.collect())
         tallies, self._tallies = self._tallies, {}
         return tallies
 
@@ -370,12 +370,12 @@ class WorkerSide:
 
     def _account(self, outcome: Outcome) -> None:
         job, ok, why = outcome
-        self._tallies[job.id] = Tally(int(ok), int(not ok))
-        if job.kind == Kind.LOAD_ASYNC:
+        self._tallies[job.id] = ONE_OK if ok else ONE_BAD
+        if job.kind == LOAD_ASYNC:
             self._received.add(job.request)
             if not ok:
                 self._failed.add(job.request)
-        elif job.kind == Kind.LOAD_SYNC and not ok and why != REPORTED_EARLY:
+        elif job.kind == LOAD_SYNC and not ok and why != REPORTED_EARLY:
             self._bad_blocks |= job.blocks()
 
     def _unknown(self, name: str) -> None:

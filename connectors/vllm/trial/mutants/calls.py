@@ -56,8 +56,8 @@ MUTANTS: dict[str, Mutant] = {
         one(
             PIPELINE,
             "_submit",
-            "len(batch.tickets), self.copies.loop.put)\n",
-            "self.__dict__.setdefault('number', 0), self.copies.loop.put)\n    self.number += 1\n",
+            "len(batch.tickets), self._landed)\n",
+            "self.__dict__.setdefault('number', 0), self._landed)\n    self.number += 1\n",
         ),
     ),
     "layer_by_count": Mutant(

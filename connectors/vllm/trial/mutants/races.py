@@ -27,7 +27,7 @@ MUTANTS: dict[str, Mutant] = {
             WORKER,
             "wait_layer",
             "self._index.get(name)",
-            "self.pipeline._sync.waited.bit_count() % len(self._index) if self.pipeline._sync else None",
+            "len(self.pipeline._sync.waited) % len(self._index) if self.pipeline._sync else None",
         ),
     ),
     "step_mode_without_wait": Mutant(
