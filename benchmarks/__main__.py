@@ -25,6 +25,8 @@ def main(names: list[str]) -> int:
             continue
         if name == "traces":
             return replay.main([])
+        if name == "agents":
+            return importlib.import_module("benchmarks.agents").main()
         module = importlib.import_module(f"benchmarks.{name}")
         show(f"{name} benchmarks", module.run(), RESULTS / f"{name}.json")
     return 0

@@ -1,4 +1,4 @@
-"""The pictures of `docs/results/traces.json`: an SVG, and a page with it and all figures that needs nothing else."""
+"""The pictures of `docs/results/traces.json`, and a page with them and all figures that needs nothing else."""
 
 from __future__ import annotations
 
@@ -7,54 +7,56 @@ from html import escape
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks import pictures
+from benchmarks.pictures import COLOURS, GREY, WIDTH, legend, svg, text
 from benchmarks.replay import report
 from benchmarks.replay.replay import BELADY
 
-_COLOURS: Final = ("#3b6fb6", "#2e7d5b", "#a8671a", "#8a4fa3", "#4b7f8c", "#6b6b2a")
-_BEST: Final = "#b9bec6"
 _WHERE: Final = {
     "device": "#8a4fa3", "memory": "#3b6fb6", "disk": "#2e7d5b", "network": "#a8671a", "computed": "#b9bec6",
 }  # fmt: skip
-_STYLE: Final = (
-    "text{font:13px system-ui,sans-serif;fill:#222}.s{font-size:11px}.m{text-anchor:middle}.b{font-weight:600}"
-)
-_WIDTH, _PLOT, _LEFT, _ROW = 860, 170, 40, 24
+_PLOT, _LEFT, _ROW = 170, 40, 24
 
 
 def write(found: dict[str, Any], path: Path) -> None:
-    """Write both, beside the JSON at `path`, of what it says."""
-    path.with_suffix(".svg").write_text(picture(found), encoding="utf-8")
+    """Write them beside the JSON at `path`, of what it says."""
+    pictures.write(picture(found), path.with_suffix(".svg"))
+    by = report.rates(found["yardstick"], report.AGENTS)
+    best = by.pop(BELADY, {})
+    pictures.write(
+        _below([_rates(report.AGENTS, by | report.said_rates(found) | {BELADY: best})]),
+        path.with_name(f"{path.stem}-agents.svg"),
+    )
     path.with_suffix(".html").write_text(html(found), encoding="utf-8")
 
 
 def picture(found: dict[str, Any]) -> str:
     """Return one picture: hit rates by capacity of each workload, then where tokens come from with tiers."""
+    names = dict.fromkeys(row["workload"] for row in found["yardstick"])
+    drawn = [_rates(name, report.rates(found["yardstick"], name)) for name in names]
+    return _below([*drawn, _sources(found["tiers"])])
+
+
+def _below(drawn: Iterable[tuple[list[str], float]]) -> str:
+    """Return one picture of several with their heights, one below the other."""
     parts, y = list[str](), 0.0
-    for name in dict.fromkeys(row["workload"] for row in found["yardstick"]):
-        body, height = _rates(name, report.rates(found["yardstick"], name))
+    for body, height in drawn:
         parts.append(f'<g transform="translate(0 {y:.0f})">{"".join(body)}</g>')
         y += height
-    body, height = _sources(found["tiers"])
-    parts.append(f'<g transform="translate(0 {y:.0f})">{"".join(body)}</g>')
-    y += height
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {y:.0f}" width="{_WIDTH}" role="img" '
-        f'style="max-width:100%;height:auto"><style>{_STYLE}</style><rect width="100%" height="100%" fill="#fff"/>'
-        f"{''.join(parts)}</svg>\n"
-    )
+    return svg(y, parts)
 
 
 def _rates(title: str, by: dict[str, dict[float, float]]) -> tuple[list[str], float]:
     """Return the bars of one workload: a group per capacity, a bar per policy; and its height."""
     names = list(by)
     colours = _colours(names)
-    body = [_text(_LEFT, 20, f"{title}: tokens that hit, by the pool's share of all chunks", "b")]
-    body += _legend(colours, 40)
+    body = [text(_LEFT, 20, f"{title}: tokens that hit, by the pool's share of all chunks", "b")]
+    body += legend(colours, _LEFT, 40)
     top, shares = 52, sorted({share for some in by.values() for share in some})
     for tenth in (0, 25, 50, 75, 100):
         y = top + _PLOT * (1 - tenth / 100)
-        body += [f'<path d="M{_LEFT} {y:.1f}H{_WIDTH - 10}" stroke="#ddd"/>', _text(4, y + 4, f"{tenth} %", "s")]
-    group = (_WIDTH - _LEFT - 20) / max(1, len(shares))
+        body += [f'<path d="M{_LEFT} {y:.1f}H{WIDTH - 10}" stroke="#ddd"/>', text(4, y + 4, f"{tenth} %", "s")]
+    group = (WIDTH - _LEFT - 20) / max(1, len(shares))
     bar = min(44.0, (group - 24) / max(1, len(names)))
     for at, share in enumerate(shares):
         left = _LEFT + at * group + (group - bar * len(names)) / 2
@@ -67,24 +69,24 @@ def _rates(title: str, by: dict[str, dict[float, float]]) -> tuple[list[str], fl
                 f'<rect x="{x:.1f}" y="{top + _PLOT - height:.1f}" width="{bar - 3:.1f}" height="{height:.1f}" '
                 f'fill="{colours[name]}"><title>{escape(name)}: {rate:.3f}</title></rect>'
             )
-            body.append(_text(x + (bar - 3) / 2, top + _PLOT - height - 3, f"{rate:.1%}".rstrip("%"), "s m"))
-        body.append(_text(_LEFT + (at + 0.5) * group, top + _PLOT + 16, f"{share:.0%} of all chunks", "m"))
+            body.append(text(x + (bar - 3) / 2, top + _PLOT - height - 3, f"{rate:.1%}".rstrip("%"), "s m"))
+        body.append(text(_LEFT + (at + 0.5) * group, top + _PLOT + 16, f"{share:.0%} of all chunks", "m"))
     return body, top + _PLOT + 36
 
 
 def _sources(rows: Sequence[dict[str, Any]]) -> tuple[list[str], float]:
     """Return a bar per replay with tiers, of where tokens came from, and when the first token did."""
     body = [
-        _text(_LEFT, 20, "With a device's own cache, memory and tiers: where tokens come from, and when the first", "b")
+        text(_LEFT, 20, "With a device's own cache, memory and tiers: where tokens come from, and when the first", "b")
     ]
-    body += [_text(_LEFT, 20 + 17, "token does, by the cost model (seconds, at 50, 90 and 99 % of requests)", "s")]
-    body += _legend(_WHERE, 56)
+    body += [text(_LEFT, 20 + 17, "token does, by the cost model (seconds, at 50, 90 and 99 % of requests)", "s")]
+    body += legend(_WHERE, _LEFT, 56)
     y, left, width = 78.0, 330, 330
     for row in sorted(
         rows, key=lambda one: (one["workload"], one["policy"] != report.NONE, one["behind"], one["policy"])
     ):
         x = float(left)
-        body.append(_text(_LEFT, y + 13, label(row)))
+        body.append(text(_LEFT, y + 13, label(row)))
         for where, colour in _WHERE.items():
             share = row["shares"].get(where, 0.0)
             body.append(
@@ -92,7 +94,7 @@ def _sources(rows: Sequence[dict[str, Any]]) -> tuple[list[str], float]:
                 f"<title>{where}: {share:.1%}</title></rect>"
             )
             x += share * width
-        body.append(_text(left + width + 12, y + 13, _ttft(row), "s"))
+        body.append(text(left + width + 12, y + 13, _ttft(row), "s"))
         y += _ROW
     return body, y + 16
 
@@ -111,20 +113,8 @@ def _ttft(row: dict[str, Any]) -> str:
 
 def _colours(names: Sequence[str]) -> dict[str, str]:
     others = [name for name in names if name != BELADY]
-    found = {name: _COLOURS[at % len(_COLOURS)] for at, name in enumerate(others)}
-    return found | ({BELADY: _BEST} if BELADY in names else {})
-
-
-def _legend(colours: dict[str, str], y: float) -> list[str]:
-    out, x = list[str](), float(_LEFT)
-    for name, colour in colours.items():
-        out += [f'<rect x="{x:.0f}" y="{y - 9}" width="10" height="10" fill="{colour}"/>', _text(x + 14, y, name, "s")]
-        x += 34 + 7 * len(name)
-    return out
-
-
-def _text(x: float, y: float, text: str, kind: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}">{escape(text)}</text>'
+    found = {name: COLOURS[at % len(COLOURS)] for at, name in enumerate(others)}
+    return found | ({BELADY: GREY} if BELADY in names else {})
 
 
 _ABOUT: Final = (

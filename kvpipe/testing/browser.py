@@ -166,9 +166,11 @@ class Browser:
             time.sleep(0.02)
         return value
 
-    def screenshot(self) -> bytes:
-        """Return the window as a PNG."""
-        return base64.b64decode(self._call("GET", "/screenshot"))
+    def screenshot(self, width: float = WINDOW[0], height: float = WINDOW[1], scale: float = 1) -> bytes:
+        """Return the page's first `width` x `height` pixels, of `scale` x `scale` each, as a PNG."""
+        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": scale}
+        shot = {"format": "png", "clip": clip, "captureBeyondViewport": True}
+        return base64.b64decode(self._devtools("Page.captureScreenshot", shot)["data"])
 
     def click(self, x: float, y: float) -> None:
         """Click at a place of the window."""
