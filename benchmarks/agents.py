@@ -37,8 +37,8 @@ BLOCK: Final = 32
 DEVICE_TOKENS: Final = Model().device_tokens // SCALE
 POOL_TOKENS: Final = 8 * DEVICE_TOKENS
 """What kvpipe has: a node's memory against its devices'."""
-ALL_TOKENS: Final = 64 * DEVICE_TOKENS
-"""More than any run needs."""
+ALL_TOKENS: Final = 24 * DEVICE_TOKENS
+"""More than any run needs. Far more would be slower: what was never written is not in memory yet."""
 TTFT_S_MAX: Final = 5.0
 """Of the trace's own time: a prompt of 110,000 tokens is computed in 3.1."""
 USERS_MIN, USERS_MAX = 2, 1024
