@@ -65,8 +65,8 @@ class Running:
     """One request, as the scheduler side knows requests, and what the engine knows of it. Its names are vLLM's."""
 
     __slots__ = (
-        "block_hashes", "lora_request", "num_computed_tokens", "num_preemptions", "num_prompt_tokens", "num_tokens",
-        "prompt", "request_id", "resumable", "skip_reading_prefix_cache",
+        "block_hashes", "cache_salt", "lora_request", "num_computed_tokens", "num_preemptions", "num_prompt_tokens",
+        "num_tokens", "prompt", "request_id", "resumable", "skip_reading_prefix_cache",
     )  # fmt: skip
 
     def __init__(self, number: int, prompt: Prompt) -> None:
@@ -74,7 +74,7 @@ class Running:
         self.prompt, self.request_id, self.block_hashes = prompt, str(number), prompt.keys
         self.num_tokens = self.num_prompt_tokens = max(1, prompt.tokens)
         self.num_computed_tokens = self.num_preemptions = 0
-        self.lora_request = None
+        self.cache_salt = self.lora_request = None
         self.resumable = self.skip_reading_prefix_cache = False
 
 

@@ -15,6 +15,7 @@ from kvpipe.cache.hints import Hint
 from kvpipe.cache.miss_reasons import EVICTED, RESET, TORN, Lost
 from kvpipe.cache.policy.base import Policy, SessionPolicy
 from kvpipe.cache.policy.guard import takes_hints
+from kvpipe.cache.tenants import ANYBODY, Tenant, Tenants
 from kvpipe.statemachine import chunk as m
 from kvpipe.statemachine.core import Compiled, Cursor, Watch
 from kvpipe.trace.log import Counters
@@ -40,16 +41,19 @@ class Mark(NamedTuple):
 class Chunk(Cursor):
     """One slot's content. Its cursor is the chunk machine."""
 
-    __slots__ = ("before", "group", "keeps", "leases", "marks", "ready", "slot", "tail", "writers", "written")
+    __slots__ = ("before", "group", "keeps", "leases", "marks", "ready", "slot", "tail", "tenant", "writers", "written")
 
-    def __init__(self, machine: Compiled, group: int, slot: int, watch: Watch | None = None) -> None:
+    def __init__(
+        self, machine: Compiled, group: int, slot: int, watch: Watch | None = None, tenant: Tenant = ANYBODY
+    ) -> None:
         """`written` counts the units claimed by writers, `ready` those that have landed on every rank.
 
         `tail` is the prefix hash at `written`: only a request with that prefix may write on. `keeps`: the mark that
         was last of use to another request. `before`: what comes before it is found under this key; b"" for the first.
+        `tenant`: whose it is.
         """
         super().__init__(machine, slot, watch)
-        self.group, self.slot = group, slot
+        self.group, self.slot, self.tenant = group, slot, tenant
         self.written = self.ready = self.writers = self.leases = 0
         self.marks: tuple[Mark, ...] = ()
         self.tail = self.keeps = self.before = b""
@@ -94,7 +98,7 @@ class Catalog:
         self.machine = m.CHUNK.compile()
         self.watch: Watch | None = None  # of the chunks that are reserved from now on
         self.on_drop: Callable[[Chunk], object] | None = None  # called for chunks that cannot be found any more
-        self.lost_keys = Lost()
+        self.lost_keys, self.tenants = Lost(), Tenants()
         self.ready = slots if ready is None else ready
         self._free = list(range(self.ready - 1, -1, -1))
         self._index: tuple[dict[bytes, Chunk], ...] = tuple({} for _ in range(groups))
@@ -193,12 +197,12 @@ class Catalog:
 
     # ---- writing -------------------------------------------------------------------------------------------------
 
-    def reserve(self, group: int) -> Chunk | None:
-        """Claim a free slot that is ready, evicting if need be; None when every chunk is held."""
+    def reserve(self, group: int, tenant: Tenant = ANYBODY) -> Chunk | None:
+        """Claim a free slot that is ready for `tenant`, evicting if need be; None when every chunk is held."""
         if not self._free and not self._evict_one():
             self.counters["save_dropped_pool_full"] += 1
             return None
-        chunk = Chunk(self.machine, group, self._free.pop(), self.watch)
+        chunk = Chunk(self.machine, group, self._free.pop(), self.watch, tenant)
         chunk.fire(m.RESERVE)
         self._chunks[chunk.slot] = chunk
         return chunk

@@ -12,6 +12,7 @@ from kvpipe.cache.catalog import Catalog, Chunk
 from kvpipe.geometry import Geometry
 
 if TYPE_CHECKING:
+    from kvpipe.cache.tenants import Tenant
     from kvpipe.scheduler.base import Request
 
 Index = Mapping[bytes, object]
@@ -22,10 +23,14 @@ class Prefixes:
     """Counts in units: the tokens that are a whole number of blocks in every cache group."""
 
     def __init__(
-        self, catalog: Catalog, geometry: Geometry, hash_tokens: int, hashes: Callable[[Request], Sequence[bytes]]
-    ) -> None:
-        """`hash_tokens`: tokens per block hash. `hashes(request)`: what its blocks are known by."""
-        self._catalog, self.hashes = catalog, hashes
+        self, catalog: Catalog, geometry: Geometry, hash_tokens: int, hashes: Callable[[Request], Sequence[bytes]],
+        tenant: Callable[[Request], Tenant] | None = None,
+    ) -> None:  # fmt: skip
+        """`hash_tokens`: tokens per block hash. `hashes(request)`: what its blocks are known by.
+
+        `tenant(request)`: whose they are, as long as those hashes stand; by default as they would be without adapters.
+        """
+        self._catalog, self.hashes, self.tenant = catalog, hashes, tenant or catalog.tenants.of
         self._ahead = -(-geometry.ahead_tokens // hash_tokens)
         self.ahead_tokens = self._ahead * hash_tokens
         """By so many tokens a prefix with a key is longer than what is stored under it."""

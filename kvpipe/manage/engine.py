@@ -308,7 +308,7 @@ class ManagedEngine:
 class HashedPrompt:
     """A prompt that nobody serves. The bytes of its adapter are behind each hash: as keys they are whole."""
 
-    request_id, lora_request = "", None
+    request_id, lora_request, cache_salt = "", None, None
     num_computed_tokens = num_preemptions = 0
     skip_reading_prefix_cache = resumable = False
 

@@ -115,6 +115,11 @@ class Adapters:
 
     # ---- keys -----------------------------------------------------------------------------------------------------
 
+    def digest(self, request: Request) -> bytes:
+        """Return what of the request's adapter is in its keys; empty: it has none, or no keys."""
+        use = self._uses.get(request.request_id)
+        return b"" if use is None else use.digest
+
     def keys(self, request: Request) -> Sequence[bytes]:
         """Return the keys of the request's blocks: the engine's hashes, and the bytes of its adapter if it has one."""
         hashes: Sequence[bytes] = request.block_hashes

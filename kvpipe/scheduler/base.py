@@ -27,6 +27,11 @@ class Adapter(Protocol):
         """Where its files lie."""
 
     @property
+    def lora_name(self) -> str:
+        """What it is called."""
+        return ""
+
+    @property
     def load_inplace(self) -> bool:
         """Whether the engine reads its files again for every request."""
         return False
@@ -65,6 +70,11 @@ class Request(Protocol):
     @property
     def lora_request(self) -> Adapter | None:
         """Its adapter."""
+        return None
+
+    @property
+    def cache_salt(self) -> str | None:
+        """What keeps its KV apart from that of other requests: a part of `block_hashes`. Whose its chunks are."""
         return None
 
     @property

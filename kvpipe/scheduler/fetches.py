@@ -26,6 +26,7 @@ from kvpipe.tiers.namespace import Namespace
 from kvpipe.trace.log import Counters
 
 if TYPE_CHECKING:
+    from kvpipe.cache.tenants import Tenant
     from kvpipe.scheduler.base import Request
 
 _HOLDS_UP: Final = frozenset({m.ASKING, m.FOUND, m.FETCHING})
@@ -38,16 +39,19 @@ PATIENCE_S: Final = 5.0
 
 
 class Stage(Cursor):
-    """One request's. `waits`: orders that have not landed; `taken`: tokens that came, by tier."""
+    """One request's. `waits`: orders that have not landed; `taken`: tokens that came, by tier.
 
-    __slots__ = ("asked_step", "deadline_at_s", "lookup", "owner", "request", "taken", "todo", "waits", "why")
+    `tenant`: whose what comes will be.
+    """
+
+    __slots__ = ("asked_step", "deadline_at_s", "lookup", "owner", "request", "taken", "tenant", "todo", "waits", "why")
 
     def __init__(
-        self, machine: Compiled, number: int, request: Request, lookup: TierLookup, watch: Watch | None
+        self, machine: Compiled, number: int, request: Request, lookup: TierLookup, tenant: Tenant, watch: Watch | None
     ) -> None:
         """The tiers are asked."""
         super().__init__(machine, number, watch)
-        self.request, self.lookup = request, lookup
+        self.request, self.lookup, self.tenant = request, lookup, tenant
         self.owner = Owner(request.request_id, -number)  # admissions have positive epochs
         self.deadline_at_s = time.monotonic() + lookup.seconds_max
         self.waits: set[int] = set()
@@ -164,7 +168,8 @@ class Staging:
             seconds_max=self._lookup_s_max, states=states, state_groups=self._states, full=self._full,
         )  # fmt: skip
         self._numbers += 1
-        stage = Stage(self.machine, self._numbers, request, lookup, self.watch)
+        tenant = self._prefixes.tenant(request)
+        stage = Stage(self.machine, self._numbers, request, lookup, tenant, self.watch)
         self._stages.add(stage)
         self._counters["tier_lookup"] += 1
         self.finder.ask(lookup)
@@ -342,7 +347,7 @@ class Staging:
 
     def _reserve(self, stage: Stage, place: Place, key: bytes) -> TierTransfer | None:
         group, units = place
-        chunk = self._catalog.reserve(group)
+        chunk = self._catalog.reserve(group, stage.tenant)
         if chunk is None:
             return None
         base = units - 1 if group in self._geometry.states else (units - 1) // self._per_chunk * self._per_chunk

@@ -9,7 +9,7 @@ from kvpipe.cache.catalog import Catalog, Chunk, Piece
 from kvpipe.cache.prefixes import Prefixes
 from kvpipe.config import Settings
 from kvpipe.geometry import Geometry
-from kvpipe.scheduler.records import OpenChunk, SaveProgress, Tracked
+from kvpipe.scheduler.records import OpenChunk, Tracked
 from kvpipe.statemachine import chunk as chunk_m
 from kvpipe.statemachine import saving as saving_m
 from kvpipe.trace.log import Counters
@@ -169,7 +169,7 @@ class Saving:
                     progress.opened[group] = None
                     self._counters["save_known"] += 1
                     continue
-                rows += self._claim(progress, hashes, group, table, base, low, high, pieces, keep=high in ends)
+                rows += self._claim(tracked, hashes, group, table, base, low, high, pieces, keep=high in ends)
         self._counters["units_saved"] += sum(p.stop - p.start for p in pieces)
         return rows, first
 
@@ -202,7 +202,7 @@ class Saving:
         if not self.blocks.knows(block, self._prefixes.state_key(request.block_hashes, units)):
             self._counters["states_not_saved"] += 1
             return []
-        chunk = self._catalog.reserve(group)
+        chunk = self._catalog.reserve(group, self._prefixes.tenant(request))
         if chunk is None:
             self._counters["states_not_saved"] += 1
             return []
@@ -231,7 +231,7 @@ class Saving:
         return max(0, min(last, (tokens - 1) // self._unit)), branch // self._unit
 
     def _claim(
-        self, progress: SaveProgress, hashes: Sequence[bytes], group: int, table: Sequence[Block], base: int, low: int,
+        self, tracked: Tracked, hashes: Sequence[bytes], group: int, table: Sequence[Block], base: int, low: int,
         high: int, pieces: list[Piece], *, keep: bool,
     ) -> list[Row]:  # fmt: skip
         """Claim units [low, high) of the chunk that starts at unit `base`, in the chunk where they continue best.
@@ -239,6 +239,7 @@ class Saving:
         Puts the piece into `pieces`, if there is room, and returns the rows that save it.
         """
         key = self._prefixes.key(hashes, high)
+        progress = tracked.saving
         opened, progress.opened[group] = progress.opened[group], None
         chunk: Chunk | None = None
         if low > base and not low % self._whole:  # else the page that has its end is found already, and stays as it is
@@ -257,7 +258,7 @@ class Saving:
             self._counters["save_out_of_window"] += 1
             return []
         if chunk is None:
-            chunk = self._catalog.reserve(group)
+            chunk = self._catalog.reserve(group, self._prefixes.tenant(tracked.request))
             if chunk is None:
                 return []
         follows = self._prefixes.key(hashes, base) if base else b""

@@ -45,6 +45,7 @@ from kvpipe.trace.recorder import OFF, Recorder
 from kvpipe.trace.totals import left
 
 if TYPE_CHECKING:
+    from kvpipe.cache.tenants import Tenant
     from kvpipe.scheduler.base import Blocks, Published, Request, Step, Tables
     from kvpipe.trace.totals import Totals
 
@@ -92,7 +93,7 @@ class SchedulerSide:
         self.orders = orders = Orders(counters, lambda: trace.about("", 0))
         self._turns, self.pins = orders.turns, PromptPins(settings, geometry, catalog, orders)
         self.adapters = adapters = Adapters(ranks, settings.lookup_ms_max / 1000, counters)
-        self.prefixes = prefixes = Prefixes(catalog, geometry, hash_tokens, adapters.keys)
+        self.prefixes = prefixes = Prefixes(catalog, geometry, hash_tokens, adapters.keys, self._tenant)
         self.jobs = jobs = Jobs(
             catalog, counters, self.report, ranks=ranks, states=geometry.states, saved=self._saved,
             load_failed=self._load_failed,
@@ -412,6 +413,10 @@ class SchedulerSide:
         self.adapters.reader.stop()
 
     # ---- jobs -----------------------------------------------------------------------------------------------------
+
+    def _tenant(self, request: Request) -> Tenant:
+        """Return whose the KV of `request` is."""
+        return self.catalog.tenants.of(request, self.adapters.digest(request))
 
     def _published(self, request: Request, piece: Piece) -> None:
         """Tell routers of what can be found now, if anybody listens."""

@@ -178,6 +178,7 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
         "Request": (
             "all_token_ids",
             "block_hashes",
+            "cache_salt",
             "kv_hints",
             "kv_transfer_params",
             "lora_request",

@@ -35,6 +35,7 @@ class Request:
     num_preemptions: int = 0
     block_hashes: list[bytes] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)
+    cache_salt: ClassVar[None] = None
     lora_request: ClassVar[None] = None
     skip_reading_prefix_cache: ClassVar[bool] = False
     resumable: ClassVar[bool] = False

@@ -29,7 +29,7 @@ class Sequence:
         """`apart`: whatever makes the same tokens mean other KV."""
         self.tokens: list[int] = []
         self.hashes: Words = np.empty(0, np.uint64)
-        self.prompt, self._seed = prompt, zlib.crc32(apart.encode())
+        self.prompt, self.apart, self._seed = prompt, apart, zlib.crc32(apart.encode())
         self.lora = 0
 
     def upto(self, stop: int) -> Words:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvpipe.cache.catalog import Chunk
+from kvpipe.cache.tenants import AdapterIdentity
+from kvpipe.connectors.vllm.trial import adapters
 from kvpipe.connectors.vllm.trial.efficacy import covers, find, held, keys_of
 from kvpipe.connectors.vllm.trial.laws import INVARIANTS, LAWS, SEEN_BY_TRIALS, invariant
 from kvpipe.connectors.vllm.trial.operators import carry_out
@@ -87,6 +89,22 @@ def _false_bytes(watched: Watched, group: int, key: bytes, chunk: Chunk, units: 
 def every_read_is_right(watched: Watched) -> Iterator[str]:
     """The content oracle on the paged caches."""
     yield from watched.new_wrong()
+
+
+@invariant(10, says="A chunk that can be found says of which salt it is, and with which adapter it was computed.")
+def chunks_have_their_tenants(watched: Watched) -> Iterator[str]:
+    """The tenants of chunks against what their keys stand for."""
+    catalog, trial = watched.trial.side.catalog, watched.trial
+    for group in range(len(trial.side.geometry.groups)):
+        for key, chunk in catalog.index(group).items():
+            if key in trial.prefixes:
+                salt, lora = trial.prefixes[key][0].apart.split("/")[:2]
+                tenant, number = chunk.tenant, int(lora)
+                adapter = (
+                    AdapterIdentity(adapters.name(number), adapters.path(number), key[NAME_BYTES:]) if number else None
+                )
+                if (tenant.salt, tenant.adapter) != ("" if salt == "0" else salt, adapter):
+                    yield f"slot {chunk.slot} is said to be of salt {tenant.salt!r} and {tenant.adapter}"
 
 
 @invariant(4, says="Only tokens that are final have keys in the catalog, being written or written.")

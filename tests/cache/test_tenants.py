@@ -1,0 +1,69 @@
+"""Whose a chunk is."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+
+from kvpipe.cache.catalog import Catalog
+from kvpipe.cache.policy import Lru
+from kvpipe.cache.tenants import ANYBODY, AdapterIdentity, Tenants
+from kvpipe.connectors.vllm.trial.scheduler_world import SchedulerWorld
+from kvpipe.trace.log import Counters
+
+
+class _Asked:
+    """As much of a request as says whose its KV is."""
+
+    def __init__(self, salt: str | None = None, lora: Any = None) -> None:
+        self.cache_salt, self.lora_request = salt, lora
+
+
+class _Lora:
+    lora_int_id, lora_name, lora_path, load_inplace = 1, "french", "/french", False
+
+
+def test_there_is_one_object_per_salt_and_adapter() -> None:
+    """Equal pairs are one object, all others are others; neither salt nor adapter is the same everywhere."""
+    tenants, asked = Tenants(), _Asked
+    some: list[Any] = [asked("a"), asked("b"), asked("a", _Lora()), asked(None, _Lora())]
+    found = [tenants.of(one, b"1" if one.lora_request else b"") for one in some]
+    assert len({*found, ANYBODY}) == 5
+    assert found == [tenants.of(one, b"1" if one.lora_request else b"") for one in some]
+    assert tenants.of(some[2], b"2") not in found  # the adapter's files have changed
+    assert [one.salt for one in found] == ["a", "b", "a", ""]
+    assert found[3].adapter == AdapterIdentity("french", "/french", b"1")
+    nobody: list[Any] = [asked(), asked(""), type("Old", (), {"lora_request": None})()]
+    assert [tenants.of(one) for one in nobody] == [ANYBODY] * 3
+
+
+def test_salts_that_hold_nothing_are_forgotten() -> None:
+    """As many are known as have chunks, however many have been served."""
+    catalog = Catalog(4, 1, Lru(), Counters())
+    for i in range(100):
+        chunk = catalog.reserve(0, catalog.tenants.of(_Asked(str(i))))  # type: ignore[arg-type]
+        assert chunk is not None
+        catalog.landed(catalog.write(chunk, 1, str(i).encode(), keep=False))
+    chunk = None
+    gc.collect()
+    assert len(catalog.tenants) == 4
+    catalog.reset()
+    gc.collect()
+    assert len(catalog.tenants) == 0
+
+
+@pytest.mark.parametrize("states", [(), (1,)])
+def test_what_is_saved_says_whose_it_is(states: tuple[int, ...]) -> None:
+    """Every chunk that a request opens, of tokens or of a state, has its tenant."""
+    world = SchedulerWorld(windows=(None, None) if states else (None,), states=states, chunk_units=4)
+    for name, salt in (("r", "salt"), ("s", None), ("t", "salt")):
+        request = world.request(name, 8)
+        request.cache_salt = salt
+        world.publish(request)
+    by_salt: dict[str, int] = {}
+    for chunk in world.side.catalog._chunks.values():
+        by_salt[chunk.tenant.salt] = by_salt.get(chunk.tenant.salt, 0) + 1
+    assert by_salt["salt"] == 2 * by_salt[""] > 0
+    assert len({id(chunk.tenant) for chunk in world.side.catalog._chunks.values()}) == 2
