@@ -48,6 +48,8 @@ class Prefixes:
             for i, g in enumerate(geometry.groups)
             if g.window_tokens
         ]
+        self._partial = bool(self._windows or self._states)
+        """Whether a group needs less than the whole prefix."""
 
     def key(self, hashes: Sequence[bytes], units: int) -> bytes:
         """Return the hash of the first `units` units, and of the tokens ahead that their KV depends on."""
@@ -70,9 +72,9 @@ class Prefixes:
 
     def final_units(self, request: Request, tokens: int) -> int:
         """Return the units whose tokens and hashes are final, of the first `tokens` tokens."""
-        hashes: Sequence[bytes] = self.hashes(request)
-        hashed = (len(hashes) - self._ahead) // self._hashes_per_unit
-        return max(0, min(min(tokens, request.num_tokens) // self._unit, hashed))
+        units = min(tokens, request.num_tokens) // self._unit
+        hashed = (len(self.hashes(request)) - self._ahead) // self._hashes_per_unit
+        return units if units <= hashed else max(0, hashed)
 
     def state_units(self, request: Request, tokens: int) -> int:
         """Return the units after which a state is final and has a key, of the first `tokens` tokens."""
@@ -91,15 +93,17 @@ class Prefixes:
 
         `extra`: keys per group that count as held. `continued`: of a request that begins with all tokens of this one.
         """
-        indexes: list[Index] = [self._catalog.index(group) for group in self._groups]
+        indexes: list[Index] = list(map(self._catalog.index, self._groups))
         if extra:
             indexes = [ChainMap(index, more) for index, more in zip(indexes, extra, strict=True)]  # type: ignore[arg-type]
         hashes = self.hashes(request)
         best = self.final_units(request, request.num_tokens)
-        if not continued and self._gives_back(request, best):
+        if self._partial and not continued and self._gives_back(request, best):
             best -= 1
         for group in self._full:
             best = self._longest_full(indexes[group], hashes, best)
+        if not self._partial:
+            return best
         best = self._longest_windows(indexes, hashes, best)
         while best and self._states:
             boundary = self._last_boundary(indexes, hashes, best)
@@ -116,7 +120,7 @@ class Prefixes:
 
         Its window reaches one token further back than a new token's, and a state has it already.
         """
-        return bool(self._windows or self._states) and units * self._unit >= request.num_tokens
+        return self._partial and units * self._unit >= request.num_tokens
 
     def _last_boundary(self, indexes: Sequence[Index], hashes: Sequence[bytes], best: int) -> int:
         """Return the last boundary, of `best` units at most, whose state every group of states holds."""
@@ -142,7 +146,7 @@ class Prefixes:
         if not hashes and request.block_hashes:
             return miss_reasons.ADAPTER
         stop = self.final_units(request, request.num_tokens)
-        if units >= stop - self._gives_back(request, stop):
+        if units >= stop or (units == stop - 1 and self._gives_back(request, stop)):
             return miss_reasons.BELOW_MINIMUM
         last = min(units // self._per_chunk * self._per_chunk + self._per_chunk, stop)
         reasons = lost.reasons
@@ -180,9 +184,10 @@ class Prefixes:
         """Yield the whole chunks of the first `units` units of the request, the last first; before them its states."""
         hashes = self.hashes(request)
         for groups, step, ahead in self._kinds:
+            indexes = [self._catalog.index(group) for group in groups]
             for key in reversed(self._keys(hashes, step, units, step, ahead)):
-                for group in groups:
-                    chunk = self._catalog.find(group, key)
+                for index in indexes:
+                    chunk = index.get(key)
                     if chunk is not None:
                         yield chunk
 

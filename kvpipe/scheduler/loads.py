@@ -68,10 +68,9 @@ class Loading:
     def drops(self, external_tokens: int, local_tokens: int) -> bool:
         """Whether `external_tokens` are what the engine drops of each hit of its own, and computes anew.
 
-        Where every load takes a step, each request that the engine holds would wait for that.
+        Where all loads are between steps, each request that the engine holds would wait for that.
         """
-        dropped = self._geometry.dropped_units * self._unit
-        return self.between_steps and local_tokens > 0 and 0 < external_tokens <= dropped
+        return local_tokens > 0 and 0 < external_tokens <= self._geometry.dropped_units * self._unit
 
     def admit(self, tracked: Tracked, tables: Tables, external_tokens: int, step: int) -> None:
         """Blocks were allocated: lease and plan the load of `external_tokens`, or note that there is none."""

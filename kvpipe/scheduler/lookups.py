@@ -67,11 +67,11 @@ class Lookups:
                 return _later(tracked, local_tokens, miss_reasons.TIER_ASKED, step)
         units, waits, withheld = self._held(tracked, local_tokens)
         tokens = units * self._unit
+        missed = max(0, request.num_tokens - max(local_tokens, tokens))  # the last token, if held, is none
         if not waits:
             # the step must compute at least one token; after an async load the engine sees to that itself
             tokens = min(tokens, request.num_tokens - 1)
         external = max(0, tokens - local_tokens)
-        missed = max(0, request.num_tokens - max(local_tokens, units * self._unit))  # the last token, if held, is none
         why = self._prefixes.why_short(request, max(units, local_tokens // self._unit)) if missed else ""
         staged = NO_TIERS
         if staging is not None:
@@ -91,12 +91,14 @@ class Lookups:
     def _held(self, tracked: Tracked, local_tokens: int) -> tuple[int, bool, str]:
         """Return (units of the prefix that can be loaded, whether asynchronously, why not those that are held)."""
         units = self._prefixes.longest(tracked.request)
-        waits = tracked.state.row != m.LET_DOWN and self._loading.waits(units * self._unit - local_tokens)
+        beyond = units * self._unit - local_tokens
+        waits = tracked.state.row != m.LET_DOWN and self._loading.waits(beyond)
         why = self._cannot_wait(tracked.request) if waits else ""
-        if why and self._loading.between_steps:
-            return 0, False, why if units * self._unit > local_tokens else ""
-        if self._loading.drops(units * self._unit - local_tokens, local_tokens):
-            return local_tokens // self._unit, False, miss_reasons.BELOW_MINIMUM
+        if self._loading.between_steps:
+            if why:
+                return 0, False, why if beyond > 0 else ""
+            if self._loading.drops(beyond, local_tokens):
+                return local_tokens // self._unit, False, miss_reasons.BELOW_MINIMUM
         return units, waits and not why, ""
 
     def _cannot_wait(self, request: Request) -> str:

@@ -49,11 +49,14 @@ class Saving:
         trace: Recorder,
     ) -> None:
         """Of the settings, what to save counts: decoded tokens, chunks that are not full."""
-        self._settings, self._geometry, self._catalog = settings, geometry, catalog
+        self._decode, self._partial = settings.save_decode, settings.save_partial
+        self._geometry, self._catalog = geometry, catalog
         self._prefixes, self._counters, self._trace = prefixes, counters, trace
         self._requests, self._jobs = requests, jobs
         self._unit, self._per_chunk = geometry.unit_tokens, geometry.units_per_chunk
         self._states, self._whole = geometry.states, geometry.whole_units
+        self._step = int(self._whole == 1) if self._partial else self._per_chunk
+        """In how many units behind the last one the next is worth a page; 0: see `_more`."""
         self._uncut = bool(geometry.states or geometry.ahead_tokens)
         """Whether KV stays as it is when an engine cuts a session's tokens: then nothing of sessions is saved."""
         self._growing = [group for group in range(len(geometry.groups)) if group not in geometry.states]
@@ -140,24 +143,27 @@ class Saving:
         """
         request, progress = tracked.request, tracked.saving
         units = self._prefixes.final_units(request, end)
-        prompt_units, done = self._prefixes.units_within(request.num_prompt_tokens), False
-        if not self._settings.save_decode:
+        done = False
+        if not self._decode:
+            prompt_units = self._prefixes.units_within(request.num_prompt_tokens)
             done = units >= prompt_units and not request.resumable
             units = min(units, prompt_units)
-        if not self._settings.save_partial:
+        if not self._partial:
             units -= units % self._per_chunk
-        units = self._worth_a_page(request, units, progress.saved_units)
+        if self._whole > 1:
+            units = self._worth_a_page(request, units, progress.saved_units)
         if units < progress.saved_units:  # a streaming session cut its tokens
             progress.saved_units = units
             progress.close_chunks()
         if done:
             progress.complete()
         else:
-            more = self._more(request, units) if self._settings.save_partial else self._per_chunk
+            more = self._step or self._more(request, units)
             progress.planned(self._prefixes.computed_tokens(request, units + more))
         if units == progress.saved_units:
             return [], units
-        hashes, ends = self._prefixes.hashes(request), {prompt_units, *self._boundaries(request)}
+        prompt_units, hashes = self._prefixes.units_within(request.num_prompt_tokens), self._prefixes.hashes(request)
+        ends = {prompt_units, *self._boundaries(request)}
         rows: list[Row] = []
         first, progress.saved_units = progress.saved_units, units
         for group in self._growing:
@@ -175,8 +181,6 @@ class Saving:
 
     def _worth_a_page(self, request: Request, units: int, saved: int) -> int:
         """Return how many of `units` units end a block, or lie before a boundary of a state; `saved` are saved."""
-        if self._whole == 1:
-            return units
         whole = units - units % self._whole
         return max(whole, min(units, saved), *(end for end in self._boundaries(request) if end <= units))
 
@@ -217,7 +221,7 @@ class Saving:
         """
         tokens = units * self._unit
         if tokens > request.num_prompt_tokens:
-            return self._settings.save_decode and not units % self._whole  # else no attention ends there
+            return self._decode and not units % self._whole  # else no attention ends there
         last, branch = self._boundaries(request)
         return units >= last or (branch > 0 and units == branch)
 

@@ -48,8 +48,8 @@ MUTANTS: dict[str, Mutant] = {
         one(
             PREFIXES,
             "final_units",
-            "min(min(tokens, request.num_tokens) // self._unit, hashed)",
-            "tokens // self._unit",
+            "return units if units <= hashed else max(0, hashed)",
+            "return tokens // self._unit",
         ),
         shape="drafts",
     ),
