@@ -317,6 +317,8 @@ class Pipeline:
         self.copies.put(SUBMITTED, batch)
 
     def _submit(self, batch: Batch, layer: int) -> None:
+        if layer in batch.tickets:
+            return
         ticket = batch.tickets[layer] = Ticket(batch, layer, len(batch.tickets), self._landed)
         batch.open.append(ticket)
         if batch.traced:
