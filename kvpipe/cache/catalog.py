@@ -224,9 +224,13 @@ class Catalog:
         chunk.fire(m.LOST_LAST)
         self._vacate(chunk)
 
-    def landed(self, piece: Piece) -> bool:
-        """Every rank has the piece: it can be found now. False when its chunk is gone or its beginning was lost."""
+    def landed(self, piece: Piece, *, over: bool = False) -> bool:
+        """Every rank has the piece: it can be found now. False when its chunk is gone or its beginning was lost.
+
+        `over`: the request that saved it has ended.
+        """
         chunk = piece.chunk
+        self._tell(over=over)
         self._unpend(piece)
         whole = chunk.ready == piece.start and chunk.state.row != m.EVICTING
         if not whole:

@@ -205,8 +205,9 @@ class Jobs:
 
     def _end_save(self, job: JobInFlight) -> None:
         if job.believed:
+            over = job.tracked.state.row == request_m.FINISHED
             for piece in job.pieces:
-                if self._catalog.landed(piece):
+                if self._catalog.landed(piece, over=over):
                     self._saved(job.tracked, piece)
             return
         self._counters.fault("save_failed", request=job.job.request, job=job.job.id)

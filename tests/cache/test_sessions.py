@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from kvpipe.cache.catalog import Catalog, Owner
+from kvpipe.cache.catalog import Catalog, Owner, Piece
 from kvpipe.cache.hints import Action, Hint
 from kvpipe.cache.policy import Lru, Policy, Sessions
 from kvpipe.cache.policy.base import Evictable
@@ -281,6 +281,36 @@ def test_what_is_said_for_the_next_wait_holds_when_it_begins() -> None:
     assert (chain.said, chain.hint) == (0, None)
 
 
+def _save(catalog: Catalog, key: bytes, before: bytes) -> Piece:
+    chunk = catalog.reserve(0)
+    assert chunk is not None
+    return catalog.write(chunk, 1, key, keep=True, base=len(before), before=before)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_save_that_lands_after_its_request_is_no_use(*, there: bool) -> None:
+    """What its client has said goes on to hold, and the session's pace is not the time of a copy."""
+    policy, now_s = Sessions(SLOTS), 10.0
+    catalog = Catalog(SLOTS, 1, policy, Counters(), clock=lambda: now_s)
+    pieces, hint = [_save(catalog, b"a", b""), _save(catalog, b"b", b"a")], Hint(Action.RESUME, 50.0)
+    early = pieces[:1] if there else []
+    for piece in early:
+        assert catalog.landed(piece)
+    catalog.refresh(piece.chunk for piece in early)
+    catalog.hint((piece.chunk for piece in early), hint)
+    now_s = 11.0
+    for piece in pieces[len(early) :]:
+        assert catalog.landed(piece, over=True)
+        catalog.hint([piece.chunk], hint)
+    chain = policy._at[pieces[1].chunk]
+    assert chain is policy._at[pieces[0].chunk]
+    assert (chain.pace, chain.ended_s, chain.hint) == (None, 10.0 if there else 11.0, hint)
+    assert chain.kind == chain.said == said_kind(Action.RESUME, 40.0 if there else 39.0)
+    now_s = 43.0
+    assert catalog.landed(_save(catalog, b"c", b"b"))
+    assert (chain.pace, chain.ended_s, chain.hint) == (math.log2(33 if there else 32), None, None)
+
+
 class _Heard(Lru):
     """Hears what a policy of sessions hears."""
 
@@ -296,7 +326,7 @@ class _Heard(Lru):
 
 @pytest.mark.parametrize("guarded", [False, True])
 def test_the_catalog_says_when_and_whether_a_request_is_over(*, guarded: bool) -> None:
-    """At a lease, its return, and the end."""
+    """At a save, one that lands after the end, a lease, its return, and the end."""
     heard = _Heard()
     policy = GuardedPolicy(heard, "heard", print) if guarded else heard
     clock = iter(range(1, 10))
@@ -304,12 +334,13 @@ def test_the_catalog_says_when_and_whether_a_request_is_over(*, guarded: bool) -
     chunk = catalog.reserve(0)
     assert chunk is not None
     catalog.landed(catalog.write(chunk, 1, b"k", keep=True, base=1, before=b"j"))
-    assert (chunk.identity, chunk.before) == (b"k", b"j")
+    catalog.landed(catalog.write(chunk, 2, b"kk", keep=False, base=1, before=b"j"), over=True)
+    assert (chunk.identity, chunk.before) == (b"kk", b"j")
     catalog.lease(Owner("r", 1), [chunk])
     catalog.release(Owner("r", 1))
     catalog.refresh(iter([chunk]), over=False)
     catalog.refresh(iter([chunk]))
-    assert heard.heard == [(1.0, False), (2.0, False), (3.0, False), (4.0, True)]
+    assert heard.heard == [(1.0, False), (2.0, True), (3.0, False), (4.0, False), (5.0, False), (6.0, True)]
 
 
 class _Hinted(Lru):

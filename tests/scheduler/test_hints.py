@@ -146,7 +146,10 @@ def test_a_chunk_that_lands_late_is_told_of_as_well() -> None:
     told.heard.clear()  # the end's chunk, which is being written
     catalog: Any = told.world.side.catalog
     catalog._clock = lambda: NOW_S + 7
+    said: list[bool] = []
+    catalog._request = lambda _, *, over: said.append(over)
     told.world.succeed(*jobs)
+    assert said[0], "it has ended"
     assert Counter(told.heard) == Counter(
         (request.block_hashes[units - 1], Hint(RESUME, NOW_S + 20)) for units in (CHUNK_UNITS, 2 * CHUNK_UNITS)
     )
@@ -204,6 +207,7 @@ def test_a_request_ends_whatever_the_policy_raises() -> None:
     side.catalog._request = broken
     with pytest.raises(KeyError):
         side.finished(request)
+    side.catalog._request = None
     assert side.stats()["requests"] == 0
     told.world.succeed(*jobs)
     assert side.catalog.writing == 0

@@ -46,7 +46,8 @@ class SessionPolicy(Policy, Protocol):
     def request(self, now_s: float, *, over: bool) -> None:
         """The calls that follow are of one request, at `now_s`: seconds of a clock that never goes back.
 
-        `over`: it has ended, and the refreshes that follow are of all its chunks, the last one first.
+        `over`: it has ended. The refreshes that follow are of all its chunks, the last one first; what is inserted is a
+        save of its that has landed since.
         """
 
 

@@ -72,7 +72,9 @@ class Sessions:
         """See `SessionPolicy.request`."""
         if self._touched:
             self._settle()
-        self._now_s, self._over, self._draining = max(self._now_s, now_s), over, None
+        if over or self._over or now_s > self._now_s:
+            self._draining = None
+        self._now_s, self._over = max(self._now_s, now_s), over
 
     def insert(self, chunk: Evictable, *, hit: bool) -> None:
         """See `Policy.insert`."""
@@ -81,6 +83,7 @@ class Sessions:
         if chunk in self._at:
             return
         chain = self._held.pop(chunk, None)
+        late = chain is None and self._over
         if chain is None:
             chain, hit = self._chain_for(chunk), True
             _push(chain.stack, chunk)
@@ -91,8 +94,12 @@ class Sessions:
         chain.free += 1
         if chain.free == 1:
             self._queue(chain)[chain] = None
+        if late and len(chain.stack) > 1:
+            return
         if hit and chain.ended_s is not None:
             self._use(chain)
+        if late:
+            self._wait(chain)
 
     def remove(self, chunk: Evictable) -> None:
         """See `Policy.remove`."""
@@ -326,9 +333,13 @@ class Sessions:
             chain.stack = order
             if chain.ended_s is not None:
                 self._use(chain)
-            chain.ended_s, chain.paced = self._now_s, kind_of(chain.pace)
-            self._returns.ended(chain.paced)
-            self._returns.ended(SILENT + chain.paced)
-            self._become(chain, SILENT + chain.paced)
-            if chain.hint is not None:
-                self._believe(chain, chain.hint)
+            self._wait(chain)
+
+    def _wait(self, chain: Chain) -> None:
+        """No request uses it from now on."""
+        chain.ended_s, chain.paced = self._now_s, kind_of(chain.pace)
+        self._returns.ended(chain.paced)
+        self._returns.ended(SILENT + chain.paced)
+        self._become(chain, SILENT + chain.paced)
+        if chain.hint is not None:
+            self._believe(chain, chain.hint)
