@@ -17,7 +17,7 @@ RESUMES: Final = 2 * PACES  # kinds by the octave of the pause that a client has
 RETAINS: Final = RESUMES + 15  # by two octaves of how long a client wants it
 DEMOTED: Final = RETAINS + 8
 KINDS: Final = DEMOTED + 1
-PRIOR: Final = 60.0  # a kind's own returns count as much as everybody's once so many have been seen
+PRIOR: Final = 20.0  # a kind's own returns count as much as everybody's once so many have been seen
 PRIOR_SAID: Final = 4.0  # and those of what clients have said something of, which begin as if it were right
 PRIOR_TURNS: Final = 20.0
 REMEMBERED: Final = 8192  # turns of a kind; then the older ones count half
@@ -26,7 +26,7 @@ USELESS: Final = 0.05  # of what is demoted, as much may come back all the same;
 TRUST_DECAY: Final = 0.995  # a return
 PROOF_MAX: Final = 0.25  # what one return can move the trust by, which is between -50 and 50 for that
 DISTRUST: Final = -4.0
-RENEW_EVERY: Final = 8  # turns, one kind in turn
+RENEW_EVERY: Final = 8  # turns, one pace in turn
 _EDGES_S: Final = [0.0, *(SHORTEST_S * 2 ** (at / PER_OCTAVE) for at in range(1, BINS + 1))]
 
 
@@ -69,6 +69,7 @@ class Returns:
         self._returned = [[0.0] * BINS for _ in range(KINDS)]
         self._worth = [[0.0] * BINS for _ in range(KINDS)]
         self._turns = 0
+        self._changed = [True] * KINDS  # since they were renewed
         self._trust = 0.0
         for kind in range(RESUMES, KINDS):
             self._ended[kind], self._returned[kind] = PRIOR_TURNS, _as_said(kind)
@@ -78,6 +79,7 @@ class Returns:
     def ended(self, kind: int, turns: int = 1) -> None:
         """A chain of this kind was used, and waits from now on. `turns` -1: it was not of this kind."""
         self._ended[kind] += turns
+        self._changed[kind] = True
         self._turns += 1
         if self._turns % RENEW_EVERY == 0:
             self._renew(self._turns // RENEW_EVERY % PACES)
@@ -85,6 +87,7 @@ class Returns:
     def returned(self, kind: int, idle_s: float) -> None:
         """A chain of this kind, as it was when it began to wait, is used again."""
         self._returned[kind][_bin(idle_s)] += 1
+        self._changed[kind] = True
 
     def proven(self, said: int, pace: int, idle_s: float) -> None:
         """A chain returns of which something was said: was it nearer to the truth than its pace?"""
@@ -105,14 +108,22 @@ class Returns:
         return (self._returned[kind][at] + 0.2) / (self._ended[kind] + 10)
 
     def _renew(self, pace: int) -> None:
-        kinds = range(PACES)
-        everybody = [sum(self._returned[kind][at] for kind in kinds) for at in range(BINS)]
-        waiting, usual = sum(self._ended[kind] for kind in kinds), list[float]()
+        everybody = [sum(some) for some in zip(*self._returned[:PACES], strict=True)]
+        waiting, usual = sum(self._ended[:PACES]), list[float]()
         for all_ in everybody:
             usual.append((all_ + 0.05) / (max(waiting, all_) + 1))
             waiting -= all_
         for kind in range(pace, KINDS, PACES):
-            self._renew_kind(kind, usual)
+            if kind >= RESUMES and not self._changed[kind]:
+                continue  # nobody says so
+            self._changed[kind] = False
+            if kind == SILENT + pace and self._counts(kind) == self._counts(pace):
+                self._worth[kind] = self._worth[pace]  # nobody says anything
+            else:
+                self._renew_kind(kind, usual)
+
+    def _counts(self, kind: int) -> tuple[float, list[float]]:
+        return self._ended[kind], self._returned[kind]
 
     def _renew_kind(self, kind: int, usual: list[float]) -> None:
         said = kind >= RESUMES

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
+from itertools import islice
 from typing import Final
 
 from kvpipe.cache.hints import Action, Hint
@@ -56,7 +57,7 @@ class Sessions:
         self._slots = max(1, slots)
         self._returns = Returns()
         self._at: dict[Evictable, Chain] = {}  # what may go
-        self._held: OrderedDict[Evictable, Chain] = OrderedDict()
+        self._held: dict[Evictable, Chain] = {}
         self._known: OrderedDict[Hashable, Chain] = OrderedDict()  # by identity of their chunks
         self._gone: OrderedDict[Hashable, Chain] = OrderedDict()  # by the identity of their head
         self._branches: OrderedDict[Hashable, dict[Chain, None]] = OrderedDict()  # by what they follow
@@ -80,26 +81,41 @@ class Sessions:
         """See `Policy.insert`."""
         if self._touched:
             self._settle()
-        if chunk in self._at:
-            return
         chain = self._held.pop(chunk, None)
-        late = chain is None and self._over
         if chain is None:
-            chain, hit = self._chain_for(chunk), True
-            _push(chain.stack, chunk)
+            if chunk not in self._at:
+                self._insert_new(chunk)
+            return
         self._at[chunk] = chain
-        self._known[chunk.identity] = chain
-        if len(self._known) > 2 * self._slots:
-            self._known.popitem(last=False)
-        chain.free += 1
-        if chain.free == 1:
+        if not chain.free:
             self._queue(chain)[chain] = None
+        chain.free += 1
+        if hit:
+            if chain.ended_s is not None:
+                self._use(chain)
+            if chain.stack[-1] is not chunk:  # only a prompt's end grows
+                return
+        self._know(chunk, chain)
+
+    def _insert_new(self, chunk: Evictable) -> None:
+        chain, late = self._chain_for(chunk), self._over
+        _push(chain.stack, chunk)
+        self._know(chunk, chain)
+        self._at[chunk] = chain
+        if not chain.free:
+            self._queue(chain)[chain] = None
+        chain.free += 1
         if late and len(chain.stack) > 1:
             return
-        if hit and chain.ended_s is not None:
+        if chain.ended_s is not None:
             self._use(chain)
         if late:
             self._wait(chain)
+
+    def _know(self, chunk: Evictable, chain: Chain) -> None:
+        self._known[chunk.identity] = chain
+        if len(self._known) > 2 * self._slots:
+            self._known.popitem(last=False)
 
     def remove(self, chunk: Evictable) -> None:
         """See `Policy.remove`."""
@@ -107,10 +123,13 @@ class Sessions:
             self._settle()
         chain = self._at.pop(chunk, None)
         if chain is not None:
-            self._less(chain)
+            chain.free -= 1
+            if not chain.free:
+                del self._queue(chain)[chain]
             self._held[chunk] = chain
-            if len(self._held) > self._slots:
-                self._held.popitem(last=False)
+            if len(self._held) > self._slots:  # what was dropped meanwhile stays in it
+                for old in list(islice(self._held, 1 + self._slots // 8)):
+                    del self._held[old]
 
     def refresh(self, chunk: Evictable) -> None:
         """See `Policy.refresh`."""
@@ -317,8 +336,20 @@ class Sessions:
         self._become(chain, chain.said if returns.trusts else chain.paced)
 
     def _settle(self) -> None:
-        """A request is over: its chains wait from now on. The order of their chunks is that in which it had them."""
+        """A request is over: its chains wait from now on."""
         touched, self._touched = self._touched, []
+        at = 0
+        while at < len(touched) and (chain := self._at.get(touched[at])) is not None:
+            stop = at + len(chain.stack)
+            if chain.free < len(chain.stack) or touched[at:stop] != chain.stack[::-1]:
+                break
+            self._used_until_now(chain)
+            at = stop
+        if at < len(touched):
+            self._put_in_order(touched[at:])
+
+    def _put_in_order(self, touched: list[Evictable]) -> None:
+        """The order of a chain's chunks is that in which the request had them, the last one first."""
         chains: dict[Chain, dict[Evictable, None]] = {}
         for chunk in touched:
             chain = self._at.get(chunk)
@@ -331,9 +362,12 @@ class Sessions:
                 following = iter(order + [one for one in free if one not in chunks])
                 order = [next(following, one) if self._at.get(one) is chain else one for one in chain.stack]
             chain.stack = order
-            if chain.ended_s is not None:
-                self._use(chain)
-            self._wait(chain)
+            self._used_until_now(chain)
+
+    def _used_until_now(self, chain: Chain) -> None:
+        if chain.ended_s is not None:
+            self._use(chain)
+        self._wait(chain)
 
     def _wait(self, chain: Chain) -> None:
         """No request uses it from now on."""
