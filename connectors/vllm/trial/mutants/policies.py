@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from kvpipe.connectors.vllm.trial.mutants.base import Mutant, one
+from kvpipe.connectors.vllm.trial.mutants.base import Mutant, Patch, one
 
 _SESSIONS, _TESTS = "kvpipe.cache.policy.sessions:Sessions", "tests/cache/test_sessions.py"
 
 MUTANTS: dict[str, Mutant] = {
     "a_prompt_goes_from_its_beginning": Mutant(
         "What a request had is put in order the wrong way round: its beginning is evicted before its end.",
-        one(_SESSIONS, "_settle", "reversed(chunks)", "chunks"),
+        (
+            Patch(_SESSIONS, "_settle", "chain.stack[::-1]", "chain.stack"),
+            Patch(_SESSIONS, "_put_in_order", "reversed(chunks)", "chunks"),
+        ),
         test=f"{_TESTS}::test_a_prompt_goes_from_its_end",
     ),
     "lies_that_are_believed": Mutant(
