@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -115,8 +115,9 @@ class Requests:
         draw, catalog = self.draw, self.catalog
         owner, keys, pieces = self.running.pop(draw.randrange(len(self.running)))
         late: list[Piece] = []
+        ends: list[Callable[[Piece], object]] = [catalog.landed, catalog.landed, catalog.lost, late.append]
         for piece in pieces:
-            [catalog.landed, catalog.landed, catalog.lost, late.append][draw.choice([0, 0, 0, 1, 2, 3, 3])](piece)
+            ends[draw.choice([0, 0, 0, 1, 2, 3, 3])](piece)
         hints = [Hint(draw.choice([*Action]), self.now_s + draw.choice([0, 20, 1e7])) for _ in range(draw.randrange(3))]
         if draw.random() < 0.5:
             catalog.release(owner)
@@ -129,7 +130,7 @@ class Requests:
     def land(self) -> None:
         """A save lands whose request is over."""
         piece, hints = self.late.pop(self.draw.randrange(len(self.late)))
-        self.catalog.landed(piece)
+        self.catalog.landed(piece, over=self.draw.random() < 0.9)
         for hint in hints:
             self.catalog.hint([piece.chunk], hint)
 
