@@ -306,7 +306,7 @@ class Catalog:
 
     def _let_go(self, chunk: Chunk, *, reader: bool, hit: bool) -> None:
         """A reader or writer left; when it was the last, the chunk is evictable, or its slot free if evicted."""
-        if chunk.held:
+        if chunk.writers or chunk.leases:
             return
         if chunk.state.row == m.EVICTING:
             chunk.fire(m.DRAINED)

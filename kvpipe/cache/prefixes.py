@@ -184,7 +184,7 @@ class Prefixes:
         """Yield the whole chunks of the first `units` units of the request, the last first; before them its states."""
         hashes = self.hashes(request)
         for groups, step, ahead in self._kinds:
-            indexes = [self._catalog.index(group) for group in groups]
+            indexes = list(map(self._catalog.index, groups))
             for key in reversed(self._keys(hashes, step, units, step, ahead)):
                 for index in indexes:
                     chunk = index.get(key)

@@ -163,8 +163,11 @@ class Jobs:
             if failed:
                 self._load_failed(job)  # at the first bad news, before other ranks' saves are believed
         finally:
-            if over:
-                self._end(job)
+            if over and job.owner is not None:
+                self._catalog.release(job.owner)
+                self._end_for_request(job)
+            elif over:
+                self._end_save(job)
         return True
 
     def withdraw(self, job: JobInFlight) -> None:
@@ -190,13 +193,6 @@ class Jobs:
         for job in self.in_flight.values():
             if job.owner is None and job.job.id > after:
                 job.fire(m.TAINTED)
-
-    def _end(self, job: JobInFlight) -> None:
-        if job.owner is None:
-            self._end_save(job)
-        else:
-            self._catalog.release(job.owner)
-            self._end_for_request(job)
 
     def _end_for_request(self, job: JobInFlight) -> None:
         if job.tracked.load_job_id == job.job.id:  # else it has no admission any more, or another load

@@ -55,14 +55,11 @@ class Asking(Cursor):
     (`waits`). `put_off_steps`: in so many, since its last admission, it was to be asked again.
     """
 
-    __slots__ = (
-        "asked_step", "hit", "life", "local", "missed", "put_off_steps", "staged", "units", "waits", "why",
-    )  # fmt: skip
+    __slots__ = ("asked_step", "hit", "local", "missed", "put_off_steps", "staged", "units", "waits", "why")
 
-    def __init__(self, machine: Compiled, request_id: str, life: RequestContext, watch: Watch | None) -> None:
+    def __init__(self, machine: Compiled, request_id: str, watch: Watch | None) -> None:
         """Nobody has asked."""
         self.machine, self.key, self.state, self.watch = machine, request_id, machine.initial, watch  # as a cursor's
-        self.life = life
         self.asked_step, self.put_off_steps = -1, 0
         self.local = self.hit = self.missed = self.units = 0
         self.why, self.waits, self.staged = "", False, NO_TIERS
@@ -117,14 +114,11 @@ class SaveProgress(Cursor):
     `saved_units` of the prefix are saved, being saved, or held already. Nothing is new before `next_save_at_tokens`.
     """
 
-    __slots__ = ("life", "next_save_at_tokens", "opened", "retries", "saved_units")
+    __slots__ = ("next_save_at_tokens", "opened", "retries", "saved_units")
 
-    def __init__(
-        self, machine: Compiled, request_id: str, groups: int, life: RequestContext, watch: Watch | None
-    ) -> None:
+    def __init__(self, machine: Compiled, request_id: str, groups: int, watch: Watch | None) -> None:
         """Nothing is saved. `groups`: cache groups, each of which has a chunk that is being filled."""
         self.machine, self.key, self.state, self.watch = machine, request_id, machine.initial, watch  # as a cursor's
-        self.life = life
         self.saved_units = self.next_save_at_tokens = self.retries = 0
         self.opened: list[OpenChunk | None] = [None] * groups
 
@@ -201,12 +195,12 @@ class Tracked(Cursor):
         self, machines: Machines, request: Request, groups: int, life: RequestContext, watches: Watches
     ) -> None:
         """`groups`: cache groups."""
+        (machine, lookup, saving), (watch, watch_lookup, watch_saving) = machines, watches
         request_id = request.request_id
-        machine: Compiled = machines.request
-        self.machine, self.key, self.state, self.watch = machine, request_id, machine.initial, watches.request
+        self.machine, self.key, self.state, self.watch = machine, request_id, machine.initial, watch
         self.request, self.life = request, life
-        self.asking = Asking(machines.lookup, request_id, life, watches.lookup)
-        self.saving = SaveProgress(machines.saving, request_id, groups, life, watches.saving)
+        self.asking = Asking(lookup, request_id, watch_lookup)
+        self.saving = SaveProgress(saving, request_id, groups, watch_saving)
         self.load_job_id = 0
         self.preemptions = request.num_preemptions
         self.stage: Stage | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from kvpipe.messages import ROW_BYTES, Kind
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from kvpipe.scheduler.base import Request
     from kvpipe.scheduler.fetches import Stage, TierTransfer
     from kvpipe.scheduler.jobs import JobInFlight
-    from kvpipe.scheduler.records import Asking, LookupResult, SaveProgress, Tracked
+    from kvpipe.scheduler.records import Asking, LookupResult, Tracked
 
 TRACEPARENT_CHARS_MAX = 64
 _NS_PER_MS = 1e6
@@ -60,7 +61,6 @@ class RequestReporter:
         self.missed_tokens: dict[str, int] = {}
         self.misses: dict[str, int] = {}
         self._others = Watches(self._request_moved if trace.transitions else None, None, None)
-        self._sampled = Watches(self._request_moved, self._lookup_moved, self._saving_moved if trace.detail else None)
 
     def added(self, request: Request) -> tuple[RequestContext, Watches]:
         """A request has come. Return its life, and who watches its cursors."""
@@ -72,7 +72,11 @@ class RequestReporter:
         if life.sampled:
             common = trace.of(request.request_id, 0)
             trace.put(e.RequestAdded(*common, prompt_tokens=request.num_prompt_tokens, traceparent=parent))
-        return life, self._sampled if life.sampled else self._others
+        return life, self._watches(life) if life.sampled else self._others
+
+    def _watches(self, life: RequestContext) -> Watches:
+        saving = partial(self._saving_moved, life) if self.trace.detail else None
+        return Watches(self._request_moved, partial(self._lookup_moved, life), saving)
 
     def begun(self, planned: JobInFlight) -> None:
         """A job is planned: from now on its cursor is watched."""
@@ -105,10 +109,9 @@ class RequestReporter:
             request_id = tracked.request.request_id
             trace.took(request_id, tracked.epoch, trace.step, cursor, life.number, was, edge, why)
 
-    def _lookup_moved(self, cursor: Cursor, was: State, edge: Edge, why: str) -> None:
+    def _lookup_moved(self, life: RequestContext, cursor: Cursor, was: State, edge: Edge, why: str) -> None:
         """An answer was given. The engine may ask in every step; only what is new is reported."""
         trace, asking = self.trace, cast("Asking", cursor)
-        life = asking.life
         if edge.event != lookup_m.ADMIT and (answer := asking.answer) != life.answer:
             life.answer = answer
             trace.put(e.Lookup(
@@ -187,9 +190,9 @@ class RequestReporter:
         trace, transfer = self.trace, cast("TierTransfer", cursor)
         trace.took("", 0, trace.step, cursor, transfer.order.id, was, edge, why)
 
-    def _saving_moved(self, cursor: Cursor, was: State, edge: Edge, why: str) -> None:
-        trace, progress = self.trace, cast("SaveProgress", cursor)
-        trace.took(str(progress.key), progress.life.epoch, trace.step, cursor, progress.life.number, was, edge, why)
+    def _saving_moved(self, life: RequestContext, cursor: Cursor, was: State, edge: Edge, why: str) -> None:
+        trace = self.trace
+        trace.took(str(cursor.key), life.epoch, trace.step, cursor, life.number, was, edge, why)
 
 
 def _ms(ns: int) -> float:

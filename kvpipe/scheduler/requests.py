@@ -58,8 +58,8 @@ class Requests:
             self.finish(old)
         if request.lora_request is not None:
             self._adapters.begin(request)
-        tracked = Tracked(self.machines, request, self._groups, *self._report.added(request))
-        self.tracked[request.request_id] = tracked
+        life, watches = self._report.added(request)
+        tracked = self.tracked[request.request_id] = Tracked(self.machines, request, self._groups, life, watches)
         if request.resumable:
             self.sessions[request.request_id] = request
         return tracked

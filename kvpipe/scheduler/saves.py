@@ -118,13 +118,14 @@ class Saving:
     def _try_save(self, tracked: Tracked, end: int, states: Sequence[State]) -> Job | None:
         """Plan one request's save. What goes wrong costs this save only: loads of the step depend on the plan."""
         pieces: list[Piece] = []
+        rows: list[Row] = []
+        progress = tracked.saving
         self._trace.about(tracked.request.request_id, tracked.life.epoch)
         try:
-            rows: list[Row] = []
-            first = tracked.saving.saved_units
-            if end >= tracked.saving.next_save_at_tokens:
+            first = progress.saved_units
+            if end >= progress.next_save_at_tokens:
                 rows, first = self.plan(tracked, end, pieces)
-            if states and tracked.saving.state.row != saving_m.GIVEN_UP:
+            if states and progress.state.row != saving_m.GIVEN_UP:
                 for group, block, tokens in states:
                     rows += self._plan_state(tracked, group, block, tokens, pieces)
             if not pieces:

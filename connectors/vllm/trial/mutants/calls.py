@@ -106,7 +106,7 @@ MUTANTS: dict[str, Mutant] = {
         "The leases of a load whose request has ended are kept.",
         one(
             JOBS,
-            "_end",
+            "reported",
             "self._catalog.release(job.owner)",
             "job.tracked.state.row not in {'DRAINING', 'FINISHED'} and self._catalog.release(job.owner)",
         ),
