@@ -157,7 +157,8 @@ class Jobs:
         failed = reports.bad > 0 and job.owner is not None and job.believed
         over = job.count(reports, self._ranks)
         if over:
-            self._remove(job)
+            del self.in_flight[job_id]
+            self.sync_loads -= job.job.kind == LOAD_SYNC
             self._report.trace.about(job.job.request, job.job.epoch)
         try:
             if failed:
@@ -172,14 +173,11 @@ class Jobs:
 
     def withdraw(self, job: JobInFlight) -> None:
         """A load was not sent, and will not be: nobody reports it."""
-        self._remove(job)
+        del self.in_flight[job.job.id]
+        self.sync_loads -= job.job.kind == LOAD_SYNC
         job.tracked.load_job_id = 0
         if job.owner is not None:
             self._catalog.release(job.owner)
-
-    def _remove(self, job: JobInFlight) -> None:
-        del self.in_flight[job.job.id]
-        self.sync_loads -= job.job.kind == LOAD_SYNC
 
     def fail_load(self, job: JobInFlight) -> None:
         """The engine was told that a load has failed; ranks have yet to report it."""
@@ -200,7 +198,7 @@ class Jobs:
             job.tracked.fire(request_m.LOADED if job.believed else request_m.LOAD_FAILED)
 
     def _end_save(self, job: JobInFlight) -> None:
-        if job.believed:
+        if job.state.row == m.DONE:
             over = job.tracked.state.row == request_m.FINISHED
             for piece in job.pieces:
                 if self._catalog.landed(piece, over=over):

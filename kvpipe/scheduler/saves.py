@@ -83,13 +83,14 @@ class Saving:
         """Plan a save for every request with newly final units."""
         jobs: list[Job] = []
         tracked_of, offered = self._requests.tracked, self._offered(step) if self._states else _NOTHING
+        uncut = self._uncut
         for request_id, scheduled in step.num_scheduled_tokens.items():
             try:
                 tracked = tracked_of[request_id]
             except KeyError:
                 self._counters.fault("scheduled_unknown_request", request=request_id)
                 continue
-            if self._uncut and tracked.request.resumable:
+            if uncut and tracked.request.resumable:
                 continue
             end = tracked.request.num_computed_tokens + scheduled
             if end >= tracked.saving.next_save_at_tokens or (offered and request_id in offered):
