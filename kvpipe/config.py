@@ -21,6 +21,7 @@ from kvpipe.cache.policy.base import Policy
 from kvpipe.errors import ConfigError
 from kvpipe.listening import Address
 from kvpipe.names import check_name
+from kvpipe.quota_spec import QuotaSpec, parse_quotas
 from kvpipe.tiers.registry import parse_tiers
 from kvpipe.tiers.spec import TierSpec
 from kvpipe.values import LocalPath, Size, Variable, no_bool
@@ -95,6 +96,11 @@ class Settings(BaseSettings):
         "lru",
         description="Eviction: `lru`; `s3fifo`, which a scan of one-time prompts cannot flush; `sessions`, which learns"
         " how long sessions pause and keeps those that soon go on.",
+    )
+    quotas: Annotated[tuple[QuotaSpec, ...], NoDecode, BeforeValidator(parse_quotas)] = Field(
+        (),
+        description="Shares of the pool by `cache_salt`: a list of tables of keys "
+        "([`docs/quotas.md`](docs/quotas.md)); none: one pool for all.",
     )
     load: Literal["auto", "sync", "async"] = Field(
         "auto",

@@ -42,7 +42,8 @@ def suggest(
 def first_problem(error: ValidationError, fields: Fields, owner: str = "valid keys are") -> str:
     """Return the first thing that is wrong, in one sentence: the key, its value, the reason and the remedy.
 
-    Not shown is the value of a key that is unknown, or that names a variable for a secret: it may be the secret itself.
+    Not shown is the value of a key that is unknown, that is a salt, or that names a variable for a secret: it may be
+    the secret itself.
     `owner`: what has these keys, for a list of them.
     """
     problems = error.errors()  # a key that is unknown may be the one that is missing, written wrongly
@@ -55,7 +56,7 @@ def first_problem(error: ValidationError, fields: Fields, owner: str = "valid ke
         return f"unknown key {key!r}; {suggest(problem['loc'][0], fields, owner)}"
     if problem["type"] == "missing":
         return f"{key} is missing; {key} means: {fields[known].description}"
-    value = "" if known.endswith("_env") else shown(problem["input"])
+    value = "" if known.endswith("_env") or known == "salt" else shown(problem["input"])
     field = fields[known]
     default = "" if field.is_required() else f" Default: {_text(field.default)}"
     return f"{key}{value} is not valid ({reason(problem['msg'])}); {key} means: {field.description}{default}"

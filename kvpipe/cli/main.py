@@ -94,20 +94,20 @@ def _check(args: argparse.Namespace) -> int:
     for key, value in settings.model_dump().items():
         if key.startswith("manage_token"):
             value = _public({key: value})[key]  # noqa: PLW2901
-        print(f"{key} = {[_public(tier) for tier in value] if key == 'tiers' else value}")  # noqa: T201
+        print(f"{key} = {[_public(one) for one in value] if key in {'tiers', 'quotas'} else value}")  # noqa: T201
     return 0
 
 
-def _public(tier: dict[str, Any]) -> dict[str, Any]:
+def _public(table: dict[str, Any]) -> dict[str, Any]:
     """Return keys with their values; what should name a secret and names nothing may be it itself, and is not shown."""
     there: dict[str, Callable[[str], bool]] = {"_env": os.environ.__contains__, "_file": os.path.exists}
     unknown = [
         key
-        for key, value in tier.items()
+        for key, value in table.items()
         for end, is_there in there.items()
         if key.endswith(end) and value and not is_there(value)
     ]
-    return tier | dict.fromkeys(unknown, "(not there)")
+    return table | dict.fromkeys(unknown, "(not there)")
 
 
 def _freeze(args: argparse.Namespace) -> int:

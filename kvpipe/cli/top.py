@@ -40,6 +40,7 @@ REQUESTS: Final = 50
 BAR: Final = 20
 INTERRUPTED: Final = 130
 _REASONS: Final = 3
+_QUOTAS: Final = 8
 _LABEL_COLUMNS: Final = 10
 
 
@@ -295,7 +296,12 @@ def _pool(state: EngineState, since: tuple[EngineState, float] | None) -> Text:
     said = f" {_percent(pool.bytes_used, pool.bytes_max)} of {_size(pool.bytes_max)}, {pool.leases} leases"
     if since is not None:
         said += f", {(state.traffic.evicted - since[0].traffic.evicted) / since[1]:.1f} evictions/s"
-    return _line("pool", _bar(pool.bytes_used / max(1, pool.bytes_max)), said)
+    line = _line("pool", _bar(pool.bytes_used / max(1, pool.bytes_max)), said)
+    for one in sorted(pool.quotas, key=lambda one: one.slots, reverse=True)[:_QUOTAS]:
+        sure, most = _percent(one.slots_sure, pool.slots), _percent(one.slots_max, pool.slots)
+        said = f" {_percent(one.slots, pool.slots)} {printable(one.name)}, of {sure} that are its own, {most} at most"
+        line = Text("\n").join([line, _line("", _bar(one.slots / max(1, pool.slots)), said)])
+    return line
 
 
 def _moving(state: EngineState) -> Text:

@@ -19,6 +19,7 @@ import numpy as np
 from kvpipe import __version__
 from kvpipe.cache import miss_reasons
 from kvpipe.cache.prefixes import Prefixes
+from kvpipe.cache.quotas import SharedCatalog
 from kvpipe.manage import models
 from kvpipe.messages import Kind
 from kvpipe.scheduler.orders import Order, Work
@@ -247,6 +248,10 @@ class ManagedEngine:
             oldest_lease_s=_again(lambda: catalog.oldest_lease_s),
             pieces_writing=_again(lambda: catalog.writing),
             chunks_pinned=self._side.pins.chunks,
+            quotas=[
+                models.QuotaState(name=one.spec.name, slots=one.used, slots_sure=one.sure, slots_max=one.most)
+                for one in (catalog.accounts.all if isinstance(catalog, SharedCatalog) else ())
+            ],
         )
 
     def _jobs(self) -> models.JobCounts:

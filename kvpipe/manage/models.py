@@ -111,6 +111,15 @@ class SetSwitches(_FromOperator):
     bypass: Annotated[bool, Field(strict=True)] | None = None
 
 
+class QuotaState(_ToOperator):
+    """The slots of one quota, docs/quotas.md."""
+
+    name: str
+    slots: int = Field(description="Those that hold something of its requests.")
+    slots_sure: int = Field(description="Those that nobody else's requests take from it.")
+    slots_max: int = Field(description="Those that it may hold.")
+
+
 class PoolState(_ToOperator):
     """The host pool of each rank, which all hold the same chunks."""
 
@@ -124,6 +133,7 @@ class PoolState(_ToOperator):
     oldest_lease_s: float
     pieces_writing: int = Field(description="Pieces of chunks that are being saved or fetched.")
     chunks_pinned: int = Field(description="That operators have pinned.")
+    quotas: list[QuotaState] = Field([], description="Who holds the slots that are used; none: there are no quotas.")
 
 
 class RequestHolds(_ToOperator):

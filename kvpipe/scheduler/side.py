@@ -7,6 +7,7 @@ one comparison per scheduled request, plus work for what is new.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 from kvpipe.cache.catalog import Catalog, Chunk, Piece
 from kvpipe.cache.policy import make_policy
 from kvpipe.cache.prefixes import Prefixes
+from kvpipe.cache.quotas import Accounts, SharedCatalog
 from kvpipe.config import Settings
 from kvpipe.geometry import Geometry
 from kvpipe.messages import Kind, Report, StepPlan, Tally, TierOrder
@@ -86,9 +88,9 @@ class SchedulerSide:
         self._recovery = recovery = recovery or Recovery()
         self.weights = weights = Weights(ranks, counters)
         self.switches = switches = Switches(settings, weights, saves=saves, loads=loads)
-        groups, policy = len(geometry.groups), make_policy(settings.policy, geometry.slots, counters.fault)
+        groups = len(geometry.groups)
         ready = None if settings.prefault == "use" and stages == 1 else 0  # else ranks say how many there are
-        self.catalog = catalog = Catalog(geometry.slots, groups, policy, counters, ready=ready)
+        self.catalog = catalog = self._make_catalog(ready)
         catalog.on_drop = published.dropped if published is not None else None
         self.orders = orders = Orders(counters, lambda: trace.about("", 0))
         self._turns, self.pins = orders.turns, PromptPins(settings, geometry, catalog, orders)
@@ -123,6 +125,13 @@ class SchedulerSide:
         self._patience_s, self._unreadable = settings.stuck_ms_max / 1000 + PATIENCE_S, dict[int, frozenset[int]]()
         if trace.detail:
             self.trace_moves()
+
+    def _make_catalog(self, ready: int | None) -> Catalog:
+        settings, slots, groups = self.settings, self.geometry.slots, len(self.geometry.groups)
+        make = functools.partial(make_policy, settings.policy, fault=self.counters.fault)
+        if settings.quotas:
+            return SharedCatalog(slots, groups, Accounts(settings.quotas, slots, make), self.counters, ready=ready)
+        return Catalog(slots, groups, make(slots), self.counters, ready=ready)
 
     def _make_staging(self, tiers: Sequence[GuardedTier]) -> Staging:
         """Look beyond memory, in `tiers`."""

@@ -95,6 +95,21 @@ def test_what_it_shows(managed: Managed) -> None:
     managed.world.succeed(*jobs)
 
 
+def test_who_holds_the_pool(managed: Managed) -> None:
+    """Who holds most of it comes first, with what is its own and what it may have."""
+    engine = looked(managed)
+    quotas = [
+        {"name": "alice", "slots": 2, "slots_sure": 4, "slots_max": 8},
+        {"name": "others", "slots": 3, "slots_sure": 0, "slots_max": 16},
+    ]
+    assert managed.good("GET", "/v1/state")["pool"]["quotas"] == []
+    engine.took(state(managed, pool={"quotas": quotas, "slots": 16}), time.monotonic())
+    lines = drawn(engine).splitlines()
+    first = next(at for at, line in enumerate(lines) if "others" in line)
+    assert "19 % others, of 0 % that are its own, 100 % at most" in lines[first]
+    assert "12 % alice, of 25 % that are its own, 50 % at most" in lines[first + 1]
+
+
 def test_rates_are_of_the_last_seconds(managed: Managed) -> None:
     """What is older is not in them; an engine that has begun anew has none before its second answer."""
     engine = top.SeenEngine(managed.address)

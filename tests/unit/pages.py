@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from kvpipe import config_errors, counters, plugins
 from kvpipe.cache.miss_reasons import REASONS
+from kvpipe.quota_spec import QuotaSpec
 from kvpipe.scheduler import hints
 from kvpipe.testing import doc_tables
 from kvpipe.tiers.registry import spec_of
@@ -82,6 +83,7 @@ PAGES: Final[Mapping[str, Callable[[], dict[str, str]]]] = {
     "counters.md": _of_counters,
     "hints.md": _of_hints,
     "layouts.md": _of_layouts,
+    "quotas.md": lambda: {"keys": config_errors.table(QuotaSpec.model_fields)},
     "tiers.md": _of_tiers,
     "tracing.md": _of_tracing,
 }

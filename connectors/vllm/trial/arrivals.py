@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvpipe.connectors.vllm.trial.rank import TrialStep
 
 DOCUMENTS, DOCUMENT_TOKENS_MAX, OWN_TOKENS_MAX, ANSWER_TOKENS_MAX, PROMPT_TOKENS_MAX = 4, 250, 40, 70, 330
-PRIORITIES, SESSIONS_MAX = 3, 2
+PRIORITIES, SESSIONS_MAX, SALTS = 3, 2, 3
 
 
 class Arrivals(ABC):
@@ -71,6 +71,7 @@ class Arrivals(ABC):
     def _add(self, document: int, take: int, own: int, answer: int, salt: int = 0, lora: int = 0) -> None:
         text = self.documents[document % DOCUMENTS]
         prompt = text[: 1 + take % len(text)] + self._own(own)
+        salt = (salt + document) % SALTS if self.shape.quotas else salt
         self._enter(f"r{self.added}", prompt, answer, salt, lora)
 
     def _follow(self, index: int, own: int, answer: int) -> None:

@@ -7,7 +7,7 @@ import json
 import tempfile
 from math import gcd, lcm
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
@@ -25,6 +25,11 @@ _MODEL = {
     "max_position_embeddings": 4096,
 }  # fmt: skip
 MODEL_TOKENS_MAX = 1024
+QUOTAS: Final[list[dict[str, Any]]] = [
+    {"name": "one", "salt": "1", "share": 0.5, "limit": 0.75},
+    {"name": "two", "salt": "2", "share": 0.5},
+    {"name": "others", "limit": 0.5},
+]
 
 
 class Connector(NamedTuple):
@@ -73,6 +78,7 @@ class Shape(NamedTuple):
     `stages`: of a pipeline; the ranks are split into so many, and the layers, unevenly. A stage runs ahead of the next.
     `hints`: requests come with hints, and the policy hears them; its time is counted in steps.
     `operators`: prompts are pinned and evicted meanwhile.
+    `quotas`: requests of two salts, and others, share the pool by quotas.
     `failing`: loads may fail; off where vLLM's own recovery is known to answer wrongly.
     """
 
@@ -112,6 +118,7 @@ class Shape(NamedTuple):
     hints: bool = False
     whole: tuple[int, ...] = ()
     operators: bool = False
+    quotas: bool = False
 
     @property
     def steps_in_flight(self) -> int:
@@ -174,7 +181,7 @@ class Shape(NamedTuple):
             "pool_bytes_max": self.pool_slots * slot_bytes, "chunk_tokens": 4 * self.unit_tokens, "load": self.load,
             "mode": self.mode, "policy": self.policy, "log_level": "error", "stall_ms_max": 0,
             "lookup_ms_max": 600_000, "save_decode": self.answers,
-        }  # fmt: skip
+        } | ({"quotas": QUOTAS} if self.quotas else {})  # fmt: skip
 
 
 _HYBRID = Shape(windows=(None, 2 * BLOCK), blocks=24, pool_slots=24, events=True)
@@ -317,6 +324,7 @@ SHAPES: dict[str, Shape] = {
         hashes=BLOCK // 4, asynchronous=True, v2=True, ranks=2, device=True, dense=True, tiers=1
     ),
     "states-context-parallel-hash-blocks": _DIVIDED_STATES._replace(hashes=BLOCK // 4),
+    "quotas": _HYBRID._replace(tiers=1, pool_slots=8, policy="sessions", operators=True, quotas=True),
 }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from kvpipe.connectors.vllm.trial.content import Live
 from kvpipe.connectors.vllm.trial.ears import plan_in
 from kvpipe.connectors.vllm.trial.efficacy import Found, ends, promised
 from kvpipe.connectors.vllm.trial.laws import INVARIANTS, When
+from kvpipe.connectors.vllm.trial.quotas import watch
 from kvpipe.connectors.vllm.trial.trial import Trial
 from kvpipe.messages import Job, Kind, TierOrder
 
@@ -44,6 +45,7 @@ class Watched:
         self.short: list[str] = []  # answers of lookups that should have been more
         self.found: dict[Live, Found] = {}  # of the last requests that are over
         self.ends: dict[Live, frozenset[tuple[Chunk, bytes]]] = {}  # of all that are over: who held their ends then
+        self.unfair = watch(trial.side.catalog) if trial.shape.quotas and trial.kvpipe is not None else list[str]()
         self.output: SchedulerOutput | None = None
         self.broken: list[str] = []
         trial.on_schedule = self.after_schedule
@@ -92,7 +94,7 @@ class Watched:
     def drops(self) -> int:
         """How often something that was to be saved, or was saved, had to give way."""
         counters = self.trial.side.counters
-        return counters["evicted"] + counters["save_dropped_pool_full"]
+        return counters["evicted"] + counters["save_dropped_pool_full"] + counters["save_dropped_at_limit"]
 
     def before_reset(self) -> None:
         """Remember what the reset of the connector's cache must end."""

@@ -1,4 +1,4 @@
-"""Eviction that is never wrong, and of no use: it lets go what would have been hit."""
+"""Eviction that is never wrong, and of no use: it lets go what would have been hit, or what is another's."""
 
 from __future__ import annotations
 
@@ -24,5 +24,22 @@ MUTANTS: dict[str, Mutant] = {
         "A prefix that several sessions use goes when one of them is over.",
         one(_SESSIONS, "hint", "own or not (demotes", "True or not (demotes"),
         test=f"{_TESTS}::test_a_prefix_that_others_use_is_not_demoted_for_one",
+    ),
+    "shares_are_not_looked_at": Mutant(
+        "Who has most gives, also of what is within its quota's share.",
+        one("kvpipe.cache.quotas:Accounts", "_giver", "more = account.used - account.sure", "more = account.used"),
+        shape="quotas",
+        by="quotas_are_kept",
+    ),
+    "limits_hold_a_full_pool_only": Mutant(
+        "As long as slots are free a quota's limit is passed.",
+        one(
+            "kvpipe.cache.quotas:SharedCatalog",
+            "reserve",
+            "if account.full and",
+            "if account.full and not self._free and",
+        ),
+        shape="quotas",
+        by="quotas_are_kept",
     ),
 }

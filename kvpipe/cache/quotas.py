@@ -1,0 +1,170 @@
+"""A pool with quotas: how many slots the requests of a salt are sure of, and how many they hold at most.
+
+Every slot that holds something is of one account, whoever reads or writes it. A slot that is free is for whoever asks
+first, up to its limit. When none is free, or who asks is at its limit, somebody must give one: who asks itself at its
+limit, else the account that is most above its share. Nobody gives to another what is within its share. Each account has
+a policy of its own, which says what it gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+from kvpipe.cache.catalog import Catalog, Chunk
+from kvpipe.cache.hints import Hint
+from kvpipe.cache.policy.base import Evictable, Policy, SessionPolicy
+from kvpipe.cache.policy.guard import takes_hints
+from kvpipe.cache.tenants import ANYBODY, Tenant
+from kvpipe.quota_spec import OTHERS, QuotaSpec, salts
+from kvpipe.trace.log import Counters
+
+_NO_LIMIT: Final = QuotaSpec(name=OTHERS)
+
+
+class Turn(NamedTuple):
+    """What a `SessionPolicy` is told of the calls that follow."""
+
+    now_s: float
+    over: bool
+
+
+_NEVER: Final = Turn(0.0, over=False)
+
+
+class Account:
+    """The slots of one quota. `used`: that hold something; `sure`: that nobody takes from it; `most`: its limit."""
+
+    __slots__ = ("heard", "hint", "most", "policy", "request", "spec", "sure", "used")
+
+    def __init__(self, spec: QuotaSpec, slots: int, make: Callable[[int], Policy]) -> None:
+        """It holds none of `slots` slots. `make(n)` returns a policy for n slots."""
+        self.spec, self.used = spec, 0
+        self.sure, self.most = spec.slots(slots)
+        self.policy, self.heard = make(self.most), _NEVER
+        self.request = self.policy.request if isinstance(self.policy, SessionPolicy) else None
+        self.hint = self.policy.hint if takes_hints(self.policy) else None
+
+    @property
+    def full(self) -> bool:
+        """Whether it is at its limit."""
+        return self.used >= self.most
+
+
+class Accounts:
+    """All of a pool, and its policy: each call goes to the policy of the account whose chunk it is about.
+
+    To find who gives takes one look at each account that there is; all else is a look into a dict.
+    """
+
+    def __init__(self, specs: Sequence[QuotaSpec], slots: int, make: Callable[[int], Policy]) -> None:
+        """Nobody holds anything. `make(n)` returns a policy for n slots. Raises `ConfigError`: salts are not there."""
+        self._by_salt = {salt: Account(spec, slots, make) for salt, spec in salts(specs).items()}
+        others = next((spec for spec in specs if spec.name == OTHERS), _NO_LIMIT)
+        self.others = Account(others, slots, make)
+        self.all = (*self._by_salt.values(), self.others)
+        self.asks = self.others
+        """Who wants a slot."""
+        self._turn = _NEVER
+
+    def of(self, tenant: Tenant) -> Account:
+        """Return a tenant's account."""
+        return self._by_salt.get(tenant.salt, self.others)
+
+    def resize(self, slots: int) -> None:
+        """The pool has so many slots. Nobody holds any of them yet."""
+        for account in self.all:
+            account.sure, account.most = account.spec.slots(slots)
+
+    # ---- the policy ------------------------------------------------------------------------------------------------
+
+    def request(self, now_s: float, *, over: bool) -> None:
+        """See `SessionPolicy.request`. A policy hears it when it is called next."""
+        self._turn = Turn(now_s, over)
+
+    def insert(self, chunk: Evictable, *, hit: bool) -> None:
+        """See `Policy.insert`."""
+        self._told(chunk).policy.insert(chunk, hit=hit)
+
+    def remove(self, chunk: Evictable) -> None:
+        """See `Policy.remove`."""
+        self._told(chunk).policy.remove(chunk)
+
+    def refresh(self, chunk: Evictable) -> None:
+        """See `Policy.refresh`."""
+        self._told(chunk).policy.refresh(chunk)
+
+    def hint(self, chunk: Evictable, hint: Hint) -> None:
+        """See `HintedPolicy.hint`."""
+        account = self._told(chunk)
+        if account.hint is not None:
+            account.hint(chunk, hint)
+
+    def victim(self) -> Evictable | None:
+        """Take out what makes room for who asks, or None where nobody may give anything."""
+        giver = self._giver()
+        return self._tell(giver).policy.victim() if giver is not None else None
+
+    def __len__(self) -> int:
+        """See `Policy.__len__`."""
+        return sum(len(account.policy) for account in self.all)
+
+    def _giver(self) -> Account | None:
+        asks = self.asks
+        if asks.full:
+            return asks if len(asks.policy) else None
+        best, above = None, 0
+        for account in self.all:
+            more = account.used - account.sure
+            if more > above and len(account.policy):
+                best, above = account, more
+        return best if best is not None or not len(asks.policy) else asks
+
+    def _told(self, chunk: Evictable) -> Account:
+        assert isinstance(chunk, Chunk)  # noqa: S101  (nothing else is ever inserted)
+        return self._tell(self.of(chunk.tenant))
+
+    def _tell(self, account: Account) -> Account:
+        """Return an account whose policy has heard what time it is."""
+        turn = self._turn
+        if account.heard is not turn:
+            account.heard = turn
+            if account.request is not None:
+                account.request(turn.now_s, over=turn.over)
+        return account
+
+
+class SharedCatalog(Catalog):
+    """A catalog whose slots are counted by account."""
+
+    def __init__(
+        self, slots: int, groups: int, accounts: Accounts, counters: Counters, *, ready: int | None = None,
+        clock: Callable[[], float] | None = None,
+    ) -> None:  # fmt: skip
+        """`accounts`: of so many slots. See `Catalog` for the rest."""
+        super().__init__(slots, groups, accounts, counters, ready=ready, clock=clock)
+        self.accounts = accounts
+        if accounts.others.request is None:
+            self._request = None
+        if accounts.others.hint is None:
+            self._hint = None
+
+    def limit(self, slots: int) -> None:
+        """See `Catalog.limit`."""
+        super().limit(slots)
+        self.accounts.resize(self.slots)
+
+    def reserve(self, group: int, tenant: Tenant = ANYBODY) -> Chunk | None:
+        """See `Catalog.reserve`. None, too, where every chunk that may go for `tenant` is held."""
+        account = self.accounts.asks = self.accounts.of(tenant)
+        if account.full and not self._evict_one():
+            self.counters["save_dropped_at_limit"] += 1
+            return None
+        chunk = super().reserve(group, tenant)
+        if chunk is not None:
+            account.used += 1
+        return chunk
+
+    def _vacate(self, chunk: Chunk) -> None:
+        super()._vacate(chunk)
+        self.accounts.of(chunk.tenant).used -= 1

@@ -1,0 +1,127 @@
+"""Quotas, as a user writes them: which share of the pool requests of a `cache_salt` are sure of, and their limit."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Final
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    model_validator,
+)
+
+from kvpipe import config_errors
+from kvpipe.errors import ConfigError
+from kvpipe.names import check_name
+from kvpipe.values import Variable, no_bool
+
+QUOTAS_MAX: Final = 256
+SALT_CHARS_MAX: Final = 4096
+OTHERS: Final = "others"
+_EXAMPLE: Final = '{"name": "alice", "salt_env": "ALICE_SALT", "share": 0.25, "limit": 0.5}'
+_ROUNDING: Final = 1e-9
+
+
+class QuotaSpec(BaseModel):
+    """One quota. The one that is called `others` is of all requests whose salt has none, or that have no salt."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, hide_input_in_errors=True)
+
+    name: Annotated[str, AfterValidator(check_name)] = Field(
+        description=f"What it is called where it is shown; `{OTHERS}`: it is of all that have no quota."
+    )
+    salt: Annotated[SecretStr, Field(min_length=1, max_length=SALT_CHARS_MAX)] | None = Field(
+        None, description="The `cache_salt` of its requests; it is shown nowhere."
+    )
+    salt_env: Variable = Field("", description="Environment variable with the same.")
+    share: Annotated[float, BeforeValidator(no_bool), Field(ge=0, le=1)] = Field(
+        0.0, description="Of the pool, what nobody else's requests take from it."
+    )
+    limit: Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=1)] = Field(
+        1.0, description="Of the pool, what its requests hold at most."
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> QuotaSpec:
+        given = (self.salt is not None) + bool(self.salt_env)
+        if self.name == OTHERS and given:
+            raise ValueError(f"{OTHERS} has no salt: leave out salt and salt_env, or give it another name")
+        if self.name != OTHERS and given != 1:
+            raise ValueError("give its salt by one of salt and salt_env")
+        if self.limit < self.share:
+            raise ValueError(f"limit={self.limit:g} is less than share={self.share:g}; raise limit, or lower share")
+        return self
+
+    def read_salt(self) -> str:
+        """Return its salt; "": it is the others'. Raises `ConfigError`: the variable is not set, or empty."""
+        if not self.salt_env:
+            return self.salt.get_secret_value() if self.salt is not None else ""
+        salt = os.environ.get(self.salt_env, "")
+        if not salt or len(salt) > SALT_CHARS_MAX:
+            which = self.salt_env if self.salt_env in os.environ else "that salt_env names"  # it may be the salt itself
+            raise ConfigError(
+                f"kvpipe: quotas: {self.name}: environment variable {which} is not set, empty or longer than "
+                f"{SALT_CHARS_MAX} characters; set it to the cache_salt of its requests"
+            )
+        return salt
+
+    def slots(self, pool: int) -> tuple[int, int]:
+        """Return how many of `pool` slots it is sure of, and how many it may hold: one at least."""
+        return int(self.share * pool + _ROUNDING), max(1, int(self.limit * pool + _ROUNDING))
+
+
+def parse_quotas(value: object) -> tuple[QuotaSpec, ...]:
+    """Read the configuration's `quotas`: a list of tables, also in JSON.
+
+    Raises:
+        ConfigError: one of them is wrong, or they contradict each other. The sentence shows no salt.
+
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else ()
+        except (ValueError, RecursionError) as error:
+            msg = f"kvpipe: quotas is not JSON ({config_errors.place(error)}); write a list such as [{_EXAMPLE}]"
+            raise ConfigError(msg) from None
+    if not isinstance(value, Sequence) or isinstance(value, bytes | str):
+        msg = f"kvpipe: quotas is no list but of type {type(value).__name__}; write a list such as [{_EXAMPLE}]"
+        raise ConfigError(msg)
+    if len(value) > QUOTAS_MAX:
+        raise ConfigError(f"kvpipe: quotas has {len(value)} entries; give at most {QUOTAS_MAX}")
+    specs = tuple(one if isinstance(one, QuotaSpec) else _parse(one, at) for at, one in enumerate(value, 1))
+    if twice := [name for name, count in Counter(spec.name for spec in specs).items() if count > 1]:
+        raise ConfigError(f"kvpipe: quotas: two are called {twice[0]!r}; give each its own name")
+    if (shares := sum(spec.share for spec in specs)) > 1 + _ROUNDING:
+        raise ConfigError(f"kvpipe: quotas: the shares come to {shares:g} of the pool; lower them to 1 at most")
+    return specs
+
+
+def salts(specs: Sequence[QuotaSpec]) -> dict[str, QuotaSpec]:
+    """Return the quotas by salt; those of others are not among them. Raises `ConfigError`: two have one salt."""
+    out: dict[str, QuotaSpec] = {}
+    for spec in specs:
+        if spec.name != OTHERS and out.setdefault(spec.read_salt(), spec) is not spec:
+            first = out[spec.read_salt()].name
+            raise ConfigError(f"kvpipe: quotas: {first} and {spec.name} have the same salt; leave one of them out")
+    return out
+
+
+def _parse(value: object, at: int) -> QuotaSpec:
+    if not isinstance(value, Mapping):
+        msg = f"kvpipe: quotas: entry {at} is of type {type(value).__name__}; write a table such as {_EXAMPLE}"
+        raise ConfigError(msg)
+    given = {key if isinstance(key, str) else config_errors.name(key): one for key, one in value.items()}
+    try:
+        return QuotaSpec.model_validate(given)
+    except ValidationError as error:
+        why = config_errors.first_problem(error, QuotaSpec.model_fields, "a quota has")
+        raise ConfigError(f"kvpipe: quotas: entry {at}: {why}") from None

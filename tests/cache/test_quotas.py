@@ -1,0 +1,257 @@
+"""A pool with quotas: who gives a slot, who gets none, and who is told what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvpipe.cache.catalog import Chunk, Owner, Piece
+from kvpipe.cache.hints import Action, Hint
+from kvpipe.cache.policy import Lru, Sessions
+from kvpipe.cache.policy.base import Evictable, Policy
+from kvpipe.cache.quotas import Accounts, SharedCatalog
+from kvpipe.cache.tenants import ANYBODY, Tenant
+from kvpipe.config import load_settings
+from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, SchedulerWorld
+from kvpipe.errors import ConfigError
+from kvpipe.manage.engine import ManagedEngine
+from kvpipe.quota_spec import parse_quotas
+from kvpipe.testing.catalog_integrity import check_integrity
+from kvpipe.trace.log import Counters
+
+SLOTS = 8
+ALICE, BOB, EVE = Tenant("a"), Tenant("b"), Tenant("e")
+QUOTAS = [
+    {"name": "alice", "salt": "a", "share": 0.5},
+    {"name": "bob", "salt": "b", "share": 0.25, "limit": 0.5},
+]
+
+
+class _Pool:
+    """A catalog of `SLOTS` slots, and what was put into it."""
+
+    def __init__(self, quotas: list[dict[str, Any]] = QUOTAS, make: Callable[[int], Policy] = Lru) -> None:
+        self.accounts = Accounts(parse_quotas(quotas), SLOTS, make)
+        self.catalog = SharedCatalog(SLOTS, 1, self.accounts, Counters(), clock=lambda: 1.0)
+        self.puts = 0
+
+    def put(self, tenant: Tenant, count: int = 1, *, land: bool = True) -> list[Chunk]:
+        """Save so many chunks. Returns those that got a slot."""
+        out = []
+        for _ in range(count):
+            chunk = self.catalog.reserve(0, tenant)
+            if chunk is not None:
+                self.puts += 1
+                piece = self.catalog.write(chunk, 1, str(self.puts).encode(), keep=False)
+                assert not land or self.catalog.landed(piece)
+                out.append(chunk)
+        check_integrity(self.catalog)
+        return out
+
+    @property
+    def used(self) -> dict[str, int]:
+        """The slots of each account."""
+        return {account.spec.name: account.used for account in self.accounts.all}
+
+
+def test_who_is_above_its_share_gives() -> None:
+    """Free slots are anybody's; after that who is most above its share gives, down to its share and no further."""
+    pool = _Pool()
+    pool.put(EVE, SLOTS)
+    assert pool.used == {"alice": 0, "bob": 0, "others": SLOTS}
+    pool.put(BOB, 2)
+    pool.put(ALICE, 6)
+    assert pool.used == {"alice": 5, "bob": 2, "others": 1}, "of equals the first that is configured gives: itself"
+    pool.put(EVE, 5)
+    assert pool.used == {"alice": 4, "bob": 2, "others": 2}
+    pool.put(BOB, 2)
+    assert pool.used == {"alice": 4, "bob": 3, "others": 1}
+    assert pool.catalog.counters["evicted"] == 15
+    assert len(pool.catalog._chunks) == SLOTS
+
+
+def test_nobody_gives_what_is_within_its_share() -> None:
+    """Where all others are within theirs, who asks gives its own, or gets nothing."""
+    pool = _Pool([{"name": "alice", "salt": "a", "share": 0.5}, {"name": "bob", "salt": "b", "share": 0.5}])
+    first = pool.put(ALICE, 4)
+    pool.put(BOB, 4)
+    assert pool.put(EVE) == []
+    assert pool.catalog.counters["save_dropped_pool_full"] == 1
+    pool.put(ALICE)
+    assert pool.used == {"alice": 4, "bob": 4, "others": 0}
+    assert first[0] not in pool.catalog._chunks.values(), "its oldest one went"
+
+
+def test_a_limit_is_not_passed() -> None:
+    """At its limit it gives its own, though slots are free; where all its own are held it gets nothing."""
+    pool = _Pool()
+    assert len(pool.put(BOB, 6)) == 6
+    assert pool.used == {"alice": 0, "bob": 4, "others": 0}
+    pool.catalog.lease(Owner("r", 1), [chunk for chunk in pool.catalog._chunks.values() if chunk.tenant is BOB])
+    assert pool.put(BOB) == []
+    assert pool.catalog.counters["save_dropped_at_limit"] == 1
+    assert len(pool.put(EVE, 4)) == 4
+    pool.catalog.release(Owner("r", 1))
+    assert len(pool.put(BOB)) == 1
+    assert pool.used == {"alice": 0, "bob": 4, "others": 4}
+
+
+def test_what_is_held_is_used() -> None:
+    """What is leased or written counts, and is not taken; an evicted chunk counts until its reader has left."""
+    pool = _Pool()
+    held = pool.put(EVE, 4, land=False)
+    pool.put(EVE, 1)
+    pool.put(ALICE, 3)
+    assert len(pool.put(ALICE)) == 1, "of those that are above their share one has something to give"
+    assert pool.used == {"alice": 4, "bob": 0, "others": 4}
+    assert pool.put(BOB) == [], "all that is above its share is being written"
+    pool.catalog.evict(held[0])
+    assert pool.used["others"] == 4
+    pool.catalog.lost(next(_piece(one) for one in held))
+    assert pool.used["others"] == 3
+    pool.catalog.reset()
+    assert pool.used == {"alice": 0, "bob": 0, "others": 3}
+    reserved = pool.catalog.reserve(0, BOB)
+    assert reserved is not None
+    pool.catalog.abandon(reserved)
+    assert pool.used["bob"] == 0
+
+
+def _piece(chunk: Chunk) -> Any:
+    return Piece(chunk, 0, 1, chunk.tail, keep=False)
+
+
+def test_shares_are_of_the_pool_that_there_is() -> None:
+    """When a rank's pool is smaller than was thought, so are shares and limits; what is not ready yet is nobody's."""
+    pool = _Pool()
+    pool.catalog.limit(4)
+    assert [(one.sure, one.most) for one in pool.accounts.all] == [(2, 4), (1, 2), (0, 4)]
+    late = SharedCatalog(SLOTS, 1, Accounts(parse_quotas(QUOTAS), SLOTS, Lru), Counters(), ready=0)
+    assert late.reserve(0, ALICE) is None
+    late.use_more(2)
+    assert late.reserve(0, ALICE) is not None
+    assert late.reserve(0, ALICE) is not None
+    assert late.reserve(0, BOB) is None
+    assert late.accounts.of(ALICE).used == 2
+
+
+class _Told(Lru):
+    """A policy that remembers what it was told."""
+
+    def __init__(self, slots: int) -> None:
+        super().__init__()
+        self.slots, self.told = slots, list[object]()
+
+    def request(self, now_s: float, *, over: bool) -> None:
+        self.told.append((now_s, over))
+
+    def hint(self, chunk: Evictable, hint: Hint) -> None:
+        del chunk
+        self.told.append(hint)
+
+
+def test_each_has_a_policy_of_its_own() -> None:
+    """Each is told of its own chunks alone, and first what time it is and whether a request is over."""
+    pool = _Pool(make=_Told)
+    told: dict[str, _Told] = {one.spec.name: one.policy for one in pool.accounts.all}  # type: ignore[misc]
+    assert [one.slots for one in told.values()] == [8, 4, 8]
+    (mine,), (yours,) = pool.put(ALICE), pool.put(ANYBODY)
+    hint = Hint(Action.DEMOTE)
+    pool.catalog.refresh([mine], over=True)
+    pool.catalog.hint([yours], hint)
+    assert told["alice"].told == [(1.0, True)]
+    assert told["others"].told == [(1.0, False), hint]
+    assert told["bob"].told == []
+    assert [len(one) for one in told.values()] == [1, 0, 1]
+    pool.put(ALICE, 4)
+    pool.put(EVE, 3)
+    assert told["alice"].told == [(1.0, True), (1.0, False)], "before it says who goes"
+
+
+def test_a_policy_that_wants_no_hints_gets_none() -> None:
+    """It is as without quotas: who gives hints hears that they are ignored."""
+    assert not _Pool().catalog.takes_hints
+    assert _Pool().catalog._request is None
+    assert _Pool(make=Sessions).catalog.takes_hints
+    assert _Pool(make=Sessions).catalog._request is not None
+
+
+@pytest.mark.parametrize("states", [(), (1,)])
+def test_a_scheduler_with_quotas(states: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of one salt leave those of another what is theirs, however many there are."""
+    monkeypatch.setenv("KVPIPE_QUOTAS", '[{"name": "alice", "salt": "a", "share": 0.5}]')
+    world = SchedulerWorld(windows=(None, None) if states else (None,), states=states, chunk_units=4, slots=16)
+    mine = world.request("mine", 16)
+    mine.cache_salt = "a"
+    world.publish(mine)
+    held = world.found(mine)
+    for i in range(8):
+        world.publish(world.request(f"other {i}", 16))
+        assert world.found(mine) == held == 16
+    assert world.side.catalog.used == 16
+    engine = ManagedEngine(
+        world.side, "e", hash_tokens=UNIT, hash_prompt=lambda _: iter(()), set_freeze=bool, set_bypass=bool
+    )
+    alice, others = engine._pool().quotas
+    assert (alice.name, alice.slots_sure, alice.slots_max) == ("alice", 8, 16)
+    assert (others.name, others.slots_sure, others.slots_max) == ("others", 0, 16)
+    assert alice.slots + others.slots == 16
+    monkeypatch.delenv("KVPIPE_QUOTAS")
+    plain = SchedulerWorld(chunk_units=4, slots=16)
+    assert type(plain.side.catalog).__name__ == "Catalog"
+    assert type(plain.side.catalog._policy) is Lru
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "no list": ({"name": "a"}, "quotas is no list but of type dict; write a list such as"),
+    "no JSON": ("alice", "quotas is not JSON (Expecting value at line 1, column 1); write"),
+    "no table": (["a"], "entry 1 is of type str; write a table such as"),
+    "a key": ([{"name": "a", "sallt": "SECRET"}], "entry 1: unknown key 'sallt'; did you mean 'salt'?"),
+    "no name": ([{"salt": "SECRET"}], "entry 1: name is missing; name means:"),
+    "a name": ([{"name": "a b", "salt": "SECRET"}], "entry 1: name='a b' is not valid (use letters, digits,"),
+    "no salt": ([{"name": "a"}], "entry 1: give its salt by one of salt and salt_env"),
+    "two salts": ([{"name": "a", "salt": "SECRET", "salt_env": "X"}], "give its salt by one of salt and salt_env"),
+    "an empty salt": ([{"name": "a", "salt": ""}], "entry 1: salt is not valid ("),
+    "a number": ([{"name": "a", "salt": 4711}], "entry 1: salt is not valid (Input should be a valid string)"),
+    "others": ([{"name": "others", "salt": "SECRET"}], "others has no salt: leave out salt and salt_env, or"),
+    "a share": ([{"name": "others", "share": 1.5}], "share=1.5 is not valid (Input should be less than or equal to 1)"),
+    "a truth": ([{"name": "others", "limit": True}], "limit=True is not valid (expected a number, not true or false)"),
+    "a limit": ([{"name": "others", "share": 0.5, "limit": 0.4}], "limit=0.4 is less than share=0.5; raise limit"),
+    "one name": ([{"name": "a", "salt": "SECRET"}] * 2, "quotas: two are called 'a'; give each its own name"),
+    "too much": (
+        [{"name": "a", "salt": "SECRET", "share": 0.7}, {"name": "others", "share": 0.4}],
+        "quotas: the shares come to 1.1 of the pool; lower them to 1 at most",
+    ),
+    "too many": ([{}] * 257, "quotas has 257 entries; give at most 256"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_quotas(name: str) -> None:
+    """Each is refused in a sentence that says what to do, and shows no salt."""
+    given, sentence = REFUSED[name]
+    with pytest.raises(ConfigError) as refused:
+        load_settings({"quotas": given})
+    assert sentence in str(refused.value)
+    assert "SECRET" not in str(refused.value)
+    assert "4711" not in str(refused.value)
+
+
+def test_salts_are_shown_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in settings that are printed, nor in what refuses them; a variable may hold one."""
+    monkeypatch.setenv("ALICE_SALT", "SECRET")
+    one, two = {"name": "alice", "salt_env": "ALICE_SALT"}, {"name": "bob", "salt": "SECRET"}
+    settings = load_settings({"quotas": [one, two]})
+    assert "SECRET" not in f"{settings!r}{settings.model_dump()}{settings.model_dump_json()}"
+    with pytest.raises(ConfigError, match="alice and bob have the same salt; leave one of them out") as refused:
+        Accounts(settings.quotas, 8, Lru)
+    assert "SECRET" not in str(refused.value)
+    assert Accounts(settings.quotas[:1], 8, Lru).of(Tenant("SECRET")).spec.name == "alice"
+    monkeypatch.setenv("ALICE_SALT", "")
+    with pytest.raises(ConfigError, match="alice: environment variable ALICE_SALT is not set, empty or longer than"):
+        Accounts(settings.quotas[:1], 8, Lru)
+    monkeypatch.delenv("ALICE_SALT")
+    with pytest.raises(ConfigError, match="environment variable that salt_env names is not set"):
+        Accounts(settings.quotas[:1], 8, Lru)

@@ -1,0 +1,33 @@
+"""Quotas in a real engine: what one salt is sure of stays hits, whatever others send."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine.common import assert_clean, baseline, engine, prompt
+
+pytestmark = pytest.mark.engine
+QUOTAS = [{"name": "alice", "salt": "alice's", "share": 0.5}, {"name": "bob", "salt": "bob's", "limit": 0.5}]
+POOL_TOKENS = 1024
+
+
+def test_what_is_alices_stays_hers() -> None:
+    """Prompts of others push out each other's chunks, not hers; answers are those without a connector."""
+    mine, rest = prompt(330, 1), [prompt(330, 2 + i) for i in range(8)]
+    expected = baseline([mine, *rest], 4, enable_prefix_caching=False)
+    with engine(kvpipe={"chunk_tokens": 64}, enable_prefix_caching=False) as probe:
+        assert probe.connector.scheduler is not None
+        slot_bytes = probe.connector.scheduler.geometry.slot_bytes
+    for quotas, kept in (([], False), (QUOTAS, True)):
+        keys = {"chunk_tokens": 64, "pool_bytes_max": slot_bytes * POOL_TOKENS // 64, "quotas": quotas}
+        with engine(kvpipe=keys, enable_prefix_caching=False) as live:
+            assert live.generate([mine], 4, salt="alice's") == expected[:1]
+            live.settle()
+            for i, (one, answer) in enumerate(zip(rest, expected[1:], strict=True)):
+                assert live.generate([one], 4, salt="bob's" if i % 2 else None) == [answer]
+                live.settle()
+            before = assert_clean(live).get("tokens_loaded", 0)
+            assert live.generate([mine], 4, salt="alice's") == expected[:1]
+            stats = assert_clean(live)
+            assert (stats.get("tokens_loaded", 0) - before == 320) == kept
+            assert stats["slots_used"] == POOL_TOKENS // 64
