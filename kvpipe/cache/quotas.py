@@ -19,7 +19,7 @@ from kvpipe.cache.tenants import ANYBODY, Tenant
 from kvpipe.quota_spec import OTHERS, QuotaSpec, salts
 from kvpipe.trace.log import Counters
 
-_NO_LIMIT: Final = QuotaSpec(name=OTHERS)
+_NO_LIMIT: Final = QuotaSpec.model_validate({"name": OTHERS})
 
 
 class Turn(NamedTuple):

@@ -192,7 +192,7 @@ def test_a_scheduler_with_quotas(states: tuple[int, ...], monkeypatch: pytest.Mo
         assert world.found(mine) == held == 16
     assert world.side.catalog.used == 16
     engine = ManagedEngine(
-        world.side, "e", hash_tokens=UNIT, hash_prompt=lambda _: iter(()), set_freeze=bool, set_bypass=bool
+        world.side, "e", hash_tokens=UNIT, hash_prompt=lambda _: iter(()), set_freeze=print, set_bypass=print
     )
     alice, others = engine._pool().quotas
     assert (alice.name, alice.slots_sure, alice.slots_max) == ("alice", 8, 16)
