@@ -161,13 +161,15 @@ def test_each_has_a_policy_of_its_own() -> None:
     hint = Hint(Action.DEMOTE)
     pool.catalog.refresh([mine], over=True)
     pool.catalog.hint([yours], hint)
-    assert told["alice"].told == [(1.0, True)]
-    assert told["others"].told == [(1.0, False), hint]
+    assert told["alice"].told == [(1.0, False), (1.0, True)]
+    assert told["others"].told == [(1.0, False), (1.0, False), hint]
     assert told["bob"].told == []
     assert [len(one) for one in told.values()] == [1, 0, 1]
-    pool.put(ALICE, 4)
-    pool.put(EVE, 3)
-    assert told["alice"].told == [(1.0, True), (1.0, False)], "before it says who goes"
+    pool.put(ALICE, 6)
+    told["alice"].told.clear()
+    pool.catalog.refresh([yours], over=True)
+    pool.put(EVE)
+    assert told["alice"].told == [(1.0, True)], "before it says who goes"
 
 
 def test_a_policy_that_wants_no_hints_gets_none() -> None:
