@@ -2,7 +2,8 @@
 
 A *unit* is the smallest number of tokens that a hit can have: the least common multiple of the cache groups' block
 sizes. Where ranks divide the tokens of a block and there are states, a block is several units: states' boundaries lie
-within it, and the last page of a prefix may be filled in part. A *chunk* is `chunk_tokens` tokens of one cache group
+within it, and the last page of a prefix may be filled in part. Where states are kept within their own blocks, those are
+several units, too. A *chunk* is `chunk_tokens` tokens of one cache group
 and fills one slot of the pool, ``[layer][page]`` contiguous: a layer is one slice of the slot and the whole chunk is
 one I/O. A *page* is one block of one layer.
 
@@ -72,6 +73,8 @@ class Geometry:
     """On how many tokens behind a position its KV depends: that of a drafter that is fed the token it follows."""
     states_back: int = 0
     """So many units before the last whole one of a prompt the engine offers its last state."""
+    match_tokens: int = 0
+    """A unit, where the engine keeps states within their blocks and none where those end; 0: the blocks decide."""
 
     def __post_init__(self) -> None:
         """Check the two sizes that a user sets."""
@@ -93,7 +96,7 @@ class Geometry:
     @cached_property
     def unit_tokens(self) -> int:
         """Tokens per unit."""
-        return lcm(*(g.block_tokens // (g.ranks if self.states else 1) for g in self.groups))
+        return self.match_tokens or lcm(*(g.block_tokens // (g.ranks if self.states else 1) for g in self.groups))
 
     @cached_property
     def units_per_chunk(self) -> int:

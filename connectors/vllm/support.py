@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -130,15 +131,17 @@ def make_geometry(
         groups.append(Group(layers, tokens, *kinds.pop(), ranks=tokens // group.kv_cache_spec.block_size))
     if not groups:
         refuse("a model without KV cache", "serve it without kvpipe")
-    geometry = Geometry(tuple(groups), settings.chunk_tokens, int(settings.pool_bytes_max), ahead_tokens, states_back)
+    match_tokens = _match_tokens(cache, groups, states_back)
+    sizes_max = settings.chunk_tokens, int(settings.pool_bytes_max)
+    geometry = Geometry(tuple(groups), *sizes_max, ahead_tokens, states_back, match_tokens)
     _check_sizes(geometry, settings)
     return geometry
 
 
 def _check_sizes(geometry: Geometry, settings: Settings) -> None:
     """Raise `UnsupportedError` where blocks, chunks and what is read of a group do not go together."""
-    groups = geometry.groups
-    if any(groups[i].block_tokens != geometry.unit_tokens for i in geometry.states):
+    groups, by_blocks = geometry.groups, dataclasses.replace(geometry, match_tokens=0).unit_tokens
+    if any(groups[i].block_tokens != by_blocks for i in geometry.states):
         refuse("recurrent states every few blocks of attention", "set mamba_block_size to the size of a block")
     if geometry.states and geometry.units_per_chunk > 1 and not settings.save_partial:
         one = "" if geometry.whole_units > 1 else f", or chunk_tokens={geometry.unit_tokens}"
@@ -201,6 +204,18 @@ def hash_tokens(cache: KVCacheConfig, geometry: Geometry) -> int:
     return int(size)
 
 
+def _match_tokens(cache: KVCacheConfig, groups: list[Group], states_back: int) -> int:
+    """Return the tokens of a hash where vLLM's hits end within blocks, and no state is kept where those end; else 0.
+
+    Not with windows: of those vLLM's fine hits have not been tried.
+    """
+    states, size = [i for i, group in enumerate(groups) if group.state], cache.hash_block_size
+    if not size or size != cache.cache_hit_alignment_tokens or any(group.window_tokens for group in groups):
+        return 0
+    within = bool(states_back) or any(_checkpoints(cache.kv_cache_groups[i]) for i in states)
+    return int(size) if within and any(groups[i].block_tokens > size for i in states) else 0
+
+
 def _checkpoints(group: KVCacheGroupSpec) -> bool:
     """Whether layers of states write one from within a step, wherever a block hash ends."""
     specs = models.layer_specs(group.kv_cache_spec, group.layer_names).values()
@@ -225,6 +240,7 @@ def identity(config: VllmConfig, cache: KVCacheConfig, geometry: Geometry) -> di
         "ranks": parallel.world_size,
         **({"pipeline_parallel_size": stages} if (stages := parallel.pipeline_parallel_size) > 1 else {}),
         "chunk_tokens": geometry.chunk_tokens,
+        **({"match_tokens": geometry.match_tokens} if geometry.match_tokens else {}),
         "groups": [
             [
                 g.block_tokens,

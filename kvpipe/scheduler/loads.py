@@ -206,7 +206,7 @@ class Loading:
     def _stretches(self, group: int, table: Sequence[Block], first: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Yield (first unit of a chunk, units of it from, to) of what units [first, stop) need of a group."""
         if group in self._geometry.states:
-            if table[stop - 1].is_null:
+            if table[(stop - 1) // self._geometry.units_per_block[group]].is_null:
                 msg = f"no block for the state of {stop} units"
                 raise LookupError(msg)
             yield stop - 1, stop - 1, stop

@@ -57,6 +57,8 @@ class Saving:
         self._states, self._whole = geometry.states, geometry.whole_units
         self._step = int(self._whole == 1) if self._partial else self._per_chunk
         """In how many units behind the last one the next is worth a page; 0: see `_more`."""
+        self._branches = max((geometry.units_per_block[group] for group in geometry.states), default=1)
+        """Of so many units are the boundaries at which states of branches are kept: their blocks'."""
         self._uncut = bool(geometry.states or geometry.ahead_tokens)
         """Whether KV stays as it is when an engine cuts a session's tokens: then nothing of sessions is saved."""
         self._growing = [group for group in range(len(geometry.groups)) if group not in geometry.states]
@@ -232,9 +234,9 @@ class Saving:
         if not self._states:
             return ()
         branch: int = getattr(request, "shared_prefix_boundary", 0)
-        tokens = request.num_prompt_tokens
+        branch, tokens = branch // self._unit, request.num_prompt_tokens
         last = min(self._prefixes.units_within(tokens), tokens // self._unit - self._geometry.states_back)
-        return max(0, min(last, (tokens - 1) // self._unit)), branch // self._unit
+        return max(0, min(last, (tokens - 1) // self._unit)), branch - branch % self._branches
 
     def _claim(
         self, tracked: Tracked, hashes: Sequence[bytes], group: int, table: Sequence[Block], base: int, low: int,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -134,6 +135,16 @@ def test_drafts_hold_blocks_behind_what_is_computed() -> None:
     assert drafting.needed(request, world.blocks) == 1 + 1 + 1  # a state's table of ten entries grows to thirteen
     longest = world.request("longest", 64)
     assert drafting.needed(longest, world.blocks) - plain.needed(longest, world.blocks) == 1 + drafts  # of a window
+
+
+def test_a_state_within_its_block_may_be_copied() -> None:
+    """Before a step goes on in that block: one more than the table's entries."""
+    world = SchedulerWorld(windows=(None, None), states=(1,), load="async")
+    request, geometry = world.request("one", 2), world.side.geometry
+    world.allocate(request, null=1)
+    for match_tokens, needed in ((0, 0), (UNIT, 1)):
+        room = LoadAdmission(dataclasses.replace(geometry, match_tokens=match_tokens), 3 * UNIT, 64 * UNIT)
+        assert room.needed(request, world.blocks) == needed
 
 
 def test_a_spoiled_block_is_reported_to_who_would_read_it() -> None:

@@ -47,7 +47,14 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
     _FACTORY: {"KVConnectorFactory": ("_registry", "register_connector")},
     _INTERFACE: {
         "FullAttentionSpec": _SPEC,
-        "KVCacheConfig": ("hash_block_size", "kv_cache_groups", "kv_cache_layout", "kv_cache_tensors", "num_blocks"),
+        "KVCacheConfig": (
+            "cache_hit_alignment_tokens",
+            "hash_block_size",
+            "kv_cache_groups",
+            "kv_cache_layout",
+            "kv_cache_tensors",
+            "num_blocks",
+        ),
         "KVCacheGroupSpec": (
             "enable_kv_transfer",
             "host_resident",

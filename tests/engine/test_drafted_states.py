@@ -104,6 +104,26 @@ def test_cold_warm_conversation_restart_and_mixed(tmp_path: Path) -> None:
         assert 0 < mixed <= held[1]
 
 
+def test_hits_within_a_block() -> None:
+    """With hashes shorter than a block a hit loses one of those, and ends where vLLM's own would."""
+    hashes: dict[str, Any] = {"prefix_match_unit": 48}
+    with drafting(None, **hashes) as plain:
+        first, counts = plain.one_by_one(PROMPTS, 60), plain.take()
+    with drafting({"chunk_tokens": 192}, **hashes) as made:
+        unit = _unit(made.live)
+        block = made.live.connector.geometry.groups[0].block_tokens
+        held = [len(p) // unit * unit - unit for p in PROMPTS]
+        assert unit == 48
+        assert all(tokens % block for tokens in held)
+        for loaded in (0, sum(held)):
+            assert made.one_by_one(PROMPTS, 60) == first
+            assert made.take() == counts
+            assert assert_clean(made.live).get("tokens_loaded", 0) == loaded
+        made.live.generate([PROMPTS[1][: 2 * block + 10]], 1)  # computed, and held by vLLM
+        assert made.live.generate(PROMPTS[1:], 60) == first[1:]
+        assert assert_clean(made.live)["tokens_loaded"] > sum(held)
+
+
 def test_preempted_and_aborted() -> None:
     """In a cache too small for all: everybody ends, with hits, and nothing is left over."""
     prompts = [prompt(200 + 30 * i, 600 + i) for i in range(5)]

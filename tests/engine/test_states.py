@@ -135,16 +135,18 @@ def test_a_state_whose_copy_fails() -> None:
         assert lost == [len(live.connector.geometry.states)] * 3
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"enable_prefix_caching": False}, "set enable_prefix_caching=True"),
-        ({"enable_prefix_caching": True, "prefix_match_unit": 32}, "unset prefix_match_unit"),
-    ],
-    ids=["no-prefix-caching", "states-within-a-block"],
-)
-def test_refused(options: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where vLLM keeps no state of a boundary, or only of one within a block, an engine does not start."""
-    monkeypatch.undo()
+def test_refused() -> None:
+    """Where vLLM keeps no state of a boundary, an engine does not start."""
+    why, options = "set enable_prefix_caching=True", {"enable_prefix_caching": False}
     with pytest.raises(UnsupportedError, match=why), engine("granite-hybrid", {"chunk_tokens": 64}, **options):
         pass
+
+
+def test_a_unit_is_a_hash_where_states_are_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mamba 2 promises to; the engine starts, and has no kernel for it on a CPU."""
+    monkeypatch.undo()
+    options: dict[str, Any] = {"enable_prefix_caching": True, "prefix_match_unit": 32}
+    with engine("granite-hybrid", {"chunk_tokens": 128}, **options) as live:
+        geometry = live.connector.geometry
+        assert (_unit(live), geometry.match_tokens) == (32, 32)
+        assert all(geometry.groups[i].block_tokens > 32 for i in geometry.states)

@@ -340,3 +340,35 @@ def test_a_request_that_ended_within_a_block_is_found_to_the_block_before(monkey
     index = world.side.catalog.index(0)
     assert [units for units in range(1, 8) if ends.block_hashes[units - 1] in index] == [2, 4]
     assert goes_on.block_hashes[7] in index
+
+
+def test_a_state_within_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hit ends there, and the state goes into the block that its last token is in; all before that is null."""
+    groups = (Group((Layer("a", 64),), 2 * UNIT), Group((Layer("s", 64),), 4 * UNIT, state=True))
+    made = Geometry(groups, 16 * UNIT, 64 * 4096, match_tokens=UNIT)
+    monkeypatch.setattr(scheduler_world, "make_geometry", lambda *_: made)
+    assert (made.unit_tokens, made.units_per_block, made.whole_units) == (UNIT, (2, 4), 4)
+    world = _Divided(windows=(None, None), states=(1,))
+    first = world.request("a", 7, extra=1)
+    world.admit(first)
+    table = world.tables[1]["a"]
+    world.known[table[1].block_id] = SimpleNamespace(block_hash=first.block_hashes[6] + (1).to_bytes(4, "big"))
+    offered = {"a": [(1, table[1].block_id, at * UNIT) for at in (6, 7)]}
+    plan = world.side.plan_step(
+        SimpleNamespace(
+            num_scheduled_tokens={"a": 7 * UNIT + 1},
+            preempted_req_ids=None,
+            kv_connector_block_state=SimpleNamespace(boundary_state_offloads=offered),
+        )
+    )
+    world.succeed(*plan.jobs)
+    world.side.finished(first)
+    assert _states(world, first) == [7]
+    again = world.request("b", 9, shared=9)
+    again.block_hashes[:7] = first.block_hashes
+    assert world.ask(again) == 7 * UNIT
+    tables = world.allocate(again, null=1)
+    del tables[1][2:]  # as many as hold 7 units
+    world.side.admitted(again, tables, 7 * UNIT)
+    (load,) = world.step()
+    assert [row[3] for row in load.table().tolist() if row[0] == 1] == [tables[1][1].block_id]

@@ -109,31 +109,28 @@ def _configured(recipe: Recipe) -> tuple[VllmConfig, KVCacheConfig]:
             }
             group.kv_cache_spec = dataclasses.replace(group.kv_cache_spec, **kind)
     if MATCH_UNIT in recipe.needs:
-        cache.hash_block_size = cache.kv_cache_groups[0].kv_cache_spec.block_size // 2
+        half = cache.kv_cache_groups[0].kv_cache_spec.block_size // 2
+        cache.hash_block_size = cache.cache_hit_alignment_tokens = half
     return config, cache
 
 
 def answer(recipe: Recipe) -> str:
-    """Return whether kvpipe would start, without which flag, or why not."""
-    why, without = refusal(recipe), recipe._replace(needs=recipe.needs - {MATCH_UNIT})
-    if why and without != recipe and not refusal(without):
-        return f"yes, without `{MATCH_UNIT}`"
+    """Return whether kvpipe would start, or why not."""
+    why = refusal(recipe)
     return f"no: {why}" if why else "yes"
 
 
 def tables() -> dict[str, str]:
     """Return the tables of the page."""
     counted = Counter(recipes())
-    rows, starts, whole, unset = [], 0, 0, 0
+    rows, starts, whole = [], 0, 0
     for recipe, count in sorted(counted.items(), key=lambda one: (one[0].family, sorted(one[0].needs))):
         said, alone = answer(recipe), 0 if HANDED_OVER in recipe.needs else count
         starts, whole = starts + alone * said.startswith("yes"), whole + alone
-        unset += alone * (MATCH_UNIT in said)
         needs = ", ".join(sorted(recipe.needs))
         rows.append(f"| {recipe.family} | {needs} | {count} | {said} | {FAMILIES[recipe.family].rests_on} |\n")
     head = "| model | asks for | recipes | would start | its caches rest on |\n|---|---|---|---|---|\n"
-    sum_line = f"Of {whole} recipes that hand nothing over between engines kvpipe would start with {starts}"
-    sum_line += f", with {unset} of them without `{MATCH_UNIT}`.\n"
+    sum_line = f"Of {whole} recipes that hand nothing over between engines kvpipe would start with {starts}.\n"
     return {"recipes": head + "".join(rows), "sum": sum_line}
 
 

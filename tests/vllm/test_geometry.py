@@ -9,7 +9,7 @@ import inspect
 import pytest
 import torch
 from vllm.config import VllmConfig
-from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.core.kv_cache_utils import resolve_cache_hit_alignment_tokens, resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -126,11 +126,33 @@ def test_a_unit_of_states_is_several_hashes(shape: str) -> None:
     assert resolve_kv_cache_block_sizes(cache, config) == (geometry.whole_units * 32, 8)
 
 
+WITHIN = [name for name, shape in SHAPES.items() if shape.states and shape.hashes and (shape.exports or shape.drafter)]
+
+
+@pytest.mark.parametrize("shape", WITHIN)
+def test_a_unit_is_a_hash_where_states_are_kept_within_blocks(shape: str) -> None:
+    """VLLM keeps none there where a block ends, and its own hits end at any hash: with drafts, or exported states."""
+    config, cache = copy.deepcopy(make_configs(SHAPES[shape]))
+    config.cache_config.prefix_match_unit = cache.hash_block_size
+    settings, back = load_settings({"chunk_tokens": 128}), int(SHAPES[shape].drafter)
+    geometry = make_geometry(cache, settings, dcp=SHAPES[shape].dcp, states_back=back)
+    blocks, hashes = resolve_kv_cache_block_sizes(cache, config)
+    assert (geometry.unit_tokens, hash_tokens(cache, geometry)) == (hashes, hashes) == (8, 8)
+    assert resolve_cache_hit_alignment_tokens(cache, config, blocks, hashes) == cache.cache_hit_alignment_tokens == 8
+    assert geometry.whole_units * 8 == blocks
+    assert identity(config, cache, geometry)["match_tokens"] == 8
+    assert "match_tokens" not in identity(config, cache, dataclasses.replace(geometry, match_tokens=0))
+
+
 @pytest.mark.parametrize(("states_back", "checkpoints"), [(1, 0), (0, 1)])
-def test_states_that_are_kept_within_blocks_are_refused(states_back: int, checkpoints: int) -> None:
-    """There vLLM keeps none where a block ends; with a hash per block it does."""
-    cache = copy.deepcopy(make_cache(SHAPES["states-hash-blocks"]))
-    group = cache.kv_cache_groups[1]
+@pytest.mark.parametrize(("shape", "aligned"), [("window-and-states", 8), ("states", 32)])
+def test_states_within_blocks_at_which_no_hit_ends_are_refused(
+    states_back: int, checkpoints: int, shape: str, aligned: int
+) -> None:
+    """Beside a window, and where vLLM's hits end with blocks all the same; with a hash per block they are served."""
+    cache = copy.deepcopy(make_cache(SHAPES[shape]))
+    cache.hash_block_size, cache.cache_hit_alignment_tokens = 8, aligned
+    group = cache.kv_cache_groups[-1]
     group.kv_cache_spec = dataclasses.replace(group.kv_cache_spec, num_prefill_checkpoint_blocks=checkpoints)  # type: ignore[call-arg]
     geometry = make_geometry(cache, load_settings({"chunk_tokens": 128}), states_back=states_back)
     why = "speculative decoding" if states_back else "from within a step"

@@ -20,7 +20,8 @@ from kvpipe.scheduler.base import Blocks, Request
 STATE_BLOCKS_MAX: Final = 4
 """Of one request: the last state and the one it becomes, one that is given back later, one exported within a step.
 
-With drafts one more for each of them: `num_speculative_blocks` of vLLM's `MambaManager`.
+With drafts one more for each of them: `num_speculative_blocks` of vLLM's `MambaManager`. Where states are kept within
+their blocks, one more into which such a one is copied before it is written on.
 """
 
 
@@ -41,7 +42,8 @@ class LoadAdmission:
         """
         self._groups, self._in_flight_tokens_max = geometry.groups, in_flight_tokens_max + reserved_tokens
         self._request_tokens_max, self._reserved_tokens = request_tokens_max, reserved_tokens
-        self._drafts, self._state_blocks_max = drafts, STATE_BLOCKS_MAX + drafts
+        self._beside = drafts + bool(geometry.match_tokens)
+        self._state_blocks_max = STATE_BLOCKS_MAX + self._beside
 
     def fits(self, request: Request, waiting: Iterable[Request], blocks: Blocks) -> bool:
         """Whether all that `request` needs is free beside all that those `waiting` may still need."""
@@ -56,7 +58,7 @@ class LoadAdmission:
             table = blocks.table(request.request_id, i)
             if group.state:  # what it holds and what it goes on with, wherever in the table
                 held = sum(1 for block in table if not block.is_null)
-                more = -(-own // group.block_tokens) + self._drafts - len(table)
+                more = -(-own // group.block_tokens) + self._beside - len(table)
                 needed += max(0, min(more, self._state_blocks_max - held))
                 continue
             more = -(-reserved // group.block_tokens) - len(table)

@@ -66,7 +66,8 @@ def _false_bytes(watched: Watched, group: int, key: bytes, chunk: Chunk, units: 
     ahead = 0 if group in whole.states else watched.trial.side.prefixes.ahead_tokens
     sequence, stop = known[0], known[1] - ahead
     stored = min(whole.unit_tokens, whole.pages_per_unit[group] * whole.groups[group].block_tokens)
-    first, tokens = stop - units * whole.unit_tokens, units * stored
+    kind = whole.groups[group]
+    first, tokens = stop - units * whole.unit_tokens, kind.block_tokens if kind.state else units * stored
     for rank in watched.trial.ranks:
         pool, geometry = watched.trial.engines[rank.index]._pool, rank.kvpipe.geometry  # noqa: SLF001
         layers = [layer for layer in rank.layers if layer.group == group]
@@ -74,7 +75,7 @@ def _false_bytes(watched: Watched, group: int, key: bytes, chunk: Chunk, units: 
             held = pool.slot(chunk.slot)[offset : offset + tokens // layer.shards * 8].numpy().view(np.uint64)
             true, mine = layer.content(sequence, 0, stop), layer.held(first, stop)
             kept = mine[(mine - first) % geometry.unit_tokens >= geometry.unit_tokens - stored]
-            differs = np.flatnonzero(held != (true[-1] if geometry.groups[group].state else true[kept]))
+            differs = np.flatnonzero(held != (true[-1] if kind.state else true[kept]))
             if len(differs):
                 yield f"slot {chunk.slot}, rank {rank.index}, layer {layer.name}: {len(differs)} of {tokens} tokens"
 

@@ -21,7 +21,7 @@ from kvpipe.connectors.vllm.trial.content import Sequence, Words, layer_key
 from kvpipe.connectors.vllm.trial.drafts import accepted
 from kvpipe.connectors.vllm.trial.ears import empty, kvpipe_in
 from kvpipe.connectors.vllm.trial.shapes import INTERLEAVE, Shape
-from kvpipe.connectors.vllm.trial.states import RunningStates
+from kvpipe.connectors.vllm.trial.states import RunningStates, exported
 from kvpipe.messages import Kind, Report, Tally
 from kvpipe.transfer.pool import HostPool
 
@@ -446,6 +446,9 @@ class Rank(Runner):
         words, block = self._states.read(layer, request, table)
         right = not start or bool((words == (sequence.upto(start)[-1] ^ layer.key)).all())
         self._states.write(layer, request, table, content, drafts)
+        tokens, place = exported(self.shape, start, start + len(content))
+        if tokens and table[place]:
+            layer.words[table[place]] = content[tokens - 1]
         return None if right else Wrong(self.index, request, layer.name, [start - 1], frozenset((block,)))
 
 

@@ -79,6 +79,8 @@ class Shape(NamedTuple):
     `hints`: requests come with hints, and the policy hears them; its time is counted in steps.
     `operators`: prompts are pinned and evicted meanwhile.
     `quotas`: requests of two salts, and others, share the pool by quotas.
+    `exports`: layers of states write that of a prompt's last hash from within a step, where it ends at a multiple of so
+    many tokens from where the step begins.
     `failing`: loads may fail; off where vLLM's own recovery is known to answer wrongly.
     """
 
@@ -119,6 +121,7 @@ class Shape(NamedTuple):
     whole: tuple[int, ...] = ()
     operators: bool = False
     quotas: bool = False
+    exports: int = 0
 
     @property
     def steps_in_flight(self) -> int:
@@ -325,6 +328,18 @@ SHAPES: dict[str, Shape] = {
     ),
     "states-context-parallel-hash-blocks": _DIVIDED_STATES._replace(hashes=BLOCK // 4),
     "quotas": _HYBRID._replace(tiers=1, pool_slots=8, policy="sessions", operators=True, quotas=True),
+    "states-exported": _STATES._replace(hashes=BLOCK // 4, exports=BLOCK // 2),
+    "async-scheduler-states-exported": _DIVIDED_STATES._replace(
+        hashes=BLOCK // 4, exports=BLOCK // 4, asynchronous=True, v2=True, device=True, dense=True, tiers=1
+    ),
+    "states-drafter-within-blocks": _DRAFTED_STATES._replace(hashes=BLOCK // 4),
+    "states-masks-exported": _DIVIDED_STATES_MASKS._replace(hashes=BLOCK // 4, exports=BLOCK // 2, tiers=1),
+    "async-scheduler-states-masks-exported": _DIVIDED_STATES_MASKS._replace(
+        hashes=BLOCK // 4, exports=BLOCK // 4, asynchronous=True, deferred=False, device=True
+    ),
+    "async-scheduler-pipeline-2-states-masks-exported": _DIVIDED_STATES_MASKS._replace(
+        hashes=BLOCK // 4, exports=BLOCK // 4, dense=False, **_STAGED_DRAFTS | {"ranks": 4}
+    ),
 }  # fmt: skip
 
 
@@ -368,11 +383,13 @@ def make_cache(shape: Shape, rank: int = 0) -> KVCacheConfig:
         specs[i] = MambaSpec(
             block_size=size, shapes=((size,), (size,)), dtypes=(torch.float32, torch.float32), mamba_cache_mode="align",
             mamba_type=MambaAttentionBackendEnum.GDN_ATTN, num_speculative_blocks=shape.drafts,
+            num_prefill_checkpoint_blocks=int(shape.exports > 0), prefill_checkpoint_alignment=shape.exports or None,
         )  # fmt: skip
     groups = [KVCacheGroupSpec(names, spec) for names, spec in zip(shape.layer_names(rank), specs, strict=True)]
     groups[-1].is_eagle_group = bool(shape.masks) and len(groups) > 1
     cache = KVCacheConfig(num_blocks=shape.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
     cache.hash_block_size = shape.hash_tokens
+    cache.cache_hit_alignment_tokens = shape.hash_tokens if shape.states else shape.whole_tokens
     cache.prefix_cache_retention_interval = 0 if shape.states and not shape.dense else None
     return cache
 

@@ -18,6 +18,7 @@ from kvpipe.connectors.vllm.trial.content import Words
 
 if TYPE_CHECKING:
     from kvpipe.connectors.vllm.trial.rank import PagedLayer
+    from kvpipe.connectors.vllm.trial.shapes import Shape
 
 Table = list[int]
 Tables = dict[str, list[Table]]
@@ -92,3 +93,20 @@ class RunningStates:
             if target == column:
                 kept = 1
         self._last[request] = column, kept
+
+
+def exported(shape: Shape, start: int, stop: int) -> tuple[int, int]:
+    """Return of how many tokens of a step a state is written from within it, and where in the table; 0: of none.
+
+    Layers ask this of vLLM as its scheduler and `MambaManager` do, and write what nobody has reserved a block for into
+    the null block.
+    """
+    from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
+
+    if not shape.exports:
+        return 0, -1
+    tokens, places = compute_mamba_prefill_checkpoints(
+        [stop], [stop - start], shape.hash_tokens, shape.block_tokens[shape.states[0]], shape.exports,
+        drop_eagle_block=shape.drafter, cache_hit_alignment_tokens=shape.hash_tokens,
+    )  # fmt: skip
+    return tokens[0], places[0]

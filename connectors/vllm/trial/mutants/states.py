@@ -82,4 +82,26 @@ MUTANTS: dict[str, Mutant] = {
         shape="async-scheduler-states-drafter",
         by="findable_chunks_are_whole_and_true",
     ),
+    "state_within_a_block_by_where_it_begins": Mutant(
+        "A state that is kept within its block is saved as that of where the block begins.",
+        one(
+            SAVING,
+            "_plan_state",
+            "key = self._prefixes.state_key(self._prefixes.hashes(request), units)",
+            "kept = units - units % self._branches or units\n"
+            "        key = self._prefixes.state_key(self._prefixes.hashes(request), kept)",
+        ),
+        shape="states-exported",
+        by="findable_chunks_are_whole_and_true",
+    ),
+    "a_unit_taken_for_a_block_of_states": Mutant(
+        "The block for a state is looked for as if each unit had one.",
+        one(
+            LOADING,
+            "_stretches",
+            "table[(stop - 1) // self._geometry.units_per_block[group]].is_null",
+            "table[stop - 1].is_null",
+        ),
+        shape="states-exported",
+    ),
 }
