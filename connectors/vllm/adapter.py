@@ -12,6 +12,7 @@ from vllm.v1.core.kv_cache_utils import get_block_hash
 
 from kvpipe.connectors.vllm.remedies.admission import LoadAdmission
 from kvpipe.connectors.vllm.remedies.invalid_blocks import InvalidBlocks
+from kvpipe.connectors.vllm.remedies.overrun import overrun
 from kvpipe.connectors.vllm.remedies.stale import CachedBlocks, Stale
 from kvpipe.geometry import Geometry
 from kvpipe.scheduler.base import Block, Recovery, Request, Step, Tables
@@ -79,7 +80,7 @@ class Remedies(Recovery):
 
     def __init__(self, geometry: Geometry, room: LoadAdmission) -> None:
         """`room`: for loads. Before `bind` there is nothing to remedy."""
-        self._room, self._stale = room, Stale()
+        self._room, self._stale, self._geometry = room, Stale(), geometry
         self._invalid = InvalidBlocks(geometry.groups[0].block_tokens, len(geometry.groups))
         self._blocks: CachedBlocks | None = None
         self._counters = Counters()
@@ -108,10 +109,15 @@ class Remedies(Recovery):
             self._invalid.failed(block_ids, requests, self._blocks)
 
     def begin_step(self, step: Step, requests: Iterable[Request], *, loading: bool) -> Mapping[str, Sequence[int]]:
-        """Keep KV of weights that are gone out of vLLM's prefix cache; return what `step` would read too early."""
+        """Keep KV of weights that are gone, and states of other boundaries, out of vLLM's prefix cache.
+
+        Returns what `step` would read too early.
+        """
         blocks = self._blocks
         if blocks is None:
             return {}
+        if self._geometry.match_tokens and (wrong := overrun(step, requests, self._geometry)):
+            blocks.forget(wrong)
         if not loading:
             self._invalid.left.clear()
         if self._stale.requests:

@@ -171,6 +171,8 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             warn("context_parallelism", decode_context_parallel_size=size, proven_on="vLLM's schedulers, not a device")
         if drafted := drafters.unproven(config):
             warn("drafts", method=drafted, proven_on="vLLM's schedulers, not a device")
+        if size := self.geometry.match_tokens:
+            warn("states_within_blocks", prefix_match_unit=size, proven_on="vLLM's schedulers, not a device")
         self._facts = support.identity(config, cache, self.geometry)
         self.recorder, self.writer = tracing(self.settings, engine, "scheduler", SCHEDULER, len(self.geometry.layers))
         self._remedies = Remedies(self.geometry, make_room(config, self.geometry))
