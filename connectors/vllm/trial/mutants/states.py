@@ -89,7 +89,7 @@ MUTANTS: dict[str, Mutant] = {
             "_plan_state",
             "key = self._prefixes.state_key(self._prefixes.hashes(request), units)",
             "kept = units - units % self._branches or units\n"
-            "        key = self._prefixes.state_key(self._prefixes.hashes(request), kept)",
+            "    key = self._prefixes.state_key(self._prefixes.hashes(request), kept)",
         ),
         shape="states-exported",
         by="findable_chunks_are_whole_and_true",
@@ -103,5 +103,16 @@ MUTANTS: dict[str, Mutant] = {
             "table[stop - 1].is_null",
         ),
         shape="states-exported",
+    ),
+    "states_of_no_boundary_are_kept": Mutant(
+        "A state that vLLM offers under the key of a boundary that its step has run across is left in its cache.",
+        one(
+            "kvpipe.connectors.vllm.adapter:Remedies",
+            "begin_step",
+            "if self._geometry.match_tokens and (wrong",
+            "if False and (wrong",
+        ),
+        shape="states-exported",
+        by="findable_chunks_are_whole_and_true",
     ),
 }
