@@ -114,6 +114,11 @@ class Settings(BaseSettings):
         "asynchronously when other requests run; 0: every such hit.",
     )
     save_decode: bool = Field(default=True, description="Save the KV of generated tokens too.")
+    learn_answers: bool = Field(
+        default=True,
+        description="Learn of which kinds of requests no prompt goes on with the answer, as where a chat template cuts "
+        "reasoning: their answers are evicted first, and not stored in tiers ([how](docs/hints.md#answers)).",
+    )
     save_partial: bool = Field(default=True, description="Save a last chunk that is not full, block by block.")
     freeze: bool = Field(default=False, description="Serve hits, save nothing new. Can be switched at run time.")
     bypass: bool = Field(default=False, description="Neither save nor load.")

@@ -25,7 +25,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvpipe.config import Settings, load_settings
 from kvpipe.connectors.vllm import compat, drafters, held_adapters, hooks, models, shares, support
 from kvpipe.connectors.vllm.adapter import ManagedBlocks, Remedies, make_room
-from kvpipe.connectors.vllm.hints import hints_of
+from kvpipe.connectors.vllm.hints import hints_of, kind_of
 from kvpipe.connectors.vllm.hooks import Hooks
 from kvpipe.connectors.vllm.kv_events import KvEvents
 from kvpipe.connectors.vllm.metadata import LayoutMetadata, PlanMetadata, ReportMetadata
@@ -512,7 +512,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Request) -> None:
         """Start to track."""
         if self.scheduler is not None:
-            self.scheduler.on_new_request(request, hints_of(request))
+            self.scheduler.on_new_request(request, hints_of(request), kind_of(request))
 
     @_contained(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Final
 
 from kvpipe.scheduler.hints import ACTIONS_MAX, RawAction, RawHints
@@ -12,6 +12,11 @@ if TYPE_CHECKING:
 
 PARAMETER: Final = "kvpipe"
 """The key of `kv_transfer_params` that has payloads, by kind of action."""
+CLASS: Final = "class"
+"""Beside them: what a client calls requests of which it takes the answers up again, or not, alike."""
+CLASS_CHARS_MAX: Final = 64
+TAIL_TOKENS: Final = 2
+"""Of a prompt, at its end: with what its chat template begins an answer, or leaves out reasoning."""
 
 
 def hints_of(request: Request) -> RawHints | None:
@@ -19,9 +24,23 @@ def hints_of(request: Request) -> RawHints | None:
     envelope: object = request.kv_hints
     parameters: object = request.kv_transfer_params
     own: object = parameters.get(PARAMETER) if isinstance(parameters, Mapping) else None
+    if isinstance(own, Mapping) and CLASS in own and len(own) <= ACTIONS_MAX:
+        own = {key: payload for key, payload in own.items() if key != CLASS} or None
     if envelope is None and own is None:
         return None
     return RawHints(_actions(envelope) if envelope is not None else None, own)
+
+
+def kind_of(request: Request) -> Hashable:
+    """Return whose answers are of use alike: of one class, if the client names it, or of one adapter and template."""
+    parameters: object = request.kv_transfer_params
+    own: object = parameters.get(PARAMETER) if isinstance(parameters, Mapping) else None
+    said: object = own.get(CLASS) if isinstance(own, Mapping) else None
+    if isinstance(said, str) and len(said) <= CLASS_CHARS_MAX:
+        return said
+    lora, prompt = request.lora_request, request.num_prompt_tokens
+    tail = request.all_token_ids[max(0, prompt - TAIL_TOKENS) : prompt]
+    return lora.lora_path if lora is not None else "", *tail
 
 
 def _actions(envelope: object) -> object:

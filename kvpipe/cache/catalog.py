@@ -8,6 +8,7 @@ dict probes. Leases belong to (request, epoch) pairs; a leased chunk is never ev
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -104,6 +105,7 @@ class Catalog:
         self._index: tuple[dict[bytes, Chunk], ...] = tuple({} for _ in range(groups))
         self._pending: tuple[dict[bytes, Chunk], ...] = tuple({} for _ in range(groups))
         self._chunks: dict[int, Chunk] = {}  # by slot: all that are not ABSENT
+        self._spared: OrderedDict[Chunk, None] = OrderedDict()  # go before what the policy says; none is held
         self._leases: dict[Owner, list[Chunk]] = {}
         self._leased_s: dict[Owner, float] = {}
 
@@ -150,6 +152,7 @@ class Catalog:
             chunk.fire(m.LEASE)
             if not chunk.held:
                 self._policy.remove(chunk)
+                self._spared.pop(chunk, None)
             chunk.leases += 1
             owned.append(chunk)  # one by one: a rejected chunk must not hide the leases before it
 
@@ -177,6 +180,16 @@ class Catalog:
         for chunk in chunks:
             if not chunk.held:
                 self._policy.refresh(chunk)
+                self._spared.pop(chunk, None)
+
+    def spare(self, chunks: Iterable[Chunk]) -> int:
+        """Evict `chunks` first, unless somebody uses them before. Those that are held, or gone, are left alone.
+
+        Returns how many there are.
+        """
+        idle = [chunk for chunk in chunks if chunk.state.row == m.READY and not chunk.held]
+        self._spared.update(dict.fromkeys(idle))
+        return len(idle)
 
     @property
     def takes_hints(self) -> bool:
@@ -213,6 +226,7 @@ class Catalog:
             chunk.fire(m.GROW)
         if not chunk.held:
             self._policy.remove(chunk)
+            self._spared.pop(chunk, None)
         piece = Piece(chunk, chunk.written, stop, key, keep, base)
         chunk.written, chunk.tail, chunk.before = stop, key, before
         chunk.writers += 1
@@ -322,7 +336,7 @@ class Catalog:
             self._request(self._clock(), over=over)
 
     def _evict_one(self) -> bool:
-        chunk = self._policy.victim()
+        chunk = next(iter(self._spared), None) or self._policy.victim()
         if chunk is None:
             return False
         assert isinstance(chunk, Chunk)  # noqa: S101  (nothing else is ever inserted)
@@ -343,6 +357,7 @@ class Catalog:
                 del pending[key]
                 self.lost_keys.add(chunk.group, key, why)
         self._policy.remove(chunk)
+        self._spared.pop(chunk, None)
         if self.on_drop is not None:
             self.on_drop(chunk)
         if chunk.held:

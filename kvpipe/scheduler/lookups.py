@@ -13,6 +13,7 @@ from kvpipe.statemachine import request as m
 if TYPE_CHECKING:
     from kvpipe.cache.prefixes import Prefixes
     from kvpipe.scheduler.adapters import Adapters
+    from kvpipe.scheduler.answers import Answers
     from kvpipe.scheduler.base import Recovery, Request
     from kvpipe.scheduler.fetches import Staging
     from kvpipe.scheduler.loads import Loading
@@ -39,13 +40,14 @@ class Lookups:
         switches: Switches,
         weights: Weights,
         adapters: Adapters,
+        answers: Answers,
         recovery: Recovery,
         counters: Counters,
     ) -> None:
         """`unit_tokens`: tokens per unit of a prefix. `staging`: of an engine with tiers."""
         self._unit, self._prefixes, self._requests, self._loading = unit_tokens, prefixes, requests, loading
         self._staging, self._switches, self._weights, self._adapters = staging, switches, weights, adapters
-        self._recovery, self._counters = recovery, counters
+        self._answers, self._recovery, self._counters = answers, recovery, counters
 
     def answer(self, request: Request, local_tokens: int, step: int) -> Answer:
         """Return what can be loaded beyond the `local_tokens` that the engine holds. `step` is planned next."""
@@ -91,6 +93,7 @@ class Lookups:
     def _held(self, tracked: Tracked, local_tokens: int) -> tuple[int, bool, str]:
         """Return (units of the prefix that can be loaded, whether asynchronously, why not those that are held)."""
         units = self._prefixes.longest(tracked.request)
+        self._answers.looked_up(tracked, max(units, local_tokens // self._unit))
         beyond = units * self._unit - local_tokens
         waits = tracked.state.row != m.LET_DOWN and self._loading.waits(beyond)
         why = self._cannot_wait(tracked.request) if waits else ""

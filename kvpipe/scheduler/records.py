@@ -12,6 +12,7 @@ from kvpipe.statemachine.core import Compiled, Cursor, Watch
 
 if TYPE_CHECKING:
     from kvpipe.cache.hints import Hint
+    from kvpipe.scheduler.answers import Answer
     from kvpipe.scheduler.base import Request
     from kvpipe.scheduler.fetches import Stage
     from kvpipe.scheduler.hints import Wish
@@ -187,9 +188,13 @@ class Tracked(Cursor):
     """One request. `load_job_id`: the load of this admission, until it is over; 0: there is none.
 
     `wishes`: the hints that it came with; `hints`: when it is over, what the policy was told of its chunks.
+    `kept_units`, `stored_units`: chunks from there on go first when it is over, and are not stored in tiers.
     """
 
-    __slots__ = ("asking", "hints", "life", "load_job_id", "preemptions", "request", "saving", "stage", "wishes")
+    __slots__ = (
+        "answer", "asking", "hints", "kept_units", "life", "load_job_id", "preemptions", "request", "saving", "stage",
+        "stored_units", "wishes",
+    )  # fmt: skip
 
     def __init__(
         self, machines: Machines, request: Request, groups: int, life: RequestContext, watches: Watches
@@ -206,6 +211,8 @@ class Tracked(Cursor):
         self.stage: Stage | None = None
         self.wishes: tuple[Wish, ...] = ()
         self.hints: tuple[Hint, ...] = ()
+        self.answer: Answer | None = None
+        self.kept_units = self.stored_units = BEYOND_TOKENS
 
     @property
     def epoch(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kvpipe.cache.catalog import Catalog, Chunk, Piece
@@ -21,6 +21,7 @@ from kvpipe.config import Settings
 from kvpipe.geometry import Geometry
 from kvpipe.messages import Kind, Report, StepPlan, Tally, TierOrder
 from kvpipe.scheduler.adapters import Adapters
+from kvpipe.scheduler.answers import Answers
 from kvpipe.scheduler.base import Answer, Recovery
 from kvpipe.scheduler.fetches import PATIENCE_S, Staging
 from kvpipe.scheduler.hints import Hinting, RawHints
@@ -113,9 +114,10 @@ class SchedulerSide:
             settings, geometry, catalog=catalog, prefixes=prefixes, requests=requests, jobs=jobs, counters=counters,
             trace=trace,
         )  # fmt: skip
+        self._answers = Answers(geometry, catalog, prefixes, counters)
         self._lookups = Lookups(
-            geometry.unit_tokens, prefixes, requests=requests, loading=self.loading, staging=staging,
-            switches=switches, weights=weights, adapters=adapters, recovery=recovery, counters=counters,
+            geometry.unit_tokens, prefixes, requests=requests, loading=self.loading, staging=staging, switches=switches,
+            weights=weights, adapters=adapters, answers=self._answers, recovery=recovery, counters=counters,
         )  # fmt: skip
         self._resets = Resets(
             catalog, requests, staging, pins=self.pins, weights=weights, space_of=space_of, also_of=also_of,
@@ -187,13 +189,18 @@ class SchedulerSide:
         else:
             self._resets.name_space()
 
-    def on_new_request(self, request: Request, hints: RawHints | None = None) -> None:
-        """Start to track. `hints`: what came with it of its own future."""
+    def on_new_request(self, request: Request, hints: RawHints | None = None, kind: Hashable = None) -> None:
+        """Start to track. `hints`: what came with it of its own future.
+
+        `kind`: whether prompts go on with answers is learned of all requests of one kind; None: not of this one.
+        """
         if self._turns.away:
             self._turns.take()
         tracked = self.requests.add(request)
         if hints is not None:
             self._hinting.arrived(tracked, hints)
+        if kind is not None and self.settings.learn_answers:
+            self._answers.arrived(tracked, kind)
 
     def lookup(self, request: Request, local_tokens: int) -> Answer:
         """Return what can be loaded beyond the `local_tokens` that the engine holds. Takes nothing."""
@@ -323,6 +330,7 @@ class SchedulerSide:
                 chunks = list(chunks)  # now: what has ended has no keys of its adapter
             try:
                 self.catalog.refresh(chunks)
+                self._answers.ended(tracked)
             finally:  # whatever its policy raises
                 self._end(tracked)
             if tracked.wishes:
@@ -434,11 +442,13 @@ class SchedulerSide:
 
     def _saved(self, tracked: Tracked, piece: Piece) -> None:
         self.counters["pieces_published"] += 1
-        if tracked.state.row == m.FINISHED:  # it has ended here, as in `Saving.ended`
+        over = tracked.state.row == m.FINISHED
+        if over:  # it has ended here, as in `Saving.ended`
             self.catalog.keep_mark(piece.chunk, piece.key)
             if tracked.hints:
                 self._hinting.landed(tracked, piece.chunk)
-        if self.staging is not None:
+        self._answers.landed(tracked, piece, over=over)
+        if self.staging is not None and piece.base < tracked.stored_units:
             self.staging.stores.landed(tracked, piece.chunk, piece.stop)
         self._published(tracked.request, piece)
 

@@ -91,7 +91,7 @@ class Storing:
     def ended(self, tracked: Tracked) -> None:
         """The request is over: the chunk that it ended in can be stored as far as it is filled."""
         for opened in tracked.saving.opened:
-            if opened is not None and opened.filled < self._per_chunk:
+            if opened is not None and opened.filled < self._per_chunk and opened.base < tracked.stored_units:
                 for mark in opened.chunk.marks:
                     self._offer("all", opened.chunk, mark.units, mark.key)
 

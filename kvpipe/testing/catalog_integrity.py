@@ -39,5 +39,6 @@ def check_integrity(catalog: Catalog) -> None:
         for key, c in index.items():
             check(c.group == g and any(mk.key == key for mk in c.marks), "an index entry has no mark")
             check(c.state.row in {m.READY, m.GROWING}, f"a {c.state.row} chunk can be found")
+    check(all(c.state.row == m.READY and not c.held for c in catalog._spared), "a chunk goes first that is in use")
     idle = sum(1 for c in chunks if not c.held and c.state.row == m.READY)
     check(idle == len(catalog._policy), f"{idle} idle chunks, {len(catalog._policy)} in the policy")

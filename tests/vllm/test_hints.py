@@ -6,14 +6,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm import SamplingParams
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.lora.request import LoRARequest
 from vllm.pooling_params import PoolingParams
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.request import Request
 
-from kvpipe.connectors.vllm.hints import hints_of
+from kvpipe.connectors.vllm.hints import CLASS_CHARS_MAX, hints_of, kind_of
 from kvpipe.scheduler.hints import ACTIONS_MAX, RawAction, RawHints
 
 
@@ -74,3 +76,37 @@ def test_an_endless_envelope_is_not_walked() -> None:
     """What is too long is handed on as it is."""
     envelope = _envelope(ACTIONS_MAX + 1)
     assert hints_of(_request(None, envelope)) == RawHints(envelope.actions, None)
+
+
+def _classed(said: object, **more: Any) -> Request:
+    return _request({"kv_transfer_params": {"kvpipe": {"class": said, **more}}})
+
+
+def test_whose_answers_are_taken_for_alike() -> None:
+    """Those of one class, or of prompts that end alike, for one adapter."""
+    other = Request("o", [1, 2, 4], SamplingParams(), None)
+    adapted = Request("a", [1, 2, 3], SamplingParams(), None, lora_request=LoRARequest("a", 1, "/a"))
+    embedded = Request("e", None, SamplingParams(), None, prompt_embeds=torch.zeros(3, 4))
+    kinds = [kind_of(one) for one in (_request(), other, adapted, embedded, _classed("x"), _classed("y"))]
+    assert len(set(kinds)) == 6
+    assert kind_of(_classed("x", retain={})) == kind_of(_classed("x"))
+    answering = _request()
+    answering.append_output_token_ids(7)
+    assert kind_of(answering) == kind_of(Request("s", [5, 5, 2, 3], SamplingParams(), None)) == kind_of(_request())
+    assert kind_of(Request("p", [1], None, PoolingParams())) == ("", 1)
+
+
+@pytest.mark.parametrize("said", ["x" * (CLASS_CHARS_MAX + 1), 3, None, ["x"], {"x": 1}, True])
+def test_what_is_no_class(said: object) -> None:
+    """It is not looked at."""
+    assert kind_of(_classed(said)) == kind_of(_request())
+    assert hints_of(_classed(said)) is None
+
+
+def test_a_class_is_no_hint() -> None:
+    """Others that come with it are read as ever."""
+    assert hints_of(_classed("x")) is None
+    assert hints_of(_classed("x", retain={})) == RawHints(None, {"retain": {}})
+    assert hints_of(_request({"kv_transfer_params": {"kvpipe": {"class": "x"}}}, _envelope())) == RawHints(
+        [RawAction("kv.demote", "1.0", {})], None
+    )
