@@ -160,6 +160,24 @@ def test_a_preempted_request_finds_its_answer() -> None:
     assert chat.first(request.block_hashes) == [3, 2]
 
 
+def test_a_chunk_that_is_in_use_does_not_go_first() -> None:
+    """Neither what is being written, nor what somebody writes on in, nor what has gone."""
+    chat = Chat()
+    chat.cut(SEEN_MIN)
+    catalog, hashes = chat.world.side.catalog, chat.turn([])
+    assert chat.first(hashes) == [3, 2]
+    following = chat.ask(STOP + 1, hashes)
+    chat.world.admit_local(following, STOP * 16)
+    jobs = chat.world.step(following)
+    assert chat.first(hashes) == []
+    chunks = [catalog.find(0, key) for key in (hashes[-1], hashes[3 * CHUNK - 1])]
+    evicted = chunks[1]
+    assert evicted is not None
+    assert catalog.evict(evicted)
+    assert catalog.spare(chunk for chunk in chunks if chunk is not None) == 0
+    chat.world.succeed(*jobs)
+
+
 def _stored(chat: Chat) -> list[tuple[int, int]]:
     """Return what of one more request is offered to a tier: numbers of chunks, and how many units of each."""
     side, space = chat.world.side, Namespace()
