@@ -33,7 +33,7 @@ CHUNKS_MAX: Final = 64
 """Of one answer, by whose ends it is found."""
 
 
-class Outcome(Enum):
+class Fate(Enum):
     """What became of an answer."""
 
     UNSEEN = auto()
@@ -43,7 +43,7 @@ class Outcome(Enum):
     """Several requests end in the same block and have different answers: nothing is learned of them."""
 
 
-class Kind:
+class AnswerKind:
     """What was seen of the answers of one kind of requests."""
 
     __slots__ = ("cut", "used")
@@ -75,14 +75,14 @@ class Kind:
             self.cut, self.used = self.cut / 2, self.used / 2
 
 
-class Ended:
+class EndedRequest:
     """A request that is over: `units` of its prompt have a key, and the first unit behind them ends with `follows`."""
 
     __slots__ = ("follows", "kind", "outcome", "units")
 
     def __init__(self, kind: Hashable, units: int, follows: bytes) -> None:
         """Nobody has gone on."""
-        self.kind, self.units, self.follows, self.outcome = kind, units, follows, Outcome.UNSEEN
+        self.kind, self.units, self.follows, self.outcome = kind, units, follows, Fate.UNSEEN
 
 
 class Answer:
@@ -102,8 +102,8 @@ class Answers:
         """Nothing is known."""
         self._catalog, self._prefixes, self._counters = catalog, prefixes, counters
         self._per_chunk = geometry.units_per_chunk
-        self._kinds: OrderedDict[Hashable, Kind] = OrderedDict()
-        self._places: OrderedDict[bytes, Ended] = OrderedDict()
+        self._kinds: OrderedDict[Hashable, AnswerKind] = OrderedDict()
+        self._places: OrderedDict[bytes, EndedRequest] = OrderedDict()
 
     # ---- a request's life -----------------------------------------------------------------------------------------
 
@@ -180,31 +180,30 @@ class Answers:
             if known.follows != follows:
                 self._judge_no_more(known)
             return
-        ended = Ended(kind, units, follows)
+        ended = EndedRequest(kind, units, follows)
         last = min(stop, behind + CHUNKS_MAX * self._per_chunk)
         for place in (units, *range(behind, last + 1, self._per_chunk), stop - 1, stop):
-            if place >= units:
-                self._places[prefixes.key(hashes, place)] = ended
+            self._places[prefixes.key(hashes, place)] = ended
         while len(self._places) > PLACES_MAX:
             self._places.popitem(last=False)
 
-    def _judge(self, ended: Ended, *, used: bool) -> None:
+    def _judge(self, ended: EndedRequest, *, used: bool) -> None:
         """A prompt has all of this one's. What was cut once may be gone on with later."""
-        if ended.outcome is Outcome.UNSEEN or (used and ended.outcome is Outcome.CUT):
+        if ended.outcome is Fate.UNSEEN or (used and ended.outcome is Fate.CUT):
             self._take_back(ended)
-            ended.outcome = Outcome.USED if used else Outcome.CUT
-            kind = self._kinds.setdefault(ended.kind, Kind())
+            ended.outcome = Fate.USED if used else Fate.CUT
+            kind = self._kinds.setdefault(ended.kind, AnswerKind())
             kind.count(used=used)
             self._kinds.move_to_end(ended.kind)
             if len(self._kinds) > KINDS_MAX:
                 self._kinds.popitem(last=False)
 
-    def _judge_no_more(self, ended: Ended) -> None:
+    def _judge_no_more(self, ended: EndedRequest) -> None:
         """Prompts branch where this one ends: whoever goes on differently says nothing of its answer."""
         self._take_back(ended)
-        ended.outcome = Outcome.VOID
+        ended.outcome = Fate.VOID
 
-    def _take_back(self, ended: Ended) -> None:
+    def _take_back(self, ended: EndedRequest) -> None:
         kind = self._kinds.get(ended.kind)
-        if kind is not None and ended.outcome is Outcome.CUT:
+        if kind is not None and ended.outcome is Fate.CUT:
             kind.cut = max(0.0, kind.cut - 1)

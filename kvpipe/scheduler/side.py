@@ -81,10 +81,9 @@ class SchedulerSide:
         `space_of`: the namespace there for a digest of the weights, or nothing. `also_of`: another, for the same bytes.
         `waits_idle`: a rank may wait for loads in a step that computes nothing: none that computes waits for it.
         """
-        self.settings, self.geometry = settings, geometry
+        self.settings, self.geometry, self._ranks, self._step, self._events = settings, geometry, ranks, 0, published
         self.counters = counters = Counters()
-        self.trace, self.report = trace, RequestReporter(trace)
-        trace.step, self._ranks, self._step, self._events = 1, ranks, 0, published
+        self.trace, self.report, trace.step = trace, RequestReporter(trace), 1
         self._idle = Idle(settings.stall_ms_max) if waits_idle and stages == 1 else None  # else others may compute
         self._recovery = recovery = recovery or Recovery()
         self.weights = weights = Weights(ranks, counters)

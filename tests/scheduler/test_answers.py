@@ -236,7 +236,7 @@ def test_answers_that_have_gone_are_still_learned_of() -> None:
     assert chat.answers._kinds["think"].used == SEEN_MIN
 
 
-@pytest.mark.parametrize("held", [STOP, STOP - 1, 2 * CHUNK, PROMPT])
+@pytest.mark.parametrize("held", [STOP, STOP - 1, 2 * CHUNK + 2, 2 * CHUNK, PROMPT])
 def test_how_far_an_answer_is_held_makes_no_difference(held: int) -> None:
     """By the engine's own cache, of which prompts go on with all."""
     chat = Chat()
@@ -260,6 +260,18 @@ def test_prompts_that_share_their_beginning_only() -> None:
     kind = chat.answers._kinds["think"]
     assert (kind.cut, kind.used) == (0, 0)
     assert chat.first(chat.turn([])) == []
+
+
+def test_a_request_is_looked_at_once() -> None:
+    """When it comes: who waits is looked up in every step."""
+    chat = Chat()
+    first = chat.ask(PROMPT, [])
+    chat.answer(first, STOP)
+    following = chat.ask(STOP + 2, first.block_hashes)
+    chat.world.ask(following)
+    chat.world.side.finished(first)
+    chat.world.ask(following)
+    assert not chat.answers._kinds
 
 
 def test_a_branch_is_no_cut_of_an_answer_that_is_used() -> None:
