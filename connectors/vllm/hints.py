@@ -32,15 +32,15 @@ def hints_of(request: Request) -> RawHints | None:
 
 
 def kind_of(request: Request) -> Hashable:
-    """Return whose answers are of use alike: of one class, if the client names it, or of one adapter and template."""
+    """Return whose answers are of use alike: of one salt, and of one named class or one adapter and template."""
     parameters: object = request.kv_transfer_params
     own: object = parameters.get(PARAMETER) if isinstance(parameters, Mapping) else None
     said: object = own.get(CLASS) if isinstance(own, Mapping) else None
     if isinstance(said, str) and len(said) <= CLASS_CHARS_MAX:
-        return said
+        return request.cache_salt, said
     lora, prompt = request.lora_request, request.num_prompt_tokens
     tail = request.all_token_ids[max(0, prompt - TAIL_TOKENS) : prompt]
-    return lora.lora_path if lora is not None else "", *tail
+    return request.cache_salt, lora.lora_path if lora is not None else "", *tail
 
 
 def _actions(envelope: object) -> object:

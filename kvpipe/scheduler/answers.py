@@ -26,7 +26,7 @@ STORED_SHARE: Final = 1 / 16
 """If less are, they are not stored in tiers."""
 SEEN_MAX: Final = 128
 """Then what was seen counts half: a kind that changes is noticed."""
-KINDS_MAX: Final = 256
+KINDS_MAX: Final = 512
 PLACES_MAX: Final = 8192
 """Keys by which finished requests are remembered; the oldest are forgotten."""
 CHUNKS_MAX: Final = 64

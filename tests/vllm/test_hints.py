@@ -83,17 +83,19 @@ def _classed(said: object, **more: Any) -> Request:
 
 
 def test_whose_answers_are_taken_for_alike() -> None:
-    """Those of one class, or of prompts that end alike, for one adapter."""
+    """Those of one class, or of prompts that end alike, for one adapter; and of one salt."""
     other = Request("o", [1, 2, 4], SamplingParams(), None)
     adapted = Request("a", [1, 2, 3], SamplingParams(), None, lora_request=LoRARequest("a", 1, "/a"))
     embedded = Request("e", None, SamplingParams(), None, prompt_embeds=torch.zeros(3, 4))
-    kinds = [kind_of(one) for one in (_request(), other, adapted, embedded, _classed("x"), _classed("y"))]
-    assert len(set(kinds)) == 6
+    salted, classed = Request("s", [1, 2, 3], SamplingParams(), None, cache_salt="s"), _classed("x")
+    classed.cache_salt = "s"
+    alone = (_request(), other, adapted, embedded, salted, _classed("x"), _classed("y"), classed)
+    assert len({kind_of(one) for one in alone}) == len(alone)
     assert kind_of(_classed("x", retain={})) == kind_of(_classed("x"))
     answering = _request()
     answering.append_output_token_ids(7)
     assert kind_of(answering) == kind_of(Request("s", [5, 5, 2, 3], SamplingParams(), None)) == kind_of(_request())
-    assert kind_of(Request("p", [1], None, PoolingParams())) == ("", 1)
+    assert kind_of(Request("p", [1], None, PoolingParams())) == (None, "", 1)
 
 
 @pytest.mark.parametrize("said", ["x" * (CLASS_CHARS_MAX + 1), 3, None, ["x"], {"x": 1}, True])
