@@ -8,7 +8,7 @@ a policy of its own, which says what it gives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
 from kvpipe.cache.catalog import Catalog, Chunk
@@ -164,6 +164,11 @@ class SharedCatalog(Catalog):
         if chunk is not None:
             account.used += 1
         return chunk
+
+    def spare(self, chunks: Iterable[Chunk]) -> int:
+        """Leave `chunks` as they are: who has to give, the accounts say."""
+        del chunks
+        return 0
 
     def _vacate(self, chunk: Chunk) -> None:
         super()._vacate(chunk)

@@ -11,7 +11,10 @@ import pytest
 from benchmarks.replay.answers import World, compare
 from kvpipe.cache.catalog import Chunk
 from kvpipe.cache.hints import Action
+from kvpipe.cache.policy import Lru
+from kvpipe.cache.quotas import Accounts, SharedCatalog
 from kvpipe.connectors.vllm.trial.scheduler_world import SchedulerWorld
+from kvpipe.quota_spec import parse_quotas
 from kvpipe.scheduler.answers import KEPT_SHARE, KINDS_MAX, PLACES_MAX, SEEN_MAX, STORED_SHARE
 from kvpipe.scheduler.hints import Wish
 from kvpipe.scheduler.stores import Storing
@@ -158,6 +161,16 @@ def test_a_preempted_request_finds_its_answer() -> None:
     chat.world.succeed(*chat.world.step(request))
     chat.world.side.finished(request)
     assert chat.first(request.block_hashes) == [3, 2]
+
+
+def test_with_quotas_nothing_goes_before_its_turn() -> None:
+    """A tenant at its limit makes room from its own chunks, and nobody goes below what is sure."""
+    accounts = Accounts(parse_quotas([{"name": "a", "salt": "a", "limit": 0.5}]), 4, Lru)
+    catalog = SharedCatalog(4, 1, accounts, Counters())
+    chunk = catalog.reserve(0)
+    assert chunk is not None
+    assert catalog.landed(catalog.write(chunk, 1, b"key", keep=True))
+    assert catalog.spare([chunk]) == len(catalog._spared) == 0
 
 
 def test_a_chunk_that_is_in_use_does_not_go_first() -> None:
