@@ -36,7 +36,8 @@ def add_parsers(engine: argparse.ArgumentParser) -> None:
     counters.set_defaults(run=lambda args: _told(args, "GET", "/v1/counters"))
     lookup = _parser(sub, "lookup", "how much of a prompt is held in memory")
     _add_prompt(lookup)
-    lookup.set_defaults(run=lambda args: _told(args, "POST", "/v1/lookup", _prompt(args)))
+    lookup.add_argument("--tiers", action="store_true", help="and in each tier, which is asked")
+    lookup.set_defaults(run=lambda args: _told(args, "POST", "/v1/lookup", _prompt(args) | {"tiers": args.tiers}))
     _add_orders(sub)
     switch = _parser(sub, "switch", "stop or resume saving (freeze), or saving and loading (bypass)")
     switch.add_argument("--freeze", choices=_ON)
@@ -171,5 +172,5 @@ def _flat(told: dict[str, Any], before: str = "") -> Iterator[tuple[str, object]
     for name, value in told.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{before}{name}.")
-        elif not isinstance(value, list):
+        elif value is not None and not isinstance(value, list):
             yield before + name, value

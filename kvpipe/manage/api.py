@@ -25,9 +25,9 @@ _Number = Annotated[int, Path(ge=1, lt=_NUMBERS_MAX)]
 
 _T = TypeVar("_T", bound=models.Prompt)
 _Told = TypeVar("_Told")
-_BODIES = models.Prompt, models.PinOrder, models.EvictOrder
+_BODIES = models.PromptLookup, models.PinOrder, models.EvictOrder
 _SCHEMAS, _BODY_PARTS = msgspec.json.schema_components(_BODIES, ref_template="#/components/schemas/{name}")
-_PROMPT_BODY, _PIN_BODY, _EVICT_BODY = (
+_LOOKUP_BODY, _PIN_BODY, _EVICT_BODY = (
     {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}} for schema in _SCHEMAS
 )
 
@@ -59,10 +59,10 @@ def make_app(engine: ManagedEngine, counters: Counters) -> FastAPI:
         """Set switches, from the next step on, and return all."""
         return engine.switch(wanted)
 
-    @app.post("/v1/lookup", openapi_extra=_PROMPT_BODY)
+    @app.post("/v1/lookup", openapi_extra=_LOOKUP_BODY)
     async def lookup(request: Request) -> models.HeldTokens:
-        """Return how much of a prompt is held in memory. Changes nothing."""
-        return await engine.lookup(_read(await request.body(), models.Prompt))
+        """Return how much of a prompt is held in memory and, if they are to be asked, in tiers. Changes nothing."""
+        return await engine.lookup(_read(await request.body(), models.PromptLookup))
 
     _add_orders(app, engine)
     _add_refusals(app, counters)

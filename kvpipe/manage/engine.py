@@ -21,6 +21,7 @@ from kvpipe.cache import miss_reasons
 from kvpipe.cache.prefixes import Prefixes
 from kvpipe.cache.quotas import SharedCatalog
 from kvpipe.manage import models
+from kvpipe.manage.survey import TierSurvey
 from kvpipe.messages import Kind
 from kvpipe.scheduler.orders import Order, Work
 from kvpipe.scheduler.pins import EPOCHS, EvictedPrompt, PinnedPrompt
@@ -40,6 +41,7 @@ WAIT_S_MAX: Final = 5.0
 """For an order to be carried out; then it is told that it is pending."""
 PENDING_MAX: Final = 256
 """Orders of which is remembered what has come of them."""
+_NO_ADAPTER: Final = "adapter: not all ranks hold it, or hold the same"
 
 
 class BadRequestError(ValueError):
@@ -76,6 +78,7 @@ class ManagedEngine:
         """`engine`: what traces call it, too. `hash_tokens`: tokens per block hash."""
         self._side, self._engine, self._hash = side, engine, hash_prompt
         self._prefixes = Prefixes(side.catalog, side.geometry, hash_tokens, lambda asked: asked.block_hashes)
+        self.survey = TierSurvey(side, hash_tokens)
         self._one = anyio.Lock()
         self._set_freeze, self._set_bypass = set_freeze, set_bypass
         self._began_s = time.monotonic()
@@ -104,8 +107,8 @@ class ManagedEngine:
             self._set_bypass(bypass)
         return self.switches()
 
-    async def lookup(self, prompt: models.Prompt) -> models.HeldTokens:
-        """Return how much of a prompt is in memory. One at a time. Raises `BadRequestError`."""
+    async def lookup(self, prompt: models.PromptLookup) -> models.HeldTokens:
+        """Return how much of a prompt is in memory, and in tiers. One at a time. Raises `BadRequestError`."""
         async with self._one:
             asked = await self._hashed(prompt)
         tokens, held, why = asked.num_tokens, 0, miss_reasons.ADAPTER
@@ -113,7 +116,12 @@ class ManagedEngine:
             units = _again(lambda: self._prefixes.longest(asked))
             held = units * self._side.geometry.unit_tokens
             why = _again(lambda: self._prefixes.why_short(asked, units)) if held < tokens else ""
-        return models.HeldTokens(tokens=tokens, held_tokens=held, why=why)
+        told = models.HeldTokens(tokens=tokens, held_tokens=held, why=why)
+        if not prompt.tiers:
+            return told
+        tiers, found = await self.survey.ask(asked, _NO_ADAPTER if asked.unknown else "")
+        units = _again(lambda: self._prefixes.longest(asked, found))
+        return told.model_copy(update={"reach_tokens": units * self._side.geometry.unit_tokens, "tiers": tiers})
 
     # ---- orders ---------------------------------------------------------------------------------------------------
 
@@ -153,7 +161,7 @@ class ManagedEngine:
         async with self._one:
             asked = await self._hashed(prompt)
         if asked.unknown:
-            raise BadRequestError("adapter: not all ranks hold it, or hold the same")
+            raise BadRequestError(_NO_ADAPTER)
         return asked
 
     async def _ordered(self, make: Callable[[], Work]) -> Any:  # noqa: ANN401

@@ -43,6 +43,12 @@ class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     adapter: AdapterOf | None = None
 
 
+class PromptLookup(Prompt, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A prompt to look up. `tiers`: ask them, too."""
+
+    tiers: bool = False
+
+
 class PinOrder(Prompt, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A prompt to pin. `seconds`: for so long at most; the configuration's `manage_pin_s_max` is the most."""
 
@@ -87,6 +93,16 @@ class Pending(_ToOperator):
     pending: bool = True
 
 
+class HeldByTier(_ToOperator):
+    """How much of a prompt one tier has, whatever else has it."""
+
+    name: str
+    held_tokens: int | None = Field(
+        description="Tokens from its beginning that this tier could bring alone. Nothing: it is not known."
+    )
+    unknown: str = Field(description="Why it is not known, or nothing.")
+
+
 class HeldTokens(_ToOperator):
     """How much of a prompt would be found in memory now."""
 
@@ -95,6 +111,12 @@ class HeldTokens(_ToOperator):
         description="Tokens from its beginning whose KV is in memory, as far as they can be a hit."
     )
     why: str = Field(description="Why it is no more: one of the reasons in docs/tracing.md, or nothing.")
+    reach_tokens: int | None = Field(
+        default=None,
+        description="What memory and the tiers that have answered hold together, if tiers were asked. At least: of one "
+        "tier's last chunk it is not asked how much of it another has.",
+    )
+    tiers: list[HeldByTier] = Field(default=[], description="What each has by itself, if tiers were asked.")
 
 
 class SwitchStates(_ToOperator):

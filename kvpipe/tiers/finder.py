@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import time
 from collections.abc import Callable, Sequence
@@ -34,7 +35,7 @@ class TierLookup:
 
     __slots__ = (
         "also", "deadline_s", "done", "down", "elsewhere", "found", "full", "groups", "keys", "seconds_max", "space",
-        "state_groups", "states", "wanted",
+        "state_groups", "states", "survey", "wanted", "why",
     )  # fmt: skip
 
     def __init__(
@@ -49,6 +50,7 @@ class TierLookup:
         states: Sequence[bytes] = (),
         state_groups: Sequence[int] = (),
         full: Sequence[int] = (),
+        survey: bool = False,
     ) -> None:
         """`keys[u]`: hash of the first u + 1 units. `wanted`: whole chunks that are not in memory.
 
@@ -57,6 +59,7 @@ class TierLookup:
         asked for, before what is not there of `full`: groups of which a hit needs all.
         `also`: another namespace with chunks of the same bytes.
         `seconds_max`: for how long the request waits; until `deadline_s`, by the monotonic clock.
+        `survey`: no request waits for it. Its failures are told in `why`, and count for nobody else.
         """
         self.keys, self.wanted, self.groups, self.space, self.also = keys, wanted, groups, space, also
         self.states, self.state_groups, self.full = states or keys, state_groups, full
@@ -65,6 +68,7 @@ class TierLookup:
         """In which tier, by its place in the order, each place that was found is."""
         self.elsewhere: dict[Place, tuple[str, int]] = {}
         """In which namespace, and in how many parts, where that is not as this engine stores it."""
+        self.survey, self.why = survey, ""
         self.down = False  # a tier could not be asked
         self.done = False  # written last
 
@@ -100,6 +104,11 @@ class Finder(TierThread[TierLookup]):
     def ask(self, lookup: TierLookup) -> None:
         """Begin `lookup`. Never blocks; a lookup that cannot be made is `done` with nothing found."""
         self._begin(lookup)
+
+    def survey(self, place: int, lookup: TierLookup) -> None:
+        """Begin a survey of the tier at `place` alone. Any thread; never blocks."""
+        if not self.loop.put(functools.partial(self._begin_survey, place, lookup)):
+            _end_survey(lookup, "the engine ends")
 
     def stored(self, place: int, space: str, chunk: bytes, group: int) -> None:
         """Every rank has stored a chunk in the tier at `place`: it can be found at once."""
@@ -140,6 +149,30 @@ class Finder(TierThread[TierLookup]):
         finally:
             self._refuse(lookup)
 
+    def _begin_survey(self, place: int, lookup: TierLookup) -> None:
+        if self._group is None or self._over:
+            _end_survey(lookup, "it is not open")
+        else:
+            self._group.start_soon(self._survey, place, lookup)
+
+    async def _survey(self, place: int, lookup: TierLookup) -> None:
+        """Find what the tier at `place` has, unless it is left alone."""
+        why, breaker = "no answer in time", self.tiers[place].breakers[FIND]
+        try:
+            with anyio.move_on_after(lookup.seconds_max):
+                if place in self.unreadable:
+                    why = "some rank leaves it alone"
+                elif not breaker.allows:
+                    why = f"it is left alone ({breaker.state.row})"
+                else:
+                    await self._find_at(place, lookup, lookup.wanted)
+                    await self._find_at(place, lookup, (*self._partial(lookup), *self._other_states(lookup)))
+                    why = lookup.why or (why if lookup.down else "")
+        except Exception as error:  # noqa: BLE001  (a bug of the tier's: it is told)
+            why = repr(error)
+        finally:
+            _end_survey(lookup, why)
+
     def _refuse(self, lookup: TierLookup) -> None:
         lookup.done = True
         self._ended += 1
@@ -165,21 +198,28 @@ class Finder(TierThread[TierLookup]):
         return [(group, units) for units in sorted(ends, reverse=True) for group in lookup.state_groups[1:]]
 
     async def _find(self, lookup: TierLookup, places: tuple[Place, ...]) -> None:
-        for index, tier in enumerate(self.tiers):
+        for index in range(len(self.tiers)):
             left = [place for place in places if place not in lookup.found]
             if not left:
                 return
-            if not self._asks(index) or not await self._ready(tier, lookup):
+            if self._asks(index):
+                await self._find_at(index, lookup, left)
+            else:
                 lookup.down = True
-                continue
-            own = {group: self.split(group) for group, _ in left}
-            await self._find_in(index, lookup, left, lookup.space, own)
-            left = [place for place in left if place not in lookup.found]
-            if left:
-                seconds = (lookup.deadline_s - time.monotonic()) / 2  # what was found is to be told in time
-                with anyio.move_on_after(seconds) as waited:
-                    await self._find_elsewhere(index, lookup, left)
-                lookup.down |= waited.cancelled_caught
+
+    async def _find_at(self, index: int, lookup: TierLookup, places: Sequence[Place]) -> None:
+        """Find those of `places` that the tier at `index` has."""
+        if not await self._ready(self.tiers[index], lookup):
+            lookup.down = True
+            return
+        own = {group: self.split(group) for group, _ in places}
+        await self._find_in(index, lookup, places, lookup.space, own)
+        left = [place for place in places if place not in lookup.found]
+        if left:
+            seconds = (lookup.deadline_s - time.monotonic()) / 2  # what was found is to be told in time
+            with anyio.move_on_after(seconds) as waited:
+                await self._find_elsewhere(index, lookup, left)
+            lookup.down |= waited.cancelled_caught
 
     async def _find_elsewhere(self, index: int, lookup: TierLookup, left: list[Place]) -> None:
         """Find what the tier at `index` has under other names: all, only where the first chunk of a group is there."""
@@ -199,7 +239,7 @@ class Finder(TierThread[TierLookup]):
         return lookup.space, self.split(group)
 
     async def _find_in(
-        self, index: int, lookup: TierLookup, places: list[Place], space: str, split: dict[int, int]
+        self, index: int, lookup: TierLookup, places: Sequence[Place], space: str, split: dict[int, int]
     ) -> None:
         """Find the chunks of `places` that the tier at `index` has, in a namespace, in so many parts, by group."""
         tier = self.tiers[index]
@@ -236,7 +276,7 @@ class Finder(TierThread[TierLookup]):
         with anyio.move_on_after(left_s / 2) as waited:
             await tier.ready()
         if waited.cancelled_caught and left_s > 0:
-            self._failed(tier, "it is still being opened")
+            self._failed(lookup, tier, "it is still being opened")
         return not waited.cancelled_caught
 
     async def _exists(
@@ -264,18 +304,27 @@ class Finder(TierThread[TierLookup]):
             with anyio.fail_after(min(tier.timeout_s, left_s)):
                 there = await tier.exists([name for some in names for name in some])
         except TimeoutError:  # the lookup's own limit is often the shorter: then it takes several to be sure
-            self._failed(tier, "no answer in time", slow=left_s >= tier.timeout_s)
+            self._failed(lookup, tier, "no answer in time", slow=left_s >= tier.timeout_s)
             return None
         except TierError as error:
-            self._failed(tier, str(error))
+            self._failed(lookup, tier, str(error))
             return None
-        tier.breakers[FIND].ok()
+        if not lookup.survey:
+            tier.breakers[FIND].ok()
         ways = tier.sealer.ways
         return [any(there[at : at + ways]) for at in range(0, len(there), ways)]
 
-    def _failed(self, tier: GuardedTier, why: str, *, slow: bool = False) -> None:
+    def _failed(self, lookup: TierLookup, tier: GuardedTier, why: str, *, slow: bool = False) -> None:
+        if lookup.survey:
+            lookup.why = lookup.why or why
+            return
         self._fault(tier.name, FIND, why)
         tier.fault(FIND, why, slow=slow)
+
+
+def _end_survey(lookup: TierLookup, why: str) -> None:
+    lookup.why = why
+    lookup.done = True
 
 
 def chunk_name(key: bytes) -> bytes:

@@ -33,9 +33,9 @@ def hashes(prompt: models.Prompt) -> Iterator[Sequence[bytes]]:
 class Managed:
     """`world.side`, served."""
 
-    def __init__(self, folder: Path, **keys: Any) -> None:
+    def __init__(self, folder: Path, world: SchedulerWorld | None = None, **keys: Any) -> None:
         """Serves from now on. `keys`: of the configuration."""
-        self.world = SchedulerWorld()
+        self.world = world or SchedulerWorld()
         self.side = self.world.side
         self.engine = ManagedEngine(
             self.side,

@@ -78,6 +78,8 @@ def test_lookup(managed: Managed) -> None:
         "tokens": 20 * UNIT,
         "held_tokens": 20 * UNIT,
         "why": "",
+        "reach_tokens": None,
+        "tiers": [],
     }
     longer = managed.good("POST", "/v1/lookup", prompt("a", 25 * UNIT + 1))
     assert (longer["held_tokens"], longer["why"]) == (20 * UNIT, "not_saved")
@@ -125,10 +127,12 @@ def test_openapi_says_all(managed: Managed) -> None:
     read = {"/v1/state", "/v1/counters", "/v1/switches", "/v1/lookup"}
     assert set(told["paths"]) == read | {"/v1/pins", "/v1/pins/{pin}", "/v1/evict", "/v1/orders/{order}"}
     schema = told["paths"]["/v1/lookup"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    assert schema == {"$ref": "#/components/schemas/Prompt"}
+    assert schema == {"$ref": "#/components/schemas/PromptLookup"}
     schema = told["paths"]["/v1/evict"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert schema == {"$ref": "#/components/schemas/EvictOrder"}
-    assert {"Prompt", "PinOrder", "EvictOrder", "AdapterOf", "EngineState"} <= set(told["components"]["schemas"])
+    assert {"PromptLookup", "HeldByTier", "PinOrder", "EvictOrder", "AdapterOf", "EngineState"} <= set(
+        told["components"]["schemas"]
+    )
     assert managed.ask("GET", "/openapi.json", token="")[0] == 401
     assert managed.ask("GET", "/docs")[0] == 404
 
@@ -141,7 +145,7 @@ def test_what_changes_meanwhile_is_looked_at_again(managed: Managed) -> None:
         while not over.is_set():
             engine.state(100)
             engine.counters()
-            await engine.lookup(models.Prompt(**prompt("r1", 20 * UNIT)))
+            await engine.lookup(models.PromptLookup(**prompt("r1", 20 * UNIT)))
 
     def run() -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from kvpipe.scheduler.base import LATER
 from kvpipe.scheduler.records import BEYOND_TOKENS
 from kvpipe.scheduler.side import SchedulerSide
 from kvpipe.testing.catalog_integrity import check_integrity
+from kvpipe.tiers.guard import GuardedTier
 from kvpipe.trace.recorder import OFF, Recorder
 
 UNIT = 16
@@ -77,6 +79,7 @@ class SchedulerWorld:
         waits_idle: bool = False,
         ahead_tokens: int = 0,
         dropped_units: int = 0,
+        tiers: Sequence[GuardedTier] = (),
     ) -> None:
         """An empty cache."""
         settings = load_settings({"load": load, "prefault": touch})
@@ -92,6 +95,7 @@ class SchedulerWorld:
             loads=loads,
             recovery=self.remedies,
             waits_idle=waits_idle,
+            tiers=tiers,
             trace=trace,
         )
         self.tables: list[dict[str, list[TableEntry]]] = [{} for _ in windows]

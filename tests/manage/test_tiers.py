@@ -1,0 +1,173 @@
+"""What tiers have of a prompt: asked beside serving, in a bounded time, and nothing is learned from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from kvpipe.cli import main as cli
+from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, SchedulerWorld
+from kvpipe.statemachine import breaker as m
+from kvpipe.testing.held_tier import DictSpec, HeldTier
+from kvpipe.testing.pipeline_rig import WAIT_S
+from kvpipe.tiers.base import Key
+from kvpipe.tiers.finder import chunk_name
+from kvpipe.tiers.guard import FAULTS_MAX, FIND, guarded
+from tests.manage.conftest import Managed
+
+SPACE, CHUNK = "1" * 32, 16
+
+
+@contextmanager
+def serving(folder: Path, *tiers: HeldTier, space: str = SPACE, **world: Any) -> Iterator[Managed]:
+    """Serve a side with tiers."""
+    spec = DictSpec.model_validate({"timeout_ms_max": 60_000})
+    uses = guarded([(tier.name, spec, tier) for tier in tiers], (FIND,))
+    managed = Managed(folder, SchedulerWorld(tiers=uses, **world))
+    assert managed.side.staging is not None
+    managed.side.staging.space.base = space
+    try:
+        yield managed
+    finally:
+        managed.server.stop()
+        managed.side.shutdown()
+
+
+def hold(tier: HeldTier, managed: Managed, name: str, *ends: int, group: int = 0) -> None:
+    """Let a tier have chunks of the request of that name, by the units that they end at."""
+    keys = managed.world.request(name, max(ends)).block_hashes
+    for units in ends:
+        tier.values[Key(SPACE, chunk_name(keys[units - 1]), group, 0, 1).text] = b""
+
+
+def lookup(managed: Managed, units: int, **more: Any) -> Any:
+    """Ask for the first units of the request called a."""
+    body = {"tokens": list(range(units * UNIT)), "cache_salt": "a", "tiers": True} | more
+    return managed.good("POST", "/v1/lookup", body)
+
+
+def of(told: Any) -> dict[str, Any]:
+    """Return what each tier has, or why that is not known."""
+    return {row["name"]: row["unknown"] or row["held_tokens"] // UNIT for row in told["tiers"]}
+
+
+def test_who_has_how_much(tmp_path: Path) -> None:
+    """Memory, each tier by itself, and all of them together. Nothing is fetched, and nothing changes."""
+    near, far = HeldTier("near"), HeldTier("far")
+    with serving(tmp_path, near, far, space="") as managed:
+        managed.save("a", 20)
+        assert managed.side.staging is not None
+        managed.side.staging.space.base = SPACE
+        hold(near, managed, "a", CHUNK, 2 * CHUNK, 2 * CHUNK + 2)
+        hold(far, managed, "a", 2 * CHUNK, 3 * CHUNK, 3 * CHUNK + 2)
+        told = lookup(managed, 60)
+        assert told["held_tokens"] == 20 * UNIT
+        assert of(told) == {"near": 2 * CHUNK + 2, "far": 0}  # the first chunk is in no far one
+        assert told["reach_tokens"] == 3 * CHUNK * UNIT
+        assert told["why"] == "not_saved"
+        assert of(lookup(managed, 60, cache_salt="b")) == {"near": 0, "far": 0}
+        assert lookup(managed, 60, tiers=False) == told | {"tiers": [], "reach_tokens": None}
+        assert "tier_lookup" not in managed.side.counters.totals()
+        assert not managed.side.staging.pending
+        managed.world.check()
+
+
+def test_an_engine_without_tiers(managed: Managed) -> None:
+    """Has none to be asked."""
+    managed.save("a", 4)
+    told = lookup(managed, 8)
+    assert (told["held_tokens"], told["reach_tokens"], told["tiers"]) == (4 * UNIT, 4 * UNIT, [])
+
+
+def test_states_and_windows_count_as_in_a_hit(tmp_path: Path) -> None:
+    """A tier that has all of the tokens, and of the states one, can bring what lies before that."""
+    tier = HeldTier("far")
+    with serving(tmp_path, tier, windows=(None, None, None), states=(1, 2)) as managed:
+        hold(tier, managed, "a", CHUNK, 2 * CHUNK)
+        assert of(lookup(managed, 60)) == {"far": 0}
+        hold(tier, managed, "a", 7, CHUNK + 5, 2 * CHUNK, group=1)
+        assert of(lookup(managed, 60)) == {"far": 0}
+        hold(tier, managed, "a", 7, CHUNK + 5, group=2)
+        hold(tier, managed, "a", 2 * CHUNK - 1, 2 * CHUNK - 2)
+        assert of(lookup(managed, 60)) == {"far": CHUNK + 5}
+
+
+class Deaf(HeldTier):
+    """Does not let itself be cancelled."""
+
+    async def exists(self, keys: Sequence[Key]) -> list[bool]:
+        """See `Tier.exists`."""
+        there = list[bool]()
+        with anyio.CancelScope(shield=True):
+            there += await super().exists(keys)
+        return there
+
+
+def test_a_tier_that_cannot_be_asked_is_named(tmp_path: Path) -> None:
+    """One that is down, slow or left alone: others are told, and requests' lookups learn nothing from it."""
+    good, bad, deaf = HeldTier("good"), HeldTier("bad"), Deaf("deaf")
+    with serving(tmp_path, bad, deaf, good) as managed:
+        hold(good, managed, "a", CHUNK)
+        assert managed.side.staging is not None
+        finder, survey = managed.side.staging.finder, managed.engine.survey
+        lookup(managed, 20)  # all are open
+        bad.trouble = "down"
+        for _ in range(2 * FAULTS_MAX):
+            assert of(lookup(managed, 20)) == {"bad": "it is down", "deaf": 0, "good": CHUNK}
+        survey.seconds_max = 0.05
+        bad.trouble, deaf_too = "none", {"deaf": "no answer in time", "good": CHUNK}
+        bad.hold()
+        deaf.hold()
+        assert of(lookup(managed, 20)) == {"bad": "no answer in time"} | deaf_too
+        again = of(lookup(managed, 20))
+        assert again["deaf"] == "its last answer is still waited for"
+        assert deaf.waiting == 1
+        bad.let_go()
+        deaf.let_go()
+        survey.seconds_max = WAIT_S
+        assert [tier.breakers[FIND].state.row for tier in finder.tiers] == [m.CLOSED] * 3
+        finder.tiers[0].breakers[FIND].fault("it is slow", slow=True)
+        finder.unreadable = frozenset({2})
+        left = of(lookup(managed, 20))
+        assert (left["bad"], left["good"]) == ("it is left alone (OPEN)", "some rank leaves it alone")
+        assert managed.side.counters.faults == {}
+
+
+def test_why_none_can_be_asked(tmp_path: Path) -> None:
+    """Before the weights are known, of an adapter that ranks do not agree on, and when the engine ends."""
+    with serving(tmp_path, HeldTier("far"), space="") as managed:
+        assert of(lookup(managed, 20)) == {"far": "this engine uses no tiers yet"}
+        assert managed.side.staging is not None
+        managed.side.staging.space.base = SPACE
+        adapter = {"name": "x", "number": 7, "path": "/x"}
+        told = lookup(managed, 20, adapter=adapter)
+        assert (of(told)["far"], told["why"]) == ("adapter: not all ranks hold it, or hold the same", "adapter")
+        managed.side.shutdown()
+        assert of(lookup(managed, 20)) == {"far": "the engine ends"}
+
+
+@pytest.mark.parametrize("tiers", [1, "yes", None, []])
+def test_what_is_no_question_is_refused(tiers: object, managed: Managed) -> None:
+    """`tiers` is true or false."""
+    status, told = managed.ask("POST", "/v1/lookup", {"tokens": [1], "tiers": tiers})
+    assert (status, told["error"].split(",")[0]) == (422, "Expected `bool`")
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It shows a line for each tier."""
+    tier = HeldTier("far")
+    with serving(tmp_path, tier) as managed:
+        hold(tier, managed, "a", CHUNK)
+        at = ["--at", str(managed.address), "--token-file", str(tmp_path / "token")]
+        ids = ",".join(map(str, range(CHUNK * UNIT)))
+        assert cli.main(["engine", "lookup", ids, "--salt", "a", *at, "--tiers"]) == 0
+        said = capsys.readouterr().out
+        assert "reach_tokens" in said
+        assert "far" in said
+        assert cli.main(["engine", "lookup", ids, "--salt", "a", *at]) == 0
+        assert "reach_tokens" not in capsys.readouterr().out
