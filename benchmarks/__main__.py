@@ -11,7 +11,7 @@ from benchmarks.replay import __main__ as replay
 from benchmarks.report import show
 
 PARTS = [
-    "host", "throughput", "warm", "hybrids", "pressure", "admission", "fuzz", "trace", "timeline",
+    "host", "catalog", "throughput", "warm", "hybrids", "pressure", "admission", "fuzz", "trace", "timeline",
     "tiers", "layouts", "tier_disk", "tier_redis", "tier_s3", "tier_mooncake",
 ]  # fmt: skip
 RESULTS = Path(__file__).parent.parent / "docs" / "results"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -131,6 +132,7 @@ class SupersededFirst(Replay):
         for group in self.geometry.states if 0 < hit < last(prompt) else ():
             chunk = self.catalog.find(group, prompt.keys[hit - 1])
             if chunk is not None:
+                assert isinstance(self.lru._order, OrderedDict)
                 self.lru._order.move_to_end(chunk, last=False)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -16,6 +17,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from kvpipe.cache import large
 from kvpipe.cache.catalog import Catalog, Chunk, Owner, Piece
 from kvpipe.cache.policy import make_policy
 from kvpipe.testing.catalog_integrity import check_integrity
@@ -227,9 +229,24 @@ class SessionsCatalogModel(CatalogModel):
     policy = "sessions"
 
 
+class LargeCatalogModel(CatalogModel):
+    """The same with mappings in pieces, as large pools have them."""
+
+    policy = "sessions"
+
+    def __init__(self) -> None:
+        """Everything is free."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(large, "PLAIN_MAX", 0)
+            super().__init__()
+        assert type(self.catalog.index(0)) is large.Shards
+
+
 TestCatalog = CatalogModel.TestCase
 TestCatalog.settings = examples(150, 40)
 TestS3FifoCatalog = S3FifoCatalogModel.TestCase
 TestS3FifoCatalog.settings = examples(100, 40)
 TestSessionsCatalog = SessionsCatalogModel.TestCase
 TestSessionsCatalog.settings = examples(100, 40)
+TestLargeCatalog = LargeCatalogModel.TestCase
+TestLargeCatalog.settings = examples(100, 40)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import NamedTuple
 
 from kvpipe.cache.hints import Hint
+from kvpipe.cache.large import by_key, table, untracked
 from kvpipe.cache.miss_reasons import EVICTED, RESET, TORN, Lost
 from kvpipe.cache.policy.base import Policy, SessionPolicy
 from kvpipe.cache.policy.guard import takes_hints
@@ -40,7 +41,10 @@ class Mark(NamedTuple):
 
 
 class Chunk(Cursor):
-    """One slot's content. Its cursor is the chunk machine."""
+    """One slot's content. Its cursor is the chunk machine.
+
+    The garbage collector does not see it (`large.untracked`): nothing that it refers to may refer to it or the catalog.
+    """
 
     __slots__ = ("before", "group", "keeps", "leases", "marks", "ready", "slot", "tail", "tenant", "writers", "written")
 
@@ -58,6 +62,7 @@ class Chunk(Cursor):
         self.written = self.ready = self.writers = self.leases = 0
         self.marks: tuple[Mark, ...] = ()
         self.tail = self.keeps = self.before = b""
+        untracked(self)
 
     @property
     def identity(self) -> bytes:
@@ -99,26 +104,27 @@ class Catalog:
         self.machine = m.CHUNK.compile()
         self.watch: Watch | None = None  # of the chunks that are reserved from now on
         self.on_drop: Callable[[Chunk], object] | None = None  # called for chunks that cannot be found any more
-        self.lost_keys, self.tenants = Lost(), Tenants()
+        self.lost_keys, self.tenants = Lost(groups), Tenants()
         self.ready = slots if ready is None else ready
-        self._free = list(range(self.ready - 1, -1, -1))
-        self._index: tuple[dict[bytes, Chunk], ...] = tuple({} for _ in range(groups))
+        self._free: list[int] = []  # used before
+        self._fresh = 0  # it and those up to `ready` were not used yet
+        self._index: tuple[MutableMapping[bytes, Chunk], ...] = tuple(by_key(slots) for _ in range(groups))
         self._pending: tuple[dict[bytes, Chunk], ...] = tuple({} for _ in range(groups))
-        self._chunks: dict[int, Chunk] = {}  # by slot: all that are not ABSENT
+        self._chunks: MutableMapping[int, Chunk] = table(slots)  # by slot: all that are not ABSENT
         self._spared: OrderedDict[Chunk, None] = OrderedDict()  # go before what the policy says; none is held
         self._leases: dict[Owner, list[Chunk]] = {}
         self._leased_s: dict[Owner, float] = {}
+        self.writing = 0  # pieces
 
     def use_more(self, ready: int) -> None:
         """The first `ready` slots are in memory on every rank: they may be used. Fewer than before: nothing happens."""
-        stop = min(ready, self.slots)
-        self._free[:0] = range(stop - 1, self.ready - 1, -1)  # those used before are in the caches of the processor
-        self.ready = max(self.ready, stop)
+        self.ready = max(self.ready, min(ready, self.slots))
 
     def limit(self, slots: int) -> None:
         """A rank's pool has no more than `slots`: none beyond is used. None of them is yet."""
         self.slots = min(self.slots, slots)
         self.ready = min(self.ready, self.slots)
+        self._fresh = min(self._fresh, self.ready)
         self._free = [slot for slot in self._free if slot < self.slots]
 
     # ---- finding -------------------------------------------------------------------------------------------------
@@ -127,7 +133,7 @@ class Catalog:
         """Return the chunk that holds the prefix `key`, as far as its mark of that key says."""
         return self._index[group].get(key)
 
-    def index(self, group: int) -> dict[bytes, Chunk]:
+    def index(self, group: int) -> Mapping[bytes, Chunk]:
         """Return the group's index, for lookups that probe many keys. Not to be changed."""
         return self._index[group]
 
@@ -212,10 +218,14 @@ class Catalog:
 
     def reserve(self, group: int, tenant: Tenant = ANYBODY) -> Chunk | None:
         """Claim a free slot that is ready for `tenant`, evicting if need be; None when every chunk is held."""
-        if not self._free and not self._evict_one():
+        if not self._free and self._fresh < self.ready:
+            slot, self._fresh = self._fresh, self._fresh + 1
+        elif self._free or self._evict_one():
+            slot = self._free.pop()  # one used before: it is in the caches of the processor
+        else:
             self.counters["save_dropped_pool_full"] += 1
             return None
-        chunk = Chunk(self.machine, group, self._free.pop(), self.watch, tenant)
+        chunk = Chunk(self.machine, group, slot, self.watch, tenant)
         chunk.fire(m.RESERVE)
         self._chunks[chunk.slot] = chunk
         return chunk
@@ -230,6 +240,7 @@ class Catalog:
         piece = Piece(chunk, chunk.written, stop, key, keep, base)
         chunk.written, chunk.tail, chunk.before = stop, key, before
         chunk.writers += 1
+        self.writing += 1
         self._pending[chunk.group].setdefault(key, chunk)
         return piece
 
@@ -293,6 +304,8 @@ class Catalog:
             if old not in kept and index.get(old.key) is chunk:
                 del index[old.key]
         chunk.marks = (*kept, mark)
+        untracked(mark)
+        untracked(chunk.marks)
         index[mark.key] = chunk
         self.lost_keys.forget(chunk.group, mark.key)
 
@@ -303,6 +316,7 @@ class Catalog:
 
     def _finish_write(self, chunk: Chunk, *, landed: bool) -> None:
         chunk.writers -= 1
+        self.writing -= 1
         more = chunk.writers > 0
         if landed:
             chunk.fire(m.LANDED_MORE if more else m.LANDED_LAST)
@@ -390,9 +404,4 @@ class Catalog:
     @property
     def used(self) -> int:
         """How many slots hold something."""
-        return self.ready - len(self._free)
-
-    @property
-    def writing(self) -> int:
-        """How many pieces are being written."""
-        return sum(chunk.writers for chunk in self._chunks.values())
+        return self._fresh - len(self._free)

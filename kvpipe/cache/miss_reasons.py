@@ -52,27 +52,35 @@ would learn what others ask (docs/security.md).
 """
 
 KEYS_MAX = 1 << 16
+PARTS = 64
 
 
 class Lost:
-    """Remembers the last `keys_max` keys that left the catalog."""
+    """Remembers the last keys, about `keys_max`, that left the catalog.
 
-    def __init__(self, keys_max: int = KEYS_MAX) -> None:
+    In parts by the hash of a key, each the last of its own: one large dictionary takes milliseconds when it grows.
+    """
+
+    def __init__(self, groups: int = 1, keys_max: int = KEYS_MAX) -> None:
         """Nothing was lost."""
-        self._max = keys_max
-        self.reasons: OrderedDict[tuple[int, bytes], str] = OrderedDict()  # by group and key; read by lookups
+        parts = PARTS if keys_max >= groups * PARTS * PARTS else 1
+        self.mask = parts - 1
+        self._part_max = max(1, keys_max // groups // parts)
+        self.reasons = tuple(tuple(OrderedDict[bytes, str]() for _ in range(parts)) for _ in range(groups))
+        """By group, by the bits of a key's hash that `mask` has, and by the key; read by lookups."""
 
     def add(self, group: int, key: bytes, why: str) -> None:
         """`key` cannot be found in `group` any more."""
-        self.reasons.pop((group, key), None)  # it becomes the youngest
-        self.reasons[group, key] = why
-        if len(self.reasons) > self._max:
-            self.reasons.popitem(last=False)
+        part = self.reasons[group][hash(key) & self.mask]
+        part.pop(key, None)  # it becomes the youngest
+        part[key] = why
+        if len(part) > self._part_max:
+            part.popitem(last=False)
 
     def forget(self, group: int, key: bytes) -> None:
         """`key` can be found again."""
-        self.reasons.pop((group, key), None)
+        self.reasons[group][hash(key) & self.mask].pop(key, None)
 
     def why(self, group: int, key: bytes) -> str:
         """Return why `key` left, or that it never came."""
-        return self.reasons.get((group, key), NOT_SAVED)
+        return self.reasons[group][hash(key) & self.mask].get(key, NOT_SAVED)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvpipe.cache import miss_reasons
 from kvpipe.cache.catalog import Catalog, Chunk
+from kvpipe.cache.large import Shards
 from kvpipe.geometry import Geometry
 
 if TYPE_CHECKING:
@@ -149,15 +150,15 @@ class Prefixes:
         if units >= stop or (units == stop - 1 and self._gives_back(request, stop)):
             return miss_reasons.BELOW_MINIMUM
         last = min(units // self._per_chunk * self._per_chunk + self._per_chunk, stop)
-        reasons = lost.reasons
+        mask = lost.mask
         for group in self._groups:
-            found, pending = self._catalog.index(group), self._catalog.pending(group)
+            found, pending, reasons = self._catalog.index(group), self._catalog.pending(group), lost.reasons[group]
             for key in self._keys(hashes, units + 1, last, ahead=0 if group in self._states else None):
                 if key in found:
                     continue
                 if key in pending:
                     return miss_reasons.BEING_SAVED
-                if (why := reasons.get((group, key))) is not None:
+                if (why := reasons[hash(key) & mask].get(key)) is not None:
                     return why
         return miss_reasons.NOT_SAVED
 
@@ -201,7 +202,8 @@ class Prefixes:
     def _longest_full(self, index: Index, hashes: Sequence[bytes], best: int) -> int:
         per_chunk = self._per_chunk
         whole = self._keys(hashes, per_chunk, best, per_chunk)
-        base = len(list(takewhile(index.__contains__, whole))) * per_chunk
+        held = index.leading(whole) if isinstance(index, Shards) else len(list(takewhile(index.__contains__, whole)))
+        base = held * per_chunk
         return self._longest_in_last_chunk(index, hashes, min(best, base + per_chunk - 1))
 
     def _longest_in_last_chunk(self, index: Index, hashes: Sequence[bytes], best: int) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import time
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -167,7 +168,8 @@ class SchedulerSide:
 
     def trace_moves(self) -> None:
         """Trace the moves of chunks, stages and tier transfers that begin from now on."""
-        self.catalog.watch = self.report.chunk_moved
+        report = weakref.proxy(self.report)  # what chunks refer to is never collected before they go
+        self.catalog.watch = lambda *move: report.chunk_moved(*move)  # noqa: PLW0108  (its method would refer to it)
         if self.staging is not None:
             self.staging.watch, self.staging.watch_transfer = self.report.stage_moved, self.report.transfer_moved
 

@@ -14,15 +14,14 @@ def check_integrity(catalog: Catalog) -> None:
             raise AssertionError(what)
 
     chunks, slots = list(catalog._chunks.values()), list(catalog._chunks)
+    free = [*catalog._free, *range(catalog._fresh, catalog.ready)]
     check(slots == [c.slot for c in chunks], "a chunk is not in its slot")
-    check(len(set(catalog._free)) == len(catalog._free), "a slot is free twice")
-    check(not set(slots) & set(catalog._free), "a chunk's slot is free")
+    check(len(set(free)) == len(free), "a slot is free twice")
+    check(not set(slots) & set(free), "a chunk's slot is free")
     check(all(c.state.row != m.ABSENT for c in chunks), "an absent chunk has a slot")
-    check(
-        len(slots) + len(catalog._free) == catalog.ready,
-        f"slots lost: {catalog.ready - len(slots) - len(catalog._free)}",
-    )
-    check(all(slot < catalog.ready for slot in (*slots, *catalog._free)), "a slot is used that is not ready")
+    check(len(slots) + len(free) == catalog.ready, f"slots lost: {catalog.ready - len(slots) - len(free)}")
+    check(all(slot < catalog.ready for slot in (*slots, *free)), "a slot is used that is not ready")
+    check(catalog.writing == sum(c.writers for c in chunks), "pieces that are written are not counted")
     leased: dict[int, int] = {}
     for owned in catalog._leases.values():
         for c in owned:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -209,7 +211,7 @@ def test_what_is_remembered_is_bounded() -> None:
     for i in range(5):
         lost.add(0, bytes([i]), miss_reasons.EVICTED)
     assert [lost.why(0, bytes([i])) for i in range(5)] == [miss_reasons.NOT_SAVED] * 2 + [miss_reasons.EVICTED] * 3
-    assert len(lost.reasons) == 3
+    assert [len(part) for part in lost.reasons[0]] == [3]
 
 
 # ---- a life ---------------------------------------------------------------------------------------------------------
@@ -282,6 +284,18 @@ def test_a_lookup_is_told_when_its_answer_changes() -> None:
     reported.ask(request)
     assert reported.told(e.Lookup)[-1].hit_tokens == {"memory": 4 * UNIT}, "a new admission is asked for"
     assert len([one for one in reported.told(e.Lookup) if one.request == "r"]) == 3
+
+
+def test_a_traced_side_that_is_dropped_goes() -> None:
+    """What its chunks refer to does not hold it: they are no garbage that a collection sees."""
+    reported = Told()
+    reported.publish(reported.request("old", 4))
+    (chunk,) = {*reported.side.catalog.index(0).values()}
+    assert chunk.watch is not None
+    gone = weakref.ref(reported.side.catalog)
+    del reported, chunk
+    gc.collect()
+    assert gone() is None
 
 
 def test_without_a_trace_only_the_two_lines_are_told() -> None:

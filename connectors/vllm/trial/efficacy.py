@@ -45,7 +45,7 @@ def ends(side: SchedulerSide, request: Request) -> frozenset[tuple[Chunk, bytes]
     """Return the chunk of each group that holds where the request has ended, or is about to, and the key of that."""
     found, last = set(), side.geometry.end_units
     for group in _growing(side):
-        known = side.catalog.pending(group) | side.catalog.index(group)
+        known = {**side.catalog.pending(group), **side.catalog.index(group)}
         found |= {(known[key], key) for key in [key for key in keys_of(side, request)[-last:] if key in known][-1:]}
     return frozenset(found)
 

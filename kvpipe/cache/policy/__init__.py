@@ -26,4 +26,4 @@ def make_policy(name: str, slots: int, fault: Callable[..., object] = warn) -> P
     plugin = plugins.load(plugins.POLICIES, name)
     policy: Policy = plugin.make(slots)
     plugin.check(policy, Policy)
-    return policy if name in plugins.own(plugins.POLICIES) else GuardedPolicy(policy, name, fault)
+    return policy if name in plugins.own(plugins.POLICIES) else GuardedPolicy(policy, name, fault, slots)

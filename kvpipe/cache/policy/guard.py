@@ -18,9 +18,9 @@ def takes_hints(policy: Policy) -> TypeGuard[HintedPolicy]:
 class GuardedPolicy(Lru):
     """Evicts as `policy` says as long as that names chunks that may go, and the least recently used from then on."""
 
-    def __init__(self, policy: Policy, name: str, fault: Callable[..., object]) -> None:
-        """`fault("policy_failed", policy, why)` is called once, when it is left alone."""
-        super().__init__()
+    def __init__(self, policy: Policy, name: str, fault: Callable[..., object], slots: int = 0) -> None:
+        """`fault("policy_failed", policy, why)` is called once, when it is left alone. `slots`: of the pool."""
+        super().__init__(slots)
         self._policy: Policy | None = policy
         self._name, self._fault = name, fault
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
+from kvpipe.cache.large import Ordered, order
 from kvpipe.cache.policy.base import Evictable
 
 
 class Lru:
     """Evicts what was used longest ago."""
 
-    def __init__(self, slots: int = 0) -> None:  # noqa: ARG002  (its list needs no size)
+    def __init__(self, slots: int = 0) -> None:
         """Start empty. `slots`: of the pool."""
-        self._order: OrderedDict[Evictable, None] = OrderedDict()
+        self._order: Ordered[Evictable, None] = order(slots)
 
     def insert(self, chunk: Evictable, *, hit: bool) -> None:  # noqa: ARG002  (all uses are equal here)
         """See `Policy.insert`."""

@@ -7,9 +7,9 @@ main queue when it comes back.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Hashable
 
+from kvpipe.cache.large import Ordered, order
 from kvpipe.cache.policy.base import Evictable
 
 SMALL_SHARE = 0.10  # of the slots; the paper's value
@@ -21,9 +21,9 @@ class S3Fifo:
 
     def __init__(self, slots: int) -> None:
         """`slots` bounds the ghost list and sizes the small queue."""
-        self._small: OrderedDict[Evictable, int] = OrderedDict()
-        self._main: OrderedDict[Evictable, int] = OrderedDict()
-        self._ghost: OrderedDict[Hashable, None] = OrderedDict()
+        self._small: Ordered[Evictable, int] = order(slots)
+        self._main: Ordered[Evictable, int] = order(slots)
+        self._ghost: Ordered[Hashable, None] = order(slots)
         self._small_max = max(1, int(slots * SMALL_SHARE))
         self._ghost_max = max(1, slots)
 

@@ -6,12 +6,12 @@ and after what follows it. Which one goes, `returns.py` says, from how long chai
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, MutableMapping
 from itertools import islice
 from typing import Final
 
 from kvpipe.cache.hints import Action, Hint
+from kvpipe.cache.large import Ordered, order, table, untracked
 from kvpipe.cache.policy.base import Evictable
 from kvpipe.cache.policy.returns import KINDS, LEFT, SILENT, Returns, kind_of, pace_after, said_kind
 
@@ -39,6 +39,8 @@ class Chain:
         self.hint: Hint | None = None  # of the wait it is in, or of the next one
         self.said, self.hinted_s = 0, now_s  # the kind that makes it, and since when; 0: nothing was said
         self.ended_s: float | None = None  # since when it waits; None: a request uses it
+        untracked(self)
+        untracked(self.stack)
 
 
 def _push(stack: list[Evictable], chunk: Evictable) -> None:
@@ -56,13 +58,13 @@ class Sessions:
         """`slots` bounds what is remembered of chunks that are held, and of chains that went."""
         self._slots = max(1, slots)
         self._returns = Returns()
-        self._at: dict[Evictable, Chain] = {}  # what may go
-        self._held: dict[Evictable, Chain] = {}
-        self._known: OrderedDict[Hashable, Chain] = OrderedDict()  # by identity of their chunks
-        self._gone: OrderedDict[Hashable, Chain] = OrderedDict()  # by the identity of their head
-        self._branches: OrderedDict[Hashable, dict[Chain, None]] = OrderedDict()  # by what they follow
-        self._queues: tuple[OrderedDict[Chain, None], ...] = tuple(OrderedDict() for _ in range(KINDS))
-        self._orphans: OrderedDict[Chain, None] = OrderedDict()
+        self._at: MutableMapping[Evictable, Chain] = table(slots)  # what may go
+        self._held: MutableMapping[Evictable, Chain] = table(slots)
+        self._known: Ordered[Hashable, Chain] = order(2 * slots)  # by identity of their chunks
+        self._gone: Ordered[Hashable, Chain] = order(slots)  # by the identity of their head
+        self._branches: Ordered[Hashable, dict[Chain, None]] = order(slots)  # by what they follow
+        self._queues: tuple[Ordered[Chain, None], ...] = tuple(order(slots) for _ in range(KINDS))
+        self._orphans: Ordered[Chain, None] = order(slots)
         self._now_s, self._over = 0.0, False
         self._touched: list[Evictable] = []  # of the request that is over, its end first
         self._draining: Chain | None = None
@@ -128,7 +130,7 @@ class Sessions:
                 del self._queue(chain)[chain]
             self._held[chunk] = chain
             if len(self._held) > self._slots:  # what was dropped meanwhile stays in it
-                for old in list(islice(self._held, 1 + self._slots // 8)):
+                for old in list(islice(self._held, 1 + min(self._slots // 8, 256))):
                     del self._held[old]
 
     def refresh(self, chunk: Evictable) -> None:
@@ -211,7 +213,7 @@ class Sessions:
             if len(self._gone) > self._slots:
                 self._gone.popitem(last=False)
 
-    def _queue(self, chain: Chain) -> OrderedDict[Chain, None]:
+    def _queue(self, chain: Chain) -> Ordered[Chain, None]:
         return self._orphans if chain.orphan else self._queues[chain.kind]
 
     def _less(self, chain: Chain) -> None:
@@ -259,6 +261,8 @@ class Sessions:
         stack = chain.stack
         stop = next((i for i in range(len(stack), 0, -1) if stack[i - 1].identity == at), len(stack))
         rest, chain.stack = stack[stop:], stack[:stop]
+        untracked(rest)
+        untracked(chain.stack)
         if not rest:
             return
         end = Chain(rest[0].identity, at, self._now_s, orphan=chain.orphan)
@@ -362,6 +366,7 @@ class Sessions:
                 following = iter(order + [one for one in free if one not in chunks])
                 order = [next(following, one) if self._at.get(one) is chain else one for one in chain.stack]
             chain.stack = order
+            untracked(order)
             self._used_until_now(chain)
 
     def _used_until_now(self, chain: Chain) -> None:

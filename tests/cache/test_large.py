@@ -1,0 +1,147 @@
+"""Mappings in pieces do what a dict and an `OrderedDict` do, piece by piece."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import random
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+
+from kvpipe.cache import large
+from kvpipe.cache.catalog import Catalog, Chunk, Mark
+from kvpipe.cache.large import PLAIN_MAX, ShardedOrder, Shards, by_key, order, table
+from kvpipe.cache.policy import make_policy
+from kvpipe.cache.policy.sessions import Chain
+from kvpipe.trace.log import Counters
+
+
+def _both(call: Any, *ours_and_theirs: Any) -> None:
+    """Hold that both return the same, or raise alike."""
+    ends = []
+    for one in ours_and_theirs:
+        try:
+            ends.append(call(one))
+        except KeyError:
+            ends.append(KeyError)
+    assert ends[0] == ends[1]
+
+
+CALLS: list[Any] = [
+    lambda d, key: d.__setitem__(key, key),
+    lambda d, key: d.__setitem__(key, key),
+    lambda d, key: d.__setitem__(key, -key),
+    lambda d, key: d.__delitem__(key),
+    lambda d, key: d.pop(key, None),
+    lambda d, key: d.pop(key),
+    lambda d, key: d.get(key),
+    lambda d, key: d[key],
+    lambda d, key: key in d,
+    lambda d, key: d.setdefault(key, 7),
+    lambda d, _: len(d),
+    lambda d, _: bool(d),
+]
+KEYED: list[Any] = [
+    lambda d, key: d.__setitem__(key, key[0]),
+    lambda d, key: d.__setitem__(key, key[1]),
+    lambda d, key: d.__setitem__(key, -1),
+]
+ORDERED: list[Any] = [
+    *CALLS,
+    lambda d, key: d.move_to_end(key),
+    lambda d, _: d.popitem(last=False),
+    lambda d, key: key % 7 or d.popitem(),
+    lambda d, _: next(iter(d), None),
+    lambda d, _: next(reversed(d), None),
+]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_an_order_is_an_ordered_dict(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is done with both, in runs of eight entries, both hold the same in the same order."""
+    monkeypatch.setattr(large, "RUN_MAX", 8)
+    rng, ours, theirs = random.Random(seed), ShardedOrder[int, int](100), OrderedDict[int, int]()
+    for step in range(6000):
+        key, call = rng.randrange(1, 20 if seed % 2 else 400), rng.choice(ORDERED[: 3 if step % 500 < 100 else None])
+        _both(lambda d, key=key, call=call: call(d, key), ours, theirs)
+        if step % 10 == 0:
+            assert list(ours.items()) == list(theirs.items())
+            assert list(reversed(ours)) == list(reversed(theirs))
+    while theirs:
+        assert ours.popitem(last=False) == theirs.popitem(last=False)
+    assert not ours
+    assert ours._first is ours._last
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_shards_are_a_dict(seed: int) -> None:
+    """Whatever is done with both, both hold the same."""
+    rng, ours, theirs = random.Random(seed), Shards[int](), dict[bytes, int]()
+    none = bytes(4)
+    for _ in range(4000):
+        key, call = rng.randrange(1, 400).to_bytes(4, "little"), rng.choice(CALLS[3:] + KEYED)
+        _both(lambda d, key=key, call=call: call(d, key), ours, theirs)
+        keys = [rng.choice([*theirs, none]) for _ in range(5)]
+        assert ours.leading(keys) == (keys.index(none) if none in keys else 5)
+        assert len(ours) == len(theirs)
+    assert dict(ours) == theirs
+
+
+def test_what_is_left_of_an_order_is_in_few_runs() -> None:
+    """Of long ago few entries are left, anywhere: their runs are joined."""
+    kept = ShardedOrder[int, int](100_000)
+    for i in range(100_000):
+        kept[i] = i
+    for i in range(100_000):
+        if i % 100:
+            del kept[i]
+    assert list(kept) == list(range(0, 100_000, 100))
+    run, runs = kept._first, 1
+    while run.newer is not None:
+        run, runs = run.newer, runs + 1
+    assert runs <= 1 + 2 * len(kept) // (large.RUN_MAX // 4)
+
+
+def test_no_piece_is_large() -> None:
+    """Of a million entries every dict that grows has a few thousand, also by addresses of objects."""
+    objects = [object() for _ in range(100_000)]
+    shards, queue = Shards[int](), ShardedOrder[object, int](1_000_000)
+    for i, one in enumerate(objects):
+        queue[one] = 1
+        shards[hashlib.sha256(i.to_bytes(4)).digest()] = 1
+    assert max(map(len, shards._shards)) <= 2 * len(objects) // 256
+    assert max(map(len, queue._shards)) <= 3 * len(objects) // len(queue._shards)
+    assert len(queue._first.entries) == large.RUN_MAX
+    assert len(queue._shards) * large.SHARD_ENTRIES >= 1_000_000
+
+
+def test_a_small_one_is_plain() -> None:
+    """Pools of usual sizes have dicts."""
+    assert type(table(PLAIN_MAX)) is dict
+    assert type(order(PLAIN_MAX)) is OrderedDict
+    assert type(by_key(PLAIN_MAX)) is dict
+    assert type(table(PLAIN_MAX + 1)) is ShardedOrder
+    assert type(by_key(PLAIN_MAX + 1)) is Shards
+    assert type(order(PLAIN_MAX + 1)) is ShardedOrder
+
+
+def _walked() -> list[object]:
+    """Return what a full collection walks."""
+    gc.collect()
+    return [one for one in gc.get_objects() if isinstance(one, Chunk | Mark | Chain)]
+
+
+@pytest.mark.parametrize("policy", ["lru", "sessions"])
+def test_the_garbage_collector_walks_no_chunk(policy: str) -> None:
+    """However many are held, what walks all that the process has in sight does not walk them."""
+    before = len(_walked())
+    catalog = Catalog(64, 1, make_policy(policy, 64), Counters())
+    for i in range(96):
+        chunk = catalog.reserve(0)
+        assert chunk is not None
+        catalog.landed(catalog.write(chunk, 16, bytes([i]), keep=False))
+        catalog.refresh([chunk])
+    assert catalog.used == 64
+    assert len(_walked()) == before
