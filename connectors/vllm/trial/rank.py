@@ -231,7 +231,9 @@ class Rank(Runner):
         from vllm.config import CUDAGraphMode
 
         self._replay: Any = SimpleNamespace(**vars(self._forward), cudagraph_runtime_mode=CUDAGraphMode.FULL)
-        self._introduce(connector._vllm_config)  # noqa: SLF001
+        config = connector._vllm_config  # noqa: SLF001
+        self._drops = config.speculative_config is not None and config.speculative_config.use_eagle_block_drop()
+        self._introduce(config)
         connector.register_kv_caches({layer.name: layer.cache for layer in self.layers})
         self._ready_at = STEPS_PER_SLOT + index  # the step with which the next slot of a fresh pool is ready
         if shape.fresh:
@@ -446,7 +448,7 @@ class Rank(Runner):
         words, block = self._states.read(layer, request, table)
         right = not start or bool((words == (sequence.upto(start)[-1] ^ layer.key)).all())
         self._states.write(layer, request, table, content, drafts)
-        tokens, place = exported(self.shape, start, start + len(content))
+        tokens, place = exported(self.shape, start, start + len(content), drops=self._drops)
         if tokens and table[place]:
             layer.words[table[place]] = content[tokens - 1]
         return None if right else Wrong(self.index, request, layer.name, [start - 1], frozenset((block,)))

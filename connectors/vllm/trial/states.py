@@ -95,10 +95,10 @@ class RunningStates:
         self._last[request] = column, kept
 
 
-def exported(shape: Shape, start: int, stop: int) -> tuple[int, int]:
+def exported(shape: Shape, start: int, stop: int, *, drops: bool) -> tuple[int, int]:
     """Return of how many tokens of a step a state is written from within it, and where in the table; 0: of none.
 
-    Layers ask this of vLLM as its scheduler and `MambaManager` do, and write what nobody has reserved a block for into
+    `drops`: vLLM drops the last of a hit. Layers ask it as its scheduler and `MambaManager` do, and write what nobody has reserved a block for into
     the null block.
     """
     from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
@@ -107,6 +107,6 @@ def exported(shape: Shape, start: int, stop: int) -> tuple[int, int]:
         return 0, -1
     tokens, places = compute_mamba_prefill_checkpoints(
         [stop], [stop - start], shape.hash_tokens, shape.block_tokens[shape.states[0]], shape.exports,
-        drop_eagle_block=shape.drafter, cache_hit_alignment_tokens=shape.hash_tokens,
+        drop_eagle_block=drops, cache_hit_alignment_tokens=shape.hash_tokens,
     )  # fmt: skip
     return tokens[0], places[0]
