@@ -98,8 +98,8 @@ class RunningStates:
 def exported(shape: Shape, start: int, stop: int, *, drops: bool) -> tuple[int, int]:
     """Return of how many tokens of a step a state is written from within it, and where in the table; 0: of none.
 
-    `drops`: vLLM drops the last of a hit. Layers ask it as its scheduler and `MambaManager` do, and write what nobody has reserved a block for into
-    the null block.
+    `drops`: vLLM drops the last of a hit. Layers ask it as its scheduler and `MambaManager` do, and write what nobody
+    has reserved a block for into the null block.
     """
     from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
 
