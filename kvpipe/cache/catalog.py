@@ -189,10 +189,7 @@ class Catalog:
                 self._spared.pop(chunk, None)
 
     def spare(self, chunks: Iterable[Chunk]) -> int:
-        """Evict `chunks` first, unless somebody uses them before. Those that are held, or gone, are left alone.
-
-        Returns how many there are.
-        """
+        """Evict `chunks` first, unless they are used before; how many. Those that are held, or gone, are left alone."""
         idle = [chunk for chunk in chunks if chunk.state.row == m.READY and not chunk.held]
         self._spared.update(dict.fromkeys(idle))
         return len(idle)
@@ -354,9 +351,7 @@ class Catalog:
         if chunk is None:
             return False
         assert isinstance(chunk, Chunk)  # noqa: S101  (nothing else is ever inserted)
-        self.counters["evicted"] += 1
-        self._drop(chunk, EVICTED)
-        return True
+        return self.evict(chunk)
 
     def _drop(self, chunk: Chunk, why: str) -> None:
         """Take `chunk` out of the index; free its slot now, or when the last reader and writer are gone."""
@@ -384,8 +379,6 @@ class Catalog:
         """The chunk is ABSENT: its slot is free."""
         del self._chunks[chunk.slot]
         self._free.append(chunk.slot)
-
-    # ---- the truth about itself ----------------------------------------------------------------------------------
 
     @property
     def leases(self) -> int:
