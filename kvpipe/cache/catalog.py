@@ -46,7 +46,9 @@ class Chunk(Cursor):
     The garbage collector does not see it (`large.untracked`): nothing that it refers to may refer to it or the catalog.
     """
 
-    __slots__ = ("before", "group", "keeps", "leases", "marks", "ready", "slot", "tail", "tenant", "writers", "written")
+    __slots__ = (
+        "before", "group", "keeps", "leases", "marks", "ready", "slot", "tail", "tenant", "used_s", "writers", "written"
+    )  # fmt: skip
 
     def __init__(
         self, machine: Compiled, group: int, slot: int, watch: Watch | None = None, tenant: Tenant = ANYBODY
@@ -55,11 +57,11 @@ class Chunk(Cursor):
 
         `tail` is the prefix hash at `written`: only a request with that prefix may write on. `keeps`: the mark that
         was last of use to another request. `before`: what comes before it is found under this key; b"" for the first.
-        `tenant`: whose it is.
+        `tenant`: whose it is. `used_s`: in which second it was of use last; for who holds it, it is of use now.
         """
         super().__init__(machine, slot, watch)
         self.group, self.slot, self.tenant = group, slot, tenant
-        self.written = self.ready = self.writers = self.leases = 0
+        self.written = self.ready = self.writers = self.leases = self.used_s = 0
         self.marks: tuple[Mark, ...] = ()
         self.tail = self.keeps = self.before = b""
         untracked(self)
@@ -115,6 +117,7 @@ class Catalog:
         self._leases: dict[Owner, list[Chunk]] = {}
         self._leased_s: dict[Owner, float] = {}
         self.writing = 0  # pieces
+        self._second = 0  # see `tick`
 
     def use_more(self, ready: int) -> None:
         """The first `ready` slots are in memory on every rank: they may be used. Fewer than before: nothing happens."""
@@ -141,6 +144,10 @@ class Catalog:
         """Return the keys of `group` that are being written. Not to be changed."""
         return self._pending[group]
 
+    def at(self, slot: int) -> Chunk | None:
+        """Return the chunk in a slot; None: it is free. Any thread."""
+        return self._chunks.get(slot)
+
     def known(self, group: int, key: bytes) -> bool:
         """Whether `key` can be found or is being written."""
         return key in self._index[group] or key in self._pending[group]
@@ -150,6 +157,7 @@ class Catalog:
     def lease(self, owner: Owner, chunks: list[Chunk], *, timed: bool = True) -> None:
         """Hold `chunks` for `owner` until `release`. An owner leases once. `timed`: it counts for `oldest_lease_s`."""
         owned, now_s = self._leases.setdefault(owner, []), self._clock()
+        self._second = int(now_s)
         if timed:
             self._leased_s.setdefault(owner, now_s)
         if self._request is not None:
@@ -182,10 +190,14 @@ class Catalog:
 
     def refresh(self, chunks: Iterable[Chunk], *, over: bool = True) -> None:
         """Order a request's chunks so that the ends of prefixes go before their beginnings. `over`: it is finished."""
-        self._tell(over=over)
+        self._second = second = int(now_s := self._clock())
+        if self._request is not None:
+            self._request(now_s, over=over)
+        refresh = self._policy.refresh
         for chunk in chunks:
             if not chunk.held:
-                self._policy.refresh(chunk)
+                chunk.used_s = second
+                refresh(chunk)
                 self._spared.pop(chunk, None)
 
     def spare(self, chunks: Iterable[Chunk]) -> int:
@@ -203,6 +215,10 @@ class Catalog:
     def now_s(self) -> float:
         """What time it is, in seconds of the catalog's clock."""
         return self._clock()
+
+    def tick(self) -> None:
+        """Take the time: what is of use until the next tick is of use now."""
+        self._second = int(self._clock())
 
     def hint(self, chunks: Iterable[Chunk], hint: Hint) -> None:
         """Tell the policy, if it takes hints, what a client says of a prompt's chunks."""
@@ -339,6 +355,7 @@ class Catalog:
         else:
             if reader:
                 chunk.fire(m.DRAINED)
+            chunk.used_s = self._second
             self._policy.insert(chunk, hit=hit)
 
     def _tell(self, *, over: bool) -> None:

@@ -1,4 +1,4 @@
-"""`kvpipe engine state|counters|lookup|pin|unpin|pins|evict|order|switch`: a running engine with `manage`."""
+"""`kvpipe engine COMMAND`: asks, and switches, a running engine with `manage`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from kvpipe.config import load_settings
 from kvpipe.errors import UsageError
 from kvpipe.listening import ENGINE, Address
 from kvpipe.manage.client import ask
+from kvpipe.manage.salts import salt_digest
 from kvpipe.tiers.spec import secret
 
 TOKENS_BYTES_MAX: Final = 16 << 20
@@ -38,7 +39,12 @@ def add_parsers(engine: argparse.ArgumentParser) -> None:
     _add_prompt(lookup)
     lookup.add_argument("--tiers", action="store_true", help="and in each tier, which is asked")
     lookup.set_defaults(run=lambda args: _told(args, "POST", "/v1/lookup", _prompt(args) | {"tiers": args.tiers}))
+    holders = _parser(sub, "holders", "whose the pool is, by salt and adapter, and who has leases")
+    holders.add_argument("--rows", type=int, default=100, metavar="N", help="how many of each (default 100)")
+    holders.set_defaults(run=lambda args: _told(args, "GET", f"/v1/holders?rows_max={args.rows}"))
+    _add_salt(sub)
     _add_orders(sub)
+    _add_matching(sub)
     switch = _parser(sub, "switch", "stop or resume saving (freeze), or saving and loading (bypass)")
     switch.add_argument("--freeze", choices=_ON)
     switch.add_argument("--bypass", choices=_ON)
@@ -66,6 +72,41 @@ def _add_orders(sub: Any) -> None:  # noqa: ANN401  (argparse hides its type)
     order = _parser(sub, "order", "what has come of an order that was pending")
     order.add_argument("order", type=int, help="its number")
     order.set_defaults(run=lambda args: _told(args, "GET", f"/v1/orders/{args.order}"))
+
+
+def _add_matching(sub: Any) -> None:  # noqa: ANN401  (argparse hides its type)
+    says = "drop what memory has of a salt, of an adapter, or what was not of use for long; tiers keep what they have"
+    evict = _parser(sub, "evict-matching", says)
+    evict.add_argument("--salt", dest="cache_salt", help="the requests' cache_salt")
+    evict.add_argument("--salt-digest", help="as `holders` shows it")
+    evict.add_argument("--no-salt", action="store_true", help="of requests without one")
+    evict.add_argument("--adapter", metavar="NAME", help="vLLM's lora_name")
+    evict.add_argument("--adapter-digest", help="as `holders` shows it")
+    evict.add_argument("--no-adapter", action="store_true", help="of requests without one")
+    evict.add_argument("--idle-s", type=float, metavar="N", help="only what was of no use for so many seconds")
+    evict.add_argument("--all", action="store_true", help="everything")
+    evict.set_defaults(run=_evict_matching)
+
+
+def _evict_matching(args: argparse.Namespace) -> int:
+    names = ("cache_salt", "salt_digest", "no_salt", "adapter", "adapter_digest", "no_adapter", "idle_s", "all")
+    given = {name: getattr(args, name) for name in names}
+    wanted = {name: value for name, value in given.items() if value is not None and value is not False}
+    return _told(args, "POST", "/v1/evict/matching", wanted)
+
+
+def _add_salt(sub: Any) -> None:  # noqa: ANN401  (argparse hides its type)
+    says = "the digest by which `holders` calls a salt; asks no engine"
+    salt = sub.add_parser("salt", help=says, description=says)
+    salt.add_argument("salt", help="the requests' cache_salt; -: the first line of what is piped in")
+    add_token(salt)
+    salt.set_defaults(run=_salt)
+
+
+def _salt(args: argparse.Namespace) -> int:
+    salt = sys.stdin.readline().rstrip("\r\n") if args.salt == "-" else args.salt
+    sys.stdout.write(salt_digest(token_of(args).encode(), salt) + "\n")
+    return 0
 
 
 def _add_prompt(one: argparse.ArgumentParser) -> None:

@@ -23,11 +23,11 @@ _ORDER: dict[int | str, dict[str, Any]] = {_PENDING: {"model": models.Pending}, 
 _NUMBERS_MAX = 1 << 53
 _Number = Annotated[int, Path(ge=1, lt=_NUMBERS_MAX)]
 
-_T = TypeVar("_T", bound=models.Prompt)
+_T = TypeVar("_T", bound="models.Prompt | models.EvictMatching")
 _Told = TypeVar("_Told")
-_BODIES = models.PromptLookup, models.PinOrder, models.EvictOrder
+_BODIES = models.PromptLookup, models.PinOrder, models.EvictOrder, models.EvictMatching
 _SCHEMAS, _BODY_PARTS = msgspec.json.schema_components(_BODIES, ref_template="#/components/schemas/{name}")
-_LOOKUP_BODY, _PIN_BODY, _EVICT_BODY = (
+_LOOKUP_BODY, _PIN_BODY, _EVICT_BODY, _MATCHING_BODY = (
     {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}} for schema in _SCHEMAS
 )
 
@@ -43,6 +43,11 @@ def make_app(engine: ManagedEngine, counters: Counters) -> FastAPI:
     async def state(requests_max: Annotated[int, Query(ge=0, le=REQUESTS_SHOWN_MAX)] = 100) -> models.EngineState:
         """Return what the engine holds and does."""
         return engine.state(requests_max)
+
+    @app.get("/v1/holders")
+    async def holders(rows_max: Annotated[int, Query(ge=0, le=REQUESTS_SHOWN_MAX)] = 100) -> models.Holders:
+        """Return whose the pool is, by salt and adapter, and who has leases."""
+        return await engine.holders(rows_max)
 
     @app.get("/v1/counters")
     async def counted() -> dict[str, int]:
@@ -96,6 +101,11 @@ def _add_orders(app: FastAPI, engine: ManagedEngine) -> None:
     async def evict(request: Request, response: Response) -> models.EvictedChunks | models.Pending:
         """Drop what memory has of a prompt. Tiers keep what they have."""
         return said(response, await engine.evict(_read(await request.body(), models.EvictOrder)))
+
+    @app.post("/v1/evict/matching", openapi_extra=_MATCHING_BODY, responses=_ORDER)
+    async def evict_matching(request: Request, response: Response) -> models.EvictedChunks | models.Pending:
+        """Drop what memory has of tenants, or what was not of use for long. Tiers keep what they have."""
+        return said(response, await engine.evict_matching(_read(await request.body(), models.EvictMatching)))
 
     @app.get("/v1/orders/{order}", responses=_ORDER)
     async def ordered(order: _Number, response: Response) -> models.Pinned | models.EvictedChunks | models.Pending:

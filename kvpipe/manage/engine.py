@@ -21,6 +21,7 @@ from kvpipe.cache import miss_reasons
 from kvpipe.cache.prefixes import Prefixes
 from kvpipe.cache.quotas import SharedCatalog
 from kvpipe.manage import models
+from kvpipe.manage.holders import PoolHolders, selecting
 from kvpipe.manage.survey import TierSurvey
 from kvpipe.messages import Kind
 from kvpipe.scheduler.orders import Order, Work
@@ -78,12 +79,21 @@ class ManagedEngine:
         """`engine`: what traces call it, too. `hash_tokens`: tokens per block hash."""
         self._side, self._engine, self._hash = side, engine, hash_prompt
         self._prefixes = Prefixes(side.catalog, side.geometry, hash_tokens, lambda asked: asked.block_hashes)
+        self._holders = PoolHolders(side)
         self.survey = TierSurvey(side, hash_tokens)
         self._one = anyio.Lock()
         self._set_freeze, self._set_bypass = set_freeze, set_bypass
         self._began_s = time.monotonic()
         self.wait_s_max = WAIT_S_MAX
         self._pending: dict[int, Order] = {}
+
+    def name_salts(self, token: bytes) -> None:
+        """Call salts by digests that need the operators' token. Before anybody asks."""
+        self._holders.token = token
+
+    async def holders(self, rows_max: int) -> models.Holders:
+        """Return whose the pool is, and who holds leases: so many rows of each."""
+        return await self._holders.told(rows_max, _again(self._side.catalog.holders))
 
     def counters(self) -> dict[str, int]:
         """Return counters by name, and gauges."""
@@ -148,6 +158,16 @@ class ManagedEngine:
         asked = await self._known(wanted)
         told: models.EvictedChunks | models.Pending
         told = await self._ordered(lambda: self._side.pins.evict(self._prefixes, asked, wanted.from_token))
+        return told
+
+    async def evict_matching(self, wanted: models.EvictMatching) -> models.EvictedChunks | models.Pending:
+        """Drop what memory has of tenants. Raises as `pin`."""
+        try:
+            selects = selecting(wanted, self._holders.token)
+        except ValueError as error:
+            raise BadRequestError(str(error)) from None
+        told: models.EvictedChunks | models.Pending
+        told = await self._ordered(lambda: self._side.pins.evict_those(selects, wanted.idle_s or 0.0))
         return told
 
     async def order(self, number: int) -> Any:  # noqa: ANN401  (whatever was ordered)

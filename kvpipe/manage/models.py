@@ -61,6 +61,57 @@ class EvictOrder(Prompt, frozen=True, forbid_unknown_fields=True, kw_only=True):
     from_token: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
 
 
+class EvictMatching(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What to evict, whatever its prompts are: what all that is given is true of.
+
+    `cache_salt`, `salt_digest` (see `Holders`), or `no_salt`: of these requests. `adapter`, `adapter_digest`: the name
+    of a LoRA adapter, and its bytes, or `no_adapter`. `idle_s`: what nobody holds, and was of no use for so long.
+    `all`: everything; it stands alone.
+    """
+
+    cache_salt: Text | None = None
+    salt_digest: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")] | None = None
+    no_salt: bool = False
+    adapter: Text | None = None
+    adapter_digest: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{2,128}$")] | None = None
+    no_adapter: bool = False
+    idle_s: Annotated[float, msgspec.Meta(ge=1, le=1e9)] | None = None
+    all: bool = False
+
+
+class TenantHolds(_ToOperator):
+    """What the pool has of the requests with one salt and one adapter."""
+
+    salt_digest: str = Field(description="Of their `cache_salt`: `kvpipe engine salt` computes it. Nothing: no salt.")
+    adapter: str = Field(description="Their LoRA adapter's name; nothing: none.")
+    adapter_digest: str = Field(description="Of its bytes.")
+    chunks: int
+    bytes: int = Field(description="Of their slots, on the rank that the scheduler knows.")
+    held: int = Field(description="Of the chunks, those that somebody reads or writes, or that are pinned.")
+    idle_s: float = Field(description="Since any of them was of use, to the second.")
+
+
+class LeaseHolder(_ToOperator):
+    """Who keeps chunks from being evicted by others."""
+
+    holder: str = Field(description="A request, or `pin:` with the number of a pin.")
+    kind: str = Field(
+        description="`request`: it loads them; `tiers`: it waits for more, or they are being stored; `pin`."
+    )
+    chunks: int
+
+
+class Holders(_ToOperator):
+    """Who holds the pool, those who hold most first. It was looked at slot by slot while the engine served."""
+
+    chunks: int
+    tenants: int = Field(description="Pairs of salt and adapter.")
+    tenants_shown: list[TenantHolds]
+    chunks_untold: int = Field(description="Of tenants beyond those that are told apart.")
+    holders: int = Field(description="Requests and pins with leases.")
+    holders_shown: list[LeaseHolder]
+
+
 class Pinned(_ToOperator):
     """A prompt that is pinned."""
 

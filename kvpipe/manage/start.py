@@ -71,6 +71,7 @@ def start(settings: Settings, engine: ManagedEngine, name: str, counters: Counte
         from kvpipe.manage.server import OperatorServer  # noqa: PLC0415
     except ImportError as error:
         raise ConfigError(f"kvpipe: manage needs {error.name}; pip install 'kvpipe[manage]'") from None
+    engine.name_salts(token)
     app = make_app(engine, counters)
     listener = OperatorSocket(Address.parse(settings.manage), name, "manage")
     try:

@@ -20,6 +20,7 @@ from kvpipe.statemachine import chunk as chunk_m
 if TYPE_CHECKING:
     from kvpipe.cache.catalog import Catalog
     from kvpipe.cache.prefixes import Prefixes
+    from kvpipe.cache.tenants import Tenant
     from kvpipe.config import Settings
     from kvpipe.geometry import Geometry
     from kvpipe.scheduler.base import Request
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
 
 PINS_MAX: Final = 256
 PART_CHUNKS: Final = 16
-"""Leased, and given back, in one go."""
+"""Leased, given back, or dropped by tenant, in one go."""
+PART_SLOTS: Final = 256
+"""Looked at in one go."""
 EPOCHS: Final = 1 << 62
 """From here on: of pins. Admissions, stages and stores have others, whatever their requests are called."""
 _GONE: Final = frozenset({chunk_m.EVICTING, chunk_m.ABSENT})
@@ -239,9 +242,48 @@ class PromptPins:
                     found.update(dict.fromkeys(chunk for chunk in there if chunk is not None))
             for chunk in found:
                 if self._catalog.evict(chunk):
-                    dropped, held = dropped + 1, held + chunk.held
-                    for pin in [pin for pin in self.pins.values() if chunk in pin.chunks and not pin.over]:
-                        ended += 1
-                        self._end_soon(pin)
+                    dropped, held, ended = dropped + 1, held + chunk.held, ended + self._end_those_of(chunk)
             yield
         return EvictedPrompt(dropped, held, ended)
+
+    def _end_those_of(self, chunk: Chunk) -> int:
+        """End the pins that hold a chunk. Returns how many."""
+        if chunk not in self._pinned:
+            return 0
+        pins = [pin for pin in self.pins.values() if chunk in pin.chunks and not pin.over]
+        for pin in pins:
+            self._end_soon(pin)
+        return len(pins)
+
+    def evict_those(self, selects: Callable[[Tenant], bool], idle_s: float = 0.0) -> Work:
+        """Drop what memory has of the tenants that `selects` says, slot by slot. Returns an `EvictedPrompt`.
+
+        `idle_s`: only what nobody holds and was of no use for so long. What is saved meanwhile may stay.
+        """
+        known: dict[Tenant, bool] = {}
+        dropped = held = ended = 0
+        for first in range(0, self._catalog.ready, PART_SLOTS):
+            for chunk in self._chosen(first, known, selects, idle_s):
+                if self._catalog.evict(chunk):
+                    dropped, held, ended = dropped + 1, held + chunk.held, ended + self._end_those_of(chunk)
+                    if not dropped % PART_CHUNKS:
+                        yield
+            yield
+        return EvictedPrompt(dropped, held, ended)
+
+    def _chosen(
+        self, first: int, known: dict[Tenant, bool], selects: Callable[[Tenant], bool], idle_s: float
+    ) -> Iterator[Chunk]:
+        """Yield what is to be evicted, from slot `first` on. `known`: what `selects` has said of whom."""
+        catalog, latest_s = self._catalog, self._catalog.now_s - idle_s
+        if len(known) > PART_SLOTS:
+            known.clear()
+        for slot in range(first, min(first + PART_SLOTS, catalog.ready)):
+            chunk = catalog.at(slot)
+            if chunk is None or (idle_s and (chunk.held or chunk.used_s > latest_s)):
+                continue
+            tenant = chunk.tenant
+            if tenant not in known:
+                known[tenant] = selects(tenant)
+            if known[tenant]:
+                yield chunk

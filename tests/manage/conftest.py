@@ -74,9 +74,10 @@ class Managed:
         """How often a request was refused for a reason."""
         return self.side.counters.totals().get(f"manage_refused.{why}", 0)
 
-    def save(self, name: str, units: int) -> Any:
-        """Let a request of so many units come, be saved, and stay."""
+    def save(self, name: str, units: int, salt: str = "") -> Any:
+        """Let a request of so many units, with a salt, come, be saved, and stay."""
         request = self.world.request(name, units)
+        request.cache_salt = salt or None
         self.world.admit(request)
         self.world.succeed(*self.world.step(request))
         return request

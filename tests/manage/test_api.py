@@ -124,12 +124,20 @@ def test_switches(managed: Managed) -> None:
 def test_openapi_says_all(managed: Managed) -> None:
     """The description has every path, and is for who has the token."""
     told = managed.good("GET", "/openapi.json")
-    read = {"/v1/state", "/v1/counters", "/v1/switches", "/v1/lookup"}
-    assert set(told["paths"]) == read | {"/v1/pins", "/v1/pins/{pin}", "/v1/evict", "/v1/orders/{order}"}
+    read = {"/v1/state", "/v1/counters", "/v1/switches", "/v1/lookup", "/v1/holders"}
+    assert set(told["paths"]) == read | {
+        "/v1/pins",
+        "/v1/pins/{pin}",
+        "/v1/evict",
+        "/v1/evict/matching",
+        "/v1/orders/{order}",
+    }
     schema = told["paths"]["/v1/lookup"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert schema == {"$ref": "#/components/schemas/PromptLookup"}
     schema = told["paths"]["/v1/evict"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert schema == {"$ref": "#/components/schemas/EvictOrder"}
+    schema = told["paths"]["/v1/evict/matching"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert schema == {"$ref": "#/components/schemas/EvictMatching"}
     assert {"PromptLookup", "HeldByTier", "PinOrder", "EvictOrder", "AdapterOf", "EngineState"} <= set(
         told["components"]["schemas"]
     )

@@ -1,0 +1,332 @@
+"""Whose the pool is, and evictions of whole tenants and of what was not of use for long."""
+
+from __future__ import annotations
+
+import gc
+import io
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvpipe.cache.tenants import Tenant
+from kvpipe.cli import main as cli
+from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, SchedulerWorld
+from kvpipe.manage import holders
+from kvpipe.manage.salts import salt_digest
+from kvpipe.scheduler.pins import PART_CHUNKS, PART_SLOTS
+from kvpipe.testing.catalog_integrity import check_integrity
+from tests.manage.conftest import TOKEN, Managed
+from tests.manage.test_api import prompt
+
+ALICE, BOB = (salt_digest(TOKEN.encode(), name) for name in ("alice", "bob"))
+
+
+def evict(managed: Managed, **wanted: Any) -> Any:
+    """Evict, while the engine has nothing to do, and check the catalog."""
+    managed.side._turns.give()
+    told = managed.good("POST", "/v1/evict/matching", wanted)
+    managed.world.check()
+    return told
+
+
+def save(managed: Managed, name: str, units: int, salt: str = "") -> Any:
+    """Let a request come, be saved, and go."""
+    request = managed.save(name, units, salt)
+    managed.side.finished(request)
+    return request
+
+
+def tenant(managed: Managed, salt: str, adapter: str = "", digest: bytes = b"") -> Tenant:
+    """Return whose the requests with this salt and adapter are."""
+    lora = SimpleNamespace(lora_name=adapter, lora_path="/x") if adapter else None
+    asked: Any = SimpleNamespace(cache_salt=salt, lora_request=lora)
+    return managed.side.catalog.tenants.of(asked, digest)
+
+
+def keep(managed: Managed, key: bytes, whose: Tenant) -> None:
+    """Put a chunk of somebody's into the pool."""
+    catalog = managed.side.catalog
+    chunk = catalog.reserve(0, whose)
+    assert chunk is not None
+    catalog.landed(catalog.write(chunk, 1, key, keep=False))
+
+
+@pytest.fixture
+def clock(managed: Managed) -> list[float]:
+    """The catalog's time, which stands."""
+    now = [1000.5]
+    managed.side.catalog._clock = lambda: now[0]
+    managed.side.catalog.tick()
+    return now
+
+
+def left(managed: Managed) -> dict[str, int]:
+    """Return how many chunks each salt has."""
+    return {row["salt_digest"]: row["chunks"] for row in managed.good("GET", "/v1/holders")["tenants_shown"]}
+
+
+def test_who_holds_what(managed: Managed, clock: list[float]) -> None:
+    """By salt, which is not shown, and adapter; those who hold most first. And who has leases."""
+    save(managed, "a", 40, "alice")
+    clock[0] += 7
+    save(managed, "b", 20, "bob")
+    save(managed, "c", 1)
+    keep(managed, b"x", tenant(managed, "bob", "poet", b"\1\2"))
+    clock[0] += 10
+    reading = managed.world.request("b", 21)
+    reading.request_id, reading.cache_salt = "reader", "bob"
+    managed.world.admit(reading)
+    managed.world.step(reading)
+    told = managed.good("GET", "/v1/holders")
+    size = managed.side.geometry.slot_bytes
+    assert [list(row.values()) for row in told["tenants_shown"]] == [
+        [ALICE, "", "", 3, 3 * size, 0, 17.5],
+        [BOB, "", "", 2, 2 * size, 2, 0.0],
+        ["", "", "", 1, size, 0, 10.5],
+        [BOB, "poet", "0102", 1, size, 0, 10.5],
+    ]
+    assert (told["chunks"], told["tenants"], told["chunks_untold"]) == (7, 4, 0)
+    assert told["holders_shown"] == [{"holder": "reader", "kind": "request", "chunks": 2}]
+    assert "alice" not in str(told)
+    some = managed.good("GET", "/v1/holders?rows_max=1")
+    assert (len(some["tenants_shown"]), some["tenants"], some["chunks"]) == (1, 4, 7)
+    assert managed.ask("GET", "/v1/holders?rows_max=1001")[0] == 422
+
+
+def test_a_pin_is_a_holder(managed: Managed) -> None:
+    """By its number, beside requests."""
+    save(managed, "a", 32)
+    assert not managed.side.pending
+    pin = managed.good("POST", "/v1/pins", prompt("a", 32 * UNIT) | {"seconds": 60})["pin"]
+    told = managed.good("GET", "/v1/holders")
+    assert told["holders_shown"] == [{"holder": f"pin:{pin}", "kind": "pin", "chunks": 2}]
+    assert (told["tenants_shown"][0]["held"], told["tenants_shown"][0]["idle_s"]) == (2, 0.0)
+
+
+def test_many_tenants_are_told_together(managed: Managed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond a number they are not told apart, and all slots are counted, however many are looked at in one go."""
+    monkeypatch.setattr(holders, "TENANTS_MAX", 3)
+    monkeypatch.setattr(holders, "SLOTS_PER_TURN", 4)
+    for number in range(10):
+        save(managed, f"r{number}", 1, f"s{number}")
+    told = managed.good("GET", "/v1/holders")
+    assert (told["tenants"], told["chunks_untold"], told["chunks"]) == (3, 7, 10)
+
+
+def test_by_salt(managed: Managed) -> None:
+    """All of a salt goes, by itself or by its digest; what has none is another's."""
+    for salt in ("alice", "bob", ""):
+        save(managed, f"of {salt}", 20, salt)
+    assert evict(managed, cache_salt="alice") == {"chunks": 2, "held": 0, "pins_ended": 0}
+    assert left(managed) == {BOB: 2, "": 2}
+    assert evict(managed, cache_salt="alice")["chunks"] == 0
+    assert evict(managed, no_salt=True)["chunks"] == 2
+    assert left(managed) == {BOB: 2}
+    assert evict(managed, salt_digest=ALICE)["chunks"] == 0
+    assert evict(managed, salt_digest=BOB)["chunks"] == 2
+    assert left(managed) == {}
+    assert managed.side.counters["evicted"] == 6
+    gc.collect()
+    assert len(managed.side.catalog.tenants) == 0  # nobody keeps any
+
+
+def test_by_adapter(managed: Managed) -> None:
+    """By its name, by its bytes, or none; together with a salt both count."""
+    for number, (salt, name, digest) in enumerate(
+        [("", "poet", b"\1"), ("", "poet", b"\2"), ("alice", "poet", b"\2"), ("alice", "", b""), ("", "clerk", b"\3")]
+    ):
+        keep(managed, bytes([number]), tenant(managed, salt, name, digest))
+    catalog = managed.side.catalog
+
+    def there() -> list[int]:
+        return [number for number in range(5) if catalog.find(0, bytes([number])) is not None]
+
+    def dropped(**wanted: Any) -> list[int]:
+        assert not managed.side.pending
+        managed.good("POST", "/v1/evict/matching", wanted)
+        check_integrity(catalog)
+        return there()
+
+    assert dropped(adapter="poet", cache_salt="bob") == [0, 1, 2, 3, 4]
+    assert dropped(adapter="poet", cache_salt="alice") == [0, 1, 3, 4]
+    assert dropped(adapter="poet", adapter_digest="02") == [0, 3, 4]
+    assert dropped(no_adapter=True) == [0, 4]
+    assert dropped(adapter_digest="03") == [0]
+    assert dropped(all=True) == []
+
+
+def test_by_age(managed: Managed, clock: list[float]) -> None:
+    """Old is what nobody has saved, loaded or had in vLLM's own cache for so long; what is held is of use now."""
+    for name in ("saved", "loaded", "local", "pinned", "reading"):
+        save(managed, name, 16, name)
+    clock[0] += 100
+    assert evict(managed, idle_s=101)["chunks"] == 0
+    save(managed, "late", 16)
+    again = managed.world.request("loaded", 17)
+    again.request_id = "again"
+    managed.world.admit(again)
+    managed.world.succeed(*managed.world.step(again))
+    managed.side.finished(again)
+    local = managed.world.request("local", 17)
+    local.request_id = "at home"
+    managed.world.admit_local(local, 16 * UNIT)
+    managed.side._turns.give()
+    managed.good("POST", "/v1/pins", prompt("pinned", 16 * UNIT) | {"seconds": 60})
+    reading = managed.world.request("reading", 17)
+    reading.request_id = "reader"
+    managed.world.admit(reading)
+    jobs = managed.world.step(reading)
+    clock[0] += 50
+    held = evict(managed, idle_s=100)
+    assert held == {"chunks": 1, "held": 0, "pins_ended": 0}
+    names = {salt_digest(TOKEN.encode(), name) for name in ("loaded", "local", "pinned", "reading")}
+    assert names <= set(left(managed))
+    assert salt_digest(TOKEN.encode(), "saved") not in left(managed)
+    managed.world.step()
+    managed.world.succeed(*jobs)
+    clock[0] += 99
+    assert evict(managed, idle_s=100, cache_salt="reading")["chunks"] == 0
+    clock[0] += 1
+    assert evict(managed, idle_s=100, cache_salt="reading")["chunks"] == 1
+    assert evict(managed, idle_s=100, cache_salt="pinned")["chunks"] == 0
+
+
+def test_what_is_saved_long_after_an_idle_time_is_new(managed: Managed, clock: list[float]) -> None:
+    """The first call after an idle time is of now."""
+    save(managed, "a", 16, "alice")
+    clock[0] += 1000
+    local = managed.world.request("a", 17)
+    local.request_id = "at home"
+    managed.world.admit_local(local, 16 * UNIT)
+    assert evict(managed, idle_s=100)["chunks"] == 0
+
+
+def test_what_is_held_goes_when_it_is_let_go(managed: Managed) -> None:
+    """As by a prompt: of chunks that are read or written nobody finds any more; pins of them end."""
+    save(managed, "a", 32, "alice")
+    save(managed, "b", 32, "bob")
+    writing = managed.world.request("w", 16)
+    writing.cache_salt = "alice"
+    managed.world.admit(writing)
+    saves = managed.world.step(writing)
+    reading = managed.world.request("a", 33)
+    reading.request_id = "reader"
+    managed.world.admit(reading)
+    loads = managed.world.step(reading)
+    for name in "ab":
+        managed.side._turns.give()
+        managed.good("POST", "/v1/pins", prompt(name, 32 * UNIT) | {"seconds": 60})
+    managed.side._turns.give()
+    told = managed.good("POST", "/v1/evict/matching", {"cache_salt": "alice"})
+    assert told == {"chunks": 3, "held": 3, "pins_ended": 1}
+    managed.world.succeed(*loads, *saves)
+    managed.world.step()
+    managed.world.check()
+    assert [pin["pin"] for pin in managed.good("GET", "/v1/pins")["pins"]] == [2]
+    assert left(managed) == {BOB: 2} | {"": 1}  # the reader's own
+    assert managed.side.catalog.used == 3
+
+
+def test_a_large_pool_is_done_in_parts(tmp_path: Path) -> None:
+    """Slots are looked at some at a time, and dropped fewer at a time, whoever's turn it is."""
+    managed = Managed(tmp_path, SchedulerWorld(slots=4 * PART_SLOTS, chunk_units=1))
+    try:
+        request = save(managed, "a", 3 * PART_SLOTS, "alice")
+        save(managed, "b", 10, "bob")
+        parts = list(managed.side.pins.evict_those(lambda whose: whose.salt == "alice"))
+        assert len(parts) == 3 * PART_SLOTS // PART_CHUNKS + 4
+        assert managed.world.found(request) == 0
+        assert left(managed) == {BOB: 10}
+        managed.world.check()
+    finally:
+        managed.server.stop()
+
+
+def test_serving_goes_on_meanwhile(managed: Managed) -> None:
+    """Requests come and go on one thread, evictions and counts on another; nothing is lost, nothing fails."""
+    over, told = threading.Event(), set[int]()
+
+    def order() -> None:
+        turn = 0
+        while not over.is_set():
+            told.add(managed.ask("POST", "/v1/evict/matching", {"cache_salt": f"s{turn % 3}"})[0])
+            told.add(managed.ask("GET", "/v1/holders")[0])
+            turn += 1
+
+    managed.engine.wait_s_max = 25
+    thread = threading.Thread(target=order)
+    thread.start()
+    for turn in range(300):
+        save(managed, f"r{turn}", 1 + turn % 40, f"s{turn % 5}")
+        if turn % 2:
+            assert not managed.side.pending
+    over.set()
+    assert not managed.side.pending
+    thread.join()
+    assert told == {200}
+    managed.world.step()
+    managed.world.check()
+    assert managed.side.counters["contained_error"] == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({}, 'nothing is selected: say "all": true'),
+        ({"cache_salt": None, "no_salt": False, "all": False}, "nothing is selected"),
+        ({"all": True, "cache_salt": "a"}, "all contradicts cache_salt"),
+        ({"all": True, "idle_s": 60}, "all contradicts idle_s"),
+        ({"cache_salt": "a", "no_salt": True}, "cache_salt, salt_digest and no_salt contradict each other"),
+        ({"cache_salt": "a", "salt_digest": ALICE}, "cache_salt, salt_digest and no_salt contradict each other"),
+        ({"adapter": "a", "no_adapter": True}, "no_adapter contradicts adapter"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"cache_salt": "x" * 4097}, "cache_salt"),
+        ({"salt_digest": "alice"}, "salt_digest"),
+        ({"adapter_digest": "0" * 129}, "adapter_digest"),
+        ({"idle_s": 0}, "idle_s"),
+        ({"idle_s": "60"}, "idle_s"),
+        ({"idle_s": 1e10}, "idle_s"),
+        ({"all": 1}, "all"),
+        ({"salt": "a"}, "unknown field `salt`"),
+        ({"tokens": [1]}, "unknown field `tokens`"),
+        ([], "Expected `object`"),
+    ],
+)
+def test_what_is_refused(managed: Managed, body: Any, says: str) -> None:
+    """With the reason; nothing is dropped."""
+    save(managed, "a", 16)
+    assert not managed.side.pending
+    status, told = managed.ask("POST", "/v1/evict/matching", body)
+    assert (status, managed.refused("request"), managed.side.counters["evicted"]) == (422, 1, 0)
+    assert says in told["error"]
+
+
+def test_the_command(
+    managed: Managed, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`kvpipe engine holders|salt|evict-matching`."""
+    save(managed, "a", 20, "alice")
+    save(managed, "b", 20, "bob")
+    assert not managed.side.pending
+    token = ["--token-file", str(tmp_path / "token")]
+    at = ["--json", "--at", str(managed.address), *token]
+
+    def said(*words: str) -> str:
+        assert cli.main(["engine", *words]) == 0
+        return capsys.readouterr().out
+
+    assert said("salt", "alice", *token) == ALICE + "\n"
+    assert salt_digest(b"another token", "alice") != ALICE
+    monkeypatch.setattr("sys.stdin", io.StringIO("alice\n"))
+    assert said("salt", "-", *token) == ALICE + "\n"
+    assert ALICE in said("holders", *at)
+    assert '"chunks": 2' in said("evict-matching", "--salt-digest", ALICE, *at)
+    assert '"chunks": 0' in said("evict-matching", "--idle-s", "3600", "--no-adapter", *at)
+    assert cli.main(["engine", "evict-matching", *at]) == 2
+    assert "nothing is selected" in capsys.readouterr().err
+    assert cli.main(["engine", "evict-matching", "--idle-s", "0", *at]) == 2
+    assert cli.main(["engine", "evict-matching", "--salt", "", *at]) == 2
+    assert '"chunks": 2' in said("evict-matching", "--all", *at)
