@@ -133,7 +133,7 @@ class QuotaModel(RuleBasedStateMachine):
     def slots_are_counted(self) -> None:
         """Every slot in use is of one account; none is above its limit; all agree."""
         check_integrity(self.catalog)
-        held = Counter(self.accounts.of(chunk.tenant) for chunk in self.catalog._chunks.values())
+        held = Counter(self.accounts.of(chunk.tenant) for chunk in self.catalog.chunks())
         for account in self.accounts.all:
             assert account.used == held[account] <= account.most
             assert len(account.policy) == self._idle(account)

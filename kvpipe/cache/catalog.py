@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import NamedTuple
 
 from kvpipe.cache.hints import Hint
-from kvpipe.cache.large import by_key, table, untracked
+from kvpipe.cache.large import by_key, untracked
 from kvpipe.cache.miss_reasons import EVICTED, RESET, TORN, Lost
 from kvpipe.cache.policy.base import Policy, SessionPolicy
 from kvpipe.cache.policy.guard import takes_hints
@@ -112,7 +112,8 @@ class Catalog:
         self._fresh = 0  # it and those up to `ready` were not used yet
         self._index: tuple[MutableMapping[bytes, Chunk], ...] = tuple(by_key(slots) for _ in range(groups))
         self._pending: tuple[dict[bytes, Chunk], ...] = tuple({} for _ in range(groups))
-        self._chunks: MutableMapping[int, Chunk] = table(slots)  # by slot: all that are not ABSENT
+        self._chunks: list[Chunk | None] = [None] * slots  # all that are not ABSENT, each at its slot
+        untracked(self._chunks)
         self._spared: OrderedDict[Chunk, None] = OrderedDict()  # go before what the policy says; none is held
         self._leases: dict[Owner, list[Chunk]] = {}
         self._leased_s: dict[Owner, float] = {}
@@ -146,7 +147,11 @@ class Catalog:
 
     def at(self, slot: int) -> Chunk | None:
         """Return the chunk in a slot; None: it is free. Any thread."""
-        return self._chunks.get(slot)
+        return self._chunks[slot]
+
+    def chunks(self) -> Iterator[Chunk]:
+        """Yield what is in each slot that is not free."""
+        return (chunk for chunk in self._chunks if chunk is not None)
 
     def known(self, group: int, key: bytes) -> bool:
         """Whether `key` can be found or is being written."""
@@ -300,7 +305,7 @@ class Catalog:
 
     def reset(self) -> int:
         """Forget every chunk; held ones leave when their readers and writers do. Returns how many were found."""
-        there = [chunk for chunk in self._chunks.values() if chunk.state.row != m.EVICTING]
+        there = [chunk for chunk in self.chunks() if chunk.state.row != m.EVICTING]
         for chunk in there:
             self._drop(chunk, RESET)
         return len(there)
@@ -394,7 +399,7 @@ class Catalog:
 
     def _vacate(self, chunk: Chunk) -> None:
         """The chunk is ABSENT: its slot is free."""
-        del self._chunks[chunk.slot]
+        self._chunks[chunk.slot] = None
         self._free.append(chunk.slot)
 
     @property

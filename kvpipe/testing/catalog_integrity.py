@@ -13,7 +13,8 @@ def check_integrity(catalog: Catalog) -> None:
         if not ok:
             raise AssertionError(what)
 
-    chunks, slots = list(catalog._chunks.values()), list(catalog._chunks)
+    chunks = list(catalog.chunks())
+    slots = [slot for slot, chunk in enumerate(catalog._chunks) if chunk is not None]
     free = [*catalog._free, *range(catalog._fresh, catalog.ready)]
     check(slots == [c.slot for c in chunks], "a chunk is not in its slot")
     check(len(set(free)) == len(free), "a slot is free twice")

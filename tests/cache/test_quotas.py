@@ -69,7 +69,7 @@ def test_who_is_above_its_share_gives() -> None:
     pool.put(BOB, 2)
     assert pool.used == {"alice": 4, "bob": 3, "others": 1}
     assert pool.catalog.counters["evicted"] == 15
-    assert len(pool.catalog._chunks) == SLOTS
+    assert len(list(pool.catalog.chunks())) == SLOTS
 
 
 def test_nobody_gives_what_is_within_its_share() -> None:
@@ -81,7 +81,7 @@ def test_nobody_gives_what_is_within_its_share() -> None:
     assert pool.catalog.counters["save_dropped_pool_full"] == 1
     pool.put(ALICE)
     assert pool.used == {"alice": 4, "bob": 4, "others": 0}
-    assert first[0] not in pool.catalog._chunks.values(), "its oldest one went"
+    assert first[0] not in pool.catalog.chunks(), "its oldest one went"
 
 
 def test_a_limit_is_not_passed() -> None:
@@ -89,7 +89,7 @@ def test_a_limit_is_not_passed() -> None:
     pool = _Pool()
     assert len(pool.put(BOB, 6)) == 6
     assert pool.used == {"alice": 0, "bob": 4, "others": 0}
-    pool.catalog.lease(Owner("r", 1), [chunk for chunk in pool.catalog._chunks.values() if chunk.tenant is BOB])
+    pool.catalog.lease(Owner("r", 1), [chunk for chunk in pool.catalog.chunks() if chunk.tenant is BOB])
     assert pool.put(BOB) == []
     assert pool.catalog.counters["save_dropped_at_limit"] == 1
     assert len(pool.put(EVE, 4)) == 4

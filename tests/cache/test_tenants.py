@@ -63,7 +63,7 @@ def test_what_is_saved_says_whose_it_is(states: tuple[int, ...]) -> None:
         request.cache_salt = salt
         world.publish(request)
     by_salt: dict[str, int] = {}
-    for chunk in world.side.catalog._chunks.values():
+    for chunk in world.side.catalog.chunks():
         by_salt[chunk.tenant.salt] = by_salt.get(chunk.tenant.salt, 0) + 1
     assert by_salt["salt"] == 2 * by_salt[""] > 0
-    assert len({id(chunk.tenant) for chunk in world.side.catalog._chunks.values()}) == 2
+    assert len({id(chunk.tenant) for chunk in world.side.catalog.chunks()}) == 2

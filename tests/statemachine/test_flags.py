@@ -17,6 +17,7 @@ FLAGS: dict[str, dict[str, str]] = {
         "Asking.waits": "content of an answer",
         "Order.always": "content: whether it is taken when the others have no room",
         "Order.failed": "content of an answer",
+        "Answer.looked_up": "a latch: its prompt's first lookup has been learned from",
         "Order.over": "a latch: written last, by whoever carries it out; the other thread reads the answer behind it",
         "Orders._ended": "a latch: the engine is over",
         "Pin.over": "a latch: its leases are being given back, some at a time",

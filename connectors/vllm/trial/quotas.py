@@ -54,4 +54,4 @@ def _whose(tenant: Tenant) -> str:
 
 
 def _used(catalog: Catalog) -> Counter[str]:
-    return Counter(_whose(chunk.tenant) for chunk in catalog._chunks.values())  # noqa: SLF001
+    return Counter(_whose(chunk.tenant) for chunk in catalog.chunks())
