@@ -53,7 +53,7 @@ class QuotaModel(RuleBasedStateMachine):
     def put(self, tenant: Tenant, *, lands: bool) -> None:
         """Save a chunk, if there is room for it."""
         before = {account: account.used for account in self.accounts.all}
-        asks, free = self.accounts.of(tenant), bool(self.catalog._free)
+        asks, free = self.accounts.of(tenant), self.catalog.used < self.catalog.ready
         others = [one for one in self.accounts.all if one is not asks]
         above = {one: one.used - one.sure for one in self.accounts.all if self._idle(one)}
         could = asks in above or (not asks.full and (free or any(above.get(one, 0) > 0 for one in others)))
