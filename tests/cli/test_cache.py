@@ -23,6 +23,7 @@ from kvpipe.cli.cache import Report, TierCommand, _purge, _stats
 from kvpipe.cli.main import main
 from kvpipe.testing.buffers import content, filled, some_key
 from kvpipe.testing.dict_tier import DictTier
+from kvpipe.testing.interrupts import interrupts_heard
 from kvpipe.testing.servers.redis import polite, pretending, serving
 from kvpipe.testing.servers.sockets import LOCAL, free_port
 from kvpipe.tiers.base import ALIGN_BYTES, Key, Put, TierError
@@ -321,13 +322,10 @@ def test_a_folder_that_is_not_there_is_not_made(cache: Said, tmp_path: Path) -> 
 
 
 def command(*args: str, **kwargs: Any) -> subprocess.Popen[str]:
-    """Start `kvpipe cache` in a process of its own, which hears interrupts though these tests may run in background."""
+    """Start `kvpipe cache` in a process of its own, which hears interrupts."""
     words = [sys.executable, "-m", "kvpipe.cli", "cache", *args]
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what is ignored is inherited
-    try:
+    with interrupts_heard():
         return subprocess.Popen(words, text=True, **kwargs)
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def test_an_interrupt_ends_it_cleanly() -> None:

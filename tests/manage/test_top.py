@@ -23,6 +23,7 @@ from kvpipe.cli import top
 from kvpipe.connectors.vllm.trial.scheduler_world import UNIT
 from kvpipe.listening import Address
 from kvpipe.manage.models import EngineState
+from kvpipe.testing.interrupts import interrupts_heard
 from kvpipe.testing.pipeline_rig import WAIT_S
 from tests.manage.conftest import TOKEN, Managed
 
@@ -213,27 +214,34 @@ def test_in_a_terminal(managed: Managed, folder: Path, term: str) -> None:
     """It draws again and again, until it is interrupted; then the terminal is as before."""
     master, slave = pty.openpty()
     command = [sys.executable, "-m", "kvpipe.cli", "top", "--at", str(managed.address), "--interval", "0.2"]
-    with subprocess.Popen(
-        [*command, "--token-file", str(folder / "token")],
-        stdin=slave,
-        stdout=slave,
-        stderr=slave,
-        start_new_session=True,
-        env={key: value for key, value in os.environ.items() if key not in {"COLUMNS", "LINES"}} | {"TERM": term},
-    ) as process:
+    with (
+        interrupts_heard(),
+        subprocess.Popen(
+            [*command, "--token-file", str(folder / "token")],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+            env={key: value for key, value in os.environ.items() if key not in {"COLUMNS", "LINES"}} | {"TERM": term},
+        ) as process,
+    ):
         os.close(slave)
         seen, until_s = b"", time.monotonic() + SHOWN_S
         while seen.count(b"vLLM lacked") < 3 and time.monotonic() < until_s:
             if select.select([master], [], [], 0.1)[0]:
                 seen += os.read(master, 65536)
         process.send_signal(signal.SIGINT)
-        while True:
+        until_s = time.monotonic() + WAIT_S
+        while time.monotonic() < until_s and select.select([master], [], [], WAIT_S)[0]:
             try:
                 more = os.read(master, 65536)
             except OSError:  # nobody has the other end any more
                 break
             seen += more
-        assert process.wait(WAIT_S) == top.INTERRUPTED
+        try:
+            assert process.wait(WAIT_S) == top.INTERRUPTED
+        finally:
+            process.kill()
     os.close(master)
     assert seen.count(b"vLLM lacked") >= 3
     if term == "xterm":
