@@ -115,7 +115,7 @@ class Settings(BaseSettings):
     )
     save_decode: bool = Field(default=True, description="Save the KV of generated tokens too.")
     learn_answers: bool = Field(
-        default=True,
+        default=False,
         description="Learn of which kinds of requests no prompt goes on with the answer, as where a chat template cuts "
         "reasoning: their answers are evicted first, and not stored in tiers ([how](docs/hints.md#answers)).",
     )

@@ -8,14 +8,13 @@ dict probes. Leases belong to (request, epoch) pairs; a leased chunk is never ev
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import NamedTuple
 
 from kvpipe.cache.hints import Hint
-from kvpipe.cache.large import by_key, untracked
+from kvpipe.cache.large import Ordered, by_key, order, untracked
 from kvpipe.cache.miss_reasons import EVICTED, RESET, TORN, Lost
-from kvpipe.cache.policy.base import Policy, SessionPolicy
+from kvpipe.cache.policy.base import Policy, RememberingPolicy, SessionPolicy
 from kvpipe.cache.policy.guard import takes_hints
 from kvpipe.cache.tenants import ANYBODY, Tenant, Tenants
 from kvpipe.statemachine import chunk as m
@@ -103,6 +102,7 @@ class Catalog:
         self._clock = clock or (lambda: time.monotonic())  # noqa: PLW0108  (as `time` is when it is asked)
         self._request = policy.request if isinstance(policy, SessionPolicy) else None
         self._hint = policy.hint if takes_hints(policy) else None
+        self._dropped = policy.dropped if isinstance(policy, RememberingPolicy) else None
         self.machine = m.CHUNK.compile()
         self.watch: Watch | None = None  # of the chunks that are reserved from now on
         self.on_drop: Callable[[Chunk], object] | None = None  # called for chunks that cannot be found any more
@@ -114,11 +114,11 @@ class Catalog:
         self._pending: tuple[dict[bytes, Chunk], ...] = tuple({} for _ in range(groups))
         self._chunks: list[Chunk | None] = [None] * slots  # all that are not ABSENT, each at its slot
         untracked(self._chunks)
-        self._spared: OrderedDict[Chunk, None] = OrderedDict()  # go before what the policy says; none is held
+        self._spared: Ordered[Chunk, None] = order(slots)  # go before what the policy says; none is held
         self._leases: dict[Owner, list[Chunk]] = {}
         self._leased_s: dict[Owner, float] = {}
         self.writing = 0  # pieces
-        self._second = 0  # see `tick`
+        self._second = 0  # see `_tell`
 
     def use_more(self, ready: int) -> None:
         """The first `ready` slots are in memory on every rank: they may be used. Fewer than before: nothing happens."""
@@ -161,12 +161,9 @@ class Catalog:
 
     def lease(self, owner: Owner, chunks: list[Chunk], *, timed: bool = True) -> None:
         """Hold `chunks` for `owner` until `release`. An owner leases once. `timed`: it counts for `oldest_lease_s`."""
-        owned, now_s = self._leases.setdefault(owner, []), self._clock()
-        self._second = int(now_s)
+        owned, now_s = self._leases.setdefault(owner, []), self._tell(over=False)
         if timed:
             self._leased_s.setdefault(owner, now_s)
-        if self._request is not None:
-            self._request(now_s, over=False)
         for chunk in chunks:
             chunk.fire(m.LEASE)
             if not chunk.held:
@@ -195,10 +192,7 @@ class Catalog:
 
     def refresh(self, chunks: Iterable[Chunk], *, over: bool = True) -> None:
         """Order a request's chunks so that the ends of prefixes go before their beginnings. `over`: it is finished."""
-        self._second = second = int(now_s := self._clock())
-        if self._request is not None:
-            self._request(now_s, over=over)
-        refresh = self._policy.refresh
+        second, refresh = int(self._tell(over=over)), self._policy.refresh
         for chunk in chunks:
             if not chunk.held:
                 chunk.used_s = second
@@ -220,10 +214,6 @@ class Catalog:
     def now_s(self) -> float:
         """What time it is, in seconds of the catalog's clock."""
         return self._clock()
-
-    def tick(self) -> None:
-        """Take the time: what is of use until the next tick is of use now."""
-        self._second = int(self._clock())
 
     def hint(self, chunks: Iterable[Chunk], hint: Hint) -> None:
         """Tell the policy, if it takes hints, what a client says of a prompt's chunks."""
@@ -286,6 +276,7 @@ class Catalog:
 
     def lost(self, piece: Piece) -> None:
         """A rank failed the piece: what landed before it stays, it and all after it are dropped."""
+        self._tell(over=False)
         self._unpend(piece)
         self.lost_keys.add(piece.chunk.group, piece.key, TORN)
         self._finish_write(piece.chunk, landed=False)
@@ -363,10 +354,13 @@ class Catalog:
             chunk.used_s = self._second
             self._policy.insert(chunk, hit=hit)
 
-    def _tell(self, *, over: bool) -> None:
-        """Tell the policy, if it wants to know, what time it is and whether a request is over."""
+    def _tell(self, *, over: bool) -> float:
+        """Take the time, and tell the policy, if it wants to know, and whether a request is over; return it."""
+        now_s = self._clock()
+        self._second = int(now_s)
         if self._request is not None:
-            self._request(self._clock(), over=over)
+            self._request(now_s, over=over)
+        return now_s
 
     def _evict_one(self) -> bool:
         chunk = next(iter(self._spared), None) or self._policy.victim()
@@ -389,6 +383,8 @@ class Catalog:
                 self.lost_keys.add(chunk.group, key, why)
         self._policy.remove(chunk)
         self._spared.pop(chunk, None)
+        if self._dropped is not None:
+            self._dropped(chunk)
         if self.on_drop is not None:
             self.on_drop(chunk)
         if chunk.held:

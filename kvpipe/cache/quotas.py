@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 from kvpipe.cache.catalog import Catalog, Chunk
 from kvpipe.cache.hints import Hint
-from kvpipe.cache.policy.base import Evictable, Policy, SessionPolicy
+from kvpipe.cache.policy.base import Evictable, Policy, RememberingPolicy, SessionPolicy
 from kvpipe.cache.policy.guard import takes_hints
 from kvpipe.cache.tenants import ANYBODY, Tenant
 from kvpipe.quota_spec import OTHERS, QuotaSpec, salts
@@ -76,6 +76,11 @@ class Accounts:
         for account in self.all:
             account.sure, account.most = account.spec.slots(slots)
 
+    def secure(self, ready: int) -> None:
+        """So many slots are in memory: shares are of those."""
+        for account in self.all:
+            account.sure, _ = account.spec.slots(ready)
+
     # ---- the policy ------------------------------------------------------------------------------------------------
 
     def request(self, now_s: float, *, over: bool) -> None:
@@ -89,6 +94,12 @@ class Accounts:
     def remove(self, chunk: Evictable) -> None:
         """See `Policy.remove`."""
         self._told(chunk).policy.remove(chunk)
+
+    def dropped(self, chunk: Evictable) -> None:
+        """See `RememberingPolicy.dropped`."""
+        policy = self._told(chunk).policy
+        if isinstance(policy, RememberingPolicy):
+            policy.dropped(chunk)
 
     def refresh(self, chunk: Evictable) -> None:
         """See `Policy.refresh`."""
@@ -144,6 +155,7 @@ class SharedCatalog(Catalog):
         """`accounts`: of so many slots. See `Catalog` for the rest."""
         super().__init__(slots, groups, accounts, counters, ready=ready, clock=clock)
         self.accounts = accounts
+        accounts.secure(self.ready)
         if accounts.others.request is None:
             self._request = None
         if accounts.others.hint is None:
@@ -153,6 +165,12 @@ class SharedCatalog(Catalog):
         """See `Catalog.limit`."""
         super().limit(slots)
         self.accounts.resize(self.slots)
+        self.accounts.secure(self.ready)
+
+    def use_more(self, ready: int) -> None:
+        """See `Catalog.use_more`."""
+        super().use_more(ready)
+        self.accounts.secure(self.ready)
 
     def reserve(self, group: int, tenant: Tenant = ANYBODY) -> Chunk | None:
         """See `Catalog.reserve`. None, too, where every chunk that may go for `tenant` is held."""

@@ -242,7 +242,6 @@ class SchedulerSide:
         """Plan the step: the loads that were admitted, and a save for every request with newly final units."""
         if self._turns.away:
             self._turns.take()
-        self.catalog.tick()
         self.requests.plan_step(step)
         jobs = self.loading.plan_step(step)
         if self.switches.saving:

@@ -137,6 +137,17 @@ def test_shares_are_of_the_pool_that_there_is() -> None:
     assert late.accounts.of(ALICE).used == 2
 
 
+def test_shares_are_of_what_is_in_memory() -> None:
+    """As long as a pool is only begun, none has all of it for being within its share of the rest."""
+    late = SharedCatalog(SLOTS, 1, Accounts(parse_quotas(QUOTAS), SLOTS, Lru), Counters(), ready=4)
+    for tenant, puts in ((ALICE, 4), (BOB, 2)):
+        for put in range(puts):
+            chunk = late.reserve(0, tenant)
+            assert chunk is not None
+            late.landed(late.write(chunk, 1, f"{tenant.salt}/{put}".encode(), keep=False))
+    assert [(one.used, one.sure) for one in late.accounts.all] == [(2, 2), (2, 1), (0, 0)] or late.accounts.of(BOB).used
+
+
 class _Told(Lru):
     """A policy that remembers what it was told."""
 

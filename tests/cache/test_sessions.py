@@ -133,6 +133,37 @@ def test_a_prompt_goes_from_its_end() -> None:
     assert [policy.victim() for _ in items] == items[::-1]
 
 
+def test_nothing_is_left_of_chunks_that_others_evict() -> None:
+    """Answers behind one prompt, of which each goes first, without the policy: it forgets their chains."""
+    policy = Sessions(SLOTS)
+    world = _World(policy)
+    for turn in range(10 * SLOTS):
+        world.now_s += 5
+        key = str(turn).encode()
+        world.serve("prompt", 2)
+        chunk = world.catalog.reserve(0)
+        assert chunk is not None
+        world.catalog.landed(world.catalog.write(chunk, 1, key, keep=True, base=2, before=b"prompt/1"))
+        world.catalog.refresh([chunk])
+        assert world.catalog.spare([chunk]) == 1
+    assert world.serve("prompt", 2) == 2
+    assert sum(map(len, policy._branches.values())) <= SLOTS
+    assert not policy._held
+
+
+def test_a_chunk_that_is_held_keeps_the_place_of_those_before_it() -> None:
+    """What is gone from the middle of a chain stays in it until all behind it have gone."""
+    policy = Sessions(SLOTS)
+    items = [Item("a"), Item("b", "a"), Item("c", "b")]
+    for item in items:
+        policy.insert(item, hit=False)
+    for item in items[1:]:
+        policy.remove(item)
+    policy.dropped(items[1])
+    policy.insert(items[2], hit=False)
+    assert [policy.victim(), policy.victim(), policy.victim()] == [items[2], items[0], None]
+
+
 def test_what_follows_nothing_goes_first() -> None:
     """A chunk whose predecessor is gone is found by nobody, however new it is."""
     policy = Sessions(SLOTS)

@@ -59,7 +59,7 @@ def clock(managed: Managed) -> list[float]:
     """The catalog's time, which stands."""
     now = [1000.5]
     managed.side.catalog._clock = lambda: now[0]
-    managed.side.catalog.tick()
+    managed.side.catalog.refresh([])
     return now
 
 

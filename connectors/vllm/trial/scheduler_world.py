@@ -82,7 +82,7 @@ class SchedulerWorld:
         tiers: Sequence[GuardedTier] = (),
     ) -> None:
         """An empty cache."""
-        settings = load_settings({"load": load, "prefault": touch})
+        settings = load_settings({"load": load, "prefault": touch, "learn_answers": True})
         geometry = make_geometry(windows, chunk_units, slots, states, ahead_tokens, dropped_units)
         self.ranks, self.groups, self.free, self._states = ranks, len(windows), 1 << 20, states
         self.remedies = Remedies(geometry, LoadAdmission(geometry, BEYOND_TOKENS, 64 * UNIT))

@@ -52,6 +52,14 @@ class SessionPolicy(Policy, Protocol):
 
 
 @runtime_checkable
+class RememberingPolicy(Policy, Protocol):
+    """A policy that remembers what is held, and so wants to know what does not come back."""
+
+    def dropped(self, chunk: Evictable) -> None:
+        """A chunk that was removed is gone, and not by `victim`. Unknown chunks are ignored."""
+
+
+@runtime_checkable
 class HintedPolicy(Policy, Protocol):
     """A policy that takes hints. They may be wrong, also by intent: it decides how far to believe them."""
 

@@ -133,6 +133,12 @@ class Sessions:
                 for old in list(islice(self._held, 1 + min(self._slots // 8, 256))):
                     del self._held[old]
 
+    def dropped(self, chunk: Evictable) -> None:
+        """See `RememberingPolicy.dropped`. Its place in its chain goes when nothing that is there is behind it."""
+        chain = self._held.pop(chunk, None)
+        while chain is not None and chain.stack and not (chain.stack[-1] in self._at or chain.stack[-1] in self._held):
+            self._pop(chain)
+
     def refresh(self, chunk: Evictable) -> None:
         """See `Policy.refresh`."""
         if self._over:
