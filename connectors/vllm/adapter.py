@@ -116,7 +116,7 @@ class Remedies(Recovery):
         blocks = self._blocks
         if blocks is None:
             return {}
-        if self._geometry.match_tokens and (wrong := overrun(step, requests, self._geometry)):
+        if self._geometry.states and (wrong := overrun(step, requests, self._geometry)):
             blocks.forget(wrong)
         if not loading:
             self._invalid.left.clear()

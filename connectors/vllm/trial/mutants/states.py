@@ -109,7 +109,7 @@ MUTANTS: dict[str, Mutant] = {
         one(
             "kvpipe.connectors.vllm.adapter:Remedies",
             "begin_step",
-            "if self._geometry.match_tokens and (wrong",
+            "if self._geometry.states and (wrong",
             "if False and (wrong",
         ),
         shape="states-exported",
