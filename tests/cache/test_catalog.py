@@ -300,3 +300,36 @@ def test_a_slot_that_was_used_is_used_again_first() -> None:
     again = catalog.reserve(0)
     assert again is not None
     assert again.slot == chunk.slot
+
+
+def test_what_is_let_go_was_of_use_until_then() -> None:
+    """However long nothing else has happened."""
+    now = [10.0]
+    catalog = Catalog(4, 1, Lru(), Counters(), clock=lambda: now[0])
+    chunk = catalog.reserve(0)
+    assert chunk is not None
+    catalog.landed(catalog.write(chunk, 1, b"a", keep=True))
+    catalog.lease(Owner("pin", 1), [chunk])
+    now[0] = 3610.0
+    catalog.release(Owner("pin", 1))
+    assert chunk.used_s == 3610
+
+
+def test_a_lost_piece_is_of_no_request_that_is_over() -> None:
+    """Whatever the policy was told before."""
+
+    class Told(Lru):
+        at_s, over = 0.0, False
+
+        def request(self, now_s: float, *, over: bool) -> None:
+            self.at_s, self.over = now_s, over
+
+    policy = Told()
+    catalog = Catalog(4, 1, policy, Counters())
+    chunk = catalog.reserve(0)
+    assert chunk is not None
+    piece = catalog.write(chunk, 1, b"a", keep=True)
+    catalog.refresh([], over=True)
+    assert policy.over
+    catalog.lost(piece)
+    assert not policy.over
