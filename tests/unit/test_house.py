@@ -25,6 +25,7 @@ LONG_FILES = {
     "kvpipe/testing/tier_conformance.py",
     "kvpipe/transfer/cuda.py",
     "kvpipe/worker/pipeline.py",
+    "tests/cache/test_sessions.py",
     "tests/scheduler/test_adapters.py",
     "tests/scheduler/test_side.py",
     "tests/tiers/test_s3.py",
