@@ -23,8 +23,9 @@ def write(found: dict[str, Any], path: Path) -> None:
     pictures.write(picture(found), path.with_suffix(".svg"))
     by = report.rates(found["yardstick"], report.AGENTS)
     best = by.pop(BELADY, {})
+    hinted = {name: some for name, some in report.said_rates(found).items() if "resume" in name}
     pictures.write(
-        _below([_rates(report.AGENTS, by | report.said_rates(found) | {BELADY: best})]),
+        _below([_rates(report.AGENTS, by | hinted | {BELADY: best})]),
         path.with_name(f"{path.stem}-agents.svg"),
     )
     path.with_suffix(".html").write_text(html(found), encoding="utf-8")
