@@ -118,10 +118,11 @@ def ahead_tokens(config: VllmConfig) -> int:
 def states_back(config: VllmConfig) -> int:
     """Return how many blocks before a prompt's last whole one vLLM keeps its last state.
 
-    Where it drops a hit's last block (`get_mamba_prefill_checkpoint_position`): releases differ in for which drafters.
+    Where it drops a hit's last block, whatever the drafter's KV depends on (`get_mamba_prefill_checkpoint_position`).
     """
     drafts = config.speculative_config
-    return int(drafts is not None and drafts.use_eagle_block_drop())
+    dropping = drafts is not None and drafts.method in (*_FED_HIDDEN_STATES, *_FED_CONTEXT)
+    return int(dropping and not getattr(drafts, "disable_eagle_block_drop", False))
 
 
 def facts(config: VllmConfig) -> dict[str, Any]:
