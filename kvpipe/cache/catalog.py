@@ -192,7 +192,8 @@ class Catalog:
 
     def refresh(self, chunks: Iterable[Chunk], *, over: bool = True) -> None:
         """Order a request's chunks so that the ends of prefixes go before their beginnings. `over`: it is finished."""
-        second, refresh = int(self._tell(over=over)), self._policy.refresh
+        self._tell(over=over)
+        second, refresh = self._second, self._policy.refresh
         for chunk in chunks:
             if not chunk.held:
                 chunk.used_s = second
@@ -357,7 +358,8 @@ class Catalog:
     def _tell(self, *, over: bool) -> float:
         """Take the time, and tell the policy, if it wants to know, and whether a request is over; return it."""
         now_s = self._clock()
-        self._second = int(now_s)
+        if (second := int(now_s)) != self._second:
+            self._second = second  # one object for all that is of use in it
         if self._request is not None:
             self._request(now_s, over=over)
         return now_s

@@ -315,6 +315,21 @@ def test_what_is_let_go_was_of_use_until_then() -> None:
     assert chunk.used_s == 3610
 
 
+def test_a_second_costs_memory_once() -> None:
+    """What is of use in one refers to the same number."""
+    now = [70_000.25]
+    catalog = Catalog(4, 1, Lru(), Counters(), clock=lambda: now[0])
+    _publish(catalog, b"a")
+    now[0] += 0.5
+    _publish(catalog, b"b")
+    first, second = catalog.find(0, b"a"), catalog.find(0, b"b")
+    assert first is not None
+    assert second is not None
+    assert first.used_s is second.used_s
+    catalog.refresh([first])
+    assert first.used_s is second.used_s
+
+
 def test_a_lost_piece_is_of_no_request_that_is_over() -> None:
     """Whatever the policy was told before."""
 
