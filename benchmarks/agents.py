@@ -4,6 +4,8 @@ Sessions of the recorded trace, `SCALE` times shorter. Their pauses are shorter 
 prompt, against what the trace's took on four H100 (`benchmarks/replay/model.py`): computing, pausing and the room for
 KV keep their proportions. Users are added until the 95th percentile of the time to the first token passes a limit.
 
+Of kvpipe there are two: with a pool alone, and with a disk behind it.
+
 Time is this process's, but for the time in which nobody waits for anything, which is skipped.
 """
 
@@ -18,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
+from tempfile import TemporaryDirectory
 from typing import Any, Final, NamedTuple
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "8")
@@ -41,9 +44,9 @@ ALL_TOKENS: Final = 24 * DEVICE_TOKENS
 """More than any run needs. Far more would be slower: what was never written is not in memory yet."""
 TTFT_S_MAX: Final = 5.0
 """Of the trace's own time: a prompt of 110,000 tokens is computed in 3.1."""
-USERS_MIN, USERS_MAX = 2, 1024
-WARM, MEASURED = 3, 400
-"""Requests per user that are not counted, and requests that are."""
+USERS_FIRST, USERS_MAX = 8, 1024
+MEASURED: Final = 400
+"""Requests that are counted, from when every user's first one is over."""
 
 
 class Turn(NamedTuple):
@@ -162,13 +165,12 @@ class Served:
 
 
 def serve(engine: Engine, users: int, faster: float) -> Served:
-    """Serve so many users at once until enough requests are over."""
+    """Serve users, who come one after the other (nothing of their sessions is held yet), until enough is counted."""
     clock, served = Clock(), Served()
     all_users = [User(number, faster) for number in range(users)]
-    due = [(random.Random(number).uniform(0, 10 / faster), number) for number in range(users)]
-    heapq.heapify(due)
+    due = [(number * TTFT_S_MAX / faster, number) for number in range(users)]
     came_s: dict[str, tuple[float, int]] = {}
-    begun_s, over, warm = 0.0, 0, WARM * users
+    begun_s, waited_for = 0.0, set(range(users))
     while len(served.ttft_s) < MEASURED:
         while due and due[0][0] <= clock.now_s():
             at_s, number = heapq.heappop(due)
@@ -180,11 +182,11 @@ def serve(engine: Engine, users: int, faster: float) -> Served:
         for output in engine.step():
             at_s, number = came_s.pop(output.request_id)
             now_s, user = clock.now_s(), all_users[number]
-            over += 1
-            if over == warm:
-                begun_s = now_s
-            elif over > warm:
+            if not waited_for:
                 served.ttft_s.append(now_s - at_s - _decoding_s(output))
+            elif waited_for == {number}:
+                begun_s = now_s
+            waited_for.discard(number)
             user.done()
             heapq.heappush(due, (max(now_s, at_s + user.next()[0].pause_s), number))
     served.seconds = clock.now_s() - begun_s
@@ -200,28 +202,30 @@ def _decoding_s(output: Any) -> float:
     return float(times.last_token_ts - times.first_token_ts)
 
 
-def _engine(tokens: int, *, own: bool, kvpipe: bool) -> Engine:
-    pool = {"pool_bytes_max": str(POOL_TOKENS * 8192)} if kvpipe else None
+def _engine(tokens: int, *, own: bool, kvpipe: dict[str, str] | None) -> Engine:
     engine = Engine(
-        str(make_model("agents")), kvpipe=pool, enable_prefix_caching=own, block_size=BLOCK, disable_log_stats=False,
+        str(make_model("agents")), kvpipe=kvpipe, enable_prefix_caching=own, block_size=BLOCK, disable_log_stats=False,
         max_model_len=TOKENS_MAX + 4096, max_num_batched_tokens=1024, num_gpu_blocks_override=tokens // BLOCK,
     )  # fmt: skip
     engine.generate([prompt(64, 1)], 2)
     return engine
 
 
+POOL: Final = {"pool_bytes_max": str(POOL_TOKENS * 8192)}
+DISK: Final = "kvpipe with a disk"
 ENGINES: Final[dict[str, dict[str, Any]]] = {
-    "no cache": {"tokens": DEVICE_TOKENS, "own": False, "kvpipe": False},
-    "vLLM's prefix cache": {"tokens": DEVICE_TOKENS, "own": True, "kvpipe": False},
-    "kvpipe": {"tokens": DEVICE_TOKENS, "own": True, "kvpipe": True},
-    "a cache that holds all": {"tokens": ALL_TOKENS, "own": True, "kvpipe": False},
+    "no cache": {"tokens": DEVICE_TOKENS, "own": False, "kvpipe": None},
+    "vLLM's prefix cache": {"tokens": DEVICE_TOKENS, "own": True, "kvpipe": None},
+    "kvpipe": {"tokens": DEVICE_TOKENS, "own": True, "kvpipe": POOL},
+    DISK: {"tokens": DEVICE_TOKENS, "own": True, "kvpipe": POOL},
+    "a cache that holds all": {"tokens": ALL_TOKENS, "own": True, "kvpipe": None},
 }
 
 
 def main() -> int:
     """Measure all engines; print the table, write `docs/results/agents.json`, and a picture of it."""
     found = run()
-    figures = [_figure("kvpipe", other, least, found) for other, least in _GOALS.items()]
+    figures = [_figure(name, other, least, found) for name in _OURS for other, least in _GOALS.items()]
     shown = {name: [one._asdict() for one in tried] for name, tried in found.tried.items()}
     show("agents benchmarks", figures, RESULTS, limit_s=found.limit_s, tried=shown)
     agents_picture.write(json.loads(RESULTS.read_text(encoding="utf-8")), RESULTS)
@@ -231,12 +235,16 @@ def main() -> int:
 def run() -> Found:
     """Return how late first tokens came in each engine, for numbers of users around the most that are in time."""
     bind_cores()
-    engine = _engine(DEVICE_TOKENS, own=False, kvpipe=False)
+    engine = _engine(**ENGINES["no cache"])
     typical = 110_000
     took_s = median(ttft(engine, prompt(typical // SCALE, seed)) for seed in range(3))
     engine.close()
     faster = Model().prefill_s(0, typical) / took_s
-    tried = {name: _tried(name, options, faster) for name, options in ENGINES.items()}
+    tried = dict[str, list[Tried]]()
+    for name, options in ENGINES.items():
+        with TemporaryDirectory(prefix="kvpipe-agents-") as folder:
+            disk = {"kvpipe": POOL | {"tiers": folder}} if name == DISK else {}
+            tried[name] = _tried(name, options | disk, faster)
     return Found(TTFT_S_MAX / faster, tried)
 
 
@@ -245,8 +253,8 @@ def _tried(name: str, options: dict[str, Any], faster: float) -> list[Tried]:
     engine, out = _engine(**options), list[Tried]()
     low, high = 0, 0
     while not high or high - low > max(1, low // 4):
-        users = (low + high) // 2 if high else max(USERS_MIN, 2 * low)
-        engine.llm.reset_prefix_cache(reset_connector=options["kvpipe"])
+        users = (low + high) // 2 if high else 2 * low or USERS_FIRST
+        engine.llm.reset_prefix_cache(reset_connector=bool(options["kvpipe"]))
         served = serve(engine, users, faster)
         print(f"{name}, {users} users: {served.per_s:.2f} requests/s, {served.late_s:.2f} s", flush=True)
         out.append(Tried(users, served.per_s, median(served.ttft_s), served.late_s))
@@ -254,12 +262,13 @@ def _tried(name: str, options: dict[str, Any], faster: float) -> list[Tried]:
             low = users
         else:
             high = users
-        if high == USERS_MIN or low >= USERS_MAX:
+        if low >= USERS_MAX:
             break
     engine.close()
     return out
 
 
+_OURS: Final = ("kvpipe", DISK)
 _GOALS: Final = {"no cache": 2.0, "vLLM's prefix cache": 2.0, "a cache that holds all": 0.9}
 
 

@@ -20,7 +20,7 @@ def write(found: dict[str, Any], path: Path) -> None:
 def picture(found: dict[str, Any]) -> str:
     """Return it: a line per engine on the left, a bar per engine on the right."""
     tried: dict[str, list[dict[str, float]]] = found["tried"]
-    colours = dict(zip(tried, (GREY, COLOURS[2], COLOURS[0], COLOURS[1]), strict=True))
+    colours = dict(zip(tried, (GREY, COLOURS[2], COLOURS[0], COLOURS[3], COLOURS[1]), strict=True))
     body = [text(_LEFT, 20, "Coding agents on a real engine: users added until first tokens come late", "b")]
     body += legend(colours, _LEFT, 42)
     body += _curves(tried, found["limit_s"], colours)
