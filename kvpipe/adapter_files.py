@@ -1,7 +1,7 @@
-"""Which bytes a LoRA adapter has: its KV was computed from them, and vLLM's block hashes know only its name and path.
+"""Digests of LoRA adapters' files: KV depends on their bytes, and vLLM's block hashes cover only name and path.
 
-An adapter is the files that vLLM reads of it, and of each what a system changes when the file changes: device, inode,
-size, times. While those stay, and have for a while, its bytes are not read again.
+A digest is used again while the stat fields of every file (device, inode, size, mtime, ctime) are unchanged and older
+than `SETTLED_S`; otherwise the files are read again.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import xxhash
 from kvpipe.loop import LoopThread
 
 FILES: Final = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
-"""What vLLM reads of an adapter's folder."""
+"""The files that vLLM reads from an adapter's folder."""
 BYTES_MAX: Final = 64 << 30
-"""Of one adapter; a larger one is shared with nobody."""
+"""Largest adapter, in bytes; a larger one counts as unreadable."""
 SETTLED_S: Final = 2.0
-"""A file that was changed within so long may change once more without showing it: file systems' clocks are coarse."""
+"""A file that changed less than this long ago may change again without a new mtime: file systems' clocks are coarse."""
 KNOWN_MAX: Final = 4096
 """Adapters that are remembered."""
 READINGS_MAX: Final = 3
@@ -38,7 +38,7 @@ _Value = TypeVar("_Value")
 
 
 class Reading(NamedTuple):
-    """What an adapter's files were, and what all of their bytes come to. `settled`: any change of them would show."""
+    """Signature and digest of an adapter's files. `settled`: any later change alters the signature."""
 
     signature: Signature
     digest: bytes
@@ -46,7 +46,7 @@ class Reading(NamedTuple):
 
 
 class AdapterFiles:
-    """Reads adapters, and each again only when its files may have changed. For one thread."""
+    """Digests adapters; reads one again only when its files may have changed. Not thread-safe."""
 
     def __init__(self) -> None:
         """Nothing was read."""
@@ -57,8 +57,8 @@ class AdapterFiles:
         """Identify the bytes of the adapter in `folder`.
 
         Raises:
-            OSError: a file is missing, no regular file, too large, or not to be read.
-            ValueError: the path is none.
+            OSError: a file is missing, not a regular file, too large, or unreadable.
+            ValueError: `folder` is not a valid path.
 
         """
         known = self._known.get(folder)
@@ -78,7 +78,7 @@ class AdapterFiles:
 
 
 def signature_of(folder: str) -> Signature:
-    """Return what tells the adapter's files from what they were, as far as a system shows it. Raises like `read`."""
+    """Return the stat fields of the adapter's files, by which a change is noticed. Raises like `read`."""
     out = []
     for name in FILES:
         try:
@@ -99,9 +99,9 @@ def signature_of(folder: str) -> Signature:
 
 
 def digest_of(folder: str, signature: Signature) -> bytes:
-    """Return what the bytes of the files of `signature` come to (xxh3-128: tells adapters apart, resists no forgery).
+    """Return the xxh3-128 digest of the files of `signature`: it tells adapters apart, but is not cryptographic.
 
-    What is no regular file any more is never waited for, and of a file that grows no more is read than it had.
+    Never blocks on what has become something else than a regular file; a file that grows is read to its former size.
     """
     digest = xxhash.xxh3_128(b"kvpipe adapter")
     for name, _, _, size, *_ in signature:
@@ -150,9 +150,9 @@ class AdapterReader:
         return self._files.readings
 
     def digest(self, path: str, since_s: float) -> bytes | None:
-        """Return what the adapter's bytes come to, as they were at `since_s` (monotonic) or later. Never blocks.
+        """Return the digest of the adapter's bytes, as they were at `since_s` (monotonic) or later. Never blocks.
 
-        Empty: they cannot be read. None: they are being read, ask again.
+        Empty if they cannot be read; None while they are being read: call again.
         """
         read_s, digest = self._known.get(path, (0.0, b""))
         if read_s >= since_s:

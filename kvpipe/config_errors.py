@@ -1,4 +1,4 @@
-"""Keys of configuration, in words: suggested when misspelt, explained when wrong, listed in the docs."""
+"""Texts about configuration keys: suggestions for misspelt ones, reasons for wrong values, tables for the docs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NEAR_MIN, _WORD_BONUS = 0.5, 0.25  # likeness from which a name is suggested; w
 
 Fields = Mapping[str, FieldInfo]
 NAME_CHARS_MAX: Final = 80
-"""What is shown of a name that somebody else has given: of a key, a scheme, a kind."""
+"""How many characters of a user's key, scheme or kind a message shows."""
 _REASON_CHARS_MAX: Final = 300
 
 
@@ -72,7 +72,7 @@ def shown(value: object) -> str:
 
 
 def name(value: object) -> str:
-    """Return what somebody has called something, for people: short, printable, without what may be secret."""
+    """Return a user's key, scheme or kind for a message: short, printable, without credentials."""
     text = public(value[:PATH_CHARS_MAX]) if isinstance(value, str) else ""
     if not isinstance(value, str):
         text = str(value) if isinstance(value, float) or value is None else ""
@@ -82,7 +82,7 @@ def name(value: object) -> str:
 
 
 def place(error: Exception) -> str:
-    """Return why a text could not be parsed, and where; of the text itself nothing."""
+    """Return why and where parsing failed, without the text itself, which may hold secrets."""
     if isinstance(error, RecursionError):
         return "it is too deep"
     mark = getattr(error, "problem_mark", None)
@@ -90,11 +90,11 @@ def place(error: Exception) -> str:
     if mark is not None:
         line, column = mark.line + 1, mark.column + 1
     why = str(getattr(error, "msg", "")) if line and mark is None else ""
-    return f"{why or 'a mistake'} at line {line}, column {column}" if line else "it has a value that cannot be meant"
+    return f"{why or 'a mistake'} at line {line}, column {column}" if line else "a value in it cannot be parsed"
 
 
 def public(text: str) -> str:
-    """Return a text without what may be secret where it is a URL: user, password and query."""
+    """Return a URL without user, password and query; any other text as it is, up to a query."""
     scheme, mark, rest = text.partition("://")
     if not mark and "@" not in text:
         return re.split(r"[?#&](?=.*=)", text, maxsplit=1, flags=re.DOTALL)[0]

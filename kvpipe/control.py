@@ -56,7 +56,7 @@ def write_freeze(path: Path, *, on: bool) -> None:
 
 
 def read_freeze(text: str) -> bool | None:
-    """Return what the file says, or None when it says nothing that is understood."""
+    """Parse the control file: True to freeze, False to save, None for any other text."""
     key, _, value = text.strip().partition(":")
     return _WORDS.get(value.strip().lower()) if key.strip() == "freeze" else None
 

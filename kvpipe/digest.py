@@ -16,19 +16,19 @@ import xxhash
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 PIECE_BYTES: Final = 32 << 20
-"""So much is copied, or mixed, at once."""
+"""Bytes that are copied, or mixed, at once."""
 _WORD_BYTES: Final = 8
 _LANES: Final = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)
 _MIXES: Final = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 
 
 def tensors_digest(named: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """Return what tensors come to: name, shape, strides, type and bytes of each, in whatever order they are given."""
+    """Return the digest of named tensors: name, shape, strides, dtype, bytes of each. Their order does not matter."""
     return facts_digest(fact for name, tensor in named for fact in tensor_facts(name, tensor))
 
 
 def facts_digest(facts: Iterable[tuple[str, ...]]) -> str:
-    """Return what facts of tensors come to, in whatever order they are given."""
+    """Return the digest of tensors' facts (32 hex digits). Their order does not matter."""
     return hashlib.sha256(repr(sorted(facts)).encode()).hexdigest()[:32]
 
 
@@ -61,7 +61,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 
 def device_digest(tensor: torch.Tensor) -> str:
-    """Return the digest of a tensor on a device. It waits for what was asked of the device before."""
+    """Return the digest of a tensor on a device. Blocks until work queued on its stream before is done."""
     sums = torch.zeros(len(_LANES), dtype=torch.int64, device=tensor.device)
     at, rests = 0, []
     for piece in _pieces(tensor):

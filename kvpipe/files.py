@@ -1,4 +1,4 @@
-"""Small files that others may have a hand in: read within bounds and without waiting, replaced whole or not at all."""
+"""Small files that other users may control: bounded, non-blocking reads, and atomic replacement."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ _KINDS = {
 
 
 class OddFileError(OSError):
-    """It is no regular file, or longer than it may be. Its text says so."""
+    """The file is not a regular one, or too long; the message says which."""
 
 
 def kind_of(mode: int) -> str:
-    """Return what `st_mode` says that something is, in words; nothing for a regular file."""
+    """Return the type of file in `st_mode`, in words; empty for a regular file."""
     return _KINDS.get(stat.S_IFMT(mode), "")
 
 
 def owner_of(uid: int) -> str:
-    """Return what a user is called."""
+    """Return a user's name and uid, for messages."""
     with contextlib.suppress(KeyError):
         return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
     return f"uid {uid}"
 
 
 def doubts(path: Path) -> str:
-    """Return why others may have a hand in a file or folder, or read it though it is ours; nothing: they do not."""
+    """Return why other users can write to a file or folder, or read a file; empty if they cannot."""
     try:
         found = path.stat()
     except (OSError, ValueError):
@@ -54,7 +54,7 @@ def doubts(path: Path) -> str:
 
 
 def read_small(path: Path, bytes_max: int) -> bytes:
-    """Return what a regular file holds, also one that a link leads to.
+    """Return the content of a regular file, following links.
 
     Raises:
         OSError: it cannot be read; `OddFileError`: it is something else, or longer than `bytes_max`.

@@ -51,7 +51,7 @@ class Group:
 
     @property
     def blocks_back(self) -> int:
-        """So many blocks before a boundary a window reaches back to; 0: all, or none but its own."""
+        """Blocks before a boundary that a sliding window reads; 0: no window, or chunked local attention."""
         if self.window_tokens is None or self.local or self.state:
             return 0
         return max(1, -(-(self.window_tokens - 1) // self.block_tokens))
@@ -70,11 +70,11 @@ class Geometry:
     chunk_tokens: int
     pool_bytes_max: int
     ahead_tokens: int = 0
-    """On how many tokens behind a position its KV depends: that of a drafter that is fed the token it follows."""
+    """How many of the following tokens a position's KV depends on: not 0 with a drafter that is fed the next token."""
     states_back: int = 0
-    """So many units before the last whole one of a prompt the engine offers its last state."""
+    """How many units before a prompt's last whole unit the engine keeps its last state."""
     match_tokens: int = 0
-    """A unit, where the engine keeps states within their blocks and none where those end; 0: the blocks decide."""
+    """Tokens of a unit, where the engine keeps states within blocks instead of at their ends; 0: block sizes decide."""
 
     def __post_init__(self) -> None:
         """Check the two sizes that a user sets."""
@@ -115,12 +115,12 @@ class Geometry:
 
     @cached_property
     def whole_units(self) -> int:
-        """So many units end where blocks of all groups do."""
+        """Units between boundaries at which blocks of all groups end."""
         return lcm(*self.units_per_block)
 
     @cached_property
     def end_units(self) -> int:
-        """Of so many last units of a request one is saved as its end: one that ends a block, and is final."""
+        """How many of a request's last units are searched for its end: the last one that is final and ends a block."""
         return self.whole_units + 1
 
     @cached_property
@@ -173,7 +173,7 @@ class Geometry:
 
     @property
     def dropped_units(self) -> int:
-        """So many units at the end of a hit of its own the engine gives up, though they would be right."""
+        """How many correct units at the end of a hit in its own prefix cache the engine drops."""
         return 0 if self.ahead_tokens else self.states_back
 
     @property
@@ -185,8 +185,8 @@ class Geometry:
     def loads_between_steps(self) -> bool:
         """Whether every load must be asynchronous, since vLLM could not recover from a sync one that fails.
 
-        Of several groups it takes no report of failed blocks; of a window it cuts the request back to the first one,
-        but what lies before it in the window is gone already, and is read as it is.
+        With several groups vLLM accepts no report of failed blocks. With a window it truncates the request to the first
+        failed block, but the window's earlier blocks are freed by then, and would be read as they are.
         """
         return len(self.groups) > 1 or self.windows or bool(self.states)
 

@@ -134,11 +134,11 @@ class Report:
     tallies: dict[int, Tally] = field(default_factory=dict)
     """Of jobs and orders that have ended, by their number."""
     lost: bool = False
-    """A rank can bring and keep nothing any more."""
+    """A rank's loop thread has ended: it can neither load nor save any more."""
     rate: float = 0.0
     """Bytes per second of the slowest rank's loads; 0: none has loaded yet."""
     unreadable: dict[int, frozenset[int]] = field(default_factory=dict)
-    """By rank, if that is new: the tiers that it leaves alone."""
+    """By rank, when it has changed: the tiers that it does not read at present."""
     ready: dict[int, int] = field(default_factory=dict)
     """By rank, if that is new: how many of its slots, from the first on, may be used."""
     weights: dict[int, tuple[int, str]] = field(default_factory=dict)

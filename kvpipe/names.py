@@ -29,7 +29,7 @@ def default_state_dir() -> Path:
 
 
 def check_name(name: str) -> str:
-    """Return a name. Raises ValueError if no record can be called so."""
+    """Return `name` if it is valid as a record's file name; raise ValueError if not."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name):
         msg = "use letters, digits, '_', '.' and '-' (64 at most)"
         raise ValueError(msg)

@@ -18,13 +18,13 @@ from kvpipe import config_errors
 from kvpipe.errors import ConfigError, UsageError
 
 TIERS: Final = "kvpipe.tiers"
-"""The name is the `kind`; the object a `TierSpec`, a class."""
+"""Group of tiers: the name is the `kind`, the object a subclass of `TierSpec`."""
 TIER_URLS: Final = "kvpipe.tier_urls"
-"""The name is the scheme of a URL; the object the same."""
+"""Group of tiers' URLs: the name is the scheme, the object as in `TIERS`."""
 POLICIES: Final = "kvpipe.policies"
-"""The name is the `policy`; the object makes a `Policy` of a number of slots."""
+"""Group of eviction policies: the name is the `policy`, the object makes a `Policy` for a number of slots."""
 TRANSFER_ENGINES: Final = "kvpipe.transfer_engines"
-"""The name is the type of torch's device; the object makes a `TransferEngine` of `EngineOptions`."""
+"""Group of transfer engines: the name is a torch device type, the object a function of `EngineOptions`."""
 
 _WHAT: Final = {
     TIERS: "kind of tier", TIER_URLS: "URL of a tier", POLICIES: "eviction policy", TRANSFER_ENGINES: "transfer engine",

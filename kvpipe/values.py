@@ -1,4 +1,4 @@
-"""Types of what a user sets: numbers, sizes, paths, names of variables. What nobody can mean is refused."""
+"""Types of configuration values: numbers, sizes, paths, names of environment variables, each with its checks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PATH_CHARS_MAX: Final = 4000
 
 
 def no_bool(value: object) -> object:
-    """Refuse True and False where a number is meant; pydantic would read them as 1 and 0. And what is not finite."""
+    """Refuse booleans, which pydantic would read as 1 and 0, and numbers that are not finite."""
     if isinstance(value, bool):
         msg = "expected a number, not true or false"
         raise ValueError(msg)  # noqa: TRY004  (pydantic turns ValueError into its own report)
@@ -25,7 +25,7 @@ def no_bool(value: object) -> object:
 
 
 def _number_of_bytes(value: object) -> object:
-    """Refuse what pydantic would choke on."""
+    """Refuse numbers too large for pydantic to parse."""
     digits = re.match(r"\s*([0-9.]*)", value) if isinstance(value, str) else None
     if digits is not None and len(digits[1]) > len(str(BYTES_END)):
         value = BYTES_END
@@ -55,7 +55,7 @@ def _local(value: object) -> object:
 
 
 LocalPath = Annotated[Path, BeforeValidator(_local)]
-"""A path that the system can be asked about."""
+"""A path on this machine: not a URL, no NUL byte, not too long."""
 
 
 def _variable(value: str) -> str:
@@ -66,4 +66,4 @@ def _variable(value: str) -> str:
 
 
 Variable = Annotated[str, AfterValidator(_variable), Field(repr=False)]
-"""The name of a variable that holds a secret. Who errs writes the secret itself there: it is not shown."""
+"""The name of an environment variable with a secret. Not shown: users write the secret itself there by mistake."""

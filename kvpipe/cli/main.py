@@ -99,7 +99,7 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _public(table: dict[str, Any]) -> dict[str, Any]:
-    """Return keys with their values; what should name a secret and names nothing may be it itself, and is not shown."""
+    """Return keys and values to print. What names a secret and does not resolve may be the secret: it is hidden."""
     there: dict[str, Callable[[str], bool]] = {"_env": os.environ.__contains__, "_file": os.path.exists}
     unknown = [
         key

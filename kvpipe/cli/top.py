@@ -1,4 +1,4 @@
-"""`kvpipe top`: running engines with `manage`, as they go."""
+"""`kvpipe top`: a live view of engines that run with `manage`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from kvpipe.manage.models import EngineState, RequestHolds
 from kvpipe.trace.log import printable
 
 OVER_S: Final = 10.0
-"""Rates are over so long."""
+"""Seconds over which rates are averaged."""
 ANSWER_S_MAX: Final = 5.0
 INTERVAL_S_MIN: Final = 0.2
 ENGINES_MAX: Final = 64
@@ -66,7 +66,7 @@ def _interval_s(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Look until interrupted, or once. Returns the exit status. Raises UsageError."""
+    """Refresh until interrupted, or show once. Returns the exit status. Raises UsageError."""
     addresses = [parse_address(text) for text in args.at or [load_settings().manage]]
     watch = EngineList(addresses, token_of(args))
     try:
@@ -100,7 +100,7 @@ def _console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 120)
 
 
-# ---- what is asked -------------------------------------------------------------------------------------------------
+# ---- queries -------------------------------------------------------------------------------------------------------
 
 
 class StateSample(NamedTuple):
@@ -111,15 +111,15 @@ class StateSample(NamedTuple):
 
 
 class SeenEngine:
-    """One engine: what it said lately, or why it says nothing."""
+    """One engine: its latest answers, or why it does not answer."""
 
     def __init__(self, address: Address) -> None:
-        """Nobody has asked it."""
+        """No answer yet."""
         self.address, self.error = address, ""
         self._samples: deque[StateSample] = deque()
 
     async def look(self, token: str) -> None:
-        """Ask it, for `ANSWER_S_MAX` at most."""
+        """Query it, for at most `ANSWER_S_MAX`."""
         path = f"/v1/state?requests_max={REQUESTS}"
         asked = functools.partial(ask, self.address, token, "GET", path, answer_s_max=ANSWER_S_MAX)
         try:
@@ -128,14 +128,14 @@ class SeenEngine:
         except UsageError as error:
             self._lose(str(error).removeprefix("kvpipe: "))
         except ValidationError:
-            self._lose("it speaks of itself as another version of kvpipe does")
+            self._lose("its answer is not of this version's format: use the kvpipe that the engine runs")
 
     def _lose(self, why: str) -> None:
         self._samples.clear()
         self.error = why
 
     def took(self, state: EngineState, now_s: float) -> None:
-        """Take an answer in."""
+        """Store an answer."""
         self.error = ""
         last = self.last
         if last is not None and (state.engine, state.step) < (last.engine, last.step):
@@ -146,12 +146,12 @@ class SeenEngine:
 
     @property
     def last(self) -> EngineState | None:
-        """What it said last; None: it does not answer."""
+        """Its last answer; None: it does not answer."""
         return self._samples[-1].state if self._samples else None
 
     @property
     def since(self) -> tuple[EngineState, float] | None:
-        """What it said `OVER_S` before the last time, or as early as it was asked, and how long before that was."""
+        """The answer from `OVER_S` before the last one, or the first, and the seconds between the two."""
         first, last = self._samples[0], self._samples[-1]
         return (first.state, last.at_s - first.at_s) if last.at_s > first.at_s else None
 
@@ -188,7 +188,7 @@ def _found(address: Address) -> Iterator[Address]:
         yield address._replace(path=path)
 
 
-# ---- what is shown -------------------------------------------------------------------------------------------------
+# ---- the screen ----------------------------------------------------------------------------------------------------
 
 
 def screen(engines: Sequence[SeenEngine], requests_max: int) -> RenderableType:
@@ -255,7 +255,7 @@ def _head(state: EngineState, since: tuple[EngineState, float] | None) -> Text:
 
 
 def _hits(state: EngineState, since: tuple[EngineState, float] | None) -> Text:
-    """Say where prompts' tokens came from lately, and since the engine began."""
+    """Return the sources of prompt tokens: over the last `OVER_S`, and since the engine's start."""
     hit, missed = state.traffic.hit_tokens, state.traffic.missed_tokens
     when, then = "since it began", ""
     if since is not None:

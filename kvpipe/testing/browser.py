@@ -146,7 +146,7 @@ class Browser:
     def _devtools(self, command: str, params: dict[str, Any]) -> Any:
         return self._call("POST", "/goog/cdp/execute", {"cmd": command, "params": params})
 
-    # ---- what a page is asked ---------------------------------------------------------------------------------------
+    # ---- driving a page ---------------------------------------------------------------------------------------------
 
     def open(self, url: str) -> None:
         """Load a page, and wait until it is there."""
@@ -207,7 +207,7 @@ class Browser:
     def _actions(self, source: dict[str, object]) -> None:
         self._call("POST", "/actions", {"actions": [source]})
 
-    # ---- what it has to say -----------------------------------------------------------------------------------------
+    # ---- logs -------------------------------------------------------------------------------------------------------
 
     def complaints(self) -> list[str]:
         """Return what the page has written to the console since the last call; errors and refusals are there too."""

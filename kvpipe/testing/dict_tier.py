@@ -1,4 +1,4 @@
-"""The tier that every other is compared with: a dictionary."""
+"""The reference tier: a dictionary."""
 
 from __future__ import annotations
 

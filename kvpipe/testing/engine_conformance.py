@@ -7,8 +7,9 @@ A test module of an adapter has a subclass of `EngineConformance`, whose fixture
         def make(self):
             return MyDriver  # MyDriver(options): an `EngineDriver`, with kvpipe; MyDriver(None): without
 
-Every claim runs a workload on an engine with kvpipe and on one without, does to the first what it says, and demands the
-same answers, free blocks, and nothing left open. It takes 48 tokens a request, and at most 3 requests at a time.
+Every test runs a workload on an engine with kvpipe and on one without, disturbs the first as its docstring says, and
+demands the same answers, the same free blocks, and nothing left open. It takes 48 tokens a request, and at most 3
+requests at a time.
 """
 
 from __future__ import annotations

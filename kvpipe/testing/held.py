@@ -55,9 +55,9 @@ class HeldEngine(CpuEngine):
         self._armed[direction].append(layer)
 
     def lose(self, direction: Direction, *, in_time: bool = False) -> None:
-        """Let the next wait of `direction` time out: the bytes have moved, the news of it comes much later.
+        """Let the next wait of `direction` time out: the bytes have moved, the completion comes much later.
 
-        `in_time`: it comes just as the wait is given up.
+        `in_time`: the completion comes just as the wait is given up.
         """
         self._losing[direction] = in_time
 
@@ -85,7 +85,7 @@ class HeldEngine(CpuEngine):
                 ticket.sink(ticket)
 
     def find_lost(self) -> None:
-        """Deliver the news that were late."""
+        """Deliver the late completions."""
         late, self._silent = self._silent, []
         for ticket, failed in late:
             ticket.complete(failed)
@@ -134,7 +134,7 @@ class HeldEngine(CpuEngine):
                 return False
             while any(h.ticket is ticket for h in held):
                 self._move(direction)
-            prompt = not self._device or ticket.batch is self._failing  # bad news is not long in coming
+            prompt = not self._device or ticket.batch is self._failing  # failures are notified at once
             while prompt and any(t is ticket for t, _ in moved):
                 self.tick(direction, 1)
         if any(t is ticket for t, _ in self._silent):

@@ -12,7 +12,7 @@ from kvpipe.tiers.base import Get, Key, Put, Read, Tier, TierError, TierFullErro
 from kvpipe.tiers.spec import TierSpec
 
 TROUBLES = ("none", "down", "full", "forgets", "damages", "cuts")
-"""What may be wrong with it: it fails; it is full; values vanish behind a lookup; bytes flip; values are short."""
+"""Its faults: it fails; it is full; values vanish after a lookup; bytes flip; values are short."""
 
 
 class DictSpec(TierSpec):

@@ -224,7 +224,7 @@ class Rig:
             self.pipeline.wait_layer(layer)
 
     def settle(self) -> None:
-        """Wait until the loop has handled all news."""
+        """Wait until the loop has handled all completions."""
         assert self.pipeline.copies.loop.settle(WAIT_S)
 
     def news(self) -> dict[int, bool]:

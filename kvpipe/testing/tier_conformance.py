@@ -40,7 +40,7 @@ __all__ = ["Limit", "TierConformance", "TierWorld", "client", "run"]
 WAIT_S = 30.0
 KIB, MIB = 1 << 10, 1 << 20
 CANCEL_S = (math.inf, 0, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02)
-"""When a call is cancelled: never, at once, and while it is at work, on most machines."""
+"""When calls are cancelled: never, at once, and, on most machines, while they are at work."""
 SPLITS = {
     "smallest": (4096,),
     "header and body": (4096, 124 * KIB),

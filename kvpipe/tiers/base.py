@@ -160,7 +160,7 @@ class Tier(Protocol):
         """Return what is held."""
 
     async def health(self) -> None:
-        """Return if the tier can be used, cheaply; raise `TierError` saying why not."""
+        """Return quickly if the tier can be used; raise `TierError` with the reason if not."""
 
     def scan(self) -> AsyncIterator[Entry]:
         """Yield every value of kvpipe's that is there, in no order, while others read and write."""

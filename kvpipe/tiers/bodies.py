@@ -57,15 +57,15 @@ class Bodies:
         return view
 
     def scatter(self, body: memoryview, slot: int, group: int, units: int) -> None:
-        """Put a body that is no whole chunk where it belongs in the slot."""
+        """Copy the body of a chunk that is not whole into its places in the slot."""
         flat: Bytes = np.frombuffer(body, np.uint8)
         for mine, theirs in self._stretches(slot, group, units):
             theirs[:] = flat[mine]
 
     def move_heads(self, body: memoryview, order: TierOrder, share: Share, split: int, one: Slice) -> None:
-        """Move the heads that a body of another split and this rank's part have both: into the slot, or out of it.
+        """Copy the KV heads that this rank shares with a body of another split: into the slot, or to store, out of it.
 
-        `split`: this rank's. A store fills the body: there all its heads are this rank's.
+        `split`: this rank's. A body to be stored is filled wholly: this rank has all of its heads.
         """
         flat: Bytes = np.frombuffer(body, np.uint8)
         at, pages = 0, self._pages(order.group, order.units)

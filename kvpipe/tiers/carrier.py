@@ -34,12 +34,12 @@ DRAIN_S_MAX: Final = 5.0
 """For how long a shutdown waits for chunks that are on their way to a tier."""
 SPARE_BODIES_MAX: Final = 32
 SPARE_S: Final = 10.0
-"""So many bodies for parts that are not the rank's own are kept for the next ones, for so long after the last."""
+"""How many buffers for parts of another split are kept for reuse, and for how long after the last such order."""
 OTHER_FAULTS_MAX: Final = 3
 OTHER_PAUSE_S: Final = 60.0
-"""After so many failures in a row to read values of another split it is passed over for so long."""
+"""After `OTHER_FAULTS_MAX` failures in a row to read values of another split, none of it are read for so long."""
 MARK_S: Final = 60.0
-"""So often it is said anew in a tier that chunks of this split are there, as long as some are written."""
+"""How often the marker that a tier has chunks of this split is written again, while chunks are written."""
 
 _Item = tuple[TierOrder, str, int]
 """What is to be carried, in which namespace, in which step."""
@@ -53,7 +53,7 @@ _Values = Sequence[tuple[Key, memoryview]]
 
 
 class _Got(NamedTuple):
-    """How the read of one value ended: the name it was asked for under at last, its header."""
+    """How the read of one value ended; `name` is the last of its names that was tried."""
 
     read: Read
     name: Key
@@ -96,8 +96,8 @@ class Carrier(TierThread[_Item]):
         self._split = tuple(split_of(one, ranks) for one in heads)
         self._kept = kept_splits(heads, ranks, share_ranks_max)
         self._spare: deque[memoryview] = deque(maxlen=SPARE_BODIES_MAX)
-        self._apart_open = 0  # orders of parts that are not the rank's own
-        self._rest: anyio.CancelScope | None = None  # of who gives their memory back
+        self._apart_open = 0  # orders for parts of another split
+        self._rest: anyio.CancelScope | None = None  # of the task that frees their buffers
         self._other_faults: dict[_Other, tuple[int, float]] = {}
         """Failures in a row, and when the last one was, by the monotonic clock."""
         self._marked: dict[tuple[int, str], float] = {}
@@ -195,7 +195,7 @@ class Carrier(TierThread[_Item]):
             self._end(order, ok=cursor.state.row == m.FINALIZED)
 
     async def _give_back(self, rest: anyio.CancelScope) -> None:
-        """Keep memory for such parts for a while, and give it back if no more of them are wanted until then."""
+        """Free the buffers for parts of another split if none is needed for `SPARE_S`."""
         with rest:
             await anyio.sleep(SPARE_S)
             self._spare.clear()
@@ -250,7 +250,7 @@ class Carrier(TierThread[_Item]):
         return await self._check(tier, found, units, [body], [move]), body.nbytes
 
     async def _fetch_parts(self, tier: GuardedTier, order: TierOrder, space: str) -> tuple[str, int]:
-        """Bring a chunk that other parts make up: of each that has any of this rank's heads, all is read."""
+        """Fetch a chunk of another split: whole values of all parts that share KV heads with this rank."""
         wanted = self._slices(order)
         if not wanted:
             return "another layout", 0
@@ -270,7 +270,7 @@ class Carrier(TierThread[_Item]):
         return "", sum(body.nbytes for body in bodies)
 
     def _slices(self, order: TierOrder) -> list[Slice]:
-        """Return what of the order's parts this rank holds; nothing: they cannot be told apart."""
+        """Return which heads of the order's parts this rank holds; empty: heads cannot be told apart."""
         share, split = self._shares[order.group], self._split[order.group]
         if not split or share.heads % order.split:
             return []
@@ -282,7 +282,7 @@ class Carrier(TierThread[_Item]):
         return functools.partial(self._bodies.move_heads, body, order, share, split, one)
 
     def _room(self, order: TierOrder) -> memoryview:
-        """Return memory for a part's body: what was used before, for new pages cost as much as their bytes."""
+        """Return a buffer for a part's body, a used one if possible: page faults cost as much as the copy."""
         size = self._bodies.size_of(order.group, order.units, self._split[order.group], order.split)
         while self._spare:
             body = self._spare.pop()
@@ -291,7 +291,7 @@ class Carrier(TierThread[_Item]):
         return pages(size)
 
     async def _ask(self, tier: GuardedTier, keys: Sequence[Key], bodies: Sequence[memoryview]) -> list[_Got]:
-        """Read values, each under whichever of its names it is there."""
+        """Read values, each under the first of its names that the tier has."""
         found = [_Got(Read.MISS, key, pages(HEADER_BYTES)) for key in keys]
         names = [tier.sealer.names(key) for key in keys]
         for way in range(tier.sealer.ways):
@@ -304,7 +304,7 @@ class Carrier(TierThread[_Item]):
     async def _check(
         self, tier: GuardedTier, found: Sequence[_Got], units: int, bodies: Sequence[memoryview], moves: Sequence[_Fill]
     ) -> str:
-        """Check values, and do what is done with good ones. Returns why one is none, or nothing."""
+        """Check and decrypt values, then run their `moves`. Returns why a value cannot be used; empty: all can."""
         whys = ["" if got.read is Read.HIT else got.read.value for got in found]
 
         def work() -> None:
@@ -326,7 +326,7 @@ class Carrier(TierThread[_Item]):
         return next(filter(None, whys), "")
 
     async def _store(self, tier: GuardedTier, order: TierOrder, space: str) -> tuple[str, int]:
-        """Write a chunk, unless another rank that holds the same does. Returns nothing, and how many bytes it was."""
+        """Write a chunk, unless another rank with the same part does. Returns no reason, and how many bytes."""
         if self._marks(order, space):
             await self._mark(tier, order.tier, space)
         if not self._writes(order):
@@ -338,7 +338,7 @@ class Carrier(TierThread[_Item]):
         return "", body.nbytes
 
     async def _store_parts(self, tier: GuardedTier, order: TierOrder, space: str) -> tuple[str, int]:
-        """Write this rank's part of a chunk in smaller ones, for engines of more ranks."""
+        """Write this rank's part of a chunk as several smaller parts, for engines of more ranks."""
         wanted, split = self._slices(order), self._split[order.group]
         if not wanted or order.split % split:
             return "another layout", 0
@@ -350,7 +350,7 @@ class Carrier(TierThread[_Item]):
         return "", sum(body.nbytes for body in bodies)
 
     async def _mark(self, tier: GuardedTier, place: int, space: str) -> None:
-        """Say in a tier that it has chunks of this split, for those who look for others than their own."""
+        """Write the marker that a tier has chunks of this split, for engines of other splits."""
         now_s = time.monotonic()
         await self._write(tier, 0, [(mark_key(space, self._kept), pages(ALIGN_BYTES))])
         self._marked = {at: one for at, one in self._marked.items() if at[0] != place} | {(place, space): now_s}
@@ -364,11 +364,11 @@ class Carrier(TierThread[_Item]):
         return due and self._rank == 0 and order.split != BOUND and all(self._split)
 
     def _touches(self, tier: GuardedTier, order: TierOrder, space: str) -> bool:
-        """Whether a store is anything to this rank: not where another stores the chunk, and no marker can be due."""
+        """Whether this rank has anything to write for a store: its part of the chunk, or a marker."""
         return self._writes(order) or (tier.breakers[WRITE].allows and self._marks(order, space))
 
     async def _write(self, tier: GuardedTier, units: int, values: _Values, moves: Sequence[_Fill] = ()) -> None:
-        """Write values, all in one call. `moves` bring into their bodies what they hold."""
+        """Write values, all in one call. `moves` fill their bodies first."""
 
         def work() -> list[Put]:
             for move in moves:
@@ -382,7 +382,7 @@ class Carrier(TierThread[_Item]):
         part, parts = part_of(order.split, self._rank, self._ranks)
         return Key(space, order.chunk, order.group, part, parts)
 
-    # ---- what is told ---------------------------------------------------------------------------------------------
+    # ---- reports --------------------------------------------------------------------------------------------------
 
     def _watch(self, step: int) -> Callable[[Cursor, State, Edge, str], object] | None:
         if not self._trace.detail:

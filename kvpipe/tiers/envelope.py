@@ -1,4 +1,4 @@
-"""What a value in a tier is: a header that says whose bytes follow and what they come to, and the body.
+"""The format of a value in a tier: a header (key, lengths, checksums) and the body.
 
 Whatever a tier returns is checked here: bytes that are not those which were stored under this very key are damaged, and
 damaged is a miss. The header is HEADER_BYTES long, so that the body stays aligned behind it:
@@ -84,7 +84,7 @@ def describe(header: bytes | memoryview) -> Header:
 
 
 def version_of(header: bytes | memoryview) -> int:
-    """Return which format a value is of, by its header, which is as long in all of them. 0: that cannot be said."""
+    """Return the version of a value's format, from its header, which is as long in all versions; 0: not a header."""
     magic, version, *_ = _FIELDS.unpack_from(header)
     whole = magic == _MAGIC and xxhash.xxh3_64_digest(header[:_SUM_AT]) == header[_SUM_AT:]
     return version if whole else 0

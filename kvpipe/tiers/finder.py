@@ -21,7 +21,7 @@ LOOKUPS_MAX = 256
 SPLITS_S = 10.0
 """For so long the answer holds which other splits a tier has; it is asked for only where something is missing."""
 NAME_BYTES = 32
-"""Of a chunk's name, as of vLLM's hashes."""
+"""Length of a chunk's name in bytes, as of vLLM's hashes."""
 
 Elsewhere = tuple[str, tuple[int, ...]]
 """A namespace, and in how many parts, by group, its chunks may be there."""
@@ -59,21 +59,21 @@ class TierLookup:
         asked for, before what is not there of `full`: groups of which a hit needs all.
         `also`: another namespace with chunks of the same bytes.
         `seconds_max`: for how long the request waits; until `deadline_s`, by the monotonic clock.
-        `survey`: no request waits for it. Its failures are told in `why`, and count for nobody else.
+        `survey`: no request waits for it. Its failures are returned in `why` and open no breaker.
         """
         self.keys, self.wanted, self.groups, self.space, self.also = keys, wanted, groups, space, also
         self.states, self.state_groups, self.full = states or keys, state_groups, full
         self.seconds_max, self.deadline_s = seconds_max, time.monotonic() + seconds_max
         self.found: dict[Place, int] = {}
-        """In which tier, by its place in the order, each place that was found is."""
+        """For each place that was found: its tier, as the index in the configured order."""
         self.elsewhere: dict[Place, tuple[str, int]] = {}
-        """In which namespace, and in how many parts, where that is not as this engine stores it."""
+        """For those stored otherwise than this engine stores: namespace, and number of parts."""
         self.survey, self.why = survey, ""
         self.down = False  # a tier could not be asked
         self.done = False  # written last
 
     def key(self, place: Place) -> bytes:
-        """Return what the prefix is known by that ends at `place`."""
+        """Return the key of the prefix that ends at `place`."""
         group, units = place
         return (self.keys if group in self.groups else self.states)[units - 1]
 
@@ -140,7 +140,7 @@ class Finder(TierThread[TierLookup]):
 
     async def _work(self, lookup: TierLookup) -> None:
         try:
-            with anyio.move_on_after(lookup.seconds_max * 2):  # what it waits for has limits of its own, before this
+            with anyio.move_on_after(lookup.seconds_max * 2):  # a backstop: its calls have shorter limits
                 async with self._limit:
                     await self._find(lookup, lookup.wanted)
                     await self._find(lookup, (*self._partial(lookup), *self._other_states(lookup)))
@@ -328,5 +328,5 @@ def _end_survey(lookup: TierLookup, why: str) -> None:
 
 
 def chunk_name(key: bytes) -> bytes:
-    """Return what a chunk is called in tiers: by its key, which is longer where it says more than the prefix."""
+    """Return a chunk's name in tiers: its key, hashed if that is longer than a prefix hash (it covers more then)."""
     return hashlib.sha256(key).digest() if len(key) > NAME_BYTES else key

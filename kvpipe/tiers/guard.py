@@ -19,9 +19,9 @@ from kvpipe.trace import events as e
 from kvpipe.trace.recorder import OFF, Recorder
 
 FAULTS_MAX: Final = 3
-"""Failures in a row that open a breaker; one that took too long does so alone."""
+"""Failures in a row that open a breaker; a single timeout opens it, too."""
 PROBE_S, PROBE_S_MAX, JITTER = 0.5, 30.0, 0.2
-"""First and longest time between probes, which doubles; by which share it varies, for engines not to ask at once."""
+"""Time between probes: the first and, as it doubles, the longest; the share by which it varies at random."""
 
 OPEN_S_MAX: Final = 30.0
 """For opening, probing and closing a tier: an index has to be rebuilt, a client process started."""
@@ -42,7 +42,7 @@ class Breaker(Cursor):
     __slots__ = ("_trace", "faults", "number", "tier", "use")
 
     def __init__(self, machine: Compiled, tier: str, use: str, number: int, trace: Recorder) -> None:
-        """Closed. `number` is what the trace calls it."""
+        """Start closed. `number` identifies it in the trace."""
         super().__init__(machine, number, self._took if trace.detail else None)
         self.tier, self.use, self.number, self._trace = tier, use, number, trace
         self.faults = 0
@@ -70,7 +70,7 @@ class Breaker(Cursor):
 
 
 class GuardedTier:
-    """One tier, and what one process knows of it. What the tier answers is checked, whoever wrote it."""
+    """One tier in one process, with its breakers. Its answers are validated, whoever wrote the tier."""
 
     def __init__(
         self, name: str, spec: TierSpec, tier: Tier, uses: tuple[str, ...], *, place: int = 0, trace: Recorder = OFF
@@ -195,7 +195,7 @@ class GuardedTier:
 
 
 def _ends_the_task(error: BaseException) -> bool:
-    """Whether the task is being ended, not that a tier has raised what would end it."""
+    """Whether this task is being cancelled, as opposed to a tier raising `CancelledError` by itself."""
     task = asyncio.current_task()
     cancelled = isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
     return cancelled or isinstance(error, GeneratorExit)
@@ -207,7 +207,7 @@ def guarded(tiers: Sequence[MadeTier], uses: tuple[str, ...], trace: Recorder = 
 
 
 async def capacity_of(tier: Tier) -> Capacity:
-    """Return what a tier says it holds. Raises `TierError` where it says what cannot be."""
+    """Return a tier's capacity. Raises `TierError` for values that are not whole numbers from 0 on."""
     try:
         held = await tier.capacity()
         whole = [held.items, held.bytes_used, *([] if held.bytes_max is None else [held.bytes_max])]

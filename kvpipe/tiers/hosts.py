@@ -1,4 +1,4 @@
-"""Which hosts an operator means: names, addresses, `*.DOMAIN`, networks."""
+"""Lists of hosts in a configuration: names, addresses, `*.DOMAIN`, networks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 def check(text: str) -> str:
-    """Return a list of hosts, separated by commas, as it is. Raises ValueError saying which of them is none."""
+    """Return a comma-separated list of hosts unchanged. Raises ValueError naming an entry that is not a host."""
     for one in _split(text):
         if _network(one) is None and not _NAME.fullmatch(one):
             msg = f"{one[:80]!r} is no name, address, *.DOMAIN or network"

@@ -27,7 +27,7 @@ _NONCE = bytes(12)  # a key that is used once needs no other
 
 
 class EncryptionKey(NamedTuple):
-    """What is made of one secret, which none of it shows.
+    """What is derived from one secret; none of it reveals the secret.
 
     `mark`: the same in all its values; it says nothing of the secret. `name`: what is stored under a key is called so
     in the tier. `sealing` and `opening` return the cipher of one value, by the value's salt.

@@ -30,16 +30,16 @@ from kvpipe.tiers.base import TierError, TierFullError
 
 MESSAGE_BYTES_MAX: Final = 1 << 20
 SEND_BYTES: Final = 256 << 10
-"""What a lane's socket is asked to take: the system takes that, or its own limit, twice. Either is less than the above,
-and more than any question or answer is."""
+"""SO_SNDBUF of a lane's socket. The kernel doubles it, or its own limit: less than `MESSAGE_BYTES_MAX` either way, and
+more than any question or answer."""
 INLINE_BYTES: Final = 64 << 10
 """Fewer bytes than these are copied on the loop: a thread costs more."""
 PIECE_BYTES: Final = 1 << 20
 """Bytes that one thread copies while another copies the next."""
 STEP_BYTES: Final = 2 << 20
-"""A lane's memory grows by as much."""
+"""Multiple in which a lane's memory grows."""
 CANCEL: Final = b"cancel"
-"""Of a message: what was asked on this lane is not wanted any more, though an answer is."""
+"""Message that cancels the question under way on this lane. The client still answers it."""
 FULL: Final = "full"
 """In place of an answer: the tier has no room."""
 
@@ -48,9 +48,9 @@ class ClientChannel:
     """A socket to the client's process, and a stretch of the memory shared with it."""
 
     def __init__(self, wire: socket.socket, shared: io.FileIO, where: range, *, cancels: bool) -> None:
-        """`where`: its stretch of the `shared` memory. `cancels`: what was asked can be called off."""
+        """`where`: its stretch of the `shared` memory. `cancels`: the client understands `CANCEL`."""
         self.wire, self.memory = wire, memoryview(b"")
-        self.owed = False  # an answer that nobody waits for any more: until it comes the memory is the client's
+        self.owed = False  # an answer is outstanding: until it comes the client may use the memory
         self._shared, self._where, self._cancels = shared, where, cancels
 
     def room(self, size: int) -> memoryview:
@@ -74,7 +74,7 @@ class ClientChannel:
                 await self._answer()
 
     async def ask(self, question: list[Any], limit_s: float) -> Any:  # noqa: ANN401
-        """Return the answer. A cancellation calls it off, or waits for it: what was asked has been done or not."""
+        """Ask, and return the answer. A cancellation sends `CANCEL`, or waits where the client knows none."""
         await self.settle(limit_s)
         self.wire.send(msgspec.msgpack.encode(question))
         self.owed = True
@@ -225,10 +225,10 @@ class ClientProcess:
             await self._idle(limit_s)
             self._control.shutdown(socket.SHUT_WR)
             with anyio.move_on_after(limit_s, shield=True):
-                await anyio.wait_readable(self._control)  # its end
+                await anyio.wait_readable(self._control)  # the process has closed its side
         finally:
             await self.kill()
-            await self._idle(limit_s)  # who was waiting for an answer has been notified that there is none
+            await self._idle(limit_s)  # callers that waited for an answer have had an error
 
     async def _idle(self, limit_s: float) -> None:
         with anyio.move_on_after(limit_s, shield=True):
@@ -297,7 +297,7 @@ class ClientTier:
 
     @asynccontextmanager
     async def _notified(self) -> AsyncIterator[None]:
-        """Turn what goes wrong into TierErrors that name the tier."""
+        """Convert errors to TierErrors that name the tier."""
         try:
             yield
         except TierError as error:

@@ -1,4 +1,4 @@
-"""The kinds of tiers there are, and how what a user writes becomes their specifications."""
+"""The registered kinds of tiers, and how the key `tiers` is parsed into their specifications."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a user says which tiers there are: a URL for the common case, a table of keys for the rest. Imports no client."""
+"""The configuration of tiers, as a URL for the common case or a table of keys. Imports no client."""
 
 from __future__ import annotations
 

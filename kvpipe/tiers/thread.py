@@ -1,4 +1,4 @@
-"""A thread whose event loop keeps tiers open, and on which work with them is done: what carrier and finder share."""
+"""A thread whose event loop opens tiers and works with them: the base class of carrier and finder."""
 
 from __future__ import annotations
 

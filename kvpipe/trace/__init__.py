@@ -1,1 +1,1 @@
-"""What happened, counted and logged: `Counters` for every reason, structlog for the story."""
+"""Counters, the structured log, traces and what is made of them."""

@@ -63,7 +63,7 @@ class Started(Event, tag="started"):
 
 
 class Ended(Event, tag="ended"):
-    """A process ended in good order, and had dropped so many events."""
+    """A process ended normally, and had dropped so many events."""
 
     dropped: int = 0
 
@@ -88,7 +88,7 @@ class RequestAdded(Event, tag="request_added"):
 
 
 class Lookup(Event, tag="lookup"):
-    """The scheduler asked for hits, and the answer is another than the last time.
+    """The scheduler asked for hits, and the answer differs from the last one for this request.
 
     `local_tokens` vLLM has itself; `hit_tokens`, by tier, come on top; `missed_tokens` are neither's, for reason `why`
     (`kvpipe.cache.miss_reasons`). `later`: ask again.
@@ -146,7 +146,7 @@ class LeasesTaken(Event, tag="leases_taken"):
 
 
 class LeasesReturned(Event, tag="leases_returned"):
-    """They are evictable again."""
+    """An admission's leases have ended: its chunks can be evicted again."""
 
     chunks: int = 0
 
@@ -188,7 +188,7 @@ class LayerSubmitted(Event, tag="layer_submitted"):
 
 
 class LayerCopied(Event, tag="layer_copied"):
-    """It has ended: submitted at `t_ns`, it took `took_ns` until the loop thread was notified. `failed` names jobs."""
+    """A layer's copy has ended: submitted at `t_ns`, notified to the loop `took_ns` later. `failed` names jobs."""
 
     kind: str = ""
     layer: int = 0
@@ -198,7 +198,7 @@ class LayerCopied(Event, tag="layer_copied"):
 
 
 class MoverMeasured(Event, tag="mover_measured"):
-    """At start-up a way to copy on CUDA was measured: time of a batch, of each copy in it, rate of endless bytes."""
+    """At start-up a mover was measured: time per batch and per copy in it, and the rate without these."""
 
     level = INFO
     kind: str = ""
@@ -242,7 +242,7 @@ class FreezeSwitched(Event, tag="freeze_switched"):
 
 
 class CacheReset(Event, tag="cache_reset"):
-    """Every chunk was forgotten."""
+    """The cache was reset: every chunk was dropped."""
 
     level = WARNING
     chunks: int = 0
@@ -258,7 +258,7 @@ class TierSlow(Event, tag="tier_slow"):
 
 
 class TierLost(Event, tag="tier_lost"):
-    """A tier does not work any more on this rank."""
+    """This rank can neither load nor save any more."""
 
     level = WARNING
     tier: str = ""
@@ -275,7 +275,7 @@ class TierLeft(Event, tag="tier_left"):
 
 
 class TierBack(TierLeft, tag="tier_back"):
-    """It is used again."""
+    """A tier that was left alone is used again."""
 
     level = INFO
 

@@ -21,7 +21,7 @@ _BOUND = ("engine", "request", "epoch")
 _TAKEN = {"event", "level", "timestamp"}  # by structlog
 Format = Literal["console", "json"]
 LOG_EVERY: Final = 1000
-"""Faults of one kind, of which one is logged."""
+"""Of so many faults of one kind one is logged."""
 ID_CHARS_MAX = 256
 """Of a request's id in traces and logs; vLLM's own ids have less than 100. A client may send any."""
 _HIDDEN = {"t_ns", "wall_ns"}  # the log has a clock of its own
@@ -31,7 +31,7 @@ class Counters(Counter[CounterName]):
     """How often each thing happened. Faults are logged too: the first of each kind, then every 1000th."""
 
     on_fault: Callable[[Fault, int, dict[str, object]], object] | None = None
-    """Gets the faults in place of the log: whoever counts them may be on the forward's path."""
+    """Called with faults instead of logging them: logging would delay a forward."""
     watcher: Callable[[Fault, dict[str, object]], object] | None = None
     """Called with every fault, logged or not."""
 
@@ -64,7 +64,7 @@ class Counters(Counter[CounterName]):
 
 
 class _Stderr:
-    """A stream that may be closed or full: neither may stop whoever logs, a loop thread least of all."""
+    """Stderr, which may be closed or full: a write that fails must not end the thread that logs."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -101,7 +101,7 @@ class OtelSink:
 
 
 def _attributes(event: e.Event) -> dict[str, str | int | float | bool]:
-    """Return what is particular to `event`; a dict's entries by their names."""
+    """Return the fields that are the event's own; a dict's entries by their names."""
     common = set(e.Event.__struct_fields__)
     message: dict[str, str | int | float | bool] = {}
     for name in event.__struct_fields__:

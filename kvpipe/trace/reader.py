@@ -17,9 +17,9 @@ from kvpipe.trace.transitions import EVENTS
 
 LINE_BYTES_MAX = 1 << 20
 LAYERS_MAX = 4096
-"""Of a rank, as far as a trace is believed: a machine has a state per layer."""
+"""Layers that a trace may claim of a rank: replay makes a state per layer."""
 _NS_MAX = 1 << 63
-"""As a clock counts them, 292 years. A number without end is none that can be reckoned with."""
+"""Largest time that a trace may claim: 292 years, the range of 64 bits."""
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _READ_BYTES = 1 << 20
 
@@ -30,17 +30,17 @@ MALFORMED = "damaged"
 
 
 class _Tag(msgspec.Struct):
-    """What must be in a line for it to be one of ours."""
+    """The field by which a line is recognised as an event."""
 
     event: str
     t_ns: int
 
 
 class Trace:
-    """The events of a file, in the file's order. `unread` counts the lines that are none, by the reason."""
+    """The events of a file, in the file's order. `unread` counts the lines that are not events, by reason."""
 
     def __init__(self, path: Path, wanted: Callable[[bytes], bool] | None = None) -> None:
-        """`wanted` is asked of every line first, where not all are of interest.
+        """`wanted`: a filter of undecoded lines; None: all are wanted.
 
         Raises:
             UsageError: the file cannot be read.

@@ -305,7 +305,7 @@ class FileSink:
         """Put the full file aside, unless another process was quicker."""
         until = time.monotonic() + _LOCK_S_MAX
         while not files.try_lock(self._fd):
-            if time.monotonic() > until:  # somebody keeps it who does not write: it is not waited for with every event
+            if time.monotonic() > until:  # its lock is held by one that does not write: do not wait with every event
                 raise BlockingIOError(errno.EAGAIN, "another process keeps the file locked")
             time.sleep(POLL_S / 10)
         try:

@@ -51,7 +51,7 @@ class RequestRow(NamedTuple):
 
 
 class Overview:
-    """What a whole trace comes to. Memory is bounded by the requests that live at once."""
+    """The summary of a trace. Memory is bounded by the requests that live at once."""
 
     def __init__(self, slowest: int) -> None:
         """`slowest`: how many requests to keep."""
@@ -90,7 +90,7 @@ class Overview:
 
     @property
     def wrong(self) -> Counter[str]:
-        """How often what went wrong did, at least."""
+        """Faults and warnings, with how often each happened at least."""
         counts = Counter(self._wrong)
         for (_, _, name), seen in self._seen.items():
             counts[name] += seen
@@ -132,7 +132,7 @@ def _is_of_interest(line: bytes) -> bool:
 
 
 def show_overview(path: Path, console: Console, slowest: int) -> int:
-    """Print what a trace comes to; return 0.
+    """Print the summary of a trace; return 0.
 
     Raises:
         UsageError: the file cannot be read.

@@ -1,4 +1,4 @@
-"""What a timeline is made of: lanes of spans and marks, and how grave a mark is."""
+"""The parts of a timeline: lanes of spans and marks, and the severity of marks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MARKED: dict[type[Event], str] = {
     transitions.Evicted: "calm",
 }
 MARKS = {f"{tag_of(kind)}_mark": grade for kind, grade in MARKED.items()}
-"""How grave each kind of mark is: trouble, notice, good or calm."""
+"""Severity of each kind of mark: trouble, notice, good or calm."""
 
 REQUESTS, FORWARDS, LOADS, SAVES, NOTES = "requests", "forward", "loads", "saves", "marks"
 LANES = (REQUESTS, FORWARDS, LOADS, SAVES, NOTES)
@@ -82,7 +82,7 @@ class Timeline(NamedTuple):
     total: int
     """How many events the trace has, drawn or not."""
     left_out: int
-    """How many of those that something is drawn for were too many."""
+    """How many events that would be drawn were left out, beyond the limit."""
 
 
 Side = tuple[str, int, str]

@@ -42,7 +42,7 @@ EVENTS_MAX: Final = 250_000
 """As many as a browser draws without a long pause, in about 300 MB here."""
 _CLOCKS_DIFFER_NS = 1_000_000_000
 _TOOK_NS_MAX = 10**15
-"""Eleven days: what lasts longer is nonsense."""
+"""Longest believable duration: eleven days."""
 
 
 class _DrawnEvents:

@@ -24,5 +24,5 @@ def copied(sizes: Mapping[Kind, int], times_ns: Mapping[Kind, int]) -> Totals:
 
 
 def left(tiers: Iterable[GuardedTier]) -> dict[str, float]:
-    """Return which tiers are left alone at present, by what for."""
+    """Return, by tier and use, whether the breaker is open."""
     return {f"{one.name} {use}": not breaker.allows for one in tiers for use, breaker in one.breakers.items()}

@@ -104,7 +104,7 @@ class Evicted(Transition, tag="evicted"):
 
 
 def _named(tag: str, sentence: str) -> type[Transition]:
-    """Make an event of a move that nothing in this package asks for by its class."""
+    """Make an event class for a move; for those that this package does not name by class."""
     made = msgspec.defstruct(tag.title().replace("_", ""), (), bases=(Transition,), tag=tag, gc=False)
     made.__doc__ = sentence
     return cast("type[Transition]", made)
@@ -199,7 +199,7 @@ KINDS: dict[tuple[str, str, str], type[Transition]] = {
 
 
 class Taken(msgspec.Struct, gc=False):
-    """An edge as it was taken: all that has to be kept at that moment. `number` is the cursor's in the trace."""
+    """A taken edge, before its event is made by the writer's thread. `number` is the cursor's in the trace."""
 
     t_ns: int
     request: str

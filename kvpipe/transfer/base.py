@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvpipe.transfer.pool import HostPool
 
 NO_JOBS: frozenset[int] = frozenset()
-"""What a copy that has gone well says has failed."""
+"""`Ticket.failed` of a copy that succeeded."""
 
 
 class Direction(IntEnum):
@@ -144,9 +144,9 @@ class Ticket:
         self.failed = NO_JOBS
         self.mark: object = None  # the engine's own: what device work can be ordered after
         self.over = False  # no copy of this ticket touches memory any more
-        self.done = False  # and `sink` has the news
-        self.abandoned = False  # it is not to be begun any more
-        self.withdrawn = False  # and it has not: it never will touch memory
+        self.done = False  # and `sink` was called
+        self.abandoned = False  # it was given up
+        self.withdrawn = False  # and had not begun: it will never touch memory
         self.born_ns = self.begun_ns = time.monotonic_ns()  # an engine that holds it back says when it has begun
         self._lock = threading.Lock()
         self._lock.acquire()
@@ -159,7 +159,7 @@ class Ticket:
         self.failed, self.over = failed, True
         self.sink(self)
         self.done = True
-        self._lock.release()  # last: whoever waited finds the news in the loop's inbox
+        self._lock.release()  # last: a waiter finds the completion in the loop's inbox
 
     def wait(self, timeout_s: float) -> bool:
         """Block until the copy has completed. Returns False on a timeout."""
@@ -179,7 +179,7 @@ class TransferEngine(Protocol):
         """Bind the paged cache (one view per layer, in `geometry.layers` order) and the pool."""
 
     def claim(self, address: int, size: int) -> bool:
-        """Whole slots of the pool are in memory: pin them, say. Returns whether they may be used; ask again if not.
+        """Take whole slots that are in memory (to pin them, say). Returns whether they may be used; if not, call again.
 
         Pieces come in the order of their slots. Harmless when repeated; on any thread. Never raises.
         """

@@ -1,4 +1,4 @@
-"""Which way is the fastest: measured once at start-up, on the engine's own streams, pool and bays.
+"""Chooses movers by measurements made once at start-up, on the engine's own streams, pool and bays.
 
 Each mover gets two cost models of three numbers, ``us = fixed + copies * copy_us + bytes * byte_us``: until the bytes
 have landed, and until they are read, which is what compute waits for before it reuses a save's blocks. They come from
@@ -36,7 +36,7 @@ BYTES_MAX: Final = 16 << 20
 BURDEN: Final[Mapping[Mover, float]] = {Mover.DMA: 1.0, Mover.STAGED: 1.05, Mover.DIRECT: 1.25}
 """What a mover's microseconds weigh: a staged copy runs two short kernels, a direct one holds multiprocessors."""
 LATE: Final = 1.25
-"""So much later than the quickest may bytes land for blocks to be free sooner: the bus stays three quarters full."""
+"""How much later than with the quickest mover bytes may land if blocks are free sooner: the bus stays 3/4 busy."""
 
 
 class Cost(NamedTuple):
@@ -52,7 +52,7 @@ class Cost(NamedTuple):
 
     @property
     def gb_per_s(self) -> float:
-        """The rate of endless bytes; 0 where bytes were too quick to be measured."""
+        """The rate without the fixed cost; 0 where the time per byte was too small to be measured."""
         return 1e-3 / self.byte_us if self.byte_us else 0.0
 
 
@@ -72,7 +72,7 @@ class Way(NamedTuple):
 
 
 class Took(NamedTuple):
-    """Microseconds from a submission to the host's knowing that the bytes are read, and that they have landed."""
+    """Microseconds from submission until the host knows that the bytes have landed, and that they were read."""
 
     landed_us: float
     read_us: float
@@ -156,7 +156,7 @@ def measure(
     size = min(view.page_bytes for view in layout.views)
     layer = next(i for i, view in enumerate(layout.views) if view.page_bytes == size)
     bench = _ScratchLayer(device, size, layout.geometry.pages_per_chunk[layout.groups[layer]], layout.pool, slots)
-    open_ways = [mover for mover in movers if _is_right(lanes, bench, mover)]  # compiles kernels: not in anybody's time
+    open_ways = [mover for mover in movers if _is_right(lanes, bench, mover)]  # compiles kernels: not measured
     for lane in lanes.values():
         lane.warm(staged=Mover.STAGED in open_ways, direct=Mover.DIRECT in open_ways)
         lane.synchronize()
@@ -181,7 +181,7 @@ def _is_right(lanes: Mapping[Direction, DirectionQueues], bench: _ScratchLayer, 
 
 def _check(lanes: Mapping[Direction, DirectionQueues], bench: _ScratchLayer, mover: Mover) -> bool:
     """Whether pages that are saved, wiped and loaded again are what they were."""
-    own = torch.Generator().manual_seed(0)  # vLLM's is not ours to draw from
+    own = torch.Generator().manual_seed(0)  # drawing from torch's generator would change vLLM's samples
     pattern = torch.randint(0, 256, bench.cache.shape, dtype=torch.uint8, generator=own)
     bench.cache.copy_(pattern)
     for direction in (Direction.SAVE, Direction.LOAD):

@@ -79,7 +79,7 @@ class Launch(NamedTuple):
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """The positional ones, as the kernel takes them."""
+        """The kernel's positional arguments."""
         bay = self.pool if self.bay is None else self.bay  # never 0: a small integer would be another type
         return (
             self.table, self.places, bay, self.pool, self.slot_bytes, self.stride, self.page_bytes // self.align,
@@ -88,12 +88,12 @@ class Launch(NamedTuple):
 
     @property
     def constants(self) -> dict[str, Any]:
-        """The ones that it is compiled for."""
+        """The kernel's compile-time constants."""
         return _constants(self.page_bytes, self.align, staged=self.bay is not None, saving=self.saving)
 
     @property
     def programs(self) -> int:
-        """How many of them run."""
+        """How many programs run: the grid's size."""
         if self.bay is None:
             return DIRECT_PROGRAMS
         turn = _words(self.page_bytes) * WORD_BYTES
@@ -101,7 +101,7 @@ class Launch(NamedTuple):
 
 
 def _words(page_bytes: int) -> int:
-    """Words of a program's turn: a power of two, and a page where that is not more than `WORDS_MAX`."""
+    """Words that a program copies per iteration: a power of two, a whole page if that is at most `WORDS_MAX`."""
     return min(WORDS_MAX, 1 << (page_bytes // WORD_BYTES - 1).bit_length())
 
 
@@ -111,7 +111,7 @@ def _constants(page_bytes: int, align: int, *, staged: bool, saving: bool) -> di
 
 
 class Device(Protocol):
-    """The few things that the engine asks of CUDA."""
+    """The operations of CUDA that the transfer engine uses."""
 
     def stream(self, name: str) -> Stream:
         """Return the stream of this name, on which nobody else queues, and which waits for no other by itself."""
@@ -123,7 +123,7 @@ class Device(Protocol):
         """Make the calling thread, which is not the engine's, fit to use the device."""
 
     def cpus(self) -> frozenset[int]:
-        """Return the cores near the device that this process may use; none, where nobody knows."""
+        """Return the cores near the device that this process may use; empty if unknown."""
 
     def copy(self, stream: Any, pairs: Iterable[Pair]) -> None:  # noqa: ANN401
         """Queue copies to each first from each second tensor. Host memory need not be pinned."""

@@ -19,7 +19,7 @@ from kvpipe.transfer.movers import Mover
 
 
 class EngineOptions(NamedTuple):
-    """What an engine may go by when it is made."""
+    """Arguments for making a transfer engine."""
 
     settings: Settings
     cpus: frozenset[int] = frozenset()

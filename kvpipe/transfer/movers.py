@@ -297,7 +297,7 @@ class DirectionQueues:
 
     def _staged(self, plan: CopyPlan, prepared: Prepared, layers: Sequence[int], start: DeviceEvent) -> SubmittedWork:
         saving = plan.direction is Direction.SAVE
-        self.kernel.wait_event(start)  # what is in the bays concerns nobody else: only the kernel has to wait
+        self.kernel.wait_event(start)  # bays are private: only the kernel has to wait
         landed = read = None
         for alike in self.layout.alike(layers):
             for piece in self.layout.pieces(plan, alike, self.bay_bytes):

@@ -62,7 +62,7 @@ class Arrivals(ABC):
 
     @abstractmethod
     def _gone(self) -> None:
-        """Take leave of the requests that vLLM has done with."""
+        """Drop the requests that vLLM has finished."""
 
     def _operate(self, index: int, what: int, tokens: int) -> None:
         if self.shape.operators and self.kvpipe is not None:
@@ -87,7 +87,7 @@ class Arrivals(ABC):
             self._said = SAYINGS[which](seconds)
 
     def count_time(self) -> None:
-        """Let steps be the seconds of the catalog's clock where hints decide who goes: who went can be found again."""
+        """Count the catalog's clock in steps where hints decide evictions, so that a sequence has one outcome."""
         if self.shape.hints:
             self.kvpipe.scheduler.catalog._clock = lambda: float(self.steps)  # noqa: SLF001
 

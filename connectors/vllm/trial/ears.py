@@ -1,4 +1,4 @@
-"""What a trial hears of kvpipe's inside: where it sits in what vLLM built, its plans, its traces, its faults."""
+"""How a trial observes kvpipe: finding it among vLLM's connectors, its plans, its traces, its faults."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class CountedFault(NamedTuple):
 
 
 class Ears:
-    """Everything that kvpipe's sides trace, fed back through the machines, and the faults that they count."""
+    """Replays what kvpipe's sides trace through the machines, and collects the faults that they count."""
 
     def __init__(self) -> None:
-        """Nobody is heard yet."""
+        """Observe nobody yet."""
         self.replay = Replay()
         self.faults: list[CountedFault] = []
         self.recorders: list[Recorder] = []
 
     def listen(self, side: KVPipeConnector, rank: int) -> None:
-        """Hear of `side` from now on, in full detail."""
+        """Trace `side` from now on, in full detail."""
         side.writer.close()
         recorder: Recorder = side.recorder
         recorder.take()

@@ -1,4 +1,4 @@
-"""What should be found, by an oracle of its own: plain loops over the catalog's keys, and what was found before."""
+"""The oracle of lookups: which tokens must be found, by plain loops over the catalog's keys."""
 
 from __future__ import annotations
 

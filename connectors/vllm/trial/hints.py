@@ -1,4 +1,4 @@
-"""What requests of a trial say of their own future: some of it true, most of it not, and some that is none."""
+"""Hints of a trial's requests: some true, most false, some malformed."""
 
 from __future__ import annotations
 

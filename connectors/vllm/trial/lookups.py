@@ -1,4 +1,4 @@
-"""What vLLM asks in a trial, and what kvpipe answers: asked twice now and then, or told that it is not known yet."""
+"""Lookups of a trial: some are asked twice, some are answered with *later*."""
 
 from __future__ import annotations
 

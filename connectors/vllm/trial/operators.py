@@ -1,4 +1,4 @@
-"""What operators order in a trial, of requests that live or are over."""
+"""Operators' orders in a trial: pins and evictions of prompts."""
 
 from __future__ import annotations
 

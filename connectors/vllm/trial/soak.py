@@ -1,4 +1,4 @@
-"""Many requests of all kinds through a real engine, and what the process holds meanwhile: `make soak`.
+"""Many requests of all kinds through a real engine, with samples of the process's memory: `make soak`.
 
 The same requests go through the same engine without kvpipe, in a process of its own: what grows there is vLLM's. Memory
 is read after a collection of garbage; its slope is taken after a warm-up.
@@ -192,7 +192,7 @@ def soak(requests: int, kvpipe: dict[str, Any] | None, told: Callable[[MemorySam
     return samples
 
 
-# ---- what is said of it ---------------------------------------------------------------------------------------------
+# ---- reports --------------------------------------------------------------------------------------------------------
 
 
 def slope(samples: Sequence[MemorySample], what: str = "resident_bytes") -> float:

@@ -87,7 +87,7 @@ MOVES = {
 
 
 def _nothing(*_: object) -> None:
-    """Listen, and do nothing."""
+    """Ignore the call."""
 
 
 class Trial(Arrivals):
@@ -415,7 +415,7 @@ class Trial(Arrivals):
                 self._mend()
 
     def _mend(self) -> None:
-        """Let everybody hear that the tiers are back."""
+        """Probe all tiers now, and wait until no breaker is open."""
         breakers = [b for one in self._carriers for tier in one.tiers for b in tier.breakers.values()]
         limit = time.monotonic() + SETTLE_SECONDS_MAX
         for one in self._carriers:

@@ -1,1 +1,1 @@
-"""`kvpipe doctor`: what is there, what of it is wrong, and what to do about it."""
+"""`kvpipe doctor`: checks the environment, and names a remedy for each problem."""

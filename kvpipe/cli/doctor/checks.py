@@ -1,4 +1,4 @@
-"""`kvpipe doctor`: examines the machine and what is installed on it, and names what to do.
+"""`kvpipe doctor`: checks the machine and what is installed on it, and names remedies.
 
 A check is a function of the settings and of a `HostFacts` (`facts.py`), which is where it gets its facts: tests put
 others there.
@@ -62,7 +62,7 @@ def examine_extra(extra: str, *, ranks: int = 1) -> list[Finding]:
         given = ", ".join(f"{key}={getattr(settings, key)}" for key in sorted(settings.model_fields_set))
         first = Finding("configuration", "ok", f"valid ({given})" if given else "valid (all defaults)", "")
     except Exception as e:  # noqa: BLE001  (whatever it is, the checks go on)
-        settings = Settings.model_construct()  # the environment may be what is wrong, so it is not read
+        settings = Settings.model_construct()  # without the environment, which may be what is wrong
         detail = one_line(e) if isinstance(e, UsageError) else f"{type(e).__name__}: {one_line(e)}"
         remedy = "change the configuration as it says; the other checks were made with the defaults"
         first = Finding("configuration", "fail", detail, remedy)

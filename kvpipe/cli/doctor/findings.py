@@ -1,4 +1,4 @@
-"""What a check returns, and the few ways in which findings write numbers and errors."""
+"""What a check returns; how findings format numbers and errors."""
 
 from __future__ import annotations
 

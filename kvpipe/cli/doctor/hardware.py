@@ -134,5 +134,5 @@ def check_memory(settings: Settings, machine: HostFacts) -> PendingFinding:
 
 
 def check_shared_memory(_: Settings, __: HostFacts) -> PendingFinding:
-    """Say that /dev/shm plays no part."""
+    """Report that kvpipe does not use /dev/shm."""
     return PendingFinding("ok", "not used: the pool is private memory of each rank, whatever the size of /dev/shm")

@@ -19,7 +19,7 @@ PROBE_BYTES_MAX: Final = 16 << 20
 
 
 def check_state_dir(settings: Settings, machine: HostFacts) -> PendingFinding:
-    """A named cache can be registered, and remembered which weights are which."""
+    """The state folder can be written, for named caches and for digests of weights."""
     if not settings.name and not settings.tiers and settings.state_dir is None:
         return PendingFinding("ok", "not used without a name, or tiers")
     folder = settings.state_dir or default_state_dir()

@@ -31,7 +31,7 @@ def listening(serve: Callable[[BufferedIOBase, BufferedIOBase], None], host: str
         daemon_threads = True
 
         def handle_error(self, *_: object) -> None:
-            """A client that went away is no news."""
+            """Ignore clients that disconnect."""
 
     with Listener((host, 0), Handler) as listener:
         thread = threading.Thread(target=listener.serve_forever, args=(0.01,), daemon=True)

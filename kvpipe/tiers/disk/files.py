@@ -62,7 +62,7 @@ def folder(name: str, at: int, *, make: bool = False, sync: bool = False) -> Ite
 
 
 def place(key: Key) -> tuple[str, str]:
-    """Return the folder of a key, and the folder in that."""
+    """Return a key's folder and the sub-folder in it."""
     return key.namespace, key.chunk[:1].hex()
 
 
@@ -75,18 +75,18 @@ def shelf(root: int, key: Key, *, make: bool = False, sync: bool = False) -> Ite
 
 
 def listed(at: int) -> list[os.DirEntry[str]]:
-    """Return what is in the folder `at`; each can be asked while that is open."""
+    """Return the entries of the folder `at`; their `stat` works while `at` is open."""
     with os.scandir(at) as entries:
         return list(entries)
 
 
 def folders(at: int, name: re.Pattern[str]) -> list[os.DirEntry[str]]:
-    """Return the folders in the folder `at` that are called so."""
+    """Return the folders in the folder `at` whose names match."""
     return [entry for entry in listed(at) if name.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)]
 
 
 def file_at(name: str, at: int) -> os.stat_result | None:
-    """Return what is known of a file in the folder `at`; None: there is no such file, or it is something else."""
+    """Return the stat result of a regular file in the folder `at`; None if there is none of this name."""
     try:
         found = os.stat(name, dir_fd=at, follow_symlinks=False)
     except FileNotFoundError:
@@ -136,7 +136,7 @@ class Root:
 
     @contextmanager
     def failures(self, *, writing: bool = False) -> Iterator[None]:
-        """Make `TierError` of errors of the system, `TierFullError` of those that refuse to write."""
+        """Convert `OSError` to `TierError`, or to `TierFullError` where writing was refused."""
         try:
             yield
         except OSError as error:

@@ -1,4 +1,4 @@
-"""What the disk tier knows of its files without asking: which there are, how long, in the order of their last use.
+"""The disk tier's index in memory: which files there are, their sizes, and the order of their last use.
 
 Other processes add and delete files meanwhile. A folder whose time of change is as it was when it was last listed holds
 what it did then, so that a pass over a folder in which nothing happened is one `stat` per sub-folder.
@@ -145,13 +145,13 @@ class Index:
                 del self._written[key]
 
     def vacant(self) -> list[tuple[str, str]]:
-        """Return the folders that nothing was found in: of namespaces, and of what they are divided into."""
+        """Return the empty folders: of namespaces, and their sub-folders."""
         with self._lock:
             bare, self._bare = self._bare, set()
             return [*(place for place, shelf in self._shelves.items() if not shelf.keys), *((one, "") for one in bare)]
 
     def is_vacant(self, key: Key) -> bool:
-        """Whether nothing is known to be where `key` would be."""
+        """Whether the index has nothing in the folder of `key`."""
         shelf = self._shelves.get(place(key))
         return shelf is None or not shelf.keys
 
@@ -238,6 +238,6 @@ class Index:
 
 @contextlib.contextmanager
 def _vanishing() -> Iterator[None]:
-    """What is deleted, or becomes something else than a folder, while it is looked at is not there."""
+    """Treat what is deleted, or replaced by something else than a folder, during a look as absent."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         yield

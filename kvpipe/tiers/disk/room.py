@@ -69,16 +69,16 @@ class _Desk:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def draft(self, size: int) -> Draft:
-        """Return a draft that no other has been called."""
+        """Return a draft with an unused name."""
         return Draft(self.name, str(next(self._numbers)), size)
 
     def leave(self) -> None:
-        """Let others delete what is left."""
+        """Release the lock: other processes may delete the remaining drafts."""
         os.close(self._lock)
 
 
-class DiskQuota:
-    """What one opened tier takes of the room, and gives back. Any thread may use it. Every method may raise OSError."""
+class DiskRoom:
+    """One opened tier's share in the folder's account. Any thread may use it. Every method may raise OSError."""
 
     def __init__(self, root: Root, index: Index, bytes_max: int, wait_s_max: float, *, sync: bool) -> None:
         """`bytes_max`: of all files together. `wait_s_max`: longest wait for the lock. `sync`: new folders too."""
@@ -101,7 +101,7 @@ class DiskQuota:
                     _remove(held.root, one)
 
     def close(self) -> None:
-        """Give up the folder for drafts."""
+        """Release the folder for drafts."""
         if self._desk is not None:
             self._leave()
             with self._held() as held, folder(TMP, held.root) as tmp:
@@ -122,10 +122,10 @@ class DiskQuota:
             return held.bytes
 
     def begin(self, size: int) -> Draft:
-        """Take room for a file of `size` bytes, deleting the oldest where there is none.
+        """Reserve `size` bytes for a file, deleting the oldest files if there is no room.
 
         Raises:
-            TierFullError: all room is taken by files that are being written, or `size` is more than there ever is.
+            TierFullError: unfinished files take all the room, or `size` is more than `bytes_max`.
 
         """
         if size > self._bytes_max:

@@ -23,20 +23,20 @@ import anyio.to_thread
 from kvpipe.tiers.base import Capacity, Entry, Get, Key, Put, Read, TierError, TierFullError, Written, blocking
 from kvpipe.tiers.disk.files import Root, ValueFiles, opened, shelf
 from kvpipe.tiers.disk.index import Index
-from kvpipe.tiers.disk.room import DiskQuota
+from kvpipe.tiers.disk.room import DiskRoom
 from kvpipe.tiers.disk.spec import DiskSpec
 
 _RENEW_S: Final = 60.0
-"""A file's time is renewed by a use of it if it is older."""
+"""A use of a file renews its mtime if that is older than this."""
 _LOOK_S, _LOOK_SHARE = 0.1, 10
 """Shortest time between passes over the folder, and as a multiple of how long the last one took."""
 _ASKED_S, _SPACES_MAX = 60.0, 64
-"""How long ago, and how many, namespaces may have been asked for that a pass for lookups looks at."""
+"""A pass for lookups covers the namespaces asked for within so many seconds, and at most so many of them."""
 _OLD_S: Final = 0.5
 """Maximum age of the index; older lookups wait for a rescan."""
-_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # the last: a pipe must not stop it
+_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # O_NONBLOCK: do not block on a pipe
 _NO_FILE: Final = frozenset((errno.ELOOP, errno.ENXIO))
-"""What opening a link or a socket says."""
+"""What `open` fails with for a link or a socket."""
 _I = TypeVar("_I")
 _O = TypeVar("_O")
 
@@ -53,12 +53,12 @@ class DiskTier:
     """See `Tier`. Every file operation is in a thread; `exists` is answered from memory."""
 
     def __init__(self, spec: DiskSpec, name: str, *, writes: bool) -> None:
-        """`writes`: see `TierSpec.make`. Nothing is touched."""
+        """`writes`: see `TierSpec.make`. The folder is not accessed before `open`."""
         self.name, self.spec = name, spec
         self.timeout_s = spec.timeout_ms_max / 1000
         self._makes, self._writes = spec.store != "never", writes and spec.store != "never"
         self._root, self._index, self._mover = Root(spec.path), Index(), ValueFiles(spec.direct)
-        self._room = DiskQuota(self._root, self._index, spec.bytes_max, self.timeout_s, sync=spec.fsync)
+        self._room = DiskRoom(self._root, self._index, spec.bytes_max, self.timeout_s, sync=spec.fsync)
         self._open = False
         self._reads, self._puts = anyio.CapacityLimiter(spec.lanes), anyio.CapacityLimiter(spec.lanes)
         self._looker: threading.Thread | None = None
@@ -146,7 +146,7 @@ class DiskTier:
         self._open = False
         for limiter in (self._reads, self._puts):
             async with AsyncExitStack() as places:
-                for _ in range(self.spec.lanes):  # when it has every place, nothing is under way
+                for _ in range(self.spec.lanes):  # once it holds every place, nothing is under way
                     user = object()
                     await limiter.acquire_on_behalf_of(user)
                     places.callback(limiter.release_on_behalf_of, user)
@@ -303,7 +303,7 @@ class DiskTier:
         return Written.STORED if first else Written.PRESENT
 
     def _present(self, key: Key) -> bool:
-        """Whether a value is there. It is used now."""
+        """Whether a value is there; counts as a use of it."""
         try:
             with (
                 self._root.open() as root,

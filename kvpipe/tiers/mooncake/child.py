@@ -25,7 +25,7 @@ import msgspec
 MESSAGE_BYTES_MAX = 1 << 20
 CLOSE_S_MAX = 10.0
 PAGE_KEYS, NAME_CHARS_MAX = 500, 190
-"""Of an answer that names keys: it must fit into one message of a local socket. A longer name is not a key's."""
+"""Keys per page of a listing, and the longest name of a key: so a page fits into one message of a local socket."""
 LINE_BYTES_MAX, METRICS_LINES_MAX = 64 << 10, 100_000
 SPINNER_NICE = 10
 """Of the threads that wait for transfers, by asking for ever: who moves the bytes, or runs a model, goes first."""

@@ -27,7 +27,7 @@ from kvpipe.tiers.process import ClientChannel, ClientProcess, ClientTier, besid
 
 CHILD: Final = Path(__file__).with_name("child.py")
 ASKERS: Final = 2
-"""Questions without values at once."""
+"""Concurrent questions that carry no values."""
 KEYS_MAX: Final = 1000
 """Keys in one question: it must fit into one message of a local socket."""
 BATCH_BYTES: Final = 32 << 20
@@ -35,7 +35,7 @@ BATCH_BYTES: Final = 32 << 20
 MOVERS: Final = 2
 """Batches at once each way: one is on the network, and one is copied from or to its buffers."""
 SLOWEST_BYTES_S: Final = 16 << 20
-"""A client that moves fewer bytes than these has stalled."""
+"""Bytes per second; a client that moves fewer has stalled."""
 START_S_MAX: Final = 20.0
 """For a process to start and load the library, from a cold disk."""
 

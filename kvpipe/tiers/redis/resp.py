@@ -32,22 +32,22 @@ _RECEIVE_BYTES, _DRAIN_BYTES, _TLS_BYTES, _PARTS_MAX = 16 << 10, 256 << 10, 256 
 
 
 class ReplyBounds(NamedTuple):
-    """What the replies to one question may come to, together: what is asked decides that, not who answers."""
+    """Bounds on all replies to one question together, set by the question, so that a server cannot exceed them."""
 
     items: int = 0
     """Elements of all lists."""
     bytes: int = 0
-    """Of all texts that are no line."""
+    """Of all bulk strings."""
     depth: int = 0
-    """Lists in each other."""
+    """Nesting of lists."""
 
 
 SHORT: Final = ReplyBounds()
-"""Numbers, words and refusals."""
+"""For replies that are integers, simple strings or errors."""
 
 
 class ErrorReply(str):
-    """The server's refusal of a command: a code in capitals, and a text."""
+    """An error reply to a command: a code in capitals, and a text."""
 
     __slots__ = ()
 
@@ -68,16 +68,16 @@ Dial = Callable[[Callable[..., Any]], "Connection"]
 
 
 def command(*words: bytes) -> bytes:
-    """Return a command as it is sent."""
+    """Encode a command in RESP."""
     return b"*%d\r\n%s" % (len(words), _words(words))
 
 
 ASKING: Final = b"*1\r\n$6\r\nASKING\r\n"
-"""Said before one command for a key that is on its way to that server."""
+"""Sent before a command for a key whose slot is being migrated to that server."""
 
 
 def per_name(verb: bytes, names: Iterable[bytes], *options: bytes, before: bytes) -> bytes:
-    """Return the same command for every name, as they are sent, each with `before` in front."""
+    """Encode the same command for every name, each preceded by `before`."""
     head, tail = b"%b*%d\r\n%s" % (before, 2 + len(options), _words([verb])), _words(options)
     return b"".join([b"%b$%d\r\n%b\r\n%b" % (head, len(name), name, tail) for name in names])
 
@@ -192,13 +192,13 @@ class ServerConnection:
     # ---- what redis-py wants of a reader, while it connects ---------------------------------------------------------
 
     def on_connect(self, connection: Any) -> None:  # noqa: ANN401  (its socket is not in its types)
-        """Hear that TCP, and TLS, are there."""
+        """Called by redis-py when TCP, and TLS, are connected."""
         self._sock = connection._sock  # noqa: SLF001  (what redis-py's own readers do)
         if self._stopped:  # meanwhile, or before redis-py has tried again
             self.stop()
 
     def on_disconnect(self) -> None:
-        """Hear that they are no more."""
+        """Called by redis-py when it disconnects."""
         self._sock = None
 
     def read_response(self, **_: object) -> object:
@@ -313,7 +313,7 @@ class ServerConnection:
         return ServerConnectionError(f"what answers does not speak the protocol of Redis: {self._shown(said, 40)!r}")
 
     def _shown(self, said: bytes | bytearray | str, length_max: int = SHOWN_MAX) -> str:
-        """Return what the server said, for people: short, printable and without the password."""
+        """Return the server's text for a message: short, printable and without the password."""
         text = said if isinstance(said, str) else said.decode("utf-8", "replace")
         if self._password:
             text = text.replace(self._password, "***")

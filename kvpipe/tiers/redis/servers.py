@@ -65,7 +65,7 @@ class Server:
         self._asks = anyio.Semaphore(ASK_LANES)
         self._threads = anyio.CapacityLimiter(2 * spec.lanes + ASK_LANES)
         self._idle: list[ServerConnection] = []
-        self._connecting: set[ServerConnection] = set()  # also those that nobody waits for any more
+        self._connecting: set[ServerConnection] = set()  # also of calls that were cancelled
         self._closed = False
 
     async def ask(self, commands: bytes, count: int, shape: ReplyBounds = SHORT) -> list[Reply]:
@@ -85,7 +85,7 @@ class Server:
                 lane.close()
                 if not isinstance(error, OSError):
                     raise
-                self._drop()  # others are likely to have met the same end
+                self._drop()  # the others have probably failed for the same reason
                 await anyio.lowlevel.checkpoint_if_cancelled()
                 raise TierError(f"{self.where}: {reason(error)}") from None
             self._idle.append(lane)
@@ -100,9 +100,9 @@ class Server:
         one: Callable[[ServerConnection, int], Reply],
         asking: bytes,
     ) -> list[Reply]:
-        """Do `one` for each index, over one connection: more are no quicker, and are there for other calls.
+        """Run `one` for each index over one connection: more would be no quicker, and are left to other calls.
 
-        `asking`: said before each, if there is anything.
+        `asking`: a command to send before each; empty: none.
         """
 
         def each(lane: ServerConnection, index: int) -> Reply:
@@ -113,7 +113,7 @@ class Server:
         return await self.use(getattr(self, use), lambda lane: [each(lane, index) for index in at])
 
     def retire(self) -> None:
-        """Disconnect, and whatever is under way when it has ended."""
+        """Close idle connections now, and those in use when their work has ended."""
         self._closed = True
         self._drop()
 
@@ -224,7 +224,7 @@ class Servers:
     async def _meanwhile(
         self, names: Sequence[bytes], indices: Sequence[int], replies: dict[int, Reply], ask: _Ask
     ) -> dict[int, Reply]:
-        """Ask again where the refusals say that the names are going."""
+        """Follow ASK redirections: ask the server to which a name's slot is being migrated."""
         homes: dict[Server, list[int]] = {}
         for index in indices:
             message = _THERE.fullmatch(str(replies[index]))

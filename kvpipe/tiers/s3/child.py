@@ -35,7 +35,7 @@ HEADS_PER_LANE: Final = 16
 """Questions under way at once, for each lane: they carry no values."""
 RETRIES: Final = 2
 PIECE_BYTES: Final = 1 << 20
-"""Of a body that is being read, what is held at once, and not yet where it belongs."""
+"""Bytes of a body that are buffered while it is read, before they are in the lane's memory."""
 DATA_BYTES: Final = 64 << 20
 LANE_DATA_BYTES: Final = 24 << 20
 """What the process may take beyond its code, and for each lane: pieces of bodies, connections, stacks of threads."""
@@ -45,7 +45,7 @@ NAME_CHARS_MAX: Final = 190
 POLL_S: Final = 0.001
 PARENT_S: Final = 1.0
 ABSENT: Final = "kvpipe-health"
-"""What is asked for to see whether the store answers. It is no key."""
+"""Name of the object that a health check asks for; no key has it."""
 
 _MISSING, _EXISTS, _OUTSIDE, _UNKNOWN, _FULL, _DENIED = 404, 412, 416, 501, 507, (401, 403)
 _FULL_CODE = re.compile(r"Quota|StorageFull|InsufficientStorage|NoSpace")
@@ -279,7 +279,7 @@ async def _all(limiter: asyncio.Semaphore, calls: Sequence[Callable[[], Awaitabl
 
 
 def _released(view: memoryview) -> bool:
-    """Give `view` back; return False while somebody else has it."""
+    """Release `view`; return False while the client still uses it."""
     try:
         view.release()
     except BufferError:

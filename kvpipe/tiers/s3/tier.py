@@ -1,4 +1,4 @@
-"""S3 and what speaks its language, Google Cloud Storage, Azure: a value is an object, its key's text the object's name.
+"""Stores of the S3 protocol, Google Cloud Storage, Azure: a value is an object named by its key's text.
 
 The store keeps what is written until something deletes it: a lifecycle rule of the bucket, or `delete`. The client runs
 in a process of its own, `child.py`, with bounded memory, and values pass through memory shared with it: it reads
@@ -23,21 +23,21 @@ from kvpipe.tiers.s3.spec import S3Spec
 
 CHILD: Final = Path(__file__).with_name("child.py")
 SLOW_BYTES: Final = 4 << 20
-"""What must move in every `timeout_ms_max` of a request: a connection that is slower has failed."""
+"""Bytes that a request must move in every `timeout_ms_max`; a slower connection has failed."""
 KEYS_MAX: Final = 500
 """Keys in one question: it must fit into one message of a local socket."""
 VALUE_BYTES_MAX: Final = 4 << 30
-"""Most that a value can come to; an object that is written at once can have 5 GiB."""
+"""Largest value, in bytes; S3 takes objects of up to 5 GiB in one PUT."""
 ASKERS: Final = 8
-"""Questions without values at once; the client asks the store about many keys of each at once."""
+"""Concurrent questions that carry no values; the client asks about many keys of each concurrently."""
 START_S_MAX: Final = 20.0
 """For a process to start and load the client, from a cold disk."""
 UNTRUSTED: Final = "its certificate is not trusted"
-"""What the client says first of a certificate; it knows the authorities that the system had when it started."""
+"""How the client's message about a bad certificate begins. It has the authorities of when its process started."""
 PATIENCE: Final = 4
-"""How many of the client's own limits one question may come to: a value is asked for, sent, and sent again."""
+"""Longest time for one question, in multiples of the client's own limit: it may ask for a value, send it, and retry."""
 HEALTH_PATIENCE: Final = 3
-"""How many a question of its health may: then it is stuck, and is replaced."""
+"""The same for a health check; after that the client's process is stuck, and is replaced."""
 
 _Asked = TypeVar("_Asked", Get, Put)
 _End = TypeVar("_End")
