@@ -28,8 +28,7 @@ from kvpipe.config import load_settings
 from kvpipe.connectors.vllm.hooks import fences_late, is_hooked
 from kvpipe.connectors.vllm.support import make_geometry
 from kvpipe.errors import UnsupportedError
-from tests.contract import sources as contract
-from tests.contract.test_scheduler_versions import FETCH_SECONDS_MAX, fetched
+from tests.contract.test_scheduler_versions import FETCH_SECONDS_MAX, other_releases
 
 HOOK = "maybe_transfer_kv_layer"
 CALLED_BY = {
@@ -103,11 +102,9 @@ def test_the_classes_with_hooks() -> None:
 @pytest.mark.timeout(FETCH_SECONDS_MAX + 60)
 def test_the_classes_with_hooks_of_other_supported_releases() -> None:
     """Of each recorded release that is not installed, and the order of its calls."""
-    others = [v for v in contract.recorded() if v != contract.package_version(f"version = '{vllm.__version__}'")]
-    assert others
-    for version in others:
-        check(fetched(version) / "vllm")
-        check_orders(fetched(version) / "vllm")
+    for _, sources in other_releases():
+        check(sources / "vllm")
+        check_orders(sources / "vllm")
 
 
 @pytest.mark.parametrize(

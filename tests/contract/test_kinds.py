@@ -16,8 +16,7 @@ from kvpipe.config import load_settings
 from kvpipe.connectors.vllm.support import make_geometry
 from kvpipe.errors import UnsupportedError
 from tests.contract import kinds
-from tests.contract import sources as contract
-from tests.contract.test_scheduler_versions import FETCH_SECONDS_MAX, fetched
+from tests.contract.test_scheduler_versions import FETCH_SECONDS_MAX, other_releases
 
 PACKAGE = Path(vllm.__file__).parent
 PLAIN = {"block_size": 32, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
@@ -64,11 +63,9 @@ def test_a_new_kind_is_found(tmp_path: Path) -> None:
 @pytest.mark.timeout(FETCH_SECONDS_MAX + 60)
 def test_the_kinds_of_other_supported_releases() -> None:
     """The same kinds, and no other, are in the sources of each recorded release that is not installed."""
-    others = [v for v in contract.recorded() if v != contract.package_version(f"version = '{vllm.__version__}'")]
-    assert others
-    for version in others:
-        assert kinds.specifications(fetched(version) / "vllm") == set(kinds.KINDS), version
-        assert kinds.states(fetched(version) / "vllm") == set(kinds.STATES), version
+    for version, sources in other_releases():
+        assert kinds.specifications(sources / "vllm") == set(kinds.KINDS), version
+        assert kinds.states(sources / "vllm") == set(kinds.STATES), version
 
 
 @pytest.mark.parametrize("name", [n for n, one in kinds.KINDS.items() if one.answer in (kinds.STORED, kinds.REFUSED)])

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.contract import places, registry
-from tests.contract import sources as contract
-from tests.contract.test_scheduler_versions import FETCH_SECONDS_MAX, fetched
+from tests.contract.test_scheduler_versions import FETCH_SECONDS_MAX, other_releases
 
 WALK_SECONDS_MAX = 500
 
@@ -39,12 +38,8 @@ def test_a_new_place_is_found(tmp_path: Path) -> None:
 @pytest.mark.timeout(FETCH_SECONDS_MAX + 60)
 def test_the_places_of_other_supported_releases() -> None:
     """The same places, and no other, are in the sources of each recorded release that is not installed."""
-    import vllm
-
-    others = [v for v in contract.recorded() if v != contract.package_version(f"version = '{vllm.__version__}'")]
-    assert others
-    for version in others:
-        assert places.scan(fetched(version) / "vllm") == dict.fromkeys(places.PLACES, 1), version
+    for version, sources in other_releases():
+        assert places.scan(sources / "vllm") == dict.fromkeys(places.PLACES, 1), version
 
 
 @pytest.mark.timeout(WALK_SECONDS_MAX + 30)

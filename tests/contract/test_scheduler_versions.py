@@ -41,13 +41,21 @@ def run(command: list[str], seconds_max: float, **environment: str) -> subproces
     )
 
 
-def fetched(version: str) -> Path:
-    """Return the folder with the sources of vLLM `version`, which need not be installed. Fails without a download."""
-    command = [sys.executable, "-m", fetch.__name__, version]
-    done = run(command, FETCH_SECONDS_MAX)
+def fetched(*what: str) -> Path:
+    """Return the folder that `tests.contract.fetch` prints for `what`. Fails without a download."""
+    done = run([sys.executable, "-m", fetch.__name__, *what], FETCH_SECONDS_MAX)
     if done.returncode:
-        pytest.fail(f"the sources of vLLM {version} are needed for this test: {done.stderr.strip()}", pytrace=False)
+        pytest.fail(f"vLLM {what[0]} is needed for this test: {done.stderr.strip()}", pytrace=False)
     return Path(done.stdout.strip())
+
+
+def other_releases() -> Iterator[tuple[str, Path]]:
+    """Yield each recorded release that is not installed, and the folder with its sources; there is one at least."""
+    import vllm
+
+    others = [v for v in contract.recorded() if v != contract.package_version(f"version = '{vllm.__version__}'")]
+    assert others
+    return ((version, fetched(version)) for version in others)
 
 
 def runs(shape: Shape) -> Iterator[nightly.TrialRun]:
@@ -59,12 +67,7 @@ def runs(shape: Shape) -> Iterator[nightly.TrialRun]:
 @pytest.mark.timeout(FETCH_SECONDS_MAX + RUN_SECONDS_MAX)
 def test_the_schedulers_of_other_supported_releases() -> None:
     """The same holds under the scheduler of each recorded release that is not installed, run from its sources."""
-    import vllm
-
-    others = [v for v in contract.recorded() if v != contract.package_version(f"version = '{vllm.__version__}'")]
-    assert others
-    for version in others:
-        sources = fetched(version)
+    for version, sources in other_releases():
         _, read = contract.folder_reader(sources)
         assert contract.dump(contract.record(version, read)) == contract.dump(contract.load(version))
         command = [sys.executable, "-m", nightly.__name__, "--seeds", "2", "--seconds", str(RUN_SECONDS_MAX), "--json"]

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from kvpipe.connectors.vllm.trial.engine import ENVIRONMENT
-from tests.contract import fetch
 from tests.contract import sources as contract
+from tests.contract.test_scheduler_versions import FETCH_SECONDS_MAX, fetched
 
 ROOT = Path(__file__).resolve().parents[2]
 PLUGIN = Path(__file__).parent / "plugin"
@@ -21,19 +21,9 @@ PLUGIN = Path(__file__).parent / "plugin"
 _LISTED = runpy.run_path(str(PLUGIN / "attached_tests.py"))
 AFTER_RESET: tuple[str, ...] = _LISTED["AFTER_RESET"]
 EXPECTED: dict[str, str] = _LISTED["EXPECTED"]
-FETCH_SECONDS_MAX = 1800
 RUN_SECONDS_MAX = 900
 TESTS_MIN = 150
 """So many have kvpipe attached at least: fewer, and it would be another suite."""
-
-
-def fetched(*what: str) -> Path:
-    """Return the folder that the tool prints. Fails without a download."""
-    command = [sys.executable, "-m", fetch.__name__, *what]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=FETCH_SECONDS_MAX, cwd=ROOT)
-    if done.returncode:
-        pytest.fail(f"vLLM {what[0]} is needed for this test: {done.stderr.strip()}", pytrace=False)
-    return Path(done.stdout.strip())
 
 
 def run(version: str, report: Path, *more: str, also: Path | None = None) -> subprocess.CompletedProcess[str]:
