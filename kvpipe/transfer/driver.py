@@ -58,7 +58,7 @@ class Driver:
 
     def __init__(self, library: Any = None) -> None:  # noqa: ANN401  (a `ctypes.CDLL`, or what stands for one)
         """Look the symbols up. Without ``cuMemcpyBatchAsync`` copies are queued one by one."""
-        self._library = library = library or ctypes.CDLL("libcuda.so.1")
+        library = library or ctypes.CDLL("libcuda.so.1")
 
         def find(name: str, *types: Any) -> Any:  # noqa: ANN401
             call = getattr(library, name)

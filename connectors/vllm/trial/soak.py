@@ -47,7 +47,7 @@ ENGINE: Final[dict[str, Any]] = {"num_gpu_blocks_override": 28, "max_model_len":
 KVPIPE: Final[dict[str, Any]] = {
     "pool_bytes_max": "16MiB", "chunk_tokens": 64, "log_level": "error", "prefault": "start",
 }  # fmt: skip
-PLOT_COLUMNS, PLOT_ROWS = 72, 12
+PLOT_COLUMNS, PLOT_ROWS, TABLE_ROWS = 72, 12, 10
 MIB: Final = 1 << 20
 
 
@@ -108,9 +108,9 @@ def held() -> MemorySample:
 class Player:
     """Plays requests of all kinds on one engine: new prompts and old ones, long and short, some of them aborted."""
 
-    def __init__(self, engine: Engine, seed: int = 0) -> None:
+    def __init__(self, engine: Engine) -> None:
         """Make the documents that prompts begin with."""
-        self.engine, self._rng = engine, random.Random(seed)  # noqa: S311
+        self.engine, self._rng = engine, random.Random(0)  # noqa: S311
         self._documents = [self._tokens(self._rng.randrange(20, PROMPT_TOKENS_MAX)) for _ in range(DOCUMENTS)]
         self._live: list[str] = []
         self.done = self.preempted = 0
@@ -220,7 +220,7 @@ def verdict(plain: Sequence[MemorySample], piped: Sequence[MemorySample]) -> tup
     return flat, message
 
 
-def table(title: str, samples: Sequence[MemorySample], rows: int = 10) -> Table:
+def table(title: str, samples: Sequence[MemorySample]) -> Table:
     """Return some of the samples, the first and the last among them."""
     made = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
     heads = (
@@ -229,7 +229,7 @@ def table(title: str, samples: Sequence[MemorySample], rows: int = 10) -> Table:
     )  # fmt: skip
     for head in heads:
         made.add_column(head, justify="right")
-    picked = sorted({round(i * (len(samples) - 1) / max(1, rows - 1)) for i in range(rows)})
+    picked = sorted({round(i * (len(samples) - 1) / (TABLE_ROWS - 1)) for i in range(TABLE_ROWS)})
     for one in (samples[i] for i in picked):
         cells = [getattr(one, field.name) for field in fields(one)]
         cells[2:4] = [f"{size / MIB:.1f}" for size in cells[2:4]]

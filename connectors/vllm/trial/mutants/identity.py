@@ -5,7 +5,6 @@ from __future__ import annotations
 from kvpipe.connectors.vllm.trial.mutants.base import LOOKUPS, RESETS, Mutant, one
 
 _DIGEST, _WEIGHTS, _MODEL = "kvpipe.digest", "kvpipe.connectors.vllm.weights", "kvpipe.connectors.vllm.model"
-_KNOWN = "kvpipe.scheduler.weights:Weights"
 _STALE = "kvpipe.connectors.vllm.remedies.stale:Stale"
 _UNIT, _TRIAL = "tests/vllm/test_weights.py", "property_tests/test_weights.py"
 
