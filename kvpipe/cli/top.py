@@ -128,7 +128,7 @@ class SeenEngine:
         except UsageError as error:
             self._lose(str(error).removeprefix("kvpipe: "))
         except ValidationError:
-            self._lose("its answer is not of this version's format: use the kvpipe that the engine runs")
+            self._lose("another version of kvpipe: use the one that the engine runs")
 
     def _lose(self, why: str) -> None:
         self._samples.clear()
