@@ -51,7 +51,7 @@ class Plugin(NamedTuple):
             return self.made_of(*arguments)
         except UsageError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             why = config_errors.reason(f"{type(error).__name__}: {error}")
             raise ConfigError(f"kvpipe: {self} cannot be made ({why}); update the package, or uninstall it") from error
 
@@ -134,8 +134,13 @@ def _of(group: str, table: dict[str, dict[str, str]]) -> Iterator[EntryPoint]:
 
 
 def _distribution(one: EntryPoint) -> str:
-    return one.dist.name.lower() if one.dist is not None else _OWN
+    return _name(one).lower() if one.dist is not None else _OWN
 
 
 def _package(one: EntryPoint) -> str:
-    return f"{one.dist.name} {one.dist.version}" if one.dist is not None else _OWN
+    return f"{_name(one) or 'without a name'} {one.dist.version or ''}".rstrip() if one.dist is not None else _OWN
+
+
+def _name(one: EntryPoint) -> str:
+    """Return the name of its package; nothing: of its metadata only the entry points are left."""
+    return (one.dist.metadata.get("Name") or "") if one.dist is not None else ""

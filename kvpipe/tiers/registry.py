@@ -60,10 +60,13 @@ def parse_tier(value: str | Mapping[str, Any], at: int = 1) -> TierSpec:
     spec, given = _of_url(value, at) if isinstance(value, str) else _of_table(value, at)
     kind = spec.model_fields["kind"].default
     try:
-        return spec.model_validate(given)
-    except ValidationError as error:
-        why = config_errors.first_problem(error, spec.model_fields, f"a {kind} tier has")
-        raise ConfigError(f"kvpipe: tier {at} ({kind}): {why}") from None
+        try:
+            return spec.model_validate(given)
+        except ValidationError as error:
+            why = config_errors.first_problem(error, spec.model_fields, f"a {kind} tier has")
+    except Exception as error:  # noqa: BLE001  (a bug of the package's)
+        raise _unread(spec, error) from None
+    raise ConfigError(f"kvpipe: tier {at} ({kind}): {why}")
 
 
 def named(specs: Iterable[TierSpec]) -> tuple[tuple[str, TierSpec], ...]:
@@ -83,7 +86,7 @@ def make_tier(name: str, spec: TierSpec, *, writes: bool = True) -> Tier:
         ConfigError: it cannot be made, or lacks a method of `Tier`.
 
     """
-    plugin = _plugin(spec)
+    plugin = _plugin(type(spec))
     tier: Tier = plugin._replace(made_of=lambda: spec.make(name, writes=writes)).make()
     plugin.check(tier, Tier)
     return tier
@@ -108,13 +111,22 @@ def spec_of(group: str, name: str) -> type[TierSpec]:
     kind = spec.model_fields["kind"].default
     if group == plugins.TIERS and kind != name:
         raise ConfigError(f"kvpipe: {plugin} says that its kind is {kind!r}; register it under that name")
+    if unknown := [str(key) for key in spec.place if key not in spec.model_fields]:
+        raise ConfigError(f"kvpipe: {plugin} has no key {unknown[0]!r}, which its place names; update the package")
     return spec
 
 
-def _plugin(spec: TierSpec) -> plugins.Plugin:
-    if spec.kind in plugins.names(plugins.TIERS):
-        return plugins.load(plugins.TIERS, spec.kind)
-    return plugins.Plugin(plugins.TIERS, spec.kind, type(spec).__module__, type(spec))
+def _plugin(spec: type[TierSpec]) -> plugins.Plugin:
+    kind = str(spec.model_fields["kind"].default)
+    if kind in plugins.names(plugins.TIERS):
+        return plugins.load(plugins.TIERS, kind)
+    return plugins.Plugin(plugins.TIERS, kind, spec.__module__, spec)
+
+
+def _unread(spec: type[TierSpec], error: Exception) -> ConfigError:
+    """Refuse a kind that fails over its own configuration, of which nothing is shown: it may be secret."""
+    why = f"{type(error).__name__}; update the package, or uninstall it"
+    return ConfigError(f"kvpipe: {_plugin(spec)} cannot read what is set for it: {why}")
 
 
 def _place(spec: TierSpec) -> tuple[object, ...]:
@@ -162,6 +174,8 @@ def _of_url(text: str, at: int) -> tuple[type[TierSpec], dict[str, Any]]:
         return spec, spec.parse_url(url)
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from None
+    except Exception as error:  # noqa: BLE001  (a bug of the package's)
+        raise _unread(spec, error) from None
 
 
 def _split(text: str) -> SplitResult | None:

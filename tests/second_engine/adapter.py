@@ -14,7 +14,7 @@ from kvpipe.messages import Report
 from kvpipe.scheduler.base import LATER
 from kvpipe.scheduler.side import SchedulerSide
 from kvpipe.tiers.guard import FIND, READ, WRITE, guarded
-from kvpipe.tiers.registry import named
+from kvpipe.tiers.registry import make_tier, named
 from kvpipe.transfer.base import TransferEngine
 from kvpipe.worker.side import WorkerSide
 from tests.second_engine.engine import Ended, Engine, Hit, Request, Reuse, Step
@@ -57,7 +57,7 @@ class KVPipe(Reuse):
         engine.reuse = self
 
     def _tiers(self, *, writes: bool) -> list[Any]:
-        return [(name, spec, spec.make(name, writes=writes)) for name, spec in named(self.settings.tiers)]
+        return [(name, spec, make_tier(name, spec, writes=writes)) for name, spec in named(self.settings.tiers)]
 
     # ---- scheduling -----------------------------------------------------------------------------------------------
 

@@ -14,10 +14,12 @@ from textwrap import dedent
 import pytest
 
 from kvpipe import plugins
+from kvpipe.cache.catalog import Catalog
 from kvpipe.cache.policy import Lru, make_policy
 from kvpipe.config import load_settings
 from kvpipe.errors import ConfigError, UnsupportedError
 from kvpipe.tiers.registry import make_tier, parse_tier
+from kvpipe.trace.log import Counters
 from kvpipe.transfer.engines import EngineOptions, make_engine
 from kvpipe.transfer.guard import GuardedEngine
 
@@ -106,6 +108,7 @@ def test_only_what_is_asked_for_is_imported(add: Add) -> None:
         ("class ShedSpec: ...", "is no subclass of kvpipe.tiers.spec.TierSpec"),
         (TIER.replace("def make", "def maker"), "has no make(); kvpipe.tiers.spec.TierSpec says what is needed"),
         (TIER.replace('"shed"', '"hut"'), "says that its kind is 'hut'; register it under that name"),
+        (TIER + '\n        place = ("path")', "has no key 'p', which its place names; update the package"),
     ],
 )
 def test_a_broken_tier_is_refused_by_name(add: Add, source: str, why: str) -> None:
@@ -114,6 +117,23 @@ def test_a_broken_tier_is_refused_by_name(add: Add, source: str, why: str) -> No
     message = refusal({"tiers": [{"kind": "shed"}]})
     assert message.startswith("kvpipe: the kind of tier 'shed' of package sheds 1.2 ")
     assert why in message
+
+
+BUGS = {
+    "from_url raises": "@classmethod\n        def from_url(cls, url): return {}[url.netloc]",
+    "from_url returns nothing": "@classmethod\n        def from_url(cls, url): ...",
+    "a validator raises": "def model_post_init(self, context): raise RuntimeError(self.colour)",
+    "a key has another name": 'hue: int = Field(alias="tint")',
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_tier_that_fails_over_its_configuration_is_refused(add: Add, bug: str) -> None:
+    """By name; what was set is not shown, for the package's error may hold a secret."""
+    add("sheds", f"{TIER}\n        {BUGS[bug]}\n", tiers="shed = sheds:ShedSpec", tier_urls="shed = sheds:ShedSpec")
+    message = refusal({"tiers": "shed://secret"})
+    assert message.startswith("kvpipe: the kind of tier 'shed' of package sheds 1.2 cannot read what is set for it: ")
+    assert "secret" not in message
 
 
 @pytest.mark.parametrize(
@@ -125,6 +145,7 @@ def test_a_broken_tier_is_refused_by_name(add: Add, source: str, why: str) -> No
         ),
         ("Half(name)", "has no delete(); kvpipe.tiers.base.Tier says what is needed"),
         ("1 / 0", "cannot be made (ZeroDivisionError: division by zero)"),
+        ("exit('boom')", "cannot be made (SystemExit: boom)"),
     ],
 )
 def test_a_tier_that_lacks_a_method_is_refused(add: Add, made: str, why: str) -> None:
@@ -211,7 +232,9 @@ LYING = """
         ("refresh", "raise KeyError(chunk)"),
         ("victim", "raise KeyError(chunk)"),
         ("victim", "return None"),
+        ("victim", "raise SystemExit"),
         ("victim", "return object()"),
+        ("victim", "return [*self._order]"),
         ("victim", "return self.held"),
         ("remove", "self.held = chunk[0]\n\n        def victim(self):\n            return self.held"),
     ],
@@ -228,6 +251,20 @@ def test_a_policy_that_lies_is_left_alone(add: Add, method: str, body: str) -> N
     policy.refresh(items[0])
     assert len(policy) == 5
     assert [policy.victim() for _ in range(6)] == [*items[2:], items[0], None]
+    assert faults == ["policy_failed"]
+
+
+def test_a_policy_that_remembers_is_told_what_is_gone(add: Add) -> None:
+    """As one of ours is. What it raises then is as any."""
+    body = "super().remove(chunk[0])\n\n        def dropped(self, chunk):\n            raise KeyError(chunk)"
+    add("policies", LYING.format(method="remove", body=body), policies="lying = policies:Lying")
+    faults: list[str] = []
+    catalog = Catalog(4, 1, make_policy("lying", 4, lambda event, **_: faults.append(event)), Counters())
+    chunk = catalog.reserve(0)
+    assert chunk is not None
+    catalog.landed(catalog.write(chunk, 16, b"key", keep=False))
+    assert faults == []
+    catalog.reset()
     assert faults == ["policy_failed"]
 
 
@@ -253,6 +290,14 @@ def test_a_transfer_engine_is_found_by_its_device(add: Add) -> None:
         make_engine("xpu", options)
     with pytest.raises(UnsupportedError, match="device 'tpu'"):
         make_engine("tpu", options)
+
+
+def test_a_package_without_a_name_stops_nobody(add: Add, tmp_path: Path) -> None:
+    """What an installation that was broken off has left: entry points, and nothing that says whose they are."""
+    add("rests", "", policies="rest = rests:anything")
+    (tmp_path / "rests" / "rests-1.2.dist-info" / "METADATA").unlink()
+    assert load_settings({"policy": "lru"}).policy == "lru"
+    assert "the eviction policy 'rest' of package without a name cannot be imported" in refusal({"policy": "rest"})
 
 
 def test_ours_are_found_without_being_installed() -> None:

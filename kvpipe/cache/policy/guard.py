@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeGuard
 
 from kvpipe.cache.hints import Hint
-from kvpipe.cache.policy.base import Evictable, HintedPolicy, Policy, SessionPolicy
+from kvpipe.cache.policy.base import Evictable, HintedPolicy, Policy, RememberingPolicy, SessionPolicy
 from kvpipe.cache.policy.lru import Lru
 
 
@@ -47,22 +47,30 @@ class GuardedPolicy(Lru):
         """See `HintedPolicy.hint`."""
         self._ask(lambda policy: policy.hint(chunk, hint) if isinstance(policy, HintedPolicy) else None)
 
+    def dropped(self, chunk: Evictable) -> None:
+        """See `RememberingPolicy.dropped`."""
+        self._ask(lambda policy: policy.dropped(chunk) if isinstance(policy, RememberingPolicy) else None)
+
     def victim(self) -> Evictable | None:
         """See `Policy.victim`."""
-        chunk = self._ask(lambda policy: policy.victim())
-        if self._policy is not None and (chunk in self._order if chunk is not None else not self._order):
-            if chunk is not None:
-                del self._order[chunk]
-            return chunk
-        self._leave("its victim is no chunk that may go")
-        return super().victim()
+        chunk = self._ask(self._taken)
+        return super().victim() if self._policy is None else chunk
+
+    def _taken(self, policy: Policy) -> Evictable | None:
+        """Take out its victim. Raises whatever that leads to if it is none."""
+        chunk = policy.victim()
+        if chunk not in self._order if chunk is not None else self._order:
+            raise LookupError("its victim is no chunk that may go")
+        if chunk is not None:
+            del self._order[chunk]
+        return chunk
 
     def _ask(self, call: Callable[[Policy], Evictable | None]) -> Evictable | None:
         if self._policy is None:
             return None
         try:
             return call(self._policy)
-        except Exception as error:  # noqa: BLE001  (a bug of the policy's: eviction goes on without it)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  (a bug of the policy's: eviction goes on without it)
             self._leave(repr(error))
             return None
 
