@@ -168,6 +168,7 @@ LATER: Final = Later.LATER
 """Not known yet: ask again in the next step, and do not admit the request in this one."""
 
 MISS: Final = Hit(0, waits=False)
+"""Nothing can be loaded."""
 
 Answer = Hit | Literal[Later.LATER]
 """Of a lookup. It may be asked any number of times, and stands for the scheduling pass in which it was given."""

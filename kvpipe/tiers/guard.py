@@ -26,7 +26,12 @@ PROBE_S, PROBE_S_MAX, JITTER = 0.5, 30.0, 0.2
 OPEN_S_MAX: Final = 30.0
 """For opening, probing and closing a tier: an index has to be rebuilt, a client process started."""
 
-FIND, READ, WRITE = "find", "read", "write"
+FIND = "find"
+"""A scheduler's process asks what a tier has. Each use has a breaker of its own."""
+READ = "read"
+"""A rank fetches."""
+WRITE = "write"
+"""A rank stores."""
 USES: Final = (FIND, READ, WRITE)
 
 

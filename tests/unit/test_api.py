@@ -14,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+NEW_ENGINE = (ROOT / "docs" / "new-engine.md").read_text(encoding="utf-8")
 ROWS = {row[0]: re.findall(r"`(\w+)`", row[1]) for row in re.findall(r"^\| `([\w.]+)` \| (.*) \|$", PAGE, re.MULTILINE)}
 NAMES = [(module, name) for module, names in ROWS.items() for name in names]
 each = pytest.mark.parametrize(("module", "name"), NAMES, ids=[f"{module}.{name}" for module, name in NAMES])
@@ -78,13 +79,20 @@ def test_the_suites_say_what_they_export() -> None:
 
 
 def test_nobody_needs_more() -> None:
-    """What the package of the tests and the page on extending import of kvpipe is public."""
+    """What the package of the tests, the page on extending and the second engine's adapter import of kvpipe is public.
+
+    So is what the page calls a protocol.
+    """
     page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
     texts = [path.read_text(encoding="utf-8") for path in (ROOT / "tests" / "third_party_tier").glob("*.py")]
+    engine = ROOT / "tests" / "second_engine"
+    texts += [(engine / name).read_text(encoding="utf-8") for name in ("adapter.py", "test_conformance.py")]
     texts += re.findall(r"^```python\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
     found = [
         match for text in texts for match in re.findall(r"^from (kvpipe(?:\.[\w.]+)?) import (.*)$", text, re.MULTILINE)
     ]
     wanted = {(module, name.strip()) for module, names in found for name in names.split(",")}
-    assert len(wanted) > 20
+    assert len(wanted) > 30
     assert wanted <= set(NAMES)
+    assert set(re.findall(r"`(\w+Policy)`", page)) < {name for _, name in NAMES}
+    assert set(re.findall(r"<!-- ([A-Z]\w+):begin -->\n\|", NEW_ENGINE)) < {name for _, name in NAMES}
