@@ -1,1 +1,25 @@
-"""Places beyond host memory that keep chunks: the protocol, its use by an engine, and a folder for each kind."""
+"""Places beyond host memory that keep chunks: the protocol, its use by an engine, and a folder for each kind.
+
+A `TierThread` belongs to another thread: a `Finder` to the scheduler's, a `Carrier` to vLLM's on a rank. It gets work
+through its loop's inbox. What else its loop or that thread writes and the other touches is named here.
+"""
+
+from typing import Final
+
+SHARED: Final = {
+    "unreadable": "the scheduler's thread replaces the set; the finder's loop reads whichever there is",
+    "heads": "the scheduler's thread sets it before it begins any lookup; never changed after that",
+    "done": "of a lookup: the loop writes it last, and nothing of the lookup after it",
+    "found": "of a lookup: the loop fills it; read by others when it is `done`",
+    "elsewhere": "of a lookup: as `found`",
+    "down": "of a lookup: as `found`",
+    "why": "of a lookup: as `found`",
+    "state": "of a breaker: the loop fires it; others read which there is, and a call too many is refused on the loop",
+    "_over": "the loop sets it once, at its end; an item that comes later is refused",
+    "_ended": "the loop counts; who owns the thread does only when the loop takes nothing any more",
+    "_stores_ended": "as `_ended`; read only while a shutdown waits, which has a deadline",
+    "_outbox": "the loop appends outcomes, vLLM's thread takes them: a deque",
+    "bytes": "the loop counts; vLLM's thread reads for the metrics",
+    "seconds": "the loop counts; vLLM's thread reads for the metrics",
+}
+"""Attributes that a tier's loop and other threads share, and why that is safe."""

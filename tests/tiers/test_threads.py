@@ -1,0 +1,146 @@
+"""What the loop of a tier's thread shares with the thread whose it is, is named in one place."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+
+import kvpipe
+from kvpipe.tiers import SHARED
+
+HOUSE = Path(kvpipe.__file__).parent
+OWNERS = (
+    *sorted((HOUSE / "scheduler").glob("*.py")),
+    HOUSE / "worker" / "side.py",
+    *sorted((HOUSE / "manage").glob("*.py")),
+)
+"""Who has a finder or a carrier, and its lookups: threads other than its loop's."""
+HANDED = frozenset({"_take", "_begin_survey"})
+"""Methods that are no coroutines and run on the loop, as callbacks."""
+MUTATORS = frozenset({"add", "append", "clear", "discard", "extend", "pop", "popleft", "remove", "update"})
+
+Method = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def _tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def _classes() -> dict[str, dict[str, Method]]:
+    """Return the methods of a tier's thread, of its two kinds, of lookups and of guards."""
+    trees = [_tree(HOUSE / "tiers" / f"{file}.py") for file in ("thread", "finder", "carrier", "guard")]
+    return {
+        node.name: {one.name: one for one in node.body if isinstance(one, Method)}
+        for tree in trees
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+    }
+
+
+CLASSES = _classes()
+
+
+def _written(node: ast.AST) -> Iterator[str]:
+    """Yield the attributes that a statement writes, or changes what is in them. To fire an event writes the state."""
+    match node:
+        case ast.Assign(targets=targets):
+            todo = list(targets)
+        case ast.AugAssign(target=target) | ast.AnnAssign(target=target):
+            todo = [target]
+        case ast.Call(func=ast.Attribute(attr="fire")):
+            yield "state"
+            return
+        case ast.Call(func=ast.Attribute(value=changed, attr=name)) if name in MUTATORS:
+            todo = [changed]
+        case _:
+            return
+    while todo:
+        one = todo.pop()
+        if isinstance(one, ast.Tuple):
+            todo += one.elts
+        elif isinstance(one, ast.Subscript):
+            todo.append(one.value)
+        elif isinstance(one, ast.Attribute):
+            yield one.attr
+
+
+def _touched(methods: Iterable[ast.AST]) -> tuple[set[str], set[str]]:
+    """Return what the methods write, and all that they name. Who asks what a breaker allows reads its state."""
+    written, named = set[str](), set[str]()
+    for method in methods:
+        for node in ast.walk(method):
+            named |= {node.attr} if isinstance(node, ast.Attribute) else set()
+            written |= set(_written(node))
+    return written, named | ({"state"} if "allows" in named else set())
+
+
+def _reached(kind: str, roots: set[str], others: Collection[str] = ()) -> dict[str, Method]:
+    """Return those of a thread's methods that `roots` lead to, without those that begin on another thread."""
+    methods = CLASSES["TierThread"] | CLASSES[kind]
+    out, todo = dict[str, Method](), set(roots)
+    while todo:
+        name = todo.pop()
+        out[name] = methods[name]
+        todo |= (_touched([methods[name]])[1] & methods.keys()) - out.keys() - set(others)
+    return out
+
+
+def _roots(kind: str) -> tuple[set[str], set[str]]:
+    """Return where a thread's loop begins: coroutines and callbacks; and where other threads do: what is public."""
+    methods = CLASSES["TierThread"] | CLASSES[kind]
+    loop = {name for name, one in methods.items() if isinstance(one, ast.AsyncFunctionDef) or name in HANDED}
+    return loop, {name for name in methods if not name.startswith("_")} - loop
+
+
+def _outside() -> Iterator[ast.AST]:
+    """Yield what owners do with their finder, carrier or lookup, each as a statement or an attribute of its own."""
+    for file in OWNERS:
+        for node in ast.walk(_tree(file)):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] in {
+                "finder",
+                "carrier",
+                "lookup",
+            }:
+                yield node
+            if isinstance(node, ast.Assign) and any(
+                isinstance(one, ast.Attribute) and ast.unparse(one.value).endswith("finder") for one in node.targets
+            ):
+                yield node
+
+
+def _fields() -> set[str]:
+    """Return the attributes that are made with a thread, a lookup or a breaker."""
+    made = {
+        name
+        for kind in ("TierThread", "Finder", "Carrier", "TierLookup", "Breaker")
+        for node in ast.walk(CLASSES[kind]["__init__"])
+        if not isinstance(node, ast.Call)
+        for name in _written(node)
+    }
+    return made | {"state"}
+
+
+def test_every_method_is_of_a_thread() -> None:
+    """Of the loop's, of the owner's, or of both."""
+    for kind in ("Finder", "Carrier"):
+        loop, owner = _roots(kind)
+        reached = _reached(kind, loop).keys() | _reached(kind, owner, loop).keys() | {"__init__"}
+        assert reached == CLASSES["TierThread"].keys() | CLASSES[kind].keys()
+
+
+def test_what_a_loop_shares_is_named() -> None:
+    """An attribute that the loop writes and another thread touches, or the other way round, is in `SHARED`."""
+    shared = set[str]()
+    outside = _touched(_outside())
+    guards = _touched(one for name, one in (CLASSES["GuardedTier"] | CLASSES["Breaker"]).items() if name != "__init__")
+    guards = guards[0], guards[1] - CLASSES["GuardedTier"].keys()  # methods of theirs
+    for kind in ("Finder", "Carrier"):
+        begun_on_loop, public = _roots(kind)
+        loop = _touched(_reached(kind, begun_on_loop).values())
+        loop = loop[0] | guards[0], loop[1] | guards[1]
+        owner = _touched(_reached(kind, public, begun_on_loop).values())
+        owner = owner[0] | outside[0], owner[1] | outside[1]
+        shared |= (loop[0] & owner[1]) | (owner[0] & loop[1])
+    assert shared & _fields() == set(SHARED)
+    assert all(len(why) > 20 for why in SHARED.values())
