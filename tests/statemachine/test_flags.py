@@ -1,4 +1,7 @@
-"""States lie in the machines: every boolean attribute of a room's classes is listed here, with its reason."""
+"""States lie in the machines: every boolean attribute of a room's classes is listed with its reason.
+
+Those of `kvpipe/worker` are in `tests/worker/test_threads.py`.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,44 @@ FLAGS: dict[str, dict[str, str]] = {
         "Use.torn": "a latch: the adapter's bytes changed under a request, until they are known anew",
         "Use.waits": "the answer of this step, so that it is the same when asked again in it",
         "Weights._known": "a latch: ranks have told which weights they have, if only that they cannot say",
+    },
+    "kvpipe/cache": {
+        "Mark.keep": "content: whether later ends of the chunk leave the mark",
+        "Piece.keep": "content: whether it leaves such a mark",
+        "Prefixes._partial": "configuration: whether a group needs less than the whole prefix",
+        "Turn.over": "content: what a policy is told of the calls that follow",
+    },
+    "kvpipe/tiers": {
+        "Carried.ok": "content of a report",
+        "ClientChannel._cancels": "configuration: whether a call can be taken back",
+        "ClientChannel.owed": "of memory: a client that nobody waits for any more may still write to it",
+        "ClientTier._opened": "what was asked for: a client that has ended is started anew only then",
+        "Pool._shut": "a latch: nobody gets a lane any more",
+        "TierLookup.done": "a latch: written last, by the other thread; the answer is behind it",
+        "TierLookup.down": "content of an answer",
+        "TierLookup.survey": "content: whether no request waits for it",
+        "TierThread._over": "a latch: no work begins any more",
+    },
+    "kvpipe/transfer": {
+        "CpuEngine._closed": "a latch: no copy begins any more",
+        "CudaEngine._closed": "a latch: its completion thread ends",
+        "CudaEngine._lost": "a latch: the device's context is dead",
+        "EngineOptions.idle_core": "configuration",
+        "GuardedEngine._lost": "a latch: the engine has raised, and is asked to copy no more",
+        "HostPool.huge_pages": "content: what the system has given",
+        "Launch.saving": "content: a direction",
+        "Pins._ended": "a latch: nothing is pinned any more",
+        "Pins._refused": "of the last call alone: so that a refusal is reported once",
+        "Readier._is_short": "of the last look alone: so that want of memory is reported once",
+        "Readier._touches": "configuration: whether memory is taken before it is used",
+        "SlotSpan.adjacent": "content: how blocks lie",
+        "Ticket.abandoned": "a latch, of the thread that gives it up: who begins copies asks it under a lock",
+        "Ticket.done": "a latch, of the thread that completes it: behind it the news is in the inbox",
+        "Ticket.over": "a latch, of the same thread, before the news: memory is touched no more",
+        "Ticket.withdrawn": "a latch, of the loop thread: it was given up before it had begun",
+        "_Queue.lazy": "content of a plan: each of its layers has a reader",
+        "_Queue.patient": "content of a plan: nobody waits for it",
+        "_WaveInFlight.last": "content of a plan: no wave of it follows",
     },
 }
 """By room: "Class.attribute", and why it is no state of a machine."""
