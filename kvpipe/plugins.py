@@ -138,9 +138,13 @@ def _distribution(one: EntryPoint) -> str:
 
 
 def _package(one: EntryPoint) -> str:
-    return f"{_name(one) or 'without a name'} {one.dist.version or ''}".rstrip() if one.dist is not None else _OWN
+    return f"{_name(one) or 'without a name'} {_said(one, 'Version')}".rstrip() if one.dist is not None else _OWN
 
 
 def _name(one: EntryPoint) -> str:
-    """Return the name of its package; nothing: of its metadata only the entry points are left."""
-    return (one.dist.metadata.get("Name") or "") if one.dist is not None else ""
+    return _said(one, "Name")
+
+
+def _said(one: EntryPoint, key: str) -> str:
+    """Return what its package's metadata says; nothing: of that only the entry points are left."""
+    return (one.dist.metadata[key] if one.dist is not None and key in one.dist.metadata else None) or ""
