@@ -206,13 +206,14 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _serve_operators(self, config: VllmConfig, side: SchedulerSide, tokens: int, name: str) -> None:
         """Serve the management interface of the engine called `name`."""
-        from kvpipe.connectors.vllm.prompts import PromptBlocks  # noqa: PLC0415  (seldom needed)
+        from kvpipe.connectors.vllm.prompts import PromptBlocks, prompt_request  # noqa: PLC0415  (seldom needed)
 
         managed = ManagedEngine(
             side,
             name,
             hash_tokens=tokens,
             hash_prompt=PromptBlocks(config, tokens),
+            request_of=prompt_request if self.events is not None else None,
             set_freeze=self.set_freeze,
             set_bypass=self.set_bypass,
         )

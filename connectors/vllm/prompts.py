@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Final
 from vllm.lora.request import LoRARequest
 from vllm.pooling_params import PoolingParams
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, hash_block_tokens
+from vllm.v1.core.kv_cache_utils import BlockHash, generate_block_hash_extra_keys, hash_block_tokens
 from vllm.v1.request import Request
 
 from kvpipe.manage.engine import BadRequestError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.core.kv_cache_utils import BlockHash
 
     from kvpipe.manage.models import Prompt
 
@@ -37,8 +36,7 @@ class PromptBlocks:
             raise BadRequestError(f"tokens: {len(tokens)} are more than this engine's {self._tokens_max}")
         if adapter is not None and not self._adapters:
             raise BadRequestError("adapter: this engine serves none")
-        lora = LoRARequest(adapter.name, adapter.number, adapter.path) if adapter is not None else None
-        request = Request("", tokens, None, PoolingParams(), lora_request=lora, cache_salt=prompt.cache_salt)
+        request = _request(prompt)
         hashes: list[BlockHash] = []
         for at in range(0, len(tokens) - size + 1, size):
             keys, _ = generate_block_hash_extra_keys(request, at, at + size, 0)
@@ -47,3 +45,16 @@ class PromptBlocks:
             if len(hashes) % BLOCKS_PER_TURN == 0:
                 yield hashes
         yield hashes
+
+
+def prompt_request(prompt: Prompt, hashes: Sequence[bytes]) -> Request:
+    """Return a request that nobody serves, with its hashes: what KV events say of a prompt is read from that."""
+    request = _request(prompt)
+    request.block_hashes = [BlockHash(key) for key in hashes]
+    return request
+
+
+def _request(prompt: Prompt) -> Request:
+    one = prompt.adapter
+    lora = LoRARequest(one.name, one.number, one.path) if one is not None else None
+    return Request("", prompt.tokens, None, PoolingParams(), lora_request=lora, cache_salt=prompt.cache_salt)

@@ -115,6 +115,7 @@ class Catalog:
         self._chunks: list[Chunk | None] = [None] * slots  # all that are not ABSENT, each at its slot
         untracked(self._chunks)
         self._spared: Ordered[Chunk, None] = order(slots)  # go before what the policy says; none is held
+        self._ahead: set[Chunk] = set()  # brought from tiers for nobody yet
         self._leases: dict[Owner, list[Chunk]] = {}
         self._leased_s: dict[Owner, float] = {}
         self.writing = 0  # pieces
@@ -183,6 +184,9 @@ class Catalog:
             self._tell(over=False)
         for chunk in reversed(chunks):
             chunk.leases -= 1
+            if hit and chunk in self._ahead:
+                self._ahead.discard(chunk)
+                self.counters["prefetch_used"] += 1
             self._let_go(chunk, reader=True, hit=hit)
         return len(chunks)
 
@@ -274,6 +278,11 @@ class Catalog:
         self._mark(chunk, Mark(piece.stop, piece.key, piece.keep or piece.key == chunk.keeps))
         self._finish_write(chunk, landed=True)
         return True
+
+    def came_ahead(self, chunk: Chunk) -> None:
+        """A chunk that can be found was brought from a tier, and no request waits for it."""
+        self._ahead.add(chunk)
+        self.counters["chunks_prefetched"] += 1
 
     def lost(self, piece: Piece) -> None:
         """A rank failed the piece: what landed before it stays, it and all after it are dropped."""
@@ -374,6 +383,9 @@ class Catalog:
     def _drop(self, chunk: Chunk, why: str) -> None:
         """Take `chunk` out of the index; free its slot now, or when the last reader and writer are gone."""
         index = self._index[chunk.group]
+        if chunk in self._ahead:
+            self._ahead.discard(chunk)
+            self.counters["prefetch_wasted"] += 1
         for mark in chunk.marks:
             if index.get(mark.key) is chunk:
                 del index[mark.key]

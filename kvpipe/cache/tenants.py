@@ -52,7 +52,11 @@ class Tenants:
         lora, adapter = request.lora_request, None
         if lora is not None:
             adapter = AdapterIdentity(getattr(lora, "lora_name", ""), lora.lora_path, digest)
-        elif not salt:
+        return self.named(salt, adapter)
+
+    def named(self, salt: str, adapter: AdapterIdentity | None) -> Tenant:
+        """Return who has this salt and this adapter."""
+        if not salt and adapter is None:
             return ANYBODY
         key = salt, adapter
         tenant = self._known.get(key)

@@ -23,11 +23,12 @@ _ORDER: dict[int | str, dict[str, Any]] = {_PENDING: {"model": models.Pending}, 
 _NUMBERS_MAX = 1 << 53
 _Number = Annotated[int, Path(ge=1, lt=_NUMBERS_MAX)]
 
+_Ordered = models.Pinned | models.EvictedChunks | models.Warmed
 _T = TypeVar("_T", bound="models.Prompt | models.EvictMatching")
 _Told = TypeVar("_Told")
-_BODIES = models.PromptLookup, models.PinOrder, models.EvictOrder, models.EvictMatching
+_BODIES = models.PromptLookup, models.PinOrder, models.EvictOrder, models.EvictMatching, models.WarmOrder
 _SCHEMAS, _BODY_PARTS = msgspec.json.schema_components(_BODIES, ref_template="#/components/schemas/{name}")
-_LOOKUP_BODY, _PIN_BODY, _EVICT_BODY, _MATCHING_BODY = (
+_LOOKUP_BODY, _PIN_BODY, _EVICT_BODY, _MATCHING_BODY, _WARM_BODY = (
     {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}} for schema in _SCHEMAS
 )
 
@@ -107,10 +108,15 @@ def _add_orders(app: FastAPI, engine: ManagedEngine) -> None:
         """Drop what memory has of tenants, or what was not of use for long. Tiers keep what they have."""
         return said(response, await engine.evict_matching(_read(await request.body(), models.EvictMatching)))
 
+    @app.post("/v1/warm", openapi_extra=_WARM_BODY, responses=_ORDER)
+    async def warm(request: Request, response: Response) -> models.Warmed | models.Pending:
+        """Fetch what tiers have of a prompt into memory, and keep it there for a while."""
+        return said(response, await engine.warm(_read(await request.body(), models.WarmOrder)))
+
     @app.get("/v1/orders/{order}", responses=_ORDER)
-    async def ordered(order: _Number, response: Response) -> models.Pinned | models.EvictedChunks | models.Pending:
+    async def ordered(order: _Number, response: Response) -> _Ordered | models.Pending:
         """Return what has come of an order that was pending."""
-        told: models.Pinned | models.EvictedChunks | models.Pending = await engine.order(order)
+        told: _Ordered | models.Pending = await engine.order(order)
         return said(response, told)
 
 

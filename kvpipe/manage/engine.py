@@ -18,18 +18,20 @@ import numpy as np
 
 from kvpipe import __version__
 from kvpipe.cache import miss_reasons
-from kvpipe.cache.prefixes import Prefixes
 from kvpipe.cache.quotas import SharedCatalog
+from kvpipe.cache.tenants import AdapterIdentity
 from kvpipe.manage import models
 from kvpipe.manage.holders import PoolHolders, selecting
 from kvpipe.manage.survey import TierSurvey
 from kvpipe.messages import Kind
 from kvpipe.scheduler.orders import Order, Work
 from kvpipe.scheduler.pins import EPOCHS, EvictedPrompt, PinnedPrompt
+from kvpipe.scheduler.prefetch import KnownPrompt, WarmedPrompt
 from kvpipe.tiers.guard import FIND
 from kvpipe.trace.log import bounded
 
 if TYPE_CHECKING:
+    from kvpipe.scheduler.base import Request
     from kvpipe.scheduler.records import Tracked
     from kvpipe.scheduler.side import SchedulerSide
 
@@ -73,12 +75,16 @@ class ManagedEngine:
         *,
         hash_tokens: int,
         hash_prompt: PromptHasher,
+        request_of: Callable[[models.Prompt, Sequence[bytes]], Request] | None = None,
         set_freeze: Callable[[bool], None],
         set_bypass: Callable[[bool], None],
     ) -> None:
-        """`engine`: what traces call it, too. `hash_tokens`: tokens per block hash."""
-        self._side, self._engine, self._hash = side, engine, hash_prompt
-        self._prefixes = Prefixes(side.catalog, side.geometry, hash_tokens, lambda asked: asked.block_hashes)
+        """`engine`: what traces call it, too. `hash_tokens`: tokens per block hash.
+
+        `request_of`: a request with a prompt and its hashes, if anybody is told of what can be found.
+        """
+        self._side, self._engine, self._hash, self._request_of = side, engine, hash_prompt, request_of
+        self._prefixes = side.prefetching.prefixes
         self._holders = PoolHolders(side)
         self.survey = TierSurvey(side, hash_tokens)
         self._one = anyio.Lock()
@@ -170,6 +176,14 @@ class ManagedEngine:
         told = await self._ordered(lambda: self._side.pins.evict_those(selects, wanted.idle_s or 0.0))
         return told
 
+    async def warm(self, wanted: models.WarmOrder) -> models.Warmed | models.Pending:
+        """Fetch what tiers have of a prompt into memory. Raises as `pin`."""
+        asked = await self._known(wanted)
+        request = self._request_of(wanted, asked.hashes) if self._request_of is not None else None
+        told: models.Warmed | models.Pending
+        told = await self._ordered(lambda: self._side.prefetching.warm(asked, request, wanted.seconds))
+        return told
+
     async def order(self, number: int) -> Any:  # noqa: ANN401  (whatever was ordered)
         """Return what has come of an order that was pending. Raises as `pin`."""
         order = self._pending.get(number)
@@ -192,15 +206,14 @@ class ManagedEngine:
         return await self._outcome(orders.put(make))
 
     def _slice(self) -> bool:
-        """Carry out a slice of what is due, if it is not the engine's turn. Returns whether it was."""
+        """Carry out a slice of what is due, if it is not the engine's turn. Returns whether anything was done."""
         orders = self._side.orders
         if not orders.due or not orders.turns.borrow():
             return False
         try:
-            orders.carry_out()
+            return orders.carry_out()
         finally:
             orders.turns.give_back()
-        return True
 
     async def _outcome(self, order: Order) -> Any:  # noqa: ANN401
         """Return what has come of an order and, while the engine has nothing to do, of all; or that it is pending."""
@@ -215,7 +228,9 @@ class ManagedEngine:
             return models.Pending(order=order.number)
         if order.refused:
             raise (EndedError if order.failed else BadRequestError)(order.refused)
-        kinds: dict[type, type] = {PinnedPrompt: models.Pinned, EvictedPrompt: models.EvictedChunks}
+        kinds: dict[type, type] = {
+            PinnedPrompt: models.Pinned, EvictedPrompt: models.EvictedChunks, WarmedPrompt: models.Warmed,
+        }  # fmt: skip
         return kinds[type(order.told)](**order.told._asdict())
 
     # ---- what is told ---------------------------------------------------------------------------------------------
@@ -227,10 +242,10 @@ class ManagedEngine:
             hashes = some
             await anyio.sleep(PAUSE_S)
         if prompt.adapter is None:
-            return HashedPrompt(hashes, len(prompt.tokens))
+            return HashedPrompt(prompt, hashes, hashes)
         digest = _again(self._side.adapters.agreed).get(prompt.adapter.number, b"")
         keys = [key + digest for key in hashes] if digest else []
-        return HashedPrompt(keys, len(prompt.tokens), unknown=not digest)
+        return HashedPrompt(prompt, keys, hashes, digest)
 
     def state(self, requests_max: int) -> models.EngineState:
         """Return a moment of the engine, with so many of its requests."""
@@ -338,18 +353,17 @@ class ManagedEngine:
         ]
 
 
-class HashedPrompt:
-    """A prompt that nobody serves. The bytes of its adapter are behind each hash: as keys they are whole."""
+class HashedPrompt(KnownPrompt):
+    """A prompt that was given. `hashes`: the engine's; `unknown`: which adapter it has, so that it has no keys."""
 
-    request_id, lora_request, cache_salt = "", None, None
-    num_computed_tokens = num_preemptions = 0
-    skip_reading_prefix_cache = resumable = False
-
-    def __init__(self, keys: Sequence[bytes], tokens: int, *, unknown: bool = False) -> None:
-        """`unknown`: which adapter it has, so that it has no keys."""
-        self.unknown = unknown
-        self.block_hashes = keys
-        self.num_tokens = self.num_prompt_tokens = tokens
+    def __init__(
+        self, prompt: models.Prompt, keys: Sequence[bytes], hashes: Sequence[bytes], digest: bytes = b""
+    ) -> None:
+        """`digest`: of its adapter's bytes; b"": nobody knows them."""
+        one = prompt.adapter
+        adapter = AdapterIdentity(one.name, one.path, digest) if one is not None else None
+        super().__init__(keys, len(prompt.tokens), prompt.cache_salt or "", adapter)
+        self.hashes, self.unknown = hashes, not digest and one is not None
 
 
 def _again(look: Callable[[], _T]) -> _T:

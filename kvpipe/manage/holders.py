@@ -27,6 +27,8 @@ TENANTS_MAX: Final = 4096
 SLOTS_PER_TURN: Final = 1024
 PAUSE_S: Final = 0.0005
 """Between two turns: others get the interpreter."""
+_NAMES: Final = {STORES: "stores", "": "warm"}
+"""Of holders that are no requests."""
 
 
 def selecting(wanted: models.EvictMatching, token: bytes) -> Callable[[Tenant], bool]:
@@ -96,7 +98,7 @@ class PoolHolders:
             chunks_untold=rest,
             holders=len(by_owner),
             holders_shown=[
-                models.LeaseHolder(holder="stores" if name == STORES else bounded(name), kind=kind, chunks=chunks)
+                models.LeaseHolder(holder=_NAMES.get(name) or bounded(name), kind=kind, chunks=chunks)
                 for (name, kind), chunks in nlargest(rows_max, by_owner.items(), key=lambda one: one[1])
             ],
         )

@@ -112,6 +112,12 @@ class Holders(_ToOperator):
     holders_shown: list[LeaseHolder]
 
 
+class WarmOrder(Prompt, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A prompt to fetch from tiers. `seconds`: it is pinned then, as by a pin order; 0: it is not."""
+
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 0.0
+
+
 class Pinned(_ToOperator):
     """A prompt that is pinned."""
 
@@ -137,11 +143,21 @@ class EvictedChunks(_ToOperator):
     pins_ended: int = Field(description="Pins that held any of them.")
 
 
+class Warmed(_ToOperator):
+    """A prompt of which tiers were asked."""
+
+    tokens: int = Field(description="Tokens from its beginning that are a hit in memory now for who goes on behind it.")
+    fetched_tokens: int = Field(description="Tokens that came from tiers for it.")
+    pin: int = Field(description="The number of the pin that holds it; 0: none does.")
+    left_s: float = Field(description="Until the pin ends.")
+
+
 class Pending(_ToOperator):
-    """An order that waits for a step of the engine."""
+    """An order that waits for a step of the engine, or is carried out in its steps."""
 
     order: int = Field(description="GET /v1/orders/ORDER says what has come of it.")
     pending: bool = True
+    waits_for: str = "the engine's next step: while it has nothing to do it makes none"
 
 
 class HeldByTier(_ToOperator):

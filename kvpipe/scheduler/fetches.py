@@ -26,7 +26,6 @@ from kvpipe.tiers.namespace import Namespace
 from kvpipe.trace.log import Counters
 
 if TYPE_CHECKING:
-    from kvpipe.cache.tenants import Tenant
     from kvpipe.scheduler.base import Request
 
 _HOLDS_UP: Final = frozenset({m.ASKING, m.FOUND, m.FETCHING})
@@ -34,26 +33,39 @@ SHARE: Final = 0.75
 """Of the pool, at most, that waiting requests hold."""
 ORDERS_PER_LANE: Final = 4
 """Fetches that are with the ranks at once, for each of a tier's lanes: the others wait here, and can be given up."""
+AHEAD_SHARE: Final = 0.25
+"""Of the pool, at most, that is held while it is brought ahead of requests. It is part of `SHARE`."""
+AHEAD_S_MAX: Final = 30.0
+"""For so long at most chunks of one prompt are brought ahead of requests."""
 PATIENCE_S: Final = 5.0
 """How long an outstanding tier order keeps an otherwise idle engine stepping. An older one waits for the next step."""
 
 
 class Stage(Cursor):
-    """One request's. `waits`: orders that have not landed; `taken`: tokens that came, by tier.
+    """One request's, or one that comes before its requests. `taken`: tokens that came, by tier.
 
-    `tenant`: whose what comes will be.
+    `waits`: orders that have not landed. `leased`: chunks. `request`: of whom routers are told, if anybody. `tenant`:
+    whose what comes will be.
     """
 
-    __slots__ = ("asked_step", "deadline_at_s", "lookup", "owner", "request", "taken", "tenant", "todo", "waits", "why")
+    __slots__ = (
+        "asked", "asked_step", "deadline_at_s", "leased", "lookup", "owner", "prefixes", "request", "room", "taken",
+        "tenant", "todo", "waits", "why",
+    )  # fmt: skip
 
     def __init__(
-        self, machine: Compiled, number: int, request: Request, lookup: TierLookup, tenant: Tenant, watch: Watch | None
-    ) -> None:
-        """The tiers are asked."""
+        self, machine: Compiled, number: int, asked: Request, lookup: TierLookup, watch: Watch | None,
+        *, prefixes: Prefixes, request: Request | None, room: int | None = None,
+    ) -> None:  # fmt: skip
+        """The tiers are asked. `asked`: the prompt, by whose hashes `prefixes` finds it.
+
+        `room`: how many chunks it may hold, where no request waits for them.
+        """
         super().__init__(machine, number, watch)
-        self.request, self.lookup, self.tenant = request, lookup, tenant
-        self.owner = Owner(request.request_id, -number)  # admissions have positive epochs
-        self.deadline_at_s = time.monotonic() + lookup.seconds_max
+        self.asked, self.prefixes, self.request, self.lookup, self.room = asked, prefixes, request, lookup, room
+        self.owner = Owner(asked.request_id, -number)  # admissions have positive epochs
+        self.deadline_at_s = time.monotonic() + (lookup.seconds_max if room is None else AHEAD_S_MAX)
+        self.tenant, self.leased = prefixes.tenant(asked), 0
         self.waits: set[int] = set()
         self.todo: deque[Place] = deque()  # what is still to be ordered, in the order of the prefix
         self.taken: dict[int, int] = {}
@@ -62,8 +74,13 @@ class Stage(Cursor):
 
     @property
     def holds_up(self) -> bool:
-        """Whether the request waits for it."""
+        """Whether the request waits for it; of one that comes before: whether it goes on."""
         return self.state.row in _HOLDS_UP
+
+    @property
+    def ahead(self) -> bool:
+        """Whether no request waits."""
+        return self.room is not None
 
 
 class TierTransfer(Reported):
@@ -96,11 +113,11 @@ class Staging:
         counters: Counters,
         new_id: Callable[[], int],
         stores: bool,
-        published: Callable[[Request, Piece], object],
+        published: Callable[[Request | None, Piece], object],
     ) -> None:
         """`stores`: whether this engine writes to tiers. Nothing is asked before `space` has a name.
 
-        `published` hears of what has come from a tier and can be found now, and of a request with that prefix.
+        `published` hears of what has come from a tier and can be found now, and of a request with that prefix, if any.
         """
         self.finder, self._catalog, self._prefixes, self._geometry = finder, catalog, prefixes, geometry
         self._ranks, self._lookup_s_max = ranks, lookup_ms_max / 1000
@@ -143,23 +160,32 @@ class Staging:
         `local`: units of the prefix that the engine holds itself.
         """
         if stage is None:
-            stage = self._begin(request, local)
+            stage = self._begin(request, local, self._prefixes, request)
             if stage is None:
                 return None, False
             stage.asked_step = step  # the answer may be there already, but not twice the same in this step
         if stage.asked_step != step:
             stage.asked_step = step
-            self._look(stage, local)
+            self.look(stage, local)
         return stage, stage.holds_up
 
-    def _begin(self, request: Request, local: int) -> Stage | None:
+    def ahead(self, asked: Request, prefixes: Prefixes, request: Request | None) -> Stage | None:
+        """Begin to bring what tiers have of a prompt for which nobody waits; None: there is nothing to bring.
+
+        Demand goes first: it takes what lanes are left, and no room that waiting requests need. See `look`, `end`.
+        """
+        return self._begin(asked, 0, prefixes, request, room=max(1, int(self._catalog.slots * AHEAD_SHARE)))
+
+    def _begin(
+        self, asked: Request, local: int, prefixes: Prefixes, request: Request | None, room: int | None = None
+    ) -> Stage | None:
         if not self.space.name or not self.finder.usable:
             return None
-        units = max(self._prefixes.longest(request), local)
-        stop = self._prefixes.final_units(request, request.num_tokens)
+        units = max(prefixes.longest(asked, continued=room is not None), local)
+        stop = prefixes.final_units(asked, asked.num_tokens)
         if units >= stop or (units and stop - units < self._per_chunk):
             return None  # a few tokens are computed sooner than asked for
-        keys, states = self._prefixes.unit_keys(request), self._prefixes.state_keys(request)
+        keys, states = prefixes.unit_keys(asked), prefixes.state_keys(asked)
         whole = range(self._per_chunk, stop + 1, self._per_chunk)
         wanted = [(group, end) for group in self._growing for end in self._lacking(group, keys, whole)]
         wanted += self._lacking_states(states, range(units + 1, stop + 1))
@@ -168,8 +194,9 @@ class Staging:
             seconds_max=self._lookup_s_max, states=states, state_groups=self._states, full=self._full,
         )  # fmt: skip
         self._numbers += 1
-        tenant = self._prefixes.tenant(request)
-        stage = Stage(self.machine, self._numbers, request, lookup, tenant, self.watch)
+        stage = Stage(
+            self.machine, self._numbers, asked, lookup, self.watch, prefixes=prefixes, request=request, room=room
+        )
         self._stages.add(stage)
         self._counters["tier_lookup"] += 1
         self.finder.ask(lookup)
@@ -191,11 +218,11 @@ class Staging:
             (group, end) for group in others for end in self._lacking(group, keys, held)
         ]
 
-    def _look(self, stage: Stage, local: int) -> None:
+    def look(self, stage: Stage, local: int = 0) -> None:
         """Take the tiers' answer, if it has come, and give up what has not come in time."""
         row = stage.state.row
         if row == m.ASKING and stage.lookup.done:
-            if self._reach(stage) > max(self._prefixes.longest(stage.request), local):
+            if self._reach(stage) > max(stage.prefixes.longest(stage.asked, continued=stage.ahead), local):
                 stage.fire(m.SOME)
                 self._found.append(stage)
             else:
@@ -203,7 +230,7 @@ class Staging:
                 self._end(stage, m.NOTHING)
         elif stage.holds_up and time.monotonic() >= stage.deadline_at_s:
             stage.why = miss_reasons.TIER_LATE
-            self._counters["tier_lookup_late"] += 1
+            self._counters["prefetch_late" if stage.ahead else "tier_lookup_late"] += 1
             if row == m.FETCHING:
                 stage.todo.clear()
                 stage.fire(m.DEADLINE)
@@ -215,7 +242,7 @@ class Staging:
         extra: tuple[dict[bytes, object], ...] = tuple({} for _ in self._geometry.groups)
         for place in stage.lookup.found:
             extra[place[0]][stage.lookup.key(place)] = stage
-        return self._prefixes.longest(stage.request, extra)
+        return stage.prefixes.longest(stage.asked, extra, continued=stage.ahead)
 
     def why(self, stage: Stage | None, why: str) -> str:
         """Return why tiers have not brought what memory does not have for the reason `why`, if that is the reason."""
@@ -254,6 +281,7 @@ class Staging:
         What goes wrong costs misses: the loads of the step depend on the plan, and the ranks on every order in it.
         """
         waiting, self._found = self._found, []
+        waiting.sort(key=lambda stage: stage.ahead)
         for stage in waiting:
             try:
                 self._fetch(stage)
@@ -298,11 +326,15 @@ class Staging:
                 self._lease(stage, [there])
             if self._catalog.known(group, key):
                 return True  # it has come meanwhile, or is being saved
-            if self._fetches[tier] >= self._fetches_max[tier]:
+            lanes = self._fetches_max[tier]
+            if self._fetches[tier] >= (max(1, lanes // ORDERS_PER_LANE) if stage.ahead else lanes):
                 return False
-            transfer = self._reserve(stage, place, key) if self._leased + len(self._fetching) < self._held_max else None
+            transfer = self._reserve(stage, place, key) if self._room(stage, 1) else None
+            if transfer is None and not stage.ahead and self._give_way():
+                transfer = self._reserve(stage, place, key)
             if transfer is None:
-                self._counters["tier_no_room"] += 1
+                if not stage.ahead:
+                    self._counters["tier_no_room"] += 1
                 stage.todo.clear()
                 stage.todo.append(place)  # the caller takes it away: this was the last
                 return True
@@ -315,10 +347,28 @@ class Staging:
         """How many chunks waiting requests may hold. Ranks say late how large the pool is."""
         return max(1, int(self._catalog.slots * SHARE))
 
+    def _room(self, stage: Stage, chunks: int) -> int:
+        """Return how many more chunks the stage may hold, if it wants so many."""
+        room = self._held_max - self._leased - len(self._fetching)
+        if stage.room is not None:
+            return max(0, min(room, stage.room - stage.leased - len(stage.waits)))
+        if room < chunks and self._give_way():
+            room = self._held_max - self._leased - len(self._fetching)
+        return max(0, room)
+
+    def _give_way(self) -> bool:
+        """End what is brought ahead of requests: one that waits needs the room. Returns whether there was any."""
+        ahead = [stage for stage in self._stages if stage.ahead]
+        for stage in ahead:
+            self._counters["prefetch_gave_way"] += 1
+            self._end(stage, m.END)
+        return bool(ahead)
+
     def _lease(self, stage: Stage, chunks: list[Chunk]) -> None:
-        chunks = chunks[: max(0, self._held_max - self._leased - len(self._fetching))]
+        chunks = chunks[: self._room(stage, len(chunks))]
         self._catalog.lease(stage.owner, chunks)
         self._leased += len(chunks)
+        stage.leased += len(chunks)
 
     def _needed(self, stage: Stage) -> Iterator[tuple[Place, Chunk | None]]:
         """Yield the places of the prefix that tiers and memory reach together, in the order of the prefix.
@@ -336,7 +386,7 @@ class Staging:
                 window = kind.window_tokens
                 if window is not None and (reach - high) * self._geometry.unit_tokens > window:
                     continue  # wholly outside of the window, seen from the end
-                chunk = self._prefixes.holding(group, self._prefixes.hashes(stage.request), base, high)
+                chunk = stage.prefixes.holding(group, stage.prefixes.hashes(stage.asked), base, high)
                 if chunk is not None:
                     yield (group, high), chunk
                     continue
@@ -407,6 +457,8 @@ class Staging:
             stage.waits.discard(order.id)
             self._brought(stage, transfer, there)
         if there is piece.chunk and done:
+            if all(stage.ahead for stage in transfer.stages):
+                self._catalog.came_ahead(piece.chunk)
             self.stores.brought(order.tier, Offer(piece.chunk, order.units, piece.key))
 
     def _brought(self, stage: Stage, transfer: TierTransfer, chunk: Chunk | None) -> None:

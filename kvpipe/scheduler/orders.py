@@ -25,8 +25,10 @@ SLICE_PARTS_MAX: Final = 32
 SLICE_S_MAX: Final = 0.0002
 """A slice ends with the part of an order that is under way then."""
 
-Work = Generator[None, None, Any]
-"""Does an order part by part, a chunk's or the like, and returns what is told of it."""
+Work = Generator[Any, None, Any]
+"""Does an order part by part, a chunk's or the like, and returns what is told of it. Yields `WAITS`, or nothing."""
+WAITS: Final = True
+"""Nothing can be done of an order yet: others go first."""
 
 
 class OrderRefusedError(ValueError):
@@ -93,7 +95,7 @@ class Order:
 
 
 class Orders:
-    """One per scheduler side. The first of `due` is under way."""
+    """One per scheduler side. The first of `due` is under way; one that waits is put behind the others."""
 
     def __init__(self, counters: Counters, begin: Callable[[], object] = int) -> None:
         """Nothing is ordered. `begin` is called before each slice."""
@@ -120,26 +122,36 @@ class Orders:
         waiting = self.due.copy()  # in one go: another thread changes it
         return len(waiting) >= ORDERS_MAX and sum(not order.always for order in waiting) >= ORDERS_MAX
 
-    def carry_out(self) -> None:
-        """Carry out a slice of what is due. For the thread whose turn it is. Never raises."""
-        until_s = time.monotonic() + self.slice_s_max
+    def carry_out(self) -> bool:
+        """Carry out a slice of what is due. For the thread whose turn it is. Never raises.
+
+        Returns whether anything was done: not if all that is due waits.
+        """
+        until_s, done, waiting = time.monotonic() + self.slice_s_max, 0, 0
         self._begin()
         for _ in range(self.slice_parts_max):
-            if not self.due or self._ended:
-                return
+            if waiting >= len(self.due) or self._ended:
+                break
             order = self.due[0]
-            if self._part(order):
-                self.due.popleft()
-                order.over = True
+            waits = self._part(order)
+            if waits:
+                self.due.rotate(-1)
+                waiting += 1
+            else:
+                done += 1
+                if waits is None:
+                    self.due.popleft()
+                    order.over = True
             if time.monotonic() >= until_s:
-                return
+                break
+        return done > 0
 
-    def _part(self, order: Order) -> bool:
-        """Do one part of an order. Returns whether that was its last."""
+    def _part(self, order: Order) -> bool | None:
+        """Do one part of an order. Returns whether it waits; None: that was its last."""
         try:
             if order.work is None:
                 order.work = order.made()
-            next(order.work)
+            return bool(next(order.work))
         except StopIteration as end:
             order.told = end.value
         except OrderRefusedError as why:
@@ -147,9 +159,7 @@ class Orders:
         except Exception as error:  # noqa: BLE001  (the engine goes on)
             self._counters.fault("contained_error", where="orders", error=repr(error))
             order.refused, order.failed = "it failed; the engine's log says why", True
-        else:
-            return False
-        return True
+        return None
 
     def end(self) -> None:
         """The engine ends: what is not carried out yet is refused, now and later. For the thread whose turn it is."""

@@ -31,6 +31,7 @@ from kvpipe.scheduler.loads import Loading
 from kvpipe.scheduler.lookups import Lookups
 from kvpipe.scheduler.orders import Orders
 from kvpipe.scheduler.pins import PromptPins
+from kvpipe.scheduler.prefetch import Prefetching
 from kvpipe.scheduler.records import Tracked
 from kvpipe.scheduler.report import RequestReporter
 from kvpipe.scheduler.requests import Requests
@@ -89,7 +90,6 @@ class SchedulerSide:
         self._recovery = recovery = recovery or Recovery()
         self.weights = weights = Weights(ranks, counters)
         self.switches = switches = Switches(settings, weights, saves=saves, loads=loads)
-        groups = len(geometry.groups)
         ready = None if settings.prefault == "use" and stages == 1 else 0  # else ranks say how many there are
         self.catalog = catalog = self._make_catalog(ready)
         catalog.on_drop = published.dropped if published is not None else None
@@ -103,7 +103,7 @@ class SchedulerSide:
         )  # fmt: skip
         self.staging = staging = self._make_staging(tiers) if tiers else None
         self.requests = requests = Requests(
-            groups, adapters=adapters, staging=staging, jobs=jobs, recovery=recovery, report=self.report,
+            len(geometry.groups), adapters=adapters, staging=staging, jobs=jobs, recovery=recovery, report=self.report,
             counters=counters,
         )  # fmt: skip
         self.loading = Loading(
@@ -119,6 +119,7 @@ class SchedulerSide:
             geometry.unit_tokens, prefixes, requests=requests, loading=self.loading, staging=staging, switches=switches,
             weights=weights, adapters=adapters, answers=self._answers, recovery=recovery, counters=counters,
         )  # fmt: skip
+        self.prefetching = Prefetching(catalog, geometry, hash_tokens, staging, switches, weights, self.pins)
         self._resets = Resets(
             catalog, requests, staging, pins=self.pins, weights=weights, space_of=space_of, also_of=also_of,
             recovery=recovery, counters=counters, trace=trace,
@@ -250,6 +251,7 @@ class SchedulerSide:
         space, staging = "", self.staging
         if staging is not None:
             self.trace.about("", 0)
+            self.prefetching.plan_step()
             orders, space = staging.plan(stores=self.switches.storing), staging.space.name
         self._step += 1
         self.trace.step = self._step + 1  # what comes now belongs to the step that is planned next
@@ -374,6 +376,8 @@ class SchedulerSide:
         """
         if awaited(self.jobs.in_flight, self._patience_s) or (self.staging is not None and self.staging.pending):
             return True
+        if self.prefetching.has_work():
+            return True
         self._turns.give()
         return False
 
@@ -436,9 +440,9 @@ class SchedulerSide:
         """Return whose the KV of `request` is."""
         return self.catalog.tenants.of(request, self.adapters.digest(request))
 
-    def _published(self, request: Request, piece: Piece) -> None:
+    def _published(self, request: Request | None, piece: Piece) -> None:
         """Tell routers of what can be found now, if anybody listens."""
-        if self._events is not None and piece.chunk.marks:  # else another copy was quicker
+        if self._events is not None and request is not None and piece.chunk.marks:  # else another copy was quicker
             self._events.published(request, piece.chunk, piece.base)
 
     def _saved(self, tracked: Tracked, piece: Piece) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -97,3 +98,42 @@ def test_an_engine_that_idles_pins_and_evicts(tmp_path: Path) -> None:
         assert call("GET", "counters")["leases"] == 0
         assert_clean(live)
     assert not path.exists()
+
+
+def test_an_engine_warms_a_prompt_from_disk(tmp_path: Path) -> None:
+    """What was evicted from memory and lies on disk is fetched in others' steps; then its request hits memory."""
+    tier = {"kind": "disk", "path": str(tmp_path / "kv"), "bytes_max": "1GiB", "store": "all"}
+    keys = _keys(tmp_path) | {"tiers": [tier], "chunk_tokens": 64, "lookup_ms_max": 20_000}
+    with engine(kvpipe=keys, enable_prefix_caching=False) as live:
+        (path,) = tmp_path.glob("*.sock")
+        call = functools.partial(_call, path)
+        long, due = prompt(611, 1), 611 // 32 * 32
+        answer = live.generate([long], 8)
+        live.settle()
+        assert not live.scheduler.has_requests()
+        assert call("POST", "evict", {"tokens": long})["chunks"] > 0
+        assert call("POST", "lookup", {"tokens": long})["held_tokens"] == 0
+        told: list[Any] = []
+        thread = threading.Thread(
+            target=lambda: told.append(call("POST", "warm", {"tokens": long, "seconds": 600})), daemon=True
+        )
+        thread.start()
+        turn = 2
+        while thread.is_alive() or "pending" in told[-1]:
+            live.generate([prompt(40, turn)], 1)
+            turn += 1
+            if not thread.is_alive() and "pending" in told[-1]:
+                told.append(call("GET", f"orders/{told[-1]['order']}"))
+        warmed = told[-1]
+        assert (warmed["tokens"], warmed["fetched_tokens"], warmed["pin"]) == (due, due, 1)
+        assert call("POST", "lookup", {"tokens": long})["held_tokens"] == due
+        side = live.connector.scheduler
+        assert side is not None
+        assert live.generate([long], 8) == answer
+        live.settle()
+        assert side.report.hit_tokens == {"memory": due}
+        stats = live.connector.stats()
+        assert stats["prefetch_used"] == stats["chunks_prefetched"] > 0
+        assert not live.scheduler.has_requests()
+        assert call("DELETE", "pins/1")["tokens"] == due
+        assert_clean(live)

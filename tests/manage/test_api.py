@@ -130,6 +130,7 @@ def test_openapi_says_all(managed: Managed) -> None:
         "/v1/pins/{pin}",
         "/v1/evict",
         "/v1/evict/matching",
+        "/v1/warm",
         "/v1/orders/{order}",
     }
     schema = told["paths"]["/v1/lookup"]["post"]["requestBody"]["content"]["application/json"]["schema"]

@@ -79,6 +79,7 @@ def test_a_busy_engine_carries_it_out_in_its_next_step(managed: Managed) -> None
     wanted = prompt("a", CHUNK * UNIT) | {"seconds": 60}
     status, told = managed.ask("POST", "/v1/pins", wanted)
     assert (status, told["pending"]) == (202, True)
+    assert told["waits_for"].startswith("the engine's next step")
     assert managed.ask("GET", f"/v1/orders/{told['order']}")[0] == 202
     assert managed.side.catalog.leases == 0
     for _ in range(3):  # a slice may end early
@@ -122,6 +123,8 @@ def test_at_the_end_what_is_ordered_is_refused(managed: Managed) -> None:
         ("POST", "/v1/evict", {"tokens": [1], "from_token": -1}, "from_token"),
         ("POST", "/v1/evict", {"tokens": []}, "tokens"),
         ("POST", "/v1/evict", {"tokens": [1], "adapter": {"name": "x", "number": 1, "path": "/x"}}, "adapter: not all"),
+        ("POST", "/v1/warm", {"tokens": [1]}, "this engine has no tiers"),
+        ("POST", "/v1/warm", {"tokens": [1], "seconds": -1}, "seconds"),
         ("DELETE", "/v1/pins/0", None, "pin"),
         ("DELETE", "/v1/pins/x", None, "pin"),
         ("DELETE", "/v1/pins/5", None, "pin: there is no pin 5"),
@@ -164,7 +167,7 @@ def test_serving_goes_on_meanwhile(managed: Managed) -> None:
 
 
 def test_the_command(managed: Managed, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """`kvpipe engine pin|pins|unpin|evict|order`."""
+    """`kvpipe engine pin|pins|unpin|evict|warm|order`."""
     managed.side.finished(managed.save("a", 20))
     assert not managed.side.pending
     at = ["--json", "--at", str(managed.address), "--token-file", str(tmp_path / "token")]
@@ -179,5 +182,7 @@ def test_the_command(managed: Managed, capsys: pytest.CaptureFixture[str], tmp_p
     assert f'"tokens": {20 * UNIT}' in said("pins", *at)
     assert '"chunks": 2' in said("unpin", "1", *at)
     assert '"chunks": 1' in said("evict", *asked, "--from-token", str(17 * UNIT))
+    assert cli.main(["engine", "warm", *asked, "--seconds", "60"]) == 2
+    assert "this engine has no tiers" in capsys.readouterr().err
     assert cli.main(["engine", "order", "3", *at]) == 2
     assert "order: no order 3 is remembered" in capsys.readouterr().err

@@ -24,6 +24,7 @@ FLAGS: dict[str, dict[str, str]] = {
         "Order.over": "a latch: written last, by whoever carries it out; the other thread reads the answer behind it",
         "Orders._ended": "a latch: the engine is over",
         "Pin.over": "a latch: its leases are being given back, some at a time",
+        "Prefetch.over": "a latch: nothing more comes of it; the stage machine has the state, from its turn on",
         "RequestContext.sampled": "configuration, by request: whether it is traced",
         "Saving._uncut": "configuration",
         "Switches.loads": "configuration",

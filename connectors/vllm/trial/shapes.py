@@ -77,7 +77,7 @@ class Shape(NamedTuple):
     `dense`: vLLM keeps the state of every boundary at which a step ends, not only where prompts end or branch.
     `stages`: of a pipeline; the ranks are split into so many, and the layers, unevenly. A stage runs ahead of the next.
     `hints`: requests come with hints, and the policy hears them; its time is counted in steps.
-    `operators`: prompts are pinned and evicted meanwhile.
+    `operators`: prompts are pinned and evicted meanwhile. `warms`: before a pin, what tiers have is fetched.
     `quotas`: requests of two salts, and others, share the pool by quotas.
     `exports`: layers of states write that of a prompt's last hash from within a step, where it ends at a multiple of so
     many tokens from where the step begins.
@@ -122,6 +122,7 @@ class Shape(NamedTuple):
     operators: bool = False
     quotas: bool = False
     exports: int = 0
+    warms: bool = False
 
     @property
     def steps_in_flight(self) -> int:
@@ -339,6 +340,10 @@ SHAPES: dict[str, Shape] = {
     ),
     "async-scheduler-pipeline-2-states-masks-exported": _DIVIDED_STATES_MASKS._replace(
         hashes=BLOCK // 4, exports=BLOCK // 4, dense=False, **_STAGED_DRAFTS | {"ranks": 4}
+    ),
+    "warmed": _HYBRID._replace(tiers=2, pool_slots=8, policy="sessions", operators=True, quotas=True, warms=True),
+    "async-scheduler-warmed": _STATES._replace(
+        asynchronous=True, ranks=2, tiers=1, pool_slots=8, operators=True, warms=True
     ),
 }  # fmt: skip
 

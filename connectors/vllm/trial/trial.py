@@ -78,7 +78,7 @@ MOVES = {
     "hold": "on or off: tiers answer nothing until they are let go",
     "trouble": "tier, kind: what is wrong with a tier from now on",
     "late": "whoever waits for a tier has waited long enough",
-    "operate": "index, what, tokens: operators pin, unpin or evict a prompt, where the shape has them",
+    "operate": "index, what, tokens: operators pin (or fetch), unpin or evict a prompt, where the shape has them",
     "dummy": "hooks of a warm-up run, without a step",
     "drain": "no more arrivals: everything ends",
     "probe": "everything ends; then the last requests are asked once more, with vLLM's own cache and without it",

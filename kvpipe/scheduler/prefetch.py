@@ -1,0 +1,140 @@
+"""What is brought from tiers into memory before a request asks for it: one prompt after the other, in steps.
+
+It is fetched as for a waiting request (`fetches.py`), by the same lookups, orders and machines, but with what lanes
+those leave, and a share of the pool. What fails is not there, and nobody waits for it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from kvpipe.cache.prefixes import Prefixes
+from kvpipe.scheduler.orders import WAITS, OrderRefusedError, Work
+
+if TYPE_CHECKING:
+    from kvpipe.cache.catalog import Catalog
+    from kvpipe.cache.tenants import AdapterIdentity
+    from kvpipe.geometry import Geometry
+    from kvpipe.scheduler.base import Request
+    from kvpipe.scheduler.fetches import Stage, Staging
+    from kvpipe.scheduler.pins import PromptPins
+    from kvpipe.scheduler.switches import Switches
+    from kvpipe.scheduler.weights import Weights
+
+PREFETCHES_MAX: Final = 8
+"""That wait for their turn, or have it."""
+
+
+class KnownPrompt:
+    """A prompt that nobody serves. The bytes of its adapter are behind each hash: as keys they are whole."""
+
+    request_id, lora_request = "", None
+    num_computed_tokens = num_preemptions = 0
+    skip_reading_prefix_cache = resumable = False
+
+    def __init__(
+        self, keys: Sequence[bytes], tokens: int, salt: str = "", adapter: AdapterIdentity | None = None
+    ) -> None:
+        """`keys`: of its blocks, which say whose it is, as `salt` and `adapter` do."""
+        self.block_hashes, self.cache_salt, self.adapter = keys, salt, adapter
+        self.num_tokens = self.num_prompt_tokens = tokens
+
+
+class Prefetch:
+    """One prompt's. The stage machine has its state, from its turn on. `over`: nothing more comes of it."""
+
+    def __init__(self, asked: KnownPrompt, request: Request | None) -> None:
+        """It waits for its turn. `request`: as in `Stage`."""
+        self.asked, self.request = asked, request
+        self.stage: Stage | None = None
+        self.over = False
+
+
+class WarmedPrompt(NamedTuple):
+    """What is told of a prompt that was warmed. `pin`: by which it is held; 0: none."""
+
+    tokens: int
+    fetched_tokens: int
+    pin: int
+    left_s: float
+
+
+class Prefetching:
+    """One per scheduler side."""
+
+    def __init__(
+        self, catalog: Catalog, geometry: Geometry, hash_tokens: int, staging: Staging | None, switches: Switches,
+        weights: Weights, pins: PromptPins,
+    ) -> None:  # fmt: skip
+        """`hash_tokens`: tokens per block hash. `staging`: of an engine with tiers."""
+        self._catalog, self._geometry, self._staging, self._counters = catalog, geometry, staging, catalog.counters
+        self.prefixes = Prefixes(
+            catalog, geometry, hash_tokens, lambda asked: asked.block_hashes,
+            lambda asked: catalog.tenants.named(asked.cache_salt or "", getattr(asked, "adapter", None)),
+        )  # fmt: skip
+        """Of prompts whose hashes are keys."""
+        self._switches, self._weights, self._pins = switches, weights, pins
+        self._due: deque[Prefetch] = deque()  # the first has its turn
+
+    def begin(self, asked: KnownPrompt, request: Request | None = None) -> Prefetch:
+        """Bring what tiers have of a prompt, when it is its turn. Raises `OrderRefusedError`: that cannot be."""
+        if why := self._why_not():
+            raise OrderRefusedError(why)
+        if len(self._due) >= PREFETCHES_MAX:
+            raise OrderRefusedError(f"{PREFETCHES_MAX} prompts are fetched, or wait for it, already")
+        self._due.append(Prefetch(asked, request))
+        return self._due[-1]
+
+    def _why_not(self) -> str:
+        """Return why no request would be served from tiers, or nothing."""
+        if self._staging is None:
+            return "this engine has no tiers: there is nothing to fetch from"
+        if self._switches.bypass or not self._switches.loads or self._switches.tier_lost:
+            return "this engine loads nothing now"
+        return "whether the weights are the same is being found out" if self._weights.doubtful else ""
+
+    def plan_step(self) -> None:
+        """Go on with the first that waits, before the step's orders are planned. Never raises."""
+        while self._due:
+            first = self._due[0]
+            try:
+                if self._goes_on(first):
+                    return
+            except Exception as error:  # noqa: BLE001  (the plan of the step goes on)
+                self._counters.fault("fetch_not_planned", error=repr(error))
+                if self._staging is not None:
+                    self._staging.end(first.stage)
+            self._due.popleft()
+            first.over = True
+
+    def _goes_on(self, one: Prefetch) -> bool:
+        staging = self._staging
+        if staging is None:
+            return False
+        if self._why_not():
+            staging.end(one.stage)
+        elif one.stage is None:
+            one.stage = staging.ahead(one.asked, self.prefixes, one.request)
+        else:
+            staging.look(one.stage)
+        if one.stage is not None and not one.stage.holds_up:
+            staging.end(one.stage)
+        return one.stage is not None and one.stage.holds_up
+
+    def warm(self, asked: KnownPrompt, request: Request | None, seconds: float) -> Work:
+        """Bring what tiers have of a prompt, then hold it for so long, if that is not 0. Returns a `WarmedPrompt`."""
+        one = self.begin(asked, request)
+        while not one.over:
+            yield WAITS
+        tokens = self.prefixes.longest(asked, continued=True) * self._geometry.unit_tokens
+        fetched = sum(one.stage.taken.values()) if one.stage is not None else 0
+        if not seconds:
+            return WarmedPrompt(tokens, fetched, 0, 0.0)
+        pin = yield from self._pins.pin(self.prefixes, asked, seconds)
+        return WarmedPrompt(pin.tokens, fetched, pin.pin, pin.left_s)
+
+    def has_work(self) -> bool:
+        """Whether anything waits for steps: an engine that has nothing else to do goes on making them."""
+        return bool(self._due)

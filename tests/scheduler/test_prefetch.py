@@ -1,0 +1,244 @@
+"""What tiers have of a prompt comes into memory before a request asks for it, in trials of vLLM's real scheduler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvpipe.connectors.vllm.trial.operators import carry_out
+from kvpipe.connectors.vllm.trial.shapes import SHAPES
+from kvpipe.scheduler.orders import Order, OrderRefusedError
+from kvpipe.scheduler.prefetch import PREFETCHES_MAX, KnownPrompt, WarmedPrompt
+from kvpipe.statemachine import stage as m
+from tests.scheduler.test_fetches import ADD, SHAPE, Played, _played
+
+ROOMY = SHAPE._replace(pool_slots=24)
+STEPS: tuple[tuple[object, ...], ...] = (("schedule",), ("update",))
+
+
+def warm(played: Played, index: int = -1, seconds: float = 0, **more: Any) -> Order:
+    """Order it for the prompt of a request that is over."""
+    one = played.trial.over[index]
+    asked: Any = played.trial.answered(one, one.sequence.prompt, one.output)
+    side, prompt = played.trial.side, KnownPrompt(asked.block_hashes, asked.num_tokens)
+    return side.orders.put(lambda: side.prefetching.warm(prompt, asked, seconds), **more)
+
+
+def told(order: Order) -> WarmedPrompt:
+    """Return what came of an order that is over."""
+    assert order.over
+    assert not order.refused
+    assert isinstance(order.told, WarmedPrompt)
+    return order.told
+
+
+def finish(played: Played, order: Order) -> WarmedPrompt:
+    """Let another request keep the engine stepping until the order is carried out."""
+    played.do(("add", 3, 60, 0, 3, 0, 0), *STEPS, ("drain",))
+    assert not played.trial.side.pending
+    return told(order)
+
+
+@pytest.mark.parametrize("name", ["tier", "two-tiers", "async-scheduler-tier", "tier-hybrid"])
+def test_what_was_warmed_is_a_hit_in_memory(name: str) -> None:
+    """The request that comes then waits for no tier, and what was brought for it counts as used."""
+    with _played(SHAPES[name]._replace(pool_slots=32)) as played:
+        done = finish(played, warm(played))
+        counters = played.trial.side.counters
+        assert done.tokens >= 128
+        assert done.fetched_tokens >= 128
+        assert counters["chunks_prefetched"] > 0
+        assert (counters["prefetch_used"], counters["prefetch_wasted"]) == (0, 0)
+        assert not played.staging.owners
+        before = dict(played.trial.side.report.hit_tokens)
+        lookups = counters["tier_lookup"]
+        after = played.run()
+        assert after["memory"] - before["memory"] >= 128
+        assert {name: after.get(name, 0) - before.get(name, 0) for name in played.staging.names} == dict.fromkeys(
+            played.staging.names, 0
+        )
+        assert counters["tier_lookup"] <= lookups + 1  # of what it ends in, at most
+        assert 0 < counters["prefetch_used"] <= counters["chunks_prefetched"]
+
+
+def test_what_nobody_uses_is_wasted() -> None:
+    """Each chunk that was brought counts once: used, or dropped before."""
+    with _played(ROOMY) as played:
+        finish(played, warm(played))
+        brought = played.trial.side.counters["chunks_prefetched"]
+        assert brought > 0
+        played.forget()
+        assert played.trial.side.counters["prefetch_wasted"] == brought
+        assert played.trial.side.counters["prefetch_used"] == 0
+
+
+def test_what_is_pinned_then() -> None:
+    """It stays until the pin ends."""
+    with _played(ROOMY) as played:
+        played.trial.side.pins.clock = lambda: 0.0
+        order = warm(played, seconds=10)
+        played.do(("add", 3, 60, 0, 9, 0, 0), *STEPS * 8)
+        done = told(order)
+        assert (done.pin, done.left_s) == (1, 10)
+        assert done.tokens >= 128
+        assert played.trial.side.pins.chunks > 0
+        played.do(("drain",))
+
+
+def test_nobody_waits_for_it() -> None:
+    """A request that comes meanwhile is scheduled in the same pass, whatever the tier does."""
+    with _played(ROOMY) as played:
+        played.do(("hold", True))
+        order = warm(played)
+        played.do(("add", 3, 60, 0, 3, 0, 0), *STEPS)
+        played.do(("add", 3, 20, 0, 3, 0, 0), ("schedule",))
+        assert played.trial.scheduler.running
+        assert not order.over
+        played.do(("hold", False), ("update",), ("drain",))
+        assert told(order).fetched_tokens >= 128
+
+
+def test_a_request_takes_over_what_is_on_its_way() -> None:
+    """One fetch of each chunk serves both; it was asked for, so it counts as fetched for the request."""
+    with _played(ROOMY) as played:
+        counters = played.trial.side.counters
+        order = warm(played)
+        played.do(("add", 3, 60, 0, 3, 0, 0), *STEPS * 2, ("hold", True), ADD, *STEPS * 2, ("hold", False), ("drain",))
+        assert told(order).tokens >= 128
+        assert counters["chunks_fetching"] <= len(played.trial.tiers[0].values)
+
+
+@pytest.mark.parametrize("steps", range(7))
+def test_a_reset_ends_it(steps: int) -> None:
+    """However far it is: nothing is held afterwards, and nothing of before the reset is found."""
+    with _played(ROOMY) as played:
+        order = warm(played)
+        played.do(("add", 3, 60, 0, 9, 0, 0), *STEPS * (steps // 2), *STEPS[: steps % 2], ("reset", True, False))
+        played.do(("drain",))
+        assert told(order).tokens == 0
+        assert not played.staging.owners
+        assert not played.trial.side.pending
+        played.watched.after_drain()
+        assert not played.watched.broken
+
+
+def test_what_is_late_is_given_up() -> None:
+    """A tier that does not answer holds the order up for a while, and the engine not at all."""
+    with _played(ROOMY) as played:
+        played.do(("hold", True))
+        order = warm(played)
+        played.do(("add", 3, 60, 0, 9, 0, 0), *STEPS * 2)
+        assert played.trial.side.pending
+        assert not order.over
+        played.do(("late",), *STEPS * 2)
+        assert told(order).fetched_tokens == 0
+        assert played.trial.side.counters["prefetch_late"] == 1
+        played.do(("hold", False), ("drain",))
+
+
+def test_an_engine_that_has_nothing_to_do_begins_with_its_next_step() -> None:
+    """The thread of operators may carry orders out, and fetch nothing: ranks do that in steps."""
+    with _played(ROOMY) as played:
+        side = played.trial.side
+        assert not side.pending
+        lookups, order = side.counters["tier_lookup"], warm(played)
+        carry_out(played.trial)
+        assert not order.over
+        assert side.counters["tier_lookup"] == lookups
+        assert finish(played, order).fetched_tokens >= 128
+
+
+def test_bypass_ends_it() -> None:
+    """Nothing more is asked of tiers, and nothing is held."""
+    with _played(ROOMY) as played:
+        played.do(("hold", True))
+        order = warm(played)
+        played.do(("add", 3, 60, 0, 9, 0, 0), *STEPS * 2)
+        played.trial.side.switches.bypass = True
+        played.do(*STEPS * 2)
+        assert told(order).fetched_tokens == 0
+        assert not played.staging.owners
+        played.do(("hold", False), ("drain",))
+
+
+@pytest.mark.parametrize("kind", ["forgets", "damages", "cuts", "down"])
+def test_what_cannot_be_brought_is_not_there(kind: str) -> None:
+    """The order ends with what has come."""
+    with _played(ROOMY) as played:
+        played.trial.excused |= {"tier_failed", "chunk_damaged"}
+        order = warm(played)
+        played.do(("add", 3, 60, 0, 9, 0, 0), *STEPS, ("schedule",))
+        played.trial.tiers[0].trouble = kind
+        played.do(("drain",))
+        assert told(order).fetched_tokens < 192
+
+
+def test_it_takes_its_share_of_the_pool_and_no_more() -> None:
+    """Beginning with the beginning of the prompt; and no more of the lanes than there are."""
+    for slots, tokens in ((4, 128), (24, 192)):
+        with _played(SHAPE._replace(pool_slots=slots)) as played:
+            played.staging._fetches_max = [1]
+            order = warm(played)
+            for _ in range(5):
+                played.do(("add", 3, 10, 0, 9, 0, 0), *STEPS)
+                assert len(played.staging._fetching) <= 1
+            played.do(("drain",))
+            assert told(order).fetched_tokens == tokens
+
+
+def test_it_gives_way_to_who_waits() -> None:
+    """Where there is no room for both, what a request waits for is fetched, and what nobody waits for is not."""
+    with _played(SHAPE._replace(pool_slots=8)) as played:
+        order = warm(played)
+        played.do(
+            ("add", 3, 10, 0, 9, 0, 0), *STEPS, ("hold", True), *STEPS, ("add", 1, 199, 0, 3, 0, 0), ("schedule",)
+        )
+        ahead, demand = sorted(played.staging._stages, key=lambda stage: not stage.ahead)
+        assert (ahead.state.name, demand.state.name) == (m.ASKING, m.ASKING)
+        assert played.staging._room(demand, 6) == 6
+        assert played.staging._room(ahead, 6) == 2
+        assert ahead in played.staging._stages
+        assert played.staging._room(demand, 7) == 6
+        assert ahead not in played.staging._stages
+        assert played.trial.side.counters["prefetch_gave_way"] == 1
+        played.do(("hold", False), ("update",), ("drain",))
+        assert told(order).fetched_tokens == 0
+
+
+def test_one_prompt_after_the_other() -> None:
+    """So many wait; one more is refused. Other orders are carried out meanwhile."""
+    with _played(ROOMY) as played:
+        played.do(("hold", True))
+        orders = [warm(played) for _ in range(PREFETCHES_MAX + 1)]
+        played.do(("add", 3, 60, 0, 9, 0, 0), *STEPS * 2)
+        other = played.trial.side.orders.put(lambda: played.trial.side.pins.unpin(7))
+        played.do(*STEPS)
+        assert other.refused == "pin: there is no pin 7"
+        assert [order.over for order in orders] == [False] * PREFETCHES_MAX + [True]
+        assert orders[-1].refused == f"{PREFETCHES_MAX} prompts are fetched, or wait for it, already"
+        played.do(("hold", False), ("drain",))
+        assert all(told(order).tokens >= 128 for order in orders[:-1])
+
+
+@pytest.mark.parametrize(
+    ("switched", "says"),
+    [
+        ("bypass", "loads nothing now"),
+        ("tier_lost", "loads nothing now"),
+        ("doubtful", "weights"),
+        ("tiers", "no tiers"),
+    ],
+)
+def test_what_is_refused(switched: str, says: str) -> None:
+    """Where no request would be served from tiers."""
+    with _played(ROOMY) as played:
+        side = played.trial.side
+        if switched == "doubtful":
+            side.weights.suspect()
+        elif switched == "tiers":
+            side.prefetching._staging = None
+        else:
+            setattr(side.switches, switched, True)
+        with pytest.raises(OrderRefusedError, match=says):
+            side.prefetching.begin(KnownPrompt((), 0))
