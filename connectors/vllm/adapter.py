@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from vllm.v1.core.kv_cache_utils import get_block_hash
 
 from kvpipe.connectors.vllm.remedies.admission import LoadAdmission
+from kvpipe.connectors.vllm.remedies.encoded import Encoded
 from kvpipe.connectors.vllm.remedies.invalid_blocks import InvalidBlocks
 from kvpipe.connectors.vllm.remedies.overrun import overrun
 from kvpipe.connectors.vllm.remedies.stale import CachedBlocks, Stale
@@ -82,6 +83,7 @@ class Remedies(Recovery):
         """`room`: for loads. Before `bind` there is nothing to remedy."""
         self._room, self._stale, self._geometry = room, Stale(), geometry
         self._invalid = InvalidBlocks(geometry.groups[0].block_tokens, len(geometry.groups))
+        self.encoded = Encoded()
         self._blocks: CachedBlocks | None = None
         self._counters = Counters()
 
@@ -94,8 +96,11 @@ class Remedies(Recovery):
         return self._blocks is None or self._room.fits(request, waiting.values(), self._blocks)
 
     def admitted(self, request_id: str, tables: Tables) -> bool:
-        """Whether vLLM's prefix cache gave the request KV of weights that are gone."""
+        """Whether vLLM gave the request KV, or embeddings, of weights that are gone."""
         blocks = self._blocks
+        if blocks is not None and self.encoded.rests_on(request_id):
+            self._stale.requests[request_id] = {}
+            return True
         return bool(self._stale.requests) and blocks is not None and self._stale.rests_on(request_id, tables, blocks)
 
     def planned(self, block_ids: Collection[int]) -> None:
@@ -130,10 +135,12 @@ class Remedies(Recovery):
 
     def weights_changed(self, requests: Collection[str]) -> None:
         """Empty vLLM's prefix cache."""
+        self.encoded.weights_changed()
         self._stale.begin(requests, self._blocks)
 
     def finished(self, request_id: str, *, loading: bool) -> None:
         """Remember its blocks if a load that it may have read from can still fail."""
         self._stale.leave(request_id)
+        self.encoded.ended(request_id)
         if self._blocks is not None:
             self._invalid.finished(request_id, self._blocks, loading=loading)

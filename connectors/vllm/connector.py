@@ -31,6 +31,7 @@ from kvpipe.connectors.vllm.kv_events import KvEvents
 from kvpipe.connectors.vllm.metadata import LayoutMetadata, PlanMetadata, ReportMetadata
 from kvpipe.connectors.vllm.metrics import KVPipeProm, KVPipeStats, meter
 from kvpipe.connectors.vllm.model import LoadedModel, watch_packing
+from kvpipe.connectors.vllm.remedies import mixed_prompts
 from kvpipe.connectors.vllm.source import loaded_from, sees_a_part
 from kvpipe.connectors.vllm.weights import Watch, suspect
 from kvpipe.control import check_control_file, watch_control_file
@@ -196,6 +197,9 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         )
         self.counters = self.scheduler.counters
         self._watch = Watch(config, self.scheduler)
+        self._watch.encoder_reset = self._remedies.encoded.reset
+        if config.model_config.enable_prompt_embeds:
+            mixed_prompts.tell_apart()
         self._meter = meter(self.scheduler)
         if self.settings.control_file is not None:
             check_control_file(self.settings.control_file)
@@ -328,8 +332,8 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             models.check_backends(models.backends(self._vllm_config, kv_caches).values())
             blocks = self._kv_cache_config.num_blocks
             layout = support.layout_facts(kv_caches, blocks, self._vllm_config)
-            self._layout = support.fingerprint({"layout": layout})
             self._find_model(self.worker, kv_caches, layout)
+            self._layout = support.fingerprint({"layout": layout})
             self.worker.register(kv_caches, blocks, self.make_engine(), **self.hooks(kv_caches)._asdict())
             self._step = self.worker.step
 
@@ -338,6 +342,8 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         """Let this rank say which weights it has, and how its caches lie beside other ranks'."""
         changed, config = functools.partial(suspect, self._vllm_config, "loaded"), self._vllm_config
         model = LoadedModel(config.compilation_config.static_forward_context, changed)
+        if code := model.code():
+            layout.append(code)
         worker.weigh = str if sees_a_part(config.parallel_config) else model.digest
         found = shares.shares(config, self._kv_cache_config, self.geometry, caches, model.roots)
         facts = shares.common_facts(found, self.geometry, caches, layout, worker.ranks)
@@ -527,6 +533,8 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Lease and plan the load that was promised, or less of it, or nothing."""
         if self.scheduler is not None:
+            if request.mm_features:
+                self._remedies.encoded.began(request.request_id)
             self.scheduler.admitted(request, blocks.blocks, num_external_tokens)
 
     @_contained(lambda: PlanMetadata(EMPTY_PLAN))

@@ -7,15 +7,18 @@ weights away (a CPU's kernels keep them where nobody can read them), they are re
 from __future__ import annotations
 
 import gc
+import hashlib
+import sys
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
 
 from kvpipe.connectors.vllm.source import Source, end_all, end_listening, watch_loading
 from kvpipe.connectors.vllm.wrapping import wrap
-from kvpipe.digest import tensors_digest
+from kvpipe.digest import facts_digest, tensors_digest
 from kvpipe.trace.log import warn
 
 
@@ -27,6 +30,9 @@ class LayerDigest(NamedTuple):
 
 
 _PACKED: Final[weakref.WeakKeyDictionary[torch.nn.Module, LayerDigest]] = weakref.WeakKeyDictionary()
+
+_KNOWN: Final = frozenset(("torch", "vllm"))
+"""Packages whose release is known otherwise, or does not matter."""
 
 
 def watch_packing() -> None:
@@ -88,6 +94,16 @@ class LoadedModel:
         end_all()
         for root in self.roots:
             _watch_root(root, changed)
+
+    def code(self) -> str:
+        """Return a digest of the code of all modules that is neither vLLM's nor torch's: a model's folder, a plugin."""
+        files: set[str] = set()
+        for name in {type(one).__module__ for root in self.roots for one in root.modules()}:
+            if name.partition(".")[0] not in _KNOWN:
+                file = getattr(sys.modules.get(name), "__file__", None)
+                files.add(hashlib.sha256(Path(file).read_bytes() if file else name.encode()).hexdigest())
+                files.add(getattr(sys.modules.get(name.partition(".")[0]), "__version__", ""))
+        return facts_digest([(one,) for one in files]) if files else ""
 
     def digest(self) -> str:
         """Return which weights these are, now: see `source.loaded_from`. Nothing: it cannot be said.

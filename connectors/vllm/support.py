@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvpipe.config import Settings
-from kvpipe.connectors.vllm import drafters, models
+from kvpipe.connectors.vllm import compat, drafters, models
 from kvpipe.connectors.vllm.media import media_facts
 from kvpipe.connectors.vllm.models import refuse
 from kvpipe.geometry import Geometry, Group, Layer
@@ -227,6 +227,7 @@ def identity(config: VllmConfig, cache: KVCacheConfig, geometry: Geometry) -> di
     model, cc, parallel = config.model_config, config.cache_config, config.parallel_config
     return {
         "format": FORMAT_VERSION,
+        "vllm": compat.installed_version().partition("+")[0],
         "model_config": models.config_digest(model.hf_config),
         "model_dtype": str(model.dtype),
         # rotary factors (LongRoPE) and the temperature of attention (Llama 4) follow from it; -1: fitted after
@@ -251,6 +252,7 @@ def identity(config: VllmConfig, cache: KVCacheConfig, geometry: Geometry) -> di
         ],
         **_context_facts(config),
         **drafters.facts(config),
+        **_adapter_facts(config),
         **_state_facts(cache, geometry),
     }
 
@@ -260,6 +262,18 @@ def _context_facts(config: VllmConfig) -> dict[str, Any]:
     parallel = config.parallel_config
     ranks = parallel.decode_context_parallel_size
     return {"context_parallel": [ranks, parallel.cp_kv_cache_interleave_size]} if ranks > 1 else {}
+
+
+def _adapter_facts(config: VllmConfig) -> dict[str, Any]:
+    """Return what an engine makes of its LoRA adapters: the same files are another model then. Empty: the usual."""
+    lora = config.lora_config
+    if lora is None:
+        return {}
+    modules = None if lora.target_modules is None else sorted(lora.target_modules)
+    layouts = lora.enable_mixed_moe_lora_format, lora.enable_moe_shared_loras
+    dtype = "" if lora.lora_dtype in {config.model_config.dtype, "auto"} else str(lora.lora_dtype)
+    facts = [dtype, modules, lora.enable_tower_connector_lora, *layouts]
+    return {"adapters": facts} if facts != ["", None, False, False, False] else {}
 
 
 def _state_facts(cache: KVCacheConfig, geometry: Geometry) -> dict[str, Any]:

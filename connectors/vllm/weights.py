@@ -70,6 +70,8 @@ class Watch:
         from vllm.v1.executor.abstract import Executor  # noqa: PLC0415  (slow)
 
         self.side = side
+        self.encoder_reset: Callable[[], object] = bool
+        """Called when vLLM forgets what its encoder has made of images."""
         self.engine: object = config.cache_config  # the one object that all parts of an engine share in a process
         _WATCHING.add(self)
         kinds = [Executor]
@@ -110,6 +112,9 @@ def _notice(config: VllmConfig, method: str, _timeout: object = None, args: Sequ
     """The workers are asked for `method`: what it may change is in doubt."""
     if method not in HARMLESS:
         suspect(config, method)
+    if method == "reset_encoder_cache":
+        for watch in _watching(config):
+            watch.encoder_reset()
     if method in ADAPTER_CALLS:
         for watch in _watching(config):
             watch.side.adapter_called(getattr(args[0], "lora_int_id", args[0]))

@@ -138,6 +138,36 @@ def test_images(model: Path) -> None:
         live.close()
 
 
+def test_weights_that_change_under_an_image(model: Path) -> None:
+    """VLLM keeps an image's embeddings of the old weights until it is told: what is computed from them is not kept."""
+
+    def change(loaded: torch.nn.Module) -> None:
+        (seen,) = (one for name, one in loaded.named_parameters() if name.endswith("position_embedding.weight"))
+        seen.data.mul_(-20)
+
+    def answers(live: Engine) -> list[list[int]]:
+        told = [_say(live, ONE, 1)]
+        live.llm.apply_model(change)
+        told.append(_say(live, ONE, 1))
+        live.core.reset_encoder_cache()
+        return [*told, _say(live, ONE, 1)]
+
+    plain = Engine(str(model), **OPTIONS)
+    try:
+        expected = answers(plain)
+    finally:
+        plain.close()
+    assert expected[1] != expected[2], "the model must see"
+    live = Engine(str(model), kvpipe={"chunk_tokens": UNIT}, **OPTIONS)
+    try:
+        assert answers(live) == expected
+        assert _loaded(live) == 0
+        assert _say(live, ONE, 1) == expected[2]
+        assert _loaded(live) == ASKED[1][2]
+    finally:
+        live.close()
+
+
 def test_another_processor(model: Path, tmp_path: Path) -> None:
     """What is made of an image changes between restarts, by a setting or a file: nothing is found on the disk."""
     from vllm.transformers_utils.processor import cached_get_processor

@@ -8,7 +8,8 @@ import inspect
 
 import pytest
 import torch
-from vllm.config import VllmConfig
+import vllm
+from vllm.config import LoRAConfig, VllmConfig
 from vllm.v1.core.kv_cache_utils import resolve_cache_hit_alignment_tokens, resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
@@ -20,6 +21,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvpipe.config import load_settings
+from kvpipe.connectors.vllm import compat
 from kvpipe.connectors.vllm.support import check_engine, hash_tokens, identity, layout_facts, make_geometry
 from kvpipe.connectors.vllm.trial.invariants import Watched
 from kvpipe.connectors.vllm.trial.shapes import BLOCK, SHAPES, make_cache, make_configs
@@ -226,3 +228,34 @@ def test_drafters_of_the_first_runner_are_refused_under_context_parallelism() ->
         check_engine(config)
     config.speculative_config.method = "ngram"
     check_engine(config)
+
+
+def _facts(**changed: object) -> dict[str, object]:
+    """Return what an engine's chunks depend on that serves adapters, with some of its settings changed."""
+    config, cache = copy.deepcopy(make_configs(SHAPES["context-parallel"]))
+    config.lora_config = LoRAConfig(lora_dtype=config.model_config.dtype)
+    for name, value in changed.items():
+        setattr(config.lora_config, name, value)
+    return identity(config, cache, make_geometry(cache, load_settings()))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"target_modules": ["o_proj"]}, {"target_modules": []}, {"lora_dtype": torch.bfloat16},
+        {"enable_tower_connector_lora": True}, {"enable_mixed_moe_lora_format": True},
+        {"enable_moe_shared_loras": True},
+    ],
+)  # fmt: skip
+def test_what_is_made_of_adapters_counts(changed: dict[str, object]) -> None:
+    """An adapter's files are another model where an engine leaves out some of its modules, or reads them otherwise."""
+    assert _facts(**changed) != _facts()
+    assert _facts(max_loras=4) == _facts() == _facts(lora_dtype="auto")
+
+
+def test_the_release_that_computes_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """VLLM's release, not its build."""
+    plain = _facts()
+    for found, same in (("0.99.1", False), (f"{vllm.__version__}+cpu", True)):
+        monkeypatch.setattr(compat, "installed_version", lambda found=found: found)
+        assert (_facts() == plain) is same

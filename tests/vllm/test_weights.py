@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,6 +64,27 @@ def test_the_model_is_found() -> None:
     mine.load_state_dict(mine.state_dict())
     assert mine.loaded == 1
     assert len(reported) == 2
+
+
+def test_code_of_others_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a plugin, Transformers, or the model's own folder, wherever that is; a model of vLLM's has none."""
+
+    def code(folder: str, text: str, module: str = "folder.modeling", release: str = "1") -> str:
+        file = tmp_path / folder / "modeling.py"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+        monkeypatch.setitem(sys.modules, module, SimpleNamespace(__file__=str(file)))
+        monkeypatch.setitem(sys.modules, "folder", SimpleNamespace(__version__=release))
+        mine = _Model()
+        mine.attention[0].__class__ = type("Own", (torch.nn.Linear,), {"__module__": module})
+        for kind in (_Model, _Attention):
+            monkeypatch.setattr(kind, "__module__", "vllm.model")
+        return LoadedModel(mine.layers, gc.collect).code()
+
+    told = [code("a", "one"), code("a", "two"), code("a", "one", release="2")]
+    assert len({*told}) == len(told)
+    assert code("b", "one", "folder.elsewhere") == told[0]
+    assert code("a", "one", "vllm.model") == ""
 
 
 def test_every_tensor_counts() -> None:
@@ -174,6 +197,7 @@ def test_calls_of_the_executor() -> None:
         def __init__(self, config: Any) -> None:
             self.vllm_config = config
             calls = {"update": lambda: 7, "execute_model": lambda: 8, "add_lora": bool, "remove_lora": bool}
+            calls["reset_encoder_cache"] = bool
             self.driver_worker = SimpleNamespace(**calls)  # type: ignore[assignment]
 
     mine, other = (SimpleNamespace(cache_config=SimpleNamespace()) for _ in range(2))
@@ -188,6 +212,11 @@ def test_calls_of_the_executor() -> None:
     assert Executor(mine).collective_rpc("remove_lora", None, (4,)) == [True]
     assert Executor(other).collective_rpc("remove_lora", args=(5,)) == [True]
     assert adapters == [3, 4]
+    assert not _doubts(weights)
+    resets: list[int] = []
+    watch.encoder_reset = lambda: resets.append(1)
+    assert Executor(mine).collective_rpc("reset_encoder_cache") == Executor(other).collective_rpc("reset_encoder_cache")
+    assert resets == [1]
     assert not _doubts(weights)
     assert Executor(mine).collective_rpc("update") == [7]
     assert _doubts(weights)
@@ -290,6 +319,39 @@ def test_stale_kv_that_cannot_be_forgotten_keeps_no_load_from_failing(monkeypatc
     assert remedies.begin_step(step, (), loading=True) == {"reader": [7]}
     assert manager.evicted == [{1, 2}]
     assert counters.faults == {"stale_blocks_not_forgotten": 1}
+
+
+def test_embeddings_of_weights_that_are_gone() -> None:
+    """Until vLLM forgets them nothing that has any is kept, nor what takes its blocks over; text is."""
+    geometry, manager = make_geometry((None,), 16, 8), _Manager()
+    remedies = Remedies(geometry, LoadAdmission(geometry, 64, 64))
+    remedies.bind(ManagedBlocks(manager), Counters())  # type: ignore[arg-type]
+
+    def admitted(request: str, *blocks: int) -> bool:
+        return remedies.admitted(request, manager.give(request, *blocks))
+
+    remedies.weights_changed([])  # there was no image yet
+    remedies.encoded.began("first")
+    assert not admitted("first", 1)
+    remedies.finished("first", loading=False)
+    remedies.weights_changed([])
+    remedies.encoded.began("image")
+    assert admitted("image", 2)
+    assert admitted("image", 3)  # it was preempted
+    assert admitted("heir", 3)
+    assert not admitted("text", 4)
+    remedies.encoded.reset()
+    remedies.encoded.began("again")
+    assert not admitted("again", 5)
+    for request in ("image", "again"):
+        remedies.finished(request, loading=False)
+    remedies.encoded.reset()
+    remedies.weights_changed([])  # nothing is there
+    remedies.encoded.began("late")
+    assert not admitted("late", 6)
+    remedies.encoded.reset()
+    remedies.weights_changed(["late"])
+    assert admitted("late", 7)  # which has brought back its own
 
 
 def test_images_that_are_numbered() -> None:

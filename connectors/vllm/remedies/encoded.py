@@ -1,0 +1,39 @@
+"""What vLLM's encoder cache holds of images and such when weights change.
+
+It keeps an image's embeddings after its requests have ended, until room is needed or somebody resets it. What is
+computed from those of weights that are gone is of the old weights in part, though its request has come after.
+"""
+
+from __future__ import annotations
+
+
+class Encoded:
+    """One per engine."""
+
+    def __init__(self) -> None:
+        """The encoder has been given nothing."""
+        self._living = set[str]()
+        self._held = False
+        self.old = False
+        """Whether embeddings may be there that were computed with weights that are gone."""
+
+    def began(self, request_id: str) -> None:
+        """A request has come with something to encode."""
+        self._living.add(request_id)
+        self._held = True
+
+    def ended(self, request_id: str) -> None:
+        """A request is over; its embeddings stay."""
+        self._living.discard(request_id)
+
+    def weights_changed(self) -> None:
+        """Whatever is there was computed with weights that are gone."""
+        self.old = self._held
+
+    def reset(self) -> None:
+        """Nothing is there any more but what living requests bring back."""
+        self.old, self._held = False, bool(self._living)
+
+    def rests_on(self, request_id: str) -> bool:
+        """Whether a request may be computed from embeddings of weights that are gone."""
+        return self.old and request_id in self._living
