@@ -319,6 +319,9 @@ def check_hashes(config: VllmConfig) -> None:
             "a multimodal model with tiers, without prefix caching and with mm_processor_cache_gb=0",
             "switch one of the two on",
         )
+    encoder = getattr(config, "ec_transfer_config", None)
+    if encoder is not None and encoder.is_ec_consumer:
+        refuse("tiers beside another engine's encoder, of whose weights nobody here knows", "unset ec_transfer_config")
     algorithm = str(config.cache_config.prefix_caching_hash_algo)
     if algorithm.startswith("xxhash") and not os.environ.get("PYTHONHASHSEED"):
         refuse(

@@ -163,6 +163,7 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
         "VllmConfig": (
             "cache_config",
             "compilation_config",
+            "ec_transfer_config",
             "instance_id",
             "is_mm_encoder_only",
             "kv_events_config",

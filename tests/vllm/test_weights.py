@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -364,3 +365,15 @@ def test_images_that_are_numbered() -> None:
         support.check_hashes(config)
     config.cache_config.enable_prefix_caching = True
     support.check_hashes(config)
+
+
+@pytest.mark.parametrize("consumes", [True, False])
+def test_embeddings_that_another_engine_makes(*, consumes: bool) -> None:
+    """Its weights may change while this engine's stay: refused with tiers."""
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=None),
+        cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256"),
+        ec_transfer_config=SimpleNamespace(is_ec_consumer=consumes),
+    )
+    with pytest.raises(UnsupportedError, match="another engine's encoder") if consumes else nullcontext():
+        support.check_hashes(config)
