@@ -9,10 +9,12 @@ import functools
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
+from kvpipe.connectors.vllm.wrapping import wrap
 from kvpipe.errors import UnsupportedError
 from kvpipe.trace.log import warn
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import FrameType
 
     from vllm.config import VllmConfig
@@ -24,7 +26,7 @@ _CHECKS: Final = "_kvpipe_checks"
 
 def register() -> None:
     """Register the connector by name. Called by vLLM in every process, possibly more than once. Never raises."""
-    for part in (_make_known, _watch_packing, _check_before_workers):
+    for part in (_make_known, _watch_packing, _check_before_workers, _take_no_embeddings):
         try:
             part()
         except Exception as error:  # noqa: BLE001  (a vLLM that lacks what is wanted; whoever uses kvpipe is refused)
@@ -64,6 +66,26 @@ def _check_before_workers() -> None:
 
     setattr(checked, _CHECKS, True)
     Executor.get_class = staticmethod(checked)  # type: ignore[method-assign]
+
+
+def _take_no_embeddings() -> None:
+    """Leave it to the user whether clients may send embeddings instead of images: vLLM switches that on.
+
+    It takes whoever loads KV for an engine that is sent all of it, and lets clients leave out even the embeddings. An
+    engine with a cache computes what is not there: what clients send amiss would end it.
+    """
+    from vllm.config import VllmConfig  # noqa: PLC0415  (slow)
+
+    wrap(VllmConfig, "_resolve_mm_embedding_inputs", _resolve)
+
+
+def _resolve(resolve: Callable[[VllmConfig], None], config: VllmConfig) -> None:
+    transfer, encoder = config.kv_transfer_config, config.ec_transfer_config
+    media = getattr(config.model_config, "multimodal_config", None)
+    if media is None or transfer is None or transfer.kv_connector != NAME or encoder is not None:
+        resolve(config)
+    else:
+        media.allow_missing_mm_embeddings = False
 
 
 def _check(config: VllmConfig) -> None:

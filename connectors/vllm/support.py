@@ -233,6 +233,7 @@ def identity(config: VllmConfig, cache: KVCacheConfig, geometry: Geometry) -> di
         # rotary factors (LongRoPE) and the temperature of attention (Llama 4) follow from it; -1: fitted after
         "max_model_len": [model.max_model_len, getattr(model, "original_max_model_len", None) == -1],
         "quantization": str(model.quantization),
+        **({"quantized": str(wanted)} if (wanted := model.quantization_config) else {}),
         "media": media_facts(config),
         "kv_cache_dtype": str(cc.cache_dtype),
         "kv_cache_layout": str(cache.kv_cache_layout),

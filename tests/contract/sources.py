@@ -125,6 +125,7 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
             "original_max_model_len",
             "pooler_config",
             "quantization",
+            "quantization_config",
             "revision",
             "rswa_window",
         ),
@@ -161,6 +162,7 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "vllm/config/vllm.py": {
         "VllmConfig": (
+            "_resolve_mm_embedding_inputs",
             "cache_config",
             "compilation_config",
             "ec_transfer_config",

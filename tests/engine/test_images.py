@@ -138,6 +138,16 @@ def test_images(model: Path) -> None:
         live.close()
 
 
+def test_clients_send_no_embeddings_unless_they_may(model: Path) -> None:
+    """VLLM lets them where it finds a connector that loads KV: what does not fit would end an engine that computes."""
+    live = Engine(str(model), kvpipe={"chunk_tokens": UNIT}, **OPTIONS)
+    try:
+        with pytest.raises(ValueError, match="enable-mm-embeds"):
+            live.add(ONE, media={"image": torch.zeros(1, 64, 256)})
+    finally:
+        live.close()
+
+
 def test_weights_that_change_under_an_image(model: Path) -> None:
     """VLLM keeps an image's embeddings of the old weights until it is told: what is computed from them is not kept."""
 

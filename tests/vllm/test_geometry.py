@@ -253,6 +253,16 @@ def test_what_is_made_of_adapters_counts(changed: dict[str, object]) -> None:
     assert _facts(max_loras=4) == _facts() == _facts(lora_dtype="auto")
 
 
+def test_what_is_asked_of_quantization_counts() -> None:
+    """Of activations, too, of which weights say nothing."""
+    config, cache = copy.deepcopy(make_configs(SHAPES["context-parallel"]))
+    geometry, told = make_geometry(cache, load_settings()), list[dict[str, object]]()
+    for wanted in (None, {"linear": {"activation": "fp8"}}, {"linear": {"activation": "fp4"}}):
+        config.model_config.quantization_config = wanted
+        told.append(identity(config, cache, geometry))
+    assert all(one not in told[:i] for i, one in enumerate(told))
+
+
 def test_the_release_that_computes_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """VLLM's release, not its build."""
     plain = _facts()

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.executor.abstract import Executor
 
@@ -95,3 +96,26 @@ def test_a_vllm_that_lacks_a_module_starts(monkeypatch: pytest.MonkeyPatch, modu
     monkeypatch.setitem(sys.modules, module, None)  # type: ignore[arg-type]
     plugin.register()
     assert (plugin.NAME in KVConnectorFactory._registry) == ("factory" not in module)
+
+
+@pytest.mark.parametrize(
+    ("connector", "encoder", "taken"),
+    [
+        (plugin.NAME, None, False),
+        ("MultiConnector", None, True),
+        (plugin.NAME, SimpleNamespace(is_ec_consumer=True), True),
+    ],
+)
+@pytest.mark.parametrize("wanted", [False, True])
+def test_whether_clients_send_embeddings_is_left_to_the_user(
+    connector: str, encoder: Any, *, taken: bool, wanted: bool
+) -> None:
+    """With kvpipe alone. VLLM lets those of an engine that is sent all KV, or all embeddings, leave them out."""
+    media = SimpleNamespace(allow_missing_mm_embeddings=True, enable_mm_embeds=wanted)
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=media),
+        kv_transfer_config=SimpleNamespace(kv_connector=connector, is_kv_consumer=True),
+        ec_transfer_config=encoder,
+    )
+    VllmConfig._resolve_mm_embedding_inputs(config)
+    assert (media.allow_missing_mm_embeddings, media.enable_mm_embeds) == (taken, taken or wanted)
