@@ -170,16 +170,3 @@ def test_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         live.llm.llm_engine.add_lora(_adapter("a", 1, folder, load_inplace=True))
         assert _say(live, P, *asked) == [answers[BASE], answers[TWO], answers[TWO]]
         assert_clean(live)
-
-
-def test_modules_that_an_engine_leaves_out(tmp_path: Path, right: Answers) -> None:
-    """With the same files an engine whose `lora_target_modules` leave some out computes other KV: it finds nothing."""
-    adapter = _adapter("a", ONE, make_adapter(tmp_path / "1", ONE))
-    fewer = OPTIONS | {"lora_target_modules": ["o_proj"]}
-    with engine(**fewer) as plain:
-        expected = _say(plain, P, adapter)
-    assert expected != [right[ONE, len(P)]]
-    for options, answer, found in ((OPTIONS, [right[ONE, len(P)]], 0), (fewer, expected, 0), (fewer, expected, HELD)):
-        with engine(kvpipe=_disk(tmp_path), **options) as live:
-            assert _say(live, P, adapter) == answer
-            assert _loaded(live) == found
