@@ -519,7 +519,8 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Request) -> None:
         """Start to track."""
         if self.scheduler is not None:
-            self.scheduler.on_new_request(request, hints_of(request), kind_of(request))
+            kind = kind_of(request) if self.settings.learn_answers else None
+            self.scheduler.on_new_request(request, hints_of(request), kind)
 
     @_contained(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import NamedTuple
 
+import msgspec
+
 from kvpipe.cache.hints import Hint
 from kvpipe.cache.large import Ordered, by_key, order, untracked
 from kvpipe.cache.miss_reasons import EVICTED, RESET, TORN, Lost
@@ -31,7 +33,7 @@ class Owner(NamedTuple):
     epoch: int
 
 
-class Mark(NamedTuple):
+class Mark(msgspec.Struct, frozen=True, gc=False):
     """`units` units of the chunk can be found under `key`. `keep`: stays when the chunk grows."""
 
     units: int
@@ -58,7 +60,7 @@ class Chunk(Cursor):
         was last of use to another request. `before`: what comes before it is found under this key; b"" for the first.
         `tenant`: whose it is. `used_s`: in which second it was of use last; for who holds it, it is of use now.
         """
-        super().__init__(machine, slot, watch)
+        self.machine, self.key, self.state, self.watch = machine, slot, machine.initial, watch  # as a cursor's
         self.group, self.slot, self.tenant = group, slot, tenant
         self.written = self.ready = self.writers = self.leases = self.used_s = 0
         self.marks: tuple[Mark, ...] = ()
@@ -197,12 +199,13 @@ class Catalog:
     def refresh(self, chunks: Iterable[Chunk], *, over: bool = True) -> None:
         """Order a request's chunks so that the ends of prefixes go before their beginnings. `over`: it is finished."""
         self._tell(over=over)
-        second, refresh = self._second, self._policy.refresh
+        second, refresh, spared = self._second, self._policy.refresh, self._spared
         for chunk in chunks:
-            if not chunk.held:
+            if not (chunk.writers or chunk.leases):
                 chunk.used_s = second
                 refresh(chunk)
-                self._spared.pop(chunk, None)
+                if spared:
+                    spared.pop(chunk, None)
 
     def spare(self, chunks: Iterable[Chunk]) -> int:
         """Evict `chunks` first, unless they are used before; how many. Those that are held, or gone, are left alone."""
@@ -275,7 +278,7 @@ class Catalog:
             self._finish_write(chunk, landed=False)
             return False
         chunk.ready = piece.stop
-        self._mark(chunk, Mark(piece.stop, piece.key, piece.keep or piece.key == chunk.keeps))
+        self._mark(chunk, Mark(piece.stop, piece.key, keep=piece.keep or piece.key == chunk.keeps))
         self._finish_write(chunk, landed=True)
         return True
 
@@ -294,7 +297,7 @@ class Catalog:
     def keep_mark(self, chunk: Chunk, key: bytes) -> None:
         """The mark `key`, maybe still on its way, was of use to another request: keep it when the chunk grows."""
         chunk.keeps = key
-        chunk.marks = tuple(mark._replace(keep=True) if mark.key == key else mark for mark in chunk.marks)
+        chunk.marks = tuple(Mark(mark.units, key, keep=True) if mark.key == key else mark for mark in chunk.marks)
 
     def evict(self, chunk: Chunk) -> bool:
         """Forget one chunk, whoever reads or writes it; False: it is forgotten already."""
@@ -322,9 +325,7 @@ class Catalog:
         for old in chunk.marks:
             if old not in kept and index.get(old.key) is chunk:
                 del index[old.key]
-        chunk.marks = (*kept, mark)
-        untracked(mark)
-        untracked(chunk.marks)
+        chunk.marks = (*kept, mark)  # which the collector leaves alone once it has seen it
         index[mark.key] = chunk
         self.lost_keys.forget(chunk.group, mark.key)
 

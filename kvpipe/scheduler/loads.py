@@ -144,9 +144,10 @@ class Loading:
 
     def drop(self, tracked: Tracked) -> None:
         """The request is over: what was not sent yet is not sent, as its blocks belong to others soon."""
-        for load in [load for load in self._due if load.tracked is tracked]:
-            self._due.remove(load)
-            self._jobs.withdraw(load)
+        if self._due:
+            for load in [load for load in self._due if load.tracked is tracked]:
+                self._due.remove(load)
+                self._jobs.withdraw(load)
 
     def _plan_failing_load(self, request_id: str, blocks: Sequence[int]) -> Job:
         """Plan a load of `blocks` that every rank reports as failed, so that the engine computes them anew."""

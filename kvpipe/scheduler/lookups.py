@@ -93,7 +93,8 @@ class Lookups:
     def _held(self, tracked: Tracked, local_tokens: int) -> tuple[int, bool, str]:
         """Return (units of the prefix that can be loaded, whether asynchronously, why not those that are held)."""
         units = self._prefixes.longest(tracked.request)
-        self._answers.looked_up(tracked, max(units, local_tokens // self._unit))
+        if tracked.answer is not None:
+            self._answers.looked_up(tracked, max(units, local_tokens // self._unit))
         beyond = units * self._unit - local_tokens
         waits = tracked.state.row != m.LET_DOWN and self._loading.waits(beyond)
         why = self._cannot_wait(tracked.request) if waits else ""

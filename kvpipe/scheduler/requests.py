@@ -117,7 +117,8 @@ class Requests:
         del self.tracked[request_id]
         if tracked.stage is not None:
             self.end_stage(tracked)
-        self._adapters.end(tracked.request)
+        if tracked.request.lora_request is not None:
+            self._adapters.end(tracked.request)
         self.waiting.pop(request_id, None)
         self.sessions.pop(request_id, None)
         self._recovery.finished(request_id, loading=self._jobs.sync_loads > 0)

@@ -333,7 +333,8 @@ class SchedulerSide:
                 chunks = list(chunks)  # now: what has ended has no keys of its adapter
             try:
                 self.catalog.refresh(chunks)
-                self._answers.ended(tracked)
+                if tracked.answer is not None:
+                    self._answers.ended(tracked)
             finally:  # whatever its policy raises
                 self._end(tracked)
             if tracked.wishes:
@@ -452,7 +453,8 @@ class SchedulerSide:
             self.catalog.keep_mark(piece.chunk, piece.key)
             if tracked.hints:
                 self._hinting.landed(tracked, piece.chunk)
-        self._answers.landed(tracked, piece, over=over)
+        if tracked.answer is not None:
+            self._answers.landed(tracked, piece, over=over)
         if self.staging is not None and piece.base < tracked.stored_units:
             self.staging.stores.landed(tracked, piece.chunk, piece.stop)
         self._published(tracked.request, piece)

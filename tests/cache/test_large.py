@@ -145,3 +145,4 @@ def test_the_garbage_collector_walks_no_chunk(policy: str) -> None:
         catalog.refresh([chunk])
     assert catalog.used == 64
     assert len(_walked()) == before
+    assert not any(gc.is_tracked(chunk.marks) for chunk in catalog.chunks())
