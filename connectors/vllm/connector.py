@@ -200,7 +200,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         self._watch.encoder_reset = self._remedies.encoded.reset
         if config.model_config.enable_prompt_embeds:
             mixed_prompts.tell_apart()
-        self._meter = meter(self.scheduler)
+        self._meter = meter(self.scheduler, self.scheduler.quota_totals)
         if self.settings.control_file is not None:
             check_control_file(self.settings.control_file)
             watch = functools.partial(watch_control_file, self.settings.control_file, self.set_freeze)

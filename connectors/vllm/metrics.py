@@ -56,6 +56,11 @@ METRICS: dict[str, Metric] = {
     "stuck_jobs": Metric("gauge", "", "Of these, those older than stuck_ms_max."),
     "requests": Metric("gauge", "", "Requests that kvpipe tracks."),
     "frozen": Metric("gauge", "", "Whether saving is stopped."),
+    "quota_bytes": Metric("gauge", "quota", "Bytes of one rank's slots that a quota's requests hold."),
+    "quota_sure_bytes": Metric("gauge", "quota", "Bytes of one rank's slots that nobody takes from a quota."),
+    "quota_max_bytes": Metric("gauge", "quota", "Bytes of one rank's slots that a quota's requests hold at most."),
+    "quota_evictions": Metric("counter", "quota", "Chunks of a quota that were evicted from the pool."),
+    "quota_refusals": Metric("counter", "quota", "Chunks of a quota that got no slot, as all that might go was held."),
 }
 """Every metric, without `PREFIX`."""
 
@@ -195,6 +200,6 @@ class Side(Protocol):
         """Return the machines whose cursors it owns."""
 
 
-def meter(side: Side) -> Meter:
-    """Return the meter of one side."""
-    return Meter(side.totals, lambda: transitions(*side.machines()))
+def meter(side: Side, seldom: Callable[[], Totals] = dict) -> Meter:
+    """Return the meter of one side. `seldom`: what else it has to say, every half a second."""
+    return Meter(side.totals, lambda: transitions(*side.machines()) | seldom())

@@ -33,13 +33,17 @@ _NEVER: Final = Turn(0.0, over=False)
 
 
 class Account:
-    """The slots of one quota. `used`: that hold something; `sure`: that nobody takes from it; `most`: its limit."""
+    """The slots of one quota. `used`: that hold something; `sure`: that nobody takes from it; `most`: its limit.
 
-    __slots__ = ("heard", "hint", "most", "policy", "request", "spec", "sure", "used")
+    `evicted`: so many of its chunks were; `refused`: so many times it got no slot.
+    """
+
+    __slots__ = ("evicted", "heard", "hint", "most", "policy", "refused", "request", "spec", "sure", "used")
 
     def __init__(self, spec: QuotaSpec, slots: int, make: Callable[[int], Policy]) -> None:
         """It holds none of `slots` slots. `make(n)` returns a policy for n slots."""
-        self.spec, self.used = spec, 0
+        self.spec = spec
+        self.used = self.evicted = self.refused = 0
         self.sure, self.most = spec.slots(slots)
         self.policy, self.heard = make(self.most), _NEVER
         self.request = self.policy.request if isinstance(self.policy, SessionPolicy) else None
@@ -177,11 +181,20 @@ class SharedCatalog(Catalog):
         account = self.accounts.asks = self.accounts.of(tenant)
         if account.full and not self._evict_one():
             self.counters["save_dropped_at_limit"] += 1
+            account.refused += 1
             return None
         chunk = super().reserve(group, tenant)
         if chunk is not None:
             account.used += 1
+        else:
+            account.refused += 1
         return chunk
+
+    def evict(self, chunk: Chunk) -> bool:
+        """See `Catalog.evict`."""
+        evicted = super().evict(chunk)
+        self.accounts.of(chunk.tenant).evicted += evicted
+        return evicted
 
     def spare(self, chunks: Iterable[Chunk]) -> int:
         """Leave `chunks` as they are: who has to give, the accounts say."""

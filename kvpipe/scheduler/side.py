@@ -422,6 +422,19 @@ class SchedulerSide:
         values |= {"hit_tokens": tell.hit_tokens, "missed_tokens": tell.missed_tokens, "misses": tell.misses}
         return values | {"faults": self.counters.faults, "trace_dropped": self.trace.losses}
 
+    def quota_totals(self) -> Totals:
+        """Return what the metrics say of each quota, by its name; nothing without quotas."""
+        if not isinstance(self.catalog, SharedCatalog):
+            return {}
+        size, all_ = self.geometry.slot_bytes, self.catalog.accounts.all
+        return {
+            "quota_bytes": {one.spec.name: one.used * size for one in all_},
+            "quota_sure_bytes": {one.spec.name: one.sure * size for one in all_},
+            "quota_max_bytes": {one.spec.name: one.most * size for one in all_},
+            "quota_evictions": {one.spec.name: one.evicted for one in all_},
+            "quota_refusals": {one.spec.name: one.refused for one in all_},
+        }
+
     def machines(self) -> tuple[Compiled, ...]:
         """Return the machines whose cursors this side owns."""
         machines = *self.requests.machines, self.jobs.machine, self.catalog.machine

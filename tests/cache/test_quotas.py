@@ -14,6 +14,7 @@ from kvpipe.cache.policy.base import Evictable, Policy
 from kvpipe.cache.quotas import Accounts, SharedCatalog
 from kvpipe.cache.tenants import ANYBODY, Tenant
 from kvpipe.config import load_settings
+from kvpipe.connectors.vllm.metrics import meter
 from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, SchedulerWorld
 from kvpipe.errors import ConfigError
 from kvpipe.manage.engine import ManagedEngine
@@ -215,6 +216,36 @@ def test_a_scheduler_with_quotas(states: tuple[int, ...], monkeypatch: pytest.Mo
     plain = SchedulerWorld(chunk_units=4, slots=16)
     assert type(plain.side.catalog).__name__ == "Catalog"
     assert type(plain.side.catalog._policy) is Lru
+
+
+def test_quotas_are_told_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metrics have one series per quota and one for all others, however many salts come; none shows a salt."""
+    monkeypatch.setenv("KVPIPE_QUOTAS", '[{"name": "alice", "salt": "SECRET", "share": 0.5, "limit": 0.75}]')
+    world = SchedulerWorld(chunk_units=4, slots=16)
+    side, size = world.side, world.side.geometry.slot_bytes
+    for i in range(40):
+        request = world.request(f"r{i}", 16)
+        request.cache_salt = "SECRET" if i < 4 else f"SECRET {i}"
+        world.publish(request)
+    told = meter(side, side.quota_totals).take()
+    assert told is not None
+    quotas = {name: values for name, values in told.data.items() if name.startswith("quota_")}
+    assert quotas["quota_bytes"] == {"alice": 11 * size, "others": 5 * size}
+    assert quotas["quota_sure_bytes"] == {"alice": 8 * size, "others": 0}
+    assert quotas["quota_max_bytes"] == {"alice": 12 * size, "others": 16 * size}
+    assert quotas["quota_evictions"] == {"alice": 4 * 4 - 11, "others": 36 * 4 - 5}
+    assert side.counters["evicted"] == 40 * 4 - 16
+    assert "SECRET" not in str(told.data)
+    monkeypatch.delenv("KVPIPE_QUOTAS")
+    assert SchedulerWorld(chunk_units=4, slots=16).side.quota_totals() == {}
+
+
+def test_refusals_are_counted_by_quota() -> None:
+    """At the limit, and where nobody can give."""
+    pool = _Pool()
+    pool.put(BOB, 5, land=False)
+    pool.put(EVE, 6, land=False)
+    assert {one.spec.name: one.refused for one in pool.accounts.all} == {"alice": 0, "bob": 1, "others": 2}
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
