@@ -211,6 +211,9 @@ class CatalogModel(RuleBasedStateMachine):
         check_integrity(self.catalog)
         self.catalog.reset()
         check_integrity(self.catalog)
+        for _ in range(SLOTS):
+            self.catalog.sweep()
+        check_integrity(self.catalog)
         assert (self.catalog.used, self.catalog.leases, self.catalog.writing) == (0, 0, 0)
         assert not any(self.catalog._pending)
         assert not self.catalog._leases
@@ -242,6 +245,19 @@ class LargeCatalogModel(CatalogModel):
         assert type(self.catalog.index(0)) is large.Shards
 
 
+class StaleCatalogModel(CatalogModel):
+    """The same where most of what a reset forgets is still there long after it."""
+
+    policy = "sessions"
+
+    def __init__(self) -> None:
+        """Everything is free."""
+        super().__init__()
+        self.catalog.sweep_slots = 1
+
+
+TestStaleCatalog = StaleCatalogModel.TestCase
+TestStaleCatalog.settings = examples(150, 40)
 TestCatalog = CatalogModel.TestCase
 TestCatalog.settings = examples(150, 40)
 TestS3FifoCatalog = S3FifoCatalogModel.TestCase

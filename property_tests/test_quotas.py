@@ -25,7 +25,7 @@ SHARES = st.integers(0, SLOTS)
 class QuotaModel(RuleBasedStateMachine):
     """Saves, leases, evictions, resets and a pool that grows, of tenants with quotas and without."""
 
-    policy = "lru"
+    policy, sweep_slots = "lru", 64
 
     @initialize(
         shares=st.lists(SHARES, min_size=2, max_size=4), limits=st.lists(SHARES, min_size=4, max_size=4),
@@ -42,6 +42,7 @@ class QuotaModel(RuleBasedStateMachine):
             quotas.append(one if name == "others" else one | {"salt": name})
         self.accounts = Accounts(parse_quotas(quotas), SLOTS, lambda slots: make_policy(self.policy, slots))
         self.catalog = SharedCatalog(SLOTS, 1, self.accounts, Counters(), ready=ready, clock=lambda: self.now_s)
+        self.catalog.sweep_slots = self.sweep_slots
         self.pieces: list[Piece] = []
         self.owners: list[Owner] = []
         self.now_s, self.number = 0.0, 0
@@ -136,7 +137,9 @@ class QuotaModel(RuleBasedStateMachine):
         held = Counter(self.accounts.of(chunk.tenant) for chunk in self.catalog.chunks())
         for account in self.accounts.all:
             assert account.used == held[account] <= account.most
-            assert len(account.policy) == self._idle(account)
+            stale = [one for one in self.catalog._chunks if one is not None and one.era is not self.catalog._era]
+            forgotten = sum(1 for one in stale if self.accounts.of(one.tenant) is account)
+            assert len(account.policy) == self._idle(account) + forgotten
         assert sum(account.used for account in self.accounts.all) == self.catalog.used
         assert sum(account.sure for account in self.accounts.all) <= SLOTS
 
@@ -147,6 +150,14 @@ class SessionsQuotaModel(QuotaModel):
     policy = "sessions"
 
 
+class StaleQuotaModel(QuotaModel):
+    """The same where most of what a reset forgets is still there long after it."""
+
+    sweep_slots = 1
+
+
+TestStaleQuotas = StaleQuotaModel.TestCase
+TestStaleQuotas.settings = examples(150, 40)
 TestQuotas = QuotaModel.TestCase
 TestQuotas.settings = examples(150, 40)
 TestSessionsQuotas = SessionsQuotaModel.TestCase

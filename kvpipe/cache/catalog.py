@@ -7,8 +7,9 @@ dict probes. Leases belong to (request, epoch) pairs; a leased chunk is never ev
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -24,6 +25,8 @@ from kvpipe.statemachine.core import Compiled, Cursor, Watch
 from kvpipe.trace.log import Counters
 
 KEPT_MARKS_MAX = 4
+SWEEP_SLOTS = 64
+"""How many slots are looked at in one go for what a reset has left in them."""
 
 
 class Owner(NamedTuple):
@@ -48,7 +51,8 @@ class Chunk(Cursor):
     """
 
     __slots__ = (
-        "before", "group", "keeps", "leases", "marks", "ready", "slot", "tail", "tenant", "used_s", "writers", "written"
+        "before", "era", "group", "keeps", "leases", "marks", "ready", "slot", "tail", "tenant", "used_s", "writers",
+        "written",
     )  # fmt: skip
 
     def __init__(
@@ -59,18 +63,19 @@ class Chunk(Cursor):
         `tail` is the prefix hash at `written`: only a request with that prefix may write on. `keeps`: the mark that
         was last of use to another request. `before`: what comes before it is found under this key; b"" for the first.
         `tenant`: whose it is. `used_s`: in which second it was of use last; for who holds it, it is of use now.
+        `era`: after which reset it was made; one object for all.
         """
         self.machine, self.key, self.state, self.watch = machine, slot, machine.initial, watch  # as a cursor's
         self.group, self.slot, self.tenant = group, slot, tenant
         self.written = self.ready = self.writers = self.leases = self.used_s = 0
         self.marks: tuple[Mark, ...] = ()
-        self.tail = self.keeps = self.before = b""
+        self.tail = self.keeps = self.before = self.era = b""
         untracked(self)
 
     @property
     def identity(self) -> bytes:
-        """What the chunk holds, by its longest mark."""
-        return self.marks[-1].key if self.marks else b""
+        """What the chunk holds, by its longest mark; of what was before a reset, nothing after it is the same."""
+        return self.marks[-1].key + self.era if self.marks else b""
 
     @property
     def held(self) -> bool:
@@ -113,7 +118,13 @@ class Catalog:
         self._free: list[int] = []  # used before
         self._fresh = 0  # it and those up to `ready` were not used yet
         self._index: tuple[MutableMapping[bytes, Chunk], ...] = tuple(by_key(slots) for _ in range(groups))
+        self._before: tuple[MutableMapping[bytes, Chunk], ...] = tuple(by_key(slots) for _ in range(groups))
+        """By what chunks of before the last reset were found, as long as they have slots."""
         self._pending: tuple[dict[bytes, Chunk], ...] = tuple({} for _ in range(groups))
+        self._writing: dict[Chunk, None] = {}
+        self._era, self._eras, self._swept, self.sweep_slots = b"", 0, 0, SWEEP_SLOTS
+        self.stale = 0
+        """How many slots have what is forgotten already. They count as free."""
         self._chunks: list[Chunk | None] = [None] * slots  # all that are not ABSENT, each at its slot
         untracked(self._chunks)
         self._spared: Ordered[Chunk, None] = order(slots)  # go before what the policy says; none is held
@@ -144,17 +155,26 @@ class Catalog:
         """Return the group's index, for lookups that probe many keys. Not to be changed."""
         return self._index[group]
 
+    def reset_index(self, group: int) -> Mapping[bytes, object]:
+        """Return what keys the last reset has forgotten, as far as it is not taken apart. Not to be changed."""
+        return self._before[group]
+
+    def holds(self, chunk: Chunk) -> bool:
+        """Whether a chunk is not forgotten: whoever knows it may read it, and write on."""
+        return chunk.state.row not in {m.ABSENT, m.EVICTING} and chunk.era is self._era
+
     def pending(self, group: int) -> dict[bytes, Chunk]:
         """Return the keys of `group` that are being written. Not to be changed."""
         return self._pending[group]
 
     def at(self, slot: int) -> Chunk | None:
         """Return the chunk in a slot; None: it is free. Any thread."""
-        return self._chunks[slot]
+        chunk = self._chunks[slot]
+        return chunk if chunk is not None and chunk.era is self._era else None
 
     def chunks(self) -> Iterator[Chunk]:
         """Yield what is in each slot that is not free."""
-        return (chunk for chunk in self._chunks if chunk is not None)
+        return (chunk for chunk in self._chunks if chunk is not None and chunk.era is self._era)
 
     def known(self, group: int, key: bytes) -> bool:
         """Whether `key` can be found or is being written."""
@@ -163,11 +183,15 @@ class Catalog:
     # ---- reading -------------------------------------------------------------------------------------------------
 
     def lease(self, owner: Owner, chunks: list[Chunk], *, timed: bool = True) -> None:
-        """Hold `chunks` for `owner` until `release`. An owner leases once. `timed`: it counts for `oldest_lease_s`."""
+        """Hold `chunks` for `owner` until `release`. An owner leases once. `timed`: it counts for `oldest_lease_s`.
+
+        Raises ValueError: one was forgotten by a reset.
+        """
         owned, now_s = self._leases.setdefault(owner, []), self._tell(over=False)
         if timed:
             self._leased_s.setdefault(owner, now_s)
         for chunk in chunks:
+            self._check_era(chunk)
             chunk.fire(m.LEASE)
             if not chunk.held:
                 self._policy.remove(chunk)
@@ -209,7 +233,7 @@ class Catalog:
 
     def spare(self, chunks: Iterable[Chunk]) -> int:
         """Evict `chunks` first, unless they are used before; how many. Those that are held, or gone, are left alone."""
-        idle = [chunk for chunk in chunks if chunk.state.row == m.READY and not chunk.held]
+        idle = [one for one in chunks if one.state.row == m.READY and not one.held and one.era is self._era]
         self._spared.update(dict.fromkeys(idle))
         return len(idle)
 
@@ -242,20 +266,26 @@ class Catalog:
             self.counters["save_dropped_pool_full"] += 1
             return None
         chunk = Chunk(self.machine, group, slot, self.watch, tenant)
+        chunk.era = self._era
         chunk.fire(m.RESERVE)
         self._chunks[chunk.slot] = chunk
         return chunk
 
     def write(self, chunk: Chunk, stop: int, key: bytes, *, keep: bool, base: int = 0, before: bytes = b"") -> Piece:
-        """Claim units [chunk.written, stop) for one job; `key` is the prefix hash at `stop`, `before` at `base`."""
+        """Claim units [chunk.written, stop) for one job; `key` is the prefix hash at `stop`, `before` at `base`.
+
+        Raises ValueError: a reset has forgotten the chunk.
+        """
+        self._check_era(chunk)
         if chunk.ready or chunk.writers:
             chunk.fire(m.GROW)
         if not chunk.held:
             self._policy.remove(chunk)
             self._spared.pop(chunk, None)
         piece = Piece(chunk, chunk.written, stop, key, keep, base)
-        chunk.written, chunk.tail, chunk.before = stop, key, before
+        chunk.written, chunk.tail, chunk.before = stop, key, before and before + self._era
         chunk.writers += 1
+        self._writing[chunk] = None
         self.writing += 1
         self._pending[chunk.group].setdefault(key, chunk)
         return piece
@@ -301,20 +331,53 @@ class Catalog:
 
     def evict(self, chunk: Chunk) -> bool:
         """Forget one chunk, whoever reads or writes it; False: it is forgotten already."""
-        if chunk.state.row in {m.ABSENT, m.EVICTING}:
+        if not self.holds(chunk):
             return False
         self.counters["evicted"] += 1
         self._drop(chunk, EVICTED)
         return True
 
     def reset(self) -> int:
-        """Forget every chunk; held ones leave when their readers and writers do. Returns how many were found."""
-        there = [chunk for chunk in self.chunks() if chunk.state.row != m.EVICTING]
-        for chunk in there:
+        """Forget every chunk; held ones leave when their readers and writers do. Returns how many were found.
+
+        What nobody holds cannot be found from now on, and its slot counts as free: `sweep` takes it apart. So the call
+        takes as long as there are chunks that are held, and were saved since a reset whose chunks are not all gone yet.
+        """
+        held = dict.fromkeys((*itertools.chain.from_iterable(self._leases.values()), *self._writing))
+        found = self.used - sum(1 for chunk in held if chunk.state.row == m.EVICTING)
+        for chunk in held:
+            if chunk.state.row != m.EVICTING:
+                self._drop(chunk, RESET)
+        there = self._index if self.stale or self.on_drop is not None else ()
+        for chunk in dict.fromkeys(itertools.chain.from_iterable(index.values() for index in there)):
             self._drop(chunk, RESET)
-        return len(there)
+        self._begin_era([*held])
+        self.sweep()
+        return found
+
+    def _begin_era(self, held: Sequence[Chunk]) -> None:
+        """Of what there is, `held` alone is left: it cannot be found, and has its slots until they are let go."""
+        rest = self.used - len(held)
+        if rest:
+            self._index, self._before, self.stale, self._swept = self._before, self._index, rest, 0
+            self._eras += 1
+            self._era = self._eras.to_bytes(8)
+            for chunk in held:
+                chunk.era = self._era
+
+    def sweep(self) -> None:
+        """Take apart what the last reset has left in the next `sweep_slots` slots, and free these."""
+        for _ in range(min(self.sweep_slots, self._fresh - self._swept) if self.stale else 0):
+            chunk = self._chunks[self._swept]
+            self._swept += 1
+            if chunk is not None and chunk.era is not self._era:
+                self._drop(chunk, RESET)
 
     # ---- the rules -----------------------------------------------------------------------------------------------
+
+    def _check_era(self, chunk: Chunk) -> None:
+        if chunk.era is not self._era:
+            raise ValueError(f"slot {chunk.slot}: a reset has forgotten what it holds")
 
     def _mark(self, chunk: Chunk, mark: Mark) -> None:
         index = self._index[chunk.group]
@@ -338,6 +401,8 @@ class Catalog:
         chunk.writers -= 1
         self.writing -= 1
         more = chunk.writers > 0
+        if not more:
+            del self._writing[chunk]
         if landed:
             chunk.fire(m.LANDED_MORE if more else m.LANDED_LAST)
         elif chunk.fire(m.LOST_MORE if more else m.LOST_LAST).to.row == m.ABSENT:
@@ -375,15 +440,25 @@ class Catalog:
         return now_s
 
     def _evict_one(self) -> bool:
+        if self.stale:
+            self.sweep()
+            if self._free:
+                return True
+        return self._evict_victim()
+
+    def _evict_victim(self) -> bool:
+        """Free the slot of what is to go first. False: nothing may go."""
         chunk = next(iter(self._spared), None) or self._policy.victim()
         if chunk is None:
             return False
         assert isinstance(chunk, Chunk)  # noqa: S101  (nothing else is ever inserted)
-        return self.evict(chunk)
+        if not self.evict(chunk):
+            self._drop(chunk, RESET)
+        return True
 
     def _drop(self, chunk: Chunk, why: str) -> None:
         """Take `chunk` out of the index; free its slot now, or when the last reader and writer are gone."""
-        index = self._index[chunk.group]
+        index = (self._index if chunk.era is self._era else self._before)[chunk.group]
         if chunk in self._ahead:
             self._ahead.discard(chunk)
             self.counters["prefetch_wasted"] += 1
@@ -412,6 +487,11 @@ class Catalog:
         """The chunk is ABSENT: its slot is free."""
         self._chunks[chunk.slot] = None
         self._free.append(chunk.slot)
+        if chunk.era is not self._era:
+            self.stale -= 1
+            if not self.stale:
+                for index in self._before:
+                    index.clear()  # it is empty: what it has grown to is given back
 
     @property
     def leases(self) -> int:
@@ -430,4 +510,4 @@ class Catalog:
     @property
     def used(self) -> int:
         """How many slots hold something."""
-        return self._fresh - len(self._free)
+        return self._fresh - len(self._free) - self.stale

@@ -73,6 +73,11 @@ class Shards(MutableMapping[bytes, V]):
         """As of a dict."""
         return sum(map(len, self._shards))
 
+    def clear(self) -> None:
+        """As of a dict."""
+        for shard in self._shards:
+            shard.clear()
+
     def leading(self, keys: Iterable[bytes]) -> int:
         """Return how many of `keys` it holds, before the first that it does not."""
         shards, held = self._shards, 0

@@ -153,6 +153,7 @@ class Prefixes:
         mask = lost.mask
         for group in self._groups:
             found, pending, reasons = self._catalog.index(group), self._catalog.pending(group), lost.reasons[group]
+            forgotten = self._catalog.reset_index(group)
             for key in self._keys(hashes, units + 1, last, ahead=0 if group in self._states else None):
                 if key in found:
                     continue
@@ -160,6 +161,8 @@ class Prefixes:
                     return miss_reasons.BEING_SAVED
                 if (why := reasons[hash(key) & mask].get(key)) is not None:
                     return why
+                if key in forgotten:
+                    return miss_reasons.RESET
         return miss_reasons.NOT_SAVED
 
     def holding(self, group: int, hashes: Sequence[bytes], base: int, stop: int) -> Chunk | None:

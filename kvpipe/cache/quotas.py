@@ -179,7 +179,9 @@ class SharedCatalog(Catalog):
     def reserve(self, group: int, tenant: Tenant = ANYBODY) -> Chunk | None:
         """See `Catalog.reserve`. None, too, where every chunk that may go for `tenant` is held."""
         account = self.accounts.asks = self.accounts.of(tenant)
-        if account.full and not self._evict_one():
+        while account.full and self._evict_victim():  # what a reset has forgotten counts no more
+            pass
+        if account.full:
             self.counters["save_dropped_at_limit"] += 1
             account.refused += 1
             return None
@@ -201,6 +203,14 @@ class SharedCatalog(Catalog):
         del chunks
         return 0
 
+    def _begin_era(self, held: Sequence[Chunk]) -> None:
+        super()._begin_era(held)
+        for account in self.accounts.all:
+            account.used = 0
+        for chunk in held:
+            self.accounts.of(chunk.tenant).used += 1
+
     def _vacate(self, chunk: Chunk) -> None:
         super()._vacate(chunk)
-        self.accounts.of(chunk.tenant).used -= 1
+        if chunk.era is self._era:
+            self.accounts.of(chunk.tenant).used -= 1

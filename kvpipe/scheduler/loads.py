@@ -216,4 +216,4 @@ class Loading:
             yield base, max(base, first), min(base + self._per_chunk, stop)
 
     def _partial_use(self, chunk: Chunk, hashes: Sequence[bytes], stop: int) -> bool:
-        return stop % self._per_chunk != 0 and chunk.identity == self._prefixes.key(hashes, stop)
+        return stop % self._per_chunk != 0 and chunk.marks[-1].key == self._prefixes.key(hashes, stop)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvpipe.cache.catalog import Chunk, Owner
 from kvpipe.scheduler.orders import OrderRefusedError, Work
-from kvpipe.statemachine import chunk as chunk_m
 
 if TYPE_CHECKING:
     from kvpipe.cache.catalog import Catalog
@@ -33,7 +32,6 @@ PART_SLOTS: Final = 256
 """Looked at in one go."""
 EPOCHS: Final = 1 << 62
 """From here on: of pins. Admissions, stages and stores have others, whatever their requests are called."""
-_GONE: Final = frozenset({chunk_m.EVICTING, chunk_m.ABSENT})
 
 
 class Pin:
@@ -114,7 +112,7 @@ class PromptPins:
         return self._told(pin)
 
     def _hold(self, pin: Pin, part: list[Chunk]) -> Work:
-        chunks = [chunk for chunk in part if chunk.state.row not in _GONE]
+        chunks = [chunk for chunk in part if self._catalog.holds(chunk)]
         most, held = self.chunks_max, len(self._pinned)
         if held + sum(1 for chunk in chunks if chunk not in self._pinned) > most:
             yield from self._end(pin)

@@ -10,7 +10,6 @@ from kvpipe.cache.prefixes import Prefixes
 from kvpipe.config import Settings
 from kvpipe.geometry import Geometry
 from kvpipe.scheduler.records import OpenChunk, Tracked
-from kvpipe.statemachine import chunk as chunk_m
 from kvpipe.statemachine import saving as saving_m
 from kvpipe.trace.log import Counters
 
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from kvpipe.scheduler.requests import Requests
     from kvpipe.trace.recorder import Recorder
 
-_GONE: Final = frozenset({chunk_m.EVICTING, chunk_m.ABSENT})
 NO_END: Final = -1
 """Tokens behind which nothing is new."""
 
@@ -259,7 +257,7 @@ class Saving:
                 if found is not None and found.tail == before:
                     self._catalog.keep_mark(found, before)
                     chunk = found
-            if chunk is not None and chunk.state.row in _GONE:
+            if chunk is not None and not self._catalog.holds(chunk):
                 chunk = None
         blocks = self._geometry.blocks(group, low if chunk is not None else base, high)
         if _any_null(table, blocks):

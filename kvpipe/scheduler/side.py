@@ -257,6 +257,9 @@ class SchedulerSide:
         self.trace.step = self._step + 1  # what comes now belongs to the step that is planned next
         idle, question, claims = self._idle, self.weights.ask(), self.adapters.claims(jobs)
         wait_ms = idle.wait_ms(step, loading=bool(self.requests.waiting)) if idle is not None else 0
+        if self.catalog.stale:
+            self.trace.about("", 0)
+            self.catalog.sweep()
         if self.pins.pins:
             self.pins.expire()
         if self.orders.due:  # behind the answers of this pass, which count on what is held

@@ -127,7 +127,7 @@ class Storing:
         self._step += 1
         while self._offers and len(self.under_way) < self._max:
             place, offer = self._offers.popitem(last=False)
-            if not offer.stands:
+            if not (offer.stands and self._catalog.holds(offer.chunk)):
                 self._counters["store_dropped_evicted"] += 1
             else:
                 chunk, name = offer.chunk, chunk_name(offer.key)

@@ -14,9 +14,15 @@ def check_integrity(catalog: Catalog) -> None:
             raise AssertionError(what)
 
     chunks = list(catalog.chunks())
+    stale = [chunk for chunk in catalog._chunks if chunk is not None and chunk.era is not catalog._era]
     slots = [slot for slot, chunk in enumerate(catalog._chunks) if chunk is not None]
     free = [*catalog._free, *range(catalog._fresh, catalog.ready)]
-    check(slots == [c.slot for c in chunks], "a chunk is not in its slot")
+    check(slots == sorted(c.slot for c in (*chunks, *stale)), "a chunk is not in its slot")
+    check(catalog.stale == len(stale), f"{len(stale)} stale chunks, {catalog.stale} are counted")
+    check(all(c.state.row == m.READY and not c.held for c in stale), "a stale chunk is in use")
+    check(all(c.slot >= catalog._swept for c in stale), "a stale chunk is where nobody looks again")
+    check(catalog.used == len(chunks), f"{len(chunks)} chunks, {catalog.used} are counted")
+    check(set(catalog._writing) == {c for c in chunks if c.writers}, "it is not known what is written")
     check(len(set(free)) == len(free), "a slot is free twice")
     check(not set(slots) & set(free), "a chunk's slot is free")
     check(all(c.state.row != m.ABSENT for c in chunks), "an absent chunk has a slot")
@@ -37,8 +43,9 @@ def check_integrity(catalog: Catalog) -> None:
         check(all(mk.units <= c.ready for mk in c.marks), f"chunk {c.slot}: found further than it has landed")
     for g, index in enumerate(catalog._index):
         for key, c in index.items():
+            check(catalog.at(c.slot) is c, "a chunk of before a reset can be found")
             check(c.group == g and any(mk.key == key for mk in c.marks), "an index entry has no mark")
             check(c.state.row in {m.READY, m.GROWING}, f"a {c.state.row} chunk can be found")
     check(all(c.state.row == m.READY and not c.held for c in catalog._spared), "a chunk goes first that is in use")
     idle = sum(1 for c in chunks if not c.held and c.state.row == m.READY)
-    check(idle == len(catalog._policy), f"{idle} idle chunks, {len(catalog._policy)} in the policy")
+    check(idle + len(stale) == len(catalog._policy), f"{idle} idle chunks, {len(catalog._policy)} in the policy")

@@ -183,7 +183,8 @@ def what_is_found_stays_found(watched: Watched) -> Iterator[str]:
             continue
         watched.found[one] = then
         keys = keys_of(side, then.request)
-        if then.units and then.stands and (now := held(side, then.request, len(keys))) < then.units:
+        stands = then.stands and all(map(side.catalog.holds, then.chunks))
+        if then.units and stands and (now := held(side, then.request, len(keys))) < then.units:
             yield f"{one.id}: {now} units, {then.units} before"
 
 
