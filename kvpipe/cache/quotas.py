@@ -179,9 +179,7 @@ class SharedCatalog(Catalog):
     def reserve(self, group: int, tenant: Tenant = ANYBODY) -> Chunk | None:
         """See `Catalog.reserve`. None, too, where every chunk that may go for `tenant` is held."""
         account = self.accounts.asks = self.accounts.of(tenant)
-        while account.full and self._evict_victim():  # what a reset has forgotten counts no more
-            pass
-        if account.full:
+        if account.full and not self._evict_of(account):
             self.counters["save_dropped_at_limit"] += 1
             account.refused += 1
             return None
@@ -202,6 +200,12 @@ class SharedCatalog(Catalog):
         """Leave `chunks` as they are: who has to give, the accounts say."""
         del chunks
         return 0
+
+    def _evict_of(self, account: Account) -> bool:
+        """Have the account that asks, which is at its limit, give one of its slots. False: it has none to give."""
+        while account.full and self._evict_victim():  # more than one: what a reset has forgotten counts no more
+            pass
+        return not account.full
 
     def _begin_era(self, held: Sequence[Chunk]) -> None:
         super()._begin_era(held)
