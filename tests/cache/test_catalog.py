@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvpipe.cache.catalog import KEPT_MARKS_MAX, SWEEP_SLOTS, Catalog, Chunk, Owner
-from kvpipe.cache.miss_reasons import RESET
-from kvpipe.cache.policy import Lru, make_policy
+from kvpipe.cache.catalog import KEPT_MARKS_MAX, Catalog, Owner
+from kvpipe.cache.policy import Lru
 from kvpipe.statemachine.core import IllegalTransition
 from kvpipe.testing.catalog_integrity import check_integrity
 from kvpipe.trace.log import Counters
@@ -18,11 +17,10 @@ def _catalog(slots: int = 2, groups: int = 1) -> Catalog:
     return Catalog(slots, groups, Lru(), Counters())
 
 
-def _publish(catalog: Catalog, key: bytes, units: int = 1, group: int = 0) -> Chunk:
+def _publish(catalog: Catalog, key: bytes, units: int = 1, group: int = 0) -> None:
     chunk = catalog.reserve(group)
     assert chunk is not None
     assert catalog.landed(catalog.write(chunk, units, key, keep=False))
-    return chunk
 
 
 def test_a_chunk_is_invisible_until_its_piece_has_landed() -> None:
@@ -203,63 +201,6 @@ def test_refresh_orders_idle_chunks() -> None:
     catalog.reserve(0)
     assert catalog.find(0, b"a") is first
     assert catalog.find(0, b"b") is None
-
-
-@pytest.mark.parametrize("policy", ["lru", "s3fifo", "sessions"])
-def test_a_reset_takes_apart_what_it_forgets_bit_by_bit(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One call drops a slice; all is forgotten at once, and its slots are as good as free. Reasons stay known."""
-    slots = 8 * SWEEP_SLOTS
-    catalog = Catalog(slots, 1, make_policy(policy, slots), Counters())
-    keys = [i.to_bytes(4) for i in range(slots)]
-    old = [_publish(catalog, key) for key in keys]
-    drops = 0
-
-    def counted(self: Catalog, chunk: Chunk, why: str) -> None:
-        nonlocal drops
-        drops += 1
-        real(self, chunk, why)
-
-    real = Catalog._drop
-    monkeypatch.setattr(Catalog, "_drop", counted)
-    assert catalog.reset() == slots
-    assert drops <= SWEEP_SLOTS
-    assert (catalog.used, list(catalog.chunks()), len(catalog.index(0))) == (0, [], 0)
-    assert not any(catalog.known(0, key) or catalog.at(slot) for slot, key in enumerate(keys))
-    assert all(key in catalog.reset_index(0) or catalog.lost_keys.why(0, key) == RESET for key in keys)
-    with pytest.raises(ValueError, match="forgotten"):
-        catalog.lease(ME, [old[-1]])
-    with pytest.raises(ValueError, match="forgotten"):
-        catalog.write(old[-1], 2, b"more", keep=False)
-    assert not catalog.evict(old[-1])
-    catalog.release(ME)
-    new = [_publish(catalog, key) for key in keys]
-    assert catalog.counters["evicted"] == 0
-    assert catalog.used == slots == len({chunk.slot for chunk in new})
-    assert [catalog.find(0, key) for key in keys] == new
-    assert catalog.stale == 0
-    assert not any(catalog.reset_index(0))
-    check_integrity(catalog)
-    while catalog.used:
-        assert catalog._evict_one()
-    assert catalog.counters["evicted"] == slots
-
-
-def test_resets_one_after_the_other() -> None:
-    """What was saved since the last one is forgotten, too, and what is left of both goes."""
-    catalog = _catalog(4 * SWEEP_SLOTS)
-    for i in range(3 * SWEEP_SLOTS):
-        _publish(catalog, i.to_bytes(4))
-    assert catalog.reset() == 3 * SWEEP_SLOTS
-    _publish(catalog, b"new")
-    assert catalog.reset() == 1
-    assert catalog.reset() == 0
-    assert catalog.find(0, b"new") is None
-    assert catalog.used == 0
-    for _ in range(4):
-        check_integrity(catalog)
-        catalog.sweep()
-    assert catalog.stale == 0
-    assert len(catalog._policy) == 0
 
 
 def test_reset_lets_readers_and_writers_finish() -> None:
