@@ -86,13 +86,17 @@ class EndedRequest:
 
 
 class Answer:
-    """The answer of one request that lives. `spared`: the chunks that hold nothing else, if it is of no more use."""
+    """The answer of one request. `spared`: the chunks that hold nothing else, if it is of no more use.
 
-    __slots__ = ("kind", "looked_up", "spared")
+    `ended`: when the request is over, what is remembered of it, or of another that ended where its prompt does.
+    """
+
+    __slots__ = ("ended", "kind", "looked_up", "spared")
 
     def __init__(self, kind: Hashable, spared: dict[Chunk, None] | None) -> None:
         """Its prompt was not looked up."""
         self.kind, self.spared, self.looked_up = kind, spared, False
+        self.ended: EndedRequest | None = None
 
 
 class Answers:
@@ -127,7 +131,7 @@ class Answers:
         if answer is None or answer.looked_up:
             return
         answer.looked_up = True
-        hashes, final = self._prefixes.hashes(request), self._prefixes.final_units(request, request.num_tokens)
+        hashes, final = self._prefixes.hashes(request), self._prefixes.final_units(request, request.num_prompt_tokens)
         units = min(units, final)
         for place in (units, units - units % self._per_chunk) if self._places else ():
             ended = self._places.get(self._prefixes.key(hashes, place)) if place else None
@@ -142,7 +146,8 @@ class Answers:
         if answer is None or answer.spared is None or piece.base < tracked.kept_units:
             return
         if over:
-            self._spare([piece.chunk])
+            if answer.ended is None or answer.ended.outcome is not Fate.USED:  # nobody was quicker
+                self._spare([piece.chunk])
         else:
             answer.spared[piece.chunk] = None
 
@@ -151,7 +156,7 @@ class Answers:
         answer = tracked.answer
         if answer is None or tracked.request.resumable:
             return
-        self._remember(tracked, answer.kind)
+        answer.ended = self._remember(tracked, answer.kind)
         if answer.spared:
             self._spare(reversed(answer.spared))
             answer.spared.clear()
@@ -165,13 +170,13 @@ class Answers:
 
     # ---- what is learned ------------------------------------------------------------------------------------------
 
-    def _remember(self, tracked: Tracked, kind: Hashable) -> None:
+    def _remember(self, tracked: Tracked, kind: Hashable) -> EndedRequest | None:
         """Let those who come back be known, if the answer has chunks of its own."""
         request, prefixes = tracked.request, self._prefixes
         units, behind = prefixes.units_within(request.num_prompt_tokens), self._behind(tracked)
         stop = prefixes.final_units(request, request.num_tokens)
         if not units or stop <= behind:
-            return
+            return None
         hashes: Sequence[bytes] = prefixes.hashes(request)
         end, follows = prefixes.key(hashes, units), prefixes.key(hashes, units + 1)
         known = self._places.get(end)
@@ -179,13 +184,14 @@ class Answers:
             self._places.move_to_end(end)
             if known.follows != follows:
                 self._judge_no_more(known)
-            return
+            return known
         ended = EndedRequest(kind, units, follows)
         last = min(stop, behind + CHUNKS_MAX * self._per_chunk)
         for place in (units, *range(behind, last + 1, self._per_chunk), stop - 1, stop):
             self._places[prefixes.key(hashes, place)] = ended
         while len(self._places) > PLACES_MAX:
             self._places.popitem(last=False)
+        return ended
 
     def _judge(self, ended: EndedRequest, *, used: bool) -> None:
         """A prompt has all of this one's. What was cut once may be gone on with later."""

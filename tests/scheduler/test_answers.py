@@ -230,6 +230,32 @@ def test_a_chunk_that_lands_late() -> None:
     assert sorted(chat.first(request.block_hashes)) == [2, 3]
 
 
+def test_what_lands_after_it_was_used_is_kept() -> None:
+    """Somebody has gone on with the answer before its last save has landed."""
+    chat = Chat()
+    chat.cut(SEEN_MIN)
+    request = chat.ask(PROMPT, [])
+    chat.world.admit(request)
+    chat.world.succeed(*chat.world.step(request))
+    chat.world.grow(request, STOP)
+    jobs = chat.world.step(request)
+    chat.world.side.finished(request)
+    following = chat.ask(STOP + 1, request.block_hashes)
+    chat.world.ask(following, PROMPT * 16)
+    chat.world.succeed(*jobs)
+    assert chat.first(request.block_hashes) == []
+
+
+def test_only_its_prompt_says_what_a_request_goes_on_with() -> None:
+    """One that is first looked up when it has decoded was not asked to go on with what it has decoded."""
+    chat = Chat()
+    hashes = chat.turn([])
+    request = chat.ask(PROMPT, hashes)
+    chat.world.grow(request, STOP)
+    chat.world.ask(request)
+    assert not chat.answers._kinds
+
+
 def test_a_template_that_changes_is_noticed() -> None:
     """What was learned long ago counts less."""
     chat = Chat()

@@ -1,0 +1,68 @@
+"""However many salts, sessions and classes come, what the scheduler's side remembers of them is bounded."""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any, Final
+
+import pytest
+
+from kvpipe.cache.miss_reasons import Lost
+from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, SchedulerWorld
+from kvpipe.messages import Report, Tally
+from kvpipe.scheduler.hints import RawHints
+
+TENANTS: Final = 50_000
+CHUNK: Final = 4
+
+
+def _entries(root: object) -> dict[str, int]:
+    """Return how many entries all mappings, lists and sets have to which `root` refers, by their type."""
+    seen, new, entries = {id(root): root}, [root], dict[str, int]()
+    while new:
+        one = new.pop()
+        if isinstance(one, dict | list | set | deque):
+            entries[type(one).__name__] = entries.get(type(one).__name__, 0) + len(one)
+        for other in gc.get_referents(one):
+            if id(other) not in seen and not isinstance(other, type | ModuleType | FunctionType | BuiltinFunctionType):
+                seen[id(other)] = other
+                new.append(other)
+    return entries
+
+
+def _serve(world: SchedulerWorld, number: int) -> None:
+    """Run a request of a new salt, session and class, with a hint and an answer; a second turn of every tenth."""
+    side, salt = world.side, f"salt {number}"
+    for turn, units in enumerate((CHUNK, CHUNK + 1)[: 2 - bool(number % 10)]):
+        request: Any = world.request(f"{number}/{turn}", 2 * CHUNK + 2)
+        request.block_hashes = [f"{number}/{unit}/{turn * (unit >= CHUNK)}".encode() for unit in range(2 * CHUNK + 2)]
+        request.num_prompt_tokens = units * UNIT
+        request.cache_salt, request.session_id = salt, f"session {number}"
+        side.on_new_request(request, RawHints(None, {"retain": {"ttl_seconds": 9}, salt: {}}), (salt, "class"))
+        world.admit(request)
+        side.reported(Report({job.id: Tally(1, 0) for job in world.step(request)}))
+        side.finished(request)
+    for table in (world.prefixes, world.pages, *world.tables):
+        table.clear()
+
+
+@pytest.mark.parametrize("policy", ["sessions"])
+def test_tenants_are_forgotten(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After half of them, and after the other half, the same is remembered."""
+    monkeypatch.setenv("KVPIPE_POLICY", policy)
+    monkeypatch.setenv("KVPIPE_QUOTAS", '[{"name": "alice", "salt": "alice", "share": 0.5}]')
+    world = SchedulerWorld(chunk_units=CHUNK, slots=64)
+    world.side.catalog.lost_keys = Lost(1, 1024)
+    sizes = []
+    for half in range(2):
+        for number in range(half * TENANTS // 2, (half + 1) * TENANTS // 2):
+            _serve(world, number)
+        gc.collect()
+        sizes.append(_entries(world.side))
+    assert world.side.counters["evicted"] > TENANTS
+    assert world.side.counters["lookup_hit"] > 0
+    assert len(world.side.catalog.tenants) <= 64
+    for kind, entries in sizes[1].items():
+        assert entries - sizes[0].get(kind, 0) < TENANTS // 100, f"{kind}: {sizes}"
