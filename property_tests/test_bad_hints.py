@@ -25,7 +25,7 @@ JSON: st.SearchStrategy[Any] = st.recursive(
     max_leaves=12,
 )
 PAYLOAD = JSON | st.dictionaries(FIELDS | TEXT, SCALARS, max_size=4)
-OWN = (
+OWN: st.SearchStrategy[Any] = (
     JSON
     | st.dictionaries(KINDS | TEXT, PAYLOAD, max_size=5)
     | st.just({str(i): {} for i in range(100_000)})
@@ -33,7 +33,7 @@ OWN = (
 )
 ACTIONS = st.builds(SimpleNamespace, action_type=st.sampled_from([*PAYLOADS]) | JSON, action_version=TEXT | SCALARS,
                     payload=PAYLOAD)  # fmt: skip
-ENVELOPE = (
+ENVELOPE: st.SearchStrategy[Any] = (
     st.none() | JSON | st.builds(SimpleNamespace, actions=JSON | st.lists(ACTIONS | JSON, max_size=ACTIONS_MAX + 2))
 )
 
