@@ -18,6 +18,7 @@ import torch
 
 from benchmarks.report import Figure, median_s
 from kvpipe.cache.catalog import Catalog
+from kvpipe.cache.large import PLAIN_MAX
 from kvpipe.cache.policy import make_policy
 from kvpipe.config import load_settings
 from kvpipe.connectors.vllm.adapter import ManagedBlocks, Remedies
@@ -190,7 +191,7 @@ def _request(name: str, tokens: int, block: int = 16, seed: int = 0) -> Any:
 
 def _side() -> tuple[SchedulerSide, _Manager]:
     settings = load_settings({"chunk_tokens": 256, "prefault": "use"})
-    geometry, manager = _geometry(page=1024, pool=1 << 34), _Manager()
+    geometry, manager = _geometry(page=1024, pool=PLAIN_MAX << 19), _Manager()  # larger ones pay more: decision 30
     room, blocks = LoadAdmission(geometry, 8192, 1 << 17), ManagedBlocks(manager)  # type: ignore[arg-type]
     remedies = Remedies(geometry, room)
     side = SchedulerSide(settings, geometry, hash_tokens=16, ranks=1, saves=True, loads=True, recovery=remedies)
