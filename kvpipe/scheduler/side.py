@@ -427,6 +427,8 @@ class SchedulerSide:
 
     def quota_totals(self) -> Totals:
         """Return what the metrics say of each quota, by its name; nothing without quotas."""
+        if self._turns.away:
+            self._turns.take()
         if not isinstance(self.catalog, SharedCatalog):
             return {}
         size, all_ = self.geometry.slot_bytes, self.catalog.accounts.all
