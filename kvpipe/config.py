@@ -88,9 +88,9 @@ class Settings(BaseSettings):
     )
     share_ranks_max: Annotated[int, BeforeValidator(no_bool), Field(ge=1, le=4096)] = Field(
         1,
-        description="With tiers: largest tensor-parallel size of the engines that share them. An engine of fewer ranks "
-        "stores its chunks in so many parts, of which each rank of theirs reads its own; else they read whole values "
-        "for parts of them ([why](docs/decisions/0024-chunks-without-layout.md)).",
+        description="With tiers: largest tensor-parallel size among engines that share them. Engines of fewer ranks "
+        "store chunks in that many parts, so that each rank reads only its own; else it reads whole values for a part "
+        "of them ([why](docs/decisions/0024-chunks-without-layout.md)).",
     )
     policy: Annotated[str, BeforeValidator(_policy)] = Field(
         "lru",
@@ -148,14 +148,14 @@ class Settings(BaseSettings):
         "`127.0.0.1`; nothing: nowhere ([`docs/management.md`](docs/management.md)).",
     )
     manage_token_file: LocalPath | None = Field(
-        None, description="File with the token that each of their requests must have, which only its owner may read."
+        None, description="File, readable by its owner only, with the token that each request must carry."
     )
     manage_token_env: Variable = Field("", description="Environment variable with the same.")
     manage_pin_s_max: Annotated[int, BeforeValidator(no_bool), Field(gt=0, le=31_536_000)] = Field(
         86_400, description="Longest time for which operators may pin a prompt."
     )
     manage_pinned_share_max: Annotated[float, BeforeValidator(no_bool), Field(ge=0, le=0.9)] = Field(
-        0.5, description="Of the pool, how much they may pin at once."
+        0.5, description="Largest share of the pool that pins may hold."
     )
     state_dir: LocalPath | None = Field(
         None,
