@@ -74,7 +74,7 @@ def check_states(config: VllmConfig) -> None:
         )
     if drafts.draft_model_config.is_hybrid:
         refuse("a drafter with recurrent states of its own", "use one without")
-    if getattr(drafts, "disable_eagle_block_drop", False):
+    if drafts.method in _FED_HIDDEN_STATES and getattr(drafts, "disable_eagle_block_drop", False):
         refuse("disable_eagle_block_drop with recurrent states (a repeated prompt would find none)", "unset it")
 
 
@@ -118,11 +118,10 @@ def ahead_tokens(config: VllmConfig) -> int:
 def states_back(config: VllmConfig) -> int:
     """Return how many blocks before a prompt's last whole one vLLM keeps its last state.
 
-    Where it drops a hit's last block, whatever the drafter's KV depends on (`get_mamba_prefill_checkpoint_position`).
+    Where it drops a hit's last block (`get_mamba_prefill_checkpoint_position`): releases differ in for which drafters.
     """
     drafts = config.speculative_config
-    dropping = drafts is not None and drafts.method in (*_FED_HIDDEN_STATES, *_FED_CONTEXT)
-    return int(dropping and not getattr(drafts, "disable_eagle_block_drop", False))
+    return int(drafts is not None and drafts.use_eagle_block_drop())
 
 
 def facts(config: VllmConfig) -> dict[str, Any]:

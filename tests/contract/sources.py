@@ -155,6 +155,7 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
             "kv_cache_dtype",
             "method",
             "num_speculative_tokens",
+            "use_eagle_block_drop",
             "use_heterogeneous_vocab",
             "use_multi_module_mtp",
             "uses_dynamic_speculative_decoding",

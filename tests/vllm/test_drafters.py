@@ -127,6 +127,8 @@ def test_drafts_beside_recurrent_states() -> None:
     kept.speculative_config.disable_eagle_block_drop = True
     with pytest.raises(UnsupportedError, match=r"disable_eagle_block_drop .*unset it"):
         drafters.check_states(kept)
+    kept.speculative_config.method = "dspark"  # whose KV depends on no token that the key would have to have
+    drafters.check_states(kept)
     for method in (None, "mtp"):
         behind = config(method)
         behind.cache_config.use_replayssm = True

@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvpipe.config import load_settings
-from kvpipe.connectors.vllm import compat
+from kvpipe.connectors.vllm import compat, drafters
 from kvpipe.connectors.vllm.support import check_engine, hash_tokens, identity, layout_facts, make_geometry
 from kvpipe.connectors.vllm.trial.invariants import Watched
 from kvpipe.connectors.vllm.trial.shapes import BLOCK, SHAPES, make_cache, make_configs
@@ -136,7 +136,7 @@ def test_a_unit_is_a_hash_where_states_are_kept_within_blocks(shape: str) -> Non
     """VLLM keeps none there where a block ends, and its own hits end at any hash: with drafts, or exported states."""
     config, cache = copy.deepcopy(make_configs(SHAPES[shape]))
     config.cache_config.prefix_match_unit = cache.hash_block_size
-    settings, back = load_settings({"chunk_tokens": 128}), int(SHAPES[shape].drafter)
+    settings, back = load_settings({"chunk_tokens": 128}), drafters.states_back(config)
     geometry = make_geometry(cache, settings, dcp=SHAPES[shape].dcp, states_back=back)
     blocks, hashes = resolve_kv_cache_block_sizes(cache, config)
     assert (geometry.unit_tokens, hash_tokens(cache, geometry)) == (hashes, hashes) == (8, 8)
@@ -203,7 +203,29 @@ def test_a_prompt_is_found_as_far_as_its_last_state_with_drafts(scheduler: str, 
             trial.do(("add", 0, tokens - 1, 0, 3))
             trial.do(("drain",))
             trial.do(("reset", False, False))
-        assert trial.side.counters["tokens_loaded"] == tokens - 1 - BLOCK
+        back = BLOCK if trial.scheduler.use_eagle_block_drop else 0
+        assert trial.side.counters["tokens_loaded"] == tokens - 1 - back
+        assert not watched.broken
+    finally:
+        trial.close()
+
+
+@pytest.mark.parametrize("shape", [name for name, shape in SHAPES.items() if shape.undropped])
+def test_a_repeated_prompt_is_found_as_far_as_its_last_state_where_none_is_dropped(shape: str) -> None:
+    """Of whatever length: vLLM keeps that of the last boundary behind which there is a token."""
+    trial = Trial(SHAPES[shape])
+    watched, unit = Watched(trial), trial.side.geometry.unit_tokens
+    try:
+        assert not trial.scheduler.use_eagle_block_drop
+        for document, tokens in enumerate(range(97, 161, 7)):
+            trial.documents[0] = list(range(document, document + 200))
+            for _ in range(2):
+                before = trial.side.counters["tokens_loaded"]
+                trial.do(("add", 0, tokens - 1, 0, 3))
+                trial.do(("drain",))
+                trial.do(("reset", False, False))
+            found = trial.side.counters["tokens_loaded"] - before
+            assert (tokens, found) == (tokens, (tokens - 1) // unit * unit)
         assert not watched.broken
     finally:
         trial.close()

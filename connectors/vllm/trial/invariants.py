@@ -129,7 +129,7 @@ def what_becomes_final_is_saved(watched: Watched) -> Iterator[str]:
     assert watched.output is not None  # noqa: S101
     per_chunk = side.geometry.units_per_chunk
     for request, was, units in _newly_final(watched):
-        now = _ending_a_block(side.geometry, request, units, int(watched.trial.shape.drafter))
+        now = _ending_a_block(side.geometry, request, units, int(watched.trial.scheduler.use_eagle_block_drop))
         if request.request_id in watched.excused or not side.adapters.known(request):
             continue  # its adapter has changed under it, or no rank has told what it is: it has no keys
         if request.resumable and side.geometry.states:
@@ -153,7 +153,7 @@ def what_becomes_final_is_saved(watched: Watched) -> Iterator[str]:
 def _ending_a_block(geometry: Geometry, request: Request, units: int, back: int) -> int:
     """Return how many of `units` units end a block, or the prompt's last whole unit of which a state is kept.
 
-    `back`: it is the one before, as vLLM drops a hit's last with drafts (`get_mamba_prefill_checkpoint_position`).
+    `back`: it is the one before, as vLLM drops a hit's last (`get_mamba_prefill_checkpoint_position`).
     """
     last = (request.num_prompt_tokens - (0 if back else 1)) // geometry.unit_tokens - back
     return units if units == last else units - units % geometry.whole_units

@@ -69,4 +69,9 @@ MUTANTS: dict[str, Mutant] = {
         one(SAVING, "_boundaries", "self._geometry.states_back", "self._geometry.states_back * (self._whole == 1)"),
         shape="states-context-parallel-masks",
     ),
+    "state_kept_behind_what_is_dropped_never": Mutant(
+        "A prompt's attention ends a block before its state, as if vLLM dropped a hit's last block for every drafter.",
+        one("kvpipe.connectors.vllm.drafters", "states_back", "drafts.use_eagle_block_drop()", "drafts.use_eagle()"),
+        shape="states-masks-undropped",
+    ),
 }
