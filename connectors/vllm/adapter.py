@@ -53,6 +53,12 @@ class ManagedBlocks:
         known = self._manager.block_pool.blocks[block_id].block_hash
         return known is not None and get_block_hash(known) == key
 
+    def copied(self) -> Iterable[tuple[int, int]]:
+        """Return which blocks, of the requests that were admitted since the last step, are to be copies of which."""
+        for manager in self._of_group:
+            for source, copy in manager._pending_cow_copies:  # noqa: SLF001
+                yield source.block_id, copy.block_id
+
     def forget(self, block_ids: set[int]) -> None:
         """Take these blocks out of the prefix cache."""
         self._manager.evict_blocks(block_ids)
@@ -81,7 +87,8 @@ class Remedies(Recovery):
 
     def __init__(self, geometry: Geometry, room: LoadAdmission) -> None:
         """`room`: for loads. Before `bind` there is nothing to remedy."""
-        self._room, self._stale, self._geometry = room, Stale(), geometry
+        self._room, self._geometry = room, geometry
+        self._stale = Stale([group.block_tokens for group in geometry.groups])
         self._invalid = InvalidBlocks(geometry.groups[0].block_tokens, len(geometry.groups))
         self.encoded = Encoded()
         self._blocks: CachedBlocks | None = None
@@ -127,7 +134,7 @@ class Remedies(Recovery):
             self._invalid.left.clear()
         if self._stale.requests:
             try:
-                self._stale.plan_step(step.preempted_req_ids or (), blocks)
+                self._stale.plan_step(step.preempted_req_ids or (), requests, blocks)
             except Exception as e:  # noqa: BLE001  (what the step would read too early is to be said all the same)
                 self._counters.fault("stale_blocks_not_forgotten", error=repr(e))
                 self._stale.begin(self._stale.requests, None)  # the next step takes all of them out
@@ -140,7 +147,7 @@ class Remedies(Recovery):
 
     def finished(self, request_id: str, *, loading: bool) -> None:
         """Remember its blocks if a load that it may have read from can still fail."""
-        self._stale.leave(request_id)
+        self._stale.leave(request_id, self._blocks)
         self.encoded.ended(request_id)
         if self._blocks is not None:
             self._invalid.finished(request_id, self._blocks, loading=loading)

@@ -191,7 +191,9 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
         "KVCacheManager": ("block_pool", "coordinator", "evict_blocks", "reset_prefix_cache"),
     },
     "vllm/v1/core/kv_cache_utils.py": {"KVCacheBlock": ("block_hash", "block_id", "is_null")},
-    "vllm/v1/core/single_type_kv_cache_manager.py": {"SingleTypeKVCacheManager": ("num_cached_block", "req_to_blocks")},
+    "vllm/v1/core/single_type_kv_cache_manager.py": {
+        "SingleTypeKVCacheManager": ("_pending_cow_copies", "num_cached_block", "req_to_blocks")
+    },
     "vllm/v1/metrics/cache_hit_source.py": {"CacheHitSource": ("HOST",)},
     "vllm/v1/executor/abstract.py": {"Executor": ("collective_rpc", "get_class")},
     "vllm/v1/outputs.py": {"KVConnectorOutput": ("invalid_block_ids", "kv_connector_worker_meta")},

@@ -19,6 +19,8 @@ from kvpipe.connectors.vllm.model import LoadedModel
 from kvpipe.connectors.vllm.remedies.admission import LoadAdmission
 from kvpipe.connectors.vllm.remedies.stale import Stale
 from kvpipe.connectors.vllm.trial.scheduler_world import make_geometry
+from kvpipe.connectors.vllm.trial.shapes import SHAPES
+from kvpipe.connectors.vllm.trial.trial import Trial
 from kvpipe.connectors.vllm.weights import HARMLESS, Watch, suspect
 from kvpipe.errors import UnsupportedError
 from kvpipe.scheduler.weights import Weights
@@ -257,7 +259,7 @@ class _Manager:
         self.block_pool = SimpleNamespace(num_gpu_blocks=10)
         self.tables: dict[str, list[Any]] = {}
         self.cached: dict[str, int] = {}
-        one = SimpleNamespace(req_to_blocks=self.tables, num_cached_block=self.cached)
+        one = SimpleNamespace(req_to_blocks=self.tables, num_cached_block=self.cached, _pending_cow_copies=[])
         self.coordinator = SimpleNamespace(single_type_managers=[one])
         self.evicted: list[set[int]] = []
 
@@ -271,34 +273,58 @@ class _Manager:
         return [self.tables[request]]
 
 
+def _living(*names: str, prompt: int = 40) -> list[Any]:
+    return [SimpleNamespace(request_id=name, num_prompt_tokens=prompt) for name in names]
+
+
 def test_requests_that_go_on_with_old_kv() -> None:
     """What rests on blocks of a stale request is stale; what was preempted, or takes nothing over, is not."""
-    stale, manager = Stale(), _Manager()
+    stale, manager = Stale([32]), _Manager()
     blocks = ManagedBlocks(manager)  # type: ignore[arg-type]
-    stale.plan_step([], blocks)
+    stale.plan_step([], _living("old"), blocks)
     assert manager.evicted == []
     manager.give("old", 0, 1, 2)
     stale.begin(["old", "waiting"], blocks)
     assert manager.evicted.pop() == set(range(10))
     assert not stale.rests_on("new", manager.give("new", 0, 3, 4), blocks)
     assert stale.rests_on("heir", manager.give("heir", 1, 5), blocks)
-    stale.leave("old")
-    assert stale.rests_on("grandchild", manager.give("grandchild", 5, 6), blocks)
-    manager.cached |= {"heir": 2, "grandchild": 1}
-    stale.plan_step([], blocks)
-    assert manager.evicted.pop() == {1, 5}
-    manager.cached["grandchild"] = 2
-    stale.plan_step([], blocks)
-    assert manager.evicted.pop() == {6}
-    stale.plan_step([], blocks)
+    stale.leave("old", blocks)
+    assert manager.evicted.pop() == {1, 2}
+    stale.leave("new", blocks)
     assert manager.evicted == []
-    stale.plan_step(["heir"], blocks)
+    assert stale.rests_on("grandchild", manager.give("grandchild", 5, 6, 9), blocks)
+    manager.cached |= {"heir": 2, "grandchild": 1}
+    stale.plan_step([], _living("new", "heir", "grandchild", prompt=20), blocks)
+    assert manager.evicted.pop() == {1, 5, 6}
+    manager.cached["grandchild"] = 3
+    stale.plan_step([], _living("heir", "grandchild", prompt=20), blocks)
+    assert manager.evicted.pop() == {1, 5, 6, 9}
+    stale.plan_step(["heir"], _living("heir"), blocks)
     assert manager.evicted.pop() == set(range(10))
     assert not stale.rests_on("heir", manager.give("heir", 7, 8), blocks)
-    stale.leave("grandchild")
+    stale.leave("grandchild", None)
     assert not stale.rests_on("late", manager.give("late", 6), blocks)
-    stale.plan_step([], blocks)
+    stale.plan_step([], _living("late"), blocks)
     assert manager.evicted == []
+
+
+def test_the_block_that_an_old_prompt_ends_in() -> None:
+    """VLLM offers it anew in every step, if hashes are shorter than blocks; who takes it over has a copy of it."""
+    stale, manager = Stale([32]), _Manager()
+    blocks = ManagedBlocks(manager)  # type: ignore[arg-type]
+    manager.give("old", 1, 2, 3, 4)
+    stale.begin(["old"], blocks)
+    manager.cached["old"] = 3
+    for _ in range(2):
+        stale.plan_step([], _living("old", prompt=40), blocks)
+    assert manager.evicted[-1] == {2, 4}
+    table = manager.give("heir", 6, 7)
+    manager.coordinator.single_type_managers[0]._pending_cow_copies = [_copy(9, 8), _copy(2, 7)]
+    assert stale.rests_on("heir", table, blocks)
+
+
+def _copy(source: int, copy: int) -> tuple[Any, Any]:
+    return SimpleNamespace(block_id=source), SimpleNamespace(block_id=copy)
 
 
 def test_stale_kv_that_cannot_be_forgotten_keeps_no_load_from_failing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,9 +341,9 @@ def test_stale_kv_that_cannot_be_forgotten_keeps_no_load_from_failing(monkeypatc
     step: Any = SimpleNamespace(preempted_req_ids=None, num_scheduled_tokens={})
     with monkeypatch.context() as patch:
         patch.setattr(manager, "evict_blocks", None)
-        assert remedies.begin_step(step, (), loading=True) == {"reader": [7]}
+        assert remedies.begin_step(step, _living("old"), loading=True) == {"reader": [7]}
     assert counters.faults == {"stale_blocks_not_forgotten": 1}
-    assert remedies.begin_step(step, (), loading=True) == {"reader": [7]}
+    assert remedies.begin_step(step, _living("old"), loading=True) == {"reader": [7]}
     assert manager.evicted == [{1, 2}]
     assert counters.faults == {"stale_blocks_not_forgotten": 1}
 
@@ -377,3 +403,24 @@ def test_embeddings_that_another_engine_makes(*, consumes: bool) -> None:
     )
     with pytest.raises(UnsupportedError, match="another engine's encoder") if consumes else nullcontext():
         support.check_hashes(config)
+
+
+@pytest.mark.parametrize("steps", [1, 3, 6])
+@pytest.mark.parametrize("shape", ["sync", "states-hash-blocks", "states-exported", "async-scheduler-states-exported"])
+def test_vllm_keeps_nothing_of_requests_that_go_on_with_old_kv(shape: str, steps: int) -> None:
+    """Neither full blocks nor what a prompt ends in, while they run and when they are over."""
+    trial = Trial(SHAPES[shape])
+    pool = trial.scheduler.kv_cache_manager.block_pool
+    trial.documents[0] = list(range(200))
+    try:
+        trial.do(("add", 0, 172, 0, 40))
+        trial.do(("step", steps))
+        assert trial.scheduler.requests
+        assert any(block.block_hash for block in pool.blocks)
+        trial.side._resets.weights_changed()
+        while trial.scheduler.requests:
+            assert [block for block in pool.blocks if block.block_hash] == [] or SHAPES[shape].asynchronous
+            trial.do(("step", 1))
+        assert [block for block in pool.blocks if block.block_hash] == []
+    finally:
+        trial.close()

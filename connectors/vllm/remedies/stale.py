@@ -3,14 +3,17 @@
 vLLM keeps what was computed before a change of weights in its own prefix cache until somebody resets that, and what its
 running requests hold in any case. A request that takes such blocks over would have its KV saved under the new weights'
 name.
+
+Where hashes are shorter than blocks vLLM also keeps the block that a prompt ends in, and offers it anew in every step
+of its answer (`FullAttentionManager._cache_partial_tail_block`). Who takes that over has a copy of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from kvpipe.scheduler.base import Blocks, Tables
+from kvpipe.scheduler.base import Blocks, Request, Tables
 
 
 class CachedBlocks(Blocks, Protocol):
@@ -23,6 +26,9 @@ class CachedBlocks(Blocks, Protocol):
     def cached(self, request_id: str, group: int) -> int:
         """Return how many blocks at the beginning of a request's table the prefix cache holds or has held."""
 
+    def copied(self) -> Iterable[tuple[int, int]]:
+        """Return which blocks, of the requests that were admitted since the last step, are to be copies of which."""
+
     def forget_all(self) -> None:
         """Take every block out of the prefix cache."""
 
@@ -30,8 +36,9 @@ class CachedBlocks(Blocks, Protocol):
 class Stale:
     """One per engine."""
 
-    def __init__(self) -> None:
-        """Nothing is stale."""
+    def __init__(self, block_tokens: Sequence[int]) -> None:
+        """Nothing is stale. `block_tokens`: tokens per block, of each group."""
+        self._sizes = block_tokens
         self.requests: dict[str, dict[int, int]] = {}
         """Those that go on with old KV: how many of their blocks, by group, were taken out."""
 
@@ -47,26 +54,31 @@ class Stale:
         if not self.requests:
             return False
         mine = {block.block_id for table in tables for block in table if not block.is_null}
+        mine |= {source for source, copy in blocks.copied() if copy in mine}
         theirs = (blocks.table(one, group) for one in self.requests for group in range(blocks.groups))
         if mine.isdisjoint({block.block_id for table in theirs for block in table}):
             return False
         self.requests[request] = {}
         return True
 
-    def plan_step(self, preempted: Iterable[str], blocks: CachedBlocks) -> None:
-        """Take out of vLLM's prefix cache what stale requests have put into it in this step."""
+    def plan_step(self, preempted: Iterable[str], living: Iterable[Request], blocks: CachedBlocks) -> None:
+        """Take out of vLLM's prefix cache what stale requests, of those `living`, have put into it in this step."""
         if any(request in self.requests for request in preempted):  # their blocks are theirs no more
             blocks.forget_all()
             return
         new: set[int] = set()
-        for group in range(blocks.groups):
-            for request, done in self.requests.items():
-                first, done[group] = done.get(group, 0), blocks.cached(request, group)
-                table = blocks.table(request, group)
-                new.update(table[i].block_id for i in range(first, min(done[group], len(table))))
+        for request in living:
+            done = self.requests.get(request.request_id)
+            for group, size in enumerate(self._sizes) if done is not None else ():
+                first, done[group] = done.get(group, 0), blocks.cached(request.request_id, group)
+                table, ends_in = blocks.table(request.request_id, group), (request.num_prompt_tokens - 1) // size
+                at = {*range(first, done[group]), done[group], ends_in}  # the block behind may have a state within it
+                new.update(table[i].block_id for i in at if i < len(table) and not table[i].is_null)
         if new:
             blocks.forget(new)
 
-    def leave(self, request: str) -> None:
-        """The request is over."""
-        self.requests.pop(request, None)
+    def leave(self, request: str, blocks: CachedBlocks | None) -> None:
+        """The request is over, and still has its blocks: what it has put into the prefix cache since is taken out."""
+        if self.requests.pop(request, None) is not None and blocks is not None:
+            tables = (blocks.table(request, group) for group in range(blocks.groups))
+            blocks.forget({block.block_id for table in tables for block in table if not block.is_null})
