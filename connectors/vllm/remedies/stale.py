@@ -68,8 +68,9 @@ class Stale:
             return
         new: set[int] = set()
         for request in living:
-            done = self.requests.get(request.request_id)
-            for group, size in enumerate(self._sizes) if done is not None else ():
+            if (done := self.requests.get(request.request_id)) is None:
+                continue
+            for group, size in enumerate(self._sizes):
                 first, done[group] = done.get(group, 0), blocks.cached(request.request_id, group)
                 table, ends_in = blocks.table(request.request_id, group), (request.num_prompt_tokens - 1) // size
                 at = {*range(first, done[group]), done[group], ends_in}  # the block behind may have a state within it
