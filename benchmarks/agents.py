@@ -211,7 +211,7 @@ def _engine(tokens: int, *, own: bool, kvpipe: dict[str, str] | None) -> Engine:
     return engine
 
 
-POOL: Final = {"pool_bytes_max": str(POOL_TOKENS * 8192)}
+POOL: Final = {"pool_bytes_max": str(POOL_TOKENS * 8192), "policy": "sessions"}
 DISK: Final = "kvpipe with a disk"
 ENGINES: Final[dict[str, dict[str, Any]]] = {
     "no cache": {"tokens": DEVICE_TOKENS, "own": False, "kvpipe": None},
