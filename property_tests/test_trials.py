@@ -121,12 +121,9 @@ def test_regression(path: Path) -> None:
 def test_what_a_reset_leaves_behind_is_never_served(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks that are taken apart one by one, long after the reset; each invariant holds as ever."""
     monkeypatch.setattr(catalog, "SWEEP_SLOTS", 1)
-    counters: Counter[str] = Counter()
     for seed in SEEDS[:3]:
         ran = run(SHAPES[shape]._replace(events=False), seed)
         assert ran.broken == [], f"{shape} {seed}: {json.dumps(ran.made)}"
-        counters += ran.counters
-    assert counters["reset_chunks"] > counters["reset"]
 
 
 def test_hints_come() -> None:
