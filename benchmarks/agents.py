@@ -42,11 +42,12 @@ POOL_TOKENS: Final = 8 * DEVICE_TOKENS
 """What kvpipe has: a node's memory against its devices'."""
 ALL_TOKENS: Final = 24 * DEVICE_TOKENS
 """More than any run needs. Far more would be slower: what was never written is not in memory yet."""
+TYPICAL: Final = 110_000
 TTFT_S_MAX: Final = 5.0
-"""Of the trace's own time: a prompt of 110,000 tokens is computed in 3.1."""
-USERS_FIRST, USERS_MAX = 8, 1024
-MEASURED: Final = 400
-"""Requests that are counted, from when every user's first one is over."""
+"""Of the trace's own time: a typical prompt, of so many tokens, is computed in 3.1."""
+USERS_FIRST, USERS_MAX = 4, 1024
+MEASURED, MEASURED_S = 300, 90
+"""Requests that are counted, from when every user's first one is over, and how long that may take."""
 
 
 class Turn(NamedTuple):
@@ -168,10 +169,10 @@ def serve(engine: Engine, users: int, faster: float) -> Served:
     """Serve users, who come one after the other (nothing of their sessions is held yet), until enough is counted."""
     clock, served = Clock(), Served()
     all_users = [User(number, faster) for number in range(users)]
-    due = [(number * TTFT_S_MAX / faster, number) for number in range(users)]
+    due = [(number * Model().prefill_s(0, TYPICAL) / faster, number) for number in range(users)]
     came_s: dict[str, tuple[float, int]] = {}
-    begun_s, waited_for = 0.0, set(range(users))
-    while len(served.ttft_s) < MEASURED:
+    begun_s, end_s, waited_for = 0.0, float("inf"), set(range(users))
+    while len(served.ttft_s) < MEASURED and time.perf_counter() < end_s:
         while due and due[0][0] <= clock.now_s():
             at_s, number = heapq.heappop(due)
             turn, tokens = all_users[number].next()
@@ -185,7 +186,7 @@ def serve(engine: Engine, users: int, faster: float) -> Served:
             if not waited_for:
                 served.ttft_s.append(now_s - at_s - _decoding_s(output))
             elif waited_for == {number}:
-                begun_s = now_s
+                begun_s, end_s = now_s, time.perf_counter() + MEASURED_S
             waited_for.discard(number)
             user.done()
             heapq.heappush(due, (max(now_s, at_s + user.next()[0].pause_s), number))
@@ -236,24 +237,24 @@ def run() -> Found:
     """Return how late first tokens came in each engine, for numbers of users around the most that are in time."""
     bind_cores()
     engine = _engine(**ENGINES["no cache"])
-    typical = 110_000
-    took_s = median(ttft(engine, prompt(typical // SCALE, seed)) for seed in range(3))
+    took_s = median(ttft(engine, prompt(TYPICAL // SCALE, seed)) for seed in range(3))
     engine.close()
-    faster = Model().prefill_s(0, typical) / took_s
-    tried = dict[str, list[Tried]]()
+    faster = Model().prefill_s(0, TYPICAL) / took_s
+    tried, first = dict[str, list[Tried]](), USERS_FIRST
     for name, options in ENGINES.items():
         with TemporaryDirectory(prefix="kvpipe-agents-") as folder:
             disk = {"kvpipe": POOL | {"tiers": folder}} if name == DISK else {}
-            tried[name] = _tried(name, options | disk, faster)
+            tried[name] = _tried(name, options | disk, faster, first)
+        first = max((one.users for one in tried[name] if one.late_s <= TTFT_S_MAX / faster), default=first)
     return Found(TTFT_S_MAX / faster, tried)
 
 
-def _tried(name: str, options: dict[str, Any], faster: float) -> list[Tried]:
-    """Return what users got: their number doubled until some are late, then numbers between."""
+def _tried(name: str, options: dict[str, Any], faster: float, first: int) -> list[Tried]:
+    """Return what users got: `first`, doubled until some are late, then numbers between."""
     engine, out = _engine(**options), list[Tried]()
     low, high = 0, 0
     while not high or high - low > max(1, low // 4):
-        users = (low + high) // 2 if high else 2 * low or USERS_FIRST
+        users = (low + high) // 2 if high else 2 * low or first
         engine.llm.reset_prefix_cache(reset_connector=bool(options["kvpipe"]))
         served = serve(engine, users, faster)
         print(f"{name}, {users} users: {served.per_s:.2f} requests/s, {served.late_s:.2f} s", flush=True)
