@@ -17,7 +17,8 @@ import msgspec
 from kvpipe.cache.hints import Hint
 from kvpipe.cache.large import Ordered, by_key, order, untracked
 from kvpipe.cache.miss_reasons import EVICTED, RESET, TORN, Lost
-from kvpipe.cache.policy.base import Policy, RememberingPolicy, SessionPolicy
+from kvpipe.cache.policy.base import BatchPolicy, Policy, RememberingPolicy, SessionPolicy
+from kvpipe.cache.policy.batches import OneByOne
 from kvpipe.cache.policy.guard import takes_hints
 from kvpipe.cache.tenants import ANYBODY, Tenant, Tenants
 from kvpipe.statemachine import chunk as m
@@ -107,6 +108,7 @@ class Catalog:
         """The first `ready` of the slots are free, by default all: the others are not used yet. `clock`: in seconds."""
         self.slots, self._policy, self.counters = slots, policy, counters
         self._clock = clock or (lambda: time.monotonic())  # noqa: PLW0108  (as `time` is when it is asked)
+        self._batches: BatchPolicy | OneByOne = policy if isinstance(policy, BatchPolicy) else OneByOne(policy)
         self._request = policy.request if isinstance(policy, SessionPolicy) else None
         self._hint = policy.hint if takes_hints(policy) else None
         self._dropped = policy.dropped if isinstance(policy, RememberingPolicy) else None
@@ -190,14 +192,18 @@ class Catalog:
         owned, now_s = self._leases.setdefault(owner, []), self._tell(over=False)
         if timed:
             self._leased_s.setdefault(owner, now_s)
-        for chunk in chunks:
-            self._check_era(chunk)
-            chunk.fire(m.LEASE)
-            if not chunk.held:
-                self._policy.remove(chunk)
-                self._spared.pop(chunk, None)
-            chunk.leases += 1
-            owned.append(chunk)  # one by one: a rejected chunk must not hide the leases before it
+        idle = list[Chunk]()
+        try:
+            for chunk in chunks:
+                self._check_era(chunk)
+                chunk.fire(m.LEASE)
+                if not (chunk.leases or chunk.writers):
+                    idle.append(chunk)
+                    self._spared.pop(chunk, None)
+                chunk.leases += 1
+                owned.append(chunk)  # one by one: a rejected chunk must not hide the leases before it
+        finally:
+            self._batches.remove_all(idle)
 
     def release(self, owner: Owner, *, hit: bool = True) -> int:
         """Return every lease of `owner`; how many there were. The last chunk of a prefix is evicted first.
@@ -208,12 +214,15 @@ class Catalog:
         self._leased_s.pop(owner, None)
         if chunks:
             self._tell(over=False)
+        idle = list[Chunk]()
         for chunk in reversed(chunks):
             chunk.leases -= 1
             if hit and chunk in self._ahead:
                 self._ahead.discard(chunk)
                 self.counters["prefetch_used"] += 1
-            self._let_go(chunk, reader=True, hit=hit)
+            if self._is_let_go(chunk, reader=True):
+                idle.append(chunk)
+        self._batches.insert_all(idle, hit=hit)
         return len(chunks)
 
     def leased_by(self, owner: Owner) -> tuple[Chunk, ...]:
@@ -223,13 +232,14 @@ class Catalog:
     def refresh(self, chunks: Iterable[Chunk], *, over: bool = True) -> None:
         """Order a request's chunks so that the ends of prefixes go before their beginnings. `over`: it is finished."""
         self._tell(over=over)
-        second, refresh, spared = self._second, self._policy.refresh, self._spared
+        second, idle, spared = self._second, list[Chunk](), self._spared
         for chunk in chunks:
             if not (chunk.writers or chunk.leases):
                 chunk.used_s = second
-                refresh(chunk)
+                idle.append(chunk)
                 if spared:
                     spared.pop(chunk, None)
+        self._batches.refresh_all(idle)
 
     def spare(self, chunks: Iterable[Chunk]) -> int:
         """Evict `chunks` first, unless they are used before; how many. Those that are held, or gone, are left alone."""
@@ -279,7 +289,7 @@ class Catalog:
         self._check_era(chunk)
         if chunk.ready or chunk.writers:
             chunk.fire(m.GROW)
-        if not chunk.held:
+        if chunk.ready and not chunk.held:
             self._policy.remove(chunk)
             self._spared.pop(chunk, None)
         piece = Piece(chunk, chunk.written, stop, key, keep, base)
@@ -415,20 +425,21 @@ class Catalog:
             if not chunk.marks:  # the same content was published from another slot meanwhile
                 self._drop(chunk, EVICTED)
                 return
-        self._let_go(chunk, reader=False, hit=False)
+        if self._is_let_go(chunk, reader=False):
+            self._policy.insert(chunk, hit=False)
 
-    def _let_go(self, chunk: Chunk, *, reader: bool, hit: bool) -> None:
-        """A reader or writer left; when it was the last, the chunk is evictable, or its slot free if evicted."""
+    def _is_let_go(self, chunk: Chunk, *, reader: bool) -> bool:
+        """A reader or writer left; return whether the chunk is evictable now. One that is evicted is in no slot."""
         if chunk.writers or chunk.leases:
-            return
-        if chunk.state.row == m.EVICTING:
+            return False
+        evicted = chunk.state.row == m.EVICTING
+        if evicted or reader:
             chunk.fire(m.DRAINED)
+        if evicted:
             self._vacate(chunk)
-        else:
-            if reader:
-                chunk.fire(m.DRAINED)
-            chunk.used_s = self._second
-            self._policy.insert(chunk, hit=hit)
+            return False
+        chunk.used_s = self._second
+        return True
 
     def _tell(self, *, over: bool) -> float:
         """Take the time, and tell the policy, if it wants to know, and whether a request is over; return it."""

@@ -11,6 +11,7 @@ import pytest
 from kvpipe.cache.catalog import Catalog, Chunk, Owner, Piece
 from kvpipe.cache.hints import Action, Hint
 from kvpipe.cache.policy import Sessions
+from kvpipe.cache.policy.sessions import NOTHING
 from kvpipe.testing.policy_conformance import Item
 from kvpipe.trace.log import Counters
 
@@ -59,14 +60,50 @@ def test_a_chain_that_went_and_comes_back_is_not_gone() -> None:
     _consistent(policy)
 
 
+def test_a_requests_chunks_at_once_are_as_one_by_one() -> None:
+    """Two prompts that begin alike, a part of one, what is unknown, and what is held already."""
+    prompts = [["a", "b", "c", "d"], ["a", "b", "x", "y", "z"], ["b", "c"], ["a", "b"]]
+    items = {
+        name: Item(name, before) for names in prompts[:2] for name, before in zip(names, ["", *names], strict=False)
+    }
+    for first, names in itertools.product(["", "c"], [*prompts, ["d", "x"], ["b", "x", "unknown"]]):
+        policies = [Sessions(SLOTS), Sessions(SLOTS)]
+        run = [items.get(name, Item(name)) for name in names]
+        for policy in policies:
+            for item in items.values():
+                policy.insert(item, hit=False)
+            policy.request(1.0, over=True)
+            if first:
+                policy.remove(items[first])
+        one, other = policies
+        for item in run:
+            one.remove(item)
+            _consistent(one)
+        other.remove_all(run)
+        assert [one.victim() for _ in items] == [other.victim() for _ in items]
+        for item in reversed(run):
+            one.insert(item, hit=True)
+        other.insert_all(run[::-1], hit=True)
+        for policy in policies:
+            _consistent(policy)
+            policy.request(30.0, over=True)
+        for item in reversed(run):
+            one.refresh(item)
+        other.refresh_all(run[::-1])
+        assert [one.victim() for _ in items] == [other.victim() for _ in items]
+        _consistent(other)
+
+
 def _consistent(policy: Sessions) -> None:
     """Its books agree with each other."""
-    chains = {*policy._at.values(), *policy._held.values(), *policy._known.values()}
-    for chunk, chain in [*policy._at.items(), *policy._held.items()]:
+    chains = {*policy._at.values(), *policy._known.values()}
+    for chunk, chain in policy._at.items():
         assert chunk in chain.stack
-    assert not policy._at.keys() & policy._held.keys()
+    assert not NOTHING
     for chain in chains:
-        assert chain.free == sum(policy._at.get(chunk) is chain for chunk in {*chain.stack})
+        there = {chunk for chunk in chain.stack if policy._at.get(chunk) is chain}
+        assert chain.held <= there
+        assert chain.free == len(there) - len(chain.held)
         assert (chain in policy._queue(chain)) == (chain.free > 0)
         assert not chain.stack or chain not in policy._gone.values()
     queued = [chain for queue in (*policy._queues, policy._orphans) for chain in queue]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Protocol, runtime_checkable
 
 from kvpipe.cache.hints import Hint
@@ -49,6 +49,20 @@ class SessionPolicy(Policy, Protocol):
         `over`: it has ended. The refreshes that follow are of all its chunks, the last one first; what is inserted is a
         save of its that has landed since.
         """
+
+
+@runtime_checkable
+class BatchPolicy(Policy, Protocol):
+    """A policy that takes a request's chunks at once. Each call is as its namesake of each chunk, in this order."""
+
+    def insert_all(self, chunks: Sequence[Evictable], *, hit: bool) -> None:
+        """These became evictable, the last chunk of the prefix first."""
+
+    def remove_all(self, chunks: Sequence[Evictable]) -> None:
+        """These are held, or gone; the first chunk of the prefix first."""
+
+    def refresh_all(self, chunks: Sequence[Evictable]) -> None:
+        """These were of use, the last chunk of the prefix first."""
 
 
 @runtime_checkable

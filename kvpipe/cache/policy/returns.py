@@ -67,6 +67,7 @@ class Returns:
         """Nothing is known: what clients say is right, and all else is worth the same."""
         self._ended = [0.0] * KINDS
         self._returned = [[0.0] * BINS for _ in range(KINDS)]
+        self._everybody = [0.0] * BINS  # of all kinds by pace
         self._worth = [[0.0] * BINS for _ in range(KINDS)]
         self._turns = 0
         self._changed = [True] * KINDS  # since they were renewed
@@ -86,7 +87,10 @@ class Returns:
 
     def returned(self, kind: int, idle_s: float) -> None:
         """A chain of this kind, as it was when it began to wait, is used again."""
-        self._returned[kind][_bin(idle_s)] += 1
+        at = _bin(idle_s)
+        self._returned[kind][at] += 1
+        if kind < PACES:
+            self._everybody[at] += 1
         self._changed[kind] = True
 
     def proven(self, said: int, pace: int, idle_s: float) -> None:
@@ -108,9 +112,8 @@ class Returns:
         return (self._returned[kind][at] + 0.2) / (self._ended[kind] + 10)
 
     def _renew(self, pace: int) -> None:
-        everybody = [sum(some) for some in zip(*self._returned[:PACES], strict=True)]
         waiting, usual = sum(self._ended[:PACES]), list[float]()
-        for all_ in everybody:
+        for all_ in self._everybody:
             usual.append((all_ + 0.05) / (max(waiting, all_) + 1))
             waiting -= all_
         for kind in range(pace, KINDS, PACES):
@@ -129,7 +132,9 @@ class Returns:
         said = kind >= RESUMES
         if self._ended[kind] > (REMEMBERED_SAID if said else REMEMBERED):
             self._ended[kind] /= 2
-            self._returned[kind] = [count / 2 for count in self._returned[kind]]
+            halves = self._returned[kind] = [count / 2 for count in self._returned[kind]]
+            if kind < PACES:
+                self._everybody = [all_ - half for all_, half in zip(self._everybody, halves, strict=True)]
         waiting, prior, chances = self._ended[kind], PRIOR_SAID if said else PRIOR, list[float]()
         for mine, of_all in zip(self._returned[kind], usual, strict=True):
             chances.append(min(0.999, (mine + prior * of_all) / (max(waiting, mine) + prior)))

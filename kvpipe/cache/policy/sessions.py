@@ -6,8 +6,9 @@ and after what follows it. Which one goes, `returns.py` says, from how long chai
 
 from __future__ import annotations
 
-from collections.abc import Hashable, MutableMapping
-from itertools import islice
+from collections.abc import Hashable, Iterator, MutableMapping, Sequence
+from itertools import takewhile
+from operator import is_
 from typing import Final
 
 from kvpipe.cache.hints import Action, Hint
@@ -17,20 +18,22 @@ from kvpipe.cache.policy.returns import KINDS, LEFT, SILENT, Returns, kind_of, p
 
 CHAIN_MAX: Final = 256  # chunks: to split a chain takes no longer than a chain is long
 DEPTH_MAX: Final = 1024  # chains that follow each other
+NOTHING: Final[set[Evictable]] = set()  # is held of a chain; nothing is ever put in
 
 
 class Chain:
     """A run of chunks. `stack`: in the order of the prefix; some may be held, or gone."""
 
     __slots__ = (
-        "before", "ended_s", "free", "head", "hint", "hinted_s", "kind", "orphan", "pace", "paced", "said", "shared",
-        "stack", "used_s",
+        "before", "ended_s", "free", "head", "held", "hint", "hinted_s", "kind", "orphan", "pace", "paced", "said",
+        "shared", "stack", "used_s",
     )  # fmt: skip
 
     def __init__(self, head: Hashable, before: Hashable, now_s: float, *, orphan: bool) -> None:
         """`before`: what its first chunk, `head`, follows. An `orphan` follows what is not there: nobody finds it."""
         self.head, self.before, self.orphan = head, before, orphan
         self.stack: list[Evictable] = []
+        self.held = NOTHING
         self.free = 0  # how many may go
         self.shared = False  # prompts have gone on differently behind it
         self.pace: float | None = None
@@ -43,9 +46,9 @@ class Chain:
         untracked(self.stack)
 
 
-def _push(stack: list[Evictable], chunk: Evictable) -> None:
+def _push(stack: list[Evictable], chunk: Evictable, identity: Hashable) -> None:
     """Put a new chunk on the chain. One that holds what is in the middle does not become its end."""
-    if stack and stack[-1].identity not in (chunk.identity, chunk.before):
+    if stack and stack[-1].identity not in (chunk.before, identity):
         stack.insert(-1, chunk)
     else:
         stack.append(chunk)
@@ -58,8 +61,8 @@ class Sessions:
         """`slots` bounds what is remembered of chunks that are held, and of chains that went."""
         self._slots = max(1, slots)
         self._returns = Returns()
-        self._at: MutableMapping[Evictable, Chain] = table(slots)  # what may go
-        self._held: MutableMapping[Evictable, Chain] = table(slots)
+        self._at: MutableMapping[Evictable, Chain] = table(slots)  # what may go, and what is held
+        self._free = 0  # how many may go
         self._known: Ordered[Hashable, Chain] = order(2 * slots)  # by identity of their chunks
         self._gone: Ordered[Hashable, Chain] = order(slots)  # by the identity of their head
         self._branches: Ordered[Hashable, dict[Chain, None]] = order(slots)  # by what they follow
@@ -68,6 +71,7 @@ class Sessions:
         self._now_s, self._over = 0.0, False
         self._touched: list[Evictable] = []  # of the request that is over, its end first
         self._draining: Chain | None = None
+        self._bare = False  # nothing follows what is drained
 
     # ---- what happens --------------------------------------------------------------------------------------------
 
@@ -83,30 +87,67 @@ class Sessions:
         """See `Policy.insert`."""
         if self._touched:
             self._settle()
-        chain = self._held.pop(chunk, None)
+        chain = self._at.get(chunk)
         if chain is None:
-            if chunk not in self._at:
-                self._insert_new(chunk)
+            self._insert_new(chunk)
+        elif chunk in chain.held:
+            self._give_back(chain, [chunk], hit=hit)
+
+    def insert_all(self, chunks: Sequence[Evictable], *, hit: bool) -> None:
+        """See `BatchPolicy.insert_all`."""
+        if self._touched:
+            self._settle()
+        for chain, run in reversed([*self._runs(chunks[::-1])]):
+            if chain is None:
+                self.insert(run[0], hit=hit)
+            else:
+                self._give_back(chain, run, hit=hit)
+
+    def _give_back(self, chain: Chain, run: list[Evictable], *, hit: bool) -> None:
+        held = chain.held
+        before = len(held)
+        held.difference_update(run)
+        back = before - len(held)
+        if not back:
             return
-        self._at[chunk] = chain
+        if not held:
+            chain.held = NOTHING
         if not chain.free:
             self._queue(chain)[chain] = None
-        chain.free += 1
+        chain.free += back
+        self._free += back
         if hit:
             if chain.ended_s is not None:
                 self._use(chain)
-            if chain.stack[-1] is not chunk:  # only a prompt's end grows
-                return
-        self._know(chunk, chain)
+            run = run[-1:] if chain.stack[-1] is run[-1] else []  # only a prompt's end grows
+        for chunk in run:
+            self._know(chunk.identity, chain)
+
+    def _runs(self, chunks: Sequence[Evictable]) -> Iterator[tuple[Chain | None, list[Evictable]]]:
+        """Yield `chunks`, which follow each other, in runs that are runs of a chain; one that is unknown by itself."""
+        at, whole = 0, [*chunks]
+        while at < len(whole):
+            chain, run = self._at.get(whole[at]), whole[at : at + 1]
+            if chain is not None:
+                stack = chain.stack
+                first = 0 if stack[0] is whole[at] else stack.index(whole[at])
+                tail = stack[first : first + len(whole) - at] if first or len(stack) > len(whole) - at else stack
+                run = whole[at : at + len(tail)]
+                if run != tail:
+                    run = run[: sum(takewhile(bool, map(is_, run, tail)))]
+            yield chain, run
+            at += len(run)
 
     def _insert_new(self, chunk: Evictable) -> None:
-        chain, late = self._chain_for(chunk), self._over
-        _push(chain.stack, chunk)
-        self._know(chunk, chain)
+        identity, late = chunk.identity, self._over
+        chain = self._chain_for(identity, chunk.before)
+        _push(chain.stack, chunk, identity)
+        self._know(identity, chain)
         self._at[chunk] = chain
         if not chain.free:
             self._queue(chain)[chain] = None
         chain.free += 1
+        self._free += 1
         if late and len(chain.stack) > 1:
             return
         if chain.ended_s is not None:
@@ -114,8 +155,8 @@ class Sessions:
         if late:
             self._wait(chain)
 
-    def _know(self, chunk: Evictable, chain: Chain) -> None:
-        self._known[chunk.identity] = chain
+    def _know(self, identity: Hashable, chain: Chain) -> None:
+        self._known[identity] = chain
         if len(self._known) > 2 * self._slots:
             self._known.popitem(last=False)
 
@@ -123,20 +164,38 @@ class Sessions:
         """See `Policy.remove`."""
         if self._touched:
             self._settle()
-        chain = self._at.pop(chunk, None)
-        if chain is not None:
-            chain.free -= 1
-            if not chain.free:
-                del self._queue(chain)[chain]
-            self._held[chunk] = chain
-            if len(self._held) > self._slots:  # what was dropped meanwhile stays in it
-                for old in list(islice(self._held, 1 + min(self._slots // 8, 256))):
-                    del self._held[old]
+        chain = self._at.get(chunk)
+        if chain is not None and chunk not in chain.held:
+            self._hold(chain, [chunk])
+
+    def remove_all(self, chunks: Sequence[Evictable]) -> None:
+        """See `BatchPolicy.remove_all`."""
+        if self._touched:
+            self._settle()
+        for chain, run in self._runs(chunks):
+            if chain is not None:
+                self._hold(chain, [one for one in run if one not in chain.held] if chain.held else run)
+
+    def _hold(self, chain: Chain, run: list[Evictable]) -> None:
+        """What may go of a chain does not go from now on."""
+        if chain.held:
+            chain.held.update(run)
+        else:
+            chain.held = set(run)
+        self._less(chain, len(run))
+        if len(self._at) - self._free > self._slots:  # nobody says what was dropped: none of it comes back
+            for held in [one for one in {*self._at.values()} if one.held]:
+                for chunk in [*held.held]:
+                    self.dropped(chunk)
 
     def dropped(self, chunk: Evictable) -> None:
         """See `RememberingPolicy.dropped`. Its place in its chain goes when nothing that is there is behind it."""
-        chain = self._held.pop(chunk, None)
-        while chain is not None and chain.stack and not (chain.stack[-1] in self._at or chain.stack[-1] in self._held):
+        chain = self._at.get(chunk)
+        if chain is None or chunk not in chain.held:
+            return
+        chain.held.remove(chunk)
+        del self._at[chunk]
+        while chain.stack and self._at.get(chain.stack[-1]) is not chain:
             self._pop(chain)
 
     def refresh(self, chunk: Evictable) -> None:
@@ -145,18 +204,28 @@ class Sessions:
             self._touched.append(chunk)
             return
         chain = self._at.get(chunk)
-        if chain is not None and chain.ended_s is not None:
+        if chain is not None and chain.ended_s is not None and chunk not in chain.held:
             self._use(chain)
+
+    def refresh_all(self, chunks: Sequence[Evictable]) -> None:
+        """See `BatchPolicy.refresh_all`."""
+        if self._over:
+            self._touched += chunks
+            return
+        for chunk in chunks:
+            self.refresh(chunk)
 
     def victim(self) -> Evictable | None:
         """See `Policy.victim`."""
         if self._touched:
             self._settle()
-        while self._at:
+        while self._free:
             chain = self._draining
             if chain is None or not chain.free:
-                chain = self._worst()
-            self._draining = chain = self._end_of(chain)
+                chain = self._draining = self._end_of(self._worst())
+            elif not self._bare:
+                chain = self._draining = self._end_of(chain)
+            self._bare = True  # what follows a chain follows its end
             chunk = self._pop(chain)
             if chunk is not None:
                 return chunk
@@ -164,7 +233,7 @@ class Sessions:
 
     def __len__(self) -> int:
         """See `Policy.__len__`."""
-        return len(self._at)
+        return self._free
 
     # ---- which chain ---------------------------------------------------------------------------------------------
 
@@ -172,12 +241,15 @@ class Sessions:
         """Return the chain to evict from: of each kind the one that waits longest, or the one used last."""
         if self._orphans:
             return next(iter(self._orphans))
-        worst, least = None, (0.0, 0.0)
-        for queue in self._queues:
-            for chain in (next(iter(queue)), next(reversed(queue))) if queue else ():
-                worth = self._returns.worth(chain.kind, self._now_s - chain.used_s), chain.used_s
-                if worst is None or worth < least:
-                    worst, least = chain, worth
+        worst, least, used_s, now_s, worth = None, 0.0, 0.0, self._now_s, self._returns.worth
+        for kind, queue in enumerate(self._queues):
+            if not queue:
+                continue
+            last = next(reversed(queue))
+            for chain in (first, last) if (first := next(iter(queue))) is not last else (last,):
+                promise = worth(kind, now_s - chain.used_s)
+                if worst is None or promise < least or (promise == least and chain.used_s < used_s):
+                    worst, least, used_s = chain, promise, chain.used_s
         assert worst is not None  # noqa: S101  (whatever may go is in a chain of a queue)
         return worst
 
@@ -193,16 +265,19 @@ class Sessions:
 
     def _pop(self, chain: Chain) -> Evictable | None:
         """Take the last chunk off the chain. Return it if it may go."""
-        stack = chain.stack
+        stack, held = chain.stack, chain.held
         chunk = stack.pop()
         free = self._at.get(chunk) is chain
         if free:
             del self._at[chunk]
-            self._less(chain)
-        elif self._held.get(chunk) is chain:
-            del self._held[chunk]
-        if self._known.get(chunk.identity) is chain and not (stack and stack[-1].identity == chunk.identity):
-            del self._known[chunk.identity]
+            if held and chunk in held:
+                held.remove(chunk)
+                free = False
+            else:
+                self._less(chain, 1)
+        identity = chunk.identity
+        if self._known.get(identity) is chain and not (stack and stack[-1].identity == identity):
+            del self._known[identity]
         if not stack:
             self._forget(chain)
         return chunk if free else None
@@ -222,16 +297,16 @@ class Sessions:
     def _queue(self, chain: Chain) -> Ordered[Chain, None]:
         return self._orphans if chain.orphan else self._queues[chain.kind]
 
-    def _less(self, chain: Chain) -> None:
-        chain.free -= 1
-        if not chain.free:
+    def _less(self, chain: Chain, by: int) -> None:
+        chain.free -= by
+        self._free -= by
+        if by and not chain.free:
             del self._queue(chain)[chain]
 
     # ---- what follows what ---------------------------------------------------------------------------------------
 
-    def _chain_for(self, chunk: Evictable) -> Chain:
+    def _chain_for(self, identity: Hashable, before: Hashable) -> Chain:
         """Return the chain at whose end a new chunk belongs."""
-        identity, before = chunk.identity, chunk.before
         chain = self._known.get(identity)
         if chain is not None and chain.stack:  # else it went, and this is what a chunk of it held before it grew
             return chain  # of another cache group, or the same content once more
@@ -258,6 +333,7 @@ class Sessions:
 
     def _follow(self, chain: Chain) -> None:
         if chain.before:
+            self._bare = False
             self._branches.setdefault(chain.before, {})[chain] = None
             if len(self._branches) > self._slots:
                 self._branches.popitem(last=False)
@@ -278,10 +354,12 @@ class Sessions:
             if self._at.get(chunk) is chain:
                 self._at[chunk] = end
                 end.free += 1
-            elif self._held.get(chunk) is chain:
-                self._held[chunk] = end
             if self._known.get(chunk.identity) is chain:
                 self._known[chunk.identity] = end
+        if chain.held:
+            end.held = chain.held.intersection(rest)
+            chain.held = chain.held - end.held
+            end.free -= len(end.held)
         if end.free:
             self._queue(end)[end] = None
             chain.free -= end.free
@@ -319,7 +397,7 @@ class Sessions:
         """See `HintedPolicy.hint`."""
         if self._touched:
             self._settle()
-        chain = self._at.get(chunk) or self._held.get(chunk)
+        chain = self._at.get(chunk)
         if chain is None or chain.hint is hint:
             return
         end, demotes = chain.stack[-1].identity, hint.action is Action.DEMOTE
@@ -350,11 +428,12 @@ class Sessions:
         touched, self._touched = self._touched, []
         at = 0
         while at < len(touched) and (chain := self._at.get(touched[at])) is not None:
-            stop = at + len(chain.stack)
-            if chain.free < len(chain.stack) or touched[at:stop] != chain.stack[::-1]:
+            stack = chain.stack
+            begun = stack if stack[-1] is touched[at] else stack[: stack.index(touched[at]) + 1]
+            if chain.held or touched[at : at + len(begun)] != begun[::-1]:
                 break
             self._used_until_now(chain)
-            at = stop
+            at += len(begun)
         if at < len(touched):
             self._put_in_order(touched[at:])
 
@@ -363,14 +442,14 @@ class Sessions:
         chains: dict[Chain, dict[Evictable, None]] = {}
         for chunk in touched:
             chain = self._at.get(chunk)
-            if chain is not None:
+            if chain is not None and chunk not in chain.held:
                 chains.setdefault(chain, {})[chunk] = None
         for chain, chunks in chains.items():
             order = list(reversed(chunks))
             if len(order) < len(chain.stack):  # what is held keeps its place; behind the others what is not touched
-                free = [one for one in chain.stack if self._at.get(one) is chain]
+                free = {one: None for one in chain.stack if one not in chain.held and self._at.get(one) is chain}
                 following = iter(order + [one for one in free if one not in chunks])
-                order = [next(following, one) if self._at.get(one) is chain else one for one in chain.stack]
+                order = [next(following) if one in free else one for one in chain.stack]
             chain.stack = order
             untracked(order)
             self._used_until_now(chain)

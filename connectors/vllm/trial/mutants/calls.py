@@ -123,7 +123,7 @@ MUTANTS: dict[str, Mutant] = {
     "leased_chunk_evicted": Mutant(
         "A leased chunk may be evicted, and its slot is free at once.",
         (
-            Patch(CATALOG, "lease", "self._policy.remove(chunk)", "pass"),
+            Patch(CATALOG, "lease", "self._batches.remove_all(idle)", "pass"),
             Patch(CATALOG, "_drop", "if chunk.held:", "if chunk.writers:"),
         ),
         by="every_read_is_right",
