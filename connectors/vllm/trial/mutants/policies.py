@@ -10,7 +10,7 @@ MUTANTS: dict[str, Mutant] = {
     "a_prompt_goes_from_its_beginning": Mutant(
         "What a request had is put in order the wrong way round: its beginning is evicted before its end.",
         (
-            Patch(_SESSIONS, "_settle", "chain.stack[::-1]", "chain.stack"),
+            Patch(_SESSIONS, "_settle", "begun[::-1]", "begun"),
             Patch(_SESSIONS, "_put_in_order", "reversed(chunks)", "chunks"),
         ),
         test=f"{_TESTS}::test_a_prompt_goes_from_its_end",
