@@ -289,7 +289,7 @@ class Catalog:
         self._check_era(chunk)
         if chunk.ready or chunk.writers:
             chunk.fire(m.GROW)
-        if chunk.ready and not chunk.held:
+        if not chunk.held:
             self._policy.remove(chunk)
             self._spared.pop(chunk, None)
         piece = Piece(chunk, chunk.written, stop, key, keep, base)
