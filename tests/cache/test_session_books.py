@@ -109,6 +109,13 @@ def _consistent(policy: Sessions) -> None:
     queued = [chain for queue in (*policy._queues, policy._orphans) for chain in queue]
     assert len(queued) == len({*queued})
     assert sum(chain.free for chain in queued) == len(policy)
+    lru, learnt = policy._duel._lru, policy._duel._learnt
+    assert lru._used == sum(lru._kept.values()) <= policy._slots
+    assert learnt._used == sum(size for size, _ in learnt._kept.values()) <= policy._slots
+    assert {(chain, kind) for kind, queue in enumerate(learnt._queues) for chain in queue} == {
+        (chain, kind) for chain, (_, kind) in learnt._kept.items()
+    }
+    assert learnt._behind.keys() <= learnt._kept.keys()
     for before, branches in policy._branches.items():
         assert branches
         assert all(chain.before == before for chain in branches)

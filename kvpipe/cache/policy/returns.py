@@ -26,7 +26,9 @@ USELESS: Final = 0.05  # of what is demoted, as much may come back all the same;
 TRUST_DECAY: Final = 0.995  # a return
 PROOF_MAX: Final = 0.25  # what one return can move the trust by, which is between -50 and 50 for that
 DISTRUST: Final = -4.0
-RENEW_EVERY: Final = 8  # turns, one pace in turn
+RENEW_EVERY: Final = 8  # turns, one pace in turn; later less often
+RENEW_SHARE: Final = 256  # of all turns so far
+RENEW_MAX: Final = 64
 _EDGES_S: Final = [0.0, *(SHORTEST_S * 2 ** (at / PER_OCTAVE) for at in range(1, BINS + 1))]
 
 
@@ -69,7 +71,8 @@ class Returns:
         self._returned = [[0.0] * BINS for _ in range(KINDS)]
         self._everybody = [0.0] * BINS  # of all kinds by pace
         self._worth = [[0.0] * BINS for _ in range(KINDS)]
-        self._turns = 0
+        self._turns = self._renewed = 0
+        self._renew_at = RENEW_EVERY
         self._changed = [True] * KINDS  # since they were renewed
         self._trust = 0.0
         for kind in range(RESUMES, KINDS):
@@ -82,8 +85,10 @@ class Returns:
         self._ended[kind] += turns
         self._changed[kind] = True
         self._turns += 1
-        if self._turns % RENEW_EVERY == 0:
-            self._renew(self._turns // RENEW_EVERY % PACES)
+        if self._turns >= self._renew_at:
+            self._renew_at = self._turns + min(RENEW_MAX, RENEW_EVERY + self._turns // RENEW_SHARE)
+            self._renewed = (self._renewed + 1) % PACES
+            self._renew(self._renewed)
 
     def returned(self, kind: int, idle_s: float) -> None:
         """A chain of this kind, as it was when it began to wait, is used again."""

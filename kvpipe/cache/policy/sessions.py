@@ -14,6 +14,7 @@ from typing import Final
 from kvpipe.cache.hints import Action, Hint
 from kvpipe.cache.large import Ordered, order, table, untracked
 from kvpipe.cache.policy.base import Evictable
+from kvpipe.cache.policy.duel import Duel, least
 from kvpipe.cache.policy.returns import KINDS, LEFT, SILENT, Returns, kind_of, pace_after, said_kind
 
 CHAIN_MAX: Final = 256  # chunks: to split a chain takes no longer than a chain is long
@@ -61,6 +62,7 @@ class Sessions:
         """`slots` bounds what is remembered of chunks that are held, and of chains that went."""
         self._slots = max(1, slots)
         self._returns = Returns()
+        self._duel = Duel(self._slots, self._returns)
         self._at: MutableMapping[Evictable, Chain] = table(slots)  # what may go, and what is held
         self._free = 0  # how many may go
         self._known: Ordered[Hashable, Chain] = order(2 * slots)  # by identity of their chunks
@@ -72,6 +74,7 @@ class Sessions:
         self._touched: list[Evictable] = []  # of the request that is over, its end first
         self._draining: Chain | None = None
         self._bare = False  # nothing follows what is drained
+        self._lost = 0  # chunks that requests saved and that were gone, or of no use, before one was over
 
     # ---- what happens --------------------------------------------------------------------------------------------
 
@@ -148,8 +151,11 @@ class Sessions:
             self._queue(chain)[chain] = None
         chain.free += 1
         self._free += 1
-        if late and len(chain.stack) > 1:
-            return
+        self._lost += chain.orphan and not late
+        if late:
+            self._duel.saved(chain, len(chain.stack), self._now_s)
+            if len(chain.stack) > 1:
+                return
         if chain.ended_s is not None:
             self._use(chain)
         if late:
@@ -228,6 +234,7 @@ class Sessions:
             self._bare = True  # what follows a chain follows its end
             chunk = self._pop(chain)
             if chunk is not None:
+                self._lost += chain.ended_s is None and not chain.orphan
                 return chunk
         return None
 
@@ -238,18 +245,13 @@ class Sessions:
     # ---- which chain ---------------------------------------------------------------------------------------------
 
     def _worst(self) -> Chain:
-        """Return the chain to evict from: of each kind the one that waits longest, or the one used last."""
+        """Return the chain to evict from."""
         if self._orphans:
             return next(iter(self._orphans))
-        worst, least, used_s, now_s, worth = None, 0.0, 0.0, self._now_s, self._returns.worth
-        for kind, queue in enumerate(self._queues):
-            if not queue:
-                continue
-            last = next(reversed(queue))
-            for chain in (first, last) if (first := next(iter(queue))) is not last else (last,):
-                promise = worth(kind, now_s - chain.used_s)
-                if worst is None or promise < least or (promise == least and chain.used_s < used_s):
-                    worst, least, used_s = chain, promise, chain.used_s
+        if self._duel.learnt:
+            worst = least(self._queues, self._returns, self._now_s)
+        else:
+            worst = min((next(iter(queue)) for queue in self._queues if queue), key=lambda one: one.used_s)
         assert worst is not None  # noqa: S101  (whatever may go is in a chain of a queue)
         return worst
 
@@ -350,6 +352,8 @@ class Sessions:
         end = Chain(rest[0].identity, at, self._now_s, orphan=chain.orphan)
         end.stack, end.pace, end.paced, end.ended_s = rest, chain.pace, LEFT, self._now_s
         end.kind = SILENT + LEFT
+        if not self._duel.learnt:
+            end.used_s = chain.used_s
         for chunk in rest:
             if self._at.get(chunk) is chain:
                 self._at[chunk] = end
@@ -365,6 +369,7 @@ class Sessions:
             chain.free -= end.free
             if not chain.free:
                 del self._queue(chain)[chain]
+        self._duel.split(chain, len(chain.stack), end, len(rest))
         self._returns.ended(LEFT)
         self._returns.ended(end.kind)
         self._follow(end)
@@ -400,6 +405,7 @@ class Sessions:
         chain = self._at.get(chunk)
         if chain is None or chain.hint is hint:
             return
+        self._duel.told()
         end, demotes = chain.stack[-1].identity, hint.action is Action.DEMOTE
         branches = self._branches.get(end, ())
         own = chunk.identity == end and all(one.hint is hint for one in branches) and not (demotes and chain.shared)
@@ -426,19 +432,27 @@ class Sessions:
     def _settle(self) -> None:
         """A request is over: its chains wait from now on."""
         touched, self._touched = self._touched, []
-        at = 0
+        at, prompt = 0, list[tuple[Chain, int]]()
         while at < len(touched) and (chain := self._at.get(touched[at])) is not None:
             stack = chain.stack
             begun = stack if stack[-1] is touched[at] else stack[: stack.index(touched[at]) + 1]
             if chain.held or touched[at : at + len(begun)] != begun[::-1]:
                 break
             self._used_until_now(chain)
+            prompt.append((chain, len(begun)))
             at += len(begun)
         if at < len(touched):
-            self._put_in_order(touched[at:])
+            prompt += self._put_in_order(touched[at:])
+        if prompt and self._lost:
+            prompt[0] = prompt[0][0], prompt[0][1] + self._lost
+        self._lost = 0
+        self._duel.used(prompt[::-1], self._now_s)
 
-    def _put_in_order(self, touched: list[Evictable]) -> None:
-        """The order of a chain's chunks is that in which the request had them, the last one first."""
+    def _put_in_order(self, touched: list[Evictable]) -> list[tuple[Chain, int]]:
+        """The order of a chain's chunks is that in which the request had them, the last one first.
+
+        Returns which chains there are, and how many chunks of each.
+        """
         chains: dict[Chain, dict[Evictable, None]] = {}
         for chunk in touched:
             chain = self._at.get(chunk)
@@ -453,6 +467,7 @@ class Sessions:
             chain.stack = order
             untracked(order)
             self._used_until_now(chain)
+        return [(chain, len(chunks)) for chain, chunks in chains.items()]
 
     def _used_until_now(self, chain: Chain) -> None:
         if chain.ended_s is not None:

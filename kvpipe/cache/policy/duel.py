@@ -1,0 +1,176 @@
+"""Whether what was learnt evicts better than LRU: by what each of them would have held of the requests so far.
+
+Both are followed in the mind: of each chain, how many of its chunks there would be. That costs a request as many steps
+as it has chains. LRU evicts as long as nothing else is proven to hit more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, MutableMapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Final
+
+from kvpipe.cache.large import Ordered, order, table
+from kvpipe.cache.policy.returns import KINDS, Returns
+
+if TYPE_CHECKING:
+    from kvpipe.cache.policy.sessions import Chain
+
+BEGINS: Final = ((2.0, 0.005), (1.0, 0.01), (0.5, 0.05))
+"""How far it has to be ahead: standard deviations of what the hits of both differ by, and a share of LRU's hits."""
+ENDS: Final = ((0.5, 0.002),)
+DECAY: Final = 1 - 1 / 8192  # a request
+DEPTH_MAX: Final = 64  # chains that follow each other and are evicted from their end
+
+
+def least(queues: Iterable[Ordered[Chain, None]], returns: Returns, now_s: float) -> Chain | None:
+    """Return the chain that promises least: of each kind the one that waits longest, or the one used last."""
+    worst, worth, used_s = None, 0.0, 0.0
+    for queue in queues:
+        if queue:
+            first, last = next(iter(queue)), next(reversed(queue))
+            for chain in (first, last) if first is not last else (first,):
+                promise = returns.worth(chain.kind, now_s - chain.used_s)
+                if worst is None or promise < worth or (promise == worth and chain.used_s < used_s):
+                    worst, worth, used_s = chain, promise, chain.used_s
+    return worst
+
+
+class _Lru:
+    """What would be held if the least recently used had always gone."""
+
+    def __init__(self, slots: int) -> None:
+        self._slots, self._used = slots, 0
+        self._kept: Ordered[Chain, int] = order(slots)
+
+    def kept(self, chain: Chain) -> int:
+        return self._kept.get(chain, 0)  # type: ignore[no-any-return]
+
+    def put(self, chain: Chain, size: int) -> None:
+        """So many chunks of it are there, and used now."""
+        self._used += size - self._kept.pop(chain, 0)
+        self._kept[chain] = size
+
+    def fit(self, now_s: float) -> None:
+        """Evict until the pool is full."""
+        del now_s
+        while self._used > self._slots:
+            chain = next(iter(self._kept))
+            size = self._kept[chain]
+            gone = min(size, self._used - self._slots)
+            self._used -= gone
+            if gone == size:
+                del self._kept[chain]
+            else:
+                self._kept[chain] = size - gone
+
+
+class _Learnt:
+    """What would be held if what promises least had always gone."""
+
+    def __init__(self, slots: int, returns: Returns) -> None:
+        self._slots, self._returns, self._used = slots, returns, 0
+        self._kept: MutableMapping[Chain, tuple[int, int]] = table(slots)  # how many, and the kind
+        self._queues: tuple[Ordered[Chain, None], ...] = tuple(order(slots) for _ in range(KINDS))
+        self._behind: MutableMapping[Chain, Chain] = table(slots)  # as the last request had them
+
+    def kept(self, chain: Chain) -> int:
+        return self._kept.get(chain, (0, 0))[0]
+
+    def put(self, chain: Chain, size: int) -> None:
+        """So many chunks of it are there, and used now."""
+        before, kind = self._kept.get(chain, (0, chain.kind))
+        if before:
+            del self._queues[kind][chain]
+        self._used += size - before
+        self._kept[chain] = size, chain.kind
+        self._queues[chain.kind][chain] = None
+
+    def follow(self, chains: Sequence[Chain]) -> None:
+        """These are the chains of one prompt, its beginning first."""
+        for chain, following in pairwise(chains):
+            self._behind[chain] = following
+
+    def fit(self, now_s: float) -> None:
+        """Evict until the pool is full."""
+        while self._used > self._slots:
+            chain = least(self._queues, self._returns, now_s)
+            assert chain is not None  # noqa: S101  (what is used is in a queue)
+            for _ in range(DEPTH_MAX):
+                following = self._behind.get(chain)
+                if following is None or following not in self._kept:
+                    break
+                chain = following
+            size, kind = self._kept[chain]
+            gone = min(size, self._used - self._slots)
+            self._used -= gone
+            if gone < size:
+                self._kept[chain] = size - gone, kind
+                continue
+            del self._kept[chain], self._queues[kind][chain]
+            self._behind.pop(chain, None)
+
+
+class Duel:
+    """Says who evicts."""
+
+    def __init__(self, slots: int, returns: Returns) -> None:
+        """`slots`: of the pool. LRU does, to begin with."""
+        self.learnt = False
+        """Whether what was learnt says what goes."""
+        self._lru, self._learnt = _Lru(slots), _Learnt(slots, returns)
+        self._ahead = self._squares = self._hits = 0.0
+        self._told = False
+
+    def used(self, prompt: Sequence[tuple[Chain, int]], now_s: float) -> None:
+        """A request is over. `prompt`: its chains, its beginning first, and how many chunks of each it had."""
+        self._count(_hits(self._lru, prompt), _hits(self._learnt, prompt))
+        for shadow in (self._lru, self._learnt):
+            for chain, size in reversed(prompt):  # what is used last goes last: ends before beginnings
+                shadow.put(chain, max(size, min(shadow.kept(chain), len(chain.stack))))
+        if len(prompt) > 1:
+            self._learnt.follow([chain for chain, _ in prompt])
+        for shadow in (self._lru, self._learnt):
+            shadow.fit(now_s)
+
+    def saved(self, chain: Chain, size: int, now_s: float) -> None:
+        """Of a request that is over, a save has landed: the chain has `size` chunks."""
+        for shadow in (self._lru, self._learnt):
+            shadow.put(chain, max(size, shadow.kept(chain)))
+            shadow.fit(now_s)
+
+    def split(self, chain: Chain, size: int, rest: Chain, rest_size: int) -> None:
+        """What was behind the first `size` chunks of a chain is another one."""
+        for shadow in (self._lru, self._learnt):
+            behind = min(shadow.kept(chain) - size, rest_size)
+            if behind > 0:
+                shadow.put(chain, size)
+                shadow.put(rest, behind)
+
+    def told(self) -> None:
+        """A client has said what comes: that is not left unheard."""
+        self._told = self.learnt = True
+
+    def _count(self, lru: int, learnt: int) -> None:
+        ahead = learnt - lru
+        self._ahead = DECAY * self._ahead + ahead
+        self._squares = DECAY * self._squares + ahead * ahead
+        self._hits = DECAY * self._hits + lru
+        sigma = math.sqrt(self._squares)
+        proven = any(
+            self._ahead > max(sigmas * sigma, share * self._hits) for sigmas, share in (ENDS if self.learnt else BEGINS)
+        )
+        self.learnt = self._told or proven
+
+
+def _hits(shadow: _Lru | _Learnt, prompt: Sequence[tuple[Chain, int]]) -> int:
+    """Return how many of a prompt's chunks would have been there, from its beginning on."""
+    hits = whole = 0
+    for chain, size in prompt:
+        kept = shadow.kept(chain)  # more than `size`: where a chain's end was lost, what follows it counts as its own
+        whole += size
+        hits += kept
+        if hits < whole:
+            return hits
+    return whole

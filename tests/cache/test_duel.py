@@ -1,0 +1,105 @@
+"""Who evicts: LRU, until what was learnt is proven to hit more."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpipe.cache.hints import Action, Hint
+from kvpipe.cache.policy import Lru, Policy, Sessions
+from kvpipe.cache.policy.duel import Duel
+from kvpipe.cache.policy.returns import Returns
+from kvpipe.cache.policy.sessions import Chain
+from kvpipe.testing.policy_conformance import Item
+
+SLOTS = 40
+
+
+def _chain(name: str) -> Chain:
+    return Chain(name, "", 0.0, orphan=False)
+
+
+def _hits(policy: Policy, prompts: list[tuple[float, str, int]], slots: int = SLOTS) -> list[int]:
+    """Return how many chunks of each prompt were held: (seconds, session, chunks)."""
+    held, out = dict[str, Item](), list[int]()
+    for at_s, session, size in prompts:
+        names = [f"{session}{at}" for at in range(size)]
+        out.append(next((at for at, name in enumerate(names) if name not in held), size))
+        if isinstance(policy, Sessions):
+            policy.request(at_s, over=False)
+        for name, before in zip(names, ["", *names], strict=False):
+            if name not in held:
+                if len(held) == slots:
+                    gone = policy.victim()
+                    assert isinstance(gone, Item)
+                    del held[gone.identity]
+                held[name] = Item(name, before)
+                policy.insert(held[name], hit=False)
+        if isinstance(policy, Sessions):
+            policy.request(at_s, over=True)
+        for name in reversed(names):
+            if name in held:
+                policy.refresh(held[name])
+    return out
+
+
+def test_where_all_are_alike_it_is_lru() -> None:
+    """Sessions that pause equally long, and others that come once: what is hit is what LRU hits, prompt by prompt."""
+    prompts = [(turn * 7.0, f"{turn % 3}/" if turn % 4 else f"once {turn}/", 8) for turn in range(300)]
+    policy = Sessions(SLOTS)
+    assert _hits(policy, prompts) == _hits(Lru(), prompts)
+    assert not policy._duel.learnt
+
+
+def test_what_is_proven_evicts() -> None:
+    """A long prompt that comes once flushes a session before each of its turns, as long as LRU evicts."""
+    prompts = [(turn * 5.0, "goes on/" if turn % 2 else f"once {turn}/", 20 if turn % 2 else 30) for turn in range(200)]
+    policy = Sessions(SLOTS)
+    assert sum(_hits(policy, prompts)) > 1.8 * sum(_hits(Lru(), prompts))
+    assert policy._duel.learnt
+
+
+def test_it_takes_a_lead_that_is_no_luck_and_no_trifle() -> None:
+    """One hit is luck, some thousandths are a trifle; a lead that is lost again ends it."""
+    duel = Duel(SLOTS, Returns())
+    duel._count(1000, 1030)
+    assert not duel.learnt
+    for _ in range(8):
+        duel._count(10_000, 10_030)
+    assert not duel.learnt
+    for _ in range(8):
+        duel._count(1000, 1200)
+    assert duel.learnt
+    for _ in range(8):
+        duel._count(1200, 1000)
+    assert not duel.learnt
+
+
+def test_what_a_client_says_is_heard_at_once() -> None:
+    """It is not proven, nor is LRU any better: nobody said anything to it."""
+    policy, item = Sessions(SLOTS), Item("a")
+    policy.insert(item, hit=False)
+    policy.hint(item, Hint(Action.DEMOTE))
+    policy._duel._count(1000, 0)
+    assert policy._duel.learnt
+
+
+def test_what_follows_what_is_lost_is_lost() -> None:
+    """Of a prompt's chains those count that follow what would be there."""
+    duel, begins, ends, other = Duel(10, Returns()), _chain("a"), _chain("b"), _chain("c")
+    duel.used([(begins, 6), (ends, 4)], 1.0)
+    duel.used([(other, 6)], 2.0)
+    assert [duel._lru.kept(chain) for chain in (begins, ends, other)] == [4, 0, 6]
+    counted = list[tuple[int, int]]()
+    duel._count = lambda lru, learnt: counted.append((lru, learnt))  # type: ignore[method-assign]
+    duel.used([(begins, 6), (ends, 4)], 3.0)
+    assert counted[0][0] == 4
+
+
+@pytest.mark.parametrize("size", [3, 6])
+def test_a_chain_that_is_split_is_two(size: int) -> None:
+    """What was behind the place is the other one's, as far as it would be there."""
+    duel, chain, rest = Duel(10, Returns()), _chain("a"), _chain("b")
+    duel.saved(chain, 5, 1.0)
+    duel.split(chain, size, rest, 3)
+    for shadow in (duel._lru, duel._learnt):
+        assert [shadow.kept(one) for one in (chain, rest)] == ([3, 2] if size == 3 else [5, 0])
