@@ -61,17 +61,16 @@ def test_what_is_proven_evicts() -> None:
 def test_it_takes_a_lead_that_is_no_luck_and_no_trifle() -> None:
     """One hit is luck, some thousandths are a trifle; a lead that is lost again ends it."""
     duel = Duel(SLOTS, Returns())
-    duel._count(1000, 1030)
-    assert not duel.learnt
-    for _ in range(8):
-        duel._count(10_000, 10_030)
-    assert not duel.learnt
-    for _ in range(8):
-        duel._count(1000, 1200)
-    assert duel.learnt
-    for _ in range(8):
-        duel._count(1200, 1000)
-    assert not duel.learnt
+
+    def after(prompts: int, lru: int, learnt: int) -> bool:
+        for _ in range(prompts):
+            duel._count(lru, learnt)
+        return duel.learnt
+
+    assert not after(1, 1000, 1030)
+    assert not after(8, 10_000, 10_030)
+    assert after(8, 1000, 1200)
+    assert not after(8, 1200, 1000)
 
 
 def test_what_a_client_says_is_heard_at_once() -> None:

@@ -45,7 +45,7 @@ class _Lru:
         self._kept: Ordered[Chain, int] = order(slots)
 
     def kept(self, chain: Chain) -> int:
-        return self._kept.get(chain, 0)  # type: ignore[no-any-return]
+        return self._kept.get(chain, 0)
 
     def put(self, chain: Chain, size: int) -> None:
         """So many chunks of it are there, and used now."""
