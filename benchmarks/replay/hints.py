@@ -16,7 +16,9 @@ ADVERSARIAL: Final = "adversarial"
 """The contrary: the pause is turned round at a minute, and what is not used again is said to come in a second."""
 TURNED: Final = "turned"
 """The first half of all prompts are hinted at right, the others to the contrary."""
-MODELS: Final = (NONE, RESUME, ADVERSARIAL, TURNED)
+CONSTANT: Final = "constant"
+"""Each prompt is said to be resumed in a second."""
+MODELS: Final = (NONE, RESUME, ADVERSARIAL, TURNED, CONSTANT)
 _MINUTE_S: Final = 60.0
 
 
@@ -35,6 +37,9 @@ def hints(workload: Workload, model: str, sigma: float, seed: int = 0) -> list[H
     draw, out = random.Random(seed), list[Hint | None]()
     for number, (prompt, at_s) in enumerate(zip(workload.prompts, resumes(workload), strict=True)):
         wrong = math.exp(draw.gauss(0, sigma))
+        if model == CONSTANT:
+            out.append(Hint(Action.RESUME, prompt.at_s + 1.0))
+            continue
         turned = model == ADVERSARIAL or (model == TURNED and number >= len(workload.prompts) // 2)
         if model == NONE or (at_s is None and not turned):
             out.append(None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from kvpipe.cache.hints import Action, Hint
@@ -18,8 +20,8 @@ def _chain(name: str) -> Chain:
     return Chain(name, "", 0.0, orphan=False)
 
 
-def _hits(policy: Policy, prompts: list[tuple[float, str, int]], slots: int = SLOTS) -> list[int]:
-    """Return how many chunks of each prompt were held: (seconds, session, chunks)."""
+def _hits(policy: Policy, prompts: list[tuple[float, str, int]], slots: int = SLOTS, lie_s: float = 0.0) -> list[int]:
+    """Return how many chunks of each prompt were held: (seconds, session, chunks). All are said to go on in `lie_s`."""
     held, out = dict[str, Item](), list[int]()
     for at_s, session, size in prompts:
         names = [f"{session}{at}" for at in range(size)]
@@ -39,7 +41,15 @@ def _hits(policy: Policy, prompts: list[tuple[float, str, int]], slots: int = SL
         for name in reversed(names):
             if name in held:
                 policy.refresh(held[name])
+        if lie_s and isinstance(policy, Sessions):
+            _say(policy, [held[name] for name in reversed(names) if name in held], at_s + lie_s)
     return out
+
+
+def _say(policy: Sessions, items: list[Item], at_s: float) -> None:
+    hint = Hint(Action.RESUME, at_s)
+    for item in items:
+        policy.hint(item, hint)
 
 
 def test_where_all_are_alike_it_is_lru() -> None:
@@ -73,13 +83,46 @@ def test_it_takes_a_lead_that_is_no_luck_and_no_trifle() -> None:
     assert not after(8, 1200, 1000)
 
 
-def test_what_a_client_says_is_heard_at_once() -> None:
-    """It is not proven, nor is LRU any better: nobody said anything to it."""
+def test_what_a_client_says_is_heard_until_lru_is_better() -> None:
+    """It is believed to begin with. Once that has cost too much, it has to be proven, as all else."""
     policy, item = Sessions(SLOTS), Item("a")
+
+    def learnt() -> bool:
+        return policy._duel.learnt
+
+    policy._duel._count(1000, 1000)
     policy.insert(item, hit=False)
+    policy.request(1.0, over=True)
+    policy.refresh(item)
+    policy.request(2.0, over=False)
     policy.hint(item, Hint(Action.DEMOTE))
-    policy._duel._count(1000, 0)
-    assert policy._duel.learnt
+    assert learnt()
+    chain = policy._at[item]
+    assert policy._duel._learnt._kept[chain] == (1, chain.kind)  # both sides know of it
+    policy._duel._count(1000, 999)
+    assert learnt()
+    for _ in range(8):
+        policy._duel._count(1000, 900)
+    assert not learnt()
+    policy._duel.told(chain)
+    assert not learnt()
+    for _ in range(20):
+        policy._duel._count(1000, 1200)
+    assert learnt()
+
+
+def test_lies_cost_less_than_a_hundredth() -> None:
+    """Every prompt is said to go on in a second; a hundred sessions pause for what they please."""
+    draw, prompts = random.Random(0), list[tuple[float, str, int]]()
+    for session in range(100):
+        at_s, size = draw.uniform(0, 3000), draw.randint(3, 10)
+        for _ in range(10):
+            prompts.append((at_s, f"{session}/", size))
+            at_s += draw.lognormvariate(3, 1.2)
+            size += draw.randint(0, 2)
+    prompts.sort()
+    least = sum(_hits(Lru(), prompts, 100)) - sum(size for _, _, size in prompts) // 100
+    assert sum(_hits(Sessions(100), prompts, 100, 1.0)) > least
 
 
 def test_what_follows_what_is_lost_is_lost() -> None:

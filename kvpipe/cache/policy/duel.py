@@ -1,7 +1,8 @@
 """Whether what was learnt evicts better than LRU: by what each of them would have held of the requests so far.
 
 Both are followed in the mind: of each chain, how many of its chunks there would be. That costs a request as many steps
-as it has chains. LRU evicts as long as nothing else is proven to hit more.
+as it has chains. LRU evicts as long as nothing else is proven to hit more. What clients say is believed to begin with,
+until LRU is proven to hit more.
 """
 
 from __future__ import annotations
@@ -87,6 +88,12 @@ class _Learnt:
         self._kept[chain] = size, chain.kind
         self._queues[chain.kind][chain] = None
 
+    def become(self, chain: Chain) -> None:
+        """A client has said what comes: the chain is of another kind from now on."""
+        size = self.kept(chain)
+        if size:
+            self.put(chain, size)
+
     def follow(self, chains: Sequence[Chain]) -> None:
         """These are the chains of one prompt, its beginning first."""
         for chain, following in pairwise(chains):
@@ -121,7 +128,7 @@ class Duel:
         """Whether what was learnt says what goes."""
         self._lru, self._learnt = _Lru(slots), _Learnt(slots, returns)
         self._ahead = self._squares = self._hits = 0.0
-        self._told = False
+        self._told = self._believed = False
 
     def used(self, prompt: Sequence[tuple[Chain, int]], now_s: float) -> None:
         """A request is over. `prompt`: its chains, its beginning first, and how many chunks of each it had."""
@@ -148,9 +155,11 @@ class Duel:
                 shadow.put(chain, size)
                 shadow.put(rest, behind)
 
-    def told(self) -> None:
-        """A client has said what comes: that is not left unheard."""
-        self._told = self.learnt = True
+    def told(self, chain: Chain) -> None:
+        """A client has said what comes of a chain. The first time that lets what was learnt evict."""
+        if not self._told:
+            self._told = self._believed = self.learnt = True
+        self._learnt.become(chain)
 
     def _count(self, lru: int, learnt: int) -> None:
         ahead = learnt - lru
@@ -158,10 +167,13 @@ class Duel:
         self._squares = DECAY * self._squares + ahead * ahead
         self._hits = DECAY * self._hits + lru
         sigma = math.sqrt(self._squares)
-        proven = any(
-            self._ahead > max(sigmas * sigma, share * self._hits) for sigmas, share in (ENDS if self.learnt else BEGINS)
-        )
-        self.learnt = self._told or proven
+
+        def leads(by: float, levels: Iterable[tuple[float, float]]) -> bool:
+            return any(by > max(sigmas * sigma, share * self._hits) for sigmas, share in levels)
+
+        if self._believed:
+            self._believed = not (leads(self._ahead, BEGINS) or leads(-self._ahead, BEGINS))
+        self.learnt = self._believed or leads(self._ahead, ENDS if self.learnt else BEGINS)
 
 
 def _hits(shadow: _Lru | _Learnt, prompt: Sequence[tuple[Chain, int]]) -> int:

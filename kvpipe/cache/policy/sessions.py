@@ -405,7 +405,6 @@ class Sessions:
         chain = self._at.get(chunk)
         if chain is None or chain.hint is hint:
             return
-        self._duel.told()
         end, demotes = chain.stack[-1].identity, hint.action is Action.DEMOTE
         branches = self._branches.get(end, ())
         own = chunk.identity == end and all(one.hint is hint for one in branches) and not (demotes and chain.shared)
@@ -428,6 +427,7 @@ class Sessions:
         chain.said, chain.hinted_s = said_kind(hint.action, hint.at_s - self._now_s), self._now_s
         returns.ended(chain.said)
         self._become(chain, chain.said if returns.trusts else chain.paced)
+        self._duel.told(chain)
 
     def _settle(self) -> None:
         """A request is over: its chains wait from now on."""
