@@ -17,8 +17,8 @@ import msgspec
 from kvpipe.cache.hints import Hint
 from kvpipe.cache.large import Ordered, by_key, order, untracked
 from kvpipe.cache.miss_reasons import EVICTED, RESET, TORN, Lost
-from kvpipe.cache.policy.base import BatchPolicy, Policy, RememberingPolicy, SessionPolicy
-from kvpipe.cache.policy.batches import OneByOne
+from kvpipe.cache.policy.base import Policy, RememberingPolicy, SessionPolicy
+from kvpipe.cache.policy.batches import batches
 from kvpipe.cache.policy.guard import takes_hints
 from kvpipe.cache.tenants import ANYBODY, Tenant, Tenants
 from kvpipe.statemachine import chunk as m
@@ -108,7 +108,7 @@ class Catalog:
         """The first `ready` of the slots are free, by default all: the others are not used yet. `clock`: in seconds."""
         self.slots, self._policy, self.counters = slots, policy, counters
         self._clock = clock or (lambda: time.monotonic())  # noqa: PLW0108  (as `time` is when it is asked)
-        self._batches: BatchPolicy | OneByOne = policy if isinstance(policy, BatchPolicy) else OneByOne(policy)
+        self._batches = batches(policy)
         self._request = policy.request if isinstance(policy, SessionPolicy) else None
         self._hint = policy.hint if takes_hints(policy) else None
         self._dropped = policy.dropped if isinstance(policy, RememberingPolicy) else None

@@ -94,6 +94,45 @@ def test_a_requests_chunks_at_once_are_as_one_by_one() -> None:
         _consistent(other)
 
 
+def test_a_new_chunk_among_others_splits_their_chain() -> None:
+    """Another group's chunk follows what is in the middle of a chain, and comes back with it: all may go then."""
+    policy, chain = Sessions(SLOTS), [Item("a"), Item("b", "a"), Item("c", "b")]
+    for item in chain:
+        policy.insert(item, hit=False)
+    policy.remove_all(chain)
+    policy.insert_all([Item("y", "b"), *chain[::-1]], hit=True)
+    _consistent(policy)
+    assert len(policy) == 4
+
+
+def test_what_was_dropped_is_not_held() -> None:
+    """Its place in the chain is still there when the others are read."""
+    policy, chain = Sessions(SLOTS), [Item("a"), Item("b", "a"), Item("c", "b")]
+    for item in chain:
+        policy.insert(item, hit=False)
+    policy.remove(chain[1])
+    policy.dropped(chain[1])
+    policy.remove_all(chain)
+    _consistent(policy)
+    assert len(policy) == 0
+
+
+def test_a_chain_has_few_places_of_what_is_gone() -> None:
+    """What is in the middle is evicted by an operator and saved again, again and again."""
+    policy, chain = Sessions(SLOTS), [Item("a"), Item("b", "a"), Item("c", "b")]
+    for item in chain:
+        policy.insert(item, hit=False)
+    middle = chain[1]
+    for _ in range(100):
+        policy.remove(middle)
+        policy.dropped(middle)
+        middle = Item("b", "a")
+        policy.insert(middle, hit=False)
+        _consistent(policy)
+    assert len(policy._at[middle].stack) < 20
+    assert [policy.victim(), policy.victim(), policy.victim()].count(None) == 0
+
+
 def _consistent(policy: Sessions) -> None:
     """Its books agree with each other."""
     chains = {*policy._at.values(), *policy._known.values()}

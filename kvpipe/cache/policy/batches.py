@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvpipe.cache.policy.base import Evictable, Policy
+from kvpipe.cache.policy.base import BatchPolicy, Evictable, Policy
 
 
 class OneByOne:
@@ -28,3 +28,8 @@ class OneByOne:
         """See `BatchPolicy.refresh_all`."""
         for chunk in chunks:
             self._policy.refresh(chunk)
+
+
+def batches(policy: Policy) -> BatchPolicy | OneByOne:
+    """Return `policy` if it takes a request's chunks at once, else what hands them on one by one."""
+    return policy if isinstance(policy, BatchPolicy) else OneByOne(policy)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeGuard
 
 from kvpipe.cache.hints import Hint
 from kvpipe.cache.policy.base import Evictable, HintedPolicy, Policy, RememberingPolicy, SessionPolicy
+from kvpipe.cache.policy.batches import batches
 from kvpipe.cache.policy.lru import Lru
 
 
@@ -42,6 +43,24 @@ class GuardedPolicy(Lru):
         """See `Policy.refresh`."""
         super().refresh(chunk)
         self._ask(lambda policy: policy.refresh(chunk))
+
+    def insert_all(self, chunks: Sequence[Evictable], *, hit: bool) -> None:
+        """See `BatchPolicy.insert_all`."""
+        for chunk in chunks:
+            super().insert(chunk, hit=hit)
+        self._ask(lambda policy: batches(policy).insert_all(chunks, hit=hit))
+
+    def remove_all(self, chunks: Sequence[Evictable]) -> None:
+        """See `BatchPolicy.remove_all`."""
+        for chunk in chunks:
+            super().remove(chunk)
+        self._ask(lambda policy: batches(policy).remove_all(chunks))
+
+    def refresh_all(self, chunks: Sequence[Evictable]) -> None:
+        """See `BatchPolicy.refresh_all`."""
+        for chunk in chunks:
+            super().refresh(chunk)
+        self._ask(lambda policy: batches(policy).refresh_all(chunks))
 
     def hint(self, chunk: Evictable, hint: Hint) -> None:
         """See `HintedPolicy.hint`."""

@@ -6,9 +6,7 @@ and after what follows it. Which one goes, `returns.py` says, from how long chai
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, MutableMapping, Sequence
-from itertools import takewhile
-from operator import is_
+from collections.abc import Hashable, Iterable, MutableMapping, Sequence
 from typing import Final
 
 from kvpipe.cache.hints import Action, Hint
@@ -100,11 +98,13 @@ class Sessions:
         """See `BatchPolicy.insert_all`."""
         if self._touched:
             self._settle()
-        for chain, run in reversed([*self._runs(chunks[::-1])]):
-            if chain is None:
-                self.insert(run[0], hit=hit)
-            else:
-                self._give_back(chain, run, hit=hit)
+        runs = self._by_chain(reversed(chunks))
+        if sum(map(len, runs.values())) < len(chunks):  # a new one may split chains
+            for chunk in chunks:
+                self.insert(chunk, hit=hit)
+            return
+        for chain in reversed([*runs]):
+            self._give_back(chain, runs[chain], hit=hit)
 
     def _give_back(self, chain: Chain, run: list[Evictable], *, hit: bool) -> None:
         held = chain.held
@@ -122,24 +122,19 @@ class Sessions:
         if hit:
             if chain.ended_s is not None:
                 self._use(chain)
-            run = run[-1:] if chain.stack[-1] is run[-1] else []  # only a prompt's end grows
+            end = chain.stack[-1]
+            run = [end] if end in run else []  # only a prompt's end grows
         for chunk in run:
             self._know(chunk.identity, chain)
 
-    def _runs(self, chunks: Sequence[Evictable]) -> Iterator[tuple[Chain | None, list[Evictable]]]:
-        """Yield `chunks`, which follow each other, in runs that are runs of a chain; one that is unknown by itself."""
-        at, whole = 0, [*chunks]
-        while at < len(whole):
-            chain, run = self._at.get(whole[at]), whole[at : at + 1]
+    def _by_chain(self, chunks: Iterable[Evictable]) -> dict[Chain, list[Evictable]]:
+        """Return those of `chunks` that are known, by their chains, each as they come."""
+        runs: dict[Chain, list[Evictable]] = {}
+        for chunk in chunks:
+            chain = self._at.get(chunk)
             if chain is not None:
-                stack = chain.stack
-                first = 0 if stack[0] is whole[at] else stack.index(whole[at])
-                tail = stack[first : first + len(whole) - at] if first or len(stack) > len(whole) - at else stack
-                run = whole[at : at + len(tail)]
-                if run != tail:
-                    run = run[: sum(takewhile(bool, map(is_, run, tail)))]
-            yield chain, run
-            at += len(run)
+                runs.setdefault(chain, []).append(chunk)
+        return runs
 
     def _insert_new(self, chunk: Evictable) -> None:
         identity, late = chunk.identity, self._over
@@ -178,9 +173,8 @@ class Sessions:
         """See `BatchPolicy.remove_all`."""
         if self._touched:
             self._settle()
-        for chain, run in self._runs(chunks):
-            if chain is not None:
-                self._hold(chain, [one for one in run if one not in chain.held] if chain.held else run)
+        for chain, run in self._by_chain(chunks).items():
+            self._hold(chain, [one for one in run if one not in chain.held] if chain.held else run)
 
     def _hold(self, chain: Chain, run: list[Evictable]) -> None:
         """What may go of a chain does not go from now on."""
@@ -190,9 +184,8 @@ class Sessions:
             chain.held = set(run)
         self._less(chain, len(run))
         if len(self._at) - self._free > self._slots:  # nobody says what was dropped: none of it comes back
-            for held in [one for one in {*self._at.values()} if one.held]:
-                for chunk in [*held.held]:
-                    self.dropped(chunk)
+            for chunk in [one for one, its in self._at.items() if one in its.held]:
+                self.dropped(chunk)
 
     def dropped(self, chunk: Evictable) -> None:
         """See `RememberingPolicy.dropped`. Its place in its chain goes when nothing that is there is behind it."""
@@ -203,6 +196,9 @@ class Sessions:
         del self._at[chunk]
         while chain.stack and self._at.get(chain.stack[-1]) is not chain:
             self._pop(chain)
+        if len(chain.stack) > 2 * (chain.free + len(chain.held)) + 8:  # as many places are of what is gone
+            chain.stack = [one for one in chain.stack if self._at.get(one) is chain]
+            untracked(chain.stack)
 
     def refresh(self, chunk: Evictable) -> None:
         """See `Policy.refresh`."""
@@ -443,6 +439,7 @@ class Sessions:
             at += len(begun)
         if at < len(touched):
             prompt += self._put_in_order(touched[at:])
+        prompt = [(chain, size) for chain, size in prompt if not chain.orphan]  # of those, what was lost is counted
         if prompt and self._lost:
             prompt[0] = prompt[0][0], prompt[0][1] + self._lost
         self._lost = 0
