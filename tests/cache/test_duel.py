@@ -145,3 +145,25 @@ def test_a_chain_that_is_split_is_two(size: int) -> None:
     duel.split(chain, size, rest, 3)
     for shadow in (duel._lru, duel._learnt):
         assert [shadow.kept(one) for one in (chain, rest)] == ([3, 2] if size == 3 else [5, 0])
+
+
+def test_what_a_prompt_loses_of_itself_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is less room than conversations need: LRU is followed as it would have been, also while it does not evict."""
+    draw, at_s, sizes, prompts = random.Random(1), 0.0, dict[int, int](), list[tuple[float, str, int]]()
+    for _ in range(2000):
+        at_s, session = at_s + draw.expovariate(0.2), draw.randrange(25)
+        sizes[session] = sizes.get(session, 0) + draw.randrange(1, 6)
+        if sizes[session] > SLOTS:
+            sizes[session] = 1
+        prompts.append((at_s, f"{session}/", sizes[session]))
+    followed = 0
+
+    def count(duel: Duel, lru: int, learnt: int) -> None:
+        nonlocal followed
+        del learnt
+        followed += lru
+        duel.learnt = True
+
+    monkeypatch.setattr(Duel, "_count", count)
+    _hits(Sessions(60), prompts, 60)
+    assert followed == pytest.approx(sum(_hits(Lru(), prompts, 60)), rel=0.1)

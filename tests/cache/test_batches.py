@@ -1,0 +1,57 @@
+"""A request's chunks are handed to a policy at once, also to one that is guarded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvpipe.cache.catalog import Catalog, Chunk, Owner
+from kvpipe.cache.policy import Lru
+from kvpipe.cache.policy.base import Evictable
+from kvpipe.cache.policy.guard import GuardedPolicy
+from kvpipe.trace.log import Counters
+
+
+class _Batched(Lru):
+    """Hears of a request's chunks at once, and errs over those that come back."""
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        super().__init__()
+        self.heard: list[tuple[str, int]] = []
+
+    def insert_all(self, chunks: Sequence[Evictable], *, hit: bool) -> None:
+        """Note it, and fail half-way."""
+        self.heard.append(("insert", len(chunks)))
+        self.insert(chunks[0], hit=hit)
+        raise ValueError
+
+    def remove_all(self, chunks: Sequence[Evictable]) -> None:
+        """Note it."""
+        self.heard.append(("remove", len(chunks)))
+        for chunk in chunks:
+            self.remove(chunk)
+
+    def refresh_all(self, chunks: Sequence[Evictable]) -> None:
+        """Note it."""
+        self.heard.append(("refresh", len(chunks)))
+
+
+def test_a_guarded_policy_gets_a_requests_chunks_at_once() -> None:
+    """When it errs half-way all of them may go all the same."""
+    batched, faults = _Batched(), list[str]()
+    catalog = Catalog(
+        4, 1, GuardedPolicy(batched, "batched", lambda *_, **said: faults.append(said["why"])), Counters()
+    )
+    chunks = list[Chunk]()
+    for key in (b"a", b"b", b"c"):
+        chunk = catalog.reserve(0)
+        assert chunk is not None
+        catalog.landed(catalog.write(chunk, 1, key, keep=True))
+        chunks.append(chunk)
+    catalog.refresh(chunks[::-1])
+    catalog.lease(Owner("r", 1), chunks)
+    assert not faults
+    catalog.release(Owner("r", 1))
+    assert batched.heard == [("refresh", 3), ("remove", 3), ("insert", 3)]
+    assert faults == ["ValueError()"]
+    assert sum(catalog.reserve(0) is not None for _ in range(5)) == 4
