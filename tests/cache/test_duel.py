@@ -148,7 +148,7 @@ def test_a_chain_that_is_split_is_two(size: int) -> None:
 
 
 def test_what_a_prompt_loses_of_itself_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is less room than conversations need: LRU is followed as it would have been, also while it does not evict."""
+    """There is less room than conversations need: what LRU would hold is followed, also while it does not evict."""
     draw, at_s, sizes, prompts = random.Random(1), 0.0, dict[int, int](), list[tuple[float, str, int]]()
     for _ in range(2000):
         at_s, session = at_s + draw.expovariate(0.2), draw.randrange(25)
