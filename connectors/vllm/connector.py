@@ -197,6 +197,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         )
         self.counters = self.scheduler.counters
         self._watch = Watch(config, self.scheduler)
+        self._watch.doubted = self._remedies.encoded.doubted
         self._watch.encoder_reset = self._remedies.encoded.reset
         if config.model_config.enable_prompt_embeds:
             mixed_prompts.tell_apart()

@@ -70,6 +70,8 @@ class Watch:
         from vllm.v1.executor.abstract import Executor  # noqa: PLC0415  (slow)
 
         self.side = side
+        self.doubted: Callable[[], object] = bool
+        """Called before weights may become others."""
         self.encoder_reset: Callable[[], object] = bool
         """Called when vLLM forgets what its encoder has made of images."""
         self.engine: object = config.cache_config  # the one object that all parts of an engine share in a process
@@ -80,11 +82,16 @@ class Watch:
             if "collective_rpc" in vars(kind):
                 wrap(kind, "collective_rpc", _call)
 
+    def suspect(self, why: str) -> None:
+        """The weights may be others from now on."""
+        self.doubted()
+        self.side.weights.suspect(why)
+
     def watch_resets(self, manager: KVCacheManager) -> None:
         """Watch resets of vLLM's own prefix cache: who changes weights behind its back calls that."""
 
         def watched(reset: Callable[[], bool]) -> bool:
-            self.side.weights.suspect("reset_prefix_cache")
+            self.suspect("reset_prefix_cache")
             return reset()
 
         wrap(manager, "reset_prefix_cache", watched)
@@ -93,7 +100,7 @@ class Watch:
 def suspect(config: VllmConfig, why: str) -> None:
     """Doubt the weights of this engine, if its scheduler is in this process."""
     for watch in _watching(config):
-        watch.side.weights.suspect(why)
+        watch.suspect(why)
 
 
 def _watching(config: VllmConfig) -> Iterator[Watch]:

@@ -6,11 +6,13 @@ those leave, and a share of the pool. What fails is not there, and nobody waits 
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvpipe.cache.prefixes import Prefixes
+from kvpipe.scheduler.fetches import AHEAD_S_MAX
 from kvpipe.scheduler.orders import WAITS, OrderRefusedError, Work
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ class Prefetch:
         self.asked, self.request = asked, request
         self.stage: Stage | None = None
         self.over = False
+        self.until_s = time.monotonic() + AHEAD_S_MAX  # also while it waits for its turn: the engine makes steps for it
 
 
 class WarmedPrompt(NamedTuple):
@@ -113,7 +116,7 @@ class Prefetching:
         staging = self._staging
         if staging is None:
             return False
-        if self._why_not():
+        if self._why_not() or time.monotonic() >= one.until_s:
             staging.end(one.stage)
         elif one.stage is None:
             one.stage = staging.ahead(one.asked, self.prefixes, one.request)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 
 from kvpipe.connectors.vllm.trial.operators import carry_out
 from kvpipe.connectors.vllm.trial.shapes import SHAPES
+from kvpipe.scheduler.fetches import AHEAD_S_MAX
 from kvpipe.scheduler.orders import Order, OrderRefusedError
 from kvpipe.scheduler.prefetch import PREFETCHES_MAX, KnownPrompt, WarmedPrompt
 from kvpipe.statemachine import stage as m
@@ -209,6 +211,7 @@ def test_it_gives_way_to_who_waits() -> None:
 def test_one_prompt_after_the_other() -> None:
     """So many wait; one more is refused. Other orders are carried out meanwhile."""
     with _played(ROOMY) as played:
+        played.trial.side.orders.slice_s_max = float("inf")
         played.do(("hold", True))
         orders = [warm(played) for _ in range(PREFETCHES_MAX + 1)]
         played.do(("add", 3, 60, 0, 9, 0, 0), *STEPS * 2)
@@ -219,6 +222,24 @@ def test_one_prompt_after_the_other() -> None:
         assert orders[-1].refused == f"{PREFETCHES_MAX} prompts are fetched, or wait for it, already"
         played.do(("hold", False), ("drain",))
         assert all(told(order).tokens >= 128 for order in orders[:-1])
+
+
+def test_what_waits_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what has not had its turn: vLLM's pause and sleep wait until nothing is left."""
+    with _played(ROOMY) as played:
+        played.do(("hold", True))
+        played.trial.side.orders.slice_s_max = float("inf")
+        orders = [warm(played) for _ in range(PREFETCHES_MAX)]
+        played.do(("add", 3, 60, 0, 9, 0, 0), *STEPS * 2)
+        assert not any(order.over for order in orders)
+        now_s = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: now_s + AHEAD_S_MAX)
+        played.do(*STEPS)
+        monkeypatch.undo()
+        played.do(*STEPS)
+        assert all(order.over for order in orders)
+        assert not played.trial.side.prefetching.has_work()
+        played.do(("hold", False), ("drain",))
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from kvpipe.connectors.vllm import support
 from kvpipe.connectors.vllm.adapter import ManagedBlocks, Remedies
 from kvpipe.connectors.vllm.model import LoadedModel
 from kvpipe.connectors.vllm.remedies.admission import LoadAdmission
+from kvpipe.connectors.vllm.remedies.encoded import Encoded
 from kvpipe.connectors.vllm.remedies.stale import Stale
 from kvpipe.connectors.vllm.trial.scheduler_world import make_geometry
 from kvpipe.connectors.vllm.trial.shapes import SHAPES
@@ -218,6 +219,7 @@ def test_calls_of_the_executor() -> None:
     assert not _doubts(weights)
     resets: list[int] = []
     watch.encoder_reset = lambda: resets.append(1)
+    watch.doubted = lambda: resets.append(2)
     assert Executor(mine).collective_rpc("reset_encoder_cache") == Executor(other).collective_rpc("reset_encoder_cache")
     assert resets == [1]
     assert not _doubts(weights)
@@ -226,6 +228,7 @@ def test_calls_of_the_executor() -> None:
     assert Executor(mine).collective_rpc(lambda _worker: 9) == [9]
     suspect(mine, "loaded")  # type: ignore[arg-type]
     counted = {name.partition(".")[2]: n for name, n in weights._counters.items() if "." in name}
+    assert resets == [1, 2, 2, 2]
     assert watch.side is side, "whoever lets go of it ends it"
     assert counted == {"update": 1, "callable": 1, "loaded": 1}
 
@@ -379,6 +382,27 @@ def test_embeddings_of_weights_that_are_gone() -> None:
     remedies.encoded.reset()
     remedies.weights_changed(["late"])
     assert admitted("late", 7)  # which has brought back its own
+
+
+def test_embeddings_since_weights_were_doubted() -> None:
+    """VLLM resets its caches before an update or after it, and the ranks answer only when requests run again."""
+    for before, after in ((True, False), (False, True), (True, True), (False, False)):
+        encoded = Encoded()
+        encoded.began("first")
+        encoded.ended("first")
+        if before:
+            encoded.reset()
+        encoded.doubted()
+        if after:
+            encoded.reset()
+        encoded.began("new")
+        encoded.weights_changed()
+        assert encoded.rests_on("new") is not (before or after)
+        encoded.weights_changed()
+        encoded.reset()
+        encoded.ended("new")
+        encoded.began("newer")
+        assert not encoded.rests_on("newer")
 
 
 def test_images_that_are_numbered() -> None:

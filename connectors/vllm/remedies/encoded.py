@@ -14,6 +14,7 @@ class Encoded:
         """The encoder has been given nothing."""
         self._living = set[str]()
         self._held = False
+        self._doubted: bool | None = None  # whether anything was there when weights were last doubted
         self.old = False
         """Whether embeddings may be there that were computed with weights that are gone."""
 
@@ -26,13 +27,20 @@ class Encoded:
         """A request is over; its embeddings stay."""
         self._living.discard(request_id)
 
+    def doubted(self) -> None:
+        """Weights may be others from now on: what is there may be of those before."""
+        self._doubted = self._held
+
     def weights_changed(self) -> None:
-        """Whatever is there was computed with weights that are gone."""
-        self.old = self._held
+        """They are: what was there when they were doubted, or is now if nobody did, was computed with the others."""
+        self.old |= self._held if self._doubted is None else self._doubted
+        self._doubted = None
 
     def reset(self) -> None:
         """Nothing is there any more but what living requests bring back."""
         self.old, self._held = False, bool(self._living)
+        if self._doubted:
+            self._doubted = self._held
 
     def rests_on(self, request_id: str) -> bool:
         """Whether a request may be computed from embeddings of weights that are gone."""
