@@ -101,8 +101,8 @@ class LoadedModel:
         for name in {type(one).__module__ for root in self.roots for one in root.modules()}:
             if name.partition(".")[0] not in _KNOWN:
                 file = getattr(sys.modules.get(name), "__file__", None)
-                there = file and Path(file).is_file()
-                files.add(hashlib.sha256(Path(file).read_bytes() if there else name.encode()).hexdigest())
+                there = Path(file).read_bytes() if file and Path(file).is_file() else name.encode()
+                files.add(hashlib.sha256(there).hexdigest())
                 files.add(str(getattr(sys.modules.get(name.partition(".")[0]), "__version__", "")))
         return facts_digest([(one,) for one in files]) if files else ""
 
