@@ -46,8 +46,9 @@ TYPICAL: Final = 110_000
 TTFT_S_MAX: Final = 5.0
 """Of the trace's own time: a typical prompt, of so many tokens, is computed in 3.1."""
 USERS_FIRST, USERS_MAX = 4, 1024
-MEASURED, MEASURED_S = 300, 90
-"""Requests that are counted, from when every user's first one is over, and how long that may take."""
+MEASURED, MEASURED_S, SETTLED = 300, 90, 150
+"""Requests that are counted, and how long that may take: from when each user's first one is over and the engine has had
+nothing to do for once, or `SETTLED` requests later."""
 
 
 class Turn(NamedTuple):
@@ -171,8 +172,10 @@ def serve(engine: Engine, users: int, faster: float) -> Served:
     all_users = [User(number, faster) for number in range(users)]
     due = [(number * Model().prefill_s(0, TYPICAL) / faster, number) for number in range(users)]
     came_s: dict[str, tuple[float, int]] = {}
-    begun_s, end_s, waited_for = 0.0, float("inf"), set(range(users))
+    begun_s, end_s, waited_for, over = 0.0, float("inf"), set(range(users)), 0
     while len(served.ttft_s) < MEASURED and time.perf_counter() < end_s:
+        if not (waited_for or begun_s) and (not engine.busy or over >= SETTLED):
+            begun_s, end_s = clock.now_s(), time.perf_counter() + MEASURED_S
         while due and due[0][0] <= clock.now_s():
             at_s, number = heapq.heappop(due)
             turn, tokens = all_users[number].next()
@@ -183,10 +186,9 @@ def serve(engine: Engine, users: int, faster: float) -> Served:
         for output in engine.step():
             at_s, number = came_s.pop(output.request_id)
             now_s, user = clock.now_s(), all_users[number]
-            if not waited_for:
+            if begun_s:
                 served.ttft_s.append(now_s - at_s - _decoding_s(output))
-            elif waited_for == {number}:
-                begun_s, end_s = now_s, time.perf_counter() + MEASURED_S
+            over += not waited_for
             waited_for.discard(number)
             user.done()
             heapq.heappush(due, (max(now_s, at_s + user.next()[0].pause_s), number))
