@@ -38,7 +38,7 @@ def least(queues: Iterable[Ordered[Chain, None]], returns: Returns, now_s: float
     return worst
 
 
-class _Lru:
+class _LruShadow:
     """What would be held if the least recently used had always gone."""
 
     def __init__(self, slots: int) -> None:
@@ -67,7 +67,7 @@ class _Lru:
                 self._kept[chain] = size - gone
 
 
-class _Learnt:
+class _LearntShadow:
     """What would be held if what promises least had always gone."""
 
     def __init__(self, slots: int, returns: Returns) -> None:
@@ -126,7 +126,7 @@ class Duel:
         """`slots`: of the pool. LRU does, to begin with."""
         self.learnt = False
         """Whether what was learnt says what goes."""
-        self._lru, self._learnt = _Lru(slots), _Learnt(slots, returns)
+        self._lru, self._learnt = _LruShadow(slots), _LearntShadow(slots, returns)
         self._ahead = self._squares = self._hits = 0.0
         self._told = self._believed = False
 
@@ -176,7 +176,7 @@ class Duel:
         self.learnt = self._believed or leads(self._ahead, ENDS if self.learnt else BEGINS)
 
 
-def _hits(shadow: _Lru | _Learnt, prompt: Sequence[tuple[Chain, int]]) -> int:
+def _hits(shadow: _LruShadow | _LearntShadow, prompt: Sequence[tuple[Chain, int]]) -> int:
     """Return how many of a prompt's chunks would have been there, from its beginning on."""
     hits = whole = 0
     for chain, size in prompt:
