@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from benchmarks import pictures
 from benchmarks.pictures import COLOURS, GREY, WIDTH, legend, svg, text
 
+_COLOURS: Final = {
+    "vLLM's prefix cache": COLOURS[2],
+    "kvpipe": COLOURS[0],
+    "kvpipe with a disk": COLOURS[3],
+    "a cache that holds all": COLOURS[1],
+}
 _TOP, _PLOT, _LEFT, _CURVES, _BARS = 64, 200, 46, 430, 560
 
 
@@ -20,7 +26,7 @@ def write(found: dict[str, Any], path: Path) -> None:
 def picture(found: dict[str, Any]) -> str:
     """Return it: a line per engine on the left, a bar per engine on the right."""
     tried: dict[str, list[dict[str, float]]] = found["tried"]
-    colours = dict(zip(tried, (GREY, COLOURS[2], COLOURS[0], COLOURS[3], COLOURS[1]), strict=True))
+    colours = {name: _COLOURS.get(name, GREY) for name in tried}
     body = [text(_LEFT, 20, "Coding agents on a real engine: users added until first tokens come late", "b")]
     body += legend(colours, _LEFT, 42)
     body += _curves(tried, found["limit_s"], colours)
