@@ -451,11 +451,9 @@ class Catalog:
         return now_s
 
     def _evict_one(self) -> bool:
-        if self.stale:
+        while self.stale and not self._free and self._swept < self._fresh:
             self.sweep()
-            if self._free:
-                return True
-        return self._evict_victim()
+        return bool(self._free) or self._evict_victim()
 
     def _evict_victim(self) -> bool:
         """Free the slot of what is to go first. False: nothing may go."""

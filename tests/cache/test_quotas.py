@@ -299,3 +299,25 @@ def test_salts_are_shown_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ALICE_SALT")
     with pytest.raises(ConfigError, match="environment variable that salt_env names is not set"):
         Accounts(settings.quotas[:1], 8, Lru)
+
+
+@pytest.mark.parametrize("others", ["refused", "live"])
+def test_what_a_reset_has_forgotten_goes_before_anything_else(others: str) -> None:
+    """Its slot is not among the first that are taken apart: nobody is refused for that, nor loses what is found."""
+    accounts = Accounts(parse_quotas([{"name": "a", "salt": "a"}]), 4, Lru)
+    catalog = SharedCatalog(4, 1, accounts, Counters())
+    catalog.sweep_slots = 1
+    kept = [catalog.reserve(0) for _ in range(3)]
+    assert all(kept)
+    pieces = [catalog.write(chunk, 1, bytes([at]), keep=False) for at, chunk in enumerate(kept) if chunk is not None]
+    old = catalog.reserve(0, Tenant("a"))
+    assert old is not None
+    catalog.landed(catalog.write(old, 1, b"old", keep=False))
+    catalog.reset()
+    if others == "live":
+        catalog.lost(pieces.pop())
+        live = catalog.reserve(0)
+        assert live is not None
+        catalog.landed(catalog.write(live, 1, b"live", keep=False))
+    assert catalog.reserve(0, Tenant("a") if others == "live" else ANYBODY) is not None
+    assert (catalog.find(0, b"live") is not None) == (others == "live")
