@@ -451,9 +451,12 @@ class Catalog:
         return now_s
 
     def _evict_one(self) -> bool:
-        while self.stale and not self._free and self._swept < self._fresh:
-            self.sweep()
-        return bool(self._free) or self._evict_victim()
+        if self.stale:
+            while not self._free and self.stale and self._swept < self._fresh:
+                self.sweep()
+            if self._free:
+                return True
+        return self._evict_victim()
 
     def _evict_victim(self) -> bool:
         """Free the slot of what is to go first. False: nothing may go."""
