@@ -18,11 +18,17 @@ from kvpipe.trace.log import Counters
 SLOTS = 40
 
 
-def test_a_chunk_that_is_read_keeps_its_place() -> None:
-    """At the end of another's request it is held: it does not become the end of what follows it."""
+def _abc() -> tuple[Sessions, list[Item]]:
+    """Return a policy that has a chain of three chunks, and these."""
     policy, chain = Sessions(SLOTS), [Item("a"), Item("b", "a"), Item("c", "b")]
     for item in chain:
         policy.insert(item, hit=False)
+    return policy, chain
+
+
+def test_a_chunk_that_is_read_keeps_its_place() -> None:
+    """At the end of another's request it is held: it does not become the end of what follows it."""
+    policy, chain = _abc()
     policy.remove(chain[0])
     policy.request(40.0, over=True)
     for item in chain[:0:-1]:
@@ -33,9 +39,7 @@ def test_a_chunk_that_is_read_keeps_its_place() -> None:
 
 def test_another_groups_chunk_does_not_become_the_end() -> None:
     """It holds what is in the middle, and comes later."""
-    policy, chain = Sessions(SLOTS), [Item("a"), Item("b", "a"), Item("c", "b")]
-    for item in chain:
-        policy.insert(item, hit=False)
+    policy, chain = _abc()
     others = [Item("a"), Item("b", "a")]
     for item in others:
         policy.insert(item, hit=False)
@@ -96,9 +100,7 @@ def test_a_requests_chunks_at_once_are_as_one_by_one() -> None:
 
 def test_a_new_chunk_among_others_splits_their_chain() -> None:
     """Another group's chunk follows what is in the middle of a chain, and comes back with it: all may go then."""
-    policy, chain = Sessions(SLOTS), [Item("a"), Item("b", "a"), Item("c", "b")]
-    for item in chain:
-        policy.insert(item, hit=False)
+    policy, chain = _abc()
     policy.remove_all(chain)
     policy.insert_all([Item("y", "b"), *chain[::-1]], hit=True)
     _consistent(policy)
@@ -107,9 +109,7 @@ def test_a_new_chunk_among_others_splits_their_chain() -> None:
 
 def test_what_was_dropped_is_not_held() -> None:
     """Its place in the chain is still there when the others are read."""
-    policy, chain = Sessions(SLOTS), [Item("a"), Item("b", "a"), Item("c", "b")]
-    for item in chain:
-        policy.insert(item, hit=False)
+    policy, chain = _abc()
     policy.remove(chain[1])
     policy.dropped(chain[1])
     policy.remove_all(chain)
@@ -119,9 +119,7 @@ def test_what_was_dropped_is_not_held() -> None:
 
 def test_a_chain_has_few_places_of_what_is_gone() -> None:
     """What is in the middle is evicted by an operator and saved again, again and again."""
-    policy, chain = Sessions(SLOTS), [Item("a"), Item("b", "a"), Item("c", "b")]
-    for item in chain:
-        policy.insert(item, hit=False)
+    policy, chain = _abc()
     middle = chain[1]
     for _ in range(100):
         policy.remove(middle)

@@ -89,6 +89,17 @@ class Chat:
         for _ in range(times):
             self.next(self.turn([], kind), kind)
 
+    def end_unsaved(self) -> tuple[Any, list[Any]]:
+        """Have a request end, of a kind whose answers are all cut, before its last save lands. Returns both."""
+        self.cut(SEEN_MIN)
+        request = self.ask(PROMPT, [])
+        self.world.admit(request)
+        self.world.succeed(*self.world.step(request))
+        self.world.grow(request, STOP)
+        jobs = self.world.step(request)
+        self.world.side.finished(request)
+        return request, jobs
+
     def chunk(self, hashes: list[bytes], number: int) -> Chunk | None:
         """Return the chunk with this number of a prefix."""
         return self.world.side.catalog.find(0, hashes[min((number + 1) * CHUNK, len(hashes)) - 1])
@@ -218,13 +229,7 @@ def test_tiers() -> None:
 def test_a_chunk_that_lands_late() -> None:
     """The last save outlives the request."""
     chat = Chat()
-    chat.cut(SEEN_MIN)
-    request = chat.ask(PROMPT, [])
-    chat.world.admit(request)
-    chat.world.succeed(*chat.world.step(request))
-    chat.world.grow(request, STOP)
-    jobs = chat.world.step(request)
-    chat.world.side.finished(request)
+    request, jobs = chat.end_unsaved()
     assert chat.first(request.block_hashes) == []
     chat.world.succeed(*jobs)
     assert sorted(chat.first(request.block_hashes)) == [2, 3]
@@ -233,13 +238,7 @@ def test_a_chunk_that_lands_late() -> None:
 def test_what_lands_after_it_was_used_is_kept() -> None:
     """Somebody has gone on with the answer before its last save has landed."""
     chat = Chat()
-    chat.cut(SEEN_MIN)
-    request = chat.ask(PROMPT, [])
-    chat.world.admit(request)
-    chat.world.succeed(*chat.world.step(request))
-    chat.world.grow(request, STOP)
-    jobs = chat.world.step(request)
-    chat.world.side.finished(request)
+    request, jobs = chat.end_unsaved()
     following = chat.ask(STOP + 1, request.block_hashes)
     chat.world.ask(following, PROMPT * 16)
     chat.world.succeed(*jobs)

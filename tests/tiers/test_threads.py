@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 import kvpipe
+from kvpipe.testing.written_attributes import written
 from kvpipe.tiers import SHARED
 
 HOUSE = Path(kvpipe.__file__).parent
@@ -18,7 +19,6 @@ OWNERS = (
 """Who has a finder or a carrier, and its lookups: threads other than its loop's."""
 HANDED = frozenset({"_take", "_begin_survey"})
 """Methods that are no coroutines and run on the loop, as callbacks."""
-MUTATORS = frozenset({"add", "append", "clear", "discard", "extend", "pop", "popleft", "remove", "update"})
 
 Method = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -41,38 +41,20 @@ def _classes() -> dict[str, dict[str, Method]]:
 CLASSES = _classes()
 
 
-def _written(node: ast.AST) -> Iterator[str]:
-    """Yield the attributes that a statement writes, or changes what is in them. To fire an event writes the state."""
-    match node:
-        case ast.Assign(targets=targets):
-            todo = list(targets)
-        case ast.AugAssign(target=target) | ast.AnnAssign(target=target):
-            todo = [target]
-        case ast.Call(func=ast.Attribute(attr="fire")):
-            yield "state"
-            return
-        case ast.Call(func=ast.Attribute(value=changed, attr=name)) if name in MUTATORS:
-            todo = [changed]
-        case _:
-            return
-    while todo:
-        one = todo.pop()
-        if isinstance(one, ast.Tuple):
-            todo += one.elts
-        elif isinstance(one, ast.Subscript):
-            todo.append(one.value)
-        elif isinstance(one, ast.Attribute):
-            yield one.attr
+def _written(node: ast.AST) -> set[str]:
+    """Return the attributes that a statement writes, or changes what is in them. To fire an event writes the state."""
+    fires = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "fire"
+    return {"state"} if fires else {one.attr for one in written(node)}
 
 
 def _touched(methods: Iterable[ast.AST]) -> tuple[set[str], set[str]]:
     """Return what the methods write, and all that they name. Who asks what a breaker allows reads its state."""
-    written, named = set[str](), set[str]()
+    writes, named = set[str](), set[str]()
     for method in methods:
         for node in ast.walk(method):
             named |= {node.attr} if isinstance(node, ast.Attribute) else set()
-            written |= set(_written(node))
-    return written, named | ({"state"} if "allows" in named else set())
+            writes |= _written(node)
+    return writes, named | ({"state"} if "allows" in named else set())
 
 
 def _reached(kind: str, roots: set[str], others: Collection[str] = ()) -> dict[str, Method]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import kvpipe.worker
+from kvpipe.testing.written_attributes import written
 from kvpipe.transfer.base import Ticket
 from kvpipe.worker import SHARED
 from kvpipe.worker.batch import Batch
@@ -15,7 +16,6 @@ ROOM = Path(kvpipe.worker.__file__).parent
 STEP_THREAD, LOOP_THREAD = ("pipeline", "side", "limits"), ("copies", "watchdog")
 HANDED = {"put": STEP_THREAD, "settled": LOOP_THREAD}
 """Methods of one thread in a file that is of the other, or of none."""
-MUTATORS = frozenset({"add", "append", "clear", "discard", "extend", "pop", "popleft", "remove", "update"})
 
 FLAGS = {
     "Batch.traced": "configuration: some job of it is traced in detail",
@@ -37,34 +37,18 @@ def _methods(file: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
 
 def _targets(node: ast.AST) -> Iterator[ast.Attribute]:
     """Attributes that a statement writes, or changes what is in them. The trace is made for many threads."""
-    match node:
-        case ast.Assign(targets=targets):
-            todo = list(targets)
-        case ast.AugAssign(target=target) | ast.AnnAssign(target=target):
-            todo = [target]
-        case ast.Call(func=ast.Attribute(value=changed, attr=name)) if name in MUTATORS:
-            todo = [changed]
-        case _:
-            return
-    while todo:
-        one = todo.pop()
-        if isinstance(one, ast.Tuple):
-            todo += one.elts
-        elif isinstance(one, ast.Subscript):
-            todo.append(one.value)
-        elif isinstance(one, ast.Attribute) and ast.unparse(one.value) != "self.trace":
-            yield one
+    return (one for one in written(node) if ast.unparse(one.value) != "self.trace")
 
 
 def _touched(files: tuple[str, ...]) -> tuple[set[str], set[str]]:
     """Return the attributes that a thread's methods write, and all that they name."""
-    written, named = set[str](), set[str]()
+    writes, named = set[str](), set[str]()
     for method in (m for file in (*files, "batch", *STEP_THREAD, *LOOP_THREAD) for m in _methods(file)
                    if (HANDED.get(m.name) == files if m.name in HANDED else file in files)):  # fmt: skip
         for node in ast.walk(method):
             named |= {node.attr} if isinstance(node, ast.Attribute) else set()
-            written |= {one.attr for one in _targets(node)}
-    return written, named
+            writes |= {one.attr for one in _targets(node)}
+    return writes, named
 
 
 def _fields() -> set[str]:
