@@ -228,6 +228,7 @@ def _quiet(log: Path) -> Iterator[None]:
             yield
         except BaseException:
             os.dup2(saved[1], 2)
+            sys.stderr.write(f"kvpipe: the demo ended early; the engines' own output is in {log}\n")
             raise
         finally:
             os.dup2(saved[0], 1)
