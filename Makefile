@@ -50,7 +50,7 @@ demo: setup
 test: setup programs docs-packages
 	@tools/test.sh $(PROFILE)
 
-test-fast: setup programs
+test-fast: setup programs docs-packages
 	PYTHONHASHSEED=0 $(PY) -m pytest tests property_tests --ignore tests/engine --ignore tests/contract -q -m "not slow"
 
 fuzz: setup
