@@ -46,9 +46,9 @@ TYPICAL: Final = 110_000
 TTFT_S_MAX: Final = 5.0
 """Of the trace's own time: a typical prompt, of so many tokens, is computed in 3.1."""
 USERS_FIRST, USERS_MAX = 4, 1024
-MEASURED, MEASURED_S, SETTLED = 300, 90, 150
-"""Requests that are counted, and how long that may take: from when each user's first one is over and the engine has had
-nothing to do for once, or `SETTLED` requests later."""
+MEASURED, MEASURED_S, SETTLED = 300, 90, 600
+"""Requests that are counted, and how long that may take: from when each user's first one is over and none has waited to
+be scheduled for once, or `SETTLED` requests later."""
 
 
 class Turn(NamedTuple):
@@ -174,7 +174,7 @@ def serve(engine: Engine, users: int, faster: float) -> Served:
     came_s: dict[str, tuple[float, int]] = {}
     begun_s, end_s, waited_for, over = 0.0, float("inf"), set(range(users)), 0
     while len(served.ttft_s) < MEASURED and time.perf_counter() < end_s:
-        if not (waited_for or begun_s) and (not engine.busy or over >= SETTLED):
+        if not (waited_for or begun_s) and (not engine.scheduler.waiting or over >= SETTLED):
             begun_s, end_s = clock.now_s(), time.perf_counter() + MEASURED_S
         while due and due[0][0] <= clock.now_s():
             at_s, number = heapq.heappop(due)
