@@ -33,7 +33,6 @@ LONG_FILES = {
     "tests/trace/test_recorder.py",
     "tests/transfer/test_cuda.py",
     "tests/transfer/test_layouts.py",
-    "tests/vllm/test_weights.py",
 }
 """Files of more than `FILE_LINES_MAX` lines. Names leave this list, and none comes."""
 ENGINE = ("vllm", "kvpipe.connectors")

@@ -6,7 +6,8 @@ from kvpipe.connectors.vllm.trial.mutants.base import LOOKUPS, RESETS, Mutant, o
 
 _DIGEST, _WEIGHTS, _MODEL = "kvpipe.digest", "kvpipe.connectors.vllm.weights", "kvpipe.connectors.vllm.model"
 _STALE = "kvpipe.connectors.vllm.remedies.stale:Stale"
-_UNIT, _TRIAL = "tests/vllm/test_weights.py", "property_tests/test_weights.py"
+_UNIT, _OLD = "tests/vllm/test_weights.py", "tests/vllm/test_old_weights.py"
+_TRIAL = "property_tests/test_weights.py"
 
 MUTANTS: dict[str, Mutant] = {
     "weights_are_sampled": Mutant(
@@ -62,12 +63,12 @@ MUTANTS: dict[str, Mutant] = {
     "old_kv_is_handed_on": Mutant(
         "A request that shares blocks with one that has old weights' KV saves them under the new weights' name.",
         one(_STALE, "rests_on", "self.requests[request] = {}\n    return True", "return False"),
-        test=f"{_UNIT}::test_requests_that_go_on_with_old_kv",
+        test=f"{_OLD}::test_requests_that_go_on_with_old_kv",
     ),
     "what_an_old_prompt_ends_in_is_offered": Mutant(
         "Of requests that go on with old weights' KV vLLM's cache keeps the block that a prompt ends in.",
         one(_STALE, "plan_step", "done[group]), done[group], ends_in}", "done[group])}"),
-        test=f"{_UNIT}::test_vllm_keeps_nothing_of_requests_that_go_on_with_old_kv[states-exported-3]",
+        test=f"{_OLD}::test_vllm_keeps_nothing_of_requests_that_go_on_with_old_kv[states-exported-3]",
     ),
     "the_end_of_an_old_answer_is_offered": Mutant(
         "What vLLM caches of a request with old weights' KV when it ends stays in its cache.",
@@ -77,11 +78,11 @@ MUTANTS: dict[str, Mutant] = {
             "if self.requests.pop(request, None) is not None and",
             "self.requests.pop(request, None)\n    if False and",
         ),
-        test=f"{_UNIT}::test_vllm_keeps_nothing_of_requests_that_go_on_with_old_kv[async-scheduler-states-exported-3]",
+        test=f"{_OLD}::test_vllm_keeps_nothing_of_requests_that_go_on_with_old_kv[async-scheduler-states-exported-3]",
     ),
     "a_copy_of_old_kv_is_handed_on": Mutant(
         "A request that has a copy of a block with old weights' KV saves what it computes behind that.",
         one(_STALE, "rests_on", "if copy in mine}", "if False}"),
-        test=f"{_UNIT}::test_the_block_that_an_old_prompt_ends_in",
+        test=f"{_OLD}::test_the_block_that_an_old_prompt_ends_in",
     ),
 }

@@ -1,0 +1,215 @@
+"""What goes on with KV or embeddings of weights that are gone: nobody takes it over, and vLLM keeps none of it."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvpipe.connectors.vllm import support
+from kvpipe.connectors.vllm.adapter import ManagedBlocks, Remedies
+from kvpipe.connectors.vllm.remedies.admission import LoadAdmission
+from kvpipe.connectors.vllm.remedies.encoded import Encoded
+from kvpipe.connectors.vllm.remedies.stale import Stale
+from kvpipe.connectors.vllm.trial.scheduler_world import make_geometry
+from kvpipe.connectors.vllm.trial.shapes import SHAPES
+from kvpipe.connectors.vllm.trial.trial import Trial
+from kvpipe.errors import UnsupportedError
+from kvpipe.trace.log import Counters
+
+
+class _Manager:
+    """As much of vLLM's cache manager as is asked."""
+
+    def __init__(self) -> None:
+        self.block_pool = SimpleNamespace(num_gpu_blocks=10)
+        self.tables: dict[str, list[Any]] = {}
+        self.cached: dict[str, int] = {}
+        one = SimpleNamespace(req_to_blocks=self.tables, num_cached_block=self.cached, _pending_cow_copies=[])
+        self.coordinator = SimpleNamespace(single_type_managers=[one])
+        self.evicted: list[set[int]] = []
+
+    def evict_blocks(self, blocks: set[int]) -> None:
+        """Note it."""
+        self.evicted.append(blocks)
+
+    def give(self, request: str, *blocks: int) -> Any:
+        """Give blocks to a request."""
+        self.tables[request] = [SimpleNamespace(block_id=block, is_null=not block) for block in blocks]
+        return [self.tables[request]]
+
+
+def _living(*names: str, prompt: int = 40) -> list[Any]:
+    return [SimpleNamespace(request_id=name, num_prompt_tokens=prompt) for name in names]
+
+
+def test_requests_that_go_on_with_old_kv() -> None:
+    """What rests on blocks of a stale request is stale; what was preempted, or takes nothing over, is not."""
+    stale, manager = Stale([32]), _Manager()
+    blocks = ManagedBlocks(manager)  # type: ignore[arg-type]
+    stale.plan_step([], _living("old"), blocks)
+    assert manager.evicted == []
+    manager.give("old", 0, 1, 2)
+    stale.begin(["old", "waiting"], blocks)
+    assert manager.evicted.pop() == set(range(10))
+    assert not stale.rests_on("new", manager.give("new", 0, 3, 4), blocks)
+    assert stale.rests_on("heir", manager.give("heir", 1, 5), blocks)
+    stale.leave("old", blocks)
+    assert manager.evicted.pop() == {1, 2}
+    stale.leave("new", blocks)
+    assert manager.evicted == []
+    assert stale.rests_on("grandchild", manager.give("grandchild", 5, 6, 9), blocks)
+    manager.cached |= {"heir": 2, "grandchild": 1}
+    stale.plan_step([], _living("new", "heir", "grandchild", prompt=20), blocks)
+    assert manager.evicted.pop() == {1, 5, 6}
+    manager.cached["grandchild"] = 3
+    stale.plan_step([], _living("heir", "grandchild", prompt=20), blocks)
+    assert manager.evicted.pop() == {1, 5, 6, 9}
+    stale.plan_step(["heir"], _living("heir"), blocks)
+    assert manager.evicted.pop() == set(range(10))
+    assert not stale.rests_on("heir", manager.give("heir", 7, 8), blocks)
+    stale.leave("grandchild", None)
+    assert not stale.rests_on("late", manager.give("late", 6), blocks)
+    stale.plan_step([], _living("late"), blocks)
+    assert manager.evicted == []
+
+
+def test_the_block_that_an_old_prompt_ends_in() -> None:
+    """VLLM offers it anew in every step, if hashes are shorter than blocks; who takes it over has a copy of it."""
+    stale, manager = Stale([32]), _Manager()
+    blocks = ManagedBlocks(manager)  # type: ignore[arg-type]
+    manager.give("old", 1, 2, 3, 4)
+    stale.begin(["old"], blocks)
+    manager.cached["old"] = 3
+    for _ in range(2):
+        stale.plan_step([], _living("old", prompt=40), blocks)
+    assert manager.evicted[-1] == {2, 4}
+    table = manager.give("heir", 6, 7)
+    manager.coordinator.single_type_managers[0]._pending_cow_copies = [_copy(9, 8), _copy(2, 7)]
+    assert stale.rests_on("heir", table, blocks)
+
+
+def _copy(source: int, copy: int) -> tuple[Any, Any]:
+    return SimpleNamespace(block_id=source), SimpleNamespace(block_id=copy)
+
+
+def test_stale_kv_that_cannot_be_forgotten_keeps_no_load_from_failing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the step would read too early is said all the same, and the next step forgets what this one has not."""
+    geometry, manager, counters = make_geometry((None,), 16, 8), _Manager(), Counters()
+    remedies = Remedies(geometry, LoadAdmission(geometry, 64, 64))
+    remedies.bind(ManagedBlocks(manager), counters)  # type: ignore[arg-type]
+    manager.give("old", 1, 2)
+    remedies.weights_changed(["old"])
+    manager.cached["old"] = 2
+    manager.evicted.clear()
+    remedies._invalid.spoiled.add([7])
+    monkeypatch.setattr(remedies._invalid, "failing_loads", lambda *_: {"reader": [7]})
+    step: Any = SimpleNamespace(preempted_req_ids=None, num_scheduled_tokens={})
+    with monkeypatch.context() as patch:
+        patch.setattr(manager, "evict_blocks", None)
+        assert remedies.begin_step(step, _living("old"), loading=True) == {"reader": [7]}
+    assert counters.faults == {"stale_blocks_not_forgotten": 1}
+    assert remedies.begin_step(step, _living("old"), loading=True) == {"reader": [7]}
+    assert manager.evicted == [{1, 2}]
+    assert counters.faults == {"stale_blocks_not_forgotten": 1}
+
+
+def test_embeddings_of_weights_that_are_gone() -> None:
+    """Until vLLM forgets them nothing that has any is kept, nor what takes its blocks over; text is."""
+    geometry, manager = make_geometry((None,), 16, 8), _Manager()
+    remedies = Remedies(geometry, LoadAdmission(geometry, 64, 64))
+    remedies.bind(ManagedBlocks(manager), Counters())  # type: ignore[arg-type]
+
+    def admitted(request: str, *blocks: int) -> bool:
+        return remedies.admitted(request, manager.give(request, *blocks))
+
+    remedies.weights_changed([])  # there was no image yet
+    remedies.encoded.began("first")
+    assert not admitted("first", 1)
+    remedies.finished("first", loading=False)
+    remedies.weights_changed([])
+    remedies.encoded.began("image")
+    assert admitted("image", 2)
+    assert admitted("image", 3)  # it was preempted
+    assert admitted("heir", 3)
+    assert not admitted("text", 4)
+    remedies.encoded.reset()
+    remedies.encoded.began("again")
+    assert not admitted("again", 5)
+    for request in ("image", "again"):
+        remedies.finished(request, loading=False)
+    remedies.encoded.reset()
+    remedies.weights_changed([])  # nothing is there
+    remedies.encoded.began("late")
+    assert not admitted("late", 6)
+    remedies.encoded.reset()
+    remedies.weights_changed(["late"])
+    assert admitted("late", 7)  # which has brought back its own
+
+
+def test_embeddings_since_weights_were_doubted() -> None:
+    """VLLM resets its caches before an update or after it, and the ranks answer only when requests run again."""
+    for before, after in ((True, False), (False, True), (True, True), (False, False)):
+        encoded = Encoded()
+        encoded.began("first")
+        encoded.ended("first")
+        if before:
+            encoded.reset()
+        encoded.doubted()
+        if after:
+            encoded.reset()
+        encoded.began("new")
+        encoded.weights_changed()
+        assert encoded.rests_on("new") is not (before or after)
+        encoded.weights_changed()
+        encoded.reset()
+        encoded.ended("new")
+        encoded.began("newer")
+        assert not encoded.rests_on("newer")
+
+
+def test_images_that_are_numbered() -> None:
+    """A multimodal model whose images vLLM numbers anew in every process is refused with tiers."""
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=SimpleNamespace(mm_processor_cache_gb=0)),
+        cache_config=SimpleNamespace(enable_prefix_caching=False, prefix_caching_hash_algo="sha256"),
+    )
+    with pytest.raises(UnsupportedError, match="multimodal"):
+        support.check_hashes(config)
+    config.cache_config.enable_prefix_caching = True
+    support.check_hashes(config)
+
+
+@pytest.mark.parametrize("consumes", [True, False])
+def test_embeddings_that_another_engine_makes(*, consumes: bool) -> None:
+    """Its weights may change while this engine's stay: refused with tiers."""
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=None),
+        cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256"),
+        ec_transfer_config=SimpleNamespace(is_ec_consumer=consumes),
+    )
+    with pytest.raises(UnsupportedError, match="another engine's encoder") if consumes else nullcontext():
+        support.check_hashes(config)
+
+
+@pytest.mark.parametrize("steps", [1, 3, 6])
+@pytest.mark.parametrize("shape", ["sync", "states-hash-blocks", "states-exported", "async-scheduler-states-exported"])
+def test_vllm_keeps_nothing_of_requests_that_go_on_with_old_kv(shape: str, steps: int) -> None:
+    """Neither full blocks nor what a prompt ends in, while they run and when they are over."""
+    trial = Trial(SHAPES[shape])
+    pool = trial.scheduler.kv_cache_manager.block_pool
+    trial.documents[0] = list(range(200))
+    try:
+        trial.do(("add", 0, 172, 0, 40))
+        trial.do(("step", steps))
+        assert trial.scheduler.requests
+        assert any(block.block_hash for block in pool.blocks)
+        trial.side._resets.weights_changed()
+        while trial.scheduler.requests:
+            assert [block for block in pool.blocks if block.block_hash] == [] or SHAPES[shape].asynchronous
+            trial.do(("step", 1))
+        assert [block for block in pool.blocks if block.block_hash] == []
+    finally:
+        trial.close()
