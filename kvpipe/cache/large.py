@@ -54,8 +54,11 @@ class Shards(MutableMapping[bytes, V]):
         self._shards[key[0]][key] = value
 
     def __delitem__(self, key: bytes) -> None:
-        """Raises KeyError."""
-        del self._shards[key[0]][key]
+        """Raises KeyError. A piece that has become empty gives back what it has grown to."""
+        shard = self._shards[key[0]]
+        del shard[key]
+        if not shard:
+            shard.clear()
 
     def __contains__(self, key: Any) -> bool:  # noqa: ANN401
         """As of a dict."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import random
+import sys
 from collections import OrderedDict
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from kvpipe.cache import large
 from kvpipe.cache.catalog import Catalog, Chunk, Mark
-from kvpipe.cache.large import PLAIN_MAX, ShardedOrder, Shards, by_key, order, table
+from kvpipe.cache.large import PLAIN_MAX, Shard, ShardedOrder, Shards, by_key, order, table
 from kvpipe.cache.policy import make_policy
 from kvpipe.cache.policy.sessions import Chain
 from kvpipe.trace.log import Counters
@@ -115,6 +116,17 @@ def test_no_piece_is_large() -> None:
     assert max(map(len, queue._shards)) <= 3 * len(objects) // len(queue._shards)
     assert len(queue._first.entries) == large.RUN_MAX
     assert len(queue._shards) * large.SHARD_ENTRIES >= 1_000_000
+
+
+def test_a_piece_gives_back_what_it_has_grown_to() -> None:
+    """When its last entry goes: no call frees all of them."""
+    shards, empty = Shards[int](), sys.getsizeof(Shard())
+    keys = [hashlib.sha256(i.to_bytes(4)).digest() for i in range(20_000)]
+    shards.update(dict.fromkeys(keys, 1))
+    assert min(map(sys.getsizeof, shards._shards)) > empty
+    for key in keys:
+        del shards[key]
+    assert {*map(sys.getsizeof, shards._shards)} == {empty}
 
 
 def test_a_small_one_is_plain() -> None:
