@@ -84,7 +84,7 @@ class Chunk(Cursor):
         return self.writers > 0 or self.leases > 0
 
 
-class Piece(NamedTuple):
+class Piece(msgspec.Struct, frozen=True, gc=False):
     """Units [start, stop) of a chunk, being written; found under `key` once they have landed.
 
     `base`: units of the prefix before the chunk.
@@ -107,7 +107,7 @@ class Catalog:
     ) -> None:  # fmt: skip
         """The first `ready` of the slots are free, by default all: the others are not used yet. `clock`: in seconds."""
         self.slots, self._policy, self.counters = slots, policy, counters
-        self._clock = clock or (lambda: time.monotonic())  # noqa: PLW0108  (as `time` is when it is asked)
+        self._clock = clock
         self._batches = batches(policy)
         self._request = policy.request if isinstance(policy, SessionPolicy) else None
         self._hint = policy.hint if takes_hints(policy) else None
@@ -210,17 +210,22 @@ class Catalog:
 
         `hit`: the chunks were of use to a request, which the policy remembers.
         """
-        chunks = self._leases.pop(owner, [])
+        chunks, ahead = self._leases.pop(owner, []), self._ahead if hit else None
         self._leased_s.pop(owner, None)
         if chunks:
             self._tell(over=False)
         idle = list[Chunk]()
         for chunk in reversed(chunks):
             chunk.leases -= 1
-            if hit and chunk in self._ahead:
-                self._ahead.discard(chunk)
+            if ahead and chunk in ahead:
+                ahead.discard(chunk)
                 self.counters["prefetch_used"] += 1
-            if self._is_let_go(chunk, reader=True):
+            if chunk.leases or chunk.writers:
+                continue
+            if chunk.fire(m.DRAINED).moves:  # it was evicted meanwhile
+                self._vacate(chunk)
+            else:
+                chunk.used_s = self._second
                 idle.append(chunk)
         self._batches.insert_all(idle, hit=hit)
         return len(chunks)
@@ -255,7 +260,7 @@ class Catalog:
     @property
     def now_s(self) -> float:
         """What time it is, in seconds of the catalog's clock."""
-        return self._clock()
+        return time.monotonic() if self._clock is None else self._clock()
 
     def hint(self, chunks: Iterable[Chunk], hint: Hint) -> None:
         """Tell the policy, if it takes hints, what a client says of a prompt's chunks."""
@@ -394,10 +399,12 @@ class Catalog:
         holder = index.get(mark.key)
         if holder is not None and holder is not chunk:
             return  # another request's copy of the same prefix was quicker: ours stays findable by what it had
-        kept = [old for old in chunk.marks if old.keep and old.units < mark.units][-(KEPT_MARKS_MAX - 1) :]
-        for old in chunk.marks:
-            if old not in kept and index.get(old.key) is chunk:
-                del index[old.key]
+        kept: Sequence[Mark] = ()
+        if chunk.marks:  # it has grown
+            kept = [old for old in chunk.marks if old.keep and old.units < mark.units][-(KEPT_MARKS_MAX - 1) :]
+            for old in chunk.marks:
+                if old not in kept and index.get(old.key) is chunk:
+                    del index[old.key]
         chunk.marks = (*kept, mark)  # which the collector leaves alone once it has seen it
         index[mark.key] = chunk
         self.lost_keys.forget(chunk.group, mark.key)
@@ -418,32 +425,25 @@ class Catalog:
         elif chunk.fire(m.LOST_MORE if more else m.LOST_LAST).to.row == m.ABSENT:
             self._vacate(chunk)
             return
-        if not more and chunk.state.row == m.READY:
-            if chunk.written != chunk.ready:
-                chunk.tail = next((mark.key for mark in chunk.marks if mark.units == chunk.ready), b"")
-            chunk.written = chunk.ready  # only now: a lost piece's neighbours may still be writing beyond it
-            if not chunk.marks:  # the same content was published from another slot meanwhile
-                self._drop(chunk, EVICTED)
-                return
-        if self._is_let_go(chunk, reader=False):
+        if more:
+            return
+        if chunk.state.row == m.EVICTING:
+            if not chunk.leases:
+                chunk.fire(m.DRAINED)
+                self._vacate(chunk)
+            return
+        if chunk.written != chunk.ready:
+            chunk.tail = next((mark.key for mark in chunk.marks if mark.units == chunk.ready), b"")
+        chunk.written = chunk.ready  # only now: a lost piece's neighbours may still be writing beyond it
+        if not chunk.marks:  # the same content was published from another slot meanwhile
+            self._drop(chunk, EVICTED)
+        elif not chunk.leases:
+            chunk.used_s = self._second
             self._policy.insert(chunk, hit=False)
-
-    def _is_let_go(self, chunk: Chunk, *, reader: bool) -> bool:
-        """A reader or writer left; return whether the chunk is evictable now. One that is evicted is in no slot."""
-        if chunk.writers or chunk.leases:
-            return False
-        evicted = chunk.state.row == m.EVICTING
-        if evicted or reader:
-            chunk.fire(m.DRAINED)
-        if evicted:
-            self._vacate(chunk)
-            return False
-        chunk.used_s = self._second
-        return True
 
     def _tell(self, *, over: bool) -> float:
         """Take the time, and tell the policy, if it wants to know, and whether a request is over; return it."""
-        now_s = self._clock()
+        now_s = time.monotonic() if self._clock is None else self._clock()  # as `now_s`, and quicker
         if (second := int(now_s)) != self._second:
             self._second = second  # one object for all that is of use in it
         if self._request is not None:
@@ -517,7 +517,7 @@ class Catalog:
     @property
     def oldest_lease_s(self) -> float:
         """For how long the oldest lease is held, in seconds; 0 if none is."""
-        return self._clock() - next(iter(self._leased_s.values())) if self._leased_s else 0.0
+        return self.now_s - next(iter(self._leased_s.values())) if self._leased_s else 0.0
 
     @property
     def used(self) -> int:

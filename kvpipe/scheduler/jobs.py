@@ -154,18 +154,19 @@ class Jobs:
         job = self.in_flight.get(job_id)
         if job is None:
             return False
-        failed = reports.bad > 0 and job.owner is not None and job.believed
+        owner = job.owner
+        failed = owner is not None and reports.bad > 0 and job.believed
         over = job.count(reports, self._ranks)
         if over:
             del self.in_flight[job_id]
-            self.sync_loads -= job.job.kind == LOAD_SYNC
             self._report.trace.about(job.job.request, job.job.epoch)
         try:
             if failed:
                 self._load_failed(job)  # at the first bad news, before other ranks' saves are believed
         finally:
-            if over and job.owner is not None:
-                self._catalog.release(job.owner)
+            if over and owner is not None:
+                self.sync_loads -= job.job.kind == LOAD_SYNC
+                self._catalog.release(owner)
                 self._end_for_request(job)
             elif over:
                 self._end_save(job)
@@ -193,7 +194,7 @@ class Jobs:
                 job.fire(m.TAINTED)
 
     def _end_for_request(self, job: JobInFlight) -> None:
-        if job.tracked.load_job_id == job.job.id:  # else it has no admission any more, or another load
+        if job.tracked.load_job_id == job.key:  # else it has no admission any more, or another load
             job.tracked.load_job_id = 0
             job.tracked.fire(request_m.LOADED if job.believed else request_m.LOAD_FAILED)
 

@@ -131,7 +131,7 @@ class Loading:
         jobs: list[Job] = []
         for load in due:
             tracked = load.tracked
-            if tracked.load_job_id == load.job.id and tracked.state.row == m.ALLOCATED:
+            if tracked.load_job_id == load.key and tracked.state.row == m.ALLOCATED:
                 tracked.fire(m.DISPATCH)  # else its admission was illegal: it goes out to fail
             jobs.append(load.job)
         try:

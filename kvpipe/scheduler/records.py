@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+
+import msgspec
 
 from kvpipe.cache.catalog import Chunk
 from kvpipe.statemachine import lookup as lookup_m
-from kvpipe.statemachine import request as request_m
 from kvpipe.statemachine import saving as m
 from kvpipe.statemachine.core import Compiled, Cursor, Watch
 
@@ -61,9 +62,7 @@ class Asking(Cursor):
     def __init__(self, machine: Compiled, request_id: str, watch: Watch | None) -> None:
         """Nobody has asked."""
         self.machine, self.key, self.state, self.watch = machine, request_id, machine.initial, watch  # as a cursor's
-        self.asked_step, self.put_off_steps = -1, 0
-        self.local = self.hit = self.missed = self.units = 0
-        self.why, self.waits, self.staged = "", False, NO_TIERS
+        self.put_off_steps = 0  # the rest with the first answer
 
     @property
     def answer(self) -> LookupResult:
@@ -100,7 +99,7 @@ class Asking(Cursor):
         self.put_off_steps = 0
 
 
-class OpenChunk(NamedTuple):
+class OpenChunk(msgspec.Struct, frozen=True, gc=False):
     """A chunk that this request is filling, from unit `base` on: `filled` units, whose prefix hash is `key`."""
 
     base: int
@@ -163,25 +162,10 @@ class SaveProgress(Cursor):
         self.opened = [None] * len(self.opened)
 
 
-class Machines(NamedTuple):
-    """The machines of an engine's requests."""
-
-    request: Compiled
-    lookup: Compiled
-    saving: Compiled
-
-    @classmethod
-    def compiled(cls) -> Machines:
-        """Return those of one engine."""
-        return cls(request_m.REQUEST.compile(), lookup_m.LOOKUP.compile(), m.SAVING.compile())
-
-
-class Watches(NamedTuple):
-    """Who watches a request's cursors."""
-
-    request: Watch | None
-    lookup: Watch | None
-    saving: Watch | None
+Machines: TypeAlias = tuple[Compiled, Compiled, Compiled]
+"""Of the requests of one engine: of their lives, lookups and saving."""
+Watches: TypeAlias = tuple[Watch | None, Watch | None, Watch | None]
+"""Who watches a request's cursors, in this order."""
 
 
 class Tracked(Cursor):

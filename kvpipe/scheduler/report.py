@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from kvpipe.messages import ROW_BYTES, Kind
-from kvpipe.scheduler.records import MEMORY, NO_RESULT, Watches
+from kvpipe.scheduler.records import MEMORY, NO_RESULT
 from kvpipe.statemachine import lookup as lookup_m
 from kvpipe.statemachine import request as m
 from kvpipe.statemachine.core import Cursor, Edge, State
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvpipe.scheduler.base import Request
     from kvpipe.scheduler.fetches import Stage, TierTransfer
     from kvpipe.scheduler.jobs import JobInFlight
-    from kvpipe.scheduler.records import Asking, LookupResult, Tracked
+    from kvpipe.scheduler.records import Asking, LookupResult, Tracked, Watches
 
 TRACEPARENT_CHARS_MAX = 64
 _NS_PER_MS = 1e6
@@ -33,9 +33,9 @@ class RequestContext:
         "number", "pages_saved", "sampled", "traceparent",
     )  # fmt: skip
 
-    def __init__(self, number: int, traceparent: str, *, sampled: bool) -> None:
-        """`number` is what the trace calls the request's cursor; ids may be used again."""
-        self.number, self.traceparent, self.sampled = number, traceparent, sampled
+    def __init__(self, number: int) -> None:
+        """`number` is what the trace calls the request's cursor; ids may be used again. It is not in the sample."""
+        self.number, self.traceparent, self.sampled = number, "", False
         self.added_ns = time.monotonic_ns()
         self.answer: LookupResult | None = None
         self.epoch = self.admissions = self.failures = self.loading = self.loaded = self.pages_saved = (
@@ -60,23 +60,25 @@ class RequestReporter:
         self.hit_tokens: dict[str, int] = {MEMORY: 0}
         self.missed_tokens: dict[str, int] = {}
         self.misses: dict[str, int] = {}
-        self._others = Watches(self._request_moved if trace.transitions else None, None, None)
+        self._others: Watches = self._request_moved if trace.transitions else None, None, None
 
     def added(self, request: Request) -> tuple[RequestContext, Watches]:
         """A request has come. Return its life, and who watches its cursors."""
         self._numbers += 1
-        trace = self.trace
-        headers = getattr(request, "trace_headers", None)
-        parent = str(headers.get("traceparent", ""))[:TRACEPARENT_CHARS_MAX] if headers else ""
-        life = RequestContext(self._numbers, parent, sampled=trace.transitions and trace.sampled(request.request_id))
-        if life.sampled:
-            common = trace.of(request.request_id, 0)
-            trace.put(e.RequestAdded(*common, prompt_tokens=request.num_prompt_tokens, traceparent=parent))
-        return life, self._watches(life) if life.sampled else self._others
+        life, trace = RequestContext(self._numbers), self.trace
+        if trace.lifecycle and (headers := getattr(request, "trace_headers", None)):
+            life.traceparent = str(headers.get("traceparent", ""))[:TRACEPARENT_CHARS_MAX]
+        if not (trace.transitions and trace.sampled(request.request_id)):
+            return life, self._others
+        life.sampled = True
+        trace.put(e.RequestAdded(
+            *trace.of(request.request_id, 0), prompt_tokens=request.num_prompt_tokens, traceparent=life.traceparent,
+        ))  # fmt: skip
+        return life, self._watches(life)
 
     def _watches(self, life: RequestContext) -> Watches:
         saving = partial(self._saving_moved, life) if self.trace.detail else None
-        return Watches(self._request_moved, partial(self._lookup_moved, life), saving)
+        return self._request_moved, partial(self._lookup_moved, life), saving
 
     def begun(self, planned: JobInFlight) -> None:
         """A job is planned: from now on its cursor is watched."""

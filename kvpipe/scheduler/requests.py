@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from kvpipe.scheduler.records import Machines, Tracked
+from kvpipe.statemachine import lookup as lookup_m
 from kvpipe.statemachine import request as m
+from kvpipe.statemachine import saving as saving_m
 from kvpipe.statemachine.core import IllegalTransition
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ class Requests:
         """`groups`: cache groups. `staging`: of an engine with tiers."""
         self._groups, self._adapters, self._staging, self._jobs = groups, adapters, staging, jobs
         self._recovery, self._report, self._counters = recovery, report, counters
-        self.machines = Machines.compiled()
+        self.machines: Machines = m.REQUEST.compile(), lookup_m.LOOKUP.compile(), saving_m.SAVING.compile()
         self.tracked: dict[str, Tracked] = {}
         self.waiting: dict[str, Request] = {}
         self.sessions: dict[str, Request] = {}

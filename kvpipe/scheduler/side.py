@@ -475,7 +475,8 @@ class SchedulerSide:
             self._answers.landed(tracked, piece, over=over)
         if self.staging is not None and piece.base < tracked.stored_units:
             self.staging.stores.landed(tracked, piece.chunk, piece.stop)
-        self._published(tracked.request, piece)
+        if self._events is not None:
+            self._published(tracked.request, piece)
 
     def _load_failed(self, failed: JobInFlight) -> None:
         """A load failed: what was computed since it was planned may rest on garbage, by whomever."""

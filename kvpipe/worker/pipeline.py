@@ -142,7 +142,7 @@ class Pipeline:
         `replayed`: that is of all, as the step is replayed from a graph. Asynchronous loads come after sync ones, whose
         readers are in this very forward: at its end.
         """
-        if self.step.fire(m.START_LOADS).moves:
+        if self.step.fire(m.START_LOADS).moves and (self._sync is not None or self._async is not None):
             self._start_loads(replayed=replayed and self._replays)
 
     def wait_layer(self, layer: int) -> None:
@@ -228,12 +228,11 @@ class Pipeline:
         outbox, open_jobs, early = self.copies.outbox, self._open_jobs, self._reported_early
         while outbox:
             outcome = outbox.popleft()
-            job_id = outcome.job.id
-            open_jobs.pop(job_id, None)
-            if job_id in early:
-                early.discard(job_id)
-                outcome = outcome._replace(why=REPORTED_EARLY)
+            open_jobs.pop(outcome.job.id, None)
             out.append(outcome)
+        if early:
+            out = [one._replace(why=REPORTED_EARLY) if one.job.id in early else one for one in out]
+            early.difference_update([one.job.id for one in out])
         if lost and self._open_jobs:
             self.counters.fault("loop_lost")
             out += [Outcome(job, ok=False, why="the loop was lost") for job in self._open_jobs.values()]
