@@ -154,8 +154,7 @@ class Jobs:
         job = self.in_flight.get(job_id)
         if job is None:
             return False
-        owner = job.owner
-        failed = owner is not None and reports.bad > 0 and job.believed
+        failed = job.owner is not None and reports.bad > 0 and job.believed
         over = job.count(reports, self._ranks)
         if over:
             del self.in_flight[job_id]
@@ -164,9 +163,9 @@ class Jobs:
             if failed:
                 self._load_failed(job)  # at the first bad news, before other ranks' saves are believed
         finally:
-            if over and owner is not None:
+            if over and job.owner is not None:
                 self.sync_loads -= job.job.kind == LOAD_SYNC
-                self._catalog.release(owner)
+                self._catalog.release(job.owner)
                 self._end_for_request(job)
             elif over:
                 self._end_save(job)
