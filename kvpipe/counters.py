@@ -49,6 +49,7 @@ Fault = Literal[
     "submit_failed",
     "tier_failed",
     "tiers_not_on_all_ranks",
+    "uncomputed_blocks_not_forgotten",
     "weights_not_on_all_ranks",
     "weights_not_read",
 ]
@@ -151,6 +152,7 @@ FAULTS: Final[Mapping[Fault, str]] = {
     "submit_failed": "The transfer engine refused a copy; its jobs failed.",
     "tier_failed": "A call to a tier failed or took too long.",
     "tiers_not_on_all_ranks": "Some rank has other tiers, so none is used.",
+    "uncomputed_blocks_not_forgotten": "Taking blocks that no step computes out of vLLM's cache raised.",
     "weights_not_on_all_ranks": "Some rank did not report its weights, so nothing is shared.",
     "weights_not_read": "The weights could not be digested.",
 }

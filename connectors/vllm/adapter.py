@@ -85,12 +85,13 @@ def make_room(config: VllmConfig, geometry: Geometry) -> LoadAdmission:
 class Remedies(Recovery):
     """What vLLM leaves undone when loads fail, room is short or weights change. One per scheduler side."""
 
-    def __init__(self, geometry: Geometry, room: LoadAdmission) -> None:
-        """`room`: for loads. Before `bind` there is nothing to remedy."""
+    def __init__(self, geometry: Geometry, room: LoadAdmission, *, adapts_encoder: bool = False) -> None:
+        """`room`: for loads. `adapts_encoder`: adapters are part of it. Before `bind` there is nothing to remedy."""
         self._room, self._geometry = room, geometry
-        self._stale = Stale([group.block_tokens for group in geometry.groups])
+        self.block_tokens = [group.block_tokens for group in geometry.groups]
+        self._stale = Stale(self.block_tokens)
         self._invalid = InvalidBlocks(geometry.groups[0].block_tokens, len(geometry.groups))
-        self.encoded = Encoded()
+        self.encoded = Encoded(adapts=adapts_encoder)
         self._blocks: CachedBlocks | None = None
         self._counters = Counters()
 
@@ -103,12 +104,21 @@ class Remedies(Recovery):
         return self._blocks is None or self._room.fits(request, waiting.values(), self._blocks)
 
     def admitted(self, request_id: str, tables: Tables) -> bool:
-        """Whether vLLM gave the request KV, or embeddings, of weights that are gone."""
+        """Whether vLLM gave the request KV of weights that are gone, or embeddings as in `continued`."""
         blocks = self._blocks
-        if blocks is not None and self.encoded.rests_on(request_id):
+        if blocks is not None and self._stale.requests and self._stale.rests_on(request_id, tables, blocks):
+            return True
+        return self.continued(request_id)
+
+    def continued(self, request_id: str) -> bool:
+        """Whether a request goes on with embeddings of weights that are gone, or of nobody knows which adapter.
+
+        Of a session any input may be the first with an image.
+        """
+        if self._blocks is not None and self.encoded.rests_on(request_id):
             self._stale.requests[request_id] = {}
             return True
-        return bool(self._stale.requests) and blocks is not None and self._stale.rests_on(request_id, tables, blocks)
+        return self.encoded.unknown(request_id)
 
     def planned(self, block_ids: Collection[int]) -> None:
         """Another load fills blocks that one has spoiled."""

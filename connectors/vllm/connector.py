@@ -32,6 +32,7 @@ from kvpipe.connectors.vllm.metadata import LayoutMetadata, PlanMetadata, Report
 from kvpipe.connectors.vllm.metrics import KVPipeProm, KVPipeStats, meter
 from kvpipe.connectors.vllm.model import LoadedModel, watch_packing
 from kvpipe.connectors.vllm.remedies import mixed_prompts
+from kvpipe.connectors.vllm.remedies.uncomputed import forget_uncomputed
 from kvpipe.connectors.vllm.source import loaded_from, sees_a_part
 from kvpipe.connectors.vllm.weights import Watch, suspect
 from kvpipe.control import check_control_file, watch_control_file
@@ -176,7 +177,8 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             warn("states_within_blocks", prefix_match_unit=size, proven_on="vLLM's schedulers, not a device")
         self._facts = support.identity(config, cache, self.geometry)
         self.recorder, self.writer = tracing(self.settings, engine, "scheduler", SCHEDULER, len(self.geometry.layers))
-        self._remedies = Remedies(self.geometry, make_room(config, self.geometry))
+        adapts = config.lora_config is not None and config.lora_config.enable_tower_connector_lora
+        self._remedies = Remedies(self.geometry, make_room(config, self.geometry), adapts_encoder=adapts)
         if config.kv_events_config is not None and config.kv_events_config.enable_kv_cache_events:
             self.events = KvEvents(cache, self.geometry, tokens)
         self.scheduler = SchedulerSide(
@@ -512,6 +514,8 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             blocks = ManagedBlocks(kv_cache_manager)
             self.scheduler.bind(blocks)
             self._remedies.bind(blocks, self.counters)
+            if self._vllm_config.scheduler_config.policy == "priority":
+                forget_uncomputed(kv_cache_manager, blocks, self._remedies.block_tokens, self.counters)
             self._watch.watch_resets(kv_cache_manager)
             if self.events is not None:
                 self.events.watch(kv_cache_manager, self.scheduler.orders.turns.taken)
@@ -536,7 +540,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         """Lease and plan the load that was promised, or less of it, or nothing."""
         if self.scheduler is not None:
             if request.mm_features:
-                self._remedies.encoded.began(request.request_id)
+                self._remedies.encoded.began(request.request_id, adapted=request.lora_request is not None)
             self.scheduler.admitted(request, blocks.blocks, num_external_tokens)
 
     @_contained(lambda: PlanMetadata(EMPTY_PLAN))

@@ -207,8 +207,16 @@ class Recovery:
         return True
 
     def admitted(self, request_id: str, tables: Tables) -> bool:
-        """The request has got blocks. Returns whether any of them holds KV of weights that are gone."""
+        """The request has got blocks. Returns whether what it computes with them is not to be kept.
+
+        As any of them may hold KV of weights that are gone.
+        """
         del request_id, tables
+        return False
+
+    def continued(self, request_id: str) -> bool:
+        """The request goes on with its blocks: after a load, or with more input. Returns as `admitted`."""
+        del request_id
         return False
 
     def planned(self, block_ids: Collection[int]) -> None:

@@ -85,6 +85,8 @@ class Loading:
         if external_tokens <= 0:
             if asked:
                 self._requests.begin_admission(tracked, held_units, tables)
+            else:
+                self._requests.go_on(tracked)
             tracked.fire(m.ADMIT_EMPTY)
             self._report.admitted(tracked, loads=False)
             asking.admit()

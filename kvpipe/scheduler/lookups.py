@@ -57,7 +57,7 @@ class Lookups:
         tracked.fire(m.ASK)
         why = self._why_not(tracked)
         unknown = self._unknown(tracked, local_tokens, why, step)
-        if unknown is not None:
+        if unknown is not None and not request.skip_reading_prefix_cache:  # else the engine admits it all the same
             return unknown
         if why:
             tracked.asking.reply(step, local_tokens, request.num_tokens - local_tokens, why)

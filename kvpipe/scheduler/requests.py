@@ -107,6 +107,11 @@ class Requests:
             if stale:
                 tracked.saving.give_up()
 
+    def go_on(self, tracked: Tracked) -> None:
+        """More blocks for the same admission: what is computed with them may not be worth what came before."""
+        if self._recovery.continued(tracked.request.request_id):
+            tracked.saving.give_up()
+
     def end_stage(self, tracked: Tracked) -> None:
         """The request waits for no tier any more."""
         if self._staging is not None:

@@ -147,7 +147,7 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
             "world_size",
         ),
     },
-    "vllm/config/scheduler.py": {"SchedulerConfig": ("async_scheduling",)},
+    "vllm/config/scheduler.py": {"SchedulerConfig": ("async_scheduling", "policy")},
     "vllm/config/speculative.py": {
         "SpeculativeConfig": (
             "disable_eagle_block_drop",
@@ -188,7 +188,7 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
     "vllm/v1/core/kv_cache_coordinator.py": {"KVCacheCoordinator": ("single_type_managers",)},
     "vllm/v1/core/kv_cache_manager.py": {
         "KVCacheBlocks": ("blocks",),
-        "KVCacheManager": ("block_pool", "coordinator", "evict_blocks", "reset_prefix_cache"),
+        "KVCacheManager": ("block_pool", "coordinator", "evict_blocks", "free", "reset_prefix_cache"),
     },
     "vllm/v1/core/kv_cache_utils.py": {"KVCacheBlock": ("block_hash", "block_id", "is_null")},
     "vllm/v1/core/single_type_kv_cache_manager.py": {
@@ -220,6 +220,7 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
             "status",
             "trace_headers",
         ),
+        "RequestStatus": ("RUNNING",),
     },
 }
 """What the connector reads of vLLM's objects, by file and class."""

@@ -20,7 +20,9 @@ from kvpipe.connectors.vllm.trial.scheduler_world import (
     slots_of,
 )
 from kvpipe.messages import BROKEN, Job
-from kvpipe.scheduler.base import Recovery
+from kvpipe.scheduler.base import MISS, Recovery
+from kvpipe.statemachine import lookup as lookup_m
+from kvpipe.statemachine import request as request_m
 from kvpipe.trace.events import RequestAdmitted
 from kvpipe.trace.recorder import Recorder
 
@@ -421,6 +423,18 @@ def test_a_request_that_reads_no_cache_is_not_looked_up(monkeypatch: pytest.Monk
     assert world.side.report.misses["not_read"] == 1
     assert not any(world.side.report.hit_tokens.values())
     assert world.side.catalog.leases == 0
+
+
+def test_a_request_that_reads_no_cache_waits_for_nothing() -> None:
+    """VLLM takes no hit for it, and no `LATER`: it is admitted though nobody knows which weights count."""
+    world = SchedulerWorld()
+    request = world.request("new", 6)
+    request.skip_reading_prefix_cache = True
+    world.side.weights.suspect("test")
+    assert world.side.lookup(request, 0) == MISS
+    world.side.admitted(request, world.allocate(request), 0)
+    tracked = world.side.requests.tracked["new"]
+    assert (tracked.state.row, tracked.asking.state.row) == (request_m.RUNNING, lookup_m.UNASKED)
 
 
 @pytest.mark.parametrize(("load", "answers"), [("auto", (4 * UNIT, False)), ("async", (0, False))])

@@ -170,6 +170,47 @@ def test_embeddings_since_weights_were_doubted() -> None:
         assert not encoded.rests_on("newer")
 
 
+def test_embeddings_of_an_adapters_encoder() -> None:
+    """VLLM keeps them by the adapter's name, whatever it was called before: nothing of such a request is kept."""
+    geometry, manager = make_geometry((None,), 16, 8), _Manager()
+    for adapts in (False, True):
+        remedies = Remedies(geometry, LoadAdmission(geometry, 64, 64), adapts_encoder=adapts)
+        remedies.bind(ManagedBlocks(manager), Counters())  # type: ignore[arg-type]
+        for adapted in (True, False):
+            remedies.encoded.began("image", adapted=adapted)
+            assert remedies.admitted("image", manager.give("image", 1)) is (adapts and adapted)
+            assert remedies.continued("image") is (adapts and adapted)
+            remedies.encoded.reset()
+            assert remedies.continued("image") is (adapts and adapted)
+        remedies.finished("image", loading=False)
+        assert not remedies.admitted("image", manager.give("image", 1))
+    assert manager.evicted == []
+
+
+def test_an_image_in_a_later_input_of_a_session() -> None:
+    """It is of the old weights if vLLM has it still: nothing more of the session is kept, here or in vLLM's cache."""
+    trial = Trial(SHAPES["sync"])
+    assert trial.kvpipe is not None
+    encoded, pool = trial.kvpipe._remedies.encoded, trial.scheduler.kv_cache_manager.block_pool
+    try:
+        encoded.began("before")
+        encoded.ended("before")
+        trial.side._resets.weights_changed()
+        trial.documents[0] = list(range(200))
+        trial.do(("session", 0, 99, 3))
+        trial.do(("step", 7))
+        saved = trial.side.counters["units_saved"]
+        assert saved
+        encoded.began("r0")
+        trial.do(("more", 0, 40, 3))
+        trial.do(("step", 7))
+        assert trial.scheduler.requests["r0"].num_computed_tokens > 4 * 32
+        assert trial.side.counters["units_saved"] == saved
+        assert [block for block in pool.blocks if block.block_hash] == []
+    finally:
+        trial.close()
+
+
 def test_images_that_are_numbered() -> None:
     """A multimodal model whose images vLLM numbers anew in every process is refused with tiers."""
     config: Any = SimpleNamespace(

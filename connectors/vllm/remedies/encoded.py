@@ -2,6 +2,9 @@
 
 It keeps an image's embeddings after its requests have ended, until room is needed or somebody resets it. What is
 computed from those of weights that are gone is of the old weights in part, though its request has come after.
+
+Where adapters are part of the encoder, too, it keeps embeddings by an adapter's name: those of another one that had the
+name before, or of its files as they were, are taken for its own.
 """
 
 from __future__ import annotations
@@ -10,22 +13,23 @@ from __future__ import annotations
 class Encoded:
     """One per engine."""
 
-    def __init__(self) -> None:
-        """The encoder has been given nothing."""
-        self._living = set[str]()
+    def __init__(self, *, adapts: bool = False) -> None:
+        """The encoder has been given nothing. `adapts`: adapters are part of it."""
+        self._adapts = adapts
+        self._living: dict[str, bool] = {}  # by id: whether its adapter is part of the encoder
         self._held = False
         self._doubted: bool | None = None  # whether anything was there when weights were last doubted
         self.old = False
         """Whether embeddings may be there that were computed with weights that are gone."""
 
-    def began(self, request_id: str) -> None:
-        """A request has come with something to encode."""
-        self._living.add(request_id)
+    def began(self, request_id: str, *, adapted: bool = False) -> None:
+        """A request has come with something to encode, or with more. `adapted`: it has an adapter."""
+        self._living[request_id] = adapted and self._adapts
         self._held = True
 
     def ended(self, request_id: str) -> None:
         """A request is over; its embeddings stay."""
-        self._living.discard(request_id)
+        self._living.pop(request_id, None)
 
     def doubted(self) -> None:
         """Weights may be others from now on: what is there may be of those before."""
@@ -45,3 +49,7 @@ class Encoded:
     def rests_on(self, request_id: str) -> bool:
         """Whether a request may be computed from embeddings of weights that are gone."""
         return self.old and request_id in self._living
+
+    def unknown(self, request_id: str) -> bool:
+        """Whether nobody knows with which adapter a request's embeddings were made."""
+        return self._living.get(request_id, False)

@@ -82,6 +82,7 @@ class Shape(NamedTuple):
     `exports`: layers of states write that of a prompt's last hash from within a step, where it ends at a multiple of so
     many tokens from where the step begins.
     `undropped`: of a drafter that is fed context vLLM drops no last block of a hit: 0.33 in any case, 0.32 if told so.
+    `long_prefills`: where there are other requests a step computes so many tokens of a prefill at most; 0: all.
     `failing`: loads may fail; off where vLLM's own recovery is known to answer wrongly.
     """
 
@@ -125,6 +126,7 @@ class Shape(NamedTuple):
     exports: int = 0
     warms: bool = False
     undropped: bool = False
+    long_prefills: int = 0
 
     @property
     def steps_in_flight(self) -> int:
@@ -351,6 +353,10 @@ SHAPES: dict[str, Shape] = {
     "async-scheduler-states-masks-undropped": _DIVIDED_STATES_MASKS._replace(
         hashes=BLOCK // 4, exports=BLOCK // 4, asynchronous=True, deferred=False, device=True, undropped=True
     ),
+    "priorities-long-prefills": Shape(priorities=True, long_prefills=2 * BLOCK),
+    "async-scheduler-priorities-long-prefills": _HYBRID._replace(
+        asynchronous=True, v2=True, drafts=3, load="async", priorities=True, long_prefills=2 * BLOCK, events=False
+    ),
 }  # fmt: skip
 
 
@@ -448,6 +454,7 @@ def make_configs(shape: Shape, connector: Connector = KVPIPE, policy: str = "rec
                 enable_chunked_prefill=True,
                 is_encoder_decoder=False,
                 policy="priority" if shape.priorities else "fcfs",
+                long_prefill_token_threshold=shape.long_prefills,
             ),
             cache_config=CacheConfig(
                 block_size=shape.block_tokens[0] // shape.dcp,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpipe.connectors.vllm.trial.mutants.base import LOOKUPS, RESETS, Mutant, one
+from kvpipe.connectors.vllm.trial.mutants.base import LOOKUPS, REQUESTS, RESETS, Mutant, one
 
 _DIGEST, _WEIGHTS, _MODEL = "kvpipe.digest", "kvpipe.connectors.vllm.weights", "kvpipe.connectors.vllm.model"
 _STALE = "kvpipe.connectors.vllm.remedies.stale:Stale"
@@ -64,6 +64,16 @@ MUTANTS: dict[str, Mutant] = {
         "A request that shares blocks with one that has old weights' KV saves them under the new weights' name.",
         one(_STALE, "rests_on", "self.requests[request] = {}\n    return True", "return False"),
         test=f"{_OLD}::test_requests_that_go_on_with_old_kv",
+    ),
+    "a_later_input_is_believed": Mutant(
+        "An image that comes with a later input of a session is taken for one of these weights.",
+        one(REQUESTS, "go_on", "if self._recovery.continued(tracked.request.request_id):", "if False:"),
+        test=f"{_OLD}::test_an_image_in_a_later_input_of_a_session",
+    ),
+    "an_adapters_name_is_believed": Mutant(
+        "What vLLM's encoder has made of an image is taken for that of the adapter that has the name now.",
+        one("kvpipe.connectors.vllm.adapter:Remedies", "continued", "self.encoded.unknown(request_id)", "False"),
+        test=f"{_OLD}::test_embeddings_of_an_adapters_encoder",
     ),
     "what_an_old_prompt_ends_in_is_offered": Mutant(
         "Of requests that go on with old weights' KV vLLM's cache keeps the block that a prompt ends in.",

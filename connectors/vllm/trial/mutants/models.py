@@ -43,4 +43,9 @@ MUTANTS: dict[str, Mutant] = {
         one(LOOKUPS, "_why_not", "if tracked.request.skip_reading_prefix_cache:", "if False:"),
         test="tests/scheduler/test_side.py::test_a_request_that_reads_no_cache_is_not_looked_up",
     ),
+    "requests_that_read_nothing_are_put_off": Mutant(
+        "A request that vLLM admits whatever is answered is to be asked for again.",
+        one(LOOKUPS, "answer", "and not request.skip_reading_prefix_cache:", "and True:"),
+        test="tests/scheduler/test_side.py::test_a_request_that_reads_no_cache_waits_for_nothing",
+    ),
 }

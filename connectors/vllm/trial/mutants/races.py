@@ -74,6 +74,11 @@ MUTANTS: dict[str, Mutant] = {
         one(PIPELINE, "_settle_loads", "elif batch.waited == self._all:", "elif was != m.GIVEN_UP:"),
         by="every_read_is_right",
     ),
+    "uncomputed_blocks_are_offered": Mutant(
+        "Who is preempted in the pass that has scheduled it leaves blocks in vLLM's cache that nobody computes.",
+        one("kvpipe.connectors.vllm.remedies.uncomputed", "_uncomputed", "table[computed // size :]", "table[:0]"),
+        shape="priorities-long-prefills",
+    ),
     "failed_sync_load_not_reported": Mutant(
         "vLLM is not told which blocks hold garbage.",
         one(WORKER, "_account", "self._bad_blocks |= job.blocks()", "pass"),
