@@ -77,7 +77,7 @@ MUTANTS: dict[str, Mutant] = {
     "uncomputed_blocks_are_offered": Mutant(
         "Who is preempted in the pass that has scheduled it leaves blocks in vLLM's cache that nobody computes.",
         one("kvpipe.connectors.vllm.remedies.uncomputed", "_uncomputed", "table[computed // size :]", "table[:0]"),
-        shape="priorities-long-prefills",
+        test="tests/vllm/test_uncomputed.py::test_nobody_reads_what_no_step_has_computed",
     ),
     "failed_sync_load_not_reported": Mutant(
         "vLLM is not told which blocks hold garbage.",
