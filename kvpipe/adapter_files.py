@@ -99,7 +99,7 @@ def signature_of(folder: str) -> Signature:
 
 
 def digest_of(folder: str, signature: Signature) -> bytes:
-    """Return the xxh3-128 digest of the files of `signature`: it tells adapters apart, but is not cryptographic.
+    """Return the xxh3-128 digest of the files of `signature`: it distinguishes adapters, but is not cryptographic.
 
     Never blocks on what has become something else than a regular file; a file that grows is read to its former size.
     """

@@ -106,7 +106,7 @@ class Settings(BaseSettings):
         "auto",
         description="`sync` overlaps a hit's load with the forward, layer by layer; `async` lets the request wait "
         "while others run; `auto` is `sync`, but `async` for models with several KV cache groups or a sliding window, "
-        "for pipeline stages, and where `stall_ms_max` says so.",
+        "for pipeline stages, and where `stall_ms_max` demands it.",
     )
     stall_ms_max: Annotated[int, BeforeValidator(no_bool), Field(ge=0, le=3_600_000)] = Field(
         50,
@@ -215,7 +215,7 @@ def load_settings(extra: dict[str, Any] | None = None) -> Settings:
         extra: the connector's ``kv_connector_extra_config``.
 
     Raises:
-        ConfigError: a key is unknown, a value is wrong or two keys contradict each other; one sentence says which.
+        ConfigError: a key is unknown, a value is wrong or two keys contradict each other; one sentence names them.
 
     """
     given = dict(extra or {})
@@ -227,7 +227,7 @@ def load_settings(extra: dict[str, Any] | None = None) -> Settings:
     except ValidationError as e:
         problem = e.errors()[0]
         cause = problem.get("ctx", {}).get("error")
-        if isinstance(cause, ConfigError):  # it says all, and shows no secret of a URL
+        if isinstance(cause, ConfigError):  # its text is complete, and shows no secret of a URL
             raise cause from None
         msg = f"kvpipe: {config_errors.first_problem(e, Settings.model_fields)}"
         raise ConfigError(msg) from None

@@ -62,7 +62,7 @@ def read_freeze(text: str) -> bool | None:
 
 
 async def watch_control_file(path: Path, set_freeze: Callable[[bool], None]) -> None:
-    """Call `set_freeze` whenever the file says something else than before. Runs until cancelled."""
+    """Call `set_freeze` whenever the file's `freeze` is another than before. Runs until cancelled."""
     last: bool | None = None
     read = partial(files.read_small, path, CONTROL_BYTES_MAX)
     while True:

@@ -172,7 +172,7 @@ COUNTS: Final[Mapping[Count, str]] = {
     "freeze_on": "Saving was stopped.",
     "handle_preemptions": "Steps in which vLLM reported preemptions to the worker.",
     "hints_ignored": "Hints of requests that were ignored, by reason.",
-    "hints_told": "Hints that the eviction policy was told of at the end of their request, by action.",
+    "hints_told": "Hints that were passed to the eviction policy at the end of their request, by action.",
     "lookup_gave_up": "Lookups that answered a miss, put off 100 times: no room, or nobody knew the weights.",
     "lookup_hit": "Lookups that found tokens.",
     "lookup_later": "Lookups that asked vLLM to ask again.",

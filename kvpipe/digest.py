@@ -39,7 +39,7 @@ def tensor_facts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, ...]]:
     if isinstance(parts, dict):
         for key, part in parts.items():
             yield from tensor_facts(f"{name}.{key}", part)
-    elif is_traceable_wrapper_subclass(whole):  # torchao's, say, whose bytes are in tensors within
+    elif is_traceable_wrapper_subclass(whole):  # such as torchao's, whose bytes are in tensors within
         for key in whole.__tensor_flatten__()[0]:
             yield from tensor_facts(f"{name}.{key}", getattr(whole, key))
     else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 class UsageError(ValueError):
-    """The caller is wrong. The message says what to change."""
+    """The caller is wrong. The message names what to change."""
 
 
 class ConfigError(UsageError):

@@ -23,7 +23,7 @@ _KINDS = {
 
 
 class OddFileError(OSError):
-    """The file is not a regular one, or too long; the message says which."""
+    """The file is not a regular one, or too long; the message names which."""
 
 
 def kind_of(mode: int) -> str:

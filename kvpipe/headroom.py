@@ -14,7 +14,7 @@ RESERVE_BYTES_MAX: Final = 1 << 30  # … but no more than this
 
 
 class Headroom(NamedTuple):
-    """`free` of `total` bytes are left, as `where` says. Ordered by what is left."""
+    """`free` of `total` bytes are left. `where`: the limit's source, a file. Ordered by what is left."""
 
     free: int
     total: int
@@ -27,7 +27,7 @@ class Headroom(NamedTuple):
 
 
 def system_room(proc: Path) -> Headroom:
-    """Return what the system has available. Raises OSError where it does not say so."""
+    """Return what the system has available. Raises OSError where it does not report that."""
     message = {}
     for line in (proc / "meminfo").read_text(encoding="utf-8").splitlines():
         key, _, value = line.partition(":")
@@ -74,7 +74,7 @@ def cgroup_rooms(proc: Path, cgroups: Path) -> Iterator[Headroom]:
 
 
 def tightest(proc: Path = PROC, cgroups: Path = CGROUPS) -> Headroom | None:
-    """Return the room that is least; None on a system that says nothing of it."""
+    """Return the room that is least; None on a system that reports none."""
     rooms: list[Headroom] = []
     with contextlib.suppress(OSError, ValueError):
         rooms += [system_room(proc)]

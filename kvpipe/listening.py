@@ -70,7 +70,7 @@ class OperatorSocket:
     """
 
     def __init__(self, address: Address, engine: str, key: str) -> None:
-        """Listen at `address`, as `key` of the configuration says.
+        """Listen at `address`. `key`: the configuration key that it comes from, for errors.
 
         Raises:
             ConfigError: another engine, or somebody else, listens there; or nobody can.

@@ -77,7 +77,7 @@ class Claim(NamedTuple):
     """Job `job` is of KV computed with a LoRA adapter, `adapter` by vLLM's number, whose bytes come to `digest`.
 
     A rank that holds other bytes under that number fails the job; and if it has held others since `since_step`.
-    Without a job (0) it is a question: the rank says what it holds under that number.
+    Without a job (0) it is a question: the rank reports what it holds under that number.
     """
 
     job: int
@@ -89,8 +89,8 @@ class Claim(NamedTuple):
 class StepPlan(NamedTuple):
     """One engine step's jobs, and what is to be carried besides. A step without work has none.
 
-    `space`: the namespace of the orders' chunks. `question`: ranks are to say which weights they have, before anything
-    is computed, under this number; 0: they are not asked. `claims`: of the jobs of requests with adapters.
+    `space`: the namespace of the orders' chunks. `question`: the number under which ranks report which weights they
+    have, before anything is computed; 0: they are not asked. `claims`: of the jobs of requests with adapters.
     `wait_ms`: nothing is computed in it, and a rank with asynchronous loads under way waits so long for one to land.
     `computes`: whether anything is: else no layer calls a hook.
     """
@@ -142,7 +142,7 @@ class Report:
     ready: dict[int, int] = field(default_factory=dict)
     """By rank, if that is new: how many of its slots, from the first on, may be used."""
     weights: dict[int, tuple[int, str]] = field(default_factory=dict)
-    """By rank: the question that asked for its weights, and their digest; empty: it cannot say."""
+    """By rank: the question that asked for its weights, and their digest; empty: it is not known."""
     adapters: dict[int, dict[int, bytes]] = field(default_factory=dict)
     """By rank, of adapters that it holds otherwise than before: digests by number; empty: not held any more."""
     step: int = 0

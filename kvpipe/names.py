@@ -101,7 +101,7 @@ class NameClaim:
             raise ConfigError(msg)
 
     def _theirs(self) -> dict[str, Any]:
-        """Return what the record says that a running engine holds."""
+        """Return the record's content: what a running engine holds."""
         data = os.pread(self._fd, RECORD_BYTES_MAX + 1, 0)
         try:
             theirs = json.loads(data or "{}") if len(data) <= RECORD_BYTES_MAX else None
@@ -123,7 +123,7 @@ class NameClaim:
 
 
 def _holders(fd: int) -> str:
-    """Say which processes hold a lock on an open file, as far as this one may know."""
+    """Name the processes that hold a lock on an open file, as far as this one may know."""
     at = os.fstat(fd)
     place = f"{os.major(at.st_dev):02x}:{os.minor(at.st_dev):02x}:{at.st_ino}"
     pids = []

@@ -59,7 +59,7 @@ class Plugin(NamedTuple):
         """Refuse what lacks a method or an attribute of `protocol`. Raises `ConfigError`."""
         if missing := lacking(made, protocol):
             where = f"{protocol.__module__}.{protocol.__name__}"
-            msg = f"kvpipe: {self} has no {', '.join(missing)}; {where} says what is needed"
+            msg = f"kvpipe: {self} has no {', '.join(missing)}; {where} lists what is needed"
             raise ConfigError(msg)
 
 
@@ -138,13 +138,13 @@ def _distribution(one: EntryPoint) -> str:
 
 
 def _package(one: EntryPoint) -> str:
-    return f"{_name(one) or 'without a name'} {_said(one, 'Version')}".rstrip() if one.dist is not None else _OWN
+    return f"{_name(one) or 'without a name'} {_metadata(one, 'Version')}".rstrip() if one.dist is not None else _OWN
 
 
 def _name(one: EntryPoint) -> str:
-    return _said(one, "Name")
+    return _metadata(one, "Name")
 
 
-def _said(one: EntryPoint, key: str) -> str:
-    """Return what its package's metadata says; nothing: of that only the entry points are left."""
+def _metadata(one: EntryPoint, key: str) -> str:
+    """Return a field of its package's metadata; nothing: only the package's entry points are left."""
     return (one.dist.metadata[key] if one.dist is not None and key in one.dist.metadata else None) or ""

@@ -28,7 +28,7 @@ BREAKER = Machine(
         OK: "a call ended well",
         FAULT: "a call failed, and fewer than so many in a row have",
         FAULT_LAST: "a call failed, and so many in a row have, or it took too long",
-        PROBE_OK: "the tier says that it can be used",
+        PROBE_OK: "a probe succeeded: the tier can be used",
         PROBE_FAILED: "the tier cannot be used yet",
     },
     table={

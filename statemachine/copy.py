@@ -6,10 +6,10 @@ of times that vLLM called a hook. A job is FINALIZED when two things are known, 
 * every layer has landed;
 * its step *confirmed* it. For a save: every layer was submitted, and no sync load of the step failed before (what is
   computed over a failed load is worthless). For a sync load: every attention layer waited for its copy; one whose hook
-  did not run (a replayed full CUDA graph, say) may have read the block before the copy, and nothing but a failure is
+  did not run (as in a replayed full CUDA graph) may have read the block before the copy, and nothing but a failure is
   then the truth. An async load is confirmed as it begins: nobody reads it before it is reported.
 
-Where the device waits, not the host, the confirmation comes ahead of the landings: the ``CONFIRMED`` states say so.
+Where the device waits, not the host, the confirmation comes ahead of the landings: those are the ``CONFIRMED`` states.
 """
 
 from __future__ import annotations

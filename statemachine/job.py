@@ -16,7 +16,7 @@ _AWAITED = "other ranks have yet to report"
 _OVER = "every rank has reported it, once"
 _EVENTS = {
     SOME: "a rank has done it; others have yet to report",
-    FAILED: "a rank has failed it, or the engine was told that it did; others have yet to report",
+    FAILED: "a rank has failed it, or it was reported to the engine as failed; others have yet to report",
     TAINTED: "a load has failed: what this job saves may rest on it",
     ALL: "the last rank has reported; every one has done it",
     NOT_ALL: "the last rank has reported; one or more have failed it",
@@ -29,7 +29,7 @@ JOB = Machine(
     finals=frozenset({DONE, LOST}),
     states={
         SENT: "planned for the ranks, which have yet to report",
-        DOUBTED: "not to be believed, whatever the ranks that have yet to report will say",
+        DOUBTED: "not to be believed, whatever the remaining ranks report",
         DONE: "every rank has done it: a save can be found, a load has filled its blocks",
         LOST: "a rank has failed it, or it was doubted: nothing of it can be found, no block of it is read",
     },

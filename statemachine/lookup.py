@@ -1,4 +1,4 @@
-"""The lookup machine: what the engine was last told of one request, on the scheduler's side.
+"""The lookup machine: the last answer to the engine's lookups of one request, on the scheduler's side.
 
 An answer promises nothing and holds nothing. It stands for the scheduling pass in which it was given: it may be asked
 for again, and is used up by the admission. A request is asked for whether it is new, preempted, let down or

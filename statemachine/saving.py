@@ -1,7 +1,7 @@
 """The saving machine: how far one request is saved, and whether the next unit that becomes final is to be.
 
 `next_save_at_tokens` on the cursor is a number only: where the next unit is full, as far as tokens are known to come.
-It lets a step pass over a request with one comparison; what the request is in is said here.
+It lets a step pass over a request with one comparison; the machine is what the request is in.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ STEP: Final = Machine(
         OPEN: "jobs were planned; their loads were not started",
         COMPUTING: "sync loads were submitted: layers wait for them, compute, and are saved",
         GIVEN_UP: "a layer has waited for a sync load in vain: the step's loads and saves are lost",
-        SETTLED: "loads are settled: vLLM has been told of those that failed; saves may still be submitted",
+        SETTLED: "loads are settled: those that failed were reported to vLLM; saves may still be submitted",
         CLOSED: "shut down",
     },
     events={

@@ -74,7 +74,7 @@ class Hunt:
             self.gpu.sleep(0.02)  # compute itself is late
         before, self.saved = self.saved, self._save(number)
         if before is not None:
-            self.rig.hear(before.last)  # a chunk is found when it has landed, and not before
+            self.rig.wait_for(before.last)  # a chunk is found when it has landed, and not before
             self._load(number, before)
 
     def _save(self, number: int) -> _Saved:
@@ -124,7 +124,7 @@ class Hunt:
             if number % PATIENCE == PATIENCE - 1:
                 self.gpu.sync()
         if self.saved is not None:
-            self.rig.hear(self.saved.last)
+            self.rig.wait_for(self.saved.last)
         self.gpu.sync()
         failed = self.rig.failed()
         finding = Finding(done, int(self.wrong), failed)

@@ -145,7 +145,7 @@ class Remedies(Recovery):
         if self._stale.requests:
             try:
                 self._stale.plan_step(step.preempted_req_ids or (), requests, blocks)
-            except Exception as e:  # noqa: BLE001  (what the step would read too early is to be said all the same)
+            except Exception as e:  # noqa: BLE001  (what the step would read too early is returned all the same)
                 self._counters.fault("stale_blocks_not_forgotten", error=repr(e))
                 self._stale.begin(self._stale.requests, None)  # the next step takes all of them out
         return self._invalid.failing_loads(step, requests, blocks) if self._invalid.spoiled.clean else {}

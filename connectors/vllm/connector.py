@@ -49,7 +49,7 @@ from kvpipe.tiers.envelope import VERSION
 from kvpipe.tiers.guard import FIND, READ, WRITE, GuardedTier, MadeTier, guarded
 from kvpipe.tiers.registry import make_tier, named
 from kvpipe.trace.events import SCHEDULER, FreezeSwitched
-from kvpipe.trace.log import Counters, configure, tell, warn
+from kvpipe.trace.log import Counters, configure, info, warn
 from kvpipe.trace.setup import tracing
 from kvpipe.transfer.base import TransferEngine
 from kvpipe.worker.side import WorkerSide
@@ -160,14 +160,14 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             held_adapters.watch(self.worker.adapters)
         uses = (READ, WRITE) if self._kv_transfer_config.is_kv_producer else (READ,)
         self.worker.guard_tiers = functools.partial(self._guarded, uses)
-        self._guarded(uses)  # what is wrong with it is said now
+        self._guarded(uses)  # what is wrong with it is raised now
         self.counters = self.worker.counters
         self._meter = meter(self.worker)
 
     def _make_scheduler(self, config: VllmConfig, cache: KVCacheConfig, engine: str) -> None:
         """Be the scheduler's side."""
         if self.settings.manage:
-            read_token(self.settings)  # what is wrong with it is said before anything is made
+            read_token(self.settings)  # what is wrong with it is raised before anything is made
         tokens, transfer = support.hash_tokens(cache, self.geometry), self._kv_transfer_config
         if (size := config.parallel_config.decode_context_parallel_size) > 1:
             warn("context_parallelism", decode_context_parallel_size=size, proven_on="vLLM's schedulers, not a device")
@@ -202,7 +202,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         self._watch.doubted = self._remedies.encoded.doubted
         self._watch.encoder_reset = self._remedies.encoded.reset
         if config.model_config.enable_prompt_embeds:
-            mixed_prompts.tell_apart()
+            mixed_prompts.extend_hashes()
         self._meter = meter(self.scheduler, self.scheduler.quota_totals)
         if self.settings.control_file is not None:
             check_control_file(self.settings.control_file)
@@ -291,7 +291,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         return [(name, spec, make_tier(name, spec, writes=writes)) for name, spec in named(self.settings.tiers)]
 
     def hooks(self, kv_caches: dict[str, torch.Tensor]) -> Hooks:
-        """Return which hooks vLLM's runner calls, and when. Tests say otherwise here."""
+        """Return which hooks vLLM's runner calls, and when. Tests override it."""
         return hooks.hooks(self._vllm_config, kv_caches, self.settings.mode)
 
     def _find_in(self, config: VllmConfig) -> list[GuardedTier]:
@@ -307,18 +307,18 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         if "layouts" not in self._facts:
             return ""
         source = loaded_from(digest).source
-        self._tell_who_shares(source)
+        self._report_sharing(source)
         if self._common and source:
             return support.fingerprint(shares.without_layout(self._facts) | {"common": self._common, "source": source})
         return self._also_of(digest)
 
     @_contained(_nothing)
-    def _tell_who_shares(self, source: str) -> None:
+    def _report_sharing(self, source: str) -> None:
         """Count and log why other numbers of ranks find nothing of this engine's."""
         staging = self.scheduler.staging if self.scheduler is not None else None
         why = shares.bound_by(self._vllm_config, self._common, source)
         if staging is not None and staging.space.bind(why) and why:
-            tell("tiers_of_one_layout", why=why, means=shares.BOUND_BY[why])
+            info("tiers_of_one_layout", why=why, means=shares.BOUND_BY[why])
 
     def _also_of(self, digest: str) -> str:
         """Return the namespace of this layout alone, by what is in its ranks' memory, whatever it was loaded from."""
@@ -342,7 +342,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_contained(_nothing)
     def _find_model(self, worker: WorkerSide, caches: dict[str, torch.Tensor], layout: list[Any]) -> None:
-        """Let this rank say which weights it has, and how its caches lie beside other ranks'."""
+        """Let this rank report which weights it has, and how its caches lie beside other ranks'."""
         changed, config = functools.partial(suspect, self._vllm_config, "loaded"), self._vllm_config
         model = LoadedModel(config.compilation_config.static_forward_context, changed)
         if code := model.code():
@@ -353,7 +353,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         worker.shares, self._common = found, support.fingerprint(facts) if facts else ""
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Tell the scheduler's side what this rank has ready, what its bytes depend on, which weights it has."""
+        """Return this rank's report: its ready slots, digests of what its bytes depend on, its weights."""
         if self.worker is None:
             return None
         digest = self._layout if self.worker.carrier is not None else ""
@@ -439,7 +439,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_contained(_nothing)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Tell what has changed in this side's metrics."""
+        """Return what has changed in this side's metrics since the last call."""
         return self._meter.take()
 
     @_contained(_nothing)
@@ -468,11 +468,11 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Take what all stages' ranks say, who know their places themselves. Raises as the next."""
+        """Take the reports of all stages' ranks, each of which has its rank. Raises as the next."""
         self.set_xfer_handshake_metadata(dict(enumerate(metadata.values())))
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """Every rank has said what its bytes depend on: from now on tiers are used, in a namespace of all that.
+        """Take every rank's report of what its bytes depend on. From now on tiers are used, in a namespace of all that.
 
         Raises:
             ConfigError: a living engine with another layout, or other weights, has the same name.
@@ -485,7 +485,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         ranks, tiers = self._vllm_config.parallel_config.world_size, self.scheduler.staging is not None
         if tiers and len([one for one in reported if one.digest]) != ranks:
             self._facts.pop("layouts", None)
-            self.counters.fault("tiers_not_on_all_ranks", ranks=ranks, told=len(reported))
+            self.counters.fault("tiers_not_on_all_ranks", ranks=ranks, reported=len(reported))
         elif tiers:
             self._facts["layouts"] = [(one.rank, one.digest) for one in reported]
         weights = [one.weights for one in reported] if len(reported) == ranks else []

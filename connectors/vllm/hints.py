@@ -32,12 +32,15 @@ def hints_of(request: Request) -> RawHints | None:
 
 
 def kind_of(request: Request) -> Hashable:
-    """Return whose answers are of use alike: of one salt, and of one named class or one adapter and template."""
+    """Return the request's class: those of one class are alike in whether their answers are of use again.
+
+    It is of the salt, and of the class that the client has named or else the adapter and the chat template's end.
+    """
     parameters: object = request.kv_transfer_params
     own: object = parameters.get(PARAMETER) if isinstance(parameters, Mapping) else None
-    said: object = own.get(CLASS) if isinstance(own, Mapping) else None
-    if isinstance(said, str) and len(said) <= CLASS_CHARS_MAX:
-        return request.cache_salt, said
+    named: object = own.get(CLASS) if isinstance(own, Mapping) else None
+    if isinstance(named, str) and len(named) <= CLASS_CHARS_MAX:
+        return request.cache_salt, named
     lora, prompt = request.lora_request, request.num_prompt_tokens
     tail = request.all_token_ids[max(0, prompt - TAIL_TOKENS) : prompt]
     return request.cache_salt, lora.lora_path if lora is not None else "", *tail

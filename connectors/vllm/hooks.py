@@ -79,7 +79,7 @@ def replays(config: VllmConfig) -> bool:
 
 
 def is_replayed(context: ForwardContext) -> bool:
-    """Whether the step that begins is one of those. Runner V2 has no context then, V1 one that says so."""
+    """Whether the step that begins is replayed. Runner V2 has no context then, V1 one whose mode is FULL."""
     graphs = getattr(context, "cudagraph_runtime_mode", None)
     return getattr(context, "attn_metadata", None) is None or graphs == CUDAGraphMode.FULL
 

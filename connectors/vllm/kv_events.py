@@ -1,7 +1,7 @@
 """vLLM's KV cache events for what kvpipe holds, so that prefix-aware routers see it (medium ``CPU``).
 
-A block is announced when the first chunk that holds it can be found, and removed with the last one. Events say all that
-a block's hash covers, as vLLM's own do: whoever receives them from the start has an index that equals the catalog.
+A block is announced when the first chunk that holds it can be found, and removed with the last one. Events carry all
+that a block's hash covers, as vLLM's own do: whoever receives them from the start has an index equal to the catalog.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class KvEvents:
         stop = (base + chunk.marks[-1].units) * self.blocks_per_unit
         end = stop if chunk.group in self._states else stop + self._ahead
         last = request.block_hashes[end - 1 : end]
-        if first >= stop or not last or not chunk.marks[-1].key.startswith(last[0]):  # of an adapter it says more
+        if first >= stop or not last or not chunk.marks[-1].key.startswith(last[0]):  # an adapter's key is longer
             return  # found no further than before; or a session has cut its tokens meanwhile
         blocks = self._blocks(request, first, stop)
         self._of.setdefault(chunk, []).append(blocks)

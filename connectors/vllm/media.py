@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 NOT_OF_BYTES: Final = frozenset(("_name_or_path", "name_or_path", "transformers_version"))
-"""What says only where a model lies and who wrote it."""
+"""Keys of a model's configuration on which no byte depends: where it lies, and who wrote it."""
 
 DEPTH_MAX: Final = 24
 """Of parts in parts; what lies deeper is known by its type alone."""
@@ -64,7 +64,7 @@ def _text(make: Callable[[], object]) -> str:
 
 
 def _files(folder: Path) -> dict[str, str]:
-    """Return digests of the files in a model's folder that say how media are prepared; none of what is no folder."""
+    """Return digests of the files in a model's folder that define how media are prepared; none of what is no folder."""
     return {path.name: _digest(path) for pattern in _FILES for path in sorted(folder.glob(pattern))}
 
 
@@ -98,7 +98,7 @@ _DESCRIBED_AS: Final[tuple[tuple[Any, Callable[[Any], object]], ...]] = (
     (ModuleType, lambda part: part.__name__),
     (functools.partial, lambda part: ("partial", part.func, part.args, part.keywords)),
 )
-"""What parts of known types say of themselves: plain data, or a tuple of other parts."""
+"""Descriptions of parts, by known types: plain data, or a tuple of other parts."""
 
 
 class _Description:

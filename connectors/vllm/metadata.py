@@ -54,7 +54,7 @@ def _unpack(
 
 
 class LayoutMetadata(KVConnectorHandshakeMetadata):
-    """What one rank says when its caches are there: what its chunks depend on, as digests, and its `ready` slots."""
+    """One rank's report when its caches are there: digests of what its chunks depend on, and its `ready` slots."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class LayoutMetadata(KVConnectorHandshakeMetadata):
         heads: tuple[int, ...] = (),
         common: str = "",
     ) -> None:
-        """`rank`: of the engine's ranks. `digest`: empty without tiers. `weights`: as loaded; empty: it cannot say.
+        """`rank`: of the engine's ranks. `digest`: empty without tiers. `weights`: as loaded; empty: not known.
 
         `slots`: of its pool, ready or not. `heads`: of each group, see `kvpipe.tiers.parts`. `common`: what its chunks
         depend on, however many ranks there are; empty: they depend on that.

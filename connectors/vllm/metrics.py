@@ -23,11 +23,11 @@ SELDOM_S = 0.5
 
 
 class Metric(NamedTuple):
-    """One metric: its kind, what its one label is called (none: it has none), what it says."""
+    """One metric: its kind, the name of its one label (empty: it has none), its documentation."""
 
     kind: Literal["counter", "gauge"]
     label: str
-    says: str
+    text: str
 
 
 METRICS: dict[str, Metric] = {
@@ -155,7 +155,7 @@ class KVPipeProm(KVConnectorPromMetrics):
             more = [metric.label] if metric.label else []
             options = {"multiprocess_mode": "mostrecent"} if metric.kind == "gauge" else {}
             kind = metric_types[Counter if metric.kind == "counter" else Gauge]
-            made = kind(name=PREFIX + name, documentation=metric.says, labelnames=labelnames + more, **options)
+            made = kind(name=PREFIX + name, documentation=metric.text, labelnames=labelnames + more, **options)
             self._metrics[name] = made
             if not more:
                 for values in per_engine_labelvalues.values():
@@ -201,5 +201,5 @@ class Side(Protocol):
 
 
 def meter(side: Side, seldom: Callable[[], Totals] = dict) -> Meter:
-    """Return the meter of one side. `seldom`: what else it has to say, every half a second."""
+    """Return the meter of one side. `seldom`: further totals, read every half a second."""
     return Meter(side.totals, lambda: transitions(*side.machines()) | seldom())

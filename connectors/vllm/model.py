@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from kvpipe.connectors.vllm.source import Source, end_all, end_listening, watch_loading
+from kvpipe.connectors.vllm.source import Source, end_all, end_observing, watch_loading
 from kvpipe.connectors.vllm.wrapping import wrap
 from kvpipe.digest import facts_digest, tensors_digest
 from kvpipe.trace.log import warn
@@ -90,7 +90,7 @@ class LoadedModel:
         self.roots = [top for top in tops if inside[id(top)]]
         if not wanted or set().union(*inside.values()) != wanted:
             self.roots = []
-        self._source = Source([end_listening(root) for root in self.roots])
+        self._source = Source([end_observing(root) for root in self.roots])
         end_all()
         for root in self.roots:
             _watch_root(root, changed)
@@ -107,9 +107,9 @@ class LoadedModel:
         return facts_digest([(one,) for one in files]) if files else ""
 
     def digest(self) -> str:
-        """Return which weights these are, now: see `source.loaded_from`. Nothing: it cannot be said.
+        """Return the digest of the weights as they are now, as `Source.report` makes it; empty: it is not known.
 
-        After a reading that failed nobody knows whether they are still those that were loaded.
+        After a reading that failed the source stays unknown: the weights may have changed meanwhile.
         """
         source, self._source = self._source, Source([])
         if not self.roots or any(_gone(module) for root in self.roots for module in root.modules()):
@@ -117,7 +117,7 @@ class LoadedModel:
         reported = sorted(tensors_digest(_named(root)) for root in self.roots)
         memory = reported[0] if len(reported) == 1 else tensors_digest((one, torch.empty(0)) for one in reported)
         self._source = source
-        return source.told(memory)
+        return source.report(memory)
 
 
 def _gone(module: torch.nn.Module) -> bool:

@@ -1,8 +1,8 @@
-"""Models whose prompts cannot be cut: where vLLM says that a cache of prefixes would answer wrongly, kvpipe is one.
+"""Models and engines whose KV cannot be reused by prefixes: kvpipe refuses them, as vLLM does.
 
-VLLM says so by switching its own prefix cache off, in places of which each is in `STATEMENTS` here. That its prefix
-cache is off does not say it: users switch it off, too, and kvpipe serves them. `tests/contract/places.py` finds the
-places in vLLM's sources, so that one which a release adds fails a test until it is there.
+VLLM refuses by switching its own prefix cache off, in several places; each is an entry of `STATEMENTS` here. The switch
+itself is no sign of that: users switch the prefix cache off, too, and kvpipe serves them. `tests/contract/places.py`
+finds the places in vLLM's sources, so that one which a release adds fails a test until it has an entry.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ STATEMENTS: Final[dict[str, Callable[[VllmConfig], str]]] = {
     ),
     "riscv": _unfit,
 }
-"""What vLLM says by the engine's configuration: for each place, of what it is said; nothing: it is not."""
+"""By place in vLLM: a function from the engine's configuration to what it refuses there; "": it refuses nothing."""
 
 NON_CAUSAL: Final = "non_causal"
 """What follows from the specification of a layer's cache: its tokens attend to later ones of the same prompt."""
@@ -78,7 +78,7 @@ VARIANT_BACKENDS: Final = frozenset({"FLASHINFER", "TRITON_MLA"})
 
 
 def check_model(config: VllmConfig) -> None:
-    """Raise `UnsupportedError` where vLLM says, by its configuration, that the engine's prompts cannot be cut."""
+    """Raise `UnsupportedError` where, by its configuration, the engine's KV cannot be reused by prefixes."""
     if config.model_config is None:
         return
     for statement in STATEMENTS.values():
@@ -87,7 +87,7 @@ def check_model(config: VllmConfig) -> None:
 
 
 def config_digest(config: PretrainedConfig) -> str:
-    """Return a digest of a model's configuration, but for what says only where it lies and who wrote it."""
+    """Return a digest of a model's configuration without the keys of `NOT_OF_BYTES`."""
     facts: dict[str, Any] = json.loads(config.to_json_string())
     known = {key: value for key, value in facts.items() if key not in NOT_OF_BYTES}
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()

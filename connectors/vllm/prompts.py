@@ -48,7 +48,7 @@ class PromptBlocks:
 
 
 def prompt_request(prompt: Prompt, hashes: Sequence[bytes]) -> Request:
-    """Return a request that nobody serves, with its hashes: what KV events say of a prompt is read from that."""
+    """Return a request that is never served, with its hashes: KV events of a prompt are made from one."""
     request = _request(prompt)
     request.block_hashes = [BlockHash(key) for key in hashes]
     return request

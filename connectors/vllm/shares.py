@@ -1,4 +1,4 @@
-"""How each cache group's KV lies over tensor-parallel ranks, where that can be told for certain, and under which name.
+"""How each cache group's KV lies over tensor-parallel ranks, where that is certain, and under which name.
 
 Whatever is not recognised is bound to its layout: no other number of ranks finds it. Heads are those of the layer that
 makes queries, keys and values, in the model itself: no configuration is believed. As in vLLM's own canonical mapping
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _SPREAD: Final = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
 _OF_THE_LAYOUT: Final = ("tensor_parallel_size", "ranks", "groups", "layouts", "weights")
-"""What an engine's facts say of its ranks."""
+"""Those of an engine's facts that depend on its number of ranks."""
 
 _BOUND: Final = Share()
 
@@ -42,11 +42,11 @@ _BOUND: Final = Share()
 BOUND_BY: Final = {
     "parallelism": "not heads alone are spread over ranks, but layers, tokens or experts, too",
     "batch_invariant": "VLLM_BATCH_INVARIANT asks for every bit, and other numbers of ranks add up in another order",
-    "lora": "LoRA layers do not say how heads lie over ranks",
+    "lora": "LoRA layers hide how heads lie over ranks",
     "caches": "some cache is not known to lie by heads: states, drafters, padding, scales per token, heads that do not "
     "spread evenly; or ranks differ in their caches",
     "quantized": "scales of quantized weights may differ by the number of ranks",
-    "weights": "not all weights were heard while they were loaded, or they have changed since",
+    "weights": "not all weights were observed while they were loaded, or they have changed since",
 }
 """Why other numbers of ranks find none of an engine's chunks in tiers, and it none of theirs."""
 
@@ -136,7 +136,7 @@ def common_facts(
 ) -> dict[str, Any]:
     """Return what pages are, however many ranks there are, as plain data; empty where a group is bound to them.
 
-    `layout`: what `support.layout_facts` says of this rank's caches.
+    `layout`: `support.layout_facts` of this rank's caches.
     """
     splits = [split_of(share.heads, ranks) for share in found]
     if not all(splits) or envs.VLLM_BATCH_INVARIANT:  # who asks for every bit gets only what one layout computes

@@ -1,9 +1,9 @@
-"""From which weights a model was loaded: whole tensors, as they were before ranks have taken their parts of them.
+"""From which weights a model was loaded: a digest of whole tensors, before ranks have taken their parts of them.
 
-What lies in a rank's memory says nothing about another number of ranks: parts are of other shapes, packed and padded.
-But every rank is given the same tensors to take its part of, and they are read here on their way into the model. What
-they come to stands for what is in memory as long as that is what it was when the model had just been loaded; as soon as
-it is anything else, nobody knows what other ranks would have made of it.
+The weights in a rank's memory do not identify those of another number of ranks: parts have other shapes, are packed and
+padded. But every rank is given the same tensors to take its part of, and they are digested here on their way into the
+model. That digest stands for what is in memory only as long as the memory is what it was just after loading; once it
+has changed, nobody knows what other ranks would have made of it.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class LoadedFrom(NamedTuple):
     source: str
 
 
-def loaded_from(told: str) -> LoadedFrom:
-    """Read what ranks have told of their weights, with ':' between them: each its memory, and '=' and its source."""
-    parts = [one.partition(_MARK) for one in told.split(":")]
+def loaded_from(reports: str) -> LoadedFrom:
+    """Parse the ranks' reports of their weights, MEMORY or MEMORY=SOURCE each, with ':' between them."""
+    parts = [one.partition(_MARK) for one in reports.split(":")]
     sources = {source for _, _, source in parts}
     return LoadedFrom(":".join(memory for memory, _, _ in parts), sources.pop() if len(sources) == 1 else "")
 
@@ -44,19 +44,22 @@ def loaded_from(told: str) -> LoadedFrom:
 class Source:
     """What a rank's models were loaded from."""
 
-    def __init__(self, heard: list[str]) -> None:
-        """`heard`: of each model, empty where it is unknown."""
-        self._source = facts_digest([(one,) for one in heard]) if heard and all(heard) else ""
+    def __init__(self, loaded: list[str]) -> None:
+        """`loaded`: `end_observing` of each model, empty where it is unknown."""
+        self._source = facts_digest([(one,) for one in loaded]) if loaded and all(loaded) else ""
         self._memory = ""
 
-    def told(self, memory: str) -> str:
-        """Return what to tell of weights that come to `memory` now. What is in memory at first is what was loaded."""
+    def report(self, memory: str) -> str:
+        """Return the rank's report, MEMORY or MEMORY=SOURCE, given the digest of its weights in memory now.
+
+        The first `memory` is taken for what was loaded; with any other one the source is left out.
+        """
         self._memory = self._memory or memory
         return f"{memory}{_MARK}{self._source}" if self._source and memory == self._memory else memory
 
 
-class _Heard:
-    """What has gone into one model."""
+class _Observed:
+    """What was loaded into one model so far."""
 
     def __init__(self) -> None:
         self.facts: list[tuple[str, ...]] = []
@@ -65,11 +68,11 @@ class _Heard:
         self.failed = False
 
 
-_HEARD: Final[weakref.WeakKeyDictionary[torch.nn.Module, _Heard]] = weakref.WeakKeyDictionary()
+_OBSERVED: Final[weakref.WeakKeyDictionary[torch.nn.Module, _Observed]] = weakref.WeakKeyDictionary()
 
 
 def watch_loading(loader: Any) -> None:  # noqa: ANN401  (vLLM's module)
-    """Listen to what is loaded into models that are made from now on. Idempotent."""
+    """Observe what is loaded into models that are made from now on. Idempotent."""
     wrap(loader, "initialize_model", _made)
 
 
@@ -77,9 +80,9 @@ def _made(make: Callable[..., torch.nn.Module], vllm_config: VllmConfig, **kwarg
     model = make(vllm_config, **kwargs)
     try:
         if _is_of_use(vllm_config, kwargs.get("model_config") or vllm_config.model_config):
-            _listen(model)
+            _observe(model)
     except Exception as error:  # noqa: BLE001  (the model must be loaded all the same)
-        warn("weights_not_heard", error=repr(error))
+        warn("weights_not_observed", error=repr(error))
     return model
 
 
@@ -87,8 +90,8 @@ def _is_of_use(config: VllmConfig, model: ModelConfig) -> bool:
     """Whether tiers are used, and what is loaded decides what is computed, however many ranks there are.
 
     A scale that a rank finds by itself, of its own part of the weights, is another for other ranks. What a loader or a
-    worker that is not vLLM's does to a model when its weights are loaded is not heard, nor are experts of other ranks
-    that nobody reads here.
+    worker that is not vLLM's does to a model while loading is not observed, nor are experts of other ranks that this
+    rank does not read.
     """
     transfer, parallel = config.kv_transfer_config, config.parallel_config
     if transfer is None or transfer.kv_connector != CONNECTOR or model.quantization is not None:
@@ -115,42 +118,46 @@ def sees_a_part(parallel: ParallelConfig) -> bool:
     return parallel.enable_expert_parallel and parallel.data_parallel_size > 1
 
 
-def _listen(model: torch.nn.Module) -> None:
-    """Read whatever is loaded into `model`, until `end_listening`."""
+def _observe(model: torch.nn.Module) -> None:
+    """Digest whatever is loaded into `model`, until `end_observing`."""
     load: Callable[..., set[str] | None] = model.load_weights  # type: ignore[assignment]
-    heard = _HEARD[model] = _Heard()
+    observed = _OBSERVED[model] = _Observed()
 
-    def listening(weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> set[str] | None:  # noqa: ANN401
-        rest = _passing(heard, weights)
+    def observed_load(
+        weights: Iterable[tuple[str, torch.Tensor]],
+        *args: Any,  # noqa: ANN401
+        **kwargs: Any,  # noqa: ANN401
+    ) -> set[str] | None:
+        rest = _passing(observed, weights)
         loaded = load(rest, *args, **kwargs)
-        heard.failed |= next(rest, None) is not None or loaded is None
-        heard.loaded |= loaded or set()
-        heard.whole = {name for name, _ in model.named_parameters()} <= heard.loaded
+        observed.failed |= next(rest, None) is not None or loaded is None
+        observed.loaded |= loaded or set()
+        observed.whole = {name for name, _ in model.named_parameters()} <= observed.loaded
         return loaded
 
-    model.load_weights = listening  # type: ignore[assignment]
+    model.load_weights = observed_load  # type: ignore[assignment]
 
 
-def _passing(heard: _Heard, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+def _passing(observed: _Observed, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in weights:
         try:
-            heard.facts += tensor_facts(name, tensor)
+            observed.facts += tensor_facts(name, tensor)
         except Exception as error:  # noqa: BLE001  (the model must be loaded all the same)
-            heard.failed = True
-            warn("weights_not_heard", tensor=name, error=repr(error))
+            observed.failed = True
+            warn("weights_not_observed", tensor=name, error=repr(error))
         yield name, tensor
 
 
-def end_listening(model: torch.nn.Module) -> str:
-    """Return what `model` was loaded from; empty: it is unknown. What is loaded later is not heard."""
-    heard = _HEARD.pop(model, None)
-    if heard is None:
+def end_observing(model: torch.nn.Module) -> str:
+    """Stop observing `model`. Returns the digest of all that was loaded into it; empty: not all was observed."""
+    observed = _OBSERVED.pop(model, None)
+    if observed is None:
         return ""
     del model.load_weights
-    return facts_digest(heard.facts) if heard.whole and not heard.failed else ""
+    return facts_digest(observed.facts) if observed.whole and not observed.failed else ""
 
 
 def end_all() -> None:
-    """Listen to nothing any more."""
-    for model in list(_HEARD):
-        end_listening(model)
+    """Stop observing all models."""
+    for model in list(_OBSERVED):
+        end_observing(model)

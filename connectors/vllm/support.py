@@ -77,14 +77,14 @@ def check_engine(config: VllmConfig) -> None:
 
 
 def _check_stages(config: VllmConfig) -> None:
-    """Raise `UnsupportedError` where a pipeline's stages would not all be heard."""
+    """Raise `UnsupportedError` where not all reports of a pipeline's stages would reach the scheduler."""
     if config.parallel_config.distributed_executor_backend == "ray":
         refuse("pipeline parallelism with distributed_executor_backend='ray' (only the last stage reports)", "use 'mp'")
     if config.speculative_config is None:
         return
     if not config.use_v2_model_runner:  # V1 neither ends nor clears a step on a stage that is not the last
         refuse("pipeline parallelism with speculative decoding by vLLM's runner V1", "unset speculative_config")
-    if not config.scheduler_config.async_scheduling:  # vLLM tells its scheduler the next step's drafts
+    if not config.scheduler_config.async_scheduling:  # vLLM's scheduler gets the next step's drafts
         refuse(
             "pipeline parallelism with speculative decoding without asynchronous scheduling",
             "set async_scheduling to True",
@@ -124,7 +124,7 @@ def make_geometry(
         if len(kinds) != 1 or group.host_resident:
             refuse(f"KV cache group {i} (mixed windows, or host resident)", "serve it without kvpipe")
         sizes = {name: _page_bytes(spec) for name, spec in per_layer.items()}
-        if len({placed.get(name, 0) for name in sizes}) > 1:  # the scheduler's side is told one layer's for all of them
+        if len({placed.get(name, 0) for name in sizes}) > 1:  # the scheduler's side has one layer's for all of them
             sizes |= {name: placed[name] for name in sizes if name in placed}
         layers = tuple(Layer(name, size) for name, size in sizes.items())
         tokens = resolve_dcp_kv_block_size(group.kv_cache_spec, dcp)
@@ -168,7 +168,7 @@ def _page_bytes(spec: KVCacheSpec) -> int:
 
 
 def _check_state(layer: str, spec: MambaSpec) -> None:
-    """Raise `UnsupportedError` unless vLLM keeps the states of exact boundaries, and says in which block."""
+    """Raise `UnsupportedError` unless vLLM keeps the states of exact boundaries, each in a known block."""
     if spec.mamba_cache_mode != "align":
         refuse(
             f"the recurrent state of layer {layer!r} without prefix caching (mamba_cache_mode="

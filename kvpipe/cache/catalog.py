@@ -1,7 +1,7 @@
 """The catalog: which chunk is in which slot, who reads and who writes it. One per engine, on the scheduler's thread.
 
-A chunk can be found under the keys of its *marks*: a mark (units, key) says that its first `units` units have landed
-on every rank and that `key` is the hash of the token prefix up to there. Most chunks have one mark. A lookup is a few
+A chunk can be found under the keys of its *marks*: of a mark (units, key), the first `units` units have landed on every
+rank, and `key` is the hash of the token prefix up to there. Most chunks have one mark. A lookup is a few
 dict probes. Leases belong to (request, epoch) pairs; a leased chunk is never evicted.
 """
 
@@ -129,12 +129,12 @@ class Catalog:
         """How many slots have what is forgotten already. They count as free."""
         self._chunks: list[Chunk | None] = [None] * slots  # all that are not ABSENT, each at its slot
         untracked(self._chunks)
-        self._spared: Ordered[Chunk, None] = order(slots)  # go before what the policy says; none is held
+        self._spared: Ordered[Chunk, None] = order(slots)  # go before the policy's victims; none is held
         self._ahead: set[Chunk] = set()  # brought from tiers for nobody yet
         self._leases: dict[Owner, list[Chunk]] = {}
         self._leased_s: dict[Owner, float] = {}
         self.writing = 0  # pieces
-        self._second = 0  # see `_tell`
+        self._second = 0  # see `_notify`
 
     def use_more(self, ready: int) -> None:
         """The first `ready` slots are in memory on every rank: they may be used. Fewer than before: nothing happens."""
@@ -150,7 +150,7 @@ class Catalog:
     # ---- finding -------------------------------------------------------------------------------------------------
 
     def find(self, group: int, key: bytes) -> Chunk | None:
-        """Return the chunk that holds the prefix `key`, as far as its mark of that key says."""
+        """Return the chunk that has a mark with the prefix hash `key`, or None. Only what the mark covers is sure."""
         return self._index[group].get(key)
 
     def index(self, group: int) -> Mapping[bytes, Chunk]:
@@ -189,7 +189,7 @@ class Catalog:
 
         Raises ValueError: one was forgotten by a reset.
         """
-        owned, now_s = self._leases.setdefault(owner, []), self._tell(over=False)
+        owned, now_s = self._leases.setdefault(owner, []), self._notify(over=False)
         if timed:
             self._leased_s.setdefault(owner, now_s)
         idle = list[Chunk]()
@@ -213,7 +213,7 @@ class Catalog:
         chunks, ahead = self._leases.pop(owner, []), self._ahead if hit else None
         self._leased_s.pop(owner, None)
         if chunks:
-            self._tell(over=False)
+            self._notify(over=False)
         idle = list[Chunk]()
         for chunk in reversed(chunks):
             chunk.leases -= 1
@@ -236,7 +236,7 @@ class Catalog:
 
     def refresh(self, chunks: Iterable[Chunk], *, over: bool = True) -> None:
         """Order a request's chunks so that the ends of prefixes go before their beginnings. `over`: it is finished."""
-        self._tell(over=over)
+        self._notify(over=over)
         second, idle, spared = self._second, list[Chunk](), self._spared
         for chunk in chunks:
             if not (chunk.writers or chunk.leases):
@@ -263,9 +263,9 @@ class Catalog:
         return time.monotonic() if self._clock is None else self._clock()
 
     def hint(self, chunks: Iterable[Chunk], hint: Hint) -> None:
-        """Tell the policy, if it takes hints, what a client says of a prompt's chunks."""
+        """Pass a client's hint on a prompt's chunks to the policy, if that takes hints."""
         if self._hint is not None:
-            self._tell(over=False)
+            self._notify(over=False)
             for chunk in chunks:
                 self._hint(chunk, hint)
 
@@ -316,7 +316,7 @@ class Catalog:
         `over`: the request that saved it has ended.
         """
         chunk = piece.chunk
-        self._tell(over=over)
+        self._notify(over=over)
         self._unpend(piece)
         whole = chunk.ready == piece.start and chunk.state.row != m.EVICTING
         if not whole:
@@ -334,7 +334,7 @@ class Catalog:
 
     def lost(self, piece: Piece) -> None:
         """A rank failed the piece: what landed before it stays, it and all after it are dropped."""
-        self._tell(over=False)
+        self._notify(over=False)
         self._unpend(piece)
         self.lost_keys.add(piece.chunk.group, piece.key, TORN)
         self._finish_write(piece.chunk, landed=False)
@@ -441,8 +441,8 @@ class Catalog:
             chunk.used_s = self._second
             self._policy.insert(chunk, hit=False)
 
-    def _tell(self, *, over: bool) -> float:
-        """Take the time, and tell the policy, if it wants to know, and whether a request is over; return it."""
+    def _notify(self, *, over: bool) -> float:
+        """Read the clock and return it; pass it to a `SessionPolicy`, with whether the request is `over`."""
         now_s = time.monotonic() if self._clock is None else self._clock()  # as `now_s`, and quicker
         if (second := int(now_s)) != self._second:
             self._second = second  # one object for all that is of use in it

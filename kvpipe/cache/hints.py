@@ -1,4 +1,4 @@
-"""What a client may say of a prompt's future. A hint is soft: it changes what is evicted first, never what is right."""
+"""Clients' hints on a prompt's future. A hint is soft: it changes what is evicted first, never what is right."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from enum import Enum
 
 
 class Action(Enum):
-    """What is said of chunks."""
+    """What a hint asks for."""
 
     RETAIN = "retain"
     """They are wanted until `Hint.at_s`."""
     DEMOTE = "demote"
-    """They are of no more use: first to go. `Hint.at_s` says nothing."""
+    """They are of no more use: first to go. `Hint.at_s` is not used."""
     RESUME = "resume"
     """A prompt that begins with them comes at `Hint.at_s`."""
 

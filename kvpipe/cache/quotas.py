@@ -3,7 +3,7 @@
 Every slot that holds something is of one account, whoever reads or writes it. A slot that is free is for whoever asks
 first, up to its limit. When none is free, or who asks is at its limit, somebody must give one: who asks itself at its
 limit, else the account that is most above its share. Nobody gives to another what is within its share. Each account has
-a policy of its own, which says what it gives.
+a policy of its own, which chooses what it gives.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NO_LIMIT: Final = QuotaSpec.model_validate({"name": OTHERS})
 
 
 class Turn(NamedTuple):
-    """What a `SessionPolicy` is told of the calls that follow."""
+    """The arguments of `SessionPolicy.request` for the calls that follow."""
 
     now_s: float
     over: bool
@@ -38,14 +38,14 @@ class Account:
     `evicted`: so many of its chunks were; `refused`: so many times it got no slot.
     """
 
-    __slots__ = ("evicted", "heard", "hint", "most", "policy", "refused", "request", "spec", "sure", "used")
+    __slots__ = ("evicted", "hint", "most", "notified", "policy", "refused", "request", "spec", "sure", "used")
 
     def __init__(self, spec: QuotaSpec, slots: int, make: Callable[[int], Policy]) -> None:
         """It holds none of `slots` slots. `make(n)` returns a policy for n slots."""
         self.spec = spec
         self.used = self.evicted = self.refused = 0
         self.sure, self.most = spec.slots(slots)
-        self.policy, self.heard = make(self.most), _NEVER
+        self.policy, self.notified = make(self.most), _NEVER
         self.request = self.policy.request if isinstance(self.policy, SessionPolicy) else None
         self.hint = self.policy.hint if takes_hints(self.policy) else None
 
@@ -88,37 +88,37 @@ class Accounts:
     # ---- the policy ------------------------------------------------------------------------------------------------
 
     def request(self, now_s: float, *, over: bool) -> None:
-        """See `SessionPolicy.request`. A policy hears it when it is called next."""
+        """See `SessionPolicy.request`. An account's policy gets it before its next other call."""
         self._turn = Turn(now_s, over)
 
     def insert(self, chunk: Evictable, *, hit: bool) -> None:
         """See `Policy.insert`."""
-        self._told(chunk).policy.insert(chunk, hit=hit)
+        self._account(chunk).policy.insert(chunk, hit=hit)
 
     def remove(self, chunk: Evictable) -> None:
         """See `Policy.remove`."""
-        self._told(chunk).policy.remove(chunk)
+        self._account(chunk).policy.remove(chunk)
 
     def dropped(self, chunk: Evictable) -> None:
         """See `RememberingPolicy.dropped`."""
-        policy = self._told(chunk).policy
+        policy = self._account(chunk).policy
         if isinstance(policy, RememberingPolicy):
             policy.dropped(chunk)
 
     def refresh(self, chunk: Evictable) -> None:
         """See `Policy.refresh`."""
-        self._told(chunk).policy.refresh(chunk)
+        self._account(chunk).policy.refresh(chunk)
 
     def hint(self, chunk: Evictable, hint: Hint) -> None:
         """See `HintedPolicy.hint`."""
-        account = self._told(chunk)
+        account = self._account(chunk)
         if account.hint is not None:
             account.hint(chunk, hint)
 
     def victim(self) -> Evictable | None:
         """Take out what makes room for who asks, or None where nobody may give anything."""
         giver = self._giver()
-        return self._tell(giver).policy.victim() if giver is not None else None
+        return self._notify(giver).policy.victim() if giver is not None else None
 
     def __len__(self) -> int:
         """See `Policy.__len__`."""
@@ -135,15 +135,15 @@ class Accounts:
                 best, above = account, more
         return best if best is not None or not len(asks.policy) else asks
 
-    def _told(self, chunk: Evictable) -> Account:
+    def _account(self, chunk: Evictable) -> Account:
         assert isinstance(chunk, Chunk)  # noqa: S101  (nothing else is ever inserted)
-        return self._tell(self.of(chunk.tenant))
+        return self._notify(self.of(chunk.tenant))
 
-    def _tell(self, account: Account) -> Account:
-        """Return an account whose policy has heard what time it is."""
+    def _notify(self, account: Account) -> Account:
+        """Pass the turn to the account's policy, once, if that is a `SessionPolicy`; return the account."""
         turn = self._turn
-        if account.heard is not turn:
-            account.heard = turn
+        if account.notified is not turn:
+            account.notified = turn
             if account.request is not None:
                 account.request(turn.now_s, over=turn.over)
         return account
@@ -197,7 +197,7 @@ class SharedCatalog(Catalog):
         return evicted
 
     def spare(self, chunks: Iterable[Chunk]) -> int:
-        """Leave `chunks` as they are: who has to give, the accounts say."""
+        """Leave `chunks` as they are: the accounts decide who gives."""
         del chunks
         return 0
 

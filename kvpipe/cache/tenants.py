@@ -18,7 +18,7 @@ class AdapterIdentity(NamedTuple):
 
 
 class Tenant:
-    """One pair of salt and adapter: `Chunk.tenant` says whose a chunk is, from its reservation on, and never changes.
+    """One pair of salt and adapter: `Chunk.tenant` is whose a chunk is, from its reservation on, and never changes.
 
     `salt`: the `cache_salt` of the requests, "" for those without one. `adapter`: theirs, None for those without one.
 

@@ -1,1 +1,1 @@
-"""A running engine, for its operators: what it holds and does, over HTTP on a Unix socket or a port of this machine."""
+"""The management interface of a running engine: state, switches, orders; HTTP on a Unix socket or a local port."""

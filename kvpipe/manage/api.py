@@ -25,7 +25,7 @@ _Number = Annotated[int, Path(ge=1, lt=_NUMBERS_MAX)]
 
 _Ordered = models.Pinned | models.EvictedChunks | models.Warmed
 _T = TypeVar("_T", bound="models.Prompt | models.EvictMatching")
-_Told = TypeVar("_Told")
+_Answer = TypeVar("_Answer")
 _BODIES = models.PromptLookup, models.PinOrder, models.EvictOrder, models.EvictMatching, models.WarmOrder
 _SCHEMAS, _BODY_PARTS = msgspec.json.schema_components(_BODIES, ref_template="#/components/schemas/{name}")
 _LOOKUP_BODY, _PIN_BODY, _EVICT_BODY, _MATCHING_BODY, _WARM_BODY = (
@@ -47,7 +47,7 @@ def make_app(engine: ManagedEngine, counters: Counters) -> FastAPI:
 
     @app.get("/v1/holders")
     async def holders(rows_max: Annotated[int, Query(ge=0, le=REQUESTS_SHOWN_MAX)] = 100) -> models.Holders:
-        """Return whose the pool is, by salt and adapter, and who has leases."""
+        """Return who uses the pool, by salt and adapter, and who holds leases."""
         return await engine.holders(rows_max)
 
     @app.get("/v1/counters")
@@ -77,11 +77,11 @@ def make_app(engine: ManagedEngine, counters: Counters) -> FastAPI:
 
 
 def _add_orders(app: FastAPI, engine: ManagedEngine) -> None:
-    """Add what changes the pool. What waits for a step of the engine is answered with 202."""
+    """Add the paths that change the pool. An order that waits for a step of the engine is answered with 202."""
 
-    def said(response: Response, told: _Told) -> _Told:
-        response.status_code = _PENDING if isinstance(told, models.Pending) else response.status_code
-        return told
+    def answer(response: Response, result: _Answer) -> _Answer:
+        response.status_code = _PENDING if isinstance(result, models.Pending) else response.status_code
+        return result
 
     @app.get("/v1/pins")
     async def pins() -> models.PinnedPrompts:
@@ -91,33 +91,33 @@ def _add_orders(app: FastAPI, engine: ManagedEngine) -> None:
     @app.post("/v1/pins", openapi_extra=_PIN_BODY, responses=_ORDER)
     async def pin(request: Request, response: Response) -> models.Pinned | models.Pending:
         """Keep what memory has of a prompt, for a while."""
-        return said(response, await engine.pin(_read(await request.body(), models.PinOrder)))
+        return answer(response, await engine.pin(_read(await request.body(), models.PinOrder)))
 
     @app.delete("/v1/pins/{pin}", responses=_ORDER)
     async def unpin(pin: _Number, response: Response) -> models.Pinned | models.Pending:
         """Give a pin back."""
-        return said(response, await engine.unpin(pin))
+        return answer(response, await engine.unpin(pin))
 
     @app.post("/v1/evict", openapi_extra=_EVICT_BODY, responses=_ORDER)
     async def evict(request: Request, response: Response) -> models.EvictedChunks | models.Pending:
         """Drop what memory has of a prompt. Tiers keep what they have."""
-        return said(response, await engine.evict(_read(await request.body(), models.EvictOrder)))
+        return answer(response, await engine.evict(_read(await request.body(), models.EvictOrder)))
 
     @app.post("/v1/evict/matching", openapi_extra=_MATCHING_BODY, responses=_ORDER)
     async def evict_matching(request: Request, response: Response) -> models.EvictedChunks | models.Pending:
         """Drop what memory has of tenants, or what was not of use for long. Tiers keep what they have."""
-        return said(response, await engine.evict_matching(_read(await request.body(), models.EvictMatching)))
+        return answer(response, await engine.evict_matching(_read(await request.body(), models.EvictMatching)))
 
     @app.post("/v1/warm", openapi_extra=_WARM_BODY, responses=_ORDER)
     async def warm(request: Request, response: Response) -> models.Warmed | models.Pending:
         """Fetch what tiers have of a prompt into memory, and keep it there for a while."""
-        return said(response, await engine.warm(_read(await request.body(), models.WarmOrder)))
+        return answer(response, await engine.warm(_read(await request.body(), models.WarmOrder)))
 
     @app.get("/v1/orders/{order}", responses=_ORDER)
     async def ordered(order: _Number, response: Response) -> _Ordered | models.Pending:
-        """Return what has come of an order that was pending."""
-        told: _Ordered | models.Pending = await engine.order(order)
-        return said(response, told)
+        """Return the result of an order that was pending."""
+        result: _Ordered | models.Pending = await engine.order(order)
+        return answer(response, result)
 
 
 def _read(body: bytes, kind: type[_T]) -> _T:
@@ -128,14 +128,14 @@ def _read(body: bytes, kind: type[_T]) -> _T:
 
 
 def _described(app: FastAPI) -> dict[str, Any]:
-    """Return what OpenAPI says of it, with what FastAPI does not read itself."""
+    """Return the application's OpenAPI document, with the schemas of the bodies that msgspec reads."""
     if app.openapi_schema is None:
         FastAPI.openapi(app)["components"]["schemas"] |= _BODY_PARTS
     return FastAPI.openapi(app)
 
 
 def _add_refusals(app: FastAPI, counters: Counters) -> None:
-    """Say in one way what is wrong, and count it."""
+    """Add the handlers that answer errors: always `{"error": TEXT}`, and counted."""
 
     def refuse(why: str, status: int = _UNPROCESSABLE) -> JSONResponse:
         counters.count("manage_refused", "request")
@@ -155,10 +155,10 @@ def _add_refusals(app: FastAPI, counters: Counters) -> None:
 
     @app.exception_handler(Exception)
     async def failed(_: Request, __: Exception) -> JSONResponse:  # raised again, to who counts it
-        return JSONResponse({"error": "it failed; the engine's log says why"}, _FAILED)
+        return JSONResponse({"error": "it failed; the reason is in the engine's log"}, _FAILED)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        problem = error.errors()[0]  # what was given is not said again: it may be long
+        problem = error.errors()[0]  # the input is not quoted: it may be long
         where = ".".join(map(config_errors.name, problem["loc"]))
         return refuse(f"{where}: {config_errors.reason(problem['msg'])}")

@@ -1,8 +1,8 @@
-"""The engine as its operators see it. All of it runs beside the scheduler's thread and holds nothing of its up.
+"""A running engine, as the management interface reads and changes it. It never blocks the scheduler's thread.
 
-What is read is read without a lock: single objects, and copies of dicts that are made in one go. So a state is not of
-one moment, and a lookup may be out of date when it is told, as any is. What is set are switches, one assignment each.
-What changes the catalog is ordered, and carried out by the engine's next steps, or here while it has nothing to do.
+Reads take no lock: they read single objects, and dicts that are copied in one operation. So a state is not of one
+moment, and the answer to a lookup may be out of date when it is sent. Switches are set by one assignment each. Changes
+of the catalog are orders: the engine's next steps carry them out, or this thread while the engine has nothing to do.
 """
 
 from __future__ import annotations
@@ -37,36 +37,36 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 TRIES: Final = 50
-"""To copy what changes meanwhile."""
+"""Attempts to copy a dict that another thread changes meanwhile."""
 PAUSE_S: Final = 0.0005
-"""Between two turns of hashing: others get the interpreter."""
+"""Between two slices of hashing: other threads get the interpreter."""
 WAIT_S_MAX: Final = 5.0
-"""For an order to be carried out; then it is told that it is pending."""
+"""Time for an order to be carried out; after it the answer is that the order is pending."""
 PENDING_MAX: Final = 256
-"""Orders of which is remembered what has come of them."""
+"""Pending orders whose results are kept; the oldest are forgotten first."""
 _NO_ADAPTER: Final = "adapter: not all ranks hold it, or hold the same"
 
 
 class BadRequestError(ValueError):
-    """A request that contradicts itself or the engine. Its text says why."""
+    """A request that contradicts itself or the engine's configuration. Its text is the reason, for the operator."""
 
 
 class EndedError(Exception):
-    """An order cannot be carried out: the engine ends, too much is ordered already. Its text says why."""
+    """An order cannot be carried out: the engine shuts down, or too many orders wait. Its text is the reason."""
 
 
 class PromptHasher(Protocol):
     """Hashes the blocks of prompts as the engine does."""
 
     def __call__(self, prompt: models.Prompt) -> Iterator[Sequence[bytes]]:
-        """Yield the hashes of the blocks so far, again and again, at last all of them.
+        """Yield the hashes of the prompt's first blocks, more with each turn, at last those of all full blocks.
 
-        Each turn takes less than a millisecond. Raises `BadRequestError` for a prompt that the engine would not take.
+        Each turn takes less than a millisecond. Raises `BadRequestError` for a prompt that the engine would not accept.
         """
 
 
 class ManagedEngine:
-    """One per scheduler side."""
+    """Answers operators' requests. One per scheduler side; used by the management thread."""
 
     def __init__(
         self,
@@ -79,9 +79,9 @@ class ManagedEngine:
         set_freeze: Callable[[bool], None],
         set_bypass: Callable[[bool], None],
     ) -> None:
-        """`engine`: what traces call it, too. `hash_tokens`: tokens per block hash.
+        """`engine`: its name, as in traces. `hash_tokens`: tokens per block hash.
 
-        `request_of`: a request with a prompt and its hashes, if anybody is told of what can be found.
+        `request_of`: makes a request of a prompt and its block hashes. For KV events, which name tokens: None without.
         """
         self._side, self._engine, self._hash, self._request_of = side, engine, hash_prompt, request_of
         self._prefixes = side.prefetching.prefixes
@@ -94,19 +94,19 @@ class ManagedEngine:
         self._pending: dict[int, Order] = {}
 
     def name_salts(self, token: bytes) -> None:
-        """Call salts by digests that need the operators' token. Before anybody asks."""
+        """Set the operators' token, the key of the digests of salts. Before the first request."""
         self._holders.token = token
 
     async def holders(self, rows_max: int) -> models.Holders:
-        """Return whose the pool is, and who holds leases: so many rows of each."""
-        return await self._holders.told(rows_max, _again(self._side.catalog.holders))
+        """Return who uses the pool, and who holds leases, at most `rows_max` rows of each."""
+        return await self._holders.report(rows_max, _again(self._side.catalog.holders))
 
     def counters(self) -> dict[str, int]:
-        """Return counters by name, and gauges."""
+        """Return counters and gauges of the scheduler's side, by name."""
         return _again(self._side.stats)
 
     def switches(self) -> models.SwitchStates:
-        """Return them as they are."""
+        """Return the switches as they are now."""
         switches = self._side.switches
         return models.SwitchStates(freeze=switches.freeze, bypass=switches.bypass)
 
@@ -132,39 +132,39 @@ class ManagedEngine:
             units = _again(lambda: self._prefixes.longest(asked))
             held = units * self._side.geometry.unit_tokens
             why = _again(lambda: self._prefixes.why_short(asked, units)) if held < tokens else ""
-        told = models.HeldTokens(tokens=tokens, held_tokens=held, why=why)
+        answer = models.HeldTokens(tokens=tokens, held_tokens=held, why=why)
         if not prompt.tiers:
-            return told
+            return answer
         tiers, found = await self.survey.ask(asked, _NO_ADAPTER if asked.unknown else "")
         units = _again(lambda: self._prefixes.longest(asked, found))
-        return told.model_copy(update={"reach_tokens": units * self._side.geometry.unit_tokens, "tiers": tiers})
+        return answer.model_copy(update={"reach_tokens": units * self._side.geometry.unit_tokens, "tiers": tiers})
 
     # ---- orders ---------------------------------------------------------------------------------------------------
 
     async def pin(self, wanted: models.PinOrder) -> models.Pinned | models.Pending:
         """Keep what memory has of a prompt. Raises `BadRequestError`, `EndedError`."""
         asked = await self._known(wanted)
-        told: models.Pinned | models.Pending
-        told = await self._ordered(lambda: self._side.pins.pin(self._prefixes, asked, wanted.seconds))
-        return told
+        result: models.Pinned | models.Pending
+        result = await self._ordered(lambda: self._side.pins.pin(self._prefixes, asked, wanted.seconds))
+        return result
 
     async def unpin(self, number: int) -> models.Pinned | models.Pending:
         """Give a pin back. Raises as `pin`."""
-        told: models.Pinned | models.Pending = await self._ordered(lambda: self._side.pins.unpin(number))
-        return told
+        result: models.Pinned | models.Pending = await self._ordered(lambda: self._side.pins.unpin(number))
+        return result
 
     def pins(self) -> models.PinnedPrompts:
         """Return what is pinned."""
         pins = self._side.pins
-        told = [models.Pinned(**one._asdict()) for one in _again(pins.told)]
-        return models.PinnedPrompts(pins=told, chunks=pins.chunks, chunks_max=pins.chunks_max)
+        pinned = [models.Pinned(**one._asdict()) for one in _again(pins.told)]
+        return models.PinnedPrompts(pins=pinned, chunks=pins.chunks, chunks_max=pins.chunks_max)
 
     async def evict(self, wanted: models.EvictOrder) -> models.EvictedChunks | models.Pending:
         """Drop what memory has of a prompt. Raises as `pin`."""
         asked = await self._known(wanted)
-        told: models.EvictedChunks | models.Pending
-        told = await self._ordered(lambda: self._side.pins.evict(self._prefixes, asked, wanted.from_token))
-        return told
+        result: models.EvictedChunks | models.Pending
+        result = await self._ordered(lambda: self._side.pins.evict(self._prefixes, asked, wanted.from_token))
+        return result
 
     async def evict_matching(self, wanted: models.EvictMatching) -> models.EvictedChunks | models.Pending:
         """Drop what memory has of tenants. Raises as `pin`."""
@@ -172,20 +172,20 @@ class ManagedEngine:
             selects = selecting(wanted, self._holders.token)
         except ValueError as error:
             raise BadRequestError(str(error)) from None
-        told: models.EvictedChunks | models.Pending
-        told = await self._ordered(lambda: self._side.pins.evict_those(selects, wanted.idle_s or 0.0))
-        return told
+        result: models.EvictedChunks | models.Pending
+        result = await self._ordered(lambda: self._side.pins.evict_those(selects, wanted.idle_s or 0.0))
+        return result
 
     async def warm(self, wanted: models.WarmOrder) -> models.Warmed | models.Pending:
         """Fetch what tiers have of a prompt into memory. Raises as `pin`."""
         asked = await self._known(wanted)
         request = self._request_of(wanted, asked.hashes) if self._request_of is not None else None
-        told: models.Warmed | models.Pending
-        told = await self._ordered(lambda: self._side.prefetching.warm(asked, request, wanted.seconds))
-        return told
+        result: models.Warmed | models.Pending
+        result = await self._ordered(lambda: self._side.prefetching.warm(asked, request, wanted.seconds))
+        return result
 
     async def order(self, number: int) -> Any:  # noqa: ANN401  (whatever was ordered)
-        """Return what has come of an order that was pending. Raises as `pin`."""
+        """Return the result of an order that was pending. Raises as `pin`."""
         order = self._pending.get(number)
         if order is None:
             raise BadRequestError(f"order: no order {number} is remembered")
@@ -206,7 +206,7 @@ class ManagedEngine:
         return await self._outcome(orders.put(make))
 
     def _slice(self) -> bool:
-        """Carry out a slice of what is due, if it is not the engine's turn. Returns whether anything was done."""
+        """Carry out a slice of the due orders if the engine is idle. Returns whether anything was done."""
         orders = self._side.orders
         if not orders.due or not orders.turns.borrow():
             return False
@@ -216,7 +216,7 @@ class ManagedEngine:
             orders.turns.give_back()
 
     async def _outcome(self, order: Order) -> Any:  # noqa: ANN401
-        """Return what has come of an order and, while the engine has nothing to do, of all; or that it is pending."""
+        """Return the result of `order`, or `Pending` after `wait_s_max`. Carries out orders while the engine idles."""
         until_s, idle = time.monotonic() + self.wait_s_max, True
         while (idle or not order.over) and time.monotonic() < until_s:
             idle = self._slice()
@@ -233,10 +233,10 @@ class ManagedEngine:
         }  # fmt: skip
         return kinds[type(order.told)](**order.told._asdict())
 
-    # ---- what is told ---------------------------------------------------------------------------------------------
+    # ---- state ----------------------------------------------------------------------------------------------------
 
     async def _hashed(self, prompt: models.Prompt) -> HashedPrompt:
-        """Return the prompt with all its keys. Lets others go on meanwhile."""
+        """Return the prompt with all its keys. Yields to other tasks between the hasher's turns."""
         hashes: Sequence[bytes] = ()
         for some in self._hash(prompt):
             hashes = some
@@ -248,7 +248,7 @@ class ManagedEngine:
         return HashedPrompt(prompt, keys, hashes, digest)
 
     def state(self, requests_max: int) -> models.EngineState:
-        """Return a moment of the engine, with so many of its requests."""
+        """Return the engine's state, with at most `requests_max` of its requests."""
         side, namespace = self._side, ""
         if side.staging is not None:
             namespace = side.staging.space.name

@@ -1,6 +1,6 @@
-"""Whose the pool is: how many of its slots are whose, by salt and adapter, and who holds leases.
+"""Who uses the pool: slots per tenant (salt and adapter), and leases per holder.
 
-The slots are looked at one after the other, some at a time, while the engine serves: none of it is of one moment.
+The slots are counted some at a time while the engine serves, so the counts are not of one moment.
 """
 
 from __future__ import annotations
@@ -23,26 +23,29 @@ if TYPE_CHECKING:
     from kvpipe.scheduler.side import SchedulerSide
 
 TENANTS_MAX: Final = 4096
-"""That are told apart."""
+"""Tenants counted by name; the chunks of any others are counted together."""
 SLOTS_PER_TURN: Final = 1024
 PAUSE_S: Final = 0.0005
 """Between two turns: others get the interpreter."""
 _NAMES: Final = {STORES: "stores", "": "warm"}
-"""Of holders that are no requests."""
+"""Names of lease holders that are not requests."""
 
 
 def selecting(wanted: models.EvictMatching, token: bytes) -> Callable[[Tenant], bool]:
-    """Return whether a tenant's chunks are meant. Raises ValueError: it selects nothing, or contradicts itself."""
+    """Return the predicate for tenants whose chunks `wanted` selects. `token`: the operators', for digests of salts.
+
+    Raises ValueError: `wanted` selects nothing, or its fields contradict each other.
+    """
     salts = {"cache_salt": wanted.cache_salt, "salt_digest": wanted.salt_digest, "no_salt": wanted.no_salt}
     adapters = {"adapter": wanted.adapter, "adapter_digest": wanted.adapter_digest}
     given = [name for name, value in (salts | adapters).items() if value]
     given += [name for name in ("no_adapter", "idle_s") if getattr(wanted, name)]
     if not given and not wanted.all:
-        raise ValueError('nothing is selected: say "all": true to evict all that there is')
+        raise ValueError('nothing is selected: set "all": true to evict all that there is')
     if wanted.all and given:
-        raise ValueError(f"all contradicts {given[0]}: say one of them")
+        raise ValueError(f"all contradicts {given[0]}: give one of them")
     if sum(map(bool, salts.values())) > 1:
-        raise ValueError("cache_salt, salt_digest and no_salt contradict each other: say one of them")
+        raise ValueError("cache_salt, salt_digest and no_salt contradict each other: give one of them")
     if wanted.no_adapter and any(adapters.values()):
         raise ValueError("no_adapter contradicts adapter and adapter_digest: leave it out")
 
@@ -63,7 +66,7 @@ def selecting(wanted: models.EvictMatching, token: bytes) -> Callable[[Tenant], 
 
 
 class _TenantCount:
-    """What one tenant has."""
+    """Chunks of one tenant. `held`: those with leases; `used_s`: latest use of any, by the catalog's clock."""
 
     __slots__ = ("chunks", "held", "tenant", "used_s")
 
@@ -73,15 +76,18 @@ class _TenantCount:
 
 
 class PoolHolders:
-    """One per engine."""
+    """Counts who uses the pool. One per engine; used by the management thread."""
 
     def __init__(self, side: SchedulerSide) -> None:
-        """`token` is set before anybody asks."""
+        """`token`, the operators', is set before the first request."""
         self._side, self._one = side, anyio.Lock()
         self.token = b""
 
-    async def told(self, rows_max: int, leases: list[tuple[Owner, int]]) -> models.Holders:
-        """Return who holds what, those who hold most first. `leases`: by owner."""
+    async def report(self, rows_max: int, leases: list[tuple[Owner, int]]) -> models.Holders:
+        """Return tenants and lease holders, those with most chunks first, at most `rows_max` of each.
+
+        `leases`: each owner with the number of chunks that it holds.
+        """
         async with self._one:
             held, rest = await self._counted()
         by_owner: dict[tuple[str, str], int] = {}
@@ -104,7 +110,7 @@ class PoolHolders:
         )
 
     async def _counted(self) -> tuple[dict[Tenant, _TenantCount], int]:
-        """Return what is whose, and how many chunks are of tenants beyond `TENANTS_MAX`."""
+        """Return the counts by tenant, and how many chunks belong to tenants beyond `TENANTS_MAX`."""
         out: dict[Tenant, _TenantCount] = {}
         catalog, rest = self._side.catalog, 0
         for first in range(0, catalog.ready, SLOTS_PER_TURN):

@@ -1,4 +1,4 @@
-"""What is said over the management interface, as OpenAPI describes it."""
+"""Bodies of requests and answers of the management interface, as OpenAPI describes them."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Holders(_ToOperator):
     chunks: int
     tenants: int = Field(description="Pairs of salt and adapter.")
     tenants_shown: list[TenantHolds]
-    chunks_untold: int = Field(description="Of tenants beyond those that are told apart.")
+    chunks_untold: int = Field(description="Of tenants beyond the first 4,096, which are not counted by name.")
     holders: int = Field(description="Requests and pins with leases.")
     holders_shown: list[LeaseHolder]
 
@@ -155,7 +155,7 @@ class Warmed(_ToOperator):
 class Pending(_ToOperator):
     """An order that waits for a step of the engine, or is carried out in its steps."""
 
-    order: int = Field(description="GET /v1/orders/ORDER says what has come of it.")
+    order: int = Field(description="Its number: GET /v1/orders/ORDER returns its result.")
     pending: bool = True
     waits_for: str = "the engine's next step: while it has nothing to do it makes none"
 
@@ -272,7 +272,7 @@ class AdapterHeld(_ToOperator):
     """An adapter that ranks hold."""
 
     number: int
-    digest: str = Field(description="Of its bytes; nothing: ranks differ, or not all have said.")
+    digest: str = Field(description="Of its bytes; empty: ranks differ, or not all have reported.")
 
 
 class EngineState(_ToOperator):

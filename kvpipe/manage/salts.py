@@ -1,4 +1,4 @@
-"""What salts are called where they are not to be shown. Needs no extra."""
+"""Digests that stand for salts where a salt must not be shown. Needs no extra."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import hmac
 
 
 def salt_digest(token: bytes, salt: str) -> str:
-    """Return what a salt is called where it is not to be shown: only who has the token can compute it."""
+    """Return the 16 hex digits that stand for a salt, keyed by the operators' token; nothing for an empty salt."""
     if not salt:
         return ""
-    said = b"kvpipe cache_salt\0" + salt.encode("utf-8", "surrogatepass")
-    return hmac.new(token, said, hashlib.sha256).hexdigest()[:16]
+    message = b"kvpipe cache_salt\0" + salt.encode("utf-8", "surrogatepass")
+    return hmac.new(token, message, hashlib.sha256).hexdigest()[:16]

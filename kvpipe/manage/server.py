@@ -41,7 +41,7 @@ class _BrokenOffError(Exception):
 
 
 class Guard:
-    """Lets requests through to `app` that have the token and a body within bounds. What `app` raises ends here."""
+    """Passes requests with the token and a body within bounds to `app`. Exceptions of `app` are counted, not raised."""
 
     def __init__(self, app: AsgiApp, token: bytes, counters: Counters) -> None:
         """`token`: what follows `Bearer` in the header `Authorization`."""
@@ -56,7 +56,7 @@ class Guard:
         headers = dict(scope["headers"])
         given = hashlib.sha256(headers.get(b"authorization", b"")).digest()  # as long as the other
         if not hmac.compare_digest(given, self._wanted):
-            await self._refuse(send, 401, "token", "say 'Authorization: Bearer TOKEN' with the engine's token")
+            await self._refuse(send, 401, "token", "send 'Authorization: Bearer TOKEN' with the engine's token")
             return
         try:
             body = await self._body(headers, receive)

@@ -1,4 +1,4 @@
-"""Starts the management interface of an engine, or says why it cannot. Imports nothing of it before."""
+"""Starts the management interface of an engine. Its extra (FastAPI, uvicorn) is imported only by `start`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def read_token(settings: Settings) -> bytes:
         if file is not None and file.stat().st_mode & 0o077:
             why = "manage_token_file: it may be read by others than its owner; chmod 0600 it"
     except (OSError, ValueError):
-        pass  # said where it is read
+        pass  # `secret` reports it
     try:
         found = secret(settings.manage_token_env, file, "manage_token")
     except ValueError as error:
@@ -59,7 +59,7 @@ def check_token(token: str) -> None:
 
 
 def start(settings: Settings, engine: ManagedEngine, name: str, counters: Counters) -> OperatorServer:
-    """Serve `engine`, called `name`, from now on.
+    """Start the thread that serves `engine`'s operators. `name`: of the engine, in the socket's path.
 
     Raises:
         ConfigError: the token or the address cannot be used, or the extra is not installed.

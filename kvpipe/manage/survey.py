@@ -1,4 +1,4 @@
-"""What each tier has of a prompt by itself, asked beside the lookups of requests."""
+"""Lookups for operators: how much of a prompt each tier holds alone. Apart from the lookups of requests."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from kvpipe.scheduler.side import SchedulerSide
 
 SURVEY_S_MAX: Final = 2.0
-"""For all tiers, which are asked at once."""
+"""Time limit of a survey; all tiers are asked at once."""
 _SLACK_S: Final = 0.5
-"""For a thread that is late to say that time is over."""
+"""Grace for the finder's thread, which ends a lookup that is out of time."""
 _LOOK_S: Final = 0.002
 
 Found = tuple[dict[bytes, object], ...]
-"""By cache group, keys of what was found."""
+"""Per cache group, the keys that were found."""
 
 
 class TierSurvey:
-    """One per engine, used by one loop."""
+    """Asks tiers about prompts. One per engine, used by one event loop."""
 
     def __init__(self, side: SchedulerSide, hash_tokens: int) -> None:
         """`hash_tokens`: tokens per block hash."""
@@ -43,9 +43,9 @@ class TierSurvey:
         self.seconds_max = SURVEY_S_MAX
 
     async def ask(self, asked: Request, why_not: str = "") -> tuple[list[models.HeldByTier], Found]:
-        """Return what each tier has of a prompt by itself, and all that tiers have of it. One at a time.
+        """Return what each tier alone holds of a prompt, and the keys that any tier holds. One survey at a time.
 
-        `why_not`: none can be asked.
+        `why_not`: the reason why no tier can be asked, if so.
         """
         found: Found = tuple({} for _ in self._groups)
         staging = self._side.staging
@@ -61,15 +61,15 @@ class TierSurvey:
                 staging.finder.survey(place, lookup)
             await self._answers(lookups.values())
         instead = why_not or "its last answer is still waited for"
-        told = [self._told(asked, name, lookups.get(at), found, instead) for at, name in enumerate(staging.names)]
-        return told, found
+        tiers = [self._held(asked, name, lookups.get(at), found, instead) for at, name in enumerate(staging.names)]
+        return tiers, found
 
     def _may_ask(self, place: int) -> bool:
-        """Whether the tier there has ended its last survey: one that does not end when its time is over stays one."""
+        """Whether the tier at `place` has ended its last survey: it has one at a time, however late it is."""
         return place not in self._last or self._last[place].done
 
     def _lookup(self, asked: Request, space: str, also: str) -> TierLookup:
-        """Return the question for all that a tier may have of a prompt."""
+        """Return the lookup of all that a tier may hold of a prompt."""
         prefixes, per_chunk, states = self._alone, self._geometry.units_per_chunk, sorted(self._geometry.states)
         keys = prefixes.unit_keys(asked)
         growing = [group for group in self._groups if group not in self._geometry.states]
@@ -83,13 +83,13 @@ class TierSurvey:
 
     async def _answers(self, lookups: Collection[TierLookup]) -> None:
         until_s = time.monotonic() + self.seconds_max + _SLACK_S
-        while not all(lookup.done for lookup in lookups) and time.monotonic() < until_s:  # noqa: ASYNC110  (told by a thread)
+        while not all(lookup.done for lookup in lookups) and time.monotonic() < until_s:  # noqa: ASYNC110  (a thread's)
             await anyio.sleep(_LOOK_S)
 
-    def _told(
+    def _held(
         self, asked: Request, name: str, lookup: TierLookup | None, found: Found, instead: str
     ) -> models.HeldByTier:
-        """Return what is told of a tier, and add what it has to `found`. `instead`: why it was not asked."""
+        """Return what the tier `name` holds, and add its keys to `found`. `instead`: why it was not asked."""
         if lookup is None or not lookup.done:
             why = "no answer in time" if lookup is not None else instead
             return models.HeldByTier(name=name, held_tokens=None, unknown=why)

@@ -7,7 +7,7 @@ A test module of an adapter has a subclass of `EngineConformance`, whose fixture
         def make(self):
             return MyDriver  # MyDriver(options): an `EngineDriver`, with kvpipe; MyDriver(None): without
 
-Every test runs a workload on an engine with kvpipe and on one without, disturbs the first as its docstring says, and
+Every test runs a workload on an engine with kvpipe and on one without, disturbs the first (see its docstring), and
 demands the same answers, the same free blocks, and nothing left open. It takes 48 tokens a request, and at most 3
 requests at a time.
 """
@@ -195,7 +195,7 @@ class EngineConformance:
 
     @pytest.fixture
     def make(self) -> Make:
-        """Return what makes an engine. Subclasses say which."""
+        """Return what makes an engine, such as a class of `EngineDriver`. Subclasses override it."""
         not_overridden(self, "make", "what makes an engine, such as a class of `EngineDriver`")
 
     @pytest.mark.parametrize("load", ["sync", "async"])

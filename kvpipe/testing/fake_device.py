@@ -4,7 +4,7 @@ A stream is a queue of copies, computations, event records and event waits. `ste
 stream whose head waits for an event that has not fired cannot run. Whatever CUDA may legally do, some sequence of
 steps does too, so a missing wait shows as wrong bytes under some sequence.
 
-The host's own order is all that it knows of the host: what is queued after the host has heard of something comes after
+The host's own order is all that it knows of the host: what is queued after the host has observed something comes after
 it. A device can be dead, after which every call raises (a sticky error), and it can give out streams again, like torch.
 """
 
@@ -182,7 +182,7 @@ class FakeDevice:
         """Nothing to do."""
 
     def cpus(self) -> frozenset[int]:
-        """Return what the test says."""
+        """Return the CPUs that the test has set."""
         return self.near
 
     def copy(self, stream: FakeStream, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -250,7 +250,7 @@ class FakeDevice:
         return made
 
     def has_kernels(self) -> str:
-        """Say what the test says."""
+        """Return why the device has no kernels, as the test has set it; nothing: it has."""
         return self.no_kernels
 
     def reads_pool(self) -> bool:
@@ -324,7 +324,7 @@ def _copy(to: torch.Tensor, source: torch.Tensor) -> Work:
 
 
 def landed_of(ticket: Ticket) -> FakeEvent:
-    """Return the event that says that a queued ticket's bytes have landed."""
+    """Return the event that fires when a queued ticket's bytes have landed."""
     assert isinstance(ticket.mark, OrderingPoint)
     assert isinstance(ticket.mark.landed, FakeEvent)
     return ticket.mark.landed

@@ -16,8 +16,8 @@ class TierFault(Enum):
     """What can go wrong with one call."""
 
     LATE = "late"  # it is done, but only after a while
-    ERROR = "error"  # it is not done, and says so
-    LOST = "lost"  # it is done, but says that it was not: the answer was lost
+    ERROR = "error"  # it is not done, and raises
+    LOST = "lost"  # it is done, but raises: the answer was lost
     HANG = "hang"  # it never returns: it can only be cancelled
     FULL = "full"  # writes only: there is no room
     MISS = "miss"  # exists and read only: nothing is found

@@ -1,4 +1,4 @@
-"""A copy engine without threads: copies run, fail and complete when a trial says so."""
+"""A copy engine without threads: copies run, fail and complete on a trial's command."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def interrupts_heard() -> Iterator[None]:
-    """What is started within hears SIGINT, though this process may run in background: what is ignored is inherited."""
+def interrupts_enabled() -> Iterator[None]:
+    """Let processes that are started within take SIGINT. In background it is ignored, which they would inherit."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield

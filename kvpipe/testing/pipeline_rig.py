@@ -62,7 +62,7 @@ class Copy(NamedTuple):
 
 
 class FakeEngine:
-    """Copies nothing. Completes each direction in order, when the test says so or when it is waited for."""
+    """Copies nothing. Completes each direction in order, on the test's command or when it is waited for."""
 
     piece_bytes = 1 << 20
 

@@ -40,7 +40,7 @@ class PolicyConformance:
 
     @pytest.fixture
     def make(self) -> Any:
-        """Return what builds a policy for so many slots. Subclasses say which."""
+        """Return a function from a number of slots to a policy. Subclasses override it."""
         not_overridden(self, "make", "what builds a policy for so many slots")
 
     def test_every_chunk_goes_once(self, make: Callable[[int], Policy]) -> None:

@@ -51,9 +51,9 @@ SPLITS = {
 WAITING = (time.sleep, os.fdatasync, os.fsync, os.pread, os.preadv, os.pwrite, os.pwritev)
 
 Limit = Literal[
-    "exact_sizes",  # a read of another length than was written need not say DAMAGED; it is no HIT of whole buffers
+    "exact_sizes",  # a read of another length than was written need not be DAMAGED; it is no HIT of whole buffers
     "delete_at_once",  # a deleted value may be found for some seconds more
-    "scan",  # values cannot be listed: scan and capacity raise TierError, or tell what they know
+    "scan",  # values cannot be listed: scan and capacity raise TierError, or return what they know
     "reopened",  # values are gone when the last client is closed
     "refuses_closed",  # it may be used when it is not open
 ]
@@ -61,7 +61,7 @@ Limit = Literal[
 
 @dataclass(frozen=True)
 class TierWorld:
-    """One store. `make` returns a new client of it, not yet opened; `limits` says what the store cannot do."""
+    """One store. `make` returns a new client of it, not yet opened; `limits`: what the store cannot do."""
 
     make: Callable[[], Tier]
     spec: TierSpec
@@ -159,11 +159,11 @@ def _waits(function: Any) -> bool:
 
 
 class TierConformance:
-    """The claims. What a store cannot do is said by its `TierWorld.limits`, and nothing else is forgiven."""
+    """The claims. Only what `TierWorld.limits` lists may be missing."""
 
     @pytest.fixture
     def world(self) -> Any:
-        """Set up one empty store. Subclasses say which."""
+        """Set up one empty store. Subclasses override it."""
         not_overridden(self, "world", "a `TierWorld` with an empty store")
 
     @pytest.mark.parametrize("split", SPLITS)
@@ -183,7 +183,7 @@ class TierConformance:
 
     @with_world
     async def test_another_length_is_damage(self, world: TierWorld, tier: Tier) -> None:
-        """Reading a value into more or fewer bytes than it has is no hit: it says DAMAGED."""
+        """Reading a value into more or fewer bytes than it has is no hit but DAMAGED."""
         await tier.write([put(1, 128 * KIB)])
         for size in (64 * KIB, 4096, 132 * KIB, MIB):
             (read,) = await tier.read([get(1, 4096, size)])
@@ -241,7 +241,7 @@ class TierConformance:
 
     @with_client
     async def test_exists_agrees_with_read(self, tier: Tier) -> None:
-        """Exists says True for what read hits and False for what it misses, for more keys than any batch or page."""
+        """Exists returns True for what read hits and False for what it misses, for more keys than any batch or page."""
         there = range(0, 1010, 100)
         await tier.write([put(i, 4096) for i in there])
         assert await tier.exists([some_key(i) for i in range(1010)]) == [i in there for i in range(1010)]
@@ -474,7 +474,7 @@ class TierConformance:
 
     @with_world
     async def test_capacity_counts(self, world: TierWorld, tier: Tier) -> None:
-        """Capacity says how many values are held and no fewer bytes than they have."""
+        """Capacity returns the number of values held, and no fewer bytes than they have."""
         before = await tier.capacity()
         await tier.write([put(i, 64 * KIB) for i in range(5)])
         held = await tier.capacity()

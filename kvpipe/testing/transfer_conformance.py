@@ -1,6 +1,6 @@
 """What every transfer engine owes the pipeline, the protocol of `kvpipe/transfer/base.py`: ours and anybody's.
 
-A test module of an engine has a subclass of `TransferConformance`, which says how its world is made:
+A test module of an engine has a subclass of `TransferConformance`, which defines how its world is made:
 
     @pytest.mark.parametrize("kind", ["npu"])
     class TestNpu(TransferConformance):
@@ -92,7 +92,7 @@ class TransferConformance:
     @EXAMPLES
     @given(table=tables, schedule=schedules)
     def test_slots_are_ordered_by_the_host(self, kind: str, table: dict[int, list[int]], schedule: list[int]) -> None:
-        """What is loaded once the host has heard of its save has its bytes, whichever streams run first."""
+        """What is loaded once the host has waited for its save has its bytes, whichever streams run first."""
         with self.world(kind, schedule=schedule) as w:
             assert slots_are_right(w, table)
 
@@ -135,7 +135,7 @@ class TransferConformance:
     @EXAMPLES
     @given(schedule=schedules)
     def test_what_is_given_up_touches_nothing(self, kind: str, schedule: list[int]) -> None:
-        """From the moment that `abandon` says so; and it says so of every copy that is over."""
+        """From the moment that `abandon` returns True; which it does for every copy that is over."""
         with self.world(kind, schedule=schedule) as w:
             w.pool.tensor.fill_(9)
             load = make_job(1, rows_of(0, TABLE), Kind.LOAD_ASYNC)

@@ -1,4 +1,4 @@
-"""What an engine step does to the paged cache, as small programs that say whether every byte was right.
+"""What an engine step does to the paged cache, as small programs that return whether every byte was right.
 
 Each is the proof of one ordering when it holds for every schedule, and of the tests when it breaks as soon as one
 wait is left out.
@@ -66,8 +66,8 @@ def loads_are_right(w: World, table: dict[int, list[int]]) -> bool:
     return all(set(got()) == {expected} for got, expected in read)
 
 
-def slots_are_right(w: World, table: dict[int, list[int]], *, heard: bool = True) -> bool:
-    """Blocks are saved, overwritten behind the fence, and loaded again once the host has `heard` of their save."""
+def slots_are_right(w: World, table: dict[int, list[int]], *, awaited: bool = True) -> bool:
+    """Blocks are saved, overwritten behind the fence, and loaded again; before that the host waits, if `awaited`."""
     save, load = make_job(0, rows_of(0, table)), make_job(1, rows_of(0, table), Kind.LOAD_SYNC)
     for layer in range(LAYERS):
         for block in table[GEOMETRY.layers[layer][0]]:
@@ -78,8 +78,8 @@ def slots_are_right(w: World, table: dict[int, list[int]], *, heard: bool = True
     for layer in range(LAYERS):
         for block in table[GEOMETRY.layers[layer][0]]:
             w.write_block(layer, block, 255)
-    if heard:
-        w.hear(saved)
+    if awaited:
+        w.wait_for(saved)
     read = []
     for layer in range(LAYERS):
         ticket = w.submit(Direction.LOAD, layer, [load], layer)

@@ -140,13 +140,13 @@ class World:
     def drain(self) -> None:
         """Let everything that was submitted happen, and every ticket complete."""
         self.drain_all()
-        self.hear(*self.tickets)
+        self.wait_for(*self.tickets)
 
-    def hear(self, *tickets: Ticket) -> None:
+    def wait_for(self, *tickets: Ticket) -> None:
         """Wait on the host until the tickets are complete."""
-        assert eventually(lambda: self.told(tickets)), "a ticket never completed"
+        assert eventually(lambda: self.completed(tickets)), "a ticket never completed"
 
-    def told(self, tickets: Iterable[Ticket]) -> bool:
+    def completed(self, tickets: Iterable[Ticket]) -> bool:
         """Give a simulated device its turn; return whether the tickets are complete."""
         while self.fake and self.device.step(0):
             pass

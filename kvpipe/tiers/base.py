@@ -1,8 +1,8 @@
 """The tier protocol: what is asked of a place beyond host memory that keeps chunks, and what it owes.
 
 A tier keeps *values*: opaque bytes of a known length under a key. It knows nothing of tokens, headers or checksums.
-What a value means is said by `envelope.py`, which also notices when a tier returns other bytes than it was given. So a
-tier may be wrong, slow or gone at any time: it must only say so, and never touch a buffer that it has given back.
+`envelope.py` defines what a value contains, and detects a tier that returns other bytes than were written. So a tier
+may be wrong, slow or gone at any time: it must report errors, and never touch a buffer that it has given back.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 
 
 class TierError(TransferError):
-    """The tier cannot be used now: it is down, slow, refuses, or is not what its configuration says."""
+    """The tier cannot be used now: it is down, slow, refuses, or is not what its configuration describes."""
 
 
 class TierFullError(TierError):
@@ -101,7 +101,7 @@ class Read(Enum):
 
     HIT = "hit"
     MISS = "miss"  # not there
-    DAMAGED = "damaged"  # there, but it cannot be what was written: of another length, say
+    DAMAGED = "damaged"  # there, but it cannot be what was written: of another length, for one
 
 
 class Written(Enum):
@@ -135,7 +135,7 @@ class Tier(Protocol):
     Every method may raise `TierError`, and nothing else but a cancellation. All may be cancelled at any time. When
     `read` or `write` has returned, raised, or been cancelled, nothing touches its buffers any more; a value whose write
     did not return is either wholly there or not there at all, never torn. Nothing waits longer than the tier's own
-    `timeout_ms_max` without a byte moving, or, where a client cannot tell, than that and a time by the value's size.
+    `timeout_ms_max` without a byte moving, or, where a client cannot see that, than that and a time by the bytes moved.
     """
 
     name: str
@@ -174,7 +174,7 @@ class Listed(Protocol):
     """A tier whose `exists` is answered from a listing, which may be older than the last write of another process."""
 
     def stored(self, keys: Sequence[Key]) -> None:
-        """Values were written, by this engine's ranks: they are there, whatever an older listing says. Any thread."""
+        """Add values that this engine's ranks have written to the listing, which may be older than they. Any thread."""
 
 
 async def blocking(

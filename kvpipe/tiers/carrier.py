@@ -234,7 +234,7 @@ class Carrier(TierThread[_Item]):
         if other is None:
             cursor.fire(m.FAULT, why)
             tier.fault(use, why, slow=slow)
-        else:  # says nothing of this engine's own values
+        else:  # no evidence about this engine's own values
             cursor.fire(m.MISS, why)
             self._other_faults[other] = (self._other_faults.get(other, (0, 0.0))[0] + 1, time.monotonic())
 
@@ -270,7 +270,7 @@ class Carrier(TierThread[_Item]):
         return "", sum(body.nbytes for body in bodies)
 
     def _slices(self, order: TierOrder) -> list[Slice]:
-        """Return which heads of the order's parts this rank holds; empty: heads cannot be told apart."""
+        """Return which heads of the order's parts this rank holds; empty: parts are not ranges of heads."""
         share, split = self._shares[order.group], self._split[order.group]
         if not split or share.heads % order.split:
             return []

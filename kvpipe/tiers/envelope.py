@@ -50,7 +50,7 @@ _CIPHERS = frozenset(Cipher)
 
 
 class Header(NamedTuple):
-    """What a header says. `check`: 16 bytes, see the module; `mark` and `salt`: zeros where the cipher is PLAIN."""
+    """A value's header. `check`: 16 bytes, see the module; `mark` and `salt`: zeros where the cipher is PLAIN."""
 
     key: Key
     units: int

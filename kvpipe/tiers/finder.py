@@ -90,7 +90,7 @@ class Finder(TierThread[TierLookup]):
         fault: Callable[[str, str, str], object],
         share_ranks_max: int = 1,
     ) -> None:
-        """Start the thread. `fault(tier, use, why)` hears of failed calls. `share_ranks_max`: see `kept_splits`."""
+        """Start the thread. `fault(tier, use, why)` takes failed calls. `share_ranks_max`: see `kept_splits`."""
         self._share_ranks_max = share_ranks_max
         self._ranks, self._per_chunk, self._fault = ranks, units_per_chunk, fault
         self.unreadable: frozenset[int] = frozenset()
@@ -168,7 +168,7 @@ class Finder(TierThread[TierLookup]):
                     await self._find_at(place, lookup, lookup.wanted)
                     await self._find_at(place, lookup, (*self._partial(lookup), *self._other_states(lookup)))
                     why = lookup.why or (why if lookup.down else "")
-        except Exception as error:  # noqa: BLE001  (a bug of the tier's: it is told)
+        except Exception as error:  # noqa: BLE001  (a bug of the tier's: it is reported)
             why = repr(error)
         finally:
             _end_survey(lookup, why)
@@ -216,7 +216,7 @@ class Finder(TierThread[TierLookup]):
         await self._find_in(index, lookup, places, lookup.space, own)
         left = [place for place in places if place not in lookup.found]
         if left:
-            seconds = (lookup.deadline_s - time.monotonic()) / 2  # what was found is to be told in time
+            seconds = (lookup.deadline_s - time.monotonic()) / 2  # leaves time to report what was found
             with anyio.move_on_after(seconds) as waited:
                 await self._find_elsewhere(index, lookup, left)
             lookup.down |= waited.cancelled_caught

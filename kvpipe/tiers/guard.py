@@ -222,7 +222,7 @@ async def capacity_of(tier: Tier) -> Capacity:
     except Exception as error:  # a bug of the tier's is a failure like any other
         raise TierError(f"{tier.name}: {error!r}") from error
     if not possible:
-        raise TierError(f"{tier.name}: it says that its capacity is {held}")
+        raise TierError(f"{tier.name}: it reports the capacity {held}")
     return held
 
 

@@ -1,6 +1,6 @@
 """Encryption keys of a tier, and what each makes: names that nobody can guess, and a key of its own for every value.
 
-From each secret HKDF-SHA256 derives three things: a mark, by which values say whose they are; a key for names; and what
+From each secret HKDF-SHA256 derives three things: a mark, which values carry; a key for names; and what
 keys of values are derived from, each with 32 random bytes that the value shows. So one AES-256-GCM key encrypts one
 value, and no number of values comes near a limit of GCM's.
 """
@@ -29,8 +29,8 @@ _NONCE = bytes(12)  # a key that is used once needs no other
 class EncryptionKey(NamedTuple):
     """What is derived from one secret; none of it reveals the secret.
 
-    `mark`: the same in all its values; it says nothing of the secret. `name`: what is stored under a key is called so
-    in the tier. `sealing` and `opening` return the cipher of one value, by the value's salt.
+    `mark`: the same in all its values; it reveals nothing of the secret. `name`: the name in the tier of what is stored
+    under a key. `sealing` and `opening` return the cipher of one value, by the value's salt.
     """
 
     mark: bytes
@@ -109,7 +109,7 @@ def _check_mode(spec: TierSpec) -> None:
     try:
         mode = 0 if file is None else file.stat().st_mode
     except (OSError, ValueError):
-        return  # said where it is read
+        return  # `secret` reports it
     if mode & 0o077:
         msg = f"encryption_key_file: it may be read by others than its owner (mode {mode & 0o777:04o}); chmod 0600 it"
         raise ValueError(msg)

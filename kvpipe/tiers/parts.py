@@ -2,7 +2,7 @@
 
 KV heads are spread evenly over tensor-parallel ranks, in their order; where there are fewer heads than ranks, and where
 there is nothing to spread (MLA's latents count as one head), neighbouring ranks hold the same. So a part is a range of
-heads, and `split` says how many parts a chunk has. What is not known to lie so is bound to its layout (`BOUND`): its
+heads, and `split` is the number of parts of a chunk. What is not known to lie so is bound to its layout (`BOUND`): its
 parts are those of the ranks, and no other number of ranks can use them.
 """
 
@@ -93,6 +93,6 @@ def splits(heads: Sequence[int], ranks: int, share_ranks_max: int = 1) -> list[t
 
 
 def mark_key(space: str, split: Sequence[int]) -> Key:
-    """Return the key of the value that says that chunks of this split were written."""
+    """Return the key of the value that marks that chunks of this split were written."""
     text = "kvpipe split " + " ".join(map(str, split))
     return Key(space, hashlib.sha256(text.encode()).digest(), 0, 0, 1)

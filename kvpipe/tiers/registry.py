@@ -106,11 +106,11 @@ def spec_of(group: str, name: str) -> type[TierSpec]:
         raise ConfigError(f"kvpipe: {plugin} is no subclass of kvpipe.tiers.spec.TierSpec; update the package")
     if missing := sorted(spec.__abstractmethods__):
         raise ConfigError(
-            f"kvpipe: {plugin} has no {', '.join(missing)}(); kvpipe.tiers.spec.TierSpec says what is needed"
+            f"kvpipe: {plugin} has no {', '.join(missing)}(); kvpipe.tiers.spec.TierSpec lists what is needed"
         )
     kind = spec.model_fields["kind"].default
     if group == plugins.TIERS and kind != name:
-        raise ConfigError(f"kvpipe: {plugin} says that its kind is {kind!r}; register it under that name")
+        raise ConfigError(f"kvpipe: {plugin} declares the kind {kind!r}; register it under that name")
     if unknown := [str(key) for key in spec.place if key not in spec.model_fields]:
         raise ConfigError(f"kvpipe: {plugin} has no key {unknown[0]!r}, which its place names; update the package")
     return spec

@@ -23,7 +23,7 @@ class TierSpec(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
     place: ClassVar[tuple[str, ...]] = ()
-    """Keys that say where its values are: two tiers that agree in them are one. None: all keys."""
+    """Configuration keys that identify the store: two tiers with the same values of them are one. Empty: all keys."""
 
     kind: str
     """A literal, with itself as the default: the name of the kind's entry point."""
@@ -57,7 +57,7 @@ class TierSpec(BaseModel):
         given = {"kind": cls.model_fields["kind"].default, **cls.from_url(url)}
         for key, value in parse_qsl(url.query, keep_blank_values=True, strict_parsing=bool(url.query)):
             if key in given:
-                msg = f"{name(key)!r} is said twice; leave it out of the query"
+                msg = f"{name(key)!r} is given twice; leave it out of the query"
                 raise ValueError(msg)
             given[key] = value
         return given

@@ -1,10 +1,10 @@
 """The events that a trace consists of, beside the moves of machines (`transitions.py`). One line of JSON each.
 
-`event` says which it is.
+`event` is the event's name.
 
 Times are nanoseconds: `t_ns` of the monotonic clock, which all processes of a host share, and `wall_ns` since the epoch
 (1970). `rank` is -1 on the scheduler's side. `engine` is the engine's id, `request` is vLLM's own request id: the two
-link what scheduler and ranks say of one request. `epoch` counts admissions, `step` counts the scheduler's steps.
+link the events of one request from scheduler and ranks. `epoch` counts admissions, `step` counts the scheduler's steps.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ class PoolReady(Event, tag="pool_ready"):
 class PoolShort(Event, tag="pool_short"):
     """There is no memory to spare for more of the pool than `ready` of its slots; it is asked for again later.
 
-    `free_mb` are left, as `where` says.
+    `free_mb` are left, by the limit that `where` names.
     """
 
     level = WARNING
@@ -266,7 +266,7 @@ class TierLost(Event, tag="tier_lost"):
 
 
 class TierLeft(Event, tag="tier_left"):
-    """A slower tier fails, and is left alone until a probe says that it is back. `use`: find, read or write."""
+    """A slower tier fails, and is left alone until a probe succeeds. `use`: find, read or write."""
 
     level = WARNING
     tier: str = ""

@@ -34,7 +34,7 @@ OF_A_LIFE = (
 
 
 def _ns(ms: float) -> int:
-    """Nanoseconds of a duration, clamped: a trace may say anything."""
+    """Nanoseconds of a duration, clamped: a trace may hold any number."""
     return int(min(ms, _MS_MAX) * _NS_PER_MS) if ms > 0 else 0
 
 

@@ -119,8 +119,8 @@ def warn(name: str, **fields: object) -> None:
         structlog.get_logger("kvpipe").warning(name, **fields)
 
 
-def tell(name: str, **fields: object) -> None:
-    """Log what is worth knowing, once; as `warn`."""
+def info(name: str, **fields: object) -> None:
+    """Log at level INFO; otherwise as `warn`."""
     with contextlib.suppress(OSError, ValueError):
         structlog.get_logger("kvpipe").info(name, **fields)
 

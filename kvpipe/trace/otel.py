@@ -35,7 +35,7 @@ class OtelSink:
     """Sends a span per request, from the scheduler's side."""
 
     def __init__(self, engine: str, exporter: SpanExporter | None = None) -> None:
-        """`exporter`: None for OTLP, to where the `OTEL_EXPORTER_OTLP_` variables say.
+        """`exporter`: None for OTLP, configured by the `OTEL_EXPORTER_OTLP_` variables.
 
         Raises:
             ConfigError: the extra is not installed.

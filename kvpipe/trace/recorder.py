@@ -1,7 +1,7 @@
 """Events on their way to the trace file and the log: a bounded queue, and one thread that writes.
 
 `Recorder.put` appends to a deque and wakes nobody (the writer looks every 50 ms), so it costs the caller less than a
-microsecond whatever the disk does. What does not fit is counted, and the trace says so where it is missing.
+microsecond whatever the disk does. What does not fit is counted, and the trace has the number where events are missing.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Recorder:
         self._queue.append(Ended(monotonic_ns(), self.rank, "", 0, self.step, dropped=dropped))
 
     def _report_gap(self) -> None:
-        """Say how many events are missing here."""
+        """Put an event with the number of those that are missing before it."""
         count, self._gap = self._gap, 0
         self._queue.append(Dropped(*self.of("", 0), count=count, why="the queue was full"))
 
@@ -258,7 +258,7 @@ class FileSink:
                 gap = Dropped(at.t_ns, at.rank, "", 0, at.step, at.wall_ns, at.engine, self._unreported, self._why)
                 lines.insert(0, self._encoder.encode(gap))
             self._put(lines)
-        except Exception as error:  # noqa: BLE001  (whatever it was, the next line says how many are missing)
+        except Exception as error:  # noqa: BLE001  (whatever it was, the next line has the number of missing events)
             self._loses(whole, f"{self._path}: {getattr(error, 'strerror', None) or error}")
             if not isinstance(error, OSError) or error.errno not in _PASSING:
                 self.close()  # opened anew with the next events
@@ -297,7 +297,7 @@ class FileSink:
         try:
             self._put([self._encoder.encode(started)])
         except OSError:
-            self.close()  # nothing may follow in a file that does not say who writes
+            self.close()  # nothing may follow in a file that does not name its writer
             raise
         started.part += 1
 

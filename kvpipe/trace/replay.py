@@ -1,7 +1,8 @@
 """A trace fed back through the machines: every transition in it is one that the tables allow, and none is missing.
 
 A cursor begins in its machine's initial state, or where the trace finds it if its beginning was cut off (a trace that
-went on in a new file). From then on each transition must start where the last one ended, and lead where the table says.
+went on in a new file). From then on each transition must start where the last one ended, and lead to the state that the
+table has.
 """
 
 from __future__ import annotations
@@ -121,16 +122,16 @@ class Replay:
             return None
         layers = self._layers.get((event.engine, event.rank), 0) if machine.layered else 0
         if machine.layered and not layers:
-            self._problem(f"{at}: no line says how many layers its engine has")
+            self._problem(f"{at}: no line has the number of its engine's layers")
             return None
         compiled = self._machines.get((machine.name, layers))
         if compiled is None:
             compiled = self._machines[machine.name, layers] = machine.compile(layers)
         return compiled
 
-    def _problem(self, said: str) -> None:
+    def _problem(self, text: str) -> None:
         if len(self.problems) < PROBLEMS_MAX:
-            self.problems.append(said)
+            self.problems.append(text)
         else:
             self.more_problems += 1
 

@@ -1,4 +1,4 @@
-"""Tracing as the settings say: what is recorded, and where it goes."""
+"""Sets tracing up from the settings: which events are recorded, and by which sinks."""
 
 from __future__ import annotations
 

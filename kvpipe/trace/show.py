@@ -228,7 +228,7 @@ def _waterfall(name: str, events: list[e.Event], console: Console, *, every: boo
 
 
 Line = tuple[int, int, str, str]
-"""First and last nanosecond, a name, and what there is to say."""
+"""First and last nanosecond, a name, and details."""
 
 
 def _phases(events: list[e.Event]) -> Iterator[Line]:

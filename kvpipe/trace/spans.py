@@ -47,9 +47,9 @@ class Lane(NamedTuple):
 
 
 class Span(NamedTuple):
-    """What lasted from `begin_ns` to `end_ns`, counted from the trace's start. A mark ends when it begins.
+    """A span from `begin_ns` to `end_ns`, counted from the trace's start. A mark is a span without length.
 
-    `events` index the timeline's events: those that say so. `is_open`: nothing says that it ended.
+    `events`: indices of the timeline's events that it was drawn from. `is_open`: the trace has no end of it.
     """
 
     lane: int

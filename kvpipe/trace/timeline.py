@@ -46,7 +46,7 @@ _TOOK_NS_MAX = 10**15
 
 
 class _DrawnEvents:
-    """The events that are drawn, in order, and what the others say of them. Only the former are kept."""
+    """The events that are drawn, in order, with what they lack from the others. Only the former are kept."""
 
     def __init__(self, events: Iterable[Event], events_max: int) -> None:
         self.left_out = 0

@@ -27,7 +27,7 @@ def write_html(events: Iterable[Event], path: Path) -> Timeline:
     timeline = spans(events)
     template = resources.files("kvpipe.trace").joinpath(_TEMPLATE).read_text(encoding="utf-8")
     script = template[template.rindex(_SCRIPT_BEGIN) + len(_SCRIPT_BEGIN) : template.rindex(_SCRIPT_END)]
-    # the page's policy runs this one script and nothing else, whatever the data say
+    # the page's policy runs this one script and nothing else, whatever the data hold
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     before, after = template.replace(_HASH, f"sha256-{digest}", 1).split(_DATA, 1)
     with written(path) as out:

@@ -37,7 +37,7 @@ class Transition(Event):
 
 
 class NoOp(Transition, tag="no_op"):
-    """The event changes nothing here, and `why` says so."""
+    """The event changes nothing in this state; `why` is the table's reason."""
 
 
 class Illegal(Transition, tag="illegal"):
@@ -64,7 +64,7 @@ class Aborted(Transition, tag="aborted"):
 
 
 class Failed(Transition, tag="failed"):
-    """The job failed; `why` says how."""
+    """The job failed; `why` is the reason."""
 
 
 JOB_ENDS = (Finalized, Failed, Aborted)
@@ -163,11 +163,11 @@ _BY_STATE: dict[tuple[str, str], type[Transition]] = {
     ("stage", stage.OVER): _named("unstaged", "Nothing is leased for the waiting request any more."),
     ("carry", carry.MOVING): _named("carry_begun", "A chunk's bytes are on their way from or to a tier."),
     ("carry", carry.FINALIZED): Finalized,
-    ("carry", carry.MISSED): _named("missed", "The tier did not have the chunk after all; `why` says what it had."),
+    ("carry", carry.MISSED): _named("missed", "The tier did not have the chunk after all; `why`: what it had instead."),
     ("carry", carry.FAILED): Failed,
     ("carry", carry.ABORTED): Aborted,
     ("breaker", breaker.OPEN): _named("breaker_opened", "A tier is left alone."),
-    ("breaker", breaker.HALF_OPEN): _named("breaker_half_opened", "It says that it is back: one call will show."),
+    ("breaker", breaker.HALF_OPEN): _named("breaker_half_opened", "A probe succeeded: the next call decides."),
     ("breaker", breaker.CLOSED): _named("breaker_closed", "It is used again."),
 }
 

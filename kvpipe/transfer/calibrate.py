@@ -3,7 +3,7 @@
 Each mover gets two cost models of three numbers, ``us = fixed + copies * copy_us + bytes * byte_us``: until the bytes
 have landed, and until they are read, which is what compute waits for before it reuses a save's blocks. They come from
 three measured plans: one page; pages none of which is adjacent to another; whole chunks. A plan then goes the way that
-the models say is the first to have read, of those that land about as soon as the quickest; between near-equals the one
+by the models is the first to have read, of those that land about as soon as the quickest; between near-equals the one
 that takes no multiprocessor from the forward wins.
 """
 

@@ -379,11 +379,11 @@ class CudaEngine:
         error: Exception,
         tickets: Sequence[Ticket] = (),
         *,
-        said: bool = False,
+        logged: bool = False,
     ) -> DeviceEvent | None:
-        """Log `error`, unless it was `said`; return an event after whatever was queued all the same.
+        """Log `error`, unless it was `logged`; return an event after whatever was queued all the same.
 
-        Of a dead context one traceback says all, and no event can be had.
+        Of a dead context one traceback is enough, and no event can be had: None.
         """
         if self._lost:
             return None
@@ -394,7 +394,7 @@ class CudaEngine:
             self._lost = True
             log.exception("device_lost", after=what, layers=layers, effect="nothing is saved or loaded any more")
             return None
-        if not said:
+        if not logged:
             log.error(what, layers=layers, exc_info=error)
         return end
 
@@ -427,7 +427,7 @@ class CudaEngine:
         for wait in waits:
             try:
                 wait()
-            except Exception as error:  # noqa: BLE001  (the events say which copies it concerns)
+            except Exception as error:  # noqa: BLE001  (the events show which copies it concerns)
                 if not self._lost:
                     log.warning("synchronize_failed", why=repr(error))
 
@@ -463,7 +463,7 @@ class CudaEngine:
                         return
                 except Exception as error:  # noqa: BLE001  (logged)
                     failed = flight.queue.all
-                    end = self._trouble(direction, "copy_failed", error, flight.tickets, said=bool(flight.failed))
+                    end = self._trouble(direction, "copy_failed", error, flight.tickets, logged=bool(flight.failed))
                     if end is not None:  # the device lives, and may be at it still
                         self._await_instead(direction, flight._replace(event=end, failed=failed))
                         return
@@ -542,7 +542,7 @@ class CudaEngine:
                 self.costs = calibrate.measure(
                     self._device, self.lanes, self._layout, movers, self.pinned_slots, self._calibrate_s_max
                 )
-            except Exception as error:  # noqa: BLE001  (no memory to measure in, say: copies have a way all the same)
+            except Exception as error:  # noqa: BLE001  (no memory to measure in, or the like: copies have a way)
                 log.warning("not_calibrated", why=repr(error)[:400], effect="copies go by DMA")
                 return
             for direction, ways in self.costs.items():

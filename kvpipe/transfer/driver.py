@@ -79,7 +79,7 @@ class Driver:
         self._how_at, self._from_first = ctypes.addressof(self.how), ctypes.c_size_t(0)
         self.batches = "taken"  # or how batches are queued instead, and why
         if self._batch is None:
-            self._say("one by one: the driver has no cuMemcpyBatchAsync, which came with CUDA 12.8")
+            self._report("one by one: the driver has no cuMemcpyBatchAsync, which came with CUDA 12.8")
 
     def copy_batch(self, stream: int, copies: CopyBatch) -> None:
         """Queue a batch of copies. Raises `TransferError`."""
@@ -96,11 +96,11 @@ class Driver:
             asked, self.how.flags = self.how.flags, 0  # a hint only
             why, code = code, self._call(stream, copies)
             if code == 0:
-                self._say(f"taken without overlap: CUDA error {why} with it")
+                self._report(f"taken without overlap: CUDA error {why} with it")
             else:
                 self.how.flags = asked
         if code in _REFUSALS:
-            self._say(f"one by one: CUDA error {code}")
+            self._report(f"one by one: CUDA error {code}")
             if code == _NOT_SUPPORTED:
                 self._batch = None
             return False
@@ -116,7 +116,7 @@ class Driver:
         )  # fmt: skip
         return code
 
-    def _say(self, how: str) -> None:
+    def _report(self, how: str) -> None:
         if self.batches != how:
             self.batches = how
             log.warning("no_batches", how=how, effect="queueing copies takes longer")

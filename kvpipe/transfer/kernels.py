@@ -1,7 +1,7 @@
 """The gather/scatter kernel: pages between the paged cache and a staging bay, or the slots of the host pool themselves.
 
-A row says where one page is: (slot, page in the slot, block, first row of its span, rows of its span), int32. A *span*
-is a stretch of adjacent pages of one slot. A bay holds ``[span][layer][page of the span]``, so that a span of one
+A row locates one page: (slot, page in the slot, block, first row of its span, rows of its span), int32. A *span* is a
+stretch of adjacent pages of one slot. A bay holds ``[span][layer][page of the span]``, so that a span of one
 layer, or of all layers when it is a whole chunk, is one contiguous copy to or from its slot.
 
 Triton compiles it where it is used; there is no extension to install. Integers are not specialised on: one compiled

@@ -1,7 +1,7 @@
 """The layouts in which vLLM 0.32 and 0.33 hand paged KV caches over, by name.
 
 vLLM gives every layer one logical tensor [B, H, N, C]: blocks, heads, tokens of a block (states, for compressing
-models), and the content of one head's token, keys and values side by side in it. Only its strides say how the bytes
+models), and the content of one head's token, keys and values side by side in it. Only its strides define where bytes
 lie. A name has two parts: in which order the bytes of one page lie, and what lies between one block and the next.
 """
 

@@ -48,7 +48,7 @@ class Manners:
 
 
 class Readier:
-    """One per pool. `pool.ready` says how far it is."""
+    """Brings a pool's memory in, from its first slot on. One per pool. Progress is in `pool.ready`."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Readier:
         short: Callable[[Headroom], object] = lambda _: None,
         room: Callable[[], Headroom | None] = tightest,
     ) -> None:
-        """`claim` takes (address, bytes) of whole slots that are in memory: a transfer engine pins them, say.
+        """`claim` takes (address, bytes) of whole slots that are in memory: a transfer engine pins them, for example.
 
         It returns whether they may be used; if not, the pool stays as it is, and it is asked again later. `done` gets
         how many seconds it took; `short`, that there is no memory to spare at present.

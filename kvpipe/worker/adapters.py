@@ -1,6 +1,6 @@
 """The rank's side of LoRA adapters: which it holds, of which bytes, since when; whether a job's adapter is that one.
 
-The engine's connector says which adapters it loads, ahead of the step that needs them, and what it holds `now`.
+The engine's connector announces the adapters that it loads, ahead of the step that needs them, and those held `now`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class HeldAdapters:
         if not refused:
             return plan
         for claim in refused:
-            self._reported[claim.adapter] = b""  # the scheduler's side does not know it: say it once more
+            self._reported[claim.adapter] = b""  # the scheduler's side does not know it: report it once more
             if claim.job:
                 self._counters.fault("adapter_changed", job=claim.job, adapter=claim.adapter)
         self.changes += 1
@@ -97,7 +97,7 @@ class HeldAdapters:
         """Identify the files of `folder`; None if that cannot be done, which is counted."""
         try:
             return self._files.read(folder)
-        except Exception as error:  # noqa: BLE001  (whatever files and paths may raise: the engine loads it, or says why not)
+        except Exception as error:  # noqa: BLE001  (whatever files and paths may raise: the engine refuses it, or not)
             self._counters.fault("adapter_not_read", path=repr(folder), why=repr(error))
             return None
 

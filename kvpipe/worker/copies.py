@@ -42,7 +42,7 @@ class LoadRate:
         """None has landed."""
         self.bytes_per_s = 0.0
         self._landed_ns = 0  # the last layer of a load
-        self._wave_ns, self._wave_counts = 0, False  # when the wave that lands was queued; whether it says how fast
+        self._wave_ns, self._wave_counts = 0, False  # when the wave that lands was queued; whether it measures speed
         self._of_late = (0, 0)  # bytes, and nanoseconds that they took
 
     def landed(self, ticket: Ticket, size: int) -> None:
@@ -136,13 +136,13 @@ class Copies:
                 self.fire(batch, job, ticket.ordinal, "completions out of order")
 
     def fire(self, batch: Batch, job: Job, news: str | int, why: str) -> None:
-        """Tell a job's cursor an event, or which layer has landed. A job that ends is kept for its report."""
+        """Fire an event, or a landed layer, at a job's cursor. A job that ends is kept for its report."""
         cursor = batch.cursors[job.id]
         was_final = cursor.state.final
         try:
             edge = cursor.fire(news, why) if isinstance(news, str) else cursor.landed(news, why)
         except IllegalTransition as error:
-            # a bug of ours: the job is failed rather than trusted, and the engine never hears of it
+            # a bug of ours: the job is failed rather than trusted, and the engine is not affected
             message = {"machine": error.machine, "state": error.state, "on": error.event, "why": error.why}
             self.counters.fault("illegal_transition", **message)
             if was_final:

@@ -1,7 +1,7 @@
 """The calls of one rank's steps, on vLLM's thread: they submit copies and wait where the device would.
 
-The step machine says what each call does in which state: all are harmless when repeated, missing or out of order. What
-becomes of a submitted copy is `copies`' business, on the loop thread.
+The step machine defines what each call does in each state: all are harmless when repeated, missing or out of order.
+Submitted copies are completed by `copies`, on the loop thread.
 
 A layer that no hook covers is loaded first, in place before the step's compute begins, and saved when the step ends.
 In step mode no layer has a hook; where whole steps are replayed from a graph (`replays`) none has one in such a step.
@@ -332,7 +332,7 @@ class Pipeline:
             batch.last = ticket
             if ticket.over:  # copied inline: the engine's thread has done it itself
                 self.waited_ns += time.monotonic_ns() - ticket.born_ns
-        except Exception as error:  # noqa: BLE001  (no thread could be started, say: a ticket would never end)
+        except Exception as error:  # noqa: BLE001  (such as no thread: a ticket would never end)
             self.counters.fault("submit_failed", error=repr(error))
             if not ticket.over:
                 ticket.complete(batch.ids)
@@ -356,7 +356,7 @@ class Pipeline:
         return True
 
     def _settle_loads(self, was: str) -> None:
-        """Say how the loads of a step ended that was in state `was`."""
+        """End the sync loads of a step that was in state `was`: confirm them if every layer waited, else fail them."""
         batch, self._sync = self._sync, None
         self._start_async()
         if batch is None:
@@ -367,7 +367,7 @@ class Pipeline:
             self.copies.put(copy_m.FAULT, batch, "no hook ran and the loads were never started")
             self._fail_step_saves()
         elif batch.waited == self._all:
-            # rare: the engine has to hear of a failed load in this very step
+            # rare: a failed load has to be reported to the engine in this very step
             bad = batch.last is not None and any(ticket.failed for ticket in batch.tickets.values())
             if bad and batch.last is not None and not batch.last.wait(self._wait_s):
                 self._give_up(batch, TIMED_OUT)

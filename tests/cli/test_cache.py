@@ -23,7 +23,7 @@ from kvpipe.cli.cache import Report, TierCommand, _purge, _stats
 from kvpipe.cli.main import main
 from kvpipe.testing.buffers import content, filled, some_key
 from kvpipe.testing.dict_tier import DictTier
-from kvpipe.testing.interrupts import interrupts_heard
+from kvpipe.testing.interrupts import interrupts_enabled
 from kvpipe.testing.servers.redis import polite, pretending, serving
 from kvpipe.testing.servers.sockets import LOCAL, free_port
 from kvpipe.tiers.base import ALIGN_BYTES, Key, Put, TierError
@@ -324,7 +324,7 @@ def test_a_folder_that_is_not_there_is_not_made(cache: Said, tmp_path: Path) -> 
 def command(*args: str, **kwargs: Any) -> subprocess.Popen[str]:
     """Start `kvpipe cache` in a process of its own, which hears interrupts."""
     words = [sys.executable, "-m", "kvpipe.cli", "cache", *args]
-    with interrupts_heard():
+    with interrupts_enabled():
         return subprocess.Popen(words, text=True, **kwargs)
 
 

@@ -99,7 +99,7 @@ class Told:
     def hear(self) -> list[Any]:
         """Let the router hear what is new."""
         self.heard = wired(self.events.take())
-        self.router.hear(self.heard)
+        self.router.apply(self.heard)
         assert self.router.problems == []
         return self.heard
 

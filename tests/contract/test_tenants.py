@@ -49,9 +49,9 @@ class Seen(Trial):
         super()._add(document, take, own, answer, salt, lora)
         self.documents = mine
 
-    def hear(self) -> None:
+    def replay_traces(self) -> None:
         """Note what is traced, without its times."""
-        for recorder in self.ears.recorders:
+        for recorder in self.tap.recorders:
             for event in recorder.take():
                 self.replay.feed(event)
                 message = msgspec.to_builtins(event)
@@ -61,7 +61,7 @@ class Seen(Trial):
         """Make the moves; return lookups' answers, the trace, the metrics and the counters."""
         for move in moves:
             self.do(move)
-        self.hear()
+        self.replay_traces()
         totals = {name: dict(values) for name, values in self.side.totals().items() if not name.endswith("_seconds")}
         counted = [dict(one.counters) for one in self.engines_sides()]
         self.close()

@@ -29,7 +29,7 @@ def test_a_router_tells_salts_and_adapters_apart(tmp_path: Path) -> None:
     router = Router({"french": adapter.lora_path})
 
     def publish(batch: KVEventBatch) -> None:
-        router.hear(msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=KVEventBatch).events)
+        router.apply(msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=KVEventBatch).events)
 
     reported = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     options: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2, "kv_events_config": reported}

@@ -275,7 +275,7 @@ def test_serving_goes_on_meanwhile(managed: Managed) -> None:
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ({}, 'nothing is selected: say "all": true'),
+        ({}, 'nothing is selected: set "all": true'),
         ({"cache_salt": None, "no_salt": False, "all": False}, "nothing is selected"),
         ({"all": True, "cache_salt": "a"}, "all contradicts cache_salt"),
         ({"all": True, "idle_s": 60}, "all contradicts idle_s"),

@@ -23,7 +23,7 @@ from kvpipe.cli import top
 from kvpipe.connectors.vllm.trial.scheduler_world import UNIT
 from kvpipe.listening import Address
 from kvpipe.manage.models import EngineState
-from kvpipe.testing.interrupts import interrupts_heard
+from kvpipe.testing.interrupts import interrupts_enabled
 from kvpipe.testing.pipeline_rig import WAIT_S
 from tests.manage.conftest import TOKEN, Managed
 
@@ -206,7 +206,7 @@ def test_bad_arguments(given: list[str], capsys: pytest.CaptureFixture[str]) -> 
 def test_without_an_address(capsys: pytest.CaptureFixture[str]) -> None:
     """What to say is said."""
     assert cli.main(["top", "--once"]) == 2
-    assert "say --at, or set KVPIPE_MANAGE" in capsys.readouterr().err
+    assert "pass --at, or set KVPIPE_MANAGE" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("term", ["xterm", "dumb"])
@@ -215,7 +215,7 @@ def test_in_a_terminal(managed: Managed, folder: Path, term: str) -> None:
     master, slave = pty.openpty()
     command = [sys.executable, "-m", "kvpipe.cli", "top", "--at", str(managed.address), "--interval", "0.2"]
     with (
-        interrupts_heard(),
+        interrupts_enabled(),
         subprocess.Popen(
             [*command, "--token-file", str(folder / "token")],
             stdin=slave,

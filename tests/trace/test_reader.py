@@ -160,7 +160,7 @@ def _swapped(number: int) -> Callable[[Events], Events]:
         (_without(3), "save 1 (rank 0 of e): landed_next in LAYER_1, but it was in LAYER_0: a transition is missing"),
         (_without(2), "it was in PENDING: a transition is missing"),
         (_without(6), "save 1 (rank 0 of e) was left in LANDED"),
-        (_without(0), "no line says how many layers its engine has"),
+        (_without(0), "no line has the number of its engine's layers"),
         (_swapped(3), "a transition is missing"),
         (_changed(3, now="LANDED"), "landed_next leads from LAYER_0 to LAYER_1, not to LANDED"),
         (_changed(3, on="landed_thrice"), "'landed_thrice' is no event of the machine"),

@@ -397,7 +397,7 @@ def test_a_load_that_does_not_wait_for_its_save_is_found() -> None:
     def breaks(drawn: tuple[dict[int, list[int]], list[int]]) -> bool:
         table, schedule = drawn
         with world("fake_staged", schedule=schedule) as w:
-            return not slots_are_right(w, table, heard=False)
+            return not slots_are_right(w, table, awaited=False)
 
     few = settings(max_examples=1500, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
     find(st.tuples(tables, schedules), breaks, settings=few)

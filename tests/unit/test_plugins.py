@@ -106,8 +106,8 @@ def test_only_what_is_asked_for_is_imported(add: Add) -> None:
         ("x = 1", "cannot be imported (AttributeError: "),
         ("def ShedSpec(): ...", "is no subclass of kvpipe.tiers.spec.TierSpec"),
         ("class ShedSpec: ...", "is no subclass of kvpipe.tiers.spec.TierSpec"),
-        (TIER.replace("def make", "def maker"), "has no make(); kvpipe.tiers.spec.TierSpec says what is needed"),
-        (TIER.replace('"shed"', '"hut"'), "says that its kind is 'hut'; register it under that name"),
+        (TIER.replace("def make", "def maker"), "has no make(); kvpipe.tiers.spec.TierSpec lists what is needed"),
+        (TIER.replace('"shed"', '"hut"'), "declares the kind 'hut'; register it under that name"),
         (TIER + '\n        place = ("path")', "has no key 'p', which its place names; update the package"),
     ],
 )
@@ -143,7 +143,7 @@ def test_a_tier_that_fails_over_its_configuration_is_refused(add: Add, bug: str)
             "object()",
             "has no open(), exists(), read(), write(), delete(), capacity(), health(), scan(), close(), name",
         ),
-        ("Half(name)", "has no delete(); kvpipe.tiers.base.Tier says what is needed"),
+        ("Half(name)", "has no delete(); kvpipe.tiers.base.Tier lists what is needed"),
         ("1 / 0", "cannot be made (ZeroDivisionError: division by zero)"),
         ("exit('boom')", "cannot be made (SystemExit: boom)"),
     ],
@@ -206,7 +206,7 @@ def test_a_policy_is_used_like_one_of_ours(add: Add) -> None:
 
 def test_a_policy_that_lacks_a_method_is_refused(add: Add) -> None:
     """A class when the configuration is read, what a function makes when it is made."""
-    lacks = "has no remove(), refresh(), victim(), __len__(); kvpipe.cache.policy.base.Policy says what is needed"
+    lacks = "has no remove(), refresh(), victim(), __len__(); kvpipe.cache.policy.base.Policy lists what is needed"
     add("policies", POLICY, policies="half = policies:Half\nmade = policies:half")
     message = refusal({"policy": "half"})
     assert message == f"kvpipe: the eviction policy 'half' of package policies 1.2 {lacks}"

@@ -23,8 +23,8 @@ def _remedied(monkeypatch: pytest.MonkeyPatch) -> None:
         kv_cache_utils, "_gen_prompt_embeds_extra_hash_keys", kv_cache_utils._gen_prompt_embeds_extra_hash_keys
     )
     kv_cache_utils.init_none_hash(sha256)
-    mixed_prompts.tell_apart()
-    mixed_prompts.tell_apart()
+    mixed_prompts.extend_hashes()
+    mixed_prompts.extend_hashes()
 
 
 def _hashes(

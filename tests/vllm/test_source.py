@@ -13,7 +13,7 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
 from kvpipe.connectors.vllm.model import LoadedModel
-from kvpipe.connectors.vllm.source import LoadedFrom, Source, end_listening, loaded_from, watch_loading
+from kvpipe.connectors.vllm.source import LoadedFrom, Source, end_observing, loaded_from, watch_loading
 
 TENSORS = {"a.weight": torch.arange(12.0).reshape(3, 4), "b": torch.ones(5), "of a part of the model": torch.zeros(2)}
 
@@ -82,7 +82,7 @@ def _loaded(
     some = list((TENSORS if tensors is None else tensors).items())
     for call in range(calls):
         model.load_weights(iter(some[call::calls]))
-    heard = end_listening(model)
+    heard = end_observing(model)
     assert "load_weights" not in vars(model)
     return heard
 
@@ -130,19 +130,19 @@ def test_what_is_in_doubt_is_unknown(how: dict[str, Any]) -> None:
 
 def test_a_model_that_nobody_heard_of() -> None:
     """A model that another loader has made is unknown."""
-    assert end_listening(_Model()) == ""
+    assert end_observing(_Model()) == ""
 
 
 def test_weights_that_change_in_memory() -> None:
     """What was loaded is known as long as memory is what it was at first; with it back, again."""
-    source = Source(["heard"])
-    first = source.told("memory")
+    source = Source(["loaded"])
+    first = source.report("memory")
     assert loaded_from(first).source
     assert loaded_from(first).memory == "memory"
-    assert source.told("other") == "other"
-    assert source.told("memory") == first
-    assert Source(["heard", ""]).told("memory") == "memory"
-    assert Source([]).told("memory") == "memory"
+    assert source.report("other") == "other"
+    assert source.report("memory") == first
+    assert Source(["loaded", ""]).report("memory") == "memory"
+    assert Source([]).report("memory") == "memory"
 
 
 def test_a_reading_that_fails_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +151,7 @@ def test_a_reading_that_fails_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = torch.nn.Sequential(layer)
     model = LoadedModel({"layer": layer}, lambda: None)
     assert model.roots == [engine]
-    model._source = Source(["heard"])
+    model._source = Source(["loaded"])
     with monkeypatch.context() as patch:
         patch.setattr("kvpipe.connectors.vllm.model.tensors_digest", lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):

@@ -1,8 +1,8 @@
 """Prompts that are embeddings in some places and tokens in others: vLLM's hash of a block has both, not which counts.
 
 Where a token counts its row of the embeddings is ignored, and where an embedding counts the token's number is 0, so
-that two prompts that differ in that alone have the same hashes and other KV. Nor does it say of which type the
-embeddings are, of whose bytes it is.
+that two prompts that differ in that alone have the same hashes and other KV. Nor does it cover the type of the
+embeddings, only their bytes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 Keys = list[tuple[str, bytes]]
 
 
-def tell_apart() -> None:
-    """Have hashes of blocks in this process say which rows count, and of which type they are. Idempotent."""
+def extend_hashes() -> None:
+    """Let hashes of blocks in this process cover which rows count, and their type. Idempotent."""
     from vllm.v1.core import kv_cache_utils  # noqa: PLC0415  (slow)
 
     wrap(kv_cache_utils, "_gen_prompt_embeds_extra_hash_keys", _keys)
@@ -31,5 +31,5 @@ def _keys(keys: Callable[[Any, int, int], Keys], request: Request, start: int, s
     if embeddings is None:
         return keys(request, start, stop)
     which = request.prompt_is_token_ids
-    told = f"{embeddings.dtype}:".encode() + bytes(which[start:stop] if which is not None else b"")
-    return [(name, hashlib.sha256(digest + told).digest()) for name, digest in keys(request, start, stop)]
+    more = f"{embeddings.dtype}:".encode() + bytes(which[start:stop] if which is not None else b"")
+    return [(name, hashlib.sha256(digest + more).digest()) for name, digest in keys(request, start, stop)]

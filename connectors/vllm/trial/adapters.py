@@ -56,7 +56,7 @@ class AdapterFake:
         return block_hash + digest(number, self.version(number)) if number else block_hash
 
     def other_keys(self, block_hash: bytes, number: int) -> list[bytes]:
-        """Return what it is taken for while the scheduler's side has not heard what ranks hold: they refuse it."""
+        """Return the keys that it may have before ranks have reported what they hold: they refuse those jobs."""
         return [block_hash + digest(number, version) for version in (0, 1)] if number else []
 
     # ---- in place of `AdapterReader` ------------------------------------------------------------------------------

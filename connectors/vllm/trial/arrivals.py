@@ -1,4 +1,4 @@
-"""Requests that come to a trial: what each of them says and must answer, and which block hashes stand for that."""
+"""Requests of a trial: their prompts, the answers that they must get, and the block hashes of both."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from kvpipe.connectors.vllm.trial.adapters import AdapterFake, name, path
 from kvpipe.connectors.vllm.trial.content import EMBEDDED, VOCAB, Live, Sequence
-from kvpipe.connectors.vllm.trial.hints import SAYINGS, Said, say
+from kvpipe.connectors.vllm.trial.hints import HINTS, Hints, attach
 from kvpipe.connectors.vllm.trial.operators import operate
 from kvpipe.connectors.vllm.trial.shapes import Shape
 
@@ -50,7 +50,7 @@ class Arrivals(ABC):
         self.live: dict[str, Live] = {}
         self.over: list[Live] = []
         self.added = 0
-        self._said: Said | None = None  # what the next request brings
+        self._hints: Hints | None = None  # of the next request
         self.prefixes: dict[bytes, tuple[Sequence, int]] = {}  # what each block hash must stand for
         self.old_keys: set[bytes] = set()  # of prefixes that were computed with other weights or adapters
         self.before = dict[bytes, bytes | None]()  # the block hash before each
@@ -84,7 +84,7 @@ class Arrivals(ABC):
 
     def _hint(self, which: int, seconds: int) -> None:
         if self.shape.hints:
-            self._said = SAYINGS[which](seconds)
+            self._hints = HINTS[which](seconds)
 
     def count_time(self) -> None:
         """Count the catalog's clock in steps where hints decide evictions, so that a sequence has one outcome."""
@@ -162,7 +162,7 @@ class Arrivals(ABC):
         request = self.scheduler.requests[one.id]
         while one.turns and request.num_prompt_tokens != len(one.sequence.prompt):
             if one.output != one.expected:
-                self.violations.append(f"right_answers: {one.id} said {one.output} instead of {one.expected}")
+                self.violations.append(f"right_answers: {one.id} answered {one.output} instead of {one.expected}")
             one.sequence, one.wanted = one.turns.popleft()
             one.output = []
 
@@ -176,9 +176,9 @@ class Arrivals(ABC):
             one.turns = deque()
         self._remember(one, one.sequence, wanted)
         request = self.request_of(one, prompt, resumable=resumable)
-        if self._said is not None:
-            say(request, self._said)
-            self._said = None
+        if self._hints is not None:
+            attach(request, self._hints)
+            self._hints = None
         self.scheduler.add_request(request)
 
     def _sequence(self, prompt: list[int], salt: int, lora: int) -> Sequence:

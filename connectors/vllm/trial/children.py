@@ -1,6 +1,6 @@
 """Trials in forked children, because a connector may kill its process or hang; and shrinking what they find.
 
-The child says after each move and step that it is alive; what it was asked to do is known from that even when it dies.
+The child reports each move and step before the next, so that the moves made are known even when it dies.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvpipe.connectors.vllm.trial.trial import Move, Trial
 SHRINK_STUCK_SECONDS = 2.0
 SHRINK_DRAIN_STEPS = 600
 DUMP_SECONDS = 2.0
-SAID_MAX, LOG_MAX = 600, 4000
+TEXT_MAX, LOG_MAX = 600, 4000
 FATAL = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 TMP = "{tmp}"
 
@@ -74,7 +74,7 @@ class CaseOutcome(NamedTuple):
 
     kind: str = ""
     name: str = ""
-    said: str = ""
+    message: str = ""
     detail: str = ""
     moves: tuple[Move, ...] = ()
     steps: int = 0
@@ -117,7 +117,7 @@ class CaseRunner:
         shutil.rmtree(self._root, ignore_errors=True)
 
     def run(self, case: Case, limits: CaseLimits | None = None) -> CaseOutcome:
-        """Run `case` in a child and say what came of it."""
+        """Run `case` in a child and return its outcome."""
         limits = limits or self.limits
         shutil.rmtree(self._store, ignore_errors=True)
         self._store.mkdir()
@@ -175,8 +175,8 @@ class CaseRunner:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
 
-    def _judge(self, case: Case, said: bytes, status: int | None, limits: CaseLimits) -> CaseOutcome:
-        beats, _, last = said.partition(b"\n")
+    def _judge(self, case: Case, output: bytes, status: int | None, limits: CaseLimits) -> CaseOutcome:
+        beats, _, last = output.partition(b"\n")
         moves = case.moves[: beats.count(b"m")] + (("drain",),) * beats.count(b"D")
         steps = beats.count(b"s")
         if last:
@@ -187,7 +187,7 @@ class CaseRunner:
             stack = log[log.find("Current thread") :] if "Current thread" in log else log[-LOG_MAX:]
             return CaseOutcome(
                 "hung",
-                said=f"no progress for {limits.stuck_seconds:g} s {doing}",
+                message=f"no progress for {limits.stuck_seconds:g} s {doing}",
                 detail=stack,
                 moves=moves,
                 steps=steps,
@@ -289,7 +289,7 @@ def _child(case: Case, limits: CaseLimits, pipe: int, log: Path) -> None:
         faulthandler.register(signal.SIGUSR1, file, all_threads=True)
         os.chdir(log.parent)
         outcome = _conduct(case, limits, lambda beat: os.write(pipe, beat))
-        text = json.dumps(dict(zip(("kind", "name", "said", "detail"), outcome[:4], strict=True)))
+        text = json.dumps(dict(zip(("kind", "name", "message", "detail"), outcome[:4], strict=True)))
         os.write(pipe, b"\n" + text.encode())
         os._exit(0)
     finally:
@@ -300,17 +300,17 @@ def _conduct(case: Case, limits: CaseLimits, beat: Callable[[bytes], object]) ->
     connector, shape = case.connector, case.make_shape()
     try:
         if (unfit := _import(connector, shape)) is not None:
-            return CaseOutcome("skipped", said=unfit)
+            return CaseOutcome("skipped", message=unfit)
     except BaseException as e:  # noqa: BLE001  (whatever a foreign module raises)
         where = connector.module or "vLLM's registry"
-        return CaseOutcome("cannot_import", said=f"{connector.name} cannot be imported from {where}: {one_line(e)}",
+        return CaseOutcome("cannot_import", message=f"{connector.name} cannot be imported from {where}: {one_line(e)}",
                        detail=traceback.format_exc(limit=-8))  # fmt: skip
     beat(b".")
     trials.DRAIN_STEPS_MAX = limits.drain_steps
     try:
         trial = Trial(shape, case.seed, connector=connector, policy=case.policy)
     except BaseException as e:  # noqa: BLE001
-        return CaseOutcome("cannot_import", said=f"{connector.name} cannot be constructed: {one_line(e)}",
+        return CaseOutcome("cannot_import", message=f"{connector.name} cannot be constructed: {one_line(e)}",
                        detail=traceback.format_exc(limit=-8))  # fmt: skip
     trial.careful = case.careful
     watched = Watched(trial, case.invariant)
@@ -320,7 +320,7 @@ def _conduct(case: Case, limits: CaseLimits, beat: Callable[[bytes], object]) ->
             watched.after_update()
     if watched.broken:  # what was raised came of it
         name, _, what = watched.broken[0].partition(": ")
-        return CaseOutcome("broken", name, what[:SAID_MAX], "\n".join(one[:SAID_MAX] for one in watched.broken[1:6]))
+        return CaseOutcome("broken", name, what[:TEXT_MAX], "\n".join(one[:TEXT_MAX] for one in watched.broken[1:6]))
     return raised or CaseOutcome()
 
 
@@ -370,4 +370,4 @@ def _import(connector: Connector, shape: Shape) -> str | None:
 
 def one_line(error: BaseException) -> str:
     """Return an error without its line breaks."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:SAID_MAX]
+    return " ".join(f"{type(error).__name__}: {error}".split())[:TEXT_MAX]

@@ -51,8 +51,9 @@ def write_finding(path: Path, case: Case, found: CaseOutcome, moves_before: int)
     path.write_text(
         json.dumps(
             {
-                "kvpipe_fuzz": 1, "vllm": vllm.__version__, "kind": found.kind, "name": found.name, "said": found.said,
-                "connector": case.connector._asdict(), "shape": case.shape, "changes": json.loads(case.changes),
+                "kvpipe_fuzz": 1, "vllm": vllm.__version__, "kind": found.kind, "name": found.name,
+                "said": found.message, "connector": case.connector._asdict(),
+                "shape": case.shape, "changes": json.loads(case.changes),
                 "seed": case.seed, "policy": case.policy, "careful": case.careful,
                 "moves": [list(move) for move in case.moves], "moves_before": moves_before,
                 "detail": found.detail.splitlines(),
@@ -87,11 +88,11 @@ def read_finding(path: Path) -> tuple[Case, tuple[str, str]]:
     return case, signature
 
 
-def tell(case: Case, found: CaseOutcome, moves_before: int, path: Path | None) -> None:
+def show_finding(case: Case, found: CaseOutcome, moves_before: int, path: Path | None) -> None:
     """Print a finding in a few lines."""
     law = OUTSIDE.get(found.name) or (INVARIANTS[found.name].sentence if found.name in INVARIANTS else "")
     lines = [f"FOUND {' '.join(part for part in found.signature if part)}: {law or KINDS[found.kind]}",
-             f"  {found.said}"]  # fmt: skip
+             f"  {found.message}"]  # fmt: skip
     if found.kind != "broken":
         detail = found.detail.splitlines()
         lines += [
@@ -161,7 +162,7 @@ def replay(path: Path, limits: CaseLimits) -> int:
         return 0
     if found.signature != signature:
         sys.stdout.write(f"kvpipe fuzz: not {' '.join(signature)} any more, but this:\n")
-    tell(case, found, len(case.moves), path)
+    show_finding(case, found, len(case.moves), path)
     return 1
 
 
@@ -185,7 +186,7 @@ class _Hunt:
                 found = self._try(shape, seed)
                 if found.kind == "skipped":
                     left.remove(shape)
-                    self._skipped[shape] = found.said
+                    self._skipped[shape] = found.message
                 elif found.kind and self._seen[found.signature] == 1:
                     deadline += time.monotonic() - began  # shrinking has its own limit
                 if found.kind == "cannot_import" or time.monotonic() > deadline:
@@ -212,7 +213,7 @@ class _Hunt:
                 shrunk, again = self._bench.shrink(case, found, args.shrink_seconds)
             path = args.out / f"kvpipe-fuzz-{len(self._seen)}.json"
             write_finding(path, shrunk, again, len(found.moves))
-            tell(shrunk, again, len(found.moves), path)
+            show_finding(shrunk, again, len(found.moves), path)
         return found
 
     def _sum_up(self) -> int:

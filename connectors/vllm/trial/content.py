@@ -1,4 +1,4 @@
-"""The content oracle: what the KV of a token position must be, and which token the model says next.
+"""The content oracle: what the KV of a token position must be, and which token the model generates next.
 
 The KV of a position is a 64-bit hash of the token prefix up to there, of what else vLLM keeps apart (`cache_salt`,
 LoRA), of the layer and of the rank. So every byte of the paged cache and of the pool can be checked, and a request's
@@ -47,12 +47,12 @@ class Sequence:
         return self.hashes[:stop]
 
     def token(self, position: int) -> int:
-        """Return the token at `position`: of the prompt, or what the model says after it."""
+        """Return the token at `position`: of the prompt, or what the model generates after it."""
         self.upto(position + 1)
         return self.tokens[position]
 
     def answer(self, tokens: int) -> list[int]:
-        """Return the first `tokens` tokens that the model says after the prompt."""
+        """Return the first `tokens` tokens that the model generates after the prompt."""
         first = len(self.prompt)
         return [self.token(p) for p in range(first, first + tokens)]
 

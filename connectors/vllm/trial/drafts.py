@@ -1,4 +1,4 @@
-"""Draft tokens in a trial: some are what the model says, the others are not."""
+"""Draft tokens in a trial: some are what the model generates, the others are not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Drafter:
 
 
 def accepted(sequence: Sequence, stop: int, drafts: list[int]) -> int:
-    """Return how many of `drafts`, which end before position `stop`, are what the model says."""
+    """Return how many of `drafts`, which end before position `stop`, are what the model generates."""
     first = stop - len(drafts)
     for i, token in enumerate(drafts):
         if token != sequence.token(first + i):

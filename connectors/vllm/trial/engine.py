@@ -187,7 +187,7 @@ class Engine:
         media: dict[str, Any] | None = None,
         names: dict[str, list[str]] | None = None,
     ) -> str:
-        """Add a request, greedy unless `params` say otherwise, and return its id.
+        """Add a request, greedy unless `params` sample otherwise, and return its id.
 
         `media`: images and such; `names`: what they are called, by which the engine knows them from then on.
         """

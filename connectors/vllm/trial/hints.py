@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from vllm.v1.request import Request
 
-Said = tuple[Any, Any]
-"""What is in the envelope's place, and in the parameter's."""
+Hints = tuple[Any, Any]
+"""What a request has as its envelope, and what as its parameter."""
 
 
 def _envelope(**payloads: dict[str, Any]) -> KvHintsEnvelope:
@@ -23,7 +23,7 @@ def _envelope(**payloads: dict[str, Any]) -> KvHintsEnvelope:
     return KvHintsEnvelope("1.0", "of a trial", actions)
 
 
-SAYINGS: Final[tuple[Callable[[int], Said], ...]] = (
+HINTS: Final[tuple[Callable[[int], Hints], ...]] = (
     lambda seconds: (None, {"retain": {"ttl_seconds": seconds or 1e9}}),
     lambda seconds: (None, {"resume": {"after_seconds": seconds}}),
     lambda _: (None, {"demote": {}}),
@@ -35,10 +35,10 @@ SAYINGS: Final[tuple[Callable[[int], Said], ...]] = (
     lambda _: ("kv.retain", ["retain"]),
     lambda seconds: (KvHintsEnvelope("9", "", [None] * (ACTIONS_MAX - 4 + seconds)), {"retain": {}}),  # type: ignore[list-item]
 )
-"""Each says it with so many seconds."""
+"""Each makes hints from a number of seconds."""
 
 
-def say(request: Request, said: Said) -> None:
-    """Let a request come with hints."""
-    request.kv_hints, own = said
+def attach(request: Request, hints: Hints) -> None:
+    """Give a request its hints."""
+    request.kv_hints, own = hints
     request.kv_transfer_params = {PARAMETER: own} if own is not None else None

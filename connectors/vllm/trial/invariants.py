@@ -35,14 +35,17 @@ OVER_MAX = 6
 """So many of the requests that are over are looked up again and again."""
 
 
-@invariant(1, says="Nothing raises into vLLM, and no fault is counted that nobody has caused.")
+@invariant(1, sentence="Nothing raises into vLLM, and no fault is counted that nobody has caused.")
 def only_faults_that_were_caused(watched: Watched) -> Iterator[str]:
     """Fault counters against the disturbances of the trial."""
     yield from watched.new_faults()
 
 
 @invariant(
-    2, 5, 10, says="A chunk that can be found holds, on every rank and layer, the KV of exactly the prefix of its key."
+    2,
+    5,
+    10,
+    sentence="A chunk that can be found holds, on every rank and layer, the KV of exactly the prefix of its key.",
 )
 def findable_chunks_are_whole_and_true(watched: Watched) -> Iterator[str]:
     """Every byte of what became findable since the last check."""
@@ -84,7 +87,7 @@ def _false_bytes(watched: Watched, group: int, key: bytes, chunk: Chunk, units: 
     3,
     5,
     10,
-    says="Whatever attention reads is what belongs there, unless vLLM was told in the same step.",
+    sentence="Whatever attention reads is what belongs there, unless the failure is reported to vLLM in the same step.",
     outside=True,
 )
 def every_read_is_right(watched: Watched) -> Iterator[str]:
@@ -92,7 +95,7 @@ def every_read_is_right(watched: Watched) -> Iterator[str]:
     yield from watched.new_wrong()
 
 
-@invariant(10, says="A chunk that can be found says of which salt it is, and with which adapter it was computed.")
+@invariant(10, sentence="A chunk that can be found has the salt and the adapter that it was computed with.")
 def chunks_have_their_tenants(watched: Watched) -> Iterator[str]:
     """The tenants of chunks against what their keys stand for."""
     catalog, trial = watched.trial.side.catalog, watched.trial
@@ -105,10 +108,10 @@ def chunks_have_their_tenants(watched: Watched) -> Iterator[str]:
                     AdapterIdentity(adapters.name(number), adapters.path(number), key[NAME_BYTES:]) if number else None
                 )
                 if (tenant.salt, tenant.adapter) != ("" if salt == "0" else salt, adapter):
-                    yield f"slot {chunk.slot} is said to be of salt {tenant.salt!r} and {tenant.adapter}"
+                    yield f"slot {chunk.slot} is counted to salt {tenant.salt!r} and {tenant.adapter}"
 
 
-@invariant(4, says="Only tokens that are final have keys in the catalog, being written or written.")
+@invariant(4, sentence="Only tokens that are final have keys in the catalog, being written or written.")
 def confirmed_tokens_only(watched: Watched) -> Iterator[str]:
     """Keys of pieces in flight against the hashes of true prefixes."""
     for job in watched.trial.side.jobs.in_flight.values():
@@ -118,7 +121,9 @@ def confirmed_tokens_only(watched: Watched) -> Iterator[str]:
 
 
 @invariant(
-    4, says="A unit that becomes final in a step is held already, or is being saved with that step.", when="schedule"
+    4,
+    sentence="A unit that becomes final in a step is held already, or is being saved with that step.",
+    when="schedule",
 )
 def what_becomes_final_is_saved(watched: Watched) -> Iterator[str]:
     """The catalog against vLLM's own counts, while nothing is evicted, frozen or failed."""
@@ -131,7 +136,7 @@ def what_becomes_final_is_saved(watched: Watched) -> Iterator[str]:
     for request, was, units in _newly_final(watched):
         now = _ending_a_block(side.geometry, request, units, int(watched.trial.scheduler.use_eagle_block_drop))
         if request.request_id in watched.excused or not side.adapters.known(request):
-            continue  # its adapter has changed under it, or no rank has told what it is: it has no keys
+            continue  # its adapter has changed under it, or no rank has reported what it is: it has no keys
         if request.resumable and side.geometry.states:
             continue  # its tokens may be cut, and its states are not
         start = request.num_computed_tokens - watched.output.num_scheduled_tokens[request.request_id]
@@ -159,7 +164,7 @@ def _ending_a_block(geometry: Geometry, request: Request, units: int, back: int)
     return units if units == last else units - units % geometry.whole_units
 
 
-@invariant(4, says="A lookup promises all that is held of its prefix, to the last token.", when="schedule")
+@invariant(4, sentence="A lookup promises all that is held of its prefix, to the last token.", when="schedule")
 def a_lookup_promises_all_that_is_held(watched: Watched) -> Iterator[str]:
     """Each answer against an oracle of its own, in the moment in which it was given."""
     short, watched.short = watched.short, []
@@ -168,7 +173,7 @@ def a_lookup_promises_all_that_is_held(watched: Watched) -> Iterator[str]:
 
 @invariant(
     4,
-    says="Whole chunks and the end of a request that is over, once found, are found until they are evicted.",
+    sentence="Whole chunks and the end of a request that is over, once found, are found until they are evicted.",
 )
 def what_is_found_stays_found(watched: Watched) -> Iterator[str]:
     """The last requests' prompts and answers, looked up without being asked for: now, and when they were over."""
@@ -188,7 +193,7 @@ def what_is_found_stays_found(watched: Watched) -> Iterator[str]:
             yield f"{one.id}: {now} units, {then.units} before"
 
 
-@invariant(7, says="What a step plans for a request is bounded by what became final in it.", when="schedule")
+@invariant(7, sentence="What a step plans for a request is bounded by what became final in it.", when="schedule")
 def work_is_bounded_by_what_is_new(watched: Watched) -> Iterator[str]:
     """Rows of each save against the units that became final, and one chunk that may have to be begun anew."""
     side, requests = watched.trial.side, watched.trial.scheduler.requests
@@ -214,7 +219,7 @@ def _newly_final(watched: Watched) -> Iterator[tuple[Request, int, int]]:
             yield request, was, units
 
 
-@invariant(8, says="An engine that is frozen, bypassed or in doubt of its weights saves nothing.", when="schedule")
+@invariant(8, sentence="An engine that is frozen, bypassed or in doubt of its weights saves nothing.", when="schedule")
 def frozen_saves_nothing(watched: Watched) -> Iterator[str]:
     """The plan of the step; and the last check of it, which remembers how far it has come."""
     side = watched.trial.side
@@ -229,7 +234,7 @@ def frozen_saves_nothing(watched: Watched) -> Iterator[str]:
 
 @invariant(
     10,
-    says="What was computed before a reset, or with other weights, is never found after it, nor saved.",
+    sentence="What was computed before a reset, or with other weights, is never found after it, nor saved.",
     when="schedule",
 )
 def a_reset_is_final(watched: Watched) -> Iterator[str]:
@@ -238,12 +243,14 @@ def a_reset_is_final(watched: Watched) -> Iterator[str]:
     for job in watched.saves():
         if job.request in watched.stale and watched.stale[job.request] == admission(requests[job.request]):
             yield f"{job.request} is saved, with blocks from before the reset"
-    for group in range(0 if side.weights.doubtful else len(side.geometry.groups)):  # nobody is told of them yet
+    for group in range(0 if side.weights.doubtful else len(side.geometry.groups)):  # none is announced yet
         for chunk in watched.forgotten.intersection(side.catalog.index(group).values()):
             yield f"slot {chunk.slot} can be found again"
 
 
-@invariant(6, says="Every lease has an owner that lives; every load and every store in flight has leases of its own.")
+@invariant(
+    6, sentence="Every lease has an owner that lives; every load and every store in flight has leases of its own."
+)
 def leases_have_owners(watched: Watched) -> Iterator[str]:
     """Owners in the catalog against loads and orders in flight, and requests that wait for tiers."""
     side = watched.trial.side
@@ -261,7 +268,7 @@ def leases_have_owners(watched: Watched) -> Iterator[str]:
             yield f"{owner} has a load or a store, and no leases"
 
 
-@invariant(2, says="Slots, index, leases, writers and the policy agree.")
+@invariant(2, sentence="Slots, index, leases, writers and the policy agree.")
 def catalog_is_consistent(watched: Watched) -> Iterator[str]:
     """`kvpipe.testing.catalog_integrity`."""
     try:
@@ -273,7 +280,7 @@ def catalog_is_consistent(watched: Watched) -> Iterator[str]:
 @invariant(
     2,
     10,
-    says="Who hears KV cache events alone, and hashes what they say, knows exactly the blocks that can be found.",
+    sentence="An index made of KV cache events alone, and of hashes of their content, has exactly the findable blocks.",
 )
 def events_are_the_catalog(watched: Watched) -> Iterator[str]:
     """A router's index against the chunks of every group, as far as each can be found."""
@@ -281,8 +288,8 @@ def events_are_the_catalog(watched: Watched) -> Iterator[str]:
     events = trial.kvpipe.events
     if router is None or events is None:
         return
-    router.hear(trial.scheduler.kv_cache_manager.take_events())  # what no step was there to publish
-    router.hear(events.take())
+    router.apply(trial.scheduler.kv_cache_manager.take_events())  # what no step was there to publish
+    router.apply(events.take())
     yield from router.problems
     router.problems.clear()
     for group in range(len(trial.side.geometry.groups)):
@@ -291,21 +298,21 @@ def events_are_the_catalog(watched: Watched) -> Iterator[str]:
             key: bytes | None = chunk.marks[-1].key
             for _ in range(chunk.marks[-1].units * events.blocks_per_unit):
                 if key is not None:
-                    held.add(key[:NAME_BYTES])  # of an adapter it says more
+                    held.add(key[:NAME_BYTES])  # an adapter's key is longer
                     key = trial.before.get(key)
         received = router.index.get(("CPU", group), set())
         if held != received:
             yield f"group {group}: {len(held - received)} blocks are not announced, {len(received - held)} not held"
 
 
-@invariant(2, says="Every rank reports every job once.")
+@invariant(2, sentence="Every rank reports every job once.")
 def jobs_are_reported_once(watched: Watched) -> Iterator[str]:
     """The scheduler side's count of reports about jobs that it does not know."""
     if again := watched.trial.side.counters["reported_again"]:
         yield f"{again} reports of jobs that were over"
 
 
-@invariant(8, says="No machine meets an event that its table calls a bug.")
+@invariant(8, sentence="No machine meets an event that its table calls a bug.")
 def no_illegal_transition(watched: Watched) -> Iterator[str]:
     """Counters of all sides."""
     for counters in _counters(watched):
@@ -317,23 +324,23 @@ def no_illegal_transition(watched: Watched) -> Iterator[str]:
             yield f"{errors} errors on the loop thread of rank {rank.index}"
 
 
-@invariant(1, 8, says="Every move of every machine is traced, in order, and is one that its table allows.")
+@invariant(1, 8, sentence="Every move of every machine is traced, in order, and is one that its table allows.")
 def the_trace_replays(watched: Watched) -> Iterator[str]:
     """What both sides have traced, fed back through the machines."""
-    watched.trial.hear()
+    watched.trial.replay_traces()
     replay = watched.trial.replay
-    yield from replay.problems[watched.heard :]
-    watched.heard = len(replay.problems)
+    yield from replay.problems[watched.replayed :]
+    watched.replayed = len(replay.problems)
 
 
-@invariant(1, says="When nothing is left to do, the trace says that every request and job is over.", when="drain")
+@invariant(1, sentence="When nothing is left to do, the trace has the end of every request and job.", when="drain")
 def the_trace_ends(watched: Watched) -> Iterator[str]:
     """The last move of each is traced too; and as many chunks are held as the trace knows of."""
-    watched.trial.hear()
+    watched.trial.replay_traces()
     yield from watched.trial.replay.unfinished()
 
 
-@invariant(9, says="Retries, jobs and slots are bounded.")
+@invariant(9, sentence="Retries, jobs and slots are bounded.")
 def everything_is_bounded(watched: Watched) -> Iterator[str]:
     """Sizes against their limits."""
     trial, side = watched.trial, watched.trial.side
@@ -346,7 +353,7 @@ def everything_is_bounded(watched: Watched) -> Iterator[str]:
         yield f"{len(side.jobs.in_flight)} jobs in flight"
 
 
-@invariant(6, says="When nothing is left to do nothing is held: no lease, piece, job, cursor.", when="drain")
+@invariant(6, sentence="When nothing is left to do nothing is held: no lease, piece, job, cursor.", when="drain")
 def nothing_is_held(watched: Watched) -> Iterator[str]:
     """Gauges of both sides. What operators have pinned is held until they end it, or its time is over."""
     carry_out(watched.trial)
@@ -364,7 +371,7 @@ def nothing_is_held(watched: Watched) -> Iterator[str]:
             yield f"{pipeline.in_flight} jobs on rank {rank.index}"
 
 
-@invariant(6, says="When nothing is left to do every block is back in vLLM's pool.", outside=True, when="drain")
+@invariant(6, sentence="When nothing is left to do every block is back in vLLM's pool.", outside=True, when="drain")
 def all_blocks_are_back(watched: Watched) -> Iterator[str]:
     """VLLM's block pool and tables."""
     scheduler = watched.trial.scheduler

@@ -23,11 +23,11 @@ LAWS = {
     7: "The scheduler's thread does what is new in a step, and no more.",
     8: "Every extra, empty, repeated or missing call is a cell in a table.",
     9: "Everything is bounded.",
-    10: "A key says everything that the bytes depend on.",
+    10: "A key covers everything that the bytes depend on.",
 }
 
 SEEN_BY_TRIALS = {
-    "right_answers": (1, "Every request says what it says without a connector."),
+    "right_answers": (1, "Every request gets the answer that it gets without a connector."),
     "no_hang": (9, f"With no more arrivals everything ends, within {DRAIN_STEPS_MAX} steps."),
     "nothing_raises": (1, "No exception comes out of vLLM or of the connector."),
     "lookups_are_idempotent": (8, "Asked twice in a pass, a lookup answers the same."),
@@ -50,11 +50,11 @@ class Invariant(NamedTuple):
 INVARIANTS: dict[str, Invariant] = {}
 
 
-def invariant(*laws: int, says: str, when: When = "update", outside: bool = False) -> Callable[[Check], Check]:
+def invariant(*laws: int, sentence: str, when: When = "update", outside: bool = False) -> Callable[[Check], Check]:
     """Register a check under its function's name."""
 
     def register(check: Check) -> Check:
-        INVARIANTS[check.__name__] = Invariant(check.__name__, laws, says, check, when, outside)
+        INVARIANTS[check.__name__] = Invariant(check.__name__, laws, sentence, check, when, outside)
         return check
 
     return register

@@ -15,7 +15,7 @@ LOOKUPS_PER_REPEAT: Final = 5
 def listen_to_lookups(trial: Trial) -> None:
     """Let lookups answer None while `deferrals` lasts, as a slow tier's do; ask kvpipe twice now and then."""
     if trial.kvpipe is not None:
-        _tell(trial, trial.kvpipe)
+        _report_lookups(trial, trial.kvpipe)
     shape = trial.shape
     if shape.drafter and shape.states and not shape.masks:  # what vLLM caches is not found: it caches states only then
         trial.scheduler.kv_cache_manager.prefix_cache_lookup_enabled = lambda _: False  # type: ignore[method-assign]
@@ -39,8 +39,8 @@ def listen_to_lookups(trial: Trial) -> None:
     connector.get_num_new_matched_tokens = lookup
 
 
-def _tell(trial: Trial, connector: Any) -> None:  # noqa: ANN401
-    """Let `on_lookup` hear of each question to kvpipe, and of its answer."""
+def _report_lookups(trial: Trial, connector: Any) -> None:  # noqa: ANN401
+    """Call `on_lookup` for each lookup of kvpipe's, with its answer."""
     ask = connector.get_num_new_matched_tokens
 
     def lookup(request: Request, computed: int) -> tuple[int | None, bool]:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 
 from kvpipe.connectors.vllm.trial.arrivals import ANSWER_TOKENS_MAX, DOCUMENT_TOKENS_MAX, DOCUMENTS, OWN_TOKENS_MAX
-from kvpipe.connectors.vllm.trial.hints import SAYINGS
+from kvpipe.connectors.vllm.trial.hints import HINTS
 from kvpipe.connectors.vllm.trial.rank import QUIRKS, STOPS
 from kvpipe.connectors.vllm.trial.shapes import Shape
 from kvpipe.connectors.vllm.trial.trial import Move
@@ -45,7 +45,7 @@ ARGUMENTS: dict[str, tuple[Choices, ...]] = {
     "lose": (_INDEX, _EVEN, _EVEN),
     "quirk": (_INDEX, range(len(QUIRKS)), range(len(QUIRKS))),
     "adapter": (range(3),),
-    "hint": (range(len(SAYINGS)), (0, 1, 5, 50)),
+    "hint": (range(len(HINTS)), (0, 1, 5, 50)),
     "hold": (_EVEN,),
     "trouble": (range(2), (*[0] * 4, *range(len(TROUBLES)))),
     "late": (),
@@ -97,11 +97,11 @@ def trial_moves(shape: Shape, seed: int) -> Iterator[Move]:
 
 
 def _fields(shape: Shape) -> str:
-    """Return the fields of `shape`; those behind `dense` where they say something: a new one leaves others' moves."""
+    """Return the fields of `shape`, those behind `dense` only if set: so a new one leaves other shapes' moves."""
     names = shape._fields
     first, default = names.index("dense") + 1, shape._field_defaults
-    said = names[:first] + tuple(name for name in names[first:] if getattr(shape, name) != default[name])
-    return ", ".join(f"{name}={getattr(shape, name)!r}" for name in said)
+    shown = names[:first] + tuple(name for name in names[first:] if getattr(shape, name) != default[name])
+    return ", ".join(f"{name}={getattr(shape, name)!r}" for name in shown)
 
 
 def show(move: Move) -> str:

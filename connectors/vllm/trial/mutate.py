@@ -1,7 +1,7 @@
 """Put bugs back in, one at a time. A suite that lets one live is too weak: `make mutants`.
 
 A mutant replaces text in the source of a few methods and compiles them anew, in the running process; where the text
-is no longer there it says so. Each is given the default profile of the property tests, case by case, in forked
+is no longer there that is an error. Each is given the default profile of the property tests, case by case, in forked
 children, until an invariant is broken; or, where it names a test, that test.
 """
 
@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kvpipe.connectors.vllm.trial.children import LOG_MAX, SAID_MAX, Case, CaseLimits, CaseRunner
+from kvpipe.connectors.vllm.trial.children import LOG_MAX, TEXT_MAX, Case, CaseLimits, CaseRunner
 from kvpipe.connectors.vllm.trial.mutants import MUTANTS, Mutant, Patch
 from kvpipe.connectors.vllm.trial.nightly import SEEDS, Work, make_pool, sequences
 from kvpipe.connectors.vllm.trial.shapes import KVPIPE, SHAPES
@@ -43,7 +43,7 @@ SHRINK_SECONDS = 10.0
 _PYTEST = ("-q", "-x", "--tb=short", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
 """What is mutated was imported before pytest."""
 TEST_SECONDS_MAX = 600.0
-"""For one test of a mutant's own: one that hangs has said nothing."""
+"""For one test of a mutant's own: a test that hangs has no verdict."""
 
 
 @contextmanager
@@ -166,12 +166,12 @@ def judge(
             by = {"broken": found.name, "raised": "nothing_raises", "hung": "no_hang"}.get(found.kind, found.kind)
             if by and mutant.by in {"", by}:
                 short = bench.shrink(case, found, shrink_seconds)[0] if shrink_seconds else case
-                return Verdict(name, by, found.said, case.shape, case.seed, trials, steps, seconds, short.moves)
+                return Verdict(name, by, found.message, case.shape, case.seed, trials, steps, seconds, short.moves)
     return Verdict(name, "", "", "", -1, trials, steps, time.monotonic() - began)
 
 
 def _tested(mutant: Mutant) -> tuple[str, str]:
-    """Run the mutant's own test in a process of its own. Returns (who killed it, what it said).
+    """Run the mutant's own test in a process of its own. Returns (who killed it, the test's output).
 
     Raises:
         LookupError: the mutant's text is gone, or there is no such test.
@@ -193,7 +193,7 @@ class _Parent:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603  (ours)
 
     def ask(self, log: str, mutant: Mutant) -> int:
-        """Run the test of `mutant` under it; return pytest's exit status. `log` gets what is said."""
+        """Run the test of `mutant` under it; return pytest's exit status. `log` gets its output."""
         process = self._process
         assert process.stdin is not None  # noqa: S101  (for mypy)
         assert process.stdout is not None  # noqa: S101  (for mypy)
@@ -221,7 +221,7 @@ def _serve_forks() -> int:
             with Path(log).open("ab") as file, Path(os.devnull).open("rb") as nothing:
                 for standard, other in enumerate((nothing, file, file)):
                     os.dup2(other.fileno(), standard)
-            status = int(pytest.ExitCode.INTERNAL_ERROR)  # that a test has failed says pytest alone
+            status = int(pytest.ExitCode.INTERNAL_ERROR)  # only pytest's own status is a test's failure
             try:
                 status = _run_test(mutant)
             except BaseException:  # noqa: BLE001  (whatever a mutant brings about)
@@ -298,7 +298,7 @@ def keep(file: Path, verdicts: list[Verdict]) -> None:
     """Write `verdicts` over older ones of the same mutants; those of mutants that are gone go."""
     known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
     every = {one["name"]: one for one in known} | {
-        one.name: one._replace(said=one.said[:SAID_MAX])._asdict() for one in verdicts
+        one.name: one._replace(said=one.said[:TEXT_MAX])._asdict() for one in verdicts
     }
     for one in every.values():
         one.pop("moves", None)

@@ -99,7 +99,7 @@ class Night:
     """A run over seeds: what it has done so far, kept in a file if one is given."""
 
     def __init__(self, state: Path | None, jobs: int = 1) -> None:
-        """Go on where `state` says, with so many processes."""
+        """Go on from the file `state`, with so many processes."""
         self._state, self._jobs = state, jobs
         self.seed = self.steps = self.trials = 0
         self.seconds = 0.0
@@ -170,7 +170,7 @@ def _results(results: IMapIterator[Done], todo: list[Work]) -> Iterator[Done]:
         try:
             done = results.next(STUCK_SECONDS)
         except multiprocessing.TimeoutError:
-            hung = "no_hang: no result in time; `kvpipe fuzz` can say more"
+            hung = "no_hang: no result in time; `kvpipe fuzz` shows more"
             for work in left:
                 yield Done(work, TrialRun(0, [hung], [], Counter(), Counter()))
             return
@@ -221,12 +221,12 @@ def _shrink_one(broken: dict[str, Any]) -> dict[str, Any]:
         found = bench.run(case)
         if found.kind:
             case, found = bench.shrink(case, found, SHRINK_SECONDS)
-    sentence = f"{found.name}: {found.said}" if found.kind else f"it did not happen again: {broken['broken']}"
+    sentence = f"{found.name}: {found.message}" if found.kind else f"it did not happen again: {broken['broken']}"
     return {"sentence": sentence, "shape": shape, "seed": seed, "moves": [list(move) for move in case.moves]}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run, and say what was covered."""
+    """Run, and print what was covered."""
     parser = argparse.ArgumentParser(prog="python -m kvpipe.connectors.vllm.trial.nightly", description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0, help="how long")
     parser.add_argument("--seeds", type=int, default=1 << 60, help="stop before this seed")

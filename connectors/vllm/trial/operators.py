@@ -18,7 +18,7 @@ PIN, UNPIN, EVICT = range(3)
 def operate(trial: Trial, index: int, what: int, tokens: int) -> None:
     """Order something about a prompt: pin it for `tokens` steps, end a pin, evict it from `tokens` on.
 
-    Where the shape says so, what tiers have of it is fetched first; then 0 steps are no pin.
+    In a shape with `warms` what tiers have of it is fetched first; then 0 steps are no pin.
 
     Carried out by the engine's next steps, or here while it has nothing to do.
     """

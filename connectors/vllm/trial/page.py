@@ -21,7 +21,7 @@ def tables(verdicts: list[dict[str, object]]) -> dict[str, str]:
     """Return each table by its name; `verdicts` are those that `make mutants` has written."""
     killed = {str(one["name"]): one for one in verdicts}
     return {
-        "invariants": _table("law", "invariant", "says", rows=_invariants()),
+        "invariants": _table("law", "invariant", "sentence", rows=_invariants()),
         "moves": _table("move", "arguments: what happens", rows=((f"`{n}`", text) for n, text in MOVES.items())),
         "shapes": _table("shape", "", rows=((f"`{n}`", f"`{_differs(n)}`") for n in SHAPES)),
         "reach": _table("machine", "cells", "that do not reject", rows=_reach()),

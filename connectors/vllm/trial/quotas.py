@@ -35,7 +35,7 @@ def watch(catalog: Catalog) -> list[str]:
     return broken
 
 
-@invariant(9, says="Nobody loses to another what is within its quota's share, or holds more than its limit.")
+@invariant(9, sentence="Nobody loses to another what is within its quota's share, or holds more than its limit.")
 def quotas_are_kept(watched: Watched) -> Iterator[str]:
     """The slots of each account against the tenants of all chunks."""
     yield from watched.unfair
@@ -46,7 +46,7 @@ def quotas_are_kept(watched: Watched) -> Iterator[str]:
         for one, account in zip(QUOTAS, catalog.accounts.all, strict=True):
             slots, most = used[one.get("salt", "")], int(one.get("limit", 1) * catalog.slots)
             if not account.used == slots <= most:
-                yield f"{one['name']} is said to have {account.used} slots, and has {slots} of {most}"
+                yield f"{one['name']} counts {account.used} slots, and has {slots} of {most}"
 
 
 def _whose(tenant: Tenant) -> str:

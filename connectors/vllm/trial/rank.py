@@ -19,7 +19,7 @@ import torch
 
 from kvpipe.connectors.vllm.trial.content import Sequence, Words, layer_key
 from kvpipe.connectors.vllm.trial.drafts import accepted
-from kvpipe.connectors.vllm.trial.ears import empty, kvpipe_in
+from kvpipe.connectors.vllm.trial.tap import empty, kvpipe_in
 from kvpipe.connectors.vllm.trial.shapes import INTERLEAVE, Shape
 from kvpipe.connectors.vllm.trial.states import RunningStates, exported
 from kvpipe.messages import Kind, Report, Tally
@@ -78,10 +78,10 @@ class TrialStep(NamedTuple):
 
 
 class RankOutput(NamedTuple):
-    """What one rank has to say about a step."""
+    """One rank's results of a step."""
 
     kv_output: KVConnectorOutput
-    said: dict[str, list[int]]  # the tokens that each request would sample: accepted drafts, and the one behind them
+    sampled: dict[str, list[int]]  # the tokens that each request would sample: accepted drafts, and the one behind them
     wrong: list[Wrong]
 
 
@@ -246,7 +246,7 @@ class Rank(Runner):
         output, connector = step.output, self.connector
         quirks = self._take_quirks()
         times = 2 if "twice" in quirks else 1
-        self._states.hear(self._tables, self._computed)
+        self._states.settle_late(self._tables, self._computed)
         self._update_states(output)
         metadata = output.kv_connector_metadata
         assert metadata is not None  # noqa: S101
@@ -298,7 +298,7 @@ class Rank(Runner):
         return RankOutput(kv_output, message, wrong)
 
     def _introduce(self, config: VllmConfig) -> None:
-        """Tell vLLM of the layers, as its models do."""
+        """Register the layers with vLLM, as its models do."""
         from vllm.model_executor.layers.attention import Attention
 
         hooked, other = (type("Layer", (), {"forward": forward})() for forward in (Attention.forward, None))
@@ -454,6 +454,6 @@ class Rank(Runner):
         return None if right else Wrong(self.index, request, layer.name, [start - 1], frozenset((block,)))
 
 
-def _union(told: Iterable[set[str] | None]) -> set[str] | None:
-    """Return what was told in several answers, or None for nothing."""
-    return set[str]().union(*(one or () for one in told)) or None
+def _union(reports: Iterable[set[str] | None]) -> set[str] | None:
+    """Return the union of several reports, or None if it is empty."""
+    return set[str]().union(*(one or () for one in reports)) or None

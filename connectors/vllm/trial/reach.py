@@ -1,4 +1,4 @@
-"""Which cells of the machines a run has reached: all can be, but those that say that it would be a bug of kvpipe."""
+"""Which cells of the machines a run has reached: all can be, but those whose event would be a bug of kvpipe."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What a prefix-aware router knows of an engine: an index made of KV cache events alone, each of which it checks.
 
-It hashes tokens and extra keys itself, as vLLM does. All that it must be told besides is where each adapter is: vLLM's
-hash covers an adapter's name and path, and its events name it only (`/v1/models` says both).
+It hashes tokens and extra keys itself, as vLLM does. All that it needs besides is where each adapter is: vLLM's hash
+covers an adapter's name and path, and its events name it only (`/v1/models` has both).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Place = tuple[str, int]
 
 
 class Router:
-    """Hears events in order. `problems` grows when they contradict each other, or do not say what they must."""
+    """Applies events in order. `problems` grows when they contradict each other, or lack what they must have."""
 
     def __init__(self, adapters: Mapping[str, str], hash_tokens: int = 0) -> None:
         """`adapters`: paths by name. `hash_tokens`: tokens per block hash; 0: as many as a block has, in all events."""
@@ -29,8 +29,8 @@ class Router:
         self.extra_keys: dict[bytes, tuple[Any, ...] | None] = {}
         self._full: dict[Any, bytes] = {}  # by what events call a block: that is cut short by default
 
-    def hear(self, events: Iterable[KVCacheEvent]) -> None:
-        """Take what an engine has published."""
+    def apply(self, events: Iterable[KVCacheEvent]) -> None:
+        """Update the index with what an engine has published."""
         from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
         for event in events:
@@ -68,7 +68,7 @@ class Router:
                 parent = hash_block_tokens(sha256, parent, tokens, _from(keys, at))  # type: ignore[arg-type]
             assert parent is not None  # noqa: S101
             if maybe_convert_block_hash(parent) != name:
-                self.problems.append(f"group {event.group_idx} of {event.medium}: a block is not what its event says")
+                self.problems.append(f"group {event.group_idx} of {event.medium}: a block's hash is not its event's")
                 return
             if event.medium == "CPU" and parent in held:
                 self.problems.append(f"group {event.group_idx} of {event.medium}: a block is announced twice")
@@ -97,11 +97,11 @@ def _from(keys: tuple[Any, ...] | None, token: int) -> tuple[Any, ...] | None:
 
 
 def listening(scheduler: Scheduler, adapters: Mapping[str, str]) -> Router:
-    """Return a router that hears what `scheduler` publishes, instead of anybody else."""
+    """Return a router that gets what `scheduler` publishes, instead of anybody else."""
     router = Router(adapters, scheduler.hash_block_size)
 
     def publish(batch: EventBatch) -> None:
-        router.hear(batch.events)
+        router.apply(batch.events)
 
     scheduler.kv_event_publisher.publish = publish  # type: ignore[method-assign]
     return router

@@ -76,12 +76,12 @@ class Shape(NamedTuple):
     `whole`: groups of full attention of which every rank holds all even so: those of a drafter whose model is not MLA.
     `dense`: vLLM keeps the state of every boundary at which a step ends, not only where prompts end or branch.
     `stages`: of a pipeline; the ranks are split into so many, and the layers, unevenly. A stage runs ahead of the next.
-    `hints`: requests come with hints, and the policy hears them; its time is counted in steps.
+    `hints`: requests come with hints, which the policy gets; its time is counted in steps.
     `operators`: prompts are pinned and evicted meanwhile. `warms`: before a pin, what tiers have is fetched.
     `quotas`: requests of two salts, and others, share the pool by quotas.
     `exports`: layers of states write that of a prompt's last hash from within a step, where it ends at a multiple of so
     many tokens from where the step begins.
-    `undropped`: of a drafter that is fed context vLLM drops no last block of a hit: 0.33 in any case, 0.32 if told so.
+    `undropped`: of a drafter that is fed context vLLM drops no last block of a hit: 0.33 always, 0.32 if configured so.
     `long_prefills`: where there are other requests a step computes so many tokens of a prefill at most; 0: all.
     `failing`: loads may fail; off where vLLM's own recovery is known to answer wrongly.
     """

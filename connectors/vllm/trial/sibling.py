@@ -1,6 +1,6 @@
 """A connector beside kvpipe, under vLLM's MultiConnector, whose asynchronous loads fail. For tests only.
 
-It promises every second request its whole prompt, once per request, brings nothing, and says so a few steps later.
+It promises every second request its whole prompt, once per request, brings nothing, and reports that a few steps later.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class SiblingConnector(KVConnectorBase_V1, SupportsHMA):
             self._due.append(request.request_id)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:  # noqa: ARG002
-        """Tell the ranks."""
+        """Pass the loads of the step to the ranks."""
         due, self._due = self._due, []
         return Begun(tuple(due))
 
@@ -74,7 +74,7 @@ class SiblingConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- worker side ----------------------------------------------------------------------------------------------
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Begin what the step says, whatever else of the step is left out."""
+        """Begin the step's loads, whatever else of the step is left out."""
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, Begun)  # noqa: S101
         self._loading.update(dict.fromkeys(connector_metadata.requests, STEPS))

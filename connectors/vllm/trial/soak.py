@@ -4,7 +4,7 @@ The same requests go through the same engine without kvpipe, in a process of its
 is read after a collection of garbage; its slope is taken after a warm-up.
 
 oneDNN keeps code for each of the last 1,024 shapes, 100 KB apiece: for thousands of requests of mixed lengths that
-hides all else. So it is told to keep few.
+hides all else. So it is configured to keep few.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class _Mallinfo(ctypes.Structure):
 
 
 def malloc_bytes() -> int:
-    """Return how many bytes C's allocator has given out; 0 where it does not say."""
+    """Return how many bytes C's allocator has given out; 0 where it does not report that."""
     try:
         ask = ctypes.CDLL(None).mallinfo2
     except AttributeError:
@@ -180,15 +180,17 @@ def player(kvpipe: dict[str, Any] | None, *, disk_bytes_max: str = "24MiB") -> I
             engine.close()
 
 
-def soak(requests: int, kvpipe: dict[str, Any] | None, told: Callable[[MemorySample], object]) -> list[MemorySample]:
-    """Play `requests` requests; return the samples, of which each is told when it is taken."""
+def soak(
+    requests: int, kvpipe: dict[str, Any] | None, on_sample: Callable[[MemorySample], object]
+) -> list[MemorySample]:
+    """Play `requests` requests; return the samples. `on_sample` is called with each as it is taken."""
     samples = []
     with player(kvpipe) as one:
         per_sample = max(1, requests // SAMPLES)
         while one.done < requests:
             one.play(min(per_sample, requests - one.done))
             samples.append(one.sample())
-            told(samples[-1])
+            on_sample(samples[-1])
     return samples
 
 

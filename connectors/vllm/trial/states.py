@@ -4,7 +4,7 @@ With drafts, a step leaves the state after each token that it may have to go bac
 request's running one; when the accepted tokens are known, the state of a boundary among them is copied to the block
 that ends there (`preprocess_mamba` and `postprocess_mamba_fused_kernel` in `v1/worker/mamba_utils.py`).
 
-A pipeline's stage that is not the last hears of what was accepted as many steps later as there are stages, when the
+A pipeline's stage that is not the last gets what was accepted as many steps later as there are stages, when the
 next of them begins (`update_pp_decode_requests`), and of requests that are gone by then not at all.
 """
 
@@ -28,22 +28,22 @@ class RunningStates:
     """One rank's, of all requests."""
 
     def __init__(self, layers: list[PagedLayer], late: int = 0) -> None:
-        """`layers`: those of states, which have blocks of one size. `late`: it hears answers so many steps later."""
+        """`layers`: those of states, which have blocks of one size. `late`: it gets answers so many steps later."""
         self._layers, self._size = layers, layers[0].words.shape[1] if layers else 0
         self._last: dict[str, tuple[int, int]] = {}  # the running block's place, and tokens kept of the last step
-        self._unheard = deque[dict[str, int]]({} for _ in range(late))  # tokens that were kept, by step
+        self._late = deque[dict[str, int]]({} for _ in range(late))  # tokens that were kept, by step
 
     def forget(self, request: str) -> None:
         """The request is over, or has other blocks now."""
         self._last.pop(request, None)
-        for kept in self._unheard:
+        for kept in self._late:
             kept.pop(request, None)
 
-    def hear(self, tables: Tables, computed: dict[str, int]) -> None:
-        """Before anything else of a step: settle the states of the step of which it is heard only now."""
-        if self._unheard:
-            self._unheard.append({})
-            for request, kept in self._unheard.popleft().items():
+    def settle_late(self, tables: Tables, computed: dict[str, int]) -> None:
+        """Before anything else of a step: settle the states of the step whose answers arrive only now."""
+        if self._late:
+            self._late.append({})
+            for request, kept in self._late.popleft().items():
                 self._end(request, tables[request], computed[request], kept)
 
     def begin(self, scheduled: dict[str, int], tables: Tables, computed: dict[str, int]) -> None:
@@ -73,12 +73,12 @@ class RunningStates:
             layer.words[table[column + place]] = word
 
     def end(
-        self, said: dict[str, list[int]], sampling: Collection[str], tables: Tables, computed: dict[str, int]
+        self, sampled: dict[str, list[int]], sampling: Collection[str], tables: Tables, computed: dict[str, int]
     ) -> None:
-        """After sampling: settle the states, now that it is known what each request, if `sampling`, has `said`."""
-        for request, tokens in said.items() if self._layers else ():
-            if self._unheard and request in sampling:
-                self._unheard[-1][request] = len(tokens)
+        """After sampling: settle the states, with the tokens that each request has `sampled`, if `sampling`."""
+        for request, tokens in sampled.items() if self._layers else ():
+            if self._late and request in sampling:
+                self._late[-1][request] = len(tokens)
             else:
                 self._end(request, tables[request], computed[request], len(tokens))
 

@@ -18,7 +18,7 @@ from kvpipe.connectors.vllm.trial.adapters import CHANGES, NUMBERS, PATHS
 from kvpipe.connectors.vllm.trial.arrivals import Arrivals
 from kvpipe.connectors.vllm.trial.content import WRONG_TOKEN, Live
 from kvpipe.connectors.vllm.trial.drafts import Drafter
-from kvpipe.connectors.vllm.trial.ears import Ears, kvpipe_in, plan_in
+from kvpipe.connectors.vllm.trial.tap import TraceTap, kvpipe_in, plan_in
 from kvpipe.connectors.vllm.trial.lookups import listen_to_lookups
 from kvpipe.connectors.vllm.trial.rank import QUIRKS, STOPS, Rank, RankOutput, Reporter, Runner, TrialStep, Wrong
 from kvpipe.connectors.vllm.trial.router import listening
@@ -123,13 +123,13 @@ class Trial(Arrivals):
                 structured_output_manager=StructuredOutputManager(config),
             )
         self.scheduler.use_v2_model_runner = shape.v2
-        self.ears = Ears()
-        self.faults, self.replay = self.ears.faults, self.ears.replay
+        self.tap = TraceTap()
+        self.faults, self.replay = self.tap.faults, self.tap.replay
         self.excused = {"reset"}  # names of faults that a move of this trial has asked for
         self.engines, self.ranks = list[HeldEngine](), list[Rank]()
         self.kvpipe = kvpipe_in(self.scheduler.connector)
         if self.kvpipe is not None:
-            self.ears.listen(self.kvpipe, SCHEDULER)
+            self.tap.attach(self.kvpipe, SCHEDULER)
         self._carriers: list[Finder | Carrier] = []
         self._make_ranks(config)
         self._introduce()
@@ -144,7 +144,7 @@ class Trial(Arrivals):
         self.on_drain: Callable[[], object] = _nothing
         self.steps = self.reads = self.deferrals = self._pauses = 0
         self.wrong = list[Wrong]()
-        self.let_down = set[str]()  # requests of whose failed asynchronous loads vLLM was told
+        self.let_down = set[str]()  # requests whose failed asynchronous loads were reported to vLLM
         self.is_down = self._reversed = self._throttled = False
         listen_to_lookups(self)
         self._scheduled, self._executed = deque[TrialStep](), deque[tuple[TrialStep, "ModelRunnerOutput"]]()
@@ -164,7 +164,7 @@ class Trial(Arrivals):
             worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
             mine: Any = kvpipe_in(worker)
             if mine is not None:
-                self.ears.listen(mine, index)
+                self.tap.attach(mine, index)
                 mine.make_tiers, mine.worker.rank = self._made_tiers, index
                 self.engines.append(engine := HeldEngine(device=self.shape.device))
                 mine.make_engine = lambda engine=engine: engine
@@ -191,8 +191,8 @@ class Trial(Arrivals):
         if not self.ranks:
             self.side.slots_ready({0: self.side.catalog.slots})
             return
-        told = {(self.shape.stage_of(r.index), r.index): r.connector.get_handshake_metadata() for r in self.ranks}
-        self.kvpipe.set_xfer_handshake_metadata_pp_aware({rank: one for rank, one in told.items() if one})
+        reports = {(self.shape.stage_of(r.index), r.index): r.connector.get_handshake_metadata() for r in self.ranks}
+        self.kvpipe.set_xfer_handshake_metadata_pp_aware({rank: one for rank, one in reports.items() if one})
         if not self.tiers:
             return
         sides = [self.side.staging.finder] if self.side.staging is not None else []
@@ -214,9 +214,9 @@ class Trial(Arrivals):
             return
         self._moves[move[0]](*move[1:])
 
-    def hear(self) -> None:
-        """Feed what was traced since the last call back through the machines."""
-        self.ears.hear()
+    def replay_traces(self) -> None:
+        """Replay what was traced since the last call through the machines."""
+        self.tap.replay_new()
 
     def close(self) -> None:
         """End threads, in vLLM's order. Idempotent."""
@@ -306,7 +306,7 @@ class Trial(Arrivals):
         self.on_leave(one)
         expected = one.expected
         if one.output != (expected[: len(one.output)] if one.aborted else expected):
-            self.violations.append(f"right_answers: {one.id} said {one.output} instead of {expected}")
+            self.violations.append(f"right_answers: {one.id} answered {one.output} instead of {expected}")
 
     def _result(self, step: TrialStep, ran: list[RankOutput]) -> ModelRunnerOutput:
         from vllm.v1.outputs import ModelRunnerOutput
@@ -323,7 +323,7 @@ class Trial(Arrivals):
                     req_ids=ids,
                     req_id_to_index={r: i for i, r in enumerate(ids)},
                     sampled_token_ids=[
-                        [] if r not in step.sampling else [WRONG_TOKEN] if r in bad else one.said[r] for r in ids
+                        [] if r not in step.sampling else [WRONG_TOKEN] if r in bad else one.sampled[r] for r in ids
                     ],
                     kv_connector_output=None if kv_output.is_empty() else kv_output,
                 )
@@ -442,7 +442,7 @@ class Trial(Arrivals):
         if how == "loaded in place":
             for number in NUMBERS:
                 self.side.adapter_called(number)
-        elif not self.shape.failing:  # no load may fail: the scheduler's side hears of it before it plans the next
+        elif not self.shape.failing:  # no load may fail: the scheduler's side gets it before it plans the next
             self.side.adapters.told(held, self.side.trace.step)
 
     def _shutdown(self, place: int = 0) -> None:
@@ -464,7 +464,7 @@ class Trial(Arrivals):
             self.on_reset()
         doubtful = self.kvpipe is not None and self.side.weights.doubtful
         self.scheduler.reset_prefix_cache(reset_running_requests=running, reset_connector=connector)
-        if self.kvpipe is not None and not doubtful:  # the weights are the same, and nobody waits to hear it
+        if self.kvpipe is not None and not doubtful:  # the weights are the same, and nobody waits for the answer
             self.side.weighed(dict.fromkeys(range(max(1, self.shape.ranks)), (self.side.weights.ask(), self.weights)))
 
     def _weights(self, which: int) -> None:
@@ -525,7 +525,7 @@ class Trial(Arrivals):
         if name in _LOADS_FAIL and not self.shape.failing:
             return
         if name in _ENDS_EARLY and (self.shape.mode == "step" or self.shape.graphs or self.shape.drafter):
-            return  # nothing else tells that the forward of a step without hooks is over
+            return  # nothing else marks the end of the forward of a step without hooks
         rank.quirks.append(name)
         self.excused |= {
             "job_failed", "save_failed", "load_failed", "step_never_ended", "layers_never_submitted",
@@ -582,7 +582,7 @@ class Trial(Arrivals):
             time.sleep(0.0002)
 
     def _settle(self) -> None:
-        """Wait until kvpipe's loop threads have heard of every completion, so that a sequence has one outcome."""
+        """Wait until kvpipe's loop threads have taken every completion, so that a sequence has one outcome."""
         for engine, rank in zip(self.engines, self.ranks, strict=bool(self.engines)):
             pipeline = rank.kvpipe.worker.pipeline
             loop = pipeline.copies.loop

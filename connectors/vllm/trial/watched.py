@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvpipe.cache.catalog import Chunk
 from kvpipe.connectors.vllm.trial.content import Live
-from kvpipe.connectors.vllm.trial.ears import plan_in
+from kvpipe.connectors.vllm.trial.tap import plan_in
 from kvpipe.connectors.vllm.trial.efficacy import Found, ends, promised
 from kvpipe.connectors.vllm.trial.laws import INVARIANTS, When
 from kvpipe.connectors.vllm.trial.quotas import watch
@@ -40,7 +40,7 @@ class Watched:
         self.excused: set[str] = set()  # requests whose KV need not be saved: a fault has named them
         self.forgotten: set[Chunk] = set()  # chunks that a reset has dropped
         self.stale: dict[str, Admission] = {}  # admissions that have lived through a reset
-        self.dropped = self.heard = self.gave_up = 0
+        self.dropped = self.replayed = self.gave_up = 0
         self.asked: dict[str, int] = {}  # how much had been dropped when a request was last looked up
         self.short: list[str] = []  # answers of lookups that should have been more
         self.found: dict[Live, Found] = {}  # of the last requests that are over

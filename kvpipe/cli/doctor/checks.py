@@ -46,7 +46,7 @@ def examine(settings: Settings, machine: HostFacts | None = None) -> list[Findin
         try:
             answer = check.ask(settings, facts)
         except UsageError as e:  # its sentence names the remedy
-            answer = PendingFinding(check.if_raised, one_line(e), "change the configuration as it says")
+            answer = PendingFinding(check.if_raised, one_line(e), "change the configuration as this message asks")
         except Exception as e:  # noqa: BLE001  (see above)
             detail = f"could not be checked ({type(e).__name__}: {one_line(e)})"
             answer = PendingFinding(check.if_raised, detail, "mend what failed before it, then run this again")
@@ -64,6 +64,6 @@ def examine_extra(extra: str, *, ranks: int = 1) -> list[Finding]:
     except Exception as e:  # noqa: BLE001  (whatever it is, the checks go on)
         settings = Settings.model_construct()  # without the environment, which may be what is wrong
         detail = one_line(e) if isinstance(e, UsageError) else f"{type(e).__name__}: {one_line(e)}"
-        remedy = "change the configuration as it says; the other checks were made with the defaults"
+        remedy = "change the configuration as this message asks; the other checks were made with the defaults"
         first = Finding("configuration", "fail", detail, remedy)
     return [first, *examine(settings, HostFacts(ranks=ranks))]

@@ -57,7 +57,7 @@ def _device() -> DeviceFacts:
 
     try:
         kind = VLLM.device_type()
-    except Exception:  # noqa: BLE001  (the check of vLLM itself says what is wrong with it)
+    except Exception:  # noqa: BLE001  (the check of vLLM itself reports what is wrong)
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda":
         return DeviceFacts(kind, f"CUDA, {torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}")

@@ -27,7 +27,7 @@ def check_device(_: Settings, machine: HostFacts) -> PendingFinding:
 
 
 def check_graphs(settings: Settings, machine: HostFacts) -> PendingFinding:
-    """Say which CUDA graphs the mode leads to."""
+    """Report which CUDA graphs the mode leads to."""
     if machine.device().kind != "cuda":
         return PendingFinding("ok", f"mode={settings.mode}; there are no CUDA graphs without a CUDA device")
     if settings.mode == "layerwise":

@@ -126,4 +126,4 @@ def check_otel(settings: Settings, _: HostFacts) -> PendingFinding | None:
             importlib.import_module(name)
     except ImportError as e:
         return PendingFinding("fail", f"otel=true, and {one_line(e)}", "pip install 'kvpipe[otel]', or set otel=false")
-    return PendingFinding("ok", "OpenTelemetry is installed; OTEL_EXPORTER_OTLP_ENDPOINT says where spans go")
+    return PendingFinding("ok", "OpenTelemetry is installed; OTEL_EXPORTER_OTLP_ENDPOINT sets where spans go")

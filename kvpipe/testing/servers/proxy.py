@@ -108,7 +108,7 @@ class Proxy:
                     await asyncio.sleep(self.latency_s)
                 if self.rate_bytes_s:
                     await asyncio.sleep(len(data) / self.rate_bytes_s)
-                while self.stalled:  # noqa: ASYNC110  (another thread says it)
+                while self.stalled:  # noqa: ASYNC110  (another thread sets it)
                     await asyncio.sleep(0.01)
                 if back and self.cut_after is not None:
                     data = data[: self.cut_after]

@@ -46,7 +46,7 @@ def program(kind: str) -> str:
 
 @dataclass
 class RedisServer:
-    """A server with a folder of its own. `port` is for plain TCP, without a password unless `options` say so."""
+    """A server with a folder of its own. `port` is for plain TCP, without a password unless `options` set one."""
 
     kind: str
     folder: Path

@@ -98,7 +98,7 @@ Answer = tuple[int, str]
 
 @contextmanager
 def answering(answer: Callable[[str, bool], Answer]) -> Iterator[str]:
-    """Serve what no real server can be brought to say; yield the URL.
+    """Serve answers that no real server can be brought to give; yield the URL.
 
     `answer` is given the method, and whether the request has the condition that there is no such object. While it does
     not return, the request's body is not taken.
@@ -118,7 +118,7 @@ def answering(answer: Callable[[str, bool], Answer]) -> Iterator[str]:
         do_GET = do_HEAD = do_PUT = do_POST = handle_one  # noqa: N815
 
         def log_message(self, *_: object) -> None:
-            """Say nothing."""
+            """Log nothing."""
 
     server = ThreadingHTTPServer((LOCAL, 0), S3Handler)
     thread = Thread(target=server.serve_forever, args=(0.01,))

@@ -1,4 +1,4 @@
-"""Ports of loopback, and what listens on one and says whatever a test wants."""
+"""Ports of loopback, and servers on them that answer whatever a test wants."""
 
 from __future__ import annotations
 

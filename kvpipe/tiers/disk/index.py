@@ -72,7 +72,7 @@ class Index:
                 self._written.popitem(last=False)
 
     def add(self, key: Key, size: int, used_s: float) -> None:
-        """A value of `size` bytes is there and was used just now; `used_s` is when its file says it was."""
+        """Add a value of `size` bytes as the most recently used. `used_s`: its file's time of use, since the epoch."""
         with self._lock:
             self._note(key)
             self._bytes += size - self._sizes.get(key, 0)
@@ -88,7 +88,7 @@ class Index:
             self._forget(key)
 
     def oldest(self, count: int) -> list[tuple[Key, float]]:
-        """Return the values that were not used for longest, at most `count`, and when their files say they were."""
+        """Return the values that were not used for longest, at most `count`, each with the time of use in its file."""
         with self._lock:
             self._sort()
             return list(islice(self._used_s.items(), count))

@@ -1,6 +1,6 @@
 """The room in the disk tier's folder: a bound on its bytes that holds across all processes that use it.
 
-One file, the account, says how many bytes of kvpipe's are in the folder, unfinished ones included. Its lock (flock) is
+One file, the account, holds the number of kvpipe's bytes in the folder, unfinished files included. Its lock (flock) is
 held by whoever changes that: before a file is begun, when it gets its name, and when it is deleted; never while bytes
 are moved. The kernel frees the lock of a dead process. While the number is being changed it is marked as void, so that
 the next one counts the files if the last one died.
@@ -117,7 +117,7 @@ class DiskRoom:
             os.utime(_LOCK, dir_fd=at, follow_symlinks=False)
 
     def used(self) -> int:
-        """Return what the account says: the bytes of all files, unfinished ones included."""
+        """Return the account's number: the bytes of all files, unfinished ones included."""
         with self._held() as held:
             return held.bytes
 

@@ -319,7 +319,7 @@ class DiskTier:
 
     def _fill(self, fd: int, put: Put) -> None:
         try:
-            os.posix_fallocate(fd, 0, put.size)  # a full disk says so now
+            os.posix_fallocate(fd, 0, put.size)  # a full disk fails now
         except OSError as error:
             if error.errno not in {errno.EINVAL, errno.EOPNOTSUPP}:  # the file system cannot
                 raise

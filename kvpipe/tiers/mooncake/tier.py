@@ -219,7 +219,7 @@ class MooncakeTier(ClientTier):
 
     @asynccontextmanager
     async def _moving(self, use: str, sizes: Sequence[int]) -> AsyncIterator[tuple[ClientChannel, float]]:
-        """Lend a lane for values, and say how long each wait may be: batches before this one move first."""
+        """Yield a lane for values, and the limit of each wait in seconds: batches before this one move first."""
         size = sum(sizes)
         self._bytes[use] += size
         try:
@@ -273,7 +273,7 @@ def _checked(code: int) -> int:
 def _read_as(code: int, size: int) -> Read:
     if code in GONE:
         return Read.MISS
-    if code == OTHER_SIZE:  # said of a value that is longer than its buffer
+    if code == OTHER_SIZE:  # the value is longer than its buffer
         return Read.DAMAGED
     return Read.HIT if _checked(code) == size else Read.DAMAGED
 

@@ -94,7 +94,7 @@ class ServerConnection:
     """
 
     def __init__(self, dial: Dial, password: str = "") -> None:
-        """Do not connect yet. `password` is not shown, whatever the server says."""
+        """Do not connect yet. `password` is masked in all that is shown of the server's answers."""
         self._connection = dial(lambda **_: self)
         self._password = password
         self._sock: socket.socket | None = None
@@ -104,7 +104,7 @@ class ServerConnection:
         self._items = self._bytes = 0  # that may still come of the replies that are being read
 
     def connect(self) -> None:
-        """Connect. Raises ServerConnectionError; its text says why and holds no secret."""
+        """Connect. Raises ServerConnectionError, with a reason that holds no secret."""
         from redis import RedisError  # noqa: PLC0415  (heavy, and not always installed)
 
         try:
@@ -309,12 +309,12 @@ class ServerConnection:
             raise self._nonsense(line)
         return count
 
-    def _nonsense(self, said: bytes | bytearray) -> ServerConnectionError:
-        return ServerConnectionError(f"what answers does not speak the protocol of Redis: {self._shown(said, 40)!r}")
+    def _nonsense(self, answer: bytes | bytearray) -> ServerConnectionError:
+        return ServerConnectionError(f"what answers does not speak the protocol of Redis: {self._shown(answer, 40)!r}")
 
-    def _shown(self, said: bytes | bytearray | str, length_max: int = SHOWN_MAX) -> str:
+    def _shown(self, answer: bytes | bytearray | str, length_max: int = SHOWN_MAX) -> str:
         """Return the server's text for a message: short, printable and without the password."""
-        text = said if isinstance(said, str) else said.decode("utf-8", "replace")
+        text = answer if isinstance(answer, str) else answer.decode("utf-8", "replace")
         if self._password:
             text = text.replace(self._password, "***")
         return "".join(char if char.isprintable() else "?" for char in text[:length_max])

@@ -95,7 +95,7 @@ class Client:
         self.api: Any = obstore
         self._given, self._name = given, given["name"]
         self._timeout_s, self._step = given["timeout_s"], given["read_bytes"]
-        self._conditional = True  # the store can be told not to replace an object
+        self._conditional = True  # the store supports "do not replace an object"
         self._reads, self._writes = asyncio.Semaphore(given["lanes"]), asyncio.Semaphore(given["lanes"])
         self._heads = asyncio.Semaphore(given["lanes"] * HEADS_PER_LANE)
         self.asks = self._store(read_timeout=timedelta(seconds=self._timeout_s))  # with a limit on silence
@@ -152,7 +152,7 @@ class Client:
         pieces = answer.stream(min_chunk_size=min(stop - start, PIECE_BYTES))
         async with self._limited("GET", stop - start):
             while (data := await anext(pieces, None)) is not None:
-                if len(data) > stop - start:  # whatever the store has said of its length: no more of it is read
+                if len(data) > stop - start:  # longer than the store announced: no more of it is read
                     return _Range("damaged")
                 into[start : start + len(data)] = memoryview(data)
                 start += len(data)
@@ -166,15 +166,15 @@ class Client:
     async def _put(self, name: str, value: memoryview) -> bool:
         if await self._there(name):  # its body need not be sent
             return False
-        # In one request: the store's answer to a value in several says nothing of one that was there before, and a
-        # client that dies between them leaves behind what is paid for and not seen.
+        # In one request: the answer to a multipart upload does not report an object that was there before, and a
+        # client that dies between the parts leaves behind what is paid for and not listed.
         options = {"use_multipart": False, "mode": "create" if self._conditional else "overwrite"}
         view = memoryview(value)
         send = partial(self.api.put_async, self.puts, name, [view], **options)
         try:
             answer = await self._try({_EXISTS, _UNKNOWN}, "PUT", send, len(value))
         finally:
-            while not _released(view):  # the client sends from it, and tells nobody
+            while not _released(view):  # the client sends from it, and does not report the end
                 self.api.Bytes()  # any call lets it drop what its threads could not drop without the lock
                 await asyncio.sleep(POLL_S)
         if not isinstance(answer, StoreError):

@@ -1,4 +1,4 @@
-"""Which models and which requests are served: what vLLM says of prefixes is not heard."""
+"""Which models and which requests are served: vLLM's own refusals of prefixes are ignored."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _UNIT = "tests/vllm/test_models.py"
 
 MUTANTS: dict[str, Mutant] = {
     "pooling_is_taken_for_generation": Mutant(
-        "What vLLM says of prefixes is asked of models that generate only: MEAN and CLS pooling get hits.",
+        "Only models that generate are checked for vLLM's refusals of prefixes: MEAN and CLS pooling get hits.",
         one(
             _MODELS,
             "_uncut",

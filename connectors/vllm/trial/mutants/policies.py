@@ -16,7 +16,7 @@ MUTANTS: dict[str, Mutant] = {
         test=f"{_TESTS}::test_a_prompt_goes_from_its_end",
     ),
     "lies_that_are_believed": Mutant(
-        "What clients say is trusted whatever comes of it.",
+        "Clients' hints are trusted, whatever their effect.",
         one("kvpipe.cache.policy.returns:Returns", "proven", "math.log2(better)", "1.0"),
         test=f"{_TESTS}::test_lies_are_found_out",
     ),

@@ -80,11 +80,11 @@ MUTANTS: dict[str, Mutant] = {
         test="tests/vllm/test_uncomputed.py::test_nobody_reads_what_no_step_has_computed",
     ),
     "failed_sync_load_not_reported": Mutant(
-        "vLLM is not told which blocks hold garbage.",
+        "Blocks that hold garbage are not reported to vLLM.",
         one(WORKER, "_account", "self._bad_blocks |= job.blocks()", "pass"),
     ),
     "failed_async_load_not_reported": Mutant(
-        "vLLM is told that an asynchronous load has ended, not that it has failed.",
+        "A failed asynchronous load is reported to vLLM as ended, not as failed.",
         one(WORKER, "_account", "self._failed.add(job.request)", "pass"),
         shape="async-load",
     ),
@@ -93,7 +93,7 @@ MUTANTS: dict[str, Mutant] = {
         one(PIPELINE, "_suspect", "self._suspects |= job.blocks()", "pass"),
     ),
     "async_load_reported_twice": Mutant(
-        "vLLM is told twice that a load has ended.",
+        "The end of a load is reported to vLLM twice.",
         one(
             WORKER,
             "collect",
@@ -158,7 +158,7 @@ MUTANTS: dict[str, Mutant] = {
         by="every_read_is_right",
     ),
     "stages_load_within_the_step": Mutant(
-        "A pipeline's stages load within the step, though vLLM computes the next ones before it hears of a failure.",
+        "A pipeline's stages load within the step, though vLLM computes the next ones before a failure is reported.",
         one(LOADING, "__init__", " or stages > 1", ""),
         test="tests/scheduler/test_stall.py::test_stages_load_between_steps",
     ),
@@ -198,7 +198,7 @@ MUTANTS: dict[str, Mutant] = {
         shape="device-order",
     ),
     "moves_not_traced": Mutant(
-        "A machine's move is not told to whoever watches.",
+        "A machine's move is not traced.",
         one(CURSOR, "fire", "if self.watch is not None:", "if self.watch is not None and event != 'landed_next':"),
     ),
 }

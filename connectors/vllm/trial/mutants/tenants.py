@@ -6,7 +6,7 @@ from kvpipe.connectors.vllm.trial.mutants.base import PREFIXES, SAVING, STAGING,
 
 _TENANTS, _GUESSING = "tests/contract/test_tenants.py", "tests/tiers/test_guessing.py"
 _SEALER, _EVENTS = "kvpipe.tiers.envelope:Sealer", "kvpipe.connectors.vllm.kv_events:KvEvents"
-_HEARD = "events_are_the_catalog"
+_BY_EVENTS = "events_are_the_catalog"
 
 MUTANTS: dict[str, Mutant] = {
     "a_miss_tells_of_another_salt": Mutant(
@@ -49,30 +49,30 @@ MUTANTS: dict[str, Mutant] = {
         "Routers take salted, LoRA and image blocks for plain ones.",
         one(_EVENTS, "_announce", "to_event_extra_keys(blocks.extra_keys[at:])", "None"),
         shape="hybrid",
-        by=_HEARD,
+        by=_BY_EVENTS,
     ),
     "events_of_one_group": Mutant(
         "Blocks of every cache group are announced as the first one's.",
         one(_EVENTS, "_announce", "group_idx=group", "group_idx=0"),
         shape="hybrid",
-        by=_HEARD,
+        by=_BY_EVENTS,
     ),
     "fetched_chunks_are_not_announced": Mutant(
-        "What comes from a tier can be found, and no router hears of it.",
+        "What comes from a tier can be found, and is not announced to routers.",
         one(STAGING, "_landed", "self._published(transfer.stages[0].request, piece)", "pass"),
         shape="tier",
-        by=_HEARD,
+        by=_BY_EVENTS,
     ),
     "routers_forget_with_vllms_cache": Mutant(
-        "vLLM empties its own cache, and nobody says that kvpipe still holds what it held.",
+        "vLLM empties its own cache, and what kvpipe still holds is not announced again.",
         one(_EVENTS, "watch", "if done:", "if False:"),
         shape="async-load",
-        by=_HEARD,
+        by=_BY_EVENTS,
     ),
     "a_block_goes_with_its_first_chunk": Mutant(
         "A block is removed when one of the chunks that hold it is dropped.",
         one(_EVENTS, "dropped", "if not self._held[chunk.group, key]:", "if self._held[chunk.group, key] >= 0:"),
         shape="async-load",
-        by=_HEARD,
+        by=_BY_EVENTS,
     ),
 }

@@ -21,7 +21,7 @@ class CountedFault(NamedTuple):
     fields: dict[str, Any]
 
 
-class Ears:
+class TraceTap:
     """Replays what kvpipe's sides trace through the machines, and collects the faults that they count."""
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Ears:
         self.faults: list[CountedFault] = []
         self.recorders: list[Recorder] = []
 
-    def listen(self, side: KVPipeConnector, rank: int) -> None:
+    def attach(self, side: KVPipeConnector, rank: int) -> None:
         """Trace `side` from now on, in full detail."""
         side.writer.close()
         recorder: Recorder = side.recorder
@@ -42,8 +42,8 @@ class Ears:
         self.recorders.append(recorder)
         side.counters.watcher = lambda name, fields: self.faults.append(CountedFault(name, fields))
 
-    def hear(self) -> None:
-        """Feed what was traced since the last call back through the machines."""
+    def replay_new(self) -> None:
+        """Replay what was traced since the last call through the machines."""
         for recorder in self.recorders:
             for event in recorder.take():
                 self.replay.feed(event)
