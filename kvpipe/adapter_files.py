@@ -32,7 +32,7 @@ _PIECE_BYTES: Final = 8 << 20
 _NS: Final = 1_000_000_000
 
 Signature = tuple[tuple[str, int, int, int, int, int], ...]
-"""Of each file: name, device, inode, bytes, time of modification, time of change."""
+"""One row per file: name, device, inode, bytes, time of modification, time of change (the times in nanoseconds)."""
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 

@@ -18,7 +18,7 @@ from kvpipe.values import PATH_CHARS_MAX
 ENGINE: Final = "{engine}"
 UNIX: Final = "unix:"
 UNIX_BYTES_MAX: Final = 107
-"""Of a socket's path: what Linux has room for."""
+"""The longest path of a Unix socket on Linux."""
 PORT_MAX: Final = 65535
 _EXAMPLES: Final = "'unix:/run/kvpipe/{engine}.sock' or '127.0.0.1:8700'"
 _LOCK: Final = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -58,7 +58,7 @@ class Address(NamedTuple):
         return self._replace(path=self.path.replace(ENGINE, re.sub(r"[^A-Za-z0-9_.-]", "_", engine)))
 
     def __str__(self) -> str:
-        """As it is written."""
+        """Return the address as it is configured."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{UNIX}{self.path}" if self.path else f"{host}:{self.port}"
 

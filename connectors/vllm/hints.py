@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 PARAMETER: Final = "kvpipe"
 """The key of `kv_transfer_params` that has payloads, by kind of action."""
 CLASS: Final = "class"
-"""Beside them: what a client calls requests of which it takes the answers up again, or not, alike."""
+"""Beside them: the client's name for requests that are alike in whether their answers are continued."""
 CLASS_CHARS_MAX: Final = 64
 TAIL_TOKENS: Final = 2
-"""Of a prompt, at its end: with what its chat template begins an answer, or leaves out reasoning."""
+"""Tokens at a prompt's end with which its chat template begins an answer, or leaves out reasoning."""
 
 
 def hints_of(request: Request) -> RawHints | None:

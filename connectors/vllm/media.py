@@ -27,7 +27,7 @@ NOT_OF_BYTES: Final = frozenset(("_name_or_path", "name_or_path", "transformers_
 """Keys of a model's configuration on which no byte depends: where it lies, and who wrote it."""
 
 DEPTH_MAX: Final = 24
-"""Of parts in parts; what lies deeper is known by its type alone."""
+"""Nesting up to which parts are described; deeper ones are known by their types alone."""
 
 _NOT_OF_MEDIA: Final = frozenset(("cache", "hasher", "ipc", "limit", "profiling", "shm"))
 """Words in the names of vLLM's multimodal settings that change nothing of what a model sees."""
@@ -106,7 +106,7 @@ class _Description:
 
     def __init__(self) -> None:
         self._described: dict[int, tuple[int, object]] = {}
-        """By id: which it was; kept alive, so that no id comes twice."""
+        """By id: number and part; the part is kept alive, so that no id comes twice."""
 
     def describe(self, part: Any, depth: int = 0) -> Any:  # noqa: ANN401
         """Return `part` as plain data."""

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 FORMAT_VERSION = 1
-"""Of the bytes in a slot. A change makes every older chunk a miss."""
+"""Version of the format of a slot's bytes. A change makes every older chunk a miss."""
 
 _SPECS = (
     FullAttentionSpec,
@@ -47,7 +47,7 @@ _SPECS = (
 _STATES = ("GDN_ATTN", "MAMBA1", "MAMBA2", "SHORT_CONV")
 """VLLM's names for the kinds of recurrent states that are tested."""
 _MAMBA2_TENSORS = 2
-"""Of a state that holds all tokens up to its end; with ReplaySSM it is behind, and others hold what it lacks."""
+"""Tensors of a complete state; with ReplaySSM a state lags behind, and more tensors hold what it lacks."""
 _DRAFTED_STATES = ("GDN_ATTN",)
 """Those that are tested with drafts."""
 

@@ -121,7 +121,7 @@ class Catalog:
         self._fresh = 0  # it and those up to `ready` were not used yet
         self._index: tuple[MutableMapping[bytes, Chunk], ...] = tuple(by_key(slots) for _ in range(groups))
         self._before: tuple[MutableMapping[bytes, Chunk], ...] = tuple(by_key(slots) for _ in range(groups))
-        """By what chunks of before the last reset were found, as long as they have slots."""
+        """Per group, the keys of chunks of before the last reset, as long as these have slots."""
         self._pending: tuple[dict[bytes, Chunk], ...] = tuple({} for _ in range(groups))
         self._writing: dict[Chunk, None] = {}
         self._era, self._eras, self._swept, self.sweep_slots = b"", 0, 0, SWEEP_SLOTS
@@ -371,7 +371,7 @@ class Catalog:
         return found
 
     def _begin_era(self, held: Sequence[Chunk]) -> None:
-        """Of what there is, `held` alone is left: it cannot be found, and has its slots until they are let go."""
+        """Forget all chunks. Those `held` cannot be found any more either, and keep their slots until released."""
         rest = self.used - len(held)
         if rest:
             self._index, self._before, self.stale, self._swept = self._before, self._index, rest, 0
@@ -516,7 +516,7 @@ class Catalog:
 
     @property
     def oldest_lease_s(self) -> float:
-        """For how long the oldest lease is held, in seconds; 0 if none is."""
+        """Age of the oldest lease in seconds; 0 if there is none."""
         return self.now_s - next(iter(self._leased_s.values())) if self._leased_s else 0.0
 
     @property

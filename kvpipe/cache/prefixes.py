@@ -34,7 +34,7 @@ class Prefixes:
         self._catalog, self.hashes, self.tenant = catalog, hashes, tenant or catalog.tenants.of
         self._ahead = -(-geometry.ahead_tokens // hash_tokens)
         self.ahead_tokens = self._ahead * hash_tokens
-        """By so many tokens a prefix with a key is longer than what is stored under it."""
+        """A prefix with a key is longer by so many tokens than what is stored under the key."""
         self._unit, self._per_chunk = geometry.unit_tokens, geometry.units_per_chunk
         self._hashes_per_unit = self._unit // hash_tokens
         self._groups = range(len(geometry.groups))

@@ -76,12 +76,12 @@ class Accounts:
         return self._by_salt.get(tenant.salt, self.others)
 
     def resize(self, slots: int) -> None:
-        """The pool has so many slots. Nobody holds any of them yet."""
+        """Compute shares and limits for a pool of `slots` slots, none of which is held yet."""
         for account in self.all:
             account.sure, account.most = account.spec.slots(slots)
 
     def secure(self, ready: int) -> None:
-        """So many slots are in memory: shares are of those."""
+        """Compute shares from the `ready` slots, which are in memory."""
         for account in self.all:
             account.sure, _ = account.spec.slots(ready)
 

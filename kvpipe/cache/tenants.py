@@ -36,7 +36,7 @@ class Tenant:
 
 
 ANYBODY: Final = Tenant()
-"""Of requests with neither salt nor adapter, in every catalog."""
+"""The tenant of requests with neither salt nor adapter, the same in every catalog."""
 
 
 class Tenants:

@@ -146,7 +146,7 @@ class SeenEngine:
 
     @property
     def last(self) -> EngineState | None:
-        """Its last answer; None: it does not answer."""
+        """The engine's last answer; None: it does not answer."""
         return self._samples[-1].state if self._samples else None
 
     @property

@@ -26,7 +26,7 @@ TENANTS_MAX: Final = 4096
 """Tenants counted by name; the chunks of any others are counted together."""
 SLOTS_PER_TURN: Final = 1024
 PAUSE_S: Final = 0.0005
-"""Between two turns: others get the interpreter."""
+"""Between two slices of counting: other threads get the interpreter."""
 _NAMES: Final = {STORES: "stores", "": "warm"}
 """Names of lease holders that are not requests."""
 

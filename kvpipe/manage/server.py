@@ -22,10 +22,10 @@ BODY_BYTES_MAX: Final = 1 << 20
 HEADER_BYTES_MAX: Final = 16 << 10
 CONNECTIONS_MAX: Final = 32
 CONNECTION_S_MAX: Final = 30.0
-"""Of any connection, whatever it does."""
+"""The longest that a connection lives, whatever it does."""
 
 _SILENT: Final = logging.getLogger("kvpipe-manage-http")  # no other's child: whoever configures one resets its children
-"""Of what clients send uvicorn would write a line each, without bound."""
+"""uvicorn's logger, which would write lines without bound about what clients send."""
 _SILENT.propagate = False
 _SILENT.addHandler(logging.NullHandler())
 

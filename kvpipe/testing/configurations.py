@@ -65,7 +65,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         },
     },
 }
-"""Of models that transformers cannot make as vLLM reads them: a configuration, to which weights are drawn."""
+"""Configurations of models that transformers cannot make as vLLM reads them; their weights are drawn at random."""
 
 
 def make_configuration(recipe: str) -> Path:

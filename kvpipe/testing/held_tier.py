@@ -12,11 +12,11 @@ from kvpipe.tiers.base import Get, Key, Put, Read, Tier, TierError, TierFullErro
 from kvpipe.tiers.spec import TierSpec
 
 TROUBLES = ("none", "down", "full", "forgets", "damages", "cuts")
-"""Its faults: it fails; it is full; values vanish after a lookup; bytes flip; values are short."""
+"""Faults of the tier: it fails; it is full; values vanish after a lookup; bytes flip; values are short."""
 
 
 class DictSpec(TierSpec):
-    """Of a tier that a test brings itself."""
+    """The configuration of a tier that a test brings itself."""
 
     kind: Literal["dict"] = "dict"
 

@@ -31,7 +31,7 @@ from kvpipe.transfer.pool import HostPool
 TIMEOUTS_MAX: Final = 10
 """A value takes at most so many of its tier's `timeout_ms_max`, however slowly its bytes trickle."""
 DRAIN_S_MAX: Final = 5.0
-"""For how long a shutdown waits for chunks that are on their way to a tier."""
+"""The longest that a shutdown waits for chunks that are on their way to a tier."""
 SPARE_BODIES_MAX: Final = 32
 SPARE_S: Final = 10.0
 """How many buffers for parts of another split are kept for reuse, and for how long after the last such order."""

@@ -29,7 +29,7 @@ from kvpipe.tiers.keyring import MARK_BYTES, SALT_BYTES, EncryptionKey, ring
 
 HEADER_BYTES: Final = 4096
 VERSION: Final = 2
-"""Of the format; part of what a namespace depends on."""
+"""Version of the format; part of what a namespace depends on."""
 _MAGIC = b"kvpipe\r\n"
 _FIELDS = struct.Struct(f"<8sHBBIQ{MARK_BYTES}s{SALT_BYTES}s192s")  # see the module; before units the name's length
 _CHECK_AT, _SUM_AT = HEADER_BYTES - 24, HEADER_BYTES - 8

@@ -19,7 +19,7 @@ STOP_S_MAX = 5.0
 LOOKUPS_MAX = 256
 """Lookups under way at once; more wait, at most until their deadline."""
 SPLITS_S = 10.0
-"""For so long the answer holds which other splits a tier has; it is asked for only where something is missing."""
+"""How long it is remembered which other splits a tier has; it is asked for only where something is missing."""
 NAME_BYTES = 32
 """Length of a chunk's name in bytes, as of vLLM's hashes."""
 
@@ -65,9 +65,9 @@ class TierLookup:
         self.states, self.state_groups, self.full = states or keys, state_groups, full
         self.seconds_max, self.deadline_s = seconds_max, time.monotonic() + seconds_max
         self.found: dict[Place, int] = {}
-        """For each place that was found: its tier, as the index in the configured order."""
+        """Places that were found, with their tiers, as indices in the configured order."""
         self.elsewhere: dict[Place, tuple[str, int]] = {}
-        """For those stored otherwise than this engine stores: namespace, and number of parts."""
+        """Of these, the places stored otherwise than this engine stores, with namespace and number of parts."""
         self.survey, self.why = survey, ""
         self.down = False  # a tier could not be asked
         self.done = False  # written last
@@ -96,7 +96,7 @@ class Finder(TierThread[TierLookup]):
         self.unreadable: frozenset[int] = frozenset()
         """Tiers, by their places, that some rank leaves alone. Set by the scheduler's thread."""
         self.heads: tuple[int, ...] = ()
-        """Of each group, over all ranks; see `kvpipe.tiers.parts`. Set by the scheduler's thread before any lookup."""
+        """KV heads per group, over all ranks; see `kvpipe.tiers.parts`. Set by the scheduler's thread before lookups."""
         self._others: dict[tuple[int, str], tuple[float, list[Elsewhere]]] = {}
         self._limit = anyio.Semaphore(LOOKUPS_MAX)
         super().__init__("kvpipe-finder", tiers)

@@ -24,7 +24,7 @@ PROBE_S, PROBE_S_MAX, JITTER = 0.5, 30.0, 0.2
 """Time between probes: the first and, as it doubles, the longest; the share by which it varies at random."""
 
 OPEN_S_MAX: Final = 30.0
-"""For opening, probing and closing a tier: an index has to be rebuilt, a client process started."""
+"""Time for opening, probing and closing a tier: an index has to be rebuilt, a client process started."""
 
 FIND = "find"
 """A scheduler's process asks what a tier has. Each use has a breaker of its own."""

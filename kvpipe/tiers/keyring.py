@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SECRET_BYTES: Final = 32
 MARK_BYTES, SALT_BYTES = 16, 32
 KEYS_MAX: Final = 8
-"""Of one tier: each is one more name to look for."""
+"""The most keys of one tier: each is one more name to look for."""
 _NONCE = bytes(12)  # a key that is used once needs no other
 
 

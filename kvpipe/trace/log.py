@@ -21,9 +21,9 @@ _BOUND = ("engine", "request", "epoch")
 _TAKEN = {"event", "level", "timestamp"}  # by structlog
 Format = Literal["console", "json"]
 LOG_EVERY: Final = 1000
-"""Of so many faults of one kind one is logged."""
+"""One of that many faults of one kind is logged."""
 ID_CHARS_MAX = 256
-"""Of a request's id in traces and logs; vLLM's own ids have less than 100. A client may send any."""
+"""The most characters of a request's id in traces and logs. vLLM's own ids have less than 100, clients' any number."""
 _HIDDEN = {"t_ns", "wall_ns"}  # the log has a clock of its own
 
 

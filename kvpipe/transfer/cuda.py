@@ -180,7 +180,7 @@ class CudaEngine:
 
     @property
     def pinned_slots(self) -> int:
-        """So many slots, from the first on, are pinned."""
+        """The number of slots that are pinned, from the first on."""
         return self._pins.slots
 
     # ---- vLLM's thread -------------------------------------------------------------------------------------------

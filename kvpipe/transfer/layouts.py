@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 DIMENSIONS, OPAQUE_DIMENSIONS = 4, 2
 DS_MLA_BYTES = (584, 656)
-"""Of one token in `fp8_ds_mla`: DeepSeek V4's (448 + 128 + 8) and V3.2's (512 + 16 + 128)."""
+"""Bytes of one token in `fp8_ds_mla`: DeepSeek V4's (448 + 128 + 8) and V3.2's (512 + 16 + 128)."""
 
 
 class Paged(NamedTuple):
@@ -68,7 +68,7 @@ class LayoutHalf:
 
     name: str
     bytes: str
-    """Its dimensions in the order of the bytes, outermost first."""
+    """The dimensions in the order of the bytes, outermost first."""
     sentence: str
     """Where it comes from, one line."""
     fits: Predicate
@@ -101,7 +101,7 @@ INSIDE: tuple[LayoutHalf, ...] = (
         lambda c: c.heads > 1 and c.lies(2, 1, 3),
     ),
 )
-"""Of one page. The first that fits gives the name: one head is `mla`, one token a block with several heads is `hnd`."""
+"""Orders of a page's bytes. The first that fits gives the name: one head is `mla`, one token with several is `hnd`."""
 
 BETWEEN: tuple[LayoutHalf, ...] = (
     LayoutHalf("", "B [{}]", "block after block", lambda c: c.split == 1 and c.strides[0] == c.page),
@@ -124,7 +124,7 @@ BETWEEN: tuple[LayoutHalf, ...] = (
         lambda c: c.split == 1 and c.strides[0] > c.page,
     ),
 )
-"""From one block to the next. The first that fits gives the name; padding of whole pages is called `cross_layer_`."""
+"""Strides between blocks. The first that fits gives the name; padding of whole pages is called `cross_layer_`."""
 
 OPAQUE = LayoutHalf(
     "bytes",
@@ -173,7 +173,7 @@ ADAPTERS: dict[str, LayoutAdapter] = {
         LayoutAdapter(OPAQUE, _PADDED),
     )
 }
-"""By name. A cache has the first layout that fits."""
+"""Layouts by name. A cache has the first layout that fits."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ OPENED: Final = "opened"
 SUBMITTED: Final = "submitted"
 """News of a batch as a whole; all other news are events of its jobs' machine."""
 RATE_BYTES: Final = 256 << 20
-"""Of loads: the older half of so many is forgotten."""
+"""The rate of loads is measured over up to that many bytes; then the older half is forgotten."""
 
 
 class LoadRate:

@@ -18,7 +18,7 @@ from kvpipe.geometry import Geometry
 from kvpipe.scheduler.base import Blocks, Request
 
 STATE_BLOCKS_MAX: Final = 4
-"""Of one request: the last state and the one it becomes, one that is given back later, one exported within a step.
+"""State blocks of one request: the last state and the next, one that is given back later, one exported within a step.
 
 With drafts one more for each of them: `num_speculative_blocks` of vLLM's `MambaManager`. Where states are kept within
 their blocks, one more into which such a one is copied before it is written on.

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["INVARIANTS", "LAWS", "SEEN_BY_TRIALS", "Watched"]
 
 OVER_MAX = 6
-"""So many of the requests that are over are looked up again and again."""
+"""The number of finished requests that are looked up again and again."""
 
 
 @invariant(1, sentence="Nothing raises into vLLM, and no fault is counted that nobody has caused.")

@@ -37,7 +37,7 @@ class S3Server:
 
     @property
     def endpoint(self) -> str:
-        """Its URL."""
+        """The server's URL."""
         return f"http://{LOCAL}:{self.port}"
 
     def start(self) -> Self:

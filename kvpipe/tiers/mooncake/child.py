@@ -28,7 +28,7 @@ PAGE_KEYS, NAME_CHARS_MAX = 500, 190
 """Keys per page of a listing, and the longest name of a key: so a page fits into one message of a local socket."""
 LINE_BYTES_MAX, METRICS_LINES_MAX = 64 << 10, 100_000
 SPINNER_NICE = 10
-"""Of the threads that wait for transfers, by asking for ever: who moves the bytes, or runs a model, goes first."""
+"""Niceness of the threads that poll for transfers: threads that move bytes, or run a model, go first."""
 
 _encode, _decode = msgspec.msgpack.encode, msgspec.msgpack.decode
 

@@ -37,7 +37,7 @@ MOVERS: Final = 2
 SLOWEST_BYTES_S: Final = 16 << 20
 """Bytes per second; a client that moves fewer has stalled."""
 START_S_MAX: Final = 20.0
-"""For a process to start and load the library, from a cold disk."""
+"""Time for a process to start and load the library, from a cold disk."""
 
 ALREADY_THERE, FULL, GONE, OTHER_SIZE = -705, -200, frozenset({-703, -704, -707, -710, -712}), -600
 CODES: Final = {

@@ -37,13 +37,13 @@ class ReplyBounds(NamedTuple):
     items: int = 0
     """Elements of all lists."""
     bytes: int = 0
-    """Of all bulk strings."""
+    """The most bytes of all bulk strings together."""
     depth: int = 0
     """Nesting of lists."""
 
 
 SHORT: Final = ReplyBounds()
-"""For replies that are integers, simple strings or errors."""
+"""Bounds on replies that are integers, simple strings or errors."""
 
 
 class ErrorReply(str):

@@ -18,7 +18,7 @@ from kvpipe.tiers.redis.spec import RedisSpec
 
 SCAN_KEYS: Final = 1000
 LISTED: Final = ReplyBounds(items=16 * SCAN_KEYS, bytes=8 << 20, depth=2)
-"""For a page of SCAN; a server may send more than COUNT."""
+"""Bounds on a page of SCAN; a server may send more than COUNT."""
 INFO: Final = ReplyBounds(bytes=64 << 10)
 
 

@@ -31,7 +31,7 @@ VALUE_BYTES_MAX: Final = 4 << 30
 ASKERS: Final = 8
 """Concurrent questions that carry no values; the client asks about many keys of each concurrently."""
 START_S_MAX: Final = 20.0
-"""For a process to start and load the client, from a cold disk."""
+"""Time for a process to start and load the client, from a cold disk."""
 UNTRUSTED: Final = "its certificate is not trusted"
 """How the client's message about a bad certificate begins. It has the authorities of when its process started."""
 PATIENCE: Final = 4
