@@ -117,7 +117,7 @@ class Prefixes:
         return best
 
     def _gives_back(self, request: Request, units: int) -> bool:
-        """Whether not all of so many units can be a hit, as the last token is computed again.
+        """Whether a hit has to end before the last of `units` units, as the last token is computed again.
 
         Its window reaches one token further back than a new token's, and a state has it already.
         """

@@ -62,7 +62,7 @@ class HeldEngine(CpuEngine):
         self._losing[direction] = in_time
 
     def pace(self, saves: int, loads: int, *, backwards: bool) -> None:
-        """From now on run copies by so many as soon as so many are held; 0: only when waited for.
+        """From now on run copies in batches, as soon as that many are held; 0: only when waited for.
 
         `backwards`: their completions arrive in reverse.
         """

@@ -29,7 +29,7 @@ from kvpipe.trace.recorder import OFF, Recorder
 from kvpipe.transfer.pool import HostPool
 
 TIMEOUTS_MAX: Final = 10
-"""A value takes at most so many of its tier's `timeout_ms_max`, however slowly its bytes trickle."""
+"""The longest that a value takes, in units of its tier's `timeout_ms_max`, however slowly its bytes trickle."""
 DRAIN_S_MAX: Final = 5.0
 """The longest that a shutdown waits for chunks that are on their way to a tier."""
 SPARE_BODIES_MAX: Final = 32

@@ -96,7 +96,7 @@ class Finder(TierThread[TierLookup]):
         self.unreadable: frozenset[int] = frozenset()
         """Tiers, by their places, that some rank leaves alone. Set by the scheduler's thread."""
         self.heads: tuple[int, ...] = ()
-        """KV heads per group, over all ranks; see `kvpipe.tiers.parts`. Set by the scheduler's thread before lookups."""
+        """KV heads per group, of all ranks; see `kvpipe.tiers.parts`. Set by the scheduler's thread before lookups."""
         self._others: dict[tuple[int, str], tuple[float, list[Elsewhere]]] = {}
         self._limit = anyio.Semaphore(LOOKUPS_MAX)
         super().__init__("kvpipe-finder", tiers)
@@ -222,7 +222,10 @@ class Finder(TierThread[TierLookup]):
             lookup.down |= waited.cancelled_caught
 
     async def _find_elsewhere(self, index: int, lookup: TierLookup, left: list[Place]) -> None:
-        """Find what the tier at `index` has under other names: all, only where the first chunk of a group is there."""
+        """Find the places `left` in the tier at `index` under the names of other splits.
+
+        All are asked for only where a group's first chunk is there.
+        """
         for space, split in await self._elsewhere(index, lookup):
             parts = dict(enumerate(split))
             left = [(group, units) for group, units in left if (group, units) not in lookup.found]
@@ -241,7 +244,10 @@ class Finder(TierThread[TierLookup]):
     async def _find_in(
         self, index: int, lookup: TierLookup, places: Sequence[Place], space: str, split: dict[int, int]
     ) -> None:
-        """Find the chunks of `places` that the tier at `index` has, in a namespace, in so many parts, by group."""
+        """Find the chunks of `places` that the tier at `index` has under the names of namespace `space`.
+
+        `split`: number of parts of a chunk, by group.
+        """
         tier = self.tiers[index]
         parts = max((split[group] or self._ranks for group, _ in places), default=1)
         count = max(1, KEYS_PER_CALL_MAX // (parts * tier.sealer.ways))
@@ -256,7 +262,7 @@ class Finder(TierThread[TierLookup]):
             lookup.elsewhere.update((place, under[place[0]]) for place in other)
 
     async def _elsewhere(self, index: int, lookup: TierLookup) -> list[Elsewhere]:
-        """Return where else than under its own names this engine's chunks may be in the tier at `index`."""
+        """Return other names, as namespace and split, under which the tier at `index` may have this engine's chunks."""
         tier, place, now_s = self.tiers[index], (index, lookup.space), time.monotonic()
         asked_s, known = self._others.get(place, (-SPLITS_S, []))
         own = tuple(self.split(group) for group in range(len(self.heads)))

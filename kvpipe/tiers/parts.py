@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 from kvpipe.tiers.base import Key
 
 BOUND: Final = 0
-"""In place of a number of parts: as many as there are ranks, of use to this layout alone."""
+"""In place of a number of parts: a part per rank, which only engines of this layout can use."""
 
 
 class Share(NamedTuple):
@@ -45,9 +45,9 @@ def split_of(heads: int, ranks: int) -> int:
 
 
 def kept_splits(heads: Sequence[int], ranks: int, share_ranks_max: int) -> tuple[int, ...]:
-    """Return in how many parts, by group, an engine stores chunks: its ranks' own, or as many as more ranks have.
+    """Return the split of an engine's chunks in tiers: the number of parts of a chunk, by group.
 
-    `share_ranks_max`: so many ranks find parts of their own, where heads can be spread over them evenly, too.
+    That is its ranks' own split, or the finer one of `share_ranks_max` ranks, where heads spread evenly over both.
     """
     own = tuple(split_of(one, ranks) for one in heads)
     finer = tuple(split_of(one, max(ranks, share_ranks_max)) for one in heads)
@@ -56,12 +56,12 @@ def kept_splits(heads: Sequence[int], ranks: int, share_ranks_max: int) -> tuple
 
 
 def part_of(split: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Return which part a rank holds, and of how many."""
+    """Return the part that a rank holds: (its index, number of parts)."""
     return (rank * split // ranks, split) if split else (rank, ranks)
 
 
 def writes(split: int, rank: int, ranks: int, chunk: bytes) -> bool:
-    """Whether it is this rank that stores its part of `chunk`: one of those that hold it, another for other chunks."""
+    """Whether this rank stores its part of `chunk`: of ranks that hold the same part one does, by the chunk's key."""
     copies = max(1, ranks // split) if split else 1
     return rank % copies == chunk[-1] % copies
 
@@ -84,7 +84,10 @@ def slices(heads: int, split: int, theirs: int, part: int) -> list[Slice]:
 
 
 def splits(heads: Sequence[int], ranks: int, share_ranks_max: int = 1) -> list[tuple[int, ...]]:
-    """Return the splits, by group, that other engines make of groups with so many heads. None: all are bound."""
+    """Return all splits, numbers of parts by group, that engines of other numbers of ranks may have stored.
+
+    `heads`: KV heads by group, of all ranks. An empty list: some group's parts are bound to the ranks' layout.
+    """
     own = kept_splits(heads, ranks, share_ranks_max)
     if not heads or not all(own):
         return []

@@ -63,7 +63,7 @@ class Started(Event, tag="started"):
 
 
 class Ended(Event, tag="ended"):
-    """A process ended normally, and had dropped so many events."""
+    """A process ended normally. `dropped`: events that it had dropped."""
 
     dropped: int = 0
 
@@ -140,7 +140,7 @@ class RequestDone(Event, tag="request_done"):
 
 
 class LeasesTaken(Event, tag="leases_taken"):
-    """An admission holds so many chunks until its load ends."""
+    """An admission holds `chunks` chunks until its load ends."""
 
     chunks: int = 0
 
@@ -171,7 +171,7 @@ class SavePlanned(Event, tag="save_planned"):
 
 
 class StepRan(Event, tag="step_ran"):
-    """A rank ran a step: from `t_ns` on for `took_ns`, with so many jobs. `waited_ns` it waited for copies."""
+    """A rank ran a step, from `t_ns` on for `took_ns`, with `jobs` jobs; for `waited_ns` it waited for copies."""
 
     took_ns: int = 0
     jobs: int = 0

@@ -334,7 +334,7 @@ class WorkerSide:
 
     @property
     def ready(self) -> int:
-        """So many of this rank's slots, from the first on, may be used."""
+        """The number of this rank's slots, from the first on, that may be used."""
         return self._pool.ready if self._pool is not None else 0
 
     def totals(self) -> Totals:

@@ -136,7 +136,7 @@ class Arrivals(ABC):
         self._advance(one)
 
     def _sessions_fit(self, one: Live | None, tokens: int) -> bool:
-        """Whether all sessions fit together when `one`, or another one, has so many: vLLM itself preempts none."""
+        """Whether all sessions fit into the blocks if `one`, or a new one, has `tokens`: vLLM preempts no session."""
         lengths = [tokens] + [
             len(prompt.prompt) + wanted
             for other in self.live.values()

@@ -110,7 +110,7 @@ class PagedLayer(NamedTuple):
         return positions[positions // INTERLEAVE % self.shards == self.shard]
 
     def places(self, positions: Positions, table: Positions, block: int) -> tuple[Positions, Positions]:
-        """Return where in the words `positions` lie, when a block has so many tokens."""
+        """Return where `positions` lie: their blocks, and their offsets in these. `block`: tokens of a block."""
         place = positions % block
         turn = INTERLEAVE * self.shards
         return table[positions // block], place // turn * INTERLEAVE + place % INTERLEAVE if self.shards > 1 else place

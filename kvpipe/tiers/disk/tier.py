@@ -31,7 +31,7 @@ _RENEW_S: Final = 60.0
 _LOOK_S, _LOOK_SHARE = 0.1, 10
 """Shortest time between passes over the folder, and as a multiple of how long the last one took."""
 _ASKED_S, _SPACES_MAX = 60.0, 64
-"""A pass for lookups covers the namespaces asked for within so many seconds, and at most so many of them."""
+"""A pass for lookups covers namespaces asked for within the last `_ASKED_S` seconds, at most `_SPACES_MAX` of them."""
 _OLD_S: Final = 0.5
 """Maximum age of the index; older lookups wait for a rescan."""
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # O_NONBLOCK: do not block on a pipe

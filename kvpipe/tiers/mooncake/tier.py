@@ -157,7 +157,7 @@ class MooncakeTier(ClientTier):
             return await lane.ask([*question], self._limit_s)
 
     async def _each(self, operation: str, keys: Sequence[Key]) -> list[int]:
-        """Ask about all keys, as many at once as a message takes."""
+        """Ask for `operation` on all keys, `KEYS_MAX` per message; return the codes in the order of `keys`."""
         self._running()
         names, codes = [key.text for key in keys], []
         for at in range(0, len(names), KEYS_MAX):
