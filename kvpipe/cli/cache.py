@@ -87,17 +87,17 @@ def add_parsers(cache: argparse.ArgumentParser) -> None:
     one = _parser(sub, "verify", _verify, "read every value and check it; status 1 if any is damaged")
     one.add_argument("--delete", action="store_true", help="drop the damaged ones")
 
-    one = _parser(sub, "purge", _purge, "drop values without asking; prints how many")
+    one = _parser(sub, "purge", _purge, "drop values; says how many, but asks nothing")
     one.add_argument("--older-than", type=_duration_s, metavar="AGE", help="values of that age: 45s, 30m, 12h, 7d")
     one.add_argument(
         "--stale", action="store_true", help="values of formats before this one, which this version does not read"
     )
     one.add_argument("--all", action="store_true", help="every value of kvpipe's that is there")
-    one.add_argument("--dry-run", action="store_true", help="drop nothing; print what would be dropped")
+    one.add_argument("--dry-run", action="store_true", help="only say what would be dropped")
 
 
-def _parser(sub: Any, name: str, action: Action, summary: str) -> argparse.ArgumentParser:  # noqa: ANN401
-    one: argparse.ArgumentParser = sub.add_parser(name, help=summary, description=summary)
+def _parser(sub: Any, name: str, action: Action, says: str) -> argparse.ArgumentParser:  # noqa: ANN401
+    one: argparse.ArgumentParser = sub.add_parser(name, help=says, description=says)
     one.add_argument("tier", nargs="*", help="URL or path, as in the configuration's `tiers`; none: those of it")
     one.add_argument("--namespace", type=_namespace, help="only values of this namespace, 32 hex digits")
     one.add_argument("--json", action="store_true", help="print a line of JSON per tier")
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace, action: Action) -> int:
 
     """
     if action is _purge and args.all == (bool(args.namespace) or args.older_than is not None or args.stale):
-        raise UsageError("kvpipe: purge: select values with --all, or any of --namespace, --older-than and --stale")
+        raise UsageError("kvpipe: purge: say which values: --all, or any of --namespace, --older-than and --stale")
     specs = parse_tiers(args.tier) if args.tier else load_settings().tiers
     if not specs:
         raise UsageError("kvpipe: no tier is named; write a URL or a path, or set KVPIPE_TIERS or KVPIPE_CONFIG_FILE")
@@ -226,18 +226,18 @@ async def _verify(job: TierCommand, report: Report) -> bool:
 
 
 _Check = Callable[[Entry, memoryview, memoryview], str]
-"""Returns the verdict on a value from its entry, header and body: GOOD, or what is wrong with it."""
+"""What is to be said of a value, by its header and its body."""
 
 
 async def _judged(tier: Tier, batch: list[Entry], buffers: list[memoryview], check: _Check) -> list[str]:
-    """Read values, `len(buffers)` at once and larger ones alone; return each one's verdict, in the order of `batch`.
+    """Read values at once, as many as there are `buffers`, larger ones alone, and say of each what `check` says.
 
-    A verdict is that of `check`, GONE or "length". Memory: `len(buffers)` times LARGE_BYTES, or VALUE_BYTES_MAX once.
+    Memory: so many of LARGE_BYTES, or one of VALUE_BYTES_MAX.
     """
     small = [entry for entry in batch if entry.bytes <= LARGE_BYTES]
     found = dict(zip(small, await _verdicts(tier, check, small, buffers), strict=True))
     for entry in batch:
-        if entry.bytes > VALUE_BYTES_MAX:  # it is not read, whatever reports that size
+        if entry.bytes > VALUE_BYTES_MAX:  # it is not read, whoever says so
             found[entry] = "length"
         elif entry not in found:
             (found[entry],) = await _verdicts(tier, check, [entry], [_room(entry)])
@@ -256,7 +256,7 @@ def _padded(size: int) -> int:
 
 
 async def _verdicts(tier: Tier, check: _Check, batch: list[Entry], buffers: list[memoryview]) -> list[str]:
-    """Return each value's verdict: that of `check`, GONE, or "length". Too short buffers are replaced in `buffers`."""
+    """Say of each value what `check` says, or that it is GONE, or too short or long. `buffers` grow as needed."""
     parts = []
     for at, entry in enumerate(batch):
         size = _padded(entry.bytes)

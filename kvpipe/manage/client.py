@@ -1,4 +1,4 @@
-"""A client of the management interface. It needs nothing but the standard library."""
+"""Asks a running engine, with nothing but the standard library."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def connect(address: Address, answer_s_max: float = ANSWER_S_MAX) -> http.client
 def ask(
     address: Address, token: str, method: str, path: str, body: object = None, answer_s_max: float = ANSWER_S_MAX
 ) -> Any:  # noqa: ANN401  (JSON)
-    """Send one request to the engine's management interface; return its answer, decoded from JSON.
+    """Return what the engine answers.
 
     Raises:
-        UsageError: nothing listens at `address`, the engine refused the request, or no header can hold the token.
+        UsageError: nobody listens there, the engine has refused, or no header can hold the token.
 
     """
     check_token(token)  # a header's error would show it
@@ -60,12 +60,12 @@ def ask(
     try:
         connection.request(method, path, None if body is None else json.dumps(body), headers)
         answer = connection.getresponse()
-        content = json.loads(answer.read(ANSWER_BYTES_MAX))
+        told = json.loads(answer.read(ANSWER_BYTES_MAX))
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise UsageError(f"kvpipe: no engine answers at {address} ({files.why(error)})") from None
     finally:
         connection.close()
     if answer.status not in {http.client.OK, http.client.ACCEPTED}:
-        why = content.get("error", content.get("detail", "")) if isinstance(content, dict) else ""
+        why = told.get("error", told.get("detail", "")) if isinstance(told, dict) else ""
         raise UsageError(f"kvpipe: the engine has refused ({answer.status}): {why}")
-    return content
+    return told

@@ -210,9 +210,9 @@ def test_the_command(managed: Managed, capsys: pytest.CaptureFixture[str], tmp_p
         (["lookup", "1,x"], "tokens are whole numbers"),
         (["lookup", "@/nowhere"], "/nowhere cannot be read"),
         (["lookup", "1", "--adapter", "x", "y", "z"], "its number is a whole number"),
-        (["switch"], "pass --freeze on|off"),
+        (["switch"], "say --freeze on|off"),
         (["state", "--at", "here"], "write 'unix:/"),
-        (["state", "--at", "unix:/run/{engine}.sock"], "pass --at with the engine's name"),
+        (["state", "--at", "unix:/run/{engine}.sock"], "say --at with the engine's name"),
         (["state", "--at", "unix:/nowhere/x.sock"], "no engine answers at unix:/nowhere/x.sock"),
     ],
 )

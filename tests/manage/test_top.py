@@ -206,7 +206,7 @@ def test_bad_arguments(given: list[str], capsys: pytest.CaptureFixture[str]) -> 
 def test_without_an_address(capsys: pytest.CaptureFixture[str]) -> None:
     """What to say is said."""
     assert cli.main(["top", "--once"]) == 2
-    assert "pass --at, or set KVPIPE_MANAGE" in capsys.readouterr().err
+    assert "say --at, or set KVPIPE_MANAGE" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("term", ["xterm", "dumb"])
