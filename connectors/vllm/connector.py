@@ -74,7 +74,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _contained(miss: Callable[[], Any]) -> Callable[[F], F]:
-    """Answer `miss()` instead of raising into vLLM."""
+    """Decorate a method of the connector: an exception is counted, and `miss()` is returned to vLLM in its place."""
 
     def decorate(method: F) -> F:
         @functools.wraps(method)
@@ -151,7 +151,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         self.counters.on_fault = self.recorder.fault
 
     def _make_worker(self, config: VllmConfig, engine: str) -> None:
-        """Be a rank's side."""
+        """Set up the worker's side, one per rank."""
         rank, layers = config.parallel_config.rank, len(self.geometry.layers)
         self.recorder, self.writer = tracing(self.settings, engine, "worker", rank, layers)
         self.worker = WorkerSide(self.settings, self.geometry, self.recorder)
@@ -165,7 +165,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         self._meter = meter(self.worker)
 
     def _make_scheduler(self, config: VllmConfig, cache: KVCacheConfig, engine: str) -> None:
-        """Be the scheduler's side."""
+        """Set up the scheduler's side."""
         if self.settings.manage:
             read_token(self.settings)  # what is wrong with it is raised before anything is made
         tokens, transfer = support.hash_tokens(cache, self.geometry), self._kv_transfer_config
@@ -227,7 +227,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         self._manage = start(self.settings, managed, name, self.counters)
 
     def _contain(self, where: str, error: Exception) -> None:
-        """Count what was stopped at the border."""
+        """Count an exception that was kept from vLLM."""
         self.counters.fault("contained_error", where=where, error=repr(error))
 
     # ---- what vLLM asks of the class ------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        """Return the metrics' container."""
+        """Return a container of metrics, in which vLLM adds up those of all ranks and steps."""
         return KVPipeStats(data or {})
 
     @classmethod
@@ -260,7 +260,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics | None:
-        """Register the metrics where vLLM serves them."""
+        """Register the metrics in vLLM's Prometheus registry."""
         return KVPipeProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # ---- run-time switches ----------------------------------------------------------------------------------------
@@ -295,7 +295,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         return hooks.hooks(self._vllm_config, kv_caches, self.settings.mode)
 
     def _find_in(self, config: VllmConfig) -> list[GuardedTier]:
-        """Return where the scheduler's side looks beyond memory."""
+        """Return the tiers in which the scheduler's side looks up chunks. Raises UsageError for unfit hashes."""
         tiers = self._guarded((FIND,))
         if tiers:
             support.check_hashes(config)
@@ -330,7 +330,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- worker side ----------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Refuse unknown layouts now, before the first request."""
+        """Register the rank's paged caches. Raises `UnsupportedError` for unknown layouts, before the first request."""
         if self.worker is not None:
             models.check_backends(models.backends(self._vllm_config, kv_caches).values())
             blocks = self._kv_cache_config.num_blocks
@@ -365,7 +365,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_contained(_nothing)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """A step begins."""
+        """Begin a step: take its plan, as sent by `build_connector_meta`."""
         super().bind_connector_metadata(connector_metadata)
         if self.worker is not None:
             good = isinstance(connector_metadata, PlanMetadata)
@@ -375,19 +375,19 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_contained(_nothing)
     def clear_connector_metadata(self) -> None:
-        """The step is over."""
+        """End the step, and drop its plan."""
         super().clear_connector_metadata()
         if self.worker is not None:
             self.worker.unbind()
 
     @_contained(_nothing)
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ARG002, ANN401
-        """Submit the step's loads."""
+        """Submit the step's loads, of all layers."""
         if self.worker is not None:
             self.worker.start_loads(replayed=hooks.is_replayed(forward_context))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Return when the layer's loads are in place. It comes with every layer of every step."""
+        """Wait, on the device where there is one, for the layer's sync loads. Called for every layer of every step."""
         if self._step.state.row != IDLE and self.worker is not None:
             try:
                 self.worker.wait_layer(layer_name)
@@ -401,7 +401,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         attn_metadata: AttentionMetadata,  # noqa: ARG002
         **kwargs: Any,  # noqa: ARG002, ANN401
     ) -> None:
-        """Submit the layer's saves. As `wait_for_layer_load`."""
+        """Submit the layer's saves. Called as often as `wait_for_layer_load`."""
         if self._step.state.row != IDLE and self.worker is not None:
             try:
                 self.worker.save_layer(layer_name)
@@ -410,7 +410,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_contained(_nothing)
     def wait_for_save(self) -> None:
-        """End the step's saves. Repeated, empty or extra calls find nothing to do."""
+        """End the step's saves. Repeated, empty or extra calls do nothing."""
         if self.worker is not None:
             self.worker.end_step()
 
@@ -433,7 +433,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_contained(_nothing)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Report the jobs that ended on this rank."""
+        """Report the jobs that have ended on this rank since the last call; None: nothing to report."""
         report = self.worker.take_report() if self.worker is not None else None
         return ReportMetadata(report) if report is not None else None
 
@@ -451,7 +451,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_contained(_nothing)
     def shutdown(self) -> None:
-        """End threads and give back the name. Idempotent."""
+        """End all threads and release the engine's name. Idempotent."""
         with ExitStack() as ends:  # the last first, each though another raises
             ends.callback(self.writer.close)
             if self._claim is not None:
@@ -508,7 +508,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- scheduler side -------------------------------------------------------------------------------------------
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        """Remember who knows the block tables."""
+        """Take the engine's cache manager, which has the block tables."""
         super().bind_kv_cache_manager(kv_cache_manager)
         if self.scheduler is not None:
             blocks = ManagedBlocks(kv_cache_manager)
@@ -522,14 +522,14 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_contained(_nothing)
     def on_new_request(self, request: Request) -> None:
-        """Start to track."""
+        """Begin to track a request."""
         if self.scheduler is not None:
             kind = kind_of(request) if self.settings.learn_answers else None
             self.scheduler.on_new_request(request, hints_of(request), kind)
 
     @_contained(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Look up. Free of side effects."""
+        """Return how many more tokens can be loaded (None: ask again), and whether asynchronously. Holds nothing."""
         if self.scheduler is None:
             return 0, False
         answer = self.scheduler.lookup(request, num_computed_tokens)
@@ -537,7 +537,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_contained(_nothing)
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Lease and plan the load that was promised, or less of it, or nothing."""
+        """Lease the chunks of the hit and plan its load: of all that was promised, of less, or of nothing."""
         if self.scheduler is not None:
             if request.mm_features:
                 self._remedies.encoded.began(request.request_id, adapted=request.lora_request is not None)
@@ -545,14 +545,14 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_contained(lambda: PlanMetadata(EMPTY_PLAN))
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """Plan the step."""
+        """Return the step's plan for all ranks: loads, saves, orders for tiers."""
         if self.scheduler is None:
             return PlanMetadata(EMPTY_PLAN)
         return PlanMetadata(self.scheduler.plan_step(scheduler_output))
 
     @_contained(_nothing)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Ranks have reported."""
+        """Take the reports of all ranks, added up, and the blocks that vLLM recomputes after failed loads."""
         report = connector_output.kv_connector_worker_meta
         if self.scheduler is not None and connector_output.invalid_block_ids:
             self.scheduler.invalidated(connector_output.invalid_block_ids)
@@ -561,7 +561,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_contained(lambda: (False, None))
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002
-        """Stop tracking. Blocks are free at once: whatever writes them comes after the fence of their last save."""
+        """Stop tracking a request. Its blocks are free at once: later writes to them wait for its last save's reads."""
         if self.scheduler is not None:
             self.scheduler.finished(request)
         return False, None
@@ -571,17 +571,17 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         request: Request,
         block_ids: tuple[list[int], ...],  # noqa: ARG002
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Stop tracking, for models with several cache groups."""
+        """Stop tracking a request, for models with several cache groups."""
         return self.request_finished(request, [])
 
     @_contained(lambda: False)
     def has_pending_push_work(self) -> bool:
-        """Keep the engine stepping until every rank has reported: the next lookup shall find what was saved."""
+        """Whether an idle engine is to make steps: until every rank has reported, so that what was saved is found."""
         return self.scheduler is not None and self.scheduler.pending
 
     @_contained(tuple)
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Announce the blocks that can be found, and those that cannot any more, since the last call."""
+        """Return events of the blocks that can be found, or cannot any more, since the last call."""
         if self.events is None or self.scheduler is None:
             return ()
         self.scheduler.orders.turns.take()
@@ -589,5 +589,5 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_contained(lambda: False)
     def reset_cache(self) -> bool | None:
-        """Forget every chunk."""
+        """Forget every chunk, in tiers too. Returns whether that was done; None: this is not the scheduler's side."""
         return self.scheduler.reset() if self.scheduler is not None else None
