@@ -22,7 +22,7 @@ from kvpipe.transfer.ready import Readier
 if TYPE_CHECKING:
     from kvpipe.testing.fake_device import FakeDevice
 
-HEAR_S_MAX = 60.0
+COMPLETE_S_MAX = 60.0
 BLOCK_TOKENS, CHUNK_TOKENS = 16, 256
 PAGES = CHUNK_TOKENS // BLOCK_TOKENS
 
@@ -184,10 +184,10 @@ class Rig:
         if not self.gpu.simulated and isinstance(ticket.mark, OrderingPoint) and ticket.mark.landed is not None:
             torch.cuda.current_stream().wait_event(ticket.mark.landed)  # type: ignore[arg-type]
 
-    def hear(self, ticket: Ticket) -> None:
+    def wait_for(self, ticket: Ticket) -> None:
         """Wait on the host until a ticket is complete, as the scheduler's side does before it uses a slot again."""
         self.engine.fence(ticket, 0)
-        assert ticket.wait(HEAR_S_MAX), "a ticket never completed"
+        assert ticket.wait(COMPLETE_S_MAX), "a ticket never completed"
 
     def copy(self, *plans: CopyPlan) -> tuple[Any, Any]:
         """Copy every layer of the plans, side by side; return the marks before and after."""

@@ -314,7 +314,7 @@ def test_tiers_on_some_ranks_only() -> None:
 def test_why_other_layouts_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is told once, and counted for as long as it is so."""
     told = list[dict[str, Any]]()
-    monkeypatch.setattr(connector, "tell", lambda name, **fields: told.append({"name": name, **fields}))
+    monkeypatch.setattr(connector, "info", lambda name, **fields: told.append({"name": name, **fields}))
     trial = Trial(SHAPES["two-tiers"], 2)
     try:
         assert trial.kvpipe is not None
