@@ -106,7 +106,7 @@ class Settings(BaseSettings):
         "auto",
         description="`sync` overlaps a hit's load with the forward, layer by layer; `async` lets the request wait "
         "while others run; `auto` is `sync`, but `async` for models with several KV cache groups or a sliding window, "
-        "for pipeline stages, and where `stall_ms_max` demands it.",
+        "for pipeline stages, and where `stall_ms_max` says so.",
     )
     stall_ms_max: Annotated[int, BeforeValidator(no_bool), Field(ge=0, le=3_600_000)] = Field(
         50,

@@ -19,9 +19,9 @@ import torch
 
 from kvpipe.connectors.vllm.trial.content import Sequence, Words, layer_key
 from kvpipe.connectors.vllm.trial.drafts import accepted
-from kvpipe.connectors.vllm.trial.tap import empty, kvpipe_in
 from kvpipe.connectors.vllm.trial.shapes import INTERLEAVE, Shape
 from kvpipe.connectors.vllm.trial.states import RunningStates, exported
+from kvpipe.connectors.vllm.trial.tap import empty, kvpipe_in
 from kvpipe.messages import Kind, Report, Tally
 from kvpipe.transfer.pool import HostPool
 

@@ -18,11 +18,11 @@ from kvpipe.connectors.vllm.trial.adapters import CHANGES, NUMBERS, PATHS
 from kvpipe.connectors.vllm.trial.arrivals import Arrivals
 from kvpipe.connectors.vllm.trial.content import WRONG_TOKEN, Live
 from kvpipe.connectors.vllm.trial.drafts import Drafter
-from kvpipe.connectors.vllm.trial.tap import TraceTap, kvpipe_in, plan_in
 from kvpipe.connectors.vllm.trial.lookups import listen_to_lookups
 from kvpipe.connectors.vllm.trial.rank import QUIRKS, STOPS, Rank, RankOutput, Reporter, Runner, TrialStep, Wrong
 from kvpipe.connectors.vllm.trial.router import listening
 from kvpipe.connectors.vllm.trial.shapes import KVPIPE, Connector, Shape, make_cache, make_configs
+from kvpipe.connectors.vllm.trial.tap import TraceTap, kvpipe_in, plan_in
 from kvpipe.messages import Kind
 from kvpipe.testing.held import HeldEngine
 from kvpipe.testing.held_tier import TROUBLES, DictSpec, HeldTier

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvpipe.cache.catalog import Chunk
 from kvpipe.connectors.vllm.trial.content import Live
-from kvpipe.connectors.vllm.trial.tap import plan_in
 from kvpipe.connectors.vllm.trial.efficacy import Found, ends, promised
 from kvpipe.connectors.vllm.trial.laws import INVARIANTS, When
 from kvpipe.connectors.vllm.trial.quotas import watch
+from kvpipe.connectors.vllm.trial.tap import plan_in
 from kvpipe.connectors.vllm.trial.trial import Trial
 from kvpipe.messages import Job, Kind, TierOrder
 
