@@ -144,9 +144,9 @@ class World:
 
     def wait_for(self, *tickets: Ticket) -> None:
         """Wait on the host until the tickets are complete."""
-        assert eventually(lambda: self.completed(tickets)), "a ticket never completed"
+        assert eventually(lambda: self.are_complete(tickets)), "a ticket never completed"
 
-    def completed(self, tickets: Iterable[Ticket]) -> bool:
+    def are_complete(self, tickets: Iterable[Ticket]) -> bool:
         """Give a simulated device its turn; return whether the tickets are complete."""
         while self.fake and self.device.step(0):
             pass

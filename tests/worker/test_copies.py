@@ -100,7 +100,7 @@ def collect(p: Pipeline, count: int, w: World | None = None) -> list[tuple[int, 
 
     def enough() -> bool:
         if w is not None:
-            w.completed(())
+            w.are_complete(())
         got.extend(p.collect())
         return len(got) >= count
 
