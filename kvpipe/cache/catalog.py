@@ -52,8 +52,8 @@ class Chunk(Cursor):
     """
 
     __slots__ = (
-        "before", "era", "group", "keeps", "leases", "marks", "ready", "slot", "tail", "tenant", "used_s", "writers",
-        "written",
+        "before", "era", "group", "identity", "keeps", "leases", "marks", "ready", "slot", "tail", "tenant", "used_s",
+        "writers", "written",
     )  # fmt: skip
 
     def __init__(
@@ -64,19 +64,15 @@ class Chunk(Cursor):
         `tail` is the prefix hash at `written`: only a request with that prefix may write on. `keeps`: the mark that
         was last of use to another request. `before`: what comes before it is found under this key; b"" for the first.
         `tenant`: whose it is. `used_s`: in which second it was of use last; for who holds it, it is of use now.
-        `era`: after which reset it was made; one object for all.
+        `era`: after which reset it was made; one object for all. `identity`: what it holds, by its longest mark; of
+        what was before a reset, nothing after it is the same.
         """
         self.machine, self.key, self.state, self.watch = machine, slot, machine.initial, watch  # as a cursor's
         self.group, self.slot, self.tenant = group, slot, tenant
         self.written = self.ready = self.writers = self.leases = self.used_s = 0
         self.marks: tuple[Mark, ...] = ()
-        self.tail = self.keeps = self.before = self.era = b""
+        self.tail = self.keeps = self.before = self.era = self.identity = b""
         untracked(self)
-
-    @property
-    def identity(self) -> bytes:
-        """What the chunk holds, by its longest mark; of what was before a reset, nothing after it is the same."""
-        return self.marks[-1].key + self.era if self.marks else b""
 
     @property
     def held(self) -> bool:
@@ -294,7 +290,7 @@ class Catalog:
         self._check_era(chunk)
         if chunk.ready or chunk.writers:
             chunk.fire(m.GROW)
-        if not chunk.held:
+        if chunk.ready and not chunk.held:  # one that has never landed is not known to the policy
             self._policy.remove(chunk)
             self._spared.pop(chunk, None)
         piece = Piece(chunk, chunk.written, stop, key, keep, base)
@@ -406,6 +402,7 @@ class Catalog:
                 if old not in kept and index.get(old.key) is chunk:
                     del index[old.key]
         chunk.marks = (*kept, mark)  # which the collector leaves alone once it has seen it
+        chunk.identity = mark.key + chunk.era
         index[mark.key] = chunk
         self.lost_keys.forget(chunk.group, mark.key)
 

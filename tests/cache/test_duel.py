@@ -6,12 +6,15 @@ import random
 
 import pytest
 
+from benchmarks.replay import workload as w
+from benchmarks.replay.replay import Pool
 from kvpipe.cache.hints import Action, Hint
-from kvpipe.cache.policy import Lru, Policy, Sessions
+from kvpipe.cache.policy import Lru, Policy, Sessions, make_policy
 from kvpipe.cache.policy.duel import Duel
 from kvpipe.cache.policy.returns import Returns
 from kvpipe.cache.policy.sessions import Chain
 from kvpipe.testing.policy_conformance import Item
+from tests.cache.test_replay import made_up
 
 SLOTS = 40
 
@@ -58,6 +61,22 @@ def test_where_all_are_alike_it_is_lru() -> None:
     policy = Sessions(SLOTS)
     assert _hits(policy, prompts) == _hits(Lru(), prompts)
     assert not policy._duel.learnt
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_until_then_each_prompt_hits_what_it_would_with_lru(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts that branch, that end within what is there, and that come back later, some at the same time."""
+    monkeypatch.setattr(Duel, "_count", lambda *_: None)
+    drawn = w.coding_agents(seed, sessions=6, hours=0.25)
+    tree = made_up(seed, 1500, branches=3, depth=7)
+    tied = w.Workload("tied", 1, [one._replace(at_s=one.at_s // 4) for one in tree.prompts])
+    for workload, slots in ((drawn, 1000), (drawn, 2500), (tree, 20), (tree, 200), (tied, 40)):
+        hits = [
+            [pool.serve(prompt) for prompt in workload.prompts]
+            for name in ("lru", "sessions")
+            for pool in (Pool(workload.chunk_tokens, slots, make_policy(name, slots)),)
+        ]
+        assert hits[0] == hits[1]
 
 
 def test_what_is_proven_evicts() -> None:

@@ -65,8 +65,10 @@ def test_a_conversation_is_not_demoted_by_who_sends_its_beginning(harm: Hint) ->
     clients.says(harm, "s0")
     assert clients.said(*chat) == {0}
     clients.says(Hint(Action.RESUME, 70.0), *chat)
+    own = clients.said(*chat)
     clients.says(harm, "s0")
-    assert clients.said(*chat) == {0}
+    assert clients.said("s0") == {0}
+    assert clients.said(*chat[1:]) == own
     clients.says(harm, *chat)
     assert 0 not in clients.said(*chat)
 

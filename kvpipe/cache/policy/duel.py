@@ -8,12 +8,13 @@ until LRU is proven to hit more.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, MutableMapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 from kvpipe.cache.large import Ordered, order, table
-from kvpipe.cache.policy.returns import KINDS, Returns
+from kvpipe.cache.policy.returns import INNER_S, KINDS, Returns
 
 if TYPE_CHECKING:
     from kvpipe.cache.policy.sessions import Chain
@@ -27,12 +28,12 @@ DEPTH_MAX: Final = 64  # chains that follow each other and are evicted from thei
 
 def least(queues: Iterable[Ordered[Chain, None]], returns: Returns, now_s: float) -> Chain | None:
     """Return the chain that promises least: of each kind the one that waits longest, or the one used last."""
-    worst, worth, used_s = None, 0.0, 0.0
+    worst, worth, used_s, worths = None, 0.0, 0.0, returns.worths
     for queue in queues:
         if queue:
             first, last = next(iter(queue)), next(reversed(queue))
             for chain in (first, last) if first is not last else (first,):
-                promise = returns.worth(chain.kind, now_s - chain.used_s)
+                promise = worths[chain.kind][bisect_right(INNER_S, now_s - chain.used_s)]
                 if worst is None or promise < worth or (promise == worth and chain.used_s < used_s):
                     worst, worth, used_s = chain, promise, chain.used_s
     return worst
@@ -166,14 +167,17 @@ class Duel:
         self._ahead = DECAY * self._ahead + ahead
         self._squares = DECAY * self._squares + ahead * ahead
         self._hits = DECAY * self._hits + lru
-        sigma = math.sqrt(self._squares)
-
-        def leads(by: float, levels: Iterable[tuple[float, float]]) -> bool:
-            return any(by > max(sigmas * sigma, share * self._hits) for sigmas, share in levels)
-
         if self._believed:
-            self._believed = not (leads(self._ahead, BEGINS) or leads(-self._ahead, BEGINS))
-        self.learnt = self._believed or leads(self._ahead, ENDS if self.learnt else BEGINS)
+            self._believed = not (self._leads(self._ahead, BEGINS) or self._leads(-self._ahead, BEGINS))
+        self.learnt = self._believed or self._leads(self._ahead, ENDS if self.learnt else BEGINS)
+
+    def _leads(self, by: float, levels: Iterable[tuple[float, float]]) -> bool:
+        if by > 0:
+            sigma = math.sqrt(self._squares)
+            for sigmas, share in levels:
+                if by > sigmas * sigma and by > share * self._hits:
+                    return True
+        return False
 
 
 def _hits(shadow: _LruShadow | _LearntShadow, prompt: Sequence[tuple[Chain, int]]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from typing import Final
 
 from kvpipe.cache.hints import Action
@@ -30,6 +31,8 @@ RENEW_EVERY: Final = 8  # turns, one pace in turn; later less often
 RENEW_SHARE: Final = 256  # of all turns so far
 RENEW_MAX: Final = 64
 _EDGES_S: Final = [0.0, *(SHORTEST_S * 2 ** (at / PER_OCTAVE) for at in range(1, BINS + 1))]
+INNER_S: Final = _EDGES_S[1:-1]
+"""Where one bin ends and the next begins: the bin of an idle time is how many of these it has reached."""
 
 
 def pace_after(before: float | None, idle_s: float) -> float:
@@ -52,7 +55,7 @@ def said_kind(action: Action, in_s: float) -> int:
 
 
 def _bin(idle_s: float) -> int:
-    return min(BINS - 1, int(math.log2(idle_s / SHORTEST_S) * PER_OCTAVE)) if idle_s > SHORTEST_S else 0
+    return bisect_right(INNER_S, idle_s)
 
 
 class Returns:
@@ -70,7 +73,8 @@ class Returns:
         self._ended = [0.0] * KINDS
         self._returned = [[0.0] * BINS for _ in range(KINDS)]
         self._everybody = [0.0] * BINS  # of all kinds by pace
-        self._worth = [[0.0] * BINS for _ in range(KINDS)]
+        self.worths = [[0.0] * BINS for _ in range(KINDS)]
+        """By kind and bin: the hits per second that a chunk of a chain promises that has waited for so long."""
         self._turns = self._renewed = 0
         self._renew_at = RENEW_EVERY
         self._changed = [True] * KINDS  # since they were renewed
@@ -111,7 +115,7 @@ class Returns:
 
     def worth(self, kind: int, idle_s: float) -> float:
         """Return the hits per second that a chunk of such a chain promises."""
-        return self._worth[kind][_bin(idle_s)]
+        return self.worths[kind][_bin(idle_s)]
 
     def _likely(self, kind: int, at: int) -> float:
         return (self._returned[kind][at] + 0.2) / (self._ended[kind] + 10)
@@ -126,7 +130,7 @@ class Returns:
                 continue  # nobody says so
             self._changed[kind] = False
             if kind == SILENT + pace and self._counts(kind) == self._counts(pace):
-                self._worth[kind] = self._worth[pace]  # nobody says anything
+                self.worths[kind] = self.worths[pace]  # nobody says anything
             else:
                 self._renew_kind(kind, usual)
 
@@ -145,7 +149,7 @@ class Returns:
             chances.append(min(0.999, (mine + prior * of_all) / (max(waiting, mine) + prior)))
             waiting -= mine
         useless = kind == DEMOTED and sum(self._returned[kind]) < USELESS * self._ended[kind]
-        self._worth[kind] = [0.0] * BINS if useless else _indices(chances)
+        self.worths[kind] = [0.0] * BINS if useless else _indices(chances)
 
 
 def _as_said(kind: int) -> list[float]:

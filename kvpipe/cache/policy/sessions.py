@@ -6,13 +6,14 @@ and after what follows it. Which one goes, `returns.py` says, from how long chai
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, MutableMapping, Sequence
+from collections.abc import Hashable, MutableMapping, Sequence
 from typing import Final
 
 from kvpipe.cache.hints import Action, Hint
 from kvpipe.cache.large import Ordered, order, table, untracked
 from kvpipe.cache.policy.base import Evictable
 from kvpipe.cache.policy.duel import Duel, least
+from kvpipe.cache.policy.recency import Recency
 from kvpipe.cache.policy.returns import KINDS, LEFT, SILENT, Returns, kind_of, pace_after, said_kind
 
 CHAIN_MAX: Final = 256  # chunks: to split a chain takes no longer than a chain is long
@@ -24,8 +25,8 @@ class Chain:
     """A run of chunks. `stack`: in the order of the prefix; some may be held, or gone."""
 
     __slots__ = (
-        "before", "ended_s", "free", "head", "held", "hint", "hinted_s", "kind", "orphan", "pace", "paced", "said",
-        "shared", "stack", "used_s",
+        "before", "ended_s", "free", "head", "held", "hint", "hinted_s", "kind", "orphan", "pace", "paced", "run",
+        "said", "shared", "stack", "used_s",
     )  # fmt: skip
 
     def __init__(self, head: Hashable, before: Hashable, now_s: float, *, orphan: bool) -> None:
@@ -37,6 +38,7 @@ class Chain:
         self.shared = False  # prompts have gone on differently behind it
         self.pace: float | None = None
         self.kind = self.paced = 0  # by which it is valued; and by its pace when it began to wait
+        self.run = 0  # where it is among others, by their last use
         self.used_s = now_s
         self.hint: Hint | None = None  # of the wait it is in, or of the next one
         self.said, self.hinted_s = 0, now_s  # the kind that makes it, and since when; 0: nothing was said
@@ -68,6 +70,8 @@ class Sessions:
         self._branches: Ordered[Hashable, dict[Chain, None]] = order(slots)  # by what they follow
         self._queues: tuple[Ordered[Chain, None], ...] = tuple(order(slots) for _ in range(KINDS))
         self._orphans: Ordered[Chain, None] = order(slots)
+        self._recency = Recency(slots)  # of what is in the queues, and of orphans
+        self._tip: tuple[Chain, Evictable] | None = None  # what was saved last, and its chain
         self._now_s, self._over = 0.0, False
         self._touched: list[Evictable] = []  # of the request that is over, its end first
         self._draining: Chain | None = None
@@ -81,8 +85,8 @@ class Sessions:
         if self._touched:
             self._settle()
         if over or self._over or now_s > self._now_s:
-            self._draining = None
-        self._now_s, self._over = max(self._now_s, now_s), over
+            self._draining, self._over = None, over
+            self._now_s = max(self._now_s, now_s)
 
     def insert(self, chunk: Evictable, *, hit: bool) -> None:
         """See `Policy.insert`."""
@@ -90,7 +94,8 @@ class Sessions:
             self._settle()
         chain = self._at.get(chunk)
         if chain is None:
-            self._insert_new(chunk)
+            if not self._append(chunk):
+                self._insert_new(chunk)
         elif chunk in chain.held:
             self._give_back(chain, [chunk], hit=hit)
 
@@ -98,7 +103,7 @@ class Sessions:
         """See `BatchPolicy.insert_all`."""
         if self._touched:
             self._settle()
-        runs = self._by_chain(reversed(chunks))
+        runs = self._by_chain(chunks[::-1])
         if sum(map(len, runs.values())) < len(chunks):  # a new one may split chains
             for chunk in chunks:
                 self.insert(chunk, hit=hit)
@@ -115,26 +120,57 @@ class Sessions:
             return
         if not held:
             chain.held = NOTHING
+        if hit and chain.ended_s is not None:
+            if chain.free:
+                self._leave_behind(chain, run[-1])
+            self._use(chain)
         if not chain.free:
-            self._queue(chain)[chain] = None
+            self._line_up(chain)
         chain.free += back
         self._free += back
         if hit:
-            if chain.ended_s is not None:
-                self._use(chain)
             end = chain.stack[-1]
             run = [end] if end in run else []  # only a prompt's end grows
         for chunk in run:
             self._know(chunk.identity, chain)
 
-    def _by_chain(self, chunks: Iterable[Evictable]) -> dict[Chain, list[Evictable]]:
-        """Return those of `chunks` that are known, by their chains, each as they come."""
-        runs: dict[Chain, list[Evictable]] = {}
-        for chunk in chunks:
+    def _by_chain(self, chunks: Sequence[Evictable]) -> dict[Chain, list[Evictable]]:
+        """Return those of `chunks`, the first of a prefix first, that are known, by their chains, each as they come."""
+        runs, at = dict[Chain, list[Evictable]](), 0
+        while at < len(chunks):
+            chunk = chunks[at]
             chain = self._at.get(chunk)
             if chain is not None:
+                stack = chain.stack
+                if stack[0] is chunk and chain not in runs and len(stack) == chain.free + len(chain.held):
+                    run = [*chunks[at : at + len(stack)]]
+                    if run == stack[: len(run)]:  # its beginning, or all of it
+                        runs[chain] = run
+                        at += len(run)
+                        continue
                 runs.setdefault(chain, []).append(chunk)
+            at += 1
         return runs
+
+    def _append(self, chunk: Evictable) -> bool:
+        """Put a new chunk where most belong: behind the one that was saved last. False: it may be one of the others."""
+        if self._tip is None or self._over:
+            return False
+        chain, last = self._tip
+        stack, identity, before, known = chain.stack, chunk.identity, chunk.before, self._known
+        if (
+            not stack or stack[-1] is not last or last.identity != before or not chain.free or chain.ended_s is not None
+            or chain.orphan or len(stack) >= CHAIN_MAX or before in self._branches or identity in known
+        ):  # fmt: skip
+            return False
+        stack.append(chunk)
+        known[identity] = self._at[chunk] = chain
+        chain.free += 1
+        self._free += 1
+        self._tip = chain, chunk
+        if len(known) > 2 * self._slots:
+            known.popitem(last=False)
+        return True
 
     def _insert_new(self, chunk: Evictable) -> None:
         identity, late = chunk.identity, self._over
@@ -143,9 +179,10 @@ class Sessions:
         self._know(identity, chain)
         self._at[chunk] = chain
         if not chain.free:
-            self._queue(chain)[chain] = None
+            self._line_up(chain)
         chain.free += 1
         self._free += 1
+        self._tip = chain, chunk
         self._lost += chain.orphan and not late
         if late:
             self._duel.saved(chain, len(chain.stack), self._now_s)
@@ -182,7 +219,10 @@ class Sessions:
             chain.held.update(run)
         else:
             chain.held = set(run)
-        self._less(chain, len(run))
+        chain.free -= len(run)
+        self._free -= len(run)
+        if run and not chain.free:
+            self._leave(chain)
         if len(self._at) - self._free > self._slots:  # nobody says what was dropped: none of it comes back
             for chunk in [one for one, its in self._at.items() if one in its.held]:
                 self.dropped(chunk)
@@ -244,10 +284,9 @@ class Sessions:
         """Return the chain to evict from."""
         if self._orphans:
             return next(iter(self._orphans))
-        if self._duel.learnt:
-            worst = least(self._queues, self._returns, self._now_s)
-        else:
-            worst = min((next(iter(queue)) for queue in self._queues if queue), key=lambda one: one.used_s)
+        if not self._duel.learnt:
+            return self._recency.first()
+        worst = least(self._queues, self._returns, self._now_s)
         assert worst is not None  # noqa: S101  (whatever may go is in a chain of a queue)
         return worst
 
@@ -272,7 +311,10 @@ class Sessions:
                 held.remove(chunk)
                 free = False
             else:
-                self._less(chain, 1)
+                chain.free -= 1
+                self._free -= 1
+                if not chain.free:
+                    self._leave(chain)
         identity = chunk.identity
         if self._known.get(identity) is chain and not (stack and stack[-1].identity == identity):
             del self._known[identity]
@@ -295,11 +337,17 @@ class Sessions:
     def _queue(self, chain: Chain) -> Ordered[Chain, None]:
         return self._orphans if chain.orphan else self._queues[chain.kind]
 
-    def _less(self, chain: Chain, by: int) -> None:
-        chain.free -= by
-        self._free -= by
-        if by and not chain.free:
-            del self._queue(chain)[chain]
+    def _line_up(self, chain: Chain) -> None:
+        """Some of it may go from now on."""
+        self._queue(chain)[chain] = None
+        self._recency.use(chain)
+
+    def _leave(self, chain: Chain) -> None:
+        """Nothing of it may go, or it is elsewhere from now on."""
+        del self._queue(chain)[chain]
+        self._recency.forget(chain)
+        if chain is self._draining:
+            self._draining = None
 
     # ---- what follows what ---------------------------------------------------------------------------------------
 
@@ -336,6 +384,12 @@ class Sessions:
             if len(self._branches) > self._slots:
                 self._branches.popitem(last=False)
 
+    def _leave_behind(self, chain: Chain, last: Evictable) -> None:
+        """A request used the chain as far as `last`. What is behind it has waited for longer."""
+        stack = chain.stack
+        if stack[-1] is not last and chain.held.isdisjoint(stack[stack.index(last) + 1 :]):
+            self._split(chain, last.identity)
+
     def _split(self, chain: Chain, at: Hashable) -> None:
         """What comes behind `at` is left behind: a chain of its own, of a kind of its own, that waits from now on."""
         stack = chain.stack
@@ -362,9 +416,10 @@ class Sessions:
             end.free -= len(end.held)
         if end.free:
             self._queue(end)[end] = None
+            self._recency.split(chain, end)
             chain.free -= end.free
             if not chain.free:
-                del self._queue(chain)[chain]
+                self._leave(chain)
         self._duel.split(chain, len(chain.stack), end, len(rest))
         self._returns.ended(LEFT)
         self._returns.ended(end.kind)
@@ -374,6 +429,11 @@ class Sessions:
 
     def _use(self, chain: Chain) -> None:
         """A request uses a chain that has waited."""
+        self._learn(chain)
+        self._become(chain, kind_of(chain.pace))
+
+    def _learn(self, chain: Chain) -> None:
+        """Its wait is over."""
         assert chain.ended_s is not None  # noqa: S101  (asked by the callers)
         idle_s = self._now_s - chain.ended_s
         self._returns.returned(chain.paced, idle_s)
@@ -384,15 +444,14 @@ class Sessions:
             self._returns.returned(SILENT + chain.paced, idle_s)
         chain.pace = pace_after(chain.pace, idle_s)
         chain.ended_s, chain.hint, chain.said = None, None, 0
-        self._become(chain, kind_of(chain.pace))
 
     def _become(self, chain: Chain, kind: int) -> None:
         """It is valued as one of this kind that is used now."""
         if chain.free:
-            del self._queue(chain)[chain]
+            self._leave(chain)
         chain.kind, chain.used_s = kind, self._now_s
         if chain.free:
-            self._queue(chain)[chain] = None
+            self._line_up(chain)
 
     def hint(self, chunk: Evictable, hint: Hint) -> None:
         """See `HintedPolicy.hint`."""
@@ -434,6 +493,7 @@ class Sessions:
             begun = stack if stack[-1] is touched[at] else stack[: stack.index(touched[at]) + 1]
             if chain.held or touched[at : at + len(begun)] != begun[::-1]:
                 break
+            self._leave_behind(chain, begun[-1])
             self._used_until_now(chain)
             prompt.append((chain, len(begun)))
             at += len(begun)
@@ -468,7 +528,7 @@ class Sessions:
 
     def _used_until_now(self, chain: Chain) -> None:
         if chain.ended_s is not None:
-            self._use(chain)
+            self._learn(chain)
         self._wait(chain)
 
     def _wait(self, chain: Chain) -> None:
