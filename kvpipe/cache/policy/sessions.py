@@ -65,7 +65,7 @@ class Sessions:
         self._duel = Duel(self._slots, self._returns)
         self._at: MutableMapping[Evictable, Chain] = table(slots)  # what may go, and what is held
         self._free = 0  # how many may go
-        self._known: Ordered[Hashable, Chain] = order(2 * slots)  # by identity of their chunks
+        self._known: Ordered[Hashable, Chain] = order(slots)  # by identity of their chunks
         self._gone: Ordered[Hashable, Chain] = order(slots)  # by the identity of their head
         self._branches: Ordered[Hashable, dict[Chain, None]] = order(slots)  # by what they follow
         self._queues: tuple[Ordered[Chain, None], ...] = tuple(order(slots) for _ in range(KINDS))
