@@ -32,7 +32,7 @@ SAVE, LOAD_SYNC, LOAD_ASYNC = Kind
 
 
 class Job(NamedTuple):
-    """One save or load of one request in one step. `epoch` counts the request's admissions."""
+    """One save or load of one request in one step. `epoch`: the number of the request's admission."""
 
     id: int
     kind: int

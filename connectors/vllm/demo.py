@@ -204,7 +204,8 @@ def _print(console: Console, plain: list[ScenarioResult], piped: list[ScenarioRe
     console.print(
         "TTFT: time to first token, mean over the row's requests, without and with\n"
         "kvpipe. Tokens loaded: brought back from host memory or disk, not computed;\n"
-        "vLLM's own prefix cache is off here. A preempted request counts each time.",
+        "vLLM's own prefix cache is off here. A preempted request counts each time.\n"
+        "Each row was run once: times of a busy machine vary.",
         style="dim",
     )
     if not all_same:
