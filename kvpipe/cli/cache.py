@@ -1,4 +1,4 @@
-"""`kvpipe cache stats|ls|verify|purge`: what tiers hold, whether it is whole, and away with it."""
+"""`kvpipe cache`: the KV that a running engine holds (`held.py`); what tiers hold, whether it is whole, away with it."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from kvpipe.cli import held
+from kvpipe.cli.asking import ASKS_ENGINE, list_commands
 from kvpipe.config import load_settings
 from kvpipe.errors import UsageError
 from kvpipe.tiers.base import ALIGN_BYTES, Entry, Get, Read, Tier, TierError
@@ -77,8 +79,20 @@ Action = Callable[[TierCommand, Report], Coroutine[Any, Any, bool]]
 
 def add_parsers(cache: argparse.ArgumentParser) -> None:
     """Add the subcommands of `kvpipe cache`; each sets `run`."""
-    sub = cache.add_subparsers(required=True, metavar="COMMAND")
+    cache.description = "The KV that is kept: by a running engine in its memory, and in tiers."
+    sub = cache.add_subparsers(required=True, metavar="COMMAND", help="one of these:")
+    held.add_parsers(sub)
+    of_engine = list(sub.choices)
+    _add_tiers(sub)
+    of_tiers = [name for name in sub.choices if name not in of_engine]
+    list_commands(
+        cache,
+        sub.choices,
+        {ASKS_ENGINE: of_engine, "open tiers from here, by URL or path; they ask no engine": of_tiers},
+    )
 
+
+def _add_tiers(sub: Any) -> None:  # noqa: ANN401  (argparse hides its type)
     _parser(sub, "stats", _stats, "how much is there, of which namespaces, and is the tier well?")
 
     one = _parser(sub, "ls", _ls, "list keys with size and age, sorted by key")
@@ -97,7 +111,7 @@ def add_parsers(cache: argparse.ArgumentParser) -> None:
 
 
 def _parser(sub: Any, name: str, action: Action, says: str) -> argparse.ArgumentParser:  # noqa: ANN401
-    one: argparse.ArgumentParser = sub.add_parser(name, help=says, description=says)
+    one: argparse.ArgumentParser = sub.add_parser(name, description=says)
     one.add_argument("tier", nargs="*", help="URL or path, as in the configuration's `tiers`; none: those of it")
     one.add_argument("--namespace", type=_namespace, help="only values of this namespace, 32 hex digits")
     one.add_argument("--json", action="store_true", help="print a line of JSON per tier")

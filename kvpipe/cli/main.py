@@ -23,6 +23,8 @@ from kvpipe.errors import UsageError
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; return its exit status. A usage error is one line on stderr and status 2."""
     parser = _parser()
+    if why := manage.misplaced(sys.argv[1:] if argv is None else argv):
+        parser.error(why)
     args, rest = parser.parse_known_args(argv)
     if rest and args.run is not _fuzz:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -62,10 +64,10 @@ def _parser() -> argparse.ArgumentParser:
     trace = sub.add_parser("trace", help="read what an engine with trace_file has written: show, replay, timeline")
     command.add_parsers(trace)
 
-    cache = sub.add_parser("cache", help="what tiers hold: stats, ls, verify, purge")
+    cache = sub.add_parser("cache", help="the KV that a running engine holds (lookup, warm, pin, evict) and what tiers hold (stats, purge)")
     tiers.add_parsers(cache)
 
-    engine = sub.add_parser("engine", help="a running engine with manage: state, counters, lookup, switch")
+    engine = sub.add_parser("engine", help="a running engine with manage: state, counters, switch")
     manage.add_parsers(engine)
 
     top.add_arguments(sub.add_parser("top", help="running engines with manage, as they go"))

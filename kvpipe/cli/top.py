@@ -23,7 +23,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvpipe.cli.manage import add_token, parse_address, token_of
+from kvpipe.cli.asking import add_token, parse_address, token_of
 from kvpipe.config import load_settings
 from kvpipe.errors import UsageError
 from kvpipe.listening import ENGINE, Address

@@ -82,7 +82,7 @@ class EvictMatching(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class TenantHolds(_ToOperator):
     """What the pool has of the requests with one salt and one adapter."""
 
-    salt_digest: str = Field(description="Of their `cache_salt`: `kvpipe engine salt` computes it. Nothing: no salt.")
+    salt_digest: str = Field(description="Of their `cache_salt`: `kvpipe cache salt` computes it. Nothing: no salt.")
     adapter: str = Field(description="Their LoRA adapter's name; nothing: none.")
     adapter_digest: str = Field(description="Of its bytes.")
     chunks: int

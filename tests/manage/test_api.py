@@ -188,13 +188,13 @@ def test_what_is_gone_meanwhile_is_looked_at_again(managed: Managed, monkeypatch
 
 
 def test_the_command(managed: Managed, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """`kvpipe engine` asks the same, of an address or of the configuration's."""
+    """`kvpipe engine` and `kvpipe cache` ask the same."""
     managed.save("a", 20)
     at = ["--at", str(managed.address), "--token-file", str(tmp_path / "token")]
     assert cli.main(["engine", "state", *at]) == 0
     assert "pool.slots_used" in capsys.readouterr().out
     (tmp_path / "ids").write_text(str(list(range(20 * UNIT))), encoding="utf-8")
-    assert cli.main(["engine", "lookup", f"@{tmp_path}/ids", "--salt", "a", "--json", *at]) == 0
+    assert cli.main(["cache", "lookup", f"@{tmp_path}/ids", "--salt", "a", "--json", *at]) == 0
     assert f'"held_tokens": {20 * UNIT}' in capsys.readouterr().out
     assert cli.main(["engine", "switch", "--freeze", "on", *at]) == 0
     assert managed.side.switches.freeze
@@ -207,13 +207,14 @@ def test_the_command(managed: Managed, capsys: pytest.CaptureFixture[str], tmp_p
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["lookup", "1,x"], "tokens are whole numbers"),
-        (["lookup", "@/nowhere"], "/nowhere cannot be read"),
-        (["lookup", "1", "--adapter", "x", "y", "z"], "its number is a whole number"),
-        (["switch"], "say --freeze on|off"),
-        (["state", "--at", "here"], "write 'unix:/"),
-        (["state", "--at", "unix:/run/{engine}.sock"], "say --at with the engine's name"),
-        (["state", "--at", "unix:/nowhere/x.sock"], "no engine answers at unix:/nowhere/x.sock"),
+        (["cache", "lookup", "1,x"], "tokens are whole numbers"),
+        (["cache", "lookup", "@/nowhere"], "/nowhere cannot be read"),
+        (["cache", "lookup", "1", "--adapter", "x", "y", "z"], "its number is a whole number"),
+        (["engine", "switch"], "say --freeze on|off"),
+        (["engine", "state", "--at", "here"], "--at here: write 'unix:/"),
+        (["cache", "pins", "--at", ""], "no engine is named; say --at"),
+        (["engine", "state", "--at", "unix:/run/{engine}.sock"], "say --at with the engine's name"),
+        (["engine", "state", "--at", "unix:/nowhere/x.sock"], "no engine answers at unix:/nowhere/x.sock"),
     ],
 )
 def test_the_command_says_what_is_wrong(
@@ -223,7 +224,7 @@ def test_the_command_says_what_is_wrong(
     file = tmp_path / "token"
     file.write_text("x" * 32, encoding="utf-8")
     at = [] if "--at" in words else ["--at", "127.0.0.1:1"]
-    assert cli.main(["engine", *words, *at, "--token-file", str(file)]) == 2
+    assert cli.main([*words, *at, "--token-file", str(file)]) == 2
     assert says in capsys.readouterr().err
 
 

@@ -307,7 +307,7 @@ def test_what_is_refused(managed: Managed, body: Any, says: str) -> None:
 def test_the_command(
     managed: Managed, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`kvpipe engine holders|salt|evict-matching`."""
+    """`kvpipe cache holders|salt|evict-matching`."""
     save(managed, "a", 20, "alice")
     save(managed, "b", 20, "bob")
     assert not managed.side.pending
@@ -315,7 +315,7 @@ def test_the_command(
     at = ["--json", "--at", str(managed.address), *token]
 
     def said(*words: str) -> str:
-        assert cli.main(["engine", *words]) == 0
+        assert cli.main(["cache", *words]) == 0
         return capsys.readouterr().out
 
     assert said("salt", "alice", *token) == ALICE + "\n"
@@ -325,8 +325,8 @@ def test_the_command(
     assert ALICE in said("holders", *at)
     assert '"chunks": 2' in said("evict-matching", "--salt-digest", ALICE, *at)
     assert '"chunks": 0' in said("evict-matching", "--idle-s", "3600", "--no-adapter", *at)
-    assert cli.main(["engine", "evict-matching", *at]) == 2
+    assert cli.main(["cache", "evict-matching", *at]) == 2
     assert "nothing is selected" in capsys.readouterr().err
-    assert cli.main(["engine", "evict-matching", "--idle-s", "0", *at]) == 2
-    assert cli.main(["engine", "evict-matching", "--salt", "", *at]) == 2
+    assert cli.main(["cache", "evict-matching", "--idle-s", "0", *at]) == 2
+    assert cli.main(["cache", "evict-matching", "--salt", "", *at]) == 2
     assert '"chunks": 2' in said("evict-matching", "--all", *at)

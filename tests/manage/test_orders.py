@@ -167,7 +167,7 @@ def test_serving_goes_on_meanwhile(managed: Managed) -> None:
 
 
 def test_the_command(managed: Managed, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """`kvpipe engine pin|pins|unpin|evict|warm|order`."""
+    """`kvpipe cache pin|pins|unpin|evict|warm|order`."""
     managed.side.finished(managed.save("a", 20))
     assert not managed.side.pending
     at = ["--json", "--at", str(managed.address), "--token-file", str(tmp_path / "token")]
@@ -175,14 +175,14 @@ def test_the_command(managed: Managed, capsys: pytest.CaptureFixture[str], tmp_p
     asked = [f"@{tmp_path}/ids", "--salt", "a", *at]
 
     def said(*words: str) -> str:
-        assert cli.main(["engine", *words]) == 0
+        assert cli.main(["cache", *words]) == 0
         return capsys.readouterr().out
 
     assert '"pin": 1' in said("pin", *asked, "--seconds", "60")
     assert f'"tokens": {20 * UNIT}' in said("pins", *at)
     assert '"chunks": 2' in said("unpin", "1", *at)
     assert '"chunks": 1' in said("evict", *asked, "--from-token", str(17 * UNIT))
-    assert cli.main(["engine", "warm", *asked, "--seconds", "60"]) == 2
+    assert cli.main(["cache", "warm", *asked, "--seconds", "60"]) == 2
     assert "this engine has no tiers" in capsys.readouterr().err
-    assert cli.main(["engine", "order", "3", *at]) == 2
+    assert cli.main(["cache", "order", "3", *at]) == 2
     assert "order: no order 3 is remembered" in capsys.readouterr().err

@@ -1,15 +1,16 @@
-"""What the interface serves, what its page lists and what `kvpipe engine` asks are the same."""
+"""What the interface serves, what its page lists and what `kvpipe engine` and `kvpipe cache` ask are the same."""
 
 from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvpipe.cli import manage
+from kvpipe.cli import asking, cache, held, main, manage
 from kvpipe.manage.api import make_app
 from tests.manage.conftest import Managed
 
@@ -38,24 +39,35 @@ def _listed() -> tuple[set[Operation], set[str]]:
             method, _, own = one.partition(" ")
             path = own or path
             operations.add(_operation(method, path))
-        commands |= set(re.findall(r"`([\w-]+)`", names))
+        commands |= set(re.findall(r"`((?:engine|cache) [\w-]+)`", names))
     return operations, commands
+
+
+def _of(add: Callable[[argparse.ArgumentParser], None]) -> dict[str, argparse.ArgumentParser]:
+    parser = argparse.ArgumentParser()
+    add(parser)
+    (sub,) = (one for one in parser._actions if isinstance(one, argparse._SubParsersAction))
+    return dict(sub.choices)
+
+
+def _commands() -> dict[str, argparse.ArgumentParser]:
+    """Return the commands that ask an engine, or have its token: those of tiers have no token."""
+    both = {"engine": _of(manage.add_parsers), "cache": _of(cache.add_parsers)}
+    named = {f"{of} {name}": one for of, commands in both.items() for name, one in commands.items()}
+    return {name: one for name, one in named.items() if "--token-file" in one.format_help()}
 
 
 def _asked(monkeypatch: pytest.MonkeyPatch, token: Path) -> dict[str, set[Operation]]:
     """Return what each command asks when it is called with whatever it needs. Nobody is asked."""
     out = dict[str, set[Operation]]()
-    parser = argparse.ArgumentParser()
-    manage.add_parsers(parser)
-    (commands,) = (one for one in parser._actions if isinstance(one, argparse._SubParsersAction))
-    for name, command in commands.choices.items():
+    for name, command in _commands().items():
         asked = out[name] = set()
 
         def ask(_at: object, _token: str, method: str, path: str, _body: object, to: set[Operation] = asked) -> Any:
             to.add(_operation(method, path))
             return {}
 
-        monkeypatch.setattr(manage, "ask", ask)
+        monkeypatch.setattr(asking, "ask", ask)
         given = ["--at", "127.0.0.1:1"] if "--at" in command.format_help() else []
         for one in command._actions:
             value = str(next(iter(one.choices))) if one.choices else "1"
@@ -63,7 +75,7 @@ def _asked(monkeypatch: pytest.MonkeyPatch, token: Path) -> dict[str, set[Operat
                 given.append(value)
             elif one.required or one.choices:
                 given += [one.option_strings[0], value]
-        args = parser.parse_args([name, *given, "--token-file", str(token)])
+        args = command.parse_args([*given, "--token-file", str(token)])
         assert args.run(args) == 0
     return out
 
@@ -76,3 +88,25 @@ def test_page_command_and_interface_agree(managed: Managed, monkeypatch: pytest.
     assert listed == served
     assert set().union(*asked.values()) == served - {("GET", "/v1/switches")}
     assert commands == {name for name, operations in asked.items() if operations}
+
+
+def test_each_command_has_one_place(capsys: pytest.CaptureFixture[str]) -> None:
+    """`kvpipe cache` has what concerns held KV, and `kvpipe engine` says so of what it has not."""
+    asking_cache = {name.removeprefix("cache ") for name in _commands() if name.startswith("cache ")}
+    assert asking_cache == set(held.COMMANDS)
+    assert not asking_cache & set(_of(manage.add_parsers))
+    for name in held.COMMANDS:
+        with pytest.raises(SystemExit, match="2"):
+            main.main(["engine", name, "--at", "127.0.0.1:1", "1,2"])
+        assert f"engine {name}: this is a command of `kvpipe cache`: kvpipe cache {name}" in capsys.readouterr().err
+
+
+def test_help_tells_who_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    """Below one heading are the commands that ask an engine, below the other those that open tiers; none is missing."""
+    with pytest.raises(SystemExit, match="0"):
+        main.main(["cache", "--help"])
+    _, asking_engine, opening_tiers = re.split(r"\n\n(?=ask a running|open tiers)", capsys.readouterr().out)
+    listed = [set(re.findall(r"^  (\S+) ", part, re.MULTILINE)) for part in (asking_engine, opening_tiers)]
+    assert listed == [set(held.COMMANDS), set(_of(cache.add_parsers)) - set(held.COMMANDS)]
+    assert "--at" in asking_engine
+    assert "--at" not in opening_tiers

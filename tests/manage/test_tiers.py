@@ -165,9 +165,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         hold(tier, managed, "a", CHUNK)
         at = ["--at", str(managed.address), "--token-file", str(tmp_path / "token")]
         ids = ",".join(map(str, range(CHUNK * UNIT)))
-        assert cli.main(["engine", "lookup", ids, "--salt", "a", *at, "--tiers"]) == 0
+        assert cli.main(["cache", "lookup", ids, "--salt", "a", *at, "--tiers"]) == 0
         said = capsys.readouterr().out
         assert "reach_tokens" in said
         assert "far" in said
-        assert cli.main(["engine", "lookup", ids, "--salt", "a", *at]) == 0
+        assert cli.main(["cache", "lookup", ids, "--salt", "a", *at]) == 0
         assert "reach_tokens" not in capsys.readouterr().out

@@ -1,0 +1,112 @@
+"""What all commands have that ask a running engine with `manage`: its address and token, and how answers are printed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from kvpipe.config import load_settings
+from kvpipe.errors import UsageError
+from kvpipe.listening import ENGINE, Address
+from kvpipe.manage.client import ask
+from kvpipe.tiers.spec import secret
+
+ASKS_ENGINE: Final = "ask a running engine with `manage`, at --at ADDRESS, with its token"
+"""A heading."""
+_NAME_COLUMNS: Final = 16
+
+
+def asking_parser(sub: Any, name: str, says: str) -> argparse.ArgumentParser:  # noqa: ANN401
+    """Add a command that asks an engine to `sub`, argparse's subparsers."""
+    one: argparse.ArgumentParser = sub.add_parser(name, description=says)
+    one.add_argument("--at", metavar="ADDRESS", help="the engine's address; by default the configuration's `manage`")
+    add_token(one)
+    one.add_argument("--json", action="store_true", help="print the answer as JSON")
+    return one
+
+
+def list_commands(
+    parser: argparse.ArgumentParser, commands: Mapping[str, argparse.ArgumentParser], headed: Mapping[str, Sequence[str]]
+) -> None:
+    """List `commands` in the help of `parser` below headings, each by its description as far as a semicolon."""
+
+    def row(name: str) -> str:
+        return f"  {name:<{_NAME_COLUMNS}}{(commands[name].description or '').partition(';')[0]}\n"
+
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = "\n".join(f"{head}:\n{''.join(map(row, names))}" for head, names in headed.items())
+
+
+def told(args: argparse.Namespace, method: str, path: str, body: object = None) -> int:
+    """Ask, and print the answer. Returns the exit status. Raises UsageError."""
+    address = parse_address(args.at or load_settings().manage)
+    if ENGINE in address.path:
+        raise UsageError(f"kvpipe: {address}: say --at with the engine's name, as its log has it")
+    answer = ask(address, token_of(args), method, path, body)
+    if args.json:
+        sys.stdout.write(json.dumps(answer) + "\n")
+    else:
+        _print(answer)
+    return 0
+
+
+def add_token(one: argparse.ArgumentParser) -> None:
+    """Add the argument that `token_of` reads."""
+    one.add_argument(
+        "--token-file", type=Path, metavar="FILE", help="by default the configuration's `manage_token_file` or `_env`"
+    )
+
+
+def token_of(args: argparse.Namespace) -> str:
+    """Return the token that engines ask for. Raises UsageError: none is named, or it cannot be read."""
+    settings = load_settings()
+    try:
+        file = args.token_file or settings.manage_token_file
+        token = secret("" if args.token_file else settings.manage_token_env, file, "manage_token")
+    except ValueError as error:
+        raise UsageError(f"kvpipe: {error}") from None
+    if token is None:
+        raise UsageError("kvpipe: no token is named; say --token-file, or set KVPIPE_MANAGE_TOKEN_FILE")
+    return token.get_secret_value()
+
+
+def parse_address(text: str) -> Address:
+    """Return an address. Raises UsageError."""
+    if not text:
+        raise UsageError("kvpipe: no engine is named; say --at, or set KVPIPE_MANAGE")
+    try:
+        return Address.parse(text)
+    except ValueError as error:
+        raise UsageError(f"kvpipe: --at {text}: {error}") from None
+
+
+def _print(answer: dict[str, Any]) -> None:
+    """Print an answer as a table of names and values; a list of objects is a table of its own."""
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    table = Table("", "", box=None, show_header=False)
+    for name, value in _flat(answer):
+        table.add_row(escape(name), escape(str(value)))
+    console.print(table)
+    for name, rows in answer.items():
+        if isinstance(rows, list) and rows:
+            many = Table(*map(escape, rows[0]), title=escape(name), title_justify="left", box=box.SIMPLE_HEAD)
+            for row in rows:
+                many.add_row(*(escape(str(value)) for value in row.values()))
+            console.print(many)
+
+
+def _flat(answer: dict[str, Any], before: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in answer.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{before}{name}.")
+        elif value is not None and not isinstance(value, list):
+            yield before + name, value
