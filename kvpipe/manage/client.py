@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
+import pwd
 import socket
+import struct
 import time
 from typing import Any, Final
 
 from kvpipe import files
 from kvpipe.errors import UsageError
-from kvpipe.listening import Address
+from kvpipe.listening import UNIX, Address
 from kvpipe.manage.start import check_token
 
 ANSWER_S_MAX: Final = 60.0
 ANSWER_BYTES_MAX: Final = 16 << 20
 _AGAIN_S: Final = 0.01
+_ROOT: Final = 0
+_CREDENTIALS: Final = struct.Struct("iII")  # ucred: pid, uid, gid
 
 
 class _OverUnix(http.client.HTTPConnection):
@@ -24,6 +29,7 @@ class _OverUnix(http.client.HTTPConnection):
         self._path = path
 
     def connect(self) -> None:
+        """Connect, if who listens may have the token. Raises UsageError, OSError."""
         until_s = time.monotonic() + (self.timeout or 0)
         self.sock = socket.socket(socket.AF_UNIX)
         self.sock.settimeout(self.timeout)
@@ -35,7 +41,33 @@ class _OverUnix(http.client.HTTPConnection):
                     raise
                 time.sleep(_AGAIN_S)
             else:
-                return
+                break
+        _check_listener(self.sock, self._path)
+
+
+def _check_listener(connected: socket.socket, path: str) -> None:
+    """Raise UsageError unless this user or root listens there: whoever may write to the folder could."""
+    listens, trusted = _listener(connected), dict.fromkeys((os.geteuid(), _ROOT))
+    if listens not in trusted:
+        who = _name(listens)
+        raise UsageError(
+            f"kvpipe: {UNIX}{path}: the user {who} listens there, not {' or '.join(map(_name, trusted))}: no token is "
+            f"sent; ask as `sudo -u {who}` if the engine is that user's, else use a folder that nobody else can write to"
+        )
+
+
+def _listener(connected: socket.socket) -> int:
+    """Return the user who listens at a Unix socket, by the kernel's word."""
+    told = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(told)
+    return int(user)
+
+
+def _name(user: int) -> str:
+    try:
+        return pwd.getpwuid(user).pw_name
+    except KeyError:
+        return f"#{user}"  # as sudo takes it
 
 
 def connect(address: Address, answer_s_max: float = ANSWER_S_MAX) -> http.client.HTTPConnection:
@@ -51,7 +83,7 @@ def ask(
     """Return what the engine answers.
 
     Raises:
-        UsageError: nobody listens there, the engine has refused, or no header can hold the token.
+        UsageError: nobody listens there, or another user; the engine has refused; no header can hold the token.
 
     """
     check_token(token)  # a header's error would show it
@@ -61,6 +93,8 @@ def ask(
         connection.request(method, path, None if body is None else json.dumps(body), headers)
         answer = connection.getresponse()
         told = json.loads(answer.read(ANSWER_BYTES_MAX))
+    except UsageError:
+        raise
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise UsageError(f"kvpipe: no engine answers at {address} ({files.why(error)})") from None
     finally:

@@ -1,0 +1,70 @@
+"""The token goes to an engine of one's own user or of root, and to nobody else who listens at a Unix socket."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvpipe.cli import main as cli
+from kvpipe.manage import client
+from kvpipe.testing.pipeline_rig import WAIT_S
+from tests.manage.conftest import TOKEN, Managed
+
+_ANOTHER = 65533
+
+
+@contextlib.contextmanager
+def _another_listens(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """Listen as another user than asks: only root can become one, others ask as one instead."""
+    user = os.geteuid()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        if not user:
+            try:
+                os.seteuid(_ANOTHER)
+            except OSError as error:
+                pytest.skip(f"root cannot become another user here ({error})")
+        try:
+            listener.listen()  # the kernel remembers who
+        finally:
+            os.seteuid(user)
+        if user:
+            monkeypatch.setattr(os, "geteuid", lambda: _ANOTHER)
+        yield listener
+
+
+@pytest.mark.parametrize("command", [["engine", "state"], ["cache", "pins"], ["top", "--once"]])
+def test_nobody_else_is_sent_the_token(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who may write to a folder can listen there. The command says where, who, and what to do."""
+    token, path = tmp_path / "token", tmp_path / "e1.sock"
+    token.write_text(TOKEN, encoding="utf-8")
+    with _another_listens(path, monkeypatch) as listener:
+        assert cli.main([*command, "--at", f"unix:{path}", "--token-file", str(token)]) in {1, 2}
+        listener.settimeout(WAIT_S)
+        taken, _ = listener.accept()
+        with taken:
+            taken.settimeout(WAIT_S)
+            assert taken.recv(1) == b""
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert f"unix:{path}: the user " in said
+    assert "no token is sent; ask as `sudo -u " in said
+
+
+@pytest.mark.parametrize("user", [0, 1000])
+def test_ones_own_engine_and_roots_are_asked(
+    user: int, managed: Managed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a user's own engine, and of root's, he is an operator if he has the token."""
+    monkeypatch.setattr(client, "_listener", lambda _: user)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    at = ["--at", str(managed.address), "--token-file", str(tmp_path / "token")]
+    assert cli.main(["engine", "state", *at]) == 0
+    monkeypatch.setattr(os, "geteuid", lambda: 1001)
+    assert cli.main(["engine", "state", *at]) == (0 if user == 0 else 2)
