@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import uuid
+from math import gcd
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -192,16 +193,27 @@ def hash_tokens(cache: KVCacheConfig, geometry: Geometry) -> int:
     """
     size = cache.hash_block_size or geometry.unit_tokens
     if geometry.states and size < geometry.unit_tokens:
-        what = f"hash_block_size={size} with states every {geometry.unit_tokens} tokens"
-        if geometry.states_back:
-            what += " and speculative decoding (vLLM then keeps a prompt's last state within a block, none at its end)"
-            refuse(what, "unset prefix_match_unit")
-        if any(_checkpoints(cache.kv_cache_groups[i]) for i in geometry.states):
-            what += " by layers that write one from within a step (within a block then, none at its end)"
-            refuse(what, "unset prefix_match_unit")
+        _check_within(cache, geometry, size)
     if geometry.unit_tokens % size:
-        refuse(f"hash_block_size={size} with blocks of {geometry.unit_tokens} tokens", "unset prefix_match_unit")
+        refuse(f"prefix_match_unit={size} with blocks of {geometry.unit_tokens} tokens", "unset it")
     return int(size)
+
+
+def _check_within(cache: KVCacheConfig, geometry: Geometry, size: int) -> None:
+    """Raise `UnsupportedError` where vLLM keeps states within blocks: a hash is of fewer tokens than a block of them."""
+    if geometry.states_back:
+        why = " and speculative decoding (vLLM then keeps a prompt's last state within a block, none at its end)"
+    elif any(_checkpoints(cache.kv_cache_groups[i]) for i in geometry.states):
+        why = " by layers that write one from within a step (within a block then, none at its end)"
+    else:
+        return
+    beside = " beside a window" if geometry.windows else ""
+    what = f"states every {geometry.unit_tokens} tokens{beside}{why}"
+    sizes = sorted({group.block_tokens for group in geometry.groups})
+    if size == gcd(*sizes):  # so it is where nobody has set it
+        given = f"block hashes of {size} tokens (of KV cache groups with blocks of {', '.join(map(str, sizes))})"
+        refuse(f"{given} with {what}", "unset speculative_config" if geometry.states_back else "serve it without kvpipe")
+    refuse(f"prefix_match_unit={size} with {what}", "unset it")
 
 
 def _match_tokens(cache: KVCacheConfig, groups: list[Group], states_back: int) -> int:

@@ -158,10 +158,26 @@ def test_states_within_blocks_at_which_no_hit_ends_are_refused(
     group.kv_cache_spec = dataclasses.replace(group.kv_cache_spec, num_prefill_checkpoint_blocks=checkpoints)  # type: ignore[call-arg]
     geometry = make_geometry(cache, load_settings({"chunk_tokens": 128}), states_back=states_back)
     why = "speculative decoding" if states_back else "from within a step"
-    with pytest.raises(UnsupportedError, match=f"{why} .*; unset prefix_match_unit$"):
+    beside = " beside a window" if "window" in shape else ""
+    says = f"^kvpipe: prefix_match_unit=8 with states every 32 tokens{beside} .*{why} .*; unset it$"
+    with pytest.raises(UnsupportedError, match=says):
         hash_tokens(cache, geometry)
     cache.hash_block_size = 32
     assert hash_tokens(cache, geometry) == 32
+
+
+@pytest.mark.parametrize(("states_back", "remedy"), [(1, "unset speculative_config"), (0, "serve it without kvpipe")])
+def test_what_does_not_help_is_not_recommended(states_back: int, remedy: str) -> None:
+    """A window's blocks may be shorter than a state's: then hashes are, too, with no prefix_match_unit set."""
+    cache = copy.deepcopy(make_cache(SHAPES["window-and-states"]))
+    window, states = cache.kv_cache_groups[1:]
+    window.kv_cache_spec = dataclasses.replace(window.kv_cache_spec, block_size=8)
+    states.kv_cache_spec = dataclasses.replace(states.kv_cache_spec, num_prefill_checkpoint_blocks=1)  # type: ignore[call-arg]
+    cache.hash_block_size = cache.cache_hit_alignment_tokens = 8
+    geometry = make_geometry(cache, load_settings({"chunk_tokens": 128}), states_back=states_back)
+    says = rf"^kvpipe: block hashes of 8 tokens \(of KV cache groups with blocks of 8, 32\) with .*; {remedy}$"
+    with pytest.raises(UnsupportedError, match=says):
+        hash_tokens(cache, geometry)
 
 
 def test_a_load_never_begins_within_a_block() -> None:
