@@ -200,7 +200,7 @@ def hash_tokens(cache: KVCacheConfig, geometry: Geometry) -> int:
 
 
 def _check_within(cache: KVCacheConfig, geometry: Geometry, size: int) -> None:
-    """Raise `UnsupportedError` where vLLM keeps states within blocks: a hash is of fewer tokens than a block of them."""
+    """Raise `UnsupportedError` where vLLM keeps states within blocks: a hash is of `size` tokens, less than a block."""
     if geometry.states_back:
         why = " and speculative decoding (vLLM then keeps a prompt's last state within a block, none at its end)"
     elif any(_checkpoints(cache.kv_cache_groups[i]) for i in geometry.states):
@@ -212,7 +212,9 @@ def _check_within(cache: KVCacheConfig, geometry: Geometry, size: int) -> None:
     sizes = sorted({group.block_tokens for group in geometry.groups})
     if size == gcd(*sizes):  # so it is where nobody has set it
         given = f"block hashes of {size} tokens (of KV cache groups with blocks of {', '.join(map(str, sizes))})"
-        refuse(f"{given} with {what}", "unset speculative_config" if geometry.states_back else "serve it without kvpipe")
+        refuse(
+            f"{given} with {what}", "unset speculative_config" if geometry.states_back else "serve it without kvpipe"
+        )
     refuse(f"prefix_match_unit={size} with {what}", "unset it")
 
 

@@ -1,4 +1,4 @@
-"""What all commands have that ask a running engine with `manage`: its address and token, and how answers are printed."""
+"""What commands share that ask a running engine with `manage`: its address and token, and how answers are printed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def asking_parser(sub: Any, name: str, says: str) -> argparse.ArgumentParser:  #
 
 
 def list_commands(
-    parser: argparse.ArgumentParser, commands: Mapping[str, argparse.ArgumentParser], headed: Mapping[str, Sequence[str]]
+    parser: argparse.ArgumentParser,
+    commands: Mapping[str, argparse.ArgumentParser],
+    headed: Mapping[str, Sequence[str]],
 ) -> None:
     """List `commands` in the help of `parser` below headings, each by its description as far as a semicolon."""
 

@@ -1,4 +1,4 @@
-"""`kvpipe cache`: the KV that a running engine holds (`held.py`); what tiers hold, whether it is whole, away with it."""
+"""`kvpipe cache`: the KV that an engine holds (`held.py`); what tiers hold, whether it is whole, and away with it."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ Action = Callable[[TierCommand, Report], Coroutine[Any, Any, bool]]
 def add_parsers(cache: argparse.ArgumentParser) -> None:
     """Add the subcommands of `kvpipe cache`; each sets `run`."""
     cache.description = "The KV that is kept: by a running engine in its memory, and in tiers."
-    sub = cache.add_subparsers(required=True, metavar="COMMAND", help="one of these:")
+    sub = cache.add_subparsers(required=True, metavar="COMMAND", help="one of those below")
     held.add_parsers(sub)
     of_engine = list(sub.choices)
     _add_tiers(sub)

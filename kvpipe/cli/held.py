@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvpipe import files
-from kvpipe.cli.asking import add_token, asking_parser, told, token_of
+from kvpipe.cli.asking import add_token, asking_parser, token_of, told
 from kvpipe.errors import UsageError
 from kvpipe.manage.salts import salt_digest
 
@@ -78,7 +78,7 @@ def _add_evict(sub: Any) -> None:  # noqa: ANN401
 
 
 def _add_matching(sub: Any) -> None:  # noqa: ANN401
-    says = f"drop what its memory has of a salt, of an adapter, or what was of no use for long{_TIERS_KEEP}"
+    says = f"drop what its memory has of a salt, an adapter or an age{_TIERS_KEEP}"
     evict = asking_parser(sub, "evict-matching", says)
     evict.add_argument("--salt", dest="cache_salt", help="the requests' cache_salt")
     evict.add_argument("--salt-digest", help="as `holders` shows it")
@@ -115,7 +115,9 @@ def _prompt(args: argparse.Namespace) -> dict[str, Any]:
             raise UsageError(f"kvpipe: {args.tokens[1:]} cannot be read ({files.why(error)})") from None
     words = re.split(r"[\s,\[\]]+", text.strip(" \n\t,[]"))
     if not all(re.fullmatch("[0-9]{1,10}", word) for word in words):
-        raise UsageError("kvpipe: tokens are whole numbers with commas or blanks between them; @FILE for a file of them")
+        raise UsageError(
+            "kvpipe: tokens are whole numbers with commas or blanks between them; @FILE for a file of them"
+        )
     prompt: dict[str, Any] = {"tokens": [int(word) for word in words]}
     if args.salt is not None:
         prompt["cache_salt"] = args.salt

@@ -64,7 +64,9 @@ def _parser() -> argparse.ArgumentParser:
     trace = sub.add_parser("trace", help="read what an engine with trace_file has written: show, replay, timeline")
     command.add_parsers(trace)
 
-    cache = sub.add_parser("cache", help="the KV that a running engine holds (lookup, warm, pin, evict) and what tiers hold (stats, purge)")
+    cache = sub.add_parser(
+        "cache", help="the KV that a running engine holds (lookup, warm, pin, evict) and what tiers hold (stats, purge)"
+    )
     tiers.add_parsers(cache)
 
     engine = sub.add_parser("engine", help="a running engine with manage: state, counters, switch")

@@ -16,7 +16,7 @@ _ON: Final = {"on": True, "off": False}
 def add_parsers(engine: argparse.ArgumentParser) -> None:
     """Add the subcommands of `kvpipe engine`; each sets `run`."""
     engine.description = "Ask, or switch, a running engine with `manage`. The KV that it holds: `kvpipe cache`."
-    sub = engine.add_subparsers(required=True, metavar="COMMAND", help="one of these:")
+    sub = engine.add_subparsers(required=True, metavar="COMMAND", help="one of those below")
     state = asking_parser(sub, "state", "what it has and does: pool, requests, jobs, tiers, switches")
     state.add_argument("--requests", type=int, default=100, metavar="N", help="how many requests to list (default 100)")
     state.set_defaults(run=lambda args: told(args, "GET", f"/v1/state?requests_max={args.requests}"))
