@@ -75,6 +75,8 @@ class Geometry:
     """How many units before a prompt's last whole unit the engine keeps its last state."""
     match_tokens: int = 0
     """Tokens of a unit, where the engine keeps states within blocks instead of at their ends; 0: block sizes decide."""
+    branches_within: bool = False
+    """Whether it keeps the state of where prompts branch there, too, and none where the block before that ends."""
 
     def __post_init__(self) -> None:
         """Check the two sizes that a user sets."""

@@ -128,6 +128,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             drafters.ahead_tokens(vllm_config),
             parallel.decode_context_parallel_size,
             drafters.states_back(vllm_config),
+            branches=drafters.branches_within(vllm_config),
         )
         if self.geometry.states:
             drafters.check_states(vllm_config)

@@ -124,6 +124,14 @@ def states_back(config: VllmConfig) -> int:
     return int(drafts is not None and drafts.use_eagle_block_drop())
 
 
+def branches_within(config: VllmConfig) -> bool:
+    """Whether vLLM keeps the state of where prompts branch within a block (`KVCacheManager.__init__`)."""
+    drafts = config.speculative_config
+    if drafts is None or not drafts.use_eagle_block_drop() or _modules(drafts) > 1:
+        return False
+    return bool(config.cache_config.enable_mamba_shared_prefix_checkpoint)
+
+
 def facts(config: VllmConfig) -> dict[str, Any]:
     """Return what a drafter's KV depends on beside tokens and weights, as plain data; empty: there is none."""
     drafts = config.speculative_config

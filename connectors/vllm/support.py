@@ -93,10 +93,12 @@ def _check_stages(config: VllmConfig) -> None:
 
 
 def make_geometry(
-    cache: KVCacheConfig, settings: Settings, ahead_tokens: int = 0, dcp: int = 1, states_back: int = 0
-) -> Geometry:
+    cache: KVCacheConfig, settings: Settings, ahead_tokens: int = 0, dcp: int = 1, states_back: int = 0,
+    *, branches: bool = False,
+) -> Geometry:  # fmt: skip
     """Describe the engine's cache groups. `ahead_tokens`, `states_back`: see `Geometry`.
 
+    `branches`: whether the engine keeps states of branches within blocks, where it keeps any within blocks.
     `dcp`: among how many ranks decode context parallelism divides the tokens of a block, where a group's are divided.
     Such a block is as many times longer, and of the bytes of one page of each rank: what is in it is the rank's affair.
 
@@ -134,7 +136,9 @@ def make_geometry(
         refuse("a model without KV cache", "serve it without kvpipe")
     match_tokens = _match_tokens(cache, groups, states_back)
     sizes_max = settings.chunk_tokens, int(settings.pool_bytes_max)
-    geometry = Geometry(tuple(groups), *sizes_max, ahead_tokens, states_back, match_tokens)
+    geometry = Geometry(
+        tuple(groups), *sizes_max, ahead_tokens, states_back, match_tokens, branches and match_tokens > 0
+    )
     _check_sizes(geometry, settings)
     return geometry
 

@@ -212,7 +212,8 @@ def _requests(engines: Iterable[SeenEngine]) -> Iterator[tuple[str, RequestHolds
 def _drawn(engine: SeenEngine) -> Text:
     state = engine.last
     if state is None:
-        return Text.assemble(("● ", "red"), f"{engine.address}  {printable(engine.error)}")
+        address = "" if str(engine.address) in engine.error else f"{engine.address}  "
+        return Text.assemble(("● ", "red"), f"{address}{printable(engine.error)}")
     since = engine.since
     lines = [
         _head(state, since),

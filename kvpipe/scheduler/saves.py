@@ -55,8 +55,9 @@ class Saving:
         self._states, self._whole = geometry.states, geometry.whole_units
         self._step = int(self._whole == 1) if self._partial else self._per_chunk
         """In how many units behind the last one the next is worth a page; 0: see `_more`."""
-        self._branches = max((geometry.units_per_block[group] for group in geometry.states), default=1)
-        """Of so many units are the boundaries at which states of branches are kept: their blocks'."""
+        blocks = () if geometry.branches_within else geometry.states
+        self._branches = max((geometry.units_per_block[group] for group in blocks), default=1)
+        """Of so many units are the boundaries at which states of branches are kept."""
         self._uncut = bool(geometry.states or geometry.ahead_tokens)
         """Whether KV stays as it is when an engine cuts a session's tokens: then nothing of sessions is saved."""
         self._growing = [group for group in range(len(geometry.groups)) if group not in geometry.states]

@@ -83,6 +83,7 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
     "vllm/config/cache.py": {
         "CacheConfig": (
             "cache_dtype",
+            "enable_mamba_shared_prefix_checkpoint",
             "enable_prefix_caching",
             "prefix_cache_retention_interval",
             "prefix_caching_hash_algo",

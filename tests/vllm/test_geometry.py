@@ -247,6 +247,24 @@ def test_a_repeated_prompt_is_found_as_far_as_its_last_state_where_none_is_dropp
         trial.close()
 
 
+@pytest.mark.parametrize(("branches", "found"), [(True, 56), (False, 32)])
+def test_where_prompts_branch_a_state_is_found(branches: bool, found: int) -> None:
+    """Within a block where vLLM keeps that, else where the block before ends: it is the second that sees it."""
+    trial = Trial(SHAPES["states-masks"]._replace(hashes=8, dense=False, branches=branches))
+    watched = Watched(trial)
+    try:
+        for document in range(3):
+            trial.documents[document] = [*range(90), *(200 + 7 * document + token for token in range(50))]
+            if document == 2:
+                trial.do(("reset", False, False))
+            trial.do(("add", document, 139, 0, 3))
+            trial.do(("drain",))
+        assert trial.side.counters["tokens_loaded"] == found
+        assert not watched.broken
+    finally:
+        trial.close()
+
+
 def test_a_drafter_that_every_rank_holds_whole_has_blocks_of_its_own_length() -> None:
     """Beside the model's, which are as long as all ranks' shares: two of them are a unit."""
     config, cache = make_configs(SHAPES["async-scheduler-context-parallel-masks"])

@@ -83,6 +83,7 @@ class Shape(NamedTuple):
     many tokens from where the step begins.
     `undropped`: of a drafter that is fed context vLLM drops no last block of a hit: 0.33 always, 0.32 if configured so.
     `long_prefills`: where there are other requests a step computes so many tokens of a prefill at most; 0: all.
+    `branches`: vLLM keeps the state of where prompts branch within a block, too.
     `failing`: loads may fail; off where vLLM's own recovery is known to answer wrongly.
     """
 
@@ -127,6 +128,7 @@ class Shape(NamedTuple):
     warms: bool = False
     undropped: bool = False
     long_prefills: int = 0
+    branches: bool = False
 
     @property
     def steps_in_flight(self) -> int:
@@ -481,6 +483,7 @@ def make_configs(shape: Shape, connector: Connector = KVPIPE, policy: str = "rec
     config.cache_config.num_gpu_blocks = shape.blocks
     config.cache_config.prefix_cache_retention_interval = cache.prefix_cache_retention_interval
     config.cache_config.mamba_cache_mode = "align" if shape.states else "none"
+    config.cache_config.enable_mamba_shared_prefix_checkpoint = shape.branches
     parallel = config.parallel_config
     parallel.world_size, parallel.pipeline_parallel_size = max(1, shape.ranks), shape.stages
     parallel.tensor_parallel_size = max(1, shape.ranks) // shape.stages
