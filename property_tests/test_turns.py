@@ -198,7 +198,7 @@ def test_one_at_a_time_and_each_order_once(calls: list[str], ordered: int, runs:
             assert order.refused == "the engine ends"
             assert tried.done[index] == list(range(len(tried.done[index])))
         else:
-            assert (order.told, tried.done[index]) == (index, list(range(PARTS)))
+            assert (order.result, tried.done[index]) == (index, list(range(PARTS)))
     assert not tried.orders.due
 
 

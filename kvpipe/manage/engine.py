@@ -156,7 +156,7 @@ class ManagedEngine:
     def pins(self) -> models.PinnedPrompts:
         """Return what is pinned."""
         pins = self._side.pins
-        pinned = [models.Pinned(**one._asdict()) for one in _again(pins.told)]
+        pinned = [models.Pinned(**one._asdict()) for one in _again(pins.listed)]
         return models.PinnedPrompts(pins=pinned, chunks=pins.chunks, chunks_max=pins.chunks_max)
 
     async def evict(self, wanted: models.EvictOrder) -> models.EvictedChunks | models.Pending:
@@ -231,7 +231,7 @@ class ManagedEngine:
         kinds: dict[type, type] = {
             PinnedPrompt: models.Pinned, EvictedPrompt: models.EvictedChunks, WarmedPrompt: models.Warmed,
         }  # fmt: skip
-        return kinds[type(order.told)](**order.told._asdict())
+        return kinds[type(order.result)](**order.result._asdict())
 
     # ---- state ----------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """The scheduler side of LoRA adapters: of whose bytes each request's KV is, and so under which keys it is kept.
 
-What counts is what the ranks hold: they say so, and check every job against it in its step. Before they hold an
-adapter, its files say what they will. Until its bytes are known, an adapter's requests have no keys: nothing is found
-for them and nothing is saved.
+What counts is what the ranks hold: they report it, and check every job against it in its step. Before they hold an
+adapter, its files are read for what they will hold. Until its bytes are known, an adapter's requests have no keys:
+nothing is found for them and nothing is saved.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Use:
 
 
 class Question(NamedTuple):
-    """What ranks are asked of an adapter since a call after `step`: steps up to that one ran before it."""
+    """A question to the ranks about an adapter, since a call after `step`: steps up to that one ran before it."""
 
     step: int
-    told: set[int]  # ranks
+    answered: set[int]  # ranks
 
 
 class Adapters:
@@ -56,7 +56,7 @@ class Adapters:
         """`seconds_max`: longest that a request waits until an adapter's files are read."""
         self._ranks, self._seconds_max, self._counters = ranks, seconds_max, counters
         self._held: dict[int, dict[int, bytes]] = {}  # by rank: digests by the adapters' numbers
-        self._open: dict[int, Question] = {}  # adapters of which not all ranks have said what they hold since a call
+        self._open: dict[int, Question] = {}  # adapters that not all ranks have reported since a call
         self._uses: dict[str, Use] = {}
         self._once: OrderedDict[str, None] = OrderedDict()  # paths under which something may be kept
         self.reader = AdapterReader(lambda path, why: counters.fault("adapter_not_read", path=repr(path), why=why))
@@ -128,7 +128,7 @@ class Adapters:
         use = self._uses.get(request.request_id)
         if use is None:
             return ()
-        if not use.digest and not use.torn:  # a rank has told meanwhile
+        if not use.digest and not use.torn:  # a rank has reported it meanwhile
             self._name(use, self._agreed(use.lora.lora_int_id) or b"")
         if not use.digest:
             return ()
@@ -166,8 +166,8 @@ class Adapters:
             if use.lora.lora_int_id == number:
                 use.named_s = 0.0
 
-    def told(self, news: dict[int, dict[int, bytes]], step: int) -> None:
-        """Ranks have said in `step`, by rank, which adapters they hold; those without bytes they do not any more."""
+    def reported(self, news: dict[int, dict[int, bytes]], step: int) -> None:
+        """Take what ranks have reported in `step`: by rank, digests by adapters' numbers; b"": not held any more."""
         for rank, changes in news.items():
             held = self._held.setdefault(rank, {})
             held.update(changes)
@@ -175,8 +175,8 @@ class Adapters:
                 del held[number]
             for number in changes.keys() & self._open.keys():
                 asked = self._open[number]
-                asked.told.update([rank] if step > asked.step else ())
-                if len(asked.told) == self._ranks:
+                asked.answered.update([rank] if step > asked.step else ())
+                if len(asked.answered) == self._ranks:
                     del self._open[number]
         changed = {number for changes in news.values() for number in changes}
         for use in self._uses.values():
@@ -187,7 +187,7 @@ class Adapters:
                     self._name(use, b"")
 
     def agreed(self) -> dict[int, bytes]:
-        """Return what all ranks hold, by the adapters' numbers; empty: they differ, or not all have said.
+        """Return what all ranks hold, by the adapters' numbers; empty: they differ, or not all have reported.
 
         Any thread; RuntimeError: it has changed meanwhile.
         """

@@ -1,9 +1,9 @@
-"""Which answers are of no more use: what the cache keeps of them goes first, and is not stored in tiers.
+"""Learns which answers are of no more use: their chunks are evicted first, and are not stored in tiers.
 
-A chat template may cut reasoning out of the next prompt, so that no prompt ever goes on with what was decoded. Nobody
-says so; it is learned per *kind* of requests from the prompts that come back. A prompt that has all of a finished
-request's prompt goes on behind it with the answer or with something else. Both are told by hashes, so what was learned
-does not depend on what is kept. While a request runs its answer is saved like any: it may be preempted.
+A chat template may cut reasoning out of the next prompt, so that no prompt ever continues with what was decoded. No
+client announces that; it is learned per *kind* of requests from the prompts that come back. A prompt that begins with
+all of a finished request's prompt continues with its answer or with something else. Hashes decide which, so what is
+learned does not depend on what is kept. While a request runs its answer is saved like any: it may be preempted.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Answers:
     # ---- a request's life -----------------------------------------------------------------------------------------
 
     def arrived(self, tracked: Tracked, kind: Hashable) -> None:
-        """A request has come. What its client has said of its future goes before what was learned."""
+        """A request has come. Its client's hints take precedence over what was learned."""
         request = tracked.request
         if request.resumable:
             return
@@ -205,7 +205,7 @@ class Answers:
                 self._kinds.popitem(last=False)
 
     def _judge_no_more(self, ended: EndedRequest) -> None:
-        """Prompts branch where this one ends: whoever goes on differently says nothing of its answer."""
+        """Prompts branch where this one ends: one that continues differently is no evidence about its answer."""
         self._take_back(ended)
         ended.outcome = Fate.VOID
 

@@ -156,7 +156,7 @@ class Lookups:
         return None
 
     def _ask_later(self, tracked: Tracked, local_tokens: int, why: str, step: int) -> Answer:
-        """Wait for others' loads to end, or for the ranks to say which weights they have; after a while compute."""
+        """Wait for others' loads to end, or for the ranks to report their weights; after a while compute."""
         asking, missed = tracked.asking, tracked.request.num_tokens - local_tokens
         again = asking.state.row == lookup_m.LATER and asking.asked_step == step
         asking.put_off_steps += not again  # the engine may ask twice in one pass, and not at all for hundreds

@@ -1,9 +1,9 @@
-"""What others than the engine want changed: orders, carried out in slices by whoever's turn it is.
+"""Orders: changes of the pool that operators ask for, carried out in slices by the thread that has the turn.
 
-The catalog, and all that the scheduler's side owns, is touched by one thread at a time. It is the engine's turn from
-its first call on until it says that it has nothing to do; only then may another thread borrow the turn, for a slice at
-most. So a busy engine asks no lock: it looks at one attribute. What it finds given away it takes back, and waits for
-the rest of one slice.
+The catalog, and all that the scheduler's side owns, is touched by one thread at a time: the one that has the turn. That
+is the engine's thread from its first call on until it reports that it has nothing to do (`give`); only then may another
+thread borrow the turn, for one slice at most. So a busy engine takes no lock: it reads one attribute. When it comes
+back it takes the turn again, and waits for the rest of one slice at most.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ SLICE_S_MAX: Final = 0.0002
 """A slice ends with the part of an order that is under way then."""
 
 Work = Generator[Any, None, Any]
-"""Does an order part by part, a chunk's or the like, and returns what is told of it. Yields `WAITS`, or nothing."""
+"""Carries out an order part by part, such as a chunk's; returns its result. Yields `WAITS`, or None after a part."""
 WAITS: Final = True
-"""Nothing can be done of an order yet: others go first."""
+"""Yielded by an order that can do nothing yet: others go first."""
 
 
 class OrderRefusedError(ValueError):
-    """An order cannot be carried out. Its text says why."""
+    """An order cannot be carried out. Its text is the reason, for the operator."""
 
 
 class Turns:
-    """Whose turn it is. `away`: not the engine's."""
+    """The right to touch what the scheduler's side owns. `away`: the engine's thread has given it away."""
 
     def __init__(self) -> None:
-        """It is the engine's."""
+        """The engine's thread has the turn."""
         self._lock = threading.Lock()
         self._lock.acquire()
         self.away = self._wanted = False
@@ -47,13 +47,13 @@ class Turns:
     # ---- the engine's thread --------------------------------------------------------------------------------------
 
     def give(self) -> None:
-        """The engine has nothing to do: until it comes back others may have their turn. Idempotent."""
+        """Let other threads borrow the turn until `take`: the engine has nothing to do. Idempotent."""
         if not self.away:
             self.away = True
             self._lock.release()
 
     def take(self) -> None:
-        """The engine is back. Waits while another thread is at a slice."""
+        """Take the turn back. Waits until another thread's slice is over. Idempotent."""
         if self.away:
             self._wanted = True  # nobody begins another slice
             self._lock.acquire()
@@ -61,7 +61,7 @@ class Turns:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """The engine is back for one call. If it had nothing to do, it has nothing to do after it."""
+        """Take the turn back for one call, and give it away again after it if it was given away before."""
         away = self.away
         self.take()
         try:
@@ -73,32 +73,35 @@ class Turns:
     # ---- another thread -------------------------------------------------------------------------------------------
 
     def borrow(self) -> bool:
-        """Have the turn, if it is not the engine's: until `give_back`. Never waits."""
+        """Return whether this thread has the turn now, until `give_back`. Never waits."""
         return self.away and not self._wanted and self._lock.acquire(blocking=False)
 
     def give_back(self) -> None:
-        """The slice is over."""
+        """End a slice: the turn can be taken or borrowed again."""
         self._lock.release()
 
 
 class Order:
-    """One order. Whoever gives it reads `told` or `refused` once it is `over`. `failed`: by no fault of the order's."""
+    """One order. Once it is `over`, `result` is its work's, or `refused` the reason why it was not carried out.
 
-    __slots__ = ("always", "failed", "made", "number", "over", "refused", "told", "work")
+    `failed`: it was refused by no fault of its own.
+    """
+
+    __slots__ = ("always", "failed", "made", "number", "over", "refused", "result", "work")
 
     def __init__(self, number: int, make: Callable[[], Work], *, always: bool = False) -> None:
-        """`make` is called when its first part is to be done. `always`: it is taken however many wait."""
+        """`make` is called before its first part. `always`: it is accepted however many orders wait."""
         self.always, self.number, self.made, self.refused = always, number, make, ""
-        self.told: Any = None
+        self.result: Any = None
         self.work: Work | None = None
         self.failed = self.over = False  # this one written last
 
 
 class Orders:
-    """One per scheduler side. The first of `due` is under way; one that waits is put behind the others."""
+    """The queue of orders. One per scheduler side. The first of `due` is under way; one that waits goes to the end."""
 
     def __init__(self, counters: Counters, begin: Callable[[], object] = int) -> None:
-        """Nothing is ordered. `begin` is called before each slice."""
+        """Start empty. `begin` is called before each slice."""
         self._begin = begin
         self.due: deque[Order] = deque()
         self.turns = Turns()
@@ -106,7 +109,7 @@ class Orders:
         self._counters, self._ended, self._numbers = counters, False, itertools.count(1)
 
     def put(self, make: Callable[[], Work], *, always: bool = False) -> Order:
-        """Give an order. Any thread; never waits. One that is refused is over at once. `always`: however many wait."""
+        """Queue an order. Any thread; never waits. One that is refused is over at once. `always`: see `Order`."""
         order = Order(next(self._numbers), make, always=always)
         if not always and self.full:
             _refuse(order, f"{ORDERS_MAX} orders wait already")
@@ -118,14 +121,14 @@ class Orders:
 
     @property
     def full(self) -> bool:
-        """Whether no more orders are taken. Any thread."""
+        """Whether no more orders are accepted, but for those with `always`. Any thread."""
         waiting = self.due.copy()  # in one go: another thread changes it
         return len(waiting) >= ORDERS_MAX and sum(not order.always for order in waiting) >= ORDERS_MAX
 
     def carry_out(self) -> bool:
-        """Carry out a slice of what is due. For the thread whose turn it is. Never raises.
+        """Carry out a slice of the due orders. For the thread that has the turn. Never raises.
 
-        Returns whether anything was done: not if all that is due waits.
+        Returns whether anything was done: False if all due orders wait.
         """
         until_s, done, waiting = time.monotonic() + self.slice_s_max, 0, 0
         self._begin()
@@ -153,16 +156,16 @@ class Orders:
                 order.work = order.made()
             return bool(next(order.work))
         except StopIteration as end:
-            order.told = end.value
+            order.result = end.value
         except OrderRefusedError as why:
             order.refused = str(why)
         except Exception as error:  # noqa: BLE001  (the engine goes on)
             self._counters.fault("contained_error", where="orders", error=repr(error))
-            order.refused, order.failed = "it failed; the engine's log says why", True
+            order.refused, order.failed = "it failed; the reason is in the engine's log", True
         return None
 
     def end(self) -> None:
-        """The engine ends: what is not carried out yet is refused, now and later. For the thread whose turn it is."""
+        """Refuse all orders that are not over, now and later: the engine ends. For the thread that has the turn."""
         self._ended = True
         self._refuse_all()
 

@@ -1,4 +1,4 @@
-"""What operators change of the pool: prompts that are pinned, for a while, and prompts that are evicted.
+"""Orders of operators on the pool: prompts that are pinned, for a while, and prompts that are evicted.
 
 A pin is a lease of an owner of its own, which ends at its deadline, when it is released, when what it holds is evicted,
 and when everything is forgotten. Work is done part by part: see `kvpipe.scheduler.orders`.
@@ -46,7 +46,7 @@ class Pin:
 
 
 class PinnedPrompt(NamedTuple):
-    """What is told of a pin."""
+    """A pin, as reported to operators: its number, `tokens` that were a hit, `chunks` held, seconds left."""
 
     pin: int
     tokens: int
@@ -55,7 +55,7 @@ class PinnedPrompt(NamedTuple):
 
 
 class EvictedPrompt(NamedTuple):
-    """What is told of an eviction. `held`: of the evicted chunks, those whose slots others still read or write."""
+    """The result of an eviction. `held`: of the evicted chunks, those whose slots others still read or write."""
 
     chunks: int
     held: int
@@ -63,7 +63,7 @@ class EvictedPrompt(NamedTuple):
 
 
 class PromptPins:
-    """One per scheduler side. Touched by the thread whose turn it is; `told` by any."""
+    """One per scheduler side. For the thread that has the turn; `listed` for any."""
 
     def __init__(self, settings: Settings, geometry: Geometry, catalog: Catalog, orders: Orders) -> None:
         """Nothing is pinned. `settings`: how much may be, and for how long."""
@@ -109,7 +109,7 @@ class PromptPins:
             yield from self._end(pin)
             raise OrderRefusedError("some of this prompt has gone meanwhile")
         pin.tokens = reaches[0] * self._geometry.unit_tokens
-        return self._told(pin)
+        return self._report(pin)
 
     def _hold(self, pin: Pin, part: list[Chunk]) -> Work:
         chunks = [chunk for chunk in part if self._catalog.holds(chunk)]
@@ -130,13 +130,13 @@ class PromptPins:
             raise OrderRefusedError("its time is over, or what it holds was evicted or forgotten meanwhile")
 
     def unpin(self, number: int) -> Work:
-        """Give a pin back. Returns what it was."""
+        """End a pin. Returns the `PinnedPrompt` that it was."""
         pin = self.pins.get(number)
         if pin is None:
             raise OrderRefusedError(f"pin: there is no pin {number}")
-        told = self._told(pin)
+        result = self._report(pin)
         yield from self._end(pin)
-        return told
+        return result
 
     def expire(self) -> None:
         """Order the end of the pins whose time is over."""
@@ -157,10 +157,10 @@ class PromptPins:
             for _ in self._end(pin):
                 pass
 
-    def told(self) -> list[PinnedPrompt]:
-        """Return what is pinned. Any thread; RuntimeError: that has changed meanwhile."""
+    def listed(self) -> list[PinnedPrompt]:
+        """Return all pins. Any thread; RuntimeError: they have changed meanwhile."""
         now_s = self.clock()
-        return [self._told(pin) for pin in self.pins.values() if not pin.over and pin.until_s > now_s]
+        return [self._report(pin) for pin in self.pins.values() if not pin.over and pin.until_s > now_s]
 
     @property
     def chunks_max(self) -> int:
@@ -174,10 +174,10 @@ class PromptPins:
 
     @property
     def owners(self) -> set[Owner]:
-        """Whose leases there may be."""
+        """The owners of the pins' leases."""
         return {owner for pin in self.pins.values() for owner in pin.parts}
 
-    def _told(self, pin: Pin) -> PinnedPrompt:
+    def _report(self, pin: Pin) -> PinnedPrompt:
         return PinnedPrompt(pin.number, pin.tokens, len(pin.chunks), max(0.0, pin.until_s - self.clock()))
 
     def _end(self, pin: Pin) -> Work:
@@ -254,7 +254,7 @@ class PromptPins:
         return len(pins)
 
     def evict_those(self, selects: Callable[[Tenant], bool], idle_s: float = 0.0) -> Work:
-        """Drop what memory has of the tenants that `selects` says, slot by slot. Returns an `EvictedPrompt`.
+        """Drop what memory has of the tenants that `selects` selects, slot by slot. Returns an `EvictedPrompt`.
 
         `idle_s`: only what nobody holds and was of no use for so long. What is saved meanwhile may stay.
         """
@@ -272,7 +272,7 @@ class PromptPins:
     def _chosen(
         self, first: int, known: dict[Tenant, bool], selects: Callable[[Tenant], bool], idle_s: float
     ) -> Iterator[Chunk]:
-        """Yield what is to be evicted, from slot `first` on. `known`: what `selects` has said of whom."""
+        """Yield what is to be evicted, of `PART_SLOTS` slots from `first` on. `known`: answers of `selects` so far."""
         catalog, latest_s = self._catalog, self._catalog.now_s - idle_s
         if len(known) > PART_SLOTS:
             known.clear()

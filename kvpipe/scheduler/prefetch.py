@@ -30,7 +30,7 @@ PREFETCHES_MAX: Final = 8
 
 
 class KnownPrompt:
-    """A prompt that nobody serves. The bytes of its adapter are behind each hash: as keys they are whole."""
+    """A prompt from outside, not of a request of the engine's. Its block hashes are whole keys, of its adapter too."""
 
     request_id, lora_request = "", None
     num_computed_tokens = num_preemptions = 0
@@ -39,7 +39,7 @@ class KnownPrompt:
     def __init__(
         self, keys: Sequence[bytes], tokens: int, salt: str = "", adapter: AdapterIdentity | None = None
     ) -> None:
-        """`keys`: of its blocks, which say whose it is, as `salt` and `adapter` do."""
+        """`keys`: of its blocks, made of `salt` and `adapter`, too."""
         self.block_hashes, self.cache_salt, self.adapter = keys, salt, adapter
         self.num_tokens = self.num_prompt_tokens = tokens
 
@@ -56,7 +56,7 @@ class Prefetch:
 
 
 class WarmedPrompt(NamedTuple):
-    """What is told of a prompt that was warmed. `pin`: by which it is held; 0: none."""
+    """The result of warming a prompt. `pin`: the number of its pin; 0: none."""
 
     tokens: int
     fetched_tokens: int

@@ -51,7 +51,7 @@ NO_TIERS: Final[tuple[tuple[str, int], ...]] = ()
 
 
 class Asking(Cursor):
-    """What the engine was last told of one request, in step `asked_step`.
+    """The last answer to the engine's lookup of one request, in step `asked_step`.
 
     See `LookupResult`; beside it, the `units` of the prefix that are held, and whether they are loaded between steps
     (`waits`). `put_off_steps`: in so many, since its last admission, it was to be asked again.
@@ -66,7 +66,7 @@ class Asking(Cursor):
 
     @property
     def answer(self) -> LookupResult:
-        """What it was told, for who reports it. Somebody has asked."""
+        """The last answer, for reports. There is one."""
         later = self.state.row == lookup_m.LATER
         return LookupResult(self.local, self.hit, self.missed, self.why, later, self.staged)
 
@@ -171,7 +171,7 @@ Watches: TypeAlias = tuple[Watch | None, Watch | None, Watch | None]
 class Tracked(Cursor):
     """One request. `load_job_id`: the load of this admission, until it is over; 0: there is none.
 
-    `wishes`: the hints that it came with; `hints`: when it is over, what the policy was told of its chunks.
+    `wishes`: the hints that it came with; `hints`: when it is over, those that the policy got for its chunks.
     `kept_units`, `stored_units`: chunks from there on go first when it is over, and are not stored in tiers.
     """
 

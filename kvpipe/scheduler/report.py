@@ -1,4 +1,4 @@
-"""What the scheduler's side tells of each request: events for the trace, counts for the metrics."""
+"""The scheduler side's report of each request: events for the trace, counts for the metrics."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class RequestReporter:
     """One per scheduler's side. It watches the cursors: what they do is what is reported."""
 
     def __init__(self, trace: Recorder) -> None:
-        """Count hits by tier and misses by reason, and tell `trace`."""
+        """Count hits by tier and misses by reason, and put events into `trace`."""
         self.trace = trace
         self._numbers = 0
         self.hit_tokens: dict[str, int] = {MEMORY: 0}
@@ -131,15 +131,15 @@ class RequestReporter:
             return  # more blocks for the same admission
         again, life.answer = life.admissions > 0, None
         life.admissions += 1
-        told = life.sampled if again else trace.lifecycle
-        answer = asking.answer if asked and (loads or told) else NO_RESULT
+        traced = life.sampled if again else trace.lifecycle
+        answer = asking.answer if asked and (loads or traced) else NO_RESULT
         if loads:
             for tier, tokens in answer.by_tier.items():
                 self.hit_tokens[tier] = self.hit_tokens.get(tier, 0) + tokens
         if asked and (why := asking.why):
             self.misses[why] = self.misses.get(why, 0) + 1
             self.missed_tokens[why] = self.missed_tokens.get(why, 0) + asking.missed
-        if told:
+        if traced:
             kind = e.RequestReadmitted if again else e.RequestAdmitted
             load = (Kind.LOAD_ASYNC if asking.waits else Kind.LOAD_SYNC).name.lower() if loads else ""
             trace.put(kind(

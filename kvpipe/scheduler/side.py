@@ -287,7 +287,7 @@ class SchedulerSide:
         if report.ready:
             self.slots_ready(report.ready)
         if report.adapters:
-            self.adapters.told(report.adapters, report.step)
+            self.adapters.reported(report.adapters, report.step)
 
     def tiers_left(self, unreadable: dict[int, frozenset[int]]) -> None:
         """Ranks have said which tiers they leave alone from now on."""

@@ -75,7 +75,7 @@ class Storing:
 
     @property
     def _max(self) -> int:
-        """How many stores may be under way. Ranks say late how large the pool is."""
+        """How many stores may be under way. Ranks report late how large the pool is."""
         return max(1, min(int(self._catalog.slots * STORE_SHARE), self._in_flight_max))
 
     # ---- what is offered ------------------------------------------------------------------------------------------

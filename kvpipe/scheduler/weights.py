@@ -19,21 +19,21 @@ class Weights:
         """Nothing is known."""
         self._ranks, self._counters = ranks, counters
         self.digest = ""
-        """Of all ranks' weights; nothing: a rank cannot say."""
+        """Of all ranks' weights; empty: some rank's are not known."""
         self._question = self._answered = self._sent = 0
         self._known = False
 
     @property
     def doubtful(self) -> bool:
-        """Whether they may be others than `digest` says."""
+        """Whether they may be others than those of `digest`."""
         return self._answered < self._question
 
-    def know(self, told: Iterable[str]) -> bool:
-        """Ranks have said which weights they have, in their order. Returns whether those are others than before.
+    def know(self, reports: Iterable[str]) -> bool:
+        """Take the digests of the ranks' weights, in the ranks' order. Returns whether they are others than before.
 
         An engine may start its ranks once more.
         """
-        before, self.digest = self.digest, _together(told)
+        before, self.digest = self.digest, _together(reports)
         known, self._known = self._known, True
         return known and (not self.digest or self.digest != before)
 
@@ -49,23 +49,23 @@ class Weights:
         self._sent = self._question
         return self._question
 
-    def answered(self, told: dict[int, tuple[int, str]]) -> bool:
-        """Ranks have read their weights: question and digest, by rank. Returns whether they are others than before.
+    def answered(self, reports: dict[int, tuple[int, str]]) -> bool:
+        """Take question and digest of the weights, by rank. Returns whether the weights are others than before.
 
         Every answer counts, also one that is overtaken by another question: steps were computed with those weights.
         """
-        if len(told) < self._ranks:
-            self._counters.fault("weights_not_on_all_ranks", ranks=self._ranks, told=len(told))
+        if len(reports) < self._ranks:
+            self._counters.fault("weights_not_on_all_ranks", ranks=self._ranks, reported=len(reports))
             digest = ""
         else:
-            digest = _together(digest for _, (_, digest) in sorted(told.items()))
-        self._answered = max(self._answered, *(question for question, _ in told.values()))
+            digest = _together(digest for _, (_, digest) in sorted(reports.items()))
+        self._answered = max(self._answered, *(question for question, _ in reports.values()))
         before, self.digest = self.digest, digest
         changed = not digest or digest != before
         self._counters["weights_changed" if changed else "weights_unchanged"] += 1
         return changed
 
 
-def _together(told: Iterable[str]) -> str:
-    digests = list(told)
+def _together(reports: Iterable[str]) -> str:
+    digests = list(reports)
     return ":".join(digests) if digests and all(digests) else ""

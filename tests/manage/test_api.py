@@ -95,7 +95,7 @@ def test_lookup_of_an_adapters_prompt(managed: Managed) -> None:
     asked = prompt("a", 4 * UNIT) | {"adapter": {"name": "x", "number": 7, "path": "/x"}}
     managed.save("a", 4)
     assert managed.good("POST", "/v1/lookup", asked)["why"] == "adapter"
-    managed.side.adapters.told({0: {7: b"bytes"}}, 1)
+    managed.side.adapters.reported({0: {7: b"bytes"}}, 1)
     assert managed.good("POST", "/v1/lookup", asked)["held_tokens"] == 0
     request = managed.world.request("c", 4)
     request.block_hashes = [key + b"bytes" for key in managed.world.request("a", 4).block_hashes]

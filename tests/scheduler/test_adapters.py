@@ -255,7 +255,7 @@ class _World:
 
     def told(self, news: dict[int, dict[int, bytes]], *, after: int = 1) -> None:
         """Ranks say what they hold, so many steps `after` the last that was planned."""
-        self.side.told(news, self.step + after)
+        self.side.reported(news, self.step + after)
 
 
 def test_keys_say_the_bytes() -> None:

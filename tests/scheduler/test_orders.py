@@ -55,7 +55,7 @@ class Ordering:
         if order.refused:
             raise OrderRefusedError(order.refused)
         check_integrity(self.side.catalog)
-        return order.told
+        return order.result
 
     def idle(self, make: Any) -> Order:
         """Order, while the engine has nothing to do, and carry out what is due."""
@@ -96,7 +96,7 @@ def test_a_pinned_prompt_stays_until_its_deadline() -> None:
     assert one.held(kept) == 3 * CHUNK
     one.now_s = 11
     one.world.step()
-    assert (one.side.pins.told(), one.side.catalog.leases, one.side.pins.chunks) == ([], 0, 0)
+    assert (one.side.pins.listed(), one.side.catalog.leases, one.side.pins.chunks) == ([], 0, 0)
     one.save("more", 8 * CHUNK)
     assert one.held(kept) == 0
 
@@ -116,9 +116,9 @@ def test_a_pin_that_is_over_takes_no_room() -> None:
     one.pin(kept, 10)
     assert not one.side.pending
     one.now_s = 11
-    assert one.side.pins.told() == []
+    assert one.side.pins.listed() == []
     order = one.idle(lambda: one.side.pins.pin(one.prefixes, other, 10))
-    assert (order.refused, order.told) == ("", PinnedPrompt(2, 2 * CHUNK * UNIT, 2, 10))
+    assert (order.refused, order.result) == ("", PinnedPrompt(2, 2 * CHUNK * UNIT, 2, 10))
     assert (one.side.catalog.leases, one.side.pins.chunks) == (2, 2)
 
 
@@ -165,7 +165,7 @@ def test_pins_are_bounded() -> None:
     long = one.save("a", (PART_CHUNKS + 5) * CHUNK)
     with pytest.raises(OrderRefusedError, match="pins may hold 20 chunks"):
         one.pin(long)
-    assert (one.side.catalog.leases, one.side.pins.told(), one.side.pins.chunks) == (0, [], 0)
+    assert (one.side.catalog.leases, one.side.pins.listed(), one.side.pins.chunks) == (0, [], 0)
     with pytest.raises(OrderRefusedError, match="seconds: 1e\\+06 are more than manage_pin_s_max"):
         one.pin(long, 1e6)
     with pytest.raises(OrderRefusedError, match="nothing of this prompt"):
@@ -193,7 +193,7 @@ def test_a_pin_has_no_gaps() -> None:
     assert one.side.catalog.evict(gone)
     with pytest.raises(OrderRefusedError, match="has gone meanwhile"):
         list(work)
-    assert (one.side.catalog.leases, one.side.pins.told(), one.side.pins.chunks) == (0, [], 0)
+    assert (one.side.catalog.leases, one.side.pins.listed(), one.side.pins.chunks) == (0, [], 0)
 
 
 def test_evicted_is_from_a_token_on() -> None:
@@ -228,7 +228,7 @@ def test_what_is_evicted_is_pinned_no_more() -> None:
     one.pin(beside)
     assert one.evict(request, 2 * CHUNK * UNIT) == EvictedPrompt(1, 1, 2)
     one.world.step()
-    assert [told.pin for told in one.side.pins.told()] == [3]
+    assert [pin.pin for pin in one.side.pins.listed()] == [3]
     assert (one.side.catalog.leases, one.side.catalog.used) == (1, 3)
 
 
@@ -238,7 +238,7 @@ def test_a_reset_ends_pins() -> None:
     request = one.save("a", 2 * PART_CHUNKS * CHUNK)
     one.pin(request)
     one.side.reset()
-    assert (one.side.catalog.leases, one.side.catalog.used, one.side.pins.told()) == (0, 0, [])
+    assert (one.side.catalog.leases, one.side.catalog.used, one.side.pins.listed()) == (0, 0, [])
     request = one.save("b", 2 * PART_CHUNKS * CHUNK)
     work = one.side.pins.pin(one.prefixes, request, 10)
     next(work)
@@ -303,7 +303,7 @@ def test_an_order_that_fails_is_answered() -> None:
     orders.slice_s_max = float("inf")
     first, second = orders.put(broken), orders.put(good)
     orders.carry_out()
-    assert (first.failed, first.refused, second.told) == (True, "it failed; the engine's log says why", 7)
+    assert (first.failed, first.refused, second.result) == (True, "it failed; the reason is in the engine's log", 7)
     assert counters["contained_error"] == 1
 
 

@@ -31,8 +31,8 @@ def told(order: Order) -> WarmedPrompt:
     """Return what came of an order that is over."""
     assert order.over
     assert not order.refused
-    assert isinstance(order.told, WarmedPrompt)
-    return order.told
+    assert isinstance(order.result, WarmedPrompt)
+    return order.result
 
 
 def finish(played: Played, order: Order) -> WarmedPrompt:

@@ -443,7 +443,7 @@ class Trial(Arrivals):
             for number in NUMBERS:
                 self.side.adapter_called(number)
         elif not self.shape.failing:  # no load may fail: the scheduler's side gets it before it plans the next
-            self.side.adapters.told(held, self.side.trace.step)
+            self.side.adapters.reported(held, self.side.trace.step)
 
     def _shutdown(self, place: int = 0) -> None:
         if place and not self._scheduled:

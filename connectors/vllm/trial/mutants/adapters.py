@@ -34,7 +34,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "adapter_answer_too_early": Mutant(
         "A step that was under way when vLLM loaded an adapter answers what the ranks hold after it.",
-        one(ADAPTERS, "told", "[rank] if step > asked.step else ()", "[rank]"),
+        one(ADAPTERS, "reported", "[rank] if step > asked.step else ()", "[rank]"),
         test=f"{_TESTS}::test_a_step_that_was_under_way_is_no_answer",
     ),
     "adapter_bytes_not_read": Mutant(
