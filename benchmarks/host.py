@@ -24,7 +24,7 @@ from kvpipe.config import load_settings
 from kvpipe.connectors.vllm.adapter import ManagedBlocks, Remedies
 from kvpipe.connectors.vllm.connector import KVPipeConnector
 from kvpipe.connectors.vllm.metadata import PlanMetadata
-from kvpipe.connectors.vllm.metrics import meter
+from kvpipe.connectors.vllm.metrics import Meter
 from kvpipe.connectors.vllm.remedies.admission import LoadAdmission
 from kvpipe.geometry import Geometry, Group, Layer
 from kvpipe.messages import Job, Kind, StepPlan
@@ -241,7 +241,7 @@ def _scheduler() -> list[Figure]:
         Figure("lookup, 128k tokens, miss", miss * 1e6, 20, "us", "11 us at ef91409 (AMD EPYC)"),
         Figure("plan a step, 256 running, nothing new", median_s(lambda: side.plan_step(step), 200) * 1e3, 0.3, "ms"),
         Figure("plan a step, 1 running, nothing new", alone, 2.7, "us", "1.81 us at ef91409 (AMD EPYC)"),
-        Figure("metrics of a step, nothing new", median_s(meter(side).take, 500, 10) * 1e6, 50, "us"),
+        Figure("metrics of a step, nothing new", median_s(Meter(side.totals).take, 500, 10) * 1e6, 50, "us"),
     ]
 
 

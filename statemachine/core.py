@@ -11,8 +11,8 @@ Four kinds of cell:
 A ``Go`` from one layered family to another keeps the layer.
 
 A `Machine` is a frozen pydantic model, validated when its module is imported. `Machine.compile` makes one `State` per
-state and layer for one owner (a side, a catalog, a tier): its `Cursor`s point at them, and the edges count how often
-they were taken. Firing an event is one dict lookup and one store.
+state and layer for one owner (a side, a catalog, a tier): its `Cursor`s point at them, and they never change. Firing an
+event is one dict lookup and one store. Who counts what is taken watches the cursors.
 """
 
 from __future__ import annotations
@@ -170,13 +170,13 @@ class Machine(_Frozen):
 
 
 class Edge:
-    """One compiled cell: where it leads, and how often its owner's cursors took it (`taken`)."""
+    """One compiled cell: where it leads."""
 
-    __slots__ = ("event", "moves", "rejects", "taken", "to", "why")
+    __slots__ = ("event", "moves", "rejects", "to", "why")
 
     def __init__(self, event: str, to: State, *, moves: bool, rejects: bool, why: str) -> None:
         """`to` is the state itself when the cell stays or rejects."""
-        self.event, self.to, self.moves, self.rejects, self.why, self.taken = event, to, moves, rejects, why, 0
+        self.event, self.to, self.moves, self.rejects, self.why = event, to, moves, rejects, why
 
 
 class State:
@@ -226,10 +226,6 @@ class Compiled:
             return Edge(event, state, moves=False, rejects=isinstance(cell, Reject), why=cell.why)
         return Edge(event, self.states[name], moves=True, rejects=False, why="")
 
-    def taken(self) -> dict[tuple[str, str], int]:
-        """How often each (state, event) edge was taken so far, by every cursor of this machine."""
-        return {(s.name, e.event): e.taken for s in self.states.values() for e in s.on.values() if e.taken}
-
 
 class Cursor:
     """A position in a compiled machine. `key` names what it tracks in errors and traces."""
@@ -250,7 +246,6 @@ class Cursor:
         """
         was = self.state
         edge = was.on[event]
-        edge.taken += 1
         self.state = edge.to  # where it is already when the edge stays or rejects
         if self.watch is not None:
             self.watch(self, was, edge, why)

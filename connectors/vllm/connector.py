@@ -29,7 +29,7 @@ from kvpipe.connectors.vllm.hints import hints_of, kind_of
 from kvpipe.connectors.vllm.hooks import Hooks
 from kvpipe.connectors.vllm.kv_events import KvEvents
 from kvpipe.connectors.vllm.metadata import LayoutMetadata, PlanMetadata, ReportMetadata
-from kvpipe.connectors.vllm.metrics import KVPipeProm, KVPipeStats, meter
+from kvpipe.connectors.vllm.metrics import KVPipeProm, KVPipeStats, Meter
 from kvpipe.connectors.vllm.model import LoadedModel, watch_packing
 from kvpipe.connectors.vllm.remedies import mixed_prompts
 from kvpipe.connectors.vllm.remedies.uncomputed import forget_uncomputed
@@ -163,7 +163,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.guard_tiers = functools.partial(self._guarded, uses)
         self._guarded(uses)  # what is wrong with it is raised now
         self.counters = self.worker.counters
-        self._meter = meter(self.worker)
+        self._meter = Meter(self.worker.totals)
 
     def _make_scheduler(self, config: VllmConfig, cache: KVCacheConfig, engine: str) -> None:
         """Set up the scheduler's side."""
@@ -204,7 +204,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         self._watch.encoder_reset = self._remedies.encoded.reset
         if config.model_config.enable_prompt_embeds:
             mixed_prompts.extend_hashes()
-        self._meter = meter(self.scheduler, self.scheduler.quota_totals)
+        self._meter = Meter(self.scheduler.totals, self.scheduler.quota_totals)
         if self.settings.control_file is not None:
             check_control_file(self.settings.control_file)
             watch = functools.partial(watch_control_file, self.settings.control_file, self.set_freeze)

@@ -8,14 +8,12 @@ that serves `/metrics`.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 from prometheus_client import Counter, Gauge
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvpipe.statemachine.core import Compiled
 from kvpipe.trace.totals import Totals
 
 PREFIX = "vllm:kvpipe_"
@@ -44,8 +42,6 @@ METRICS: dict[str, Metric] = {
     "layout_bound": Metric("gauge", "reason", "1 while only engines of this layout share its chunks, by the reason."),
     "preemptions": Metric("counter", "", "Preemptions of requests."),
     "evictions": Metric("counter", "", "Chunks evicted from the pool."),
-    "transitions": Metric("counter", "machine", "Moves of the state machines."),
-    "no_op_transitions": Metric("counter", "machine", "Events that changed nothing in the state machines."),
     "trace_dropped": Metric("counter", "where", "Traced events that were lost, in the queue or at a sink."),
     "pool_chunks": Metric("gauge", "", "Chunks that the pool has room for."),
     "pool_chunks_ready": Metric("gauge", "", "Of these, chunks whose memory is there: all, some time after start-up."),
@@ -105,7 +101,7 @@ class KVPipeStats(KVConnectorStats):
 class Meter:
     """Turns running totals into differences, for one side."""
 
-    def __init__(self, totals: Callable[[], Totals], seldom: Callable[[], Totals]) -> None:
+    def __init__(self, totals: Callable[[], Totals], seldom: Callable[[], Totals] = dict) -> None:
         """`totals` are asked in every step, `seldom` every half a second, as it costs more: each returns all it has."""
         self._totals, self._seldom = totals, seldom
         self._last: dict[str, dict[str, float]] = {}
@@ -174,32 +170,3 @@ class KVPipeProm(KVConnectorPromMetrics):
                     one.set(value)
                 elif value > 0:
                     one.inc(value)
-
-
-# ---- what the two sides report --------------------------------------------------------------------------------------
-
-
-def transitions(*machines: Compiled) -> Totals:
-    """Return how often the cursors of `machines` have moved, and how often they have not."""
-    moved: dict[str, float] = defaultdict(float)
-    stayed: dict[str, float] = defaultdict(float)
-    for machine in machines:
-        edges = [edge for state in machine.states.values() for edge in state.on.values()]
-        moved[machine.machine.name] += sum(edge.taken for edge in edges if edge.moves)
-        stayed[machine.machine.name] += sum(edge.taken for edge in edges if not edge.moves)
-    return {"transitions": moved, "no_op_transitions": stayed}
-
-
-class Side(Protocol):
-    """The scheduler's side, or a rank's."""
-
-    def totals(self) -> Totals:
-        """Return everything that is cheap to know."""
-
-    def machines(self) -> tuple[Compiled, ...]:
-        """Return the machines whose cursors it owns."""
-
-
-def meter(side: Side, seldom: Callable[[], Totals] = dict) -> Meter:
-    """Return the meter of one side. `seldom`: further totals, read every half a second."""
-    return Meter(side.totals, lambda: transitions(*side.machines()) | seldom())

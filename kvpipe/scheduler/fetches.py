@@ -480,10 +480,6 @@ class Staging:
 
     # ---- the truth about itself -----------------------------------------------------------------------------------
 
-    def machines(self) -> tuple[Compiled, ...]:
-        """Return the machines whose cursors are owned here."""
-        return self.machine, self.transfer_machine, *(tier.machine for tier in self.finder.tiers)
-
     def expire(self) -> None:
         """Let nobody wait any longer. For tests."""
         for stage in self._stages:

@@ -42,7 +42,6 @@ from kvpipe.scheduler.switches import Switches
 from kvpipe.scheduler.weights import Weights
 from kvpipe.statemachine import lookup as lookup_m
 from kvpipe.statemachine import request as m
-from kvpipe.statemachine.core import Compiled
 from kvpipe.tiers.finder import Finder
 from kvpipe.tiers.guard import GuardedTier
 from kvpipe.trace.log import Counters
@@ -439,11 +438,6 @@ class SchedulerSide:
             "quota_evictions": {one.spec.name: one.evicted for one in all_},
             "quota_refusals": {one.spec.name: one.refused for one in all_},
         }
-
-    def machines(self) -> tuple[Compiled, ...]:
-        """Return the machines whose cursors this side owns."""
-        machines = *self.requests.machines, self.jobs.machine, self.catalog.machine
-        return machines if self.staging is None else (*machines, *self.staging.machines())
 
     def shutdown(self) -> None:
         """End threads, and refuse what is ordered. Idempotent."""

@@ -7,6 +7,7 @@ table has.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -37,6 +38,7 @@ class Replay:
     def __init__(self) -> None:
         """No cursor is known."""
         self.transitions = self.no_ops = self.cursors = self.dropped = 0
+        self.cells: Counter[tuple[str, str, str]] = Counter()  # how often each was taken: machine, row, event
         self.problems: list[str] = []
         self.more_problems = 0
         self._machines: dict[tuple[str, int], Compiled] = {}
@@ -103,6 +105,8 @@ class Replay:
             self._problem(f"{at}: {event.on} in {event.was}, but it was in {here.name}: a transition is missing")
             here = machine.states.get(event.was, here)
         edge = here.on.get(event.on)
+        if edge is not None:
+            self.cells[event.machine, here.row, event.on] += 1
         if edge is None:
             self._problem(f"{at}: {event.on!r} is no event of the machine")
         elif edge.rejects or isinstance(event, Illegal):

@@ -19,7 +19,7 @@ from kvpipe.geometry import Geometry
 from kvpipe.messages import Job, Kind, Outcome, StepPlan
 from kvpipe.statemachine import copy as copy_m
 from kvpipe.statemachine import step as m
-from kvpipe.statemachine.core import Compiled, Cursor
+from kvpipe.statemachine.core import Cursor
 from kvpipe.trace import events as e
 from kvpipe.trace.log import Counters
 from kvpipe.trace.recorder import OFF, Recorder
@@ -252,11 +252,6 @@ class Pipeline:
                 always.callback(self.copies.loop.stop)
                 always.callback(self._engine.shutdown)
                 self._withdraw()
-
-    @property
-    def machines(self) -> tuple[Compiled, ...]:
-        """The machines whose cursors this pipeline owns."""
-        return *self.copies.machines, self.step.machine
 
     @property
     def alive(self) -> bool:

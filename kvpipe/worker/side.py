@@ -31,7 +31,7 @@ from kvpipe.worker.pipeline import REPORTED_EARLY, TIER, Pipeline
 
 if TYPE_CHECKING:
     from kvpipe.headroom import Headroom
-    from kvpipe.statemachine.core import Compiled, Cursor
+    from kvpipe.statemachine.core import Cursor
 
 
 IDLE_NS: Final = 100_000_000
@@ -350,13 +350,6 @@ class WorkerSide:
             values["tier_seconds"] = {f"{tier} {use}": took for (tier, use), took in self.carrier.seconds.items()}
             values["tiers_left"] = left(self.carrier.tiers)
         return values
-
-    def machines(self) -> tuple[Compiled, ...]:
-        """Return the machines whose cursors this side owns."""
-        own = () if self.pipeline is None else self.pipeline.machines
-        if self.carrier is None:
-            return own
-        return (*own, self.carrier.machine, *(tier.machine for tier in self.carrier.tiers))
 
     def shutdown(self) -> None:
         """End threads. Idempotent."""

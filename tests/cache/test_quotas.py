@@ -14,7 +14,7 @@ from kvpipe.cache.policy.base import Evictable, Policy
 from kvpipe.cache.quotas import Accounts, SharedCatalog
 from kvpipe.cache.tenants import ANYBODY, Tenant
 from kvpipe.config import load_settings
-from kvpipe.connectors.vllm.metrics import meter
+from kvpipe.connectors.vllm.metrics import Meter
 from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, SchedulerWorld
 from kvpipe.errors import ConfigError
 from kvpipe.manage.engine import ManagedEngine
@@ -227,7 +227,7 @@ def test_quotas_are_told_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None
         request = world.request(f"r{i}", 16)
         request.cache_salt = "SECRET" if i < 4 else f"SECRET {i}"
         world.publish(request)
-    told = meter(side, side.quota_totals).take()
+    told = Meter(side.totals, side.quota_totals).take()
     assert told is not None
     quotas = {name: values for name, values in told.data.items() if name.startswith("quota_")}
     assert quotas["quota_bytes"] == {"alice": 11 * size, "others": 5 * size}

@@ -23,6 +23,7 @@ from kvpipe.tiers.carrier import Carried, Carrier
 from kvpipe.tiers.guard import FAULTS_MAX, READ, WRITE, GuardedTier, guarded
 from kvpipe.tiers.parts import Share, mark_key
 from kvpipe.trace.log import Counters
+from kvpipe.trace.recorder import OFF, Recorder
 from kvpipe.transfer.pool import HostPool
 
 PAGE = 512
@@ -38,15 +39,14 @@ class Rank:
 
     def __init__(
         self, tiers: Sequence[Tier], shares: tuple[Share, ...] = (), place: int = 0, ranks: int = 1, *, most: int = 1,
-        **spec: Any,
+        trace: Recorder = OFF, **spec: Any,
     ) -> None:  # fmt: skip
         """`spec`: keys of every tier. `most`: its `share_ranks_max`."""
-        self.pool, self.counters = HostPool(GEOMETRY), Counters()
+        self.pool, self.counters, self._ids = HostPool(GEOMETRY), Counters(), 0
         reported = DictSpec.model_validate({"timeout_ms_max": 60_000} | spec)
-        self.tiers: list[GuardedTier] = guarded([(tier.name, reported, tier) for tier in tiers], (READ, WRITE))
+        self.tiers: list[GuardedTier] = guarded([(tier.name, reported, tier) for tier in tiers], (READ, WRITE), trace)
         of: dict[str, Any] = {"rank": place, "ranks": ranks, "shares": shares, "share_ranks_max": most}
-        self.carrier = Carrier(self.tiers, GEOMETRY, self.pool, counters=self.counters, **of)
-        self._ids = 0
+        self.carrier = Carrier(self.tiers, GEOMETRY, self.pool, counters=self.counters, trace=trace, **of)
 
     def carry(
         self, *, stores: bool, slot: int, units: int = 4, tier: int = 0, group: int = 0, split: int = 0

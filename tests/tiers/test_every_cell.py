@@ -3,24 +3,39 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from typing import Any
 
 from kvpipe.statemachine import breaker, carry
-from kvpipe.statemachine.core import Compiled, Machine
+from kvpipe.statemachine.core import Machine
 from kvpipe.testing.held_tier import HeldTier
 from kvpipe.tiers.guard import FAULTS_MAX, READ
+from kvpipe.trace.recorder import Recorder
+from kvpipe.trace.replay import Replay
 from tests.tiers.test_carrier import WAIT_S, Rank
 
 
-def _missed(machine: Machine, compiled: Iterable[Compiled]) -> set[tuple[str, str]]:
-    """Return the cells that do not reject and were not taken."""
-    taken = {
-        (one.states[state].row, event) for one in compiled for (state, event), times in one.taken().items() if times
-    }
-    can = {
+class TracedRank(Rank):
+    """A rank whose cursors are watched."""
+
+    def __init__(self, tier: HeldTier, **spec: Any) -> None:
+        """See `Rank`."""
+        self._recorder, self._replay = Recorder(detail=True), Replay()
+        super().__init__([tier], trace=self._recorder, **spec)
+
+    def taken(self, machine: Machine) -> set[tuple[str, str]]:
+        """Return which cells of `machine` were taken so far."""
+        for event in self._recorder.take():
+            self._replay.feed(event)
+        assert self._replay.ok, self._replay.problems
+        return {(state, event) for name, state, event in self._replay.cells if name == machine.name}
+
+
+def _legal(machine: Machine) -> set[tuple[str, str]]:
+    """Return the cells that do not reject."""
+    return {
         (state, event) for state, row in machine.table.items() for event, cell in row.items() if cell.kind != "reject"
     }
-    return can - taken
 
 
 def _until(true: Callable[[], bool]) -> None:
@@ -33,7 +48,7 @@ def _until(true: Callable[[], bool]) -> None:
 def test_every_cell_of_an_order_is_taken() -> None:
     """By a tier that has it, has it not, fails, is left alone, is not there, and by a shutdown."""
     tier = HeldTier()
-    rank, late = Rank([tier]), Rank([tier], lanes=1)
+    rank, late = TracedRank(tier), TracedRank(tier, lanes=1)
     rank.carry(stores=False, slot=0)
     rank.carry(stores=False, slot=0, tier=7)
     assert rank.ended(2) == [False] * 2
@@ -52,13 +67,13 @@ def test_every_cell_of_an_order_is_taken() -> None:
     late.carrier.shutdown()
     assert late.ended(2) == [False] * 2
     rank.carrier.shutdown()
-    assert not _missed(carry.CARRY, [one.carrier.machine for one in (rank, late)])
+    assert not _legal(carry.CARRY) - rank.taken(carry.CARRY) - late.taken(carry.CARRY)
 
 
 def test_every_cell_of_a_breaker_is_taken() -> None:
     """By calls and probes that end well or not, also those that began before the tier was left alone."""
     tier = HeldTier()
-    rank = Rank([tier], lanes=FAULTS_MAX)
+    rank = TracedRank(tier, lanes=FAULTS_MAX)
     guard = rank.tiers[0]
     reads = guard.breakers[READ]
 
@@ -91,7 +106,7 @@ def test_every_cell_of_a_breaker_is_taken() -> None:
 
     fetch()
     fetch(FAULTS_MAX, "down")
-    probe_until(lambda: any(event == breaker.PROBE_FAILED for _, event in guard.machine.taken()))
+    probe_until(lambda: any(event == breaker.PROBE_FAILED for _, event in rank.taken(breaker.BREAKER)))
     come_back()
     fetch()
     assert reads.state.row == breaker.CLOSED
@@ -108,4 +123,4 @@ def test_every_cell_of_a_breaker_is_taken() -> None:
     fetch(1, "down")
     come_back()
     rank.carrier.shutdown()
-    assert not _missed(breaker.BREAKER, [guard.machine])
+    assert not _legal(breaker.BREAKER) - rank.taken(breaker.BREAKER)

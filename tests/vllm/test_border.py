@@ -72,7 +72,7 @@ def test_a_bad_token_is_refused_before_anything_is_made(connector: Any, monkeypa
     tracing, side = MagicMock(return_value=(None, None)), MagicMock()
     monkeypatch.setattr(border, "tracing", tracing)
     monkeypatch.setattr(border, "SchedulerSide", side)
-    for name in ("support", "drafters", "Remedies", "make_room", "Watch", "meter", "ManagedEngine"):
+    for name in ("support", "drafters", "Remedies", "make_room", "Watch", "Meter", "ManagedEngine"):
         monkeypatch.setattr(border, name, MagicMock())
     connector.settings = load_settings({"manage": "127.0.0.1:1"})
     connector.geometry, connector._kv_transfer_config = MagicMock(), MagicMock()

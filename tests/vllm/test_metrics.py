@@ -21,7 +21,7 @@ def test_a_meter_tells_differences(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("kvpipe.connectors.vllm.metrics.time.monotonic", lambda: now[0])
     totals: dict[str, dict[str, float]] = {"hit_tokens": {"memory": 0}, "leases": {"": 0}}
-    seldom: dict[str, dict[str, float]] = {"transitions": {"save": 5}}
+    seldom: dict[str, dict[str, float]] = {"quota_evictions": {"alice": 5}}
     asked: list[int] = []
 
     def rare() -> Totals:
@@ -31,9 +31,9 @@ def test_a_meter_tells_differences(monkeypatch: pytest.MonkeyPatch) -> None:
     meter = Meter(lambda: {name: dict(values) for name, values in totals.items()}, rare)
     first = meter.take()
     assert first is not None
-    assert first.data == {"leases": {"": 0}, "transitions": {"save": 5}}
+    assert first.data == {"leases": {"": 0}, "quota_evictions": {"alice": 5}}
     assert meter.take() is None
-    totals["hit_tokens"]["memory"], totals["leases"][""], seldom["transitions"]["save"] = 64, 2, 9
+    totals["hit_tokens"]["memory"], totals["leases"][""], seldom["quota_evictions"]["alice"] = 64, 2, 9
     second = meter.take()
     assert second is not None
     assert second.data == {"hit_tokens": {"memory": 64}, "leases": {"": 2}}
@@ -41,7 +41,7 @@ def test_a_meter_tells_differences(monkeypatch: pytest.MonkeyPatch) -> None:
     now[0] += 1
     third = meter.take()
     assert third is not None
-    assert third.data == {"hit_tokens": {"memory": 36}, "transitions": {"save": 4}}
+    assert third.data == {"hit_tokens": {"memory": 36}, "quota_evictions": {"alice": 4}}
     assert len(asked) == 2
 
 

@@ -15,6 +15,7 @@ MACHINES: tuple[Machine, ...] = (
     step.STEP, copy.SAVE, copy.LOAD, request.REQUEST, lookup.LOOKUP, saving.SAVING, job.JOB, chunk.CHUNK,
     stage.STAGE,
 )  # fmt: skip
+_NAMES = frozenset(machine.name for machine in MACHINES)
 
 
 class Cell(NamedTuple):
@@ -31,12 +32,8 @@ class Cell(NamedTuple):
 
 def counts(trial: Trial) -> Counter[Cell]:
     """Return how often each cell was taken in `trial`, over all cursors of kvpipe's sides."""
-    taken: Counter[Cell] = Counter()
-    sides = [] if trial.kvpipe is None else [trial.side, *(rank.kvpipe.worker for rank in trial.ranks)]
-    for machine in (machine for side in sides for machine in side.machines() if machine.machine in MACHINES):
-        for (state, event), times in machine.taken().items():
-            taken[Cell(machine.machine.name, machine.states[state].row, event)] += times
-    return taken
+    trial.replay_traces()
+    return Counter({Cell(*cell): times for cell, times in trial.replay.cells.items() if cell[0] in _NAMES})
 
 
 def reachable() -> list[Cell]:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from kvpipe.connectors.vllm.connector import KVPipeConnector
     from kvpipe.connectors.vllm.metadata import PlanMetadata
     from kvpipe.messages import StepPlan
+    from kvpipe.statemachine.core import Cursor, Edge, State
 
 
 class CountedFault(NamedTuple):
@@ -47,6 +48,10 @@ class TraceTap:
         for recorder in self.recorders:
             for event in recorder.take():
                 self.replay.feed(event)
+
+    def step_moved(self, cursor: Cursor, was: State, edge: Edge, _why: str) -> None:
+        """Count what a rank's step has done: the machine of steps is in no trace."""
+        self.replay.cells[cursor.machine.machine.name, was.row, edge.event] += 1
 
 
 def kvpipe_in(connector: object) -> KVPipeConnector | None:

@@ -172,7 +172,7 @@ class Trial(Arrivals):
             self.ranks.append(rank := Rank(index, worker, self.shape))
             if mine is not None:
                 mine.worker.weigh = lambda: self.weights
-                rank.before_results = self._settle
+                rank.before_results, mine.worker.step.watch = self._settle, self.tap.step_moved
                 rank.load_adapters = functools.partial(self.adapters.load, index)
                 self.adapters.join(index, mine.worker.adapters)
 
