@@ -97,6 +97,8 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
 class Catalog:
     """The authority over slots, keys and leases."""
 
+    sweep_slots = SWEEP_SLOTS
+
     def __init__(
         self, slots: int, groups: int, policy: Policy, counters: Counters, *, ready: int | None = None,
         clock: Callable[[], float] | None = None,
@@ -120,7 +122,7 @@ class Catalog:
         """Per group, the keys of chunks of before the last reset, as long as these have slots."""
         self._pending: tuple[dict[bytes, Chunk], ...] = tuple({} for _ in range(groups))
         self._writing: dict[Chunk, None] = {}
-        self._era, self._eras, self._swept, self.sweep_slots = b"", 0, 0, SWEEP_SLOTS
+        self._era, self._swept = b"", 0
         self.stale = 0
         """How many slots have what is forgotten already. They count as free."""
         self._chunks: list[Chunk | None] = [None] * slots  # all that are not ABSENT, each at its slot
@@ -129,7 +131,6 @@ class Catalog:
         self._ahead: set[Chunk] = set()  # brought from tiers for nobody yet
         self._leases: dict[Owner, list[Chunk]] = {}
         self._leased_s: dict[Owner, float] = {}
-        self.writing = 0  # pieces
         self._second = 0  # see `_notify`
 
     def use_more(self, ready: int) -> None:
@@ -188,7 +189,7 @@ class Catalog:
         owned, now_s = self._leases.setdefault(owner, []), self._notify(over=False)
         if timed:
             self._leased_s.setdefault(owner, now_s)
-        idle = list[Chunk]()
+        idle: list[Chunk] = []
         try:
             for chunk in chunks:
                 self._check_era(chunk)
@@ -210,7 +211,7 @@ class Catalog:
         self._leased_s.pop(owner, None)
         if chunks:
             self._notify(over=False)
-        idle = list[Chunk]()
+        idle: list[Chunk] = []
         for chunk in reversed(chunks):
             chunk.leases -= 1
             if ahead and chunk in ahead:
@@ -233,7 +234,8 @@ class Catalog:
     def refresh(self, chunks: Iterable[Chunk], *, over: bool = True) -> None:
         """Order a request's chunks so that the ends of prefixes go before their beginnings. `over`: it is finished."""
         self._notify(over=over)
-        second, idle, spared = self._second, list[Chunk](), self._spared
+        second, spared = self._second, self._spared
+        idle: list[Chunk] = []
         for chunk in chunks:
             if not (chunk.writers or chunk.leases):
                 chunk.used_s = second
@@ -297,7 +299,6 @@ class Catalog:
         chunk.written, chunk.tail, chunk.before = stop, key, before and before + self._era
         chunk.writers += 1
         self._writing[chunk] = None
-        self.writing += 1
         self._pending[chunk.group].setdefault(key, chunk)
         return piece
 
@@ -371,8 +372,7 @@ class Catalog:
         rest = self.used - len(held)
         if rest:
             self._index, self._before, self.stale, self._swept = self._before, self._index, rest, 0
-            self._eras += 1
-            self._era = self._eras.to_bytes(8)
+            self._era = (int.from_bytes(self._era) + 1).to_bytes(8)
             for chunk in held:
                 chunk.era = self._era
 
@@ -413,7 +413,6 @@ class Catalog:
 
     def _finish_write(self, chunk: Chunk, *, landed: bool) -> None:
         chunk.writers -= 1
-        self.writing -= 1
         more = chunk.writers > 0
         if not more:
             del self._writing[chunk]
@@ -501,6 +500,11 @@ class Catalog:
             if not self.stale:
                 for index in self._before:
                     index.clear()  # it is empty: what it has grown to is given back
+
+    @property
+    def writing(self) -> int:
+        """How many pieces are being written."""
+        return sum(chunk.writers for chunk in self._writing)
 
     @property
     def leases(self) -> int:

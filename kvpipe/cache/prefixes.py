@@ -188,10 +188,9 @@ class Prefixes:
         """Yield the whole chunks of the first `units` units of the request, the last first; before them its states."""
         hashes = self.hashes(request)
         for groups, step, ahead in self._kinds:
-            indexes = list(map(self._catalog.index, groups))
             for key in reversed(self._keys(hashes, step, units, step, ahead)):
-                for index in indexes:
-                    chunk = index.get(key)
+                for group in groups:
+                    chunk = self._catalog.find(group, key)
                     if chunk is not None:
                         yield chunk
 

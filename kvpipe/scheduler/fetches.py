@@ -146,6 +146,7 @@ class Staging:
         self._fetching: dict[tuple[int, bytes], TierTransfer] = {}
         self._found: list[Stage] = []
         self._stages: set[Stage] = set()
+        self._unreadable: dict[int, frozenset[int]] = {}  # by rank
         self._numbers = 0
         self._growing = [group for group in range(len(geometry.groups)) if group not in geometry.states]
         self._full = [group for group in self._growing if geometry.groups[group].window_tokens is None]
@@ -491,6 +492,11 @@ class Staging:
         self._found.clear()
         for stage in list(self._stages):
             self._end(stage, m.END)
+
+    def tiers_left(self, unreadable: dict[int, frozenset[int]]) -> None:
+        """Ranks have said which tiers they leave alone from now on."""
+        self._unreadable |= unreadable
+        self.finder.unreadable = frozenset().union(*self._unreadable.values())
 
     @property
     def pending(self) -> bool:

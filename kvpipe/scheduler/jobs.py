@@ -95,13 +95,14 @@ class Jobs:
         states: Container[int],
         saved: Callable[[Tracked, Piece], object],
         load_failed: Callable[[JobInFlight], object],
+        patience_s: float,
     ) -> None:
         """`saved` hears of each piece that can be found now, `load_failed` of a load, as soon as that is known.
 
-        `states`: the groups of recurrent states, which an engine offers once.
+        `states`: the groups of recurrent states, which an engine offers once. `patience_s`: see `awaited`.
         """
         self._catalog, self._counters, self._report, self._ranks = catalog, counters, report, ranks
-        self._states = states
+        self._states, self._patience_s = states, patience_s
         self._saved, self._load_failed = saved, load_failed
         self.machine = m.JOB.compile()
         self.in_flight: dict[int, JobInFlight] = {}
@@ -143,6 +144,11 @@ class Jobs:
         self._report.begun(begun)  # first: what fails here is not in flight
         self.in_flight[job.id] = begun
         return begun
+
+    @property
+    def awaited(self) -> bool:
+        """Whether the last one may be expected soon."""
+        return awaited(self.in_flight, self._patience_s)
 
     @property
     def loads_in_step(self) -> list[JobInFlight]:

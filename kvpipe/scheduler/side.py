@@ -26,7 +26,7 @@ from kvpipe.scheduler.answers import Answers
 from kvpipe.scheduler.base import Answer, Recovery
 from kvpipe.scheduler.fetches import PATIENCE_S, Staging
 from kvpipe.scheduler.hints import Hinting, RawHints
-from kvpipe.scheduler.jobs import JobInFlight, Jobs, awaited
+from kvpipe.scheduler.jobs import JobInFlight, Jobs
 from kvpipe.scheduler.loads import Loading
 from kvpipe.scheduler.lookups import Lookups
 from kvpipe.scheduler.orders import Orders
@@ -98,7 +98,7 @@ class SchedulerSide:
         self.prefixes = prefixes = Prefixes(catalog, geometry, hash_tokens, adapters.keys, self._tenant)
         self.jobs = jobs = Jobs(
             catalog, counters, self.report, ranks=ranks, states=geometry.states, saved=self._saved,
-            load_failed=self._load_failed,
+            load_failed=self._load_failed, patience_s=settings.stuck_ms_max / 1000 + PATIENCE_S,
         )  # fmt: skip
         self.staging = staging = self._make_staging(tiers) if tiers else None
         self.requests = requests = Requests(
@@ -124,7 +124,6 @@ class SchedulerSide:
             recovery=recovery, counters=counters, trace=trace,
         )  # fmt: skip
         self._hinting, self._ready = Hinting(catalog, counters), dict[int, int]()  # slots, by rank
-        self._patience_s, self._unreadable = settings.stuck_ms_max / 1000 + PATIENCE_S, dict[int, frozenset[int]]()
         if trace.detail:
             self.trace_moves()
 
@@ -281,18 +280,12 @@ class SchedulerSide:
             except Exception as e:  # noqa: BLE001  (other reports of the step count, too)
                 self.counters.fault("contained_error", where="reported", job=job_id, error=repr(e))
         self.switches.tier_lost |= report.lost
-        if report.unreadable:
-            self.tiers_left(report.unreadable)
+        if report.unreadable and self.staging is not None:
+            self.staging.tiers_left(report.unreadable)
         if report.ready:
             self.slots_ready(report.ready)
         if report.adapters:
             self.adapters.reported(report.adapters, report.step)
-
-    def tiers_left(self, unreadable: dict[int, frozenset[int]]) -> None:
-        """Ranks have said which tiers they leave alone from now on."""
-        if unreadable and self.staging is not None:
-            self._unreadable |= unreadable
-            self.staging.finder.unreadable = frozenset().union(*self._unreadable.values())
 
     def slots_ready(self, ready: dict[int, int]) -> None:
         """Ranks have said how many of their slots, from the first on, may be used. All of them count, or none."""
@@ -377,7 +370,7 @@ class SchedulerSide:
 
         Who is told that nothing is pending has nothing to do: others may have their turn.
         """
-        if awaited(self.jobs.in_flight, self._patience_s) or (self.staging is not None and self.staging.pending):
+        if self.jobs.awaited or (self.staging is not None and self.staging.pending):
             return True
         if self.prefetching.has_work():
             return True

@@ -19,7 +19,7 @@ from kvpipe.testing.catalog_integrity import check_integrity
 from kvpipe.trace.log import Counters
 
 CHUNK = 16
-NOT_THE_ENGINES = {"stats", "machines", "trace_moves", "bind", "tiers_left", "adapter_called"}
+NOT_THE_ENGINES = {"stats", "machines", "trace_moves", "bind", "adapter_called"}
 """They touch neither the catalog nor what pins are made of: any thread may make these calls at any time."""
 GIVES_BACK = {"reset"}
 """vLLM may make these calls when it has asked already whether anything is pending."""
