@@ -66,6 +66,8 @@ def _of_tiers() -> dict[str, str]:
 
 
 def _of_tracing() -> dict[str, str]:
+    from kvpipe.connectors.vllm.metrics import METRICS, PREFIX
+
     rows = []
     for name, kind in EVENTS.items():
         common = (Transition if issubclass(kind, Transition) else Event).__struct_fields__
@@ -73,9 +75,14 @@ def _of_tracing() -> dict[str, str]:
         sentence = str(kind.__doc__).strip().split("\n\n", maxsplit=1)[0].replace("\n", " ")
         rows.append(f"| `{name}` | {logging.getLevelName(kind.level).lower()} | {sentence} | {fields} |")
     reasons = (f"| `{why}` | {sentence} |" for why, sentence in REASONS.items())
+    metrics = []
+    for name, one in METRICS.items():
+        full, label = PREFIX + name + "_total" * (one.kind == "counter"), f"`{one.label}`" * bool(one.label)
+        metrics.append(f"| `{full}` | {label} | {one.text} |")
     return {
         "events": _table("| event | level | says | its own fields |", *rows),
         "reasons": _table("| reason | it means |", *reasons),
+        "metrics": _table("| metric | its own label | what it is |", *metrics),
     }
 
 
