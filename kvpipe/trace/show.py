@@ -153,6 +153,7 @@ def show_overview(path: Path, console: Console, slowest: int) -> int:
         shares = (
             f"{tokens / total:.0%} {names.get(what, f'from {_safe(what)}')}"
             for what, tokens in found.tokens.most_common()
+            if tokens
         )
         console.print(f"{total} tokens were asked for: {', '.join(shares)}.", highlight=False)
     for trace in traces:

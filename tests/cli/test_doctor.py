@@ -85,6 +85,15 @@ def test_verdict_and_exit_status(
     assert capsys.readouterr().out.splitlines()[-1] == last
 
 
+def test_tiers_and_quotas_are_given_by_their_names(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Their keys are what `kvpipe check` prints."""
+    tiers = f'["{tmp_path}/a?bytes_max=1GiB", "{tmp_path}/b?bytes_max=1GiB"]'
+    _run(monkeypatch, f'{{"tiers": {tiers}, "quotas": [{{"name": "one", "salt": "s", "share": 0.5}}]}}', "ok")
+    assert "valid (quotas=one, tiers=disk,disk-2)" in capsys.readouterr().out
+
+
 def test_output_is_a_line_per_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Remedies are indented below; long lines stay whole in a pipe; what others print is not among them."""
     monkeypatch.setenv("COLUMNS", "40")

@@ -55,7 +55,7 @@ def test_the_overview(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     out = capsys.readouterr().out
     rows = [line.split() for line in out.splitlines()]
     assert "31 requests over" in out
-    assert "3300 tokens were asked for: 55% from memory, 45% computed" in out
+    assert "3300 tokens were asked for: 55% from memory, 45% computed.\n" in out
     slow = next(i for i, row in enumerate(rows) if row and row[-1] == "the-slow-one")
     assert rows[slow][:2] == ["5000", "2"]
     assert rows[slow][5] == "2"

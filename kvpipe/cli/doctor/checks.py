@@ -11,6 +11,7 @@ from kvpipe.cli.doctor.facts import HostFacts
 from kvpipe.cli.doctor.findings import Check, Finding, PendingFinding, one_line
 from kvpipe.config import Settings, load_settings, parse_extra
 from kvpipe.errors import UsageError
+from kvpipe.tiers.registry import named
 
 TIERS: list[Check] = [
     Check("memory pool", storage.check_memory_pool, "fail"),
@@ -59,7 +60,7 @@ def examine_extra(extra: str, *, ranks: int = 1) -> list[Finding]:
     """Check the configuration too, given as JSON. With a wrong one, everything else is checked with the defaults."""
     try:
         settings = load_settings(parse_extra(extra))
-        given = ", ".join(f"{key}={getattr(settings, key)}" for key in sorted(settings.model_fields_set))
+        given = ", ".join(f"{key}={_given(settings, key)}" for key in sorted(settings.model_fields_set))
         first = Finding("configuration", "ok", f"valid ({given})" if given else "valid (all defaults)", "")
     except Exception as e:  # noqa: BLE001  (whatever it is, the checks go on)
         settings = Settings.model_construct()  # without the environment, which may be what is wrong
@@ -67,3 +68,12 @@ def examine_extra(extra: str, *, ranks: int = 1) -> list[Finding]:
         remedy = "change the configuration as this message asks; the other checks were made with the defaults"
         first = Finding("configuration", "fail", detail, remedy)
     return [first, *examine(settings, HostFacts(ranks=ranks))]
+
+
+def _given(settings: Settings, key: str) -> str:
+    """Return a value as one reads it: of tiers and quotas the names."""
+    if key == "tiers":
+        return ",".join(name for name, _ in named(settings.tiers))
+    if key == "quotas":
+        return ",".join(one.name for one in settings.quotas)
+    return str(getattr(settings, key))
