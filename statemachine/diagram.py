@@ -15,8 +15,11 @@ from kvpipe.statemachine.request import REQUEST
 from kvpipe.statemachine.saving import SAVING
 from kvpipe.statemachine.stage import STAGE
 from kvpipe.statemachine.step import STEP
+from kvpipe.statemachine.ticket import TICKET
 
-MACHINES: tuple[Machine, ...] = (STEP, SAVE, LOAD, REQUEST, LOOKUP, SAVING, JOB, CHUNK, STAGE, CARRY, BREAKER)
+MACHINES: tuple[Machine, ...] = (
+    STEP, SAVE, LOAD, TICKET, REQUEST, LOOKUP, SAVING, JOB, CHUNK, STAGE, CARRY, BREAKER,
+)  # fmt: skip
 
 
 def to_markdown(machine: Machine) -> str:

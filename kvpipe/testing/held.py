@@ -168,7 +168,7 @@ class HeldEngine(CpuEngine):
 
     def _move(self, direction: Direction) -> None:
         plan, ticket = self._held[direction].popleft()
-        if ticket.abandoned:
+        if not ticket.begin():
             self._moved[direction].append(Moved(ticket, frozenset(job.id for job in plan.jobs)))
             return
         failed = self.copy_layer(plan, ticket.layer)

@@ -14,12 +14,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpipe.messages import ROW_BYTES, Job, table_of
+from kvpipe.statemachine import ticket as m
+from kvpipe.statemachine.core import IllegalTransition
 
 if TYPE_CHECKING:
     from kvpipe.geometry import Geometry
@@ -28,6 +30,15 @@ if TYPE_CHECKING:
 
 NO_JOBS: frozenset[int] = frozenset()
 """`Ticket.failed` of a copy that succeeded."""
+
+_TICKETS: Final = m.TICKET.compile()
+QUEUED, BEGUN, WITHDRAWN, OVER, DONE = (
+    _TICKETS.states[name] for name in (m.QUEUED, m.BEGUN, m.WITHDRAWN, m.OVER, m.DONE)
+)
+QUIET: Final = frozenset({WITHDRAWN, OVER, DONE})
+"""A ticket's states in which its copy touches no memory any more."""
+_LEAVING: Final = threading.Lock()
+"""Held by whoever takes a ticket out of `QUEUED`. All tickets share it: it is held for a microsecond."""
 
 
 class Direction(IntEnum):
@@ -120,53 +131,83 @@ def _span(part: npt.NDArray[np.int64]) -> SlotSpan:
 
 
 class Ticket:
-    """One submitted copy of one layer. Completed exactly once; `sink` then hands it to the loop thread."""
+    """One submitted copy of one layer. Completed exactly once; `sink` then hands it to the loop thread.
+
+    `state` is one of the ticket machine's. It leaves `QUEUED` under a lock, and every other by whoever completes it.
+    """
 
     __slots__ = (
-        "_lock",
-        "abandoned",
-        "batch",
-        "begun_ns",
-        "born_ns",
-        "done",
-        "failed",
-        "layer",
-        "mark",
-        "ordinal",
-        "over",
-        "sink",
-        "withdrawn",
-    )
+        "_landed", "batch", "begun_ns", "born_ns", "failed", "layer", "mark", "ordinal", "sink", "state",
+    )  # fmt: skip
 
     def __init__(self, batch: object, layer: int, ordinal: int, sink: Callable[[Ticket], object]) -> None:
         """`ordinal` counts the batch's submissions from 0: the k of ``LAYER_k``."""
         self.batch, self.layer, self.ordinal, self.sink = batch, layer, ordinal, sink
         self.failed = NO_JOBS
         self.mark: object = None  # the engine's own: what device work can be ordered after
-        self.over = False  # no copy of this ticket touches memory any more
-        self.done = False  # and `sink` was called
-        self.abandoned = False  # it was given up
-        self.withdrawn = False  # and had not begun: it will never touch memory
+        self.state = QUEUED
         self.born_ns = self.begun_ns = time.monotonic_ns()  # an engine that holds it back says when it has begun
-        self._lock = threading.Lock()
-        self._lock.acquire()
+        self._landed = threading.Lock()
+        self._landed.acquire()
+
+    @property
+    def over(self) -> bool:
+        """Whether it was completed: its copy touches memory no more."""
+        state = self.state
+        return state is OVER or state is DONE
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over, and `sink` has returned."""
+        return self.state is DONE
+
+    def begin(self) -> bool:
+        """Say that the copy is about to touch memory. Returns whether it may: nobody has given it up.
+
+        For engines whose `abandon` is `withdraw`. Raises `IllegalTransition` for a copy that has begun.
+        """
+        with _LEAVING:
+            if self.state is QUEUED:
+                self.state = BEGUN
+                return True
+        self._check(m.BEGIN)
+        return False
+
+    def withdraw(self) -> bool:
+        """Give the copy up, unless it has begun. Returns whether it touches no memory from now on."""
+        with _LEAVING:
+            if self.state is QUEUED:
+                self.state = WITHDRAWN
+        return self.state is not BEGUN
 
     def complete(self, failed: frozenset[int] = NO_JOBS) -> None:
-        """Mark the copy done; `failed` names the jobs whose bytes are not to be trusted."""
-        if self.over:
-            msg = f"layer {self.layer} was completed twice"
-            raise RuntimeError(msg)
-        self.failed, self.over = failed, True
+        """Mark the copy done, also one that was withdrawn; `failed` names the jobs whose bytes are not to be trusted.
+
+        Raises:
+            IllegalTransition: it was completed before.
+
+        """
+        if self.state is QUEUED:
+            self.begin()  # or somebody withdraws it just now
+        self._check(m.COMPLETE)
+        self.failed = failed  # first: who sees that it is over sees how
+        self.state = OVER
         self.sink(self)
-        self.done = True
-        self._lock.release()  # last: a waiter finds the completion in the loop's inbox
+        self.state = DONE
+        self._landed.release()  # last: a waiter finds the completion in the loop's inbox
 
     def wait(self, timeout_s: float) -> bool:
         """Block until the copy has completed. Returns False on a timeout."""
-        if not self._lock.acquire(timeout=timeout_s):
+        if not self._landed.acquire(timeout=timeout_s):
             return False
-        self._lock.release()
+        self._landed.release()
         return True
+
+    def _check(self, event: str) -> None:
+        """Raise `IllegalTransition` if the machine rejects `event` here."""
+        edge = self.state.on[event]
+        if edge.rejects:
+            raise IllegalTransition(m.TICKET.name, self.layer, self.state.name, event, edge.why)
 
 
 class TransferEngine(Protocol):
@@ -204,7 +245,10 @@ class TransferEngine(Protocol):
         """Order later writes to the paged blocks after the copy has read them."""
 
     def abandon(self, ticket: Ticket) -> bool:
-        """Give up a copy. Returns whether it touches no memory from now on: it is over, or will never begin."""
+        """Give up a copy. Returns whether it touches no memory from now on: it is over, or will never begin.
+
+        `Ticket.withdraw`, for an engine that calls `Ticket.begin` before each copy and makes none that it refuses.
+        """
 
     def shutdown(self) -> None:
         """Finish what was submitted and free threads. Idempotent."""

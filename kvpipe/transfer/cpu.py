@@ -42,8 +42,6 @@ class CpuEngine:
         self._lanes: dict[Direction, _CopyThread] = {}
         self._views: tuple[PageView, ...] = ()
         self._closed = False
-        self._begins = threading.Lock()  # guards what is abandoned against what is begun
-        self._copying: set[Ticket] = set()
 
     def attach(self, views: Sequence[PageView], geometry: Geometry, pool: HostPool) -> None:
         """See `TransferEngine.attach`."""
@@ -83,9 +81,7 @@ class CpuEngine:
 
     def abandon(self, ticket: Ticket) -> bool:
         """See `TransferEngine.abandon`. A copy that a thread is at cannot be stopped."""
-        with self._begins:
-            ticket.abandoned = True
-            return ticket.over or ticket not in self._copying
+        return ticket.withdraw()
 
     def shutdown(self) -> None:
         """See `TransferEngine.shutdown`."""
@@ -95,12 +91,8 @@ class CpuEngine:
 
     def _run(self, plan: CopyPlan, ticket: Ticket) -> None:
         failed = frozenset(job.id for job in plan.jobs)
-        with self._begins:
-            begun = not ticket.abandoned
-            if begun:
-                self._copying.add(ticket)
         try:
-            if begun:
+            if ticket.begin():
                 failed = self.copy_layer(plan, ticket.layer)
                 if failed and plan.direction is Direction.LOAD:
                     self._scrub(plan, ticket.layer, failed)
@@ -108,7 +100,6 @@ class CpuEngine:
             log.exception("copy_failed", layer=ticket.layer)
         finally:
             ticket.complete(failed)
-            self._copying.discard(ticket)
 
     def _scrub(self, plan: CopyPlan, layer: int, failed: frozenset[int]) -> None:
         """Zero the blocks of failed loads before attention reads them.

@@ -239,6 +239,7 @@ class CudaEngine:
                 queue = ticket.mark
                 if isinstance(queue, _Queue):
                     queue.drop(ticket)
+                    ticket.withdraw()
                     self._take_off(_WaveInFlight((ticket,), queue, None, queue.all))
                     return True
             finally:

@@ -9,7 +9,7 @@ from typing import Final
 from kvpipe.messages import Job, Kind, Outcome
 from kvpipe.statemachine.copy import LayerCursor
 from kvpipe.statemachine.core import Edge
-from kvpipe.transfer.base import CopyPlan, Direction, Ticket
+from kvpipe.transfer.base import QUIET, CopyPlan, Direction, Ticket
 
 LAST_MOVES: Final = 8
 
@@ -68,7 +68,7 @@ class Batch:
 
         Asked by the loop thread, when all of them were submitted.
         """
-        while self.open and (self.open[0].over or self.open[0].withdrawn):
+        while self.open and self.open[0].state in QUIET:
             self.open.popleft()
         return not self.open
 

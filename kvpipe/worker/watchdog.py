@@ -10,7 +10,7 @@ import anyio
 
 from kvpipe.statemachine import copy as m
 from kvpipe.trace import events as e
-from kvpipe.transfer.base import Ticket
+from kvpipe.transfer.base import QUIET, Ticket
 from kvpipe.worker.batch import LAST_MOVES, Batch
 
 if TYPE_CHECKING:
@@ -59,5 +59,6 @@ class Watchdog:
                 copies.fire(batch, job, m.FAULT, STUCK)
         # reported only when it is safe: what cannot be taken back may still write, and is asked again
         for ticket in tuple(batch.tickets.values()):
-            ticket.withdrawn = ticket.withdrawn or self._abandon(ticket)
+            if ticket.state not in QUIET and self._abandon(ticket):
+                ticket.withdraw()
         copies.report(batch)

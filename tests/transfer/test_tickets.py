@@ -1,29 +1,156 @@
-"""A ticket is completed once, and whoever waited for it finds the news handed on."""
+"""A ticket is completed once, whoever waited for it finds the news handed on, and what is given up does not begin."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from types import TracebackType
+
 import pytest
 
-from kvpipe.transfer.base import Ticket
+from kvpipe.statemachine import ticket as m
+from kvpipe.statemachine.core import IllegalTransition, State
+from kvpipe.transfer import base
+from kvpipe.transfer.base import DONE, NO_JOBS, QUEUED, QUIET, WITHDRAWN, Ticket
+
+CALLS: dict[str, Callable[[Ticket], object]] = {
+    m.BEGIN: Ticket.begin,
+    m.WITHDRAW: Ticket.withdraw,
+    m.COMPLETE: Ticket.complete,
+}
+
+
+def _ticket() -> Ticket:
+    return Ticket(None, 0, 0, lambda _: None)
 
 
 def test_a_waiter_wakes_after_the_news_is_in_the_inbox() -> None:
     """When a ticket is completed, its news is handed on before any waiter can go on."""
-    seen: list[bool] = []
-    ticket = Ticket(None, 0, 0, lambda t: seen.append(t.done))
+    seen: list[tuple[bool, bool]] = []
+    ticket = Ticket(None, 0, 0, lambda t: seen.append((t.over, t.done)))
     assert not ticket.wait(0.0)
     ticket.complete(frozenset({4}))
-    assert seen == [False]
+    assert seen == [(True, False)]
     assert ticket.done
     assert ticket.wait(0.0)
     assert ticket.failed == {4}
 
 
 def test_a_ticket_completes_once() -> None:
-    """A second completion is the engine's bug and is not handed on."""
+    """A second completion is the engine's bug: it is not handed on, and what the first one said stands."""
     seen: list[Ticket] = []
     ticket = Ticket(None, 0, 0, seen.append)
     ticket.complete()
-    with pytest.raises(RuntimeError, match="twice"):
-        ticket.complete()
+    with pytest.raises(IllegalTransition, match="twice"):
+        ticket.complete(frozenset({1}))
     assert seen == [ticket]
+    assert ticket.failed == NO_JOBS
+
+
+def test_what_is_given_up_does_not_begin() -> None:
+    """It is completed all the same."""
+    ticket = _ticket()
+    assert ticket.withdraw()
+    assert not ticket.begin()
+    assert not ticket.over
+    ticket.complete(frozenset({1}))
+    assert ticket.done
+
+
+def test_what_has_begun_is_not_given_up() -> None:
+    """Before it is over it may touch memory, whoever gives it up."""
+    ticket = _ticket()
+    assert ticket.begin()
+    assert not ticket.withdraw()
+    ticket.complete()
+    assert ticket.withdraw()
+    assert not ticket.begin()
+
+
+@pytest.mark.parametrize("event", CALLS)
+@pytest.mark.parametrize("state", m.TICKET.states)
+def test_every_cell_is_as_the_table_says(state: str, event: str) -> None:
+    """A call moves, stays or raises as written, and one that is illegal changes nothing. A completion is told of."""
+    told: list[State] = []
+    ticket = Ticket(None, 0, 0, lambda t: told.append(t.state))
+    ticket.state = base._TICKETS.states[state]
+    edge = ticket.state.on[event]
+    if edge.rejects:
+        with pytest.raises(IllegalTransition) as caught:
+            CALLS[event](ticket)
+        assert (caught.value.state, caught.value.event, caught.value.why) == (state, event, edge.why)
+        assert (ticket.state.name, ticket.failed, told) == (state, NO_JOBS, [])
+        return
+    answer = CALLS[event](ticket)
+    if event == m.COMPLETE:
+        assert told == [edge.to]
+        assert ticket.state is edge.to.on[m.TELL].to
+    else:
+        assert ticket.state is edge.to
+        assert answer == (edge.moves if event == m.BEGIN else edge.to in QUIET)
+
+
+def test_news_is_told_of_what_is_over_alone() -> None:
+    """So `complete` is the one place that does, behind its own move."""
+    assert [name for name, row in m.TICKET.table.items() if row[m.TELL].kind != "reject"] == [m.OVER]
+
+
+class _Noted(Ticket):
+    """Notes whether the lock is held when it leaves `QUEUED`."""
+
+    __slots__ = ()
+    held: list[bool] = []
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "state" and value is not QUEUED and self.state is QUEUED:
+            self.held.append(base._LEAVING.locked())
+        super().__setattr__(name, value)
+
+
+@pytest.mark.parametrize("event", CALLS)
+def test_whoever_takes_it_from_the_queue_holds_the_lock(event: str) -> None:
+    """So no two threads do, and none begins or is completed while it is withdrawn."""
+    _Noted.held.clear()
+    ticket = _Noted(None, 0, 0, lambda _: None)
+    CALLS[event](ticket)
+    assert ticket.state is not QUEUED
+    assert _Noted.held == [True]
+
+
+class _After:
+    """A lock that somebody else has had just before, who has done something."""
+
+    def __init__(self, do: Callable[[], object]) -> None:
+        self._lock, self._do = threading.RLock(), [do]
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        while self._do:
+            self._do.pop()()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._lock.release()
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "ends"),
+    [
+        (Ticket.withdraw, Ticket.begin, WITHDRAWN),
+        (Ticket.withdraw, Ticket.complete, DONE),
+        (Ticket.begin, Ticket.withdraw, QUEUED.on[m.BEGIN].to),
+        (Ticket.complete, Ticket.withdraw, DONE),
+        (Ticket.complete, Ticket.begin, DONE),
+    ],
+    ids=lambda one: getattr(one, "__name__", ""),
+)
+def test_whoever_comes_second_finds_what_the_first_did(
+    first: Callable[[Ticket], object],
+    then: Callable[[Ticket], object],
+    ends: State,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two threads that find a ticket in the queue: what the second stores does not undo the first one's."""
+    ticket = _ticket()
+    monkeypatch.setattr(base, "_LEAVING", _After(lambda: first(ticket)))
+    then(ticket)
+    assert ticket.state is ends

@@ -167,8 +167,8 @@ MUTANTS: dict[str, Mutant] = {
         one(
             "kvpipe.worker.batch:Batch",
             "settled",
-            "while self.open and (self.open[0].over or self.open[0].withdrawn):",
-            "while self.open and (self.open[-1].over or self.open[0].withdrawn):",
+            "while self.open and self.open[0].state in QUIET:",
+            "while self.open and self.open[-1].state in QUIET:",
         ),
         test="tests/worker/test_timeouts.py::test_no_job_is_reported_while_a_layer_before_the_refused_one_is_copied",
     ),
