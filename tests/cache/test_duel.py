@@ -123,7 +123,7 @@ def test_what_a_client_says_is_heard_until_lru_is_better() -> None:
     for _ in range(8):
         policy._duel._count(1000, 900)
     assert not learnt()
-    policy._duel.told(chain)
+    policy._duel.hinted(chain)
     assert not learnt()
     for _ in range(20):
         policy._duel._count(1000, 1200)

@@ -50,7 +50,7 @@ class Clients:
 
     def said(self, *names: str) -> set[int]:
         """Return what these chunks count as."""
-        return {self.policy._at[self.items[name]].said for name in names}
+        return {self.policy._at[self.items[name]].hinted for name in names}
 
 
 _HARM = [Hint(Action.DEMOTE), Hint(Action.RESUME, 30 * 86400.0)]

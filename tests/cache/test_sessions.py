@@ -21,9 +21,9 @@ from kvpipe.cache.policy.returns import (
     RETAINS,
     Returns,
     _indices,
+    hinted_kind,
     kind_of,
     pace_after,
-    said_kind,
 )
 from kvpipe.testing.policy_conformance import Item
 from kvpipe.trace.log import Counters
@@ -208,16 +208,16 @@ def test_a_session_that_went_is_known_by_its_pace_when_it_returns() -> None:
 
 def test_what_is_said_makes_kinds_by_the_octave() -> None:
     """Whatever number a client says, it is a kind."""
-    said = [said_kind(Action.RESUME, in_s) for in_s in (-math.inf, 0.0, 1.0, 2.0, 8191.0, 8192.0, 1e9, math.inf)]
+    said = [hinted_kind(Action.RESUME, in_s) for in_s in (-math.inf, 0.0, 1.0, 2.0, 8191.0, 8192.0, 1e9, math.inf)]
     assert said == [RESUMES + octave for octave in (0, 0, 1, 2, 13, 14, 14, 14)]
-    assert said_kind(Action.RESUME, math.nan) == RESUMES
-    assert {said_kind(Action.RETAIN, 2.0**at) for at in range(-1, 20)} == set(range(RETAINS, DEMOTED))
-    assert said_kind(Action.DEMOTE, 5.0) == DEMOTED
+    assert hinted_kind(Action.RESUME, math.nan) == RESUMES
+    assert {hinted_kind(Action.RETAIN, 2.0**at) for at in range(-1, 20)} == set(range(RETAINS, DEMOTED))
+    assert hinted_kind(Action.DEMOTE, 5.0) == DEMOTED
 
 
 def test_lies_are_found_out() -> None:
     """Chains return after three seconds, as they always have; it is said that it will take an hour."""
-    returns, paced, said = Returns(), kind_of(pace_after(None, 3)), said_kind(Action.RESUME, 3600.0)
+    returns, paced, said = Returns(), kind_of(pace_after(None, 3)), hinted_kind(Action.RESUME, 3600.0)
     for _ in range(1200):
         returns.ended(paced)
         returns.returned(paced, 3)
@@ -236,7 +236,7 @@ def test_one_lie_is_not_everybodys() -> None:
         returns.returned(paced, 0.75 * 2 ** (turn % 12))
     for turn in range(200):
         for said_s, idle_s in [(4 * 3600.0, 3.0)] * (turn % 3 == 0) + [(20.0, 20.0)]:
-            said = said_kind(Action.RESUME, said_s)
+            said = hinted_kind(Action.RESUME, said_s)
             returns.ended(said)
             returns.proven(said, paced, idle_s)
             returns.returned(said, idle_s)
@@ -291,7 +291,7 @@ def test_a_prefix_that_others_use_is_not_demoted_for_one() -> None:
         policy.refresh(item)
     for item in (one, shared):
         policy.hint(item, Hint(Action.DEMOTE))
-    assert (policy._at[one].said, policy._at[shared].said) == (DEMOTED, 0)
+    assert (policy._at[one].hinted, policy._at[shared].hinted) == (DEMOTED, 0)
     assert policy.victim() is one
 
 
@@ -307,9 +307,9 @@ def test_what_is_said_for_the_next_wait_holds_when_it_begins() -> None:
     policy.refresh(item)
     policy.request(20.0, over=False)
     chain = policy._at[item]
-    assert (chain.said, chain.kind) == (said_kind(Action.RESUME, 30.0),) * 2
+    assert (chain.hinted, chain.kind) == (hinted_kind(Action.RESUME, 30.0),) * 2
     policy.refresh(item)
-    assert (chain.said, chain.hint) == (0, None)
+    assert (chain.hinted, chain.hint) == (0, None)
 
 
 def _save(catalog: Catalog, key: bytes, before: bytes) -> Piece:
@@ -336,7 +336,7 @@ def test_a_save_that_lands_after_its_request_is_no_use(*, there: bool) -> None:
     chain = policy._at[pieces[1].chunk]
     assert chain is policy._at[pieces[0].chunk]
     assert (chain.pace, chain.ended_s, chain.hint) == (None, 10.0 if there else 11.0, hint)
-    assert chain.kind == chain.said == said_kind(Action.RESUME, 40.0 if there else 39.0)
+    assert chain.kind == chain.hinted == hinted_kind(Action.RESUME, 40.0 if there else 39.0)
     now_s = 43.0
     assert catalog.landed(_save(catalog, b"c", b"b"))
     assert (chain.pace, chain.ended_s, chain.hint) == (math.log2(33 if there else 32), None, None)

@@ -17,7 +17,7 @@ class Evictable(Protocol):
 
     @property
     def before(self) -> Hashable:
-        """The identity of the chunk that it follows in its prefix; falsy for the first, and where nobody has said."""
+        """The identity of the chunk that it follows in its prefix; falsy for the first, and where it is not known."""
 
 
 class Policy(Protocol):
@@ -78,4 +78,4 @@ class HintedPolicy(Policy, Protocol):
     """A policy that takes hints. They may be wrong, also by intent: it decides how far to believe them."""
 
     def hint(self, chunk: Evictable, hint: Hint) -> None:
-        """A client says this of a chunk, whether it may go now or is held. Unknown chunks are ignored."""
+        """A client's hint is for this chunk, whether it may go now or is held. Unknown chunks are ignored."""

@@ -1,7 +1,7 @@
 """Whether what was learnt evicts better than LRU: by what each of them would have held of the requests so far.
 
 Both are followed in the mind: of each chain, how many of its chunks there would be. That costs a request as many steps
-as it has chains. LRU evicts as long as nothing else is proven to hit more. What clients say is believed to begin with,
+as it has chains. LRU evicts as long as nothing else is proven to hit more. Clients' hints are believed to begin with,
 until LRU is proven to hit more.
 """
 
@@ -90,7 +90,7 @@ class _LearntShadow:
         self._queues[chain.kind][chain] = None
 
     def become(self, chain: Chain) -> None:
-        """A client has said what comes: the chain is of another kind from now on."""
+        """A client has hinted at what comes: the chain is of another kind from now on."""
         size = self.kept(chain)
         if size:
             self.put(chain, size)
@@ -121,15 +121,15 @@ class _LearntShadow:
 
 
 class Duel:
-    """Says who evicts."""
+    """Decides which evicts: LRU, or what was learnt."""
 
     def __init__(self, slots: int, returns: Returns) -> None:
         """`slots`: of the pool. LRU does, to begin with."""
         self.learnt = False
-        """Whether what was learnt says what goes."""
+        """Whether what was learnt decides what is evicted."""
         self._lru, self._learnt = _LruShadow(slots), _LearntShadow(slots, returns)
         self._ahead = self._squares = self._hits = 0.0
-        self._told = self._believed = False
+        self._hinted = self._believed = False
 
     def used(self, prompt: Sequence[tuple[Chain, int]], now_s: float) -> None:
         """A request is over. `prompt`: its chains, its beginning first, and how many chunks of each it had."""
@@ -156,10 +156,10 @@ class Duel:
                 shadow.put(chain, size)
                 shadow.put(rest, behind)
 
-    def told(self, chain: Chain) -> None:
-        """A client has said what comes of a chain. The first time that lets what was learnt evict."""
-        if not self._told:
-            self._told = self._believed = self.learnt = True
+    def hinted(self, chain: Chain) -> None:
+        """A client has hinted at what comes of a chain. The first hint lets what was learnt evict."""
+        if not self._hinted:
+            self._hinted = self._believed = self.learnt = True
         self._learnt.become(chain)
 
     def _count(self, lru: int, learnt: int) -> None:

@@ -17,7 +17,7 @@ def takes_hints(policy: Policy) -> TypeGuard[HintedPolicy]:
 
 
 class GuardedPolicy(Lru):
-    """Evicts as `policy` says as long as that names chunks that may go, and the least recently used from then on."""
+    """Evicts the victims of `policy` as long as these may go; from the first that may not on, by LRU."""
 
     def __init__(self, policy: Policy, name: str, fault: Callable[..., object], slots: int = 0) -> None:
         """`fault("policy_failed", policy, why)` is called once, when it is left alone. `slots`: of the pool."""

@@ -13,16 +13,16 @@ SHORTEST_S: Final = 0.25
 BINS: Final = 48  # of idle times, up to 4.5 hours; what is idle for longer is in the last one
 PACES: Final = 13  # kinds of chains, by their usual pause: none yet, then octaves from a second on
 LEFT: Final = PACES - 1  # what others have branched off before
-SILENT: Final = PACES  # kinds by pace again, of what waits and no client has said anything of
-RESUMES: Final = 2 * PACES  # kinds by the octave of the pause that a client has said
+SILENT: Final = PACES  # kinds by pace again, of what waits without a hint
+RESUMES: Final = 2 * PACES  # kinds by the octave of the pause that a client has hinted
 RETAINS: Final = RESUMES + 15  # by two octaves of how long a client wants it
 DEMOTED: Final = RETAINS + 8
 KINDS: Final = DEMOTED + 1
 PRIOR: Final = 20.0  # a kind's own returns count as much as everybody's once so many have been seen
-PRIOR_SAID: Final = 4.0  # and those of what clients have said something of, which begin as if it were right
+PRIOR_HINTED: Final = 4.0  # and those of kinds of hints, which begin as if hints were right
 PRIOR_TURNS: Final = 20.0
 REMEMBERED: Final = 8192  # turns of a kind; then the older ones count half
-REMEMBERED_SAID: Final = 512
+REMEMBERED_HINTED: Final = 512
 USELESS: Final = 0.05  # of what is demoted, as much may come back all the same; else it is kept by what it is worth
 TRUST_DECAY: Final = 0.995  # a return
 PROOF_MAX: Final = 0.25  # what one return can move the trust by, which is between -50 and 50 for that
@@ -46,8 +46,8 @@ def kind_of(usual: float | None) -> int:
     return 0 if usual is None else min(LEFT - 1, max(1, 1 + int(usual)))
 
 
-def said_kind(action: Action, in_s: float) -> int:
-    """Return the kind of a chain of which a client has said this."""
+def hinted_kind(action: Action, in_s: float) -> int:
+    """Return the kind of a chain with this hint, for `in_s` seconds from now."""
     if action is Action.DEMOTE:
         return DEMOTED
     octave = int(math.log2(in_s)) + 1 if 1 <= in_s < 1 << 14 else 14 * (in_s >= 1)
@@ -65,11 +65,11 @@ class Returns:
     promises, of a chain that has not returned until now. It needs no horizon, and of two claims on one slot the one
     with the larger index is served first.
 
-    What clients say makes kinds as well: how long those have waited of which it was said decides what that is worth.
+    Hints make kinds as well: how long chains with a hint of the kind have waited decides what it is worth.
     """
 
     def __init__(self) -> None:
-        """Nothing is known: what clients say is right, and all else is worth the same."""
+        """Nothing is known: hints are taken for right, and all else is worth the same."""
         self._ended = [0.0] * KINDS
         self._returned = [[0.0] * BINS for _ in range(KINDS)]
         self._everybody = [0.0] * BINS  # of all kinds by pace
@@ -80,7 +80,7 @@ class Returns:
         self._changed = [True] * KINDS  # since they were renewed
         self._trust = 0.0
         for kind in range(RESUMES, KINDS):
-            self._ended[kind], self._returned[kind] = PRIOR_TURNS, _as_said(kind)
+            self._ended[kind], self._returned[kind] = PRIOR_TURNS, _as_hinted(kind)
         for pace in range(PACES):
             self._renew(pace)
 
@@ -102,15 +102,15 @@ class Returns:
             self._everybody[at] += 1
         self._changed[kind] = True
 
-    def proven(self, said: int, pace: int, idle_s: float) -> None:
-        """A chain returns of which something was said: was it nearer to the truth than its pace?"""
+    def proven(self, hinted: int, pace: int, idle_s: float) -> None:
+        """A chain with a hint returns after `idle_s`: was the kind `hinted` nearer to the truth than its pace?"""
         at = _bin(idle_s)
-        better = self._likely(said, at) / self._likely(pace, at)
+        better = self._likely(hinted, at) / self._likely(pace, at)
         self._trust = TRUST_DECAY * self._trust + max(-PROOF_MAX, min(PROOF_MAX, math.log2(better)))
 
     @property
     def trusts(self) -> bool:
-        """Whether what clients say is nearer to the truth than what their chains did before."""
+        """Whether hints are nearer to the truth than what their chains did before."""
         return self._trust >= DISTRUST
 
     def worth(self, kind: int, idle_s: float) -> float:
@@ -127,10 +127,10 @@ class Returns:
             waiting -= all_
         for kind in range(pace, KINDS, PACES):
             if kind >= RESUMES and not self._changed[kind]:
-                continue  # nobody says so
+                continue  # no hint is of it
             self._changed[kind] = False
             if kind == SILENT + pace and self._counts(kind) == self._counts(pace):
-                self.worths[kind] = self.worths[pace]  # nobody says anything
+                self.worths[kind] = self.worths[pace]  # there are no hints
             else:
                 self._renew_kind(kind, usual)
 
@@ -138,13 +138,13 @@ class Returns:
         return self._ended[kind], self._returned[kind]
 
     def _renew_kind(self, kind: int, usual: list[float]) -> None:
-        said = kind >= RESUMES
-        if self._ended[kind] > (REMEMBERED_SAID if said else REMEMBERED):
+        hinted = kind >= RESUMES
+        if self._ended[kind] > (REMEMBERED_HINTED if hinted else REMEMBERED):
             self._ended[kind] /= 2
             halves = self._returned[kind] = [count / 2 for count in self._returned[kind]]
             if kind < PACES:
                 self._everybody = [all_ - half for all_, half in zip(self._everybody, halves, strict=True)]
-        waiting, prior, chances = self._ended[kind], PRIOR_SAID if said else PRIOR, list[float]()
+        waiting, prior, chances = self._ended[kind], PRIOR_HINTED if hinted else PRIOR, list[float]()
         for mine, of_all in zip(self._returned[kind], usual, strict=True):
             chances.append(min(0.999, (mine + prior * of_all) / (max(waiting, mine) + prior)))
             waiting -= mine
@@ -152,8 +152,8 @@ class Returns:
         self.worths[kind] = [0.0] * BINS if useless else _indices(chances)
 
 
-def _as_said(kind: int) -> list[float]:
-    """Return how many come back when, of `PRIOR_TURNS`, if what was said is right within a factor of two or so."""
+def _as_hinted(kind: int) -> list[float]:
+    """Return how many of `PRIOR_TURNS` return in each bin if hints are right within a factor of two or so."""
     if kind == DEMOTED:
         return [0.0] * BINS
     resumes = kind < RETAINS

@@ -1,7 +1,7 @@
 """Keeps the prefixes that are soonest used again: of sessions that pause and go on, each at a pace of its own.
 
 Chunks are in *chains*: runs of chunks that follow each other, with no branch between them. A chain goes from its end,
-and after what follows it. Which one goes, `returns.py` says, from how long chains of its pace have paused before.
+and after what follows it. Which one goes is decided in `returns.py`, by how long chains of its pace have paused before.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvpipe.cache.large import Ordered, order, table, untracked
 from kvpipe.cache.policy.base import Evictable
 from kvpipe.cache.policy.duel import Duel, least
 from kvpipe.cache.policy.recency import Recency
-from kvpipe.cache.policy.returns import KINDS, LEFT, SILENT, Returns, kind_of, pace_after, said_kind
+from kvpipe.cache.policy.returns import KINDS, LEFT, SILENT, Returns, hinted_kind, kind_of, pace_after
 
 CHAIN_MAX: Final = 256  # chunks: to split a chain takes no longer than a chain is long
 DEPTH_MAX: Final = 1024  # chains that follow each other
@@ -25,8 +25,8 @@ class Chain:
     """A run of chunks. `stack`: in the order of the prefix; some may be held, or gone."""
 
     __slots__ = (
-        "before", "ended_s", "free", "head", "held", "hint", "hinted_s", "kind", "orphan", "pace", "paced", "run",
-        "said", "shared", "stack", "used_s",
+        "before", "ended_s", "free", "head", "held", "hint", "hinted", "hinted_s", "kind", "orphan", "pace", "paced",
+        "run", "shared", "stack", "used_s",
     )  # fmt: skip
 
     def __init__(self, head: Hashable, before: Hashable, now_s: float, *, orphan: bool) -> None:
@@ -41,7 +41,7 @@ class Chain:
         self.run = 0  # where it is among others, by their last use
         self.used_s = now_s
         self.hint: Hint | None = None  # of the wait it is in, or of the next one
-        self.said, self.hinted_s = 0, now_s  # the kind that makes it, and since when; 0: nothing was said
+        self.hinted, self.hinted_s = 0, now_s  # the kind by its hint, and since when; 0: no hint
         self.ended_s: float | None = None  # since when it waits; None: a request uses it
         untracked(self)
         untracked(self.stack)
@@ -223,7 +223,7 @@ class Sessions:
         self._free -= len(run)
         if run and not chain.free:
             self._leave(chain)
-        if len(self._at) - self._free > self._slots:  # nobody says what was dropped: none of it comes back
+        if len(self._at) - self._free > self._slots:  # nothing reports what was dropped: none of it comes back
             for chunk in [one for one, its in self._at.items() if one in its.held]:
                 self.dropped(chunk)
 
@@ -437,13 +437,13 @@ class Sessions:
         assert chain.ended_s is not None  # noqa: S101  (asked by the callers)
         idle_s = self._now_s - chain.ended_s
         self._returns.returned(chain.paced, idle_s)
-        if chain.said:
-            self._returns.proven(chain.said, chain.paced, self._now_s - chain.hinted_s)
-            self._returns.returned(chain.said, self._now_s - chain.hinted_s)
+        if chain.hinted:
+            self._returns.proven(chain.hinted, chain.paced, self._now_s - chain.hinted_s)
+            self._returns.returned(chain.hinted, self._now_s - chain.hinted_s)
         else:
             self._returns.returned(SILENT + chain.paced, idle_s)
         chain.pace = pace_after(chain.pace, idle_s)
-        chain.ended_s, chain.hint, chain.said = None, None, 0
+        chain.ended_s, chain.hint, chain.hinted = None, None, 0
 
     def _become(self, chain: Chain, kind: int) -> None:
         """It is valued as one of this kind that is used now."""
@@ -471,18 +471,18 @@ class Sessions:
             self._believe(chain, hint)
 
     def _promises_less(self, chain: Chain, hint: Hint) -> bool:
-        """Whether what is said makes a chain that waits worth less than it is."""
-        said, now_s = said_kind(hint.action, hint.at_s - self._now_s), self._now_s
-        return self._returns.worth(said, 0.0) < self._returns.worth(chain.kind, now_s - chain.used_s)
+        """Whether the hint would make a chain that waits worth less than it is."""
+        hinted, now_s = hinted_kind(hint.action, hint.at_s - self._now_s), self._now_s
+        return self._returns.worth(hinted, 0.0) < self._returns.worth(chain.kind, now_s - chain.used_s)
 
     def _believe(self, chain: Chain, hint: Hint) -> None:
-        """It waits, and a client has said for how long."""
+        """Value a chain that waits by its hint."""
         returns = self._returns
-        returns.ended(chain.said or SILENT + chain.paced, -1)
-        chain.said, chain.hinted_s = said_kind(hint.action, hint.at_s - self._now_s), self._now_s
-        returns.ended(chain.said)
-        self._become(chain, chain.said if returns.trusts else chain.paced)
-        self._duel.told(chain)
+        returns.ended(chain.hinted or SILENT + chain.paced, -1)
+        chain.hinted, chain.hinted_s = hinted_kind(hint.action, hint.at_s - self._now_s), self._now_s
+        returns.ended(chain.hinted)
+        self._become(chain, chain.hinted if returns.trusts else chain.paced)
+        self._duel.hinted(chain)
 
     def _settle(self) -> None:
         """A request is over: its chains wait from now on."""
