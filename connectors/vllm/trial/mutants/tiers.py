@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvpipe.connectors.vllm.trial.mutants.base import STAGING, STORING, Mutant, Patch, one
 
 OTHER_LAYOUT = "property_tests/test_layouts.py::test_what_one_layout_has_stored_another_finds"
+_PREFETCHING = "kvpipe.scheduler.prefetch:Prefetching"
 
 MUTANTS: dict[str, Mutant] = {
     "fetch_believed": Mutant(
@@ -86,5 +87,21 @@ MUTANTS: dict[str, Mutant] = {
         "What ranks hold alike is stored by each of them.",
         one("kvpipe.tiers.parts", "writes", "rank % copies == chunk[-1] % copies", "True"),
         test=OTHER_LAYOUT,
+    ),
+    "warmed_leases_kept": Mutant(
+        "What was fetched for an operator is held for ever.",
+        one(_PREFETCHING, "_goes_on", "if one.stage is not None and not one.stage.holds_up:", "if False:"),
+        "async-scheduler-warmed",
+    ),
+    "warmed_for_nobody": Mutant(
+        "What was fetched for an operator is counted as of no salt and no adapter.",
+        one(
+            _PREFETCHING,
+            "__init__",
+            'named(asked.cache_salt or "", getattr(asked, "adapter", None))',
+            'named("", None)',
+        ),
+        "warmed",
+        "chunks_have_their_tenants",
     ),
 }
