@@ -240,18 +240,18 @@ async def _verify(job: TierCommand, report: Report) -> bool:
 
 
 _Check = Callable[[Entry, memoryview, memoryview], str]
-"""What is to be said of a value, by its header and its body."""
+"""Returns the verdict on a value from its entry, header and body: GOOD, or what is wrong with it."""
 
 
 async def _judged(tier: Tier, batch: list[Entry], buffers: list[memoryview], check: _Check) -> list[str]:
-    """Read values at once, as many as there are `buffers`, larger ones alone, and say of each what `check` says.
+    """Read values, `len(buffers)` at once and larger ones alone; return each one's verdict, in the order of `batch`.
 
-    Memory: so many of LARGE_BYTES, or one of VALUE_BYTES_MAX.
+    A verdict is that of `check`, GONE or "length". Memory: `len(buffers)` times LARGE_BYTES, or VALUE_BYTES_MAX once.
     """
     small = [entry for entry in batch if entry.bytes <= LARGE_BYTES]
     found = dict(zip(small, await _verdicts(tier, check, small, buffers), strict=True))
     for entry in batch:
-        if entry.bytes > VALUE_BYTES_MAX:  # it is not read, whoever says so
+        if entry.bytes > VALUE_BYTES_MAX:  # it is not read, whatever reports that size
             found[entry] = "length"
         elif entry not in found:
             (found[entry],) = await _verdicts(tier, check, [entry], [_room(entry)])
@@ -270,7 +270,7 @@ def _padded(size: int) -> int:
 
 
 async def _verdicts(tier: Tier, check: _Check, batch: list[Entry], buffers: list[memoryview]) -> list[str]:
-    """Say of each value what `check` says, or that it is GONE, or too short or long. `buffers` grow as needed."""
+    """Return each value's verdict: that of `check`, GONE, or "length". Too short buffers are replaced in `buffers`."""
     parts = []
     for at, entry in enumerate(batch):
         size = _padded(entry.bytes)

@@ -104,7 +104,7 @@ def _console() -> Console:
 
 
 class StateSample(NamedTuple):
-    """What an engine said at `at_s`, of this process's monotonic clock."""
+    """An engine's state, received at `at_s` of this process's monotonic clock."""
 
     at_s: float
     state: EngineState
@@ -123,8 +123,8 @@ class SeenEngine:
         path = f"/v1/state?requests_max={REQUESTS}"
         asked = functools.partial(ask, self.address, token, "GET", path, answer_s_max=ANSWER_S_MAX)
         try:
-            told = await anyio.to_thread.run_sync(asked, abandon_on_cancel=True)
-            self.took(EngineState.model_validate(told), time.monotonic())
+            answer = await anyio.to_thread.run_sync(asked, abandon_on_cancel=True)
+            self.took(EngineState.model_validate(answer), time.monotonic())
         except UsageError as error:
             self._lose(str(error).removeprefix("kvpipe: "))
         except ValidationError:
@@ -160,17 +160,17 @@ class EngineList:
     """The engines at some addresses."""
 
     def __init__(self, addresses: Sequence[Address], token: str) -> None:
-        """Nobody is asked yet."""
+        """No engine is queried yet."""
         self._addresses, self._token = addresses, token
         self._engines: dict[Address, SeenEngine] = {}
 
     @property
     def engines(self) -> list[SeenEngine]:
-        """Those that are there."""
+        """Those found by the last `look`."""
         return list(self._engines.values())
 
     async def look(self) -> None:
-        """Ask them all, at once."""
+        """Query all engines, at once."""
         there = list(dict.fromkeys(one for address in self._addresses for one in _found(address)))[:ENGINES_MAX]
         self._engines = {one: self._engines.get(one) or SeenEngine(one) for one in there}
         async with anyio.create_task_group() as group:
@@ -237,19 +237,19 @@ def _left(breaker: str) -> str:
     return "left alone by a rank" if breaker == "CLOSED" else f"left alone ({breaker})"
 
 
-def _line(label: str, *said: Text | str) -> Text:
-    return Text.assemble(f"  {label:<{_LABEL_COLUMNS}}", *said)
+def _line(label: str, *parts: Text | str) -> Text:
+    return Text.assemble(f"  {label:<{_LABEL_COLUMNS}}", *parts)
 
 
 def _head(state: EngineState, since: tuple[EngineState, float] | None) -> Text:
     up = timedelta(seconds=int(state.up_s))
-    said = f"  up {up}  {state.requests} {'request' if state.requests == 1 else 'requests'}"
+    text = f"  up {up}  {state.requests} {'request' if state.requests == 1 else 'requests'}"
     if since is not None:
-        said += f"  {(state.step - since[0].step) / since[1]:.0f} steps/s"
+        text += f"  {(state.step - since[0].step) / since[1]:.0f} steps/s"
     faults = state.traffic.faults
     on = [name for name, is_on in state.switches.model_dump().items() if is_on]
     return Text.assemble(
-        ("● ", "green"), (printable(state.engine), "bold"), said,
+        ("● ", "green"), (printable(state.engine), "bold"), text,
         (f"  {faults} {'fault' if faults == 1 else 'faults'}" if faults else "", "red"),
         (f"  {', '.join(on)}" if on else "", "yellow"),
     )  # fmt: skip
@@ -266,8 +266,8 @@ def _hits(state: EngineState, since: tuple[EngineState, float] | None) -> Text:
             (hit, missed), when = lately, f"in {since[1]:.0f} s"
     hits, total = sum(hit.values()), sum(hit.values()) + sum(missed.values())
     by_tier = "".join(f", {one}" for one in _shares(hit, total))
-    said = f" {_percent(hits, total)} of {total:,} tokens that vLLM lacked {when}{by_tier}{then}"
-    line = _line("hits", _bar(hits / max(1, total)), said)
+    text = f" {_percent(hits, total)} of {total:,} tokens that vLLM lacked {when}{by_tier}{then}"
+    line = _line("hits", _bar(hits / max(1, total)), text)
     if reasons := _shares(missed, total)[:_REASONS]:
         line = Text("\n").join([line, _line("missed", ", ".join(reasons))])
     return line
@@ -278,7 +278,7 @@ def _less(now: dict[str, int], then: dict[str, int]) -> dict[str, int]:
 
 
 def _shares(tokens: dict[str, int], total: int) -> list[str]:
-    """Say who has which share of `total`, the largest first."""
+    """Return each name with its share of `total` in percent, the largest first."""
     named = sorted(((count, name) for name, count in tokens.items() if count > 0), reverse=True)
     return [f"{printable(name)} {_percent(count, total)}" for count, name in named]
 
@@ -294,14 +294,14 @@ def _bar(share: float) -> Text:
 
 def _pool(state: EngineState, since: tuple[EngineState, float] | None) -> Text:
     pool = state.pool
-    said = f" {_percent(pool.bytes_used, pool.bytes_max)} of {_size(pool.bytes_max)}, {pool.leases} leases"
+    text = f" {_percent(pool.bytes_used, pool.bytes_max)} of {_size(pool.bytes_max)}, {pool.leases} leases"
     if since is not None:
-        said += f", {(state.traffic.evicted - since[0].traffic.evicted) / since[1]:.1f} evictions/s"
-    line = _line("pool", _bar(pool.bytes_used / max(1, pool.bytes_max)), said)
+        text += f", {(state.traffic.evicted - since[0].traffic.evicted) / since[1]:.1f} evictions/s"
+    line = _line("pool", _bar(pool.bytes_used / max(1, pool.bytes_max)), text)
     for one in sorted(pool.quotas, key=lambda one: one.slots, reverse=True)[:_QUOTAS]:
         sure, most = _percent(one.slots_sure, pool.slots), _percent(one.slots_max, pool.slots)
-        said = f" {_percent(one.slots, pool.slots)} {printable(one.name)}, of {sure} that are its own, {most} at most"
-        line = Text("\n").join([line, _line("", _bar(one.slots / max(1, pool.slots)), said)])
+        text = f" {_percent(one.slots, pool.slots)} {printable(one.name)}, of {sure} that are its own, {most} at most"
+        line = Text("\n").join([line, _line("", _bar(one.slots / max(1, pool.slots)), text)])
     return line
 
 
