@@ -128,6 +128,10 @@ def test_rates_are_of_the_last_seconds(managed: Managed) -> None:
     assert "93 % of 1,100 tokens that vLLM lacked since it began" in drawn(engine)
     engine.took(state(managed, step=3), 40.0)
     assert "steps/s" not in drawn(engine)
+    engine.took(state(managed, step=13), 50.0)
+    assert "1 steps/s" in drawn(engine)
+    engine.took(state(managed, engine="zzzzzzzz", step=900), 60.0)  # at the same address
+    assert "steps/s" not in drawn(engine)
 
 
 def test_what_is_wrong_is_seen(managed: Managed) -> None:
