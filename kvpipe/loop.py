@@ -14,6 +14,7 @@ from typing import Any
 
 import anyio
 import structlog
+from anyio.abc import TaskGroup
 
 from kvpipe.cores import bind_this_thread
 
@@ -48,6 +49,7 @@ class LoopThread:
         self._ready = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._bell = anyio.Event()
+        self._group: TaskGroup  # once it runs
         self.errors = 0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -69,6 +71,10 @@ class LoopThread:
         if wake and not self._awake:
             self._ring()
         return True
+
+    def begin(self, task: Task) -> bool:
+        """Run a task from now on, as those that the loop began with. Returns as `put`."""
+        return self.put(lambda: self._group.start_soon(self._guarded, task))
 
     def settle(self, timeout_s: float) -> bool:
         """Wait until everything put so far was handled. Returns False on a timeout or a dead loop."""
@@ -111,6 +117,7 @@ class LoopThread:
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
         async with anyio.create_task_group() as group:
+            self._group = group
             for task in self._tasks:
                 group.start_soon(self._guarded, task)
             self._ready.set()

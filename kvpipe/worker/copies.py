@@ -80,8 +80,8 @@ class Copies:
         self.bytes, self.ns = dict.fromkeys(Kind, 0), dict.fromkeys(Kind, 0)
         self.rate = LoadRate()
         self.outbox: deque[Outcome] = deque()
-        watchdog = Watchdog(self, abandon, stuck_ms_max)
-        self.loop = LoopThread("kvpipe-loop", self._handle, tasks=(watchdog.run,), cpus=cpus)
+        self.loop = LoopThread("kvpipe-loop", self._handle, cpus=cpus)
+        self.loop.begin(Watchdog(self, abandon, stuck_ms_max).run)  # which looks at the loop
 
     def put(self, event: str, batch: Batch, why: str = "", *, wake: bool = True) -> None:
         """Hand over news of `batch`. On vLLM's thread."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+from kvpipe.loop import LoopThread
 from kvpipe.messages import Kind
 from kvpipe.testing.pipeline_rig import WAIT_S, FakeEngine, Rig, Waiting, job, plan, small_geometry
 from kvpipe.trace import events as e
@@ -16,6 +18,7 @@ from kvpipe.trace.recorder import Recorder
 from kvpipe.trace.replay import Replay
 from kvpipe.transfer.base import CopyPlan, Direction, Ticket
 from kvpipe.transfer.cpu import CpuEngine
+from kvpipe.worker import copies
 from kvpipe.worker.pipeline import Pipeline
 from kvpipe.worker.watchdog import STUCK
 
@@ -194,6 +197,21 @@ def test_a_stuck_load_that_may_still_write_is_not_given_back() -> None:
     engine.can = True
     _until(lambda: rig.pipeline.copies.outbox.__len__() == 1)
     assert [outcome.ok for outcome in rig.pipeline.collect()] == [False]
+    rig.pipeline.shutdown()
+
+
+def test_the_watchdog_begins_when_there_is_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However late whoever makes the thread gets to know it."""
+
+    class Late(LoopThread):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            time.sleep(0.05)
+
+    monkeypatch.setattr(copies, "LoopThread", Late)
+    rig = Told(Obliging(), stuck_ms_max=4)
+    rig.settle()
+    assert rig.pipeline.copies.loop.errors == 0
     rig.pipeline.shutdown()
 
 
