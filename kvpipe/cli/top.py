@@ -138,7 +138,7 @@ class SeenEngine:
         """Store an answer."""
         self.error = ""
         last = self.last
-        if last is not None and (state.engine != last.engine or state.step < last.step):
+        if last is not None and (state.engine != last.engine or state.step < last.step or state.up_s < last.up_s):
             self._samples.clear()  # another engine has taken its place
         self._samples.append(StateSample(now_s, state))
         while len(self._samples) > 2 and self._samples[1].at_s <= now_s - OVER_S:  # noqa: PLR2004  (a first and a last)

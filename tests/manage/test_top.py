@@ -130,7 +130,9 @@ def test_rates_are_of_the_last_seconds(managed: Managed) -> None:
     assert "steps/s" not in drawn(engine)
     engine.took(state(managed, step=13), 50.0)
     assert "1 steps/s" in drawn(engine)
-    engine.took(state(managed, engine="zzzzzzzz", step=900), 60.0)  # at the same address
+    engine.took(state(managed, engine="zzzzzzzz", step=900, up_s=50.0), 60.0)  # at the same address
+    assert "steps/s" not in drawn(engine)
+    engine.took(state(managed, engine="zzzzzzzz", step=990, up_s=5.0), 70.0)  # begun anew, under the same name
     assert "steps/s" not in drawn(engine)
 
 

@@ -29,7 +29,7 @@ def forget_uncomputed(manager: KVCacheManager, blocks: Blocks, block_tokens: Seq
     """
 
     def free(freed: Callable[[Request], None], request: Request) -> None:
-        if request.status == RequestStatus.RUNNING:  # else it is over: all its steps are computed
+        if request.status == RequestStatus.RUNNING:  # else it is over, or has no keys yet
             try:
                 blocks.forget(_uncomputed(request, blocks, block_tokens))
             except Exception as error:  # noqa: BLE001  (vLLM's call goes on)
