@@ -53,8 +53,8 @@ def _check_listener(connected: socket.socket, path: str) -> None:
         who = _name(listens)
         raise UsageError(
             f"kvpipe: {UNIX}{path}: the user {who} listens there, not {' or '.join(map(_name, trusted))}: no token is "
-            f"sent; ask as `sudo -u {shlex.quote(who)}` if the engine is that user's, else use a folder that only you may "
-            "write to"
+            f"sent; ask as `sudo -u {shlex.quote(who)}` if the engine is that user's, else use a folder that "
+            "only you may write to"
         )
 
 

@@ -13,15 +13,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from enum import IntEnum
+from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpipe.messages import ROW_BYTES, Job, table_of
-from kvpipe.statemachine import ticket as m
-from kvpipe.statemachine.core import IllegalTransition
 
 if TYPE_CHECKING:
     from kvpipe.geometry import Geometry
@@ -31,12 +29,16 @@ if TYPE_CHECKING:
 NO_JOBS: frozenset[int] = frozenset()
 """`Ticket.failed` of a copy that succeeded."""
 
-_TICKETS: Final = m.TICKET.compile()
-QUEUED, BEGUN, WITHDRAWN, OVER, DONE = (
-    _TICKETS.states[name] for name in (m.QUEUED, m.BEGUN, m.WITHDRAWN, m.OVER, m.DONE)
-)
-QUIET: Final = frozenset({WITHDRAWN, OVER, DONE})
-"""A ticket's states in which its copy touches no memory any more."""
+
+class TicketState(Enum):
+    """The states of `kvpipe/statemachine/ticket.py`, by their names: the data plane needs no pydantic."""
+
+    QUEUED, BEGUN, WITHDRAWN, OVER, DONE = "QUEUED", "BEGUN", "WITHDRAWN", "OVER", "DONE"
+
+
+QUEUED, BEGUN, WITHDRAWN, OVER, DONE = TicketState
+QUIET: Final = (OVER, DONE, WITHDRAWN)
+"""A ticket's states in which its copy touches no memory any more. No set: an enumeration's hash is Python's."""
 _LEAVING: Final = threading.Lock()
 """Held by whoever takes a ticket out of `QUEUED`. All tickets share it: it is held for a microsecond."""
 
@@ -164,13 +166,14 @@ class Ticket:
     def begin(self) -> bool:
         """Say that the copy is about to touch memory. Returns whether it may: nobody has given it up.
 
-        For engines whose `abandon` is `withdraw`. Raises `IllegalTransition` for a copy that has begun.
+        For engines whose `abandon` is `withdraw`. Raises RuntimeError for a copy that has begun.
         """
         with _LEAVING:
             if self.state is QUEUED:
                 self.state = BEGUN
                 return True
-        self._check(m.BEGIN)
+        if self.state is BEGUN:
+            raise self._illegal("begin", "its copy has begun already")
         return False
 
     def withdraw(self) -> bool:
@@ -184,12 +187,15 @@ class Ticket:
         """Mark the copy done, also one that was withdrawn; `failed` names the jobs whose bytes are not to be trusted.
 
         Raises:
-            IllegalTransition: it was completed before.
+            RuntimeError: it was completed before.
 
         """
         if self.state is QUEUED:
-            self.begin()  # or somebody withdraws it just now
-        self._check(m.COMPLETE)
+            with _LEAVING:
+                if self.state is QUEUED:  # else somebody withdraws it just now
+                    self.state = BEGUN
+        if self.over:
+            raise self._illegal("complete", "it was completed twice")
         self.failed = failed  # first: who sees that it is over sees how
         self.state = OVER
         self.sink(self)
@@ -203,11 +209,8 @@ class Ticket:
         self._landed.release()
         return True
 
-    def _check(self, event: str) -> None:
-        """Raise `IllegalTransition` if the machine rejects `event` here."""
-        edge = self.state.on[event]
-        if edge.rejects:
-            raise IllegalTransition(m.TICKET.name, self.layer, self.state.name, event, edge.why)
+    def _illegal(self, event: str, why: str) -> RuntimeError:
+        return RuntimeError(f"ticket of layer {self.layer}: event {event} is illegal in state {self.state.name}: {why}")
 
 
 class TransferEngine(Protocol):
