@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from kvpipe.cache.catalog import Catalog, Chunk, Piece
+from kvpipe.cache.catalog import Catalog, Piece
 from kvpipe.cache.policy import make_policy
 from kvpipe.cache.prefixes import Prefixes
 from kvpipe.cache.quotas import Accounts, SharedCatalog
@@ -323,9 +323,8 @@ class SchedulerSide:
         tracked = self.requests.tracked.get(request.request_id)
         if tracked is not None and tracked.request is request:
             ends = self._saving.ended(request)
-            chunks: Iterable[Chunk] = self.prefixes.chunks_from_the_end(request, len(request.block_hashes))
-            if tracked.wishes:
-                chunks = list(chunks)  # now: what has ended has no keys of its adapter
+            whole = self.prefixes.chunks_from_the_end(request, len(request.block_hashes))
+            chunks = dict.fromkeys((*ends, *whole))  # now: what has ended has no keys of its adapter
             try:
                 self.catalog.refresh(chunks)
                 if tracked.answer is not None:
@@ -333,7 +332,7 @@ class SchedulerSide:
             finally:  # whatever its policy raises
                 self._end(tracked)
             if tracked.wishes:
-                self._hinting.ended(tracked, [*ends, *chunks])
+                self._hinting.ended(tracked, list(chunks))
 
     def _end(self, tracked: Tracked) -> None:
         """Let go of what a request holds."""

@@ -530,6 +530,15 @@ def test_the_tail_of_a_request_does_not_evict_its_head() -> None:
     assert world.side.counters["evicted"] == 1
 
 
+def test_a_conversation_is_one_chain() -> None:
+    """To a policy of sessions the chunk in which a turn ends, and the next goes on, is no branch left behind."""
+    world = SchedulerWorld(chunk_units=4, slots=64, policy="sessions")
+    for turn in range(1, 9):
+        world.publish(world.request("chat", 6 * turn + 1))
+    policy: Any = world.side.catalog._policy
+    assert {len(chain.stack) for chain in policy._at.values()} == {world.side.catalog.used} == {13}
+
+
 @pytest.mark.parametrize("why", [miss_reasons.NO_ROOM, miss_reasons.ADAPTER])
 def test_a_hit_whose_load_may_not_begin_says_so(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is held: whoever reads that nobody has saved it would look in the wrong place."""

@@ -74,6 +74,7 @@ class SchedulerWorld:
         loads: bool = True,
         load: str = "auto",
         touch: str = "use",
+        policy: str = "lru",
         trace: Recorder = OFF,
         states: tuple[int, ...] = (),
         waits_idle: bool = False,
@@ -82,7 +83,7 @@ class SchedulerWorld:
         tiers: Sequence[GuardedTier] = (),
     ) -> None:
         """An empty cache."""
-        settings = load_settings({"load": load, "prefault": touch, "learn_answers": True})
+        settings = load_settings({"load": load, "prefault": touch, "policy": policy, "learn_answers": True})
         geometry = make_geometry(windows, chunk_units, slots, states, ahead_tokens, dropped_units)
         self.ranks, self.groups, self.free, self._states = ranks, len(windows), 1 << 20, states
         self.remedies = Remedies(geometry, LoadAdmission(geometry, BEYOND_TOKENS, 64 * UNIT))
