@@ -46,9 +46,11 @@ TYPICAL: Final = 110_000
 TTFT_S_MAX: Final = 5.0
 """Of the trace's own time: a typical prompt, of so many tokens, is computed in 3.1."""
 USERS_FIRST, USERS_MAX = 4, 1024
-MEASURED, MEASURED_S, SETTLED = 300, 90, 600
-"""Requests that are counted, and how long that may take: from when each user's first one is over and none has waited to
-be scheduled for once, or `SETTLED` requests later."""
+APART = 4
+"""Users begin so many times a typical prompt's computing apart: nothing of their sessions is held yet."""
+SETTLED, MEASURED, MEASURED_S = 8, 600, 90
+"""Requests per user that are not counted, from when each user's first one is over; requests that are counted then, and
+how long that may take."""
 
 
 class Turn(NamedTuple):
@@ -167,14 +169,14 @@ class Served:
 
 
 def serve(engine: Engine, users: int, faster: float) -> Served:
-    """Serve users, who come one after the other (nothing of their sessions is held yet), until enough is counted."""
+    """Serve users, who come one after the other, until enough is counted."""
     clock, served = Clock(), Served()
     all_users = [User(number, faster) for number in range(users)]
-    due = [(number * Model().prefill_s(0, TYPICAL) / faster, number) for number in range(users)]
+    due = [(number * APART * Model().prefill_s(0, TYPICAL) / faster, number) for number in range(users)]
     came_s: dict[str, tuple[float, int]] = {}
     begun_s, end_s, waited_for, over = 0.0, float("inf"), set(range(users)), 0
     while len(served.ttft_s) < MEASURED and time.perf_counter() < end_s:
-        if not (waited_for or begun_s) and (not engine.scheduler.waiting or over >= SETTLED):
+        if not begun_s and over >= SETTLED * users:
             begun_s, end_s = clock.now_s(), time.perf_counter() + MEASURED_S
         while due and due[0][0] <= clock.now_s():
             at_s, number = heapq.heappop(due)
