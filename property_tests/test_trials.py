@@ -132,7 +132,7 @@ def test_hints_come() -> None:
     hinted, plain = (
         sum((_ran(shape, seed).counters for seed in SEEDS), Counter[str]()) for shape in ("hints", "async-load")
     )
-    for what in ("ignored", "told.retain", "told.demote", "told.resume"):
+    for what in ("ignored", "applied.retain", "applied.demote", "applied.resume"):
         assert hinted[f"hints_{what}"], f"never reached: {what}"
     assert not [name for name in plain if name.startswith("hints_")]
 

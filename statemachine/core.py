@@ -12,7 +12,7 @@ A ``Go`` from one layered family to another keeps the layer.
 
 A `Machine` is a frozen pydantic model, validated when its module is imported. `Machine.compile` makes one `State` per
 state and layer for one owner (a side, a catalog, a tier): its `Cursor`s point at them, and they never change. Firing an
-event is one dict lookup and one store. Who counts what is taken watches the cursors.
+event is one dict lookup and one store. To count or trace the edges that are taken, pass a `Watch` to the cursors.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class Advance(_Frozen):
 
 
 class Stay(_Frozen):
-    """Nothing happens, and `why` says so."""
+    """Nothing happens; `why` is the reason, at least 4 characters."""
 
     kind: Literal["stay"] = "stay"
     why: Why
 
 
 class Reject(_Frozen):
-    """The caller is wrong; `why` says how."""
+    """The event is illegal in this state: firing it raises `IllegalTransition`. `why` is the reason."""
 
     kind: Literal["reject"] = "reject"
     why: Why
@@ -233,11 +233,11 @@ class Cursor:
     __slots__ = ("key", "machine", "state", "watch")
 
     def __init__(self, machine: Compiled, key: object, watch: Watch | None = None) -> None:
-        """Start in the machine's initial state. `watch` hears of every edge that is taken, from then on."""
+        """Start in the machine's initial state. `watch`, if given, is called for every event that is fired."""
         self.machine, self.key, self.state, self.watch = machine, key, machine.initial, watch
 
     def fire(self, event: str, why: str = "") -> Edge:
-        """Apply `event` and return the edge taken. `why` it came is for whoever watches.
+        """Apply `event` and return the edge taken. `why`, the cause of the event, is passed on to `watch`.
 
         Raises:
             IllegalTransition: the table rejects the event here. The cursor has not moved.
@@ -255,4 +255,4 @@ class Cursor:
 
 
 Watch = Callable[[Cursor, State, Edge, str], object]
-"""Hears that a cursor took an edge in a state, and why."""
+"""Called with (cursor, state before, edge taken, cause), once per fired event, also if the edge stays or rejects."""

@@ -1,8 +1,8 @@
-"""The ticket machine: one submitted copy of one layer, of which several threads know.
+"""The ticket machine: one submitted copy of one layer, shared by several threads.
 
-Whoever takes a ticket out of `QUEUED` holds a lock; every other state is left by the thread that completes it, alone.
-`Ticket` in `kvpipe/transfer/base.py` stores the states by itself, as firing a cursor is for one thread; a test holds it
-to this table.
+A thread that moves a ticket out of `QUEUED` holds a lock. Only the thread that completes the ticket leaves any other
+state. `Ticket` in `kvpipe/transfer/base.py` implements the table itself, because a cursor may be fired by one thread
+only; a test compares the two.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from kvpipe.statemachine.core import Machine, go, reject, stay
 
 QUEUED, BEGUN, WITHDRAWN, OVER, DONE = "QUEUED", "BEGUN", "WITHDRAWN", "OVER", "DONE"
 
-BEGIN, WITHDRAW, COMPLETE, TELL = "begin", "withdraw", "complete", "tell"
+BEGIN, WITHDRAW, COMPLETE, NOTIFY = "begin", "withdraw", "complete", "notify"
 
-_UNTOLD = "nothing is told before the copy is over"
+_NOT_OVER = "nobody is notified before the copy is over"
 _LATE = stay("it was completed: nothing begins any more")
 _QUIET = stay("no copy touches memory any more")
 _TWICE = reject("it was completed twice")
@@ -27,38 +27,38 @@ TICKET = Machine(
     initial=QUEUED,
     finals=frozenset({DONE}),
     states={
-        QUEUED: "submitted; the engine has not said that its copy has begun",
+        QUEUED: "submitted; the engine has not reported that its copy has begun",
         BEGUN: "its copy may touch memory",
         WITHDRAWN: "given up before it had begun: its copy will never touch memory; the engine completes it still",
-        OVER: "its copy touches memory no more; the news is being handed on",
-        DONE: "over, and the news is in the inbox",
+        OVER: "its copy touches memory no more; the loop thread is being notified",
+        DONE: "over, and the completion is in the loop thread's inbox",
     },
     events={
         BEGIN: "its copy is about to touch memory",
         WITHDRAW: "it is given up",
-        COMPLETE: "the engine says how its copy has ended; it need not have said that it began",
-        TELL: "the news was handed on",
+        COMPLETE: "the engine reports how its copy has ended; it need not have reported that it began",
+        NOTIFY: "the completion was put into the loop thread's inbox",
     },
     table={
         QUEUED: {
             BEGIN: go(BEGUN),
             WITHDRAW: go(WITHDRAWN),
             COMPLETE: go(OVER),
-            TELL: reject(_UNTOLD),
+            NOTIFY: reject(_NOT_OVER),
         },
         BEGUN: {
             BEGIN: reject("its copy has begun already"),
             WITHDRAW: stay("what has begun cannot be taken back: it is waited for"),
             COMPLETE: go(OVER),
-            TELL: reject(_UNTOLD),
+            NOTIFY: reject(_NOT_OVER),
         },
         WITHDRAWN: {
             BEGIN: stay("it was given up: its copy does not begin"),
             WITHDRAW: stay("it was given up before"),
             COMPLETE: go(OVER),
-            TELL: reject(_UNTOLD),
+            NOTIFY: reject(_NOT_OVER),
         },
-        OVER: {BEGIN: _LATE, WITHDRAW: _QUIET, COMPLETE: _TWICE, TELL: go(DONE)},
-        DONE: {BEGIN: _LATE, WITHDRAW: _QUIET, COMPLETE: _TWICE, TELL: reject("it was told before")},
+        OVER: {BEGIN: _LATE, WITHDRAW: _QUIET, COMPLETE: _TWICE, NOTIFY: go(DONE)},
+        DONE: {BEGIN: _LATE, WITHDRAW: _QUIET, COMPLETE: _TWICE, NOTIFY: reject("the loop thread was notified before")},
     },
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What commands share that ask a running engine with `manage`: its address and token, and how answers are printed."""
+"""Shared by the commands that ask a running engine with `manage`: its address, its token, and printing its answers."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from kvpipe.manage.client import ask
 from kvpipe.tiers.spec import secret
 
 ASKS_ENGINE: Final = "ask a running engine with `manage`, at --at ADDRESS, with its token"
-"""A heading."""
+"""The heading of such commands in the help."""
 _NAME_COLUMNS: Final = 16
 
 
-def asking_parser(sub: Any, name: str, says: str) -> argparse.ArgumentParser:  # noqa: ANN401
+def asking_parser(sub: Any, name: str, description: str) -> argparse.ArgumentParser:  # noqa: ANN401
     """Add a command that asks an engine to `sub`, argparse's subparsers."""
-    one: argparse.ArgumentParser = sub.add_parser(name, description=says)
+    one: argparse.ArgumentParser = sub.add_parser(name, description=description)
     one.add_argument("--at", metavar="ADDRESS", help="the engine's address; by default the configuration's `manage`")
     add_token(one)
     one.add_argument("--json", action="store_true", help="print the answer as JSON")
@@ -39,7 +39,10 @@ def list_commands(
     commands: Mapping[str, argparse.ArgumentParser],
     headed: Mapping[str, Sequence[str]],
 ) -> None:
-    """List `commands` in the help of `parser` below headings, each by its description as far as a semicolon."""
+    """Write `commands` into the help of `parser`, under headings. `headed`: the commands' names, by heading.
+
+    Of a command's description, the part before the first semicolon is shown.
+    """
 
     def row(name: str) -> str:
         return f"  {name:<{_NAME_COLUMNS}}{(commands[name].description or '').partition(';')[0]}\n"
@@ -48,8 +51,8 @@ def list_commands(
     parser.epilog = "\n".join(f"{head}:\n{''.join(map(row, names))}" for head, names in headed.items())
 
 
-def told(args: argparse.Namespace, method: str, path: str, body: object = None) -> int:
-    """Ask, and print the answer. Returns the exit status. Raises UsageError."""
+def ask_and_print(args: argparse.Namespace, method: str, path: str, body: object = None) -> int:
+    """Send a request to the engine and print its answer. Returns the exit status 0. Raises UsageError as `ask` does."""
     address = parse_address(args.at or load_settings().manage)
     if ENGINE in address.path:
         raise UsageError(f"kvpipe: {address}: say --at with the engine's name, as its log has it")
@@ -69,7 +72,7 @@ def add_token(one: argparse.ArgumentParser) -> None:
 
 
 def token_of(args: argparse.Namespace) -> str:
-    """Return the token that engines ask for. Raises UsageError: none is named, or it cannot be read."""
+    """Return the token that the engine requires. Raises UsageError if none is configured or it cannot be read."""
     settings = load_settings()
     try:
         file = args.token_file or settings.manage_token_file
@@ -82,7 +85,7 @@ def token_of(args: argparse.Namespace) -> str:
 
 
 def parse_address(text: str) -> Address:
-    """Return an address. Raises UsageError."""
+    """Return the parsed address. Raises UsageError if `text` is empty or is no address."""
     if not text:
         raise UsageError("kvpipe: no engine is named; say --at, or set KVPIPE_MANAGE")
     try:

@@ -1,4 +1,4 @@
-"""`kvpipe cache`: the KV that an engine holds (`held.py`); what tiers hold, whether it is whole, and away with it."""
+"""`kvpipe cache`: the KV that an engine holds (`held.py`), and what tiers hold: count, list, verify and purge it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class TierCommand(NamedTuple):
 
 
 Action = Callable[[TierCommand, Report], Coroutine[Any, Any, bool]]
-"""Fills in the report as it goes; returns whether all is well."""
+"""Adds its findings to the report; returns whether the tier is well. Raises TierError."""
 
 
 def add_parsers(cache: argparse.ArgumentParser) -> None:
@@ -101,17 +101,17 @@ def _add_tiers(sub: Any) -> None:  # noqa: ANN401  (argparse hides its type)
     one = _parser(sub, "verify", _verify, "read every value and check it; status 1 if any is damaged")
     one.add_argument("--delete", action="store_true", help="drop the damaged ones")
 
-    one = _parser(sub, "purge", _purge, "drop values; says how many, but asks nothing")
+    one = _parser(sub, "purge", _purge, "drop values without asking first; prints how many")
     one.add_argument("--older-than", type=_duration_s, metavar="AGE", help="values of that age: 45s, 30m, 12h, 7d")
     one.add_argument(
         "--stale", action="store_true", help="values of formats before this one, which this version does not read"
     )
     one.add_argument("--all", action="store_true", help="every value of kvpipe's that is there")
-    one.add_argument("--dry-run", action="store_true", help="only say what would be dropped")
+    one.add_argument("--dry-run", action="store_true", help="only print what would be dropped")
 
 
-def _parser(sub: Any, name: str, action: Action, says: str) -> argparse.ArgumentParser:  # noqa: ANN401
-    one: argparse.ArgumentParser = sub.add_parser(name, description=says)
+def _parser(sub: Any, name: str, action: Action, description: str) -> argparse.ArgumentParser:  # noqa: ANN401
+    one: argparse.ArgumentParser = sub.add_parser(name, description=description)
     one.add_argument("tier", nargs="*", help="URL or path, as in the configuration's `tiers`; none: those of it")
     one.add_argument("--namespace", type=_namespace, help="only values of this namespace, 32 hex digits")
     one.add_argument("--json", action="store_true", help="print a line of JSON per tier")
@@ -127,7 +127,7 @@ def run(args: argparse.Namespace, action: Action) -> int:
 
     """
     if action is _purge and args.all == (bool(args.namespace) or args.older_than is not None or args.stale):
-        raise UsageError("kvpipe: purge: say which values: --all, or any of --namespace, --older-than and --stale")
+        raise UsageError("kvpipe: purge: choose the values: --all, or any of --namespace, --older-than and --stale")
     specs = parse_tiers(args.tier) if args.tier else load_settings().tiers
     if not specs:
         raise UsageError("kvpipe: no tier is named; write a URL or a path, or set KVPIPE_TIERS or KVPIPE_CONFIG_FILE")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvpipe import files
-from kvpipe.cli.asking import add_token, asking_parser, token_of, told
+from kvpipe.cli.asking import add_token, ask_and_print, asking_parser, token_of
 from kvpipe.errors import UsageError
 from kvpipe.manage.salts import salt_digest
 
@@ -23,26 +23,29 @@ def add_parsers(sub: Any) -> None:  # noqa: ANN401  (argparse hides its type)
     lookup = asking_parser(sub, "lookup", "how much of a prompt is in its memory")
     _add_prompt(lookup)
     lookup.add_argument("--tiers", action="store_true", help="and in each of its tiers, which the engine then asks")
-    lookup.set_defaults(run=lambda args: told(args, "POST", "/v1/lookup", _prompt(args) | {"tiers": args.tiers}))
+    lookup.set_defaults(
+        run=lambda args: ask_and_print(args, "POST", "/v1/lookup", _prompt(args) | {"tiers": args.tiers})
+    )
     holders = asking_parser(sub, "holders", "whose its pool is, by salt and adapter, and who has leases")
     holders.add_argument("--rows", type=int, default=100, metavar="N", help="how many of each (default 100)")
-    holders.set_defaults(run=lambda args: told(args, "GET", f"/v1/holders?rows_max={args.rows}"))
+    holders.set_defaults(run=lambda args: ask_and_print(args, "GET", f"/v1/holders?rows_max={args.rows}"))
     _add_salt(sub)
     warm = asking_parser(sub, "warm", "fetch what its tiers have of a prompt into its memory")
     _add_prompt(warm)
     warm.add_argument("--seconds", type=float, default=0.0, help="pin it there for so long at most (default: not)")
-    warm.set_defaults(run=lambda args: told(args, "POST", "/v1/warm", _prompt(args) | {"seconds": args.seconds}))
+    warm.set_defaults(
+        run=lambda args: ask_and_print(args, "POST", "/v1/warm", _prompt(args) | {"seconds": args.seconds})
+    )
     _add_pins(sub)
     _add_evict(sub)
     _add_matching(sub)
     order = asking_parser(sub, "order", "what has come of an order that was pending")
     order.add_argument("order", type=int, help="its number")
-    order.set_defaults(run=lambda args: told(args, "GET", f"/v1/orders/{args.order}"))
+    order.set_defaults(run=lambda args: ask_and_print(args, "GET", f"/v1/orders/{args.order}"))
 
 
 def _add_salt(sub: Any) -> None:  # noqa: ANN401
-    says = "the digest by which `holders` calls a salt (asks nobody)"
-    salt = sub.add_parser("salt", description=says)
+    salt = sub.add_parser("salt", description="the digest by which `holders` calls a salt (asks nobody)")
     salt.add_argument("salt", help="the requests' cache_salt; -: the first line of what is piped in")
     add_token(salt)
     salt.set_defaults(run=_salt)
@@ -58,12 +61,14 @@ def _add_pins(sub: Any) -> None:  # noqa: ANN401
     pin = asking_parser(sub, "pin", "keep what its memory has of a prompt, until a deadline")
     _add_prompt(pin)
     pin.add_argument("--seconds", type=float, required=True, help="for so long at most")
-    pin.set_defaults(run=lambda args: told(args, "POST", "/v1/pins", _prompt(args) | {"seconds": args.seconds}))
+    pin.set_defaults(
+        run=lambda args: ask_and_print(args, "POST", "/v1/pins", _prompt(args) | {"seconds": args.seconds})
+    )
     unpin = asking_parser(sub, "unpin", "give a pin back")
     unpin.add_argument("pin", type=int, help="its number")
-    unpin.set_defaults(run=lambda args: told(args, "DELETE", f"/v1/pins/{args.pin}"))
+    unpin.set_defaults(run=lambda args: ask_and_print(args, "DELETE", f"/v1/pins/{args.pin}"))
     pins = asking_parser(sub, "pins", "what is pinned")
-    pins.set_defaults(run=lambda args: told(args, "GET", "/v1/pins"))
+    pins.set_defaults(run=lambda args: ask_and_print(args, "GET", "/v1/pins"))
 
 
 def _add_evict(sub: Any) -> None:  # noqa: ANN401
@@ -73,13 +78,13 @@ def _add_evict(sub: Any) -> None:  # noqa: ANN401
         "--from-token", type=int, default=0, metavar="N", help="from the chunk on that has it (default 0)"
     )
     evict.set_defaults(
-        run=lambda args: told(args, "POST", "/v1/evict", _prompt(args) | {"from_token": args.from_token})
+        run=lambda args: ask_and_print(args, "POST", "/v1/evict", _prompt(args) | {"from_token": args.from_token})
     )
 
 
 def _add_matching(sub: Any) -> None:  # noqa: ANN401
-    says = f"drop what its memory has of a salt, an adapter or an age{_TIERS_KEEP}"
-    evict = asking_parser(sub, "evict-matching", says)
+    description = f"drop what its memory has of a salt, an adapter or an age{_TIERS_KEEP}"
+    evict = asking_parser(sub, "evict-matching", description)
     evict.add_argument("--salt", dest="cache_salt", help="the requests' cache_salt")
     evict.add_argument("--salt-digest", help="as `holders` shows it")
     evict.add_argument("--no-salt", action="store_true", help="of requests without one")
@@ -95,7 +100,7 @@ def _evict_matching(args: argparse.Namespace) -> int:
     names = ("cache_salt", "salt_digest", "no_salt", "adapter", "adapter_digest", "no_adapter", "idle_s", "all")
     given = {name: getattr(args, name) for name in names}
     wanted = {name: value for name, value in given.items() if value is not None and value is not False}
-    return told(args, "POST", "/v1/evict/matching", wanted)
+    return ask_and_print(args, "POST", "/v1/evict/matching", wanted)
 
 
 def _add_prompt(one: argparse.ArgumentParser) -> None:

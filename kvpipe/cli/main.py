@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
 
     top.add_arguments(sub.add_parser("top", help="running engines with manage, as they go"))
 
-    doctor = sub.add_parser("doctor", help="check this environment, and say what to do")
+    doctor = sub.add_parser("doctor", help="check this environment, and print what to do")
     doctor.add_argument("extra", nargs="?", default="{}", help="kv_connector_extra_config as JSON")
     doctor.add_argument("--ranks", type=int, default=1, help="ranks on this machine, each with a pool of its own")
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON")

@@ -1,4 +1,4 @@
-"""`kvpipe engine state|counters|switch`: a running engine with `manage`. What it holds: `held.py`."""
+"""`kvpipe engine state|counters|switch`: ask or switch a running engine with `manage`. For its KV see `held.py`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvpipe.cli import held
-from kvpipe.cli.asking import ASKS_ENGINE, asking_parser, list_commands, told
+from kvpipe.cli.asking import ASKS_ENGINE, ask_and_print, asking_parser, list_commands
 from kvpipe.errors import UsageError
 
 _ON: Final = {"on": True, "off": False}
@@ -19,9 +19,9 @@ def add_parsers(engine: argparse.ArgumentParser) -> None:
     sub = engine.add_subparsers(required=True, metavar="COMMAND", help="one of those below")
     state = asking_parser(sub, "state", "what it has and does: pool, requests, jobs, tiers, switches")
     state.add_argument("--requests", type=int, default=100, metavar="N", help="how many requests to list (default 100)")
-    state.set_defaults(run=lambda args: told(args, "GET", f"/v1/state?requests_max={args.requests}"))
+    state.set_defaults(run=lambda args: ask_and_print(args, "GET", f"/v1/state?requests_max={args.requests}"))
     counters = asking_parser(sub, "counters", "counters and gauges, by name")
-    counters.set_defaults(run=lambda args: told(args, "GET", "/v1/counters"))
+    counters.set_defaults(run=lambda args: ask_and_print(args, "GET", "/v1/counters"))
     switch = asking_parser(sub, "switch", "stop or resume saving (freeze), or saving and loading (bypass)")
     switch.add_argument("--freeze", choices=_ON, help="on: hits are served, nothing new is saved")
     switch.add_argument("--bypass", choices=_ON, help="on: neither are hits served, nor is anything saved")
@@ -30,7 +30,7 @@ def add_parsers(engine: argparse.ArgumentParser) -> None:
 
 
 def misplaced(words: Sequence[str]) -> str:
-    """Return what is to be said of a command line that asks `kvpipe engine` for what `kvpipe cache` does; else ""."""
+    """Return an error message if `words` asks `kvpipe engine` for a subcommand of `kvpipe cache`; else ""."""
     match list(words[:2]):
         case ["engine", name] if name in held.COMMANDS:
             return f"engine {name}: this is a command of `kvpipe cache`: kvpipe cache {name}"
@@ -40,5 +40,5 @@ def misplaced(words: Sequence[str]) -> str:
 def _switch(args: argparse.Namespace) -> int:
     wanted = {key: _ON[value] for key in ("freeze", "bypass") if (value := getattr(args, key)) is not None}
     if not wanted:
-        raise UsageError("kvpipe: switch: say --freeze on|off or --bypass on|off")
-    return told(args, "PUT", "/v1/switches", wanted)
+        raise UsageError("kvpipe: switch: give --freeze on|off or --bypass on|off")
+    return ask_and_print(args, "PUT", "/v1/switches", wanted)

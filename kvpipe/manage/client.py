@@ -1,4 +1,4 @@
-"""Asks a running engine, with nothing but the standard library."""
+"""Requests to a running engine's management interface, with nothing but the standard library."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _OverUnix(http.client.HTTPConnection):
         self._path = path
 
     def connect(self) -> None:
-        """Connect, if who listens may have the token. Raises UsageError, OSError."""
+        """Connect, if the listener may have the token. Raises UsageError if it may not, OSError if nobody listens."""
         until_s = time.monotonic() + (self.timeout or 0)
         self.sock = socket.socket(socket.AF_UNIX)
         self.sock.settimeout(self.timeout)
@@ -47,7 +47,7 @@ class _OverUnix(http.client.HTTPConnection):
 
 
 def _check_listener(connected: socket.socket, path: str) -> None:
-    """Raise UsageError unless this user or root listens there: whoever may write to the folder could."""
+    """Raise UsageError unless this user or root listens at `path`: anybody who may write to its folder could."""
     listens, trusted = _listener(connected), dict.fromkeys((os.geteuid(), _ROOT))
     if listens not in trusted:
         who = _name(listens)
@@ -59,9 +59,9 @@ def _check_listener(connected: socket.socket, path: str) -> None:
 
 
 def _listener(connected: socket.socket) -> int:
-    """Return the user who listens at a Unix socket, by the kernel's word."""
-    told = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, user, _ = _CREDENTIALS.unpack(told)
+    """Return the id of the user who listens at a Unix socket, as the kernel reports it (SO_PEERCRED)."""
+    credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(credentials)
     return int(user)
 
 
@@ -73,7 +73,10 @@ def _name(user: int) -> str:
 
 
 def connect(address: Address, answer_s_max: float = ANSWER_S_MAX) -> http.client.HTTPConnection:
-    """Return a connection to the engine that listens at `address`, not yet made."""
+    """Return a connection object for the engine at `address`; it connects at the first request.
+
+    `answer_s_max`: the timeout, in seconds, of each operation on the socket.
+    """
     if address.path:
         return _OverUnix(address.path, answer_s_max)
     return http.client.HTTPConnection(address.host, address.port, timeout=answer_s_max)
@@ -82,10 +85,11 @@ def connect(address: Address, answer_s_max: float = ANSWER_S_MAX) -> http.client
 def ask(
     address: Address, token: str, method: str, path: str, body: object = None, answer_s_max: float = ANSWER_S_MAX
 ) -> Any:  # noqa: ANN401  (JSON)
-    """Return what the engine answers.
+    """Send one request and return the decoded JSON of the answer. `answer_s_max`: seconds per operation on the socket.
 
     Raises:
-        UsageError: nobody listens there, or another user; the engine has refused; no header can hold the token.
+        UsageError: no engine answers at `address`; another user listens there; the status is neither 200 nor 202; or
+            the token has characters that no HTTP header can hold.
 
     """
     check_token(token)  # a header's error would show it
@@ -94,7 +98,7 @@ def ask(
     try:
         connection.request(method, path, None if body is None else json.dumps(body), headers)
         answer = connection.getresponse()
-        told = json.loads(answer.read(ANSWER_BYTES_MAX))
+        content = json.loads(answer.read(ANSWER_BYTES_MAX))
     except UsageError:
         raise
     except (OSError, http.client.HTTPException, ValueError) as error:
@@ -102,6 +106,6 @@ def ask(
     finally:
         connection.close()
     if answer.status not in {http.client.OK, http.client.ACCEPTED}:
-        why = told.get("error", told.get("detail", "")) if isinstance(told, dict) else ""
+        why = content.get("error", content.get("detail", "")) if isinstance(content, dict) else ""
         raise UsageError(f"kvpipe: the engine has refused ({answer.status}): {why}")
-    return told
+    return content

@@ -175,7 +175,7 @@ Answer = Hit | Literal[Later.LATER]
 
 
 class Published(Protocol):
-    """Hears what can be found, for routers."""
+    """Is notified of what can be found, for routers."""
 
     def published(self, request: Request, chunk: Chunk, base: int) -> None:
         """A piece of `chunk`, which begins at unit `base` of the prefix of `request`, can be found from now on."""

@@ -42,10 +42,10 @@ PATIENCE_S: Final = 5.0
 
 
 class Stage(Cursor):
-    """One request's, or one that comes before its requests. `taken`: tokens that came, by tier.
+    """The fetches for one waiting request, or for a prompt that no request waits for yet (`ahead`).
 
-    `waits`: orders that have not landed. `leased`: chunks. `request`: of whom routers are told, if anybody. `tenant`:
-    whose what comes will be.
+    `taken`: tokens fetched, by tier. `waits`: ids of orders that have not landed. `leased`: number of chunks held.
+    `request`: named in what routers are notified of; None: nobody is notified. `tenant`: of the fetched chunks.
     """
 
     __slots__ = (
@@ -115,9 +115,9 @@ class Staging:
         stores: bool,
         published: Callable[[Request | None, Piece], object],
     ) -> None:
-        """`stores`: whether this engine writes to tiers. Nothing is asked before `space` has a name.
+        """`stores`: whether this engine writes to tiers. No tier is asked before `space` has a name.
 
-        `published` hears of what has come from a tier and can be found now, and of a request with that prefix, if any.
+        `published` is called with each piece that has come from a tier, and a request with that prefix or None.
         """
         self.finder, self._catalog, self._prefixes, self._geometry = finder, catalog, prefixes, geometry
         self._ranks, self._lookup_s_max = ranks, lookup_ms_max / 1000
@@ -304,7 +304,7 @@ class Staging:
     def _fetch(self, stage: Stage) -> None:
         """Order what a stage still needs, as far as there are lanes; it comes here again for the rest."""
         if time.monotonic() >= stage.deadline_at_s:
-            return  # it hears of it when the engine asks again
+            return  # `look` ends it when the engine asks again
         if stage.state.row == m.FOUND:
             needed = list(self._needed(stage))
             self._lease(stage, [chunk for _, chunk in needed if chunk is not None])  # first: a fetch may evict
@@ -345,7 +345,7 @@ class Staging:
 
     @property
     def _held_max(self) -> int:
-        """How many chunks waiting requests may hold. Ranks say late how large the pool is."""
+        """How many chunks waiting requests may hold, of a pool whose size ranks report later."""
         return max(1, int(self._catalog.slots * SHARE))
 
     def _room(self, stage: Stage, chunks: int) -> int:
@@ -494,7 +494,7 @@ class Staging:
             self._end(stage, m.END)
 
     def tiers_left(self, unreadable: dict[int, frozenset[int]]) -> None:
-        """Ranks have said which tiers they leave alone from now on."""
+        """Take the indices of the tiers that ranks read no more, by rank. A tier in any rank's set is asked no more."""
         self._unreadable |= unreadable
         self.finder.unreadable = frozenset().union(*self._unreadable.values())
 

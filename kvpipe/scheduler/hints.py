@@ -1,4 +1,4 @@
-"""Hints: what a request says of its own future. They come from outside, so they are checked, bounded and only believed.
+"""Hints: a request's statements about its own future. They come from outside, so they are checked and bounded.
 
 A hint changes which chunks are evicted first, and nothing else. What is ignored is counted, by reason.
 """
@@ -45,7 +45,7 @@ REASONS: Final[Mapping[Reason, str]] = {
 
 
 class _Payload(BaseModel):
-    """Fields that every payload may have. A field that is not known may say what else is meant: it is refused."""
+    """Fields that every payload may have. An unknown field is refused: it may change the meaning of the others."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
@@ -56,7 +56,7 @@ class _Payload(BaseModel):
 
 
 class Retain(_Payload):
-    """`priority`: 0 is for what need not be kept; others are not told apart."""
+    """`priority`: 0 for what need not be kept; all others are equal."""
 
     ttl_seconds: float = Field(TTL_S, gt=0)
     priority: int = Field(1, ge=0)
@@ -67,7 +67,7 @@ class Retain(_Payload):
 
 
 class Demote(_Payload):
-    """Nothing more is to be said."""
+    """It has no fields of its own."""
 
     def wish(self) -> Wish:
         """Return what is wished for."""
@@ -96,7 +96,7 @@ PAYLOADS: Final[Mapping[str, type[Retain | Demote | Resume]]] = {
 
 
 class Wish(NamedTuple):
-    """A hint as a request says it: `in_s` seconds from its end."""
+    """A hint as a request states it: `in_s` seconds from the request's end."""
 
     action: Action
     in_s: float
@@ -165,10 +165,10 @@ def _actions(raw: RawHints, ignore: Callable[[Reason], object]) -> Iterable[RawA
 
 
 class Hinting:
-    """One per scheduler side. A request's hints are read once, and told to the policy when it is over."""
+    """One per scheduler side. A request's hints are read once, and passed to the eviction policy when it is over."""
 
     def __init__(self, catalog: Catalog, counters: Counters) -> None:
-        """`counters`: of what is told and what is ignored."""
+        """`counters`: of hints that are applied and of those that are ignored."""
         self._catalog, self._counters = catalog, counters
 
     def arrived(self, tracked: Tracked, raw: RawHints) -> None:
@@ -187,7 +187,7 @@ class Hinting:
         tracked.hints = tuple(Hint(wish.action, now_s + wish.in_s) for wish in tracked.wishes)
         for hint in tracked.hints:
             self._catalog.hint(chunks, hint)
-            self._counters.count("hints_told", hint.action.value)
+            self._counters.count("hints_applied", hint.action.value)
 
     def landed(self, tracked: Tracked, chunk: Chunk) -> None:
         """A chunk of a request that is over has landed on every rank."""

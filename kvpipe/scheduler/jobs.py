@@ -97,9 +97,10 @@ class Jobs:
         load_failed: Callable[[JobInFlight], object],
         patience_s: float,
     ) -> None:
-        """`saved` hears of each piece that can be found now, `load_failed` of a load, as soon as that is known.
+        """`saved` is called for each piece that can be found now, `load_failed` once for each load that fails.
 
-        `states`: the groups of recurrent states, which an engine offers once. `patience_s`: see `awaited`.
+        `ranks`: their number. `states`: the cache groups of recurrent states, which an engine offers once.
+        `patience_s`: see `awaited`.
         """
         self._catalog, self._counters, self._report, self._ranks = catalog, counters, report, ranks
         self._states, self._patience_s = states, patience_s
@@ -186,7 +187,7 @@ class Jobs:
             self._catalog.release(job.owner)
 
     def fail_load(self, job: JobInFlight) -> None:
-        """The engine was told that a load has failed; ranks have yet to report it."""
+        """The engine knows that a load has failed; the ranks have yet to report it."""
         if job.believed:
             job.fire(m.FAILED)
             self._load_failed(job)

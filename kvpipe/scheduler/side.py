@@ -75,12 +75,13 @@ class SchedulerSide:
         waits_idle: bool = False,
         trace: Recorder = OFF,
     ) -> None:
-        """`hash_tokens`: tokens per block hash. `saves`, `loads`: whether this engine does that at all.
+        """`hash_tokens`: tokens per block hash. `ranks`: their number. `saves`, `loads`: whether this engine does so.
 
-        `stages`: in how many the ranks run, one after the other, each with layers and a pool of its own size.
-        `recovery`: what the engine needs help with. `published` hears what can be found. `tiers`: places beyond memory.
-        `space_of`: the namespace there for a digest of the weights, or nothing. `also_of`: another, for the same bytes.
-        `waits_idle`: a rank may wait for loads in a step that computes nothing: none that computes waits for it.
+        `stages`: the number of pipeline stages; each has its own layers, and a pool of its own size.
+        `recovery`: what the engine needs help with. `published`: notified of chunks that can be found, for routers.
+        `tiers`: places beyond host memory. `space_of`: from a digest of the weights to the namespace in tiers, or "".
+        `also_of`: from the same to a second namespace with the same bytes, or "".
+        `waits_idle`: a rank may wait for loads in a step that computes nothing, since no computing rank waits for it.
         """
         self.settings, self.geometry, self._ranks, self._step, self._events = settings, geometry, ranks, 0, published
         self.counters = counters = Counters()
@@ -89,7 +90,7 @@ class SchedulerSide:
         self._recovery = recovery = recovery or Recovery()
         self.weights = weights = Weights(ranks, counters)
         self.switches = switches = Switches(settings, weights, saves=saves, loads=loads)
-        ready = None if settings.prefault == "use" and stages == 1 else 0  # else ranks say how many there are
+        ready = None if settings.prefault == "use" and stages == 1 else 0  # else ranks report how many there are
         self.catalog = catalog = self._make_catalog(ready)
         catalog.on_drop = published.dropped if published is not None else None
         self.orders = orders = Orders(counters, lambda: trace.about("", 0))
@@ -173,26 +174,26 @@ class SchedulerSide:
             self.staging.watch, self.staging.watch_transfer = self.report.stage_moved, self.report.transfer_moved
 
     def ranks_ready(self, slots: dict[int, int], weights: Iterable[str], heads: Sequence[int] = ()) -> None:
-        """Ranks have their caches. `slots`: how many may be used, by rank; `weights`: of all ranks, in their order.
+        """All ranks have registered their caches. `slots`: how many slots may be used, by rank.
 
-        No `weights`: not all ranks have answered. `heads`: of each group, see `kvpipe.tiers.parts`; none: each rank
-        has parts of its own.
+        `weights`: the digest of each rank's weights, in the ranks' order; empty: not all ranks have answered.
+        `heads`: of each group, see `kvpipe.tiers.parts`; empty: each rank stores parts of its own.
         """
         if self._turns.away:
             self._turns.take()
         self.slots_ready(slots)
         if self.staging is not None:
             self.staging.finder.heads = tuple(heads)
-        told = tuple(weights)
-        if told and self.weights.know(told):
+        digests = tuple(weights)
+        if digests and self.weights.know(digests):
             self._resets.weights_changed()
         else:
             self._resets.name_space()
 
     def on_new_request(self, request: Request, hints: RawHints | None = None, kind: Hashable = None) -> None:
-        """Start to track. `hints`: what came with it of its own future.
+        """Start to track `request`. `hints`: those that came with it, unread.
 
-        `kind`: whether prompts go on with answers is learned of all requests of one kind; None: not of this one.
+        `kind`: whether later prompts contain an answer is learned for each kind of request; None: not learned from it.
         """
         if self._turns.away:
             self._turns.take()
@@ -203,7 +204,10 @@ class SchedulerSide:
             self._answers.arrived(tracked, kind)
 
     def lookup(self, request: Request, local_tokens: int) -> Answer:
-        """Return what can be loaded beyond the `local_tokens` that the engine holds. Takes nothing."""
+        """Return a `Hit` with the number of tokens that can be loaded beyond `local_tokens`, or `LATER`: ask again.
+
+        `local_tokens`: what the engine's own prefix cache holds. A lookup takes no lease.
+        """
         if self._turns.away:
             self._turns.take()
         try:
@@ -213,7 +217,7 @@ class SchedulerSide:
             raise
 
     def admitted(self, request: Request, tables: Tables, external_tokens: int) -> None:
-        """Blocks were allocated: lease and plan the load of `external_tokens`, or note that there is none."""
+        """Blocks were allocated: lease chunks and plan the load of `external_tokens`; 0: note that there is no load."""
         if self._turns.away:
             self._turns.take()
         tracked = self.requests.add(request)
@@ -266,7 +270,10 @@ class SchedulerSide:
         return StepPlan(self._step, tuple(jobs), orders, space, question, claims, wait_ms, computes)
 
     def reported(self, report: Report) -> None:
-        """Ranks have reported with a step's output: publish, release, or fail jobs once all ranks have spoken."""
+        """Take what ranks have reported with a step's output. A job on which all ranks have reported is over.
+
+        Its chunks are published or released, or it fails.
+        """
         if self._turns.away:
             self._turns.take()
         if report.weights:
@@ -288,7 +295,7 @@ class SchedulerSide:
             self.adapters.reported(report.adapters, report.step)
 
     def slots_ready(self, ready: dict[int, int]) -> None:
-        """Ranks have said how many of their slots, from the first on, may be used. All of them count, or none."""
+        """Take how many slots, from the first on, a rank may use, by rank. Once all have reported, the least counts."""
         if self._turns.away:
             self._turns.take()
         self._ready |= ready
@@ -298,7 +305,7 @@ class SchedulerSide:
     def _order_reported(self, order_id: int, tally: Tally) -> None:
         try:
             known = self.staging is not None and self.staging.reported(order_id, tally)
-        except Exception as e:  # noqa: BLE001  (other reports of the step must be heard)
+        except Exception as e:  # noqa: BLE001  (other reports of the step count, too)
             self.counters.fault("order_not_landed", order=order_id, error=repr(e))
             return
         if not known:
@@ -347,27 +354,30 @@ class SchedulerSide:
         """The engine loads, or removes, the adapter with this number, by a call between steps."""
         self.adapters.called(number, self._step)
 
-    def weighed(self, told: dict[int, tuple[int, str]]) -> None:
-        """Ranks have read their weights again. If they are others, nothing is left that was computed with them."""
+    def weighed(self, reports: dict[int, tuple[int, str]]) -> None:
+        """Ranks have read their weights again. If these have changed, every chunk is forgotten.
+
+        `reports`: by rank, (the question that it answers, the digest of its weights).
+        """
         if self._turns.away:
             self._turns.take()
-        if told and self.weights.answered(told):
+        if reports and self.weights.answered(reports):
             self._resets.weights_changed()
 
     def reset(self) -> bool:
-        """Forget every chunk, for good: in tiers, too, nothing is found again that was kept before."""
+        """Forget every chunk, for good: what tiers hold is not found again either. Returns True, as vLLM expects."""
         with self._turns.taken():
             self._resets.reset()
         return True
 
     @property
     def pending(self) -> bool:
-        """Whether ranks owe reports that should come soon: an engine that has nothing else to do steps until they have.
+        """Whether reports of ranks should come soon: an engine without other work makes steps until they have come.
 
-        A rank fails a job that does not move for `stuck_ms_max`. A report that has not come some time after that may be
-        lost; if it is not, it comes with the next step there is.
+        A rank fails a job that makes no progress for `stuck_ms_max`. A report that has not come some time after that is
+        waited for no longer; if it still comes, then with the next step.
 
-        Who is told that nothing is pending has nothing to do: others may have their turn.
+        False also gives way to operators' orders: the engine is idle.
         """
         if self.jobs.awaited or (self.staging is not None and self.staging.pending):
             return True
@@ -377,7 +387,7 @@ class SchedulerSide:
         return False
 
     def stats(self) -> dict[str, int]:
-        """Counters and gauges, for tests, the demo and operators."""
+        """Return counters and gauges by name, for tests, the demo and operators."""
         c = self.catalog
         gauges = {
             "slots": c.slots,
@@ -396,10 +406,10 @@ class SchedulerSide:
         return dict(self.counters) | gauges
 
     def totals(self) -> Totals:
-        """Return what the metrics say of this side, as of now."""
+        """Return the metrics of the scheduler side as of now: by metric, then by label value ("": it has no label)."""
         if self._turns.away:
             self._turns.take()
-        c, tell, jobs = self.catalog, self.report, self.jobs.in_flight
+        c, report, jobs = self.catalog, self.report, self.jobs.in_flight
         stuck_at_s = time.monotonic() - self.settings.stuck_ms_max / 1000
         old = itertools.takewhile(lambda job: job.sent_at_s < stuck_at_s, jobs.values())
         gauges = {
@@ -413,11 +423,11 @@ class SchedulerSide:
         if self.staging is not None:
             values["tiers_left"] = left(self.staging.finder.tiers)
             values["layout_bound"] = self.staging.space.bound
-        values |= {"hit_tokens": tell.hit_tokens, "missed_tokens": tell.missed_tokens, "misses": tell.misses}
+        values |= {"hit_tokens": report.hit_tokens, "missed_tokens": report.missed_tokens, "misses": report.misses}
         return values | {"faults": self.counters.faults, "trace_dropped": self.trace.losses}
 
     def quota_totals(self) -> Totals:
-        """Return what the metrics say of each quota, by its name; nothing without quotas."""
+        """Return the metrics of each quota: by metric, then by the quota's name. Empty without quotas."""
         if self._turns.away:
             self._turns.take()
         if not isinstance(self.catalog, SharedCatalog):
@@ -432,7 +442,7 @@ class SchedulerSide:
         }
 
     def shutdown(self) -> None:
-        """End threads, and refuse what is ordered. Idempotent."""
+        """End threads, and refuse operators' orders from now on. Idempotent."""
         self._turns.take()
         self.orders.end()
         if self.staging is not None:
@@ -446,7 +456,7 @@ class SchedulerSide:
         return self.catalog.tenants.of(request, self.adapters.digest(request))
 
     def _published(self, request: Request | None, piece: Piece) -> None:
-        """Tell routers of what can be found now, if anybody listens."""
+        """Notify routers that `piece` can be found now, if there are any."""
         if self._events is not None and request is not None and piece.chunk.marks:  # else another copy was quicker
             self._events.published(request, piece.chunk, piece.base)
 
@@ -465,7 +475,7 @@ class SchedulerSide:
             self._published(tracked.request, piece)
 
     def _load_failed(self, failed: JobInFlight) -> None:
-        """A load failed: what was computed since it was planned may rest on garbage, by whomever."""
+        """A load has failed: whatever any request has computed since it was planned may rest on garbage."""
         kind = Kind(failed.job.kind).name.lower()
         self.counters.fault("load_failed", request=failed.job.request, job=failed.job.id, kind=kind)
         if failed.tracked.epoch == failed.job.epoch:

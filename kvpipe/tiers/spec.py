@@ -48,7 +48,7 @@ class TierSpec(BaseModel):
 
     @classmethod
     def from_url(cls, url: SplitResult) -> dict[str, Any]:  # noqa: ARG003
-        """Return the keys that `url` stands for, without its query. Raises ValueError saying what to write."""
+        """Return the keys that `url` stands for, without its query. Raises ValueError: what to write instead."""
         raise ValueError("it has no URLs; write a table of keys with 'kind'")
 
     @classmethod

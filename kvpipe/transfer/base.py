@@ -1,11 +1,12 @@
-"""The transfer protocol: what the pipeline asks of an engine, and what an engine owes it.
+"""The transfer protocol: the calls that the pipeline makes to a transfer engine, and what an engine must guarantee.
 
 An engine copies one layer of one batch of jobs per submission. It completes the submissions of one plan in the order in
-which they were submitted, each exactly once, from any thread. It never raises out of `prepare` and `submit`.
+which they were submitted, each exactly once, from any thread. `prepare` and `submit` never raise: a copy that fails
+completes its ticket with the jobs that have failed.
 
 The engine orders copies against the caller's compute, and nothing else. *Slots are ordered by the host*: a load from a
-slot is submitted after its save's completion was notified, and a save to a slot after that of its loads. So no engine
-makes a load wait for a save or a save for a load.
+slot is submitted only after the save into it has completed, and a save into a slot only after all loads from it have.
+So no engine makes a load wait for a save, or a save for a load.
 """
 
 from __future__ import annotations
@@ -31,27 +32,27 @@ NO_JOBS: frozenset[int] = frozenset()
 
 
 class TicketState(Enum):
-    """The states of `kvpipe/statemachine/ticket.py`, by their names: the data plane needs no pydantic."""
+    """The states of `kvpipe/statemachine/ticket.py`, by name, in a form for which the data plane needs no pydantic."""
 
     QUEUED, BEGUN, WITHDRAWN, OVER, DONE = "QUEUED", "BEGUN", "WITHDRAWN", "OVER", "DONE"
 
 
 QUEUED, BEGUN, WITHDRAWN, OVER, DONE = TicketState
 QUIET: Final = (OVER, DONE, WITHDRAWN)
-"""A ticket's states in which its copy touches no memory any more. No set: an enumeration's hash is Python's."""
+"""The states in which a ticket's copy touches no memory any more. A tuple, because an enum member's hash is slow."""
 _LEAVING: Final = threading.Lock()
-"""Held by whoever takes a ticket out of `QUEUED`. All tickets share it: it is held for a microsecond."""
+"""Held by the thread that moves a ticket out of `QUEUED`. All tickets share it: it is held for about a microsecond."""
 
 
 class Direction(IntEnum):
-    """Which way the bytes go."""
+    """The direction of a copy: SAVE is device to host, LOAD is host to device."""
 
     SAVE = 0
     LOAD = 1
 
 
 class Run(NamedTuple):
-    """`pages` adjacent pages of one slot and as many adjacent blocks, for one job."""
+    """One contiguous copy for one job: `pages` pages of `slot` from `page` on, and as many blocks from `block` on."""
 
     job: int
     slot: int
@@ -61,9 +62,9 @@ class Run(NamedTuple):
 
 
 class SlotSpan(NamedTuple):
-    """`pages` adjacent pages of one slot, from `page` on, and the block of each: contiguous on the host side.
+    """`pages` adjacent pages of one slot, from `page` on: contiguous on the host side.
 
-    `adjacent`: the blocks are so too, from `block` on.
+    `blocks`: the block of each page, shape (pages,). `adjacent`: these are adjacent too, from `block` on.
     """
 
     slot: int
@@ -75,19 +76,21 @@ class SlotSpan(NamedTuple):
 
 
 class CopyPlan:
-    """The rows of a batch of jobs per cache group, merged. Compiled once per step, used by every layer.
+    """The rows of a batch of jobs per cache group, merged. Made once per step and direction, used by every layer.
 
-    `rows[g]` is an (n, 3) array of slot, page and block, `cuts[g]` where a new span begins in it, and `runs[g]` an
-    (m, 5) array with a `Run` in each row: an engine takes what suits it.
+    For cache group g, in int64 arrays; an engine uses what suits it:
+    `rows[g]`: shape (n, 3), one row per page: slot, page, block.
+    `cuts[g]`: shape (s,), the indices into `rows[g]` at which a new span begins.
+    `runs[g]`: shape (m, 5), the fields of one `Run` per row.
     """
 
     __slots__ = ("_spans", "cuts", "direction", "jobs", "mark", "mover", "rows", "runs")
 
     def __init__(self, direction: Direction, jobs: Sequence[Job], groups: int) -> None:
-        """Merge adjacent rows. O(rows), vectorised."""
+        """Merge adjacent rows of `jobs`, for a model with `groups` cache groups. O(rows), vectorised."""
         self.direction, self.jobs = direction, tuple(jobs)
-        self.mark: object = None  # the engine's own
-        self.mover = ""  # how the engine moves it, for the trace
+        self.mark: object = None  # for the engine's own use
+        self.mover = ""  # the engine's mover for this plan, for the trace
         self._spans: dict[int, list[SlotSpan]] = {}
         rows = table_of(jobs).astype(np.int64)
         owners = np.repeat(np.array([job.id for job in jobs], np.int64), [len(job.rows) // ROW_BYTES for job in jobs])
@@ -101,11 +104,11 @@ class CopyPlan:
         self.cuts: tuple[npt.NDArray[np.int64], ...] = tuple(cuts for _, cuts in merged)
 
     def run_list(self, group: int) -> list[Run]:
-        """Return the runs of `group` as plain tuples."""
+        """Return the runs of cache group `group` as tuples of Python integers."""
         return [Run(*row) for row in self.runs[group].tolist()]
 
     def spans(self, group: int) -> list[SlotSpan]:
-        """Return the spans of `group`. Made when they are first asked for."""
+        """Return the spans of cache group `group`, computed at the first call."""
         made = self._spans.get(group)
         if made is None:
             rows = self.rows[group]
@@ -116,7 +119,7 @@ class CopyPlan:
 def _merge(
     rows: npt.NDArray[np.int64], owners: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Merge (slot, page, block) rows into runs (both sides adjacent, one owner); and where spans begin."""
+    """Return (runs, cuts) of (slot, page, block) rows: a run is adjacent on both sides and of one job of `owners`."""
     step = np.diff(rows, axis=0)
     same_span = (step[:, 0] == 0) & (step[:, 1] == 1)
     same_run = same_span & (step[:, 2] == 1) & (np.diff(owners) == 0)
@@ -133,9 +136,10 @@ def _span(part: npt.NDArray[np.int64]) -> SlotSpan:
 
 
 class Ticket:
-    """One submitted copy of one layer. Completed exactly once; `sink` then hands it to the loop thread.
+    """One submitted copy of one layer. Completed exactly once; `sink(ticket)` then hands it to the loop thread.
 
-    `state` is one of the ticket machine's. It leaves `QUEUED` under a lock, and every other by whoever completes it.
+    `state` is a state of the ticket machine. It leaves `QUEUED` under a lock; the thread that completes the ticket
+    leaves every other state.
     """
 
     __slots__ = (
@@ -143,18 +147,18 @@ class Ticket:
     )  # fmt: skip
 
     def __init__(self, batch: object, layer: int, ordinal: int, sink: Callable[[Ticket], object]) -> None:
-        """`ordinal` counts the batch's submissions from 0: the k of ``LAYER_k``."""
+        """`layer`: an index into `geometry.layers`. `ordinal`: of the batch's submissions, from 0: k of ``LAYER_k``."""
         self.batch, self.layer, self.ordinal, self.sink = batch, layer, ordinal, sink
         self.failed = NO_JOBS
-        self.mark: object = None  # the engine's own: what device work can be ordered after
+        self.mark: object = None  # for the engine's own use: what device work is ordered after
         self.state = QUEUED
-        self.born_ns = self.begun_ns = time.monotonic_ns()  # an engine that holds it back says when it has begun
+        self.born_ns = self.begun_ns = time.monotonic_ns()  # an engine that holds it back sets `begun_ns`
         self._landed = threading.Lock()
         self._landed.acquire()
 
     @property
     def over(self) -> bool:
-        """Whether it was completed: its copy touches memory no more."""
+        """Whether it is completed: its copy touches no memory any more."""
         state = self.state
         return state is OVER or state is DONE
 
@@ -164,9 +168,9 @@ class Ticket:
         return self.state is DONE
 
     def begin(self) -> bool:
-        """Say that the copy is about to touch memory. Returns whether it may: nobody has given it up.
+        """Announce that the copy is about to touch memory. Returns False if it was given up: it must not begin then.
 
-        For engines whose `abandon` is `withdraw`. Raises RuntimeError for a copy that has begun.
+        For engines whose `abandon` is `withdraw`. Raises RuntimeError if the copy has begun already.
         """
         with _LEAVING:
             if self.state is QUEUED:
@@ -177,14 +181,14 @@ class Ticket:
         return False
 
     def withdraw(self) -> bool:
-        """Give the copy up, unless it has begun. Returns whether it touches no memory from now on."""
+        """Give the copy up, unless it has begun. Returns True if it touches no memory from now on."""
         with _LEAVING:
             if self.state is QUEUED:
                 self.state = WITHDRAWN
         return self.state is not BEGUN
 
     def complete(self, failed: frozenset[int] = NO_JOBS) -> None:
-        """Mark the copy done, also one that was withdrawn; `failed` names the jobs whose bytes are not to be trusted.
+        """Complete the copy, also one that was withdrawn. `failed`: ids of the jobs whose bytes must not be used.
 
         Raises:
             RuntimeError: it was completed before.
@@ -203,7 +207,7 @@ class Ticket:
         self._landed.release()  # last: a waiter finds the completion in the loop's inbox
 
     def wait(self, timeout_s: float) -> bool:
-        """Block until the copy has completed. Returns False on a timeout."""
+        """Block until the copy is done, for at most `timeout_s` seconds. Returns False on a timeout."""
         if not self._landed.acquire(timeout=timeout_s):
             return False
         self._landed.release()
@@ -217,40 +221,45 @@ class TransferEngine(Protocol):
     """Copies layers. One per rank."""
 
     piece_bytes: int
-    """How much of the pool `claim` takes at once, about."""
+    """About how many bytes of the pool one call of `claim` should get."""
 
     def attach(self, views: Sequence[PageView], geometry: Geometry, pool: HostPool) -> None:
-        """Bind the paged cache (one view per layer, in `geometry.layers` order) and the pool."""
+        """Bind the paged cache (one view per layer, in the order of `geometry.layers`) and the pool. Called first."""
 
     def claim(self, address: int, size: int) -> bool:
-        """Take whole slots that are in memory (to pin them, say). Returns whether they may be used; if not, call again.
+        """Take `size` bytes at `address`, which are whole slots in memory: pin them, for example.
 
-        Pieces come in the order of their slots. Harmless when repeated; on any thread. Never raises.
+        Returns whether the slots may be used; after False, call again later. Calls come in the order of the slots.
+        Idempotent; on any thread; never raises.
         """
 
     def prepare(self, plan: CopyPlan) -> None:
-        """Called at step start. Order the loads of `plan` after all compute enqueued so far."""
+        """Order the loads of `plan` after all compute enqueued so far. Called at step start, before `submit`."""
 
     def submit(self, plan: CopyPlan, ticket: Ticket) -> None:
         """Copy layer `ticket.layer` of `plan`; complete the ticket when the bytes have landed.
 
-        An engine may hold a layer back until more of the plan has come, or until somebody orders something after it.
-        One that knows of a failure before it may complete the ticket sets `ticket.failed` early.
+        An engine may hold a layer back until more of the plan is submitted, or until a call orders something after it.
+        One that learns of a failure before it may complete the ticket sets `ticket.failed` early.
         """
 
     def guard_read(self, ticket: Ticket, timeout_s: float) -> bool:
-        """Order the caller's next compute after the copy. CPU: wait. CUDA: the compute stream waits."""
+        """Order the caller's next compute after the copy. On CPU the caller waits; on CUDA the compute stream does.
+
+        Returns False if that was not possible within `timeout_s` seconds.
+        """
 
     def reached(self, ticket: Ticket) -> object:
-        """Notification: attention reached a completed layer; the engine may launch its next wave."""
+        """Notify the engine that attention has reached a completed layer: it may launch its next wave."""
 
     def fence(self, ticket: Ticket, timeout_s: float) -> bool:
-        """Order later writes to the paged blocks after the copy has read them."""
+        """Order later writes to the paged blocks after the copy's reads. Returns False after `timeout_s` seconds."""
 
     def abandon(self, ticket: Ticket) -> bool:
-        """Give up a copy. Returns whether it touches no memory from now on: it is over, or will never begin.
+        """Give up a copy. Returns True if it touches no memory from now on: it is over, or will never begin.
 
-        `Ticket.withdraw`, for an engine that calls `Ticket.begin` before each copy and makes none that it refuses.
+        An engine that calls `Ticket.begin` before each copy, and makes none for which that returns False, returns
+        `ticket.withdraw()`.
         """
 
     def shutdown(self) -> None:

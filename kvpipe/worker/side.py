@@ -57,7 +57,7 @@ class WorkerSide:
         self.rank, self.ranks = 0, 1
         self.shares: tuple[Share, ...] = ()
         """How each group's KV lies over the ranks. Known before the caches are registered, or not at all."""
-        self.weigh: Callable[[], str] = str  # which weights this rank has; nothing: it cannot say
+        self.weigh: Callable[[], str] = str  # returns a digest of this rank's weights; "": not known
         self._weighed: tuple[int, str] | None = None
         self._unreadable: frozenset[int] = frozenset()
         self._device = "cpu"
@@ -98,7 +98,7 @@ class WorkerSide:
             view = view_pages(name, caches[name], blocks)
             if view.page_bytes > size:
                 msg = (
-                    f"kvpipe: a block of layer {name!r} has {view.page_bytes} bytes, its specification says {size}; "
+                    f"kvpipe: a block of layer {name!r} has {view.page_bytes} bytes, its specification has {size}; "
                     "this attention backend cannot be served"
                 )
                 raise UnsupportedError(msg)
@@ -220,7 +220,7 @@ class WorkerSide:
                 self.pipeline.begin(plan)
 
     def weigh_now(self) -> str:
-        """Return which weights this rank has; nothing, where that cannot be said."""
+        """Return a digest of this rank's weights; "" if they cannot be read."""
         try:
             return self.weigh()
         except Exception as error:  # noqa: BLE001  (nothing is shared then; the engine serves)
@@ -338,7 +338,7 @@ class WorkerSide:
         return self._pool.ready if self._pool is not None else 0
 
     def totals(self) -> Totals:
-        """Return what the metrics say of this side, as of now."""
+        """Return the metrics of this rank as of now: by metric, then by label value ("": it has no label)."""
         pipeline = self.pipeline
         if pipeline is None:
             return {}

@@ -19,7 +19,7 @@ from tests.engine.serving import Server
 pytestmark = pytest.mark.engine
 TOKEN = "t0" * 16
 OWN: list[tuple[Any, str]] = [
-    ({"retain": {"ttl_seconds": 60}}, "hints_told.retain"),
+    ({"retain": {"ttl_seconds": 60}}, "hints_applied.retain"),
     ({"retain": {"ttl_seconds": "60"}}, "hints_ignored.payload"),
     ({"retain": {}, "demote": {}}, "hints_ignored.contradiction"),
     ({"fetch": {}}, "hints_ignored.action"),

@@ -210,7 +210,7 @@ def test_the_command(managed: Managed, capsys: pytest.CaptureFixture[str], tmp_p
         (["cache", "lookup", "1,x"], "tokens are whole numbers"),
         (["cache", "lookup", "@/nowhere"], "/nowhere cannot be read"),
         (["cache", "lookup", "1", "--adapter", "x", "y", "z"], "its number is a whole number"),
-        (["engine", "switch"], "say --freeze on|off"),
+        (["engine", "switch"], "give --freeze on|off"),
         (["engine", "state", "--at", "here"], "--at here: write 'unix:/"),
         (["cache", "pins", "--at", ""], "no engine is named; say --at"),
         (["engine", "state", "--at", "unix:/run/{engine}.sock"], "say --at with the engine's name"),

@@ -134,7 +134,7 @@ def test_the_policy_is_told_when_the_request_is_over() -> None:
     chunks = [request.block_hashes[units - 1] for units in (2 * CHUNK_UNITS + 1, 2 * CHUNK_UNITS, CHUNK_UNITS)]
     hints = Hint(RETAIN, NOW_S + 60), Hint(RESUME, NOW_S + 20)
     assert told.heard == [(chunk, hint) for hint in hints for chunk in chunks]
-    assert told.counted("told") == {"retain": 1, "resume": 1}
+    assert told.counted("applied") == {"retain": 1, "resume": 1}
 
 
 def test_a_chunk_that_lands_late_is_told_of_as_well() -> None:
@@ -220,7 +220,7 @@ def test_a_policy_that_takes_none() -> None:
     told.world.succeed(*told.world.step(request))
     told.world.side.finished(request)
     assert told.counted("ignored") == {"policy": 1}
-    assert told.counted("told") == {}
+    assert told.counted("applied") == {}
 
 
 def test_a_request_without_hints_costs_nothing() -> None:

@@ -36,7 +36,7 @@ def test_a_waiter_wakes_after_the_news_is_in_the_inbox() -> None:
 
 
 def test_a_ticket_completes_once() -> None:
-    """A second completion is the engine's bug: it is not handed on, and what the first one said stands."""
+    """A second completion is the engine's bug: it is not handed on, and the outcome of the first stands."""
     seen: list[Ticket] = []
     ticket = Ticket(None, 0, 0, seen.append)
     ticket.complete()
@@ -69,28 +69,28 @@ def test_what_has_begun_is_not_given_up() -> None:
 @pytest.mark.parametrize("event", CALLS)
 @pytest.mark.parametrize("state", m.TICKET.states)
 def test_every_cell_is_as_the_table_says(state: str, event: str) -> None:
-    """A call moves, stays or raises as written, and one that is illegal changes nothing. A completion is told of."""
-    told: list[TicketState] = []
-    ticket = Ticket(None, 0, 0, lambda t: told.append(t.state))
+    """A call moves, stays or raises as written, and one that is illegal changes nothing. A completion notifies."""
+    notified: list[TicketState] = []
+    ticket = Ticket(None, 0, 0, lambda t: notified.append(t.state))
     ticket.state = TicketState[state]
     edge = m.TICKET.compile().states[state].on[event]
     if edge.rejects:
         with pytest.raises(RuntimeError, match=f"event {event} is illegal in state {state}: {edge.why}"):
             CALLS[event](ticket)
-        assert (ticket.state.name, ticket.failed, told) == (state, NO_JOBS, [])
+        assert (ticket.state.name, ticket.failed, notified) == (state, NO_JOBS, [])
         return
     answer = CALLS[event](ticket)
     if event == m.COMPLETE:
-        assert told == [TicketState[edge.to.name]]
-        assert ticket.state is TicketState[edge.to.on[m.TELL].to.name]
+        assert notified == [TicketState[edge.to.name]]
+        assert ticket.state is TicketState[edge.to.on[m.NOTIFY].to.name]
     else:
         assert ticket.state is TicketState[edge.to.name]
         assert answer == (edge.moves if event == m.BEGIN else ticket.state in QUIET)
 
 
-def test_news_is_told_of_what_is_over_alone() -> None:
-    """So `complete` is the one place that does, behind its own move."""
-    assert [name for name, row in m.TICKET.table.items() if row[m.TELL].kind != "reject"] == [m.OVER]
+def test_only_a_copy_that_is_over_notifies() -> None:
+    """So `complete` is the only caller of the sink, after its own move."""
+    assert [name for name, row in m.TICKET.table.items() if row[m.NOTIFY].kind != "reject"] == [m.OVER]
 
 
 class _Noted(Ticket):

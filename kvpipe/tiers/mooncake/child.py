@@ -46,7 +46,7 @@ class Worker:
     """The client, and what it can be asked. Codes below zero are the client's own."""
 
     def __init__(self, given: dict[str, Any], memory: mmap.mmap, lanes: int) -> None:
-        """Connect to the master and lend it memory. Raises RuntimeError saying why not."""
+        """Connect to the master and lend it memory. Raises RuntimeError with the reason."""
         # here, so that what hinders it can be reported
         from mooncake.store import MooncakeDistributedStore, ReplicateConfig  # type: ignore[import-untyped] # noqa: PLC0415
 
