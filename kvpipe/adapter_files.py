@@ -25,7 +25,7 @@ BYTES_MAX: Final = 64 << 30
 SETTLED_S: Final = 2.0
 """A file that changed less than this long ago may change again without a new mtime: file systems' clocks are coarse."""
 KNOWN_MAX: Final = 4096
-"""Adapters that are remembered."""
+"""How many adapters are remembered."""
 READINGS_MAX: Final = 3
 STOP_S_MAX: Final = 1.0
 _PIECE_BYTES: Final = 8 << 20
@@ -49,15 +49,15 @@ class AdapterFiles:
     """Digests adapters; reads one again only when its files may have changed. Not thread-safe."""
 
     def __init__(self) -> None:
-        """Nothing was read."""
+        """Begin with nothing read. `readings` counts how often an adapter was read."""
         self._known: OrderedDict[str, Reading] = OrderedDict()
         self.readings = 0
 
     def read(self, folder: str) -> Reading:
-        """Identify the bytes of the adapter in `folder`.
+        """Return signature and digest of the adapter in `folder`, read again only if they may have changed.
 
         Raises:
-            OSError: a file is missing, not a regular file, too large, or unreadable.
+            OSError: no file is there; one is not regular, too large or unreadable; or they change while they are read.
             ValueError: `folder` is not a valid path.
 
         """
@@ -78,7 +78,7 @@ class AdapterFiles:
 
 
 def signature_of(folder: str) -> Signature:
-    """Return the stat fields of the adapter's files, by which a change is noticed. Raises like `read`."""
+    """Return the stat fields of the adapter's files: they change when a file does. Raises as `AdapterFiles.read`."""
     out = []
     for name in FILES:
         try:
@@ -99,9 +99,10 @@ def signature_of(folder: str) -> Signature:
 
 
 def digest_of(folder: str, signature: Signature) -> bytes:
-    """Return the xxh3-128 digest of the files of `signature`: it distinguishes adapters, but is not cryptographic.
+    """Return the xxh3-128 digest (16 bytes) of the files in `signature`. It is not cryptographic.
 
-    Never blocks on what has become something else than a regular file; a file that grows is read to its former size.
+    A file is read up to its size in `signature`. Raises OSError if one cannot be read or is not regular any more; a
+    pipe that has taken its place does not block.
     """
     digest = xxhash.xxh3_128(b"kvpipe adapter")
     for name, _, _, size, *_ in signature:
@@ -118,11 +119,11 @@ def digest_of(folder: str, signature: Signature) -> bytes:
 
 
 def folder_of(path: str) -> str:
-    """Return the folder that vLLM would read the adapter `path` from, without asking a hub.
+    """Return the folder that vLLM would read the adapter `path` from: itself, or one in the local cache of the hub.
 
     Raises:
-        OSError: there is none here.
-        ValueError: the path is none.
+        OSError: there is no such folder, and nothing in the cache.
+        ValueError: `path` is neither a valid path nor a valid name on the hub.
 
     """
     expanded = os.path.expanduser(path) if path.startswith("~") else path  # noqa: PTH111  (as vLLM does it)
@@ -134,10 +135,10 @@ def folder_of(path: str) -> str:
 
 
 class AdapterReader:
-    """Reads adapters' files beside the scheduler's thread: once for all who wait for the same."""
+    """Reads adapters' files in a thread of its own. Requests that wait for the same adapter share one reading."""
 
     def __init__(self, fault: Callable[[str, str], object]) -> None:
-        """`fault(path, why)` is called for an adapter that cannot be read, once."""
+        """`fault(path, why)` is called when an adapter cannot be read; not again for the same reason."""
         self._fault, self._files = fault, AdapterFiles()
         self._loop: LoopThread | None = None
         self._due: set[str] = set()  # paths whose reading has not begun
@@ -146,13 +147,13 @@ class AdapterReader:
 
     @property
     def readings(self) -> int:
-        """How often files were read."""
+        """How often an adapter's files were read."""
         return self._files.readings
 
     def digest(self, path: str, since_s: float) -> bytes | None:
-        """Return the digest of the adapter's bytes, as they were at `since_s` (monotonic) or later. Never blocks.
+        """Return the digest of the adapter's files as of `since_s` (of `time.monotonic`) or later. Never blocks.
 
-        Empty if they cannot be read; None while they are being read: call again.
+        b"" if they cannot be read; None while they are being read: call again.
         """
         read_s, digest = self._known.get(path, (0.0, b""))
         if read_s >= since_s:
@@ -184,7 +185,7 @@ class AdapterReader:
 
 
 def remember(table: OrderedDict[_Key, _Value], key: _Key, value: _Value, entries_max: int) -> None:
-    """Note `value` as the youngest; forget the oldest beyond `entries_max`."""
+    """Store `value` as the youngest entry; drop the oldest entries beyond `entries_max`."""
     table[key] = value  # never missing meanwhile: other threads read it
     table.move_to_end(key)
     while len(table) > entries_max:

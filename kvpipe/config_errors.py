@@ -25,9 +25,9 @@ _REASON_CHARS_MAX: Final = 300
 def suggest(
     wrong: object, valid: Iterable[str], what: str = "valid keys are", shown: Callable[[str], str] = str
 ) -> str:
-    """Return the remedy for a misspelt name: the valid one that looks most like it, or all of them.
+    """Return the remedy for a misspelt name: the most similar of `valid`, or all of them if none is similar.
 
-    One that shares a whole word looks more like it.
+    A name that shares a whole word counts as more similar. `shown` formats a name; `what` begins the list of all.
     """
     names, key = list(valid), name(wrong).lower().replace("-", "_") if isinstance(wrong, str) else ""
 
@@ -40,11 +40,10 @@ def suggest(
 
 
 def first_problem(error: ValidationError, fields: Fields, owner: str = "valid keys are") -> str:
-    """Return the first thing that is wrong, in one sentence: the key, its value, the reason and the remedy.
+    """Return the first problem of `error` in one sentence: the key, its value, the reason and the remedy.
 
-    Not shown is the value of a key that is unknown, that is a salt, or that names a variable for a secret: it may be
-    the secret itself.
-    `owner`: what has these keys, for a list of them.
+    The value is not shown if the key is unknown, is a salt, or names a variable for a secret: it may be the secret.
+    `owner`: begins the list of valid keys.
     """
     problems = error.errors()  # a key that is unknown may be the one that is missing, written wrongly
     problem = next((one for one in problems if one["type"] == "extra_forbidden"), problems[0])
@@ -63,7 +62,7 @@ def first_problem(error: ValidationError, fields: Fields, owner: str = "valid ke
 
 
 def shown(value: object) -> str:
-    """Return ``=value`` as far as a refusal may show it: of a table or a list, which may hold anything, its type."""
+    """Return ``=value`` as far as an error message may show it: the type only, for a table or a list."""
     if isinstance(value, str):
         return f"={reprlib.repr(public(value[:PATH_CHARS_MAX]))}"
     if value is None or isinstance(value, bool | float) or (isinstance(value, int) and abs(value) < BYTES_END):
@@ -82,7 +81,7 @@ def name(value: object) -> str:
 
 
 def place(error: Exception) -> str:
-    """Return why and where parsing failed, without the text itself, which may hold secrets."""
+    """Return why parsing failed, with line and column, but without the text itself, which may hold secrets."""
     if isinstance(error, RecursionError):
         return "it is too deep"
     mark = getattr(error, "problem_mark", None)
@@ -103,7 +102,7 @@ def public(text: str) -> str:
 
 
 def table(fields: Fields) -> str:
-    """Return a row per key in Markdown: its name, its default, what it does."""
+    """Return a Markdown table with a row per key: its name, its default, what it does."""
     rows = ["| key | default | what it does |", "|---|---|---|"]
     for key, field in fields.items():
         default = "" if field.default in {None, "", (), PydanticUndefined} else f"`{_text(field.default)}`"
@@ -118,7 +117,7 @@ def _text(value: object) -> str:
 
 
 def reason(message: str) -> str:
-    """Return why something is refused, as far as it can be shown: one line, not too long."""
+    """Return pydantic's `message` as one printable line of at most 300 characters."""
     text = message.removeprefix("Value error, ")
     text = text if text.isprintable() else ascii(text)[1:-1]
     return text if len(text) <= _REASON_CHARS_MAX else text[: _REASON_CHARS_MAX - 3] + "..."

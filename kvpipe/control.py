@@ -1,4 +1,4 @@
-"""Switching a running engine from outside: a small file that the engine looks at twice a second."""
+"""Switching a running engine from outside, by a small file that the engine reads twice a second."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def check_control_file(path: Path) -> None:
 
 
 def write_freeze(path: Path, *, on: bool) -> None:
-    """Switch the engine that watches `path`: it freezes, or goes on saving.
+    """Write the control file `path`: the engine that watches it freezes (`on`), or saves again.
 
     Raises:
-        ConfigError: it is no file, or cannot be written.
+        ConfigError: `path` is not a regular file, or cannot be written.
 
     """
     try:
@@ -62,7 +62,10 @@ def read_freeze(text: str) -> bool | None:
 
 
 async def watch_control_file(path: Path, set_freeze: Callable[[bool], None]) -> None:
-    """Call `set_freeze` whenever the file's `freeze` is another than before. Runs until cancelled."""
+    """Call `set_freeze` with the file's value of `freeze` whenever it has changed. Runs until cancelled.
+
+    A file that is absent or unreadable, or has any other content, changes nothing.
+    """
     last: bool | None = None
     read = partial(files.read_small, path, CONTROL_BYTES_MAX)
     while True:

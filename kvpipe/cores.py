@@ -1,4 +1,4 @@
-"""Which of the machine's cores threads run on."""
+"""The CPU cores that kvpipe's threads run on."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ CPUS_AT_START: frozenset[int] = frozenset(os.sched_getaffinity(0)) if hasattr(os
 
 
 def spare_cpus() -> frozenset[int]:
-    """The cores that vLLM has not bound this thread to; empty when it has bound it to none, or to all."""
+    """Return the cores that vLLM has not bound this thread to; empty if vLLM has not bound it, or to all cores."""
     return CPUS_AT_START - frozenset(os.sched_getaffinity(0)) if CPUS_AT_START else frozenset()
 
 
 def bind_this_thread(cpus: frozenset[int]) -> None:
-    """Let the calling thread run on `cpus` only; a system that refuses is no reason not to run."""
+    """Let the calling thread run on `cpus` only. Does nothing on a system that refuses."""
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, cpus)
 
 
 def parse_cpus(text: str) -> frozenset[int]:
-    """Parse a list of cores as the kernel writes it: ``0-3,8``."""
+    """Parse a list of cores as the kernel writes it: ``0-3,8``. Raises ValueError for other texts."""
     spans = [part.partition("-") for part in text.strip().split(",") if part]
     return frozenset(n for first, _, last in spans for n in range(int(first), int(last or first) + 1))

@@ -1,6 +1,6 @@
-"""What is counted: every name, with a sentence. `kvpipe.trace.log.Counters` takes no other, as a type checker knows.
+"""The counters: every name, with a sentence. The types of `kvpipe.trace.log.Counters` accept no other name.
 
-`FAULTS` went wrong and were contained; `COUNTS` are part of the ordinary course. Both are listed in `docs/counters.md`.
+`FAULTS` are failures that were contained; `COUNTS` are ordinary events. Both are listed in `docs/counters.md`.
 """
 
 from __future__ import annotations

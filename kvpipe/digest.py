@@ -1,7 +1,7 @@
-"""Digests of tensors that distinguish weights by every bit, at the speed of the memory they lie in.
+"""Digests of tensors that distinguish weights by every bit, computed at memory speed.
 
-On a CPU it is xxh3-128. On a device it is a sum of words, each mixed with its place: integers only, so that the order
-in which a device adds them up does not matter. Both distinguish weights; neither resists forgery.
+On a CPU it is xxh3-128. On a device it is a sum of 64-bit words, each mixed with its position: integers, so the order
+of the additions does not matter. Both distinguish weights; neither is cryptographic.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import xxhash
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 PIECE_BYTES: Final = 32 << 20
-"""Bytes that are copied, or mixed, at once."""
+"""Bytes that are digested at once."""
 _WORD_BYTES: Final = 8
 _LANES: Final = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)
 _MIXES: Final = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 
 
 def tensors_digest(named: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """Return the digest of named tensors: name, shape, strides, dtype, bytes of each. Their order does not matter."""
+    """Return a digest of 32 hex digits over every tensor's name, shape, strides, dtype and bytes, in any order."""
     return facts_digest(fact for name, tensor in named for fact in tensor_facts(name, tensor))
 
 
@@ -33,7 +33,7 @@ def facts_digest(facts: Iterable[tuple[str, ...]]) -> str:
 
 
 def tensor_facts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, ...]]:
-    """Yield the facts of one tensor, or of those that it is made of."""
+    """Yield (name, shape with strides and dtype, digest) of one tensor, or of each of the tensors it is made of."""
     whole: Any = tensor
     parts = getattr(whole, "partitions", None)  # vLLM's weights that several layers share
     if isinstance(parts, dict):
@@ -48,7 +48,7 @@ def tensor_facts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, ...]]:
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """Return what a tensor's bytes come to, in the order in which they lie."""
+    """Return the digest of a tensor's bytes in memory order; "meta" for a meta tensor, "" for an empty one."""
     if tensor.is_meta or not tensor.numel():
         return "meta" if tensor.is_meta else ""
     if tensor.device.type != "cpu":
@@ -79,7 +79,7 @@ def device_digest(tensor: torch.Tensor) -> str:
 
 
 def _mixed(words: torch.Tensor) -> torch.Tensor:
-    """Mix the bits of each word: one to one, so that a single other word is another sum for certain."""
+    """Mix the bits of each word. It is one to one, so a change of a single word always changes the sum."""
     for shift, factor in _MIXES:
         words = (words ^ ((words >> shift) & ((1 << (64 - shift)) - 1))) * _signed(factor)
     return words ^ ((words >> 31) & ((1 << 33) - 1))
@@ -90,7 +90,7 @@ def _signed(word: int) -> int:
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the bytes, as tensors of bytes; of what has gaps, a copy of a piece at a time."""
+    """Yield the tensor's bytes in memory order, as uint8 tensors; a tensor with gaps is copied piece by piece."""
     strides = tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
     dense = tensor.permute(order)  # a transposed matrix is read as it lies

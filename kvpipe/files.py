@@ -23,7 +23,7 @@ _KINDS = {
 
 
 class OddFileError(OSError):
-    """The file is not a regular one, or too long; the message names which."""
+    """The file is not a regular one, or is too long; the message names which."""
 
 
 def kind_of(mode: int) -> str:
@@ -106,5 +106,5 @@ def try_lock(fd: int, how: int = fcntl.LOCK_EX) -> bool:
 
 
 def why(error: Exception) -> str:
-    """Return why a file could not be used, in short, and without its name."""
+    """Return why a file could not be used: the system's message, without the file's name."""
     return str(getattr(error, "strerror", None) or error) or type(error).__name__

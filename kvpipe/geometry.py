@@ -1,16 +1,17 @@
-"""Where things lie in a slot: pure arithmetic shared by the scheduler side and every worker.
+"""The layout of a slot: pure arithmetic, shared by the scheduler side and every worker.
+
+A *page* is one block of one layer. A *chunk* is `chunk_tokens` tokens of one cache group. It fills one slot of the
+pool, contiguous as ``[layer][page]``: a layer is one slice of the slot, and a whole chunk is one I/O.
 
 A *unit* is the smallest number of tokens that a hit can have: the least common multiple of the cache groups' block
-sizes. Where ranks divide the tokens of a block and there are states, a block is several units: states' boundaries lie
-within it, and the last page of a prefix may be filled in part. Where states are kept within their own blocks, those are
-several units, too. A *chunk* is `chunk_tokens` tokens of one cache group
-and fills one slot of the pool, ``[layer][page]`` contiguous: a layer is one slice of the slot and the whole chunk is
-one I/O. A *page* is one block of one layer.
+sizes. A block is several units in two cases: the ranks divide the tokens of a block (context parallelism) and there are
+recurrent states, whose boundaries lie within blocks, so that the last page of a prefix may be partly filled; or the
+engine keeps states within their own blocks.
 
-Of a window that ends within a unit only the blocks that it reaches back to are stored: of each unit the last ones.
+Of a sliding window that is shorter than a unit, only the last blocks of each unit are stored: those that it reaches.
 
-A group of recurrent states (Mamba, gated delta nets, short convolutions) has chunks of another kind: what a prefix has
-come to at one exact boundary, which is one page a layer, and of no use at any other boundary.
+A group of recurrent states (Mamba, gated delta nets, short convolutions) has chunks of another kind: the state after
+all tokens up to one exact boundary, one page per layer. It is of no use at any other boundary.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ class Layer:
 class Group:
     """One KV cache group: layers that share a block table. `window_tokens` is None for full attention.
 
-    `state`: a block holds no tokens' KV but what all tokens up to its end have come to.
-    `local`: a token reads back to the last multiple of `window_tokens`, and no further (chunked local attention).
-    `ranks`: among how many ranks the tokens of a block are divided.
+    `block_tokens`: tokens of one block, over all ranks that divide it.
+    `state`: a block holds a recurrent state, after all tokens up to its end, instead of the KV of its tokens.
+    `local`: a token attends back to the last multiple of `window_tokens`, and no further (chunked local attention).
+    `ranks`: the number of ranks that divide the tokens of a block (context parallelism).
     """
 
     layers: tuple[Layer, ...]
@@ -51,20 +53,20 @@ class Group:
 
     @property
     def blocks_back(self) -> int:
-        """Blocks before a boundary that a sliding window reads; 0: no window, or chunked local attention."""
+        """How many blocks before a boundary a sliding window reads; 0: no window, or chunked local attention."""
         if self.window_tokens is None or self.local or self.state:
             return 0
         return max(1, -(-(self.window_tokens - 1) // self.block_tokens))
 
     @cached_property
     def bytes_per_block(self) -> int:
-        """Bytes of one block over all the group's layers."""
+        """Bytes of one block in all of the group's layers, on this rank."""
         return sum(layer.page_bytes for layer in self.layers)
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """The slot layout of one engine. Raises `ConfigError` when the sizes do not fit together."""
+    """The slot layout of one engine, for one rank. Raises `ConfigError` when the sizes do not fit together."""
 
     groups: tuple[Group, ...]
     chunk_tokens: int
@@ -72,11 +74,11 @@ class Geometry:
     ahead_tokens: int = 0
     """How many of the following tokens a position's KV depends on: not 0 with a drafter that is fed the next token."""
     states_back: int = 0
-    """How many units before a prompt's last whole unit the engine keeps its last state."""
+    """Where the engine keeps a prompt's last state: so many units before the prompt's last whole unit."""
     match_tokens: int = 0
-    """Tokens of a unit, where the engine keeps states within blocks instead of at their ends; 0: block sizes decide."""
+    """Tokens per unit, if the engine keeps states within blocks and not only at their ends; 0: block sizes decide."""
     branches_within: bool = False
-    """Whether it keeps the state of where prompts branch there, too, and none where the block before that ends."""
+    """Whether the engine also keeps the state at which prompts branch within a block, and none at the block before."""
 
     def __post_init__(self) -> None:
         """Check the two sizes that a user sets."""
@@ -107,38 +109,38 @@ class Geometry:
 
     @cached_property
     def blocks_per_unit(self) -> tuple[int, ...]:
-        """Per group: blocks per unit, or one, where a block is several units."""
+        """Per group: blocks per unit; 1 if a block is several units."""
         return tuple(max(1, self.unit_tokens // g.block_tokens) for g in self.groups)
 
     @cached_property
     def units_per_block(self) -> tuple[int, ...]:
-        """Per group: units per block, or one, where a unit is several blocks."""
+        """Per group: units per block; 1 if a unit is several blocks."""
         return tuple(max(1, g.block_tokens // self.unit_tokens) for g in self.groups)
 
     @cached_property
     def whole_units(self) -> int:
-        """Units between boundaries at which blocks of all groups end."""
+        """The number of units between boundaries at which blocks of all groups end."""
         return lcm(*self.units_per_block)
 
     @cached_property
     def end_units(self) -> int:
-        """How many of a request's last units are searched for its end: the last one that is final and ends a block."""
+        """How many of a request's last units to search for the last one that is final and ends a block."""
         return self.whole_units + 1
 
     @cached_property
     def pages_per_unit(self) -> tuple[int, ...]:
-        """Per group: blocks of a unit that are stored, the last ones."""
+        """Per group: how many blocks of a unit are stored; these are its last ones."""
         return tuple(min(n, g.blocks_back or n) for n, g in zip(self.blocks_per_unit, self.groups, strict=True))
 
     @property
     def tails(self) -> bool:
-        """Whether of some group's units only the end is stored: a hit cannot end within one."""
+        """Whether some group stores only the last blocks of its units, so that a hit cannot end within a unit."""
         return self.pages_per_unit != self.blocks_per_unit
 
     def blocks(self, group: int, low: int, high: int) -> Sequence[int]:
-        """Return where in a request's block table the stored blocks of units [low, high) are, one per page.
+        """Return the indices, in a request's block table, of the stored blocks of units [low, high): one per page.
 
-        `low` is where a block begins; `high` may lie within one.
+        `low` must be where a block begins; `high` may lie within one.
         """
         if (units := self.units_per_block[group]) > 1:
             return range(low // units, -(-high // units))
@@ -149,28 +151,28 @@ class Geometry:
         return [at for end in ends for at in range(end - pages, end)]
 
     def pages(self, group: int, units: int) -> int:
-        """Return how many pages the first `units` units of a chunk take up, the last one perhaps in part."""
+        """Return how many pages the first `units` units of a chunk fill; the last page may be partly filled."""
         return -(-units * self.pages_per_unit[group] // self.units_per_block[group])
 
     @cached_property
     def pages_per_chunk(self) -> tuple[int, ...]:
-        """Per group: blocks per chunk."""
+        """Per group: pages per chunk and layer; 1 for a group of states."""
         return tuple(1 if g.state else self.pages(i, self.units_per_chunk) for i, g in enumerate(self.groups))
 
     @cached_property
     def token_bytes(self) -> float:
-        """Bytes that are stored of a token, over all groups but those of states."""
+        """Bytes stored per token on this rank, over all groups but those of states."""
         pages = [g.bytes_per_block * n for g, n in zip(self.groups, self.pages_per_chunk, strict=True) if not g.state]
         return sum(pages) / self.chunk_tokens
 
     @cached_property
     def boundary_bytes(self) -> int:
-        """Bytes of the states of one boundary, of all groups."""
+        """Bytes of the states of one boundary, over all groups of states."""
         return sum(g.bytes_per_block for g in self.groups if g.state)
 
     @cached_property
     def states(self) -> frozenset[int]:
-        """The groups of recurrent states."""
+        """The indices of the groups of recurrent states."""
         return frozenset(i for i, g in enumerate(self.groups) if g.state)
 
     @property
@@ -180,15 +182,15 @@ class Geometry:
 
     @property
     def windows(self) -> bool:
-        """Whether any group forgets what lies before its window."""
+        """Whether any group has a window: vLLM frees the blocks before it."""
         return any(g.window_tokens is not None for g in self.groups)
 
     @property
     def loads_between_steps(self) -> bool:
-        """Whether every load must be asynchronous, since vLLM could not recover from a sync one that fails.
+        """Whether every load must be asynchronous, because vLLM could not recover from a sync load that fails.
 
         With several groups vLLM accepts no report of failed blocks. With a window it truncates the request to the first
-        failed block, but the window's earlier blocks are freed by then, and would be read as they are.
+        failed block; but the window's earlier blocks were freed by then, and attention would read what they hold now.
         """
         return len(self.groups) > 1 or self.windows or bool(self.states)
 
@@ -212,7 +214,7 @@ class Geometry:
 
     @cached_property
     def slots(self) -> int:
-        """How many chunks the pool holds."""
+        """The number of slots in the pool: one chunk each."""
         return self.pool_bytes_max // self.slot_bytes
 
     @cached_property

@@ -1,4 +1,4 @@
-"""How much memory may still be taken: what the system has available, and what the process's control groups leave."""
+"""How much memory is left to allocate: what the system has available, and what the process's control groups leave."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RESERVE_BYTES_MAX: Final = 1 << 30  # … but no more than this
 
 
 class Headroom(NamedTuple):
-    """`free` of `total` bytes are left. `where`: the limit's source, a file. Ordered by what is left."""
+    """`free` of `total` bytes are left. `where`: the limit's source, for messages. Ordered by `free`."""
 
     free: int
     total: int
@@ -22,12 +22,12 @@ class Headroom(NamedTuple):
 
     @property
     def spare(self) -> int:
-        """Return how much may be taken so that others still find some."""
+        """The number of bytes that may be taken, with a reserve left for other processes; may be negative."""
         return self.free - min(int(self.total * RESERVE_SHARE), RESERVE_BYTES_MAX)
 
 
 def system_room(proc: Path) -> Headroom:
-    """Return what the system has available. Raises OSError where it does not report that."""
+    """Return what the system has available, by `proc`/meminfo. Raises OSError if that does not report it."""
     message = {}
     for line in (proc / "meminfo").read_text(encoding="utf-8").splitlines():
         key, _, value = line.partition(":")
@@ -40,7 +40,7 @@ def system_room(proc: Path) -> Headroom:
 
 
 def cgroup_rooms(proc: Path, cgroups: Path) -> Iterator[Headroom]:
-    """Yield what each memory limit above this process leaves, of either version of cgroups.
+    """Yield what each memory limit of this process's control groups leaves; both versions of cgroups are read.
 
     Cached file pages that are not in use are counted as free: the kernel drops them first.
     """
@@ -74,7 +74,7 @@ def cgroup_rooms(proc: Path, cgroups: Path) -> Iterator[Headroom]:
 
 
 def tightest(proc: Path = PROC, cgroups: Path = CGROUPS) -> Headroom | None:
-    """Return the room that is least; None on a system that reports none."""
+    """Return the smallest of all rooms; None on a system that reports none."""
     rooms: list[Headroom] = []
     with contextlib.suppress(OSError, ValueError):
         rooms += [system_room(proc)]

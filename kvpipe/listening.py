@@ -1,4 +1,4 @@
-"""Where an engine listens for its operators: a Unix socket that is its user's alone, or a port of this machine's."""
+"""Where an engine listens for operators: a Unix socket that only its user may use, or a port on a loopback address."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LOCK: Final = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLO
 
 
 class Address(NamedTuple):
-    """A socket's path, which may hold `{engine}`, or else an IP address of this machine's own and a port."""
+    """The `path` of a Unix socket, which may contain `{engine}`; or, if it is empty, a loopback `host` and a `port`."""
 
     path: str
     host: str
@@ -33,7 +33,7 @@ class Address(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read an address. Raises ValueError for one that is none, or that other machines could reach."""
+        """Parse an address. Raises ValueError if it is malformed, or if other machines could reach it."""
         if len(text) > PATH_CHARS_MAX or not text.isprintable():
             raise ValueError(f"write {_EXAMPLES}")
         if text.startswith(UNIX):
@@ -54,7 +54,7 @@ class Address(NamedTuple):
         return cls("", host, int(port))
 
     def of(self, engine: str) -> Self:
-        """Return the address of one engine."""
+        """Return the address with `{engine}` replaced by the name `engine`."""
         return self._replace(path=self.path.replace(ENGINE, re.sub(r"[^A-Za-z0-9_.-]", "_", engine)))
 
     def __str__(self) -> str:
@@ -64,16 +64,16 @@ class Address(NamedTuple):
 
 
 class OperatorSocket:
-    """A socket on which connections are taken. A Unix socket of an engine that is gone is replaced, a living one's not.
+    """A listening socket. The Unix socket of an engine that has ended is replaced; that of a living engine never is.
 
-    Beside a Unix socket lies a file with `.lock` behind its name, which a living engine holds locked.
+    Beside a Unix socket lies a file of its name with `.lock` appended, which a living engine holds locked.
     """
 
     def __init__(self, address: Address, engine: str, key: str) -> None:
         """Listen at `address`. `key`: the configuration key that it comes from, for errors.
 
         Raises:
-            ConfigError: another engine, or somebody else, listens there; or nobody can.
+            ConfigError: another process listens there, or the socket cannot be made.
 
         """
         self.address = address.of(engine)
@@ -110,7 +110,7 @@ class OperatorSocket:
         self.socket.listen()
 
     def close(self) -> None:
-        """Listen no more, and leave no socket behind. Idempotent."""
+        """Close the socket and delete its file. Idempotent."""
         self.socket.close()
         if self._bound:
             with contextlib.suppress(OSError):

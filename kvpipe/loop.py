@@ -1,7 +1,7 @@
 """The event-loop thread: one anyio loop that owns cursors, fed through an inbox.
 
 Any thread appends to the inbox (a deque, 0.03 us) and wakes the loop only if it is asleep (2 us). The handler runs on
-the loop thread, one item at a time, in order: whoever owns the state needs no lock.
+the loop thread, one item at a time, in order, so state that only the handler touches needs no lock.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _refuse(item: object) -> None:
 class LoopThread:
     """Runs `handle(item)` for every item put into the inbox, and background `tasks`, until `stop`.
 
-    An item that can be called is called instead; without `handle` there are no others.
+    A callable item is called instead of handled; without `handle`, all items must be callable.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class LoopThread:
         tasks: tuple[Task, ...] = (),
         cpus: frozenset[int] = frozenset(),
     ) -> None:
-        """Start the thread, on `cpus` if any are given, and return once it accepts items."""
+        """Start the thread, bound to `cpus` if any are given, and return once it accepts items."""
         self._handle, self._tasks, self._cpus = handle or _refuse, tasks, cpus
         self._inbox: deque[Any] = deque()
         self._awake = False
@@ -63,7 +63,7 @@ class LoopThread:
     def put(self, item: object, *, wake: bool = True) -> bool:
         """Hand `item` to the loop. Returns False, and drops it, after `stop`.
 
-        Without `wake` a sleeping loop finds it when something else wakes it: soon, and at no cost to the caller.
+        Without `wake` a sleeping loop handles it only when something else wakes it; it costs the caller nothing.
         """
         if self._stopping:
             return False
@@ -73,11 +73,11 @@ class LoopThread:
         return True
 
     def begin(self, task: Task) -> bool:
-        """Run a task from now on, as those that the loop began with. Returns as `put`."""
+        """Run a background task from now on, like those given at the start. Returns as `put`."""
         return self.put(lambda: self._group.start_soon(self._guarded, task))
 
     def settle(self, timeout_s: float) -> bool:
-        """Wait until everything put so far was handled. Returns False on a timeout or a dead loop."""
+        """Wait until everything put so far was handled. Returns False on a timeout, or if the loop has ended."""
         if not self._thread.is_alive():
             return False
         if not self._inbox and not self._awake:  # in this order: an item leaves the inbox of a loop that is awake
@@ -89,7 +89,7 @@ class LoopThread:
         return done.acquire(timeout=timeout_s)
 
     def stop(self, timeout_s: float = 5.0) -> bool:
-        """Handle what is in the inbox, cancel the tasks, end the thread. Idempotent."""
+        """Handle what is in the inbox, cancel the tasks, end the thread. Returns whether it has ended. Idempotent."""
         if not self._stopping:
             self._stopping = True
             self._ring()
@@ -130,7 +130,7 @@ class LoopThread:
             group.cancel_scope.cancel()
 
     async def _guarded(self, task: Task) -> None:
-        """Run `task`; its failure ends it alone, not the loop and the other tasks with it."""
+        """Run `task`. If it raises, only this task ends; the loop and the other tasks go on."""
         try:
             await task()
         except Exception:
@@ -138,7 +138,7 @@ class LoopThread:
             log.exception("task_failed", task=repr(task)[:200])
 
     def drain(self) -> None:
-        """Handle what is in the inbox. For the loop's own tasks."""
+        """Handle what is in the inbox. To be called by the loop's own tasks only."""
         while True:
             self._awake = True
             while self._inbox:

@@ -1,7 +1,7 @@
-"""What the scheduler side sends the workers in one step, and what they report. Small on the wire, by design.
+"""What the scheduler side sends the workers in one step, and what they report.
 
-A job's `rows` are little-endian int32 quadruples (group, slot, page, block): block `block` of the group's paged
-cache, in every layer of the group, to or from page `page` of slot `slot`. That is 16 bytes per block.
+A job's `rows` are little-endian int32 quadruples (group, slot, page, block): block `block` of the group's paged cache
+is copied to or from page `page` of slot `slot`, in every layer of the group. That is 16 bytes per block.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BROKEN = -1
 
 
 class Kind(IntEnum):
-    """What a job does."""
+    """What a job does: save, or load with the forward waiting (sync) or the request waiting (async)."""
 
     SAVE = 0
     LOAD_SYNC = 1
@@ -28,11 +28,11 @@ class Kind(IntEnum):
 
 
 SAVE, LOAD_SYNC, LOAD_ASYNC = Kind
-"""The members of `Kind`, for loops over jobs: Python 3.11 takes 0.07 us to find one by its name."""
+"""The members of `Kind`, for loops over jobs: an attribute access on an enumeration takes Python 3.11 0.07 us."""
 
 
 class Job(NamedTuple):
-    """One save or load of one request in one step. `epoch`: the number of the request's admission."""
+    """One save or load of one request in one step. `kind`: a `Kind`. `epoch`: the number of the request's admission."""
 
     id: int
     kind: int
@@ -41,7 +41,7 @@ class Job(NamedTuple):
     rows: bytes
 
     def table(self) -> npt.NDArray[np.int32]:
-        """Return the rows as an (n, 4) array of group, slot, page, block."""
+        """Return the rows as an int32 array of shape (n, 4): group, slot, page, block."""
         return np.frombuffer(self.rows, dtype="<i4").reshape(-1, 4)
 
     def blocks(self) -> set[int]:
@@ -50,16 +50,16 @@ class Job(NamedTuple):
 
 
 def table_of(jobs: Iterable[Job]) -> npt.NDArray[np.int32]:
-    """Return the rows of all `jobs`, whose rows are whole, one job's after the other's."""
+    """Return the rows of all `jobs`, in their order, as an int32 array of shape (n, 4): group, slot, page, block."""
     return np.frombuffer(b"".join([job.rows for job in jobs]), dtype="<i4").reshape(-1, 4)
 
 
 class TierOrder(NamedTuple):
     """Carry the first `units` units of one chunk between its slot and a tier, on every rank. Not bound to the step.
 
-    `stores`: to the tier, else from it. `tier`: its place in the configuration. `chunk`: its name there.
-    `split`: how many parts it has there; 0: one of each rank's own (`kvpipe.tiers.parts`).
-    `space`: its namespace there, where that is not the plan's.
+    `stores`: to the tier, else from it. `tier`: its index in the configuration. `chunk`: the chunk's name in the tier.
+    `split`: the number of parts it has there; 0: each rank has a part of its own (`kvpipe.tiers.parts`).
+    `space`: its namespace there; empty: the plan's.
     """
 
     id: int
@@ -74,10 +74,10 @@ class TierOrder(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """Job `job` is of KV computed with a LoRA adapter, `adapter` by vLLM's number, whose bytes come to `digest`.
+    """The KV of job `job` belongs to the LoRA adapter with vLLM's number `adapter` and the digest `digest`.
 
-    A rank that holds other bytes under that number fails the job; and if it has held others since `since_step`.
-    Without a job (0) it is a question: the rank reports what it holds under that number.
+    A rank fails the job if it holds other bytes under that number, or has held others since step `since_step`.
+    If `job` is 0, the rank only reports the digest that it holds under that number.
     """
 
     job: int
@@ -87,12 +87,12 @@ class Claim(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """One engine step's jobs, and what is to be carried besides. A step without work has none.
+    """One engine step's jobs and tier orders.
 
-    `space`: the namespace of the orders' chunks. `question`: the number under which ranks report which weights they
-    have, before anything is computed; 0: they are not asked. `claims`: of the jobs of requests with adapters.
-    `wait_ms`: nothing is computed in it, and a rank with asynchronous loads under way waits so long for one to land.
-    `computes`: whether anything is: else no layer calls a hook.
+    `space`: the namespace of the orders' chunks. `question`: if not 0, every rank reports the digest of its weights
+    under this number, before anything is computed. `claims`: one for each job of a request with an adapter.
+    `wait_ms`: if not 0, nothing is computed, and a rank with asynchronous loads waits so long for one to land.
+    `computes`: whether any token is computed; if not, no layer calls a hook.
     """
 
     step: int
@@ -109,7 +109,7 @@ EMPTY_PLAN = StepPlan(0)
 
 
 class Outcome(NamedTuple):
-    """How one job ended on one rank."""
+    """How one job ended on one rank. `why`: the reason if it has failed (not `ok`)."""
 
     job: Job
     ok: bool
@@ -117,39 +117,39 @@ class Outcome(NamedTuple):
 
 
 class Tally(NamedTuple):
-    """How many ranks finished a job or an order, and how many failed it."""
+    """How many ranks have finished a job or a tier order (`ok`), and how many have failed it (`bad`)."""
 
     ok: int
     bad: int
 
 
 ONE_OK, ONE_BAD = Tally(1, 0), Tally(0, 1)
-"""What one rank reports."""
+"""The tally of one rank."""
 
 
 @dataclass(slots=True)
 class Report:
-    """What ranks report with a step's output, added up over those that have reported. Each thing is reported once."""
+    """What ranks report with a step's output, added up over the ranks. Everything is reported once, when it is new."""
 
     tallies: dict[int, Tally] = field(default_factory=dict)
-    """Tallies of jobs and orders that have ended, by their numbers."""
+    """Tallies of jobs and tier orders that have ended, by their ids."""
     lost: bool = False
     """A rank's loop thread has ended: it can neither load nor save any more."""
     rate: float = 0.0
-    """Bytes per second of the slowest rank's loads; 0: none has loaded yet."""
+    """Bytes per second of loads on the slowest rank; 0: no rank has loaded yet."""
     unreadable: dict[int, frozenset[int]] = field(default_factory=dict)
-    """By rank, when it has changed: the tiers that it does not read at present."""
+    """By rank, if it has changed: the indices of the tiers that it does not read at present."""
     ready: dict[int, int] = field(default_factory=dict)
-    """By rank, if that is new: how many of its slots, from the first on, may be used."""
+    """By rank, if it has changed: how many of its slots, from the first on, may be used."""
     weights: dict[int, tuple[int, str]] = field(default_factory=dict)
-    """By rank: the question that asked for its weights, and their digest; empty: it is not known."""
+    """By rank, if a plan asked for it: (`StepPlan.question`, the digest of its weights); digest "": not known."""
     adapters: dict[int, dict[int, bytes]] = field(default_factory=dict)
-    """By rank, of adapters that it holds otherwise than before: digests by number; empty: not held any more."""
+    """By rank, of adapters that have changed there: digest by vLLM's number; b"": not held any more."""
     step: int = 0
-    """In which `adapters` were held."""
+    """The step in which `adapters` were held."""
 
     def add(self, other: Report) -> None:
-        """Add another rank's report of the same step."""
+        """Add another rank's report of the same step to this one."""
         self.lost |= other.lost
         self.unreadable |= other.unreadable
         self.ready |= other.ready

@@ -1,4 +1,7 @@
-"""Named caches: engines that use one name must have one layout. The name's record is kept while an engine lives."""
+"""Named caches: engines that use one name must have one layout. A file, the name's record, holds the layout.
+
+A living engine holds a shared lock on the record.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from kvpipe import config_errors, files
 from kvpipe.errors import ConfigError
 
 LOCK_S_MAX: Final = 5.0
-"""How long another's exclusive lock on a record is waited for. Engines hold one for as long as it takes to write it."""
+"""How long to wait for another process's exclusive lock on a record. An engine holds one only while it writes it."""
 RECORD_BYTES_MAX: Final = 1 << 20
 _POLL_S: Final = 0.05
 _SHOWN_CHARS: Final = 60
@@ -37,13 +40,13 @@ def check_name(name: str) -> str:
 
 
 class NameClaim:
-    """A shared claim on a name by one engine. The record of a name that no living engine holds is replaced."""
+    """One engine's shared claim on a name. A record that no living engine holds is overwritten."""
 
     def __init__(self, name: str, facts: dict[str, Any], state_dir: Path | None = None) -> None:
-        """Claim `name` for an engine that `facts` identify. Waits for LOCK_S_MAX at most.
+        """Claim `name` for an engine whose layout is `facts`. Waits `LOCK_S_MAX` seconds at most.
 
         Raises:
-            ConfigError: the name is no file name, a living engine of another layout holds it, or its record cannot be
+            ConfigError: the name is not valid, a living engine with another layout holds it, or its record cannot be
                 opened, locked or read.
 
         """
@@ -116,7 +119,7 @@ class NameClaim:
         return theirs
 
     def release(self) -> None:
-        """Give the name back. Idempotent."""
+        """Release the name. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)

@@ -1,7 +1,7 @@
-"""What packages add to kvpipe: tiers, eviction policies, transfer engines, each by an entry point of its own.
+"""Plug-ins: tiers, eviction policies and transfer engines of other packages, each registered by an entry point.
 
-The name of an entry point is what a user writes. Only what is asked for is imported: a package that is broken stops
-nobody who does not use it. kvpipe's own are registered in the same way, in its pyproject.toml.
+The name of an entry point is what a user writes in the configuration. Only a plug-in that is used is imported, so a
+broken package affects nobody who does not use it. kvpipe registers its own in the same way, in its pyproject.toml.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OWN: Final = "kvpipe"
 
 
 class Plugin(NamedTuple):
-    """Something that a package has registered. `package`: its name and version."""
+    """One registered entry point. `package`: its package's name and version. `made_of`: the imported object."""
 
     group: str
     name: str
@@ -42,11 +42,11 @@ class Plugin(NamedTuple):
     made_of: Any
 
     def __str__(self) -> str:
-        """What it is called in a refusal."""
+        """Name the plug-in for an error message."""
         return f"the {_WHAT[self.group]} {self.name!r} of package {self.package}"
 
     def make(self, *arguments: object) -> Any:  # noqa: ANN401
-        """Return what it makes of `arguments`. Raises `ConfigError` where it fails."""
+        """Call the imported object with `arguments` and return the result. Raises `ConfigError` if it raises."""
         try:
             return self.made_of(*arguments)
         except UsageError:
@@ -56,7 +56,7 @@ class Plugin(NamedTuple):
             raise ConfigError(f"kvpipe: {self} cannot be made ({why}); update the package, or uninstall it") from error
 
     def check(self, made: object, protocol: type) -> None:
-        """Refuse what lacks a method or an attribute of `protocol`. Raises `ConfigError`."""
+        """Raise `ConfigError` if `made` lacks a method or an attribute of `protocol`."""
         if missing := lacking(made, protocol):
             where = f"{protocol.__module__}.{protocol.__name__}"
             msg = f"kvpipe: {self} has no {', '.join(missing)}; {where} lists what is needed"
@@ -64,15 +64,15 @@ class Plugin(NamedTuple):
 
 
 def names(group: str) -> list[str]:
-    """Return what is registered in a group, kvpipe's own first. Nothing is imported."""
+    """Return the names registered in a group, kvpipe's own first. Nothing is imported."""
     return list(_registered(group))
 
 
 def load(group: str, name: str) -> Plugin:
-    """Import what is registered under `name`.
+    """Import what is registered in `group` under `name`.
 
     Raises:
-        KeyError: nothing is.
+        KeyError: nothing is registered under that name.
         ConfigError: it cannot be imported, or two packages have registered the name.
 
     """
@@ -105,7 +105,7 @@ def lacking(made: object, protocol: type) -> list[str]:
 
 
 def own(group: str) -> list[str]:
-    """Return what kvpipe itself registers in a group."""
+    """Return the names that kvpipe itself registers in a group."""
     return [one.name for one in _own(group)]
 
 
@@ -118,7 +118,7 @@ def _registered(group: str) -> dict[str, tuple[EntryPoint, ...]]:
 
 
 def _own(group: str) -> Iterable[EntryPoint]:
-    """Yield kvpipe's own entry points: in a tree of sources those of the file, for what is installed may be older."""
+    """Return kvpipe's own entry points; in a source tree those of its pyproject.toml: installed ones may be older."""
     try:
         project = tomllib.loads(_SOURCE.read_text(encoding="utf-8"))["project"]
     except (OSError, ValueError, KeyError):
@@ -146,5 +146,5 @@ def _name(one: EntryPoint) -> str:
 
 
 def _metadata(one: EntryPoint, key: str) -> str:
-    """Return a field of its package's metadata; nothing: only the package's entry points are left."""
+    """Return a field of its package's metadata; "" if only the package's entry points are left."""
     return (one.dist.metadata[key] if one.dist is not None and key in one.dist.metadata else None) or ""

@@ -1,4 +1,4 @@
-"""Quotas, as a user writes them: which share of the pool requests of a `cache_salt` are sure of, and their limit."""
+"""Quotas, as a user writes them: the share of the pool guaranteed to requests of a `cache_salt`, and their limit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ROUNDING: Final = 1e-9
 
 
 class QuotaSpec(BaseModel):
-    """One quota. The one that is called `others` is of all requests whose salt has none, or that have no salt."""
+    """One quota. The one named `others` applies to all requests whose salt has no quota, or that have no salt."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, hide_input_in_errors=True)
 
@@ -62,7 +62,7 @@ class QuotaSpec(BaseModel):
         return self
 
     def read_salt(self) -> str:
-        """Return its salt; "": it is the others'. Raises `ConfigError`: the variable is not set, or empty."""
+        """Return its salt; "" for `others`. Raises `ConfigError` if the variable is not set, empty or too long."""
         if not self.salt_env:
             return self.salt.get_secret_value() if self.salt is not None else ""
         salt = os.environ.get(self.salt_env, "")
@@ -75,15 +75,15 @@ class QuotaSpec(BaseModel):
         return salt
 
     def slots(self, pool: int) -> tuple[int, int]:
-        """Return how many of `pool` slots it is sure of, and how many it may hold: one at least."""
+        """Return (how many of `pool` slots are guaranteed, how many it may hold at most); the latter is at least 1."""
         return int(self.share * pool + _ROUNDING), max(1, int(self.limit * pool + _ROUNDING))
 
 
 def parse_quotas(value: object) -> tuple[QuotaSpec, ...]:
-    """Read the configuration's `quotas`: a list of tables, also in JSON.
+    """Parse the configuration's `quotas`: a list of tables, or the same in JSON.
 
     Raises:
-        ConfigError: one of them is wrong, or they contradict each other. The sentence shows no salt.
+        ConfigError: an entry is wrong, two have one name, or the shares exceed 1. The message shows no salt.
 
     """
     if isinstance(value, str):
@@ -106,7 +106,7 @@ def parse_quotas(value: object) -> tuple[QuotaSpec, ...]:
 
 
 def salts(specs: Sequence[QuotaSpec]) -> dict[str, QuotaSpec]:
-    """Return the quotas by salt; those of others are not among them. Raises `ConfigError`: two have one salt."""
+    """Return the quotas by salt, without `others`. Raises `ConfigError` if two have one salt, or one cannot be read."""
     out: dict[str, QuotaSpec] = {}
     for spec in specs:
         if spec.name != OTHERS and out.setdefault(spec.read_salt(), spec) is not spec:

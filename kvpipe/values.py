@@ -14,7 +14,7 @@ PATH_CHARS_MAX: Final = 4000
 
 
 def no_bool(value: object) -> object:
-    """Refuse booleans, which pydantic would read as 1 and 0, and numbers that are not finite."""
+    """Return `value`. Raises ValueError for booleans, which pydantic would read as 1 and 0, and non-finite numbers."""
     if isinstance(value, bool):
         msg = "expected a number, not true or false"
         raise ValueError(msg)  # noqa: TRY004  (pydantic turns ValueError into its own report)
@@ -25,7 +25,7 @@ def no_bool(value: object) -> object:
 
 
 def _number_of_bytes(value: object) -> object:
-    """Refuse numbers too large for pydantic to parse."""
+    """Return `value`. Raises ValueError for numbers of 2**63 and more, which pydantic cannot parse."""
     digits = re.match(r"\s*([0-9.]*)", value) if isinstance(value, str) else None
     if digits is not None and len(digits[1]) > len(str(BYTES_END)):
         value = BYTES_END
@@ -40,7 +40,7 @@ def _fewer(value: int) -> int:
 
 
 Size = Annotated[ByteSize, BeforeValidator(_number_of_bytes), AfterValidator(_fewer)]
-"""A number of bytes, also with a unit."""
+"""A number of bytes, or a text with a unit such as `8GiB`; less than 2**63."""
 
 
 def _local(value: object) -> object:
@@ -55,7 +55,7 @@ def _local(value: object) -> object:
 
 
 LocalPath = Annotated[Path, BeforeValidator(_local)]
-"""A path on this machine: not a URL, no NUL byte, not too long."""
+"""A path on this machine: not a URL, without NUL bytes, of at most `PATH_CHARS_MAX` characters."""
 
 
 def _variable(value: str) -> str:

@@ -1,7 +1,8 @@
 """The breaker machine: whether one process uses one tier for one purpose (finding, reading, writing).
 
-A tier that fails is left alone, so that a dead server costs a few calls and not one per request. A probe in the
-background asks whether it is back; then one success closes the breaker, and one failure opens it again.
+A tier that fails is not called any more, so that a dead server costs a few calls and not one per request. A probe in
+the background calls it from time to time. After a probe that succeeds, one success closes the breaker, and one failure
+opens it again.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ _NOT_PROBED = "only an open breaker is probed"
 
 BREAKER = Machine(
     name="breaker",
-    prose="One tier in the eyes of one process that finds, reads or writes there.",
+    prose="One tier, as one process uses it for one purpose: to find, to read or to write.",
     initial=CLOSED,
     finals=frozenset(),
     states={
         CLOSED: "the tier is used",
         OPEN: "the tier is not used: what it holds is a miss, what should go there is dropped",
-        HALF_OPEN: "a probe was answered: it is used, and the next call decides",
+        HALF_OPEN: "a probe has succeeded: the tier is used, and the next call closes or opens the breaker",
     },
     events={
         OK: "a call ended well",
-        FAULT: "a call failed, and fewer than so many in a row have",
-        FAULT_LAST: "a call failed, and so many in a row have, or it took too long",
+        FAULT: "a call failed; fewer in a row have failed than open the breaker",
+        FAULT_LAST: "a call failed, and as many in a row have as open the breaker, or it took too long",
         PROBE_OK: "a probe succeeded: the tier can be used",
         PROBE_FAILED: "the tier cannot be used yet",
     },

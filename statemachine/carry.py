@@ -15,7 +15,7 @@ _EVENTS = {
     MISS: "the tier does not have it, or what it has is damaged",
     FAULT: "the tier cannot be used, or took too long",
     REFUSE: "the tier's breaker is open: it is not even tried",
-    CANCEL: "shutdown",
+    CANCEL: "the rank shuts down",
 }
 _BEFORE = "it has not begun"
 _OVER = "one task carries it, and it has ended"

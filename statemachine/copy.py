@@ -1,15 +1,15 @@
 """The copy machines, `SAVE` and `LOAD`: one job of one request, copied layer by layer. One builder makes both.
 
-``LAYER_k`` means that the copy of layer k *has landed*: transitions come from completion events, never from the number
-of times that vLLM called a hook. A job is FINALIZED when two things are known, in either order:
+``LAYER_k`` means that the copies of layers 0 to k *have landed*: completion events cause the transitions, never the
+number of times that vLLM called a hook. A job is FINALIZED when two conditions hold; they may come in either order:
 
 * every layer has landed;
-* its step *confirmed* it. For a save: every layer was submitted, and no sync load of the step failed before (what is
-  computed over a failed load is worthless). For a sync load: every attention layer waited for its copy; one whose hook
-  did not run (as in a replayed full CUDA graph) may have read the block before the copy, and nothing but a failure is
-  then the truth. An async load is confirmed as it begins: nobody reads it before it is reported.
+* its step has *confirmed* it. For a save: every layer was submitted, and no sync load of the step has failed before
+  (what was computed over a failed load is worthless). For a sync load: every attention layer waited for its copy. A
+  layer whose hook did not run (as in a replayed full CUDA graph) may have read the block before the copy; its load has
+  failed. An async load is confirmed as it begins: nobody reads its blocks before it is reported.
 
-Where the device waits, not the host, the confirmation comes ahead of the landings: those are the ``CONFIRMED`` states.
+If the device waits, and not the host, the confirmation comes before the landings: those are the ``CONFIRMED`` states.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _GIVEN_UP: Final = reject("a job that was given up early counts from before the 
 def _machine(
     name: str, prose: str, states: dict[str, str], events: dict[str, str], *, denied: Cell, late_fault: Cell
 ) -> Machine:
-    """Build one of the two. `denied`: a job that has LANDED is; `late_fault`: one comes to a job that is FINALIZED."""
+    """Build `SAVE` or `LOAD`. `denied`: the cell LANDED x deny; `late_fault`: the cell FINALIZED x fault."""
 
     def row(*landed: Cell, ended: bool = False, **other: Cell) -> dict[str, Cell]:
         end = dict.fromkeys((CONFIRM, DENY, CANCEL), _ONCE) if ended else {DENY: go(FAILED), CANCEL: go(ABORTED)}
@@ -47,7 +47,7 @@ def _machine(
         return {event: cells[event] for event in events}
 
     redelivered = stay("redelivered")
-    withdrawn, failed = stay("withdrawn: late news changes nothing"), stay("failed: late news changes nothing")
+    withdrawn, failed = stay("withdrawn: a late event changes nothing"), stay("failed: a late event changes nothing")
     table = {
         PENDING: row(advance(LAYER), _NONE, go(FAILED), confirm=go(CONFIRMED)),
         LAYER: row(advance(LAYER), redelivered, go(FAILED), confirm=go(CONFIRMED_LAYER)),
@@ -116,11 +116,14 @@ LOAD: Final = _machine(
 
 
 class LayerCursor(Cursor):
-    """A cursor over a layered machine: turns 'layer k landed' into the right column."""
+    """A cursor over a layered machine: fires the event that fits a layer which has landed."""
 
     __slots__ = ()
 
     def landed(self, k: int, why: str = "") -> Edge:
-        """Report that the copy of layer `k` (0-based, in submission order) completed."""
+        """Fire `LANDED_NEXT`, `LANDED_AGAIN` or `LANDED_GAP` for layer `k`, from 0 on, in the order of submission.
+
+        Returns the edge taken. Raises IllegalTransition where the table rejects it.
+        """
         ahead = k - self.state.k
         return self.fire(LANDED_NEXT if ahead == 1 else LANDED_AGAIN if ahead <= 0 else LANDED_GAP, why)

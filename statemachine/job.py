@@ -1,7 +1,7 @@
-"""The job machine: one save, load or tier transfer with the ranks, as the scheduler's side counts their reports.
+"""The job machine: one save, load or tier transfer of all ranks, as the scheduler side counts their reports.
 
-All or nothing: only what every rank has done, and what nobody doubts, is DONE. Reports are counts on the cursor; which
-of them was the last is the event.
+All or nothing: a job is DONE only if every rank has done it and it was not doubted meanwhile. The cursor counts the
+reports; whether more are awaited decides which event is fired.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ JOB = Machine(
     finals=frozenset({DONE, LOST}),
     states={
         SENT: "planned for the ranks, which have yet to report",
-        DOUBTED: "not to be believed, whatever the remaining ranks report",
+        DOUBTED: "will be LOST, whatever the remaining ranks report",
         DONE: "every rank has done it: a save can be found, a load has filled its blocks",
         LOST: "a rank has failed it, or it was doubted: nothing of it can be found, no block of it is read",
     },

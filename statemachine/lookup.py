@@ -1,8 +1,8 @@
-"""The lookup machine: the last answer to the engine's lookups of one request, on the scheduler's side.
+"""The lookup machine: the last answer to the engine's lookups of one request, on the scheduler side.
 
-An answer promises nothing and holds nothing. It stands for the scheduling pass in which it was given: it may be asked
-for again, and is used up by the admission. A request is asked for whether it is new, preempted, let down or
-recomputing, which is why this is a machine of its own beside the request's.
+An answer promises nothing and takes no lease. It is valid in the scheduling pass in which it was given: within that
+pass the lookup may be repeated, and the admission uses the answer up. vLLM looks up requests that are new, preempted,
+let down or recomputing, so this machine is apart from the request's.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ ANSWER, PUT_OFF, ADMIT = "answer", "put_off", "admit"
 
 LOOKUP = Machine(
     name="lookup",
-    prose="The question what can be loaded for one request, and its answer.",
+    prose="The lookup of what can be loaded for one request, and its last answer.",
     initial=UNASKED,
     finals=frozenset(),
     states={
-        UNASKED: "no answer stands",
-        ASKED: "the answer of the last pass that asked stands, if that is this one",
-        LATER: "the engine was asked to ask again, and does not admit the request before",
+        UNASKED: "there is no answer",
+        ASKED: "there is an answer, valid in the scheduling pass in which it was given",
+        LATER: "the engine was asked to repeat the lookup, and does not admit the request before",
     },
     events={
-        ANSWER: "so many tokens can be loaded, or none",
-        PUT_OFF: "tiers, ranks or other requests are waited for",
+        ANSWER: "the lookup returns how many tokens can be loaded, perhaps none",
+        PUT_OFF: "the lookup returns `LATER`: tiers, ranks or other requests are waited for",
         ADMIT: "the request's blocks are allocated",
     },
     table={

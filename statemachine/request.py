@@ -1,10 +1,10 @@
 """The request machine: one vLLM request as the scheduler side sees it, across preemptions.
 
-A lookup promises nothing and holds nothing (`lookup.py`). Leases are taken only when vLLM has allocated blocks
+A lookup promises nothing and takes no lease (`lookup.py`). Leases are taken only when vLLM has allocated blocks
 (ADMIT_LOAD), and belong to the load job from then on. LOADED and LOAD_FAILED are of the load of this admission only.
 
-vLLM asks for a request that holds no blocks. Beside another connector that may be one that was admitted: the other's
-asynchronous load for it has failed, and vLLM has taken its blocks back without a word.
+vLLM looks up requests that hold no blocks. Beside another connector such a request may have been admitted before: the
+other's asynchronous load for it has failed, and vLLM has taken its blocks without notifying kvpipe.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ASK, ADMIT_LOAD, ADMIT_EMPTY, DISPATCH = "ask", "admit_load", "admit_empty", "di
 LOADED, LOAD_FAILED = "loaded", "load_failed"
 PREEMPT, PREEMPT_LATE, FINISH = "preempt", "preempt_late", "finish"
 
-_ASKED = "an answer is not a promise: nothing is leased before blocks are allocated"
+_ASKED = "a lookup's answer is not a promise: nothing is leased before blocks are allocated"
 _LATE = "the notice is older than the admission that followed it"
 _NO_LOAD = "this admission has no load, or not any more"
 _ONE_SCHEDULE = "a load is allocated and dispatched in one pass, and nothing comes between"
@@ -26,7 +26,7 @@ _NO_BLOCKS = "it holds no blocks that could be taken back"
 _GONE = "the request is gone"
 _OVER = "the request is over; its id may be used again by a new cursor"
 _EVENTS = {
-    ASK: "vLLM asks what can be loaded",
+    ASK: "vLLM looks up what can be loaded",
     ADMIT_LOAD: "blocks allocated, external tokens to load",
     ADMIT_EMPTY: "blocks allocated, nothing to load",
     DISPATCH: "the load went out with the step's metadata",
@@ -47,10 +47,10 @@ REQUEST = Machine(
         ALLOCATED: "blocks allocated for a hit, chunks leased, the load not yet sent to the workers",
         LOADING: "the load is with the workers",
         RUNNING: "scheduled; its new blocks are saved as they become final",
-        LET_DOWN: "lost its blocks with another connector's failed load; may load within a step, and only so: vLLM's "
-        "scheduler counts the blocks of its first load against a second one between steps, and may never admit it",
-        PREEMPTED: "lost its blocks; will be looked up again",
-        RECOMPUTING: "a load failed; it never loads again, which keeps the scheduler from retrying for ever",
+        LET_DOWN: "lost its blocks with another connector's failed load; may load synchronously only: vLLM's scheduler "
+        "counts the blocks of its first load against a second asynchronous one, and may never admit it",
+        PREEMPTED: "lost its blocks; vLLM will look it up again",
+        RECOMPUTING: "a load failed; it never loads again, so that the scheduler does not retry for ever",
         DRAINING: "finished while its load is with the workers; the leases end with the job",
         FINISHED: "over",
     },

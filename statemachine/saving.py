@@ -1,7 +1,7 @@
-"""The saving machine: how far one request is saved, and whether the next unit that becomes final is to be.
+"""The saving machine: whether the next unit of one request that becomes final is to be saved.
 
-`next_save_at_tokens` on the cursor is a number only: where the next unit is full, as far as tokens are known to come.
-It lets a step pass over a request with one comparison; the machine is what the request is in.
+`next_save_at_tokens` on the cursor is the number of tokens at which the next unit is full. With it a step skips a
+request by one comparison. It is a number beside the state, not a state.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ _HAS_BLOCKS = "a request that was computed is admitted again only after a preemp
 
 SAVING = Machine(
     name="saving",
-    prose="What of one request is saved, on the scheduler's side.",
+    prose="Whether more of one request is to be saved, on the scheduler side.",
     initial=OPEN,
     finals=frozenset(),
     states={
-        OPEN: "the next step that computes something of it looks for what is final and not saved",
-        WAITING: "nothing is new before `next_save_at_tokens`",
-        GIVEN_UP: "nothing more is saved before its next admission: its blocks are gone, or are not to be believed",
-        DONE: "answers are not saved, and all of the prompt is",
+        OPEN: "the next step that computes tokens of it looks for final units that are not saved",
+        WAITING: "no new unit is final before `next_save_at_tokens`",
+        GIVEN_UP: "nothing more is saved before its next admission: its blocks are gone, or their bytes may be wrong",
+        DONE: "all of the prompt is saved, and answers are not to be",
     },
     events={
         ADMIT: "blocks are allocated, for an admission of its own",
         PLANNED: "all that is final is saved, is being saved, or is held already",
-        COMPLETE: "so it is, and nothing more will be saved",
+        COMPLETE: "the same, and nothing more will be saved",
         LOST: "a save of this admission failed; it may be tried again",
         GIVE_UP: "its load failed, the cache was reset, a plan failed, or it was preempted",
     },

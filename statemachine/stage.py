@@ -1,8 +1,8 @@
 """The stage machine: chunks of one waiting request on their way from slower tiers into host memory.
 
-A stage never holds the request up for longer than `lookup_ms_max`: whatever has come by then is used, the rest is
-computed. The chunks that it has brought, and those of the same prefix that were in memory already, are leased to it, so
-that they do not push each other out, until the request is admitted, preempted or over, or the cache is reset.
+A stage delays its request by at most `lookup_ms_max`: what has come by then is used, the rest is computed. The chunks
+that it has fetched, and those of the same prefix that were in memory already, are leased to it until the request is
+admitted, preempted or over, or the cache is reset. So they do not evict each other.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ CAME, CAME_LAST, LOST, DEADLINE, END = "came", "came_last", "lost", "deadline", 
 
 _NOT_SENT = "no fetch has been sent"
 _ANSWERED = "the tiers have answered already"
-_NOT_AWAITED = "who does not wait any more awaits no last one"
-_LATE = "the request does not wait for it any more; it is in memory for whoever comes next"
+_NOT_AWAITED = "the request waits no longer, so no chunk is the last one awaited"
+_LATE = "the request does not wait for it any more; it is in memory for the next request"
 
 STAGE = Machine(
     name="stage",
@@ -35,11 +35,11 @@ STAGE = Machine(
         NOTHING: "the tiers hold no more than memory does",
         SOME: "the tiers hold more than memory does",
         SENT: "fetches go out, as many at once as there are lanes for",
-        NO_ROOM: "nothing is left to wait for: no slot is free, or others bring it",
+        NO_ROOM: "nothing is left to wait for: no slot is free, or other stages fetch it",
         CAME: "a chunk has landed on every rank; others are still awaited",
         CAME_LAST: "the last chunk that was awaited has landed on every rank",
-        LOST: "a rank could not bring a chunk: what comes behind it is of no use",
-        DEADLINE: "lookup_ms_max is over",
+        LOST: "a rank could not fetch a chunk: the chunks behind it are of no use",
+        DEADLINE: "`lookup_ms_max` has passed",
         END: "the request was admitted or preempted, is over, or the cache was reset",
     },
     table={

@@ -1,12 +1,12 @@
 """The step machine: one rank's open step, moved by the calls of vLLM's runner, any of which may be missing or repeated.
 
-``IDLE x step_end`` is a stay: `wait_for_save` comes with every step, also with those that have nothing to save, and
-perhaps twice. No count of calls ends a job; what a step has submitted and what its readers have waited for does.
+``IDLE x step_end`` is a stay: vLLM calls `wait_for_save` in every step, also without anything to save, and perhaps
+twice. A job does not end after a number of calls: it ends when all layers were submitted, or waited for by attention.
 
-Two hooks are not events. `save_kv_layer` moves nothing: it submits the copy of one layer, once. `handle_preemptions`
-orders writes after the last step's saves, whatever the state. Layer hooks without anything to copy are not fired, for
-they come with every layer of every step. A dummy run (warm-up, capture, an idle rank of data parallelism) is no event
-either: no metadata is bound, and vLLM's attention layers call no hook.
+Two hooks are not events. `save_kv_layer` changes no state: it submits the copy of one layer, once. `handle_preemptions`
+orders writes after the last step's saves, in every state. Layer hooks without anything to copy fire no event, because
+vLLM calls them for every layer of every step. A dummy run (warm-up, capture, an idle rank of data parallelism) is no
+event either: no metadata is bound, and vLLM's attention layers call no hook.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STEP: Final = Machine(
         IDLE: "no step with jobs is open",
         OPEN: "jobs were planned; their loads were not started",
         COMPUTING: "sync loads were submitted: layers wait for them, compute, and are saved",
-        GIVEN_UP: "a layer has waited for a sync load in vain: the step's loads and saves are lost",
+        GIVEN_UP: "a layer's sync load did not land in time: the step's loads and saves have failed",
         SETTLED: "loads are settled: those that failed were reported to vLLM; saves may still be submitted",
         CLOSED: "shut down",
     },
@@ -42,8 +42,8 @@ STEP: Final = Machine(
         PLAN: "the metadata has jobs",
         START_LOADS: "the step's loads may start (`start_load_kv`, before the forward or after it)",
         WAIT_LAYER: "attention is about to read a layer of a sync load (`wait_for_layer_load`)",
-        TIME_OUT: "a layer's load did not land in wait_ms_max",
-        SETTLE: "the step's results are asked for (`get_transfer_results`, `get_finished`)",
+        TIME_OUT: "a layer's load did not land within `wait_ms_max`",
+        SETTLE: "vLLM collects the step's results (`get_transfer_results`, `get_finished`)",
         STEP_END: "the step's saves are ended (`wait_for_save`)",
         CLEAR: "the step's metadata is cleared (`clear_connector_metadata`)",
         SHUTDOWN: "the rank shuts down",
