@@ -1,8 +1,8 @@
 """The catalog: which chunk is in which slot, who reads and who writes it. One per engine, on the scheduler's thread.
 
-A chunk can be found under the keys of its *marks*: of a mark (units, key), the first `units` units have landed on every
-rank, and `key` is the hash of the token prefix up to there. Most chunks have one mark. A lookup is a few
-dict probes. Leases belong to (request, epoch) pairs; a leased chunk is never evicted.
+A chunk can be found under the keys of its *marks*. A mark (units, key) means: the first `units` units of the chunk have
+landed on every rank, and `key` is the hash of the token prefix up to there. Most chunks have one mark. A lookup is a
+few dict probes. Leases belong to (request, epoch) pairs; a leased chunk is never evicted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvpipe.trace.log import Counters
 
 KEPT_MARKS_MAX = 4
 SWEEP_SLOTS = 64
-"""How many slots are looked at in one go for what a reset has left in them."""
+"""How many slots one call of `sweep` examines for chunks that a reset has forgotten."""
 
 
 class Owner(NamedTuple):
@@ -38,7 +38,7 @@ class Owner(NamedTuple):
 
 
 class Mark(msgspec.Struct, frozen=True, gc=False):
-    """`units` units of the chunk can be found under `key`. `keep`: stays when the chunk grows."""
+    """The first `units` units of the chunk can be found under `key`. `keep`: it stays when the chunk grows."""
 
     units: int
     key: bytes
@@ -59,13 +59,14 @@ class Chunk(Cursor):
     def __init__(
         self, machine: Compiled, group: int, slot: int, watch: Watch | None = None, tenant: Tenant = ANYBODY
     ) -> None:
-        """`written` counts the units claimed by writers, `ready` those that have landed on every rank.
+        """Make the chunk of `slot` in cache group `group`. The other attributes:
 
-        `tail` is the prefix hash at `written`: only a request with that prefix may write on. `keeps`: the mark that
-        was last of use to another request. `before`: what comes before it is found under this key; b"" for the first.
-        `tenant`: whose it is. `used_s`: in which second it was of use last; for who holds it, it is of use now.
-        `era`: after which reset it was made; one object for all. `identity`: what it holds, by its longest mark; of
-        what was before a reset, nothing after it is the same.
+        `written`: units claimed by writers. `ready`: units that have landed on every rank.
+        `tail`: the prefix hash at `written`; only a request with that prefix may write on.
+        `keeps`: key of the mark that another request used last. `before`: key of the chunk before it in the prefix; b""
+        for the first. `used_s`: the second of its last use, by the catalog's clock; not updated while it is held.
+        `era`: number of the reset after which it was made, one object for all its chunks.
+        `identity`: key of its longest mark, and its era: equal for equal content, but never across a reset.
         """
         self.machine, self.key, self.state, self.watch = machine, slot, machine.initial, watch  # as a cursor's
         self.group, self.slot, self.tenant = group, slot, tenant
@@ -81,9 +82,9 @@ class Chunk(Cursor):
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
-    """Units [start, stop) of a chunk, being written; found under `key` once they have landed.
+    """Units [start, stop) of a chunk, being written by one job. Found under `key` once they have landed.
 
-    `base`: units of the prefix before the chunk.
+    `keep`: as of `Mark`. `base`: the number of units of the prefix before the chunk.
     """
 
     chunk: Chunk
@@ -103,7 +104,11 @@ class Catalog:
         self, slots: int, groups: int, policy: Policy, counters: Counters, *, ready: int | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:  # fmt: skip
-        """The first `ready` of the slots are free, by default all: the others are not used yet. `clock`: in seconds."""
+        """Make an empty catalog of `slots` slots for `groups` cache groups.
+
+        `ready`: how many slots, from the first on, may be used already; None: all. `clock`: returns seconds that never
+        go back; None: `time.monotonic`.
+        """
         self.slots, self._policy, self.counters = slots, policy, counters
         self._clock = clock
         self._batches = batches(policy)
@@ -116,7 +121,7 @@ class Catalog:
         self.lost_keys, self.tenants = Lost(groups), Tenants()
         self.ready = slots if ready is None else ready
         self._free: list[int] = []  # used before
-        self._fresh = 0  # it and those up to `ready` were not used yet
+        self._fresh = 0  # slots from here up to `ready` were never used
         self._index: tuple[MutableMapping[bytes, Chunk], ...] = tuple(by_key(slots) for _ in range(groups))
         self._before: tuple[MutableMapping[bytes, Chunk], ...] = tuple(by_key(slots) for _ in range(groups))
         """Per group, the keys of chunks of before the last reset, as long as these have slots."""
@@ -124,21 +129,21 @@ class Catalog:
         self._writing: dict[Chunk, None] = {}
         self._era, self._swept = b"", 0
         self.stale = 0
-        """How many slots have what is forgotten already. They count as free."""
+        """How many slots hold chunks that a reset has forgotten. They count as free."""
         self._chunks: list[Chunk | None] = [None] * slots  # all that are not ABSENT, each at its slot
         untracked(self._chunks)
-        self._spared: Ordered[Chunk, None] = order(slots)  # go before the policy's victims; none is held
+        self._spared: Ordered[Chunk, None] = order(slots)  # evicted before the policy's victims; none is held
         self._ahead: set[Chunk] = set()  # brought from tiers for nobody yet
         self._leases: dict[Owner, list[Chunk]] = {}
         self._leased_s: dict[Owner, float] = {}
         self._second = 0  # see `_notify`
 
     def use_more(self, ready: int) -> None:
-        """The first `ready` slots are in memory on every rank: they may be used. Fewer than before: nothing happens."""
+        """Use the first `ready` slots, which are in memory on every rank. Fewer than before change nothing."""
         self.ready = max(self.ready, min(ready, self.slots))
 
     def limit(self, slots: int) -> None:
-        """A rank's pool has no more than `slots`: none beyond is used. None of them is yet."""
+        """Use no slot from `slots` on: a rank's pool has no more. Called before any of them is used."""
         self.slots = min(self.slots, slots)
         self.ready = min(self.ready, self.slots)
         self._fresh = min(self._fresh, self.ready)
@@ -147,7 +152,7 @@ class Catalog:
     # ---- finding -------------------------------------------------------------------------------------------------
 
     def find(self, group: int, key: bytes) -> Chunk | None:
-        """Return the chunk that has a mark with the prefix hash `key`, or None. Only what the mark covers is sure."""
+        """Return the chunk that has a mark with the prefix hash `key`, or None. Only the mark's units may be read."""
         return self._index[group].get(key)
 
     def index(self, group: int) -> Mapping[bytes, Chunk]:
@@ -155,24 +160,24 @@ class Catalog:
         return self._index[group]
 
     def reset_index(self, group: int) -> Mapping[bytes, object]:
-        """Return what keys the last reset has forgotten, as far as it is not taken apart. Not to be changed."""
+        """Return the keys that the last reset has forgotten, of chunks not yet swept. Not to be changed."""
         return self._before[group]
 
     def holds(self, chunk: Chunk) -> bool:
-        """Whether a chunk is not forgotten: whoever knows it may read it, and write on."""
+        """Whether the catalog still has `chunk`: it was neither evicted nor reset, and may be read and written on."""
         return chunk.state.row not in {m.ABSENT, m.EVICTING} and chunk.era is self._era
 
     def pending(self, group: int) -> dict[bytes, Chunk]:
-        """Return the keys of `group` that are being written. Not to be changed."""
+        """Return, by key, the chunks of `group` that are being written. Not to be changed."""
         return self._pending[group]
 
     def at(self, slot: int) -> Chunk | None:
-        """Return the chunk in a slot; None: it is free. Any thread."""
+        """Return the chunk in a slot; None if it is free. On any thread."""
         chunk = self._chunks[slot]
         return chunk if chunk is not None and chunk.era is self._era else None
 
     def chunks(self) -> Iterator[Chunk]:
-        """Yield what is in each slot that is not free."""
+        """Yield the chunk of each slot that is not free."""
         return (chunk for chunk in self._chunks if chunk is not None and chunk.era is self._era)
 
     def known(self, group: int, key: bytes) -> bool:
@@ -182,9 +187,12 @@ class Catalog:
     # ---- reading -------------------------------------------------------------------------------------------------
 
     def lease(self, owner: Owner, chunks: list[Chunk], *, timed: bool = True) -> None:
-        """Hold `chunks` for `owner` until `release`. An owner leases once. `timed`: it counts for `oldest_lease_s`.
+        """Add leases of `owner` on `chunks`, which last until `release`. `timed`: they count for `oldest_lease_s`.
 
-        Raises ValueError: one was forgotten by a reset.
+        Raises:
+            ValueError: a reset has forgotten one of them; those before it in the list are leased.
+            IllegalTransition: one cannot be found; the same.
+
         """
         owned, now_s = self._leases.setdefault(owner, []), self._notify(over=False)
         if timed:
@@ -203,9 +211,9 @@ class Catalog:
             self._batches.remove_all(idle)
 
     def release(self, owner: Owner, *, hit: bool = True) -> int:
-        """Return every lease of `owner`; how many there were. The last chunk of a prefix is evicted first.
+        """End every lease of `owner`. Returns how many there were. The last chunk leased is evicted first.
 
-        `hit`: the chunks were of use to a request, which the policy remembers.
+        `hit`: a request has used the chunks; the policy counts that.
         """
         chunks, ahead = self._leases.pop(owner, []), self._ahead if hit else None
         self._leased_s.pop(owner, None)
@@ -228,11 +236,14 @@ class Catalog:
         return len(chunks)
 
     def leased_by(self, owner: Owner) -> tuple[Chunk, ...]:
-        """Return what `owner` holds."""
+        """Return the chunks that `owner` leases."""
         return tuple(self._leases.get(owner, ()))
 
     def refresh(self, chunks: Iterable[Chunk], *, over: bool = True) -> None:
-        """Order a request's chunks so that the ends of prefixes go before their beginnings. `over`: it is finished."""
+        """Count `chunks` as used now. `chunks`: of one request, the last one of its prefix first: it is evicted first.
+
+        `over`: the request has ended.
+        """
         self._notify(over=over)
         second, spared = self._second, self._spared
         idle: list[Chunk] = []
@@ -245,7 +256,10 @@ class Catalog:
         self._batches.refresh_all(idle)
 
     def spare(self, chunks: Iterable[Chunk]) -> int:
-        """Evict `chunks` first, unless they are used before; how many. Those that are held, or gone, are left alone."""
+        """Mark `chunks` to be evicted before all others, unless they are used again. Returns how many were marked.
+
+        Chunks that are held, or gone, are ignored.
+        """
         idle = [one for one in chunks if one.state.row == m.READY and not one.held and one.era is self._era]
         self._spared.update(dict.fromkeys(idle))
         return len(idle)
@@ -257,7 +271,7 @@ class Catalog:
 
     @property
     def now_s(self) -> float:
-        """What time it is, in seconds of the catalog's clock."""
+        """The present time, in seconds of the catalog's clock."""
         return time.monotonic() if self._clock is None else self._clock()
 
     def hint(self, chunks: Iterable[Chunk], hint: Hint) -> None:
@@ -270,7 +284,7 @@ class Catalog:
     # ---- writing -------------------------------------------------------------------------------------------------
 
     def reserve(self, group: int, tenant: Tenant = ANYBODY) -> Chunk | None:
-        """Claim a free slot that is ready for `tenant`, evicting if need be; None when every chunk is held."""
+        """Claim a slot for a new chunk of `tenant`, evicting one if none is free; None if every chunk is held."""
         if not self._free and self._fresh < self.ready:
             slot, self._fresh = self._fresh, self._fresh + 1
         elif self._free or self._evict_one():
@@ -285,9 +299,14 @@ class Catalog:
         return chunk
 
     def write(self, chunk: Chunk, stop: int, key: bytes, *, keep: bool, base: int = 0, before: bytes = b"") -> Piece:
-        """Claim units [chunk.written, stop) for one job; `key` is the prefix hash at `stop`, `before` at `base`.
+        """Claim units [chunk.written, stop) of `chunk` for one job, and return the piece.
 
-        Raises ValueError: a reset has forgotten the chunk.
+        `key`: the prefix hash at `stop`. `before`: that at `base`, b"" if `base` is 0. `keep`, `base`: as of `Piece`.
+
+        Raises:
+            ValueError: a reset has forgotten the chunk.
+            IllegalTransition: it was evicted.
+
         """
         self._check_era(chunk)
         if chunk.ready or chunk.writers:
@@ -303,14 +322,14 @@ class Catalog:
         return piece
 
     def abandon(self, chunk: Chunk) -> None:
-        """Give back a reserved chunk of which nothing was written."""
+        """Free the slot of a reserved chunk of which nothing was written."""
         chunk.fire(m.LOST_LAST)
         self._vacate(chunk)
 
     def landed(self, piece: Piece, *, over: bool = False) -> bool:
-        """Every rank has the piece: it can be found now. False when its chunk is gone or its beginning was lost.
+        """Every rank has the piece: it can be found now. `over`: the request that saved it has ended.
 
-        `over`: the request that saved it has ended.
+        Returns False if its chunk is gone, or an earlier piece of it was lost: the piece is dropped.
         """
         chunk = piece.chunk
         self._notify(over=over)
@@ -325,24 +344,27 @@ class Catalog:
         return True
 
     def came_ahead(self, chunk: Chunk) -> None:
-        """A chunk that can be found was brought from a tier, and no request waits for it."""
+        """Count `chunk`, which can be found, as prefetched: it came from a tier, and no request waits for it."""
         self._ahead.add(chunk)
         self.counters["chunks_prefetched"] += 1
 
     def lost(self, piece: Piece) -> None:
-        """A rank failed the piece: what landed before it stays, it and all after it are dropped."""
+        """A rank has failed the piece: it and later pieces of its chunk are dropped, earlier ones stay."""
         self._notify(over=False)
         self._unpend(piece)
         self.lost_keys.add(piece.chunk.group, piece.key, TORN)
         self._finish_write(piece.chunk, landed=False)
 
     def keep_mark(self, chunk: Chunk, key: bytes) -> None:
-        """The mark `key`, maybe still on its way, was of use to another request: keep it when the chunk grows."""
+        """Keep the mark `key`, which may not have landed yet, when the chunk grows: another request has used it."""
         chunk.keeps = key
         chunk.marks = tuple(Mark(mark.units, key, keep=True) if mark.key == key else mark for mark in chunk.marks)
 
     def evict(self, chunk: Chunk) -> bool:
-        """Forget one chunk, whoever reads or writes it; False: it is forgotten already."""
+        """Evict one chunk, even while it is read or written. Returns False if it is gone already.
+
+        Its slot is free once the last reader and writer are gone.
+        """
         if not self.holds(chunk):
             return False
         self.counters["evicted"] += 1
@@ -350,10 +372,11 @@ class Catalog:
         return True
 
     def reset(self) -> int:
-        """Forget every chunk; held ones leave when their readers and writers do. Returns how many were found.
+        """Forget every chunk. Returns how many there were. The slots of held chunks are free once these are released.
 
-        What nobody holds cannot be found from now on, and its slot counts as free: `sweep` takes it apart. So the call
-        takes as long as there are chunks that are held, and were saved since a reset whose chunks are not all gone yet.
+        Chunks that nobody holds cannot be found from now on, and their slots count as free; `sweep` drops them later.
+        So the call takes time in proportion to the number of held chunks, and, if an earlier reset is not swept yet, to
+        the number of chunks saved since.
         """
         held = dict.fromkeys((*itertools.chain.from_iterable(self._leases.values()), *self._writing))
         found = self.used - sum(1 for chunk in held if chunk.state.row == m.EVICTING)
@@ -377,7 +400,7 @@ class Catalog:
                 chunk.era = self._era
 
     def sweep(self) -> None:
-        """Take apart what the last reset has left in the next `sweep_slots` slots, and free these."""
+        """Drop the chunks that the last reset has forgotten in the next `sweep_slots` slots, and free these slots."""
         for _ in range(min(self.sweep_slots, self._fresh - self._swept) if self.stale else 0):
             chunk = self._chunks[self._swept]
             self._swept += 1
@@ -455,7 +478,7 @@ class Catalog:
         return self._evict_victim()
 
     def _evict_victim(self) -> bool:
-        """Free the slot of what is to go first. False: nothing may go."""
+        """Evict the next victim and free its slot. Returns False if no chunk may be evicted."""
         chunk = next(iter(self._spared), None) or self._policy.victim()
         if chunk is None:
             return False
@@ -512,7 +535,7 @@ class Catalog:
         return sum(map(len, self._leases.values()))
 
     def holders(self) -> list[tuple[Owner, int]]:
-        """Return how many leases each owner holds. Any thread; RuntimeError: that has changed meanwhile."""
+        """Return how many leases each owner holds. On any thread; raises RuntimeError if that changes meanwhile."""
         return [(owner, len(chunks)) for owner, chunks in self._leases.items()]
 
     @property
@@ -522,5 +545,5 @@ class Catalog:
 
     @property
     def used(self) -> int:
-        """How many slots hold something."""
+        """The number of slots that are not free."""
         return self._fresh - len(self._free) - self.stale

@@ -1,4 +1,4 @@
-"""Clients' hints on a prompt's future. A hint is soft: it changes what is evicted first, never what is right."""
+"""Clients' hints on a prompt's future. A hint changes which chunks are evicted first, and nothing else."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ class Action(Enum):
     """What a hint asks for."""
 
     RETAIN = "retain"
-    """They are wanted until `Hint.at_s`."""
+    """The chunks are wanted until `Hint.at_s`."""
     DEMOTE = "demote"
-    """They are of no more use: first to go. `Hint.at_s` is not used."""
+    """The chunks are of no more use and go first. `Hint.at_s` is not used."""
     RESUME = "resume"
-    """A prompt that begins with them comes at `Hint.at_s`."""
+    """A prompt that begins with the chunks comes at `Hint.at_s`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """It holds for the wait that a chunk is in, or that begins when the request that uses it is over."""
+    """A hint on a chunk, valid until its next use; if a request uses it now, from that request's end on."""
 
     action: Action
     at_s: float = 0.0

@@ -1,7 +1,7 @@
-"""Mappings of a million entries: no call takes long, and the garbage collector does not walk them.
+"""Mappings of a million entries of which no call takes long, and which the garbage collector does not traverse.
 
-A dict of n entries copies all of them now and then, also when it does not grow: 0.3 ms for 40,000, 40 ms for 700,000.
-These consist of small ones. Up to `PLAIN_MAX` entries they are dicts.
+A dict of n entries copies all of them now and then, even if it does not grow: 0.3 ms for 40,000, 40 ms for 700,000.
+These mappings are made of many small dicts; up to `PLAIN_MAX` entries they are plain dicts.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ RUN_MAX: Final = 1 << 10
 _MISSING: Final = object()
 
 untracked = ctypes.pythonapi.PyObject_GC_UnTrack
-"""Takes one object out of the garbage collector's sight: it lives as long as it is referred to.
+"""Untracks one object: the garbage collector ignores it, and only its reference count frees it.
 
-Full collections of a process walk all that is in sight, 0.6 s of a million chunks. What is out of sight must not refer
-to what refers to it, and keeps what it refers to.
+A full collection traverses all tracked objects: 0.6 s for a million chunks. An untracked object must not be part of a
+reference cycle, which would never be freed.
 """
 untracked.argtypes, untracked.restype = [ctypes.py_object], None
 
 
 class Shard(dict[K, V]):
-    """One of the dicts. Unlike plain ones it is tracked from its beginning, so it is frozen with an engine's start."""
+    """One of the dicts. Unlike a plain one it is tracked while it is empty, so the `gc.freeze` of vLLM's start has it."""
 
     __slots__ = ()
 
 
 class Shards(MutableMapping[bytes, V]):
-    """A dict in 256 pieces, by the first byte of a key, which is a hash; in no order."""
+    """A dict in 256 pieces by the first byte of the key, which must be a hash. Unordered."""
 
     __slots__ = ("_shards",)
 
     def __init__(self) -> None:
-        """Empty."""
+        """Start empty."""
         self._shards: tuple[Shard[bytes, V], ...] = tuple(Shard() for _ in range(256))
 
     def __getitem__(self, key: bytes) -> V:
@@ -54,7 +54,7 @@ class Shards(MutableMapping[bytes, V]):
         self._shards[key[0]][key] = value
 
     def __delitem__(self, key: bytes) -> None:
-        """Raises KeyError. A piece that has become empty gives back what it has grown to."""
+        """As of a dict; raises KeyError. A piece that becomes empty frees its memory."""
         shard = self._shards[key[0]]
         del shard[key]
         if not shard:
@@ -82,7 +82,7 @@ class Shards(MutableMapping[bytes, V]):
             shard.clear()
 
     def leading(self, keys: Iterable[bytes]) -> int:
-        """Return how many of `keys` it holds, before the first that it does not."""
+        """Return how many of `keys` are in the mapping, up to the first that is not."""
         shards, held = self._shards, 0
         for key in keys:
             if key not in shards[key[0]]:
@@ -97,7 +97,7 @@ def _shards(entries_max: int) -> tuple[Shard[Any, Any], ...]:
 
 
 class _Stretch:
-    """Entries that follow each other. `filled`: how many there were at most, of which some have gone."""
+    """A run of consecutive entries. `filled`: entries since it was last compacted, those that have left included."""
 
     __slots__ = ("entries", "filled", "newer", "older")
 
@@ -108,12 +108,12 @@ class _Stretch:
 
 
 class ShardedOrder(MutableMapping[K, V]):
-    """An `OrderedDict` in pieces: runs of entries, each at most `RUN_MAX`, and which key is in which run."""
+    """An `OrderedDict` in pieces: runs of at most `RUN_MAX` entries, and an index from each key to its run."""
 
     __slots__ = ("_first", "_last", "_len", "_many", "_shards")
 
     def __init__(self, entries_max: int) -> None:
-        """It may hold more than `entries_max`, and then takes longer."""
+        """Start empty. It may hold more than `entries_max` entries; calls take longer then."""
         self._shards: tuple[Shard[K, _Stretch], ...] = _shards(entries_max)
         self._many, self._len = len(self._shards), 0
         self._first = self._last = _Stretch()
@@ -129,7 +129,7 @@ class ShardedOrder(MutableMapping[K, V]):
         return default if run is None else run.entries[key]
 
     def __setitem__(self, key: K, value: V) -> None:
-        """A key that is there stays where it is."""
+        """As of an `OrderedDict`: a key that is in it keeps its place."""
         shard = self._shards[hash(key) % self._many]
         run = shard.get(key)
         if run is None:
@@ -160,7 +160,7 @@ class ShardedOrder(MutableMapping[K, V]):
         return value
 
     def popitem(self, last: bool = True) -> tuple[K, V]:  # noqa: FBT001, FBT002  (as of OrderedDict)
-        """Take out the newest entry, or the oldest.
+        """Remove and return the newest entry, or, if not `last`, the oldest.
 
         Raises:
             KeyError: there is none.
@@ -198,7 +198,7 @@ class ShardedOrder(MutableMapping[K, V]):
         return self._len
 
     def _open(self) -> _Stretch:
-        """Return the run for what is new: the last one is full, or has only been."""
+        """Return a run for a new entry: the last one has reached `RUN_MAX`, perhaps with few entries left in it."""
         last = self._last
         if len(last.entries) * 2 < RUN_MAX:
             _fill(last, dict(last.entries))
@@ -208,7 +208,7 @@ class ShardedOrder(MutableMapping[K, V]):
         return self._last
 
     def _shrink(self, run: _Stretch) -> None:
-        """Little is left of a run, which is not the last one: join it with a neighbour, if that is not large."""
+        """Compact `run`, which has few entries left and is not the last one; join it with a neighbour that is small."""
         older, newer = run.older, run.newer
         if not run.entries:
             self._unlink(run)
@@ -246,15 +246,15 @@ def _fill(run: _Stretch, entries: dict[Any, Any]) -> None:
 
 
 def by_key(entries_max: int) -> MutableMapping[bytes, V]:
-    """Make what is used as a dict of so many entries, whose keys are hashes."""
+    """Return an empty dict, or `Shards` if `entries_max` is large. Keys are hashes."""
     return {} if entries_max <= PLAIN_MAX else Shards()
 
 
 def table(entries_max: int) -> MutableMapping[K, V]:
-    """Make what is used as a dict of so many entries."""
+    """Return an empty dict, or a `ShardedOrder` if `entries_max` is large."""
     return {} if entries_max <= PLAIN_MAX else ShardedOrder(entries_max)
 
 
 def order(entries_max: int) -> Ordered[K, V]:
-    """Make what is used as an `OrderedDict` of so many entries."""
+    """Return an empty `OrderedDict`, or a `ShardedOrder` if `entries_max` is large."""
     return OrderedDict() if entries_max <= PLAIN_MAX else ShardedOrder(entries_max)

@@ -1,4 +1,4 @@
-"""Why a prefix is not held: what the catalog remembers of the keys that it has lost, within bounds."""
+"""Reasons of misses, and a bounded memory of why keys have left the catalog."""
 
 from __future__ import annotations
 
@@ -56,21 +56,21 @@ PARTS = 64
 
 
 class Lost:
-    """Remembers the last keys, about `keys_max`, that left the catalog.
+    """Remembers why the last keys, about `keys_max`, have left the catalog.
 
-    In parts by the hash of a key, each the last of its own: one large dictionary takes milliseconds when it grows.
+    It is divided into parts by the keys' hashes, because one large dict takes milliseconds when it grows.
     """
 
     def __init__(self, groups: int = 1, keys_max: int = KEYS_MAX) -> None:
-        """Nothing was lost."""
+        """Start empty, for `groups` cache groups."""
         parts = PARTS if keys_max >= groups * PARTS * PARTS else 1
         self.mask = parts - 1
         self._part_max = max(1, keys_max // groups // parts)
         self.reasons = tuple(tuple(OrderedDict[bytes, str]() for _ in range(parts)) for _ in range(groups))
-        """By group, by the bits of a key's hash that `mask` has, and by the key; read by lookups."""
+        """By group, then by `hash(key) & mask`, then by key: the reason. Lookups read it directly."""
 
     def add(self, group: int, key: bytes, why: str) -> None:
-        """`key` cannot be found in `group` any more."""
+        """Note that `key` cannot be found in `group` any more, for the reason `why`."""
         part = self.reasons[group][hash(key) & self.mask]
         part.pop(key, None)  # it becomes the youngest
         part[key] = why
@@ -78,9 +78,9 @@ class Lost:
             part.popitem(last=False)
 
     def forget(self, group: int, key: bytes) -> None:
-        """`key` can be found again."""
+        """Note that `key` can be found in `group` again."""
         self.reasons[group][hash(key) & self.mask].pop(key, None)
 
     def why(self, group: int, key: bytes) -> str:
-        """Return why `key` left, or that it never came."""
+        """Return why `key` has left, or `NOT_SAVED` if nothing is known of it."""
         return self.reasons[group][hash(key) & self.mask].get(key, NOT_SAVED)

@@ -1,4 +1,4 @@
-"""How much of a request's token prefix the catalog holds, by block hashes. Probes dicts, changes nothing."""
+"""How much of a request's token prefix the catalog holds, found by block hashes. It reads the catalog only."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ Index = Mapping[bytes, object]
 
 
 class Prefixes:
-    """Counts in units: the tokens that are a whole number of blocks in every cache group."""
+    """Searches prefixes, in units (`kvpipe.geometry`). All `hashes` are one per `hash_tokens` tokens of a request."""
 
     def __init__(
         self, catalog: Catalog, geometry: Geometry, hash_tokens: int, hashes: Callable[[Request], Sequence[bytes]],
         tenant: Callable[[Request], Tenant] | None = None,
     ) -> None:  # fmt: skip
-        """`hash_tokens`: tokens per block hash. `hashes(request)`: what its blocks are known by.
+        """`hash_tokens`: tokens per block hash. `hashes(request)`: returns the hashes under which its blocks are kept.
 
-        `tenant(request)`: whose they are, as long as those hashes stand; by default as they would be without adapters.
+        `tenant(request)`: returns whose its chunks are; by default that of its salt and of an adapter without digest.
         """
         self._catalog, self.hashes, self.tenant = catalog, hashes, tenant or catalog.tenants.of
         self._ahead = -(-geometry.ahead_tokens // hash_tokens)
         self.ahead_tokens = self._ahead * hash_tokens
-        """A prefix with a key is longer by so many tokens than what is stored under the key."""
+        """A key hashes so many tokens more than the prefix that is stored under it: those its KV depends on."""
         self._unit, self._per_chunk = geometry.unit_tokens, geometry.units_per_chunk
         self._hashes_per_unit = self._unit // hash_tokens
         self._groups = range(len(geometry.groups))
@@ -42,7 +42,7 @@ class Prefixes:
         growing = [group for group in self._groups if group not in geometry.states]
         kinds: list[tuple[Collection[int], int, int]] = [(self._states, 1, 0), (growing, self._per_chunk, self._ahead)]
         self._kinds = [kind for kind in kinds if kind[0]]
-        """Groups, after how many units each they have a key, and of how many hashes ahead."""
+        """(groups, after how many units each has a key, how many hashes ahead the key is)."""
         self._full = [i for i, g in enumerate(geometry.groups) if g.window_tokens is None and not g.state]
         self._windows = [
             (i, (g.window_tokens if g.local else g.window_tokens + self._unit - 2) // self._unit, g.local)
@@ -53,46 +53,47 @@ class Prefixes:
         """Whether a group needs less than the whole prefix."""
 
     def key(self, hashes: Sequence[bytes], units: int) -> bytes:
-        """Return the hash of the first `units` units, and of the tokens ahead that their KV depends on."""
+        """Return the key of the first `units` units: their hash, with the tokens ahead that their KV depends on."""
         return hashes[units * self._hashes_per_unit - 1 + self._ahead]
 
     def state_key(self, hashes: Sequence[bytes], units: int) -> bytes:
-        """Return the hash of the first `units` units: what they have come to depends on no token ahead."""
+        """Return the key of the state after the first `units` units, which depends on no token ahead."""
         return hashes[units * self._hashes_per_unit - 1]
 
     def units_within(self, tokens: int) -> int:
-        """Return the units that have a key, of a prefix of `tokens` tokens."""
+        """Return how many units of a prefix of `tokens` tokens have a key."""
         return max(0, tokens - self.ahead_tokens) // self._unit
 
     def computed_tokens(self, request: Request, units: int) -> int:
-        """Return how many tokens of `request` are computed when `units` units of it can be saved."""
+        """Return how many tokens of `request` must be computed before its first `units` units can be saved."""
         if not self._ahead:
             return units * self._unit
         hashed = self.final_units(request, request.num_tokens) >= units
         return units * self._unit + (0 if hashed else self.ahead_tokens)
 
     def final_units(self, request: Request, tokens: int) -> int:
-        """Return the units whose tokens and hashes are final, of the first `tokens` tokens."""
+        """Return how many units of the first `tokens` tokens have final tokens and a key."""
         units = min(tokens, request.num_tokens) // self._unit
         hashed = (len(self.hashes(request)) - self._ahead) // self._hashes_per_unit
         return units if units <= hashed else max(0, hashed)
 
     def state_units(self, request: Request, tokens: int) -> int:
-        """Return the units after which a state is final and has a key, of the first `tokens` tokens."""
+        """Return after how many units of the first `tokens` tokens a state is final and has a key."""
         return min(min(tokens, request.num_tokens) // self._unit, len(self.hashes(request)) // self._hashes_per_unit)
 
     def unit_keys(self, request: Request) -> Sequence[bytes]:
-        """Return the keys of the first unit, the first two units and so on, of all that are final."""
+        """Return the keys of the first unit, the first two units and so on, up to all final units."""
         return self._keys(self.hashes(request), 1, self.final_units(request, request.num_tokens))
 
     def state_keys(self, request: Request) -> Sequence[bytes]:
-        """Return what states are known by after the first unit, the first two units and so on."""
+        """Return the keys of the states after the first unit, the first two units and so on."""
         return self.hashes(request)[self._hashes_per_unit - 1 :: self._hashes_per_unit]
 
     def longest(self, request: Request, extra: Sequence[dict[bytes, object]] = (), *, continued: bool = False) -> int:
-        """Return the longest prefix, in units, that every cache group holds as far as it needs to.
+        """Return the longest prefix, in units, for which every cache group holds all that it needs.
 
-        `extra`: keys per group that count as held. `continued`: of a request that begins with all tokens of this one.
+        `extra`: per group, more keys that count as held. `continued`: for a longer request that begins with all tokens
+        of this one.
         """
         indexes: list[Index] = list(map(self._catalog.index, self._groups))
         if extra:
@@ -117,20 +118,20 @@ class Prefixes:
         return best
 
     def _gives_back(self, request: Request, units: int) -> bool:
-        """Whether a hit has to end before the last of `units` units, as the last token is computed again.
+        """Whether a hit must end before the last of `units` units, because vLLM computes the last token again.
 
-        Its window reaches one token further back than a new token's, and a state has it already.
+        That token's window reaches one token further back than a new token's, and a state already includes the token.
         """
         return self._partial and units * self._unit >= request.num_tokens
 
     def _last_boundary(self, indexes: Sequence[Index], hashes: Sequence[bytes], best: int) -> int:
-        """Return the last boundary, of `best` units at most, whose state every group of states holds."""
+        """Return the last boundary, in units and at most `best`, whose state every group of states holds; else 0."""
         keys = reversed(self._keys(hashes, 1, best, ahead=0))
         held = (all(key in indexes[group] for group in self._states) for key in keys)
         return next(compress(range(best, 0, -1), held), 0)
 
     def _longest_windows(self, indexes: Sequence[Index], hashes: Sequence[bytes], best: int) -> int:
-        """Return the longest prefix, of `best` units at most, whose windows are held."""
+        """Return the longest prefix, of at most `best` units, whose windows are held."""
         while best and self._windows:
             gaps = [self._window_gap(indexes[g], hashes, best, *window) for g, *window in self._windows]
             shorter = [gap for gap in gaps if gap >= 0]
@@ -142,7 +143,7 @@ class Prefixes:
         return best
 
     def why_short(self, request: Request, units: int) -> str:
-        """Return why no more than the first `units` units of `request` are found: one of `miss_reasons.REASONS`."""
+        """Return why only the first `units` units of `request` are found: one of `miss_reasons.REASONS`."""
         hashes, lost = self.hashes(request), self._catalog.lost_keys
         if not hashes and request.block_hashes:
             return miss_reasons.ADAPTER
@@ -166,9 +167,9 @@ class Prefixes:
         return miss_reasons.NOT_SAVED
 
     def holding(self, group: int, hashes: Sequence[bytes], base: int, stop: int) -> Chunk | None:
-        """Return a chunk that starts at unit `base` and can be found at least as far as `stop`.
+        """Return the chunk that begins at unit `base` and holds the prefix at least up to unit `stop`, or None.
 
-        Of a group of states, the state after exactly `stop` units.
+        For a group of states: that of the state after exactly `stop` units.
         """
         if group in self._states:
             return self._catalog.find(group, self.state_key(hashes, stop))
@@ -185,7 +186,7 @@ class Prefixes:
         return None
 
     def chunks_from_the_end(self, request: Request, units: int) -> Iterator[Chunk]:
-        """Yield the whole chunks of the first `units` units of the request, the last first; before them its states."""
+        """Yield the whole chunks of the request's first `units` units, the last one first; before them, its states."""
         hashes = self.hashes(request)
         for groups, step, ahead in self._kinds:
             for key in reversed(self._keys(hashes, step, units, step, ahead)):
@@ -197,7 +198,7 @@ class Prefixes:
     def _keys(
         self, hashes: Sequence[bytes], first: int, last: int, step: int = 1, ahead: int | None = None
     ) -> Sequence[bytes]:
-        """Return the keys of prefixes of `first` to `last` units, every `step`-th. `ahead`: hashes; none for states."""
+        """Return the keys of the prefixes of `first`, `first + step`, … `last` units. `ahead`: hashes; 0 for states."""
         per_unit, ahead = self._hashes_per_unit, self._ahead if ahead is None else ahead
         return hashes[first * per_unit - 1 + ahead : last * per_unit + ahead : step * per_unit]
 
@@ -215,9 +216,10 @@ class Prefixes:
         return self._shorter(index, hashes, base, best - 1)
 
     def _window_gap(self, index: Index, hashes: Sequence[bytes], best: int, window: int, local: int) -> int:
-        """Return -1 when the units before `best` that are read after it are held, or the next shorter prefix to try.
+        """Return -1 if the group holds all units that attention reads after a prefix of `best` units.
 
-        Those are the last `window` units, or, of `local` attention, all from the last multiple of `window` on.
+        These are the last `window` units; with `local` attention, those from the last multiple of `window` on. If one
+        is missing, return the next shorter prefix to try.
         """
         low = best // window * window if local else max(0, best - window)
         stop = best
@@ -230,6 +232,6 @@ class Prefixes:
         return -1
 
     def _shorter(self, index: Index, hashes: Sequence[bytes], base: int, most: int) -> int:
-        """Return the longest prefix from `base` to `most` units that has a key, or `base`."""
+        """Return the longest prefix of `base` to `most` units whose key is in `index`, or `base`."""
         keys = self._keys(hashes, base + 1, most)
         return next(compress(range(most, base, -1), map(index.__contains__, reversed(keys))), base)

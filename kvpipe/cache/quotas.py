@@ -1,9 +1,9 @@
-"""A pool with quotas: how many slots the requests of a salt are sure of, and how many they hold at most.
+"""A pool with quotas: how many slots the requests of a salt are guaranteed, and how many they may hold at most.
 
-Every slot that holds something is of one account, whoever reads or writes it. A slot that is free is for whoever asks
-first, up to its limit. When none is free, or who asks is at its limit, somebody must give one: who asks itself at its
-limit, else the account that is most above its share. Nobody gives to another what is within its share. Each account has
-a policy of its own, which chooses what it gives.
+Every used slot belongs to one account, that of its chunk's tenant, whoever reads or writes it. A free slot goes to the
+first account that asks, up to its limit. If no slot is free, or the account that asks is at its limit, an account must
+give one: the asking account itself if it is at its limit, else the account that is most above its share. No account
+gives away slots within its share to another. Each account has a policy of its own, which chooses the chunk to evict.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _NEVER: Final = Turn(0.0, over=False)
 
 
 class Account:
-    """The slots of one quota. `used`: that hold something; `sure`: that nobody takes from it; `most`: its limit.
+    """The slots of one quota. `used`: how many it holds; `sure`: its guaranteed share; `most`: its limit.
 
-    `evicted`: so many of its chunks were; `refused`: so many times it got no slot.
+    `evicted`: how many of its chunks were evicted; `refused`: how often it got no slot.
     """
 
     __slots__ = ("evicted", "hint", "most", "notified", "policy", "refused", "request", "spec", "sure", "used")
 
     def __init__(self, spec: QuotaSpec, slots: int, make: Callable[[int], Policy]) -> None:
-        """It holds none of `slots` slots. `make(n)` returns a policy for n slots."""
+        """Start with none of the pool's `slots` slots. `make(n)` returns a policy for n slots."""
         self.spec = spec
         self.used = self.evicted = self.refused = 0
         self.sure, self.most = spec.slots(slots)
@@ -56,19 +56,22 @@ class Account:
 
 
 class Accounts:
-    """All of a pool, and its policy: each call goes to the policy of the account whose chunk it is about.
+    """The accounts of a pool, and its policy: each call goes to the policy of the account that owns the chunk.
 
-    To find who gives takes one look at each account that there is; all else is a look into a dict.
+    `victim` looks at every account; every other call is one dict lookup.
     """
 
     def __init__(self, specs: Sequence[QuotaSpec], slots: int, make: Callable[[int], Policy]) -> None:
-        """Nobody holds anything. `make(n)` returns a policy for n slots. Raises `ConfigError`: salts are not there."""
+        """Make an account for each of `specs`. `make(n)` returns a policy for n slots.
+
+        Raises `ConfigError` if a salt cannot be read, or two quotas have one salt.
+        """
         self._by_salt = {salt: Account(spec, slots, make) for salt, spec in salts(specs).items()}
         others = next((spec for spec in specs if spec.name == OTHERS), _NO_LIMIT)
         self.others = Account(others, slots, make)
         self.all = (*self._by_salt.values(), self.others)
         self.asks = self.others
-        """Who wants a slot."""
+        """The account that needs a slot."""
         self._turn = _NEVER
 
     def of(self, tenant: Tenant) -> Account:
@@ -81,7 +84,7 @@ class Accounts:
             account.sure, account.most = account.spec.slots(slots)
 
     def secure(self, ready: int) -> None:
-        """Compute shares from the `ready` slots, which are in memory."""
+        """Compute the guaranteed shares from the `ready` slots, which are in memory."""
         for account in self.all:
             account.sure, _ = account.spec.slots(ready)
 
@@ -116,7 +119,7 @@ class Accounts:
             account.hint(chunk, hint)
 
     def victim(self) -> Evictable | None:
-        """Take out what makes room for who asks, or None where nobody may give anything."""
+        """Remove and return the chunk to evict for the account that `asks`; None if no account may give one."""
         giver = self._giver()
         return self._notify(giver).policy.victim() if giver is not None else None
 
@@ -156,7 +159,7 @@ class SharedCatalog(Catalog):
         self, slots: int, groups: int, accounts: Accounts, counters: Counters, *, ready: int | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:  # fmt: skip
-        """`accounts`: of so many slots. See `Catalog` for the rest."""
+        """`accounts`: made for the same number of slots. See `Catalog` for the rest."""
         super().__init__(slots, groups, accounts, counters, ready=ready, clock=clock)
         self.accounts = accounts
         accounts.secure(self.ready)
@@ -177,7 +180,7 @@ class SharedCatalog(Catalog):
         self.accounts.secure(self.ready)
 
     def reserve(self, group: int, tenant: Tenant = ANYBODY) -> Chunk | None:
-        """See `Catalog.reserve`. None, too, where every chunk that may go for `tenant` is held."""
+        """See `Catalog.reserve`. Also returns None if every chunk that may be evicted for `tenant` is held."""
         account = self.accounts.asks = self.accounts.of(tenant)
         if account.full and not self._evict_of(account):
             self.counters["save_dropped_at_limit"] += 1
@@ -197,7 +200,7 @@ class SharedCatalog(Catalog):
         return evicted
 
     def spare(self, chunks: Iterable[Chunk]) -> int:
-        """Leave `chunks` as they are: the accounts decide who gives."""
+        """Do nothing and return 0: the accounts decide what is evicted."""
         del chunks
         return 0
 

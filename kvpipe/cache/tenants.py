@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class AdapterIdentity(NamedTuple):
-    """A LoRA adapter as its KV's keys know it. `digest`: of the bytes that the ranks hold; b"" if nobody knows them."""
+    """A LoRA adapter as it is part of keys. `digest`: of the files' bytes that the ranks hold; b"" if not known."""
 
     name: str
     path: str
@@ -18,14 +18,15 @@ class AdapterIdentity(NamedTuple):
 
 
 class Tenant:
-    """One pair of salt and adapter: `Chunk.tenant` is whose a chunk is, from its reservation on, and never changes.
+    """One pair of salt and adapter. A chunk has one tenant, from its reservation on.
 
     `salt`: the `cache_salt` of the requests, "" for those without one. `adapter`: theirs, None for those without one.
 
-    Both are part of every key under which a chunk is found: the salt is in the hash of the first block, from which all
-    others chain, name and path in each, and the digest behind it. So equal keys are of one tenant, whoever writes.
+    Both are part of every key under which a chunk is found: vLLM hashes the salt into the first block, from which all
+    others chain, and the adapter's name and path into each block; kvpipe appends the digest. So equal keys always are
+    of one tenant.
 
-    There is one object per pair and catalog while a chunk or a request holds it: compare by `is`, and keep none.
+    There is one object per pair and catalog as long as it is referred to: compare with `is`.
     """
 
     __slots__ = ("__weakref__", "adapter", "salt")
@@ -40,14 +41,14 @@ ANYBODY: Final = Tenant()
 
 
 class Tenants:
-    """Those of one catalog. Knows no more of them than there are chunks and requests."""
+    """The tenants of one catalog, each kept only as long as a chunk or a request refers to it."""
 
     def __init__(self) -> None:
-        """Nobody is known but `ANYBODY`."""
+        """Start with `ANYBODY` only."""
         self._known: WeakValueDictionary[tuple[str, AdapterIdentity | None], Tenant] = WeakValueDictionary()
 
     def of(self, request: Request, digest: bytes = b"") -> Tenant:
-        """Return whose the KV of `request` is. `digest`: of its adapter's bytes, as its keys have it."""
+        """Return the tenant of `request`. `digest`: of its adapter's bytes, as in its keys."""
         salt: str = getattr(request, "cache_salt", None) or ""  # engines made before it was asked for lack it
         lora, adapter = request.lora_request, None
         if lora is not None:
@@ -55,7 +56,7 @@ class Tenants:
         return self.named(salt, adapter)
 
     def named(self, salt: str, adapter: AdapterIdentity | None) -> Tenant:
-        """Return who has this salt and this adapter."""
+        """Return the tenant with this salt and this adapter."""
         if not salt and adapter is None:
             return ANYBODY
         key = salt, adapter
@@ -65,5 +66,5 @@ class Tenants:
         return tenant
 
     def __len__(self) -> int:
-        """How many are known beside `ANYBODY`."""
+        """Return how many there are, without `ANYBODY`."""
         return len(self._known)

@@ -16,11 +16,11 @@ __all__ = ["Lru", "Policy", "S3Fifo", "Sessions", "make_policy"]
 
 
 def make_policy(name: str, slots: int, fault: Callable[..., object] = warn) -> Policy:
-    """Build policy `name` for a pool of `slots` chunks. `fault(event, **fields)` is called for one that errs.
+    """Make the policy `name` for a pool of `slots` slots. `fault(event, **fields)` is called if it misbehaves.
 
     Raises:
         KeyError: no policy has this name.
-        ConfigError: it cannot be made, or lacks a method; the sentence names its package.
+        ConfigError: it cannot be made, or lacks a method; the message names its package.
 
     """
     plugin = plugins.load(plugins.POLICIES, name)

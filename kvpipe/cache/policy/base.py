@@ -9,34 +9,34 @@ from kvpipe.cache.hints import Hint
 
 
 class Evictable(Protocol):
-    """What a policy may look at."""
+    """What a policy may read of a chunk."""
 
     @property
     def identity(self) -> Hashable:
-        """What the chunk holds: equal for the same content, also after an eviction."""
+        """Identifies the chunk's content: equal for the same content, also after an eviction."""
 
     @property
     def before(self) -> Hashable:
-        """The identity of the chunk that it follows in its prefix; falsy for the first, and where it is not known."""
+        """The `identity` of the chunk before it in the prefix; falsy for the first, and if it is not known."""
 
 
 class Policy(Protocol):
     """Decides which chunk goes when a slot is needed. Every operation is O(1) amortised."""
 
     def insert(self, chunk: Evictable, *, hit: bool) -> None:
-        """A chunk became evictable: first written (`hit` False), or given back after a load (`hit` True)."""
+        """`chunk` became evictable: it was written (`hit` False), or released after a load (`hit` True)."""
 
     def remove(self, chunk: Evictable) -> None:
-        """A chunk is held, or gone. Unknown chunks are ignored."""
+        """`chunk` is not evictable any more: it is held, or gone. Unknown chunks are ignored."""
 
     def refresh(self, chunk: Evictable) -> None:
-        """A chunk was of use without being loaded: order among equals, not evidence of popularity."""
+        """`chunk` was used without being loaded. It orders equals; it is no evidence of popularity."""
 
     def victim(self) -> Evictable | None:
-        """Take out the next chunk to evict, or None when nothing is evictable."""
+        """Remove and return the next chunk to evict, or None if none is evictable."""
 
     def __len__(self) -> int:
-        """How many chunks are evictable."""
+        """Return how many chunks are evictable."""
 
 
 @runtime_checkable
@@ -44,38 +44,38 @@ class SessionPolicy(Policy, Protocol):
     """A policy that wants to know when chunks are used, and when a request is over. It has no clock of its own."""
 
     def request(self, now_s: float, *, over: bool) -> None:
-        """The calls that follow are of one request, at `now_s`: seconds of a clock that never goes back.
+        """The calls that follow belong to one request, at `now_s`: seconds of a clock that never goes back.
 
-        `over`: it has ended. The refreshes that follow are of all its chunks, the last one first; what is inserted is a
-        save of its that has landed since.
+        `over`: the request has ended. Then `refresh` is called for all its chunks, the last one of the prefix first,
+        and `insert` for each save of it that lands later.
         """
 
 
 @runtime_checkable
 class BatchPolicy(Policy, Protocol):
-    """A policy that takes a request's chunks at once. Each call is as its namesake of each chunk, in this order."""
+    """A policy that takes all chunks of a request at once: each call means its namesake for each chunk, in order."""
 
     def insert_all(self, chunks: Sequence[Evictable], *, hit: bool) -> None:
-        """These became evictable, the last chunk of the prefix first."""
+        """`chunks` became evictable; the last chunk of the prefix is first."""
 
     def remove_all(self, chunks: Sequence[Evictable]) -> None:
-        """These are held, or gone; the first chunk of the prefix first."""
+        """`chunks` are held, or gone; the first chunk of the prefix is first."""
 
     def refresh_all(self, chunks: Sequence[Evictable]) -> None:
-        """These were of use, the last chunk of the prefix first."""
+        """`chunks` were used; the last chunk of the prefix is first."""
 
 
 @runtime_checkable
 class RememberingPolicy(Policy, Protocol):
-    """A policy that remembers what is held, and so wants to know what does not come back."""
+    """A policy that remembers chunks while they are held, and so needs to know which of them do not come back."""
 
     def dropped(self, chunk: Evictable) -> None:
-        """A chunk that was removed is gone, and not by `victim`. Unknown chunks are ignored."""
+        """`chunk`, for which `remove` was called, is gone, and not by `victim`. Unknown chunks are ignored."""
 
 
 @runtime_checkable
 class HintedPolicy(Policy, Protocol):
-    """A policy that takes hints. They may be wrong, also by intent: it decides how far to believe them."""
+    """A policy that takes hints. They may be wrong, even intentionally: the policy decides how far to follow them."""
 
     def hint(self, chunk: Evictable, hint: Hint) -> None:
-        """A client's hint is for this chunk, whether it may go now or is held. Unknown chunks are ignored."""
+        """Take a client's hint on `chunk`, which may be evictable or held. Unknown chunks are ignored."""

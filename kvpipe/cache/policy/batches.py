@@ -1,4 +1,4 @@
-"""A request's chunks at once, to a policy that takes one at a time."""
+"""An adapter from `BatchPolicy` calls to a policy that takes one chunk at a time."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from kvpipe.cache.policy.base import BatchPolicy, Evictable, Policy
 
 
 class OneByOne:
-    """Hands on each chunk by itself."""
+    """A `BatchPolicy` that calls a `Policy` for each chunk."""
 
     def __init__(self, policy: Policy) -> None:
-        """To `policy`."""
+        """`policy` gets the calls."""
         self._policy = policy
 
     def insert_all(self, chunks: Sequence[Evictable], *, hit: bool) -> None:
@@ -31,5 +31,5 @@ class OneByOne:
 
 
 def batches(policy: Policy) -> BatchPolicy | OneByOne:
-    """Return `policy` if it takes a request's chunks at once, else what hands them on one by one."""
+    """Return `policy` itself if it is a `BatchPolicy`, else an adapter that calls it chunk by chunk."""
     return policy if isinstance(policy, BatchPolicy) else OneByOne(policy)

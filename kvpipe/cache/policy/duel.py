@@ -1,8 +1,8 @@
-"""Whether what was learnt evicts better than LRU: by what each of them would have held of the requests so far.
+"""Chooses between LRU and the learnt order, by the hits that each would have had on the requests so far.
 
-Both are followed in the mind: of each chain, how many of its chunks there would be. That costs a request as many steps
-as it has chains. LRU evicts as long as nothing else is proven to hit more. Clients' hints are believed to begin with,
-until LRU is proven to hit more.
+Both are simulated ("shadows"): how many chunks of each chain the pool would hold. That takes each request as many steps
+as it has chains. LRU evicts until the learnt order is proven to hit more. From the first hint of a client on, the
+learnt order evicts, until LRU is proven to hit more.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from kvpipe.cache.policy.sessions import Chain
 
 BEGINS: Final = ((2.0, 0.005), (1.0, 0.01), (0.5, 0.05))
-"""How far it has to be ahead: standard deviations of what the hits of both differ by, and a share of LRU's hits."""
+"""(standard deviations of the difference in hits, share of LRU's hits): how far the learnt order has to be ahead."""
 ENDS: Final = ((0.5, 0.002),)
 DECAY: Final = 1 - 1 / 8192  # a request
 DEPTH_MAX: Final = 64  # chains that follow each other and are evicted from their end
 
 
 def least(queues: Iterable[Ordered[Chain, None]], returns: Returns, now_s: float) -> Chain | None:
-    """Return the chain that promises least: of each kind the one that waits longest, or the one used last."""
+    """Return the chain with the least worth now, or None. Of each kind only the oldest and the newest are compared."""
     worst, worth, used_s, worths = None, 0.0, 0.0, returns.worths
     for queue in queues:
         if queue:
@@ -40,7 +40,7 @@ def least(queues: Iterable[Ordered[Chain, None]], returns: Returns, now_s: float
 
 
 class _LruShadow:
-    """What would be held if the least recently used had always gone."""
+    """What the pool would hold if LRU had always evicted."""
 
     def __init__(self, slots: int) -> None:
         self._slots, self._used = slots, 0
@@ -50,7 +50,7 @@ class _LruShadow:
         return self._kept.get(chain, 0)
 
     def put(self, chain: Chain, size: int) -> None:
-        """So many chunks of it are there, and used now."""
+        """The pool holds `size` chunks of the chain, used now."""
         self._used += size - self._kept.pop(chain, 0)
         self._kept[chain] = size
 
@@ -69,7 +69,7 @@ class _LruShadow:
 
 
 class _LearntShadow:
-    """What would be held if what promises least had always gone."""
+    """What the pool would hold if the learnt order had always evicted."""
 
     def __init__(self, slots: int, returns: Returns) -> None:
         self._slots, self._returns, self._used = slots, returns, 0
@@ -81,7 +81,7 @@ class _LearntShadow:
         return self._kept.get(chain, (0, 0))[0]
 
     def put(self, chain: Chain, size: int) -> None:
-        """So many chunks of it are there, and used now."""
+        """The pool holds `size` chunks of the chain, used now."""
         before, kind = self._kept.get(chain, (0, chain.kind))
         if before:
             del self._queues[kind][chain]
@@ -90,13 +90,13 @@ class _LearntShadow:
         self._queues[chain.kind][chain] = None
 
     def become(self, chain: Chain) -> None:
-        """A client has hinted at what comes: the chain is of another kind from now on."""
+        """A client's hint has changed the chain's kind."""
         size = self.kept(chain)
         if size:
             self.put(chain, size)
 
     def follow(self, chains: Sequence[Chain]) -> None:
-        """These are the chains of one prompt, its beginning first."""
+        """Note the order of one prompt's chains, its beginning first."""
         for chain, following in pairwise(chains):
             self._behind[chain] = following
 
@@ -121,18 +121,18 @@ class _LearntShadow:
 
 
 class Duel:
-    """Decides which evicts: LRU, or what was learnt."""
+    """Decides which evicts: LRU, or the learnt order."""
 
     def __init__(self, slots: int, returns: Returns) -> None:
-        """`slots`: of the pool. LRU does, to begin with."""
+        """Start with LRU. `slots`: of the pool."""
         self.learnt = False
-        """Whether what was learnt decides what is evicted."""
+        """Whether the learnt order evicts."""
         self._lru, self._learnt = _LruShadow(slots), _LearntShadow(slots, returns)
         self._ahead = self._squares = self._hits = 0.0
         self._hinted = self._believed = False
 
     def used(self, prompt: Sequence[tuple[Chain, int]], now_s: float) -> None:
-        """A request is over. `prompt`: its chains, its beginning first, and how many chunks of each it had."""
+        """A request is over. `prompt`: (chain, how many chunks of it the request has used), its beginning first."""
         self._count(_hits(self._lru, prompt), _hits(self._learnt, prompt))
         for shadow in (self._lru, self._learnt):
             for chain, size in reversed(prompt):  # what is used last goes last: ends before beginnings
@@ -143,13 +143,13 @@ class Duel:
             shadow.fit(now_s)
 
     def saved(self, chain: Chain, size: int, now_s: float) -> None:
-        """Of a request that is over, a save has landed: the chain has `size` chunks."""
+        """A save of a request that is over has landed: the chain has `size` chunks now."""
         for shadow in (self._lru, self._learnt):
             shadow.put(chain, max(size, shadow.kept(chain)))
             shadow.fit(now_s)
 
     def split(self, chain: Chain, size: int, rest: Chain, rest_size: int) -> None:
-        """What was behind the first `size` chunks of a chain is another one."""
+        """`chain` was cut after `size` chunks; the `rest_size` chunks behind are the chain `rest` now."""
         for shadow in (self._lru, self._learnt):
             behind = min(shadow.kept(chain) - size, rest_size)
             if behind > 0:
@@ -157,7 +157,7 @@ class Duel:
                 shadow.put(rest, behind)
 
     def hinted(self, chain: Chain) -> None:
-        """A client has hinted at what comes of a chain. The first hint lets what was learnt evict."""
+        """A client has given a hint on a chain. The first hint makes the learnt order evict."""
         if not self._hinted:
             self._hinted = self._believed = self.learnt = True
         self._learnt.become(chain)
@@ -181,7 +181,7 @@ class Duel:
 
 
 def _hits(shadow: _LruShadow | _LearntShadow, prompt: Sequence[tuple[Chain, int]]) -> int:
-    """Return how many of a prompt's chunks would have been there, from its beginning on."""
+    """Return how many of a prompt's chunks, from its beginning on, the pool would have held."""
     hits = whole = 0
     for chain, size in prompt:
         kept = shadow.kept(chain)  # more than `size`: where a chain's end was lost, what follows it counts as its own

@@ -1,4 +1,4 @@
-"""A policy of somebody else's: what it answers is checked, and one that errs is left alone."""
+"""A guard for policies of other packages: victims are checked, and a policy that misbehaves is used no more."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from kvpipe.cache.policy.lru import Lru
 
 
 def takes_hints(policy: Policy) -> TypeGuard[HintedPolicy]:
-    """Whether a policy, or the one that is guarded, takes hints."""
+    """Whether a policy, or the one behind its guard, takes hints."""
     return isinstance(policy._policy if isinstance(policy, GuardedPolicy) else policy, HintedPolicy)  # noqa: SLF001
 
 
 class GuardedPolicy(Lru):
-    """Evicts the victims of `policy` as long as these may go; from the first that may not on, by LRU."""
+    """Evicts the victims of `policy`, until it raises or names a chunk that is not evictable; from then on by LRU."""
 
     def __init__(self, policy: Policy, name: str, fault: Callable[..., object], slots: int = 0) -> None:
-        """`fault("policy_failed", policy, why)` is called once, when it is left alone. `slots`: of the pool."""
+        """`fault("policy_failed", policy=name, why=...)` is called once, when LRU takes over. `slots`: of the pool."""
         super().__init__(slots)
         self._policy: Policy | None = policy
         self._name, self._fault = name, fault
@@ -76,7 +76,7 @@ class GuardedPolicy(Lru):
         return super().victim() if self._policy is None else chunk
 
     def _taken(self, policy: Policy) -> Evictable | None:
-        """Take out its victim. Raises whatever that leads to if it is none."""
+        """Remove and return the policy's victim. Raises LookupError if it is not evictable, or what the policy raises."""
         chunk = policy.victim()
         if chunk not in self._order if chunk is not None else self._order:
             raise LookupError("its victim is no chunk that may go")

@@ -7,10 +7,10 @@ from kvpipe.cache.policy.base import Evictable
 
 
 class Lru:
-    """Evicts what was used longest ago."""
+    """Evicts the chunk that was used longest ago."""
 
     def __init__(self, slots: int = 0) -> None:
-        """Start empty. `slots`: of the pool."""
+        """Start empty, for a pool of `slots` slots."""
         self._order: Ordered[Evictable, None] = order(slots)
 
     def insert(self, chunk: Evictable, *, hit: bool) -> None:  # noqa: ARG002  (all uses are equal here)

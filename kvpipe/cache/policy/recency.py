@@ -1,4 +1,4 @@
-"""Chains in the order of their last use. What is split off one was used when that was, until it is used again."""
+"""Chains in the order of their last use. A chain that was split off another one takes its place beside it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ RUN_MAX: Final = 16  # chains; splits make a run longer
 
 
 class Recency:
-    """Runs of chains, each at its number, so that a chain can be put in front of any other."""
+    """An ordered set of chains, in numbered runs, so that a chain can be inserted before any other."""
 
     def __init__(self, slots: int) -> None:
-        """Empty. `slots`: at most as many chains are in it."""
+        """Start empty. `slots`: the largest number of chains in it."""
         self._runs: Ordered[int, list[Chain]] = order(slots)  # none is empty
         self._number = 0
         self._last: list[Chain] = []
 
     def use(self, chain: Chain) -> None:
-        """It is used now. It is not in it yet."""
+        """Add `chain`, which must not be in it, as the one used last."""
         if not self._last or len(self._last) >= RUN_MAX:
             self._number += 1
             self._last = self._runs[self._number] = []
@@ -31,18 +31,18 @@ class Recency:
         chain.run = self._number
 
     def forget(self, chain: Chain) -> None:
-        """Take it out."""
+        """Remove `chain`, which must be in it."""
         run = self._runs[chain.run]
         run.remove(chain)
         if not run:
             del self._runs[chain.run]
 
     def split(self, chain: Chain, rest: Chain) -> None:
-        """`rest` was the end of `chain`, and used with it."""
+        """Add `rest`, which was split off the end of `chain`, directly before it."""
         run = self._runs[chain.run]
         run.insert(run.index(chain), rest)
         rest.run = chain.run
 
     def first(self) -> Chain:
-        """Return what was used longest ago. Raises StopIteration: there is nothing."""
+        """Return the chain that was used longest ago. Raises StopIteration if there is none."""
         return self._runs[next(iter(self._runs))][0]

@@ -1,4 +1,4 @@
-"""How soon what was used is used again, learnt as it happens, and what it is worth to keep it until then."""
+"""Learns how soon chains are used again, and computes from that what it is worth to keep one."""
 
 from __future__ import annotations
 
@@ -32,22 +32,25 @@ RENEW_SHARE: Final = 256  # of all turns so far
 RENEW_MAX: Final = 64
 _EDGES_S: Final = [0.0, *(SHORTEST_S * 2 ** (at / PER_OCTAVE) for at in range(1, BINS + 1))]
 INNER_S: Final = _EDGES_S[1:-1]
-"""Where one bin ends and the next begins: the bin of an idle time is how many of these it has reached."""
+"""The edges between bins, in seconds: the bin of an idle time is the number of edges that it has reached."""
 
 
 def pace_after(before: float | None, idle_s: float) -> float:
-    """Return the moving mean of the logarithms, base 2, of a chain's pauses in seconds, after another pause."""
+    """Return a chain's pace after a pause of `idle_s`: the moving mean of log2 of its pauses in seconds.
+
+    `before`: its pace until now; None: this is the first pause.
+    """
     now = math.log2(max(idle_s, SHORTEST_S))
     return now if before is None else 0.7 * before + 0.3 * now
 
 
 def kind_of(usual: float | None) -> int:
-    """Return the kind of a chain with this pace."""
+    """Return the kind of a chain by its pace (`pace_after`); None: it has not paused yet."""
     return 0 if usual is None else min(LEFT - 1, max(1, 1 + int(usual)))
 
 
 def hinted_kind(action: Action, in_s: float) -> int:
-    """Return the kind of a chain with this hint, for `in_s` seconds from now."""
+    """Return the kind of a chain with the hint `action`, whose time is in `in_s` seconds."""
     if action is Action.DEMOTE:
         return DEMOTED
     octave = int(math.log2(in_s)) + 1 if 1 <= in_s < 1 << 14 else 14 * (in_s >= 1)
@@ -59,22 +62,22 @@ def _bin(idle_s: float) -> int:
 
 
 class Returns:
-    """Counts of turns by kind, and of returns by kind and idle time. A decision is a look into a table.
+    """Counts, by kind of chain, how often chains began to wait, and after which idle times they were used again.
 
-    What an idle chain is worth is its Gittins index: the most hits per second of waiting that any time of giving up
-    promises, of a chain that has not returned until now. It needs no horizon, and of two claims on one slot the one
-    with the larger index is served first.
+    The worth of a chain that has waited for some time is its Gittins index: the expected hits per second of further
+    waiting, at the best time to give up. It needs no horizon; of two chains the one with the larger index is kept. The
+    worths are tables, renewed now and then, so a decision is a table lookup.
 
-    Hints make kinds as well: how long chains with a hint of the kind have waited decides what it is worth.
+    Each kind of hint is a kind of chain, too: its worth follows from how long chains with such a hint have waited.
     """
 
     def __init__(self) -> None:
-        """Nothing is known: hints are taken for right, and all else is worth the same."""
+        """Start without counts: hints are taken as right, and all other kinds are worth the same."""
         self._ended = [0.0] * KINDS
         self._returned = [[0.0] * BINS for _ in range(KINDS)]
         self._everybody = [0.0] * BINS  # of all kinds by pace
         self.worths = [[0.0] * BINS for _ in range(KINDS)]
-        """By kind and bin: the hits per second that a chunk of a chain promises that has waited for so long."""
+        """By kind and bin of idle time: the expected hits per second and chunk of a chain that has waited so long."""
         self._turns = self._renewed = 0
         self._renew_at = RENEW_EVERY
         self._changed = [True] * KINDS  # since they were renewed
@@ -85,7 +88,7 @@ class Returns:
             self._renew(pace)
 
     def ended(self, kind: int, turns: int = 1) -> None:
-        """A chain of this kind was used, and waits from now on. `turns` -1: it was not of this kind."""
+        """Count that a chain of `kind` waits from now on. `turns` is -1 to take that back: it is of another kind."""
         self._ended[kind] += turns
         self._changed[kind] = True
         self._turns += 1
@@ -95,7 +98,7 @@ class Returns:
             self._renew(self._renewed)
 
     def returned(self, kind: int, idle_s: float) -> None:
-        """A chain of this kind, as it was when it began to wait, is used again."""
+        """Count that a chain is used again after `idle_s` seconds. `kind`: what it was when it began to wait."""
         at = _bin(idle_s)
         self._returned[kind][at] += 1
         if kind < PACES:
@@ -103,18 +106,21 @@ class Returns:
         self._changed[kind] = True
 
     def proven(self, hinted: int, pace: int, idle_s: float) -> None:
-        """A chain with a hint returns after `idle_s`: was the kind `hinted` nearer to the truth than its pace?"""
+        """Adjust the trust in hints: a chain with one is used again after `idle_s` seconds.
+
+        The trust rises if that was more likely for the hint's kind, `hinted`, than for the kind of its pace, `pace`.
+        """
         at = _bin(idle_s)
         better = self._likely(hinted, at) / self._likely(pace, at)
         self._trust = TRUST_DECAY * self._trust + max(-PROOF_MAX, min(PROOF_MAX, math.log2(better)))
 
     @property
     def trusts(self) -> bool:
-        """Whether hints are nearer to the truth than what their chains did before."""
+        """Whether hints predict better than the paces of the same chains."""
         return self._trust >= DISTRUST
 
     def worth(self, kind: int, idle_s: float) -> float:
-        """Return the hits per second that a chunk of such a chain promises."""
+        """Return the expected hits per second and chunk of a chain of `kind` that has waited for `idle_s` seconds."""
         return self.worths[kind][_bin(idle_s)]
 
     def _likely(self, kind: int, at: int) -> float:
@@ -165,9 +171,10 @@ def _as_hinted(kind: int) -> list[float]:
 
 
 def _indices(chances: list[float]) -> list[float]:
-    """Return the index at each bin, of the chances to return within each bin of what has not returned before it.
+    """Return the Gittins index at each bin, in hits per second.
 
-    From the end: a bin is joined with what follows as long as going on promises more than stopping there.
+    `chances`: of each bin, the probability that a chain returns within it, if it has not returned before. Computed from
+    the last bin on: a bin is joined with the following ones as long as waiting on has a larger index than giving up.
     """
     out, ahead = [0.0] * BINS, list[tuple[float, float, float]]()  # hits, seconds, chance that it goes on behind them
     for at in range(BINS - 1, -1, -1):

@@ -1,8 +1,8 @@
-"""S3-FIFO: a scan of one-time prompts cannot flush what is used again.
+"""S3-FIFO: a scan of one-time prompts cannot flush chunks that are used again.
 
-Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023: a small queue (10 % of the cache) for
-newcomers, a main queue for what was hit, and a ghost list of what the small queue let go, which is admitted to the
-main queue when it comes back.
+Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023: a small queue (10 % of the cache) for new
+chunks, a main queue for those that were hit, and a ghost list of identities that the small queue has evicted: such a
+chunk goes to the main queue when it comes back.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ FREQ_MAX = 3  # two bits, as in the paper
 
 
 class S3Fifo:
-    """Evicts newcomers that were never hit before anything that was."""
+    """Evicts new chunks without a hit before chunks with one."""
 
     def __init__(self, slots: int) -> None:
-        """`slots` bounds the ghost list and sizes the small queue."""
+        """Start empty. `slots`, of the pool, bounds the ghost list and sizes the small queue."""
         self._small: Ordered[Evictable, int] = order(slots)
         self._main: Ordered[Evictable, int] = order(slots)
         self._ghost: Ordered[Hashable, None] = order(slots)
@@ -28,7 +28,7 @@ class S3Fifo:
         self._ghost_max = max(1, slots)
 
     def insert(self, chunk: Evictable, *, hit: bool) -> None:
-        """See `Policy.insert`. A chunk that was loaded has proven itself and goes to the main queue."""
+        """See `Policy.insert`. A chunk that was loaded goes to the main queue."""
         ghost = chunk.identity in self._ghost
         if ghost:
             del self._ghost[chunk.identity]
