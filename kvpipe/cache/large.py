@@ -31,7 +31,7 @@ untracked.argtypes, untracked.restype = [ctypes.py_object], None
 
 
 class Shard(dict[K, V]):
-    """One of the dicts. Unlike a plain one it is tracked while it is empty, so the `gc.freeze` of vLLM's start has it."""
+    """One of the dicts. Unlike a plain one it is tracked while it is empty, so vLLM's `gc.freeze` at start has it."""
 
     __slots__ = ()
 

@@ -120,10 +120,10 @@ def _parser(sub: Any, name: str, action: Action, description: str) -> argparse.A
 
 
 def run(args: argparse.Namespace, action: Action) -> int:
-    """Do `action` at every tier, one after the other. Returns the exit status: 1 where one was not well or not usable.
+    """Do `action` at every tier, one after the other. Returns the exit status: 1 if one was not well or not usable.
 
     Raises:
-        UsageError: no tier is named, or one is named wrongly.
+        UsageError: no tier is named, one is named wrongly, or `purge` has no selection.
 
     """
     if action is _purge and args.all == (bool(args.namespace) or args.older_than is not None or args.stale):
@@ -139,7 +139,7 @@ def run(args: argparse.Namespace, action: Action) -> int:
 
 
 async def _at(name: str, spec: TierSpec, args: argparse.Namespace, action: Action) -> int:
-    """Do `action` at one tier and print what it found."""
+    """Do `action` at one tier and print its report. Returns the exit status."""
     spec = spec.model_copy(update={"store": "never"})  # no folder is made, nothing makes room for values to come
     tier, report = make_tier(name, spec, writes=False), Report(tier=name)
     try:
@@ -168,7 +168,7 @@ async def _opened(tier: Tier) -> AsyncIterator[None]:
 
 @contextmanager
 def _progress(name: str) -> Iterator[Callable[[], None]]:
-    """Count values on a terminal while there is no result; yields what counts one."""
+    """Show a count of values on a terminal; yields the function that counts one."""
     columns = SpinnerColumn(), TextColumn("{task.description}"), TextColumn("{task.completed:,.0f} values")
     quiet = not sys.stderr.isatty()
     with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True, disable=quiet) as shown:

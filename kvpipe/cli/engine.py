@@ -1,4 +1,4 @@
-"""The engine whose connector the commands work with. What needs vLLM is imported here, and only when it is wanted."""
+"""The connector that the commands work with. Modules that need vLLM are imported here, and only when they are used."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ Part = Literal["doctor_facts", "demo", "trial.conformance"]
 def connector_part(part: Part) -> ModuleType:
     """Import a module of the connector.
 
-    `doctor_facts` can be imported without the engine. Raises `ImportError` for the others where it is not installed.
+    `doctor_facts` can be imported without vLLM; for the others `ImportError` is raised if it is not installed.
     """
     return importlib.import_module(f"{CONNECTOR}.{part}")

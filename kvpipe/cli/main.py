@@ -103,7 +103,10 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _public(table: dict[str, Any]) -> dict[str, Any]:
-    """Return keys and values to print. What names a secret and does not resolve may be the secret: it is hidden."""
+    """Return keys and values to print, without secrets.
+
+    The name of a variable or a file that does not exist is hidden: a user may have written the secret itself there.
+    """
     there: dict[str, Callable[[str], bool]] = {"_env": os.environ.__contains__, "_file": os.path.exists}
     unknown = [
         key

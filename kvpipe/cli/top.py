@@ -66,7 +66,7 @@ def _interval_s(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Refresh until interrupted, or show once. Returns the exit status. Raises UsageError."""
+    """Show the engines until interrupted, or once. Returns the exit status. Raises UsageError for wrong arguments."""
     addresses = [parse_address(text) for text in args.at or [load_settings().manage]]
     watch = EngineList(addresses, token_of(args))
     try:
@@ -104,22 +104,22 @@ def _console() -> Console:
 
 
 class StateSample(NamedTuple):
-    """An engine's state, received at `at_s` of this process's monotonic clock."""
+    """An engine's state, received at `at_s` seconds of this process's monotonic clock."""
 
     at_s: float
     state: EngineState
 
 
 class SeenEngine:
-    """One engine: its latest answers, or why it does not answer."""
+    """One engine: its latest answers, or `error`: why it does not answer."""
 
     def __init__(self, address: Address) -> None:
-        """No answer yet."""
+        """Start without an answer."""
         self.address, self.error = address, ""
         self._samples: deque[StateSample] = deque()
 
     async def look(self, token: str) -> None:
-        """Query it, for at most `ANSWER_S_MAX`."""
+        """Query the engine's state once, for at most `ANSWER_S_MAX` seconds. Never raises."""
         path = f"/v1/state?requests_max={REQUESTS}"
         asked = functools.partial(ask, self.address, token, "GET", path, answer_s_max=ANSWER_S_MAX)
         try:
@@ -135,7 +135,7 @@ class SeenEngine:
         self.error = why
 
     def took(self, state: EngineState, now_s: float) -> None:
-        """Store an answer."""
+        """Store an answer, received at `now_s`. Earlier ones are dropped if another engine has answered."""
         self.error = ""
         last = self.last
         if last is not None and (state.engine != last.engine or state.step < last.step or state.up_s < last.up_s):
@@ -146,12 +146,12 @@ class SeenEngine:
 
     @property
     def last(self) -> EngineState | None:
-        """Its last answer; None: it does not answer."""
+        """The last answer; None if the engine does not answer."""
         return self._samples[-1].state if self._samples else None
 
     @property
     def since(self) -> tuple[EngineState, float] | None:
-        """The answer from `OVER_S` before the last one, or the first, and the seconds between the two."""
+        """(the answer `OVER_S` before the last one, or the first; the seconds between the two); None: there is one."""
         first, last = self._samples[0], self._samples[-1]
         return (first.state, last.at_s - first.at_s) if last.at_s > first.at_s else None
 
@@ -170,7 +170,7 @@ class EngineList:
         return list(self._engines.values())
 
     async def look(self) -> None:
-        """Query all engines, at once."""
+        """Query all engines, concurrently."""
         there = list(dict.fromkeys(one for address in self._addresses for one in _found(address)))[:ENGINES_MAX]
         self._engines = {one: self._engines.get(one) or SeenEngine(one) for one in there}
         async with anyio.create_task_group() as group:
@@ -192,7 +192,7 @@ def _found(address: Address) -> Iterator[Address]:
 
 
 def screen(engines: Sequence[SeenEngine], requests_max: int) -> RenderableType:
-    """Draw what is known of `engines`, and the oldest of their requests."""
+    """Draw the state of `engines`, and the `requests_max` oldest of their requests."""
     parts: list[RenderableType] = [Text(time.strftime("kvpipe top  %H:%M:%S"), style="bold"), Text()]
     if not engines:
         parts.append(Text("no engine is found there"))

@@ -42,7 +42,7 @@ def make_app(engine: ManagedEngine, counters: Counters) -> FastAPI:
 
     @app.get("/v1/state")
     async def state(requests_max: Annotated[int, Query(ge=0, le=REQUESTS_SHOWN_MAX)] = 100) -> models.EngineState:
-        """Return what the engine holds and does."""
+        """Return the engine's state."""
         return engine.state(requests_max)
 
     @app.get("/v1/holders")
@@ -52,7 +52,7 @@ def make_app(engine: ManagedEngine, counters: Counters) -> FastAPI:
 
     @app.get("/v1/counters")
     async def counted() -> dict[str, int]:
-        """Return counters and gauges of the scheduler's side, by name: see docs/counters.md."""
+        """Return counters and gauges of the scheduler side, by name: see docs/counters.md."""
         return engine.counters()
 
     @app.get("/v1/switches")
@@ -67,7 +67,7 @@ def make_app(engine: ManagedEngine, counters: Counters) -> FastAPI:
 
     @app.post("/v1/lookup", openapi_extra=_LOOKUP_BODY)
     async def lookup(request: Request) -> models.HeldTokens:
-        """Return how much of a prompt is held in memory and, if they are to be asked, in tiers. Changes nothing."""
+        """Return how much of a prompt is held in memory and, on request, in tiers. Changes nothing."""
         return await engine.lookup(_read(await request.body(), models.PromptLookup))
 
     _add_orders(app, engine)
@@ -85,32 +85,32 @@ def _add_orders(app: FastAPI, engine: ManagedEngine) -> None:
 
     @app.get("/v1/pins")
     async def pins() -> models.PinnedPrompts:
-        """Return what is pinned."""
+        """Return all pins."""
         return engine.pins()
 
     @app.post("/v1/pins", openapi_extra=_PIN_BODY, responses=_ORDER)
     async def pin(request: Request, response: Response) -> models.Pinned | models.Pending:
-        """Keep what memory has of a prompt, for a while."""
+        """Pin what memory holds of a prompt."""
         return answer(response, await engine.pin(_read(await request.body(), models.PinOrder)))
 
     @app.delete("/v1/pins/{pin}", responses=_ORDER)
     async def unpin(pin: _Number, response: Response) -> models.Pinned | models.Pending:
-        """Give a pin back."""
+        """End a pin."""
         return answer(response, await engine.unpin(pin))
 
     @app.post("/v1/evict", openapi_extra=_EVICT_BODY, responses=_ORDER)
     async def evict(request: Request, response: Response) -> models.EvictedChunks | models.Pending:
-        """Drop what memory has of a prompt. Tiers keep what they have."""
+        """Evict what memory holds of a prompt. Tiers keep what they hold."""
         return answer(response, await engine.evict(_read(await request.body(), models.EvictOrder)))
 
     @app.post("/v1/evict/matching", openapi_extra=_MATCHING_BODY, responses=_ORDER)
     async def evict_matching(request: Request, response: Response) -> models.EvictedChunks | models.Pending:
-        """Drop what memory has of tenants, or what was not of use for long. Tiers keep what they have."""
+        """Evict what memory holds of tenants, or what was not used for some time. Tiers keep what they hold."""
         return answer(response, await engine.evict_matching(_read(await request.body(), models.EvictMatching)))
 
     @app.post("/v1/warm", openapi_extra=_WARM_BODY, responses=_ORDER)
     async def warm(request: Request, response: Response) -> models.Warmed | models.Pending:
-        """Fetch what tiers have of a prompt into memory, and keep it there for a while."""
+        """Fetch what tiers hold of a prompt into memory, and pin it there on request."""
         return answer(response, await engine.warm(_read(await request.body(), models.WarmOrder)))
 
     @app.get("/v1/orders/{order}", responses=_ORDER)
@@ -154,7 +154,7 @@ def _add_refusals(app: FastAPI, counters: Counters) -> None:
         return refuse(str(error), _UNAVAILABLE)
 
     @app.exception_handler(Exception)
-    async def failed(_: Request, __: Exception) -> JSONResponse:  # raised again, to who counts it
+    async def failed(_: Request, __: Exception) -> JSONResponse:  # Starlette raises it again, and `Guard` counts it
         return JSONResponse({"error": "it failed; the reason is in the engine's log"}, _FAILED)
 
     @app.exception_handler(RequestValidationError)

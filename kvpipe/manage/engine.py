@@ -1,8 +1,9 @@
 """A running engine, as the management interface reads and changes it. It never blocks the scheduler's thread.
 
-Reads take no lock: they read single objects, and dicts that are copied in one operation. So a state is not of one
-moment, and the answer to a lookup may be out of date when it is sent. Switches are set by one assignment each. Changes
-of the catalog are orders: the engine's next steps carry them out, or this thread while the engine has nothing to do.
+Reads take no lock: they read single objects, and dicts that are copied in one operation. So the parts of a state are
+read at slightly different times, and a lookup's answer may be out of date when it is sent. Switches are set by one
+assignment each. Changes of the catalog are orders: the engine's next steps carry them out, or, while the engine has
+nothing to do, the management thread.
 """
 
 from __future__ import annotations
@@ -39,29 +40,29 @@ _T = TypeVar("_T")
 TRIES: Final = 50
 """Attempts to copy a dict that another thread changes meanwhile."""
 PAUSE_S: Final = 0.0005
-"""Between two slices of hashing: other threads get the interpreter."""
+"""Pause between two slices of hashing, in which other threads get the interpreter."""
 WAIT_S_MAX: Final = 5.0
-"""Time for an order to be carried out; after it the answer is that the order is pending."""
+"""How long to wait for an order to be carried out before the answer is `Pending`."""
 PENDING_MAX: Final = 256
 """Pending orders whose results are kept; the oldest are forgotten first."""
 _NO_ADAPTER: Final = "adapter: not all ranks hold it, or hold the same"
 
 
 class BadRequestError(ValueError):
-    """A request that contradicts itself or the engine's configuration. Its text is the reason, for the operator."""
+    """A request that contradicts itself or the engine's configuration. The text is the reason, for the operator."""
 
 
 class EndedError(Exception):
-    """An order cannot be carried out: the engine shuts down, or too many orders wait. Its text is the reason."""
+    """An order cannot be carried out: the engine shuts down, or too many orders wait. The text is the reason."""
 
 
 class PromptHasher(Protocol):
     """Hashes the blocks of prompts as the engine does."""
 
     def __call__(self, prompt: models.Prompt) -> Iterator[Sequence[bytes]]:
-        """Yield the hashes of the prompt's first blocks, more with each turn, at last those of all full blocks.
+        """Yield the hashes of the prompt's first blocks, more with each iteration, finally those of all full blocks.
 
-        Each turn takes less than a millisecond. Raises `BadRequestError` for a prompt that the engine would not accept.
+        Each iteration takes less than a millisecond. Raises `BadRequestError` for a prompt that the engine would refuse.
         """
 
 
@@ -79,9 +80,9 @@ class ManagedEngine:
         set_freeze: Callable[[bool], None],
         set_bypass: Callable[[bool], None],
     ) -> None:
-        """`engine`: its name, as in traces. `hash_tokens`: tokens per block hash.
+        """`engine`: its name, as in traces. `hash_tokens`: tokens per block hash. `hash_prompt`: as the engine hashes.
 
-        `request_of`: makes a request of a prompt and its block hashes. For KV events, which name tokens: None without.
+        `request_of(prompt, hashes)`: makes a request, for KV events, which contain its tokens; None: no KV events.
         """
         self._side, self._engine, self._hash, self._request_of = side, engine, hash_prompt, request_of
         self._prefixes = side.prefetching.prefixes
@@ -94,7 +95,7 @@ class ManagedEngine:
         self._pending: dict[int, Order] = {}
 
     def name_salts(self, token: bytes) -> None:
-        """Set the operators' token, the key of the digests of salts. Before the first request."""
+        """Set the operators' token, with which salts are digested. To be called before the first request."""
         self._holders.token = token
 
     async def holders(self, rows_max: int) -> models.Holders:
@@ -102,7 +103,7 @@ class ManagedEngine:
         return await self._holders.report(rows_max, _again(self._side.catalog.holders))
 
     def counters(self) -> dict[str, int]:
-        """Return counters and gauges of the scheduler's side, by name."""
+        """Return counters and gauges of the scheduler side, by name."""
         return _again(self._side.stats)
 
     def switches(self) -> models.SwitchStates:
@@ -111,7 +112,7 @@ class ManagedEngine:
         return models.SwitchStates(freeze=switches.freeze, bypass=switches.bypass)
 
     def switch(self, wanted: models.SetSwitches) -> models.SwitchStates:
-        """Set switches, from the next step on. Raises `BadRequestError`."""
+        """Set switches from the next step on, and return all. Raises `BadRequestError` for both freeze and bypass."""
         now = self.switches()
         freeze = now.freeze if wanted.freeze is None else wanted.freeze
         bypass = now.bypass if wanted.bypass is None else wanted.bypass
@@ -124,7 +125,7 @@ class ManagedEngine:
         return self.switches()
 
     async def lookup(self, prompt: models.PromptLookup) -> models.HeldTokens:
-        """Return how much of a prompt is in memory, and in tiers. One at a time. Raises `BadRequestError`."""
+        """Return how much of a prompt is in memory and, if it asks for them, in tiers. Raises `BadRequestError`."""
         async with self._one:
             asked = await self._hashed(prompt)
         tokens, held, why = asked.num_tokens, 0, miss_reasons.ADAPTER
@@ -142,32 +143,38 @@ class ManagedEngine:
     # ---- orders ---------------------------------------------------------------------------------------------------
 
     async def pin(self, wanted: models.PinOrder) -> models.Pinned | models.Pending:
-        """Keep what memory has of a prompt. Raises `BadRequestError`, `EndedError`."""
+        """Pin what memory holds of a prompt. Returns `Pending` if that is not done within `wait_s_max` seconds.
+
+        Raises:
+            BadRequestError: the engine would not accept the prompt, or the order is refused.
+            EndedError: the engine shuts down, or too many orders wait.
+
+        """
         asked = await self._known(wanted)
         result: models.Pinned | models.Pending
         result = await self._ordered(lambda: self._side.pins.pin(self._prefixes, asked, wanted.seconds))
         return result
 
     async def unpin(self, number: int) -> models.Pinned | models.Pending:
-        """Give a pin back. Raises as `pin`."""
+        """End a pin. Returns and raises as `pin`."""
         result: models.Pinned | models.Pending = await self._ordered(lambda: self._side.pins.unpin(number))
         return result
 
     def pins(self) -> models.PinnedPrompts:
-        """Return what is pinned."""
+        """Return all pins."""
         pins = self._side.pins
         pinned = [models.Pinned(**one._asdict()) for one in _again(pins.listed)]
         return models.PinnedPrompts(pins=pinned, chunks=pins.chunks, chunks_max=pins.chunks_max)
 
     async def evict(self, wanted: models.EvictOrder) -> models.EvictedChunks | models.Pending:
-        """Drop what memory has of a prompt. Raises as `pin`."""
+        """Evict what memory holds of a prompt. Returns and raises as `pin`."""
         asked = await self._known(wanted)
         result: models.EvictedChunks | models.Pending
         result = await self._ordered(lambda: self._side.pins.evict(self._prefixes, asked, wanted.from_token))
         return result
 
     async def evict_matching(self, wanted: models.EvictMatching) -> models.EvictedChunks | models.Pending:
-        """Drop what memory has of tenants. Raises as `pin`."""
+        """Evict what memory holds of the tenants that `wanted` selects. Returns and raises as `pin`."""
         try:
             selects = selecting(wanted, self._holders.token)
         except ValueError as error:
@@ -177,7 +184,7 @@ class ManagedEngine:
         return result
 
     async def warm(self, wanted: models.WarmOrder) -> models.Warmed | models.Pending:
-        """Fetch what tiers have of a prompt into memory. Raises as `pin`."""
+        """Fetch what tiers hold of a prompt into memory. Returns and raises as `pin`."""
         asked = await self._known(wanted)
         request = self._request_of(wanted, asked.hashes) if self._request_of is not None else None
         result: models.Warmed | models.Pending
@@ -185,7 +192,7 @@ class ManagedEngine:
         return result
 
     async def order(self, number: int) -> Any:  # noqa: ANN401  (whatever was ordered)
-        """Return the result of an order that was pending. Raises as `pin`."""
+        """Return the result of an order that was pending, or `Pending` again. Raises as `pin`."""
         order = self._pending.get(number)
         if order is None:
             raise BadRequestError(f"order: no order {number} is remembered")
@@ -216,7 +223,7 @@ class ManagedEngine:
             orders.turns.give_back()
 
     async def _outcome(self, order: Order) -> Any:  # noqa: ANN401
-        """Return the result of `order`, or `Pending` after `wait_s_max`. Carries out orders while the engine idles."""
+        """Return the result of `order`; `Pending` after `wait_s_max`. Carries out orders while the engine is idle."""
         until_s, idle = time.monotonic() + self.wait_s_max, True
         while (idle or not order.over) and time.monotonic() < until_s:
             idle = self._slice()
@@ -354,12 +361,12 @@ class ManagedEngine:
 
 
 class HashedPrompt(KnownPrompt):
-    """A prompt that was given. `hashes`: the engine's; `unknown`: which adapter it has, so that it has no keys."""
+    """An operator's prompt. `hashes`: the engine's block hashes. `unknown`: its adapter's digest is, so it has no keys."""
 
     def __init__(
         self, prompt: models.Prompt, keys: Sequence[bytes], hashes: Sequence[bytes], digest: bytes = b""
     ) -> None:
-        """`digest`: of its adapter's bytes; b"": nobody knows them."""
+        """`keys`: the hashes with the adapter's digest. `digest`: of its adapter's bytes; b"": not known."""
         one = prompt.adapter
         adapter = AdapterIdentity(one.name, one.path, digest) if one is not None else None
         super().__init__(keys, len(prompt.tokens), prompt.cache_salt or "", adapter)
@@ -367,7 +374,7 @@ class HashedPrompt(KnownPrompt):
 
 
 def _again(look: Callable[[], _T]) -> _T:
-    """Look at what the scheduler's thread changes meanwhile: again, where it did."""
+    """Return `look()`, called again if the scheduler's thread has changed what it reads meanwhile."""
     for _ in range(TRIES):
         try:
             return look()

@@ -34,7 +34,7 @@ _NAMES: Final = {STORES: "stores", "": "warm"}
 def selecting(wanted: models.EvictMatching, token: bytes) -> Callable[[Tenant], bool]:
     """Return the predicate for tenants whose chunks `wanted` selects. `token`: the operators', for digests of salts.
 
-    Raises ValueError: `wanted` selects nothing, or its fields contradict each other.
+    Raises ValueError if `wanted` selects nothing, or its fields contradict each other.
     """
     salts = {"cache_salt": wanted.cache_salt, "salt_digest": wanted.salt_digest, "no_salt": wanted.no_salt}
     adapters = {"adapter": wanted.adapter, "adapter_digest": wanted.adapter_digest}
@@ -66,12 +66,12 @@ def selecting(wanted: models.EvictMatching, token: bytes) -> Callable[[Tenant], 
 
 
 class _TenantCount:
-    """Chunks of one tenant. `held`: those with leases; `used_s`: latest use of any, by the catalog's clock."""
+    """Chunks of one tenant. `held`: of them with readers or writers; `used_s`: the last use, by the catalog's clock."""
 
     __slots__ = ("chunks", "held", "tenant", "used_s")
 
     def __init__(self, tenant: Tenant) -> None:
-        """Nothing yet."""
+        """Start at zero."""
         self.tenant, self.chunks, self.held, self.used_s = tenant, 0, 0, 0
 
 
@@ -79,7 +79,7 @@ class PoolHolders:
     """Counts who uses the pool. One per engine; used by the management thread."""
 
     def __init__(self, side: SchedulerSide) -> None:
-        """`token`, the operators', is set before the first request."""
+        """`side`: read only. The attribute `token`, the operators', is set before the first request."""
         self._side, self._one = side, anyio.Lock()
         self.token = b""
 
@@ -101,7 +101,7 @@ class PoolHolders:
             tenants=len(held),
             tenants_shown=[self._row(one, self._side.catalog.now_s) for one in most],
             chunks=sum(one.chunks for one in held.values()) + rest,
-            chunks_untold=rest,
+            chunks_unnamed=rest,
             holders=len(by_owner),
             holders_shown=[
                 models.LeaseHolder(holder=_NAMES.get(name) or bounded(name), kind=kind, chunks=chunks)

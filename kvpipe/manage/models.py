@@ -1,4 +1,4 @@
-"""Bodies of requests and answers of the management interface, as OpenAPI describes them."""
+"""Bodies of the management interface's requests and responses, as OpenAPI describes them."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class AdapterOf(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A prompt without images. All that is given decides under which keys its KV is kept.
+    """A prompt without images. All its fields decide under which keys its KV is kept.
 
-    `tokens`: token ids. `cache_salt`: vLLM's of its requests. Read by msgspec: while a long list is read, the engine
-    waits for the interpreter: with pydantic several times as long.
+    `tokens`: token ids. `cache_salt`: that of its requests in vLLM. Parsed by msgspec, because the engine waits for the
+    interpreter while a long list is parsed, and pydantic takes several times as long.
     """
 
     tokens: Annotated[
@@ -44,13 +44,13 @@ class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PromptLookup(Prompt, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A prompt to look up. `tiers`: ask them, too."""
+    """A prompt to look up. `tiers`: ask the tiers, too."""
 
     tiers: bool = False
 
 
 class PinOrder(Prompt, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A prompt to pin. `seconds`: for so long at most; the configuration's `manage_pin_s_max` is the most."""
+    """A prompt to pin for at most `seconds`, which the configuration's `manage_pin_s_max` limits."""
 
     seconds: Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 
@@ -62,11 +62,12 @@ class EvictOrder(Prompt, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class EvictMatching(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What to evict, whatever its prompts are: what all that is given is true of.
+    """Which chunks to evict, whatever their prompts: those for which every given field holds.
 
-    `cache_salt`, `salt_digest` (see `Holders`), or `no_salt`: of these requests. `adapter`, `adapter_digest`: the name
-    of a LoRA adapter, and its bytes, or `no_adapter`. `idle_s`: what nobody holds, and was of no use for so long.
-    `all`: everything; it stands alone.
+    `cache_salt`, `salt_digest` (see `Holders`) or `no_salt`: of requests with this salt, or with none. `adapter`,
+    `adapter_digest` or `no_adapter`: of a LoRA adapter with this name, with this digest of its bytes, or of none.
+    `idle_s`: chunks that nobody holds and that were not used for so many seconds. `all`: everything; no other field
+    may be given then.
     """
 
     cache_salt: Text | None = None
@@ -80,21 +81,21 @@ class EvictMatching(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TenantHolds(_ToOperator):
-    """What the pool has of the requests with one salt and one adapter."""
+    """The chunks in the pool of requests with one salt and one adapter."""
 
-    salt_digest: str = Field(description="Of their `cache_salt`: `kvpipe cache salt` computes it. Nothing: no salt.")
-    adapter: str = Field(description="Their LoRA adapter's name; nothing: none.")
-    adapter_digest: str = Field(description="Of its bytes.")
+    salt_digest: str = Field(description="Digest of their `cache_salt`, as of `kvpipe cache salt`; empty: no salt.")
+    adapter: str = Field(description="Their LoRA adapter's name; empty: none.")
+    adapter_digest: str = Field(description="Digest of the adapter's bytes.")
     chunks: int
-    bytes: int = Field(description="Of their slots, on the rank that the scheduler knows.")
-    held: int = Field(description="Of the chunks, those that somebody reads or writes, or that are pinned.")
-    idle_s: float = Field(description="Since any of them was of use, to the second.")
+    bytes: int = Field(description="Of the chunks' slots, on the rank that the scheduler knows.")
+    held: int = Field(description="Of the chunks, those that are read, written or pinned.")
+    idle_s: float = Field(description="Seconds since the last use of any of them, to the second; 0: one is held.")
 
 
 class LeaseHolder(_ToOperator):
-    """Who keeps chunks from being evicted by others."""
+    """A holder of leases: its chunks are not evicted."""
 
-    holder: str = Field(description="A request, or `pin:` with the number of a pin.")
+    holder: str = Field(description="A request's id, `pin:` with the number of a pin, `stores` or `warm`.")
     kind: str = Field(
         description="`request`: it loads them; `tiers`: it waits for more, or they are being stored; `pin`."
     )
@@ -102,99 +103,99 @@ class LeaseHolder(_ToOperator):
 
 
 class Holders(_ToOperator):
-    """Who holds the pool, those who hold most first. It was looked at slot by slot while the engine served."""
+    """Who uses the pool, those with most chunks first. Counted slot by slot while the engine serves."""
 
     chunks: int
     tenants: int = Field(description="Pairs of salt and adapter.")
     tenants_shown: list[TenantHolds]
-    chunks_untold: int = Field(description="Of tenants beyond the first 4,096, which are not counted by name.")
+    chunks_unnamed: int = Field(description="Of tenants beyond the first 4,096, which are not counted by name.")
     holders: int = Field(description="Requests and pins with leases.")
     holders_shown: list[LeaseHolder]
 
 
 class WarmOrder(Prompt, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A prompt to fetch from tiers. `seconds`: it is pinned then, as by a pin order; 0: it is not."""
+    """A prompt to fetch from tiers. `seconds`: how long to pin it after that; 0: it is not pinned."""
 
     seconds: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 0.0
 
 
 class Pinned(_ToOperator):
-    """A prompt that is pinned."""
+    """A pin on a prompt."""
 
-    pin: int = Field(description="Its number, by which it is given back.")
-    tokens: int = Field(description="Tokens from its beginning that could be a hit when it was pinned, and are kept.")
+    pin: int = Field(description="The pin's number, for DELETE /v1/pins/PIN.")
+    tokens: int = Field(description="Tokens from the prompt's beginning that were a hit when it was pinned, and stay.")
     chunks: int = Field(description="Chunks that it holds.")
-    left_s: float = Field(description="Until it ends.")
+    left_s: float = Field(description="Seconds until the pin ends.")
 
 
 class PinnedPrompts(_ToOperator):
-    """All that is pinned."""
+    """All pins."""
 
     pins: list[Pinned]
-    chunks: int = Field(description="That pins hold; one that several hold counts once.")
-    chunks_max: int = Field(description="That they may hold: `manage_pinned_share_max` of the pool.")
+    chunks: int = Field(description="Chunks that pins hold; one that several pins hold counts once.")
+    chunks_max: int = Field(description="Chunks that pins may hold: `manage_pinned_share_max` of the pool.")
 
 
 class EvictedChunks(_ToOperator):
-    """What an eviction has done."""
+    """The result of an eviction."""
 
     chunks: int = Field(description="Chunks that cannot be found any more.")
-    held: int = Field(description="Of these, those whose slots are free only when who reads or writes them is done.")
-    pins_ended: int = Field(description="Pins that held any of them.")
+    held: int = Field(description="Of these, those whose slots are free only when their readers and writers are done.")
+    pins_ended: int = Field(description="Pins that held any of them, and have ended.")
 
 
 class Warmed(_ToOperator):
-    """A prompt of which tiers were asked."""
+    """The result of a warm order."""
 
-    tokens: int = Field(description="Tokens from its beginning that are a hit in memory now for who goes on behind it.")
-    fetched_tokens: int = Field(description="Tokens that came from tiers for it.")
-    pin: int = Field(description="The number of the pin that holds it; 0: none does.")
-    left_s: float = Field(description="Until the pin ends.")
+    tokens: int = Field(description="Tokens from its beginning that are a hit in memory now, for a longer prompt.")
+    fetched_tokens: int = Field(description="Tokens that were fetched from tiers for it.")
+    pin: int = Field(description="The number of the pin that holds it; 0: it is not pinned.")
+    left_s: float = Field(description="Seconds until the pin ends.")
 
 
 class Pending(_ToOperator):
-    """An order that waits for a step of the engine, or is carried out in its steps."""
+    """An order that is not carried out yet: the engine's next steps do that."""
 
-    order: int = Field(description="Its number: GET /v1/orders/ORDER returns its result.")
+    order: int = Field(description="The order's number, for GET /v1/orders/ORDER, which returns its result.")
     pending: bool = True
     waits_for: str = "the engine's next step: while it has nothing to do it makes none"
 
 
 class HeldByTier(_ToOperator):
-    """How much of a prompt one tier has, whatever else has it."""
+    """How much of a prompt one tier holds by itself."""
 
     name: str
     held_tokens: int | None = Field(
-        description="Tokens from its beginning that this tier could bring alone. Nothing: it is not known."
+        description="Tokens from the prompt's beginning that this tier alone could serve. Null: not known."
     )
-    unknown: str = Field(description="Why it is not known, or nothing.")
+    unknown: str = Field(description="Why it is not known; empty if it is.")
 
 
 class HeldTokens(_ToOperator):
-    """How much of a prompt would be found in memory now."""
+    """How much of a prompt a lookup would find now."""
 
     tokens: int = Field(description="Tokens of the prompt.")
     held_tokens: int = Field(
         description="Tokens from its beginning whose KV is in memory, as far as they can be a hit."
     )
-    why: str = Field(description="Why it is no more: one of the reasons in docs/tracing.md, or nothing.")
+    why: str = Field(description="Why there are no more: a reason of docs/tracing.md; empty if all are held.")
     reach_tokens: int | None = Field(
         default=None,
-        description="What memory and the tiers that have answered hold together, if tiers were asked. At least: of one "
-        "tier's last chunk it is not asked how much of it another has.",
+        description="Tokens that memory and the tiers that have answered hold together; null: tiers were not asked. A "
+        "lower bound: where one tier's last chunk ends early, the others are not asked for its rest.",
     )
-    tiers: list[HeldByTier] = Field(default=[], description="What each has by itself, if tiers were asked.")
+    tiers: list[HeldByTier] = Field(default=[], description="What each tier holds by itself, if tiers were asked.")
 
 
 class SwitchStates(_ToOperator):
-    """What is switched on and off."""
+    """The switches."""
 
     freeze: bool = Field(description="Hits are served, nothing new is saved.")
     bypass: bool = Field(description="Nothing is saved or loaded.")
 
 
 class SetSwitches(_FromOperator):
-    """SwitchStates to set; those that are not given stay as they are."""
+    """Switches to set; those that are not given stay as they are."""
 
     freeze: Annotated[bool, Field(strict=True)] | None = None
     bypass: Annotated[bool, Field(strict=True)] | None = None
@@ -204,59 +205,59 @@ class QuotaState(_ToOperator):
     """The slots of one quota, docs/quotas.md."""
 
     name: str
-    slots: int = Field(description="Those that hold something of its requests.")
-    slots_sure: int = Field(description="Those that nobody else's requests take from it.")
-    slots_max: int = Field(description="Those that it may hold.")
+    slots: int = Field(description="Slots that its requests' chunks use.")
+    slots_sure: int = Field(description="Slots that are guaranteed to it.")
+    slots_max: int = Field(description="Slots that it may use at most.")
 
 
 class PoolState(_ToOperator):
-    """The host pool of each rank, which all hold the same chunks."""
+    """The host pool of a rank; all ranks' pools hold the same chunks."""
 
-    slots: int = Field(description="Of each rank's pool.")
-    slots_ready: int = Field(description="Those whose memory every rank has.")
-    slots_used: int = Field(description="Those that hold something.")
-    slot_bytes: int = Field(description="Of one slot, on the rank that the scheduler knows.")
+    slots: int = Field(description="Slots of each rank's pool.")
+    slots_ready: int = Field(description="Slots whose memory every rank has allocated.")
+    slots_used: int = Field(description="Slots that are not free.")
+    slot_bytes: int = Field(description="Bytes of one slot, on the rank that the scheduler knows.")
     bytes_used: int
     bytes_max: int
-    leases: int = Field(description="Chunks held by requests; one that several hold counts several times.")
-    oldest_lease_s: float
+    leases: int = Field(description="Leases on chunks; a chunk that several requests hold counts several times.")
+    oldest_lease_s: float = Field(description="Age of the oldest lease in seconds; 0: there is none.")
     pieces_writing: int = Field(description="Pieces of chunks that are being saved or fetched.")
-    chunks_pinned: int = Field(description="That operators have pinned.")
-    quotas: list[QuotaState] = Field([], description="Who holds the slots that are used; none: there are no quotas.")
+    chunks_pinned: int = Field(description="Chunks that operators have pinned.")
+    quotas: list[QuotaState] = Field([], description="The used slots by quota; empty: there are no quotas.")
 
 
 class RequestHolds(_ToOperator):
-    """One living request."""
+    """One request that is not finished."""
 
-    request: str
-    lived_s: float = Field(description="Since it came.")
-    tokens: int = Field(description="Of its prompt and its answer so far.")
+    request: str = Field(description="Its id.")
+    lived_s: float = Field(description="Seconds since it arrived.")
+    tokens: int = Field(description="Tokens of its prompt and of its answer so far.")
     preemptions: int
-    state: str = Field(description="Of its machine, docs/machines/request.md.")
-    saving: str = Field(description="Of docs/machines/saving.md.")
+    state: str = Field(description="Its state in the machine of docs/machines/request.md.")
+    saving: str = Field(description="Its state in the machine of docs/machines/saving.md.")
     saved_tokens: int = Field(description="Tokens from its beginning that are saved, being saved, or held already.")
-    chunks_held: int = Field(description="Leases: of its load, or while it waits for tiers.")
+    chunks_held: int = Field(description="Leases of its load, or of its stage while it waits for tiers.")
     waits_for_tiers: bool
 
 
 class JobCounts(_ToOperator):
-    """What the ranks have not reported yet."""
+    """Jobs and tier orders that not all ranks have reported yet."""
 
     saves: int
     loads: int
     tier_orders: int
-    save_bytes: int = Field(description="Of the saves, on the rank that the scheduler knows.")
-    load_bytes: int = Field(description="Of the loads, on that rank.")
-    tier_bytes_max: int = Field(description="Of the slots that tier orders fill or read: they carry no more.")
+    save_bytes: int = Field(description="Bytes that the saves copy, on the rank that the scheduler knows.")
+    load_bytes: int = Field(description="Bytes that the loads copy, on that rank.")
+    tier_bytes_max: int = Field(description="Bytes of the slots that tier orders fill or read: an upper bound.")
 
 
 class Traffic(_ToOperator):
-    """What admissions found, since the engine began. Tokens that vLLM's own prefix cache had are in none of it."""
+    """Totals over all admissions since the engine's start, without the tokens of vLLM's own prefix cache."""
 
-    hit_tokens: dict[str, int] = Field(description="Tokens that are loaded, by the tier that they came from.")
-    missed_tokens: dict[str, int] = Field(description="Tokens that nobody had, by reason: docs/tracing.md.")
-    evicted: int = Field(description="Chunks.")
-    faults: int = Field(description="Of the scheduler's side: see docs/counters.md.")
+    hit_tokens: dict[str, int] = Field(description="Tokens that were loaded, by the tier that they came from.")
+    missed_tokens: dict[str, int] = Field(description="Tokens that were not found, by reason: docs/tracing.md.")
+    evicted: int = Field(description="Chunks that were evicted.")
+    faults: int = Field(description="Faults of the scheduler side: see docs/counters.md.")
 
 
 class TierState(_ToOperator):
@@ -264,29 +265,29 @@ class TierState(_ToOperator):
 
     name: str
     kind: str
-    breaker: str = Field(description="Of lookups: CLOSED: it is asked; else see docs/machines/breaker.md.")
-    left_by_ranks: bool = Field(description="Some rank does not read it for now.")
+    breaker: str = Field(description="Its breaker's state for lookups: CLOSED: it is used. See docs/machines/breaker.md.")
+    left_by_ranks: bool = Field(description="Whether some rank does not read it at present.")
 
 
 class AdapterHeld(_ToOperator):
     """An adapter that ranks hold."""
 
-    number: int
-    digest: str = Field(description="Of its bytes; empty: ranks differ, or not all have reported.")
+    number: int = Field(description="vLLM's `lora_int_id`.")
+    digest: str = Field(description="Digest of its bytes; empty: ranks differ, or not all have reported.")
 
 
 class EngineState(_ToOperator):
-    """A moment of the engine. Its parts are looked at one after the other while it serves."""
+    """The state of the engine. Its parts are read one after the other while it serves."""
 
-    kvpipe: str = Field(description="Version.")
-    engine: str
-    up_s: float
-    namespace: str = Field(description="Of its chunks in tiers; nothing: tiers are not used.")
+    kvpipe: str = Field(description="kvpipe's version.")
+    engine: str = Field(description="The engine's name, as in traces.")
+    up_s: float = Field(description="Seconds since the engine's start.")
+    namespace: str = Field(description="The namespace of its chunks in tiers; empty: tiers are not used.")
     step: int = Field(description="Steps planned so far.")
     switches: SwitchStates
-    saving: bool = Field(description="Whether what becomes final is saved.")
+    saving: bool = Field(description="Whether units that become final are saved.")
     pool: PoolState
-    requests: int = Field(description="Living requests.")
+    requests: int = Field(description="Requests that are not finished.")
     requests_shown: list[RequestHolds]
     jobs: JobCounts
     traffic: Traffic

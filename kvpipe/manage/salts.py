@@ -7,7 +7,7 @@ import hmac
 
 
 def salt_digest(token: bytes, salt: str) -> str:
-    """Return the 16 hex digits that stand for a salt, keyed by the operators' token; nothing for an empty salt."""
+    """Return the digest of a salt, 16 hex digits, keyed by the operators' token; "" for an empty salt."""
     if not salt:
         return ""
     message = b"kvpipe cache_salt\0" + salt.encode("utf-8", "surrogatepass")

@@ -1,4 +1,4 @@
-"""uvicorn on a loop of kvpipe's own, behind a guard: the token first, and bounds on bytes, time and connections."""
+"""uvicorn on a loop thread of kvpipe's own, behind a guard: it checks the token and bounds bytes, time, connections."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BODY_BYTES_MAX: Final = 1 << 20
 HEADER_BYTES_MAX: Final = 16 << 10
 CONNECTIONS_MAX: Final = 32
 CONNECTION_S_MAX: Final = 30.0
-"""The longest that a connection lives, whatever it does."""
+"""The longest life of a connection, in seconds, busy or not."""
 
 _SILENT: Final = logging.getLogger("kvpipe-manage-http")  # no other's child: whoever configures one resets its children
 """uvicorn's logger, which would write lines without bound about what clients send."""
@@ -37,19 +37,19 @@ AsgiApp = Callable[[AsgiScope, Receive, Send], Awaitable[None]]
 
 
 class _BrokenOffError(Exception):
-    """A client is gone before its body's end."""
+    """A client has disconnected before its body's end."""
 
 
 class Guard:
     """Passes requests with the token and a body within bounds to `app`. Exceptions of `app` are counted, not raised."""
 
     def __init__(self, app: AsgiApp, token: bytes, counters: Counters) -> None:
-        """`token`: what follows `Bearer` in the header `Authorization`."""
+        """`token`: what must follow `Bearer` in the header `Authorization`."""
         self._app, self._counters = app, counters
         self._wanted = hashlib.sha256(b"Bearer " + token).digest()
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
+        """Serve one ASGI request: 401 for a wrong token, 413 for a body that is too long, else what `app` answers."""
         if scope["type"] != "http":
             return
         self._counters["manage_requests"] += 1
@@ -70,7 +70,7 @@ class Guard:
             self._counters.fault("contained_error", where="manage", error=repr(error))
 
     async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
-        """Return the body; None: it is too long, and is not read to its end. Raises _BrokenOffError."""
+        """Return the body; None if it is too long: it is not read to its end. Raises _BrokenOffError on a disconnect."""
         length = headers.get(b"content-length", b"0")
         if len(length) > len(str(BODY_BYTES_MAX)) or int(length) > BODY_BYTES_MAX:
             return None
@@ -97,7 +97,7 @@ class Guard:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """Return what receives `body`, and then what comes behind it."""
+    """Return a `Receive` that yields `body`, and then what `receive` does."""
     first = [body]
 
     async def replayed() -> MutableMapping[str, Any]:
@@ -112,7 +112,7 @@ class OperatorServer:
     """Serves one engine's operators until `stop`."""
 
     def __init__(self, listener: OperatorSocket, app: AsgiApp, token: bytes, counters: Counters) -> None:
-        """Start the thread. `listener` is closed at the end."""
+        """Start the thread. `stop` closes `listener`."""
         self._listener, self._counters = listener, counters
         config = Config(
             Guard(app, token, counters), http=self._protocol(), interface="asgi3", loop="none", ws="none",
@@ -123,7 +123,7 @@ class OperatorServer:
         self.loop = LoopThread("kvpipe-manage", tasks=(self._serve,))
 
     def stop(self) -> None:
-        """Answer nobody any more. Idempotent."""
+        """Stop serving, and close the listener. Idempotent."""
         self.loop.stop()
         self._listener.close()
 
@@ -140,7 +140,7 @@ class OperatorServer:
         counters, oldest_first = self._counters, dict[Any, None]()
 
         class Bounded(H11Protocol):
-            """A connection that does not live long, and of which there are few: the oldest idle one makes room."""
+            """A connection with a bounded life and in bounded number: the oldest idle one is closed for a new one."""
 
             def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  (uvicorn's)
                 super().__init__(*args, **kwargs)
@@ -148,7 +148,7 @@ class OperatorServer:
                 self._end: Any = None
 
             def connection_made(self, transport: Any) -> None:  # noqa: ANN401
-                """One more."""
+                """Count the connection; close the oldest idle one if there are too many, else this one."""
                 super().connection_made(transport)
                 if len(oldest_first) >= CONNECTIONS_MAX:
                     idle = next((one for one in oldest_first if one.cycle is None or one.cycle.response_complete), self)
@@ -161,14 +161,14 @@ class OperatorServer:
                 self._end = self.loop.call_later(CONNECTION_S_MAX, self._over)
 
             def connection_lost(self, exc: Exception | None) -> None:
-                """One less."""
+                """Count the connection no more."""
                 oldest_first.pop(self, None)
                 if self._end is not None:
                     self._end.cancel()
                 super().connection_lost(exc)
 
             def send_400_response(self, msg: str) -> None:
-                """What came is no request, or no more of one."""
+                """Count a malformed request, and answer it."""
                 counters.count("manage_refused", "request")
                 super().send_400_response(msg)
 

@@ -1,4 +1,4 @@
-"""Starts the management interface of an engine. Its extra (FastAPI, uvicorn) is imported only by `start`."""
+"""Starts the management interface of an engine. Only `start` imports its extra (FastAPI, uvicorn)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ TOKEN_CHARS_MIN: Final = 16
 
 
 def read_token(settings: Settings) -> bytes:
-    """Return the token that every request must have.
+    """Return the token that every request must carry.
 
     Raises:
-        ConfigError: it cannot be read, may be read by others, is too short, or no header can hold it.
+        ConfigError: it is not configured, cannot be read, may be read by others, has fewer than `TOKEN_CHARS_MIN`
+            characters, or no header can hold it.
 
     """
     file, why = settings.manage_token_file, ""
@@ -46,10 +47,10 @@ def read_token(settings: Settings) -> bytes:
 
 
 def check_token(token: str) -> None:
-    """Refuse a token that a header cannot hold. It is not shown.
+    """Check that a header can hold `token`.
 
     Raises:
-        ConfigError: it has other than printable ASCII characters, or a blank.
+        ConfigError: it has other than printable ASCII characters, or a blank. The message does not show it.
 
     """
     if not token.isascii() or not token.isprintable() or " " in token:

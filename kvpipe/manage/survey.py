@@ -1,4 +1,4 @@
-"""Lookups for operators: how much of a prompt each tier holds alone. Apart from the lookups of requests."""
+"""Lookups for operators: how much of a prompt each tier holds by itself. They do not affect the lookups of requests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TierSurvey:
     """Asks tiers about prompts. One per engine, used by one event loop."""
 
     def __init__(self, side: SchedulerSide, hash_tokens: int) -> None:
-        """`hash_tokens`: tokens per block hash."""
+        """`hash_tokens`: tokens per block hash. The attribute `seconds_max` limits a survey."""
         self._side, self._geometry = side, side.geometry
         self._groups = range(len(side.geometry.groups))
         nothing = Catalog(0, len(self._groups), make_policy("lru", 0), Counters())
@@ -43,9 +43,9 @@ class TierSurvey:
         self.seconds_max = SURVEY_S_MAX
 
     async def ask(self, asked: Request, why_not: str = "") -> tuple[list[models.HeldByTier], Found]:
-        """Return what each tier alone holds of a prompt, and the keys that any tier holds. One survey at a time.
+        """Return what each tier holds of a prompt by itself, and the keys that any tier holds. One survey at a time.
 
-        `why_not`: the reason why no tier can be asked, if so.
+        `why_not`: if not empty, no tier is asked, for this reason.
         """
         found: Found = tuple({} for _ in self._groups)
         staging = self._side.staging
@@ -65,11 +65,11 @@ class TierSurvey:
         return tiers, found
 
     def _may_ask(self, place: int) -> bool:
-        """Whether the tier at `place` has ended its last survey: it has one at a time, however late it is."""
+        """Whether the tier with the index `place` has ended its last survey. A tier gets one at a time, even if late."""
         return place not in self._last or self._last[place].done
 
     def _lookup(self, asked: Request, space: str, also: str) -> TierLookup:
-        """Return the lookup of all that a tier may hold of a prompt."""
+        """Return a lookup of everything that a tier may hold of a prompt."""
         prefixes, per_chunk, states = self._alone, self._geometry.units_per_chunk, sorted(self._geometry.states)
         keys = prefixes.unit_keys(asked)
         growing = [group for group in self._groups if group not in self._geometry.states]

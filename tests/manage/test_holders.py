@@ -88,7 +88,7 @@ def test_who_holds_what(managed: Managed, clock: list[float]) -> None:
         ["", "", "", 1, size, 0, 10.5],
         [BOB, "poet", "0102", 1, size, 0, 10.5],
     ]
-    assert (told["chunks"], told["tenants"], told["chunks_untold"]) == (7, 4, 0)
+    assert (told["chunks"], told["tenants"], told["chunks_unnamed"]) == (7, 4, 0)
     assert told["holders_shown"] == [{"holder": "reader", "kind": "request", "chunks": 2}]
     assert "alice" not in str(told)
     some = managed.good("GET", "/v1/holders?rows_max=1")
@@ -113,7 +113,7 @@ def test_many_tenants_are_told_together(managed: Managed, monkeypatch: pytest.Mo
     for number in range(10):
         save(managed, f"r{number}", 1, f"s{number}")
     told = managed.good("GET", "/v1/holders")
-    assert (told["tenants"], told["chunks_untold"], told["chunks"]) == (3, 7, 10)
+    assert (told["tenants"], told["chunks_unnamed"], told["chunks"]) == (3, 7, 10)
 
 
 def test_by_salt(managed: Managed) -> None:

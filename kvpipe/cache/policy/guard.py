@@ -76,7 +76,7 @@ class GuardedPolicy(Lru):
         return super().victim() if self._policy is None else chunk
 
     def _taken(self, policy: Policy) -> Evictable | None:
-        """Remove and return the policy's victim. Raises LookupError if it is not evictable, or what the policy raises."""
+        """Remove and return the policy's victim. Raises LookupError if it is not evictable, or what `policy` raises."""
         chunk = policy.victim()
         if chunk not in self._order if chunk is not None else self._order:
             raise LookupError("its victim is no chunk that may go")

@@ -1,7 +1,7 @@
 """`kvpipe doctor`: checks the machine and what is installed on it, and names remedies.
 
-A check is a function of the settings and of a `HostFacts` (`facts.py`), which is where it gets its facts: tests put
-others there.
+A check is a function of the settings and of a `HostFacts` (`facts.py`), from which it gets all facts about the machine;
+tests replace these.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TIERS: list[Check] = [
     Check("memory pool", storage.check_memory_pool, "fail"),
     Check("tiers", storage.check_tiers, "fail"),
 ]
-"""One check for each tier that chunks are kept in."""
+"""The checks of the places in which chunks are kept."""
 
 CHECKS: list[Check] = [
     Check("python", installed.check_python, "fail"),
@@ -40,7 +40,7 @@ CHECKS: list[Check] = [
 
 
 def examine(settings: Settings, machine: HostFacts | None = None) -> list[Finding]:
-    """Run every check. Nothing raises: a check that does is a finding."""
+    """Run every check and return the findings. Never raises: a check that does becomes a finding."""
     facts = machine or HostFacts()
     findings = []
     for check in (*CHECKS, *TIERS):
@@ -57,7 +57,7 @@ def examine(settings: Settings, machine: HostFacts | None = None) -> list[Findin
 
 
 def examine_extra(extra: str, *, ranks: int = 1) -> list[Finding]:
-    """Check the configuration too, given as JSON. With a wrong one, everything else is checked with the defaults."""
+    """Check the configuration `extra`, in JSON, then as `examine`; with the defaults if the configuration is wrong."""
     try:
         settings = load_settings(parse_extra(extra))
         given = ", ".join(f"{key}={_given(settings, key)}" for key in sorted(settings.model_fields_set))
@@ -71,7 +71,7 @@ def examine_extra(extra: str, *, ranks: int = 1) -> list[Finding]:
 
 
 def _given(settings: Settings, key: str) -> str:
-    """Return a value as one reads it: of tiers and quotas the names."""
+    """Return a setting's value for people: the names, for tiers and quotas."""
     if key == "tiers":
         return ",".join(name for name, _ in named(settings.tiers))
     if key == "quotas":

@@ -1,7 +1,7 @@
-"""What there is on this machine, as `kvpipe doctor` asks it: versions, the device, limits, processors.
+"""Facts about this machine for `kvpipe doctor`: versions, the device, limits, processors.
 
-vLLM and torch are imported by the functions that ask them, so a machine without them gets an answer too. vLLM is asked
-through its connector (`kvpipe/connectors/vllm/doctor_facts.py`).
+vLLM and torch are imported only by the functions that need them, so `kvpipe doctor` works without them. Facts about
+vLLM come through its connector (`kvpipe/connectors/vllm/doctor_facts.py`).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _locked_bytes_max() -> int | None:
 
 
 def _pin(size: int) -> None:
-    """Pin `size` bytes of host memory and let them go. Raises `TransferError`."""
+    """Pin `size` bytes of host memory and unpin them. Raises `TransferError` if the driver refuses."""
     import torch  # noqa: PLC0415
 
     from kvpipe.transfer.device import CudaDevice  # noqa: PLC0415
@@ -92,12 +92,12 @@ def _cpus() -> frozenset[int]:
 
 
 def probe_geometry(size: int) -> Geometry:
-    """A pool of `size` bytes in slots of at most 1 MiB. Raises `ConfigError` where that is less than one page."""
+    """Return the geometry of a pool of `size` bytes in slots of at most 1 MiB. Raises `ConfigError` below one page."""
     return Geometry((Group((Layer("probe", min(size, 1 << 20)),), 1),), chunk_tokens=1, pool_bytes_max=size)
 
 
 class HostFacts(NamedTuple):
-    """Where the checks get their facts. `ranks`: engine ranks on this host, each with a pool of its own."""
+    """The facts that checks use. `ranks`: engine ranks on this host, each with a pool of its own."""
 
     ranks: int = 1
     python: tuple[int, ...] = tuple(sys.version_info[:3])

@@ -41,7 +41,7 @@ class Check(NamedTuple):
 
 
 def one_line(text: object) -> str:
-    """Return a text, or an exception's, in one line of at most 400 characters."""
+    """Return `str(text)` in one line of at most 400 characters."""
     flat = " ".join(str(text).split())
     return flat if len(flat) <= _DETAIL_CHARS_MAX else flat[: _DETAIL_CHARS_MAX - 3] + "..."
 
