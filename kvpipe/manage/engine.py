@@ -62,7 +62,7 @@ class PromptHasher(Protocol):
     def __call__(self, prompt: models.Prompt) -> Iterator[Sequence[bytes]]:
         """Yield the hashes of the prompt's first blocks, more with each iteration, finally those of all full blocks.
 
-        Each iteration takes less than a millisecond. Raises `BadRequestError` for a prompt that the engine would refuse.
+        Each iteration takes less than a millisecond. Raises `BadRequestError` if the engine would refuse the prompt.
         """
 
 
@@ -361,7 +361,7 @@ class ManagedEngine:
 
 
 class HashedPrompt(KnownPrompt):
-    """An operator's prompt. `hashes`: the engine's block hashes. `unknown`: its adapter's digest is, so it has no keys."""
+    """An operator's prompt. `hashes`: the engine's block hashes. `unknown`: its adapter's digest is; it has no keys."""
 
     def __init__(
         self, prompt: models.Prompt, keys: Sequence[bytes], hashes: Sequence[bytes], digest: bytes = b""

@@ -265,7 +265,7 @@ class TierState(_ToOperator):
 
     name: str
     kind: str
-    breaker: str = Field(description="Its breaker's state for lookups: CLOSED: it is used. See docs/machines/breaker.md.")
+    breaker: str = Field(description="State of its breaker for lookups (docs/machines/breaker.md); CLOSED: it is used.")
     left_by_ranks: bool = Field(description="Whether some rank does not read it at present.")
 
 

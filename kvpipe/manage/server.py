@@ -70,7 +70,7 @@ class Guard:
             self._counters.fault("contained_error", where="manage", error=repr(error))
 
     async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
-        """Return the body; None if it is too long: it is not read to its end. Raises _BrokenOffError on a disconnect."""
+        """Return the body; None if it is too long (then the rest is not read). Raises _BrokenOffError."""
         length = headers.get(b"content-length", b"0")
         if len(length) > len(str(BODY_BYTES_MAX)) or int(length) > BODY_BYTES_MAX:
             return None

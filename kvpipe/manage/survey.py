@@ -65,7 +65,7 @@ class TierSurvey:
         return tiers, found
 
     def _may_ask(self, place: int) -> bool:
-        """Whether the tier with the index `place` has ended its last survey. A tier gets one at a time, even if late."""
+        """Whether the tier with the index `place` has ended its last survey: a tier gets one at a time."""
         return place not in self._last or self._last[place].done
 
     def _lookup(self, asked: Request, space: str, also: str) -> TierLookup:

@@ -1,8 +1,8 @@
-"""The scheduler side of LoRA adapters: of whose bytes each request's KV is, and so under which keys it is kept.
+"""The scheduler side of LoRA adapters: with which adapter's bytes each request's KV is computed, as part of its keys.
 
-What counts is what the ranks hold: they report it, and check every job against it in its step. Before they hold an
-adapter, its files are read for what they will hold. Until its bytes are known, an adapter's requests have no keys:
-nothing is found for them and nothing is saved.
+The adapters that the ranks hold count: the ranks report their digests, and check every job against them in its step.
+Before the ranks hold an adapter, its files are read to learn its digest. Until that is known, the adapter's requests
+have no keys: nothing is found for them and nothing is saved.
 """
 
 from __future__ import annotations
@@ -23,37 +23,40 @@ ALWAYS: Final = 1 << 60
 """A step that never comes: an adapter may have changed at any time before."""
 
 FRESH_S: Final = 0.5
-"""For how long what was found out counts for a request that waits; the ranks see to what changes meanwhile."""
+"""For how long a digest that was found counts for a waiting request. The ranks' checks catch later changes."""
 
 
 class Use:
-    """A request's adapter. `since_step`: from when on it must have had these bytes for what the request computes."""
+    """A request's adapter. `since_step`: from this step on the ranks must have held its bytes."""
 
     __slots__ = ("asked_s", "asked_step", "digest", "keys", "lora", "named_s", "since_step", "torn", "waits")
 
     def __init__(self, lora: Adapter) -> None:
-        """Its bytes are not known."""
+        """Start without a digest."""
         self.lora = lora
         self.digest = b""
         self.keys: list[bytes] = []
         self.since_step, self.asked_step = 0, -1
-        self.asked_s = self.named_s = 0.0  # since when it is asked what they are; when that was answered
+        self.asked_s = self.named_s = 0.0  # since when the digest is wanted; when it was last found
         self.torn = False  # the adapter changed under the request
         self.waits = False
 
 
 class Question(NamedTuple):
-    """A question to the ranks about an adapter, since a call after `step`: steps up to that one ran before it."""
+    """A question to the ranks about an adapter, because of an engine's call after step `step` was planned.
+
+    `answered`: the ranks that have reported in a later step.
+    """
 
     step: int
-    answered: set[int]  # ranks
+    answered: set[int]
 
 
 class Adapters:
     """One per scheduler side."""
 
     def __init__(self, ranks: int, seconds_max: float, counters: Counters) -> None:
-        """`seconds_max`: longest that a request waits until an adapter's files are read."""
+        """`ranks`: their number. `seconds_max`: how long a request waits at most for an adapter's files to be read."""
         self._ranks, self._seconds_max, self._counters = ranks, seconds_max, counters
         self._held: dict[int, dict[int, bytes]] = {}  # by rank: digests by the adapters' numbers
         self._open: dict[int, Question] = {}  # adapters that not all ranks have reported since a call
@@ -64,16 +67,17 @@ class Adapters:
     # ---- a request's life -----------------------------------------------------------------------------------------
 
     def begin(self, request: Request) -> None:
-        """A request has come: if it is not known what its adapter is, its files are read from now on."""
+        """A request has arrived: begin to read its adapter's files, unless the digest is known."""
         lora = request.lora_request
         if lora is not None:
             self._uses[request.request_id] = use = Use(lora)
             self._now(use, time.monotonic() - FRESH_S)
 
     def waits(self, request: Request, step: int, *, worth: bool) -> bool:
-        """Find out which bytes count for a lookup in `step`; True: not known yet, and `worth` waiting for.
+        """Find the digest for a lookup in `step`. Returns True if the request should wait for it: not known yet.
 
-        Answers the same within a step.
+        `worth`: a hit in tiers is possible, so waiting is worth it even if nothing was ever saved with this adapter.
+        Within a step the answer does not change.
         """
         use = self._uses.get(request.request_id)
         if use is None or use.asked_step == step:
@@ -94,17 +98,20 @@ class Adapters:
         return use.waits
 
     def known(self, request: Request) -> bool:
-        """Whether it is known which bytes the request's adapter has, if it has one."""
+        """Whether the request has no adapter, or one whose digest is known."""
         use = self._uses.get(request.request_id)
         return use is None or bool(use.digest)
 
     def certain(self, request: Request) -> bool:
-        """Whether every rank holds those bytes already: an asynchronous load ends before its request runs."""
+        """Whether the request has no adapter, or every rank holds its bytes already.
+
+        An asynchronous load needs that: it ends before its request runs.
+        """
         use = self._uses.get(request.request_id)
         return use is None or (bool(use.digest) and self._agreed(use.lora.lora_int_id) == use.digest)
 
     def admitted(self, request: Request, step: int, local_tokens: int) -> None:
-        """The request computes from `step` on; of what the engine holds itself nobody knows when it was computed."""
+        """The request computes from `step` on. `local_tokens`: of the engine's prefix cache, computed at any time."""
         use = self._uses.get(request.request_id)
         if use is not None:
             use.since_step, use.named_s = 0 if local_tokens else step, 0.0
@@ -116,12 +123,15 @@ class Adapters:
     # ---- keys -----------------------------------------------------------------------------------------------------
 
     def digest(self, request: Request) -> bytes:
-        """Return what of the request's adapter is in its keys; empty: it has none, or no keys."""
+        """Return the adapter's digest, as it is in the request's keys; b"": no adapter, or no keys."""
         use = self._uses.get(request.request_id)
         return b"" if use is None else use.digest
 
     def keys(self, request: Request) -> Sequence[bytes]:
-        """Return the keys of the request's blocks: the engine's hashes, and the bytes of its adapter if it has one."""
+        """Return the keys of the request's blocks: the engine's block hashes, each followed by its adapter's digest.
+
+        Empty while the digest of its adapter is not known.
+        """
         hashes: Sequence[bytes] = request.block_hashes
         if request.lora_request is None:
             return hashes
@@ -146,7 +156,7 @@ class Adapters:
             remember(self._once, use.lora.lora_path, None, KNOWN_MAX)
 
     def claims(self, jobs: Iterable[Job]) -> tuple[Claim, ...]:
-        """Return what the ranks are to check of a step's jobs."""
+        """Return what the ranks must check for a step's jobs, and open questions."""
         if not self._uses:
             return ()
         used = ((job, self._uses.get(job.request)) for job in jobs)
@@ -160,14 +170,14 @@ class Adapters:
     # ---- what is known --------------------------------------------------------------------------------------------
 
     def called(self, number: int, step: int) -> None:
-        """The engine loads or removes an adapter after `step`, the last that was planned: the next asks the ranks."""
+        """The engine loads or removes adapter `number` after `step`, the last planned step. The next asks the ranks."""
         self._open[number] = Question(step, set())
         for use in self._uses.values():
             if use.lora.lora_int_id == number:
                 use.named_s = 0.0
 
     def reported(self, news: dict[int, dict[int, bytes]], step: int) -> None:
-        """Take what ranks have reported in `step`: by rank, digests by adapters' numbers; b"": not held any more."""
+        """Take the ranks' report of `step`: by rank, digests by the adapters' numbers; b"": not held any more."""
         for rank, changes in news.items():
             held = self._held.setdefault(rank, {})
             held.update(changes)
@@ -187,14 +197,14 @@ class Adapters:
                     self._name(use, b"")
 
     def agreed(self) -> dict[int, bytes]:
-        """Return what all ranks hold, by the adapters' numbers; empty: they differ, or not all have reported.
+        """Return the digests that all ranks hold, by the adapters' numbers; b"": they differ, or not all have reported.
 
-        Any thread; RuntimeError: it has changed meanwhile.
+        On any thread; raises RuntimeError if that changes meanwhile.
         """
         return {number: self._agreed(number) or b"" for held in self._held.values() for number in held}
 
     def _now(self, use: Use, since_s: float) -> bytes | None:
-        """Return which bytes count from now on; empty: nobody can know; None: ask again."""
+        """Return the digest that counts from now on; b"": it cannot be known; None: not known yet, ask again."""
         if not use.lora.load_inplace:  # else it is loaded again with every step
             digest = self._agreed(use.lora.lora_int_id)
             if digest is not None or use.lora.lora_int_id in self._open:
@@ -202,7 +212,7 @@ class Adapters:
         return self.reader.digest(use.lora.lora_path, since_s)
 
     def _agreed(self, number: int) -> bytes | None:
-        """Return what all ranks hold under `number`; empty: they differ; None: not all of them hold it, or may not."""
+        """Return the digest that all ranks hold under `number`; b"": they differ; None: not all hold it, or asked."""
         held = [one.get(number) for one in self._held.values()]
         if len(held) < self._ranks or None in held or number in self._open:
             return None

@@ -1,9 +1,10 @@
-"""Learns which answers are of no more use: their chunks are evicted first, and are not stored in tiers.
+"""Learns which answers no later prompt contains: their chunks are evicted first, and are not stored in tiers.
 
-A chat template may cut reasoning out of the next prompt, so that no prompt ever continues with what was decoded. No
-client announces that; it is learned per *kind* of requests from the prompts that come back. A prompt that begins with
-all of a finished request's prompt continues with its answer or with something else. Hashes decide which, so what is
-learned does not depend on what is kept. While a request runs its answer is saved like any: it may be preempted.
+A chat template may cut reasoning out of the next prompt, so that no prompt ever continues with the decoded tokens. No
+client announces that; it is learned per *kind* of requests from later prompts. A prompt that begins with all of a
+finished request's prompt continues with its answer, or with something else. Hashes decide which, so the result does
+not depend on which chunks are still held. While a request runs its answer is saved like any other, because the request
+may be preempted.
 """
 
 from __future__ import annotations
@@ -21,52 +22,52 @@ if TYPE_CHECKING:
     from kvpipe.trace.log import Counters
 
 KEPT_SHARE: Final = 1 / 8
-"""If less of the answers of a kind are gone on with, they are evicted first."""
+"""If later prompts contain a smaller share of a kind's answers, these are evicted first."""
 STORED_SHARE: Final = 1 / 16
-"""If less are, they are not stored in tiers."""
+"""If they contain a smaller share than this, the answers are not stored in tiers."""
 SEEN_MAX: Final = 128
-"""Then what was seen counts half: a kind that changes is noticed."""
+"""When so many answers of a kind were seen, the counts are halved, so that a change is noticed."""
 KINDS_MAX: Final = 512
 PLACES_MAX: Final = 8192
-"""Keys by which finished requests are remembered; the oldest are forgotten."""
+"""Keys under which finished requests are remembered; the oldest are forgotten."""
 CHUNKS_MAX: Final = 64
-"""Of one answer, by whose ends it is found."""
+"""How many chunks of an answer have such keys, at their ends."""
 
 
 class Fate(Enum):
-    """What became of an answer."""
+    """What became of an answer: `UNSEEN` by any prompt yet, `CUT` from the next prompt, `USED` as part of it."""
 
     UNSEEN = auto()
     CUT = auto()
     USED = auto()
     VOID = auto()
-    """Several requests end in the same block and have different answers: nothing is learned of them."""
+    """Several requests end in the same block and have different answers: nothing is learned from them."""
 
 
 class AnswerKind:
-    """What was seen of the answers of one kind of requests."""
+    """How many answers of one kind of requests were cut, and how many used. Older ones count less."""
 
     __slots__ = ("cut", "used")
 
     def __init__(self) -> None:
-        """Nothing."""
+        """Start at zero."""
         self.cut = self.used = 0.0
 
     @property
     def seen(self) -> float:
-        """How many, the older ones for less."""
+        """How many answers were seen, older ones counted less."""
         return self.cut + self.used
 
     @property
     def used_share_max(self) -> float:
-        """Of all answers of the kind, how many are gone on with: no more than this, with a confidence of 95 %.
+        """An upper bound, with 95 % confidence, of the share of the kind's answers that later prompts contain.
 
-        A Poisson bound, a little above the exact one: 3, 4.74, 6.30, 7.75, 9.15 for none seen, one seen and so on.
+        A Poisson bound, a little above the exact one: 3, 4.74, 6.30, 7.75, 9.15 for 0, 1, 2, 3, 4 used answers.
         """
         return (3 + 1.75 * self.used) / max(self.seen, 1)
 
     def count(self, *, used: bool) -> None:
-        """One more was seen."""
+        """Count one more answer."""
         if used:
             self.used += 1
         else:
@@ -81,29 +82,30 @@ class EndedRequest:
     __slots__ = ("follows", "kind", "outcome", "units")
 
     def __init__(self, kind: Hashable, units: int, follows: bytes) -> None:
-        """Nobody has gone on."""
+        """Start with an answer that no prompt has shown yet."""
         self.kind, self.units, self.follows, self.outcome = kind, units, follows, Fate.UNSEEN
 
 
 class Answer:
-    """The answer of one request. `spared`: the chunks that hold nothing else, if it is of no more use.
+    """The answer of one request. `kind`: of the request.
 
-    `ended`: when the request is over, what is remembered of it, or of another that ended where its prompt does.
+    `spared`: the chunks that hold nothing but the answer, if its kind is to be evicted first; else None.
+    `ended`: once the request is over, what is remembered of it, or of an earlier request whose prompt ends there.
     """
 
     __slots__ = ("ended", "kind", "looked_up", "spared")
 
     def __init__(self, kind: Hashable, spared: dict[Chunk, None] | None) -> None:
-        """Its prompt was not looked up."""
+        """Start before the prompt's first lookup."""
         self.kind, self.spared, self.looked_up = kind, spared, False
         self.ended: EndedRequest | None = None
 
 
 class Answers:
-    """One per scheduler side. A request costs a few dict probes."""
+    """One per scheduler side. It takes a few dict probes per request."""
 
     def __init__(self, geometry: Geometry, catalog: Catalog, prefixes: Prefixes, counters: Counters) -> None:
-        """Nothing is known."""
+        """Start with nothing learned."""
         self._catalog, self._prefixes, self._counters = catalog, prefixes, counters
         self._per_chunk = geometry.units_per_chunk
         self._kinds: OrderedDict[Hashable, AnswerKind] = OrderedDict()
@@ -112,7 +114,7 @@ class Answers:
     # ---- a request's life -----------------------------------------------------------------------------------------
 
     def arrived(self, tracked: Tracked, kind: Hashable) -> None:
-        """A request has come. Its client's hints take precedence over what was learned."""
+        """A request of this kind has arrived. Its client's hints take precedence over what was learned."""
         request = tracked.request
         if request.resumable:
             return
@@ -126,7 +128,7 @@ class Answers:
             tracked.stored_units = tracked.kept_units
 
     def looked_up(self, tracked: Tracked, units: int) -> None:
-        """Of the request's prefix `units` units are held, by the engine or here: it may go on behind another's."""
+        """A lookup found `units` units held, by the engine or kvpipe. The prompt may continue a finished request."""
         answer, request = tracked.answer, tracked.request
         if answer is None or answer.looked_up:
             return
@@ -141,7 +143,7 @@ class Answers:
                 return
 
     def landed(self, tracked: Tracked, piece: Piece, *, over: bool) -> None:
-        """A piece that the request has saved can be found. `over`: the request is."""
+        """A piece that the request has saved can be found now. `over`: the request has ended."""
         answer = tracked.answer
         if answer is None or answer.spared is None or piece.base < tracked.kept_units:
             return
@@ -162,7 +164,7 @@ class Answers:
             answer.spared.clear()
 
     def _behind(self, tracked: Tracked) -> int:
-        """Return from which unit on chunks hold nothing but the answer."""
+        """Return the first unit from which on chunks hold nothing but the answer."""
         return -(-self._prefixes.units_within(tracked.request.num_prompt_tokens) // self._per_chunk) * self._per_chunk
 
     def _spare(self, chunks: Iterable[Chunk]) -> None:
@@ -171,7 +173,7 @@ class Answers:
     # ---- what is learned ------------------------------------------------------------------------------------------
 
     def _remember(self, tracked: Tracked, kind: Hashable) -> EndedRequest | None:
-        """Let those who come back be known, if the answer has chunks of its own."""
+        """Remember a finished request under the keys by which later prompts find it, if its answer has own chunks."""
         request, prefixes = tracked.request, self._prefixes
         units, behind = prefixes.units_within(request.num_prompt_tokens), self._behind(tracked)
         stop = prefixes.final_units(request, request.num_tokens)
@@ -194,7 +196,10 @@ class Answers:
         return ended
 
     def _judge(self, ended: EndedRequest, *, used: bool) -> None:
-        """A prompt has all of this one's. What was cut once may be gone on with later."""
+        """Count that a later prompt begins with this request's: with its answer too (`used`), or not.
+
+        An answer that was counted as cut may be counted as used later.
+        """
         if ended.outcome is Fate.UNSEEN or (used and ended.outcome is Fate.CUT):
             self._take_back(ended)
             ended.outcome = Fate.USED if used else Fate.CUT
@@ -205,7 +210,7 @@ class Answers:
                 self._kinds.popitem(last=False)
 
     def _judge_no_more(self, ended: EndedRequest) -> None:
-        """Prompts branch where this one ends: one that continues differently is no evidence about its answer."""
+        """Learn nothing from this request: prompts branch where its own ends, whatever the template cuts."""
         self._take_back(ended)
         ended.outcome = Fate.VOID
 

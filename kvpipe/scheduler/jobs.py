@@ -1,4 +1,4 @@
-"""What is with the ranks: jobs and tier transfers, whose reports are counted until the last one has come."""
+"""Jobs and tier transfers in flight: the ranks' reports on each are counted until the last one has come."""
 
 from __future__ import annotations
 
@@ -26,18 +26,21 @@ _SAVE = int(SAVE)  # as it is sent
 
 
 class Reported(Cursor):
-    """Something that every rank reports once. `ok` and `bad` count the reports; `sent_at_s`: of the monotonic clock."""
+    """A job or tier transfer, which every rank reports once. `ok` and `bad` count the reports.
+
+    `sent_at_s`: when it was planned, in seconds of the monotonic clock.
+    """
 
     __slots__ = ("bad", "ok", "sent_at_s")
 
     def __init__(self, machine: Compiled, number: int, watch: Watch | None) -> None:
-        """`machine`: the job machine. `number`: jobs and tier orders are numbered together."""
+        """`machine`: the job machine. `number`: its id."""
         super().__init__(machine, number, watch)
         self.ok = self.bad = 0
         self.sent_at_s = time.monotonic()
 
     def count(self, reports: Tally, ranks: int) -> bool:
-        """Add `reports`, of `ranks` in all. Returns whether that was the last of them."""
+        """Add `reports`; `ranks` are expected in all. Returns whether all have reported."""
         self.ok, self.bad = self.ok + reports.ok, self.bad + reports.bad
         if self.ok + self.bad < ranks:
             return self.fire(m.FAILED if reports.bad else m.SOME).to.final
@@ -45,15 +48,16 @@ class Reported(Cursor):
 
 
 def awaited(sent: Mapping[int, Reported], patience_s: float) -> bool:
-    """Whether the last of what was sent, in that order, may be expected soon: it is younger than `patience_s`."""
+    """Whether reports may come soon: the last of `sent`, in the order of sending, is younger than `patience_s`."""
     last = next(reversed(sent.values()), None)  # type: ignore[call-overload]
     return last is not None and time.monotonic() - last.sent_at_s < patience_s
 
 
 class JobInFlight(Reported):
-    """A save or load that the ranks have not all reported yet. A save has `pieces`, from unit `first_unit` on.
+    """A save or load that not all ranks have reported yet.
 
-    A load has an `owner`, who leases so many chunks (`leases`) and brings so many `tokens`; 0: it is planned to fail.
+    A save has `pieces`, from unit `first_unit` of the prefix on. A load has an `owner`, which holds `leases` leases; it
+    loads `tokens` tokens; 0: it is planned to fail.
     """
 
     __slots__ = ("first_unit", "job", "leases", "owner", "pieces", "tokens", "tracked")
@@ -69,7 +73,7 @@ class JobInFlight(Reported):
         tokens: int,
         leases: int,
     ) -> None:
-        """It goes out with the step that is planned. Nobody watches yet."""
+        """Start as sent with the step that is being planned, without a watch."""
         self.machine, self.key, self.state, self.watch = machine, job.id, machine.initial, None  # as `Reported`
         self.ok = self.bad = 0
         self.sent_at_s = time.monotonic()
@@ -78,12 +82,12 @@ class JobInFlight(Reported):
 
     @property
     def believed(self) -> bool:
-        """Whether nobody has failed or doubted it."""
+        """Whether no rank has failed it, and it was not doubted."""
         return self.state.row in _BELIEVED
 
 
 class Jobs:
-    """All of one engine, by their numbers, the oldest first."""
+    """The jobs of one engine. `in_flight`: by id, the oldest first."""
 
     def __init__(
         self,
@@ -111,18 +115,18 @@ class Jobs:
         self._numbers = 0
 
     def new_id(self) -> int:
-        """Jobs and tier orders are numbered together, from 1 on: ranks report both by their number."""
+        """Return the next id, from 1 on. Jobs and tier orders share them: ranks report both by their ids."""
         self._numbers += 1
         return self._numbers
 
     def save(self, tracked: Tracked, rows: list[Row], pieces: tuple[Piece, ...], first_unit: int) -> JobInFlight:
-        """Begin to save `pieces`, from `first_unit` on."""
+        """Begin a save of `pieces`, from unit `first_unit` of the prefix on."""
         return self._begin(_SAVE, tracked, rows, None, pieces, first_unit)
 
     def load(
         self, kind: Kind, tracked: Tracked, rows: list[Row], owner: Owner, *, tokens: int = 0, leases: int = 0
     ) -> JobInFlight:
-        """Begin to load `tokens` for `owner`, who leases so many chunks; 0: so that it fails."""
+        """Begin a load of `tokens` tokens for `owner`, which holds `leases` leases. With 0 tokens it will fail."""
         load = self._begin(int(kind), tracked, rows, owner, tokens=tokens, leases=leases)
         tracked.load_job_id = load.job.id
         self.sync_loads += kind == LOAD_SYNC
@@ -148,16 +152,16 @@ class Jobs:
 
     @property
     def awaited(self) -> bool:
-        """Whether the last one may be expected soon."""
+        """Whether reports of jobs may come soon: see `awaited`."""
         return awaited(self.in_flight, self._patience_s)
 
     @property
     def loads_in_step(self) -> list[JobInFlight]:
-        """Those of loads within a step."""
+        """The sync loads in flight."""
         return [job for job in self.in_flight.values() if job.job.kind == LOAD_SYNC]
 
     def reported(self, job_id: int, reports: Tally) -> bool:
-        """Count `reports`; publish, release or fail the job with the last. Returns whether there is such a job."""
+        """Count `reports` of a job; with the last one, publish, release or fail it. Returns whether the job exists."""
         job = self.in_flight.get(job_id)
         if job is None:
             return False
@@ -168,7 +172,7 @@ class Jobs:
             self._report.trace.about(job.job.request, job.job.epoch)
         try:
             if failed:
-                self._load_failed(job)  # at the first bad news, before other ranks' saves are believed
+                self._load_failed(job)  # at the first failure, before other ranks' saves are published
         finally:
             if over and job.owner is not None:
                 self.sync_loads -= job.job.kind == LOAD_SYNC
@@ -179,7 +183,7 @@ class Jobs:
         return True
 
     def withdraw(self, job: JobInFlight) -> None:
-        """A load was not sent, and will not be: nobody reports it."""
+        """Drop a load that was not sent to the ranks: nobody reports it. Its leases end."""
         del self.in_flight[job.job.id]
         self.sync_loads -= job.job.kind == LOAD_SYNC
         job.tracked.load_job_id = 0
@@ -194,7 +198,7 @@ class Jobs:
         self._end_for_request(job)
 
     def taint_saves(self, after: int = 0) -> None:
-        """A load has failed: what jobs later than `after` save may rest on it."""
+        """Doubt all saves with an id above `after`: a load has failed, and what they save may be computed from it."""
         for job in self.in_flight.values():
             if job.owner is None and job.job.id > after:
                 job.fire(m.TAINTED)
@@ -217,7 +221,7 @@ class Jobs:
             job.tracked.saving.lost(job.first_unit)
 
     def lose(self, pieces: Sequence[Piece]) -> None:
-        """What was claimed for a save holds nothing. Attention is saved again, a state is not."""
+        """Drop the pieces of a failed save. Attention KV may be saved again; a state is offered only once."""
         for piece in pieces:
             if piece.chunk.group in self._states:
                 self._counters["states_not_saved"] += 1

@@ -1,4 +1,4 @@
-"""How hits are loaded: within their step or before it, from which chunk's pages into which blocks of the engine."""
+"""Plans loads of hits: sync or async, and from which chunks' pages into which of the engine's blocks."""
 
 from __future__ import annotations
 
@@ -46,9 +46,10 @@ class Loading:
         trace: Recorder,
         stages: int,
     ) -> None:
-        """Of the settings, when to load counts. `staging`: of an engine with tiers.
+        """`settings`: `load` and `stall_ms_max`. `staging`: None without tiers.
 
-        `stages`: of a pipeline. With several a load that fails within its step is known only when the next steps run.
+        `stages`: pipeline stages. With more than one, a sync load's failure is known only when later steps run already,
+        so all loads are asynchronous.
         """
         self._geometry, self._catalog, self._prefixes, self._counters = geometry, catalog, prefixes, counters
         self._requests, self._jobs, self._staging = requests, jobs, staging
@@ -60,23 +61,26 @@ class Loading:
         self._due: list[JobInFlight] = []
 
     def waits(self, tokens: int) -> bool:
-        """Whether a load of `tokens` is asynchronous."""
+        """Whether a load of `tokens` tokens is to be asynchronous."""
         if self.stall is None:
             return self.between_steps
         return self.between_steps or self.stall.too_long(tokens, loading=bool(self._requests.waiting))
 
     def drops(self, external_tokens: int, local_tokens: int) -> bool:
-        """Whether `external_tokens` are what the engine drops of each hit of its own, and computes anew.
+        """Whether a hit of `external_tokens` is only what the engine drops of each hit in its own prefix cache.
 
-        Where all loads are between steps, each request that the engine holds would wait for that.
+        Then it is computed anew: if all loads are asynchronous, every request with such a hit would wait for its load.
         """
         return local_tokens > 0 and 0 < external_tokens <= self._geometry.dropped_units * self._unit
 
     def admit(self, tracked: Tracked, tables: Tables, external_tokens: int, step: int) -> None:
-        """Blocks were allocated: lease and plan the load of `external_tokens`, or note that there is none."""
+        """Blocks were allocated: lease chunks and plan the load of `external_tokens`; 0: note that there is no load.
+
+        Never raises for a load: one that cannot be planned goes out to fail, because the engine counts on its report.
+        """
         request, asking = tracked.request, tracked.asking
         row = asking.state.row
-        # whoever is new was asked for, though perhaps in vain
+        # a new request was looked up, though the lookup may have raised
         asked = row != lookup_m.UNASKED or (external_tokens <= 0 and tracked.state.row == m.NEW)
         stands = row == lookup_m.ASKED and asking.asked_step == step
         held_units = asking.units if stands else 0
@@ -145,7 +149,7 @@ class Loading:
         return jobs
 
     def drop(self, tracked: Tracked) -> None:
-        """The request is over: what was not sent yet is not sent, as its blocks belong to others soon."""
+        """Drop the loads of a finished request that were not sent yet: its blocks may soon be another's."""
         if self._due:
             for load in [load for load in self._due if load.tracked is tracked]:
                 self._due.remove(load)
@@ -167,12 +171,13 @@ class Loading:
     def rows(
         self, request: Request, tables: Tables, first: int, stop: int, *, beyond: int = 0
     ) -> tuple[list[Row], list[Chunk]]:
-        """Return the rows that bring units [first, stop) into the request's blocks, and the chunks they read.
+        """Return the rows that copy units [first, stop) into the request's blocks, and the chunks that they read.
 
-        `beyond`: so many tokens of the last unit are wanted; 0: all.
+        `beyond`: how many tokens of the last unit are wanted; 0: all. A chunk that is gone gets rows that fail the job.
 
         Raises:
-            LookupError: there is no state after so many tokens, or no block for it; or a block is there in part.
+            LookupError: `first` lies within a block; a part of a unit is wanted where states or windows rule that out;
+                or there is no block for a state.
 
         """
         if first % self._geometry.whole_units:  # of which the engine has the beginning, and perhaps shares it
@@ -207,7 +212,7 @@ class Loading:
         return rows, chunks
 
     def _stretches(self, group: int, table: Sequence[Block], first: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (first unit of a chunk, units of it from, to) of what units [first, stop) need of a group."""
+        """Yield (first unit of a chunk, low, high): of each chunk, the units [low, high) that [first, stop) needs."""
         if group in self._geometry.states:
             if table[(stop - 1) // self._geometry.units_per_block[group]].is_null:
                 msg = f"no block for the state of {stop} units"

@@ -1,4 +1,4 @@
-"""What a lookup is answered: how much of a request can be loaded, and whether in its step or before it."""
+"""Answers lookups: how many tokens of a request can be loaded, and whether by a sync or an async load."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from kvpipe.trace.log import Counters
 
 LATER_STEPS_MAX: Final = 100
-"""In how many steps a lookup asks to be asked again until the request is admitted, before the hit is given up."""
+"""In how many steps a request's lookup is put off at most, since its last admission, before the hit is given up."""
 
 
 class Lookups:
-    """One per scheduler side. Takes nothing."""
+    """One per scheduler side. A lookup takes no lease."""
 
     def __init__(
         self,
@@ -44,13 +44,16 @@ class Lookups:
         recovery: Recovery,
         counters: Counters,
     ) -> None:
-        """`unit_tokens`: tokens per unit of a prefix. `staging`: of an engine with tiers."""
+        """`unit_tokens`: tokens per unit of a prefix. `staging`: None without tiers."""
         self._unit, self._prefixes, self._requests, self._loading = unit_tokens, prefixes, requests, loading
         self._staging, self._switches, self._weights, self._adapters = staging, switches, weights, adapters
         self._answers, self._recovery, self._counters = answers, recovery, counters
 
     def answer(self, request: Request, local_tokens: int, step: int) -> Answer:
-        """Return what can be loaded beyond the `local_tokens` that the engine holds. `step` is planned next."""
+        """Return a `Hit` with the tokens that can be loaded beyond the engine's own `local_tokens`, or `LATER`.
+
+        `step`: the number of the step that is planned next.
+        """
         tracked = self._requests.add(request)
         if request.num_preemptions != tracked.preemptions:
             self._requests.notice_preemption(tracked)
@@ -91,7 +94,7 @@ class Lookups:
         return Hit(external, waits)
 
     def _held(self, tracked: Tracked, local_tokens: int) -> tuple[int, bool, str]:
-        """Return (units of the prefix that can be loaded, whether asynchronously, why not those that are held)."""
+        """Return (units of the prefix that can be loaded, whether asynchronously, why held units cannot be)."""
         units = self._prefixes.longest(tracked.request)
         if tracked.answer is not None:
             self._answers.looked_up(tracked, max(units, local_tokens // self._unit))
@@ -106,14 +109,14 @@ class Lookups:
         return units, waits and not why, ""
 
     def _cannot_wait(self, request: Request) -> str:
-        """Return why no asynchronous load of the request can begin, or nothing."""
+        """Return why no asynchronous load of the request can begin: a miss reason, or ""."""
         if not self._adapters.certain(request):  # it could land before the ranks hold another adapter
             return miss_reasons.ADAPTER
         sessions = self._requests.sessions  # their blocks may stay theirs
         return miss_reasons.NO_ROOM if sessions and not self._recovery.may_wait(request, sessions) else ""
 
     def raised(self, request: Request, local_tokens: int, step: int) -> None:
-        """An answer has raised: the engine goes on as with a miss, and so does this side."""
+        """`answer` has raised: the engine goes on as after a miss, so record a miss."""
         tracked = self._requests.tracked.get(request.request_id)
         if tracked is None:
             try:
@@ -124,7 +127,7 @@ class Lookups:
             tracked.asking.reply(step, local_tokens, request.num_tokens - local_tokens, "")
 
     def _why_not(self, tracked: Tracked) -> str:
-        """Return why nothing is loaded for this request, whatever is held."""
+        """Return why nothing is loaded for this request, whatever is held: a miss reason, or ""."""
         switches = self._switches
         if switches.bypass:
             return miss_reasons.BYPASS
@@ -138,7 +141,7 @@ class Lookups:
         return miss_reasons.LOAD_FAILED if row == m.RECOMPUTING or (row == m.LET_DOWN and between) else ""
 
     def _unknown(self, tracked: Tracked, local_tokens: int, why: str, step: int) -> Answer | None:
-        """Return the answer while it is not known which weights or adapter count, or if there is room; else None."""
+        """Return the answer if weights or adapter are not known yet, or a session has no room; else None."""
         if self._weights.doubtful and why != miss_reasons.LOAD_FAILED:  # the engine's own cache may be out of date, too
             return self._ask_later(tracked, local_tokens, miss_reasons.WEIGHTS, step)
         request = tracked.request
@@ -156,7 +159,7 @@ class Lookups:
         return None
 
     def _ask_later(self, tracked: Tracked, local_tokens: int, why: str, step: int) -> Answer:
-        """Wait for others' loads to end, or for the ranks to report their weights; after a while compute."""
+        """Put the lookup off for the reason `why`; after `LATER_STEPS_MAX` steps return a miss."""
         asking, missed = tracked.asking, tracked.request.num_tokens - local_tokens
         again = asking.state.row == lookup_m.LATER and asking.asked_step == step
         asking.put_off_steps += not again  # the engine may ask twice in one pass, and not at all for hundreds
@@ -169,7 +172,7 @@ class Lookups:
 
 
 def _later(tracked: Tracked, local_tokens: int, why: str, step: int) -> Answer:
-    """Ask to be asked again."""
+    """Record that the lookup is put off, for the reason `why`, and return `LATER`."""
     missed = tracked.request.num_tokens - local_tokens
     tracked.asking.put_off(step, local_tokens, missed, why)
     return LATER

@@ -1,9 +1,9 @@
 """Orders: changes of the pool that operators ask for, carried out in slices by the thread that has the turn.
 
-The catalog, and all that the scheduler's side owns, is touched by one thread at a time: the one that has the turn. That
-is the engine's thread from its first call on until it reports that it has nothing to do (`give`); only then may another
-thread borrow the turn, for one slice at most. So a busy engine takes no lock: it reads one attribute. When it comes
-back it takes the turn again, and waits for the rest of one slice at most.
+Only one thread at a time touches the catalog and whatever else the scheduler side owns: the thread that has the turn.
+That is the engine's thread, from its first call on until it reports that it has nothing to do (`give`). Only then may
+another thread borrow the turn, for one slice. So a busy engine takes no lock: it reads one attribute. At its next call
+it takes the turn back, and waits for the rest of one slice at most.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
     from kvpipe.trace.log import Counters
 
 ORDERS_MAX: Final = 64
-"""That wait to be carried out. Ends of pins are not counted."""
+"""How many orders may wait to be carried out. Ends of pins are not counted."""
 SLICE_PARTS_MAX: Final = 32
 SLICE_S_MAX: Final = 0.0002
-"""A slice ends with the part of an order that is under way then."""
+"""A slice ends after the first part of an order that ends later than this."""
 
 Work = Generator[Any, None, Any]
-"""Carries out an order part by part, such as a chunk's; returns its result. Yields `WAITS`, or None after a part."""
+"""Carries out an order, and returns its result. It yields None after each part (some chunks), or `WAITS`."""
 WAITS: Final = True
-"""Yielded by an order that can do nothing yet: others go first."""
+"""Yielded by an order that can do nothing yet: other orders go first."""
 
 
 class OrderRefusedError(ValueError):
-    """An order cannot be carried out. Its text is the reason, for the operator."""
+    """An order cannot be carried out. The text is the reason, for the operator."""
 
 
 class Turns:
-    """The right to touch what the scheduler's side owns. `away`: the engine's thread has given it away."""
+    """The right to touch what the scheduler side owns. `away`: the engine's thread does not have it."""
 
     def __init__(self) -> None:
-        """The engine's thread has the turn."""
+        """Start with the turn at the engine's thread."""
         self._lock = threading.Lock()
         self._lock.acquire()
         self.away = self._wanted = False
@@ -73,7 +73,7 @@ class Turns:
     # ---- another thread -------------------------------------------------------------------------------------------
 
     def borrow(self) -> bool:
-        """Return whether this thread has the turn now, until `give_back`. Never waits."""
+        """Take the turn until `give_back`, if it is free. Returns whether this thread has it now. Never waits."""
         return self.away and not self._wanted and self._lock.acquire(blocking=False)
 
     def give_back(self) -> None:
@@ -82,15 +82,15 @@ class Turns:
 
 
 class Order:
-    """One order. Once it is `over`, `result` is its work's, or `refused` the reason why it was not carried out.
+    """One order. Once it is `over`, it has a `result`, or `refused` is the reason why it was not carried out.
 
-    `failed`: it was refused by no fault of its own.
+    `failed`: the operator's request was not the reason: the engine ends, the queue is full, or the work has raised.
     """
 
     __slots__ = ("always", "failed", "made", "number", "over", "refused", "result", "work")
 
     def __init__(self, number: int, make: Callable[[], Work], *, always: bool = False) -> None:
-        """`make` is called before its first part. `always`: it is accepted however many orders wait."""
+        """`make()` returns its work; it is called before the first part. `always`: accepted even by a full queue."""
         self.always, self.number, self.made, self.refused = always, number, make, ""
         self.result: Any = None
         self.work: Work | None = None
@@ -98,7 +98,7 @@ class Order:
 
 
 class Orders:
-    """The queue of orders. One per scheduler side. The first of `due` is under way; one that waits goes to the end."""
+    """The queue of orders, one per scheduler side. The first of `due` is carried out; a waiting one goes to the end."""
 
     def __init__(self, counters: Counters, begin: Callable[[], object] = int) -> None:
         """Start empty. `begin` is called before each slice."""
@@ -109,7 +109,7 @@ class Orders:
         self._counters, self._ended, self._numbers = counters, False, itertools.count(1)
 
     def put(self, make: Callable[[], Work], *, always: bool = False) -> Order:
-        """Queue an order. Any thread; never waits. One that is refused is over at once. `always`: see `Order`."""
+        """Queue an order and return it. On any thread; never waits. A refused order is over at once."""
         order = Order(next(self._numbers), make, always=always)
         if not always and self.full:
             _refuse(order, f"{ORDERS_MAX} orders wait already")
@@ -121,12 +121,12 @@ class Orders:
 
     @property
     def full(self) -> bool:
-        """Whether no more orders are accepted, but for those with `always`. Any thread."""
+        """Whether no more orders are accepted, except those with `always`. On any thread."""
         waiting = self.due.copy()  # in one go: another thread changes it
         return len(waiting) >= ORDERS_MAX and sum(not order.always for order in waiting) >= ORDERS_MAX
 
     def carry_out(self) -> bool:
-        """Carry out a slice of the due orders. For the thread that has the turn. Never raises.
+        """Carry out a slice of the due orders. Only for the thread that has the turn. Never raises.
 
         Returns whether anything was done: False if all due orders wait.
         """
@@ -150,7 +150,7 @@ class Orders:
         return done > 0
 
     def _part(self, order: Order) -> bool | None:
-        """Do one part of an order. Returns whether it waits; None: that was its last."""
+        """Carry out one part of an order. Returns whether the order waits; None if it is over."""
         try:
             if order.work is None:
                 order.work = order.made()
@@ -165,7 +165,7 @@ class Orders:
         return None
 
     def end(self) -> None:
-        """Refuse all orders that are not over, now and later: the engine ends. For the thread that has the turn."""
+        """Refuse all orders that are not over, and later ones: the engine ends. Only for the thread with the turn."""
         self._ended = True
         self._refuse_all()
 

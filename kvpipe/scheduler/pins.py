@@ -1,7 +1,7 @@
-"""Orders of operators on the pool: prompts that are pinned, for a while, and prompts that are evicted.
+"""Operators' orders on the pool: pin a prompt until a deadline, end a pin, evict a prompt or tenants.
 
-A pin is a lease of an owner of its own, which ends at its deadline, when it is released, when what it holds is evicted,
-and when everything is forgotten. Work is done part by part: see `kvpipe.scheduler.orders`.
+A pin is a set of leases with an owner of its own. It ends at its deadline, when it is released, when any of its chunks
+is evicted, and at a reset. Work is done part by part: see `kvpipe.scheduler.orders`.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 
 PINS_MAX: Final = 256
 PART_CHUNKS: Final = 16
-"""Leased, given back, or dropped by tenant, in one go."""
+"""How many chunks one part of an order leases, or evicts by tenant."""
 PART_SLOTS: Final = 256
-"""Looked at in one go."""
+"""How many slots one part of an order examines."""
 EPOCHS: Final = 1 << 62
-"""From here on: of pins. Admissions, stages and stores have others, whatever their requests are called."""
+"""Owners of pins have epochs from here on; those of admissions, stages and stores are smaller."""
 
 
 class Pin:
-    """The chunks of one prompt's prefix, kept until `until_s`, by the monotonic clock."""
+    """The chunks of one prompt's prefix, kept until `until_s` seconds of the monotonic clock."""
 
     def __init__(self, number: int, until_s: float) -> None:
-        """Nothing is held yet."""
+        """Start without chunks."""
         self.number, self.until_s, self.tokens = number, until_s, 0
         self.parts: list[Owner] = []
         self.chunks: dict[Chunk, None] = {}
@@ -46,7 +46,7 @@ class Pin:
 
 
 class PinnedPrompt(NamedTuple):
-    """A pin, as reported to operators: its number, `tokens` that were a hit, `chunks` held, seconds left."""
+    """A pin, as reported to operators: its number, the `tokens` of its prefix, the `chunks` it holds, seconds left."""
 
     pin: int
     tokens: int
@@ -55,7 +55,7 @@ class PinnedPrompt(NamedTuple):
 
 
 class EvictedPrompt(NamedTuple):
-    """The result of an eviction. `held`: of the evicted chunks, those whose slots others still read or write."""
+    """The result of an eviction: how many `chunks`; `held`: of them, those whose slots are still read or written."""
 
     chunks: int
     held: int
@@ -63,10 +63,13 @@ class EvictedPrompt(NamedTuple):
 
 
 class PromptPins:
-    """One per scheduler side. For the thread that has the turn; `listed` for any."""
+    """One per scheduler side. Only for the thread that has the turn, except `listed`.
+
+    `Work` methods raise `OrderRefusedError` if they cannot be carried out.
+    """
 
     def __init__(self, settings: Settings, geometry: Geometry, catalog: Catalog, orders: Orders) -> None:
-        """Nothing is pinned. `settings`: how much may be, and for how long."""
+        """Start without pins. `settings`: `manage_pinned_share_max` and `manage_pin_s_max`."""
         self._share_max, self._seconds_max = settings.manage_pinned_share_max, settings.manage_pin_s_max
         self._geometry, self._catalog, self._orders = geometry, catalog, orders
         self._per_chunk = geometry.units_per_chunk
@@ -79,9 +82,9 @@ class PromptPins:
     # ---- pins -----------------------------------------------------------------------------------------------------
 
     def pin(self, prefixes: Prefixes, asked: Request, seconds: float) -> Work:
-        """Hold what memory has of a prompt's prefix, for so long at most. Returns a `PinnedPrompt`.
+        """Pin what memory holds of a prompt's prefix, for at most `seconds`. Returns a `PinnedPrompt`.
 
-        That is what those read who send this prompt, and those who continue it.
+        It holds all chunks of the hit of a request with this prompt, and of one with a longer prompt.
         """
         if seconds > self._seconds_max:
             raise OrderRefusedError(f"seconds: {seconds:g} are more than manage_pin_s_max ({self._seconds_max})")
@@ -139,7 +142,7 @@ class PromptPins:
         return result
 
     def expire(self) -> None:
-        """Order the end of the pins whose time is over."""
+        """Queue an order to end each pin whose deadline has passed."""
         now_s = self.clock()
         if now_s < self._first_s:
             return
@@ -152,13 +155,13 @@ class PromptPins:
         self._orders.put(functools.partial(self._end, pin), always=True)
 
     def forget(self) -> None:
-        """Everything is forgotten."""
+        """End all pins at once: the catalog is reset."""
         for pin in list(self.pins.values()):
             for _ in self._end(pin):
                 pass
 
     def listed(self) -> list[PinnedPrompt]:
-        """Return all pins. Any thread; RuntimeError: they have changed meanwhile."""
+        """Return all pins. On any thread; raises RuntimeError if they change meanwhile."""
         now_s = self.clock()
         return [self._report(pin) for pin in self.pins.values() if not pin.over and pin.until_s > now_s]
 
@@ -181,7 +184,7 @@ class PromptPins:
         return PinnedPrompt(pin.number, pin.tokens, len(pin.chunks), max(0.0, pin.until_s - self.clock()))
 
     def _end(self, pin: Pin) -> Work:
-        """Give back what a pin holds, the end of the prefix first, so that it is evicted first."""
+        """End a pin's leases, the end of the prefix first, so that it is evicted first."""
         pin.over = True
         while pin.parts:
             owner = pin.parts.pop()
@@ -195,7 +198,7 @@ class PromptPins:
         self.pins.pop(pin.number, None)
 
     def _reaches(self, prefixes: Prefixes, asked: Request) -> tuple[int, int]:
-        """Return how many units of a prompt are a hit for those who continue it, and for those who send it."""
+        """Return (units of the hit of a longer prompt, units of the hit of this prompt itself)."""
         continued = prefixes.longest(asked, continued=True)
         whole = continued * self._geometry.unit_tokens >= asked.num_tokens
         return continued, prefixes.longest(asked) if whole else continued
@@ -220,9 +223,9 @@ class PromptPins:
     # ---- evictions ------------------------------------------------------------------------------------------------
 
     def evict(self, prefixes: Prefixes, asked: Request, first_tokens: int) -> Work:
-        """Drop what memory has of a prompt, from the chunk on that has token `first_tokens`, its end first.
+        """Evict what memory holds of a prompt, from the chunk with token `first_tokens` on, the prefix's end first.
 
-        Chunks that others write on go too, and pins that hold any of it end. Returns an `EvictedPrompt`.
+        Chunks that are being written are evicted too, and pins that hold any of them end. Returns an `EvictedPrompt`.
         """
         hashes, unit = prefixes.hashes(asked), self._geometry.unit_tokens
         units, states = (count(asked, asked.num_tokens) for count in (prefixes.final_units, prefixes.state_units))
@@ -254,9 +257,10 @@ class PromptPins:
         return len(pins)
 
     def evict_those(self, selects: Callable[[Tenant], bool], idle_s: float = 0.0) -> Work:
-        """Drop what memory has of the tenants that `selects` selects, slot by slot. Returns an `EvictedPrompt`.
+        """Evict the chunks of the tenants for which `selects` is true, slot by slot. Returns an `EvictedPrompt`.
 
-        `idle_s`: only what nobody holds and was of no use for so long. What is saved meanwhile may stay.
+        `idle_s`: if not 0, only chunks that nobody holds and that were not used for so many seconds. Chunks that are
+        saved while this runs may stay.
         """
         known: dict[Tenant, bool] = {}
         dropped = held = ended = 0
@@ -272,7 +276,7 @@ class PromptPins:
     def _chosen(
         self, first: int, known: dict[Tenant, bool], selects: Callable[[Tenant], bool], idle_s: float
     ) -> Iterator[Chunk]:
-        """Yield what is to be evicted, of `PART_SLOTS` slots from `first` on. `known`: answers of `selects` so far."""
+        """Yield the chunks to evict, of `PART_SLOTS` slots from `first` on. `known`: results of `selects` so far."""
         catalog, latest_s = self._catalog, self._catalog.now_s - idle_s
         if len(known) > PART_SLOTS:
             known.clear()

@@ -1,7 +1,7 @@
-"""What is brought from tiers into memory before a request asks for it: one prompt after the other, in steps.
+"""Fetches prompts from tiers into memory before a request asks for them: one prompt after the other, in the steps.
 
-It is fetched as for a waiting request (`fetches.py`), by the same lookups, orders and machines, but with what lanes
-those leave, and a share of the pool. What fails is not there, and nobody waits for it.
+A prefetch uses the same lookups, orders and machines as a waiting request's fetch (`fetches.py`), but only the lanes
+that those leave free, and a share of the pool. A prefetch that fails costs nothing: no request waits for it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvpipe.scheduler.weights import Weights
 
 PREFETCHES_MAX: Final = 8
-"""That wait for their turn, or have it."""
+"""How many prefetches there may be, running or waiting."""
 
 
 class KnownPrompt:
@@ -82,7 +82,7 @@ class Prefetching:
         self._due: deque[Prefetch] = deque()  # the first has its turn
 
     def begin(self, asked: KnownPrompt, request: Request | None = None) -> Prefetch:
-        """Bring what tiers have of a prompt, when it is its turn. Raises `OrderRefusedError`: that cannot be."""
+        """Queue a prefetch of what tiers hold of a prompt. Raises `OrderRefusedError` if that is impossible now."""
         if why := self._why_not():
             raise OrderRefusedError(why)
         if len(self._due) >= PREFETCHES_MAX:

@@ -1,4 +1,4 @@
-"""What the scheduler side remembers of a request: its lookup, its load, how far it is saved."""
+"""The scheduler side's records of a request: its lookup, its load, how far it is saved."""
 
 from __future__ import annotations
 
@@ -22,13 +22,16 @@ if TYPE_CHECKING:
 BEYOND_TOKENS: Final = 1 << 60
 """More tokens than any request has."""
 MEMORY: Final = "memory"
-"""The tier that a hit comes from that no slower one has brought."""
+"""The tier of a hit's tokens that were in memory already."""
 SAVE_RETRIES_MAX: Final = 3
-"""Per admission."""
+"""How often a failed save is tried again, per admission."""
 
 
 class LookupResult(NamedTuple):
-    """What a lookup has found, in tokens: that the engine has, that kvpipe adds, that neither has and why."""
+    """A lookup's result in tokens: `local`, held by the engine; `hit`, loaded by kvpipe; `missed`, and `why`.
+
+    `later`: the engine was asked to repeat the lookup.
+    """
 
     local: int = 0
     hit: int = 0
@@ -36,11 +39,11 @@ class LookupResult(NamedTuple):
     why: str = ""
     later: bool = False
     staged: tuple[tuple[str, int], ...] = ()
-    """What slower tiers have brought of the hit."""
+    """(tier, tokens) of the hit that were fetched from tiers."""
 
     @property
     def by_tier(self) -> dict[str, int]:
-        """The hit by tier."""
+        """The hit's tokens by tier."""
         by = dict(self.staged)
         kept = self.hit - sum(by.values())
         return {MEMORY: kept, **by} if kept else by
@@ -53,20 +56,20 @@ NO_TIERS: Final[tuple[tuple[str, int], ...]] = ()
 class Asking(Cursor):
     """The last answer to the engine's lookup of one request, in step `asked_step`.
 
-    See `LookupResult`; beside it, the `units` of the prefix that are held, and whether they are loaded between steps
-    (`waits`). `put_off_steps`: in so many, since its last admission, it was to be asked again.
+    It has the fields of `LookupResult`, and: `units`, held of the prefix; `waits`, whether they are loaded
+    asynchronously; `put_off_steps`, in how many steps since its last admission the lookup was put off.
     """
 
     __slots__ = ("asked_step", "hit", "local", "missed", "put_off_steps", "staged", "units", "waits", "why")
 
     def __init__(self, machine: Compiled, request_id: str, watch: Watch | None) -> None:
-        """Nobody has asked."""
+        """Start without an answer."""
         self.machine, self.key, self.state, self.watch = machine, request_id, machine.initial, watch  # as a cursor's
         self.put_off_steps = 0  # the rest with the first answer
 
     @property
     def answer(self) -> LookupResult:
-        """The last answer, for reports. There is one."""
+        """The last answer, for reports. There must be one."""
         later = self.state.row == lookup_m.LATER
         return LookupResult(self.local, self.hit, self.missed, self.why, later, self.staged)
 
@@ -82,13 +85,13 @@ class Asking(Cursor):
         waits: bool = False,
         staged: tuple[tuple[str, int], ...] = NO_TIERS,
     ) -> None:
-        """Answer what is asked in `step`."""
+        """Record the answer to the lookup in `step`. `local`, `missed`, `hit`: in tokens."""
         self.asked_step, self.local, self.missed, self.why = step, local, missed, why
         self.hit, self.units, self.waits, self.staged = hit, units, waits, staged
         self.fire(lookup_m.ANSWER)
 
     def put_off(self, step: int, local: int, missed: int, why: str) -> None:
-        """Ask, in `step`, to be asked again."""
+        """Record that the lookup in `step` is put off, for the reason `why`."""
         self.asked_step, self.local, self.missed, self.why = step, local, missed, why
         self.hit, self.units, self.waits, self.staged = 0, 0, False, NO_TIERS
         self.fire(lookup_m.PUT_OFF)
@@ -100,7 +103,7 @@ class Asking(Cursor):
 
 
 class OpenChunk(msgspec.Struct, frozen=True, gc=False):
-    """A chunk that this request is filling, from unit `base` on: `filled` units, whose prefix hash is `key`."""
+    """A chunk, from unit `base` of the prefix on, of which the request has filled `filled` units, up to `key`."""
 
     base: int
     chunk: Chunk
@@ -111,36 +114,37 @@ class OpenChunk(msgspec.Struct, frozen=True, gc=False):
 class SaveProgress(Cursor):
     """How far one request is saved.
 
-    `saved_units` of the prefix are saved, being saved, or held already. Nothing is new before `next_save_at_tokens`.
+    `saved_units`: units of the prefix that are saved, being saved, or held already. `next_save_at_tokens`: there is
+    nothing new to save before so many tokens.
     """
 
     __slots__ = ("next_save_at_tokens", "opened", "retries", "saved_units")
 
     def __init__(self, machine: Compiled, request_id: str, groups: int, watch: Watch | None) -> None:
-        """Nothing is saved. `groups`: cache groups, each of which has a chunk that is being filled."""
+        """Start with nothing saved. `groups`: number of cache groups; `opened`: per group, the chunk being filled."""
         self.machine, self.key, self.state, self.watch = machine, request_id, machine.initial, watch  # as a cursor's
         self.saved_units = self.next_save_at_tokens = self.retries = 0
         self.opened: list[OpenChunk | None] = [None] * groups
 
     def admit(self, held_units: int) -> None:
-        """New blocks: what is held need not be saved, everything beyond it is open again."""
+        """The request was admitted with new blocks. The first `held_units` units need not be saved."""
         if self.fire(m.ADMIT).moves:
             self.close_chunks()
         self.saved_units = held_units
         self.next_save_at_tokens = self.retries = 0
 
     def planned(self, next_save_at_tokens: int) -> None:
-        """All that is final is saved or being saved, or will be with the rows of this step."""
+        """All final units are saved or being saved, with this step's save. The next is final at so many tokens."""
         self.fire(m.PLANNED)
         self.next_save_at_tokens = next_save_at_tokens
 
     def complete(self) -> None:
-        """Nothing more will be final that is to be saved."""
+        """Nothing more of the request will have to be saved."""
         self.fire(m.COMPLETE)
         self.next_save_at_tokens = BEYOND_TOKENS
 
     def lost(self, first_unit: int) -> None:
-        """A save from `first_unit` on has failed: try again, unless that was tried often enough."""
+        """A save from `first_unit` on has failed: try again, at most `SAVE_RETRIES_MAX` times per admission."""
         self.close_chunks()
         if self.retries < SAVE_RETRIES_MAX and self.fire(m.LOST).to.row == m.OPEN:
             self.retries += 1
@@ -153,26 +157,26 @@ class SaveProgress(Cursor):
         self.next_save_at_tokens = BEYOND_TOKENS
 
     def give_up(self) -> None:
-        """Save nothing more before the next admission: the blocks are not to be believed."""
+        """Save nothing more before the next admission: the blocks' bytes may be wrong."""
         self.preempted()
         self.close_chunks()
 
     def close_chunks(self) -> None:
-        """Go on in no chunk that was begun."""
+        """Fill none of the chunks that were begun any further."""
         self.opened = [None] * len(self.opened)
 
 
 Machines: TypeAlias = tuple[Compiled, Compiled, Compiled]
-"""Of the requests of one engine: of their lives, lookups and saving."""
+"""The machines of requests, of lookups and of saving, compiled for one engine."""
 Watches: TypeAlias = tuple[Watch | None, Watch | None, Watch | None]
-"""Who watches a request's cursors, in this order."""
+"""The watches of a request's cursors in these machines, in the same order."""
 
 
 class Tracked(Cursor):
-    """One request. `load_job_id`: the load of this admission, until it is over; 0: there is none.
+    """One request. `load_job_id`: id of this admission's load, until it is over; 0: there is none.
 
-    `wishes`: the hints that it came with; `hints`: when it is over, those that the policy got for its chunks.
-    `kept_units`, `stored_units`: chunks from there on go first when it is over, and are not stored in tiers.
+    `wishes`: the hints that came with it. `hints`: once it is over, those that were applied to its chunks.
+    `kept_units`, `stored_units`: chunks from there on are evicted first when it is over, and not stored in tiers.
     """
 
     __slots__ = (
@@ -183,7 +187,7 @@ class Tracked(Cursor):
     def __init__(
         self, machines: Machines, request: Request, groups: int, life: RequestContext, watches: Watches
     ) -> None:
-        """`groups`: cache groups."""
+        """`groups`: number of cache groups. `life`: what its events need. `watches`: of its cursors."""
         (machine, lookup, saving), (watch, watch_lookup, watch_saving) = machines, watches
         request_id = request.request_id
         self.machine, self.key, self.state, self.watch = machine, request_id, machine.initial, watch
@@ -200,7 +204,7 @@ class Tracked(Cursor):
 
     @property
     def epoch(self) -> int:
-        """The number of its last admission; others' are other ones."""
+        """The number of its last admission, unique in the engine."""
         return self.life.epoch
 
     @epoch.setter

@@ -26,7 +26,7 @@ _NS_PER_MS = 1e6
 
 
 class RequestContext:
-    """What the events of a request need to know of it."""
+    """What the events of one request need: times in nanoseconds of the monotonic clock, loads in tokens."""
 
     __slots__ = (
         "added_ns", "admissions", "answer", "epoch", "failures", "loaded", "loading", "loading_ns", "loading_since",
@@ -34,7 +34,7 @@ class RequestContext:
     )  # fmt: skip
 
     def __init__(self, number: int) -> None:
-        """`number` is what the trace calls the request's cursor; ids may be used again. It is not in the sample."""
+        """`number`: the request's cursor in traces, unlike its id never used again. It starts outside of the sample."""
         self.number, self.traceparent, self.sampled = number, "", False
         self.added_ns = time.monotonic_ns()
         self.answer: LookupResult | None = None
@@ -44,14 +44,14 @@ class RequestContext:
         self.loading_since = self.loading_ns = 0
 
     def end_loading(self) -> None:
-        """Stop the clock of what is being loaded between steps."""
+        """End the time of an asynchronous load, if there is one."""
         if self.loading_since:
             self.loading_ns += time.monotonic_ns() - self.loading_since
             self.loading_since = 0
 
 
 class RequestReporter:
-    """One per scheduler's side. It watches the cursors: what they do is what is reported."""
+    """One per scheduler side. It watches the cursors, so what is reported is what they do."""
 
     def __init__(self, trace: Recorder) -> None:
         """Count hits by tier and misses by reason, and put events into `trace`."""
@@ -63,7 +63,7 @@ class RequestReporter:
         self._others: Watches = self._request_moved if trace.transitions else None, None, None
 
     def added(self, request: Request) -> tuple[RequestContext, Watches]:
-        """A request has come. Return its life, and who watches its cursors."""
+        """A request has arrived. Return its context and the watches for its cursors."""
         self._numbers += 1
         life, trace = RequestContext(self._numbers), self.trace
         if trace.lifecycle and (headers := getattr(request, "trace_headers", None)):
@@ -81,7 +81,7 @@ class RequestReporter:
         return self._request_moved, partial(self._lookup_moved, life), saving
 
     def begun(self, planned: JobInFlight) -> None:
-        """A job is planned: from now on its cursor is watched."""
+        """A job was planned: watch its cursor from now on."""
         job, life, trace = planned.job, planned.tracked.life, self.trace
         if not (trace.lifecycle or life.sampled):
             return
@@ -112,7 +112,7 @@ class RequestReporter:
             trace.took(request_id, tracked.epoch, trace.step, cursor, life.number, was, edge, why)
 
     def _lookup_moved(self, life: RequestContext, cursor: Cursor, was: State, edge: Edge, why: str) -> None:
-        """An answer was given. The engine may ask in every step; only what is new is reported."""
+        """Report a lookup's answer. The engine may repeat the lookup in every step; only changes are reported."""
         trace, asking = self.trace, cast("Asking", cursor)
         if edge.event != lookup_m.ADMIT and (answer := asking.answer) != life.answer:
             life.answer = answer
@@ -124,7 +124,7 @@ class RequestReporter:
             trace.took(str(asking.key), life.epoch, trace.step, cursor, life.number, was, edge, why)
 
     def admitted(self, tracked: Tracked, *, loads: bool) -> None:
-        """Blocks were allocated; the lookup's answer is not used up yet. Counted of every request, traced or not."""
+        """Blocks were allocated; called before the lookup's answer is used up. Counts every request, traced or not."""
         life, trace, asking = tracked.life, self.trace, tracked.asking
         asked = asking.state.row == lookup_m.ASKED
         if not asked and not loads:
@@ -178,7 +178,7 @@ class RequestReporter:
         ))  # fmt: skip
 
     def chunk_moved(self, cursor: Cursor, was: State, edge: Edge, why: str) -> None:
-        """A chunk took an edge, on behalf of whom the recorder is about."""
+        """A chunk took an edge, on behalf of the request that the recorder is about."""
         trace, chunk = self.trace, cast("Chunk", cursor)
         trace.took(trace.request, trace.epoch, trace.step, cursor, chunk.slot, was, edge, why)
 

@@ -1,4 +1,4 @@
-"""The requests that live: from their arrival, through admissions and preemptions, to their end."""
+"""The requests that are not finished: from their arrival, through admissions and preemptions, to their end."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 class Requests:
-    """One per scheduler side. `tracked`: by request id. `waiting`: for async loads, or have not run since.
+    """One per scheduler side. All by request id: `tracked`, all of them; `waiting`, with an async load, until they run.
 
-    `sessions`: may be continued, and keep their blocks until they are.
+    `sessions`: `resumable` ones, which may keep their blocks while they wait for more input.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Requests:
         report: RequestReporter,
         counters: Counters,
     ) -> None:
-        """`groups`: cache groups. `staging`: of an engine with tiers."""
+        """`groups`: number of cache groups. `staging`: None without tiers."""
         self._groups, self._adapters, self._staging, self._jobs = groups, adapters, staging, jobs
         self._recovery, self._report, self._counters = recovery, report, counters
         self.machines: Machines = m.REQUEST.compile(), lookup_m.LOOKUP.compile(), saving_m.SAVING.compile()
@@ -47,11 +47,11 @@ class Requests:
         self._epochs = 1
 
     def __iter__(self) -> Iterator[Request]:
-        """All that live."""
+        """Iterate over all requests that are not finished."""
         return (tracked.request for tracked in self.tracked.values())
 
     def add(self, request: Request) -> Tracked:
-        """Start to track. The id of a request that is over may be used again: it gets a new cursor."""
+        """Track `request`, or return what tracks it already. A new request with a used id gets a new cursor."""
         old = self.tracked.get(request.request_id)
         if old is not None:
             if old.request is request:
@@ -67,7 +67,10 @@ class Requests:
         return tracked
 
     def notice_preemption(self, tracked: Tracked, *, notified: bool = False) -> None:
-        """The engine counts preemptions on the request: the notice itself may be late, or never come."""
+        """Compare the engine's count of preemptions on the request. `notified`: the engine has reported one.
+
+        The count is what counts: the engine's notice may be late, or never come.
+        """
         now = tracked.request.num_preemptions
         if now != tracked.preemptions:
             tracked.preemptions, tracked.load_job_id = now, 0
@@ -78,7 +81,7 @@ class Requests:
             tracked.fire(m.PREEMPT_LATE)
 
     def plan_step(self, step: Step) -> None:
-        """Notice who has lost its blocks, and who runs."""
+        """Notice the requests that have lost their blocks, and those that run."""
         for request_id in step.preempted_req_ids or ():
             tracked = self.tracked.get(request_id)
             if tracked is not None:
@@ -91,12 +94,12 @@ class Requests:
                 del self.waiting[request_id]
 
     def new_epoch(self) -> int:
-        """Epochs are unique in the engine, so that a reused request id never meets an older one's leases."""
+        """Return a new epoch, unique in the engine: a request id that is used again never meets older leases."""
         self._epochs += 1
         return self._epochs
 
     def begin_admission(self, tracked: Tracked, held_units: int, tables: Tables) -> None:
-        """New blocks: what the catalog holds need not be saved, everything beyond it is open again."""
+        """The request was admitted with new blocks. The first `held_units` units need not be saved."""
         stale = True
         try:
             if tracked.stage is not None:
@@ -108,12 +111,12 @@ class Requests:
                 tracked.saving.give_up()
 
     def go_on(self, tracked: Tracked) -> None:
-        """More blocks for the same admission: what is computed with them may not be worth what came before."""
+        """The same admission got more blocks. Save no more of it if its KV is of old weights (`Recovery.continued`)."""
         if self._recovery.continued(tracked.request.request_id):
             tracked.saving.give_up()
 
     def end_stage(self, tracked: Tracked) -> None:
-        """The request waits for no tier any more."""
+        """End the request's stage: it waits for no tier any more."""
         if self._staging is not None:
             self._staging.end(tracked.stage)
         tracked.stage = None

@@ -1,4 +1,4 @@
-"""When everything is forgotten: at a reset, and when the weights are others than those that KV was computed with."""
+"""Forgets everything: at a reset, and when the weights have changed."""
 
 from __future__ import annotations
 
@@ -35,29 +35,29 @@ class Resets:
         counters: Counters,
         trace: Recorder,
     ) -> None:
-        """`space_of`: the namespace in tiers for the digest of the weights; empty: none yet.
+        """`space_of`: from a digest of the weights to the namespace in tiers; "": not known yet.
 
-        `also_of`: another, in which chunks with the same bytes may be.
+        `also_of`: from the same to a second namespace, whose chunks have the same bytes; "": there is none.
         """
         self._also_of, self._pins = also_of, pins
         self._catalog, self._requests, self._staging, self._weights = catalog, requests, staging, weights
         self._space_of, self._recovery, self._counters, self._trace = space_of, recovery, counters, trace
 
     def reset(self) -> None:
-        """Forget every chunk, for good: in tiers, too, nothing is found again that was kept before."""
+        """Forget every chunk, for good: what tiers hold is not found again either."""
         self._counters["reset"] += 1
         self._forget()
         if self._staging is not None:
             self._staging.space.renew()
 
     def weights_changed(self) -> None:
-        """Forget what was computed with others, and keep nothing of what goes on with it."""
+        """Forget every chunk, and save nothing more of running requests: their KV is of other weights."""
         self._forget()
         self._recovery.weights_changed(self._requests.tracked)
         self.name_space()
 
     def name_space(self) -> None:
-        """Keep chunks in tiers under the name of the weights as they are now; if they are not known, nowhere."""
+        """Name the namespaces in tiers by the present weights. If these are not known, tiers are not used."""
         if self._staging is not None:
             digest = self._weights.digest
             self._staging.space.base = self._space_of(digest) if digest else ""

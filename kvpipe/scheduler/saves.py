@@ -1,4 +1,4 @@
-"""What of each request is saved in a step, and into which chunks."""
+"""Plans saves: which units of each request are saved in a step, and into which chunks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvpipe.trace.recorder import Recorder
 
 NO_END: Final = -1
-"""Tokens behind which nothing is new."""
+"""In place of a number of tokens: nothing new is final."""
 
 Row = tuple[int, int, int, int]
 """Group, slot, page, block: see `kvpipe.messages`."""
@@ -32,7 +32,7 @@ _NOTHING: Final[Mapping[str, Sequence[State]]] = {}
 
 
 class Saving:
-    """One per scheduler side. `blocks`: the engine's, once it has them."""
+    """One per scheduler side. `blocks`: the engine's block tables, set before the first step."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Saving:
         counters: Counters,
         trace: Recorder,
     ) -> None:
-        """Of the settings, what to save counts: decoded tokens, chunks that are not full."""
+        """`settings`: `save_decode` and `save_partial`."""
         self._decode, self._partial = settings.save_decode, settings.save_partial
         self._geometry, self._catalog = geometry, catalog
         self._prefixes, self._counters, self._trace = prefixes, counters, trace
@@ -54,19 +54,19 @@ class Saving:
         self._unit, self._per_chunk = geometry.unit_tokens, geometry.units_per_chunk
         self._states, self._whole = geometry.states, geometry.whole_units
         self._step = int(self._whole == 1) if self._partial else self._per_chunk
-        """In how many units behind the last one the next is worth a page; 0: see `_more`."""
+        """After how many further units a save is worth it; 0: `_more` decides."""
         blocks = () if geometry.branches_within else geometry.states
         self._branches = max((geometry.units_per_block[group] for group in blocks), default=1)
-        """Of so many units are the boundaries at which states of branches are kept."""
+        """States of branches are kept at multiples of so many units."""
         self._uncut = bool(geometry.states or geometry.ahead_tokens)
         """Whether KV stays as it is when an engine cuts a session's tokens: then nothing of sessions is saved."""
         self._growing = [group for group in range(len(geometry.groups)) if group not in geometry.states]
         self.blocks: Blocks | None = None
 
     def ended(self, request: Request) -> list[Chunk]:
-        """The request is over: whoever continues it shall find where it ended, though others write on in that chunk.
+        """The request is over: keep the marks at its end, even if others write on in these chunks.
 
-        Returns the chunks that it ends in.
+        So a prompt that continues it finds all of it. Returns the chunks that it ends in.
         """
         ends: list[Chunk] = []
         units = self._prefixes.final_units(request, request.num_tokens)
@@ -106,19 +106,19 @@ class Saving:
         return jobs
 
     def _save_states(self, request_id: str, states: Sequence[State]) -> Job | None:
-        """Plan to save states of a request that sits this step out: they were confirmed late, and are offered once."""
+        """Plan to save states of a request without tokens in this step: confirmed late, they are offered only once."""
         tracked = self._requests.tracked.get(request_id)
         if tracked is None or tracked.request.resumable:
             return None
         return self._try_save(tracked, NO_END, states)
 
     def _offered(self, step: Step) -> Mapping[str, Sequence[State]]:
-        """Return the states that are final when `step` has been computed, by request."""
+        """Return, by request id, the states that are final once `step` has been computed."""
         states: OfferedStates | None = getattr(step, "kv_connector_block_state", None)
         return states.boundary_state_offloads if states is not None else _NOTHING
 
     def _try_save(self, tracked: Tracked, end: int, states: Sequence[State]) -> Job | None:
-        """Plan one request's save. What goes wrong costs this save only: loads of the step depend on the plan."""
+        """Plan one request's save. Never raises, as the step's loads depend on the plan: a failure costs one save."""
         pieces: list[Piece] = []
         rows: list[Row] = []
         progress = tracked.saving
@@ -140,7 +140,7 @@ class Saving:
             return None
 
     def plan(self, tracked: Tracked, end: int, pieces: list[Piece]) -> tuple[list[Row], int]:
-        """Claim what of the first `end` tokens is final and not yet saved, piece by piece, into `pieces`.
+        """Claim the final units of the first `end` tokens that are not saved yet; append their pieces to `pieces`.
 
         Returns the rows that save the pieces, and the first unit of all of them.
         """
@@ -183,19 +183,22 @@ class Saving:
         return rows, first
 
     def _worth_a_page(self, request: Request, units: int, saved: int) -> int:
-        """Return how many of `units` units end a block, or lie before a boundary of a state; `saved` are saved."""
+        """Return how many of `units` units to save: up to the last that ends a block or is a state's boundary.
+
+        Not less than the `saved` units.
+        """
         whole = units - units % self._whole
         return max(whole, min(units, saved), *(end for end in self._boundaries(request) if end <= units))
 
     def _more(self, request: Request, units: int) -> int:
-        """Return in how many units behind `units` the next one is worth a page."""
+        """Return after how many units beyond `units` the next one ends a block or is a state's boundary."""
         whole = self._whole - units % self._whole
         if whole == 1:
             return 1
         return min([whole, *(end - units for end in self._boundaries(request) if end > units)])
 
     def _plan_state(self, tracked: Tracked, group: int, block: int, tokens: int, pieces: list[Piece]) -> list[Row]:
-        """Claim the state of one boundary, into `pieces`, if it is worth a slot. Returns the row that saves it."""
+        """Claim the state of one boundary, if it is worth a slot, into `pieces`. Returns the row that saves it."""
         request, (units, beyond) = tracked.request, divmod(tokens, self._unit)
         if beyond or group not in self._states or not self._worth(request, units):
             return []
@@ -218,9 +221,9 @@ class Saving:
         return [(group, chunk.slot, 0, block)]
 
     def _worth(self, request: Request, units: int) -> bool:
-        """Whether the state after so many units is where somebody may go on: a prompt ends or branches, or an answer.
+        """Whether a later prompt may continue after `units` units: a prompt ends or branches there, or an answer ends.
 
-        A state takes as much room as the attention of many tokens, and a long prompt has one for each of its steps.
+        A state takes as much memory as the attention KV of many tokens, and a long prompt has one for each step.
         """
         tokens = units * self._unit
         if tokens > request.num_prompt_tokens:
@@ -229,7 +232,7 @@ class Saving:
         return units >= last or (branch > 0 and units == branch)
 
     def _boundaries(self, request: Request) -> tuple[int, ...]:
-        """Return where states of the prompt are kept, in units: its end, and where it was seen to branch, or 0."""
+        """Return after which units states of the prompt are kept: at its end, and where prompts branch (0: nowhere)."""
         if not self._states:
             return ()
         branch: int = getattr(request, "shared_prefix_boundary", 0)
@@ -241,9 +244,10 @@ class Saving:
         self, tracked: Tracked, hashes: Sequence[bytes], group: int, table: Sequence[Block], base: int, low: int,
         high: int, pieces: list[Piece], *, keep: bool,
     ) -> list[Row]:  # fmt: skip
-        """Claim units [low, high) of the chunk that starts at unit `base`, in the chunk where they continue best.
+        """Claim units [low, high) of the chunk from unit `base` on: in a chunk that ends at `low` if there is one.
 
-        Puts the piece into `pieces`, if there is room, and returns the rows that save it.
+        Otherwise in a new chunk, from `base` on. Appends the piece to `pieces`, and returns the rows that save it; none
+        if there is no slot, or blocks have left a sliding window.
         """
         key = self._prefixes.key(hashes, high)
         progress = tracked.saving
@@ -276,7 +280,7 @@ class Saving:
         return [(group, chunk.slot, page, table[at].block_id) for page, at in enumerate(blocks, first)]
 
     def _table(self, tracked: Tracked, group: int) -> Sequence[Block]:
-        """Return the engine's own block table of the request, as it is now. Never kept."""
+        """Return the engine's block table of the request as it is now. It must not be kept."""
         assert self.blocks is not None  # noqa: S101  (bound before the first step)
         return self.blocks.table(tracked.request.request_id, group)
 

@@ -1,9 +1,9 @@
-"""Whether a hit is better loaded between steps, so that the others do not wait for it.
+"""Decides whether a hit is loaded asynchronously, so that other requests do not wait for it.
 
-A layerwise (sync) load hides behind the forward of its own step, layer by layer; what it cannot hide, the whole batch
-waits for. An asynchronous load lets the others run, and its own request a step later. So a hit is asynchronous when
-others run and its load, with those that the step does already, would take longer than they should ever wait, or would
-queue behind another asynchronous one.
+A sync load overlaps with the forward of its own step, layer by layer; for what does not overlap, the whole batch waits.
+With an async load the others run, and its own request runs a step later. So a hit is loaded asynchronously if other
+requests run, and its load, together with the step's other sync loads, would take longer than `stall_ms_max`, or another
+async load is under way.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ if TYPE_CHECKING:
     from kvpipe.scheduler.base import Step
 
 IDLE_WAIT_MS_MAX: Final = 5
-"""How long a step that computes nothing waits for a load: so much later may a request start that comes meanwhile."""
+"""How long a step that computes nothing waits for a load. A request that arrives meanwhile may start so much later."""
 
 
 class Stall:
-    """Knows how fast loads are and whether anybody would wait."""
+    """Compares the time of a load, by the measured rate, with how long other requests may wait."""
 
     def __init__(self, geometry: Geometry, stall_ms_max: int) -> None:
-        """Nothing was measured yet, and nobody runs."""
+        """Start without a measured rate, and without running requests."""
         self._token_bytes = geometry.token_bytes
         self._stall_s_max = stall_ms_max / 1000
         self.rate = 0.0
-        """Bytes per second of the slowest rank's loads, as last measured; 0: not yet."""
+        """Bytes per second of loads on the slowest rank, as last measured; 0: not measured yet."""
         self.running = 0
-        """Requests that the last step computed."""
+        """The number of requests that the last step computed."""
         self.due = 0
-        """Tokens whose sync loads the next step does already."""
+        """Tokens of the sync loads that are planned for the next step."""
 
     def too_long(self, tokens: int, *, loading: bool) -> bool:
-        """Whether a load of `tokens` should not be waited for. `loading`: an asynchronous one is under way.
+        """Whether a load of `tokens` tokens should be asynchronous. `loading`: another asynchronous one is under way.
 
-        What was never measured is taken for instant, unless no wait at all is allowed.
+        Without a measured rate a load counts as instant, unless `stall_ms_max` is 0.
         """
         if not self.running:
             return False
@@ -46,16 +46,16 @@ class Stall:
 
 
 class Idle:
-    """Knows when nobody runs: whether a step may wait for a load in place of many steps that find it unfinished."""
+    """Lets a step that computes nothing wait for a load, instead of many steps that find it unfinished."""
 
     def __init__(self, stall_ms_max: int) -> None:
-        """`stall_ms_max`: nobody ever waits longer for another's load."""
+        """`stall_ms_max`: an upper bound for the wait, in milliseconds."""
         self._wait_ms_max, self._empty_steps = min(IDLE_WAIT_MS_MAX, stall_ms_max), 0
 
     def wait_ms(self, step: Step, *, loading: bool) -> int:
-        """Return how long `step` is to wait for a load. `loading`: asynchronous ones may be under way.
+        """Return how many milliseconds `step` is to wait for a load. `loading`: asynchronous ones may be under way.
 
-        Not behind a step that computes: what it computes may be why this one cannot go on yet.
+        0 for the first step after one that computes: that one's output may be what the engine waits for.
         """
         if step.num_scheduled_tokens:
             self._empty_steps = 0

@@ -1,4 +1,4 @@
-"""What goes from memory to tiers, and when: offers that wait for their turn, and stores that the ranks carry out."""
+"""Stores chunks in tiers: chunks are offered, wait in a queue, and are stored by the ranks."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from kvpipe.scheduler.records import Tracked
 
 STORE_SHARE: Final = 0.25
-"""Of the pool, at most, that chunks on their way to tiers hold."""
+"""The largest share of the pool that chunks on their way to tiers hold."""
 OFFERS_MAX: Final = 4096
-"""Chunks that wait to be stored; the oldest is dropped."""
+"""How many chunks may wait to be stored; beyond, the oldest is dropped."""
 REST_STEPS: Final = 100
-"""For how many steps nothing is stored in a tier that has just failed to: its ranks' breakers would only refuse it."""
+"""For how many steps nothing is stored in a tier after a failed store: the ranks' breakers would refuse it."""
 STORES: Final = "\0store"
 """The owner of leases of chunks on their way to a tier; no request id has a zero byte."""
 
 
 class Offer(NamedTuple):
-    """A chunk that should be stored as far as `units`, where `key` marks it."""
+    """A chunk to be stored up to its mark (`units`, `key`)."""
 
     chunk: Chunk
     units: int
@@ -37,7 +37,7 @@ class Offer(NamedTuple):
 
     @property
     def stands(self) -> bool:
-        """Whether the chunk still holds that."""
+        """Whether the chunk still has that mark."""
         if self.chunk.state.row not in {chunk_m.READY, chunk_m.GROWING}:
             return False
         return any(mark.key == self.key and mark.units == self.units for mark in self.chunk.marks)
@@ -58,9 +58,9 @@ class Storing:
         new_id: Callable[[], int],
         split: Callable[[int], int] = lambda _: 0,
     ) -> None:
-        """`policies`: per tier, which chunks are written. Nothing is offered before `space` has a name.
+        """`policies`: per tier, its configuration key `store`. Nothing is offered before `space` has a name.
 
-        `split`: how many parts a group's chunks have.
+        `bytes_in_flight_max`: of slots, per rank. `split(group)`: the number of parts in which a chunk is stored.
         """
         self._split = split
         self._catalog, self._space, self._policies = catalog, space, policies
@@ -71,17 +71,17 @@ class Storing:
         self._rests = [0] * len(policies)  # until which step nothing is stored in a tier
         self._step = 0
         self.under_way: dict[int, Owner] = {}
-        """Who leases the chunk of each store that the ranks have not all reported."""
+        """By order id, the owner of the lease, for each store that not all ranks have reported."""
 
     @property
     def _max(self) -> int:
-        """How many stores may be under way. Ranks report late how large the pool is."""
+        """How many stores may be under way, of a pool whose size ranks report later."""
         return max(1, min(int(self._catalog.slots * STORE_SHARE), self._in_flight_max))
 
     # ---- what is offered ------------------------------------------------------------------------------------------
 
     def landed(self, tracked: Tracked, chunk: Chunk, units: int) -> None:
-        """A piece has landed: a whole chunk can be stored, and a shorter one if it will not grow for this request."""
+        """A piece has landed: offer its chunk if it is whole, or if this request will not fill it any further."""
         ended = units == self._per_chunk or chunk.group in self._states or tracked.state.row == FINISHED
         if ended or self._states:  # else only where a state is kept: it is of no use without the attention up to there
             for mark in chunk.marks:
@@ -89,20 +89,20 @@ class Storing:
                     self._offer("all", chunk, units, mark.key)
 
     def ended(self, tracked: Tracked) -> None:
-        """The request is over: the chunk that it ended in can be stored as far as it is filled."""
+        """The request is over: offer the chunk that it ended in, as far as it is filled."""
         for opened in tracked.saving.opened:
             if opened is not None and opened.filled < self._per_chunk and opened.base < tracked.stored_units:
                 for mark in opened.chunk.marks:
                     self._offer("all", opened.chunk, mark.units, mark.key)
 
     def used(self, chunks: list[Chunk]) -> None:
-        """Chunks are of use to a second request."""
+        """A second request uses `chunks`: offer them to tiers with `store=second_use`."""
         for chunk in chunks:
             for mark in chunk.marks[-1:]:
                 self._offer("second_use", chunk, mark.units, mark.key)
 
     def brought(self, tier: int, offer: Offer) -> None:
-        """A chunk has come from `tier`: those that are nearer can have it too."""
+        """A chunk was fetched from the tier with the index `tier`: offer it to the nearer tiers."""
         self._put_off([nearer for nearer in range(tier) if self._policies[nearer] != "never"], offer)
 
     def _offer(self, policy: str, chunk: Chunk, units: int, key: bytes) -> None:
@@ -123,7 +123,7 @@ class Storing:
     # ---- what is stored -------------------------------------------------------------------------------------------
 
     def plan(self, due: list[TierOrder]) -> None:
-        """Add a step's stores to `due`, as far as there is room."""
+        """Append a step's store orders to `due`, as many as may be under way."""
         self._step += 1
         while self._offers and len(self.under_way) < self._max:
             place, offer = self._offers.popitem(last=False)
@@ -138,7 +138,7 @@ class Storing:
                 self._catalog.lease(owner, [chunk])
 
     def over(self, order: TierOrder, *, ok: bool) -> None:
-        """Every rank has reported a store."""
+        """Every rank has reported a store. `ok`: it succeeded on all of them."""
         self._catalog.release(self.under_way.pop(order.id), hit=False)
         self._counters["chunks_stored" if ok else "chunks_not_stored"] += 1
         if not ok:
@@ -148,10 +148,10 @@ class Storing:
                 self._counters["store_dropped_tier_failed"] += 1
 
     def clear(self) -> None:
-        """Store nothing of what was offered."""
+        """Drop all offers."""
         self._offers.clear()
 
     @property
     def pending(self) -> bool:
-        """Whether something waits to be stored, and for nothing but the next step."""
+        """Whether an offer waits only for the next step."""
         return bool(self._offers) and len(self.under_way) < self._max

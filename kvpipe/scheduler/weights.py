@@ -1,8 +1,9 @@
-"""Which weights the engine has, as its scheduler side knows it: reported by every rank, doubted, asked for again.
+"""The scheduler side's knowledge of the engine's weights: a digest that every rank reports.
 
-Whatever may have changed them makes them doubtful: nothing is found and nothing saved until every rank has read its
-weights again, at the beginning of a step. If they are others, everything is forgotten, and what is kept from now on has
-another name: that of the new weights, so that who goes back to the old ones finds what was kept of them.
+After any call that may have changed the weights they are doubtful: nothing is found and nothing is saved until every
+rank has digested its weights again, at the beginning of a step. If they have changed, every chunk is forgotten, and
+tiers are used under the namespace of the new weights. An engine that gets its old weights back finds its old chunks in
+tiers again.
 """
 
 from __future__ import annotations
@@ -16,43 +17,43 @@ class Weights:
     """One per engine, on the scheduler's thread."""
 
     def __init__(self, ranks: int, counters: Counters) -> None:
-        """Nothing is known."""
+        """Start without digests, of `ranks` ranks."""
         self._ranks, self._counters = ranks, counters
         self.digest = ""
-        """Of all ranks' weights; empty: some rank's are not known."""
+        """The digest of all ranks' weights; "": some rank's weights are not known."""
         self._question = self._answered = self._sent = 0
         self._known = False
 
     @property
     def doubtful(self) -> bool:
-        """Whether they may be others than those of `digest`."""
+        """Whether the weights may differ from those of `digest`."""
         return self._answered < self._question
 
     def know(self, reports: Iterable[str]) -> bool:
-        """Take the digests of the ranks' weights, in the ranks' order. Returns whether they are others than before.
+        """Take the digests of the ranks' weights, in the ranks' order. Returns whether they have changed.
 
-        An engine may start its ranks once more.
+        False at the first call; later ones come from an engine that has started its ranks again.
         """
         before, self.digest = self.digest, _together(reports)
         known, self._known = self._known, True
         return known and (not self.digest or self.digest != before)
 
     def suspect(self, why: str = "") -> None:
-        """Something has happened that may have changed them."""
+        """A call may have changed the weights; `why` names it, for the counter."""
         self._question += 1
         self._counters.count("weights_suspected", why)
 
     def ask(self) -> int:
-        """Return the question that the next step takes to the ranks; 0: none."""
+        """Return the number of the question that goes to the ranks with the next step; 0: none."""
         if self._sent == self._question or not self.doubtful:
             return 0
         self._sent = self._question
         return self._question
 
     def answered(self, reports: dict[int, tuple[int, str]]) -> bool:
-        """Take question and digest of the weights, by rank. Returns whether the weights are others than before.
+        """Take (question, digest of the weights) by rank. Returns whether the weights have changed.
 
-        Every answer counts, also one that is overtaken by another question: steps were computed with those weights.
+        Every answer counts, even if another question is open already: steps were computed with those weights.
         """
         if len(reports) < self._ranks:
             self._counters.fault("weights_not_on_all_ranks", ranks=self._ranks, reported=len(reports))
