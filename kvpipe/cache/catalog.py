@@ -59,7 +59,7 @@ class Chunk(Cursor):
     def __init__(
         self, machine: Compiled, group: int, slot: int, watch: Watch | None = None, tenant: Tenant = ANYBODY
     ) -> None:
-        """Make the chunk of `slot` in cache group `group`. The other attributes:
+        """Make the chunk of `slot` in cache group `group`. Its other attributes are as follows.
 
         `written`: units claimed by writers. `ready`: units that have landed on every rank.
         `tail`: the prefix hash at `written`; only a request with that prefix may write on.
