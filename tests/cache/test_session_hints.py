@@ -120,3 +120,28 @@ def test_what_others_are_using_is_not_demoted_for_their_wait() -> None:
         clients.policy.hint(item, Hint(Action.DEMOTE))
     clients.serve("a", "b")
     assert clients.said("a", "b") == {0}
+
+
+def test_hints_that_are_taken_back_leave_no_debt() -> None:
+    """A prompt of many chains is to be retained, and said to resume, again and again: the second hint ends the first.
+
+    Meanwhile what was counted of the first has been halved. Then somebody returns who was to be retained.
+    """
+    clients, prompt = Clients(), [f"p{at}" for at in range(520)]
+    clients.policy = Sessions(4000)
+    clients.serve(*prompt)
+    for at in range(1, len(prompt)):
+        clients.serve(*prompt[:at], f"x{at}")
+    for at in range(1, len(prompt)):
+        branch = clients.items.pop(f"x{at}")
+        clients.policy.remove(branch)
+        clients.policy.dropped(branch)
+    for _ in range(6):
+        items = clients.serve(*prompt)
+        for hint in (Hint(Action.RETAIN, clients.now_s + 600), Hint(Action.RESUME, clients.now_s + 20)):
+            for item in items:
+                clients.policy.hint(item, hint)
+    clients.says(Hint(Action.RETAIN, clients.now_s + 612), "q0")
+    clients.serve("q0", "q1")
+    assert clients.said("q0", "q1") == {0}
+    assert min(clients.policy._returns._ended) >= 0

@@ -89,7 +89,8 @@ class Returns:
 
     def ended(self, kind: int, turns: int = 1) -> None:
         """Count that a chain of `kind` waits from now on. `turns` is -1 to take that back: it is of another kind."""
-        self._ended[kind] += turns
+        ended = self._ended[kind] + turns
+        self._ended[kind] = ended if ended > 0 else 0.0  # what is taken back may have been halved meanwhile
         self._changed[kind] = True
         self._turns += 1
         if self._turns >= self._renew_at:
