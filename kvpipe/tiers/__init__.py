@@ -1,7 +1,7 @@
 """Places beyond host memory that keep chunks: the protocol, its use by an engine, and a folder for each kind.
 
-A `TierThread` belongs to another thread: a `Finder` to the scheduler's, a `Carrier` to vLLM's on a rank. It gets work
-through its loop's inbox. What else its loop or that thread writes and the other touches is named here.
+Each `TierThread` serves another thread: a `Finder` the scheduler's, a `Carrier` vLLM's thread on a rank. It gets work
+through its loop's inbox. `SHARED` lists everything else that one of the two threads writes and the other uses.
 """
 
 from typing import Final
@@ -16,7 +16,7 @@ SHARED: Final = {
     "why": "of a lookup: as `found`",
     "state": "of a breaker: the loop fires it; others read which there is, and a call too many is refused on the loop",
     "_over": "the loop sets it once, at its end; an item that comes later is refused",
-    "_ended": "the loop counts; who owns the thread does only when the loop takes nothing any more",
+    "_ended": "the loop counts; the thread that it serves counts only once the loop takes no items any more",
     "_stores_ended": "as `_ended`; read only while a shutdown waits, which has a deadline",
     "_outbox": "the loop appends outcomes, vLLM's thread takes them: a deque",
     "bytes": "the loop counts; vLLM's thread reads for the metrics",

@@ -1,8 +1,8 @@
-"""The tier protocol: what is asked of a place beyond host memory that keeps chunks, and what it owes.
+"""The tier protocol: the calls to a place beyond host memory that keeps chunks, and what it must guarantee.
 
 A tier keeps *values*: opaque bytes of a known length under a key. It knows nothing of tokens, headers or checksums.
 `envelope.py` defines what a value contains, and detects a tier that returns other bytes than were written. So a tier
-may be wrong, slow or gone at any time: it must report errors, and never touch a buffer that it has given back.
+may be wrong, slow or gone at any time. It must report errors, and never touch a buffer after the call that got it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import anyio.to_thread
 from kvpipe.errors import TransferError
 
 ALIGN_BYTES: Final = 4096
-"""Buffers begin at multiples of it, and their lengths are such: what direct I/O wants."""
+"""Addresses and lengths of buffers are multiples of so many bytes, as direct I/O requires."""
 
 _KEY = re.compile(
     r"(?P<namespace>[0-9a-f]{32})-(?P<chunk>(?:[0-9a-f]{2}){16,64})"
@@ -36,7 +36,7 @@ class TierFullError(TierError):
 
 
 class Key(NamedTuple):
-    """One part of one chunk. Every field has a mark of its own in the text: a new one cannot be misread.
+    """One part of one chunk.
 
     `namespace`: 32 hex digits, what the bytes depend on beside the tokens (weights, dtype, layout, ranks …).
     `chunk`: hash of the token prefix up to the chunk's end, 16 to 64 bytes.
@@ -56,7 +56,7 @@ class Key(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Key:
-        """Read what `text` has written. Raises ValueError for anything else."""
+        """Return the key whose `text` this is. Raises ValueError if it is none."""
         match = _KEY.fullmatch(text)
         if match is None:
             msg = f"{text!r} is no key of a chunk"
@@ -70,7 +70,7 @@ class Key(NamedTuple):
 
 
 class Put(NamedTuple):
-    """A value to be written: the concatenation of `parts`, aligned (`ALIGN_BYTES`) and not changed meanwhile."""
+    """A value to be written: the concatenation of `parts`, which are aligned (`ALIGN_BYTES`) and must not change."""
 
     key: Key
     parts: tuple[memoryview, ...]
@@ -84,7 +84,8 @@ class Put(NamedTuple):
 class Get(NamedTuple):
     """A value to be read into the writable, aligned (`ALIGN_BYTES`) buffers `into`, one after the other.
 
-    The value must be exactly as long as they are together. What they hold after anything but `Read.HIT` is undefined.
+    The value must be exactly as long as all of them together. Unless the read ends as `Read.HIT`, their content is
+    undefined.
     """
 
     key: Key
@@ -112,7 +113,7 @@ class Written(Enum):
 
 
 class Capacity(NamedTuple):
-    """What a tier holds, as far as it knows."""
+    """How many values and bytes a tier holds, as far as it knows."""
 
     items: int
     bytes_used: int
@@ -130,59 +131,64 @@ class Entry(NamedTuple):
 class Tier(Protocol):
     """A place for values. All methods are coroutines on one event loop.
 
-    They are safe to run beside each other, but for `open` and `close`, which belong to one owner.
+    They may run concurrently, except `open` and `close`, which one owner calls.
 
     Every method may raise `TierError`, and nothing else but a cancellation. All may be cancelled at any time. When
-    `read` or `write` has returned, raised, or been cancelled, nothing touches its buffers any more; a value whose write
-    did not return is either wholly there or not there at all, never torn. Nothing waits longer than the tier's own
-    `timeout_ms_max` without a byte moving, or, where a client cannot see that, than that and a time by the bytes moved.
+    `read` or `write` has returned, raised, or been cancelled, nothing touches its buffers any more. A value whose write
+    did not return is either wholly there or not there at all, never torn. No call waits longer than the tier's
+    `timeout_ms_max` without a byte moving; where a client cannot see bytes move, than that plus a time in proportion to
+    the bytes.
     """
 
     name: str
-    """What it is called in traces, metrics and errors: its kind, and its place among tiers of one kind."""
+    """Its name in traces, metrics and errors: its kind; from the second tier of a kind on, with a number."""
 
     async def open(self) -> None:
         """Connect; make folders; rebuild an index. May be called again after a failure, or after `close`."""
 
     async def exists(self, keys: Sequence[Key]) -> list[bool]:
-        """Return which values are there, in one round trip, or as few as there are servers."""
+        """Return, for each key, whether its value is there. It takes one round trip per server."""
 
     async def read(self, gets: Sequence[Get]) -> list[Read]:
-        """Read values straight into their buffers."""
+        """Read values directly into their buffers. Returns how each read ended, in the order of `gets`."""
 
     async def write(self, puts: Sequence[Put]) -> list[Written]:
-        """Keep values; a bounded tier drops the oldest to make room. Raises `TierFullError` if it cannot."""
+        """Write values. Returns how each write ended, in the order of `puts`.
+
+        A bounded tier drops its oldest values to make room. Raises `TierFullError` if there is none.
+        """
 
     async def delete(self, keys: Sequence[Key]) -> int:
-        """Drop values; return how many were there."""
+        """Delete values. Returns how many were there."""
 
     async def capacity(self) -> Capacity:
-        """Return what is held."""
+        """Return how many values and bytes are held."""
 
     async def health(self) -> None:
-        """Return quickly if the tier can be used; raise `TierError` with the reason if not."""
+        """Return soon if the tier can be used. Raises `TierError` with the reason if not."""
 
     def scan(self) -> AsyncIterator[Entry]:
-        """Yield every value of kvpipe's that is there, in no order, while others read and write."""
+        """Yield an entry for every value of kvpipe's, in any order, while others may read and write."""
 
     async def close(self) -> None:
-        """Finish what is under way, release connections and threads. Idempotent. Nothing is left for process exit."""
+        """Finish the calls under way, release connections and threads. Idempotent. Nothing is left to process exit."""
 
 
 @runtime_checkable
 class Listed(Protocol):
-    """A tier whose `exists` is answered from a listing, which may be older than the last write of another process."""
+    """A tier that answers `exists` from a listing, which may be older than the last write of another process."""
 
     def stored(self, keys: Sequence[Key]) -> None:
-        """Add values that this engine's ranks have written to the listing, which may be older than they. Any thread."""
+        """Add values that this engine's ranks have written to the listing. On any thread."""
 
 
 async def blocking(
     limiter: anyio.CapacityLimiter, work: Callable[[], _T], stop: Callable[[], object] | None = None
 ) -> _T:
-    """Run `work` in a thread. A cancellation calls `stop`, which makes `work` end soon, and waits for the thread.
+    """Run `work` in a thread and return its result, or raise what it raises.
 
-    So no thread touches a buffer after its coroutine is gone.
+    A cancellation calls `stop`, which should make `work` end soon, and waits for the thread. So no thread touches a
+    buffer after its coroutine has ended.
     """
     ended: list[_T | Exception] = []
     done = anyio.Event()

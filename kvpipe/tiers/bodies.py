@@ -1,4 +1,4 @@
-"""Bodies of values, and where their bytes are in a slot."""
+"""Bodies of values: the bytes of a chunk, or of a part of it, gathered from a slot or scattered into one."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
 class Bodies:
-    """Where a chunk's bytes are in its slot. A body is ``[layer][page]`` without gaps, padded to `ALIGN_BYTES`.
+    """Maps chunks in slots to bodies. A body is ``[layer][page]`` without gaps, padded to `ALIGN_BYTES`.
 
-    That of a whole chunk is the slot itself. A shorter one is gathered into a buffer of its own.
+    The body of a whole chunk is the slot's own memory. A shorter one is gathered into a buffer of its own.
     """
 
     def __init__(self, geometry: Geometry, pool: HostPool) -> None:
-        """Look at the pool's slots as numpy arrays."""
+        """View the pool's slots as numpy arrays. `geometry`: of this rank."""
         self._geometry = geometry
         self._slots: Bytes = pool.tensor.numpy()
 
     def size(self, group: int, units: int) -> int:
-        """Bytes of the body of `units` units, padding included."""
+        """Return the bytes of the body of `units` units, padding included."""
         return -(-self._geometry.groups[group].bytes_per_block * self._pages(group, units) // ALIGN_BYTES) * ALIGN_BYTES
 
     def size_of(self, group: int, units: int, split: int, theirs: int) -> int:
-        """Bytes of the body of one of `theirs` parts, where this rank's is one of `split`."""
+        """Return the bytes of a body in a split of `theirs` parts; this rank's own body is one of `split` parts."""
         used = self._geometry.groups[group].bytes_per_block * self._pages(group, units) * split // theirs
         return -(-used // ALIGN_BYTES) * ALIGN_BYTES
 
     def whole(self, units: int) -> bool:
-        """Whether so many units are a whole chunk."""
+        """Whether `units` units are a whole chunk."""
         return units == self._geometry.units_per_chunk
 
     def of(self, slot: int, group: int, units: int) -> memoryview:
-        """Return the slot's own memory, for a body of this size."""
+        """Return the slot's own memory, as long as the body of `units` units of the group."""
         view: memoryview = self._slots[slot].data
         return view[: self.size(group, units)]
 
     def gather(self, slot: int, group: int, units: int) -> memoryview:
-        """Return a body to be written: the slot's own memory for a whole chunk, else a copy."""
+        """Return a body to be written to a tier: the slot's own memory for a whole chunk, else a copy."""
         used = self._geometry.groups[group].bytes_per_block * self._pages(group, units)
         if self.whole(units):
             body = self._slots[slot][: self.size(group, units)]
@@ -57,15 +57,16 @@ class Bodies:
         return view
 
     def scatter(self, body: memoryview, slot: int, group: int, units: int) -> None:
-        """Copy the body of a chunk that is not whole into its places in the slot."""
+        """Copy the body of a chunk that is not whole into the slot."""
         flat: Bytes = np.frombuffer(body, np.uint8)
         for mine, theirs in self._stretches(slot, group, units):
             theirs[:] = flat[mine]
 
     def move_heads(self, body: memoryview, order: TierOrder, share: Share, split: int, one: Slice) -> None:
-        """Copy the KV heads that this rank shares with a body of another split: into the slot, or to store, out of it.
+        """Copy the KV heads of `one` between a body of another split and the slot, in the order's direction.
 
-        `split`: this rank's. A body to be stored is filled wholly: this rank has all of its heads.
+        `split`: this rank's own number of parts. `share`: how this rank's pages hold heads. A body to be stored is
+        filled completely: this rank has all of its heads.
         """
         flat: Bytes = np.frombuffer(body, np.uint8)
         at, pages = 0, self._pages(order.group, order.units)

@@ -1,7 +1,7 @@
-"""A rank's carrier: brings chunks from tiers into slots, and from slots to tiers, beside everything else.
+"""A rank's carrier: copies chunks from tiers into slots, and from slots to tiers, in a thread of its own.
 
-The scheduler side decides what is carried, and holds the slots meanwhile. Each order has a cursor on the loop thread,
-and is reported once, when nothing touches its slot any more.
+The scheduler side orders what is carried, and holds the slots meanwhile. Each order has a cursor on the loop thread. It
+is reported once, when nothing touches its slot any more.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from kvpipe.trace.recorder import OFF, Recorder
 from kvpipe.transfer.pool import HostPool
 
 TIMEOUTS_MAX: Final = 10
-"""The longest that a value takes, in units of its tier's `timeout_ms_max`, however slowly its bytes trickle."""
+"""Time limit for a value, in multiples of its tier's `timeout_ms_max`, even while its bytes move."""
 DRAIN_S_MAX: Final = 5.0
-"""The longest that a shutdown waits for chunks that are on their way to a tier."""
+"""How long a shutdown waits at most for stores under way."""
 SPARE_BODIES_MAX: Final = 32
 SPARE_S: Final = 10.0
 """How many buffers for parts of another split are kept for reuse, and for how long after the last such order."""
 OTHER_FAULTS_MAX: Final = 3
 OTHER_PAUSE_S: Final = 60.0
-"""After `OTHER_FAULTS_MAX` failures in a row to read values of another split, none of it are read for so long."""
+"""After `OTHER_FAULTS_MAX` failures in a row to read values of another split, no value of it is read for so long."""
 MARK_S: Final = 60.0
-"""How often the marker that a tier has chunks of this split is written again, while chunks are written."""
+"""How often, while chunks are stored, the marker for their split is written again."""
 
 _Item = tuple[TierOrder, str, int]
-"""What is to be carried, in which namespace, in which step."""
+"""(order, namespace, step)."""
 
 _Other = tuple[int, str, int]
-"""Values of another split: the tier's place, the namespace, how many parts a chunk has."""
+"""Values of another split: (index of the tier, namespace, number of parts of a chunk)."""
 
 _Move = Callable[[], Awaitable[tuple[str, int]]]
 _Fill = Callable[[], object]
@@ -84,9 +84,9 @@ class Carrier(TierThread[_Item]):
         cpus: frozenset[int] = frozenset(),
         trace: Recorder = OFF,
     ) -> None:
-        """Start the thread, on `cpus` if any are given. `shares`: of each group; none: all are bound to the layout.
+        """Start the thread, bound to `cpus` if any are given. `geometry`, `pool`: of this rank.
 
-        `share_ranks_max`: see `kept_splits`.
+        `shares`: of each cache group; empty: all are bound to the layout. `share_ranks_max`: see `kept_splits`.
         """
         self.machine = m.CARRY.compile()
         self._bodies = Bodies(geometry, pool)
@@ -99,7 +99,7 @@ class Carrier(TierThread[_Item]):
         self._apart_open = 0  # orders for parts of another split
         self._rest: anyio.CancelScope | None = None  # of the task that frees their buffers
         self._other_faults: dict[_Other, tuple[int, float]] = {}
-        """Failures in a row, and when the last one was, by the monotonic clock."""
+        """(failures in a row, time of the last one by the monotonic clock)."""
         self._marked: dict[tuple[int, str], float] = {}
         self._turns = [{use: anyio.CapacityLimiter(tier.spec.lanes) for use in (READ, WRITE)} for tier in tiers]
         self._threads = anyio.CapacityLimiter(4)
@@ -113,7 +113,7 @@ class Carrier(TierThread[_Item]):
     # ---- vLLM's thread --------------------------------------------------------------------------------------------
 
     def begin(self, orders: Sequence[TierOrder], space: str, step: int) -> None:
-        """Take a step's orders. Their chunks' namespace is `space`."""
+        """Begin the orders of step `step`. `space`: the namespace of orders without one of their own. Never blocks."""
         for order in orders:
             self._open[order.id] = order
             self._stores_begun += order.stores
@@ -135,12 +135,12 @@ class Carrier(TierThread[_Item]):
 
     @property
     def unreadable(self) -> frozenset[int]:
-        """The tiers, by their places, that this rank does not read at present."""
+        """The indices of the tiers that this rank does not read at present."""
         left = (place for place, tier in enumerate(self.tiers) if not tier.breakers[READ].allows)
         return frozenset(left) if self.alive else frozenset(range(len(self.tiers)))
 
     def shutdown(self) -> None:
-        """Finish what is on its way to a tier, within bounds, give up the rest, close the tiers. Idempotent."""
+        """Finish stores within `DRAIN_S_MAX`, give up the rest, close the tiers. Idempotent."""
         deadline = time.monotonic() + DRAIN_S_MAX
         while self.alive and self._stores_begun > self._stores_ended and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -195,7 +195,7 @@ class Carrier(TierThread[_Item]):
             self._end(order, ok=cursor.state.row == m.FINALIZED)
 
     async def _give_back(self, rest: anyio.CancelScope) -> None:
-        """Free the buffers for parts of another split if none is needed for `SPARE_S`."""
+        """Free the buffers for parts of another split after `SPARE_S` without such an order."""
         with rest:
             await anyio.sleep(SPARE_S)
             self._spare.clear()
@@ -239,7 +239,7 @@ class Carrier(TierThread[_Item]):
             self._other_faults[other] = (self._other_faults.get(other, (0, 0.0))[0] + 1, time.monotonic())
 
     async def _fetch(self, tier: GuardedTier, order: TierOrder, space: str) -> tuple[str, int]:
-        """Bring a chunk into its slot. Returns why it was not there, or nothing, and how many bytes were read."""
+        """Fetch a chunk into its slot. Returns (why it is a miss, or ""; bytes read)."""
         bodies, (slot, group, units) = self._bodies, (order.slot, order.group, order.units)
         if order.split not in {BOUND, self._split[group]}:
             return await self._fetch_parts(tier, order, space)
@@ -250,7 +250,7 @@ class Carrier(TierThread[_Item]):
         return await self._check(tier, found, units, [body], [move]), body.nbytes
 
     async def _fetch_parts(self, tier: GuardedTier, order: TierOrder, space: str) -> tuple[str, int]:
-        """Fetch a chunk of another split: whole values of all parts that share KV heads with this rank."""
+        """Fetch a chunk of another split: the values of all parts that share KV heads with this rank, as `_fetch`."""
         wanted = self._slices(order)
         if not wanted:
             return "another layout", 0
@@ -270,19 +270,19 @@ class Carrier(TierThread[_Item]):
         return "", sum(body.nbytes for body in bodies)
 
     def _slices(self, order: TierOrder) -> list[Slice]:
-        """Return which heads of the order's parts this rank holds; empty: parts are not ranges of heads."""
+        """Return which heads this rank shares with each part of the order; empty if parts are not ranges of heads."""
         share, split = self._shares[order.group], self._split[order.group]
         if not split or share.heads % order.split:
             return []
         return slices(share.heads, split, order.split, part_of(split, self._rank, self._ranks)[0])
 
     def _mover(self, body: memoryview, order: TierOrder, one: Slice) -> _Fill:
-        """Return what moves heads between a part's body and the slot, in the order's direction."""
+        """Return a function that copies heads between a part's body and the slot, in the order's direction."""
         share, split = self._shares[order.group], self._split[order.group]
         return functools.partial(self._bodies.move_heads, body, order, share, split, one)
 
     def _room(self, order: TierOrder) -> memoryview:
-        """Return a buffer for a part's body, a used one if possible: page faults cost as much as the copy."""
+        """Return a buffer for a part's body, a used one if possible, as page faults take as long as the copy."""
         size = self._bodies.size_of(order.group, order.units, self._split[order.group], order.split)
         while self._spare:
             body = self._spare.pop()
@@ -304,7 +304,7 @@ class Carrier(TierThread[_Item]):
     async def _check(
         self, tier: GuardedTier, found: Sequence[_Got], units: int, bodies: Sequence[memoryview], moves: Sequence[_Fill]
     ) -> str:
-        """Check and decrypt values, then run their `moves`. Returns why a value cannot be used; empty: all can."""
+        """Check and decrypt values, then run their `moves`. Returns why a value cannot be used; "" if all can."""
         whys = ["" if got.read is Read.HIT else got.read.value for got in found]
 
         def work() -> None:
@@ -326,7 +326,7 @@ class Carrier(TierThread[_Item]):
         return next(filter(None, whys), "")
 
     async def _store(self, tier: GuardedTier, order: TierOrder, space: str) -> tuple[str, int]:
-        """Write a chunk, unless another rank with the same part does. Returns no reason, and how many bytes."""
+        """Store a chunk, unless another rank stores the same part. Returns ("", bytes written)."""
         if self._marks(order, space):
             await self._mark(tier, order.tier, space)
         if not self._writes(order):
@@ -338,7 +338,7 @@ class Carrier(TierThread[_Item]):
         return "", body.nbytes
 
     async def _store_parts(self, tier: GuardedTier, order: TierOrder, space: str) -> tuple[str, int]:
-        """Write this rank's part of a chunk as several smaller parts, for engines of more ranks."""
+        """Store this rank's part of a chunk as several smaller parts, for engines with more ranks."""
         wanted, split = self._slices(order), self._split[order.group]
         if not wanted or order.split % split:
             return "another layout", 0
@@ -350,7 +350,7 @@ class Carrier(TierThread[_Item]):
         return "", sum(body.nbytes for body in bodies)
 
     async def _mark(self, tier: GuardedTier, place: int, space: str) -> None:
-        """Write the marker that a tier has chunks of this split, for engines of other splits."""
+        """Write the marker by which engines of other splits learn that the tier has chunks of this one."""
         now_s = time.monotonic()
         await self._write(tier, 0, [(mark_key(space, self._kept), pages(ALIGN_BYTES))])
         self._marked = {at: one for at, one in self._marked.items() if at[0] != place} | {(place, space): now_s}

@@ -1,14 +1,14 @@
 """The format of a value in a tier: a header (key, lengths, checksums) and the body.
 
-Whatever a tier returns is checked here: bytes that are not those which were stored under this very key are damaged, and
-damaged is a miss. The header is HEADER_BYTES long, so that the body stays aligned behind it:
+Everything that a tier returns is checked here. A value that differs from what was stored under its key is damaged, and
+a damaged value is a miss. The header is HEADER_BYTES long, so that the body stays aligned behind it:
 
     fields    magic, version, cipher, units, length of the body, mark of the encryption key, salt, the whole name
     zeros
     check     of the body as it is stored: xxh3-128, or the tag of AES-256-GCM, which covers all before it too
     checksum  of all before it: xxh3-64
 
-Where there is an encryption key, a value's name is not its key but a keyed hash of it: see `keyring.py`.
+With an encryption key, a value's name is not its key but a keyed hash of it: see `keyring.py`.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from kvpipe.tiers.keyring import MARK_BYTES, SALT_BYTES, EncryptionKey, ring
 
 HEADER_BYTES: Final = 4096
 VERSION: Final = 2
-"""Version of the format; part of what a namespace depends on."""
+"""Version of the format. Namespaces depend on it."""
 _MAGIC = b"kvpipe\r\n"
 _FIELDS = struct.Struct(f"<8sHBBIQ{MARK_BYTES}s{SALT_BYTES}s192s")  # see the module; before units the name's length
 _CHECK_AT, _SUM_AT = HEADER_BYTES - 24, HEADER_BYTES - 8
 
 
 class DamagedError(TransferError):
-    """A value is not what was stored under its key. The message is the reason, in one or two words."""
+    """A value differs from what was stored under its key. The message is the reason, in one or two words."""
 
 
 class Cipher(IntEnum):
-    """How a body is stored."""
+    """The encryption of a body."""
 
     PLAIN = 0
     AES_256_GCM = 1
@@ -62,7 +62,7 @@ class Header(NamedTuple):
 
 
 def describe(header: bytes | memoryview) -> Header:
-    """Read any bytes as a header. Raises `DamagedError`, and nothing else, where they are none."""
+    """Parse a header of HEADER_BYTES bytes. Raises `DamagedError`, and nothing else, if it is none."""
     if len(header) != HEADER_BYTES:
         raise DamagedError("length")
     magic, version, cipher, key_length, units, body_bytes, mark, salt, text = _FIELDS.unpack_from(header)
@@ -84,33 +84,33 @@ def describe(header: bytes | memoryview) -> Header:
 
 
 def version_of(header: bytes | memoryview) -> int:
-    """Return the version of a value's format, from its header, which is as long in all versions; 0: not a header."""
+    """Return the format version of a value with this header, which has HEADER_BYTES in all versions; 0: no header."""
     magic, version, *_ = _FIELDS.unpack_from(header)
     whole = magic == _MAGIC and xxhash.xxh3_64_digest(header[:_SUM_AT]) == header[_SUM_AT:]
     return version if whole else 0
 
 
 class Sealer:
-    """Makes values and checks them, encrypted if it has secrets. Any thread may use it; both ways release the GIL."""
+    """Makes and checks values, encrypted if it has secrets. On any thread; sealing and unsealing release the GIL."""
 
     def __init__(self, secrets: Sequence[bytes] = ()) -> None:
-        """The first of `secrets` encrypts, all decrypt. Raises `ConfigError` where the extra is not installed."""
+        """The first of `secrets` encrypts, all decrypt. Raises `ConfigError` if the extra is not installed."""
         self._ring = ring(secrets)
         self._first = next(iter(self._ring.values()), None)
 
     @property
     def ways(self) -> int:
-        """How many names a key has."""
+        """The number of names of a key: one per secret, at least 1."""
         return max(1, len(self._ring))
 
     def names(self, key: Key) -> tuple[Key, ...]:
-        """Return what `key` may be called in the tier, one name per encryption key; it is stored under the first."""
+        """Return the names that `key` may have in the tier, one per encryption key. It is stored under the first."""
         return tuple(one.name(key) for one in self._ring.values()) or (key,)
 
     def seal(self, name: Key, units: int, body: memoryview) -> tuple[memoryview, memoryview]:
-        """Return the two parts of a value: its header and its body, both aligned.
+        """Return (header, body) of a value, both aligned (`ALIGN_BYTES`). `name`: of `names`. `units`: of the chunk.
 
-        `body`: a multiple of ALIGN_BYTES long; returned as it is, or encrypted into a new buffer of the same length.
+        `body`: its length is a multiple of ALIGN_BYTES. Returned as it is, or encrypted into a new buffer.
         """
         text, key = name.text.encode(), self._first
         room = pages(HEADER_BYTES if key is None else HEADER_BYTES + body.nbytes)
@@ -131,11 +131,11 @@ class Sealer:
         return header, body
 
     def unseal(self, name: Key, units: int, header: memoryview, body: memoryview) -> None:
-        """Check that a value is what was stored under `name`, and decrypt `body` in place.
+        """Check that a value is what was stored under `name` with `units` units, and decrypt `body` in place.
 
         Raises:
-            DamagedError: it is not, or it was stored with another secret, or with one where this has none. What `body`
-                holds then is undefined.
+            DamagedError: it is not, or it was stored with another secret; or with one, and this sealer has none, or the
+                other way round. The content of `body` is undefined then.
 
         """
         found = describe(header)
@@ -154,7 +154,7 @@ class Sealer:
 
 
 def _decrypt(key: EncryptionKey | None, found: Header, known: memoryview, body: memoryview) -> None:
-    """Decrypt `body` in place. Raises `DamagedError` where the tag is not that of `known` and `body`."""
+    """Decrypt `body` in place. Raises `DamagedError` if the tag does not fit `known` and `body`."""
     from cryptography.exceptions import InvalidTag  # noqa: PLC0415  (an extra, which is there where a key is)
 
     if key is None:
@@ -169,7 +169,7 @@ def _decrypt(key: EncryptionKey | None, found: Header, known: memoryview, body: 
 
 
 def pages(size: int) -> memoryview:
-    """Return `size` bytes of zeros, aligned."""
+    """Return a new buffer of `size` zero bytes, aligned to pages."""
     made = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # kernels without huge pages refuse: fine
         made.madvise(mmap.MADV_HUGEPAGE)  # fewer page faults, which cost as much as the encryption

@@ -1,4 +1,4 @@
-"""Lookups in tiers, beside the scheduler's thread: which chunks of a prefix are there, on every rank."""
+"""Lookups in tiers, in a thread beside the scheduler's: of which chunks of a prefix a tier has every rank's part."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ STOP_S_MAX = 5.0
 LOOKUPS_MAX = 256
 """Lookups under way at once; more wait, at most until their deadline."""
 SPLITS_S = 10.0
-"""How long it is remembered which other splits a tier has; it is asked for only where something is missing."""
+"""How long the finder remembers which other splits a tier has. It asks only if a lookup misses something."""
 NAME_BYTES = 32
 """Length of a chunk's name in bytes, as of vLLM's hashes."""
 
 Elsewhere = tuple[str, tuple[int, ...]]
-"""A namespace, and in how many parts, by group, its chunks may be there."""
+"""A namespace, and by cache group, the number of parts in which a tier may have its chunks."""
 
 Place = tuple[int, int]
-"""A cache group, and the units of the prefix that a chunk ends at."""
+"""(cache group, units of the prefix at the chunk's end)."""
 
 
 class TierLookup:
-    """One question. The scheduler's thread makes it, and reads the answer once it is `done`."""
+    """One lookup in the tiers. The scheduler's thread makes it, and reads the answer once it is `done`."""
 
     __slots__ = (
         "also", "deadline_s", "done", "down", "elsewhere", "found", "full", "groups", "keys", "seconds_max", "space",
@@ -52,22 +52,23 @@ class TierLookup:
         full: Sequence[int] = (),
         survey: bool = False,
     ) -> None:
-        """`keys[u]`: hash of the first u + 1 units. `wanted`: whole chunks that are not in memory.
+        """`keys[u]`: key of the first u + 1 units. `wanted`: whole chunks that are not in memory.
 
-        `groups`: those whose last chunk may be shorter; `states[u]` is what those of other groups are known by.
-        `state_groups`: all of them are of use at the same boundaries, so where one of the first is found the others are
-        asked for, before what is not there of `full`: groups of which a hit needs all.
-        `also`: another namespace with chunks of the same bytes.
-        `seconds_max`: for how long the request waits; until `deadline_s`, by the monotonic clock.
-        `survey`: no request waits for it. Its failures are returned in `why` and open no breaker.
+        `groups`: the groups of attention, whose last chunk may be shorter. `states[u]`: the same key for states.
+        `state_groups`: the groups of states. A boundary is of use only if all of them are found there, so the tiers are
+        asked for the others at those boundaries where the first one was found. `full`: the groups of full attention:
+        boundaries behind a missing chunk of these are not asked for.
+        `space`: the namespace. `also`: a second namespace with chunks of the same bytes.
+        `seconds_max`: how long the request waits, until `deadline_s` of the monotonic clock.
+        `survey`: no request waits for it. Its failures are in `why`, and open no breaker.
         """
         self.keys, self.wanted, self.groups, self.space, self.also = keys, wanted, groups, space, also
         self.states, self.state_groups, self.full = states or keys, state_groups, full
         self.seconds_max, self.deadline_s = seconds_max, time.monotonic() + seconds_max
         self.found: dict[Place, int] = {}
-        """Places that were found, with their tiers, as indices in the configured order."""
+        """The places that were found, each with the index of its tier."""
         self.elsewhere: dict[Place, tuple[str, int]] = {}
-        """Of these, the places stored otherwise than this engine stores, with namespace and number of parts."""
+        """Of these, the places whose chunks this engine would store differently: (namespace, number of parts)."""
         self.survey, self.why = survey, ""
         self.down = False  # a tier could not be asked
         self.done = False  # written last
@@ -90,11 +91,14 @@ class Finder(TierThread[TierLookup]):
         fault: Callable[[str, str, str], object],
         share_ranks_max: int = 1,
     ) -> None:
-        """Start the thread. `fault(tier, use, why)` takes failed calls. `share_ranks_max`: see `kept_splits`."""
+        """Start the thread. `ranks`: of this engine. `share_ranks_max`: see `kept_splits`.
+
+        `fault(tier, use, why)` is called for every failed call of a tier.
+        """
         self._share_ranks_max = share_ranks_max
         self._ranks, self._per_chunk, self._fault = ranks, units_per_chunk, fault
         self.unreadable: frozenset[int] = frozenset()
-        """Tiers, by their places, that some rank leaves alone. Set by the scheduler's thread."""
+        """The indices of tiers that some rank does not read at present. Set by the scheduler's thread."""
         self.heads: tuple[int, ...] = ()
         """KV heads per group, of all ranks; see `kvpipe.tiers.parts`. Set by the scheduler's thread before lookups."""
         self._others: dict[tuple[int, str], tuple[float, list[Elsewhere]]] = {}
@@ -102,16 +106,16 @@ class Finder(TierThread[TierLookup]):
         super().__init__("kvpipe-finder", tiers)
 
     def ask(self, lookup: TierLookup) -> None:
-        """Begin `lookup`. Never blocks; a lookup that cannot be made is `done` with nothing found."""
+        """Begin `lookup`. Never blocks. A lookup that cannot be made is `done` at once, with nothing found."""
         self._begin(lookup)
 
     def survey(self, place: int, lookup: TierLookup) -> None:
-        """Begin a survey of the tier at `place` alone. Any thread; never blocks."""
+        """Begin a survey of the tier with the index `place` only. On any thread; never blocks."""
         if not self.loop.put(functools.partial(self._begin_survey, place, lookup)):
             _end_survey(lookup, "the engine ends")
 
     def stored(self, place: int, space: str, chunk: bytes, group: int) -> None:
-        """Every rank has stored a chunk in the tier at `place`: it can be found at once."""
+        """Every rank has stored a chunk in the tier with the index `place`: later lookups find it at once."""
         guard = self.tiers[place]
         if isinstance(guard.tier, Listed):
             keys = part_keys(space, chunk, group, self.split(group), self._ranks)
@@ -121,7 +125,7 @@ class Finder(TierThread[TierLookup]):
                 self._fault(guard.name, FIND, repr(error))
 
     def split(self, group: int) -> int:
-        """Return in how many parts this engine stores the group's chunks; see `kvpipe.tiers.parts`."""
+        """Return the number of parts in which this engine stores the group's chunks; see `kvpipe.tiers.parts`."""
         return kept_splits(self.heads, self._ranks, self._share_ranks_max)[group] if self.heads else BOUND
 
     @property
@@ -133,7 +137,7 @@ class Finder(TierThread[TierLookup]):
         return place not in self.unreadable and self.tiers[place].breakers[FIND].allows
 
     def stop(self, seconds_max: float = STOP_S_MAX) -> None:
-        """End the thread, and close the tiers. Idempotent."""
+        """End the thread within `seconds_max`, and close the tiers. Idempotent."""
         super().stop(seconds_max)
 
     # ---- the loop thread ------------------------------------------------------------------------------------------
@@ -156,7 +160,7 @@ class Finder(TierThread[TierLookup]):
             self._group.start_soon(self._survey, place, lookup)
 
     async def _survey(self, place: int, lookup: TierLookup) -> None:
-        """Find what the tier at `place` has, unless it is left alone."""
+        """Find what the tier with the index `place` holds, unless it is not used at present."""
         why, breaker = "no answer in time", self.tiers[place].breakers[FIND]
         try:
             with anyio.move_on_after(lookup.seconds_max):
@@ -178,7 +182,7 @@ class Finder(TierThread[TierLookup]):
         self._ended += 1
 
     def _partial(self, lookup: TierLookup) -> tuple[Place, ...]:
-        """Candidate ends of the partial chunk after each group's last full hit."""
+        """Return the possible ends of the partial chunk after each group's last full hit."""
         out: list[Place] = []
         for group in lookup.groups:
             missing = [units for g, units in lookup.wanted if g == group and (g, units) not in lookup.found]
@@ -189,7 +193,7 @@ class Finder(TierThread[TierLookup]):
         return tuple(out)
 
     def _other_states(self, lookup: TierLookup) -> list[Place]:
-        """Candidate boundaries of the other groups of states, the longest first."""
+        """Return the boundaries at which to ask for the other groups of states, the longest first."""
         missing = [
             units for group, units in lookup.wanted if group in lookup.full and (group, units) not in lookup.found
         ]
@@ -208,7 +212,7 @@ class Finder(TierThread[TierLookup]):
                 lookup.down = True
 
     async def _find_at(self, index: int, lookup: TierLookup, places: Sequence[Place]) -> None:
-        """Find those of `places` that the tier at `index` has."""
+        """Find those of `places` that the tier with this index holds."""
         if not await self._ready(self.tiers[index], lookup):
             lookup.down = True
             return
@@ -222,9 +226,9 @@ class Finder(TierThread[TierLookup]):
             lookup.down |= waited.cancelled_caught
 
     async def _find_elsewhere(self, index: int, lookup: TierLookup, left: list[Place]) -> None:
-        """Find the places `left` in the tier at `index` under the names of other splits.
+        """Find the places `left` in the tier with this index, under the names of other splits.
 
-        All are asked for only where a group's first chunk is there.
+        A group's first chunk is asked for first, and the rest only if that is there.
         """
         for space, split in await self._elsewhere(index, lookup):
             parts = dict(enumerate(split))
@@ -238,15 +242,15 @@ class Finder(TierThread[TierLookup]):
                 await self._find_in(index, lookup, other, space, parts)
 
     def _own(self, lookup: TierLookup, group: int) -> tuple[str, int]:
-        """Return in which namespace, and in how many parts, this engine stores the group's chunks."""
+        """Return (namespace, number of parts) in which this engine stores the group's chunks."""
         return lookup.space, self.split(group)
 
     async def _find_in(
         self, index: int, lookup: TierLookup, places: Sequence[Place], space: str, split: dict[int, int]
     ) -> None:
-        """Find the chunks of `places` that the tier at `index` has under the names of namespace `space`.
+        """Find the chunks of `places` that the tier with this index holds in the namespace `space`.
 
-        `split`: number of parts of a chunk, by group.
+        `split`: by group, the number of parts of a chunk.
         """
         tier = self.tiers[index]
         parts = max((split[group] or self._ranks for group, _ in places), default=1)
@@ -262,7 +266,7 @@ class Finder(TierThread[TierLookup]):
             lookup.elsewhere.update((place, under[place[0]]) for place in other)
 
     async def _elsewhere(self, index: int, lookup: TierLookup) -> list[Elsewhere]:
-        """Return other names, as namespace and split, under which the tier at `index` may have this engine's chunks."""
+        """Return the other namespaces and splits in which the tier with this index may hold this engine's chunks."""
         tier, place, now_s = self.tiers[index], (index, lookup.space), time.monotonic()
         asked_s, known = self._others.get(place, (-SPLITS_S, []))
         own = tuple(self.split(group) for group in range(len(self.heads)))
@@ -277,7 +281,7 @@ class Finder(TierThread[TierLookup]):
         return known
 
     async def _ready(self, tier: GuardedTier, lookup: TierLookup) -> bool:
-        """Wait a while for a tier that is still being opened: others are to be asked too."""
+        """Wait for a tier that is still being opened, for half of the time left: other tiers are asked, too."""
         left_s = lookup.deadline_s - time.monotonic()
         with anyio.move_on_after(left_s / 2) as waited:
             await tier.ready()
@@ -288,7 +292,7 @@ class Finder(TierThread[TierLookup]):
     async def _exists(
         self, tier: GuardedTier, lookup: TierLookup, places: Sequence[Place], space: str, split: dict[int, int]
     ) -> list[Place] | None:
-        """Return those of `places` of which `tier` holds every part; None: it could not be asked."""
+        """Return those of `places` of which `tier` holds every part; None if it could not be asked."""
         names, owners = list[tuple[Key, ...]](), list[Place]()
         for group, units in places:
             chunk = chunk_name(lookup.key((group, units)))
@@ -302,7 +306,7 @@ class Finder(TierThread[TierLookup]):
         return [place for place in places if place not in missing]
 
     async def _have(self, tier: GuardedTier, lookup: TierLookup, names: list[tuple[Key, ...]]) -> list[bool] | None:
-        """Return which values `tier` holds, each under one of its names; None: it could not be asked."""
+        """Return, for each value, whether `tier` holds it under any of its names; None if it could not be asked."""
         left_s = lookup.deadline_s - time.monotonic()
         if left_s <= 0:  # spent on others
             return None
@@ -334,5 +338,8 @@ def _end_survey(lookup: TierLookup, why: str) -> None:
 
 
 def chunk_name(key: bytes) -> bytes:
-    """Return a chunk's name in tiers: its key, hashed if that is longer than a prefix hash (it covers more then)."""
+    """Return a chunk's name in tiers, at most `NAME_BYTES` long: its key, or the SHA-256 of a longer one.
+
+    Keys of chunks computed with an adapter are longer: the adapter's digest is appended to the prefix hash.
+    """
     return hashlib.sha256(key).digest() if len(key) > NAME_BYTES else key

@@ -1,4 +1,4 @@
-"""A tier in use by one process: opened in the background, left alone while it fails, used again when it is back."""
+"""A tier in use by one process: opened in the background, not called while it fails, used again when it is back."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from kvpipe.trace.recorder import OFF, Recorder
 FAULTS_MAX: Final = 3
 """Failures in a row that open a breaker; a single timeout opens it, too."""
 PROBE_S, PROBE_S_MAX, JITTER = 0.5, 30.0, 0.2
-"""Time between probes: the first and, as it doubles, the longest; the share by which it varies at random."""
+"""Seconds before the first probe; the longest time between two, up to which it doubles; its random variation."""
 
 OPEN_S_MAX: Final = 30.0
-"""Time for opening, probing and closing a tier: an index has to be rebuilt, a client process started."""
+"""Time limit for opening, probing and closing a tier: an index may have to be rebuilt, a client process started."""
 
 FIND = "find"
-"""A scheduler's process asks what a tier has. Each use has a breaker of its own."""
+"""Lookups of the scheduler's process. Each use has a breaker of its own."""
 READ = "read"
-"""A rank fetches."""
+"""Fetches of a rank."""
 WRITE = "write"
-"""A rank stores."""
+"""Stores of a rank."""
 USES: Final = (FIND, READ, WRITE)
 
 
 _One = TypeVar("_One")
 
 MadeTier = tuple[str, TierSpec, Tier]
-"""A tier's name, how it was configured, and itself."""
+"""(name, configuration, tier)."""
 
 
 class Breaker(Cursor):
@@ -54,17 +54,17 @@ class Breaker(Cursor):
 
     @property
     def allows(self) -> bool:
-        """Whether the tier is to be tried."""
+        """Whether the tier may be called."""
         return self.state.row != m.OPEN
 
     def ok(self) -> None:
-        """A call has ended well."""
+        """Record a call that has succeeded."""
         self.faults = 0
         if self.state.row != m.CLOSED and self.fire(m.OK).moves:
             self._trace.put(e.TierBack(*self._trace.of("", 0), tier=self.tier, use=self.use))
 
     def fault(self, why: str, *, slow: bool = False) -> None:
-        """A call has failed. `slow`: by taking too long."""
+        """Record a call that has failed, for the reason `why`. `slow`: it took too long, which opens the breaker."""
         self.faults += 1
         last = slow or self.faults >= FAULTS_MAX
         if self.fire(m.FAULT_LAST if last else m.FAULT, why).moves:
@@ -75,12 +75,12 @@ class Breaker(Cursor):
 
 
 class GuardedTier:
-    """One tier in one process, with its breakers. Its answers are validated, whoever wrote the tier."""
+    """One tier in one process, with its breakers. Its answers are validated, as tiers may be of other packages."""
 
     def __init__(
         self, name: str, spec: TierSpec, tier: Tier, uses: tuple[str, ...], *, place: int = 0, trace: Recorder = OFF
     ) -> None:
-        """`uses`: what this process does with it. `place`: in the order of tiers.
+        """`uses`: those of `USES` that this process makes of it. `place`: its index in the configuration.
 
         Raises:
             ConfigError: its encryption key cannot be read.
@@ -96,15 +96,15 @@ class GuardedTier:
         self._probe_now = anyio.Event()
 
     def probe_now(self) -> None:
-        """Probe now. On the loop thread."""
+        """Probe at once, without waiting for the next time. On the loop thread."""
         self._probe_now.set()
 
     async def ready(self) -> None:
-        """Wait until it was opened."""
+        """Wait until the tier was opened for the first time."""
         await self._opened.wait()
 
     def fault(self, use: str, why: str, *, slow: bool = False) -> None:
-        """A call for `use` has failed."""
+        """Record a failed call for `use`: see `Breaker.fault`."""
         self.breakers[use].fault(why, slow=slow)
         self._bell.set()
 
@@ -169,7 +169,7 @@ class GuardedTier:
             wait_s = min(wait_s * 2, PROBE_S_MAX)
 
     async def _probe(self) -> None:
-        """Ask until every breaker that is open has been answered, and a call has closed it."""
+        """Probe the tier until a probe, and then a call, have closed every breaker."""
         wait_s = self.probe_s
         while any(breaker.state.row != m.CLOSED for breaker in self.breakers.values()):
             with anyio.move_on_after(_varied(wait_s)):
@@ -184,7 +184,7 @@ class GuardedTier:
                     breaker.fire(m.PROBE_FAILED if failed else m.PROBE_OK, why)
 
     async def _try(self, call: Callable[[], Awaitable[None]]) -> tuple[str, bool]:
-        """Return why `call` failed, or nothing; and whether the tier can be read all the same."""
+        """Return (why `call` has failed, or ""; whether the tier can still be read)."""
         try:
             with anyio.fail_after(max(self.timeout_s * 4, OPEN_S_MAX)):
                 await call()
@@ -207,12 +207,12 @@ def _ends_the_task(error: BaseException) -> bool:
 
 
 def guarded(tiers: Sequence[MadeTier], uses: tuple[str, ...], trace: Recorder = OFF) -> list[GuardedTier]:
-    """Return a guard for each tier, in order. Raises `ConfigError`, see `GuardedTier`."""
+    """Return a guard for each tier, in order. Raises `ConfigError` as `GuardedTier`."""
     return [GuardedTier(name, spec, tier, uses, place=at, trace=trace) for at, (name, spec, tier) in enumerate(tiers)]
 
 
 async def capacity_of(tier: Tier) -> Capacity:
-    """Return a tier's capacity. Raises `TierError` for values that are not whole numbers from 0 on."""
+    """Return a tier's capacity. Raises `TierError` if it cannot report it, or reports anything but natural numbers."""
     try:
         held = await tier.capacity()
         whole = [held.items, held.bytes_used, *([] if held.bytes_max is None else [held.bytes_max])]

@@ -1,8 +1,8 @@
-"""Encryption keys of a tier, and what each makes: names that nobody can guess, and a key of its own for every value.
+"""Encryption keys of a tier: they make names that nobody can guess, and a separate encryption key for every value.
 
-From each secret HKDF-SHA256 derives three things: a mark, which values carry; a key for names; and what
-keys of values are derived from, each with 32 random bytes that the value shows. So one AES-256-GCM key encrypts one
-value, and no number of values comes near a limit of GCM's.
+HKDF-SHA256 derives three things from each secret: a mark, which its values carry; a key for names; and a key from which
+the values' keys are derived, each with 32 random bytes that are stored with the value. So one AES-256-GCM key encrypts
+one value, and GCM's limits do not bound the number of values.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 SECRET_BYTES: Final = 32
 MARK_BYTES, SALT_BYTES = 16, 32
 KEYS_MAX: Final = 8
-"""The most keys of one tier: each is one more name to look for."""
+"""The largest number of keys of one tier: each is one more name to look for."""
 _NONCE = bytes(12)  # a key that is used once needs no other
 
 
 class EncryptionKey(NamedTuple):
     """What is derived from one secret; none of it reveals the secret.
 
-    `mark`: the same in all its values; it reveals nothing of the secret. `name`: the name in the tier of what is stored
-    under a key. `sealing` and `opening` return the cipher of one value, by the value's salt.
+    `mark`: MARK_BYTES bytes, the same in all values of the secret. `name(key)`: the name of a key's value in the tier.
+    `sealing(salt)`, `opening(salt, tag)`: the cipher of one value.
     """
 
     mark: bytes
@@ -40,7 +40,7 @@ class EncryptionKey(NamedTuple):
 
 
 def encryption_key(secret: bytes) -> EncryptionKey:
-    """Derive everything from a secret. Raises `ConfigError` where the extra is not installed."""
+    """Derive an encryption key from a secret. Raises `ConfigError` if the extra is not installed."""
     try:
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes  # noqa: PLC0415  (an extra)
         from cryptography.hazmat.primitives.hashes import SHA256  # noqa: PLC0415
@@ -73,7 +73,7 @@ def encryption_key(secret: bytes) -> EncryptionKey:
 
 
 def secrets_of(spec: TierSpec) -> tuple[bytes, ...]:
-    """Return the secrets of a tier: the first encrypts, any of them decrypts; none: its values are plain.
+    """Return the secrets of a tier: the first encrypts, any of them decrypts. Empty: its values are not encrypted.
 
     Raises:
         ConfigError: what `encryption_key_env` or `encryption_key_file` names cannot be read, may be read by others, or
@@ -104,7 +104,7 @@ def secrets_of(spec: TierSpec) -> tuple[bytes, ...]:
 
 
 def _check_mode(spec: TierSpec) -> None:
-    """Refuse a file that others may read. Links are followed: what they lead to is what counts."""
+    """Raise ValueError for a file that others may read. Links are followed: the mode of the file itself counts."""
     file = spec.encryption_key_file
     try:
         mode = 0 if file is None else file.stat().st_mode
@@ -123,5 +123,5 @@ def _decoded(text: str) -> bytes:
 
 
 def ring(secrets: Sequence[bytes]) -> dict[bytes, EncryptionKey]:
-    """Return keys by their marks, in order."""
+    """Return the encryption keys of `secrets`, in order, by their marks. Raises as `encryption_key`."""
     return {one.mark: one for one in map(encryption_key, secrets)}

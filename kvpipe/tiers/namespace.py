@@ -7,37 +7,38 @@ import uuid
 
 
 class Namespace:
-    """`base` is a hash of all that the bytes depend on beside tokens; until it is known there is no namespace.
+    """The present namespace. `base`: a hash of everything that bytes depend on beside tokens; "": not known yet.
 
-    Once renewed it is never one that was used before, even if `base` changes, or becomes known only later.
+    `second`: another namespace whose chunks have the same bytes, or "". After `renew` the namespace is never one that
+    was used before, even if `base` changes, or becomes known only later.
     """
 
     def __init__(self) -> None:
-        """Nothing is known."""
+        """Start without a namespace."""
         self.base = ""
         self.second = ""
         self.bound: dict[str, float] = {}
-        """Why only engines of one layout share chunks: 1 for the reason, 0 for former ones; empty: all share."""
+        """The reason why only engines of one layout share chunks, with 1; former ones, with 0. Empty: all share."""
         self._own = ""
 
     @property
     def name(self) -> str:
-        """32 hex digits; empty: tiers must not be used yet."""
+        """The namespace, 32 hex digits; "": tiers must not be used yet."""
         if not self.base or not self._own:
             return self.base
         return hashlib.sha256(f"{self.base}{self._own}".encode()).hexdigest()[:32]
 
     @property
     def also(self) -> str:
-        """A second namespace that may have chunks with the same bytes; empty: none."""
+        """A second namespace that may have chunks with the same bytes; "": none."""
         return "" if self._own or not self.base or self.second == self.base else self.second
 
     def bind(self, why: str) -> bool:
-        """Set why only engines of one layout share chunks; empty: all do. Returns whether it changed."""
+        """Set the reason why only engines of one layout share chunks; "": all do. Returns whether it has changed."""
         before = [reason for reason, holds in self.bound.items() if holds]
         self.bound = dict.fromkeys(self.bound, 0.0) | ({why: 1.0} if why else {})
         return before != ([why] if why else [])
 
     def renew(self) -> None:
-        """Abandon all chunks stored so far: take a new namespace, even if `base` becomes known only later."""
+        """Abandon all chunks stored so far: the namespace is a new one from now on."""
         self._own = str(uuid.uuid4())

@@ -1,9 +1,9 @@
-"""Which part of a cache group's chunks a rank holds, and how parts that another number of ranks has written make it up.
+"""Which part of a chunk a rank holds, and how to make it of parts that another number of ranks has written.
 
-KV heads are spread evenly over tensor-parallel ranks, in their order; where there are fewer heads than ranks, and where
-there is nothing to spread (MLA's latents count as one head), neighbouring ranks hold the same. So a part is a range of
-heads, and `split` is the number of parts of a chunk. What is not known to lie so is bound to its layout (`BOUND`): its
-parts are those of the ranks, and no other number of ranks can use them.
+KV heads are spread evenly over tensor-parallel ranks, in order. With fewer heads than ranks, neighbouring ranks hold
+the same heads (MLA's latents count as one head). So a part is a range of heads, and `split` is the number of parts of a
+chunk. A group that is not known to be laid out like this is bound to its layout (`BOUND`): each rank has a part of its
+own, and no other number of ranks can use these.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from typing import Final, NamedTuple
 from kvpipe.tiers.base import Key
 
 BOUND: Final = 0
-"""In place of a number of parts: a part per rank, which only engines of this layout can use."""
+"""In place of a number of parts: one part per rank, which only engines of the same layout can use."""
 
 
 class Share(NamedTuple):
-    """What a rank knows of one group's caches.
+    """How one group's KV is shared among ranks.
 
-    `heads`: KV heads of all ranks together, 1 where all ranks hold the same; 0: bound to the layout.
-    `rows`: by layer, runs of one head's bytes in a page: 1 per kernel block where heads come first, else 1 per token.
+    `heads`: KV heads of all ranks together; 1: all ranks hold the same; 0: bound to the layout.
+    `rows`: by layer, the number of rows in a page, each of which has all heads one after the other: one row per kernel
+    block if heads come first in it, else one per token.
     """
 
     heads: int = 0
@@ -30,7 +31,7 @@ class Share(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """A range of heads that a rank shares with part `part` of another split: at `theirs` in it, at `mine` here."""
+    """A range of heads that a rank shares with part `part` of another split: `theirs` in that part, `mine` here."""
 
     part: int
     theirs: slice
@@ -38,16 +39,16 @@ class Slice(NamedTuple):
 
 
 def split_of(heads: int, ranks: int) -> int:
-    """Return how many parts `ranks` ranks make of `heads` heads, or `BOUND`."""
+    """Return into how many parts `ranks` ranks divide `heads` heads, or `BOUND` if not evenly."""
     if heads and (heads % ranks == 0 or ranks % heads == 0):
         return min(heads, ranks)
     return BOUND
 
 
 def kept_splits(heads: Sequence[int], ranks: int, share_ranks_max: int) -> tuple[int, ...]:
-    """Return the split of an engine's chunks in tiers: the number of parts of a chunk, by group.
+    """Return, by group, in how many parts an engine stores a chunk in tiers. `heads`: by group, of all ranks.
 
-    That is its ranks' own split, or the finer one of `share_ranks_max` ranks, where heads spread evenly over both.
+    That is its ranks' own split, or the finer one of `share_ranks_max` ranks, if heads spread evenly over both.
     """
     own = tuple(split_of(one, ranks) for one in heads)
     finer = tuple(split_of(one, max(ranks, share_ranks_max)) for one in heads)
@@ -56,12 +57,12 @@ def kept_splits(heads: Sequence[int], ranks: int, share_ranks_max: int) -> tuple
 
 
 def part_of(split: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Return the part that a rank holds: (its index, number of parts)."""
+    """Return (index of the part that `rank` holds, number of parts)."""
     return (rank * split // ranks, split) if split else (rank, ranks)
 
 
 def writes(split: int, rank: int, ranks: int, chunk: bytes) -> bool:
-    """Whether this rank stores its part of `chunk`: of ranks that hold the same part one does, by the chunk's key."""
+    """Whether this rank stores its part of `chunk`. Of ranks with the same part one does; the chunk's key decides."""
     copies = max(1, ranks // split) if split else 1
     return rank % copies == chunk[-1] % copies
 
@@ -73,7 +74,10 @@ def part_keys(space: str, chunk: bytes, group: int, split: int, ranks: int) -> l
 
 
 def slices(heads: int, split: int, theirs: int, part: int) -> list[Slice]:
-    """Return what part `part` of `split` is made of, where the chunk has `theirs` parts. Both divide `heads`."""
+    """Return the slices of which part `part` of `split` parts is made, of a chunk with `theirs` parts.
+
+    Both numbers of parts must divide `heads`.
+    """
     mine, per = heads // split, heads // theirs
     first, stop, out = part * mine, (part + 1) * mine, []
     for other in range(first // per, -(-stop // per)):
@@ -84,9 +88,10 @@ def slices(heads: int, split: int, theirs: int, part: int) -> list[Slice]:
 
 
 def splits(heads: Sequence[int], ranks: int, share_ranks_max: int = 1) -> list[tuple[int, ...]]:
-    """Return all splits, numbers of parts by group, that engines of other numbers of ranks may have stored.
+    """Return all other splits in which engines with other numbers of ranks may have stored chunks.
 
-    `heads`: KV heads by group, of all ranks. An empty list: some group's parts are bound to the ranks' layout.
+    A split is the number of parts by group. `heads`: KV heads by group, of all ranks. Empty if some group is bound to
+    its layout.
     """
     own = kept_splits(heads, ranks, share_ranks_max)
     if not heads or not all(own):
@@ -96,6 +101,6 @@ def splits(heads: Sequence[int], ranks: int, share_ranks_max: int = 1) -> list[t
 
 
 def mark_key(space: str, split: Sequence[int]) -> Key:
-    """Return the key of the value that marks that chunks of this split were written."""
+    """Return the key of the marker: a value that exists if chunks of this split were written."""
     text = "kvpipe split " + " ".join(map(str, split))
     return Key(space, hashlib.sha256(text.encode()).digest(), 0, 0, 1)

@@ -1,7 +1,7 @@
-"""The engine's side of a process that runs a tier's client: how it is started, asked and ended.
+"""The engine's side of a process that runs a tier's client: starts it, sends it questions, ends it.
 
-`mooncake/child.py` and `s3/child.py` are the other side. Every lane is a socket, on which one question is under way at
-once, with a stretch of the memory that both processes share.
+`mooncake/child.py` and `s3/child.py` are the other side. A lane is a socket, on which one question is under way at a
+time, and a stretch of the memory that both processes share.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ STEP_BYTES: Final = 2 << 20
 CANCEL: Final = b"cancel"
 """Message that cancels the question under way on this lane. The client still answers it."""
 FULL: Final = "full"
-"""In place of an answer: the tier has no room."""
+"""The answer beside an error if the tier has no room."""
 
 
 class ClientChannel:
-    """A socket to the client's process, and a stretch of the memory shared with it."""
+    """One lane: a socket to the client's process, and a stretch of the memory shared with it."""
 
     def __init__(self, wire: socket.socket, shared: io.FileIO, where: range, *, cancels: bool) -> None:
         """`where`: its stretch of the `shared` memory. `cancels`: the client understands `CANCEL`."""
@@ -54,10 +54,10 @@ class ClientChannel:
         self._shared, self._where, self._cancels = shared, where, cancels
 
     def room(self, size: int) -> memoryview:
-        """Return its memory, of at least `size` bytes: as much as was ever wanted at once.
+        """Return the lane's memory, at least `size` bytes. It grows to the largest size that was ever wanted.
 
         Raises:
-            ConnectionResetError: the process has ended, and its memory cannot be had any more.
+            ConnectionResetError: the process has ended, and its memory cannot be mapped any more.
 
         """
         if size > self.memory.nbytes:
@@ -68,13 +68,20 @@ class ClientChannel:
         return self.memory
 
     async def settle(self, limit_s: float) -> None:
-        """Wait until the memory is this process's."""
+        """Wait until the client does not use the memory any more. Raises TimeoutError after `limit_s` seconds."""
         with anyio.fail_after(limit_s):
             while self.owed:
                 await self._answer()
 
     async def ask(self, question: list[Any], limit_s: float) -> Any:  # noqa: ANN401
-        """Ask, and return the answer. A cancellation sends `CANCEL`, or waits where the client knows none."""
+        """Send a question and return the answer. A cancellation sends `CANCEL`; without it, it waits for the answer.
+
+        Raises:
+            TimeoutError: there is no answer within `limit_s` seconds.
+            TierError: the client has answered with an error; `TierFullError` if the tier has no room.
+            OSError: the process has ended.
+
+        """
         await self.settle(limit_s)
         self.wire.send(msgspec.msgpack.encode(question))
         self.owed = True
@@ -100,13 +107,13 @@ class ClientChannel:
 
 
 def beside(parts: Sequence[memoryview], memory: memoryview, at: int) -> list[tuple[memoryview, memoryview]]:
-    """Return the parts of a value with where each is in a lane's memory, in which the value begins at `at`."""
+    """Return (part, its stretch of a lane's memory) for each part of a value that begins at `at` in the memory."""
     begins = accumulate((part.nbytes for part in parts), initial=at)
     return [(part, memory[begin : begin + part.nbytes]) for part, begin in zip(parts, begins, strict=False)]
 
 
 async def copy(copies: list[tuple[memoryview, memoryview]], limiter: anyio.CapacityLimiter) -> None:
-    """Copy each second to the first, in two threads and without the interpreter's lock; few bytes at once."""
+    """Copy the second of each pair to the first: in two threads and without the GIL, or, if it is little, directly."""
     if sum(source.nbytes for _, source in copies) < INLINE_BYTES:
         _copy(copies)
         return
@@ -134,7 +141,7 @@ class Pool:
 
     @asynccontextmanager
     async def lane(self, limit_s: float) -> AsyncIterator[ClientChannel]:
-        """Lend a lane. Raises TimeoutError if there is none in time."""
+        """Lend a lane. Raises TimeoutError if none is free within `limit_s`, ConnectionResetError after `shut`."""
         with anyio.fail_after(limit_s):
             await self._turn.acquire()
         if self._shut:
@@ -154,7 +161,7 @@ class Pool:
             lane.wire.close()
 
     async def idle(self) -> None:
-        """Wait until nobody has a lane."""
+        """Wait until no lane is lent."""
         taken = 0
         try:
             while taken < self._size:
@@ -165,23 +172,23 @@ class Pool:
                 self._turn.release()
 
     def shut(self) -> None:
-        """Lend no more."""
+        """Lend no lane any more, and close them."""
         self._shut = True
         for lane in self._free:
             lane.wire.close()
 
 
 class ClientProcess:
-    """The client's process, seen from this one."""
+    """The client's process, as its parent sees it. `pools`: its lanes by use."""
 
     def __init__(
         self, child: Path, counts: dict[str, int], lane_bytes: int, environment: dict[str, str], *,
         cancels: bool = False, log: int | None = subprocess.DEVNULL,
     ) -> None:  # fmt: skip
-        """Start it. Blocks for some milliseconds.
+        """Start the process. Blocks for some milliseconds.
 
-        `child`: its program, see `mooncake/child.py`. `counts`: lanes by use. `lane_bytes`: most that a lane's values
-        come to, a multiple of the page's size. `cancels`: it understands `CANCEL`. `log`: where its stderr goes.
+        `child`: its program, see `mooncake/child.py`. `counts`: number of lanes by use. `lane_bytes`: the most memory
+        of a lane, a multiple of the page size. `cancels`: it understands `CANCEL`. `log`: where its stderr goes.
         """
         self.lane_bytes = lane_bytes
         pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(1 + sum(counts.values()))]
@@ -211,7 +218,7 @@ class ClientProcess:
         self.pools = {use: Pool([*islice(lanes, count)]) for use, count in counts.items()}
 
     async def greet(self, settings: dict[str, Any], limit_s: float) -> None:
-        """Send the settings and wait until the client is connected. Raises TierError if it is not."""
+        """Send the settings and wait until the client is ready. Raises TierError if it is not, TimeoutError if late."""
         self._control.send(msgspec.msgpack.encode(settings))
         with anyio.fail_after(limit_s):
             await anyio.wait_readable(self._control)
@@ -220,7 +227,7 @@ class ClientProcess:
             raise TierError(answer.decode() or "its process has ended")
 
     async def end(self, limit_s: float) -> None:
-        """Let what is under way end, and then the process, each within bounds; kill it otherwise."""
+        """Wait for questions under way, then for the process to end, `limit_s` seconds each; kill it after that."""
         try:
             await self._idle(limit_s)
             self._control.shutdown(socket.SHUT_WR)
@@ -247,10 +254,10 @@ class ClientProcess:
 
 
 class ClientTier:
-    """What tiers have in common whose client runs in a process of its own."""
+    """The base class of tiers whose client runs in a process of its own."""
 
     def __init__(self, name: str, timeout_ms: int) -> None:
-        """Nothing is started."""
+        """The process is started by `open`. `timeout_ms`: the tier's `timeout_ms_max`."""
         self.name = name
         self._opened = False  # then a client that has ended is to be started anew
         self._child: ClientProcess | None = None
@@ -297,7 +304,7 @@ class ClientTier:
 
     @asynccontextmanager
     async def _notified(self) -> AsyncIterator[None]:
-        """Convert errors to TierErrors that name the tier."""
+        """Convert errors of what is inside to TierErrors that name the tier."""
         try:
             yield
         except TierError as error:

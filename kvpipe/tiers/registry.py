@@ -22,10 +22,10 @@ _EXAMPLES = "a path such as /mnt/kv or a URL such as redis://HOST:6379/0"
 
 
 def parse_tiers(value: object) -> tuple[TierSpec, ...]:
-    """Read the configuration's `tiers`: a list of what `parse_tier` takes, or a text of URLs or of a list in JSON.
+    """Parse the configuration's `tiers`: a list of what `parse_tier` takes, or a text: URLs, or such a list in JSON.
 
     Raises:
-        ConfigError: one of them is wrong, or two are the same place.
+        ConfigError: an entry is wrong, two are the same place, or there are more than `TIERS_MAX`.
 
     """
     if isinstance(value, str):
@@ -51,10 +51,12 @@ def parse_tiers(value: object) -> tuple[TierSpec, ...]:
 
 
 def parse_tier(value: str | Mapping[str, Any], at: int = 1) -> TierSpec:
-    """Read one tier: a URL, an absolute path for disk, or a table of keys with `kind`. `at`: its place in the list.
+    """Parse one tier: a URL, an absolute path of a disk tier, or a table of keys with `kind`.
+
+    `at`: its number in the list, from 1 on, for errors.
 
     Raises:
-        ConfigError: it is none of these, or a key is unknown, missing or wrong. The sentence shows no secret.
+        ConfigError: it is none of these, or a key is unknown, missing or wrong. The message shows no secret.
 
     """
     spec, given = _of_url(value, at) if isinstance(value, str) else _of_table(value, at)
@@ -70,7 +72,7 @@ def parse_tier(value: str | Mapping[str, Any], at: int = 1) -> TierSpec:
 
 
 def named(specs: Iterable[TierSpec]) -> tuple[tuple[str, TierSpec], ...]:
-    """Return each tier with its name: its kind, from the second of a kind on with its number."""
+    """Return (name, specification) of each tier. The name is its kind; from the second of a kind on, with a number."""
     seen: Counter[str] = Counter()
     out = []
     for spec in specs:
@@ -93,11 +95,11 @@ def make_tier(name: str, spec: TierSpec, *, writes: bool = True) -> Tier:
 
 
 def spec_of(group: str, name: str) -> type[TierSpec]:
-    """Return what is registered under `name`: a kind of tier, or the scheme of a URL.
+    """Return the specification registered in `group` under `name`: a kind of tier, or the scheme of a URL.
 
     Raises:
-        KeyError: nothing is.
-        ConfigError: it cannot be used; the sentence names the package.
+        KeyError: nothing is registered under that name.
+        ConfigError: it cannot be used; the message names the package.
 
     """
     plugin = plugins.load(group, name)
@@ -124,7 +126,7 @@ def _plugin(spec: type[TierSpec]) -> plugins.Plugin:
 
 
 def _unread(spec: type[TierSpec], error: Exception) -> ConfigError:
-    """Refuse a kind that fails over its own configuration, of which nothing is shown: it may be secret."""
+    """Return the error for a kind that raises for its own configuration. It shows none of that: it may be secret."""
     why = f"{type(error).__name__}; update the package, or uninstall it"
     return ConfigError(f"kvpipe: {_plugin(spec)} cannot read what is set for it: {why}")
 

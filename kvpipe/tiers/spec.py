@@ -1,4 +1,4 @@
-"""The configuration of tiers, as a URL for the common case or a table of keys. Imports no client."""
+"""The configuration of tiers: a URL for the common case, or a table of keys. Imports no client."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TierSpec(BaseModel):
     """A literal, with itself as the default: the name of the kind's entry point."""
     store: Literal["all", "second_use", "never"] = Field(
         "all",
-        description="Which chunks are written: every one that is whole, those that were of use once, or none.",
+        description="Which chunks are written: all that are whole, those that a second request uses, or none.",
     )
     timeout_ms_max: Annotated[int, BeforeValidator(no_bool), Field(gt=0, le=600_000)] = Field(
         2000, description="Longest wait without a byte moving, or for a connection."
@@ -53,7 +53,7 @@ class TierSpec(BaseModel):
 
     @classmethod
     def parse_url(cls, url: SplitResult) -> dict[str, Any]:
-        """Return the keys that `url` stands for; its query holds further ones."""
+        """Return the keys that `url` and its query stand for. Raises ValueError if it is wrong."""
         given = {"kind": cls.model_fields["kind"].default, **cls.from_url(url)}
         for key, value in parse_qsl(url.query, keep_blank_values=True, strict_parsing=bool(url.query)):
             if key in given:
@@ -64,18 +64,21 @@ class TierSpec(BaseModel):
 
     @abstractmethod
     def make(self, name: str, *, writes: bool = True) -> Tier:
-        """Return the tier, not yet opened. Imports its client; raises `ConfigError` when that is not installed.
+        """Return the tier, not yet opened. Imports its client; raises `ConfigError` if that is not installed.
 
-        `writes`: False where it is only asked and read, as in the scheduler's process: what costs memory or a thread
-        for writing need not be made.
+        `writes`: False where values are only looked up and read, as in the scheduler's process: then memory or threads
+        for writing are not needed.
         """
 
 
 def secret(env: str, file: Path | None, what: str) -> SecretStr | None:
-    """Read a secret from the environment variable or the file that is named; None if neither is. Never from a value.
+    """Return the secret in the environment variable `env` or in `file`; None if neither is named.
+
+    `what`: its configuration key, for errors.
 
     Raises:
-        ValueError: both are named, or what is named is not there or empty.
+        ValueError: both are named, or the named one does not exist, cannot be read or is empty. The message does not
+            show a name that may be the secret itself.
 
     """
     if env and file is not None:

@@ -1,4 +1,4 @@
-"""A thread whose event loop opens tiers and works with them: the base class of carrier and finder."""
+"""A thread whose event loop opens tiers and uses them: the base class of `Carrier` and `Finder`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ _Item = TypeVar("_Item")
 
 
 class TierThread(Generic[_Item]):
-    """Works on each item as a task of its own. An item whose work cannot begin any more is refused, never forgotten."""
+    """Runs a task for each item. An item whose task cannot begin any more is refused, never forgotten."""
 
     def __init__(self, name: str, tiers: Sequence[GuardedTier], cpus: frozenset[int] = frozenset()) -> None:
-        """Start the thread, on `cpus` if any are given, and open the tiers. What `_work` needs is there before."""
+        """Start the thread, bound to `cpus` if any are given, and open the tiers.
+
+        A subclass sets everything that `_work` needs before it calls this.
+        """
         self.tiers = tuple(tiers)
         self._begun = self._ended = 0
         self._group: anyio.abc.TaskGroup | None = None
@@ -29,36 +32,36 @@ class TierThread(Generic[_Item]):
 
     @property
     def alive(self) -> bool:
-        """Whether work can begin."""
+        """Whether new items are accepted."""
         return self.loop.alive and not self._over
 
     @property
     def open(self) -> int:
-        """Items that were taken and have not ended."""
+        """The number of items that were begun and have not ended."""
         return self._begun - self._ended
 
     def probe_now(self) -> None:
-        """Probe the tiers that are left alone, now. Any thread."""
+        """Probe the tiers with open breakers at once. On any thread."""
         for tier in self.tiers:
             self.loop.put(tier.probe_now)
 
     def stop(self, seconds_max: float) -> None:
-        """End what is under way, close the tiers. Idempotent."""
+        """End the tasks under way and close the tiers, within `seconds_max`. Idempotent."""
         self.loop.stop(seconds_max)
 
     def _begin(self, item: _Item) -> None:
-        """Begin work on `item`, or refuse it. One thread; never blocks."""
+        """Begin the task of `item`, or refuse it. On one thread only; never blocks."""
         self._begun += 1
         if not self.loop.put(item):
             self._refuse(item)
 
     @abstractmethod
     async def _work(self, item: _Item) -> None:
-        """Work on `item`. Counts it as ended."""
+        """Do the work for `item`, and count it as ended."""
 
     @abstractmethod
     def _refuse(self, item: _Item) -> None:
-        """End `item`, on which no work has begun. Counts it as ended."""
+        """End `item`, whose work has not begun, and count it as ended."""
 
     async def _serve(self) -> None:
         try:

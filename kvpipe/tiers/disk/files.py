@@ -31,7 +31,7 @@ Move = Callable[[int, Sequence[memoryview], int], int]
 
 @contextmanager
 def opened(name: str | Path, flags: int, at: int | None = None) -> Iterator[int]:
-    """Open a file, in the folder `at` if given; a new one is its owner's alone."""
+    """Open a file, in the folder `at` if given. A new file gets mode 0600."""
     fd = os.open(name, flags, _PRIVATE, dir_fd=at)
     try:
         if flags & os.O_CREAT and os.fstat(fd).st_mode & 0o777 != _PRIVATE:  # the umask's doing
@@ -43,7 +43,7 @@ def opened(name: str | Path, flags: int, at: int | None = None) -> Iterator[int]
 
 @contextmanager
 def folder(name: str, at: int, *, make: bool = False, sync: bool = False) -> Iterator[int]:
-    """Open a folder in the folder `at`; `make` it if it is not there, and `sync` that. A link is no folder."""
+    """Open a folder in the folder `at`; `make` it if it does not exist, and `sync` `at` then. A link is an OSError."""
     try:
         fd = os.open(name, _FOLDER, dir_fd=at)
     except FileNotFoundError:
@@ -62,7 +62,7 @@ def folder(name: str, at: int, *, make: bool = False, sync: bool = False) -> Ite
 
 
 def place(key: Key) -> tuple[str, str]:
-    """Return a key's folder and the sub-folder in it."""
+    """Return (folder, sub-folder) of a key's file: the namespace, and the first byte of the chunk in hex."""
     return key.namespace, key.chunk[:1].hex()
 
 
@@ -95,18 +95,18 @@ def file_at(name: str, at: int) -> os.stat_result | None:
 
 
 class Root:
-    """The tier's folder. Opened anew for each use: it may be unmounted, and be back, at any time."""
+    """The tier's folder. It is opened for each use, because it may be unmounted, and mounted again, at any time."""
 
     def __init__(self, path: Path) -> None:
-        """`path`: absolute."""
+        """`path`: an absolute path."""
         self.path = path
         self._device: int | None = None
 
     def adopt(self, *, make: bool) -> None:
-        """Note which file system the folder is on; `make` it if it is not there.
+        """Remember which file system the folder is on; `make` it if it does not exist.
 
         Raises:
-            TierError: it is not there, cannot be made, or is empty and on another file system than before.
+            TierError: it does not exist, cannot be made, or is empty and on another file system than before.
 
         """
         with self.failures():
@@ -122,7 +122,7 @@ class Root:
 
     @contextmanager
     def open(self) -> Iterator[int]:
-        """Open the folder. Raises `TierError` if it is not there, or not what was adopted."""
+        """Open the folder. Raises `TierError` if it does not exist, or is on another file system than adopted."""
         try:
             fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as error:
@@ -136,7 +136,7 @@ class Root:
 
     @contextmanager
     def failures(self, *, writing: bool = False) -> Iterator[None]:
-        """Convert `OSError` to `TierError`, or to `TierFullError` where writing was refused."""
+        """Convert `OSError` to `TierError`, or to `TierFullError` if `writing` was refused."""
         try:
             yield
         except OSError as error:
@@ -145,14 +145,17 @@ class Root:
 
 
 class ValueFiles:
-    """Moves whole values between aligned buffers and files, past the page cache where the file system can."""
+    """Moves whole values between aligned buffers and files, with direct I/O if the file system supports it."""
 
     def __init__(self, direct: str) -> None:
         """`direct`: "on", "off", or "auto" for on until a file system refuses."""
         self._must, self._direct = direct == "on", direct != "off"
 
     def move(self, fd: int, call: Move, parts: Sequence[memoryview]) -> int:
-        """Return how many bytes were moved: all of `parts`, or less where the file ends."""
+        """Return how many bytes were moved: all of `parts`, or fewer if the file ends.
+
+        Raises OSError, and `TierError` if direct="on" and the file system has no direct I/O.
+        """
         if self._direct:
             try:
                 _set_direct(fd, os.O_DIRECT)

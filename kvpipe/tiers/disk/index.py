@@ -1,7 +1,7 @@
 """The disk tier's index in memory: which files there are, their sizes, and the order of their last use.
 
-Other processes add and delete files meanwhile. A folder whose time of change is as it was when it was last listed holds
-what it did then, so that a pass over a folder in which nothing happened is one `stat` per sub-folder.
+Other processes add and delete files meanwhile, so passes list the folder again. A sub-folder whose mtime has not
+changed since it was last listed is not listed again: a pass over an unchanged folder is one `stat` per sub-folder.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvpipe.tiers.disk.files import folder, folders, listed, place
 _SPACE, _SHELF = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]{2}")
 _SHELVES: Final = [f"{byte:02x}" for byte in range(256)]
 _GRAIN_NS, _COARSE_NS = 50_000_000, 2_000_000_000
-"""A change so soon after another may leave the folder's time as it was; the second: where times are whole seconds."""
+"""Two changes within so short a time may leave one mtime. The second: on file systems with times of whole seconds."""
 _CHUNK_BYTES: Final = range(16, 65)
 _SPACE_CHARS: Final = 32
 _WRITTEN_MAX: Final = 4096
@@ -41,10 +41,10 @@ class _Shelf:
 
 
 class Index:
-    """Which values are there. Any thread may use it; `holds` never waits for another."""
+    """Which values are in the folder. Any thread may use it; `holds` never waits for another thread."""
 
     def __init__(self) -> None:
-        """Nothing is known."""
+        """Start empty."""
         self._used_s: OrderedDict[Key, float] = OrderedDict()  # two of them: the collector need not look at numbers
         self._sizes: dict[Key, int] = {}
         self._unsorted: dict[Key, float] = {}
@@ -58,7 +58,7 @@ class Index:
         self._passes = 0
 
     def holds(self, keys: Sequence[Key]) -> list[bool]:
-        """Return which keys are there."""
+        """Return, for each key, whether its value is in the folder."""
         sizes, reported = self._sizes, self._written
         return [key in sizes or key in reported for key in keys]
 
@@ -82,31 +82,31 @@ class Index:
             self._shelves.setdefault(place(key), _Shelf()).keys.add(key)
 
     def forget(self, key: Key) -> None:
-        """A value is not there any more."""
+        """Remove a value that is not in the folder any more."""
         with self._lock:
             self._note(key)
             self._forget(key)
 
     def oldest(self, count: int) -> list[tuple[Key, float]]:
-        """Return the values that were not used for longest, at most `count`, each with the time of use in its file."""
+        """Return the `count` least recently used values, each with its file's time of use (seconds since the epoch)."""
         with self._lock:
             self._sort()
             return list(islice(self._used_s.items(), count))
 
     def all(self) -> list[tuple[Key, int, float]]:
-        """Return every value: key, bytes, when it was used."""
+        """Return (key, bytes, time of use in seconds since the epoch) of every value."""
         with self._lock:
             return [(key, self._sizes[key], used_s) for key, used_s in self._used_s.items()]
 
     def total(self) -> tuple[int, int]:
-        """Return how many values there are, and their bytes."""
+        """Return (number of values, their bytes)."""
         with self._lock:
             return len(self._sizes), self._bytes
 
     def refresh(self, root: int, stopping: threading.Event, spaces: AbstractSet[str] | None = None) -> None:
-        """Look what has changed in the folder `root`, or only in its folders `spaces`.
+        """Update the index by a pass over the folder `root`, or only over its sub-folders `spaces`.
 
-        What was seen until `stopping` is set is kept.
+        Once `stopping` is set it ends early; what it has listed by then is kept.
 
         Raises:
             OSError: a folder cannot be read.
@@ -139,7 +139,7 @@ class Index:
                     self._bare = {space for space in found if not any((space, shelf) in seen for shelf in _SHELVES)}
 
     def _merge_written(self, spaces: AbstractSet[str] | None) -> None:
-        """What was reported before this pass has been listed by it, if it is there."""
+        """Drop the keys that were reported before this pass began: if their values exist, it has listed them."""
         for key, before in list(self._written.items()):
             if before < self._passes and (spaces is None or key.namespace in spaces):
                 del self._written[key]
@@ -192,7 +192,7 @@ class Index:
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
-        """Note the keys that this process adds and forgets during a pass: what it lists of them may be older."""
+        """During a pass, note the keys that this process adds and removes: what the pass lists of them may be older."""
         self._passing = True
         try:
             yield
@@ -202,7 +202,7 @@ class Index:
                 self._own.clear()
 
     def _sort(self) -> None:
-        """Bring what passes have found into the order of use, only now that somebody asks for it."""
+        """Sort what passes have found into the order of use. Done only when that order is needed."""
         for key in sorted(self._unsorted, key=self._unsorted.__getitem__):
             if self._used_s.get(key) == self._unsorted[key]:  # else it was used, or deleted, since
                 self._used_s.move_to_end(key)
@@ -220,7 +220,7 @@ class Index:
             self._shelves[place(key)].keys.discard(key)
 
     def _key(self, name: str) -> Key | None:
-        """Read a file's name as `Key.parse` does, three times as fast: all but the chunk is the same in most names."""
+        """Parse a file's name as `Key.parse`, three times as fast: most differ in the chunk only. None: not a key."""
         space = name[:_SPACE_CHARS]
         chunk, _, tail = name[_SPACE_CHARS + 1 :].partition("-")
         frame = self._frames.get((space, tail))

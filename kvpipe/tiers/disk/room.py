@@ -1,12 +1,12 @@
 """The room in the disk tier's folder: a bound on its bytes that holds across all processes that use it.
 
-One file, the account, holds the number of kvpipe's bytes in the folder, unfinished files included. Its lock (flock) is
-held by whoever changes that: before a file is begun, when it gets its name, and when it is deleted; never while bytes
-are moved. The kernel frees the lock of a dead process. While the number is being changed it is marked as void, so that
-the next one counts the files if the last one died.
+One file, the account, holds the number of kvpipe's bytes in the folder, unfinished files included. A process that
+changes the number holds the file's lock (flock): before a file is begun, when it gets its name, and when it is deleted;
+never while bytes are moved. The kernel releases the lock of a dead process. While the number is being changed the
+account is marked as void; if the process dies then, the next one counts the files.
 
-Unfinished files are in a folder of their own for each opened tier, which holds a lock as long as it lives: what is in
-the folder of a dead one is deleted by the next that is opened.
+Unfinished files (drafts) are in a folder (desk) of their own for each opened tier, which holds a lock on it as long as
+it lives. The next tier that is opened deletes the desks of dead ones.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ACCOUNT = re.compile(rb"[0-9]{20}\n")
 _ACCOUNT_BYTES: Final = 21
 _VOID: Final = b"?"
 _LOW: Final = 0.95
-"""Files are deleted until so much of the room is taken, so that it is not done for each write."""
+"""Files are deleted until only this share of the room is taken, so that not every write has to delete some."""
 _BATCH: Final = 256
 """Files deleted while the lock is held once."""
 _PAUSE_S, _PAUSE_S_MAX = 0.0001, 0.005
@@ -78,19 +78,19 @@ class _Desk:
 
 
 class DiskRoom:
-    """One opened tier's share in the folder's account. Any thread may use it. Every method may raise OSError."""
+    """One opened tier's access to the folder's account. On any thread. Every method may raise OSError and TierError."""
 
     def __init__(self, root: Root, index: Index, bytes_max: int, wait_s_max: float, *, sync: bool) -> None:
-        """`bytes_max`: of all files together. `wait_s_max`: longest wait for the lock. `sync`: new folders too."""
+        """`bytes_max`: of all files together. `wait_s_max`: for the lock. `sync`: fsync new folders."""
         self._root, self._index, self._bytes_max = root, index, bytes_max
         self._wait_s_max, self._sync = wait_s_max, sync
         self._mine = threading.Lock()
         self._desk: _Desk | None = None
         self.stopping = threading.Event()
-        """Set to end a count early, which raises `TierError` then."""
+        """Set it to end a count early; the count raises `TierError` then."""
 
     def open(self) -> None:
-        """Delete what dead processes left; count, if no other is alive."""
+        """Make a desk. Delete the drafts of dead processes, and count the files if no other process is alive."""
         self._leave()
         with self._held() as held:
             self._set_up(held)
@@ -101,7 +101,7 @@ class DiskRoom:
                     _remove(held.root, one)
 
     def close(self) -> None:
-        """Release the folder for drafts."""
+        """Give up the desk, and delete its drafts."""
         if self._desk is not None:
             self._leave()
             with self._held() as held, folder(TMP, held.root) as tmp:
@@ -153,7 +153,7 @@ class DiskRoom:
             os.close(fd)
 
     def finish(self, draft: Draft, key: Key) -> bool:
-        """Give a written draft its name. False: another was first; the draft is gone."""
+        """Give a written draft its name. Returns False if the value exists already; the draft is deleted then."""
         with self._held() as held, shelf(held.root, key, make=True, sync=self._sync) as at:
             first = file_at(key.text, at)
             if first is None:
@@ -171,7 +171,7 @@ class DiskRoom:
             self._drop(held, draft)
 
     def delete(self, keys: Sequence[Key]) -> int:
-        """Delete files; return how many there were."""
+        """Delete files. Returns how many there were."""
         count = 0
         for begin in range(0, len(keys), _BATCH):
             with self._held() as held:
@@ -211,7 +211,7 @@ class DiskRoom:
             desk.leave()
 
     def _sweep(self, held: _Sum, tmp: int) -> bool:
-        """Delete the drafts of the dead; return whether nobody is alive."""
+        """Delete the drafts of dead processes. Returns whether no other process is alive."""
         alone = True
         for desk in folders(tmp, _DESK):
             with folder(desk.name, tmp) as at:
@@ -225,7 +225,7 @@ class DiskRoom:
         return alone
 
     def _count(self, root: int) -> int:
-        """Return the bytes of all files, from what has changed since they were last counted."""
+        """Return the bytes of all files, drafts included, after a pass of the index."""
         self._index.refresh(root, self.stopping)
         if self.stopping.is_set():
             raise TierError("it was closed")
@@ -255,7 +255,7 @@ class DiskRoom:
         held.bytes -= draft.bytes
 
     def _evict(self, held: _Sum, goal: int) -> bool:
-        """Delete the oldest files until `goal` bytes are left, or a batch is gone. False: there are none."""
+        """Delete the oldest files until `goal` bytes are left, at most one batch. Returns False if there are none."""
         oldest = self._index.oldest(_BATCH)
         for key, used_s in oldest:
             if held.bytes <= goal:
@@ -281,7 +281,7 @@ class DiskRoom:
 
 
 def _remove(root: int, at: tuple[str, str]) -> None:
-    """Remove folders that are empty. Writers make them, and put a file there, with the account's lock held, too."""
+    """Remove folders that are empty. Writers make folders with the account's lock held, too, so no file is lost."""
     outer, inner = at
     with suppress(OSError):  # it is not empty, or somebody else's, or gone
         if inner:
@@ -292,7 +292,7 @@ def _remove(root: int, at: tuple[str, str]) -> None:
 
 @contextmanager
 def _locked(root: int, until: float) -> Iterator[int]:
-    """Open the account, and hold its lock. Raises `TierError` if that is not had `until` then, by time.monotonic."""
+    """Open the account and hold its lock. Raises `TierError` if it is not free `until` then, by `time.monotonic`."""
     while True:
         with opened(ACCOUNT, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, root) as fd:
             pause_s = _PAUSE_S
@@ -320,7 +320,7 @@ def _is_held(desk: int) -> bool:
 
 @contextmanager
 def _drafts(root: int, desk: str) -> Iterator[int]:
-    """Open a folder for drafts."""
+    """Open a desk."""
     with folder(TMP, root) as tmp, folder(desk, tmp) as at:
         yield at
 

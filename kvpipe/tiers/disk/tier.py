@@ -42,7 +42,7 @@ _O = TypeVar("_O")
 
 
 class _Pass(NamedTuple):
-    """A look at the folder: at which namespaces (None: all), when it ended, how long it took."""
+    """A pass over the folder: over which namespaces (None: all), when it ended (`time.monotonic`), how long it took."""
 
     spaces: frozenset[str] | None
     ended_s: float
@@ -86,8 +86,8 @@ class DiskTier:
     async def exists(self, keys: Sequence[Key]) -> list[bool]:
         """See `Tier.exists`.
 
-        Others' values are found half a second after they were written, or sooner; later where a listing takes long: ten
-        times as long. This engine's own are found at once, see `Listed`.
+        Values of other engines are found at most 0.5 s after they were written, or, if that is longer, after ten times
+        the duration of a listing. This engine's own values are found at once, see `Listed`.
         """
         self._check_open()
         await anyio.lowlevel.checkpoint()
@@ -168,7 +168,7 @@ class DiskTier:
             raise TierError(f"{self.spec.path} is not open")
 
     async def _each(self, limiter: anyio.CapacityLimiter, work: Callable[[_I], _O], items: Sequence[_I]) -> list[_O]:
-        """Return `work` of each item, done in as many threads as the limiter has places. The first failure ends all."""
+        """Return `work(item)` for each item, computed in up to `lanes` threads. Raises the first TierError."""
         self._check_open()
         todo, done, failed = deque(enumerate(items)), dict[int, _O](), list[TierError]()
 
@@ -192,9 +192,9 @@ class DiskTier:
         return [done[at] for at in range(len(items))]
 
     async def _fresh(self, spaces: AbstractSet[str]) -> None:
-        """Begin a pass over namespaces' folders if the last was some time ago; wait for it if it was long ago.
+        """Begin a pass over the namespaces' folders if the last is not recent; wait for it if the last is too old.
 
-        All who wait do so for one pass, and none of them in a thread.
+        All lookups wait for the same pass, without a thread of their own. Raises TierError if it takes too long.
         """
         now_s = time.monotonic()
         for space in spaces:
@@ -221,7 +221,7 @@ class DiskTier:
             raise TierError(self._trouble)
 
     def _look(self) -> None:
-        """Begin a pass over the folders of namespaces that lookups have asked for of late."""
+        """Begin a pass over the folders of the namespaces that recent lookups have asked for."""
         loop, seen = asyncio.get_running_loop(), anyio.Event()
         old_s = time.monotonic() - _ASKED_S
         spaces = frozenset(space for space, asked_s in self._asked.items() if asked_s > old_s)
@@ -245,7 +245,7 @@ class DiskTier:
     # ---- in threads -----------------------------------------------------------------------------------------------
 
     def _pass(self, spaces: frozenset[str] | None = None) -> None:
-        """Bring the index up to date, of all namespaces if none are given, and note what keeps it from that."""
+        """Update the index, for all namespaces if none are given. What prevents that is noted in `_trouble`."""
         begin_s = time.monotonic()
         try:
             with self._root.failures(), self._root.open() as root:
@@ -330,7 +330,7 @@ class DiskTier:
 
 
 def _renewed(fd: int, found: os.stat_result) -> float:
-    """Mark a file as used now if it was not of late. Return its time."""
+    """Mark a file as used now if its last use is older than `_RENEW_S`. Returns its mtime."""
     if time.time() - found.st_mtime > _RENEW_S:
         with contextlib.suppress(OSError):  # of a disk that is read only
             os.utime(fd)

@@ -55,7 +55,7 @@ class MooncakeTier(ClientTier):
     """See `MooncakeSpec`. Values of this process's segment go with it; others stay as long as the master knows them."""
 
     def __init__(self, name: str, spec: MooncakeSpec, *, writes: bool) -> None:
-        """Nothing is started."""
+        """The client is started by `open`."""
         super().__init__(name, spec.timeout_ms_max)
         self._spec, self._writes = spec, writes
         self._bytes = Counter[str]()  # on their way, each way

@@ -1,4 +1,4 @@
-"""How a connection to a Redis or Valkey server is made: by redis-py, plain or with TLS. Imports the client."""
+"""Makes connections to Redis and Valkey servers, by redis-py, plain or with TLS. Imports the client."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvpipe.tiers.redis.spec import RedisSpec
 
 
 def dialling(spec: RedisSpec, password: str) -> Callable[[str, int], ServerConnection]:
-    """Return what makes a lane to a host and port, not yet connected."""
+    """Return a function that makes a connection to a host and port, not yet connected."""
     options: dict[str, Any] = {"db": spec.db, "username": spec.username or None, "password": password or None}
     options |= dict.fromkeys(("socket_timeout", "socket_connect_timeout"), spec.timeout_ms_max / 1000)
 

@@ -29,9 +29,9 @@ from kvpipe.tiers.redis.resp import (
 from kvpipe.tiers.redis.spec import RedisSpec
 
 SLOTS: Final = 16384
-"""Keys of a cluster are spread over so many slots by their CRC, and the slots over its primaries."""
+"""A cluster maps each key to one of so many hash slots, by its CRC, and each slot to a primary."""
 ASK_LANES: Final = 2
-"""Connections per server for questions, so that none waits for megabytes."""
+"""Connections per server for commands without values, so that these do not wait for megabytes."""
 PROBES_MAX: Final = 4
 """Servers that are asked at once for the cluster's layout."""
 
@@ -166,12 +166,12 @@ class Servers:
         """Not opened. `name`: the tier's; `lane` makes a connection to host and port, not yet connected."""
         self.name, self._cluster, self._spec, self._lane = name, spec.cluster, spec, lane
         self._servers: dict[tuple[str, int], Server] = {}
-        """All that are known, the configured one first; none: not open."""
+        """All known servers, the configured one first; empty while it is not open."""
         self._slots: list[Server | None] = []  # of a cluster; none: to be asked for
         self._layout = anyio.Lock()
 
     async def open(self) -> None:
-        """Begin anew, with no connection."""
+        """Start without connections, also after `close`."""
         await self.close()
         at = (self._spec.host, self._spec.port)
         self._servers = {at: self._make(*at)}

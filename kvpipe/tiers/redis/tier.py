@@ -1,7 +1,7 @@
 """Redis and Valkey: values are strings of the server, one server or a cluster.
 
-The server makes room by its own `maxmemory-policy`; a value's time to live and its place in the server's order of use
-are renewed whenever it is read or offered again.
+The server makes room by its own `maxmemory-policy`. A value's time to live, and its place in the server's order of use,
+are renewed whenever it is read or written again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class RedisTier:
     """See `Tier`."""
 
     def __init__(self, name: str, spec: RedisSpec, password: str) -> None:
-        """Not opened."""
+        """`password`: "" for none. It connects in `open`."""
         self.name, self._servers = name, Servers(name, spec, dialling(spec, password))
         self._prefix, self._ttl_s = f"{spec.prefix}:", spec.ttl_s
         self._ttl = [str(spec.ttl_s).encode()] if spec.ttl_s else []
@@ -41,7 +41,7 @@ class RedisTier:
         return [reply == 1 for reply in await self._servers.each(self._names(keys), b"EXISTS")]
 
     async def read(self, gets: Sequence[Get]) -> list[Read]:
-        """See `Tier.read`. A value that is there gets its whole time to live again."""
+        """See `Tier.read`. A hit renews the value's time to live."""
         names = self._names(get.key for get in gets)
 
         def one(lane: ServerConnection, index: int) -> Reply:
@@ -54,7 +54,7 @@ class RedisTier:
         return [self._seen(get, reply) for get, reply in zip(gets, replies, strict=True)]
 
     async def write(self, puts: Sequence[Put]) -> list[Written]:
-        """See `Tier.write`. What is there already is not sent; it gets its whole time to live again."""
+        """See `Tier.write`. A value that is there already is not sent; its time to live is renewed."""
         for put in puts:
             if put.size > VALUE_BYTES_MAX:
                 msg = (
@@ -83,7 +83,7 @@ class RedisTier:
         return sum(reply == 1 for reply in await self._servers.each(self._names(keys), b"UNLINK"))
 
     async def capacity(self) -> Capacity:
-        """See `Tier.capacity`. It is that of the whole servers: all keys of the database, all memory in use."""
+        """See `Tier.capacity`. It counts all keys of the database, and all memory of the servers, kvpipe's or not."""
         items, used, most = 0, 0, []
         for reply in await self._servers.everywhere(command(b"INFO", b"memory") + command(b"DBSIZE"), 2, INFO):
             match reply:

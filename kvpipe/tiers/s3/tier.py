@@ -47,7 +47,7 @@ class S3Tier(ClientTier):
     """Objects in a bucket. Safe for many clients: an object is whole when it appears, and is not replaced."""
 
     def __init__(self, name: str, spec: S3Spec, keys: dict[str, SecretStr], *, writes: bool) -> None:
-        """Nothing is started. `keys`: the client's names for the access key and the secret key."""
+        """The client is started by `open`. `keys`: access key and secret key, by the client's names for them."""
         super().__init__(name, spec.timeout_ms_max)
         self.spec, self._keys, self._writes = spec, keys, writes
 
@@ -103,7 +103,7 @@ class S3Tier(ClientTier):
     # ---- values ---------------------------------------------------------------------------------------------------
 
     async def exists(self, keys: Sequence[Key]) -> list[bool]:
-        """See `Tier.exists`: a question to the store per key. A listing would have to name everybody's values."""
+        """See `Tier.exists`: one request to the store per key, because a listing would contain all engines' values."""
         async with self._notified():
             return [found for names in self._parts(keys) for found in await self._ask("exists", names)]
 
@@ -186,7 +186,7 @@ class S3Tier(ClientTier):
     # ---- questions ------------------------------------------------------------------------------------------------
 
     def _patience_s(self, size: int) -> float:
-        """Return how long the client's process is waited for, which has its own, shorter limits. Raises TierError."""
+        """Return how long to wait for the client's process, which has shorter limits. Raises TierError if too large."""
         if size > VALUE_BYTES_MAX:
             raise TierError(f"a value of {size} bytes is more than the tier takes, {VALUE_BYTES_MAX}")
         return self._limit_s * (1 + size / SLOW_BYTES) * PATIENCE
