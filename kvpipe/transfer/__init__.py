@@ -1,1 +1,1 @@
-"""Moving bytes between paged KV blocks and host slots: the protocol is `base.py`, its engines stand beside it."""
+"""Copies between paged KV blocks and host slots: the protocol in `base.py`, and the transfer engines."""

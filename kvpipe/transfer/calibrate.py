@@ -2,9 +2,9 @@
 
 Each mover gets two cost models of three numbers, ``us = fixed + copies * copy_us + bytes * byte_us``: until the bytes
 have landed, and until they are read, which is what compute waits for before it reuses a save's blocks. They come from
-three measured plans: one page; pages none of which is adjacent to another; whole chunks. A plan then goes the way that
-by the models is the first to have read, of those that land about as soon as the quickest; between near-equals the one
-that takes no multiprocessor from the forward wins.
+three measured plans: one page; pages none of which is adjacent to another; whole chunks. For a plan, only the movers
+whose bytes land about as soon as the quickest's are considered; of these the one that has read first is chosen. Of two
+that are nearly equal, the one that takes no multiprocessor from the forward is preferred.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ REPEATS: Final = 5
 PAGES_MAX: Final = 256
 BYTES_MAX: Final = 16 << 20
 BURDEN: Final[Mapping[Mover, float]] = {Mover.DMA: 1.0, Mover.STAGED: 1.05, Mover.DIRECT: 1.25}
-"""What a mover's microseconds weigh: a staged copy runs two short kernels, a direct one holds multiprocessors."""
+"""Factors on a mover's microseconds: a staged copy runs two short kernels, a direct one occupies multiprocessors."""
 LATE: Final = 1.25
-"""How much later than with the quickest mover bytes may land if blocks are free sooner: the bus stays 3/4 busy."""
+"""By which factor later than with the quickest mover bytes may land if blocks are free sooner."""
 
 
 class Cost(NamedTuple):
-    """Microseconds of one submission: `fixed_us`, and for every copy and byte."""
+    """Microseconds of one submission: `fixed_us`, plus `copy_us` for every copy and `byte_us` for every byte."""
 
     fixed_us: float
     copy_us: float
     byte_us: float
 
     def of(self, copies: int, size: int) -> float:
-        """Microseconds for `size` bytes in `copies` copies."""
+        """Return the microseconds for `size` bytes in `copies` copies."""
         return self.fixed_us + copies * self.copy_us + size * self.byte_us
 
     @property
     def gb_per_s(self) -> float:
-        """The rate without the fixed cost; 0 where the time per byte was too small to be measured."""
+        """The rate in GB/s without the fixed costs; 0 if the time per byte was too small to be measured."""
         return 1e-3 / self.byte_us if self.byte_us else 0.0
 
 
 class Measurement(NamedTuple):
-    """A measured plan."""
+    """The time of a plan of `copies` copies with `size` bytes: `us` microseconds."""
 
     copies: int
     size: int
@@ -65,7 +65,7 @@ class Measurement(NamedTuple):
 
 
 class Way(NamedTuple):
-    """What a mover costs until the bytes have landed, and until they are read. Of a load both are the same."""
+    """A mover's costs until the bytes have landed, and until they are read. For a load both are the same."""
 
     landed: Cost
     read: Cost
@@ -82,10 +82,7 @@ Costs = dict[Direction, dict[Mover, Way]]
 
 
 def fit(samples: Iterable[Measurement]) -> Cost:
-    """Fit a cost to samples; no part of it is negative.
-
-    By least squares over the parts that come out positive; a negative part is noise and is set to zero.
-    """
+    """Fit a cost to samples by least squares. Parts that would be negative are noise, and are set to 0."""
     known = list(samples)
     wanted = np.array([s.us for s in known])
     columns = np.array([[1.0, s.copies, s.size] for s in known])
@@ -101,7 +98,7 @@ def fit(samples: Iterable[Measurement]) -> Cost:
 
 
 def copies_of(layout: Layout, plan: CopyPlan, mover: Mover) -> tuple[int, int]:
-    """Return (copies, bytes) of one layer of `plan`: of the layer that has the most of them."""
+    """Return (copies, bytes) of one layer of `plan` with this mover: of the layer with the most bytes."""
     copies = size = 0
     for layer, group in enumerate(layout.groups):
         mine = layout.layer_bytes(plan, layer)
@@ -113,7 +110,7 @@ def copies_of(layout: Layout, plan: CopyPlan, mover: Mover) -> tuple[int, int]:
 
 
 def choose(ways: Mapping[Mover, Way], layout: Layout, plan: CopyPlan) -> Mover:
-    """Return the mover for `plan`: the first to have read, of those that land not much later than the quickest."""
+    """Return the mover for `plan`: of those that land within `LATE` of the quickest, the first to have read."""
     counts = {mover: copies_of(layout, plan, mover) for mover in ways}
     landed = {mover: way.landed.of(*counts[mover]) * BURDEN[mover] for mover, way in ways.items()}
     in_time = [mover for mover in ways if landed[mover] <= LATE * min(landed.values())]
@@ -148,10 +145,10 @@ def measure(
     slots: int,
     seconds_max: float,
 ) -> Costs:
-    """Measure every mover in both directions, in pinned slots 0 to `slots` - 1, whose bytes are lost.
+    """Measure every mover in both directions, in the pinned slots 0 to `slots` - 1, whose content is overwritten.
 
-    A mover that raises, or that brings other bytes than it was given, is not in the answer. When `seconds_max` is over,
-    what is left is measured once.
+    Movers that raise, or that copy wrong bytes, are left out of the result. After `seconds_max` the remaining plans are
+    measured once.
     """
     size = min(view.page_bytes for view in layout.views)
     layer = next(i for i, view in enumerate(layout.views) if view.page_bytes == size)
@@ -180,7 +177,7 @@ def _is_right(lanes: Mapping[Direction, DirectionQueues], bench: _ScratchLayer, 
 
 
 def _check(lanes: Mapping[Direction, DirectionQueues], bench: _ScratchLayer, mover: Mover) -> bool:
-    """Whether pages that are saved, wiped and loaded again are what they were."""
+    """Whether pages that are saved, zeroed and loaded again have their old content."""
     own = torch.Generator().manual_seed(0)  # drawing from torch's generator would change vLLM's samples
     pattern = torch.randint(0, 256, bench.cache.shape, dtype=torch.uint8, generator=own)
     bench.cache.copy_(pattern)
@@ -216,7 +213,7 @@ def _run(lane: DirectionQueues, bench: _ScratchLayer, mover: Mover, plan: CopyPl
 def _sample(
     lane: DirectionQueues, bench: _ScratchLayer, mover: Mover, plan: CopyPlan, deadline: float, layers: int
 ) -> list[Measurement]:
-    """Return what `Way` is fitted to: the medians of landing, and of reading."""
+    """Return two measurements, of the median times to land and to be read."""
     took = [_run(lane, bench, mover, plan, layers)]
     while len(took) < REPEATS and time.monotonic() < deadline:
         took.append(_run(lane, bench, mover, plan, layers))

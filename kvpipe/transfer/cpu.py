@@ -1,7 +1,7 @@
 """The CPU engine: native copies between the engine's paged cache and the pool, beside or inside the forward.
 
-One thread per direction copies while the forward computes; with ``threads=0`` the caller copies, which is better when
-the forward's own threads use every core. A host core is the device here, so ordering is waiting.
+One thread per direction copies while the forward computes; with ``threads=0`` the calling thread copies, which is
+better if the forward's own threads use every core. To order compute after a copy, the caller waits for it.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class CpuEngine:
         self._host_bytes = pool.tensor.view(-1).numpy()
 
     def claim(self, address: int, size: int) -> bool:  # noqa: ARG002
-        """See `TransferEngine.claim`. Memory is all that is needed."""
+        """See `TransferEngine.claim`. Resident memory is enough: there is nothing to pin."""
         return True
 
     def prepare(self, plan: CopyPlan) -> None:
-        """See `TransferEngine.prepare`. The caller computes on the host: nothing of it is still to come."""
+        """See `TransferEngine.prepare`. Nothing to do: the caller has computed everything when it calls."""
 
     def submit(self, plan: CopyPlan, ticket: Ticket) -> None:
         """See `TransferEngine.submit`."""
@@ -73,14 +73,14 @@ class CpuEngine:
         return ticket.wait(timeout_s)
 
     def reached(self, ticket: Ticket) -> None:
-        """See `TransferEngine.reached`. Nothing is held back."""
+        """See `TransferEngine.reached`. Nothing to do: no layer is held back."""
 
     def fence(self, ticket: Ticket, timeout_s: float) -> bool:
         """See `TransferEngine.fence`. Copies of one plan complete in order, so the last one stands for all."""
         return ticket.wait(timeout_s)
 
     def abandon(self, ticket: Ticket) -> bool:
-        """See `TransferEngine.abandon`. A copy that a thread is at cannot be stopped."""
+        """See `TransferEngine.abandon`. A copy that has begun cannot be stopped."""
         return ticket.withdraw()
 
     def shutdown(self) -> None:
@@ -113,7 +113,7 @@ class CpuEngine:
                 self._views[layer].tensor[run.block : run.block + run.pages] = 0
 
     def copy_layer(self, plan: CopyPlan, layer: int) -> frozenset[int]:
-        """Copy one layer of `plan` on the calling thread; return the ids of jobs that failed."""
+        """Copy one layer of `plan` on the calling thread. Returns the ids of the jobs that have failed."""
         group, index = self._geometry.layers[layer]
         view, words, offset = self._views[layer], self._words[layer], self._geometry.layer_offsets[group][index]
         saving, size, flat = plan.direction is Direction.SAVE, view.page_bytes, self._pool.tensor
@@ -137,13 +137,13 @@ class CpuEngine:
         return NO_JOBS
 
     def _host(self, at: int, pages: int, page_bytes: int) -> npt.NDArray[Any]:
-        """`pages` pages of the pool from byte `at` on, in words as `_as_words` gives them."""
+        """Return `pages` pages of the pool from byte `at` on, shape (pages, words or bytes), as `_as_words`."""
         region = self._host_bytes[at : at + pages * page_bytes].reshape(pages, page_bytes)
         return region.view(np.int64) if page_bytes % _WORD == 0 else region
 
 
 def _as_words(view: PageView) -> npt.NDArray[Any]:
-    """The paged cache by block, in 8-byte words where a page is a whole number of them: one native copy per page."""
+    """Return the paged cache, shape (blocks, 8-byte words), or (blocks, bytes) if pages are no multiple of 8 bytes."""
     pages: npt.NDArray[np.uint8] = view.tensor.numpy()
     whole = view.page_bytes % _WORD == 0 and view.stride_bytes % _WORD == 0
     return pages.view(np.int64) if whole else pages

@@ -1,6 +1,6 @@
-"""What the CUDA engine asks of CUDA, and nothing more: streams, events, copies, one kernel, pinning.
+"""The operations of CUDA that the CUDA engine uses: streams, events, copies, one kernel, pinning.
 
-`CudaDevice` answers with torch, Triton and the driver's own library (`driver.py`). Tests answer with a simulated device
+`CudaDevice` implements them with torch, Triton and the driver's library (`driver.py`). Tests use a simulated device
 that may do whatever CUDA may legally do.
 """
 
@@ -33,7 +33,7 @@ class DeviceEvent(Protocol):
     """A point in a stream."""
 
     def query(self) -> bool:
-        """Whether everything before it is done."""
+        """Whether everything before it is done. Never blocks."""
 
     def synchronize(self) -> None:
         """Block the host until everything before it is done."""
@@ -53,7 +53,7 @@ class Stream(Protocol):
 
 
 class CopyBatch(NamedTuple):
-    """A batch of copies between addresses: `sizes[i]` bytes from `sources[i]` to `targets[i]`, in any order."""
+    """n copies in any order: `sizes[i]` bytes from address `sources[i]` to `targets[i]`. Each int64, shape (n,)."""
 
     targets: Ints
     sources: Ints
@@ -61,7 +61,7 @@ class CopyBatch(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One launch of `kernels.copy_pages`, whose arguments these are. `bay` is None to go straight to the slots."""
+    """The arguments of one launch of `kernels.copy_pages`. `bay`: its address; None: copy directly to or from slots."""
 
     table: Any
     places: Any
@@ -93,7 +93,7 @@ class Launch(NamedTuple):
 
     @property
     def programs(self) -> int:
-        """How many programs run: the grid's size."""
+        """The number of programs: the size of the grid."""
         if self.bay is None:
             return DIRECT_PROGRAMS
         turn = _words(self.page_bytes) * WORD_BYTES
@@ -101,7 +101,7 @@ class Launch(NamedTuple):
 
 
 def _words(page_bytes: int) -> int:
-    """Words that a program copies per iteration: a power of two, a whole page if that is at most `WORDS_MAX`."""
+    """Return how many words a program copies per iteration: a power of two; a whole page, up to `WORDS_MAX`."""
     return min(WORDS_MAX, 1 << (page_bytes // WORD_BYTES - 1).bit_length())
 
 
@@ -114,25 +114,25 @@ class Device(Protocol):
     """The operations of CUDA that the transfer engine uses."""
 
     def stream(self, name: str) -> Stream:
-        """Return the stream of this name, on which nobody else queues, and which waits for no other by itself."""
+        """Return the stream of this name. Nobody else queues on it, and it does not synchronize with other streams."""
 
     def current_stream(self) -> Stream:
         """Return the stream on which the caller computes."""
 
     def enter_thread(self) -> None:
-        """Make the calling thread, which is not the engine's, fit to use the device."""
+        """Prepare the calling thread, which is not vLLM's, to use the device."""
 
     def cpus(self) -> frozenset[int]:
         """Return the cores near the device that this process may use; empty if unknown."""
 
     def copy(self, stream: Any, pairs: Iterable[Pair]) -> None:  # noqa: ANN401
-        """Queue copies to each first from each second tensor. Host memory need not be pinned."""
+        """Queue a copy of each pair's second tensor to its first. Host memory need not be pinned."""
 
     def copy_batch(self, stream: Any, copies: CopyBatch) -> None:  # noqa: ANN401
-        """Queue a batch. Host memory must be pinned. Raises `TransferError`."""
+        """Queue a batch of copies. Host memory must be pinned. Raises `TransferError`."""
 
     def upload(self, stream: Any, array: npt.NDArray[Any]) -> Any:  # noqa: ANN401
-        """Queue a copy of `array` to the device; the handle is good for launches on `stream`."""
+        """Queue a copy of `array` to the device. Returns a handle, valid in launches on `stream`."""
 
     def launch(self, stream: Any, launch: Launch) -> None:  # noqa: ANN401
         """Queue the kernel. Raises whatever Triton raises."""
@@ -144,7 +144,7 @@ class Device(Protocol):
         """Return `size` bytes of pinned host memory, uint8."""
 
     def has_kernels(self) -> str:
-        """Return why no kernel can be launched, or nothing."""
+        """Return why no kernel can be launched; "" if kernels can be."""
 
     def reads_pool(self) -> bool:
         """Whether kernels can use the addresses of pinned host memory."""
@@ -160,25 +160,25 @@ class OwnStream(torch.cuda.ExternalStream):
     """A stream of the driver's, wrapped for torch."""
 
     def record_event(self, event: Any = None) -> Any:  # noqa: ANN401
-        """See torch.cuda.Stream. Whoever waits for the event on the host sleeps."""
+        """See torch.cuda.Stream. A host thread that waits for the event sleeps instead of polling."""
         made = torch.cuda.Event(blocking=True) if event is None else event  # type: ignore[no-untyped-call]
         return super().record_event(made)
 
 
 _streams: dict[tuple[int, str], Stream] = {}
-"""One of each name for a process: torch's allocators may remember a stream for longer than an engine lives."""
+"""By device and name, one per process: torch's allocators may refer to a stream for longer than an engine lives."""
 
 
 class CudaDevice:
     """`Device` over torch.cuda."""
 
     def __init__(self, device: torch.device, driver: Driver | None = None) -> None:
-        """`device` has an index: a new thread's current device is not the engine's."""
+        """`device` must have an index, because a new thread's current device need not be the engine's."""
         self._device, self._index = device, device.index or 0
         self._driver = driver or Driver()
 
     def stream(self, name: str) -> Stream:
-        """See `Device.stream`. Not torch's: it has 32, which it gives out again and again, to vLLM too."""
+        """See `Device.stream`. Not one of torch's pool: it has 32 streams, and shares them with vLLM."""
         key = self._index, name
         if key not in _streams:
             with torch.cuda.device(self._device):

@@ -1,6 +1,6 @@
-"""The calls that torch does not offer, from the driver's own library, whose entry points are stable between releases.
+"""Calls of the CUDA driver's library that torch does not offer. Its entry points are stable between releases.
 
-Numbers and layouts are those of cuda.h.
+Numbers and structures are those of cuda.h.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ log = structlog.get_logger("kvpipe.transfer")
 BATCHES_SINCE: Final = 12080  # CUDA 12.8; CUDA 13 has another signature under the same name
 NON_BLOCKING: Final = 1  # of a stream: it does not wait for the legacy default stream
 STREAM_PRIORITY: Final = -1
-"""Before compute's, which is 0: streams of one priority share hardware queues, where a wait holds up all behind it."""
+"""Before compute's, which is 0: streams of one priority share hardware queues, in which a wait blocks all behind it."""
 BUS_ID_BYTES: Final = 16
 
 _HOST_REGISTER_PORTABLE, _HOST_REGISTER_MAPPED = 1, 2
@@ -30,7 +30,7 @@ _ORDER_STREAM: Final = 1
 _PREFER_OVERLAP: Final = 1
 _INVALID_VALUE, _NOT_SUPPORTED = 1, 801
 _REFUSALS: Final = frozenset({_INVALID_VALUE, _NOT_SUPPORTED})
-"""Errors that are about the call; after any other, whose error may be the context's, nothing is tried again."""
+"""Errors of the call itself. After any other error, which may be the context's, nothing is tried again."""
 
 _POINTER, _SIZE, _CODE = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 _BATCH = ctypes.CFUNCTYPE(
@@ -90,7 +90,7 @@ class Driver:
             _check(self._copy(target, source, size, stream))
 
     def _take(self, stream: int, copies: CopyBatch) -> bool:
-        """Queue a batch as one call. Returns False where it was refused: copies queued before it can be made again."""
+        """Queue a batch as one call. Returns False if it was refused; copies of it that were queued can be repeated."""
         code = self._call(stream, copies)
         if code in _REFUSALS and self.how.flags:
             asked, self.how.flags = self.how.flags, 0  # a hint only
@@ -142,7 +142,7 @@ class Driver:
         _check(self._make_current(context))
 
     def ignore_captures(self) -> None:
-        """Let the calling thread work while another captures a graph. Raises `TransferError`."""
+        """Allow the calling thread all calls while another thread captures a graph. Raises `TransferError`."""
         _check(self._exchange(ctypes.byref(ctypes.c_int(_RELAXED))))
 
     def host_pointers_are_device_pointers(self, device: int) -> bool:

@@ -1,4 +1,4 @@
-"""Which transfer engine copies between the pool and caches on a device: the one registered for the device's type."""
+"""Makes the transfer engine for caches on a device: the one that is registered for the device's type."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ class EngineOptions(NamedTuple):
 
     settings: Settings
     cpus: frozenset[int] = frozenset()
-    """Cores that the engine's own threads leave free, and its copies may use; empty: there are none."""
+    """Cores that vLLM's threads leave free, which copies may use; empty: there are none."""
     idle_core: bool = False
-    """Whether the forward's threads leave a core of those that the process may use."""
+    """Whether the forward's threads leave a core idle, of those that the process may use."""
     trace: Recorder = OFF
-    """Takes the events that the engine reports."""
+    """The trace, for the engine's events."""
     fault: Callable[..., object] = warn
-    """`fault(name, **fields)` is called for an engine of another package that errs."""
+    """`fault(name, **fields)` is called when an engine of another package raises."""
 
 
 def make_engine(device: str, options: EngineOptions) -> TransferEngine:
     """Return an engine, not yet attached, for caches on a device of torch's type `device`.
 
     Raises:
-        UnsupportedError: none is registered for such a device.
-        ConfigError: the one that is cannot be used; the sentence names its package.
+        UnsupportedError: no engine is registered for this type of device.
+        ConfigError: the engine that is registered cannot be used; the message names its package.
 
     """
     if device not in plugins.names(plugins.TRANSFER_ENGINES):

@@ -1,4 +1,4 @@
-"""Another package's transfer engine in use: what it raises costs copies, never a wrong answer."""
+"""A guard for transfer engines of other packages: if one raises, its copies fail, and nothing wrong is loaded."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 
 class GuardedEngine:
-    """Copies as `engine` does until it raises. From then on every copy fails, and the host waits for those begun."""
+    """Copies with `engine` until it raises. From then on every copy fails, and the host waits for copies under way."""
 
     def __init__(self, engine: TransferEngine, name: str, fault: Callable[..., object]) -> None:
-        """`fault("engine_failed", engine, call, why)` is called for what it raises."""
+        """`fault("engine_failed", engine=name, call=..., why=...)` is called for everything that it raises."""
         self._engine, self._name, self._fault, self._lost = engine, name, fault, False
         self.piece_bytes = engine.piece_bytes
 
     def attach(self, views: Sequence[PageView], geometry: Geometry, pool: HostPool) -> None:
-        """See `TransferEngine.attach`. What it raises is raised: the engine does not start."""
+        """See `TransferEngine.attach`. What it raises is passed on: vLLM does not start."""
         self._engine.attach(views, geometry, pool)
 
     def claim(self, address: int, size: int) -> bool:

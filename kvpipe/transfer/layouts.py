@@ -1,8 +1,8 @@
-"""The layouts in which vLLM 0.32 and 0.33 hand paged KV caches over, by name.
+"""The layouts of the paged KV caches of vLLM 0.32 and 0.33, by name.
 
-vLLM gives every layer one logical tensor [B, H, N, C]: blocks, heads, tokens of a block (states, for compressing
-models), and the content of one head's token, keys and values side by side in it. Only its strides define where bytes
-lie. A name has two parts: in which order the bytes of one page lie, and what lies between one block and the next.
+vLLM gives every layer one logical tensor [B, H, N, C]: blocks; heads; tokens of a block (states, for compressing
+models); the content of one token in one head, keys and values side by side. Only the strides define the order of bytes.
+A layout's name has two parts: the order of the bytes within one page, and what is between one block and the next.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ DS_MLA_BYTES = (584, 656)
 
 
 class Paged(NamedTuple):
-    """What is known of one layer's cache.
+    """Shape and strides of one layer's cache.
 
-    `shape`: logical, [B * r, H, N, C]. `strides`: in elements. `itemsize`: bytes of an element. `blocks`: B, the number
-    of blocks that the scheduler hands out.
+    `shape`: logical, [B * r, H, N, C], with r kernel blocks per block. `strides`: in elements. `itemsize`: bytes of an
+    element. `blocks`: B, the number of the scheduler's blocks.
     """
 
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class Paged(NamedTuple):
 
     @property
     def split(self) -> int:
-        """Kernel blocks (first dimension) of one block: 1 if the attention kernel takes the scheduler's blocks."""
+        """Kernel blocks per block: 1 if the attention kernel uses the scheduler's block size."""
         return self.shape[0] // self.blocks
 
     @property
@@ -40,7 +40,7 @@ class Paged(NamedTuple):
         return prod(self.shape[1:])
 
     def lies(self, *order: int) -> bool:
-        """Whether the dimensions `order`, outermost first, are one dense run; strides of size 1 mean nothing."""
+        """Whether the dimensions `order`, outermost first, are contiguous. Strides of size-1 dimensions do not matter."""
         run = 1
         for dim in reversed(order):
             if self.shape[dim] != 1 and self.strides[dim] != run:
@@ -50,7 +50,7 @@ class Paged(NamedTuple):
 
     @property
     def by_stride(self) -> list[int]:
-        """The dimensions inside a kernel block, those of large strides first."""
+        """The dimensions inside a kernel block, sorted by stride, the largest first."""
         return sorted(range(1, len(self.shape)), key=lambda dim: self.strides[dim], reverse=True)
 
     @property
@@ -70,7 +70,7 @@ class LayoutHalf:
     bytes: str
     """The dimensions in the order of the bytes, outermost first."""
     sentence: str
-    """Where it comes from, one line."""
+    """Which caches have it, in one line."""
     fits: Predicate
 
 
@@ -143,21 +143,21 @@ class LayoutAdapter:
 
     @property
     def name(self) -> str:
-        """What traces and errors call it."""
+        """The layout's name in traces and errors."""
         return self.between.name + self.inside.name
 
     @property
     def bytes(self) -> str:
-        """Return its dimensions in the order of the bytes; one page in brackets."""
+        """The dimensions in the order of the bytes, one page in brackets."""
         return self.between.bytes.format(self.inside.bytes)
 
     @property
     def sentence(self) -> str:
-        """Return where it comes from, one line."""
+        """Which caches have it, in one line."""
         return f"{self.inside.sentence}; {self.between.sentence}"
 
     def fits(self, cache: Paged) -> bool:
-        """Whether a cache is of this layout."""
+        """Whether a cache has this layout."""
         shape, blocks = cache.shape, cache.blocks
         # without a whole number of kernel blocks to a block there is no `split`; nothing is known of empty pages
         whole = len(shape) > 1 and blocks > 0 and prod(shape) > 0 and shape[0] % blocks == 0
@@ -182,7 +182,7 @@ class Refusal:
 
     why: str
     sentence: str
-    """Where such a cache comes from, one line."""
+    """Which caches are like that, in one line."""
     fits: Predicate
 
 
@@ -224,11 +224,11 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(UNKNOWN_ORDER, "no vLLM that is known", lambda _: True),
 )
-"""The first that fits is the reason given; each may rely on those before it not fitting."""
+"""The first that fits is the reason given. Each may assume that those before it do not fit."""
 
 
 def find(cache: Paged) -> LayoutAdapter | None:
-    """Return the layout of a cache, None if it is unknown."""
+    """Return the layout of a cache; None if it is not known."""
     return next((one for one in ADAPTERS.values() if one.fits(cache)), None)
 
 

@@ -1,16 +1,17 @@
-"""The ways in which a layer's pages can go between the paged cache and the host pool, each a few queue operations.
+"""The movers: ways to copy a layer's pages between the paged cache and the host pool, each by a few queue operations.
 
 =========  ========================================================================================================
-dma        The copy engines move every stretch of pages that is adjacent on both sides. No kernel; slow below 64 KiB.
-staged     A kernel gathers the pages into a bay in device memory, in microseconds, and the copy engines move whole
-           spans between the bay and the slots. A save's blocks are free as soon as they are gathered.
-direct     A kernel moves pages between the cache and the slots by itself. One launch, however many pages; it keeps
-           a few multiprocessors busy for as long as the bus takes.
+dma        The copy engines copy every run of pages that is adjacent on both sides. No kernel; slow below 64 KiB.
+staged     For a save, a kernel gathers the pages into a bay in device memory, in microseconds, and the copy engines
+           copy whole spans from the bay to the slots; for a load, the reverse. A save's blocks are free as soon as
+           they are gathered.
+direct     A kernel copies pages between the cache and the slots. One launch, however many pages; it keeps a few
+           multiprocessors busy for as long as the bus takes.
 pageable   torch's copies, for slots that are not pinned. They block the host.
 =========  ========================================================================================================
 
-A `DirectionQueues` has the streams and bays of one direction. Everything of one plan goes the same way, so that the
-last event of a plan stands for all of its layers.
+A `DirectionQueues` has the streams and bays of one direction. All layers of one plan use the same mover, so the last
+event of a plan covers all of its layers.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ TABLES_BYTES: Final = 4 << 20  # per direction: 100 steps of 128 requests with a
 
 
 class Mover(StrEnum):
-    """How pages move."""
+    """How pages are copied: see the module."""
 
     DMA = "dma"
     STAGED = "staged"
@@ -46,7 +47,7 @@ class Mover(StrEnum):
 
 
 class Alike(NamedTuple):
-    """Consecutive layers of one group with equal page sizes and distances: a single launch serves them."""
+    """`layers` layers of one group from `first` on, of equal page size and stride: one launch copies them."""
 
     group: int
     first: int
@@ -54,7 +55,7 @@ class Alike(NamedTuple):
 
 
 class BayTransfer(NamedTuple):
-    """What goes through one bay: `rows` rows from row `first` of the group on, of `layers` layers from `layer` on."""
+    """One filling of a bay: `rows` rows from row `first` of the group on, of `layers` layers from `layer` on."""
 
     layer: int
     layers: int
@@ -70,14 +71,14 @@ class SubmittedWork(NamedTuple):
 
 
 Kept = dict[tuple[int, ...], tuple[Ints, Ints, Ints]]
-"""What is the same for all layers of a kind: offsets on the host, offsets on the device, bytes."""
+"""By kind of layer, the arrays that all its layers share: offsets on the host, offsets on the device, bytes."""
 
 
 class Layout:
-    """Where everything lies: the paged caches, and the slots of the host pool."""
+    """The addresses of the paged caches, and of the slots of the host pool."""
 
     def __init__(self, views: Sequence[PageView], geometry: Geometry, pool: HostPool) -> None:
-        """`views` has one view per layer, in `geometry.layers` order."""
+        """`views`: one per layer, in the order of `geometry.layers`."""
         self.views, self.geometry, self.pool = tuple(views), geometry, pool
         self.groups = [group for group, _ in geometry.layers]
         self.offsets = [geometry.layer_offsets[group][index] for group, index in geometry.layers]
@@ -91,13 +92,13 @@ class Layout:
         return next((n for n in (VECTOR_BYTES, WORD_BYTES) if every % n == 0), 0)
 
     def layer_bytes(self, plan: CopyPlan, layer: int) -> int:
-        """Bytes of one layer of a plan."""
+        """Return the bytes of one layer of a plan."""
         return len(plan.rows[self.groups[layer]]) * self.views[layer].page_bytes
 
     def alike(self, layers: Sequence[int]) -> Iterator[Alike]:
-        """Cut `layers` where the group, the size or the distance of pages changes, or they are not adjacent in a slot.
+        """Divide `layers` where group, page size or stride changes, or where layers are not adjacent in a slot.
 
-        A layer's share of a slot may be larger than its pages: vLLM's specification may pad them.
+        They need not be adjacent: vLLM's specification may pad a layer's part of a slot.
         """
         if len(layers) == 1:
             yield Alike(self.groups[layers[0]], layers[0], 1)
@@ -121,7 +122,7 @@ class Layout:
         return self.groups[layer], view.page_bytes, view.stride_bytes
 
     def runs(self, plan: CopyPlan, alike: Alike, kept: Kept) -> CopyBatch:
-        """Return the copies of adjacent pages between cache and slots, of all layers of `alike`."""
+        """Return the copies of runs of pages between cache and slots, for all layers of `alike`."""
         view = self.views[alike.first]
         size, stride = view.page_bytes, view.stride_bytes
         key = (alike.group, size, stride)
@@ -142,7 +143,7 @@ class Layout:
         return CopyBatch(host, paged, sizes) if plan.direction is Direction.SAVE else CopyBatch(paged, host, sizes)
 
     def pieces(self, plan: CopyPlan, alike: Alike, bay_bytes: int) -> Iterator[BayTransfer]:
-        """Cut `alike` into what fits a bay: all of it, or layer by layer, or stretches of rows of a layer."""
+        """Divide `alike` into parts that fit into a bay: all of it, or else ranges of rows of single layers."""
         size, rows = self.views[alike.first].page_bytes, len(plan.rows[alike.group])
         if alike.layers * rows * size <= bay_bytes:
             yield BayTransfer(alike.first, alike.layers, 0, rows)
@@ -186,7 +187,7 @@ class Layout:
         return host, staged, np.ascontiguousarray(sizes)
 
     def table(self, plan: CopyPlan) -> tuple[np.ndarray[Any, np.dtype[np.int32]], list[int]]:
-        """Return the kernel's rows of all groups, and where each group's begin."""
+        """Return (the kernel's rows of all groups, int32, shape (n, ROW_COLUMNS); the first row of each group)."""
         parts, firsts = [], [0]
         for rows, cuts in zip(plan.rows, plan.cuts, strict=True):
             pages = np.diff(np.append(cuts, len(rows)))
@@ -196,20 +197,20 @@ class Layout:
 
 
 class Prepared:
-    """What a lane knows of a plan beyond its rows."""
+    """What `DirectionQueues` keeps of a plan beside its rows."""
 
     __slots__ = ("firsts", "kept", "mover", "start", "table")
 
     def __init__(
         self, mover: Mover, start: DeviceEvent | None, table: object = None, firsts: Sequence[int] = ()
     ) -> None:
-        """`start`: what a load must come after. `table`: the kernel's rows on the device, a group's from `firsts`."""
+        """`start`: the event that a load must come after. `table`: the kernel's rows; `firsts`: of each group."""
         self.mover, self.start, self.table, self.firsts = mover, start, table, firsts
         self.kept: Kept = {}
 
 
 class _Bay:
-    """A part of the staging memory. `free` is None until it has been used."""
+    """A part of the staging memory. `free`: the event after its last use; None: it was never used."""
 
     __slots__ = ("address", "free")
 
@@ -222,7 +223,7 @@ class DirectionQueues:
     """One direction: a stream for the copy engines, one for kernels, and the bays between them."""
 
     def __init__(self, device: Device, direction: Direction, layout: Layout, staging: torch.Tensor | None) -> None:
-        """`staging`: device memory for the bays, or None where there shall be none."""
+        """`staging`: device memory for the bays, uint8; None: there are none."""
         self.device, self.direction, self.layout = device, direction, layout
         name = direction.name.lower()
         self.bus: Stream = device.stream(f"{name}-bus")
@@ -236,7 +237,7 @@ class DirectionQueues:
         self.places: object = None
 
     def hold_tables(self) -> None:
-        """Allocate the memory that tables of rows go through, so that no step does.
+        """Allocate the memory for uploads of row tables, so that no step has to.
 
         Raises:
             Exception: whatever the device raises when there is no memory.
@@ -245,27 +246,27 @@ class DirectionQueues:
         self._tables = Tables(self.device, self.kernel, TABLES_BYTES)
 
     def over(self, layout: Layout) -> DirectionQueues:
-        """Return this lane, its streams and bays, for other caches."""
+        """Return a copy with the same streams and bays, for other caches."""
         made = copy(self)
         made.layout, made.places = layout, None
         return made
 
     def prepare(self, plan: CopyPlan, mover: Mover, start: DeviceEvent | None) -> Prepared:
-        """Bring to the device what the mover needs there."""
+        """Upload what the mover needs on the device. `start`: the event that a load must come after."""
         if mover not in {Mover.STAGED, Mover.DIRECT}:
             return Prepared(mover, start)
         table, firsts = self.layout.table(plan)
         return Prepared(mover, start, self._upload(table), firsts)
 
     def warm(self, *, staged: bool, direct: bool) -> None:
-        """Compile the kernels of every size of page, before any step."""
+        """Compile the kernels for every page size, before any step."""
         table = self._upload(np.zeros((1, ROW_COLUMNS), np.int32))
         for layer in {view.page_bytes: layer for layer, view in enumerate(self.layout.views)}.values():
             for bay in [self._bays[0].address] * staged + [None] * direct:  # of no rows: nothing is copied
                 self.device.launch(self.kernel, self._arguments(table, 0, BayTransfer(layer, 1, 0, 0), bay))
 
     def queue(self, plan: CopyPlan, prepared: Prepared, layers: Sequence[int], start: DeviceEvent) -> SubmittedWork:
-        """Queue the copies of `layers`, to begin after `start`."""
+        """Queue the copies of `layers`, which begin after the event `start`. Raises what the device raises."""
         if prepared.mover is Mover.STAGED:
             return self._staged(plan, prepared, layers, start)
         if prepared.mover is Mover.DIRECT:
@@ -322,7 +323,7 @@ class DirectionQueues:
         return SubmittedWork(landed, read if saving else landed)
 
     def _upload(self, table: np.ndarray[Any, np.dtype[np.int32]]) -> object:
-        """Bring a table of rows to the device, and before the first of them where the layers lie."""
+        """Upload a table of rows; before the first one, the layers' addresses too."""
         if self.places is None:
             self.places = self.device.upload(self.kernel, self.layout.places)
         held = self._tables.upload(table) if self._tables is not None else None

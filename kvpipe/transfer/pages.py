@@ -1,8 +1,8 @@
-"""Views of an engine's paged KV cache as (blocks, page bytes), whatever order the bytes inside a page have.
+"""Views of an engine's paged KV cache as (blocks, page bytes), whatever the order of the bytes inside a page.
 
-The order inside a page (heads first or tokens first, K and V packed) does not matter to a copy; it is part of the
-cache's identity instead. What matters is that one block of one layer is one contiguous run of bytes. Only the layouts
-of `kvpipe.transfer.layouts` are taken, and each of them is such a run; a tensor of any other layout is refused.
+That order (heads first or tokens first, K and V packed) does not matter to a copy; namespaces in tiers depend on it.
+What matters is that one block of one layer is one contiguous run of bytes. In all layouts of
+`kvpipe.transfer.layouts` it is; a tensor of any other layout is refused.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Pinning the pool, piece by piece, so that copies to and from it run beside the host.
+"""Pins the pool, piece by piece, so that copies to and from it are asynchronous.
 
-Pieces are whole slots, so that no copy crosses from one into the next, and follow each other from the pool's beginning.
-Through the driver, not the runtime, where a failure would be the next launch's, too.
+Pieces are whole slots, so that no copy crosses a piece's end, and follow each other from the pool's beginning. Pinning
+goes through the driver: in the runtime, a failure would also be reported by the next kernel launch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ END_S_MAX: Final = 30.0
 
 
 def enter_thread(device: Device) -> None:
-    """Make the calling thread fit to use the device. Never raises."""
+    """Prepare the calling thread to use the device. Never raises: a failure is logged."""
     try:
         device.enter_thread()
     except Exception as error:  # noqa: BLE001  (without it all is well but for a graph that is being captured)
@@ -30,10 +30,10 @@ def enter_thread(device: Device) -> None:
 
 
 class Pins:
-    """What is pinned of one pool: `slots`, from the first on."""
+    """The pinned part of one pool: its first `slots` slots."""
 
     def __init__(self, device: Device, pool: HostPool) -> None:
-        """Pin nothing yet."""
+        """Start with nothing pinned."""
         self._device, self._pool = device, pool
         self._lock = threading.Lock()  # guards what follows
         self._pieces: list[int] = []
@@ -41,7 +41,7 @@ class Pins:
         self.slots = 0
 
     def begin(self, piece_bytes: int) -> None:
-        """Pin the first piece, on a core near the device: where a page is first touched it stays."""
+        """Pin the first piece, about `piece_bytes`, on a core near the device: pages stay where they are first touched."""
         pool = self._pool
         try:
             pool.near = self._device.cpus()
@@ -59,9 +59,10 @@ class Pins:
         thread.join()
 
     def claim(self, address: int, size: int) -> bool:
-        """Pin the next piece. Returns whether its slots may be used: all may where nothing could be pinned.
+        """Pin the next piece. Returns whether its slots may be used. See `TransferEngine.claim`.
 
-        Where the first piece could not be, nothing ever is: no way to copy has been checked.
+        If the first piece could not be pinned nothing ever is, and all slots may be used unpinned: no mover that needs
+        pinned slots was measured.
         """
         with self._lock:
             next_at = self._pool.base + self.slots * self._pool.slot_bytes
@@ -70,7 +71,7 @@ class Pins:
             return (address == next_at and self._pin(address, size)) or not self.slots
 
     def end(self, *, unpin: bool) -> None:
-        """Wait for what is being pinned; pin nothing any more. Idempotent."""
+        """Wait for pinning under way, pin nothing any more, and unpin all pieces if `unpin`. Idempotent."""
         if not self._lock.acquire(timeout=END_S_MAX):
             log.warning("pinning_does_not_end")
             return

@@ -11,17 +11,17 @@ from kvpipe.geometry import Geometry
 
 
 class HostPool:
-    """`geometry.slots` slots of `geometry.slot_bytes`, page-aligned, committed by the system as they are first used.
+    """`geometry.slots` slots of `geometry.slot_bytes` bytes, page-aligned. The system commits memory at the first use.
 
-    `ready`: so many of them, from the first on, may be used. A `Readier` takes it back to 0 and makes it grow.
-    `near`: cores near the device that copies to and from it; empty: any are.
+    `tensor`: uint8, shape (slots, slot_bytes). `base`: its address. `ready`: how many slots, from the first on, may be
+    used; a `Readier` sets it to 0 and lets it grow. `near`: cores near the device; empty: not known, or any.
     """
 
     def __init__(self, geometry: Geometry) -> None:
         """Reserve the address range. No memory is touched.
 
         Raises:
-            ConfigError: the system does not give so much address space.
+            ConfigError: the system refuses so much address space.
 
         """
         self.slots, self.slot_bytes = geometry.slots, geometry.slot_bytes

@@ -1,12 +1,12 @@
-"""Makes the slots of a pool ready before they are used: in memory, and pinned or whatever a transfer engine wants.
+"""Makes the slots of a pool ready before they are used: resident, and pinned if the transfer engine needs that.
 
-The first touch of a page is a fault, which can cost twenty times the copy: on a virtual machine whose host has not
-given the page yet, 2 MiB take 7 ms or more. So a thread touches the pool from its beginning to its end; slots are
-handed out as far as it has got, and no copy ever waits for a fault.
+The first touch of a page is a fault, which can take twenty times as long as the copy: on a virtual machine whose host
+has not allocated the page yet, 2 MiB take 7 ms or more. So a thread touches the pool from its beginning to its end;
+only slots that it has touched are used, and no copy waits for a fault.
 
 Pages are touched by writing one byte each, not by ``MADV_POPULATE_WRITE``: that holds the lock of the whole address
-space while the kernel clears pages, and every allocation of the forward beside it waits. What a slot has held is lost,
-which is of no matter before it is handed out.
+space while the kernel clears pages, so every allocation of the forward would wait. This overwrites a slot's content,
+which does not matter before the slot is used.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ STOP_S_MAX: Final = 10.0
 
 @dataclass
 class Manners:
-    """How the thread behaves.
+    """Limits of the thread. `cpus`: cores that it may use; empty: any.
 
-    `cpus`: cores that the forward does not use; empty: any. `share`: of the time in which it works while `busy`.
+    `share`: the share of time in which it works while the engine is `busy`.
     """
 
     cpus: frozenset[int] = frozenset()
@@ -48,7 +48,7 @@ class Manners:
 
 
 class Readier:
-    """Brings a pool's memory in, from its first slot on. One per pool. Progress is in `pool.ready`."""
+    """Makes a pool's slots ready, from the first on. One per pool. `pool.ready` is the progress."""
 
     def __init__(
         self,
@@ -61,10 +61,10 @@ class Readier:
         short: Callable[[Headroom], object] = lambda _: None,
         room: Callable[[], Headroom | None] = tightest,
     ) -> None:
-        """`claim` takes (address, bytes) of whole slots that are in memory: a transfer engine pins them, for example.
+        """`claim(address, bytes)`: called for each piece of resident slots, see `TransferEngine.claim`.
 
-        It returns whether they may be used; if not, the pool stays as it is, and it is asked again later. `done` gets
-        how many seconds it took; `short`, that there is no memory to spare at present.
+        `piece_bytes`: about how many bytes a piece has. `done(seconds)` is called when all slots are ready,
+        `short(room)` when there is no memory to spare at present. `room()`: returns the memory that is left.
         """
         self._pool, self._claim, self._manners = pool, claim, manners or Manners()
         self._done, self._short, self._room = done, short, room
@@ -78,9 +78,9 @@ class Readier:
         self._is_short = False
 
     def begin(self, how: How) -> None:
-        """Make the first piece ready, and go on in the background; with `start` wait for that.
+        """Make the first piece ready, and the rest in the background; with how="start", wait for the rest.
 
-        With `use` nothing is touched: every slot counts as ready, and whoever writes to it first takes the faults.
+        With how="use" nothing is touched: every slot counts as ready, and its first writer takes the page faults.
         """
         self._touches = how != "use"
         self._pool.ready = 0 if self._touches else self._pool.slots
@@ -127,7 +127,7 @@ class Readier:
             self._done(time.monotonic() - self._began)
 
     def _has_room(self, size: int) -> bool:
-        """Whether the memory is there. A pool larger than it must not end in the engine being killed."""
+        """Whether `size` more bytes of memory are left. Otherwise the system would kill the engine."""
         room = self._room()
         is_short = room is not None and room.spare < size
         if room is not None and is_short and not self._is_short:
@@ -136,10 +136,10 @@ class Readier:
         return not is_short
 
     def _touch(self, low: int, high: int) -> bool:
-        """Have the bytes from `low` to `high` in memory. Returns False when that was broken off.
+        """Touch the pages of the bytes [low, high). Returns False if `stop` was called meanwhile.
 
-        In one stroke if it may: each comes back for the interpreter's lock, and whoever is asked for that lock waits
-        until this thread has had it, however long this thread waits for its core.
+        In one stroke, unless the engine is busy: after each stroke this thread needs the GIL again, and vLLM's thread
+        may have to wait until it has had it.
         """
         manners = self._manners
         stroke = STROKE_BYTES if manners.share < 1 else high - low

@@ -1,7 +1,7 @@
-"""Tables of rows on their way to the kernel: a ring of pinned host memory, and one of device memory.
+"""Uploads of row tables for the kernel: a ring of pinned host memory, and one of device memory.
 
-torch's allocators would do, but they keep one block of each size that was ever asked for at once; with several steps
-under way they allocate in the middle of one, which waits for the device.
+torch's allocators are not used, because they cache only blocks of sizes that were used before: with several steps under
+way they would allocate within a step, which waits for the device.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ ALIGN_BYTES: Final = 256
 
 
 class _Lent(NamedTuple):
-    """A stretch of both rings, of a table that somebody may hold."""
+    """A stretch of both rings, in use as long as its table is alive."""
 
     begin: int
     table: weakref.ref[torch.Tensor]
 
 
 class Tables:
-    """The rings of one stream. A stretch is free again when its table is not held any more, in the order of uploads.
+    """The rings of one stream. A stretch is free again when its table is garbage, in the order of uploads.
 
-    A table must be held until everything that was queued with it is done.
+    The caller must keep a table until all work that was queued with it is done.
     """
 
     def __init__(self, device: Device, stream: Stream, size: int) -> None:
@@ -41,7 +41,7 @@ class Tables:
         self._head = 0
 
     def upload(self, table: npt.NDArray[Any]) -> torch.Tensor | None:
-        """Queue a copy of `table`; return it as it will be on the device, or None when there is no place for it.
+        """Queue a copy of `table` to the device. Returns the device's tensor, or None if the ring is full.
 
         Raises:
             Exception: whatever the device raises for a copy.
@@ -62,7 +62,7 @@ class Tables:
         return made
 
     def _place(self, size: int) -> int | None:
-        """Return where `size` bytes in a row are free, or None. The used part ends at the head."""
+        """Return the offset of `size` contiguous free bytes, or None. The used part ends at the head."""
         if not self._lent:
             return 0 if size <= self._size else None
         tail = self._lent[0].begin

@@ -1,14 +1,15 @@
-"""A rank's side: carries out a step's plan, layer by layer. It knows no engine.
+"""The worker side, on a rank: carries out a step's plan, layer by layer. It knows no engine.
 
-vLLM's thread runs `side` and `pipeline` (its calls, in the order of a step), the loop thread `copies` and `watchdog`
-(what becomes of each copy). They talk through the loop's inbox; the engine's threads only complete tickets. What one
-of the two writes and the other touches is named here; everything else is one thread's own, or never changes.
+vLLM's thread runs `side` and `pipeline` (the calls of a step, in order); the loop thread runs `copies` and `watchdog`
+(how each copy ends). vLLM's thread sends to the loop thread through its inbox; the transfer engine's threads only
+complete tickets. `SHARED` lists what one of the two writes and the other uses; everything else belongs to one thread,
+or never changes.
 """
 
 from typing import Final
 
 SHARED: Final = {
-    "counters": "each name is counted by one thread, or twice too seldom to matter; nothing is decided by a count",
+    "counters": "each name is counted by one thread, or so seldom by two that a lost count does not matter",
     "outbox": "the loop thread appends outcomes, vLLM's thread takes them: a deque",
     "open": "vLLM's thread appends each ticket before its copy begins, the loop thread takes out what is over: a deque",
     "tickets": "vLLM's thread adds layers; the watchdog looks at a copy of them, and soon again",

@@ -1,6 +1,6 @@
-"""The rank's side of LoRA adapters: which it holds, of which bytes, since when; whether a job's adapter is that one.
+"""The worker side of LoRA adapters: which the rank holds, with which digest, since when; checks a plan's claims.
 
-The engine's connector announces the adapters that it loads, ahead of the step that needs them, and those held `now`.
+The engine's connector announces each adapter that is loaded, before the step that needs it, and provides `now`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvpipe.trace.log import Counters
 
 
 class Loaded(NamedTuple):
-    """An adapter as it was loaded."""
+    """An adapter that was loaded: vLLM's number, name and path of it, and the digest of its files."""
 
     number: int
     name: str
@@ -27,27 +27,27 @@ class HeldAdapters:
     """One per rank."""
 
     def __init__(self, counters: Counters) -> None:
-        """It holds none."""
+        """Start without adapters."""
         self._counters, self._files = counters, AdapterFiles()
         self.now: Callable[[], dict[int, bytes]] = dict
-        """Digests of what is held, by number."""
+        """Returns the digests of the adapters that the rank holds, by vLLM's number. Set by the connector."""
         self._since: OrderedDict[object, tuple[bytes, int]] = OrderedDict()
         self._names: OrderedDict[int, tuple[str, str]] = OrderedDict()
         self._forgotten_step = 0  # up to which changes may have been forgotten
         self.step = 0
-        """The last that was begun."""
+        """The last step that was begun."""
         self._reported: dict[int, bytes] = {}
         self.changes = 0
 
     @property
     def readings(self) -> int:
-        """How often files were read."""
+        """How often an adapter's files were read."""
         return self._files.readings
 
     # ---- in every step --------------------------------------------------------------------------------------------
 
     def checked(self, plan: StepPlan) -> StepPlan:
-        """Return the plan with those jobs broken whose adapter is not the one that this rank holds."""
+        """Return the plan, in which jobs whose claim does not hold on this rank are replaced by jobs that fail."""
         self.step = max(self.step, plan.step)
         if not plan.claims:
             return plan
@@ -70,7 +70,7 @@ class HeldAdapters:
         return all(self._since.get(key, (b"", self._forgotten_step))[1] <= claim.since_step for key in keys)
 
     def news(self) -> dict[int, bytes]:
-        """Return what is held otherwise than at the last call; no bytes: not any more."""
+        """Return the digests that have changed since the last call, by number; b"": not held any more."""
         if not self.changes:
             return {}
         self.changes, reported, now = 0, self._reported, self.now()
@@ -81,7 +81,7 @@ class HeldAdapters:
     # ---- loads ----------------------------------------------------------------------------------------------------
 
     def loaded(self, one: Loaded) -> None:
-        """An adapter was loaded, ahead of the next step."""
+        """Record that an adapter was loaded, before the next step."""
         self.changes += 1
         name = one.name, one.path
         remember(self._names, one.number, name, KNOWN_MAX)
@@ -94,7 +94,7 @@ class HeldAdapters:
             self._forgotten_step = self.step + 1
 
     def read(self, folder: str) -> Reading | None:
-        """Identify the files of `folder`; None if that cannot be done, which is counted."""
+        """Return the digest of the adapter in `folder`; None, and a fault is counted, if it cannot be read."""
         try:
             return self._files.read(folder)
         except Exception as error:  # noqa: BLE001  (whatever files and paths may raise: the engine refuses it, or not)
@@ -103,7 +103,7 @@ class HeldAdapters:
 
 
 def broken(job: Job) -> Job:
-    """Return the job as one that every rank reports as failed."""
+    """Return a copy of the job that every rank reports as failed."""
     rows = job.table().copy()
     rows[:, 1] = BROKEN
     return job._replace(rows=rows.tobytes())

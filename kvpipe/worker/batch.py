@@ -1,4 +1,4 @@
-"""The jobs of one kind in one step, and what has become of their copies."""
+"""The jobs of one kind in one step, and the state of their copies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAST_MOVES: Final = 8
 class Batch:
     """The jobs of one kind in one step: one copy plan, one ticket per submitted layer, one cursor per job.
 
-    vLLM's thread submits its copies and waits for them; the loop thread has the rest. See `kvpipe.worker`.
+    vLLM's thread submits the copies and waits for them; the loop thread does everything else. See `kvpipe.worker`.
     """
 
     __slots__ = (
@@ -41,9 +41,9 @@ class Batch:
     )
 
     def __init__(self, kind: Kind, jobs: tuple[Job, ...], groups: int, step: int, *, traced: bool) -> None:
-        """`traced`: some jobs are, in detail.
+        """`groups`: number of cache groups. `traced`: some jobs are traced in detail.
 
-        Compute comes after the load of a layer that is `guarded`; a layer is `waited` for when its reader has asked.
+        Layers in `guarded` are loaded before any later compute; for layers in `waited`, attention has waited.
         """
         self.kind, self.jobs, self.step, self.traced = kind, jobs, step, traced
         self.plan = CopyPlan(Direction.SAVE if kind is Kind.SAVE else Direction.LOAD, jobs, groups)
@@ -64,10 +64,7 @@ class Batch:
 
     @property
     def settled(self) -> bool:
-        """Whether no copy can touch the jobs' slots or blocks any more: none, in whatever order they end.
-
-        Asked by the loop thread, when all of them were submitted.
-        """
+        """Whether no copy can touch the jobs' slots or blocks any more. On the loop thread, once all are submitted."""
         while self.open and self.open[0].state in QUIET:
             self.open.popleft()
         return not self.open
@@ -83,7 +80,10 @@ class Batch:
         return frozenset(job.id for job in self.jobs)
 
     def header(self, rank: int) -> tuple[int, int, str, int, int]:
-        """Return what every event about the batch begins with: now, rank, request and epoch if it has one, step."""
+        """Return the first fields of a trace event about the batch: now (ns), rank, request, epoch, step.
+
+        Request and epoch are "" and 0 if there are several jobs.
+        """
         job = self.jobs[0]
         request, epoch = (job.request, job.epoch) if len(self.jobs) == 1 else ("", 0)
         return time.monotonic_ns(), rank, request, epoch, self.step

@@ -1,7 +1,7 @@
 """The loop thread's half of the pipeline: one cursor per job, from its step's beginning to its report.
 
-News comes through the inbox: from vLLM's thread (`put`), and from the engine's threads, which complete tickets. A job
-is reported when no copy can touch its slots or blocks any more, whatever its cursor knew before.
+Events come through the inbox: from vLLM's thread (`put`), and from the transfer engine's threads, which complete
+tickets. A job is reported only when no copy can touch its slots or blocks any more, even if its cursor ended before.
 """
 
 from __future__ import annotations
@@ -27,26 +27,27 @@ from kvpipe.worker.watchdog import Watchdog
 
 OPENED: Final = "opened"
 SUBMITTED: Final = "submitted"
-"""News of a batch as a whole; all other news are events of its jobs' machine."""
+"""Events of a batch as a whole; all others are events of its jobs' machine."""
 RATE_BYTES: Final = 256 << 20
-"""The rate of loads is measured over up to that many bytes; then the older half is forgotten."""
+"""The rate of loads is measured over so many bytes; then the sums are halved."""
 
 
 class LoadRate:
-    """How fast loads are, from layers that were queued before the one before them had landed.
+    """Measures the rate of loads, in bytes per second.
 
-    Others may have waited for compute. Layers that were queued together (a wave) land together.
+    Only layers that were queued before the previous layer had landed count: others may have waited for compute. Layers
+    that were queued together (a wave) land together.
     """
 
     def __init__(self) -> None:
-        """None has landed."""
+        """Start without a measurement: `bytes_per_s` is 0."""
         self.bytes_per_s = 0.0
         self._landed_ns = 0  # the last layer of a load
         self._wave_ns, self._wave_counts = 0, False  # when the wave that lands was queued; whether it measures speed
         self._of_late = (0, 0)  # bytes, and nanoseconds that they took
 
     def landed(self, ticket: Ticket, size: int) -> None:
-        """One layer of `size` bytes has landed."""
+        """Record that a layer of `size` bytes has landed."""
         now = time.monotonic_ns()
         if ticket.begun_ns != self._wave_ns:
             self._wave_ns, self._wave_counts = ticket.begun_ns, self._landed_ns > ticket.begun_ns
@@ -61,7 +62,7 @@ class LoadRate:
 
 
 class Copies:
-    """Owns the cursors of one rank's jobs."""
+    """The cursors of one rank's jobs. `outbox`: how jobs ended, for vLLM's thread to take."""
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class Copies:
         cpus: frozenset[int],
         trace: Recorder,
     ) -> None:
-        """Start the thread, on `cpus` if any are given. `abandon`: the engine's."""
+        """Start the thread, bound to `cpus` if any are given. `abandon`: as of the transfer engine."""
         self.counters, self.trace, self._geometry = counters, trace, geometry
         self.machines = m.SAVE.compile(len(geometry.layers)), m.LOAD.compile(len(geometry.layers))
         self.live: dict[Batch, None] = {}  # batches with jobs that are not reported
@@ -84,7 +85,7 @@ class Copies:
         self.loop.begin(Watchdog(self, abandon, stuck_ms_max).run)  # which looks at the loop
 
     def put(self, event: str, batch: Batch, why: str = "", *, wake: bool = True) -> None:
-        """Hand over news of `batch`. On vLLM's thread."""
+        """Send an event of `batch` to the loop thread. On vLLM's thread. `wake`: as of `LoopThread.put`."""
         self.loop.put((event, batch, why), wake=wake)
 
     # ---- the loop thread -----------------------------------------------------------------------------------------
@@ -136,7 +137,10 @@ class Copies:
                 self.fire(batch, job, ticket.ordinal, "completions out of order")
 
     def fire(self, batch: Batch, job: Job, news: str | int, why: str) -> None:
-        """Fire an event, or a landed layer, at a job's cursor. A job that ends is kept for its report."""
+        """Fire an event at a job's cursor, or a landed layer. If the job ends, its outcome is kept in the batch.
+
+        `news`: the event, or the ordinal of the layer. An illegal transition fails the job; it is not raised.
+        """
         cursor = batch.cursors[job.id]
         was_final = cursor.state.final
         try:
@@ -160,7 +164,7 @@ class Copies:
                 self.counters.fault("job_failed", job=job.id, request=job.request, state=cursor.state.name, why=why)
 
     def report(self, batch: Batch) -> None:
-        """Report how jobs ended, but only when no copy can touch their slots or blocks any more."""
+        """Put the outcomes of jobs that have ended into the outbox, once no copy can touch their slots or blocks."""
         if batch.closed and batch.settled:
             self.outbox.extend(batch.ended)
             batch.ended = []
@@ -170,7 +174,7 @@ class Copies:
     # ---- the trace -----------------------------------------------------------------------------------------------
 
     def _watch(self, batch: Batch, job: Job) -> Watch | None:
-        """Who watches the job's cursor; of a job that is not in the sample, only its failure is traced."""
+        """Return the watch for the job's cursor. Outside of the trace's sample, only a failure is traced."""
         if not self.trace.detail:
             return None
         watch = self._moved if self.trace.sampled(job.request) else self._failed

@@ -1,4 +1,4 @@
-"""What a job may touch on this rank. A plan is checked before any of it is copied: its numbers index memory."""
+"""Checks a plan's jobs before anything is copied: their rows index this rank's memory."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ PLANNED_TO_FAIL: Final = "it was planned to fail"
 
 
 class Limits(NamedTuple):
-    """Pages of a chunk in each group, paged blocks of the engine, and how many slots may be used by now."""
+    """`pages`: per chunk, by cache group. `blocks`: paged blocks of the engine. `slots_ready()`: slots usable by now."""
 
     pages: tuple[int, ...]
     blocks: int
     slots_ready: Callable[[], int]
 
     def refused(self, jobs: tuple[Job, ...]) -> dict[int, str]:
-        """Return why jobs cannot be carried out, by their places in `jobs`. All are looked at together at first."""
+        """Return why jobs cannot be carried out, by their indices in `jobs`; empty if all can be."""
         if len(jobs) > 1 and not self._why(jobs):
             return {}
         each = ((place, self._why((job,))) for place, job in enumerate(jobs))
         return {place: why for place, why in each if why}
 
     def _why(self, jobs: tuple[Job, ...]) -> str:
-        """Return why not all of `jobs` can be carried out, or nothing."""
+        """Return why not all of `jobs` can be carried out; "" if all can be."""
         for job in jobs:
             if job.kind not in Kind.__members__.values():
                 return f"unknown kind {job.kind}"

@@ -1,10 +1,10 @@
-"""The calls of one rank's steps, on vLLM's thread: they submit copies and wait where the device would.
+"""The calls of one rank's steps, on vLLM's thread: they submit copies, and order compute after them.
 
 The step machine defines what each call does in each state: all are harmless when repeated, missing or out of order.
-Submitted copies are completed by `copies`, on the loop thread.
+`copies` handles the completions of submitted copies, on the loop thread.
 
-A layer that no hook covers is loaded first, in place before the step's compute begins, and saved when the step ends.
-In step mode no layer has a hook; where whole steps are replayed from a graph (`replays`) none has one in such a step.
+A layer without a hook is loaded before the step's compute begins, and saved when the step ends. In step mode no layer
+has a hook; neither has any layer in a step that is replayed from a CUDA graph (`replays`).
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class Pipeline:
         stuck_ms_max: int = STUCK_MS_MAX,
         trace: Recorder = OFF,
     ) -> None:
-        """Start the loop thread, on `cpus` if any are given. `engine` must be attached already.
+        """Start the loop thread, bound to `cpus` if any are given. `engine` must be attached already.
 
-        `blocks`: how many paged blocks the engine has; `slots_ready`: how many slots may be used, all by default.
-        Hooks are called before and after each layer's attention, but for those that are `unhooked`; with `replays`
-        there may be steps in which none is. With `fences_late`, `fence` is called before the next step's compute.
+        `wait_ms_max`: longest wait for a copy; then its jobs fail. `blocks`: number of paged blocks. `slots_ready()`:
+        returns how many slots may be used; None: all. `unhooked`: indices of layers for which no hook is called.
+        `replays`: there may be steps without any hook. `fences_late`: `fence` is called before the next step's compute.
         """
         self.counters, self._replays, self._fences_late = counters, replays, fences_late
         self.waited_ns = 0  # for copies
@@ -90,13 +90,13 @@ class Pipeline:
 
     @property
     def busy(self) -> bool:
-        """Whether a step with jobs is open: what the hooks look at first."""
+        """Whether saves or sync loads are open: layer hooks have nothing to do otherwise."""
         return self._save is not None or self._sync is not None
 
     def begin(self, plan: StepPlan) -> None:
-        """Open the step's jobs. A step that was never ended is withdrawn first, one that was not fenced is now.
+        """Open the step's jobs. A step that was never ended is withdrawn first, and one that was not fenced is fenced.
 
-        Whatever is raised, all jobs of `plan` are reported as failed then, and no step is open.
+        If it raises, all jobs of `plan` are reported as failed, and no step is open.
         """
         try:
             if self._unfenced is not None:
@@ -137,19 +137,19 @@ class Pipeline:
             self._refuse(plan.jobs[place], why)
 
     def start_loads(self, *, replayed: bool = False) -> None:
-        """Submit every layer of the step's loads. Wait for sync loads of the layers for which no hook will.
+        """Submit every layer of the step's loads. Wait for the sync loads of layers without a hook.
 
-        `replayed`: that is of all, as the step is replayed from a graph. Asynchronous loads come after sync ones, whose
-        readers are in this very forward: at its end.
+        `replayed`: the step is replayed from a CUDA graph, so no layer has a hook. Asynchronous loads are submitted
+        after the sync ones are settled, because those are read in this forward.
         """
         if self.step.fire(m.START_LOADS).moves and (self._sync is not None or self._async is not None):
             self._start_loads(replayed=replayed and self._replays)
 
     def wait_layer(self, layer: int) -> None:
-        """Return when the loads of `layer` and of the hooked layer after it are in place, or have failed.
+        """Order compute after the loads of `layer` and of the next hooked layer, unless they fail.
 
-        A layer's new KV is written before its hook is called. The last token of a prompt that was hit in full is
-        written into a block that is being loaded: so loads are in place a layer ahead.
+        The next one too, because a layer's new KV is written before its hook is called: after a full hit, the prompt's
+        last token is computed again and written into a block that is being loaded.
         """
         batch = self._sync
         if batch is None:
@@ -163,7 +163,7 @@ class Pipeline:
             batch.waited.add(layer)
 
     def save_layer(self, layer: int) -> None:
-        """Submit the copy of `layer`, once. Those without a hook are submitted at the step's end."""
+        """Submit the save of `layer`, once. Layers without a hook are submitted at the step's end."""
         batch = self._save
         if batch is None or layer in self._late:
             return
@@ -173,13 +173,13 @@ class Pipeline:
             self._submit(batch, layer)
 
     def end_loads(self) -> None:
-        """Settle the step's sync loads: every reader must have waited. Idempotent."""
+        """Settle the step's sync loads: confirm them if every layer has waited, else fail them. Idempotent."""
         was = self.step.state.row
         if self.step.fire(m.SETTLE).moves:
             self._settle_loads(was)
 
     def end_step(self) -> None:
-        """End the step: loads, then saves. Repeated, empty or extra calls find nothing to do."""
+        """End the step: its loads, then its saves. Repeated or extra calls do nothing."""
         was = self.step.state.row
         if self.step.fire(m.STEP_END).moves:
             self._end(was)
@@ -187,7 +187,7 @@ class Pipeline:
             self.counters["step_end_empty"] += 1
 
     def clear(self) -> None:
-        """A step that was not ended ends here."""
+        """End the step if `end_step` was not called."""
         was = self.step.state.row
         if self.step.fire(m.CLEAR).moves:
             if self.busy:  # else nothing waits for the end: loads that are settled, or asynchronous
@@ -195,7 +195,7 @@ class Pipeline:
             self._end(was)
 
     def fence(self) -> None:
-        """Order the caller's next compute after the reads of the last step's saves: their blocks may be written."""
+        """Order the caller's next compute, which may write their blocks, after the reads of the last step's saves."""
         batch, self._unfenced = self._unfenced, None
         if batch is not None and batch.last is not None:
             fenced = False
@@ -206,9 +206,9 @@ class Pipeline:
                     self._give_up(batch, TIMED_OUT)
 
     def await_load(self, wait_s: float) -> None:
-        """Wait for an asynchronous load to land, at most `wait_s` in all. None, or something to collect: do not wait.
+        """Wait for an asynchronous load to land, at most `wait_s` seconds. For steps that compute nothing.
 
-        For steps that compute nothing.
+        Returns at once if there is none, or if outcomes wait to be collected.
         """
         ends_at_s = time.monotonic() + wait_s
         if not self._refused and not self.copies.outbox:
@@ -241,12 +241,12 @@ class Pipeline:
         return out
 
     def take_suspects(self) -> set[int]:
-        """Return the blocks of sync loads that failed since the last call, and whose copies may not have ended."""
+        """Return the blocks of sync loads that were given up since the last call: their copies may not have ended."""
         suspects, self._suspects = self._suspects, set()
         return suspects
 
     def shutdown(self) -> None:
-        """Withdraw what is open, finish what was submitted, end the threads. Idempotent."""
+        """Withdraw open jobs, finish submitted copies, end the threads. Idempotent."""
         if self.step.fire(m.SHUTDOWN).moves:
             with ExitStack() as always:
                 always.callback(self.copies.loop.stop)
@@ -255,12 +255,12 @@ class Pipeline:
 
     @property
     def alive(self) -> bool:
-        """Whether jobs can be carried out: False once the loop is lost, not after a shutdown."""
+        """False once the loop thread has died. True after a shutdown."""
         return self.step.state.final or self.copies.loop.alive
 
     @property
     def in_flight(self) -> int:
-        """Jobs that were begun and not yet collected."""
+        """The number of jobs that were begun and not yet collected."""
         return len(self._open_jobs)
 
     # ---- its parts ------------------------------------------------------------------------------------------------
@@ -301,7 +301,7 @@ class Pipeline:
             self._loading.append(batch)
 
     def _forget_landed(self) -> None:
-        """Batches land in the order of their submission. Nobody waits for one that is given up."""
+        """Drop asynchronous loads that have landed, or were given up. Batches land in the order of submission."""
         while self._loading and (self._loading[0].stuck or self._loading[0].landed):
             del self._loading[0]
 
@@ -333,7 +333,7 @@ class Pipeline:
                 ticket.complete(batch.ids)
 
     def _guard(self, batch: Batch, layer: int) -> bool:
-        """Order the caller's next compute after the load of `layer`. Returns whether that could be done."""
+        """Order the caller's next compute after the load of `layer`. Returns False if it was given up."""
         if self.step.state.row == m.GIVEN_UP:
             return False  # one timeout is enough: the load is failed, whatever its other layers do
         if layer in batch.guarded:
@@ -435,12 +435,12 @@ class Pipeline:
         self._fail_step_saves()
 
     def _fail_step_saves(self) -> None:
-        """A sync load of this step failed: whatever the step computes may rest on garbage, so it is not saved."""
+        """Fail the step's saves: a sync load of the step has failed, so what it computes may be garbage."""
         if self._save is not None:
             self.copies.put(copy_m.FAULT, self._save, "computed in a step whose load failed")
 
     def _suspect(self, batch: Batch) -> None:
-        """Report the blocks of failed sync loads in their own step; the jobs end when their copies do."""
+        """Report the blocks of failed sync loads in this step. The jobs themselves end when their copies do."""
         self._reported_early |= batch.ids & self._open_jobs.keys()  # what has ended is not reported again
         for job in batch.jobs:
             self._suspects |= job.blocks()

@@ -79,13 +79,15 @@ class WorkerSide:
         replays: bool,
         fences_late: bool,
     ) -> None:
-        """Take the engine's caches, one tensor per layer name. `unhooked`: layers for which no hook will be called.
+        """Take the engine's caches and start the pipeline. `caches`: by layer name, [blocks * r, H, N, C] (`PageView`).
 
+        `blocks`: number of paged blocks. `engine`: the transfer engine; None: the one for the caches' device.
+        `unhooked`: names of layers for which no hook will be called.
         `replays`: whole steps may be replayed from CUDA graphs, without hooks.
         `fences_late`: `handle_preemptions` is called before a step writes anything.
 
         Raises:
-            UnsupportedError: a layer is missing, or has a layout that kvpipe does not know.
+            UnsupportedError: a layer is missing, its blocks are larger than specified, or its layout is not known.
 
         """
         views = []
@@ -134,7 +136,7 @@ class WorkerSide:
         self._make_ready(engine, pool, "use" if again else self.settings.prefault)
 
     def _make_ready(self, engine: TransferEngine, pool: HostPool, how: How) -> None:
-        """Have the pool's memory before it is used."""
+        """Start to make the pool's slots ready: see `Readier`."""
         spare = spare_cpus()
         alone = spare or self._has_idle_core() or self._device != "cpu"
         share = 1.0 if alone else SHARE_OF_A_BUSY_CORE

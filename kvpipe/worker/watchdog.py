@@ -1,4 +1,4 @@
-"""Fails jobs whose copies neither end nor move: a task of the loop thread."""
+"""Fails jobs whose copies make no progress for `stuck_ms_max`: a task of the loop thread."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ STUCK: Final = "it did not move in stuck_ms_max"
 
 
 class Watchdog:
-    """Looks at the batches of `copies` four times in `stuck_ms_max`."""
+    """Checks the batches of `copies` four times in `stuck_ms_max`."""
 
     def __init__(self, copies: Copies, abandon: Callable[[Ticket], bool], stuck_ms_max: int) -> None:
-        """`abandon`: the engine's."""
+        """`abandon`: as of the transfer engine."""
         self._copies, self._abandon, self._stuck_s = copies, abandon, stuck_ms_max / 1000
 
     async def run(self) -> None:
-        """Look, until cancelled."""
+        """Run until cancelled."""
         while True:
             await anyio.sleep(self._stuck_s / LOOKS_PER_LIMIT)
             self._copies.loop.drain()  # a batch may have been put there without waking anybody
