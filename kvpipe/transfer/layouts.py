@@ -40,7 +40,7 @@ class Paged(NamedTuple):
         return prod(self.shape[1:])
 
     def lies(self, *order: int) -> bool:
-        """Whether the dimensions `order`, outermost first, are contiguous. Strides of size-1 dimensions do not matter."""
+        """Whether the dimensions `order`, outermost first, are contiguous. Strides of size-1 dimensions are ignored."""
         run = 1
         for dim in reversed(order):
             if self.shape[dim] != 1 and self.strides[dim] != run:

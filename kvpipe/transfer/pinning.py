@@ -41,7 +41,7 @@ class Pins:
         self.slots = 0
 
     def begin(self, piece_bytes: int) -> None:
-        """Pin the first piece, about `piece_bytes`, on a core near the device: pages stay where they are first touched."""
+        """Pin the first piece, about `piece_bytes`, on a core near the device: pages stay where first touched."""
         pool = self._pool
         try:
             pool.near = self._device.cpus()

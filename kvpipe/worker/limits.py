@@ -13,7 +13,7 @@ PLANNED_TO_FAIL: Final = "it was planned to fail"
 
 
 class Limits(NamedTuple):
-    """`pages`: per chunk, by cache group. `blocks`: paged blocks of the engine. `slots_ready()`: slots usable by now."""
+    """`pages`: per chunk, by cache group. `blocks`: number of paged blocks. `slots_ready()`: slots usable by now."""
 
     pages: tuple[int, ...]
     blocks: int
