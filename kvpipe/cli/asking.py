@@ -19,6 +19,7 @@ from kvpipe.errors import UsageError
 from kvpipe.listening import ENGINE, Address
 from kvpipe.manage.client import ask
 from kvpipe.tiers.spec import secret
+from kvpipe.trace.log import printable
 
 ASKS_ENGINE: Final = "ask a running engine with `manage`, at --at ADDRESS, with its token"
 """The heading of such commands in the help."""
@@ -99,14 +100,19 @@ def _print(answer: dict[str, Any]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 200)
     table = Table("", "", box=None, show_header=False)
     for name, value in _flat(answer):
-        table.add_row(escape(name), escape(str(value)))
+        table.add_row(escape(name), _cell(value))
     console.print(table)
     for name, rows in answer.items():
         if isinstance(rows, list) and rows:
             many = Table(*map(escape, rows[0]), title=escape(name), title_justify="left", box=box.SIMPLE_HEAD)
             for row in rows:
-                many.add_row(*(escape(str(value)) for value in row.values()))
+                many.add_row(*map(_cell, row.values()))
             console.print(many)
+
+
+def _cell(value: object) -> str:
+    """Return a value as a terminal may show it: the ids of requests are what their clients wrote."""
+    return escape(str(printable(str(value))))
 
 
 def _flat(answer: dict[str, Any], before: str = "") -> Iterator[tuple[str, object]]:
