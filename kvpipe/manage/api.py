@@ -21,14 +21,17 @@ _PENDING, _UNPROCESSABLE, _FAILED, _UNAVAILABLE = 202, 422, 500, 503
 _ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": models.Refused} for status in (401, 413, _UNPROCESSABLE)}
 _ORDER: dict[int | str, dict[str, Any]] = {_PENDING: {"model": models.Pending}, _UNAVAILABLE: {"model": models.Refused}}
 _NUMBERS_MAX = 1 << 53
+_BEARER = "operators"
 _Number = Annotated[int, Path(ge=1, lt=_NUMBERS_MAX)]
 
 _Ordered = models.Pinned | models.EvictedChunks | models.Warmed
-_T = TypeVar("_T", bound="models.Prompt | models.EvictMatching")
+_T = TypeVar("_T", bound="models.Prompt | models.EvictMatching | models.SetSwitches")
 _Answer = TypeVar("_Answer")
-_BODIES = models.PromptLookup, models.PinOrder, models.EvictOrder, models.EvictMatching, models.WarmOrder
+_BODIES = (
+    models.PromptLookup, models.PinOrder, models.EvictOrder, models.EvictMatching, models.WarmOrder, models.SetSwitches,
+)  # fmt: skip
 _SCHEMAS, _BODY_PARTS = msgspec.json.schema_components(_BODIES, ref_template="#/components/schemas/{name}")
-_LOOKUP_BODY, _PIN_BODY, _EVICT_BODY, _MATCHING_BODY, _WARM_BODY = (
+_LOOKUP_BODY, _PIN_BODY, _EVICT_BODY, _MATCHING_BODY, _WARM_BODY, _SWITCHES_BODY = (
     {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}} for schema in _SCHEMAS
 )
 
@@ -60,10 +63,10 @@ def make_app(engine: ManagedEngine, counters: Counters) -> FastAPI:
         """Return the switches."""
         return engine.switches()
 
-    @app.put("/v1/switches")
-    async def switch(wanted: models.SetSwitches) -> models.SwitchStates:
+    @app.put("/v1/switches", openapi_extra=_SWITCHES_BODY)
+    async def switch(request: Request) -> models.SwitchStates:
         """Set switches, from the next step on, and return all."""
-        return engine.switch(wanted)
+        return engine.switch(_read(await request.body(), models.SetSwitches))
 
     @app.post("/v1/lookup", openapi_extra=_LOOKUP_BODY)
     async def lookup(request: Request) -> models.HeldTokens:
@@ -128,9 +131,12 @@ def _read(body: bytes, kind: type[_T]) -> _T:
 
 
 def _described(app: FastAPI) -> dict[str, Any]:
-    """Return the application's OpenAPI document, with the schemas of the bodies that msgspec reads."""
+    """Return the application's OpenAPI document, with the token, and the schemas of the bodies that msgspec reads."""
     if app.openapi_schema is None:
-        FastAPI.openapi(app)["components"]["schemas"] |= _BODY_PARTS
+        document = FastAPI.openapi(app)
+        document["components"]["schemas"] |= _BODY_PARTS
+        document["components"]["securitySchemes"] = {_BEARER: {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{_BEARER: []}]
     return FastAPI.openapi(app)
 
 

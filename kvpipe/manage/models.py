@@ -13,10 +13,6 @@ SALT_CHARS_MAX: Final = 4096
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=SALT_CHARS_MAX)]
 
 
-class _FromOperator(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
 class _ToOperator(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -194,11 +190,11 @@ class SwitchStates(_ToOperator):
     bypass: bool = Field(description="Nothing is saved or loaded.")
 
 
-class SetSwitches(_FromOperator):
+class SetSwitches(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Switches to set; those that are not given stay as they are."""
 
-    freeze: Annotated[bool, Field(strict=True)] | None = None
-    bypass: Annotated[bool, Field(strict=True)] | None = None
+    freeze: bool | None = None
+    bypass: bool | None = None
 
 
 class QuotaState(_ToOperator):
