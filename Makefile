@@ -19,7 +19,7 @@ help:
 	@echo "make mutants [MUTANTS='NAME …']   bugs put back in, one at a time: the tests must find each"
 	@echo "make soak [REQUESTS=20000]   a real engine with and without kvpipe: does what the process holds stay the same?"
 	@echo "make bench   the benchmarks: a table and docs/results/*.json"
-	@echo "make bench-traces [ARGS='--policy lru …']   recorded traces against catalog, policies and tiers in virtual time: a page"
+	@echo "make bench-traces [ARGS='--share 0.25 --disk read_bytes_per_s=3e9 --json FILE …']   recorded traces against catalog, policies and tiers in virtual time: a page"
 	@echo "make bench-gpu [PART='1 2']   what is to be measured on an NVIDIA GPU, three parts of at most 10 minutes; 4 and 5: more"
 	@echo "make serve MODEL=... [KVPIPE='{\"chunk_tokens\": 512}'] [ARGS=...]   the OpenAI-compatible server with kvpipe on"
 	@echo "make docs    the site, in .cache/site: pages, API reference, search; fails on a broken link or a stale page"

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.replay import hints, page, report
-from benchmarks.replay.replay import BELADY, policies
+from benchmarks.replay.replay import BELADY, SHARES, policies
+from benchmarks.replay.setting import PARTS, Setting
 
 
 def main(arguments: list[str]) -> int:
@@ -26,27 +27,50 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--sigma", type=float, default=0.7, help="of the logarithm of the pauses that are hinted at")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=0, help="replays at once; default: as many as there are cores")
-    parser.add_argument("--json", type=Path, default=report.RESULTS)
+    parser.add_argument(
+        "--share", type=_share, nargs="+", default=SHARES, help="of all chunks: capacities for the catalog alone"
+    )
+    for part in PARTS:
+        parser.add_argument(
+            f"--{part}", nargs="+", default=[], metavar="NAME=NUMBER", help=f"with tiers: set these of {part}"
+        )
+    parser.add_argument("--json", type=Path, default=report.RESULTS, help="a file has one set of parameters")
     parser.add_argument("--page", action="store_true", help="replay nothing")
     options = parser.parse_args(arguments)
+    setting = Setting()
+    try:
+        for part in PARTS:
+            setting = setting.with_set(part, getattr(options, part))
+        if not options.page:
+            report.check_file(options.json, setting)
+    except ValueError as error:
+        parser.error(str(error))
     cases = (
-        report.hinted(options.policy, options.seeds, options.hints, options.sigma)
+        report.hinted(options.policy, options.seeds, options.hints, options.sigma, options.share)
         if options.hints
-        else report.cases(options.policy, options.seeds)
+        else report.cases(options.policy, options.seeds, options.share, setting)
     )
     todo = [one for one in cases if one.workload in options.workload]
     for row in () if options.page else report.measure(todo, options.jobs):
         _say(row)
-        report.keep([row], options.json)
+        report.keep([row], options.json, setting)
     found = json.loads(options.json.read_text(encoding="utf-8"))
     report.show(found)
     page.write(found, options.json)
     return 0
 
 
+def _share(text: str) -> float:
+    share = float(text)
+    if not 0 < share <= 1:
+        raise argparse.ArgumentTypeError("expected a share above 0, of 1 at most")
+    return share
+
+
 def _say(row: dict[str, Any]) -> None:
     rate = row["hit_rate"] if "share" in row else 1 - row["shares"]["computed"]
-    place = f"{row['share']:.0%} {row.get('hints', '')}" if "share" in row else f"{row['host']:.0%} {row['behind']}"
+    share, where = (row["share"], row.get("hints", "")) if "share" in row else (row["host"], row["behind"])
+    place = f"{report.percent(share)} {where}"
     print(f"{row['workload']}, seed {row['seed']}, {place}, {row['policy']}: {rate:.3f}", flush=True)
 
 

@@ -71,7 +71,7 @@ def _rates(title: str, by: dict[str, dict[float, float]]) -> tuple[list[str], fl
                 f'fill="{colours[name]}"><title>{escape(name)}: {rate:.3f}</title></rect>'
             )
             body.append(text(x + (bar - 3) / 2, top + _PLOT - height - 3, f"{rate:.1%}".rstrip("%"), "s m"))
-        body.append(text(_LEFT + (at + 0.5) * group, top + _PLOT + 16, f"{share:.0%} of all chunks", "m"))
+        body.append(text(_LEFT + (at + 0.5) * group, top + _PLOT + 16, f"{report.percent(share)} of all chunks", "m"))
     return body, top + _PLOT + 36
 
 
@@ -104,7 +104,7 @@ def label(row: dict[str, Any]) -> str:
     """Return what a replay is called."""
     if row["policy"] == report.NONE:
         return f"{row['workload']}: without kvpipe"
-    places = f"memory {row['host']:.0%}" + (f", {row['behind']}" if row["behind"] else "")
+    places = f"memory {report.percent(row['host'])}" + (f", {row['behind']}" if row["behind"] else "")
     return f"{row['workload']}: {places}, {row['policy']}"
 
 
@@ -138,7 +138,8 @@ def html(found: dict[str, Any]) -> str:
     for name in dict.fromkeys(row["workload"] for row in found["yardstick"]):
         body += [f"<h2>{escape(name)}</h2>", _rates_table(report.rates(found["yardstick"], name))]
     body += ["<h2>With tiers</h2>", _tiers_table(found["tiers"]), "<h2>The cost model</h2>"]
-    body.append(_table(("", ""), ((key, f"{value:g}") for key, value in model.items())))
+    places = [(f"{name}: {key}", value) for name, one in found.get("places", {}).items() for key, value in one.items()]
+    body.append(_table(("", ""), ((key, f"{value:g}") for key, value in [*model.items(), *places])))
     style = (
         "body{font:15px/1.5 system-ui,sans-serif;max-width:1000px;margin:2em auto;padding:0 1em;color:#222}"
         "body{background:#fff}table{border-collapse:collapse;font-size:13px}"
@@ -157,7 +158,7 @@ def _rates_table(by: dict[str, dict[float, float]]) -> str:
         (name, *(f"{some[s]:.3f} ({some[s] / best[s]:.2f})" if s in some and s in best else "" for s in shares))
         for name, some in by.items()
     )
-    return _table(("hit rate (of Belady's)", *(f"{share:.0%}" for share in shares)), rows)
+    return _table(("hit rate (of Belady's)", *(report.percent(share) for share in shares)), rows)
 
 
 def _tiers_table(tiers: Sequence[dict[str, Any]]) -> str:

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
@@ -19,8 +19,8 @@ from rich.table import Table
 
 from benchmarks.replay import workload as w
 from benchmarks.replay.engine import Engine
-from benchmarks.replay.model import Host, Model, Store, disk, network
 from benchmarks.replay.replay import BELADY, SHARES, replay
+from benchmarks.replay.setting import Setting
 from benchmarks.report import Figure, write
 from kvpipe.cache.policy import make_policy
 from kvpipe.cache.policy.base import HintedPolicy
@@ -32,6 +32,7 @@ NONE: Final = "none"
 CPU_S_MAX: Final = 60.0
 """Of one core, for a replay of all that is recorded."""
 RECORDED: Final = 23_041
+DEFAULT: Final = Setting()
 POINTS: Final = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
 Row = dict[str, Any]
 
@@ -79,29 +80,28 @@ class Hinted(NamedTuple):
 
 
 class Tiered(NamedTuple):
-    """One replay of the whole scheduler side, with `host` of all chunks in memory and tiers behind it."""
+    """One replay of the whole scheduler side, with memory and the tiers `behind` it, as `setting` has them."""
 
     workload: str
     seed: int
-    host: float
     behind: str
     policy: str
+    setting: Setting = Setting()
 
     def row(self) -> Row:
         """Replay; return what it came to."""
-        load = load_of(self.workload, self.seed)
-        stores = {
-            "": (),
-            "disk": (disk(load.slots(0.25)),),
-            "network": (network(load.chunks),),
-            "disk, network": (disk(load.slots(0.25)), network(load.chunks)),
-        }
-        tiers: tuple[Store, ...] = stores[self.behind]
-        slots = 0 if self.policy == NONE else load.slots(self.host)
-        policy = "lru" if self.policy == NONE else self.policy
-        out = Engine(load, policy, model=Model(), host=Host(slots), tiers=tiers).run()
+        load, setting = load_of(self.workload, self.seed), self.setting
+        host, policy, share = setting.host(load), self.policy, setting.memory.share
+        if policy == NONE:
+            host, policy, share = replace(host, slots=0), "lru", 0.0
+        out = Engine(load, policy, model=setting.model, host=host, tiers=setting.stores(self.behind, load)).run()
         assert not out.faults, out.faults
-        return self._asdict() | {
+        return {
+            "workload": self.workload,
+            "seed": self.seed,
+            "host": share,
+            "behind": self.behind,
+            "policy": self.policy,
             "requests": out.requests,
             "shares": out.shares,
             "ttft_s": {str(point): out.ttft(point) for point in POINTS},
@@ -112,32 +112,41 @@ class Tiered(NamedTuple):
         }
 
 
-def cases(policies: Iterable[str], seeds: int) -> list[Yardstick | Tiered]:
-    """Return all replays, the longest first."""
+def cases(
+    policies: Iterable[str], seeds: int, shares: Sequence[float] = SHARES, setting: Setting = DEFAULT
+) -> list[Yardstick | Tiered]:
+    """Return all replays: of the catalog alone with `shares` of all chunks, then of the scheduler side by `setting`."""
     names, out = list(policies), list[Yardstick | Tiered]()
     for name in (AGENTS, SHARED):
-        out += [Yardstick(name, seed, share, one) for seed in range(seeds) for share in SHARES for one in names]
-    out += [Yardstick(MOONCAKE, 0, share, one) for share in SHARES for one in names]
+        out += [Yardstick(name, seed, share, one) for seed in range(seeds) for share in shares for one in names]
+    out += [Yardstick(MOONCAKE, 0, share, one) for share in shares for one in names]
     kvpipe = [one for one in names if one != BELADY]
     for name in (AGENTS, MOONCAKE):
-        out += [Tiered(name, 0, 0.10, "", one) for one in kvpipe]
+        out += [Tiered(name, 0, "", one, setting) for one in kvpipe]
         if "lru" in kvpipe:
-            out += [Tiered(name, 0, 0.10, behind, "lru") for behind in ("disk", "network", "disk, network")]
-            out.append(Tiered(name, 0, 0.0, "", NONE))
+            out += [Tiered(name, 0, behind, "lru", setting) for behind in ("disk", "network", "disk, network")]
+            out.append(Tiered(name, 0, "", NONE, setting))
     return out
 
 
-def hinted(policies: Iterable[str], seeds: int, models: Iterable[str], sigma: float) -> list[Hinted]:
+def hinted(
+    policies: Iterable[str], seeds: int, models: Iterable[str], sigma: float, shares: Sequence[float] = SHARES
+) -> list[Hinted]:
     """Return the replays of coding agents of the policies that take hints."""
     takes = [one for one in policies if one != BELADY and isinstance(make_policy(one, 1), HintedPolicy)]
     models = list(models)
     return [
         Hinted(AGENTS, seed, share, one, model, sigma)
         for seed in range(seeds)
-        for share in SHARES
+        for share in shares
         for one in takes
         for model in models
     ]
+
+
+def percent(share: float) -> str:
+    """Return a share as tables have it."""
+    return f"{100 * share:g}%"
 
 
 def measure(todo: Sequence[Yardstick | Hinted | Tiered], jobs: int) -> Iterator[Row]:
@@ -155,14 +164,26 @@ def _key(row: Row) -> str:
     return json.dumps(named + [row.get(name) for name in ("share", "behind", "hints", "sigma")])
 
 
-def keep(rows: list[Row], path: Path = RESULTS) -> dict[str, Any]:
+def check_file(path: Path, setting: Setting) -> None:
+    """Raise ValueError where the rows of a file are of other parameters: it has one set."""
+    if path.exists() or path == RESULTS:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        there = found.get("model", asdict(DEFAULT.model)), found.get("places", DEFAULT.places())
+        if there != (asdict(setting.model), setting.places()):
+            raise ValueError(f"{path} is of other parameters: name another file with --json")
+
+
+def keep(rows: list[Row], path: Path = RESULTS, setting: Setting = DEFAULT) -> dict[str, Any]:
     """Write what was measured, beside what the file has of other cases. Returns what it says now."""
     before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"yardstick": [], "tiers": []}
     by_key = {_key(row): row for row in (*before["yardstick"], *before.get("hinted", ()), *before["tiers"], *rows)}
     said = [row for row in by_key.values() if "hints" in row]
     yardstick = [row for row in by_key.values() if "share" in row and "hints" not in row]
     tiers = [row for row in by_key.values() if "share" not in row]
-    write(figures(yardstick, tiers), path, model=asdict(Model()), yardstick=yardstick, hinted=said, tiers=tiers)
+    write(
+        figures(yardstick, tiers), path, model=asdict(setting.model), places=setting.places(), yardstick=yardstick,
+        hinted=said, tiers=tiers,
+    )  # fmt: skip
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
 
@@ -198,7 +219,7 @@ def figures(yardstick: list[Row], tiers: list[Row]) -> list[Figure]:
         for name, some in by.items():
             for share, rate in some.items():
                 if name != BELADY and share in best:
-                    title, beside = f"{workload}, {share:.0%}: {name}", f"{rate:.1%} of all tokens"
+                    title, beside = f"{workload}, {percent(share)}: {name}", f"{rate:.1%} of all tokens"
                     out.append(Figure(title, rate / best[share], 0, "of Belady's", beside, at_least=True))
     for rows, what in ((yardstick, "catalog"), (tiers, "scheduler side")):
         mine = [row for row in rows if row["policy"] not in {BELADY, NONE}]
@@ -215,19 +236,23 @@ def show(found: dict[str, Any]) -> None:
     console = Console(width=132)
     for workload in dict.fromkeys(row["workload"] for row in found["yardstick"]):
         by = rates(found["yardstick"], workload)
+        best = by.get(BELADY, {})
         table = Table(title=f"{workload}: share of all tokens that hit (of Belady's)", box=box.SIMPLE_HEAD)
         table.add_column("policy")
-        for share in SHARES:
-            table.add_column(f"{share:.0%} of chunks", justify="right")
+        shares = sorted({share for some in by.values() for share in some})
+        for share in shares:
+            table.add_column(f"{percent(share)} of chunks", justify="right")
         for name, some in by.items():
             cells = [
-                f"{rate:.3f}" + (f" ({rate / by[BELADY][share]:.2f})" if share in by.get(BELADY, {}) else "")
-                for share, rate in some.items()
+                f"{some[share]:.3f}" + (f" ({some[share] / best[share]:.2f})" if share in best else "")
+                if share in some
+                else ""
+                for share in shares
             ]
             table.add_row(name, *cells)
         console.print(table)
     for said, some in said_rates(found).items():
-        rates_of = ", ".join(f"{share:.0%}: {rate:.3f}" for share, rate in some.items())
+        rates_of = ", ".join(f"{percent(share)}: {rate:.3f}" for share, rate in some.items())
         console.print(f"coding agents, {said}: {rates_of}")
     table = Table(title="The whole scheduler side, in virtual time", box=box.SIMPLE_HEAD)
     for heading in (
@@ -246,7 +271,7 @@ def show(found: dict[str, Any]) -> None:
         ttft = " / ".join(f"{row['ttft_s'][point]:.2f}" for point in ("0.5", "0.9", "0.99"))
         moved = sum(row["moved"].values()) / 1e9
         table.add_row(
-            row["workload"], f"{row['host']:.0%}", row["behind"], row["policy"], parts, ttft, f"{moved:.0f}",
+            row["workload"], percent(row["host"]), row["behind"], row["policy"], parts, ttft, f"{moved:.0f}",
             f"{row['us_per_request']:.0f}",
         )  # fmt: skip
     console.print(table)

@@ -1,0 +1,101 @@
+"""`make bench-traces`: any capacity, bandwidth and compute rate, each by the name that the model has for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.replay import __main__ as command
+from benchmarks.replay import page, report
+from benchmarks.replay.model import Host, Model, disk, network
+from benchmarks.replay.setting import Setting
+from benchmarks.replay.workload import Workload, coding_agents
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Workload:
+    """A few sessions, whatever is asked for; replays in this process, and no pictures."""
+    few = coding_agents(5, sessions=3, hours=0.1, chunk_tokens=512)
+    monkeypatch.setattr(report, "load_of", lambda *_: few)
+    monkeypatch.setattr(report, "measure", lambda todo, _: (one.row() for one in todo))
+    monkeypatch.setattr(page, "write", lambda *_: None)
+    return few
+
+
+def test_the_defaults_are_the_models(load: Workload) -> None:
+    """What is not set is as in `model.py`, and as in the file of the repository."""
+    setting = Setting()
+    assert (setting.model, setting.host(load)) == (Model(), Host(load.slots(0.10)))
+    assert setting.stores("disk, network", load) == (disk(load.slots(0.25)), network(load.chunks))
+    assert setting.stores("", load) == ()
+    report.check_file(report.RESULTS, setting)
+
+
+def test_every_parameter_can_be_set(load: Workload) -> None:
+    """Capacities, ways in both directions, latencies, the device and the model on it."""
+    setting = (
+        Setting()
+        .with_set("model", ["flop_per_s=4e14", "layers=80"])
+        .with_set("memory", ["share=0.5", "bytes_per_s=2e10"])
+        .with_set("disk", ["share=1", "read_bytes_per_s=1e9", "write_bytes_per_s=5e8", "latency_s=0"])
+    )
+    assert setting.model == Model(flop_per_s=4e14, layers=80)
+    assert setting.host(load) == Host(load.slots(0.5), 2e10)
+    (store,) = setting.stores("disk", load)
+    assert (store.slots, store.read_bytes_per_s, store.write_bytes_per_s) == (load.chunks, 1e9, 5e8)
+    assert (store.latency_s, setting.network) == (0, Setting().network)
+
+
+@pytest.mark.parametrize(
+    ("part", "given", "says"),
+    [
+        ("model", "flops=1", "there is no flops; there are parameters, layers"),
+        ("model", "flop_per_s", "could not convert"),
+        ("disk", "read_bytes_per_s=0", "a number above 0"),
+        ("disk", "latency_s=-1", "a number above 0"),
+        ("network", "share=2", "1 at most"),
+        ("memory", "bytes_per_s=inf", "a number above 0"),
+    ],
+)
+def test_what_cannot_be_is_refused(part: str, given: str, says: str) -> None:
+    """By its name, before anything is replayed."""
+    with pytest.raises(ValueError, match=says):
+        Setting().with_set(part, [given])
+
+
+def _rows(folder: Path, *more: str) -> dict[str, Any]:
+    file = folder / f"{len(list(folder.iterdir()))}.json"
+    options = ["--policy", "lru", "--workload", report.AGENTS, "--seeds", "1", "--json", str(file)]
+    assert command.main([*options, *more]) == 0
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
+def test_a_replay_is_as_it_was_set(load: Workload, tmp_path: Path) -> None:
+    """A quarter of the compute rate makes first tokens later; capacities are those that were asked for."""
+    usual = _rows(tmp_path)
+    slow = _rows(tmp_path, "--share", "0.005", "0.3", "--model", "flop_per_s=4e14", "--disk", "share=0.5")
+    assert [row["share"] for row in usual["yardstick"]] == [0.01, 0.02, 0.05, 0.1]
+    assert [(row["share"], row["slots"]) for row in slow["yardstick"]] == [
+        (share, load.slots(share)) for share in (0.005, 0.3)
+    ]
+    assert (slow["model"]["flop_per_s"], slow["places"]["disk"]["share"]) == (4e14, 0.5)
+    by_tiers = [{(row["policy"], row["behind"]): row["ttft_s"]["0.5"] for row in one["tiers"]} for one in (usual, slow)]
+    assert by_tiers[0].keys() == by_tiers[1].keys()
+    assert len(by_tiers[0]) == 5
+    assert all(by_tiers[1][key] > 2 * by_tiers[0][key] for key in by_tiers[0])
+    assert "0.5%" in page.html(slow)
+    assert "disk: share" in page.html(slow)
+
+
+def test_a_file_has_one_set_of_parameters(load: Workload, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows of another set are not put beside others', least of all into the repository's."""
+    assert load.prompts
+    _rows(tmp_path)
+    for file in (tmp_path / "0.json", report.RESULTS):
+        with pytest.raises(SystemExit):
+            command.main(["--memory", "share=0.2", "--json", str(file)])
+        assert f"{file} is of other parameters: name another file with --json" in capsys.readouterr().err
