@@ -70,6 +70,45 @@ FLAGS: dict[str, dict[str, str]] = {
         "_Queue.patient": "content of a plan: nobody waits for it",
         "_WaveInFlight.last": "content of a plan: no wave of it follows",
     },
+    "kvpipe/tiers/disk": {
+        "DiskRoom._sync": "configuration",
+        "DiskSpec.fsync": "configuration",
+        "DiskTier._looks": "of a thread that lists the folder: whether it is under way, so that none begins beside it",
+        "DiskTier._makes": "configuration: whether a folder that is not there is made",
+        "DiskTier._open": "what was asked for: calls before `open` and after `close` are refused",
+        "DiskTier._writes": "configuration",
+        "Index._passing": "of a lock: a pass lists files; what is added meanwhile is not taken for gone",
+        "ValueFiles._direct": "a latch: the file system has refused direct I/O",
+        "ValueFiles._must": "configuration",
+    },
+    "kvpipe/tiers/redis": {
+        "RedisSpec.cluster": "configuration",
+        "RedisSpec.tls": "configuration",
+        "Server._closed": "a latch: no connection is made any more",
+        "ServerConnection._stopped": "a latch: whoever asked is gone, and redis-py tries no more",
+    },
+    "kvpipe/tiers/s3": {
+        "Client._conditional": "a latch: the store cannot leave an object that is there as it is",
+        "S3Spec.allow_http": "configuration",
+        "S3Tier._writes": "configuration",
+        "StoreError.full": "content of an answer",
+    },
+    "kvpipe/tiers/mooncake": {
+        "MooncakeTier._writes": "configuration",
+        "Worker.lends": "configuration",
+    },
+    "connectors/vllm": {
+        "Hooks.fences_late": "content: what the runner calls",
+        "Hooks.replays": "content: what the runner calls",
+        "PromptBlocks._adapters": "configuration",
+        "_Observed.failed": "a latch: a tensor was not loaded as it was given",
+        "_Observed.whole": "content of a report",
+    },
+    "connectors/vllm/remedies": {
+        "Encoded._adapts": "configuration",
+        "Encoded._held": "of vLLM's cache: whether anything may be in it",
+        "Encoded.old": "of vLLM's cache: whether anything in it may be of weights that are gone",
+    },
 }
 """By room: "Class.attribute", and why it is no state of a machine."""
 
