@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kvpipe.geometry import Geometry, Group, Layer
 from kvpipe.messages import TierOrder
 from kvpipe.testing.held_tier import DictSpec, HeldTier
+from kvpipe.testing.waiting import WAIT_S, eventually
 from kvpipe.tiers.base import ALIGN_BYTES
 from kvpipe.tiers.carrier import Carrier
 from kvpipe.tiers.envelope import HEADER_BYTES
@@ -25,7 +26,7 @@ from kvpipe.trace.log import Counters
 from kvpipe.transfer.pool import HostPool
 from property_tests.profiles import examples
 
-SPACE, WAIT_S, BLOCK_TOKENS = "3" * 32, 60.0, 16
+SPACE, BLOCK_TOKENS = "3" * 32, 16
 RANKS_MAX = 4
 FILLING = 0xA5
 
@@ -166,10 +167,7 @@ def _found(case: Case, tier: HeldTier) -> dict[int, int]:
             keys = [*(bytes(32) for _ in range(case.units - 1)), _key(group)]
             lookup = TierLookup(keys, ((group, case.units),), groups=(), space=SPACE, seconds_max=WAIT_S)
             finder.ask(lookup)
-            limit = time.monotonic() + WAIT_S
-            while not lookup.done:
-                assert time.monotonic() < limit
-                time.sleep(0.0002)
+            assert eventually(lambda asked=lookup: asked.done)  # type: ignore[misc]
             for place in lookup.found:
                 out[group] = lookup.elsewhere.get(place, (SPACE, finder.split(group)))[1]
         return out

@@ -20,6 +20,7 @@ from kvpipe.testing.buffers import aligned, content, filled, some_key
 from kvpipe.testing.faulty_tier import FaultyTier, TierFault, seeded
 from kvpipe.testing.tier_conformance import TierWorld
 from kvpipe.testing.tier_worlds import WORLDS
+from kvpipe.testing.waiting import WAIT_S
 from kvpipe.tiers.base import Capacity, Entry, Get, Key, Put, Read, Tier, TierError, Written
 from kvpipe.tiers.envelope import DamagedError, Sealer
 from property_tests.profiles import examples
@@ -28,7 +29,6 @@ CHEAP = ("dict", "disk", "valkey")
 KEYS = 4
 BODY_BYTES = (4096, 3 * 4096)  # by a value's seed
 CLIENTS = 2
-WAIT_S = 5.0
 HANG_S = 0.05
 FILLING = 0xA5
 CHANCES = {

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from kvpipe.geometry import Geometry, Group, Layer
 from kvpipe.messages import Job, Kind
-from kvpipe.testing.pipeline_rig import WAIT_S, Row, rows
+from kvpipe.testing.pipeline_rig import Row, rows
+from kvpipe.testing.waiting import WAIT_S
 from kvpipe.transfer.base import CopyPlan, Direction, Run, Ticket
 from kvpipe.transfer.cpu import CpuEngine
 from kvpipe.transfer.pages import PageView, view_pages

@@ -18,8 +18,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from kvpipe.testing.waiting import WAIT_S
+
 DRIVER, CHROMIUM = "/usr/bin/chromedriver", "/usr/bin/chromium"
-START_S_MAX, CALL_S_MAX, WAIT_S_MAX, END_S_MAX = 30.0, 60.0, 20.0, 5.0
 STARTS_MAX = 3
 """On a busy machine it ends now and then before it has begun."""
 FLAGS = (
@@ -97,12 +98,12 @@ class Browser:
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(driver.pid, signal.SIGKILL)  # the driver, and whatever of the browser is left
-            driver.wait(END_S_MAX)
+            driver.wait(WAIT_S)
 
     @staticmethod
     def _port(log: Path, driver: subprocess.Popen[bytes]) -> int:
         message, before = "", "started successfully on port "
-        until = time.monotonic() + START_S_MAX
+        until = time.monotonic() + WAIT_S
         while time.monotonic() < until and driver.poll() is None:
             message = log.read_text(errors="replace")
             if before in message:
@@ -137,7 +138,7 @@ class Browser:
         request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)  # noqa: S310
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
-            with opener.open(request, timeout=CALL_S_MAX) as answer:
+            with opener.open(request, timeout=WAIT_S) as answer:
                 return json.load(answer)["value"]
         except urllib.error.HTTPError as e:
             with e:
@@ -158,10 +159,10 @@ class Browser:
 
     def wait_for(self, script: str, *args: object) -> Any:
         """Run `script` until it returns something true; return that."""
-        until = time.monotonic() + WAIT_S_MAX
+        until = time.monotonic() + WAIT_S
         while not (value := self.run(script, *args)):
             if time.monotonic() > until:
-                msg = f"{script} is still {value!r} after {WAIT_S_MAX} s"
+                msg = f"{script} is still {value!r} after {WAIT_S} s"
                 raise BrowserError(msg)
             time.sleep(0.02)
         return value

@@ -14,6 +14,7 @@ requests at a time.
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,12 +27,12 @@ from kvpipe.testing.catalog_integrity import check_integrity
 from kvpipe.testing.faults import FaultyCpuEngine
 from kvpipe.testing.held import HeldEngine
 from kvpipe.testing.overriding import not_overridden
+from kvpipe.testing.waiting import WAIT_S
 from kvpipe.transfer.base import Direction, TransferEngine
 from kvpipe.worker.side import WorkerSide
 
 __all__ = ["EngineConformance", "EngineDriver", "Make", "Options"]
 
-STEPS_MAX: Final = 5000
 IDLE_S: Final = 0.001
 NEW_TOKENS: Final = 8
 VOCABULARY: Final = 50
@@ -116,13 +117,14 @@ class _EngineRun:
 
     def run(self, each: Callable[[int], object] = lambda _: None) -> None:
         """Step while there is a reason to; before each one `each(step)` is called."""
-        for step in range(STEPS_MAX):
+        limit = time.monotonic() + WAIT_S
+        for step in itertools.count():
             if not self.driver.busy:
                 return
+            assert time.monotonic() < limit, f"still busy after {step} steps"
             each(step)
             self.driver.step()
             time.sleep(0 if step % 16 else IDLE_S)
-        raise AssertionError(f"still busy after {STEPS_MAX} steps")
 
     def warm(self, *seeds: int) -> None:
         """Compute prompts, and keep nothing of them but what kvpipe has."""

@@ -12,6 +12,7 @@ import numpy as np
 
 from kvpipe.geometry import Geometry, Group, Layer
 from kvpipe.messages import Job, Kind, StepPlan
+from kvpipe.testing.waiting import WAIT_S
 from kvpipe.trace.log import Counters
 from kvpipe.transfer.base import NO_JOBS, CopyPlan, Direction, Ticket
 from kvpipe.transfer.pages import PageView
@@ -20,7 +21,6 @@ from kvpipe.worker.batch import Batch
 from kvpipe.worker.pipeline import Pipeline
 
 Row = tuple[int, int, int, int]
-WAIT_S = 20.0  # a limit that is never reached when the code is right
 
 
 def rows(table: Iterable[Row]) -> bytes:

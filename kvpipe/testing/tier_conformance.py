@@ -20,25 +20,27 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import anyio
 import pytest
 
 from kvpipe.testing.buffers import NAMESPACE, aligned, content, data, filled, get, put, some_key, value
 from kvpipe.testing.overriding import not_overridden
+from kvpipe.testing.waiting import WAIT_S, eventually
 from kvpipe.tiers.base import Entry, Get, Key, Put, Read, Tier, TierError, Written
 from kvpipe.tiers.spec import TierSpec
 
 __all__ = ["Limit", "TierConformance", "TierWorld", "client", "run"]
 
-WAIT_S = 30.0
 KIB, MIB = 1 << 10, 1 << 20
+_Args = ParamSpec("_Args")
+_One = TypeVar("_One")
 CANCEL_S = (math.inf, 0, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02)
 """When calls are cancelled: never, at once, and, on most machines, while they are at work."""
 SPLITS = {
@@ -126,9 +128,21 @@ async def listed(tier: Tier) -> list[Entry]:
     return sorted([entry async for entry in tier.scan()])
 
 
-async def soon(condition: Callable[[], Coroutine[Any, Any, bool]], *, wait_s: float) -> bool:
-    """Ask until `condition` holds, for `wait_s` at most."""
-    until = time.monotonic() + wait_s
+async def tried(call: Callable[_Args, Awaitable[_One]], *args: _Args.args, **kwargs: _Args.kwargs) -> _One:
+    """Make `call`, whose limit may be too short for this machine, until it raises no `TierError`, for `WAIT_S`."""
+    limit = time.monotonic() + WAIT_S
+    while True:
+        try:
+            return await call(*args, **kwargs)
+        except TierError:
+            if time.monotonic() > limit:
+                raise
+            await anyio.sleep(0.02)
+
+
+async def soon(condition: Callable[[], Coroutine[Any, Any, bool]], *, at_once: bool) -> bool:
+    """Ask until `condition` holds, for `WAIT_S` at most. `at_once`: ask once."""
+    until = time.monotonic() + (0 if at_once else WAIT_S)
     while not await condition():
         if time.monotonic() > until:
             return False
@@ -230,7 +244,7 @@ class TierConformance:
             return not any(await tier.exists(gone))
 
         assert await tier.delete(gone) == 2
-        assert await soon(none, wait_s=10 if "delete_at_once" in world.limits else 0)
+        assert await soon(none, at_once="delete_at_once" not in world.limits)
         assert await tier.read([get(0, 8192), get(1, 8192)]) == [Read.MISS, Read.HIT]
         assert await tier.delete(gone) == 0
         assert await tier.exists([some_key(i) for i in range(4)]) == [False, True, False, True]
@@ -267,7 +281,7 @@ class TierConformance:
             async def gone() -> bool:
                 return await tier.read([get(2, 4096)]) == [Read.MISS]
 
-            assert await soon(gone, wait_s=10 if "delete_at_once" in world.limits else 0)
+            assert await soon(gone, at_once="delete_at_once" not in world.limits)
 
     def test_it_is_still_there_after_reopening(self, world: TierWorld) -> None:
         """What was written is found by the same client opened again and by a new one after the last was closed."""
@@ -537,7 +551,4 @@ class TierConformance:
             python, system, sockets = _held()
             return python > before[0] or system >= before[1] + times or sockets > before[2]
 
-        until = time.monotonic() + 5
-        while left() and time.monotonic() < until:
-            time.sleep(0.02)
-        assert not left(), (before, _held())
+        assert eventually(lambda: not left(), every_s=0.02), (before, _held())

@@ -22,7 +22,8 @@ from structlog.testing import capture_logs
 from kvpipe.messages import Kind
 from kvpipe.testing.overriding import not_overridden
 from kvpipe.testing.transfer_programs import loads_are_right, saves_are_right, schedules, slots_are_right, tables
-from kvpipe.testing.transfer_worlds import BLOCKS, GEOMETRY, LAYERS, PAGE_BYTES, WAIT_S, World, make_job, rows_of
+from kvpipe.testing.transfer_worlds import BLOCKS, GEOMETRY, LAYERS, PAGE_BYTES, World, make_job, rows_of
+from kvpipe.testing.waiting import WAIT_S
 from kvpipe.transfer.base import NO_JOBS, Direction, Ticket
 
 __all__ = ["TransferConformance"]

@@ -9,7 +9,8 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from kvpipe.messages import Kind
-from kvpipe.testing.transfer_worlds import BLOCKS, GEOMETRY, LAYERS, WAIT_S, World, make_job, rows_of, value_of
+from kvpipe.testing.transfer_worlds import BLOCKS, GEOMETRY, LAYERS, World, make_job, rows_of, value_of
+from kvpipe.testing.waiting import WAIT_S
 from kvpipe.transfer.base import Direction
 
 PAGES = min(GEOMETRY.pages_per_chunk)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -13,6 +12,7 @@ import torch
 from kvpipe.geometry import Geometry, Group, Layer
 from kvpipe.messages import Job, Kind
 from kvpipe.testing.fake_device import FakeDevice
+from kvpipe.testing.waiting import eventually
 from kvpipe.transfer.base import CopyPlan, Direction, Ticket, TransferEngine
 from kvpipe.transfer.cpu import CpuEngine
 from kvpipe.transfer.cuda import POLL_US_MIN, CudaEngine
@@ -20,7 +20,6 @@ from kvpipe.transfer.movers import BAYS, Mover
 from kvpipe.transfer.pages import view_pages
 from kvpipe.transfer.pool import HostPool
 
-WAIT_S = 10.0
 BLOCKS = 8
 PAGE_BYTES = 64
 GEOMETRY = Geometry(
@@ -176,16 +175,6 @@ def world(kind: str, **options: object) -> Iterator[World]:
         yield made
     finally:
         made.engine.shutdown()
-
-
-def eventually(true: Callable[[], bool]) -> bool:
-    """Whether `true` becomes true soon."""
-    deadline = time.monotonic() + WAIT_S
-    while not true():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.001)
-    return True
 
 
 def rows_of(turn: int, blocks: dict[int, list[int]]) -> list[Row]:

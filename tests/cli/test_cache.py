@@ -26,6 +26,7 @@ from kvpipe.testing.dict_tier import DictTier
 from kvpipe.testing.interrupts import interrupts_enabled
 from kvpipe.testing.servers.redis import polite, pretending, serving
 from kvpipe.testing.servers.sockets import LOCAL, free_port
+from kvpipe.testing.waiting import WAIT_S
 from kvpipe.tiers.base import ALIGN_BYTES, Key, Put, TierError
 from kvpipe.tiers.envelope import HEADER_BYTES, Sealer
 from kvpipe.tiers.keyring import secrets_of
@@ -34,7 +35,6 @@ from kvpipe.tiers.registry import parse_tier
 ONE, TWO = "1" * 32, "2" * 32
 BODY = 4 * ALIGN_BYTES
 KEYS = [some_key(i, space) for space in (ONE, TWO) for i in range(5)]
-WAIT_S = 120  # a bound for what hangs, far beyond what anything takes
 
 
 @pytest.fixture(autouse=True)

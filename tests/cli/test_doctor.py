@@ -17,6 +17,7 @@ from kvpipe.cli.doctor.checks import examine
 from kvpipe.cli.doctor.facts import HostFacts
 from kvpipe.cli.doctor.findings import Check, Finding
 from kvpipe.config import Settings, load_settings
+from kvpipe.testing.waiting import WAIT_S
 from tests.cli.doctor_machines import CUDA, broken, machine_of, raising
 
 
@@ -189,7 +190,7 @@ def test_without_torch_and_vllm() -> None:
         "import sys; sys.modules['torch'] = sys.modules['vllm'] = None; from kvpipe.cli.doctor.print import main; "
         "sys.exit(main('{}', as_json=True))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=WAIT_S)
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr
     found = {f["name"]: f for f in json.loads(done.stdout)["findings"]}

@@ -17,6 +17,7 @@ import pytest
 import kvpipe.connectors.vllm.trial.engine  # noqa: F401  (sets the environment, before vllm is imported)
 from kvpipe.connectors.vllm import compat
 from kvpipe.errors import UnsupportedError
+from kvpipe.testing.waiting import WAIT_S
 from tests.contract import fetch, judging, record
 from tests.contract import sources as c
 
@@ -54,7 +55,7 @@ def installed_root() -> Path:
 def record_tool(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the recording tool."""
     command = [sys.executable, "-m", record.__name__, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, cwd=ROOT)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=WAIT_S, cwd=ROOT)
 
 
 def write_sources(root: Path, version: str, changes: dict[str, tuple[str, str]]) -> None:

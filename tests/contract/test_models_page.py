@@ -12,7 +12,7 @@ import pytest
 from tests.contract import places, registry
 from tests.contract.test_scheduler_versions import FETCH_SECONDS_MAX, other_releases
 
-WALK_SECONDS_MAX = 500
+WALK_SECONDS_MAX = 1500
 
 
 def test_every_place_is_known() -> None:

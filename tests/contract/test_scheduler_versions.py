@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 FETCH_SECONDS_MAX = 1800
-RUN_SECONDS_MAX = 400
+RUN_SECONDS_MAX = 1500
 SEEDS = 8
 
 

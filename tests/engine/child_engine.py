@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from kvpipe.testing.waiting import WAIT_S
+
 
 class Child:
     """An engine in another process."""
@@ -30,7 +32,7 @@ class Child:
     def close(self) -> None:
         """Let it shut down in good order."""
         try:
-            self._process.communicate(timeout=60)
+            self._process.communicate(timeout=WAIT_S)
         finally:
             self._process.kill()
             self._process.wait()
@@ -51,9 +53,9 @@ def main() -> None:
     """Serve until standard input ends."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    from tests.engine.common import assert_clean, engine
+    from tests.engine.common import assert_clean, engine, waiting
 
-    with engine(**json.loads(sys.argv[1])) as live:
+    with waiting(), engine(**json.loads(sys.argv[1])) as live:
         for line in sys.stdin:
             asked = json.loads(line)
             answers = live.generate(asked.pop("prompts"), **asked)

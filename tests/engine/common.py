@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import random
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from kvpipe.connectors.vllm.trial.engine import Engine
 from kvpipe.testing.catalog_integrity import check_integrity
 from kvpipe.testing.configurations import CONFIGURATIONS, make_configuration
 from kvpipe.testing.models import VOCAB, make_model
+from kvpipe.testing.waiting import PATIENT, PATIENT_MS, WAIT_S, eventually
 
 UNEXPECTED = (
     "contained_error",
@@ -34,11 +35,37 @@ UNEXPECTED = (
     "foreign_metadata",
 )
 
+WAITS = (
+    "kvpipe.scheduler.fetches.PATIENCE_S",
+    "kvpipe.tiers.carrier.DRAIN_S_MAX",
+    "kvpipe.trace.recorder.CLOSE_S_MAX",
+    "kvpipe.trace.recorder._LOCK_S_MAX",
+    "kvpipe.manage.engine.WAIT_S_MAX",
+    "kvpipe.manage.survey.SURVEY_S_MAX",
+)
+"""What bounds how long something is waited for that comes sooner or later."""
+
 
 def prompt(tokens: int, seed: int) -> list[int]:
     """A random prompt of `tokens` tokens."""
     rng = random.Random(seed)
     return [rng.randrange(3, VOCAB) for _ in range(tokens)]
+
+
+def patient(kvpipe: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return a configuration whose lookups and tiers wait as long as the machine takes, where it says nothing else."""
+    if not kvpipe or not isinstance(tiers := kvpipe.get("tiers"), list):
+        return kvpipe
+    return {"lookup_ms_max": PATIENT_MS} | kvpipe | {"tiers": [PATIENT | tier for tier in tiers]}
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """Let engines in this process wait as long as the machine takes, where no configuration says how long."""
+    with ExitStack() as stack:
+        for where in WAITS:
+            stack.enter_context(patch(where, WAIT_S))
+        yield
 
 
 @contextmanager
@@ -47,7 +74,7 @@ def engine(recipe: str = "llama", kvpipe: dict[str, Any] | None = None, **option
     if recipe in CONFIGURATIONS:
         options.setdefault("load_format", "dummy")
     model = make_configuration(recipe) if recipe in CONFIGURATIONS else make_model(recipe)
-    made = Engine(str(model), kvpipe=kvpipe, **options)
+    made = Engine(str(model), kvpipe=patient(kvpipe), **options)
     try:
         yield made
     finally:
@@ -100,17 +127,17 @@ def preempted(live: Engine, tokens: Sequence[int], max_tokens: int, after: int) 
     return answer
 
 
-CHILD_S_MAX = 60.0
-
-
 def ended(child: int) -> int:
     """Return how a child process ended; -1: it hung, and was killed."""
-    limit = time.monotonic() + CHILD_S_MAX
-    while time.monotonic() < limit:
+    found: list[int] = []
+
+    def over() -> bool:
         done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return status
-        time.sleep(0.01)
+        found.extend([status] if done else [])
+        return bool(done)
+
+    if eventually(over, every_s=0.01):
+        return found[0]
     os.kill(child, 9)
     os.waitpid(child, 0)
     return -1

@@ -10,6 +10,14 @@ import pytest
 
 from kvpipe.trace.reader import Trace, files_of
 from kvpipe.trace.replay import replay
+from tests.engine.common import waiting
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _patience() -> Iterator[None]:
+    """However slow the machine is."""
+    with waiting():
+        yield
 
 
 @pytest.fixture(autouse=True)

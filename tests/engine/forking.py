@@ -13,7 +13,7 @@ from typing import Any
 
 from kvpipe.connectors.vllm.trial.engine import Engine
 from kvpipe.testing.models import make_model
-from tests.engine.common import assert_clean, ended, prompt
+from tests.engine.common import assert_clean, ended, patient, prompt, waiting
 
 PROMPTS = [prompt(300, 81), prompt(200, 82)]
 DUE = 288 + 192
@@ -52,8 +52,8 @@ def _multiprocess(live: Engine) -> int:
 
 def main(tier: dict[str, Any]) -> None:
     """Fork with copies, reads and writes under way: children end, the engine goes on, the tier brings all it had."""
-    config = {"chunk_tokens": 64, "lookup_ms_max": 20_000, "tiers": [tier]}
-    live = Engine(str(make_model("llama")), kvpipe=config, enable_prefix_caching=False)
+    config = {"chunk_tokens": 64, "tiers": [tier]}
+    live = Engine(str(make_model("llama")), kvpipe=patient(config), enable_prefix_caching=False)
     expected = live.generate(PROMPTS, TOKENS)
     ways: dict[str, Callable[[], int]] = {
         "collects and ends": lambda: _fork(live, _collect),
@@ -81,4 +81,5 @@ def main(tier: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore", DeprecationWarning)  # of a fork with threads, which is what this is about
-    main(json.loads(sys.argv[1]))
+    with waiting():
+        main(json.loads(sys.argv[1]))

@@ -47,7 +47,7 @@ import torch  # noqa: E402
 
 from kvpipe.connectors.vllm.trial.engine import Engine  # noqa: E402
 from kvpipe.testing.configurations import make_configuration  # noqa: E402
-from tests.engine.common import assert_clean, prompt  # noqa: E402
+from tests.engine.common import assert_clean, patient, prompt, waiting  # noqa: E402
 from tests.engine.costs import cost  # noqa: E402
 
 
@@ -104,7 +104,8 @@ def _platform() -> Iterator[None]:
 
 @contextmanager
 def _engine(family: Family, kvpipe: dict[str, Any] | None, **more: Any) -> Iterator[Engine]:
-    live = Engine(str(make_configuration(family.recipe)), kvpipe=kvpipe, load_format="dummy", **family.options | more)
+    options = family.options | more
+    live = Engine(str(make_configuration(family.recipe)), kvpipe=patient(kvpipe), load_format="dummy", **options)
     try:
         yield live
     finally:
@@ -156,7 +157,7 @@ def tell_cost(family: Family) -> None:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as work, _platform():
+    with tempfile.TemporaryDirectory() as work, _platform(), waiting():
         if sys.argv[2:] == ["--cost"]:
             tell_cost(FAMILIES[sys.argv[1]])
         else:

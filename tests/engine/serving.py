@@ -17,9 +17,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvpipe.testing.models import make_model
+from kvpipe.testing.waiting import WAIT_S
 
-START_SECONDS_MAX = 300
-ANSWER_SECONDS_MAX = 240
+START_SECONDS_MAX = 5 * WAIT_S
+ANSWER_SECONDS_MAX = 2 * WAIT_S
 TROUBLES = ("contained_error", "illegal_transition", "EngineDeadError")
 
 
@@ -159,7 +160,7 @@ class Server:
             and all(one in line for one in wanted)
         )
 
-    def idle(self, seconds_max: float = 60.0) -> None:
+    def idle(self, seconds_max: float = WAIT_S) -> None:
         """Wait until nothing runs and kvpipe holds nothing, which must come by itself."""
         limit = time.monotonic() + seconds_max
         held = ("requests", "leases", "jobs_in_flight")

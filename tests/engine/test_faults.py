@@ -16,6 +16,7 @@ from tests.engine.common import assert_clean, baseline, engine, prompt
 pytestmark = pytest.mark.engine
 
 FAULTY = "tests.engine.faulty"
+STUCK_MS = 3000  # far more than any other load takes
 PROMPTS = [prompt(200 + 40 * i, 300 + i) for i in range(4)]
 
 
@@ -58,7 +59,7 @@ def test_a_load_that_never_ends_is_given_up(trace_file: Path) -> None:
     """The watchdog reports it with its request; the request computes, and the next one loads."""
     expected = baseline(PROMPTS[:1], 12, enable_prefix_caching=False)
     options: dict[str, Any] = {"connector": "FirstLoadIsLost", "module": FAULTY, "enable_prefix_caching": False}
-    with engine(kvpipe={"load": "async", "stuck_ms_max": 300}, **options) as live:
+    with engine(kvpipe={"load": "async", "stuck_ms_max": STUCK_MS}, **options) as live:
         for _ in range(3):
             assert live.generate(PROMPTS[:1], 12) == expected
             live.settle()
@@ -69,7 +70,7 @@ def test_a_load_that_never_ends_is_given_up(trace_file: Path) -> None:
     lives = [one for one in events if isinstance(one, e.RequestDone)]
     assert [one.loads_failed for one in lives] == [0, 1, 0]
     assert stuck.request == lives[1].request
-    assert lives[1].loading_ms >= 300
+    assert lives[1].loading_ms >= STUCK_MS
     assert lives[2].loaded_tokens > 0
 
 

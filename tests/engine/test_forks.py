@@ -16,6 +16,7 @@ from kvpipe.testing.servers.redis import serving
 from kvpipe.testing.servers.s3 import shared
 from kvpipe.testing.servers.sockets import LOCAL
 from kvpipe.testing.tier_worlds.s3 import spec_of
+from kvpipe.testing.waiting import PATIENT, WAIT_S
 
 pytestmark = pytest.mark.engine
 
@@ -23,12 +24,12 @@ pytestmark = pytest.mark.engine
 @contextmanager
 def _tier(kind: str, folder: Path) -> Iterator[dict[str, Any]]:
     if kind == "disk":
-        yield {"kind": "disk", "path": str(folder), "bytes_max": "1GiB"}
+        yield {"kind": "disk", "path": str(folder), "bytes_max": "1GiB", **PATIENT}
     elif kind == "s3":
-        yield spec_of(shared()).model_dump(mode="json", exclude_none=True)
+        yield spec_of(shared(), **PATIENT).model_dump(mode="json", exclude_none=True)
     else:
         with serving("redis") as server:
-            yield {"kind": "redis", "host": LOCAL, "port": server.port}
+            yield {"kind": "redis", "host": LOCAL, "port": server.port, **PATIENT}
 
 
 @pytest.mark.parametrize("kind", ["disk", "redis", "s3"])
@@ -37,6 +38,6 @@ def test_user_code_forks(kind: str, tmp_path: Path) -> None:
     with _tier(kind, tmp_path) as tier:
         done = subprocess.run(
             [sys.executable, "-m", "tests.engine.forking", json.dumps(tier)],
-            capture_output=True, text=True, timeout=300, check=False,
+            capture_output=True, text=True, timeout=5 * WAIT_S, check=False,
         )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

@@ -29,14 +29,14 @@ SPEED = ("start", "first token, 512 tokens", "overhead of saving", "shutdown")
 ALONE = ("start", "decode", "shutdown")
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1700)
 def test_the_engine_benchmark_runs(tmp_path: Path) -> None:
     """Half of it, without the sizes that only a GPU can hold, in one process, as it is run on a GPU."""
     path = tmp_path / "engine.json"
     command = [sys.executable, "-m", "benchmarks.gpu.engine", "--device", "cpu", "--shapes", "tiny"]
-    command += ["--cases", ",".join(CASES), "--seconds-max", "380", "--json", str(path)]
+    command += ["--cases", ",".join(CASES), "--seconds-max", "1500", "--json", str(path)]
     environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=400)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=1600)
     assert path.is_file(), done.stderr[-4000:]
     found = json.loads(path.read_text(encoding="utf-8"))
     sections = {section["name"]: section for section in found["sections"]}

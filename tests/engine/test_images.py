@@ -14,7 +14,7 @@ from PIL import Image
 
 from kvpipe.connectors.vllm.trial.engine import Engine
 from kvpipe.testing.models import VOCAB, make_tokenizer
-from tests.engine.common import assert_clean, prompt
+from tests.engine.common import assert_clean, patient, prompt
 
 pytestmark = pytest.mark.engine
 
@@ -185,13 +185,12 @@ def test_another_processor(model: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(model, tmp_path / "model"))
     kvpipe = {
         "chunk_tokens": UNIT,
-        "lookup_ms_max": 20_000,
         "tiers": [{"kind": "disk", "path": str(tmp_path / "kv"), "bytes_max": "1GiB"}],
     }
 
     def run(config: dict[str, Any] | None, **options: Any) -> tuple[list[int], int]:
         cached_get_processor.cache_clear()  # as with a process of its own
-        live = Engine(str(folder), kvpipe=config, **OPTIONS | options)
+        live = Engine(str(folder), kvpipe=patient(config), **OPTIONS | options)
         try:
             return _say(live, ONE, 1), _loaded(live) if config else 0
         finally:

@@ -15,7 +15,7 @@ from tests.engine.mamba1 import lend_kernels
 
 pytestmark = pytest.mark.engine
 
-SECONDS_MAX = 540
+SECONDS_MAX = 1500
 
 
 @pytest.mark.timeout(SECONDS_MAX + 30)

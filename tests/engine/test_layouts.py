@@ -40,7 +40,7 @@ def test_one_rank_then_two_then_one(tmp_path: Path, kind: str, recipe: str) -> N
     expected = baseline([FIRST, SECOND], TOKENS, recipe, **OWN)
     with WORLDS[kind](tmp_path) as world:
         tier = json.loads(world.spec.model_dump_json(exclude_none=True))
-        config = {"chunk_tokens": 64, "lookup_ms_max": 20_000, "tiers": [tier]}
+        config = {"chunk_tokens": 64, "tiers": [tier]}
         with engine(recipe, config, **OWN) as one:
             assert one.generate([FIRST], TOKENS) == expected[:1]
             assert _stored(one) > 0
@@ -59,7 +59,7 @@ def test_latents_are_stored_once(tmp_path: Path) -> None:
     """What two ranks hold alike is one value, as of one rank alone, of as many bytes; one engine finds another's."""
     found, options = [], OWN | {"dtype": "bfloat16", "block_size": 16}
     for ranks, folder, hits in ((1, "a", 0), (2, "b", 0), (2, "a", 288), (1, "b", 288)):
-        config = {"chunk_tokens": 64, "lookup_ms_max": 20_000, "tiers": [str(tmp_path / folder)]}
+        config = {"chunk_tokens": 64, "tiers": [{"kind": "disk", "path": str(tmp_path / folder)}]}
         with engine("deepseek-mla", config, tensor_parallel_size=ranks, **options) as live:
             live.generate([FIRST], 1)
             assert_clean(live)

@@ -28,7 +28,7 @@ Answers = dict[tuple[int, int], list[int]]
 
 
 def _disk(folder: Path) -> dict[str, Any]:
-    return {"chunk_tokens": 64, "lookup_ms_max": 20_000, "tiers": [{"kind": "disk", "path": str(folder / "kv")}]}
+    return {"chunk_tokens": 64, "tiers": [{"kind": "disk", "path": str(folder / "kv")}]}
 
 
 def _adapter(name: str, number: int, folder: Path, **more: Any) -> LoRARequest:

@@ -103,7 +103,7 @@ def test_an_engine_that_idles_pins_and_evicts(tmp_path: Path) -> None:
 def test_an_engine_warms_a_prompt_from_disk(tmp_path: Path) -> None:
     """What was evicted from memory and lies on disk is fetched in others' steps; then its request hits memory."""
     tier = {"kind": "disk", "path": str(tmp_path / "kv"), "bytes_max": "1GiB", "store": "all"}
-    keys = _keys(tmp_path) | {"tiers": [tier], "chunk_tokens": 64, "lookup_ms_max": 20_000}
+    keys = _keys(tmp_path) | {"tiers": [tier], "chunk_tokens": 64}
     with engine(kvpipe=keys, enable_prefix_caching=False) as live:
         (path,) = tmp_path.glob("*.sock")
         call = functools.partial(_call, path)

@@ -12,6 +12,7 @@ import torch
 
 from kvpipe.connectors.vllm.trial.engine import Engine
 from kvpipe.testing.models import make_model
+from kvpipe.testing.waiting import eventually
 from tests.engine.common import assert_clean, baseline, engine, preempted, prompt
 
 pytestmark = pytest.mark.engine
@@ -187,8 +188,6 @@ def test_roles_and_modes(role: str, config: dict[str, Any], saves: bool, loads: 
 
 def test_freeze_is_switched_at_run_time(tmp_path: Path) -> None:
     """A frozen engine serves what it has and saves nothing new; `kvpipe freeze` switches it both ways."""
-    import time
-
     from kvpipe.control import write_freeze
 
     control = tmp_path / "control"
@@ -199,12 +198,9 @@ def test_freeze_is_switched_at_run_time(tmp_path: Path) -> None:
 
         def switch(on: bool) -> None:
             write_freeze(control, on=on)
-            limit = time.monotonic() + 20
             side = live.connector.scheduler
             assert side is not None
-            while side.switches.freeze != on:
-                assert time.monotonic() < limit, "the engine did not obey"
-                time.sleep(0.05)
+            assert eventually(lambda: side.switches.freeze == on), "the engine did not obey"
 
         switch(True)
         assert live.generate(PROMPTS[:1], 8) == first

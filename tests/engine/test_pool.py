@@ -12,6 +12,7 @@ import pytest
 
 from kvpipe.connectors.vllm.trial.engine import Engine
 from kvpipe.headroom import Headroom
+from kvpipe.testing.waiting import WAIT_S
 from kvpipe.trace.events import PoolReady, PoolShort
 from kvpipe.trace.reader import Trace
 from kvpipe.transfer import ready
@@ -21,12 +22,11 @@ from tests.engine.common import assert_clean, baseline, ended, engine, prompt
 
 PROMPTS = [prompt(300, seed) for seed in range(4)]
 POOL = {"pool_bytes_max": "192MiB"}
-READY_S_MAX = 30.0
 
 
 def wait_for(live: Engine, slots: int) -> None:
     """Step until the scheduler's side may use so many slots."""
-    limit = time.monotonic() + READY_S_MAX
+    limit = time.monotonic() + WAIT_S
     while live.connector.stats()["slots_ready"] < slots:
         assert time.monotonic() < limit, live.connector.stats()
         live.generate([prompt(3, 99)], 1)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvpipe.testing.waiting import PATIENT, PATIENT_MS, WAIT_S, eventually
 from tests.engine.common import baseline, prompt
 from tests.engine.serving import Server
 
@@ -24,8 +25,8 @@ FEW_BLOCKS = ("--num-gpu-blocks-override", "40", "--max-num-seqs", "12")
 
 def _disk(folder: Path, **more: Any) -> dict[str, Any]:
     return {
-        "chunk_tokens": 64, "pool_bytes_max": "64MiB", "lookup_ms_max": 20_000,
-        "tiers": [{"kind": "disk", "path": str(folder / "kv"), "bytes_max": "1GiB"}],
+        "chunk_tokens": 64, "pool_bytes_max": "64MiB", "lookup_ms_max": PATIENT_MS,
+        "tiers": [{"kind": "disk", "path": str(folder / "kv"), "bytes_max": "1GiB", **PATIENT}],
     } | more  # fmt: skip
 
 
@@ -82,7 +83,7 @@ def test_streaming_clients_that_leave_while_the_cache_is_reset(tmp_path: Path, e
         clients = Clients(server, expected, clients=24, each=3)
         for _ in range(2):
             for _ in range(20):
-                assert clients.begun.acquire(timeout=240)
+                assert clients.begun.acquire(timeout=2 * WAIT_S)
             assert server.ask("POST", "/reset_prefix_cache?reset_external=true")[0] == 200
         clients.join()
         assert (clients.right, clients.left, clients.broken) == (16 * 3, 8 * 3, 0)
@@ -105,7 +106,7 @@ def test_killed_in_mid_load_and_restarted(
                 clients.join()
                 assert not clients.broken
             else:
-                limit = time.monotonic() + 240
+                limit = time.monotonic() + 2 * WAIT_S
                 while clients.right < 12:
                     assert not clients.wrong
                     assert time.monotonic() < limit
@@ -128,9 +129,7 @@ def _share(folder: Path, expected: list[list[int]], asked: tuple[int, ...], *opt
         for number, which in enumerate(asked):
             assert server.stream(PROMPTS[which], TOKENS, rank=number % 2) == expected[which]
         server.idle()
-        limit = time.monotonic() + 60
-        while len(list((folder / "kv").rglob("*-g0-*"))) < 10 and time.monotonic() < limit:
-            time.sleep(0.2)
+        assert eventually(lambda: len(list((folder / "kv").rglob("*-g0-*"))) >= 10, every_s=0.2)
         for number, which in enumerate(asked):
             assert server.stream(PROMPTS[which], TOKENS, rank=1 - number % 2) == expected[which]
         server.idle()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvpipe.connectors.vllm.trial.engine import Engine
+from kvpipe.testing.waiting import WAIT_S
 from tests.engine.common import assert_clean, baseline, engine, prompt
 
 pytestmark = pytest.mark.engine
@@ -26,7 +27,7 @@ TWO_STAGES: dict[str, Any] = OPTIONS | {"pipeline_parallel_size": 2, "worker_cls
 
 def _store_all(live: Engine) -> None:
     """Step until all that is due is stored."""
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + WAIT_S
     while (side := live.connector.scheduler) is not None and side.staging is not None and side.staging.pending:
         assert time.monotonic() < limit
         live.settle()
@@ -40,7 +41,7 @@ def test_two_stages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     turn = PROMPTS[0] + expected[0] + prompt(50, 33)
     answer, many = baseline([turn], 12, MODEL, **OPTIONS), baseline(MANY, 60, MODEL, **OPTIONS)
     disk = {"kind": "disk", "path": str(tmp_path / "kv"), "bytes_max": "1GiB"}
-    config = {"chunk_tokens": 64, "lookup_ms_max": 20_000, "tiers": [disk]}
+    config = {"chunk_tokens": 64, "tiers": [disk]}
     with engine(MODEL, config, **TWO_STAGES) as live:
         for _ in range(2):
             assert live.generate(PROMPTS, 12) == expected

@@ -6,7 +6,6 @@ import base64
 import json
 import os
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,9 @@ from safetensors.torch import load_file, save_file
 from kvpipe.connectors.vllm.trial.engine import Engine
 from kvpipe.testing.models import make_model
 from kvpipe.testing.tier_worlds import WORLDS
+from kvpipe.testing.tier_worlds.disk import grow_old
 from tests.engine.child_engine import child
-from tests.engine.common import assert_clean, baseline, engine, prompt
+from tests.engine.common import assert_clean, baseline, engine, patient, prompt
 
 pytestmark = pytest.mark.engine
 
@@ -25,7 +25,7 @@ PROMPTS = [prompt(300, 1), prompt(611, 2), prompt(150, 3)]
 DUE = sum(len(p) // 32 * 32 for p in PROMPTS)
 TOKENS = 20
 OWN: dict[str, Any] = {"enable_prefix_caching": False}
-SMALL = {"chunk_tokens": 64, "lookup_ms_max": 20_000}
+SMALL: dict[str, Any] = {"chunk_tokens": 64}
 
 
 def _disk(folder: Path, **more: Any) -> dict[str, Any]:
@@ -127,9 +127,10 @@ def test_two_ranks_with_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert _hits(live)["disk"] == DUE
         for part in (tmp_path / "kv").rglob("*-r1of2"):
             part.unlink()
-        time.sleep(1)  # until folders that have changed are looked at again
         side = live.connector.scheduler
         assert side is not None
+        assert side.staging is not None
+        grow_old(side.staging.finder.tiers[0].tier)
         side.catalog.reset()
         assert live.generate(PROMPTS, TOKENS) == expected
         assert_clean(live)
@@ -226,7 +227,7 @@ def test_who_shares(
     if options.pop("weights", None):
         weights = load_file(model / "model.safetensors")
         save_file({name: tensor * 1.01 for name, tensor in weights.items()}, model / "model.safetensors")
-    live = Engine(str(model), kvpipe=_disk(filled, **config, tiers_store="never"), **OWN | options)
+    live = Engine(str(model), kvpipe=patient(_disk(filled, **config, tiers_store="never")), **OWN | options)
     try:
         live.generate(PROMPTS, 2)
         stats = assert_clean(live)

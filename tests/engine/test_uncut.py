@@ -89,7 +89,7 @@ def test_requests_that_read_no_cache_ask_for_nothing(tmp_path: Path) -> None:
 
     options: dict[str, Any] = {"enable_prefix_caching": True}
     tier = {"kind": "disk", "path": str(tmp_path), "bytes_max": "1GiB", "store": "all"}
-    disk = {"chunk_tokens": 64, "lookup_ms_max": 20_000, "tiers": [tier]}
+    disk = {"chunk_tokens": 64, "tiers": [tier]}
     with engine(**options) as plain:
         expected = told(plain)
     with engine(kvpipe=disk, **options) as live:

@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from kvpipe.connectors.vllm.trial.engine import Engine
 from kvpipe.testing.models import make_model
-from tests.engine.common import assert_clean, prompt
+from kvpipe.testing.waiting import WAIT_S
+from tests.engine.common import assert_clean, patient, prompt
 
 pytestmark = pytest.mark.engine
 
@@ -51,10 +52,10 @@ def _engine(model: Path, folder: Path | None, **options: Any) -> Iterator[Engine
     config = None
     if folder is not None:
         config = {
-            "chunk_tokens": 64, "lookup_ms_max": 20_000, "state_dir": str(folder / "state"),
+            "chunk_tokens": 64, "state_dir": str(folder / "state"),
             "tiers": [{"kind": "disk", "path": str(folder / "kv"), "bytes_max": "1GiB"}],
         }  # fmt: skip
-    live = Engine(str(model), kvpipe=config, **OWN | options)
+    live = Engine(str(model), kvpipe=patient(config), **OWN | options)
     try:
         yield live
     finally:
@@ -253,7 +254,8 @@ def test_an_engine_process_of_its_own(tmp_path: Path, right: Right) -> None:
         "import json, sys\n"
         "from vllm import LLM, SamplingParams\n"
         "model, other, folder, tokens = json.loads(sys.argv[1])\n"
-        "extra = {'chunk_tokens': 64, 'pool_bytes_max': '64MiB', 'lookup_ms_max': 20_000, 'tiers': folder}\n"
+        "disk = {'kind': 'disk', 'path': folder, 'timeout_ms_max': 120_000}\n"
+        "extra = {'chunk_tokens': 64, 'pool_bytes_max': '64MiB', 'lookup_ms_max': 120_000, 'tiers': [disk]}\n"
         "transfer = {'kv_connector': 'KVPipeConnector', 'kv_role': 'kv_both', 'kv_connector_extra_config': extra,\n"
         "            'kv_connector_module_path': 'kvpipe.connectors.vllm.connector'}\n"
         "def answer():\n"
@@ -272,7 +274,7 @@ def test_an_engine_process_of_its_own(tmp_path: Path, right: Right) -> None:
     arguments = json.dumps([str(right[0]), str(right[1]), str(tmp_path / "kv"), PROMPT[0]])
     environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     command = [sys.executable, str(script), arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=5 * WAIT_S)
     line = next((one for one in done.stdout.splitlines() if one.startswith("answers:")), "")
     assert line, done.stderr[-3000:]
     answers = json.loads(line.removeprefix("answers:"))

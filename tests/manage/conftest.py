@@ -13,11 +13,11 @@ import pytest
 from kvpipe.config import Settings, load_settings
 from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, SchedulerWorld
 from kvpipe.listening import Address
-from kvpipe.manage import models
+from kvpipe.manage import models, server, survey
 from kvpipe.manage.client import connect
 from kvpipe.manage.engine import ManagedEngine
 from kvpipe.manage.start import start
-from kvpipe.testing.pipeline_rig import WAIT_S
+from kvpipe.testing.waiting import WAIT_S
 
 TOKEN = "t0" * 16
 
@@ -91,6 +91,13 @@ def settings(folder: Path, **keys: Any) -> Settings:
         file.write_text(TOKEN + "\n", encoding="utf-8")
     given = {"manage": f"unix:{folder}/{{engine}}.sock", "manage_token_file": str(file)}
     return load_settings(given | keys)
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the machine is."""
+    monkeypatch.setattr(server, "CONNECTION_S_MAX", WAIT_S)
+    monkeypatch.setattr(survey, "SURVEY_S_MAX", WAIT_S)
 
 
 @pytest.fixture

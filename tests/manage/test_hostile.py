@@ -24,7 +24,7 @@ from kvpipe.listening import Address, OperatorSocket
 from kvpipe.manage import models, server
 from kvpipe.manage.client import connect
 from kvpipe.manage.start import read_token
-from kvpipe.testing.pipeline_rig import WAIT_S
+from kvpipe.testing.waiting import WAIT_S
 from tests.manage.conftest import TOKEN, Managed, settings
 
 _HEAD = f"POST /v1/lookup HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n".encode()

@@ -12,7 +12,7 @@ import pytest
 
 from kvpipe.cli import main as cli
 from kvpipe.manage import client
-from kvpipe.testing.pipeline_rig import WAIT_S
+from kvpipe.testing.waiting import WAIT_S
 from tests.manage.conftest import TOKEN, Managed
 
 _ANOTHER = 65533

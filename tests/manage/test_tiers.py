@@ -14,7 +14,7 @@ from kvpipe.cli import main as cli
 from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, SchedulerWorld
 from kvpipe.statemachine import breaker as m
 from kvpipe.testing.held_tier import DictSpec, HeldTier
-from kvpipe.testing.pipeline_rig import WAIT_S
+from kvpipe.testing.waiting import PATIENT, WAIT_S
 from kvpipe.tiers.base import Key
 from kvpipe.tiers.finder import chunk_name
 from kvpipe.tiers.guard import FAULTS_MAX, FIND, guarded
@@ -26,7 +26,7 @@ SPACE, CHUNK = "1" * 32, 16
 @contextmanager
 def serving(folder: Path, *tiers: HeldTier, space: str = SPACE, **world: Any) -> Iterator[Managed]:
     """Serve a side with tiers."""
-    spec = DictSpec.model_validate({"timeout_ms_max": 60_000})
+    spec = DictSpec.model_validate(PATIENT)
     uses = guarded([(tier.name, spec, tier) for tier in tiers], (FIND,))
     managed = Managed(folder, SchedulerWorld(tiers=uses, **world))
     assert managed.side.staging is not None

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import anyio
 import pytest
@@ -24,11 +24,8 @@ from kvpipe.connectors.vllm.trial.scheduler_world import UNIT
 from kvpipe.listening import Address
 from kvpipe.manage.models import EngineState
 from kvpipe.testing.interrupts import interrupts_enabled
-from kvpipe.testing.pipeline_rig import WAIT_S
+from kvpipe.testing.waiting import WAIT_S
 from tests.manage.conftest import TOKEN, Managed
-
-SHOWN_S: Final = 90.0
-"""For a new process to draw three times, on a machine that has much else to do."""
 
 
 @pytest.fixture(autouse=True)
@@ -232,7 +229,7 @@ def test_in_a_terminal(managed: Managed, folder: Path, term: str) -> None:
         ) as process,
     ):
         os.close(slave)
-        seen, until_s = b"", time.monotonic() + SHOWN_S
+        seen, until_s = b"", time.monotonic() + WAIT_S
         while seen.count(b"vLLM lacked") < 3 and time.monotonic() < until_s:
             if select.select([master], [], [], 0.1)[0]:
                 seen += os.read(master, 65536)

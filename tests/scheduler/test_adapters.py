@@ -17,11 +17,11 @@ from kvpipe.adapter_files import FILES, AdapterFiles, AdapterReader, folder_of
 from kvpipe.messages import BROKEN, Claim, Kind, Report, StepPlan
 from kvpipe.scheduler.adapters import ALWAYS, Adapters
 from kvpipe.testing.pipeline_rig import job
+from kvpipe.testing.waiting import WAIT_S
 from kvpipe.tiers.finder import chunk_name
 from kvpipe.trace.log import Counters
 from kvpipe.worker.adapters import HeldAdapters, Loaded
 
-WAIT_S = 20.0
 CONFIG, WEIGHTS = FILES[:2]
 
 

@@ -14,7 +14,8 @@ from kvpipe.geometry import Geometry, Group, Layer
 from kvpipe.messages import Kind, Outcome, Report, StepPlan, Tally
 from kvpipe.scheduler.side import SchedulerSide
 from kvpipe.scheduler.stall import IDLE_WAIT_MS_MAX, Idle, Stall
-from kvpipe.testing.pipeline_rig import WAIT_S, Rig, job, plan
+from kvpipe.testing.pipeline_rig import Rig, job, plan
+from kvpipe.testing.waiting import WAIT_S
 from kvpipe.transfer.base import Direction
 from kvpipe.worker.batch import Batch
 from kvpipe.worker.side import WorkerSide

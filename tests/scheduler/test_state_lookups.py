@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,11 +12,12 @@ import pytest
 from kvpipe.connectors.vllm.trial.scheduler_world import SchedulerWorld
 from kvpipe.scheduler.fetches import Staging
 from kvpipe.testing.held_tier import DictSpec, HeldTier
+from kvpipe.testing.waiting import PATIENT, WAIT_S, eventually
 from kvpipe.tiers.base import Key
 from kvpipe.tiers.finder import Finder, Place, TierLookup, chunk_name
 from kvpipe.tiers.guard import FIND, guarded
 
-PER_CHUNK, UNITS, WAIT_S, SPACE = 4, 24, 60.0, "1" * 32
+PER_CHUNK, UNITS, SPACE = 4, 24, "1" * 32
 FULL, WINDOW, STATES = 0, 1, (2, 3, 4)
 
 
@@ -39,7 +39,7 @@ class _Case:
 
     def __init__(self, world: SchedulerWorld, ranks: int) -> None:
         self.world, self.ranks, self.tier = world, ranks, _Counting()
-        spec = DictSpec.model_validate({"timeout_ms_max": 60_000})
+        spec = DictSpec.model_validate(PATIENT)
         self.finder = Finder(
             guarded([("dict", spec, self.tier)], (FIND,)),
             ranks=ranks,
@@ -105,10 +105,7 @@ class _Case:
 
     @staticmethod
     def _wait(lookup: TierLookup) -> None:
-        limit = time.monotonic() + WAIT_S
-        while not lookup.done:
-            assert time.monotonic() < limit
-            time.sleep(0.0005)
+        assert eventually(lambda: lookup.done)
 
 
 def _make(ranks: int) -> _Case:

@@ -190,7 +190,7 @@ class Engine:
         """Whether there is a reason for another step."""
         return bool(self.requests or self.loading or self.reuse.pending)
 
-    def run(self, steps_max: int = 1000) -> None:
+    def run(self, steps_max: int = 100_000) -> None:
         """Step until there is nothing to do. Raises `RuntimeError` when that takes more than `steps_max` steps."""
         for _ in range(steps_max):
             if not self.busy:

@@ -17,7 +17,7 @@ engine = Engine(Transformer(), ranks=2, prefix_cache=False)
 kvpipe = KVPipe(engine, chunk_tokens=8, pool_bytes_max="1MiB", tiers=sys.argv[1])
 for name in ("first", "again"):
     engine.add(name, range(30))
-    engine.run(steps_max=10_000)
+    engine.run()
 kvpipe.shutdown()
 assert kvpipe.scheduler.counters["tokens_loaded"] == 28
 found = [name for name in sys.modules if name.split(".")[0] == "vllm" or name.startswith("kvpipe.connectors")]

@@ -11,6 +11,7 @@ import pytest
 from kvpipe.testing.catalog_integrity import check_integrity
 from kvpipe.testing.faults import FaultyCpuEngine
 from kvpipe.testing.held import HeldEngine
+from kvpipe.testing.waiting import PATIENT, PATIENT_MS
 from kvpipe.transfer.base import Direction
 from tests.second_engine.adapter import KVPipe, MakeCopier
 from tests.second_engine.engine import Engine, Request
@@ -127,14 +128,15 @@ def test_preempted_requests_come_back(world: World, load: str) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_restart_finds_the_disk(world: World, tmp_path: Path, ranks: int) -> None:
     """Another engine with the same weights loads what this one has computed; one with others finds nothing."""
-    keys: dict[str, Any] = {"tiers": str(tmp_path), "lookup_ms_max": 10_000, "ranks": ranks}
+    tier = {"kind": "disk", "path": str(tmp_path), **PATIENT}
+    keys: dict[str, Any] = {"tiers": [tier], "lookup_ms_max": PATIENT_MS, "ranks": ranks}
     engine, kvpipe = world.make(**keys)
     engine.add("first", prompt(30))
-    engine.run(steps_max=10_000)
+    engine.run()
     kvpipe.shutdown()
     engine, kvpipe = world.make(**keys)
     again = engine.add("again", prompt(30))
-    engine.run(steps_max=10_000)
+    engine.run()
     check([again])
     assert kvpipe.scheduler.counters["tokens_loaded"] >= 24
     assert faults(kvpipe) == {}

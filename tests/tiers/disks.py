@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvpipe.testing.buffers import content, data, get, some_key
+from kvpipe.testing.waiting import PATIENT
 from kvpipe.tiers.base import Read
 from kvpipe.tiers.disk.files import ACCOUNT, place
 from kvpipe.tiers.disk.spec import DiskSpec
@@ -23,8 +24,8 @@ ROOM = 16 * 64 * KIB
 
 
 def spec_of(path: Path, **given: Any) -> DiskSpec:
-    """Return a specification of a tier in `path`, of 1 GiB if nothing else is said."""
-    return DiskSpec.model_validate({"path": path, "bytes_max": 1 << 30, **given})
+    """Return a specification of a tier in `path`, of 1 GiB if nothing else is given."""
+    return DiskSpec.model_validate({"path": path, "bytes_max": 1 << 30, **PATIENT, **given})
 
 
 @contextlib.asynccontextmanager

@@ -6,7 +6,7 @@ import asyncio
 import base64
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from kvpipe.geometry import Geometry, Group, Layer
 from kvpipe.messages import TierOrder
 from kvpipe.testing.held_tier import DictSpec, HeldTier
+from kvpipe.testing.waiting import PATIENT, WAIT_S, eventually
 from kvpipe.tiers import carrier, guard
 from kvpipe.tiers.base import Get, Read, Tier, blocking
 from kvpipe.tiers.carrier import Carried, Carrier
@@ -31,7 +32,6 @@ GEOMETRY = Geometry(
     (Group((Layer("a", PAGE), Layer("b", 2 * PAGE)), 32), Group((Layer("c", PAGE),), 32, 64)), 128, 8 * 8192
 )
 SPACE, CHUNK = "0" * 32, bytes(range(32))
-WAIT_S = 20.0
 
 
 class Rank:
@@ -39,12 +39,14 @@ class Rank:
 
     def __init__(
         self, tiers: Sequence[Tier], shares: tuple[Share, ...] = (), place: int = 0, ranks: int = 1, *, most: int = 1,
-        trace: Recorder = OFF, **spec: Any,
+        trace: Recorder = OFF, probe_s: float = WAIT_S, **spec: Any,
     ) -> None:  # fmt: skip
-        """`spec`: keys of every tier. `most`: its `share_ranks_max`."""
+        """`spec`: keys of every tier. `most`: its `share_ranks_max`. `probe_s`: until what is left alone is probed."""
         self.pool, self.counters, self._ids = HostPool(GEOMETRY), Counters(), 0
-        reported = DictSpec.model_validate({"timeout_ms_max": 60_000} | spec)
+        reported = DictSpec.model_validate(PATIENT | spec)
         self.tiers: list[GuardedTier] = guarded([(tier.name, reported, tier) for tier in tiers], (READ, WRITE), trace)
+        for one in self.tiers:
+            one.probe_s = probe_s
         of: dict[str, Any] = {"rank": place, "ranks": ranks, "shares": shares, "share_ranks_max": most}
         self.carrier = Carrier(self.tiers, GEOMETRY, self.pool, counters=self.counters, trace=trace, **of)
 
@@ -66,6 +68,10 @@ class Rank:
             out += self.carrier.collect()
             time.sleep(0.001)
         return [one.ok for one in out]
+
+    def probe_until(self, true: Callable[[], bool]) -> None:
+        """Probe what is left alone until `true` is."""
+        assert eventually(lambda: self.carrier.probe_now() or true(), every_s=0.01)  # type: ignore[func-returns-value]
 
     def fill(self, slot: int, seed: int) -> torch.Tensor:
         """Give a slot random bytes, and return a copy of them."""
@@ -204,11 +210,7 @@ def test_a_tier_that_fails_is_left_alone_and_comes_back() -> None:
         assert rank.ended() == [False]
         assert rank.counters["tier_failed"] == FAULTS_MAX, "it was tried"
         tier.trouble = "none"
-        limit = time.monotonic() + WAIT_S
-        while not rank.tiers[0].breakers[WRITE].allows:
-            assert time.monotonic() < limit
-            rank.carrier.probe_now()
-            time.sleep(0.01)
+        rank.probe_until(lambda: rank.tiers[0].breakers[WRITE].allows)
         rank.carry(stores=True, slot=0)
         assert rank.ended() == [True]
         assert rank.tiers[0].breakers[WRITE].state.name == "CLOSED"
@@ -230,11 +232,7 @@ def test_a_tier_that_hangs() -> None:
         assert rank.carrier.unreadable == frozenset({0})
         rank.tiers[0].timeout_s = patience_s
         tier.let_go()
-        limit = time.monotonic() + WAIT_S
-        while rank.carrier.unreadable:
-            assert time.monotonic() < limit
-            rank.carrier.probe_now()
-            time.sleep(0.01)
+        rank.probe_until(lambda: not rank.carrier.unreadable)
         rank.carry(stores=False, slot=0)
         assert rank.ended() == [True]
 
@@ -242,13 +240,15 @@ def test_a_tier_that_hangs() -> None:
 def test_a_queue_that_is_too_long() -> None:
     """An order for which no lane becomes free in time fails, and is no failure of the tier, which may be well."""
     tier = HeldTier()
-    with _rank(tier, timeout_ms_max=30, lanes=1) as rank:
+    with _rank(tier, lanes=1) as rank:
+        patience_s, rank.tiers[0].timeout_s = rank.tiers[0].timeout_s, 0.03
         taken = rank.carrier._turns[0][READ]
         rank.carrier.loop.put(lambda: taken.acquire_on_behalf_of_nowait("somebody"))
         rank.carry(stores=False, slot=0)
         assert rank.ended() == [False]
         assert rank.tiers[0].breakers[READ].allows
         rank.carrier.loop.put(lambda: taken.release_on_behalf_of("somebody"))
+        rank.tiers[0].timeout_s = patience_s
         rank.carry(stores=True, slot=0)
         assert rank.ended() == [True]
         rank.carry(stores=False, slot=0)
@@ -358,10 +358,9 @@ class _Rude(HeldTier):
 
 def test_a_tier_ends_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it raises is a failure like any other, also what would end the task or the process."""
-    monkeypatch.setattr(guard, "PROBE_S", 0.001)
     monkeypatch.setattr(guard, "FAULTS_MAX", 10)
     tier = _Rude()
-    with _rank(tier) as rank:
+    with _rank(tier, probe_s=0.001) as rank:
         limit = time.monotonic() + WAIT_S
         while tier.ends or not rank.tiers[0].breakers[READ].allows:
             assert time.monotonic() < limit

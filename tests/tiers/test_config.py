@@ -13,6 +13,7 @@ import pytest
 from kvpipe import config_errors, plugins
 from kvpipe.config import load_settings
 from kvpipe.errors import ConfigError
+from kvpipe.testing.waiting import WAIT_S
 from kvpipe.tiers.registry import named, parse_tier, parse_tiers, spec_of
 
 KINDS = ["disk", "redis", "s3", "mooncake"]
@@ -248,7 +249,7 @@ def test_tiers_need_no_client_to_be_configured() -> None:
         "print([name for name in ('redis', 'obstore', 'mooncake', 'cryptography', 'torch') if name in sys.modules])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, " ".join(URLS)], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code, " ".join(URLS)], capture_output=True, text=True, timeout=WAIT_S, check=True
     )
     assert done.stdout == "[]\n"
 

@@ -17,6 +17,7 @@ import anyio
 import pytest
 
 from kvpipe.testing.buffers import aligned, some_key
+from kvpipe.testing.waiting import WAIT_S
 from kvpipe.tiers.base import Capacity, Get, Key, Read
 from kvpipe.tiers.disk.files import TMP
 from kvpipe.tiers.disk.tier import DiskTier
@@ -62,7 +63,7 @@ class Killer:
             pass
         late = self._start(CHILDREN - len(early))
         for _ in late:
-            assert self._open.acquire(timeout=30)
+            assert self._open.acquire(timeout=WAIT_S)
         self._kill(late, chance, LIFE_S_MAX)
 
     def _start(self, count: int) -> list[int]:
@@ -70,7 +71,7 @@ class Killer:
         for _ in range(count):
             self.server.stdin.write(f"{len(self._pids) * PER_CHILD}\n")
             self.server.stdin.flush()
-            assert self._said.acquire(timeout=30)
+            assert self._said.acquire(timeout=WAIT_S)
         return self._pids[-count:]
 
     def _kill(self, pids: list[int], chance: random.Random, life_s_max: float) -> None:

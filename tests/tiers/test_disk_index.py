@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -17,10 +16,13 @@ import anyio
 import pytest
 
 from kvpipe.testing.buffers import NAMESPACE, put, some_key
-from kvpipe.testing.tier_conformance import WAIT_S, run
+from kvpipe.testing.tier_conformance import run, tried
+from kvpipe.testing.tier_worlds.disk import grow_old
+from kvpipe.testing.waiting import WAIT_S
 from kvpipe.tiers.base import Capacity, Key, Read, TierError, TierFullError, Written
 from kvpipe.tiers.disk import files as disk_files
 from kvpipe.tiers.disk import index as disk_index
+from kvpipe.tiers.disk import tier as disk_tier
 from kvpipe.tiers.disk.files import TMP, place
 from kvpipe.tiers.disk.tier import DiskTier
 from tests.tiers.disks import (
@@ -33,12 +35,11 @@ from tests.tiers.disks import (
 
 
 def test_others_values_are_found_soon(tmp_path: Path) -> None:
-    """What another client writes or deletes is known within a second, also to one that only reads."""
+    """What another client writes or deletes is known soon, also to one that only reads."""
+    assert disk_tier._LOOK_S < disk_tier._OLD_S < 1
 
     async def known(tier: DiskTier, wanted: list[bool]) -> None:
-        until = time.monotonic() + 1
-        while await tier.exists([some_key(1), some_key(2)]) != wanted:
-            assert time.monotonic() < until
+        while await tier.exists([some_key(1), some_key(2)]) != wanted:  # noqa: ASYNC110  (nothing tells)
             await anyio.sleep(0.02)
 
     async def play() -> None:
@@ -196,7 +197,7 @@ def test_lookups_that_wait_hold_no_thread(tmp_path: Path, monkeypatch: pytest.Mo
     async def play() -> None:
         async with opened(tmp_path) as tier:
             await tier.write([put(1, 4096)])
-            await anyio.sleep(0.6)  # what is known is old
+            grow_old(tier)
             before = threading.active_count()
             monkeypatch.setattr(disk_index.Index, "refresh", slow)
             answers: list[list[bool]] = []
@@ -212,6 +213,8 @@ def test_lookups_that_wait_hold_no_thread(tmp_path: Path, monkeypatch: pytest.Mo
                 assert anyio.to_thread.current_default_thread_limiter().borrowed_tokens == 0
                 assert await reads(tier, 1, 4096) is Read.HIT, "others go on"
                 assert not answers
+                for age in ("_OLD_S", "_LOOK_S"):  # however late those who wait go on
+                    monkeypatch.setattr(disk_tier, age, WAIT_S)
                 go_on.set()
             assert answers == [[True, False]] * 200
             assert len(passes) == 1
@@ -228,7 +231,7 @@ def test_a_listing_that_does_not_end_is_waited_for_no_longer_than_said(
     async def play() -> None:
         async with opened(tmp_path, timeout_ms_max=200) as tier:
             await tier.write([put(1, 4096)])
-            await anyio.sleep(0.6)
+            grow_old(tier)
             monkeypatch.setattr(disk_index.Index, "refresh", lambda *_: go_on.wait(WAIT_S))
             for _ in range(2):
                 with pytest.raises(TierError, match="no listing in timeout_ms_max=200"):
@@ -237,7 +240,7 @@ def test_a_listing_that_does_not_end_is_waited_for_no_longer_than_said(
             go_on.set()
             await tier.close()
             await tier.open()
-            assert await tier.exists([some_key(1)]) == [True]
+            assert await tried(tier.exists, [some_key(1)]) == [True]
 
     run(play)
 
@@ -256,7 +259,7 @@ def test_a_lookup_looks_at_its_own_namespace_only(tmp_path: Path, monkeypatch: p
     async def play() -> None:
         async with opened(tmp_path, writes=False) as reader, opened(tmp_path) as other:
             await other.write([put(1, 4096), *(put(2, 4096, namespace=f"{i:032x}") for i in range(100))])
-            await anyio.sleep(0.6)
+            grow_old(reader)
             monkeypatch.setattr(disk_index, "folder", counted)
             assert await reader.exists([some_key(1)]) == [True]
             assert len(looked) <= 4
@@ -348,7 +351,7 @@ from pathlib import Path
 from kvpipe.tiers.base import Written
 from kvpipe.testing.buffers import put, some_key
 from tests.tiers.disks import opened
-from kvpipe.testing.tier_conformance import WAIT_S, run
+from kvpipe.testing.tier_conformance import run
 async def play():
     async with opened(Path(sys.argv[1])) as tier:
         for i in range(150):
@@ -364,7 +367,7 @@ def test_a_folder_is_not_removed_under_a_writer(tmp_path: Path) -> None:
         subprocess.Popen([sys.executable, "-c", CHURN, str(tmp_path)], stderr=subprocess.PIPE) for _ in range(3)
     ]
     try:
-        assert [(child.communicate(timeout=60)[1], child.returncode) for child in children] == [(b"", 0)] * 3
+        assert [(child.communicate(timeout=WAIT_S)[1], child.returncode) for child in children] == [(b"", 0)] * 3
     finally:
         for child in children:
             child.kill()

@@ -15,6 +15,7 @@ import pytest
 
 from kvpipe.testing.buffers import content, put, some_key
 from kvpipe.testing.tier_conformance import run
+from kvpipe.testing.waiting import WAIT_S
 from kvpipe.tiers.base import Capacity, Read, TierFullError, Written
 from kvpipe.tiers.disk.files import ACCOUNT, TMP
 from tests.tiers.disks import (
@@ -136,7 +137,7 @@ def test_the_bound_holds_for_all_processes_together(tmp_path: Path) -> None:
     children = [subprocess.Popen([*command, str(10_000 * n)]) for n in range(3)]
     most, seen = 0, set[str]()
     try:
-        until = time.monotonic() + 60
+        until = time.monotonic() + WAIT_S
         while len(seen) < 200 and time.monotonic() < until:
             with contextlib.suppress(FileNotFoundError), (tmp_path / ACCOUNT).open("r+") as account:
                 fcntl.flock(account, fcntl.LOCK_EX)  # else files are moved while they are counted

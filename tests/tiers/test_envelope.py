@@ -17,6 +17,7 @@ import xxhash
 from kvpipe.errors import ConfigError, TransferError
 from kvpipe.testing.buffers import aligned, content, filled, some_key
 from kvpipe.testing.held_tier import DictSpec
+from kvpipe.testing.waiting import WAIT_S
 from kvpipe.tiers.base import ALIGN_BYTES, Key
 from kvpipe.tiers.envelope import HEADER_BYTES, Cipher, DamagedError, Sealer, describe
 from kvpipe.tiers.keyring import KEYS_MAX, secrets_of
@@ -324,7 +325,7 @@ except ConfigError as error:
 
 def test_encryption_needs_its_extra_only_where_it_is_used() -> None:
     """Without the package, plain values work; a secret is refused with what to install."""
-    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=WAIT_S, check=True)
     assert done.stdout == "kvpipe: encryption needs the package cryptography; pip install 'kvpipe[encryption]'\n"
 
 

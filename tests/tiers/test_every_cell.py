@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
 from kvpipe.statemachine import breaker, carry
 from kvpipe.statemachine.core import Machine
 from kvpipe.testing.held_tier import HeldTier
+from kvpipe.testing.waiting import WAIT_S, eventually
 from kvpipe.tiers.guard import FAULTS_MAX, READ
 from kvpipe.trace.recorder import Recorder
 from kvpipe.trace.replay import Replay
-from tests.tiers.test_carrier import WAIT_S, Rank
+from tests.tiers.test_carrier import Rank
 
 
 class TracedRank(Rank):
@@ -39,10 +39,7 @@ def _legal(machine: Machine) -> set[tuple[str, str]]:
 
 
 def _until(true: Callable[[], bool]) -> None:
-    limit = time.monotonic() + WAIT_S
-    while not true():
-        assert time.monotonic() < limit
-        time.sleep(0.001)
+    assert eventually(true)
 
 
 def test_every_cell_of_an_order_is_taken() -> None:
@@ -77,20 +74,13 @@ def test_every_cell_of_a_breaker_is_taken() -> None:
     guard = rank.tiers[0]
     reads = guard.breakers[READ]
 
-    def probe_until(true: Callable[[], bool]) -> None:
-        def probed() -> bool:
-            rank.carrier.probe_now()
-            return true()
-
-        _until(probed)
-
     def leave() -> None:
         rank.carrier.loop.put(lambda: guard.fault(READ, "it took too long", slow=True))
         _until(lambda: reads.state.row == breaker.OPEN)
 
     def come_back() -> None:
         tier.trouble = "none"
-        probe_until(lambda: reads.state.row == breaker.HALF_OPEN)
+        rank.probe_until(lambda: reads.state.row == breaker.HALF_OPEN)
 
     def fetch(count: int = 1, trouble: str = "none", *, left_meanwhile: bool = False) -> None:
         tier.trouble = trouble
@@ -106,7 +96,7 @@ def test_every_cell_of_a_breaker_is_taken() -> None:
 
     fetch()
     fetch(FAULTS_MAX, "down")
-    probe_until(lambda: any(event == breaker.PROBE_FAILED for _, event in rank.taken(breaker.BREAKER)))
+    rank.probe_until(lambda: any(event == breaker.PROBE_FAILED for _, event in rank.taken(breaker.BREAKER)))
     come_back()
     fetch()
     assert reads.state.row == breaker.CLOSED

@@ -5,7 +5,6 @@ Every such answer is a failure of that tier: a miss, never a wrong one, and afte
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,12 +13,13 @@ import pytest
 from pydantic import ByteSize
 
 from kvpipe.testing.held_tier import DictSpec, HeldTier
+from kvpipe.testing.waiting import PATIENT, eventually
 from kvpipe.tiers.base import Capacity, Read, TierError, Written
 from kvpipe.tiers.finder import Finder, TierLookup
 from kvpipe.tiers.guard import FAULTS_MAX, FIND, READ, WRITE, capacity_of, guarded
 from tests.tiers.test_carrier import Rank
 
-SPACE, WAIT_S = "1" * 32, 20.0
+SPACE = "1" * 32
 KEYS = [bytes([unit]) * 32 for unit in range(8)]
 
 
@@ -55,7 +55,7 @@ def test_a_lookup_finds_nothing(lie: str, monkeypatch: pytest.MonkeyPatch) -> No
     """What `exists` has not answered as it should is not found, and the tier is left alone."""
     tier, received = HeldTier(), list[str]()
     monkeypatch.setattr(tier, "exists", LIES[lie])
-    spec = DictSpec.model_validate({"timeout_ms_max": 60_000})
+    spec = DictSpec.model_validate(PATIENT)
     finder = Finder(
         guarded([("lying", spec, tier)], (FIND,)),
         ranks=1,
@@ -66,10 +66,7 @@ def test_a_lookup_finds_nothing(lie: str, monkeypatch: pytest.MonkeyPatch) -> No
         for _ in range(FAULTS_MAX):
             lookup = TierLookup(KEYS, ((0, 4), (0, 8)), groups=(0,), space=SPACE, seconds_max=60)
             finder.ask(lookup)
-            limit = time.monotonic() + WAIT_S
-            while not lookup.done:
-                assert time.monotonic() < limit
-                time.sleep(0.001)
+            assert eventually(lambda asked=lookup: asked.done)  # type: ignore[misc]
             assert (lookup.found, lookup.down) == ({}, True)
         assert all(one.startswith("lying find lying: ") for one in received)
         assert not finder.tiers[0].breakers[FIND].allows

@@ -19,7 +19,7 @@ from kvpipe.testing.tier_conformance import run
 from kvpipe.tiers.base import Read, Written
 from kvpipe.tiers.mooncake import tier as mooncake
 from kvpipe.tiers.mooncake.spec import MooncakeSpec
-from tests.tiers.mooncake_clients import KIB, LENDS, MIB, QUICK, client, fails, soon
+from tests.tiers.mooncake_clients import KIB, LENDS, MIB, QUICK, client, fails, soon, stored
 
 # ---- what a user writes -------------------------------------------------------------------------------------------
 
@@ -125,7 +125,7 @@ def test_a_replica_outlives_the_owner_of_the_other() -> None:
     async def play(of: Master, first: subprocess.Popen[str]) -> None:
         async with client(of, replicas=2, **QUICK) as tier:
             puts = [put(i, 256 * KIB) for i in range(4)]
-            assert await tier.write(puts) == [Written.STORED] * 4
+            await stored(tier, *puts)
             first.kill()
             gets = [get(i, 256 * KIB) for i in range(4)]
             await soon(partial(tier.read, gets), [Read.HIT] * 4)

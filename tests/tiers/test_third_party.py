@@ -10,15 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from kvpipe.testing.waiting import WAIT_S
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "tests" / "third_party_tier"
-WAIT_S = 300
 
 
 def run(*command: str | Path, cwd: Path, ok: bool = True) -> str:
     """Return what a command prints; it knows nothing of this tree but what is installed."""
     env = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "KVPIPE", "VIRTUAL"))}
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=5 * WAIT_S, check=False)
     assert (done.returncode == 0) == ok, done.stdout + done.stderr
     return done.stdout + done.stderr
 

@@ -21,7 +21,7 @@ def use(kind: str, folder: Path, play: Callable[[Secured, Tier], Coroutine[Any, 
     """Run `play` with a server with TLS and an open client of it, which holds none of the test's keys."""
 
     async def opened(server: Secured) -> None:
-        spec = parse_tier(server.keys | {"timeout_ms_max": 5000})
+        spec = parse_tier(server.keys | {"timeout_ms_max": 10_000})
         async with client(TierWorld(lambda: spec.make(kind), spec)) as tier:
             await tier.delete([some_key(1), some_key(2)])  # of a server that other tests use, too
             await play(server, tier)

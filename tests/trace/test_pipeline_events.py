@@ -4,26 +4,71 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from kvpipe.loop import LoopThread
 from kvpipe.messages import Kind
-from kvpipe.testing.pipeline_rig import WAIT_S, FakeEngine, Rig, Waiting, job, plan, small_geometry
+from kvpipe.testing.pipeline_rig import FakeEngine, Rig, Waiting, job, plan, small_geometry
+from kvpipe.testing.waiting import PATIENT_MS, WAIT_S, eventually
 from kvpipe.trace import events as e
 from kvpipe.trace import transitions
 from kvpipe.trace.recorder import Recorder
 from kvpipe.trace.replay import Replay
+from kvpipe.transfer import base
 from kvpipe.transfer.base import CopyPlan, Direction, Ticket
 from kvpipe.transfer.cpu import CpuEngine
-from kvpipe.worker import copies
+from kvpipe.worker import batch, copies, watchdog
 from kvpipe.worker.pipeline import Pipeline
 from kvpipe.worker.watchdog import STUCK
 
 SAVE, SYNC, ASYNC = Kind.SAVE, Kind.LOAD_SYNC, Kind.LOAD_ASYNC
-STUCK_MS = 40
+STUCK_MS = PATIENT_MS
+
+
+class Clock:
+    """The real time, and what a test adds to it: until it does nothing is stuck, however slow the machine is."""
+
+    def __init__(self) -> None:
+        """Nothing is added."""
+        self.ahead_ns = self.asked = 0
+
+    def monotonic_ns(self) -> int:
+        """See `time.monotonic_ns`."""
+        self.asked += 1
+        return time.monotonic_ns() + self.ahead_ns
+
+
+class Clocks:
+    """What the watchdog takes for the time, and what all others do."""
+
+    def __init__(self) -> None:
+        """Both are right."""
+        self.watchdogs, self.others = Clock(), Clock()
+
+    def later(self, limits: float, *, moved: bool = False) -> None:
+        """Let so many times `stuck_ms_max` have passed. `moved`: for what comes from now on, too."""
+        passed_ns = int(limits * STUCK_MS * 1e6)
+        self.watchdogs.ahead_ns += passed_ns
+        self.others.ahead_ns += moved * passed_ns
+        self.look()
+
+    def look(self) -> None:
+        """Wait until the watchdog has looked some times more."""
+        enough = self.watchdogs.asked + 3
+        assert eventually(lambda: self.watchdogs.asked >= enough)
+
+
+@pytest.fixture
+def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
+    """The clocks of all pipelines; watchdogs look each few milliseconds."""
+    made = Clocks()
+    monkeypatch.setattr(watchdog, "LOOKS_PER_LIMIT", STUCK_MS / 5)
+    monkeypatch.setattr(watchdog, "time", made.watchdogs)
+    for module in (batch, copies, base):
+        monkeypatch.setattr(module, "time", made.others)
+    return made
 
 
 class Told(Rig):
@@ -58,13 +103,6 @@ class Told(Rig):
         for one in self.events:
             done.feed(one)
         return done
-
-
-def _until(true: Callable[[], bool]) -> None:
-    limit = time.monotonic() + WAIT_S
-    while not true():
-        assert time.monotonic() < limit
-        time.sleep(0.005)
 
 
 def test_every_layer_of_a_save_is_told() -> None:
@@ -154,7 +192,7 @@ class Obliging(FakeEngine):
         return ticket.over or self.can
 
 
-def test_a_stuck_load_is_reported_and_failed() -> None:
+def test_a_stuck_load_is_reported_and_failed(clocks: Clocks) -> None:
     """With its last transitions; vLLM hears of it without anybody waiting."""
     engine = Obliging()
     rig = Told(engine, stuck_ms_max=STUCK_MS)
@@ -162,8 +200,10 @@ def test_a_stuck_load_is_reported_and_failed() -> None:
     rig.pipeline.start_loads()
     engine.complete(Direction.LOAD)
     rig.pipeline.end_step()
+    rig.settle()
+    clocks.later(2)
     ended: list[object] = []
-    _until(lambda: bool(ended.extend(rig.pipeline.collect()) or ended))  # type: ignore[func-returns-value]
+    assert eventually(lambda: bool(ended.extend(rig.pipeline.collect()) or ended))  # type: ignore[func-returns-value]
     (outcome,) = ended
     assert (outcome.ok, outcome.why) == (False, STUCK)  # type: ignore[attr-defined]
     assert rig.counters["stuck"] == 1
@@ -174,7 +214,7 @@ def test_a_stuck_load_is_reported_and_failed() -> None:
     assert stuck.last == ["confirm -> CONFIRMED", "landed_next -> CONFIRMED_LAYER_0"]
     engine.complete_all()  # the news after all
     rig.settle()
-    time.sleep(3 * STUCK_MS / 1000)
+    clocks.look()
     assert rig.pipeline.collect() == []
     assert rig.counters["stuck"] == 1
     assert not rig.pipeline.copies.live
@@ -182,7 +222,7 @@ def test_a_stuck_load_is_reported_and_failed() -> None:
     rig.pipeline.shutdown()
 
 
-def test_a_stuck_load_that_may_still_write_is_not_given_back() -> None:
+def test_a_stuck_load_that_may_still_write_is_not_given_back(clocks: Clocks) -> None:
     """It is failed, but its blocks are vLLM's again only when nothing can write to them."""
     engine = Obliging()
     engine.can = False
@@ -190,12 +230,13 @@ def test_a_stuck_load_that_may_still_write_is_not_given_back() -> None:
     rig.pipeline.begin(plan(job(1, ASYNC, [(0, 0, 0, 3)])))
     rig.pipeline.start_loads()
     rig.pipeline.end_step()
-    _until(lambda: rig.counters["stuck"] == 1)
-    time.sleep(3 * STUCK_MS / 1000)
+    clocks.later(2)
+    assert eventually(lambda: rig.counters["stuck"] == 1)
+    clocks.look()
     assert rig.pipeline.collect() == []
     assert rig.counters["stuck"] == 1
     engine.can = True
-    _until(lambda: rig.pipeline.copies.outbox.__len__() == 1)
+    assert eventually(lambda: rig.pipeline.copies.outbox.__len__() == 1)
     assert [outcome.ok for outcome in rig.pipeline.collect()] == [False]
     rig.pipeline.shutdown()
 
@@ -215,14 +256,16 @@ def test_the_watchdog_begins_when_there_is_a_loop(monkeypatch: pytest.MonkeyPatc
     rig.pipeline.shutdown()
 
 
-def test_each_stuck_job_is_told_with_its_own_moves() -> None:
+def test_each_stuck_job_is_told_with_its_own_moves(clocks: Clocks) -> None:
     """Of many in one batch too."""
     rig = Told(Obliging(), stuck_ms_max=STUCK_MS)
     rig.pipeline.begin(plan(*(job(i, ASYNC, [(0, 0, 0, i)]) for i in range(9))))
     rig.pipeline.start_loads()
     rig.engine.complete(Direction.LOAD)
     rig.pipeline.end_step()
-    _until(lambda: rig.counters["stuck"] == 9)
+    rig.settle()
+    clocks.later(2)
+    assert eventually(lambda: rig.counters["stuck"] == 9)
     rig.settle()
     stuck = rig.told(e.Stuck)
     assert [one.job for one in stuck if isinstance(one, e.Stuck)] == list(range(9))
@@ -231,14 +274,15 @@ def test_each_stuck_job_is_told_with_its_own_moves() -> None:
     rig.pipeline.shutdown()
 
 
-def test_what_is_submitted_to_a_stuck_batch_is_not_begun() -> None:
+def test_what_is_submitted_to_a_stuck_batch_is_not_begun(clocks: Clocks) -> None:
     """Its step goes on, but nothing is copied any more, and it is reported when what was begun is over."""
     engine = Obliging()
     engine.can = False
     rig = Told(engine, stuck_ms_max=STUCK_MS)
     rig.pipeline.begin(plan(job(1, SAVE, [(0, 0, 0, 3)])))
     rig.pipeline.save_layer(0)
-    _until(lambda: rig.counters["stuck"] == 1)
+    clocks.later(2)
+    assert eventually(lambda: rig.counters["stuck"] == 1)
     rig.settle()
     for layer in range(1, rig.layers):
         rig.pipeline.save_layer(layer)
@@ -253,15 +297,16 @@ def test_what_is_submitted_to_a_stuck_batch_is_not_begun() -> None:
     rig.pipeline.shutdown()
 
 
-def test_what_moves_or_waits_for_its_step_is_not_stuck() -> None:
+def test_what_moves_or_waits_for_its_step_is_not_stuck(clocks: Clocks) -> None:
     """A save whose copies are all there may wait for the end of a long step."""
     rig = Told(Obliging(), stuck_ms_max=STUCK_MS)
     rig.pipeline.begin(plan(job(1, SAVE, [(0, 0, 0, 3)])))
     for layer in range(rig.layers):
         rig.pipeline.save_layer(layer)
         rig.engine.complete(Direction.SAVE)
-        time.sleep(STUCK_MS / 2000)
-    time.sleep(3 * STUCK_MS / 1000)
+        rig.settle()
+        clocks.later(0.5, moved=True)
+    clocks.later(3, moved=True)
     rig.pipeline.end_step()
     assert rig.news() == {1: True}
     assert rig.counters["stuck"] == 0

@@ -16,6 +16,7 @@ import pytest
 from kvpipe.testing import browser as browser_module
 from kvpipe.testing.browser import ENTER, WINDOW, Browser, BrowserError, BrowserMissingError
 from kvpipe.testing.synthetic_trace import HOSTILE, MS, ORIGIN_NS, moment, play
+from kvpipe.testing.waiting import eventually
 from kvpipe.trace import events as e
 from kvpipe.trace.events import Event
 from kvpipe.trace.spans import LIFE, Timeline
@@ -322,10 +323,7 @@ def test_no_process_is_left_behind() -> None:
         assert _processes(profile)
         assert browser.run("return matchMedia('(prefers-color-scheme: dark)').matches")
         browser.run("throw new Error('as a failing test does')")
-    until = time.monotonic() + 5
-    while _processes(profile) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not _processes(profile)
+    assert eventually(lambda: not _processes(profile), every_s=0.05)
     assert not Path(profile).exists()
 
 

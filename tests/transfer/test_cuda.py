@@ -19,7 +19,8 @@ from kvpipe.errors import UnsupportedError
 from kvpipe.messages import Kind
 from kvpipe.testing.fake_device import CAPTURING, ILLEGAL_ACCESS, FakeDevice, landed_of
 from kvpipe.testing.transfer_programs import loads_are_right, saves_are_right, schedules, slots_are_right, tables
-from kvpipe.testing.transfer_worlds import FAKES, GEOMETRY, LAYERS, WAIT_S, World, eventually, make_job, rows_of, world
+from kvpipe.testing.transfer_worlds import FAKES, GEOMETRY, LAYERS, World, make_job, rows_of, world
+from kvpipe.testing.waiting import WAIT_S, eventually
 from kvpipe.transfer import cuda, ready
 from kvpipe.transfer.base import NO_JOBS, CopyPlan, Direction, TransferEngine
 from kvpipe.transfer.cpu import CpuEngine
@@ -428,7 +429,7 @@ begun.wait()
 
 def test_a_process_may_end_while_it_pins() -> None:
     """Without a shutdown: what is being pinned is awaited, nothing is pinned after it, and nothing stays pinned."""
-    ran = subprocess.run([sys.executable, "-c", EXIT], capture_output=True, text=True, timeout=60, check=False)
+    ran = subprocess.run([sys.executable, "-c", EXIT], capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert (ran.returncode, ran.stderr) == (0, "")
     tried, left = map(int, ran.stdout.split())
     assert 2 <= tried < GEOMETRY.slots

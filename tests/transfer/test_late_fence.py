@@ -7,18 +7,8 @@ from hypothesis import given, settings
 
 from kvpipe.messages import Kind, StepPlan
 from kvpipe.testing.transfer_programs import schedules
-from kvpipe.testing.transfer_worlds import (
-    FAKES,
-    GEOMETRY,
-    KINDS,
-    LAYERS,
-    WAIT_S,
-    World,
-    make_job,
-    rows_of,
-    value_of,
-    world,
-)
+from kvpipe.testing.transfer_worlds import FAKES, GEOMETRY, KINDS, LAYERS, World, make_job, rows_of, value_of, world
+from kvpipe.testing.waiting import WAIT_S
 from kvpipe.trace.log import Counters
 from kvpipe.worker.pipeline import Pipeline
 

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.gpu import probe, runs
 from kvpipe.errors import TransferError
+from kvpipe.testing.waiting import WAIT_S
 from kvpipe.transfer.movers import Mover
 
 ROOT = Path(__file__).parents[2]
@@ -266,7 +267,7 @@ def test_the_movers_tested_are_the_devices() -> None:
     """By their ids, and no simulated one: on a machine without a device each is skipped."""
     movers = next(one for one in runs.PARTS[0] if one.name == "movers")
     line = [sys.executable, "-m", "pytest", *movers.arguments, "--collect-only"]
-    done = subprocess.run(line, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(line, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=True, timeout=WAIT_S)
     tests = [message for message in done.stdout.splitlines() if "::" in message]
     assert {mover.value for mover in Mover} == {test.rpartition("cuda_")[2].rstrip("]") for test in tests}
 

@@ -15,7 +15,7 @@ import pytest
 from kvpipe import headroom
 from kvpipe.geometry import Geometry, Group, Layer
 from kvpipe.headroom import Headroom, tightest
-from kvpipe.testing.transfer_worlds import eventually
+from kvpipe.testing.waiting import eventually
 from kvpipe.transfer import ready
 from kvpipe.transfer.pool import HostPool
 from kvpipe.transfer.ready import Manners, Readier

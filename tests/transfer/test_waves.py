@@ -14,18 +14,8 @@ from structlog.testing import capture_logs
 
 from kvpipe.messages import Kind
 from kvpipe.testing.fake_device import FakeEvent, FakeStream
-from kvpipe.testing.transfer_worlds import (
-    FAKES,
-    GEOMETRY,
-    LAYERS,
-    PAGE_BYTES,
-    WAIT_S,
-    World,
-    eventually,
-    make_job,
-    rows_of,
-    world,
-)
+from kvpipe.testing.transfer_worlds import FAKES, GEOMETRY, LAYERS, PAGE_BYTES, World, make_job, rows_of, world
+from kvpipe.testing.waiting import WAIT_S, eventually
 from kvpipe.transfer import cuda
 from kvpipe.transfer.base import CopyPlan, Direction, Ticket
 from kvpipe.transfer.cuda import WAVES_AHEAD, CudaEngine, OrderingPoint

@@ -12,7 +12,7 @@ import pytest
 import structlog
 
 from kvpipe.loop import LoopThread
-from kvpipe.testing.pipeline_rig import WAIT_S
+from kvpipe.testing.waiting import WAIT_S
 from kvpipe.trace.log import configure
 
 

@@ -22,7 +22,7 @@ from kvpipe.cli import main as cli
 from kvpipe.control import check_control_file, read_freeze, watch_control_file, write_freeze
 from kvpipe.errors import ConfigError
 from kvpipe.names import NameClaim, default_state_dir
-from kvpipe.testing.pipeline_rig import WAIT_S
+from kvpipe.testing.waiting import WAIT_S
 
 FACTS = {"dtype": "bf16", "layers": ("a", "b"), "block": 16}
 

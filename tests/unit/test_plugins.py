@@ -18,6 +18,7 @@ from kvpipe.cache.catalog import Catalog
 from kvpipe.cache.policy import Lru, make_policy
 from kvpipe.config import load_settings
 from kvpipe.errors import ConfigError, UnsupportedError
+from kvpipe.testing.waiting import WAIT_S
 from kvpipe.tiers.registry import make_tier, parse_tier
 from kvpipe.trace.log import Counters
 from kvpipe.transfer.engines import EngineOptions, make_engine
@@ -309,7 +310,7 @@ def test_ours_are_found_without_being_installed() -> None:
         cwd="/",
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=WAIT_S,
         check=True,
     )
     assert done.stdout == "['disk', 'redis', 's3', 'mooncake'] ['lru', 's3fifo', 'sessions']\n"

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from kvpipe.testing.waiting import WAIT_S
+
 SUITES = {
     "engine_conformance.EngineConformance": ("make", "test_hits_are_loaded"),
     "policy_conformance.PolicyConformance": ("make", "test_any_moves"),
@@ -34,7 +36,7 @@ class TestMine({name}):
 """
     (tmp_path / "test_mine.py").write_text(text, encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mine.py", "-k", claim]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=WAIT_S, cwd=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     assert f"TestMine does not override `{method}`: it must return " in done.stdout
     assert "passed" not in done.stdout

@@ -13,19 +13,8 @@ from structlog.testing import capture_logs
 from kvpipe.messages import Kind, Outcome, StepPlan
 from kvpipe.testing.fake_device import FakeDevice, FakeEvent, landed_of
 from kvpipe.testing.transfer_programs import schedules
-from kvpipe.testing.transfer_worlds import (
-    FAKES,
-    GEOMETRY,
-    KINDS,
-    LAYERS,
-    WAIT_S,
-    World,
-    eventually,
-    make_job,
-    rows_of,
-    value_of,
-    world,
-)
+from kvpipe.testing.transfer_worlds import FAKES, GEOMETRY, KINDS, LAYERS, World, make_job, rows_of, value_of, world
+from kvpipe.testing.waiting import WAIT_S, eventually
 from kvpipe.trace.log import Counters
 from kvpipe.transfer.cuda import OrderingPoint
 from kvpipe.worker.pipeline import Pipeline

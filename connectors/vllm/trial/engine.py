@@ -222,7 +222,7 @@ class Engine:
         """Whether requests are unfinished."""
         return bool(self.llm.llm_engine.has_unfinished_requests())
 
-    def drain(self, seconds_max: float = 120.0) -> dict[str, Any]:
+    def drain(self, seconds_max: float = 300.0) -> dict[str, Any]:
         """Step until every request is finished; return the outputs by request id."""
         outputs, limit = {}, time.monotonic() + seconds_max
         while self.busy:
@@ -233,14 +233,15 @@ class Engine:
                 raise TimeoutError(message)
         return outputs
 
-    def settle(self, steps_max: int = 10_000) -> None:
+    def settle(self, seconds_max: float = 300.0) -> None:
         """Step on until the connector owes and is owed nothing, as a serving engine's idle loop would."""
-        for _ in range(steps_max):
+        limit = time.monotonic() + seconds_max
+        while time.monotonic() < limit:
             if not (self.scheduler.has_requests() or self.connector.has_pending_push_work()):
                 return
             self.core.step()
             time.sleep(0.001)
-        message = f"jobs are still in flight after {steps_max} idle steps"
+        message = f"jobs are still in flight after {seconds_max} s"
         raise TimeoutError(message)
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int = 8, **kwargs: Any) -> list[list[int]]:  # noqa: ANN401

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from kvpipe.tiers.guard import MadeTier
 
 Move = tuple[Any, ...]
-SETTLE_SECONDS_MAX, DRAIN_STEPS_MAX = 20.0, 4000
+SETTLE_SECONDS_MAX, DRAIN_STEPS_MAX = 120.0, 4000
 UNPAUSED, THROTTLED, PROBES = 0, 3, 3
 _SAVE, _LOAD = Direction.SAVE, Direction.LOAD
 _ENDS_EARLY = frozenset({"mid_end", "early_clear", "mid_clear"})

@@ -15,8 +15,7 @@ from pathlib import Path
 
 from kvpipe.testing.servers import signals
 from kvpipe.testing.servers.sockets import LOCAL, free_port
-
-WAIT_S = 15.0
+from kvpipe.testing.waiting import WAIT_S
 
 NODE = """
 import os, sys

@@ -10,9 +10,9 @@ from collections.abc import Coroutine
 from typing import Any, Self
 
 from kvpipe.testing.servers.sockets import LOCAL
+from kvpipe.testing.waiting import WAIT_S
 
 CHUNK_BYTES = 64 << 10
-START_S = 10
 
 
 class Proxy:
@@ -49,7 +49,7 @@ class Proxy:
         """Close all connections, and the port, and end the thread."""
         self._do(self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(START_S)
+        self._thread.join(WAIT_S)
         self._loop.close()
 
     def cut(self) -> None:
@@ -65,7 +65,7 @@ class Proxy:
         self._do(self._listen())
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
-        asyncio.run_coroutine_threadsafe(work, self._loop).result(START_S)
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(WAIT_S)
 
     async def _listen(self) -> None:
         self._server = await asyncio.start_server(self._accepted, LOCAL, self.port, ssl=self._tls)

@@ -24,8 +24,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from kvpipe.testing.servers import signals
 from kvpipe.testing.servers.sockets import LOCAL, free_port, listening
+from kvpipe.testing.waiting import WAIT_S, eventually
 
-START_S = 20.0
 NODE_TIMEOUT_MS = 15_000
 SLOTS, PRIMARIES = 16384, 3
 
@@ -59,7 +59,7 @@ class RedisServer:
         words = [program(self.kind), "--port", str(self.port), "--bind", LOCAL, "--dir", str(self.folder)]
         words += ["--save", "", "--logfile", str(self.folder / "log"), *self.options]
         self.process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        until = time.monotonic() + START_S
+        until = time.monotonic() + WAIT_S
         while True:
             try:
                 self.ask("PING")
@@ -123,10 +123,7 @@ def cluster(kind: str) -> Iterator[list[RedisServer]]:
 
 def settle(servers: list[RedisServer]) -> None:
     """Wait until all servers of a cluster know that all slots are served."""
-    until = time.monotonic() + START_S
-    while not all(_whole(server, len(servers)) for server in servers):
-        assert time.monotonic() < until, [server.ask("CLUSTER", "INFO") for server in servers]
-        time.sleep(0.02)
+    assert eventually(lambda: all(_whole(server, len(servers)) for server in servers))
 
 
 def _whole(server: RedisServer, count: int) -> bool:

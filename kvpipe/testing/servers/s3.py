@@ -19,9 +19,9 @@ from typing import Self
 
 from kvpipe.testing.servers import signals
 from kvpipe.testing.servers.sockets import LOCAL, free_port
+from kvpipe.testing.waiting import WAIT_S
 
 BUCKET = "kvpipe-tests"
-START_S = 30.0
 
 _numbers = itertools.count(1)
 
@@ -46,7 +46,7 @@ class S3Server:
         self._process = subprocess.Popen(
             command, env=self._environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-        until = time.monotonic() + START_S
+        until = time.monotonic() + WAIT_S
         while True:
             try:
                 assert self.ask("PUT", f"/{BUCKET}") == http.client.OK
@@ -59,7 +59,7 @@ class S3Server:
 
     def ask(self, method: str, path: str, body: bytes | None = None) -> int:
         """Make a request without a signature, and return its status."""
-        connection = http.client.HTTPConnection(LOCAL, self.port, timeout=START_S)
+        connection = http.client.HTTPConnection(LOCAL, self.port, timeout=WAIT_S)
         try:
             connection.request(method, path, body)
             return connection.getresponse().status

@@ -9,6 +9,7 @@ from typing import Literal
 
 from kvpipe.testing.dict_tier import DictTier
 from kvpipe.testing.tier_conformance import TierWorld
+from kvpipe.testing.waiting import PATIENT
 from kvpipe.tiers.spec import TierSpec
 
 
@@ -28,7 +29,7 @@ class SharedDictSpec(TierSpec):
 @contextmanager
 def dict_world(_folder: Path) -> Iterator[TierWorld]:
     """Set up an empty dictionary."""
-    spec = SharedDictSpec.model_validate({})
+    spec = SharedDictSpec.model_validate(PATIENT)
     yield TierWorld(lambda: spec.make("dict"), spec, frozenset({"refuses_closed"}))
 
 

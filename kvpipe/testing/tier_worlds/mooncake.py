@@ -13,6 +13,7 @@ import anyio
 
 from kvpipe.testing.servers.mooncake import Master, master, node
 from kvpipe.testing.tier_conformance import TierWorld
+from kvpipe.testing.waiting import PATIENT, WAIT_S
 from kvpipe.tiers.mooncake.spec import MooncakeSpec
 
 SEGMENT_BYTES = 512 << 20
@@ -30,7 +31,7 @@ def cluster() -> Master:
 
 def spec_of(of: Master, **given: object) -> MooncakeSpec:
     """Return how to reach it, from a client that lends nothing by default."""
-    keys = {"master": of.address, "metrics": of.metrics, "segment_bytes": 0, "buffer_bytes": "128MiB"}
+    keys = {"master": of.address, "metrics": of.metrics, "segment_bytes": 0, "buffer_bytes": "128MiB", **PATIENT}
     return MooncakeSpec.model_validate(keys | given)
 
 
@@ -46,7 +47,7 @@ async def emptied(spec: MooncakeSpec) -> None:
 def mooncake_world(_folder: Path) -> Iterator[TierWorld]:
     """Set up an empty store."""
     spec = spec_of(cluster())
-    with urlopen(f"http://{spec.metrics}/get_all_keys", timeout=5) as answer:
+    with urlopen(f"http://{spec.metrics}/get_all_keys", timeout=WAIT_S) as answer:
         if answer.read().strip():
             anyio.run(emptied, spec)
     yield TierWorld(lambda: spec.make("mooncake"), spec)

@@ -15,7 +15,8 @@ import pytest
 
 from kvpipe.testing.servers.redis import Certificates, RedisServer, certificates, cluster, serving
 from kvpipe.testing.servers.sockets import LOCAL, free_port
-from kvpipe.testing.tier_conformance import TierWorld, run
+from kvpipe.testing.tier_conformance import TierWorld, run, tried
+from kvpipe.testing.waiting import PATIENT
 from kvpipe.tiers.base import Key, Tier, TierError
 from kvpipe.tiers.redis.spec import RedisSpec
 
@@ -55,7 +56,7 @@ def guarded() -> tuple[RedisServer, int, Certificates]:
 
 def spec(port: int, **keys: Any) -> RedisSpec:
     """Return the specification of a client of a server on loopback."""
-    return RedisSpec.model_validate({"host": LOCAL, "port": port, **keys})
+    return RedisSpec.model_validate({"host": LOCAL, "port": port, **PATIENT, **keys})
 
 
 def guarded_spec(**keys: Any) -> RedisSpec:
@@ -64,15 +65,15 @@ def guarded_spec(**keys: Any) -> RedisSpec:
     os.environ[PASSWORD_ENV] = PASSWORD
     tls = {"tls": True, "tls_ca_file": files.ca, "tls_cert_file": files.cert, "tls_key_file": files.key}
     reported = {"host": "localhost", "port": port, "username": "kv", "password_env": PASSWORD_ENV}
-    return RedisSpec.model_validate(reported | tls | keys)
+    return RedisSpec.model_validate(PATIENT | reported | tls | keys)
 
 
 @asynccontextmanager
 async def client(port: int, **keys: Any) -> AsyncIterator[Tier]:
-    """Open a tier and close it."""
+    """Open a tier and close it. With a `timeout_ms_max`, which is short, open it until that is enough."""
     tier = spec(port, **keys).make("redis")
     try:
-        await tier.open()
+        await (tried(tier.open) if "timeout_ms_max" in keys else tier.open())
         yield tier
     finally:
         await tier.close()

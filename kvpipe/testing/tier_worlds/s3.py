@@ -10,6 +10,7 @@ from typing import Any
 
 from kvpipe.testing.servers.s3 import BUCKET, S3Server, fresh_prefix, shared
 from kvpipe.testing.tier_conformance import TierWorld
+from kvpipe.testing.waiting import PATIENT
 from kvpipe.tiers.s3.spec import S3Spec
 
 KEYS = {"TESTS_S3_ACCESS": "access", "TESTS_S3_SECRET": "hush-hush"}
@@ -33,7 +34,7 @@ def spec_of(server: S3Server, **keys: Any) -> S3Spec:
 @contextmanager
 def s3_world(_folder: Path) -> Iterator[TierWorld]:
     """Set up an empty prefix; values of more than 1 MiB are read in ranges."""
-    spec = spec_of(shared(), read_bytes=1 << 20)
+    spec = spec_of(shared(), read_bytes=1 << 20, **PATIENT)
     yield TierWorld(lambda: spec.make("s3"), spec)
 
 
