@@ -1,0 +1,110 @@
+"""No test depends on how slow the machine is: limits are long, and nothing is asserted of how long something took."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+
+from kvpipe.testing.waiting import WAIT_S
+from tests.unit.test_house import FILES
+
+FOLDERS = ("tests/", "property_tests/", "kvpipe/testing/")
+CLOCKS = {"monotonic", "perf_counter", "monotonic_ns", "perf_counter_ns"}
+PAUSE_S_MAX = 0.01
+"""What is as short is no limit."""
+LIMITED = {"fail_after", "settimeout", "wait", "join", "result", "communicate", "acquire"}
+"""Calls whose only argument, or one named `timeout`, is a limit."""
+SHORT_ON_PURPOSE = {
+    "tests/engine/serving.py": 60,  # a server that does not end is killed: nothing is judged by that
+}
+"""Limits that decide nothing."""
+
+
+def _reads_a_clock(node: ast.AST) -> bool:
+    return any(
+        isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute) and one.func.attr in CLOCKS
+        for one in ast.walk(node)
+    )
+
+
+def _short(node: ast.AST | None) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, int | float) and PAUSE_S_MAX < node.value < WAIT_S
+
+
+def _limits(call: ast.Call) -> Iterator[ast.AST]:
+    """Yield the limits of a call."""
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    yield from (word.value for word in call.keywords if word.arg == "timeout")
+    if name in LIMITED and len(call.args) == 1:
+        yield call.args[0]
+
+
+def _why(node: ast.AST) -> str:
+    """Return why a node fails on a slow machine, or nothing."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return "a short limit" if _reads_a_clock(node.left) and _short(node.right) else ""
+    if isinstance(node, ast.Assert):
+        orders = [one for one in ast.walk(node.test) if isinstance(one, ast.Compare)]
+        less = [one for one in orders if isinstance(one.ops[0], ast.Lt | ast.LtE) and _reads_a_clock(one.left)]
+        return "a time that something took" if any(_short(one.comparators[0]) for one in less) else ""
+    if isinstance(node, ast.Call):
+        given = {word.arg: word.value for word in node.keywords}
+        none = given.get("deadline", ast.Constant(None))
+        if not (isinstance(none, ast.Constant) and none.value is None):
+            return "a deadline"
+        return "a short limit" if any(map(_short, _limits(node))) else ""
+    return ""
+
+
+def hurried(text: str) -> Iterator[tuple[int, str]]:
+    """Yield line and reason of whatever in `text` fails on a slow machine."""
+    for node in ast.walk(ast.parse(text)):
+        if (why := _why(node)) and isinstance(node, ast.expr | ast.stmt):
+            yield node.lineno, why
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("until = time.monotonic() + 5", "a short limit"),
+        ("assert time.monotonic() - begin < 2.5", "a time that something took"),
+        ("assert time.perf_counter() - begin <= 2", "a time that something took"),
+        ("subprocess.run(command, timeout=30)", "a short limit"),
+        ("assert begun.wait(10)", "a short limit"),
+        ("with anyio.fail_after(2): pass", "a short limit"),
+        ("lock.acquire(timeout=1)", "a short limit"),
+        ("settings(deadline=200)", "a deadline"),
+    ],
+)
+def test_what_is_hurried_is_found(text: str, why: str) -> None:
+    """Each way that there was."""
+    assert [found for _, found in hurried(text)] == [why]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "until = time.monotonic() + WAIT_S",
+        "assert time.monotonic() - begin > 2.5",
+        "subprocess.run(command, timeout=5 * WAIT_S)",
+        "assert not begun.wait(0)",
+        "', '.join(names)",
+        "settings(deadline=None)",
+    ],
+)
+def test_what_is_patient_is_not(text: str) -> None:
+    """A lower bound is one that no load breaks, and none at all is no limit."""
+    assert not list(hurried(text))
+
+
+def test_no_test_is_hurried() -> None:
+    """Those that are about a limit make it short for what they hold up, not for what should be quick."""
+    found = [
+        f"{name}:{line}: {why}"
+        for name, text in FILES.items()
+        if name.startswith(FOLDERS) and name not in SHORT_ON_PURPOSE and name != "tests/unit/test_waits.py"
+        for line, why in hurried(text)
+    ]
+    assert not found, "\n".join(found)
