@@ -15,6 +15,7 @@ from benchmarks.warm import WARM_ENGINE
 from benchmarks.warm import prompt as make_prompt
 from kvpipe.connectors.vllm.trial.engine import Engine
 from kvpipe.testing.models import make_model
+from kvpipe.worker.side import WorkerSide
 
 ENGINES = 3
 USERS, PROMPT_TOKENS, ANSWER_TOKENS = 8, 2048, 2
@@ -61,8 +62,7 @@ def first_minutes(seed: int, **kvpipe: Any) -> First:
     piped_s = seconds(0)
     engine.settle()
     worker = engine.worker_connector.worker
-    assert worker is not None
-    assert worker._readier is not None
+    assert isinstance(worker, WorkerSide)
     ready, slots = worker.ready, worker.geometry.slots
     worker._readier.stop()
     with without_connector(engine):

@@ -36,6 +36,7 @@ from kvpipe.transfer.base import CopyPlan, Direction, Ticket
 from kvpipe.transfer.cpu import CpuEngine
 from kvpipe.transfer.pages import view_pages
 from kvpipe.transfer.pool import HostPool
+from kvpipe.worker.caches import PagedCaches
 from kvpipe.worker.pipeline import Pipeline
 from kvpipe.worker.side import WorkerSide
 
@@ -140,8 +141,10 @@ def _hooks() -> list[Figure]:
 
 def _idle_hooks() -> list[Figure]:
     """What every attention layer pays, as vLLM calls it: no job is open."""
-    side = WorkerSide(load_settings({}), _geometry())
-    side.pipeline = Pipeline(_NoCopy(), side.geometry, wait_ms_max=1000, counters=Counters())
+    geometry = _geometry(page=1024, pool=1 << 24)
+    caches = {layer.name: torch.zeros(1, 1, 16, 16) for layer in geometry.groups[0].layers}
+    settings, paged = load_settings({"prefault": "use"}), PagedCaches(geometry, caches, 1)
+    side = WorkerSide(settings, geometry, paged, engine=_NoCopy())
     made = object.__new__(KVPipeConnector)  # without an engine's configuration
     made.worker, made.scheduler, made.counters, made._step = side, None, side.counters, side.step
 

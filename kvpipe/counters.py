@@ -11,6 +11,7 @@ from typing import Final, Literal
 Fault = Literal[
     "adapter_changed",
     "adapter_not_read",
+    "caches_registered_again",
     "carrier_lost",
     "carry_failed",
     "chunk_damaged",
@@ -35,6 +36,7 @@ Fault = Literal[
     "order_not_landed",
     "orders_without_tiers",
     "plan_after_shutdown",
+    "plan_without_caches",
     "poisoned_plan",
     "policy_failed",
     "save_failed",
@@ -114,6 +116,7 @@ CounterName = Fault | Count
 FAULTS: Final[Mapping[Fault, str]] = {
     "adapter_changed": "A job failed because the adapter of its request changed under it.",
     "adapter_not_read": "The files of an adapter could not be read, so its requests are not cached.",
+    "caches_registered_again": "vLLM registered other caches than those that a rank's chunks are of; its pool is lost.",
     "carrier_lost": "The thread that moves chunks to and from tiers ended; all it had under way failed.",
     "carry_failed": "A transfer to or from a tier raised what no tier should raise.",
     "chunk_damaged": "A tier gave back bytes that are not those that were written; the chunk counts as missed.",
@@ -138,6 +141,7 @@ FAULTS: Final[Mapping[Fault, str]] = {
     "order_not_landed": "Taking in the report of a tier order raised.",
     "orders_without_tiers": "A plan had orders for tiers that this rank does not have.",
     "plan_after_shutdown": "A plan came after the end of the pipeline; its jobs failed.",
+    "plan_without_caches": "A plan had jobs for a rank that has no caches; they are carried out nowhere.",
     "poisoned_plan": "A plan named a block, slot or layer that does not exist; the job failed.",
     "policy_failed": "An eviction policy failed; the least recently used chunk goes from then on.",
     "save_failed": "A save failed on some rank; its chunks are not published.",

@@ -120,15 +120,13 @@ class Live(Engine):
     def side(self) -> WorkerSide:
         """The connector's worker side."""
         side = self.worker_connector.worker
-        assert side is not None
+        assert isinstance(side, WorkerSide)
         return side
 
     @property
     def pool(self) -> HostPool:
         """The connector's host memory."""
-        pipeline = self.side.pipeline
-        assert pipeline is not None
-        return pipeline._engine._pool  # type: ignore[attr-defined,no-any-return]
+        return self.side.pipeline._engine._pool  # type: ignore[attr-defined,no-any-return]
 
     def count(self, name: str) -> int:
         """One of the scheduler side's counters."""

@@ -23,18 +23,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvpipe.config import Settings, load_settings
-from kvpipe.connectors.vllm import compat, drafters, held_adapters, hooks, models, shares, support
+from kvpipe.connectors.vllm import compat, drafters, held_adapters, hooks, models, rank_facts, shares, support
 from kvpipe.connectors.vllm.adapter import ManagedBlocks, Remedies, make_room
 from kvpipe.connectors.vllm.hints import hints_of, kind_of
-from kvpipe.connectors.vllm.hooks import Hooks
 from kvpipe.connectors.vllm.kv_events import KvEvents
 from kvpipe.connectors.vllm.metadata import LayoutMetadata, PlanMetadata, ReportMetadata
 from kvpipe.connectors.vllm.metrics import KVPipeProm, KVPipeStats, Meter
-from kvpipe.connectors.vllm.model import LoadedModel, watch_packing
+from kvpipe.connectors.vllm.model import watch_packing
+from kvpipe.connectors.vllm.no_caches import NoCaches
 from kvpipe.connectors.vllm.remedies import mixed_prompts
 from kvpipe.connectors.vllm.remedies.uncomputed import forget_uncomputed
 from kvpipe.connectors.vllm.source import loaded_from, sees_a_part
-from kvpipe.connectors.vllm.weights import Watch, suspect
+from kvpipe.connectors.vllm.weights import Watch
 from kvpipe.control import check_control_file, watch_control_file
 from kvpipe.loop import LoopThread
 from kvpipe.manage.engine import ManagedEngine
@@ -43,8 +43,7 @@ from kvpipe.messages import EMPTY_PLAN
 from kvpipe.names import NameClaim
 from kvpipe.scheduler.base import LATER
 from kvpipe.scheduler.side import SchedulerSide
-from kvpipe.statemachine.core import Cursor
-from kvpipe.statemachine.step import IDLE, STEP
+from kvpipe.statemachine.step import IDLE
 from kvpipe.tiers.envelope import VERSION
 from kvpipe.tiers.guard import FIND, READ, WRITE, GuardedTier, MadeTier, guarded
 from kvpipe.tiers.registry import make_tier, named
@@ -52,6 +51,8 @@ from kvpipe.trace.events import SCHEDULER, FreezeSwitched
 from kvpipe.trace.log import Counters, configure, info, warn
 from kvpipe.trace.setup import tracing
 from kvpipe.transfer.base import TransferEngine
+from kvpipe.worker.adapters import HeldAdapters
+from kvpipe.worker.caches import Hooks, PagedCaches
 from kvpipe.worker.side import WorkerSide
 
 if TYPE_CHECKING:
@@ -136,8 +137,8 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         support.check_load(self.settings, self.geometry, parallel.pipeline_parallel_size)
         self.counters = Counters()
         self.scheduler: SchedulerSide | None = None
-        self.worker: WorkerSide | None = None
-        self._step = Cursor(STEP.compile(), "step")  # the worker's, as soon as it has caches
+        self.worker: WorkerSide | NoCaches = NoCaches(self.counters)
+        self._step = self.worker.step
         self._claim: NameClaim | None = None
         self._control: LoopThread | None = None
         self._manage: OperatorServer | None = None
@@ -152,17 +153,13 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         self.counters.on_fault = self.recorder.fault
 
     def _make_worker(self, config: VllmConfig, engine: str) -> None:
-        """Set up the worker's side, one per rank."""
-        rank, layers = config.parallel_config.rank, len(self.geometry.layers)
-        self.recorder, self.writer = tracing(self.settings, engine, "worker", rank, layers)
-        self.worker = WorkerSide(self.settings, self.geometry, self.recorder)
-        self.worker.rank, self.worker.ranks = rank, config.parallel_config.world_size
+        """Set up what a rank has before its caches: vLLM may load adapters meanwhile."""
+        self.rank, layers = config.parallel_config.rank, len(self.geometry.layers)
+        self.recorder, self.writer = tracing(self.settings, engine, "worker", self.rank, layers)
+        self._adapters = HeldAdapters(self.counters)
         if config.lora_config is not None:
-            held_adapters.watch(self.worker.adapters)
-        uses = (READ, WRITE) if self._kv_transfer_config.is_kv_producer else (READ,)
-        self.worker.guard_tiers = functools.partial(self._guarded, uses)
-        self._guarded(uses)  # what is wrong with it is raised now
-        self.counters = self.worker.counters
+            held_adapters.watch(self._adapters)
+        self._rank_tiers()  # what is wrong with them is raised now
         self._meter = Meter(self.worker.totals)
 
     def _make_scheduler(self, config: VllmConfig, cache: KVCacheConfig, engine: str) -> None:
@@ -325,71 +322,81 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         """Return the namespace of this layout alone, by what is in its ranks' memory, whatever it was loaded from."""
         return support.fingerprint(self._facts | {"weights": loaded_from(digest).memory})
 
+    def _rank_tiers(self) -> list[GuardedTier]:
+        """Return the tiers that a rank carries chunks from and, if it saves, to."""
+        return self._guarded((READ, WRITE) if self._kv_transfer_config.is_kv_producer else (READ,))
+
     def _guarded(self, uses: tuple[str, ...]) -> list[GuardedTier]:
         return guarded(self.make_tiers(writes=WRITE in uses), uses, self.recorder)
 
     # ---- worker side ----------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Register the rank's paged caches. Raises `UnsupportedError` for unknown layouts, before the first request."""
-        if self.worker is not None:
-            models.check_backends(models.backends(self._vllm_config, kv_caches).values())
-            blocks = self._kv_cache_config.num_blocks
-            layout = support.layout_facts(kv_caches, blocks, self._vllm_config)
-            self._find_model(self.worker, kv_caches, layout)
-            self._layout = support.fingerprint({"layout": layout})
-            self.worker.register(kv_caches, blocks, self.make_engine(), **self.hooks(kv_caches)._asdict())
-            self._step = self.worker.step
+        """Make the rank's side of its paged caches. Again: they are others, and nothing is copied any more.
 
-    @_contained(_nothing)
-    def _find_model(self, worker: WorkerSide, caches: dict[str, torch.Tensor], layout: list[Any]) -> None:
-        """Let this rank report which weights it has, and how its caches lie beside other ranks'."""
-        changed, config = functools.partial(suspect, self._vllm_config, "loaded"), self._vllm_config
-        model = LoadedModel(config.compilation_config.static_forward_context, changed)
-        if code := model.code():
-            layout.append(code)
-        worker.weigh = str if sees_a_part(config.parallel_config) else model.digest
-        found = shares.shares(config, self._kv_cache_config, self.geometry, caches, model.roots)
-        facts = shares.common_facts(found, self.geometry, caches, layout, worker.ranks)
-        worker.shares, self._common = found, support.fingerprint(facts) if facts else ""
+        Raises:
+            UnsupportedError: a layout that kvpipe does not know, before the first request.
+
+        """
+        if self.role is not KVConnectorRole.WORKER:
+            return
+        if isinstance(self.worker, WorkerSide):
+            self.counters.fault("caches_registered_again")
+            self.worker.give_up("the caches are no longer those that its chunks are of")
+            return
+        config, blocks = self._vllm_config, self._kv_cache_config.num_blocks
+        models.check_backends(models.backends(config, kv_caches).values())
+        facts = rank_facts.find(config, self._kv_cache_config, self.geometry, kv_caches, self._contain)
+        self._layout, self._common = facts.layout, facts.common
+        self.worker = WorkerSide(
+            self.settings,
+            self.geometry,
+            PagedCaches(self.geometry, kv_caches, blocks, self.hooks(kv_caches)),
+            engine=self.make_engine(),
+            rank=self.rank,
+            ranks=config.parallel_config.world_size,
+            shares=facts.shares,
+            tiers=self._rank_tiers(),
+            weigh=facts.weigh,
+            adapters=self._adapters,
+            counters=self.counters,
+            trace=self.recorder,
+        )
+        self._step, self._meter = self.worker.step, Meter(self.worker.totals)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Return this rank's report: its ready slots, digests of what its bytes depend on, its weights."""
-        if self.worker is None:
+        worker = self.worker
+        if isinstance(worker, NoCaches):
             return None
-        digest = self._layout if self.worker.carrier is not None else ""
-        heads = tuple(share.heads for share in self.worker.shares)
-        weights, slots = self.worker.weigh_now(), self.geometry.slots
-        return LayoutMetadata(
-            self.worker.rank, digest, self.worker.ready, weights, slots, heads=heads, common=self._common
-        )
+        digest = self._layout if worker.carrier is not None else ""
+        heads = tuple(share.heads for share in worker.shares)
+        weights, slots = worker.weigh_now(), self.geometry.slots
+        return LayoutMetadata(worker.rank, digest, worker.ready, weights, slots, heads=heads, common=self._common)
 
     @_contained(_nothing)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Begin a step: take its plan, as sent by `build_connector_meta`."""
         super().bind_connector_metadata(connector_metadata)
-        if self.worker is not None:
-            good = isinstance(connector_metadata, PlanMetadata)
-            self.worker.bind(cast("PlanMetadata", connector_metadata).plan if good else EMPTY_PLAN)
-            if not good:
-                self.counters.fault("foreign_metadata", type=type(connector_metadata).__name__)
+        good = isinstance(connector_metadata, PlanMetadata)
+        self.worker.bind(cast("PlanMetadata", connector_metadata).plan if good else EMPTY_PLAN)
+        if not good:
+            self.counters.fault("foreign_metadata", type=type(connector_metadata).__name__)
 
     @_contained(_nothing)
     def clear_connector_metadata(self) -> None:
         """End the step, and drop its plan."""
         super().clear_connector_metadata()
-        if self.worker is not None:
-            self.worker.unbind()
+        self.worker.unbind()
 
     @_contained(_nothing)
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ARG002, ANN401
         """Submit the step's loads, of all layers."""
-        if self.worker is not None:
-            self.worker.start_loads(replayed=hooks.is_replayed(forward_context))
+        self.worker.start_loads(replayed=hooks.is_replayed(forward_context))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Wait, on the device where there is one, for the layer's sync loads. Called for every layer of every step."""
-        if self._step.state.row != IDLE and self.worker is not None:
+        if self._step.state.row != IDLE:
             try:
                 self.worker.wait_layer(layer_name)
             except Exception as e:  # noqa: BLE001  (the border)
@@ -403,7 +410,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         **kwargs: Any,  # noqa: ARG002, ANN401
     ) -> None:
         """Submit the layer's saves. Called as often as `wait_for_layer_load`."""
-        if self._step.state.row != IDLE and self.worker is not None:
+        if self._step.state.row != IDLE:
             try:
                 self.worker.save_layer(layer_name)
             except Exception as e:  # noqa: BLE001  (the border)
@@ -412,14 +419,11 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
     @_contained(_nothing)
     def wait_for_save(self) -> None:
         """End the step's saves. Repeated, empty or extra calls do nothing."""
-        if self.worker is not None:
-            self.worker.end_step()
+        self.worker.end_step()
 
     @_contained(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
         """Report async loads that ended, each once, also those of aborted requests: vLLM waits for them."""
-        if self.worker is None:
-            return KVConnectorTransferResults()
         received, failed = self.worker.collect()
         return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
 
@@ -430,12 +434,12 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
     @_contained(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Report the blocks of failed layerwise loads, in their own step."""
-        return self.worker.take_bad_blocks() if self.worker is not None else set()
+        return self.worker.take_bad_blocks()
 
     @_contained(_nothing)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Report the jobs that have ended on this rank since the last call; None: nothing to report."""
-        report = self.worker.take_report() if self.worker is not None else None
+        report = self.worker.take_report()
         return ReportMetadata(report) if report is not None else None
 
     @_contained(_nothing)
@@ -447,8 +451,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:  # noqa: ARG002
         """Nothing to flush, but perhaps the last step's fence is to be set: see `hooks.fences_late`."""
         self.counters["handle_preemptions"] += 1
-        if self.worker is not None:
-            self.worker.handle_preemptions()
+        self.worker.handle_preemptions()
 
     @_contained(_nothing)
     def shutdown(self) -> None:
@@ -463,8 +466,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
                 ends.callback(self._manage.stop)
             if self.scheduler is not None:
                 ends.callback(self.scheduler.shutdown)
-            if self.worker is not None:
-                ends.callback(self.worker.shutdown)
+            ends.callback(self.worker.shutdown)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]

@@ -8,7 +8,7 @@ what is known to call its hooks is relied on; a layer that is taken for one with
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from vllm import envs
 from vllm.config import CUDAGraphMode
@@ -16,6 +16,7 @@ from vllm.model_executor.layers.attention import Attention, MLAAttention
 
 from kvpipe.connectors.vllm import drafters
 from kvpipe.connectors.vllm.models import refuse
+from kvpipe.worker.caches import Hooks
 
 if TYPE_CHECKING:
     import torch
@@ -25,14 +26,6 @@ if TYPE_CHECKING:
 
 _OPERATORS: Final = frozenset({"vllm::unified_attention_with_output", "vllm::unified_mla_attention_with_output"})
 """Those that call the hooks."""
-
-
-class Hooks(NamedTuple):
-    """What the runner calls: see `WorkerSide.register`."""
-
-    unhooked: frozenset[str]
-    replays: bool
-    fences_late: bool
 
 
 def hooks(config: VllmConfig, caches: Mapping[str, torch.Tensor], mode: str) -> Hooks:

@@ -9,7 +9,9 @@ from enum import Enum
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
+from kvpipe.config import load_settings
 from kvpipe.geometry import Geometry, Group, Layer
 from kvpipe.messages import Job, Kind, StepPlan
 from kvpipe.testing.waiting import WAIT_S
@@ -18,7 +20,9 @@ from kvpipe.transfer.base import NO_JOBS, CopyPlan, Direction, Ticket
 from kvpipe.transfer.pages import PageView
 from kvpipe.transfer.pool import HostPool
 from kvpipe.worker.batch import Batch
+from kvpipe.worker.caches import Hooks, PagedCaches
 from kvpipe.worker.pipeline import Pipeline
+from kvpipe.worker.side import WorkerSide
 
 Row = tuple[int, int, int, int]
 
@@ -43,6 +47,15 @@ def small_geometry() -> Geometry:
     first = Group((Layer("a", 64), Layer("b", 64)), block_tokens=4)
     second = Group((Layer("c", 128),), block_tokens=8)
     return Geometry((first, second), chunk_tokens=16, pool_bytes_max=4 * 4096)
+
+
+def make_caches(geometry: Geometry, blocks: int) -> dict[str, torch.Tensor]:
+    """Make an empty paged cache per layer, with one head of floats."""
+    return {
+        layer.name: torch.zeros(blocks, 1, group.block_tokens, layer.page_bytes // group.block_tokens // 4)
+        for group in geometry.groups
+        for layer in group.layers
+    }
 
 
 class Waiting(Enum):
@@ -194,15 +207,21 @@ class Rig:
         self.counters = Counters()
         self.geometry = small_geometry()
         self.layers = len(self.geometry.layers)
-        self.pipeline = Pipeline(
+        hooks = Hooks(
+            frozenset("abc"[layer] for layer in unhooked) if layerwise else frozenset("abc"), replays, fences_late
+        )
+        self.pipeline = self._make_pipeline(hooks, blocks, int(wait_s * 1000))
+
+    def _make_pipeline(self, hooks: Hooks, blocks: int, wait_ms_max: int) -> Pipeline:
+        return Pipeline(
             self.engine,
             self.geometry,
-            wait_ms_max=int(wait_s * 1000),
+            wait_ms_max=wait_ms_max,
             counters=self.counters,
-            unhooked=unhooked if layerwise else range(self.layers),
+            unhooked={layer for layer, name in enumerate("abc") if name in hooks.unhooked},
             blocks=blocks,
-            replays=replays,
-            fences_late=fences_late,
+            replays=hooks.replays,
+            fences_late=hooks.fences_late,
         )
 
     def busy(self) -> bool:
@@ -246,3 +265,19 @@ class Rig:
         self.pipeline.copies.loop.put(die)
         self.pipeline.copies.loop._thread.join(WAIT_S)
         assert not self.pipeline.copies.loop._thread.is_alive()
+
+
+class SideRig(Rig):
+    """A worker side over a fake engine. Its pipeline is the rig's."""
+
+    side: WorkerSide
+
+    def _make_pipeline(self, hooks: Hooks, blocks: int, wait_ms_max: int) -> Pipeline:
+        self.side = WorkerSide(
+            load_settings({"prefault": "use", "wait_ms_max": wait_ms_max}),
+            self.geometry,
+            PagedCaches(self.geometry, make_caches(self.geometry, blocks), blocks, hooks),
+            engine=self.engine,
+            counters=self.counters,
+        )
+        return self.side.pipeline

@@ -11,7 +11,6 @@ import torch
 
 from kvpipe.config import Settings
 from kvpipe.cores import CPUS_AT_START, spare_cpus
-from kvpipe.errors import UnsupportedError
 from kvpipe.geometry import Geometry
 from kvpipe.messages import LOAD_ASYNC, LOAD_SYNC, ONE_BAD, ONE_OK, Outcome, Report, StepPlan, Tally
 from kvpipe.tiers.carrier import Carrier
@@ -23,10 +22,10 @@ from kvpipe.trace.recorder import OFF, Recorder
 from kvpipe.trace.totals import Totals, copied, left
 from kvpipe.transfer.base import TransferEngine
 from kvpipe.transfer.engines import EngineOptions, make_engine
-from kvpipe.transfer.pages import view_pages
 from kvpipe.transfer.pool import HostPool
-from kvpipe.transfer.ready import SHARE_OF_A_BUSY_CORE, How, Manners, Readier
+from kvpipe.transfer.ready import SHARE_OF_A_BUSY_CORE, Manners, Readier
 from kvpipe.worker.adapters import HeldAdapters, broken
+from kvpipe.worker.caches import PagedCaches
 from kvpipe.worker.pipeline import REPORTED_EARLY, TIER, Pipeline
 
 if TYPE_CHECKING:
@@ -39,116 +38,118 @@ IDLE_NS: Final = 100_000_000
 
 
 class WorkerSide:
-    """One per rank."""
+    """One per rank, made when the rank has its caches: from then on there is all that a step's calls need."""
 
-    def __init__(self, settings: Settings, geometry: Geometry, trace: Recorder = OFF) -> None:
-        """Nothing is allocated before the caches are registered."""
-        self.settings, self.geometry, self.trace = settings, geometry, trace
-        self.counters = Counters()
-        self.pipeline: Pipeline | None = None
-        self._index: dict[str, int] = {}
-        self._aliases: frozenset[str] = frozenset()
-        self._plan: StepPlan | None = None  # the bound step's
-        self._bound_ns = self._waited_ns = 0
-        self.adapters = HeldAdapters(self.counters)
-        self.lost = False  # this rank's tier cannot be used any more
-        self.guard_tiers: Callable[[], Sequence[GuardedTier]] = tuple
-        self.carrier: Carrier | None = None
-        self.rank, self.ranks = 0, 1
-        self.shares: tuple[Share, ...] = ()
-        """How each group's KV lies over the ranks. Known before the caches are registered, or not at all."""
-        self.weigh: Callable[[], str] = str  # returns a digest of this rank's weights; "": not known
-        self._weighed: tuple[int, str] | None = None
-        self._unreadable: frozenset[int] = frozenset()
-        self._device = "cpu"
-        self._pool: HostPool | None = None
-        self._readier: Readier | None = None
-        self._ready_reported = 0
-        self._tallies: dict[int, Tally] = {}
-        self._received: set[str] = set()
-        self._failed: set[str] = set()
-        self._bad_blocks: set[int] = set()
-
-    def register(
+    def __init__(
         self,
-        caches: dict[str, torch.Tensor],
-        blocks: int,
-        engine: TransferEngine | None,
+        settings: Settings,
+        geometry: Geometry,
+        caches: PagedCaches,
         *,
-        unhooked: frozenset[str],
-        replays: bool,
-        fences_late: bool,
+        engine: TransferEngine | None = None,
+        rank: int = 0,
+        ranks: int = 1,
+        shares: Sequence[Share] = (),
+        tiers: Sequence[GuardedTier] = (),
+        weigh: Callable[[], str] = str,
+        adapters: HeldAdapters | None = None,
+        counters: Counters | None = None,
+        trace: Recorder = OFF,
     ) -> None:
-        """Take the engine's caches and start the pipeline. `caches`: by layer name, [blocks * r, H, N, C] (`PageView`).
+        """Take the rank's memory for chunks, and start its threads. Whatever is raised, none is left.
 
-        `blocks`: number of paged blocks. `engine`: the transfer engine; None: the one for the caches' device.
-        `unhooked`: names of layers for which no hook will be called.
-        `replays`: whole steps may be replayed from CUDA graphs, without hooks.
-        `fences_late`: `handle_preemptions` is called before a step writes anything.
+        `engine`: what moves the bytes, if not the device's own. `shares`: how each group's KV lies over the ranks, if
+        anybody can say. `tiers`: places beyond memory, not yet opened. `weigh`: returns a digest of this rank's
+        weights; "": not known. `adapters`: those that the rank holds, where some are loaded before there are caches.
 
         Raises:
-            UnsupportedError: a layer is missing, its blocks are larger than specified, or its layout is not known.
+            ConfigError: the system does not give the memory that was asked for.
 
         """
-        views = []
-        names = [layer.name for group in self.geometry.groups for layer in group.layers]
-        sizes = [layer.page_bytes for group in self.geometry.groups for layer in group.layers]
-        for name, size in zip(names, sizes, strict=True):
-            if name not in caches:
-                msg = f"kvpipe: the engine registered no KV cache for layer {name!r}; this model cannot be served"
-                raise UnsupportedError(msg)
-            view = view_pages(name, caches[name], blocks)
-            if view.page_bytes > size:
-                msg = (
-                    f"kvpipe: a block of layer {name!r} has {view.page_bytes} bytes, its specification has {size}; "
-                    "this attention backend cannot be served"
-                )
-                raise UnsupportedError(msg)
-            views.append(view)
-        known = {(v.base, v.page_bytes) for v in views}
-        self._aliases = frozenset(
-            n
-            for n, t in caches.items()
-            if n not in names and (t.data_ptr(), view_pages(n, t, blocks).page_bytes) in known
+        self.settings, self.geometry, self.trace = settings, geometry, trace
+        self.counters = counters = Counters() if counters is None else counters
+        self.adapters = HeldAdapters(counters) if adapters is None else adapters
+        self.rank, self.ranks, self.shares, self.weigh = rank, ranks, tuple(shares), weigh
+        self.lost = False  # this rank's pool cannot be used any more
+        self._index, self._aliases = caches.index, caches.aliases
+        self._plan: StepPlan | None = None  # the bound step's
+        self._bound_ns = self._waited_ns = 0
+        self._weighed: tuple[int, str] | None = None
+        self._unreadable: frozenset[int] = frozenset()
+        self._ready_reported = 0
+        self._tallies: dict[int, Tally] = {}
+        self._received, self._failed, self._bad_blocks = set[str](), set[str](), set[int]()
+        with ExitStack() as undo:
+            engine = self._make_engine(caches.device) if engine is None else engine
+            self._pool = pool = HostPool(geometry)
+            engine.attach(caches.views, geometry, pool)
+            undo.callback(engine.shutdown)
+            self.carrier = self._make_carrier(tiers)
+            if self.carrier is not None:
+                undo.callback(self.carrier.shutdown)
+            self.pipeline = self._make_pipeline(engine, caches)
+            undo.callback(self.pipeline.shutdown)
+            self._readier = self._make_readier(engine, caches.device)
+            undo.callback(self._readier.stop)
+            self._readier.begin(settings.prefault)
+            undo.pop_all()
+
+    def _make_engine(self, device: str) -> TransferEngine:
+        options = EngineOptions(self.settings, spare_cpus(), self._has_idle_core(), self.trace, self.counters.fault)
+        return make_engine(device, options)
+
+    def _make_carrier(self, tiers: Sequence[GuardedTier]) -> Carrier | None:
+        """Return what carries chunks to and from tiers, if there are any."""
+        if not tiers:
+            return None
+        return Carrier(
+            tiers,
+            self.geometry,
+            self._pool,
+            rank=self.rank,
+            ranks=self.ranks,
+            shares=self.shares,
+            share_ranks_max=self.settings.share_ranks_max,
+            counters=self.counters,
+            cpus=spare_cpus(),
+            trace=self.trace,
         )
-        self._index = {name: i for i, name in enumerate(names)}
-        self._device = views[0].tensor.device.type
-        engine = engine or self._make_engine()
-        self.shutdown()
-        again, self._pool = self._pool is not None, (pool := HostPool(self.geometry))
-        engine.attach(views, self.geometry, pool)
-        self._make_carrier(pool)
-        self.pipeline = Pipeline(
+
+    def _make_pipeline(self, engine: TransferEngine, caches: PagedCaches) -> Pipeline:
+        pool = self._pool
+        return Pipeline(
             engine,
             self.geometry,
             wait_ms_max=self.settings.wait_ms_max,
             counters=self.counters,
-            blocks=blocks,
+            blocks=caches.blocks,
             slots_ready=lambda: pool.ready,
-            replays=replays,
-            fences_late=fences_late,
-            unhooked={i for i, name in enumerate(names) if name in unhooked},
+            replays=caches.hooks.replays,
+            fences_late=caches.hooks.fences_late,
+            unhooked=caches.unhooked,
             cpus=spare_cpus(),
             stuck_ms_max=self.settings.stuck_ms_max,
             trace=self.trace,
         )
-        # slots of a pool that takes another's place may be in use
-        self._make_ready(engine, pool, "use" if again else self.settings.prefault)
 
-    def _make_ready(self, engine: TransferEngine, pool: HostPool, how: How) -> None:
-        """Start to make the pool's slots ready: see `Readier`."""
+    def _make_readier(self, engine: TransferEngine, device: str) -> Readier:
+        """Return what makes the pool's slots ready: see `Readier`."""
         spare = spare_cpus()
-        alone = spare or self._has_idle_core() or self._device != "cpu"
+        alone = spare or self._has_idle_core() or device != "cpu"
         share = 1.0 if alone else SHARE_OF_A_BUSY_CORE
-        self._readier = Readier(
-            pool,
+        return Readier(
+            self._pool,
             engine.claim,
             piece_bytes=engine.piece_bytes,
             manners=Manners(spare, share, self._is_busy),
             done=self._pool_ready,
             short=self._pool_short,
         )
-        self._readier.begin(how)
+
+    @staticmethod
+    def _has_idle_core() -> bool:
+        """Whether the forward's threads leave a core of those that the process may use."""
+        return len(CPUS_AT_START) > torch.get_num_threads()
 
     def _is_busy(self) -> bool:
         """Whether the engine is in a step, or was a moment ago."""
@@ -165,44 +166,16 @@ class WorkerSide:
         reported.remedy = "set a smaller pool_bytes_max: what has no memory is not used"
         self.trace.put(reported)
 
-    def _make_carrier(self, pool: HostPool) -> None:
-        """Carry chunks to and from tiers, if there are any."""
-        tiers = self.guard_tiers()
-        if tiers:
-            self.carrier = Carrier(
-                tiers,
-                self.geometry,
-                pool,
-                rank=self.rank,
-                ranks=self.ranks,
-                shares=self.shares,
-                share_ranks_max=self.settings.share_ranks_max,
-                counters=self.counters,
-                cpus=spare_cpus(),
-                trace=self.trace,
-            )
-
-    def _make_engine(self) -> TransferEngine:
-        options = EngineOptions(self.settings, spare_cpus(), self._has_idle_core(), self.trace, self.counters.fault)
-        return make_engine(self._device, options)
-
-    @staticmethod
-    def _has_idle_core() -> bool:
-        """Whether the forward's threads leave a core of those that the process may use."""
-        return len(CPUS_AT_START) > torch.get_num_threads()
-
     @property
     def step(self) -> Cursor:
-        """The machine of its steps. It has caches."""
-        assert self.pipeline is not None  # noqa: S101
+        """The machine of its steps."""
         return self.pipeline.step
 
     # ---- hooks, in the order of a step ----------------------------------------------------------------------------
 
     def handle_preemptions(self) -> None:
         """A step is about to write blocks: those that the last step's saves read are not written before."""
-        if self.pipeline is not None:
-            self.pipeline.fence()
+        self.pipeline.fence()
 
     def bind(self, plan: StepPlan) -> None:
         """A step begins. Its requests' adapters are loaded."""
@@ -218,8 +191,7 @@ class WorkerSide:
                 self._weighed = plan.question, self.weigh_now()
             self._begin_orders(plan)
         finally:
-            if self.pipeline is not None:
-                self.pipeline.begin(plan)
+            self.pipeline.begin(plan)
 
     def weigh_now(self) -> str:
         """Return a digest of this rank's weights; "" if they cannot be read."""
@@ -239,13 +211,12 @@ class WorkerSide:
 
     def start_loads(self, *, replayed: bool = False) -> None:
         """Loads may be submitted. `replayed`: no hook will be called in this step."""
-        if self.pipeline is not None:
-            self.pipeline.start_loads(replayed=replayed)
+        self.pipeline.start_loads(replayed=replayed)
 
     def wait_layer(self, name: str) -> None:
         """Attention of layer `name` is about to read its cache."""
         pipeline = self.pipeline
-        if pipeline is None or not pipeline.busy:
+        if not pipeline.busy:
             return
         layer = self._index.get(name)
         if layer is None:
@@ -256,7 +227,7 @@ class WorkerSide:
     def save_layer(self, name: str) -> None:
         """Attention of layer `name` has written its cache."""
         pipeline = self.pipeline
-        if pipeline is None or not pipeline.busy:
+        if not pipeline.busy:
             return
         layer = self._index.get(name)
         if layer is None:
@@ -266,33 +237,28 @@ class WorkerSide:
 
     def end_step(self) -> None:
         """`wait_for_save`: everything of this step was submitted, and source blocks are free to be reused."""
-        if self.pipeline is not None:
-            self.pipeline.end_step()
+        self.pipeline.end_step()
 
     def unbind(self) -> None:
         """The step is over. A step without `wait_for_save` ends here."""
-        plan, self._plan = self._plan, None
-        pipeline = self.pipeline
-        if pipeline is None:
-            return
+        plan, self._plan, pipeline = self._plan, None, self.pipeline
         pipeline.clear()
         if plan is not None and self.trace.detail:
             took_ns, waited_ns = time.monotonic_ns() - self._bound_ns, pipeline.waited_ns - self._waited_ns
             self._waited_ns = pipeline.waited_ns
             common = (self._bound_ns, self.trace.rank, "", 0, plan.step)
             self.trace.put(StepRan(*common, took_ns=took_ns, jobs=len(plan.jobs), waited_ns=waited_ns))
-        if not pipeline.alive and not self.lost:
-            self.lost = True
-            self.trace.put(TierLost(*self.trace.of("", 0), tier=TIER, why="the loop thread has ended"))
+        if not pipeline.alive:
+            self._lose("the loop thread has ended")
 
     def collect(self) -> tuple[set[str], set[str]]:
         """Return (requests whose async load ended, those of them that failed), each request once per load."""
-        if self.pipeline is not None:
-            self.pipeline.end_loads()
-            if self._plan is not None and self._plan.wait_ms:
-                self.pipeline.await_load(self._plan.wait_ms / 1000)
-            for outcome in self.pipeline.collect():
-                self._account(outcome)
+        pipeline, plan = self.pipeline, self._plan
+        pipeline.end_loads()
+        if plan is not None and plan.wait_ms:
+            pipeline.await_load(plan.wait_ms / 1000)
+        for outcome in pipeline.collect():
+            self._account(outcome)
         received, self._received = self._received, set()
         failed, self._failed = self._failed, set()
         return received, failed
@@ -300,7 +266,7 @@ class WorkerSide:
     def take_bad_blocks(self) -> set[int]:
         """Return the blocks whose sync load failed."""
         bad, self._bad_blocks = self._bad_blocks, set()
-        return bad | self.pipeline.take_suspects() if self.pipeline is not None else bad
+        return bad | self.pipeline.take_suspects()
 
     def take_report(self) -> Report | None:
         """Return what has happened on this rank since the last call; None: nothing that the scheduler side must know.
@@ -316,7 +282,7 @@ class WorkerSide:
         return Report(
             tallies,
             lost=self.lost,
-            rate=self.pipeline.copies.rate.bytes_per_s if self.pipeline is not None else 0.0,
+            rate=self.pipeline.copies.rate.bytes_per_s,
             unreadable={self.rank: unreadable} if unreadable != were_unreadable else {},
             ready={self.rank: ready} if ready != was_ready else {},
             weights={self.rank: weighed} if weighed else {},
@@ -326,9 +292,8 @@ class WorkerSide:
 
     def _take_tallies(self) -> dict[int, Tally]:
         """Return this rank's outcomes since the last call."""
-        if self.pipeline is not None:  # what the step's end has settled since `collect`
-            for outcome in self.pipeline.collect():
-                self._account(outcome)
+        for outcome in self.pipeline.collect():  # what the step's end has settled since `collect`
+            self._account(outcome)
         if self.carrier is not None:
             self._tallies.update((one.order.id, ONE_OK if one.ok else ONE_BAD) for one in self.carrier.collect())
         tallies, self._tallies = self._tallies, {}
@@ -337,13 +302,11 @@ class WorkerSide:
     @property
     def ready(self) -> int:
         """The number of this rank's slots, from the first on, that may be used."""
-        return self._pool.ready if self._pool is not None else 0
+        return self._pool.ready
 
     def totals(self) -> Totals:
         """Return the metrics of this rank as of now: by metric, then by label value ("": it has no label)."""
         pipeline = self.pipeline
-        if pipeline is None:
-            return {}
         wait_s = pipeline.waited_ns / 1e9
         values = copied(pipeline.copies.bytes, pipeline.copies.ns)
         values |= {"wait_seconds": {"": wait_s}, "faults": self.counters.faults, "trace_dropped": self.trace.losses}
@@ -353,15 +316,24 @@ class WorkerSide:
             values["tiers_left"] = left(self.carrier.tiers)
         return values
 
+    def give_up(self, why: str) -> None:
+        """Let go of the caches for good: what is open ends, later jobs fail, and the pool is reported as lost."""
+        self._lose(why)
+        self.shutdown()
+
     def shutdown(self) -> None:
         """End threads. Idempotent."""
         with ExitStack() as always:
             if self.carrier is not None:
                 always.callback(self.carrier.shutdown)
-            if self.pipeline is not None:
-                always.callback(self.pipeline.shutdown)
-            if self._readier is not None:
-                self._readier.stop()
+            always.callback(self.pipeline.shutdown)
+            self._readier.stop()
+
+    def _lose(self, why: str) -> None:
+        """The pool cannot be used any more. Reported once."""
+        if not self.lost:
+            self.lost = True
+            self.trace.put(TierLost(*self.trace.of("", 0), tier=TIER, why=why))
 
     def _account(self, outcome: Outcome) -> None:
         job, ok, why = outcome

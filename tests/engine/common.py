@@ -14,6 +14,7 @@ from kvpipe.testing.catalog_integrity import check_integrity
 from kvpipe.testing.configurations import CONFIGURATIONS, make_configuration
 from kvpipe.testing.models import VOCAB, make_model
 from kvpipe.testing.waiting import PATIENT, PATIENT_MS, WAIT_S, eventually
+from kvpipe.worker.side import WorkerSide
 
 UNEXPECTED = (
     "contained_error",
@@ -104,9 +105,8 @@ def assert_clean(live: Engine, *, expected: Sequence[str] = ()) -> dict[str, int
     stats = live.connector.stats()
     counters = dict(stats)
     worker = live.worker_connector.worker if live.local_worker else None
-    if worker is not None:
+    if isinstance(worker, WorkerSide):
         counters |= {f"worker.{k}": v for k, v in worker.counters.items()}
-        assert worker.pipeline is not None
         assert worker.pipeline.in_flight == 0, counters
     odd = {k: v for k, v in counters.items() if k.removeprefix("worker.") in UNEXPECTED and k not in expected}
     assert not odd, odd

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvpipe.connectors.vllm import hooks
+from kvpipe.worker.side import WorkerSide
 from tests.engine.common import assert_clean, baseline, engine, prompt
 
 pytestmark = pytest.mark.engine
@@ -22,8 +23,7 @@ def test_answers_are_right_when_the_next_step_fences(mode: str, monkeypatch: pyt
     expected = baseline(PROMPTS, 60, **options)
     with engine(kvpipe={"chunk_tokens": 64, "copy_threads": 1, "mode": mode}, **options) as live:
         worker = live.worker_connector.worker
-        assert worker is not None
-        assert worker.pipeline is not None
+        assert isinstance(worker, WorkerSide)
         assert worker.pipeline._fences_late
         for _ in range(2):
             assert live.generate(PROMPTS, 60) == expected

@@ -12,6 +12,7 @@ import pytest
 from kvpipe.adapter_files import SETTLED_S
 from kvpipe.connectors.vllm.trial.engine import Engine
 from kvpipe.testing.models import make_adapter
+from kvpipe.worker.side import WorkerSide
 from tests.engine.common import assert_clean, engine, prompt
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def _loaded(live: Engine) -> int:
 def _readings(live: Engine) -> int:
     side, worker = live.connector.scheduler, live.worker_connector.worker
     assert side is not None
-    assert worker is not None
+    assert isinstance(worker, WorkerSide)
     return side.adapters.reader.readings + worker.adapters.readings
 
 

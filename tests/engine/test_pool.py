@@ -17,7 +17,8 @@ from kvpipe.trace.events import PoolReady, PoolShort
 from kvpipe.trace.reader import Trace
 from kvpipe.transfer import ready
 from kvpipe.transfer.ready import Readier
-from kvpipe.worker import side
+from kvpipe.worker import side as worker_side
+from kvpipe.worker.side import WorkerSide
 from tests.engine.common import assert_clean, baseline, ended, engine, prompt
 
 PROMPTS = [prompt(300, seed) for seed in range(4)]
@@ -52,7 +53,7 @@ def test_a_pool_that_the_machine_has_no_memory_for(monkeypatch: pytest.MonkeyPat
     plenty, short = Headroom(1 << 40, 1 << 40, "plenty"), Headroom(1 << 20, 1 << 40, "a limit")
     rooms = [plenty]  # enough for the first piece
     made = functools.partial(Readier, room=lambda: rooms.pop() if rooms else short)
-    monkeypatch.setattr(side, "Readier", made)
+    monkeypatch.setattr(worker_side, "Readier", made)
     many = [prompt(900, 50 + seed) for seed in range(8)]
     wanted = baseline(many, 4)
     with engine(kvpipe=POOL | {"chunk_tokens": 32}) as live:
@@ -84,8 +85,7 @@ def test_a_fork_of_a_live_engine() -> None:
             assert ended(child) == 0, "the child was killed, or hung"
         assert live.connector.stats()["tokens_loaded"] > 0
         side = live.worker_connector.worker
-        assert side is not None
-        assert side.pipeline is not None
+        assert isinstance(side, WorkerSide)
         assert side.pipeline.alive
         assert_clean(live)
 

@@ -14,11 +14,10 @@ from kvpipe.geometry import Geometry, Group, Layer
 from kvpipe.messages import Kind, Outcome, Report, StepPlan, Tally
 from kvpipe.scheduler.side import SchedulerSide
 from kvpipe.scheduler.stall import IDLE_WAIT_MS_MAX, Idle, Stall
-from kvpipe.testing.pipeline_rig import Rig, job, plan
+from kvpipe.testing.pipeline_rig import Rig, SideRig, job, plan
 from kvpipe.testing.waiting import WAIT_S
 from kvpipe.transfer.base import Direction
 from kvpipe.worker.batch import Batch
-from kvpipe.worker.side import WorkerSide
 
 TOKEN_BYTES = 2 * 100 // 4  # two layers, pages of 100 bytes for 4 tokens
 GEOMETRY = Geometry((Group((Layer("a", 100), Layer("b", 100)), block_tokens=4),), 16, 1 << 20)
@@ -300,9 +299,8 @@ def test_a_rank_that_has_something_to_report_does_not_wait(monkeypatch: pytest.M
 
 def test_the_plan_says_how_long_a_rank_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before it reports; not in other steps."""
-    rig, waits = Rig(), list[float]()
-    side = WorkerSide(load_settings(), rig.geometry)
-    side.pipeline = rig.pipeline
+    rig, waits = SideRig(), list[float]()
+    side = rig.side
     monkeypatch.setattr(rig.pipeline, "await_load", waits.append)
     for wait_ms in (0, 5):
         unpack, packed = PlanMetadata(StepPlan(1, wait_ms=wait_ms)).__reduce__()

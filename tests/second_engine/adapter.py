@@ -16,6 +16,7 @@ from kvpipe.scheduler.side import SchedulerSide
 from kvpipe.tiers.guard import FIND, READ, WRITE, guarded
 from kvpipe.tiers.registry import make_tier, named
 from kvpipe.transfer.base import TransferEngine
+from kvpipe.worker.caches import PagedCaches
 from kvpipe.worker.side import WorkerSide
 from tests.second_engine.engine import Ended, Engine, Hit, Request, Reuse, Step
 
@@ -45,13 +46,19 @@ class KVPipe(Reuse):
         self.scheduler.bind(self._blocks)
         weights = engine.model.digest()
         self._loaded, self._failed = Counter[str](), set[str]()
-        self.workers = [WorkerSide(self.settings, self.geometry) for _ in range(ranks)]
-        for rank, (worker, caches) in enumerate(zip(self.workers, engine.caches, strict=True)):
-            worker.rank, worker.ranks, worker.weigh = rank, ranks, lambda: weights
-            worker.guard_tiers = lambda: guarded(self._tiers(writes=True), (READ, WRITE))
-            worker.register(
-                caches, engine.blocks.count, make_copier(), unhooked=frozenset(), replays=False, fences_late=False
+        self.workers = [
+            WorkerSide(
+                self.settings,
+                self.geometry,
+                PagedCaches(self.geometry, caches, engine.blocks.count),
+                engine=make_copier(),
+                rank=rank,
+                ranks=ranks,
+                tiers=guarded(self._tiers(writes=True), (READ, WRITE)),
+                weigh=lambda: weights,
             )
+            for rank, caches in enumerate(engine.caches)
+        ]
         slots = {worker.rank: worker.ready for worker in self.workers}
         self.scheduler.ranks_ready(slots, [worker.weigh_now() for worker in self.workers])
         engine.reuse = self

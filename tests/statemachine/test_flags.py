@@ -98,8 +98,6 @@ FLAGS: dict[str, dict[str, str]] = {
         "Worker.lends": "configuration",
     },
     "connectors/vllm": {
-        "Hooks.fences_late": "content: what the runner calls",
-        "Hooks.replays": "content: what the runner calls",
         "PromptBlocks._adapters": "configuration",
         "_Observed.failed": "a latch: a tensor was not loaded as it was given",
         "_Observed.whole": "content of a report",

@@ -8,13 +8,17 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvpipe.config import load_settings
 from kvpipe.connectors.vllm import connector as border
 from kvpipe.connectors.vllm.connector import KVPipeConnector
+from kvpipe.connectors.vllm.metadata import PlanMetadata
+from kvpipe.connectors.vllm.metrics import Meter
+from kvpipe.connectors.vllm.no_caches import NoCaches
 from kvpipe.errors import ConfigError
-from kvpipe.messages import Kind
-from kvpipe.testing.pipeline_rig import Rig, job, plan
+from kvpipe.messages import Job, Kind
+from kvpipe.testing.pipeline_rig import Rig, SideRig, job, plan
 from kvpipe.trace.log import Counters
 
 
@@ -22,7 +26,9 @@ from kvpipe.trace.log import Counters
 def connector() -> Any:
     """Return a connector without an engine's configuration."""
     made: Any = object.__new__(KVPipeConnector)
-    made.worker, made.scheduler, made.counters = None, None, Counters()
+    made.scheduler, made.counters = None, Counters()
+    made.worker = NoCaches(made.counters)
+    made._step, made._meter, made._role = made.worker.step, Meter(made.worker.totals), KVConnectorRole.WORKER
     return made
 
 
@@ -45,6 +51,35 @@ def test_a_layers_hook_that_raises_is_counted(connector: Any, rig: Rig, hook: st
     connector.worker, connector._step = SimpleNamespace(wait_layer=_boom, save_layer=_boom), rig.pipeline.step
     getattr(connector, hook)("layer", *[None] * (2 if hook == "save_kv_layer" else 0))
     assert connector.counters["contained_error"] == 1
+
+
+@pytest.mark.parametrize("jobs", [(), (job(1),)], ids=["none", "one"])
+def test_a_rank_without_caches_has_nothing_to_do(connector: Any, jobs: tuple[Job, ...]) -> None:
+    """Whatever vLLM calls before it has registered them; jobs for such a rank are a fault, of whoever has sent them."""
+    metadata, forward = PlanMetadata(plan(*jobs)), SimpleNamespace(attn_metadata=None)
+    connector.handle_preemptions(metadata)
+    connector.bind_connector_metadata(metadata)
+    connector.start_load_kv(forward)
+    connector.wait_for_layer_load("a")
+    connector.save_kv_layer("a", None, None)
+    connector.wait_for_save()
+    assert connector.get_finished(set()) == (None, None)
+    assert connector.get_block_ids_with_load_errors() == set()
+    assert connector.build_connector_worker_meta() is None
+    assert connector.get_kv_connector_stats() is None
+    assert connector.get_handshake_metadata() is None
+    connector.clear_connector_metadata()
+    assert connector.counters.faults == ({"plan_without_caches": 1} if jobs else {})
+
+
+def test_caches_that_are_registered_again(connector: Any) -> None:
+    """What the pool holds is of caches that may be gone: the rank lets go of them, and its pool is reported as lost."""
+    rig = SideRig()
+    connector.worker = rig.side
+    connector.register_kv_caches({})
+    assert rig.engine.shutdowns
+    assert connector.build_connector_worker_meta().report.lost
+    assert connector.counters["caches_registered_again"] == 1
 
 
 @pytest.mark.parametrize("bad", ["worker", "scheduler", "manage", "control", "claim", "writer", "all"])

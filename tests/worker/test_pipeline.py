@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvpipe.config import load_settings
 from kvpipe.messages import EMPTY_PLAN, Kind
-from kvpipe.testing.pipeline_rig import Rig, ThreadedEngine, Waiting, job, plan
+from kvpipe.testing.pipeline_rig import Rig, SideRig, ThreadedEngine, Waiting, job, plan
 from kvpipe.transfer.base import Direction, Ticket
-from kvpipe.worker.side import WorkerSide
 
 SAVE, SYNC, ASYNC = Kind.SAVE, Kind.LOAD_SYNC, Kind.LOAD_ASYNC
 
@@ -255,18 +253,18 @@ def test_the_fence_is_set_when_the_step_ends(rig: Rig) -> None:
     assert all(copy.ticket.done for copy in rig.engine.copies)
 
 
-@pytest.mark.parametrize("rig", [{"fences_late": True}], indirect=True)
-def test_the_next_steps_first_hook_sets_the_fence(rig: Rig) -> None:
+def test_the_next_steps_first_hook_sets_the_fence() -> None:
     """With runner V1 on a GPU: at the step's end nothing is waited for, before blocks are written everything is."""
-    p, side = rig.pipeline, WorkerSide(load_settings(), rig.geometry)
-    side.pipeline = p
-    p.begin(plan(job(1)))
+    rig = SideRig(fences_late=True)
+    side = rig.side
+    side.bind(plan(job(1)))
     rig.save_all()
     side.end_step()
     assert not any(copy.ticket.done for copy in rig.engine.copies)
     side.handle_preemptions()
     assert all(copy.ticket.done for copy in rig.engine.copies)
     assert rig.news() == {1: True}
+    side.shutdown()
 
 
 @pytest.mark.parametrize("kind", [SYNC, ASYNC])

@@ -3,55 +3,107 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator
 
 import pytest
-import torch
 
 from kvpipe.config import load_settings
-from kvpipe.geometry import Geometry, Group, Layer
+from kvpipe.errors import UnsupportedError
 from kvpipe.messages import Kind, Tally
-from kvpipe.testing.pipeline_rig import FakeEngine, Rig, job, plan
+from kvpipe.testing.dict_tier import DictTier
+from kvpipe.testing.held_tier import DictSpec
+from kvpipe.testing.pipeline_rig import FakeEngine, Rig, SideRig, job, make_caches, plan, small_geometry
+from kvpipe.tiers.guard import READ, WRITE, guarded
 from kvpipe.transfer.base import Direction
-from kvpipe.transfer.pages import PageView
-from kvpipe.transfer.pool import HostPool
+from kvpipe.transfer.ready import Readier
+from kvpipe.worker.caches import PagedCaches
 from kvpipe.worker.limits import Limits
+from kvpipe.worker.pipeline import Pipeline
 from kvpipe.worker.side import WorkerSide
 
-GEOMETRY = Geometry((Group((Layer("a", 1024), Layer("b", 1024)), block_tokens=4),), 16, 4 * 8192)
-CACHES = {name: torch.zeros(8, 1, 4, 64) for name in "ab"}
+GEOMETRY = small_geometry()
+CACHES = PagedCaches(GEOMETRY, make_caches(GEOMETRY, 8), 8)
+NONE = {
+    "carrier": "this rank has no tiers",
+    "_plan": "no step is bound",
+    "_weighed": "nobody has asked for its weights",
+}
+"""What is None of a side that has just been made."""
 
 
-class Attached(FakeEngine):
-    """Notes when it is attached and shut down."""
-
-    def __init__(self, name: str, calls: list[str]) -> None:
-        """`calls`: of all engines."""
-        super().__init__()
-        self._name, self._calls = name, calls
-
-    def attach(self, views: Sequence[PageView], geometry: Geometry, pool: HostPool) -> None:
-        """See `TransferEngine.attach`."""
-        super().attach(views, geometry, pool)
-        self._calls.append(f"{self._name} attached")
-
-    def shutdown(self) -> None:
-        """See `TransferEngine.shutdown`."""
-        super().shutdown()
-        self._calls.append(f"{self._name} shut down")
+@pytest.fixture
+def whole() -> Iterator[SideRig]:
+    """Return a side with layer hooks."""
+    rig = SideRig()
+    yield rig
+    rig.side.shutdown()
 
 
-def test_caches_that_are_registered_again() -> None:
-    """The first engine is shut down before the second is attached: it may hold what that needs, pinned memory say."""
-    calls: list[str] = []
-    side = WorkerSide(load_settings({"prefault": "use"}), GEOMETRY)
-    for name in ("first", "second"):
-        side.register(CACHES, 8, Attached(name, calls), unhooked=frozenset(), replays=False, fences_late=False)
-    side.shutdown()
-    assert calls == ["first attached", "first shut down", "second attached", "second shut down"]
+def test_a_side_that_exists_is_whole(whole: SideRig) -> None:
+    """Nothing of it is still to come: what is None says so of the rank or of the step, and no call adds a part."""
+    side = whole.side
+    parts = set(vars(side))
+    assert {name for name in parts if getattr(side, name) is None} == set(NONE)
+    side.handle_preemptions()
+    side.bind(plan(job(1), job(2, Kind.LOAD_SYNC, [(0, 0, 0, 7)])))
+    side.start_loads()
+    for layer in "abc":
+        side.wait_layer(layer)
+        side.save_layer(layer)
+    side.end_step()
+    whole.engine.complete_all()
+    whole.settle()
+    assert side.collect() == (set(), set())
+    report = side.take_report()
+    assert report is not None
+    assert report.tallies == dict.fromkeys((1, 2), Tally(1, 0))
+    side.unbind()
+    assert side.totals()
+    assert set(vars(side)) == parts
 
 
-def _boom(*_: object) -> None:
+@pytest.mark.parametrize(
+    ("part", "method"), [(Pipeline, "__init__"), (WorkerSide, "_make_readier"), (Readier, "begin")]
+)
+def test_a_side_that_cannot_be_made_leaves_nothing(part: type, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is raised, and however late: no thread is left, and the engine has let go of the caches."""
+    engine, before = FakeEngine(), set(threading.enumerate())
+    tiers = guarded([("t", DictSpec.model_validate({}), DictTier())], (READ, WRITE))
+    monkeypatch.setattr(part, method, _boom)
+    with pytest.raises(RuntimeError, match="boom"):
+        WorkerSide(load_settings(), GEOMETRY, CACHES, engine=engine, tiers=tiers)
+    assert set(threading.enumerate()) == before
+    assert engine.shutdowns
+
+
+def test_caches_without_a_layer_are_refused() -> None:
+    """By the layer's name, before anything is made of the others."""
+    with pytest.raises(UnsupportedError, match="no KV cache for layer 'b'"):
+        PagedCaches(GEOMETRY, {"a": make_caches(GEOMETRY, 8)["a"]}, 8)
+
+
+def test_a_side_that_gives_up_ends_what_is_open(whole: SideRig) -> None:
+    """Jobs that are under way are reported, those of later steps fail, and the pool is reported as lost."""
+    side = whole.side
+    side.bind(plan(job(1), job(2, Kind.LOAD_ASYNC, [(0, 0, 0, 7)])))
+    side.start_loads()
+    side.give_up("its caches are gone")
+    assert whole.engine.shutdowns
+    assert side.collect()[0] == {"r2"}
+    side.unbind()
+    side.bind(plan(job(3)))
+    side.end_step()
+    side.collect()
+    report = side.take_report()
+    assert report is not None
+    assert report.lost
+    assert report.tallies.keys() == {1, 2, 3}
+    assert report.tallies[3] == Tally(0, 1)
+    side.unbind()
+
+
+def _boom(*_: object, **__: object) -> None:
     raise RuntimeError("boom")
 
 
@@ -78,9 +130,8 @@ def _begin_raises(where: str, rig: Rig, side: WorkerSide, patch: pytest.MonkeyPa
 @pytest.mark.parametrize("where", ["checked", "orders", "fence", "withdraw", "limits", "SAVE", "LOAD"])
 def test_a_step_that_cannot_be_begun_loses_no_job(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every job is reported as failed, blocks of sync loads in their own step; wrong orders cost no job."""
-    rig = Rig(fences_late=True)
-    side = WorkerSide(load_settings(), rig.geometry)
-    side.pipeline, good = rig.pipeline, where == "orders"
+    rig = SideRig(fences_late=True)
+    side, good = rig.side, where == "orders"
     with monkeypatch.context() as patch:
         _begin_raises(where, rig, side, patch)
         with contextlib.nullcontext() if where == "checked" else pytest.raises(RuntimeError, match="boom"):
@@ -113,9 +164,9 @@ def test_a_step_that_cannot_be_begun_loses_no_job(where: str, monkeypatch: pytes
     side.shutdown()
 
 
-def test_a_shutdown_goes_on_though_a_part_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shutdown_goes_on_though_a_part_raises(whole: SideRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The carrier's thread ends though the pipeline's did not."""
-    side, ended = WorkerSide(load_settings(), GEOMETRY), list[str]()
+    side, ended = whole.side, list[str]()
 
     class Part:
         def __init__(self, name: str) -> None:
@@ -127,8 +178,9 @@ def test_a_shutdown_goes_on_though_a_part_raises(monkeypatch: pytest.MonkeyPatch
 
         stop = shutdown
 
-    for name in ("_readier", "pipeline", "carrier"):
-        monkeypatch.setattr(side, name, Part(name))
-    with pytest.raises(RuntimeError, match="carrier"):
-        side.shutdown()
+    with monkeypatch.context() as patch:
+        for name in ("_readier", "pipeline", "carrier"):
+            patch.setattr(side, name, Part(name))
+        with pytest.raises(RuntimeError, match="carrier"):
+            side.shutdown()
     assert ended == ["_readier", "pipeline", "carrier"]

@@ -34,6 +34,7 @@ from rich.table import Table
 from kvpipe.connectors.vllm.trial.engine import Engine
 from kvpipe.testing.catalog_integrity import check_integrity
 from kvpipe.testing.models import VOCAB, make_model
+from kvpipe.worker.side import WorkerSide
 
 REQUESTS: Final = 20_000
 CROWD: Final = 10
@@ -160,7 +161,7 @@ class Player:
         taken.tracked, taken.jobs = stats["requests"], stats["jobs_in_flight"] + stats["orders_in_flight"]
         taken.loaded_tokens = stats.get("tokens_loaded", 0)
         worker = self.engine.worker_connector.worker
-        assert worker is not None  # noqa: S101
+        assert isinstance(worker, WorkerSide)  # noqa: S101
         taken.faults = sum(side.counters.faults.values()) + sum(worker.counters.faults.values())
         return taken
 

@@ -165,7 +165,7 @@ class Trial(Arrivals):
             mine: Any = kvpipe_in(worker)
             if mine is not None:
                 self.tap.attach(mine, index)
-                mine.make_tiers, mine.worker.rank = self._made_tiers, index
+                mine.make_tiers, mine.rank = self._made_tiers, index
                 self.engines.append(engine := HeldEngine(device=self.shape.device))
                 mine.make_engine = lambda engine=engine: engine
                 mine.hooks = functools.partial(self._hooks, mine.hooks)

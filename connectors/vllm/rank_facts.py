@@ -1,0 +1,64 @@
+"""What a rank knows when it has its caches: their layout, which weights they are of, how they lie beside others'."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvpipe.connectors.vllm import shares, support
+from kvpipe.connectors.vllm.model import LoadedModel
+from kvpipe.connectors.vllm.source import sees_a_part
+from kvpipe.connectors.vllm.weights import suspect
+from kvpipe.tiers.parts import Share
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from kvpipe.geometry import Geometry
+
+
+class RankFacts(NamedTuple):
+    """What could be found; nothing is shared of what is not known."""
+
+    layout: str
+    """A digest of what this rank's pages are."""
+    weigh: Callable[[], str]
+    """Which weights it has."""
+    shares: tuple[Share, ...]
+    """How each group's KV lies over the ranks."""
+    common: str
+    """A digest of what pages are, however many ranks there are."""
+
+
+def find(
+    config: VllmConfig,
+    cache: KVCacheConfig,
+    geometry: Geometry,
+    caches: dict[str, torch.Tensor],
+    contain: Callable[[str, Exception], object],
+) -> RankFacts:
+    """Return the facts of a rank with these caches. `contain(where, error)` takes what is raised by an unknown model.
+
+    Raises:
+        UnsupportedError: a layout that kvpipe does not know.
+
+    """
+    layout = support.layout_facts(caches, cache.num_blocks, config)
+    weigh: Callable[[], str] = str
+    found, common = tuple[Share, ...](), ""
+    try:
+        model = LoadedModel(
+            config.compilation_config.static_forward_context, functools.partial(suspect, config, "loaded")
+        )
+        if code := model.code():
+            layout.append(code)
+        weigh = str if sees_a_part(config.parallel_config) else model.digest
+        lie = shares.shares(config, cache, geometry, caches, model.roots)
+        facts = shares.common_facts(lie, geometry, caches, layout, config.parallel_config.world_size)
+        found, common = lie, support.fingerprint(facts) if facts else ""
+    except Exception as error:  # noqa: BLE001  (the border: the engine serves, and shares nothing)
+        contain("rank_facts", error)
+    return RankFacts(support.fingerprint({"layout": layout}), weigh, found, common)
