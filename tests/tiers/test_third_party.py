@@ -76,3 +76,16 @@ def test_it_is_configured_like_ours(python: Path, tmp_path: Path) -> None:
     message = run(*check, f'{{"tiers": "{url}?byte_max=1GiB"}}', cwd=tmp_path, ok=False)
     assert "tier 1 (sqlite): unknown key 'byte_max'; did you mean 'bytes_max'?" in message
     assert "items" in run(python, "-m", "kvpipe.cli", "cache", "stats", url, "--json", cwd=tmp_path)
+
+
+def test_its_types_are_those_of_the_wheel(python: Path, tmp_path: Path) -> None:
+    """A type checker takes kvpipe's annotations: the package is right by the strictest rules, and a mistake is seen."""
+    mypy = (sys.executable, "-m", "mypy", "--strict", "--config-file", "", "--python-executable", python, "--cache-dir")
+    right = tmp_path / "kvpipe_sqlite_tier.py"
+    right.write_bytes((PACKAGE / right.name).read_bytes())
+    run(*mypy, tmp_path / "cache", right, cwd=tmp_path)
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text("from kvpipe.tiers.base import Capacity, Key\nKey.parse(7)\nCapacity.nothing\n", encoding="utf-8")
+    message = run(*mypy, tmp_path / "cache", wrong, cwd=tmp_path, ok=False)
+    assert 'Argument 1 to "parse" of "Key" has incompatible type "int"; expected "str"' in message
+    assert '"type[Capacity]" has no attribute "nothing"' in message
