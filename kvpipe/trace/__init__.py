@@ -1,1 +1,1 @@
-"""Counters, the structured log, traces and what is made of them."""
+"""Counters, the structured log, and traces: recording, reading, replaying and drawing them."""

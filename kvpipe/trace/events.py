@@ -1,10 +1,11 @@
-"""The events that a trace consists of, beside the moves of machines (`transitions.py`). One line of JSON each.
+"""The events of a trace, beside the moves of machines (`transitions.py`). Each is one line of JSON.
 
 `event` is the event's name.
 
 Times are nanoseconds: `t_ns` of the monotonic clock, which all processes of a host share, and `wall_ns` since the epoch
-(1970). `rank` is -1 on the scheduler's side. `engine` is the engine's id, `request` is vLLM's own request id: the two
-link the events of one request from scheduler and ranks. `epoch` counts admissions, `step` counts the scheduler's steps.
+(1970). `rank` is -1 on the scheduler side. `engine` is the engine's id, `request` is vLLM's own request id: the two
+link the events of one request from scheduler and ranks. `epoch` is the number of an admission, `step` that of the
+scheduler's step.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from typing import ClassVar
 import msgspec
 
 FORMAT = 1
-"""Raised when a reader of the former format would misread a line."""
+"""The number of the format. It is incremented when a reader of the former format would misread a line."""
 
 SCHEDULER = -1
-"""`rank` of the scheduler's side."""
+"""`rank` of the scheduler side."""
 
 DEBUG, INFO, WARNING = logging.DEBUG, logging.INFO, logging.WARNING
 
@@ -39,7 +40,7 @@ class Event(msgspec.Struct, gc=False, tag_field="event", forbid_unknown_fields=T
 
 
 def tag_of(event: Event | type[Event]) -> str:
-    """Return what a trace calls this kind of event."""
+    """Return the name of this kind of event in traces."""
     return str(event.__struct_config__.tag)
 
 
@@ -47,7 +48,7 @@ def tag_of(event: Event | type[Event]) -> str:
 
 
 class Started(Event, tag="started"):
-    """A process began to write, or went on in a new file (`part` > 0).
+    """A process began to write a trace, or continued in a new file (`part` > 0).
 
     `side`: scheduler or worker; `layers`: of one rank; `sample` and `detail`: as configured.
     """
@@ -69,7 +70,7 @@ class Ended(Event, tag="ended"):
 
 
 class Dropped(Event, tag="dropped"):
-    """Events were lost here: the queue was full, or the file could not be written."""
+    """`count` events were lost here: the queue was full, or the file could not be written."""
 
     level = WARNING
     throttled = True
@@ -88,10 +89,10 @@ class RequestAdded(Event, tag="request_added"):
 
 
 class Lookup(Event, tag="lookup"):
-    """The scheduler asked for hits, and the answer differs from the last one for this request.
+    """A lookup's answer, if it differs from the last one for this request.
 
-    `local_tokens` vLLM has itself; `hit_tokens`, by tier, come on top; `missed_tokens` are neither's, for reason `why`
-    (`kvpipe.cache.miss_reasons`). `later`: ask again.
+    `local_tokens`: held by vLLM; `hit_tokens`: beyond these, held by kvpipe, by tier; `missed_tokens`: held by neither,
+    for the reason `why` (`kvpipe.cache.miss_reasons`). `later`: vLLM was asked to repeat the lookup.
     """
 
     local_tokens: int = 0
@@ -102,7 +103,7 @@ class Lookup(Event, tag="lookup"):
 
 
 class RequestAdmitted(Event, tag="request_admitted"):
-    """First admission: blocks are allocated. `waited_ms`: since the request was added; else as in `Lookup`."""
+    """First admission: blocks are allocated. `waited_ms`: since the request was added; the rest as of `lookup`."""
 
     level = INFO
     prompt_tokens: int = 0
@@ -121,9 +122,9 @@ class RequestReadmitted(RequestAdmitted, tag="request_readmitted"):
 
 
 class RequestDone(Event, tag="request_done"):
-    """The request is over: what kvpipe did for it. `status` is vLLM's.
+    """The request is over; a summary. `status`: vLLM's.
 
-    `loading_ms`: how long it waited for async loads; `saved_pages`: blocks of all groups that were saved.
+    `loading_ms`: how long it waited for async loads; `saved_pages`: blocks of all groups that saves were planned for.
     """
 
     level = INFO
@@ -140,7 +141,7 @@ class RequestDone(Event, tag="request_done"):
 
 
 class LeasesTaken(Event, tag="leases_taken"):
-    """An admission holds `chunks` chunks until its load ends."""
+    """An admission leases `chunks` chunks until its load ends."""
 
     chunks: int = 0
 
@@ -152,7 +153,7 @@ class LeasesReturned(Event, tag="leases_returned"):
 
 
 class LoadPlanned(Event, tag="load_planned"):
-    """Job `job` will bring `tokens` back: `pages` blocks of all groups. `kind`: load_sync or load_async."""
+    """Job `job` will load `tokens` tokens: `pages` blocks of all groups. `kind`: load_sync or load_async."""
 
     job: int = 0
     kind: str = ""
@@ -198,7 +199,7 @@ class LayerCopied(Event, tag="layer_copied"):
 
 
 class MoverMeasured(Event, tag="mover_measured"):
-    """At start-up a mover was measured: time per batch and per copy in it, and the rate without these."""
+    """A mover was measured at start-up: time per submission, time per copy, and the rate without these."""
 
     level = INFO
     kind: str = ""
@@ -209,7 +210,7 @@ class MoverMeasured(Event, tag="mover_measured"):
 
 
 class PoolReady(Event, tag="pool_ready"):
-    """All of a rank's pool is in memory, `took_ms` after it was begun."""
+    """All of a rank's pool is resident, `took_ms` after that was begun."""
 
     level = INFO
     slots: int = 0
@@ -218,9 +219,9 @@ class PoolReady(Event, tag="pool_ready"):
 
 
 class PoolShort(Event, tag="pool_short"):
-    """There is no memory to spare for more of the pool than `ready` of its slots; it is asked for again later.
+    """There is no memory to spare for more of the pool than `ready` of its `slots`; that is tried again later.
 
-    `free_mb` are left, by the limit that `where` names.
+    `free_mb`: megabytes left, by the limit that `where` names.
     """
 
     level = WARNING
@@ -235,7 +236,7 @@ class PoolShort(Event, tag="pool_short"):
 
 
 class FreezeSwitched(Event, tag="freeze_switched"):
-    """Saving was stopped, or goes on."""
+    """Saving was stopped (`on`), or resumed."""
 
     level = WARNING
     on: bool = False
@@ -249,7 +250,7 @@ class CacheReset(Event, tag="cache_reset"):
 
 
 class TierSlow(Event, tag="tier_slow"):
-    """A copy from or to a tier did not end in `waited_ms`; its jobs are failed."""
+    """A copy from or to a tier did not end within `waited_ms`; its jobs have failed."""
 
     level = WARNING
     throttled = True
@@ -266,7 +267,7 @@ class TierLost(Event, tag="tier_lost"):
 
 
 class TierLeft(Event, tag="tier_left"):
-    """A slower tier fails, and is left alone until a probe succeeds. `use`: find, read or write."""
+    """A tier has failed, and is not used until a probe succeeds. `use`: find, read or write."""
 
     level = WARNING
     tier: str = ""
@@ -275,13 +276,13 @@ class TierLeft(Event, tag="tier_left"):
 
 
 class TierBack(TierLeft, tag="tier_back"):
-    """A tier that was left alone is used again."""
+    """A tier that was not used is used again."""
 
     level = INFO
 
 
 class Stuck(Event, tag="stuck"):
-    """A job has not moved for `waited_ms` and is failed. `last`: its last transitions."""
+    """A job made no progress for `waited_ms` and has failed. `last`: its last transitions."""
 
     level = WARNING
     throttled = True
@@ -292,7 +293,7 @@ class Stuck(Event, tag="stuck"):
 
 
 class Fault(Event, tag="fault"):
-    """Something went wrong and was contained: `name` is its counter, which stands at `seen`."""
+    """A failure that was contained. `name`: its counter, whose value is `seen`."""
 
     level = WARNING
     name: str = ""

@@ -1,4 +1,4 @@
-"""The life of each request in a trace: its phases, and the marks of what happened to it."""
+"""The life of each request in a trace: its phases, and the marks of single events."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Life:
     """One request, from its first event to its last."""
 
     def __init__(self, request: str, begin_ns: int) -> None:
-        """Nothing is known but that it is there."""
+        """Start without phases, at the first event."""
         self.request, self.begin_ns, self.end_ns = request, begin_ns, begin_ns
         self.whole = self.done = self.finished = False  # `whole`: its beginning is in the trace
         self.events: list[int] = []
@@ -52,14 +52,14 @@ class Life:
         self.since_ns, self._since_event, self._admission = 0, -1, -1
 
     def enter(self, phase: str, t_ns: int, i: int, loaded_ns: int | None = None) -> None:
-        """Begin `phase`, and end the one before. `loaded_ns`: see `leave`."""
+        """Begin `phase`, and end the one before, at `t_ns`, by event number `i`. `loaded_ns`: see `leave`."""
         if phase != self.phase:
             self.leave(t_ns, i, loaded_ns)
             self.phase, self.since_ns, self._since_event = phase, t_ns, i
             self._admission = -1
 
     def admit(self, phase: str, t_ns: int, i: int, event: Event, loaded_ns: int | None) -> None:
-        """Begin `phase` with an admission. Several events record one, in any order: it loads if any of them does."""
+        """Begin `phase` with an admission. Several events report one, in any order; it loads if one of them does."""
         if event.step == self._admission:
             self.phase = LOADING if LOADING in {phase, self.phase} else phase
             return
@@ -82,14 +82,14 @@ class Life:
         )
 
     def bundle(self) -> Bundle:
-        """Its spans. The first is the whole life."""
+        """Return its spans. The first is the whole life."""
         is_open = not (self.done or self.finished)
         whole = Span(0, 0, LIFE, self.request, self.begin_ns, self.end_ns, (self.request,), tuple(self.events), is_open)
         return [whole, *self.phases, *self.marks]
 
 
 class Lives:
-    """All requests of the scheduler's sides. An id may be used again once its request is over."""
+    """The requests of all engines in a trace. An id may be used again once its request is over."""
 
     def __init__(self, at_ns: Sequence[int], job_ended_ns: Mapping[Job, int]) -> None:
         """`at_ns`: when each event happened. `job_ended_ns`: when the ranks reported a job's end."""
@@ -98,7 +98,7 @@ class Lives:
         self._all: list[tuple[str, Life]] = []
 
     def add(self, i: int, event: Event) -> bool:
-        """Take in an event of a request, in order of time; return whether it is shown as part of a life."""
+        """Add an event, in order of time. Returns whether it is shown as part of a request's life."""
         if not isinstance(event, OF_A_LIFE):
             return False
         t, key = self._at_ns[i], (event.engine, event.request)

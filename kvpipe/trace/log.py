@@ -1,4 +1,4 @@
-"""Counters by reason and the structured log. Nothing here is on the forward's path unless something went wrong."""
+"""Counters and the structured log. Only faults cost the forward's path more than an increment."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ _BOUND = ("engine", "request", "epoch")
 _TAKEN = {"event", "level", "timestamp"}  # by structlog
 Format = Literal["console", "json"]
 LOG_EVERY: Final = 1000
-"""One of that many faults of one kind is logged."""
+"""Of the faults of one kind, the first is logged, and then one of so many."""
 ID_CHARS_MAX = 256
-"""The most characters of a request's id in traces and logs. vLLM's own ids have less than 100, clients' any number."""
+"""The most characters of a request's id in traces and logs. vLLM's ids have less than 100, clients' any number."""
 _HIDDEN = {"t_ns", "wall_ns"}  # the log has a clock of its own
 
 
 class Counters(Counter[CounterName]):
-    """How often each thing happened. Faults are logged too: the first of each kind, then every 1000th."""
+    """Counters by name. Faults are logged too: the first of each kind, then every 1000th."""
 
     on_fault: Callable[[Fault, int, dict[str, object]], object] | None = None
-    """Called with faults instead of logging them: logging would delay a forward."""
+    """Called with (name, count, fields) for those faults instead of logging them: logging would delay a forward."""
     watcher: Callable[[Fault, dict[str, object]], object] | None = None
-    """Called with every fault, logged or not."""
+    """Called with (name, fields) for every fault, logged or not."""
 
     @property
     def faults(self) -> dict[str, int]:
-        """How often each fault has happened, of those that have."""
+        """The counts of the faults that have happened, by name."""
         return {name: count for name, count in tuple(self.items()) if name in FAULTS}
 
     def totals(self) -> dict[str, int]:
-        """Return all of them, by name."""
+        """Return all counts by name."""
         return {str(name): count for name, count in tuple(self.items())}
 
     def count(self, name: CounterName, label: str) -> None:
@@ -51,7 +51,7 @@ class Counters(Counter[CounterName]):
             self[cast("CounterName", f"{name}.{label}")] += 1
 
     def fault(self, name: Fault, **fields: Any) -> None:  # noqa: ANN401
-        """Count a fault and report it, with a bound on log volume."""
+        """Count a fault, and log it if it is the first of its kind or every 1000th."""
         self[name] += 1
         if self.watcher is not None:
             self.watcher(name, fields)
@@ -64,7 +64,7 @@ class Counters(Counter[CounterName]):
 
 
 class _Stderr:
-    """Stderr, which may be closed or full: a write that fails must not end the thread that logs."""
+    """Stderr, which may be closed or full: a write that fails must not raise in the thread that logs."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -97,7 +97,7 @@ def configure(level: str, form: Format = "console") -> None:
 
 
 def log_event(event: Event) -> None:
-    """Log a traced event, bound to its request, without its empty fields."""
+    """Log an event of the trace, bound to its request, without its empty fields."""
     message = {name: getattr(event, name) for name in event.__struct_fields__ if name not in _HIDDEN}
     message = {name: value for name, value in message.items() if isinstance(value, bool) or value}
     if event.rank >= 0:
@@ -114,7 +114,7 @@ def log_event(event: Event) -> None:
 
 
 def warn(name: str, **fields: object) -> None:
-    """Log a warning; a closed or full stream does not matter, also before `configure`."""
+    """Log a warning. Never raises for a closed or full stream, even before `configure`."""
     with contextlib.suppress(OSError, ValueError):
         structlog.get_logger("kvpipe").warning(name, **fields)
 
@@ -126,7 +126,7 @@ def info(name: str, **fields: object) -> None:
 
 
 def bounded(request: str) -> str:
-    """Return what traces and logs call a request: its id, or the beginning and a digest of one that is very long."""
+    """Return a request's id as in traces and logs. One longer than `ID_CHARS_MAX` is cut, and ends in a digest."""
     if len(request) <= ID_CHARS_MAX:
         return request
     digest = hashlib.sha256(request.encode("utf-8", "surrogatepass")).hexdigest()[:16]
@@ -134,7 +134,7 @@ def bounded(request: str) -> str:
 
 
 def printable(value: Any) -> Any:  # noqa: ANN401  (whatever it is)
-    """Return a text with its control characters spelled out: a request id may be anything. Other values as they are."""
+    """Return a text with its control characters escaped, as request ids may be anything; other values unchanged."""
     if not isinstance(value, str) or value.isprintable():
         return value
     return value.encode("unicode_escape").decode("ascii")

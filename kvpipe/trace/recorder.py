@@ -1,7 +1,8 @@
-"""Events on their way to the trace file and the log: a bounded queue, and one thread that writes.
+"""The path of events to the trace file and the log: a bounded queue, and one thread that writes.
 
-`Recorder.put` appends to a deque and wakes nobody (the writer looks every 50 ms), so it costs the caller less than a
-microsecond whatever the disk does. What does not fit is counted, and the trace has the number where events are missing.
+`Recorder.put` appends to a deque and wakes no thread (the writer polls every 50 ms), so it takes the caller less than a
+microsecond whatever the disk does. Events that do not fit are counted; the trace has their number where they are
+missing.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _T = TypeVar("_T")
 
 
 class Recorder:
-    """Records the events of one side of one process. `lifecycle` and `detail`: which kinds; both are read only."""
+    """Records the events of one side of one process. `lifecycle`, `transitions`, `detail`: which kinds; read only."""
 
     def __init__(
         self,
@@ -55,9 +56,10 @@ class Recorder:
         sample: float = 1.0,
         queue_events_max: int = QUEUE_EVENTS_MAX,
     ) -> None:
-        """`lifecycle`: two events per request. `transitions`: also requests' moves. `detail`: everything.
+        """`lifecycle`: two events per request. `transitions`: also the moves of requests. `detail`: everything.
 
-        `sample`: the share of requests whose `transitions` and `detail` are recorded, by their ids.
+        `rank`: -1 for the scheduler side. `sample`: the share of requests, chosen by their ids, of which `transitions`
+        and `detail` are recorded. `queue_events_max`: beyond so many waiting events, events are dropped.
         """
         self.rank, self.lifecycle, self.transitions, self.detail = rank, lifecycle, transitions, detail
         self._share = int(sample * _HASH_MAX)
@@ -68,7 +70,7 @@ class Recorder:
         self.request, self.epoch, self.step = "", 0, 0
 
     def put(self, event: Event) -> None:
-        """Record `event`, or count it as dropped. Any thread."""
+        """Record `event`, or count it as dropped if the queue is full. On any thread."""
         if len(self._queue) < self._max:
             if self._gap:
                 self._report_gap()
@@ -80,7 +82,7 @@ class Recorder:
     def took(
         self, request: str, epoch: int, step: int, cursor: Cursor, number: int, was: State, edge: Edge, why: str
     ) -> None:
-        """Record that `cursor`, which is `number` in the trace, took `edge` in state `was`."""
+        """Record that `cursor`, whose number in the trace is `number`, took `edge` in state `was`. As `put`."""
         queue = self._queue
         if len(queue) < self._max:
             if self._gap:
@@ -91,7 +93,7 @@ class Recorder:
             self.dropped += 1
 
     def take(self, count: int = QUEUE_EVENTS_MAX) -> list[Event]:
-        """Return the oldest events, up to `count`, and forget them."""
+        """Remove and return the oldest events, up to `count`."""
         queue = self._queue
         taken = [queue.popleft() for _ in range(min(len(queue), count))]
         out: list[Event] = []
@@ -104,39 +106,39 @@ class Recorder:
 
     @property
     def waiting(self) -> int:
-        """How many events are not taken yet."""
+        """The number of events that wait in the queue."""
         return len(self._queue)
 
     @property
     def losses(self) -> dict[str, int]:
-        """How many events were lost, by where."""
+        """How many events were lost: "queue": it was full; "sink": they could not be written."""
         return {"queue": self.dropped, "sink": self.lost}
 
     def end(self, dropped: int) -> None:
-        """Record the end of this side's events; a full queue has room for that too."""
+        """Record the end of this side's events, also in a full queue. `dropped`: events lost so far."""
         if self._gap:
             self._report_gap()
         self._queue.append(Ended(monotonic_ns(), self.rank, "", 0, self.step, dropped=dropped))
 
     def _report_gap(self) -> None:
-        """Put an event with the number of those that are missing before it."""
+        """Record how many events are missing here."""
         count, self._gap = self._gap, 0
         self._queue.append(Dropped(*self.of("", 0), count=count, why="the queue was full"))
 
     def sampled(self, request: str) -> bool:
-        """Whether `request` is one of the sample: the same answer on every rank."""
+        """Whether `request` is in the sample. The answer is the same on every rank."""
         return self._share >= _HASH_MAX or zlib.crc32(request.encode("utf-8", "surrogatepass")) < self._share
 
     def about(self, request: str, epoch: int) -> None:
-        """Set the request that later events of slots and chunks are attributed to."""
+        """Attribute later events of chunks to this request; "" and 0: to none."""
         self.request, self.epoch = request, epoch
 
     def of(self, request: str, epoch: int) -> tuple[int, int, str, int, int]:
-        """The leading fields of a request's events: now, rank, request, epoch, step."""
+        """Return the first fields of an event of a request: now (ns), rank, request, epoch, step."""
         return monotonic_ns(), self.rank, request, epoch, self.step
 
     def fault(self, name: str, seen: int, fields: dict[str, object]) -> None:
-        """Record a fault; `seen` is how often it has happened."""
+        """Record a fault. `seen`: how often it has happened."""
         message = {key: str(value)[:400] for key, value in fields.items() if key != "request"}
         self.put(Fault(*self.of(str(fields.get("request", "")), 0), name=name, seen=seen, fields=message))
 
@@ -146,20 +148,20 @@ OFF = Recorder(queue_events_max=0)
 
 
 class Sink(Protocol):
-    """Where events go. Called on the writer's thread only."""
+    """A destination of events. Called on the writer's thread only."""
 
     lost: int
-    """How many events it could not write, so far."""
+    """How many events it could not write so far."""
 
     def write(self, events: Sequence[Event]) -> str:
-        """Write `events`, each of which may fail by itself; return why some are lost, or nothing."""
+        """Write `events`, each of which may fail by itself. Returns why some are lost; "" if none is."""
 
     def close(self) -> None:
-        """Write what is left and let go."""
+        """Write what is left, and close files or connections."""
 
 
 def each(events: Sequence[Event], do: Callable[[Event], _T]) -> tuple[list[_T], str]:
-    """Return what `do` makes of each event, and why it fails for some, which are left out."""
+    """Return (`do(event)` for each event, why it raised for some, or ""). Those are left out."""
     made, why = [], ""
     for event in events:
         try:
@@ -170,12 +172,12 @@ def each(events: Sequence[Event], do: Callable[[Event], _T]) -> tuple[list[_T], 
 
 
 class Writer:
-    """The thread that takes a recorder's events to its sinks."""
+    """The thread that passes a recorder's events to sinks."""
 
     def __init__(
         self, recorder: Recorder, sinks: Iterable[Sink], engine: str, cpus: frozenset[int] = frozenset()
     ) -> None:
-        """Start the thread, on `cpus` if any are given. `engine` is part of every event."""
+        """Start the thread, bound to `cpus` if any are given. `engine`: the engine's id, for every event."""
         self._cpus = cpus
         self._recorder, self._sinks, self._engine = recorder, tuple(sinks), engine
         self._wall_ns = time.time_ns() - monotonic_ns()
@@ -185,7 +187,7 @@ class Writer:
         self._thread.start()
 
     def close(self) -> None:
-        """Write what is queued, end the thread. Idempotent; bounded, should a sink hang."""
+        """Write what is queued and end the thread, within `CLOSE_S_MAX` if a sink hangs. Idempotent."""
         if not self._stop.is_set():
             self._recorder.end(self.dropped)
             self._stop.set()
@@ -225,7 +227,7 @@ class Writer:
             time.sleep(0)
 
     def _complain(self, why: str) -> None:
-        """Log that events are lost, now and then: the trace itself may be what cannot be written."""
+        """Log that events are lost, once a minute at most: the trace itself may not be writable."""
         now = time.monotonic()
         if now - self._complained_s >= COMPLAINTS_S:
             self._complained_s = now
@@ -233,10 +235,10 @@ class Writer:
 
 
 class FileSink:
-    """Appends lines of JSON to a file that several processes may share; the older half is kept beside it as `.1`."""
+    """Appends lines of JSON to a file that several processes may share. The older half is kept as `FILE.1`."""
 
     def __init__(self, path: Path, bytes_max: int, started: Started) -> None:
-        """`started` begins every file that this process writes to."""
+        """`bytes_max`: of both files together. `started`: this process's first event in every file."""
         self._path, self._half, self._started = path, bytes_max // 2, started
         self._encoder = msgspec.json.Encoder()
         self._fd = -1
@@ -246,7 +248,7 @@ class FileSink:
         self._why = ""
 
     def write(self, events: Sequence[Event]) -> str:
-        """See `Sink`. One write of whole lines, so that processes do not mix theirs."""
+        """See `Sink`. It writes whole lines at once, so that lines of several processes do not mix."""
         lines, odd = each(events, self._encoder.encode)
         whole = len(lines)
         if odd:
@@ -276,7 +278,7 @@ class FileSink:
             self._fd = -1
 
     def _open(self, first: Event) -> None:
-        """Have the file open; begin a new one when it is full, or when another process has done so."""
+        """Open the file; begin a new one if it is full, or if another process has begun one."""
         if self._fd >= 0:
             if not self._regular:
                 return
@@ -302,7 +304,7 @@ class FileSink:
         started.part += 1
 
     def _rotate(self) -> None:
-        """Put the full file aside, unless another process was quicker."""
+        """Rename the full file to `FILE.1`, unless another process has done so."""
         until = time.monotonic() + _LOCK_S_MAX
         while not files.try_lock(self._fd):
             if time.monotonic() > until:  # its lock is held by one that does not write: do not wait with every event
@@ -326,16 +328,16 @@ class FileSink:
             done += os.write(self._fd, data[done:])
 
     def _is_torn(self) -> bool:
-        """Whether the file's last line was cut off, by a full disk or a crash, of this process or another."""
+        """Whether the file's last line was cut off by a full disk or a crash."""
         size = os.fstat(self._fd).st_size
         return size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
 
 
 class LogSink:
-    """The operator's view: kvpipe's structured log, at its level; at most two lines per request at `info`."""
+    """Writes events to kvpipe's structured log, by level; at `info` at most two lines per request."""
 
     def __init__(self, level: int) -> None:
-        """`level`: of Python's `logging`."""
+        """`level`: the lowest level to log, a number of Python's `logging`."""
         self._level = level
         self.lost = 0
         self._seen: Counter[str] = Counter()
@@ -357,4 +359,4 @@ class LogSink:
         log.log_event(event)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is nothing to close."""

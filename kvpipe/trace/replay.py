@@ -19,7 +19,7 @@ PROBLEMS_MAX = 1000
 
 
 class Position(NamedTuple):
-    """Which cursor: of which machine, in which process."""
+    """Identifies a cursor of a trace, by process, machine and number."""
 
     engine: str
     rank: int
@@ -27,7 +27,7 @@ class Position(NamedTuple):
     cursor: int
 
     def __str__(self) -> str:
-        """Name it as a report does."""
+        """Name it for a report."""
         where = "scheduler" if self.rank < 0 else f"rank {self.rank}"
         return f"{self.machine} {self.cursor} ({where} of {self.engine})"
 
@@ -36,7 +36,7 @@ class Replay:
     """The machines' cursors as a trace has moved them so far."""
 
     def __init__(self) -> None:
-        """No cursor is known."""
+        """Start without cursors."""
         self.transitions = self.no_ops = self.cursors = self.dropped = 0
         self.cells: Counter[tuple[str, str, str]] = Counter()  # how often each was taken: machine, row, event
         self.problems: list[str] = []
@@ -48,7 +48,7 @@ class Replay:
         self._ended: set[tuple[str, int]] = set()
 
     def feed(self, event: Event) -> None:
-        """Take one event. Those of one process come in the order in which they were written."""
+        """Check one event. Events of one process must come in the order in which they were written."""
         process = (event.engine, event.rank)
         if isinstance(event, Transition):
             self._move(event, process)
@@ -66,7 +66,7 @@ class Replay:
             self._ended.add(process)
 
     def finish(self) -> None:
-        """The trace is over: in a process that ended in good order, every job has."""
+        """End the trace: a job that is still open in a process that ended normally is a problem."""
         for at, state in self._at.items():
             process = (at.engine, at.rank)
             if (
@@ -78,7 +78,7 @@ class Replay:
                 self._problem(f"{at} was left in {state.name}")
 
     def unfinished(self) -> list[str]:
-        """Return the requests and jobs that are not over, as far as the trace knows."""
+        """Return the requests and jobs that are not over at the end of the trace."""
         return [
             f"{at} is in {state.name}"
             for at, state in self._at.items()
@@ -87,7 +87,7 @@ class Replay:
 
     @property
     def ok(self) -> bool:
-        """Whether the trace is a proof."""
+        """Whether every transition was legal, and none was missing."""
         return not self.problems
 
     def _move(self, event: Transition, process: tuple[str, int]) -> None:
@@ -141,7 +141,7 @@ class Replay:
 
 
 def replay(events: Iterable[Event]) -> Replay:
-    """Feed all `events` through the machines."""
+    """Check all `events` against the machines, and return the result."""
     done = Replay()
     for event in events:
         done.feed(event)

@@ -83,7 +83,7 @@ class _DrawnEvents:
         self.duration_ns = max(max(ends, default=0), max(self.last_ns.values(), default=0))
 
     def _link(self, event: Event, t: int) -> None:
-        """Note whose a job is, and when it ended. The request that a plan names counts; else who has it first."""
+        """Note the request of a job, and when the job ended. A plan's request counts; else that of the first event."""
         if isinstance(event, e.LoadPlanned | e.SavePlanned | e.Stuck):
             self._planned[event.engine, event.job] = event.request
         elif isinstance(event, transitions.Transition) and event.machine in _JOB_MACHINES:
@@ -101,12 +101,12 @@ class _Clocks:
     """
 
     def __init__(self) -> None:
-        """Nothing is known. `offset_ns`: from the monotonic clock to the wall clock; `origin_ns`: the first event."""
+        """`offset_ns`: from the monotonic clock to the wall clock; `origin_ns`: time of the first event."""
         self.offset_ns = 0
         self.origin_ns: int | None = None
 
     def time_ns(self, event: Event) -> int:
-        """Return when `event` happened, on the clock of the first event that knows the wall clock."""
+        """Return the time of `event` on the clock of the first event that has a wall clock."""
         shift = 0
         if event.wall_ns:
             self.offset_ns = self.offset_ns or event.wall_ns - event.t_ns
@@ -121,7 +121,7 @@ _JOB_MACHINES = frozenset({copy.LOAD.name, copy.SAVE.name})
 
 
 def _is_drawn(event: Event) -> bool:
-    """Whether a span or a mark is made of `event`: of most moves of machines none is."""
+    """Whether a span or a mark is drawn for `event`: most moves of machines are not drawn."""
     if isinstance(event, e.StepRan | e.LayerCopied) or type(event) in MARKED:
         return True
     return event.rank == SCHEDULER and bool(event.request) and isinstance(event, OF_A_LIFE)
@@ -190,7 +190,7 @@ def _evictions(trace: _DrawnEvents) -> Iterator[tuple[Side, Span]]:
 
 
 def _place(sides: dict[Side, list[Bundle]]) -> tuple[list[Lane], list[Span]]:
-    """Give every bundle a row, and every side its place: engines as they appear, the scheduler above its ranks."""
+    """Assign rows to bundles and places to sides: engines in order of appearance, each scheduler above its ranks."""
     appeared: dict[str, int] = {}
     for (engine, _, _), bundles in sides.items():
         first = min(bundle[0].begin_ns for bundle in bundles)

@@ -1,4 +1,4 @@
-"""What the two sides count for metrics, as plain data: running totals and gauges, by name and label."""
+"""The values of metrics as plain data: running totals and gauges, by name and label."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from kvpipe.messages import Kind
 from kvpipe.tiers.guard import GuardedTier
 
 Totals = dict[str, Mapping[str, float]]
-"""Name of the metric -> value of its label (empty: it has none) -> number."""
+"""By name of the metric, by value of its label ("": it has none): the number."""
 
 _NS_PER_S: Final = 1e9
 
 
 def copied(sizes: Mapping[Kind, int], times_ns: Mapping[Kind, int]) -> Totals:
-    """Return a rank's bytes and seconds by kind of job."""
+    """Return a rank's copied bytes and seconds, by kind of job."""
     names = {kind: kind.name.lower() for kind in Kind}
     return {
         "copied_bytes": {names[kind]: size for kind, size in sizes.items()},

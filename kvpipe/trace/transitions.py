@@ -1,4 +1,4 @@
-"""The moves of machines in a trace: which event each move of each machine is, and with them every event there is.
+"""The moves of machines in a trace: the event of each move of each machine; and a list of all events.
 
 A `Transition` is the move of one machine's cursor: in `machine`, cursor `cursor` (a job's id, a slot, a request's
 serial number) went from state `was` to `now` because of event `on`. A trace holds every one of them, in order: `replay`
@@ -26,7 +26,7 @@ MACHINES: dict[str, Machine] = {
 
 
 class Transition(Event):
-    """A cursor moved, or (`no_op`, `illegal`) did not."""
+    """A cursor has taken an edge: it moved, or (`no_op`, `illegal`) did not."""
 
     machine: str = ""
     cursor: int = 0
@@ -52,11 +52,11 @@ class LayerLanded(Transition, tag="layer_landed"):
 
 
 class Confirmed(Transition, tag="confirmed"):
-    """The job's step has ended well, before all of its layers have landed."""
+    """The job's step has confirmed it, before all of its layers have landed."""
 
 
 class Finalized(Transition, tag="finalized"):
-    """The rank vouches for the job."""
+    """All layers of the job have landed, and its step has confirmed it."""
 
 
 class Aborted(Transition, tag="aborted"):
@@ -68,7 +68,7 @@ class Failed(Transition, tag="failed"):
 
 
 JOB_ENDS = (Finalized, Failed, Aborted)
-"""In what a save or load ends on a rank."""
+"""The events in which a save or load ends on a rank."""
 
 
 class Running(Transition, tag="running"):
@@ -80,7 +80,7 @@ class Preempted(Transition, tag="preempted"):
 
 
 class Resumed(Transition, tag="resumed"):
-    """A request that had lost its blocks has some again."""
+    """A request that had lost its blocks was admitted again."""
 
 
 class Recomputing(Transition, tag="recomputing"):
@@ -96,7 +96,7 @@ class Reserved(Transition, tag="reserved"):
 
 
 class Published(Transition, tag="published"):
-    """Every rank has all of the chunk that was being written."""
+    """Every rank has what was being written to the chunk: it can be found."""
 
 
 class Evicted(Transition, tag="evicted"):
@@ -195,11 +195,11 @@ def _moves(machine: Machine) -> Iterator[tuple[str, str]]:
 KINDS: dict[tuple[str, str, str], type[Transition]] = {
     (m.name, was, now): kind_of(m.name, was, now) for m in MACHINES.values() for was, now in _moves(m)
 }
-"""The event of every move that is possible at all."""
+"""The event of every move that the tables allow."""
 
 
 class Taken(msgspec.Struct, gc=False):
-    """A taken edge, before its event is made by the writer's thread. `number` is the cursor's in the trace."""
+    """An edge that a cursor has taken, of which the writer's thread makes the event. `number`: of the cursor."""
 
     t_ns: int
     request: str
@@ -212,7 +212,7 @@ class Taken(msgspec.Struct, gc=False):
     why: str
 
     def event(self, rank: int) -> Transition:
-        """Return the fields that are worth a log line."""
+        """Return the event. `rank`: of this process."""
         edge, why, name = self.edge, self.why, self.machine.machine.name
         if edge.moves:
             kind = KINDS[name, self.was.row, edge.to.row]
