@@ -87,7 +87,7 @@ def timeline(out: Path) -> None:
     trace = Trace(SAMPLE)
     made = spans(list(trace))
     if trace.unread_summary():
-        raise ValueError(f"{SAMPLE}: {trace.unread_summary()}; record it again, as docs/tracing.md says")
+        raise ValueError(f"{SAMPLE}: {trace.unread_summary()}; record it again, as docs/tracing.md describes")
     (out / "static").mkdir()
     write_html(Trace(SAMPLE), out / "static" / "timeline.html")
     lives = [span for span in made.spans if span.kind == "life"]

@@ -80,7 +80,7 @@ def _of_tracing() -> dict[str, str]:
         full, label = PREFIX + name + "_total" * (one.kind == "counter"), f"`{one.label}`" * bool(one.label)
         metrics.append(f"| `{full}` | {label} | {one.text} |")
     return {
-        "events": _table("| event | level | says | its own fields |", *rows),
+        "events": _table("| event | level | meaning | its own fields |", *rows),
         "reasons": _table("| reason | it means |", *reasons),
         "metrics": _table("| metric | its own label | what it is |", *metrics),
     }
