@@ -243,7 +243,7 @@ def architectures_table(rows: Sequence[ArchitectureRow]) -> str:
 
 def places_table() -> str:
     """Return one line per place in vLLM, with what kvpipe makes of it."""
-    lines = ["| where vLLM says so | what kvpipe makes of it |", "|---|---|"]
+    lines = ["| where vLLM states it | what kvpipe does |", "|---|---|"]
     return "\n".join([*lines, *(f"| `{place}` | {made} |" for place, made in sorted(PLACES.items()))]) + "\n"
 
 
