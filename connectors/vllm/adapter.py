@@ -1,6 +1,6 @@
-"""vLLM as the engine that the core asks for: its block tables, and the remedies for what it leaves undone.
+"""vLLM behind the protocols of `kvpipe.scheduler.base`: its block tables, and remedies for what it leaves undone.
 
-Its `Request`, `SchedulerOutput` and `KVCacheBlock` are what `kvpipe.scheduler.base` asks for as they are.
+vLLM's `Request`, `SchedulerOutput` and `KVCacheBlock` fit these protocols as they are.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ManagedBlocks:
 
     @property
     def groups(self) -> int:
-        """How many cache groups there are."""
+        """The number of cache groups."""
         return len(self._of_group)
 
     def table(self, request_id: str, group: int) -> Sequence[Block]:
@@ -49,12 +49,12 @@ class ManagedBlocks:
         return blocks
 
     def knows(self, block_id: int, key: bytes) -> bool:
-        """Whether the prefix cache knows a block by `key`: who is given it takes its hash away."""
+        """Whether the prefix cache has a block under `key`. A block loses its hash when it is allocated again."""
         known = self._manager.block_pool.blocks[block_id].block_hash
         return known is not None and get_block_hash(known) == key
 
     def copied(self) -> Iterable[tuple[int, int]]:
-        """Return which blocks, of the requests that were admitted since the last step, are to be copies of which."""
+        """Yield (source, copy) of the blocks that vLLM will copy for requests admitted since the last step."""
         for manager in self._of_group:
             for source, copy in manager._pending_cow_copies:  # noqa: SLF001
                 yield source.block_id, copy.block_id
@@ -74,7 +74,7 @@ class ManagedBlocks:
 
 
 def make_room(config: VllmConfig, geometry: Geometry) -> LoadAdmission:
-    """Return what knows how many blocks requests of the engine take."""
+    """Return the `LoadAdmission` of this engine."""
     drafts = config.num_speculative_tokens
     reserved = 1 + drafts + config.num_lookahead_tokens if drafts else 0  # as vLLM's own reservation counts
     return LoadAdmission(
@@ -86,7 +86,7 @@ class Remedies(Recovery):
     """What vLLM leaves undone when loads fail, room is short or weights change. One per scheduler side."""
 
     def __init__(self, geometry: Geometry, room: LoadAdmission, *, adapts_encoder: bool = False) -> None:
-        """`room`: for loads. `adapts_encoder`: adapters are part of it. Before `bind` there is nothing to remedy."""
+        """`room`: for asynchronous loads. `adapts_encoder`: adapters apply to the encoder. Idle before `bind`."""
         self._room, self._geometry = room, geometry
         self.block_tokens = [group.block_tokens for group in geometry.groups]
         self._stale = Stale(self.block_tokens)
@@ -96,11 +96,11 @@ class Remedies(Recovery):
         self._counters = Counters()
 
     def bind(self, blocks: CachedBlocks, counters: Counters) -> None:
-        """Take the engine's blocks, once it has them, and where faults are counted."""
+        """Take the engine's blocks, and the counters for faults. Called before the first step."""
         self._blocks, self._counters = blocks, counters
 
     def may_wait(self, request: Request, waiting: Mapping[str, Request]) -> bool:
-        """Whether there is room: vLLM preempts nobody who waits."""
+        """Whether there is room for the request's load: vLLM preempts no request that waits."""
         return self._blocks is None or self._room.fits(request, waiting.values(), self._blocks)
 
     def admitted(self, request_id: str, tables: Tables) -> bool:
@@ -111,9 +111,9 @@ class Remedies(Recovery):
         return self.continued(request_id)
 
     def continued(self, request_id: str) -> bool:
-        """Whether a request goes on with embeddings of weights that are gone, or of nobody knows which adapter.
+        """Whether a request continues with embeddings of old weights, or of an unknown version of its adapter.
 
-        Of a session any input may be the first with an image.
+        Asked at every input, because any input of a session may be the first with an image.
         """
         if self._blocks is not None and self.encoded.rests_on(request_id):
             self._stale.requests[request_id] = {}
@@ -121,19 +121,19 @@ class Remedies(Recovery):
         return self.encoded.unknown(request_id)
 
     def planned(self, block_ids: Collection[int]) -> None:
-        """Another load fills blocks that one has spoiled."""
+        """Another load overwrites these blocks: they are not spoiled any more."""
         if self._invalid.spoiled.clean:
             self._invalid.spoiled.discard(block_ids)
 
     def failed(self, block_ids: set[int], requests: Collection[str]) -> None:
-        """Let nobody take over garbage from vLLM's prefix cache."""
+        """Take the blocks of a failed load out of vLLM's prefix cache, so that no request reads garbage there."""
         if self._blocks is not None:
             self._invalid.failed(block_ids, requests, self._blocks)
 
     def begin_step(self, step: Step, requests: Iterable[Request], *, loading: bool) -> Mapping[str, Sequence[int]]:
-        """Keep KV of weights that are gone, and states of other boundaries, out of vLLM's prefix cache.
+        """Take KV of old weights, and states of other boundaries, out of vLLM's prefix cache.
 
-        Returns what `step` would read too early.
+        Returns, by request, the spoiled blocks that `step` would read.
         """
         blocks = self._blocks
         if blocks is None:
@@ -156,7 +156,7 @@ class Remedies(Recovery):
         self._stale.begin(requests, self._blocks)
 
     def finished(self, request_id: str, *, loading: bool) -> None:
-        """Remember its blocks if a load that it may have read from can still fail."""
+        """The request is over: remember its blocks, if a sync load that it may have read can still fail."""
         self._stale.leave(request_id, self._blocks)
         self.encoded.ended(request_id)
         if self._blocks is not None:

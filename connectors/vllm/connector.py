@@ -1,7 +1,7 @@
-"""`KVPipeConnector`: the class that vLLM loads. Each method is one line of translation behind a border.
+"""`KVPipeConnector`: the class that vLLM loads. Its methods translate vLLM's calls to the two sides of kvpipe.
 
-The border (`_contained`) is law 1: whatever goes wrong inside is counted and logged, and vLLM gets the answer that
-costs a cache miss.
+The decorator `_contained` implements law 1: an exception inside is counted and logged, and vLLM gets the result of a
+cache miss.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         self._meter = Meter(self.worker.totals)
 
     def _make_scheduler(self, config: VllmConfig, cache: KVCacheConfig, engine: str) -> None:
-        """Set up the scheduler's side."""
+        """Set up the scheduler side."""
         if self.settings.manage:
             read_token(self.settings)  # what is wrong with it is raised before anything is made
         tokens, transfer = support.hash_tokens(cache, self.geometry), self._kv_transfer_config
@@ -293,7 +293,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         return hooks.hooks(self._vllm_config, kv_caches, self.settings.mode)
 
     def _find_in(self, config: VllmConfig) -> list[GuardedTier]:
-        """Return the tiers in which the scheduler's side looks up chunks. Raises UsageError for unfit hashes."""
+        """Return the tiers in which the scheduler side looks up chunks. Raises UsageError for unfit block hashes."""
         tiers = self._guarded((FIND,))
         if tiers:
             support.check_hashes(config)
@@ -301,7 +301,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         return tiers
 
     def _space_of(self, digest: str) -> str:
-        """Return the namespace of chunks that were computed with these weights: none before every rank has answered."""
+        """Return the namespace of chunks computed with these weights; "" before every rank has reported."""
         if "layouts" not in self._facts:
             return ""
         source = loaded_from(digest).source
@@ -312,14 +312,14 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_contained(_nothing)
     def _report_sharing(self, source: str) -> None:
-        """Count and log why other numbers of ranks find nothing of this engine's."""
+        """Count and log why engines with other numbers of ranks cannot use this engine's chunks."""
         staging = self.scheduler.staging if self.scheduler is not None else None
         why = shares.bound_by(self._vllm_config, self._common, source)
         if staging is not None and staging.space.bind(why) and why:
             info("tiers_of_one_layout", why=why, means=shares.BOUND_BY[why])
 
     def _also_of(self, digest: str) -> str:
-        """Return the namespace of this layout alone, by what is in its ranks' memory, whatever it was loaded from."""
+        """Return the namespace of this layout only, which depends on the weights as the ranks hold them in memory."""
         return support.fingerprint(self._facts | {"weights": loaded_from(digest).memory})
 
     def _rank_tiers(self) -> list[GuardedTier]:
@@ -428,7 +428,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Report like `get_transfer_results`, for callers that know only this."""
+        """Report as `get_transfer_results`, for callers that use this method."""
         return None, self.get_transfer_results(finished_req_ids).finished_recving or None
 
     @_contained(set)
@@ -449,7 +449,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_contained(_nothing)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:  # noqa: ARG002
-        """Nothing to flush, but perhaps the last step's fence is to be set: see `hooks.fences_late`."""
+        """Set the fence of the last step's saves, if that was postponed to here: see `hooks.fences_late`."""
         self.counters["handle_preemptions"] += 1
         self.worker.handle_preemptions()
 
@@ -471,11 +471,11 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Take the reports of all stages' ranks, each of which has its rank. Raises as the next."""
+        """Take the reports of all pipeline stages' ranks. Raises as `set_xfer_handshake_metadata`."""
         self.set_xfer_handshake_metadata(dict(enumerate(metadata.values())))
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """Take every rank's report of what its bytes depend on. From now on tiers are used, in a namespace of all that.
+        """Take every rank's report of what its bytes depend on. Tiers are used from now on, in the resulting namespace.
 
         Raises:
             ConfigError: a living engine with another layout, or other weights, has the same name.
@@ -532,7 +532,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_contained(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return how many more tokens can be loaded (None: ask again), and whether asynchronously. Holds nothing."""
+        """Return (how many more tokens can be loaded, or None: ask again; whether asynchronously). Takes no lease."""
         if self.scheduler is None:
             return 0, False
         answer = self.scheduler.lookup(request, num_computed_tokens)
@@ -540,7 +540,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_contained(_nothing)
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Lease the chunks of the hit and plan its load: of all that was promised, of less, or of nothing."""
+        """Lease the chunks of the hit and plan its load. vLLM may load all of the hit, less, or nothing."""
         if self.scheduler is not None:
             if request.mm_features:
                 self._remedies.encoded.began(request.request_id, adapted=request.lora_request is not None)
@@ -548,7 +548,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_contained(lambda: PlanMetadata(EMPTY_PLAN))
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """Return the step's plan for all ranks: loads, saves, orders for tiers."""
+        """Return the step's plan for all ranks: loads, saves and tier orders."""
         if self.scheduler is None:
             return PlanMetadata(EMPTY_PLAN)
         return PlanMetadata(self.scheduler.plan_step(scheduler_output))
@@ -579,7 +579,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_contained(lambda: False)
     def has_pending_push_work(self) -> bool:
-        """Whether an idle engine is to make steps: until every rank has reported, so that what was saved is found."""
+        """Whether an idle engine must go on making steps: until every rank has reported its jobs."""
         return self.scheduler is not None and self.scheduler.pending
 
     @_contained(tuple)
@@ -592,5 +592,5 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_contained(lambda: False)
     def reset_cache(self) -> bool | None:
-        """Forget every chunk, in tiers too. Returns whether that was done; None: this is not the scheduler's side."""
+        """Forget every chunk, in tiers too. Returns True; None if this is not the scheduler side."""
         return self.scheduler.reset() if self.scheduler is not None else None

@@ -1,4 +1,4 @@
-"""What vLLM loads of LoRA adapters in this process, noted for the rank's side of kvpipe.
+"""Records the LoRA adapters that vLLM loads in this process, for the worker side.
 
 vLLM loads adapters in one place, `WorkerLoRAManager._load_adapter`: ahead of time, in the step of a request (before
 the step's metadata is bound), and again when one was evicted or is to be replaced. What it has loaded carries the
@@ -23,7 +23,7 @@ ORIGINAL: Final = "kvpipe_original"
 
 
 def watch(held: HeldAdapters) -> None:
-    """Note in `held` what vLLM loads in this process from now on, and what its manager holds."""
+    """Record in `held` the adapters that vLLM loads in this process from now on, and those that its manager holds."""
     from vllm.lora.worker_manager import WorkerLoRAManager  # noqa: PLC0415  (imports models)
 
     original: Any = getattr(WorkerLoRAManager._load_adapter, ORIGINAL, WorkerLoRAManager._load_adapter)  # noqa: SLF001
@@ -39,7 +39,7 @@ def watch(held: HeldAdapters) -> None:
 
 
 def _load(held: HeldAdapters, original: Callable[[Any, Any], Any], manager: Any, request: Any) -> Any:  # noqa: ANN401
-    """Load an adapter as vLLM does, and note which bytes it has read."""
+    """Load an adapter as vLLM does, and record the digest of the files that it has read."""
     folder, resolved = _resolved(request)
     before = held.read(folder)
     adapter = original(manager, resolved)
@@ -52,7 +52,7 @@ def _load(held: HeldAdapters, original: Callable[[Any, Any], Any], manager: Any,
 
 
 def _marks(manager: Any) -> Callable[[], dict[int, bytes]]:  # noqa: ANN401
-    """Return how to ask which digests `manager` holds, by number; none, when it is gone."""
+    """Return a function that returns the digests that `manager` holds, by number; empty once it is gone."""
     known = weakref.ref(manager)
 
     def now() -> dict[int, bytes]:
@@ -65,7 +65,7 @@ def _marks(manager: Any) -> Callable[[], dict[int, bytes]]:  # noqa: ANN401
 
 
 def _resolved(request: Any) -> tuple[str, Any]:  # noqa: ANN401
-    """Return the folder that vLLM reads the adapter from, and a request for just that: a hub is asked only once."""
+    """Return (the folder that vLLM reads the adapter from, a request for that folder), so that a hub is asked once."""
     from vllm.lora.utils import get_adapter_absolute_path  # noqa: PLC0415
 
     folder = get_adapter_absolute_path(request.lora_path)

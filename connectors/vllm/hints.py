@@ -1,4 +1,4 @@
-"""Hints as vLLM carries them: an envelope with the request, or a parameter of its own for clients that have none."""
+"""Hints in vLLM's requests: an envelope (`kv_hints`), or a parameter of kvpipe's own in `kv_transfer_params`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 PARAMETER: Final = "kvpipe"
-"""The key of `kv_transfer_params` that has payloads, by kind of action."""
+"""The key of `kv_transfer_params` with payloads, by kind of action."""
 CLASS: Final = "class"
-"""Beside them: the client's name for requests that are alike in whether their answers are continued."""
+"""The key beside them: the client's name for requests whose answers are continued alike (`learn_answers`)."""
 CLASS_CHARS_MAX: Final = 64
 TAIL_TOKENS: Final = 2
 """Tokens at a prompt's end with which its chat template begins an answer, or leaves out reasoning."""
 
 
 def hints_of(request: Request) -> RawHints | None:
-    """Return what came with a request, or None. In vLLM's own process nothing has checked any of it."""
+    """Return a request's hints, unchecked, or None."""
     envelope: object = request.kv_hints
     parameters: object = request.kv_transfer_params
     own: object = parameters.get(PARAMETER) if isinstance(parameters, Mapping) else None
@@ -32,9 +32,10 @@ def hints_of(request: Request) -> RawHints | None:
 
 
 def kind_of(request: Request) -> Hashable:
-    """Return the request's class: those of one class are alike in whether their answers are of use again.
+    """Return the request's kind, for which it is learned whether answers are used again.
 
-    It is of the salt, and of the class that the client has named or else the adapter and the chat template's end.
+    It is made of the salt, and of the class that the client has named; without one, of the adapter and the last tokens
+    of the prompt, with which the chat template ends.
     """
     parameters: object = request.kv_transfer_params
     own: object = parameters.get(PARAMETER) if isinstance(parameters, Mapping) else None
@@ -47,7 +48,7 @@ def kind_of(request: Request) -> Hashable:
 
 
 def _actions(envelope: object) -> object:
-    """Return an envelope's actions, or what is none."""
+    """Return an envelope's actions, unchecked."""
     actions = getattr(envelope, "actions", ...)
     if not isinstance(actions, list | tuple) or len(actions) > ACTIONS_MAX:
         return actions

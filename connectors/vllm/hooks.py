@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 _OPERATORS: Final = frozenset({"vllm::unified_attention_with_output", "vllm::unified_mla_attention_with_output"})
-"""Those that call the hooks."""
+"""The classes of layers whose operators call the hooks."""
 
 
 def hooks(config: VllmConfig, caches: Mapping[str, torch.Tensor], mode: str) -> Hooks:
@@ -78,7 +78,7 @@ def is_replayed(context: ForwardContext) -> bool:
 
 
 def _attention_inside(config: VllmConfig) -> str:
-    """Return why attention is part of the pieces that are captured, or nothing."""
+    """Return why attention is part of captured pieces, so that hooks would not be called; "" if it is not."""
     compilation = config.compilation_config
     graphs = compilation.cudagraph_mode
     if graphs is None or not graphs.has_piecewise_cudagraphs() or envs.VLLM_USE_BREAKABLE_CUDAGRAPH:

@@ -1,7 +1,7 @@
-"""vLLM's KV cache events for what kvpipe holds, so that prefix-aware routers see it (medium ``CPU``).
+"""vLLM's KV cache events for what kvpipe holds, for prefix-aware routers (medium ``CPU``).
 
-A block is announced when the first chunk that holds it can be found, and removed with the last one. Events carry all
-that a block's hash covers, as vLLM's own do: whoever receives them from the start has an index equal to the catalog.
+A block is announced when the first chunk that holds it can be found, and removed with the last one. Events contain
+everything that a block's hash covers, as vLLM's own do: a consumer that receives all of them has the catalog's index.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class KvEvents:
     """Collects events until vLLM takes them."""
 
     def __init__(self, cache: KVCacheConfig, geometry: Geometry, hash_tokens: int) -> None:
-        """`hash_tokens`: tokens per block hash, which is what a router calls a block."""
+        """`hash_tokens`: tokens per block hash; events describe blocks of this size."""
         self.blocks_per_unit, self._hash_tokens = geometry.unit_tokens // hash_tokens, hash_tokens
         self._ahead = -(-geometry.ahead_tokens // hash_tokens)
         self._states = geometry.states
@@ -59,9 +59,9 @@ class KvEvents:
         self._events: list[KVCacheEvent] = []
 
     def watch(self, manager: KVCacheManager, taken: Callable[[], AbstractContextManager[None]]) -> None:
-        """Announce all again when vLLM empties its own cache: its event names no medium, so consumers forget all.
+        """Announce all blocks again when vLLM empties its own cache: its event has no medium, so consumers forget all.
 
-        `taken`: the turn, meanwhile.
+        `taken`: takes the turn meanwhile (`kvpipe.scheduler.orders`).
         """
         reset = manager.reset_prefix_cache
 
@@ -100,7 +100,7 @@ class KvEvents:
             self._add(BlockRemoved(block_hashes=gone, medium=MEDIUM_CPU, group_idx=chunk.group))
 
     def cleared(self) -> None:
-        """Consumers know of no block any more: announce all that is held."""
+        """Consumers have forgotten all blocks: announce all that is held."""
         self._held.clear()
         self._events.clear()
         for chunk, held in self._of.items():

@@ -1,4 +1,4 @@
-"""What travels between the two sides of the connector: the step's plan out, the ranks' reports back."""
+"""The messages between the two sides of the connector: the step's plan, and the ranks' reports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvpipe.messages import Claim, Job, Report, StepPlan, TierOrder
 
 
 class PlanMetadata(KVConnectorMetadata):
-    """A `StepPlan`, pickled as plain tuples: names of classes and fields do not travel once per job."""
+    """A `StepPlan`, pickled as plain tuples, so that names of classes and fields are not repeated for each job."""
 
     __slots__ = ("plan",)
 
@@ -54,7 +54,7 @@ def _unpack(
 
 
 class LayoutMetadata(KVConnectorHandshakeMetadata):
-    """One rank's report when its caches are there: digests of what its chunks depend on, and its `ready` slots."""
+    """One rank's report once its caches are registered: digests of what its chunks depend on, and its `ready` slots."""
 
     def __init__(
         self,
@@ -67,10 +67,10 @@ class LayoutMetadata(KVConnectorHandshakeMetadata):
         heads: tuple[int, ...] = (),
         common: str = "",
     ) -> None:
-        """`rank`: of the engine's ranks. `digest`: empty without tiers. `weights`: as loaded; empty: not known.
+        """`rank`: in the engine. `digest`: of everything that its bytes depend on; "" without tiers.
 
-        `slots`: of its pool, ready or not. `heads`: of each group, see `kvpipe.tiers.parts`. `common`: what its chunks
-        depend on, however many ranks there are; empty: they depend on that.
+        `weights`: their digest; "": not known. `slots`: of its pool, ready or not. `heads`: of each group, see
+        `kvpipe.tiers.parts`. `common`: a digest that does not depend on the number of ranks; "": there is none.
         """
         self.rank, self.digest, self.ready, self.weights, self.slots = rank, digest, ready, weights, slots
         self.heads, self.common = heads, common

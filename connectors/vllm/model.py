@@ -1,6 +1,6 @@
-"""The model that a rank has loaded: which weights those are, and whoever changes them in this process.
+"""The model that a rank has loaded: the digest of its weights, and notice of changes within this process.
 
-What was computed depends on the bytes in memory, not on files: those may be others by now. Where vLLM packs a layer's
+KV depends on the bytes in memory, not on files: the files may have changed since. Where vLLM packs a layer's
 weights away (a CPU's kernels keep them where nobody can read them), they are read just before.
 """
 
@@ -23,7 +23,7 @@ from kvpipe.trace.log import warn
 
 
 class LayerDigest(NamedTuple):
-    """What a layer's weights came to before vLLM brought them into the form that its kernels want; which had bytes."""
+    """The digest of a layer's weights before vLLM converted them for its kernels, and which of them had bytes."""
 
     digest: str
     names: frozenset[str]
@@ -32,11 +32,11 @@ class LayerDigest(NamedTuple):
 _PACKED: Final[weakref.WeakKeyDictionary[torch.nn.Module, LayerDigest]] = weakref.WeakKeyDictionary()
 
 _KNOWN: Final = frozenset(("torch", "vllm"))
-"""Packages whose release is known otherwise, or does not matter."""
+"""Packages whose version is known otherwise, or does not matter."""
 
 
 def watch_packing() -> None:
-    """Read weights that are loaded, or about to be packed away, from now on. Idempotent; before a model is loaded."""
+    """Digest weights before vLLM packs them, from now on. Idempotent; called before a model is loaded."""
     from vllm.model_executor.model_loader import base_loader  # noqa: PLC0415  (slow)
 
     wrap(base_loader, "process_weights_after_loading", _pack_model)
@@ -50,7 +50,7 @@ def _pack_model(pack: Callable[..., object], model: torch.nn.Module, *args: obje
 
 
 def _watch_layer(module: torch.nn.Module) -> None:
-    """Wrap what packs the layer's weights, when they are loaded and whenever they are loaded again."""
+    """Wrap the method that packs the layer's weights, whenever they are loaded."""
     method = getattr(module, "quant_method", None)
     if getattr(method, "process_weights_after_loading", None) is not None:
         wrap(method, "process_weights_after_loading", _pack_layer)
@@ -107,9 +107,9 @@ class LoadedModel:
         return facts_digest([(one,) for one in files]) if files else ""
 
     def digest(self) -> str:
-        """Return the digest of the weights as they are now, as `Source.report` makes it; empty: it is not known.
+        """Return the report of the weights as they are now, see `Source.report`; "": not known.
 
-        After a reading that failed the source stays unknown: the weights may have changed meanwhile.
+        After a failed digest the source stays unknown, because the weights may have changed meanwhile.
         """
         source, self._source = self._source, Source([])
         if not self.roots or any(_gone(module) for root in self.roots for module in root.modules()):
@@ -140,7 +140,7 @@ def _named(root: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _watch_root(root: torch.nn.Module, changed: Callable[[], object]) -> None:
-    """Notice weights that somebody in this process loads into the model without asking vLLM."""
+    """Call `changed` when weights are loaded into the model in this process, not through vLLM's calls."""
 
     def watched(load: Callable[..., object], *args: object, **kwargs: object) -> object:
         changed()

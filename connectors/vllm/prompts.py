@@ -22,7 +22,7 @@ BLOCKS_PER_TURN: Final = 64
 
 
 class PromptBlocks:
-    """One per engine."""
+    """Hashes prompts of operators. One per engine."""
 
     def __init__(self, config: VllmConfig, hash_tokens: int) -> None:
         """`hash_tokens`: tokens per block hash."""

@@ -1,4 +1,4 @@
-"""How each cache group's KV lies over tensor-parallel ranks, where that is certain, and under which name.
+"""How each cache group's KV is shared among tensor-parallel ranks, if that is certain, and the facts that name it.
 
 Whatever is not recognised is bound to its layout: no other number of ranks finds it. Heads are those of the layer that
 makes queries, keys and values, in the model itself: no configuration is believed. As in vLLM's own canonical mapping
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _SPREAD: Final = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
 _OF_THE_LAYOUT: Final = ("tensor_parallel_size", "ranks", "groups", "layouts", "weights")
-"""Those of an engine's facts that depend on its number of ranks."""
+"""The facts of an engine that depend on its number of ranks."""
 
 _BOUND: Final = Share()
 
@@ -48,11 +48,11 @@ BOUND_BY: Final = {
     "quantized": "scales of quantized weights may differ by the number of ranks",
     "weights": "not all weights were observed while they were loaded, or they have changed since",
 }
-"""Why other numbers of ranks find none of an engine's chunks in tiers, and it none of theirs."""
+"""Reasons why engines with different numbers of ranks cannot use each other's chunks in tiers."""
 
 
 class CacheLayer(NamedTuple):
-    """One layer's cache on this rank, and its order, by vLLM's name."""
+    """One layer's cache on this rank. `order`: vLLM's name of the order of its dimensions."""
 
     layer: Layer
     spec: KVCacheSpec
@@ -61,7 +61,7 @@ class CacheLayer(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Runs of one head's bytes in a page; 0: it is not known."""
+        """Rows per page, see `Share.rows`; 0: not known."""
         if self.order.endswith("HNC") and self.cache.lies(1, 2, 3):
             return self.cache.split
         if self.order.endswith("NHC") and self.cache.lies(2, 1, 3):
@@ -70,7 +70,7 @@ class CacheLayer(NamedTuple):
 
     @property
     def dense(self) -> bool:
-        """Whether a page is the KV of its heads and nothing else."""
+        """Whether a page contains the KV of its heads and nothing else."""
         return self.cache.page * self.cache.split * self.cache.itemsize == self.layer.page_bytes
 
 
@@ -81,7 +81,7 @@ def shares(
     caches: dict[str, torch.Tensor],
     roots: Iterable[torch.nn.Module],
 ) -> tuple[Share, ...]:
-    """Return how each group lies over the ranks. `caches`: this rank's, by layer. `roots`: the models it has loaded."""
+    """Return the share of each cache group. `caches`: this rank's, by layer name. `roots`: the models it has loaded."""
     parallel, out = config.parallel_config, []
     ranks, made = parallel.tensor_parallel_size, config.compilation_config.static_forward_context
     parents = {id(child): one for root in roots for one in root.modules() for child in one._modules.values()}  # noqa: SLF001
@@ -105,18 +105,18 @@ def shares(
 
 
 def _alike(one: CacheLayer) -> bool:
-    """Whether all tensor-parallel ranks hold the same: latents, one per token."""
+    """Whether all tensor-parallel ranks hold the same bytes: MLA latents, one per token."""
     spec = one.spec
     return isinstance(spec, MLAAttentionSpec) and spec.tokens_per_state == 1 and not _scaled(spec)
 
 
 def _scaled(spec: AttentionSpec) -> bool:
-    """Whether scales of tokens and heads lie in the page, too."""
+    """Whether pages contain scales per token and head, too."""
     return bool(spec.kv_quant_mode.is_per_token_head)
 
 
 def _heads(one: CacheLayer, parent: torch.nn.Module | None, ranks: int, rank: int) -> int:
-    """Return the KV heads of all ranks together, if this rank has its part of them; 0: that is not known."""
+    """Return the KV heads of all ranks together, if this rank holds its part of them; 0: not known."""
     spec = one.spec
     if type(spec) not in _SPREAD or _scaled(spec) or parent is None or not one.dense:
         return 0
@@ -134,7 +134,7 @@ def _heads(one: CacheLayer, parent: torch.nn.Module | None, ranks: int, rank: in
 def common_facts(
     found: tuple[Share, ...], geometry: Geometry, caches: dict[str, torch.Tensor], layout: list[Any], ranks: int
 ) -> dict[str, Any]:
-    """Return what pages are, however many ranks there are, as plain data; empty where a group is bound to them.
+    """Return, as plain data, the facts of the pages that do not depend on the number of ranks; {} if a group is bound.
 
     `layout`: `support.layout_facts` of this rank's caches.
     """
@@ -156,9 +156,9 @@ def common_facts(
 
 
 def bound_by(config: VllmConfig, common: str, source: str) -> str:
-    """Return why an engine shares with its own layout alone, of `BOUND_BY`; empty: it shares with others.
+    """Return why an engine shares chunks only within its layout, one of `BOUND_BY`; "": it shares with others.
 
-    `common`: what all ranks' chunks depend on, however many there are. `source`: what was loaded. Empty: unknown.
+    `common`: the digest that does not depend on the number of ranks; `source`: that of what was loaded. "": unknown.
     """
     if common and source:
         return ""
@@ -172,5 +172,5 @@ def bound_by(config: VllmConfig, common: str, source: str) -> str:
 
 
 def without_layout(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return an engine's facts without those of its ranks."""
+    """Return an engine's facts without those that depend on its number of ranks."""
     return {name: fact for name, fact in facts.items() if name not in _OF_THE_LAYOUT}

@@ -28,7 +28,7 @@ _MARK: Final = "="
 
 
 class LoadedFrom(NamedTuple):
-    """`memory`: what lies in all ranks' memory, in their order. `source`: what it was loaded from; empty: unknown."""
+    """`memory`: digests of the weights in memory, in the ranks' order. `source`: of what was loaded; "": unknown."""
 
     memory: str
     source: str
@@ -42,17 +42,17 @@ def loaded_from(reports: str) -> LoadedFrom:
 
 
 class Source:
-    """What a rank's models were loaded from."""
+    """Reports what a rank's models were loaded from, as long as they are unchanged since."""
 
     def __init__(self, loaded: list[str]) -> None:
-        """`loaded`: `end_observing` of each model, empty where it is unknown."""
+        """`loaded`: `end_observing` of each model."""
         self._source = facts_digest([(one,) for one in loaded]) if loaded and all(loaded) else ""
         self._memory = ""
 
     def report(self, memory: str) -> str:
         """Return the rank's report, MEMORY or MEMORY=SOURCE, given the digest of its weights in memory now.
 
-        The first `memory` is taken for what was loaded; with any other one the source is left out.
+        The `memory` of the first call counts as what was loaded; with any other one the source is left out.
         """
         self._memory = self._memory or memory
         return f"{memory}{_MARK}{self._source}" if self._source and memory == self._memory else memory
@@ -107,19 +107,19 @@ def _is_of_use(config: VllmConfig, model: ModelConfig) -> bool:
 
 
 def tensor_parallel_only(parallel: ParallelConfig) -> bool:
-    """Whether nothing but heads and experts is spread over ranks: no layers, no tokens, and all of it in one engine."""
+    """Whether only heads and experts are divided among ranks, not layers or tokens, and all ranks are in one engine."""
     sizes = parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size
     alone = parallel.world_size == parallel.tensor_parallel_size and not sees_a_part(parallel)
     return alone and sizes == (1, 1)
 
 
 def sees_a_part(parallel: ParallelConfig) -> bool:
-    """Whether an engine's answers depend on experts that lie in other engines."""
+    """Whether an engine's answers depend on experts in other engines (expert parallelism over data-parallel ranks)."""
     return parallel.enable_expert_parallel and parallel.data_parallel_size > 1
 
 
 def _observe(model: torch.nn.Module) -> None:
-    """Digest whatever is loaded into `model`, until `end_observing`."""
+    """Digest the tensors that are loaded into `model`, until `end_observing`."""
     load: Callable[..., set[str] | None] = model.load_weights  # type: ignore[assignment]
     observed = _OBSERVED[model] = _Observed()
 
@@ -149,7 +149,7 @@ def _passing(observed: _Observed, weights: Iterable[tuple[str, torch.Tensor]]) -
 
 
 def end_observing(model: torch.nn.Module) -> str:
-    """Stop observing `model`. Returns the digest of all that was loaded into it; empty: not all was observed."""
+    """Stop observing `model`. Returns the digest of all that was loaded into it; "": not all was observed."""
     observed = _OBSERVED.pop(model, None)
     if observed is None:
         return ""

@@ -1,4 +1,4 @@
-"""Who may have changed the weights of an engine, or its adapters: whatever vLLM asks of its workers is watched."""
+"""Watches vLLM's calls to its workers for those that may change an engine's weights or adapters."""
 
 from __future__ import annotations
 
@@ -54,26 +54,26 @@ HARMLESS: Final = frozenset(
         "update_max_model_len",
     }
 )
-"""What vLLM asks of its workers that leaves the weights alone. After anything else they are read again."""
+"""Calls to workers that do not change weights. After any other call the weights are digested again."""
 
 ADAPTER_CALLS: Final = frozenset({"add_lora", "remove_lora"})
-"""After these the ranks may hold another adapter under its number."""
+"""Calls after which ranks may hold another adapter under a number."""
 
 _WATCHING: Final[weakref.WeakSet[Watch]] = weakref.WeakSet()
 
 
 class Watch:
-    """One per engine whose scheduler is in this process. Lives as long as somebody keeps it."""
+    """One per engine whose scheduler is in this process. It works as long as it is referred to."""
 
     def __init__(self, config: VllmConfig, side: SchedulerSide) -> None:
-        """Watch everything that vLLM asks of the workers of this engine, for `side`."""
+        """Watch all calls to the workers of this engine, for `side`."""
         from vllm.v1.executor.abstract import Executor  # noqa: PLC0415  (slow)
 
         self.side = side
         self.doubted: Callable[[], object] = bool
-        """Called before weights may become others."""
+        """Called before weights may change."""
         self.encoder_reset: Callable[[], object] = bool
-        """Called when vLLM forgets what its encoder has made of images."""
+        """Called when vLLM empties its encoder cache."""
         self.engine: object = config.cache_config  # the one object that all parts of an engine share in a process
         _WATCHING.add(self)
         kinds = [Executor]
@@ -83,12 +83,12 @@ class Watch:
                 wrap(kind, "collective_rpc", _call)
 
     def suspect(self, why: str) -> None:
-        """The weights may be others from now on."""
+        """Doubt the weights: they may have changed. `why`: the call, for the counter."""
         self.doubted()
         self.side.weights.suspect(why)
 
     def watch_resets(self, manager: KVCacheManager) -> None:
-        """Watch resets of vLLM's own prefix cache: who changes weights behind its back calls that."""
+        """Doubt the weights at resets of vLLM's prefix cache: they follow changes that do not go through vLLM."""
 
         def watched(reset: Callable[[], bool]) -> bool:
             self.suspect("reset_prefix_cache")
@@ -116,7 +116,7 @@ def _call(rpc: Callable[..., Any], executor: Any, method: Any, *args: Any, **kwa
 
 
 def _notice(config: VllmConfig, method: str, _timeout: object = None, args: Sequence[Any] = (), **_: object) -> None:
-    """The workers are asked for `method`: what it may change is in doubt."""
+    """Doubt what the call `method` of the workers may change."""
     if method not in HARMLESS:
         suspect(config, method)
     if method == "reset_encoder_cache":

@@ -26,7 +26,7 @@ their blocks, one more into which such a one is copied before it is written on.
 
 
 class LoadAdmission:
-    """Knows how many blocks a request may still take."""
+    """Computes how many blocks a request may still take, and whether another load fits."""
 
     def __init__(
         self,
@@ -36,9 +36,9 @@ class LoadAdmission:
         drafts: int = 0,
         reserved_tokens: int = 0,
     ) -> None:
-        """The most tokens that steps in flight compute, and that a request can have.
+        """`in_flight_tokens_max`: the most tokens that steps in flight compute. `request_tokens_max`: of one request.
 
-        `drafts`: drafted tokens a step; `reserved_tokens`: those behind a request's last for which blocks are taken.
+        `drafts`: drafted tokens per step. `reserved_tokens`: after a request's last token, for which vLLM takes blocks.
         """
         self._groups, self._in_flight_tokens_max = geometry.groups, in_flight_tokens_max + reserved_tokens
         self._request_tokens_max, self._reserved_tokens = request_tokens_max, reserved_tokens
@@ -46,12 +46,12 @@ class LoadAdmission:
         self._state_blocks_max = STATE_BLOCKS_MAX + self._beside
 
     def fits(self, request: Request, waiting: Iterable[Request], blocks: Blocks) -> bool:
-        """Whether all that `request` needs is free beside all that those `waiting` may still need."""
+        """Whether there are enough free blocks for `request` and for all `waiting` requests, until they have run."""
         others = sum(self.needed(one, blocks) for one in waiting if one is not request)
         return others == 0 or others + self.needed(request, blocks) <= blocks.free()
 
     def needed(self, request: Request, blocks: Blocks) -> int:
-        """Blocks that `request` may take beyond those that it holds, until all its tokens are computed."""
+        """Return how many more blocks `request` may take until all its tokens are computed."""
         own = self._request_tokens_max if request.resumable else request.num_tokens
         needed, reserved = 0, min(own + self._reserved_tokens, self._request_tokens_max)
         for i, group in enumerate(self._groups):

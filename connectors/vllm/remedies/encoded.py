@@ -1,4 +1,4 @@
-"""What vLLM's encoder cache holds of images and such when weights change.
+"""Embeddings of images and such in vLLM's encoder cache, when weights change.
 
 It keeps an image's embeddings after its requests have ended, until room is needed or somebody resets it. What is
 computed from those of weights that are gone is of the old weights in part, though its request has come after.
@@ -14,42 +14,42 @@ class Encoded:
     """One per engine."""
 
     def __init__(self, *, adapts: bool = False) -> None:
-        """The encoder has been given nothing. `adapts`: adapters are part of it."""
+        """Start with an empty encoder cache. `adapts`: LoRA adapters apply to the encoder."""
         self._adapts = adapts
         self._living: dict[str, bool] = {}  # by id: whether its adapter is part of the encoder
         self._held = False
         self._doubted: bool | None = None  # whether anything was there when weights were last doubted
         self.old = False
-        """Whether embeddings may be there that were computed with weights that are gone."""
+        """Whether the encoder cache may hold embeddings of old weights."""
 
     def began(self, request_id: str, *, adapted: bool = False) -> None:
-        """A request has come with something to encode, or with more. `adapted`: it has an adapter."""
+        """A request has arrived with something to encode, or with more of it. `adapted`: it has an adapter."""
         self._living[request_id] = adapted and self._adapts
         self._held = True
 
     def ended(self, request_id: str) -> None:
-        """A request is over; its embeddings stay."""
+        """A request is over; its embeddings stay in the cache."""
         self._living.pop(request_id, None)
 
     def doubted(self) -> None:
-        """Weights may be others from now on: what is there may be of those before."""
+        """Weights may have changed: embeddings in the cache may be of the old ones."""
         self._doubted = self._held
 
     def weights_changed(self) -> None:
-        """They are: what was there when they were doubted, or is now if nobody did, was computed with the others."""
+        """Weights have changed: embeddings that were in the cache when they were doubted, or are now, are old."""
         self.old |= self._held if self._doubted is None else self._doubted
         self._doubted = None
 
     def reset(self) -> None:
-        """Nothing is there any more but what living requests bring back."""
+        """The encoder cache was emptied; living requests fill it again."""
         self.old, self._held = False, bool(self._living)
         if self._doubted:
             self._doubted = self._held
 
     def rests_on(self, request_id: str) -> bool:
-        """Whether a request may be computed from embeddings of weights that are gone."""
+        """Whether a request may be computed from embeddings of old weights."""
         return self.old and request_id in self._living
 
     def unknown(self, request_id: str) -> bool:
-        """Whether nobody knows with which adapter a request's embeddings were made."""
+        """Whether a request's embeddings may be of another version of its adapter."""
         return self._living.get(request_id, False)

@@ -1,4 +1,4 @@
-"""Paged blocks that a failed sync load has left with garbage, until somebody has computed them anew.
+"""Spoiled blocks: paged blocks that a failed sync load has left with garbage, until they are computed again.
 
 Of several requests that share such a block vLLM lets the first compute it again and takes it for computed in the
 others (`Scheduler._update_requests_with_invalid_blocks`). If the first one is aborted or preempted before, nobody
@@ -17,7 +17,7 @@ from kvpipe.scheduler.base import Blocks, Request, Step
 
 
 class ScheduledRange(NamedTuple):
-    """What a step does with one request: positions [start, stop) are computed, those before are read."""
+    """One request in a step: token positions [start, stop) are computed, those before are read."""
 
     request: str
     blocks: list[int]
@@ -26,7 +26,7 @@ class ScheduledRange(NamedTuple):
 
 
 class Spoiled:
-    """The blocks, by vLLM's numbers, and how many of their first tokens are computed anew. Nearly always empty."""
+    """Spoiled blocks, by block id, and how many of their first tokens are computed again. Nearly always empty."""
 
     def __init__(self, block_tokens: int) -> None:
         """`block_tokens`: tokens per block."""
@@ -34,7 +34,7 @@ class Spoiled:
         self.clean: dict[int, int] = {}
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
+        """Whether there are spoiled blocks."""
         return bool(self.clean)
 
     def add(self, blocks: Iterable[int]) -> None:
@@ -42,16 +42,16 @@ class Spoiled:
         self.clean.update(dict.fromkeys(blocks, 0))
 
     def discard(self, blocks: Iterable[int]) -> None:
-        """Another load fills `blocks`; if it fails they come back."""
+        """Another load overwrites `blocks`; if it fails they are added again."""
         for block in blocks:
             self.clean.pop(block, None)
 
     def keep(self, held: set[int]) -> None:
-        """Forget blocks that nobody holds: their next owner fills them first."""
+        """Forget blocks that no request holds: their next owner writes them first."""
         self.clean = {block: done for block, done in self.clean.items() if block in held}
 
     def readers(self, parts: list[ScheduledRange]) -> dict[str, list[int]]:
-        """Note what a step computes; return, by request, the blocks that it would read too early, whole or in part."""
+        """Record what a step computes. Returns, by request, the spoiled blocks that it would read."""
         size, clean = self._size, self.clean
         for part in parts:
             first = part.start // size
@@ -72,17 +72,17 @@ class Spoiled:
 
 
 class InvalidBlocks:
-    """One per engine: sees to it that nobody reads what a failed load has left."""
+    """One per engine: finds requests that would read spoiled blocks, and keeps these out of the prefix cache."""
 
     def __init__(self, block_tokens: int, groups: int) -> None:
         """`block_tokens`: of the first of `groups` cache groups; there are sync loads only if it is the only one."""
         self.spoiled = Spoiled(block_tokens)
         self._groups = groups
         self.left: set[int] = set()
-        """Blocks of requests that were over before all sync loads were reported; of use until they are."""
+        """Blocks of requests that ended before all sync loads were reported; needed until they are."""
 
     def failed(self, block_ids: set[int], requests: Collection[str], blocks: Blocks) -> None:
-        """Take what a failed sync load was to fill, and what may rest on it, out of vLLM's own prefix cache."""
+        """Take the blocks of a failed sync load, and those computed from them, out of vLLM's prefix cache."""
         self.spoiled.add(block_ids)
         resting = block_ids | self.left
         for request_id in requests:
@@ -90,7 +90,7 @@ class InvalidBlocks:
         blocks.forget(resting)
 
     def failing_loads(self, step: Step, requests: Iterable[Request], blocks: Blocks) -> dict[str, list[int]]:
-        """Return the blocks, by request, that `step` would read before they are computed anew."""
+        """Return, by request, the spoiled blocks that `step` would read."""
         alive = {request.request_id: request for request in requests}
         tables = {request_id: [block.block_id for block in blocks.table(request_id, 0)] for request_id in alive}
         self.spoiled.keep({block for table in tables.values() for block in table})

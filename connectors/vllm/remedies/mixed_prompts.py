@@ -1,4 +1,4 @@
-"""Prompts that are embeddings in some places and tokens in others: vLLM's hash of a block has both, not which counts.
+"""Prompts of embeddings in some positions and tokens in others: vLLM's block hash covers both, but not which counts.
 
 Where a token counts its row of the embeddings is ignored, and where an embedding counts the token's number is 0, so
 that two prompts that differ in that alone have the same hashes and other KV. Nor does it cover the type of the
@@ -20,7 +20,7 @@ Keys = list[tuple[str, bytes]]
 
 
 def extend_hashes() -> None:
-    """Let hashes of blocks in this process cover which rows count, and their type. Idempotent."""
+    """Make block hashes in this process cover which positions are embeddings, and their dtype. Idempotent."""
     from vllm.v1.core import kv_cache_utils  # noqa: PLC0415  (slow)
 
     wrap(kv_cache_utils, "_gen_prompt_embeds_extra_hash_keys", _keys)

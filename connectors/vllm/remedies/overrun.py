@@ -15,7 +15,7 @@ from kvpipe.scheduler.base import OfferedStates, Request, Step
 
 
 def overrun(step: Step, requests: Iterable[Request], geometry: Geometry) -> set[int]:
-    """Return the blocks of states that `step` offers, and in which it leaves none of that boundary.
+    """Return the state blocks that `step` offers for a boundary at which it leaves no state.
 
     Steps of a decode leave the states after each of their tokens.
     """

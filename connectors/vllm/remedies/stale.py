@@ -1,4 +1,4 @@
-"""Requests that go on with KV of weights that are gone, and what of it vLLM would offer to others.
+"""Stale requests: they continue with KV of old weights, which vLLM's prefix cache would offer to others.
 
 vLLM keeps what was computed before a change of weights in its own prefix cache until somebody resets that, and what its
 running requests hold in any case. A request that takes such blocks over would have its KV saved under the new weights'
@@ -21,13 +21,13 @@ class CachedBlocks(Blocks, Protocol):
 
     @property
     def groups(self) -> int:
-        """How many cache groups there are."""
+        """The number of cache groups."""
 
     def cached(self, request_id: str, group: int) -> int:
         """Return how many blocks at the beginning of a request's table the prefix cache holds or has held."""
 
     def copied(self) -> Iterable[tuple[int, int]]:
-        """Return which blocks, of the requests that were admitted since the last step, are to be copies of which."""
+        """Yield (source, copy) of the blocks that vLLM will copy for requests admitted since the last step."""
 
     def forget_all(self) -> None:
         """Take every block out of the prefix cache."""
@@ -37,19 +37,19 @@ class Stale:
     """One per engine."""
 
     def __init__(self, block_tokens: Sequence[int]) -> None:
-        """Nothing is stale. `block_tokens`: tokens per block, of each group."""
+        """Start without stale requests. `block_tokens`: tokens per block, by group."""
         self._sizes = block_tokens
         self.requests: dict[str, dict[int, int]] = {}
-        """Those that go on with old KV: how many of their blocks, by group, were taken out."""
+        """By stale request, by group: how many of its blocks were taken out of the prefix cache."""
 
     def begin(self, requests: Iterable[str], blocks: CachedBlocks | None) -> None:
-        """The weights are others: whatever vLLM holds was computed with the old ones."""
+        """The weights have changed: all that vLLM holds was computed with the old ones. All `requests` are stale."""
         self.requests = {request: {} for request in requests}
         if blocks is not None:
             blocks.forget_all()
 
     def rests_on(self, request: str, tables: Tables, blocks: CachedBlocks) -> bool:
-        """Whether a request that is being admitted takes over blocks of one that is stale; it is stale, too, then."""
+        """Whether a request that is being admitted gets blocks of a stale request. Then it is stale, too."""
         self.requests.pop(request, None)  # preempted since: it computes anew
         if not self.requests:
             return False
@@ -62,7 +62,7 @@ class Stale:
         return True
 
     def plan_step(self, preempted: Iterable[str], living: Iterable[Request], blocks: CachedBlocks) -> None:
-        """Take out of vLLM's prefix cache what stale requests, of those `living`, have put into it in this step."""
+        """Take the blocks that stale requests have added to vLLM's prefix cache in this step out of it."""
         if any(request in self.requests for request in preempted):  # their blocks are theirs no more
             blocks.forget_all()
             return
@@ -79,7 +79,7 @@ class Stale:
             blocks.forget(new)
 
     def leave(self, request: str, blocks: CachedBlocks | None) -> None:
-        """The request is over, and still has its blocks: what it has put into the prefix cache since is taken out."""
+        """The request is over, and still has its blocks: take what it has added to the prefix cache out of it."""
         if self.requests.pop(request, None) is not None and blocks is not None:
             tables = (blocks.table(request, group) for group in range(blocks.groups))
             blocks.forget({block.block_id for table in tables for block in table if not block.is_null})

@@ -1,4 +1,4 @@
-"""Blocks that have got a key for a step that does not compute them.
+"""Blocks that have a key in vLLM's prefix cache although no step computes them.
 
 vLLM gives blocks their keys when it allocates them. By priority it may then preempt a request that is part of the same
 step already (`Scheduler.schedule`): that leaves the step, and what the step was to compute of it stays in vLLM's prefix
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def forget_uncomputed(manager: KVCacheManager, blocks: Blocks, block_tokens: Sequence[int], counters: Counters) -> None:
-    """Have requests that are preempted take along, out of the prefix cache, what is not computed to its end.
+    """When a request is preempted, take its blocks that are not fully computed out of the prefix cache, from now on.
 
     `blocks`: those of `manager`. `block_tokens`: tokens per block, of each group.
     """
@@ -40,7 +40,7 @@ def forget_uncomputed(manager: KVCacheManager, blocks: Blocks, block_tokens: Seq
 
 
 def _uncomputed(request: Request, blocks: Blocks, block_tokens: Sequence[int]) -> set[int]:
-    """Return the blocks that have tokens behind those that steps before this one compute."""
+    """Return the blocks with tokens that no step before this one computes."""
     computed = request.num_computed_tokens
     tables = ((blocks.table(request.request_id, group), size) for group, size in enumerate(block_tokens))
     return {block.block_id for table, size in tables for block in table[computed // size :] if not block.is_null}
