@@ -19,7 +19,7 @@ _TOP, _PLOT, _LEFT, _CURVES, _BARS = 64, 200, 46, 430, 560
 
 
 def write(found: dict[str, Any], path: Path) -> None:
-    """Write it beside the JSON at `path`, of what it says."""
+    """Write it beside the JSON at `path`, from its content."""
     pictures.write(picture(found), path.with_suffix(".svg"))
 
 

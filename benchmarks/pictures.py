@@ -44,7 +44,7 @@ def legend(colours: dict[str, str], x: float, y: float) -> list[str]:
 
 
 def write(picture: str, path: Path) -> None:
-    """Write an SVG, and beside it a PNG of twice its pixels; without a browser it says so, and the old PNG goes."""
+    """Write an SVG, and beside it a PNG of twice its pixels; without a browser it prints that, and the old PNG goes."""
     path.write_text(picture, encoding="utf-8")
     png = path.with_suffix(".png")
     try:

@@ -65,7 +65,7 @@ def machine() -> dict[str, object]:
 
 
 def show(title: str, figures: list[Figure], path: Path, **more: object) -> None:
-    """Print the table and write the JSON, which says `more` too."""
+    """Print the table and write the JSON, which contains `more` too."""
     tabulate(title, figures)
     write(figures, path, **more)
 
@@ -86,7 +86,7 @@ def tabulate(title: str, figures: list[Figure]) -> None:
 
 
 def write(figures: list[Figure], path: Path, **more: object) -> None:
-    """Write the JSON, which says `more` too."""
+    """Write the JSON, which contains `more` too."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = [asdict(f) | {"holds": f.ok} for f in figures]
     path.write_text(json.dumps({"machine": machine(), **more, "figures": rows}, indent=1) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What tracing costs: per event on the thread that tells, in an engine's throughput, and to read a gigabyte of it."""
+"""What tracing costs: per event on the thread that records it, in an engine's throughput, and to read a gigabyte."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvpipe.trace import events as e
 from kvpipe.trace import transitions
 from kvpipe.trace.recorder import FileSink, Recorder
 
-TOLD = 20_000
+RECORDED = 20_000
 GIGABYTE = 1 << 30
 PAIRS = 40
 _SHOW = """
@@ -46,7 +46,7 @@ def run() -> list[Figure]:
 
 
 def _per_event() -> list[Figure]:
-    recorder = Recorder(0, lifecycle=True, transitions=True, detail=True, queue_events_max=TOLD * 2)
+    recorder = Recorder(0, lifecycle=True, transitions=True, detail=True, queue_events_max=RECORDED * 2)
     machine = transitions.MACHINES["request"].compile()
 
     def watch(cursor: Cursor, was: State, edge: Edge, why: str) -> None:
@@ -58,26 +58,26 @@ def _per_event() -> list[Figure]:
 
     def moves(cursor: Cursor) -> Callable[[], None]:
         def once() -> None:
-            for _ in range(TOLD // 2):
+            for _ in range(RECORDED // 2):
                 cursor.fire("preempt")
                 cursor.fire("admit_empty")
 
         return once
 
-    def told() -> None:
-        for _ in range(TOLD):
+    def others() -> None:
+        for _ in range(RECORDED):
             recorder.put(e.LeasesTaken(*recorder.of("request-1", 1), chunks=3))
 
-    silent, received = _us(moves(quiet), recorder), _us(moves(watched), recorder)
+    silent, recorded = _us(moves(quiet), recorder), _us(moves(watched), recorder)
     return [
-        Figure("a transition, told", received - silent, 1.0, "us", f"{silent:.2f} us untold"),
-        Figure("an event of another kind, told", _us(told, recorder), 1.0, "us", "on the thread that tells it"),
+        Figure("a transition, recorded", recorded - silent, 1.0, "us", f"{silent:.2f} us without"),
+        Figure("an event of another kind, recorded", _us(others, recorder), 1.0, "us", "on the thread that records it"),
         Figure("an event, encoded and written", _written_us(), 10.0, "us", "on the writer's thread"),
     ]
 
 
 def _us(once: Callable[[], None], recorder: Recorder) -> float:
-    """Median microseconds of one of `TOLD` events; the queue is emptied in between, as the writer would."""
+    """Median microseconds of one of `RECORDED` events; the queue is emptied in between, as the writer would."""
     once()
     taken = []
     for _ in range(9):
@@ -86,7 +86,7 @@ def _us(once: Callable[[], None], recorder: Recorder) -> float:
         once()
         taken.append(time.perf_counter() - begin)
     recorder.take()
-    return median(taken) / TOLD * 1e6
+    return median(taken) / RECORDED * 1e6
 
 
 def _written_us() -> float:

@@ -83,7 +83,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seconds-max", type=float, default=480, help="begin no part after so long")
     parser.add_argument("--json", type=Path, default=RESULTS / "gpu.json", help="where figures go")
     parser.add_argument("--only", action="append", help="this part; may be repeated")
-    parser.add_argument("--commit", default="", help="what is measured, where there is no git to say so")
+    parser.add_argument("--commit", default="", help="what is measured, where there is no git")
     options = parser.parse_args(arguments)
     if not options.simulated and not torch.cuda.is_available():
         print(

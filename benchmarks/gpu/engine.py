@@ -1,7 +1,7 @@
 """`python -m benchmarks.gpu.engine`: the engine scenarios and the time to first token on a real vLLM with CUDA.
 
 Needs no network: models are made here, engines run in this process. With ``--device cpu`` the same scenarios run on
-vLLM's CPU build, which shows that they work, and says nothing about speed.
+vLLM's CPU build, which shows that they work, and nothing about speed.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def dtypes_of(args: argparse.Namespace, *, cuda: bool) -> list[str]:
 
     try:
         takes = AttentionBackendEnum[args.attn].get_class().supports_dtype(torch.float32)
-    except Exception:  # noqa: BLE001  (an engine with it will say why)
+    except Exception:  # noqa: BLE001  (an engine with it will report why)
         takes = True
     return ["float32", "bfloat16"] if takes else ["bfloat16"]
 

@@ -312,7 +312,7 @@ class Correctness:
     """All cases against one reference."""
 
     def __init__(self, ledger: Ledger, setup: Setup, model: str, asked_graphs: str) -> None:
-        """`asked_graphs`: what `--graphs` said."""
+        """`asked_graphs`: the value of `--graphs`."""
         self._ledger, self._setup, self._model, self._asked = ledger, setup, model, asked_graphs
         self._reference: Reference | None = None
         self._near = EXACT

@@ -67,7 +67,7 @@ class Live(Engine):
         return [answer_of(outputs[i]) for i in ids]
 
     def put(self, prompt: Sequence[int], max_tokens: int) -> str:
-        """Add a greedy request that tells its margins, and return its id."""
+        """Add a greedy request that reports its margins, and return its id."""
         from vllm import SamplingParams
 
         request_id = f"m{self._ids}"

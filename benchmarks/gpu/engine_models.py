@@ -23,7 +23,7 @@ class Shape(NamedTuple):
     kv_heads: int
     head: int
     vocab: int
-    dummy: bool  # vLLM makes up the weights: nothing can be said about answers, and nothing is written
+    dummy: bool  # vLLM makes up the weights: answers show nothing, and nothing is written
 
     @property
     def token_elements(self) -> int:

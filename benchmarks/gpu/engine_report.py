@@ -1,4 +1,4 @@
-"""Guarded sections: one that fails is recorded and the run goes on; one for which no time is left says so."""
+"""Guarded sections: one that fails is recorded and the run goes on; one for which no time is left is skipped."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ QUERY_S_MAX: Final = 20
 
 
 class Skip(Exception):  # noqa: N818  (not an error)
-    """Raised by a section that has nothing to do here; says why."""
+    """Raised by a section that has nothing to do here; its text is the reason."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Section:
 
 
 class Ledger:
-    """Runs sections and keeps what they say. The JSON is written after each, so that a run that is cut off has it."""
+    """Runs sections and keeps their results. The JSON is written after each, so that a run that is cut off has it."""
 
     def __init__(self, seconds_max: float, path: Path | None, head: dict[str, Any], begin: float) -> None:
         """`head` goes into the JSON as it is. `begin`: of the run, on the monotonic clock."""
@@ -85,7 +85,7 @@ class Ledger:
 
     def _add(self, section: Section) -> None:
         self.sections.append(section)
-        message = section.note or _told(section.figures)
+        message = section.note or _listed(section.figures)
         print(f"{self.spent_s:6.1f} s  {section.outcome:8}{section.name}  {message}", file=sys.stderr, flush=True)
         for line in section.traceback:
             print(f"          | {line}", file=sys.stderr, flush=True)
@@ -113,12 +113,12 @@ class Ledger:
         colours = {"passed": "green", "failed": "red", "skipped": "yellow"}
         for section in self.sections:
             outcome = f"[{colours[section.outcome]}]{section.outcome}[/]"
-            message = (section.note or _told(section.figures)).replace("[", "\\[")
+            message = (section.note or _listed(section.figures)).replace("[", "\\[")
             table.add_row(section.name, outcome, f"{section.seconds:.1f}", message)
         Console(width=WIDTH).print(table)
 
 
-def _told(figures: Figures) -> str:
+def _listed(figures: Figures) -> str:
     return ", ".join(
         f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in figures.items()
     )
@@ -143,7 +143,7 @@ def described(commit: str | None) -> dict[str, Any]:
 def _version(name: str) -> str | None:
     try:
         return str(__import__(name).__version__)
-    except Exception as error:  # noqa: BLE001  (absent, or broken: the engine will say)
+    except Exception as error:  # noqa: BLE001  (absent, or broken: the engine will report it)
         return f"not importable: {error!r}"
 
 

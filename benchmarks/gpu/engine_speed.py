@@ -109,7 +109,7 @@ class Meter:
     def overhead(self, alone: Figures) -> Figures:
         """With nothing to reuse: a cold first token, and decoding, with kvpipe saving and with it taken out.
 
-        `alone`: what `decode` has said of an engine without a connector, or nothing.
+        `alone`: what `decode` has measured of an engine without a connector, or nothing.
         """
         plan, ratios = self._plan, dict[str, list[float]]()
         rates: dict[bool, list[float]] = {True: [], False: []}

@@ -39,7 +39,7 @@ def _jobs(rig: Rig, step: int) -> tuple[Job, ...]:
 
 
 MODES = {"": POLL_US_MIN, ", blocking events": 0}
-"""How the completion thread hears of events, and what that does to whoever calls CUDA beside it."""
+"""How the completion thread learns of events, and what that does to other callers of CUDA."""
 
 
 def hooks(gpu: Gpu, steps: int) -> Iterator[Figure]:
@@ -131,11 +131,11 @@ def _latency(gpu: Gpu, samples: int, mode: str, poll_us_min: int) -> Iterator[Fi
     moved: list[int] = []
     landed = pipe.copies._landed
 
-    def heard(*args: object) -> None:
+    def notified(*args: object) -> None:
         landed(*args)  # type: ignore[arg-type]
         moved.append(time.perf_counter_ns())
 
-    pipe.copies._landed = heard  # type: ignore[method-assign, assignment]
+    pipe.copies._landed = notified  # type: ignore[method-assign, assignment]
     took = []
     for number in range(samples):
         rows = np.array([(0, number % 8, page, page) for page in range(PAGES)], "<i4").tobytes()
@@ -162,7 +162,7 @@ def _latency(gpu: Gpu, samples: int, mode: str, poll_us_min: int) -> Iterator[Fi
 
 
 def wakeups(gpu: Gpu, samples: int) -> Iterator[Figure]:
-    """Ways to hear of an event: how much later than by asking without a pause, and at what cost of a core."""
+    """Ways to wait for an event: how much later than by asking without a pause, and at what cost of a core."""
 
     def poll(event: torch.cuda.Event) -> None:
         pause_s = POLL_US_MIN / 1e6
@@ -193,7 +193,7 @@ def wakeups(gpu: Gpu, samples: int) -> Iterator[Figure]:
     for way, took in late.items():
         share = busy[way] / (sum(took) / 1e6) * 100
         delay = median(a - b for a, b in zip(took, first, strict=True))
-        yield Figure(f"hearing of an event by {way}", delay, 200, "us later", f"{share:.0f} % of a core while waiting")
+        yield Figure(f"waiting for an event by {way}", delay, 200, "us later", f"{share:.0f} % of a core while waiting")
 
 
 def _idle_percent(seconds: float) -> float:

@@ -2,8 +2,8 @@
 
 Is host memory pinned, and what does that cost; is every batch of copies taken, and how fast; may a helper thread work
 while a CUDA graph is captured; which streams are others, and which hold each other up. Where pinning or batches are
-refused every later figure would be of a fallback: it says so in a sentence, and the exit status is 3. What is known is
-written after each question.
+refused every later figure would be of a fallback: it prints that, and the exit status is 3. What is known is written after
+each question.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Batch(NamedTuple):
 
     gb_per_s: float
     host_us: float
-    how: str  # as `Driver.batches` says it
+    how: str  # as in `Driver.batches`
 
 
 class Machine(Protocol):
@@ -262,7 +262,7 @@ class RefusedError(Exception):
 
 
 Question = Callable[[Machine, dict[str, str]], Iterator[Figure]]
-"""May add to the facts. What it raises is told, and the next is asked, but for `RefusedError`."""
+"""May add to the facts. What it raises is printed, and the next is asked, but for `RefusedError`."""
 
 
 def pinning(machine: Machine, _: dict[str, str]) -> Iterator[Figure]:
@@ -329,7 +329,7 @@ QUESTIONS: Final[tuple[Question, ...]] = (pinning, batches, streams, captures, s
 
 
 def first_line(error: Exception) -> str:
-    """Return what `error` says first: torch's errors go on with advice."""
+    """Return the first line of `error`: torch's errors go on with advice."""
     return (str(error).splitlines() or [repr(error)])[0]
 
 

@@ -1,6 +1,6 @@
 """The race hunt: compute overwrites what was just saved, and reads what is just being loaded, thousands of times.
 
-Slots are ordered by the host: a round loads what the round before it has saved, once the host has heard that it has
+Slots are ordered by the host: a round loads what the round before it has saved, once the host was notified that it has
 landed, into blocks that compute has just used. Everything else is left to the device: slots that are saved to were
 loaded from a round ago, for compute that the save waits for.
 """

@@ -1,4 +1,4 @@
-"""A device that does at once what it is asked to: proves that the benchmarks run, and says nothing about time."""
+"""A device that does at once what it is asked to: proves that the benchmarks run, and shows nothing about time."""
 
 from __future__ import annotations
 

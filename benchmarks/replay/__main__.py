@@ -1,6 +1,6 @@
 """`python -m benchmarks.replay`: every policy at every capacity, beside Belady's optimum, then memory and tiers.
 
-Writes `docs/results/traces.json`, and a page and a picture of what that says.
+Writes `docs/results/traces.json`, and a page and a picture of its content.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from benchmarks.replay.setting import PARTS, Setting
 
 
 def main(arguments: list[str]) -> int:
-    """Say each replay as soon as it is over, then print the tables."""
+    """Print each replay as soon as it is over, then the tables."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.replay", description=__doc__)
     parser.add_argument(
         "--policy", nargs="*", default=[*policies(), BELADY], help="replay these; others stay as they are"

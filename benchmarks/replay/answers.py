@@ -1,8 +1,8 @@
 """`python -m benchmarks.replay.answers`: what learning of answers is worth, on the coding agents' trace.
 
-The trace says how much of a prompt its predecessor's prompt had, and how long each answer was; whether the answer is
-part of the next prompt it does not say. So it is replayed three ways: no prompt has the answer before it, all have it,
-and those of every second session have it. kvpipe's own scheduler side serves one request at a time.
+The trace records how much of a prompt its predecessor's prompt had, and how long each answer was; whether the answer is
+part of the next prompt it does not record. So it is replayed three ways: no prompt has the answer before it, all have
+it, and those of every second session have it. kvpipe's own scheduler side serves one request at a time.
 """
 
 from __future__ import annotations

@@ -270,7 +270,7 @@ class Engine:
     # ---- what a step does -----------------------------------------------------------------------------------------
 
     def _carry(self, plan: StepPlan, scheduled: dict[str, int]) -> float:
-        """Begin what the plan says; return when the step is over."""
+        """Begin what is planned; return when the step is over."""
         now_s, by_id = self.clock.now_s, {one.request_id: one for one in self.running}
         compute_s = self.model.step_s if scheduled else 0.0
         for request_id, tokens in scheduled.items():
@@ -288,18 +288,18 @@ class Engine:
                 end_s = max(end_s, at_s)
         for order in plan.orders:
             size = order.units * self.block_bytes
-            self.finder.carry(order, size, lambda ok, number=order.id: self._told(number, ok=ok))  # type: ignore[misc]
+            self.finder.carry(order, size, lambda ok, number=order.id: self._ended(number, ok=ok))  # type: ignore[misc]
         return end_s
 
     def _done(self, job: Job) -> Callable[[], None]:
         def done() -> None:
-            self._told(job.id, ok=True)
+            self._ended(job.id, ok=True)
             if job.kind == Kind.LOAD_ASYNC:
                 self.running.append(self.loading.pop(job.request))
 
         return done
 
-    def _told(self, number: int, *, ok: bool) -> None:
+    def _ended(self, number: int, *, ok: bool) -> None:
         self.report.tallies[number] = Tally(int(ok), int(not ok))
 
     def _computed(self, scheduled: dict[str, int]) -> None:
@@ -326,7 +326,7 @@ class Engine:
 
 @contextmanager
 def _time_is(clock: Clock) -> Iterator[None]:
-    """Let the scheduler's process tell the replay's time."""
+    """Let the scheduler's process read the replay's clock."""
     with ExitStack() as stack:
         for name, module in list(sys.modules.items()):
             if name.startswith(("kvpipe.scheduler.", "kvpipe.cache.", "kvpipe.tiers.finder")) and hasattr(

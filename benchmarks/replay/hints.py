@@ -1,4 +1,4 @@
-"""What clients say of their sessions when a prompt is over, right, about right or wrong."""
+"""Clients' hints on their sessions when a prompt is over: right, about right or wrong."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ NONE: Final = "none"
 RESUME: Final = "resume"
 """When the next prompt comes that begins with most of this one; its pause is wrong by a log-normal factor."""
 ADVERSARIAL: Final = "adversarial"
-"""The contrary: the pause is turned round at a minute, and what is not used again is said to come in a second."""
+"""The contrary: the pause is turned round at a minute, and what is not used again is hinted to come in a second."""
 TURNED: Final = "turned"
 """The first half of all prompts are hinted at right, the others to the contrary."""
 CONSTANT: Final = "constant"
-"""Each prompt is said to be resumed in a second."""
+"""Each prompt is hinted to be resumed in a second."""
 MODELS: Final = (NONE, RESUME, ADVERSARIAL, TURNED, CONSTANT)
 _MINUTE_S: Final = 60.0
 
@@ -33,7 +33,7 @@ def resumes(workload: Workload) -> list[float | None]:
 
 
 def hints(workload: Workload, model: str, sigma: float, seed: int = 0) -> list[Hint | None]:
-    """Return what is said when each prompt is over. `sigma`: of the logarithm of the pause, for all models."""
+    """Return the hint when each prompt is over. `sigma`: of the logarithm of the pause, for all models."""
     draw, out = random.Random(seed), list[Hint | None]()
     for number, (prompt, at_s) in enumerate(zip(workload.prompts, resumes(workload), strict=True)):
         wrong = math.exp(draw.gauss(0, sigma))

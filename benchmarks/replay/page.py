@@ -19,11 +19,11 @@ _PLOT, _LEFT, _ROW = 170, 40, 24
 
 
 def write(found: dict[str, Any], path: Path) -> None:
-    """Write them beside the JSON at `path`, of what it says."""
+    """Write them beside the JSON at `path`, from its content."""
     pictures.write(picture(found), path.with_suffix(".svg"))
     by = report.rates(found["yardstick"], report.AGENTS)
     best = by.pop(BELADY, {})
-    hinted = {name: some for name, some in report.said_rates(found).items() if "resume" in name}
+    hinted = {name: some for name, some in report.hinted_rates(found).items() if "resume" in name}
     pictures.write(
         _below([_rates(report.AGENTS, by | hinted | {BELADY: best})]),
         path.with_name(f"{path.stem}-agents.svg"),

@@ -52,17 +52,17 @@ class Outcome:
         return self.seconds / len(self.hits) * 1e6
 
 
-def replay(workload: Workload, policy: str, share: float, said: str = hints.NONE, sigma: float = 0.0) -> Outcome:
+def replay(workload: Workload, policy: str, share: float, hinted: str = hints.NONE, sigma: float = 0.0) -> Outcome:
     """Replay `workload` with a pool of `share` of its chunks, and a registered policy, or `BELADY`.
 
-    `said`, `sigma`: what clients say of their sessions, and how wrong it is (`hints.py`).
+    `hinted`, `sigma`: clients' hints on their sessions, and how wrong they are (`hints.py`).
     """
     slots = workload.slots(share)
     if policy == BELADY:
         begin_s = time.thread_time()
         return Outcome(workload, policy, slots, list(belady.hits(workload, slots)), time.thread_time() - begin_s)
     pool, out = Pool(workload.chunk_tokens, slots, make_policy(policy, slots)), Outcome(workload, policy, slots)
-    for prompt, hint in zip(workload.prompts, hints.hints(workload, said, sigma), strict=True):
+    for prompt, hint in zip(workload.prompts, hints.hints(workload, hinted, sigma), strict=True):
         begin_s = time.thread_time()
         out.hits.append(pool.serve(prompt, hint))
         out.seconds += time.thread_time() - begin_s
@@ -80,7 +80,7 @@ class Pool:
         self.now_s, self._served = 0.0, 0
 
     def serve(self, prompt: Prompt, hint: Hint | None = None) -> int:
-        """Look up, load, save, end; `hint` is what its client says then. Returns how many chunks were held."""
+        """Look up, load, save, end; `hint`: its client's, at the end. Returns how many chunks were held."""
         request: Any = SimpleNamespace(num_tokens=prompt.tokens, block_hashes=prompt.keys)
         catalog, keys = self.catalog, prompt.keys
         held = self.prefixes.longest(request)

@@ -64,7 +64,7 @@ class Yardstick(NamedTuple):
 
 
 class Hinted(NamedTuple):
-    """The same with clients that say when they go on: by which model, and how wrong (`hints.py`)."""
+    """The same with clients that hint when they go on: by which model, and how wrong (`hints.py`)."""
 
     workload: str
     seed: int
@@ -174,15 +174,15 @@ def check_file(path: Path, setting: Setting) -> None:
 
 
 def keep(rows: list[Row], path: Path = RESULTS, setting: Setting = DEFAULT) -> dict[str, Any]:
-    """Write what was measured, beside what the file has of other cases. Returns what it says now."""
+    """Write what was measured, beside what the file has of other cases. Returns its content."""
     before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"yardstick": [], "tiers": []}
     by_key = {_key(row): row for row in (*before["yardstick"], *before.get("hinted", ()), *before["tiers"], *rows)}
-    said = [row for row in by_key.values() if "hints" in row]
+    hinted = [row for row in by_key.values() if "hints" in row]
     yardstick = [row for row in by_key.values() if "share" in row and "hints" not in row]
     tiers = [row for row in by_key.values() if "share" not in row]
     write(
         figures(yardstick, tiers), path, model=asdict(setting.model), places=setting.places(), yardstick=yardstick,
-        hinted=said, tiers=tiers,
+        hinted=hinted, tiers=tiers,
     )  # fmt: skip
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
@@ -201,8 +201,8 @@ def rates(yardstick: list[Row], workload: str) -> dict[str, dict[float, float]]:
     }
 
 
-def said_rates(found: dict[str, Any]) -> dict[str, dict[float, float]]:
-    """Return the mean hit rate over all seeds at each capacity, of each policy and what it was told."""
+def hinted_rates(found: dict[str, Any]) -> dict[str, dict[float, float]]:
+    """Return the mean hit rate over all seeds at each capacity, of each policy and kind of hints."""
     out = dict[str, dict[float, list[float]]]()
     for row in found.get("hinted", ()):
         name = f"{row['policy']}, hints: {row['hints']}, sigma {row['sigma']:g}"
@@ -251,9 +251,9 @@ def show(found: dict[str, Any]) -> None:
             ]
             table.add_row(name, *cells)
         console.print(table)
-    for said, some in said_rates(found).items():
+    for hinted, some in hinted_rates(found).items():
         rates_of = ", ".join(f"{percent(share)}: {rate:.3f}" for share, rate in some.items())
-        console.print(f"coding agents, {said}: {rates_of}")
+        console.print(f"coding agents, {hinted}: {rates_of}")
     table = Table(title="The whole scheduler side, in virtual time", box=box.SIMPLE_HEAD)
     for heading in (
         "workload",

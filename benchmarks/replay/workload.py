@@ -107,6 +107,6 @@ def mooncake() -> Workload:
 
 
 def lines(name: str) -> list[Any]:
-    """Return what a recorded trace says, line by line."""
+    """Return the content of a recorded trace, line by line."""
     packed = (TRACES / f"{name}.jsonl.gz").read_bytes()
     return [json.loads(line) for line in gzip.decompress(packed).splitlines()]
