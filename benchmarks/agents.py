@@ -278,10 +278,10 @@ _GOALS: Final = {"no cache": 2.0, "vLLM's prefix cache": 2.0, "a cache that hold
 
 
 def _figure(name: str, other: str, least: float, found: Found) -> Figure:
-    each, best = [], [found.most(one) for one in (name, other)]
+    rows, best = [], [found.most(one) for one in (name, other)]
     for one, most in zip((name, other), best, strict=True):
-        each.append(f"{one}: {most.users} users" + (f", {most.per_s:.2f}/s, {most.late_s:.1f} s" if most.users else ""))
+        rows.append(f"{one}: {most.users} users" + (f", {most.per_s:.2f}/s, {most.late_s:.1f} s" if most.users else ""))
     ratio = best[0].per_s / best[1].per_s if best[1].users else float("inf")
     return Figure(
-        f"coding agents, requests/s in time, {name} / {other}", ratio, least, "x", "; ".join(each), at_least=True
+        f"coding agents, requests/s in time, {name} / {other}", ratio, least, "x", "; ".join(rows), at_least=True
     )

@@ -2,8 +2,8 @@
 
 Is host memory pinned, and what does that cost; is every batch of copies taken, and how fast; may a helper thread work
 while a CUDA graph is captured; which streams are others, and which hold each other up. Where pinning or batches are
-refused every later figure would be of a fallback: it prints that, and the exit status is 3. What is known is written after
-each question.
+refused every later figure would be of a fallback: it prints that, and the exit status is 3. What is known is written
+after each question.
 """
 
 from __future__ import annotations
