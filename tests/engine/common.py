@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +16,8 @@ from kvpipe.testing.catalog_integrity import check_integrity
 from kvpipe.testing.configurations import CONFIGURATIONS, make_configuration
 from kvpipe.testing.models import VOCAB, make_model
 from kvpipe.testing.waiting import PATIENT, PATIENT_MS, WAIT_S, eventually
+from kvpipe.trace.reader import Trace, files_of
+from kvpipe.trace.replay import replay
 from kvpipe.worker.side import WorkerSide
 
 UNEXPECTED = (
@@ -113,6 +117,15 @@ def assert_clean(live: Engine, *, expected: Sequence[str] = ()) -> dict[str, int
     for gauge in ("leases", "pieces_writing", "jobs_in_flight", "requests"):
         assert stats[gauge] == 0, counters
     return counters
+
+
+def assert_legal(trace_file: Path) -> None:
+    """What engines have traced, if anything, is a proof: fed back through the machines, every transition is legal."""
+    if trace_file.exists():
+        traces = [Trace(part) for part in files_of(trace_file)]
+        done = replay(itertools.chain.from_iterable(traces))
+        assert done.problems == []
+        assert not any(trace.unread for trace in traces)
 
 
 def preempted(live: Engine, tokens: Sequence[int], max_tokens: int, after: int) -> list[int]:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kvpipe.trace.reader import Trace, files_of
-from kvpipe.trace.replay import replay
-from tests.engine.common import waiting
+from tests.engine.common import assert_legal, waiting
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -26,8 +23,4 @@ def trace_file(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
     path = tmp_path_factory.mktemp("trace") / "trace.jsonl"
     monkeypatch.setenv("KVPIPE_TRACE_FILE", str(path))
     yield path
-    if path.exists():
-        traces = [Trace(part) for part in files_of(path)]
-        done = replay(itertools.chain.from_iterable(traces))
-        assert done.problems == []
-        assert not any(trace.unread for trace in traces)
+    assert_legal(path)

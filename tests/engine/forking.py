@@ -1,4 +1,4 @@
-"""An engine with a tier, in a process that forks meanwhile as user code does: `python -m tests.engine.forking TIER`."""
+"""An engine with a tier, in a process that forks meanwhile as user code does: `-m tests.engine.forking TIER ...`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -50,7 +51,7 @@ def _multiprocess(live: Engine) -> int:
     return process.pid
 
 
-def main(tier: dict[str, Any]) -> None:
+def play(tier: dict[str, Any]) -> None:
     """Fork with copies, reads and writes under way: children end, the engine goes on, the tier brings all it had."""
     config = {"chunk_tokens": 64, "tiers": [tier]}
     live = Engine(str(make_model("llama")), kvpipe=patient(config), enable_prefix_caching=False)
@@ -79,7 +80,20 @@ def main(tier: dict[str, Any]) -> None:
     live.close()
 
 
+def main(tiers: list[str]) -> None:
+    """Do so with each tier; print which it was, and what was raised."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for tier in map(json.loads, tiers):
+        why = ""
+        try:
+            play(tier)
+        except Exception:  # noqa: BLE001  (the next one is tried)
+            why = traceback.format_exc()
+        print(json.dumps([tier["kind"], why]), file=out, flush=True)
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore", DeprecationWarning)  # of a fork with threads, which is what this is about
     with waiting():
-        main(json.loads(sys.argv[1]))
+        main(sys.argv[1:])
