@@ -81,9 +81,11 @@ class SchedulerWorld:
         ahead_tokens: int = 0,
         dropped_units: int = 0,
         tiers: Sequence[GuardedTier] = (),
+        quotas: Sequence[dict[str, Any]] = (),
     ) -> None:
         """An empty cache."""
-        settings = load_settings({"load": load, "prefault": touch, "policy": policy, "learn_answers": True})
+        keys = {"load": load, "prefault": touch, "policy": policy, "learn_answers": True, "quotas": list(quotas)}
+        settings = load_settings(keys)
         geometry = make_geometry(windows, chunk_units, slots, states, ahead_tokens, dropped_units)
         self.ranks, self.groups, self.free, self._states = ranks, len(windows), 1 << 20, states
         self.remedies = Remedies(geometry, LoadAdmission(geometry, BEYOND_TOKENS, 64 * UNIT))

@@ -1,0 +1,245 @@
+"""What the management thread shares with the scheduler's is named: seen while all that is served is asked."""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvpipe.connectors.vllm.connector import KVPipeConnector
+from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, SchedulerWorld
+from kvpipe.manage import SHARED
+from kvpipe.manage.api import make_app
+from kvpipe.messages import Report, Tally
+from kvpipe.scheduler.base import LATER
+from kvpipe.scheduler.orders import Turns
+from kvpipe.testing.held_tier import DictSpec, HeldTier
+from kvpipe.testing.touched_attributes import AttributeWatch, classes_of
+from kvpipe.testing.waiting import WAIT_S
+from kvpipe.tiers.guard import FIND, guarded
+from kvpipe.trace.recorder import Recorder
+from tests.manage.conftest import Managed
+from tests.manage.test_api import prompt
+from tests.manage.test_tiers import SPACE, hold
+
+CHUNK = 16
+SCHEDULER, MANAGEMENT = "scheduler", "management"
+WATCHED = (
+    "kvpipe.manage", "kvpipe.scheduler", "kvpipe.cache", "kvpipe.cache.policy", "kvpipe.statemachine", "kvpipe.tiers",
+    "kvpipe.trace.log", "kvpipe.trace.recorder",
+)  # fmt: skip
+ADAPTER = {"name": "x", "number": 1, "path": "/x"}
+
+
+class WatchedSide:
+    """A side under the eyes of `watch`, its operators, and the engine's calls, which are this thread's."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        """Serves from now on; what is touched is noted from `began` on."""
+        self.began, self._borrowed, self._engine = False, False, threading.current_thread()
+        self.idles = False  # whether the engine has nothing to do when operators ask
+        self.watch = AttributeWatch(self._role)
+        self._note_turns(patch)
+        self.watch.watch(classes_of(*WATCHED), patch)
+        self.tier = HeldTier("far")
+        tiers = guarded([("far", DictSpec.model_validate({"timeout_ms_max": 60_000}), self.tier)], (FIND,))
+        quotas = [{"name": "some", "salt": "a", "limit": 0.5}]
+        world = SchedulerWorld(
+            slots=12, touch="ahead", tiers=tiers, quotas=quotas, policy="sessions", trace=Recorder(lifecycle=True)
+        )
+        self.managed, self.side, self.asked = Managed(folder, world), world.side, set[tuple[str, str]]()
+        assert self.side.staging is not None
+        self.side.ranks_ready({0: 10}, ["weights"])
+        self.side.staging.space.base = SPACE
+        connector: Any = SimpleNamespace(scheduler=self.side, counters=self.side.counters, recorder=self.side.trace)
+        self.managed.engine._set_freeze = functools.partial(KVPipeConnector.set_freeze, connector)
+        self.managed.engine._set_bypass = functools.partial(KVPipeConnector.set_bypass, connector)
+        self.managed.engine.wait_s_max = 0.05  # so long for an order of an engine that has the turn
+        self.began = True
+
+    def _role(self) -> str | None:
+        """The management thread has another's part while it has the engine's turn: then it is alone."""
+        thread = threading.current_thread()
+        if thread is self._engine:
+            return SCHEDULER if self.began else None
+        return MANAGEMENT if thread.name == "kvpipe-manage" and not self._borrowed else None
+
+    def _note_turns(self, patch: pytest.MonkeyPatch) -> None:
+        borrow, give_back = Turns.borrow, Turns.give_back
+
+        def borrowing(turns: Turns) -> bool:
+            self._borrowed = borrow(turns)
+            return self._borrowed
+
+        def giving_back(turns: Turns) -> None:
+            self._borrowed = False
+            give_back(turns)
+
+        patch.setattr(Turns, "borrow", borrowing)
+        patch.setattr(Turns, "give_back", giving_back)
+
+    def rest(self) -> None:
+        """Step until there is nothing to do: then another thread may have the turn."""
+        while self.side.pending:
+            self.step()
+
+    def ask(self, method: str, path: str, body: object = None, expected: int = 200) -> Any:
+        """Return the answer to a request, also if that comes with one of the engine's next steps."""
+        self.asked.add((method, re.sub(r"/\d+$", "/N", path).partition("?")[0]))
+        if self.idles:
+            self.rest()
+        status, answer = self.managed.ask(method, path, body)
+        while status == 202:
+            self.step()
+            self.asked.add(("GET", "/v1/orders/N"))
+            status, answer = self.managed.ask("GET", f"/v1/orders/{answer['order']}")
+        assert status == expected, answer
+        return answer
+
+    def look(self) -> None:
+        """Ask all that changes nothing."""
+        for path in ("state", "holders", "counters", "switches", "pins", "openapi.json"):
+            self.ask("GET", f"/v1/{path}" if "." not in path else f"/{path}")
+        for name in ("a", "nobody"):
+            self.ask("POST", "/v1/lookup", prompt(name, 4 * CHUNK * UNIT) | {"tiers": True})
+        self.ask("POST", "/v1/lookup", prompt("a", CHUNK * UNIT) | {"adapter": ADAPTER})
+
+    def change(self) -> None:
+        """Ask all that changes something."""
+        for name in ("freeze", "bypass"):
+            for on in (True, False):
+                self.ask("PUT", "/v1/switches", {name: on})
+                self.step()
+        wanted = prompt("a", 2 * CHUNK * UNIT)
+        pin = self.ask("POST", "/v1/pins", wanted | {"seconds": 60})["pin"]
+        self.look()
+        self.ask("DELETE", f"/v1/pins/{pin}")
+        self.ask("DELETE", f"/v1/pins/{pin}", expected=422)
+        self.ask("POST", "/v1/warm", prompt("w", 2 * CHUNK * UNIT) | {"seconds": 60})
+        self.ask("POST", "/v1/evict", wanted | {"from_token": CHUNK * UNIT})
+        self.ask("POST", "/v1/evict/matching", {"cache_salt": "w"})
+
+    def step(self) -> None:
+        """Run a step of the engine in which nothing is computed; what it orders of ranks is done."""
+        step: Any = SimpleNamespace(num_scheduled_tokens={}, preempted_req_ids=None, kv_connector_block_state=None)
+        plan = self.side.plan_step(step)
+        numbers = [job.id for job in plan.jobs] + [order.id for order in plan.orders]
+        self.side.reported(Report(dict.fromkeys(numbers, Tally(1, 0))))
+
+    def compute(self, request: Any) -> None:
+        """Let a request come, load what is held of it, and be saved."""
+        world, until_s = self.managed.world, time.monotonic() + WAIT_S
+        while (answer := self.side.lookup(request, 0)) is LATER:
+            assert time.monotonic() < until_s
+            time.sleep(0.001)
+            self.step()
+        self.side.admitted(request, world.allocate(request), answer.tokens)
+        request.num_computed_tokens = answer.tokens
+        jobs = world.step(request)
+        self.look()
+        self.side.reported(Report(dict.fromkeys([job.id for job in jobs], Tally(1, 0))))
+
+    def live(self, name: str) -> None:
+        """Let requests come, be saved, be preempted, load, and leave; chunks of others make room."""
+        world, side = self.managed.world, self.side
+        first, again = world.request(name, 2 * CHUNK + 3), world.request(name, 3 * CHUNK)
+        again.request_id = f"{name} again"
+        first.cache_salt = again.cache_salt = "a"
+        self.compute(first)
+        world.preempt(first)
+        self.compute(again)
+        other = world.request(f"{name} other", 4 * CHUNK)
+        self.compute(other)
+        side.reported(Report(adapters={0: {1: name.encode()}}, step=1))
+        self.look()
+        for one in (first, again, other):
+            side.finished(one)
+        self.look()
+
+    def replace(self) -> None:
+        """Replace what seldom is: the slots that are ready, the weights, the tiers that are read, all that is held."""
+        side = self.side
+        side.slots_ready({0: 12})
+        side.weights.suspect("test")
+        self.look()
+        self.step()
+        side.reported(Report(weights={0: (1, "others")}))
+        for left in ({0}, set[int]()):
+            side.reported(Report(unreadable={0: frozenset(left)}))
+            self.look()
+        self.live("before")
+        side.reset()
+        self.look()
+
+
+@pytest.fixture
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WatchedSide]:
+    """Return a side, watched."""
+    made = WatchedSide(tmp_path, monkeypatch)
+    yield made
+    made.began = False
+    made.managed.server.stop()
+    made.side.shutdown()
+
+
+class Kept:
+    """A number that changes, a list that does, and a name that never does."""
+
+    __slots__ = ("count", "items", "name")
+
+    def __init__(self) -> None:
+        """Written here, and so by nobody else."""
+        self.count, self.items, self.name = 0, list[int](), "kept"
+
+    @property
+    def size(self) -> int:
+        """No attribute of its own."""
+        return len(self.items)
+
+
+def test_what_is_shared_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one has written, and containers that it has filled; not what only one touches, or nobody changes."""
+    now = SCHEDULER
+    watch = AttributeWatch(lambda: now)
+    watch.watch([Kept], monkeypatch)
+    kept, own = Kept(), Kept()
+    kept.count += 1
+    kept.items.append(1)
+    assert (kept.size, kept.name, own.name) == (1, "kept", "kept")
+    assert not watch.shared(SCHEDULER, MANAGEMENT)
+    now = MANAGEMENT
+    assert (kept.name, own.name) == ("kept", "kept")
+    assert not watch.shared(SCHEDULER, MANAGEMENT)
+    assert (kept.count, kept.size) == (1, 1)
+    assert watch.shared(SCHEDULER, MANAGEMENT) == {"Kept.count", "Kept.items"}
+
+
+def test_what_the_threads_share_is_named(served: WatchedSide) -> None:
+    """What one of the two writes and the other touches, while nobody has lent it the turn, is in `SHARED`."""
+    hold(served.tier, served.managed, "w", CHUNK, 2 * CHUNK)
+    served.live("a")
+    served.change()
+    served.idles = True
+    served.change()  # by the thread that is asked
+    served.idles = False
+    served.live("b")
+    served.live("a")
+    served.replace()
+    status, answer = served.managed.ask("DELETE", "/v1/pins/1")
+    assert status == 202
+    served.side.shutdown()
+    assert served.managed.ask("GET", f"/v1/orders/{answer['order']}")[0] == 503
+    served.managed.server.stop()
+    served.began = False
+    paths = make_app(served.managed.engine, served.side.counters).openapi()["paths"]
+    every = {(method.upper(), re.sub(r"\{\w+\}$", "N", path)) for path, methods in paths.items() for method in methods}
+    assert served.asked - {("GET", "/openapi.json")} == every
+    assert served.watch.shared(SCHEDULER, MANAGEMENT) == set(SHARED)
+    assert all(len(why) > 20 for why in SHARED.values())
