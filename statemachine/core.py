@@ -18,6 +18,7 @@ event is one dict lookup and one store. To count or trace the edges that are tak
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -231,6 +232,12 @@ class Cursor:
     """A position in a compiled machine. `key` names what it tracks in errors and traces."""
 
     __slots__ = ("key", "machine", "state", "watch")
+
+    def __init_subclass__(cls) -> None:
+        """Give each class code of its own for `fire`: Python keeps there where the attributes of one class lie."""
+        fire = cls.fire
+        code = fire.__code__.replace()
+        cls.fire = FunctionType(code, fire.__globals__, fire.__name__, fire.__defaults__)  # type: ignore[method-assign]
 
     def __init__(self, machine: Compiled, key: object, watch: Watch | None = None) -> None:
         """Start in the machine's initial state. `watch`, if given, is called for every event that is fired."""

@@ -108,7 +108,7 @@ class Remedies(Recovery):
         blocks = self._blocks
         if blocks is not None and self._stale.requests and self._stale.rests_on(request_id, tables, blocks):
             return True
-        return self.continued(request_id)
+        return request_id in self.encoded.living and self.continued(request_id)
 
     def continued(self, request_id: str) -> bool:
         """Whether a request continues with embeddings of old weights, or of an unknown version of its adapter.

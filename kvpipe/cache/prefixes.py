@@ -189,9 +189,10 @@ class Prefixes:
         """Yield the whole chunks of the request's first `units` units, the last one first; before them, its states."""
         hashes = self.hashes(request)
         for groups, step, ahead in self._kinds:
+            finds = [self._catalog.index(group).get for group in groups]
             for key in reversed(self._keys(hashes, step, units, step, ahead)):
-                for group in groups:
-                    chunk = self._catalog.find(group, key)
+                for find in finds:
+                    chunk = find(key)
                     if chunk is not None:
                         yield chunk
 

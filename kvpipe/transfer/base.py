@@ -198,7 +198,7 @@ class Ticket:
             with _LEAVING:
                 if self.state is QUEUED:  # else somebody withdraws it just now
                     self.state = BEGUN
-        if self.over:
+        if (state := self.state) is OVER or state is DONE:
             raise self._illegal("complete", "it was completed twice")
         self.failed = failed  # first: who sees that it is over sees how
         self.state = OVER

@@ -9,6 +9,7 @@ has a hook; neither has any layer in a step that is replayed from a CUDA graph (
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
@@ -23,7 +24,7 @@ from kvpipe.statemachine.core import Cursor
 from kvpipe.trace import events as e
 from kvpipe.trace.log import Counters
 from kvpipe.trace.recorder import OFF, Recorder
-from kvpipe.transfer.base import Ticket, TransferEngine
+from kvpipe.transfer.base import DONE, Ticket, TransferEngine
 from kvpipe.worker.batch import Batch
 from kvpipe.worker.copies import OPENED, SUBMITTED, Copies
 from kvpipe.worker.limits import PLANNED_TO_FAIL, Limits
@@ -34,6 +35,7 @@ BLOCKS_MAX: Final = 1 << 31
 TIMED_OUT: Final = "the copy did not complete in wait_ms_max"
 NOT_BEGUN: Final = "its step could not be begun"
 REPORTED_EARLY: Final = "its blocks were reported as suspects, in its step"
+_failed: Final = operator.attrgetter("failed")
 
 
 class Pipeline:
@@ -66,7 +68,6 @@ class Pipeline:
         self._engine, self._trace, self._wait_s = engine, trace, wait_ms_max / 1000
         self._limits = Limits(geometry.pages_per_chunk, blocks, slots_ready or (lambda: geometry.slots))
         self._groups, self._layers = len(geometry.groups), range(len(geometry.layers))
-        self._all = frozenset(self._layers)
         self._unhooked = tuple(layer for layer in self._layers if layer in unhooked)
         self._hooked = tuple(layer for layer in self._layers if layer not in unhooked)
         self._late, self._next = frozenset(self._unhooked), {layer: layer for layer in self._layers}
@@ -291,14 +292,15 @@ class Pipeline:
             if self._hooked and not replayed:
                 self._guard(sync, self._hooked[0])
                 return
-        self._start_async()
+        if self._async is not None:
+            self._start_async(self._async)
 
-    def _start_async(self) -> None:
-        batch, self._async = self._async, None  # from now on it lives in the loop alone
-        if batch is not None:
-            self._submit_all(batch)
-            self._forget_landed()
-            self._loading.append(batch)
+    def _start_async(self, batch: Batch) -> None:
+        """From now on `batch` lives in the loop alone."""
+        self._async = None
+        self._submit_all(batch)
+        self._forget_landed()
+        self._loading.append(batch)
 
     def _forget_landed(self) -> None:
         """Drop asynchronous loads that have landed, or were given up. Batches land in the order of submission."""
@@ -325,7 +327,7 @@ class Pipeline:
         try:
             self._engine.submit(batch.plan, ticket)
             batch.last = ticket
-            if ticket.over:  # copied inline: the engine's thread has done it itself
+            if ticket.state is DONE:  # copied inline: the engine's thread has done it itself
                 self.waited_ns += time.monotonic_ns() - ticket.born_ns
         except Exception as error:  # noqa: BLE001  (such as no thread: a ticket would never end)
             self.counters.fault("submit_failed", error=repr(error))
@@ -339,7 +341,7 @@ class Pipeline:
         if layer in batch.guarded:
             return True
         ticket = batch.tickets[layer]
-        if ticket.done:
+        if ticket.state is DONE:
             self._engine.reached(ticket)
         elif not self._timed(self._engine.guard_read, ticket):
             self.step.fire(m.TIME_OUT)
@@ -353,7 +355,8 @@ class Pipeline:
     def _settle_loads(self, was: str) -> None:
         """End the sync loads of a step that was in state `was`: confirm them if every layer waited, else fail them."""
         batch, self._sync = self._sync, None
-        self._start_async()
+        if self._async is not None:
+            self._start_async(self._async)
         if batch is None:
             return
         if was == m.OPEN:
@@ -361,9 +364,9 @@ class Pipeline:
             self.copies.put(SUBMITTED, batch)
             self.copies.put(copy_m.FAULT, batch, "no hook ran and the loads were never started")
             self._fail_step_saves()
-        elif batch.waited == self._all:
+        elif len(batch.waited) == len(self._layers):
             # rare: a failed load has to be reported to the engine in this very step
-            bad = batch.last is not None and any(ticket.failed for ticket in batch.tickets.values())
+            bad = batch.last is not None and any(map(_failed, batch.tickets.values()))
             if bad and batch.last is not None and not batch.last.wait(self._wait_s):
                 self._give_up(batch, TIMED_OUT)
             self.copies.put(copy_m.CONFIRM, batch)

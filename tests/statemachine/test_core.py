@@ -11,6 +11,8 @@ from unittest.mock import Mock, call
 
 import pytest
 
+from kvpipe.cache.catalog import Chunk
+from kvpipe.scheduler.jobs import JobInFlight, Reported
 from kvpipe.statemachine import chunk, copy
 from kvpipe.statemachine.copy import LOAD, SAVE, LayerCursor
 from kvpipe.statemachine.core import (
@@ -174,6 +176,13 @@ def test_an_unknown_event_is_a_key_error() -> None:
     """An event that the machine does not have is a KeyError, not a silent no-op."""
     with pytest.raises(KeyError, match="made_up"):
         Cursor(chunk.CHUNK.compile(), 0).fire("made_up")
+
+
+def test_each_class_of_cursors_has_code_of_its_own() -> None:
+    """It is the same, but what the interpreter keeps in it is of one class alone."""
+    codes = [cls.fire.__code__ for cls in (Cursor, LayerCursor, Chunk, Reported, JobInFlight)]
+    assert len({id(code) for code in codes}) == len(codes)
+    assert len(set(codes)) == 1
 
 
 def test_a_watch_hears_of_each_edge() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
 import sys
 import threading
 import time
@@ -218,6 +220,18 @@ def test_a_lost_loop_is_noticed() -> None:
     loop._thread.join(WAIT_S)
     assert not loop.alive
     assert not loop.settle(threading.TIMEOUT_MAX)
+
+
+def test_a_fork_does_not_wait_for_a_thread_that_it_lacks() -> None:
+    """What lies in the inbox is the parent's: in the child `settle` answers at once, however long it may wait."""
+    loop = LoopThread("t")
+    loop.put(int, wake=False)
+    if not (child := os.fork()):
+        signal.alarm(int(WAIT_S))  # ends a child that waits
+        os._exit(int(loop.settle(threading.TIMEOUT_MAX)))
+    assert os.waitpid(child, 0)[1] == 0
+    assert loop.settle(WAIT_S)
+    loop.stop(WAIT_S)
 
 
 def test_an_item_may_wait_for_something_that_wakes_the_loop() -> None:

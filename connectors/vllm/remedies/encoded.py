@@ -16,7 +16,8 @@ class Encoded:
     def __init__(self, *, adapts: bool = False) -> None:
         """Start with an empty encoder cache. `adapts`: LoRA adapters apply to the encoder."""
         self._adapts = adapts
-        self._living: dict[str, bool] = {}  # by id: whether its adapter is part of the encoder
+        self.living: dict[str, bool] = {}
+        """Living requests with something to encode, by id: whether their LoRA adapter applies to the encoder."""
         self._held = False
         self._doubted: bool | None = None  # whether anything was there when weights were last doubted
         self.old = False
@@ -24,12 +25,12 @@ class Encoded:
 
     def began(self, request_id: str, *, adapted: bool = False) -> None:
         """A request has arrived with something to encode, or with more of it. `adapted`: it has an adapter."""
-        self._living[request_id] = adapted and self._adapts
+        self.living[request_id] = adapted and self._adapts
         self._held = True
 
     def ended(self, request_id: str) -> None:
         """A request is over; its embeddings stay in the cache."""
-        self._living.pop(request_id, None)
+        self.living.pop(request_id, None)
 
     def doubted(self) -> None:
         """Weights may have changed: embeddings in the cache may be of the old ones."""
@@ -42,14 +43,14 @@ class Encoded:
 
     def reset(self) -> None:
         """The encoder cache was emptied; living requests fill it again."""
-        self.old, self._held = False, bool(self._living)
+        self.old, self._held = False, bool(self.living)
         if self._doubted:
             self._doubted = self._held
 
     def rests_on(self, request_id: str) -> bool:
         """Whether a request may be computed from embeddings of old weights."""
-        return self.old and request_id in self._living
+        return self.old and request_id in self.living
 
     def unknown(self, request_id: str) -> bool:
         """Whether a request's embeddings may be of another version of its adapter."""
-        return self._living.get(request_id, False)
+        return self.living.get(request_id, False)

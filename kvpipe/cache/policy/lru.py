@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvpipe.cache.large import Ordered, order
 from kvpipe.cache.policy.base import Evictable
 
@@ -25,6 +27,25 @@ class Lru:
         """See `Policy.refresh`."""
         if chunk in self._order:
             self._order.move_to_end(chunk)
+
+    def insert_all(self, chunks: Sequence[Evictable], *, hit: bool) -> None:  # noqa: ARG002  (as above)
+        """See `BatchPolicy.insert_all`."""
+        mine = self._order
+        for chunk in chunks:
+            mine[chunk] = None
+
+    def remove_all(self, chunks: Sequence[Evictable]) -> None:
+        """See `BatchPolicy.remove_all`."""
+        mine = self._order
+        for chunk in chunks:
+            mine.pop(chunk, None)
+
+    def refresh_all(self, chunks: Sequence[Evictable]) -> None:
+        """See `BatchPolicy.refresh_all`."""
+        mine = self._order
+        for chunk in chunks:
+            if chunk in mine:
+                mine.move_to_end(chunk)
 
     def victim(self) -> Evictable | None:
         """See `Policy.victim`."""

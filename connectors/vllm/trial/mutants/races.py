@@ -5,8 +5,8 @@ from __future__ import annotations
 from kvpipe.connectors.vllm.trial.mutants.base import (
     CONNECTOR,
     COPIES,
-    CURSOR,
     INVALID_BLOCKS,
+    LAYER_CURSOR,
     LOADING,
     LOOKUPS,
     PIPELINE,
@@ -71,7 +71,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "unwaited_layer_believed": Mutant(
         "A load counts as good though attention has read a layer without waiting.",
-        one(PIPELINE, "_settle_loads", "elif batch.waited == self._all:", "elif was != m.GIVEN_UP:"),
+        one(PIPELINE, "_settle_loads", "elif len(batch.waited) == len(self._layers):", "elif was != m.GIVEN_UP:"),
         by="every_read_is_right",
     ),
     "uncomputed_blocks_are_offered": Mutant(
@@ -199,6 +199,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "moves_not_traced": Mutant(
         "A machine's move is not traced.",
-        one(CURSOR, "fire", "if self.watch is not None:", "if self.watch is not None and event != 'landed_next':"),
+        one(
+            LAYER_CURSOR, "fire", "if self.watch is not None:", "if self.watch is not None and event != 'landed_next':"
+        ),
     ),
 }
