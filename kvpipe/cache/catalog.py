@@ -360,15 +360,15 @@ class Catalog:
         chunk.keeps = key
         chunk.marks = tuple(Mark(mark.units, key, keep=True) if mark.key == key else mark for mark in chunk.marks)
 
-    def evict(self, chunk: Chunk) -> bool:
+    def evict(self, chunk: Chunk, *, taken: bool = False) -> bool:
         """Evict one chunk, even while it is read or written. Returns False if it is gone already.
 
-        Its slot is free once the last reader and writer are gone.
+        Its slot is free once the last reader and writer are gone. `taken`: the policy has taken it out, as its victim.
         """
         if not self.holds(chunk):
             return False
         self.counters["evicted"] += 1
-        self._drop(chunk, EVICTED)
+        self._drop(chunk, EVICTED, taken=taken)
         return True
 
     def reset(self) -> int:
@@ -479,16 +479,20 @@ class Catalog:
 
     def _evict_victim(self) -> bool:
         """Evict the next victim and free its slot. Returns False if no chunk may be evicted."""
-        chunk = next(iter(self._spared), None) or self._policy.victim()
+        taken = not self._spared
+        chunk = self._policy.victim() if taken else next(iter(self._spared))
         if chunk is None:
             return False
         assert isinstance(chunk, Chunk)  # noqa: S101  (nothing else is ever inserted)
-        if not self.evict(chunk):
-            self._drop(chunk, RESET)
+        if not self.evict(chunk, taken=taken):
+            self._drop(chunk, RESET, taken=taken)
         return True
 
-    def _drop(self, chunk: Chunk, why: str) -> None:
-        """Take `chunk` out of the index; free its slot now, or when the last reader and writer are gone."""
+    def _drop(self, chunk: Chunk, why: str, *, taken: bool = False) -> None:
+        """Take `chunk` out of the index; free its slot now, or when the last reader and writer are gone.
+
+        `taken`: it is no longer in the policy, and not spared.
+        """
         index = (self._index if chunk.era is self._era else self._before)[chunk.group]
         if chunk in self._ahead:
             self._ahead.discard(chunk)
@@ -502,10 +506,11 @@ class Catalog:
             for key in [k for k, c in pending.items() if c is chunk]:
                 del pending[key]
                 self.lost_keys.add(chunk.group, key, why)
-        self._policy.remove(chunk)
-        self._spared.pop(chunk, None)
-        if self._dropped is not None:
-            self._dropped(chunk)
+        if not taken:
+            self._policy.remove(chunk)
+            self._spared.pop(chunk, None)
+            if self._dropped is not None:
+                self._dropped(chunk)
         if self.on_drop is not None:
             self.on_drop(chunk)
         if chunk.held:

@@ -193,9 +193,9 @@ class SharedCatalog(Catalog):
             account.refused += 1
         return chunk
 
-    def evict(self, chunk: Chunk) -> bool:
+    def evict(self, chunk: Chunk, *, taken: bool = False) -> bool:
         """See `Catalog.evict`."""
-        evicted = super().evict(chunk)
+        evicted = super().evict(chunk, taken=taken)
         self.accounts.of(chunk.tenant).evicted += evicted
         return evicted
 

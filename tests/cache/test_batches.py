@@ -4,11 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
 from kvpipe.cache.catalog import Catalog, Chunk, Owner
 from kvpipe.cache.policy import Lru
 from kvpipe.cache.policy.base import Evictable
 from kvpipe.cache.policy.guard import GuardedPolicy
 from kvpipe.trace.log import Counters
+
+
+def _saved(catalog: Catalog, key: bytes) -> Chunk:
+    chunk = catalog.reserve(0)
+    assert chunk is not None
+    assert catalog.landed(catalog.write(chunk, 1, key, keep=True))
+    return chunk
+
+
+def test_a_victim_is_out_of_the_policy_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What others evict is removed from it; so is what is spared."""
+    removed = list[Evictable]()
+    monkeypatch.setattr(Lru, "remove", lambda _, chunk: removed.append(chunk))
+    catalog = Catalog(1, 1, Lru(), Counters())
+    _saved(catalog, b"a")
+    second = _saved(catalog, b"b")
+    assert not removed
+    assert catalog.spare([second]) == 1
+    third = _saved(catalog, b"c")
+    assert removed == [second]
+    assert catalog.evict(third)
+    assert removed == [second, third]
 
 
 class _Batched(Lru):
@@ -44,10 +68,7 @@ def test_a_guarded_policy_gets_a_requests_chunks_at_once() -> None:
     )
     chunks = list[Chunk]()
     for key in (b"a", b"b", b"c"):
-        chunk = catalog.reserve(0)
-        assert chunk is not None
-        catalog.landed(catalog.write(chunk, 1, key, keep=True))
-        chunks.append(chunk)
+        chunks.append(_saved(catalog, key))
     catalog.refresh(chunks[::-1])
     catalog.lease(Owner("r", 1), chunks)
     assert not faults

@@ -33,10 +33,10 @@ def test_a_reset_takes_apart_what_it_forgets_bit_by_bit(policy: str, monkeypatch
     old = [_publish(catalog, key) for key in keys]
     drops = 0
 
-    def counted(self: Catalog, chunk: Chunk, why: str) -> None:
+    def counted(self: Catalog, chunk: Chunk, why: str, *, taken: bool = False) -> None:
         nonlocal drops
         drops += 1
-        real(self, chunk, why)
+        real(self, chunk, why, taken=taken)
 
     real = Catalog._drop
     monkeypatch.setattr(Catalog, "_drop", counted)
