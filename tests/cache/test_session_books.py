@@ -131,6 +131,30 @@ def test_a_chain_has_few_places_of_what_is_gone() -> None:
     assert [policy.victim(), policy.victim(), policy.victim()].count(None) == 0
 
 
+@pytest.mark.parametrize("saved_first", [False, True])
+def test_places_of_what_is_gone_are_no_chain(*, saved_first: bool) -> None:
+    """Only they are behind what the next prompt has of a chain: it goes on in it, and nothing is remembered of them."""
+    policy, (a, b, c, d) = Sessions(SLOTS), (Item("a"), Item("b", "a"), Item("c", "b"), Item("d", "c"))
+    for item in (a, b, c, d):
+        policy.insert(item, hit=False)
+    policy.remove(c)
+    policy.dropped(c)
+    assert policy.victim() is d
+    new = Item("x", "b")
+    if saved_first:
+        policy.insert(new, hit=False)
+    policy.request(1.0, over=True)
+    for item in (*(new,) * saved_first, b, a):
+        policy.refresh(item)
+    policy.request(2.0, over=False)
+    if not saved_first:
+        policy.insert(new, hit=False)
+    _consistent(policy)
+    assert policy._at[new].stack == [a, b, new]
+    assert not policy._at[a].shared
+    assert not policy._branches
+
+
 def _consistent(policy: Sessions) -> None:
     """Its books agree with each other."""
     chains = {*policy._at.values(), *policy._known.values()}

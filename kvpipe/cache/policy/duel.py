@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, MutableMapping, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 from kvpipe.cache.large import Ordered, order, table
@@ -24,18 +23,24 @@ BEGINS: Final = ((2.0, 0.005), (1.0, 0.01), (0.5, 0.05))
 ENDS: Final = ((0.5, 0.002),)
 DECAY: Final = 1 - 1 / 8192  # a request
 DEPTH_MAX: Final = 64  # chains that follow each other and are evicted from their end
+NOTHING: Final = (0, 0)  # is kept of a chain, of no kind
 
 
 def least(queues: Iterable[Ordered[Chain, None]], returns: Returns, now_s: float) -> Chain | None:
     """Return the chain with the least worth now, or None. Of each kind only the oldest and the newest are compared."""
-    worst, worth, used_s, worths = None, 0.0, 0.0, returns.worths
-    for queue in queues:
-        if queue:
-            first, last = next(iter(queue)), next(reversed(queue))
-            for chain in (first, last) if first is not last else (first,):
-                promise = worths[chain.kind][bisect_right(INNER_S, now_s - chain.used_s)]
-                if worst is None or promise < worth or (promise == worth and chain.used_s < used_s):
-                    worst, worth, used_s = chain, promise, chain.used_s
+    worst, worth, used_s, worths = None, math.inf, 0.0, returns.worths
+    some: Iterable[Ordered[Chain, None]] = filter(None, queues)
+    for queue in some:
+        first, last = next(iter(queue)), next(reversed(queue))
+        at_s = first.used_s
+        promise = worths[first.kind][bisect_right(INNER_S, now_s - at_s)]
+        if promise < worth or (promise == worth and at_s < used_s):
+            worst, worth, used_s = first, promise, at_s
+        if last is not first:
+            at_s = last.used_s
+            promise = worths[last.kind][bisect_right(INNER_S, now_s - at_s)]
+            if promise < worth or (promise == worth and at_s < used_s):
+                worst, worth, used_s = last, promise, at_s
     return worst
 
 
@@ -54,18 +59,32 @@ class _LruShadow:
         self._used += size - self._kept.pop(chain, 0)
         self._kept[chain] = size
 
+    def use(self, prompt: Sequence[tuple[Chain, int]]) -> int:
+        """Count a prompt's hits, and put it in."""
+        kept, used = self._kept, self._used
+        hits = _hits([kept.get(chain, 0) for chain, _ in prompt], prompt)
+        for chain, size in reversed(prompt):  # what is used last goes last: ends before beginnings
+            before = kept.pop(chain, 0)
+            there = size if before <= size else max(size, min(before, len(chain.stack)))
+            kept[chain] = there
+            used += there - before
+        self._used = used
+        return hits
+
     def fit(self, now_s: float) -> None:
         """Evict until the pool is full."""
         del now_s
-        while self._used > self._slots:
-            chain = next(iter(self._kept))
-            size = self._kept[chain]
-            gone = min(size, self._used - self._slots)
-            self._used -= gone
-            if gone == size:
-                del self._kept[chain]
+        kept, over = self._kept, self._used - self._slots
+        while over > 0:
+            chain = next(iter(kept))
+            size = kept[chain]
+            if size > over:
+                kept[chain] = size - over
+                size = over
             else:
-                self._kept[chain] = size - gone
+                del kept[chain]
+            over -= size
+            self._used -= size
 
 
 class _LearntShadow:
@@ -89,16 +108,28 @@ class _LearntShadow:
         self._kept[chain] = size, chain.kind
         self._queues[chain.kind][chain] = None
 
+    def use(self, prompt: Sequence[tuple[Chain, int]]) -> int:
+        """Count a prompt's hits, and put it in."""
+        kept, queues, following = self._kept, self._queues, None
+        hits = _hits([kept.get(chain, NOTHING)[0] for chain, _ in prompt], prompt)
+        for chain, size in reversed(prompt):  # as above
+            before, kind = kept.get(chain, NOTHING)
+            if before:
+                del queues[kind][chain]
+            there, kind = size if before <= size else max(size, min(before, len(chain.stack))), chain.kind
+            kept[chain] = there, kind
+            queues[kind][chain] = None
+            self._used += there - before
+            if following is not None:
+                self._behind[chain] = following
+            following = chain
+        return hits
+
     def become(self, chain: Chain) -> None:
         """A client's hint has changed the chain's kind."""
         size = self.kept(chain)
         if size:
             self.put(chain, size)
-
-    def follow(self, chains: Sequence[Chain]) -> None:
-        """Note the order of one prompt's chains, its beginning first."""
-        for chain, following in pairwise(chains):
-            self._behind[chain] = following
 
     def fit(self, now_s: float) -> None:
         """Evict until the pool is full."""
@@ -133,14 +164,9 @@ class Duel:
 
     def used(self, prompt: Sequence[tuple[Chain, int]], now_s: float) -> None:
         """A request is over. `prompt`: (chain, how many chunks of it the request has used), its beginning first."""
-        self._count(_hits(self._lru, prompt), _hits(self._learnt, prompt))
-        for shadow in (self._lru, self._learnt):
-            for chain, size in reversed(prompt):  # what is used last goes last: ends before beginnings
-                shadow.put(chain, max(size, min(shadow.kept(chain), len(chain.stack))))
-        if len(prompt) > 1:
-            self._learnt.follow([chain for chain, _ in prompt])
-        for shadow in (self._lru, self._learnt):
-            shadow.fit(now_s)
+        self._count(self._lru.use(prompt), self._learnt.use(prompt))
+        self._lru.fit(now_s)
+        self._learnt.fit(now_s)
 
     def saved(self, chain: Chain, size: int, now_s: float) -> None:
         """A save of a request that is over has landed: the chain has `size` chunks now."""
@@ -180,12 +206,11 @@ class Duel:
         return False
 
 
-def _hits(shadow: _LruShadow | _LearntShadow, prompt: Sequence[tuple[Chain, int]]) -> int:
-    """Return how many of a prompt's chunks, from its beginning on, the pool would have held."""
+def _hits(there: Iterable[int], prompt: Sequence[tuple[Chain, int]]) -> int:
+    """Return how many of a prompt's chunks, from its beginning on, a pool with `there` chunks of each chain holds."""
     hits = whole = 0
-    for chain, size in prompt:
-        kept = shadow.kept(chain)  # more than `size`: where a chain's end was lost, what follows it counts as its own
-        whole += size
+    for kept, (_, size) in zip(there, prompt, strict=True):
+        whole += size  # kept may be more: where a chain's end was lost, what follows it counts as its own
         hits += kept
         if hits < whole:
             return hits

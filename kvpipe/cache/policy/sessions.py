@@ -7,6 +7,7 @@ and after what follows it. Which one goes is decided in `returns.py`, by how lon
 from __future__ import annotations
 
 from collections.abc import Hashable, MutableMapping, Sequence
+from itertools import islice
 from typing import Final
 
 from kvpipe.cache.hints import Action, Hint
@@ -18,7 +19,9 @@ from kvpipe.cache.policy.returns import KINDS, LEFT, SILENT, Returns, hinted_kin
 
 CHAIN_MAX: Final = 256  # chunks: to split a chain takes no longer than a chain is long
 DEPTH_MAX: Final = 1024  # chains that follow each other
+FORGOTTEN_MAX: Final = 64  # identities at once, as to find the oldest one takes longer
 NOTHING: Final[set[Evictable]] = set()  # is held of a chain; nothing is ever put in
+NOWHERE: Final = object()  # no chunk follows it
 
 
 class Chain:
@@ -65,13 +68,14 @@ class Sessions:
         self._duel = Duel(self._slots, self._returns)
         self._at: MutableMapping[Evictable, Chain] = table(slots)  # what may go, and what is held
         self._free = 0  # how many may go
-        self._known: Ordered[Hashable, Chain] = order(slots)  # by identity of their chunks
+        self._known: MutableMapping[Hashable, Chain] = table(slots)  # by identity of their chunks
         self._gone: Ordered[Hashable, Chain] = order(slots)  # by the identity of their head
         self._branches: Ordered[Hashable, dict[Chain, None]] = order(slots)  # by what they follow
         self._queues: tuple[Ordered[Chain, None], ...] = tuple(order(slots) for _ in range(KINDS))
         self._orphans: Ordered[Chain, None] = order(slots)
         self._recency = Recency(slots)  # of what is in the queues, and of orphans
-        self._tip: tuple[Chain, Evictable] | None = None  # what was saved last, and its chain
+        self._tip: Chain | None = None  # where something was saved last
+        self._follows: Hashable = NOWHERE  # the identity of that
         self._now_s, self._over = 0.0, False
         self._touched: list[Evictable] = []  # of the request that is over, its end first
         self._draining: Chain | None = None
@@ -86,16 +90,19 @@ class Sessions:
             self._settle()
         if over or self._over or now_s > self._now_s:
             self._draining, self._over = None, over
+            if over:
+                self._follows = NOWHERE
             self._now_s = max(self._now_s, now_s)
 
     def insert(self, chunk: Evictable, *, hit: bool) -> None:
         """See `Policy.insert`."""
         if self._touched:
             self._settle()
+        if chunk.before == self._follows and self._append(chunk):
+            return
         chain = self._at.get(chunk)
         if chain is None:
-            if not self._append(chunk):
-                self._insert_new(chunk)
+            self._insert_new(chunk)
         elif chunk in chain.held:
             self._give_back(chain, [chunk], hit=hit)
 
@@ -153,23 +160,23 @@ class Sessions:
         return runs
 
     def _append(self, chunk: Evictable) -> bool:
-        """Put a new chunk where most belong: behind the one that was saved last. False: it may be one of the others."""
-        if self._tip is None or self._over:
+        """Put a new chunk behind the one that was saved last, which it follows. False: it may be one of the others."""
+        chain, before, identity = self._tip, chunk.before, chunk.identity
+        if chain is None or not chain.free or chain.ended_s is not None:
             return False
-        chain, last = self._tip
-        stack, identity, before, known = chain.stack, chunk.identity, chunk.before, self._known
+        stack, known = chain.stack, self._known
         if (
-            not stack or stack[-1] is not last or last.identity != before or not chain.free or chain.ended_s is not None
-            or chain.orphan or len(stack) >= CHAIN_MAX or before in self._branches or identity in known
+            len(stack) >= CHAIN_MAX or stack[-1].identity != before
+            or identity in known or before in self._branches or chunk in self._at
         ):  # fmt: skip
             return False
         stack.append(chunk)
         known[identity] = self._at[chunk] = chain
         chain.free += 1
         self._free += 1
-        self._tip = chain, chunk
+        self._follows = identity
         if len(known) > 2 * self._slots:
-            known.popitem(last=False)
+            self._forget_oldest()
         return True
 
     def _insert_new(self, chunk: Evictable) -> None:
@@ -182,8 +189,8 @@ class Sessions:
             self._line_up(chain)
         chain.free += 1
         self._free += 1
-        self._tip = chain, chunk
         self._lost += chain.orphan and not late
+        self._tip, self._follows = chain, NOWHERE if late or chain.orphan else identity
         if late:
             self._duel.saved(chain, len(chain.stack), self._now_s)
             if len(chain.stack) > 1:
@@ -196,7 +203,12 @@ class Sessions:
     def _know(self, identity: Hashable, chain: Chain) -> None:
         self._known[identity] = chain
         if len(self._known) > 2 * self._slots:
-            self._known.popitem(last=False)
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        """Forget whose chain the identities are that have been known for longest."""
+        for identity in [*islice(self._known, min(FORGOTTEN_MAX, 1 + self._slots // 128))]:
+            del self._known[identity]
 
     def remove(self, chunk: Evictable) -> None:
         """See `Policy.remove`."""
@@ -268,9 +280,10 @@ class Sessions:
             elif not self._bare:
                 chain = self._draining = self._end_of(chain)
             self._bare = True  # what follows a chain follows its end
-            chunk = self._pop(chain)
+            chunk = self._pop_one(chain) if len(chain.stack) == chain.free > 1 else self._pop(chain)
             if chunk is not None:
-                self._lost += chain.ended_s is None and not chain.orphan
+                if chain.ended_s is None and not chain.orphan:
+                    self._lost += 1
                 return chunk
         return None
 
@@ -299,6 +312,18 @@ class Sessions:
                 break
             chain = following
         return chain
+
+    def _pop_one(self, chain: Chain) -> Evictable:
+        """As `_pop`, and quicker: all of the chain may go, and it has more than one chunk."""
+        stack = chain.stack
+        chunk = stack.pop()
+        del self._at[chunk]
+        chain.free -= 1
+        self._free -= 1
+        identity = chunk.identity
+        if stack[-1].identity != identity and self._known.get(identity) is chain:
+            del self._known[identity]
+        return chunk
 
     def _pop(self, chain: Chain) -> Evictable | None:
         """Take the last chunk off the chain. Return it if it may go."""
@@ -362,7 +387,8 @@ class Sessions:
         if parent is not None:
             if parent.stack[-1].identity != before:
                 self._split(parent, before)
-            elif len(parent.stack) < CHAIN_MAX and before not in self._branches:
+            end = parent.stack[-1].identity
+            if end == before and len(parent.stack) < CHAIN_MAX and before not in self._branches:
                 return parent
         chain = self._gone.pop(identity, None)
         if chain is None:
@@ -394,11 +420,14 @@ class Sessions:
         """What comes behind `at` is left behind: a chain of its own, of a kind of its own, that waits from now on."""
         stack = chain.stack
         stop = next((i for i in range(len(stack), 0, -1) if stack[i - 1].identity == at), len(stack))
-        rest, chain.stack = stack[stop:], stack[:stop]
+        rest = stack[stop:]
+        if not any(self._at.get(one) is chain for one in rest):  # places of what is gone
+            while len(stack) > stop:
+                self._pop(chain)
+            return
+        chain.stack = stack[:stop]
         untracked(rest)
         untracked(chain.stack)
-        if not rest:
-            return
         end = Chain(rest[0].identity, at, self._now_s, orphan=chain.orphan)
         end.stack, end.pace, end.paced, end.ended_s = rest, chain.pace, LEFT, self._now_s
         end.kind = SILENT + LEFT
