@@ -189,10 +189,9 @@ class Prefixes:
         """Yield the whole chunks of the request's first `units` units, the last one first; before them, its states."""
         hashes = self.hashes(request)
         for groups, step, ahead in self._kinds:
-            finds = [self._catalog.index(group).get for group in groups]
             for key in reversed(self._keys(hashes, step, units, step, ahead)):
-                for find in finds:
-                    chunk = find(key)
+                for group in groups:
+                    chunk = self._catalog.find(group, key)
                     if chunk is not None:
                         yield chunk
 
