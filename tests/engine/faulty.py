@@ -9,10 +9,10 @@ import torch
 from vllm.config import CUDAGraphMode
 
 from kvpipe.connectors.vllm.connector import KVPipeConnector
-from kvpipe.connectors.vllm.hooks import Hooks
 from kvpipe.testing.faults import FaultyCpuEngine
 from kvpipe.transfer.base import CopyPlan, Direction, Ticket, TransferEngine
 from kvpipe.transfer.cpu import CpuEngine
+from kvpipe.worker.caches import Hooks
 
 
 class EverySecondLoadFails(KVPipeConnector):
