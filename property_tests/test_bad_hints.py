@@ -45,25 +45,25 @@ def _told(world: SchedulerWorld, name: str, salt: object, envelope: object, para
     request.all_token_ids = list(range(request.num_tokens))
     raw, before = hints_of(request), dict(side.counters)
     side.on_new_request(request, raw, kind_of(request))
-    told: list[object] = [world.ask(request), world.admit(request)]
+    noted: list[object] = [world.ask(request), world.admit(request)]
     jobs = world.step(request)
-    told += [job.table()[:, 0].tolist() for job in jobs]
+    noted += [job.table()[:, 0].tolist() for job in jobs]
     world.succeed(*jobs)
     tracked = side.requests.tracked[name]
-    heard = side.counters["hints_ignored"] - before.get("hints_ignored", 0) + len(tracked.wishes)
-    assert heard > 0 or raw is None or not _says_anything(raw)
-    assert heard <= ACTIONS_MAX + 2
+    received = side.counters["hints_ignored"] - before.get("hints_ignored", 0) + len(tracked.wishes)
+    assert received > 0 or raw is None or not _says_anything(raw)
+    assert received <= ACTIONS_MAX + 2
     side.finished(request)
     again = world.request(name, 7)
     again.cache_salt = salt
     side.on_new_request(again)
-    told.append(world.ask(again))
+    noted.append(world.ask(again))
     side.finished(again)
-    return told
+    return noted
 
 
 def _says_anything(raw: RawHints) -> bool:
-    return any(said is not None and not (isinstance(said, list | tuple | dict) and not said) for said in raw)
+    return any(stated is not None and not (isinstance(stated, list | tuple | dict) and not stated) for stated in raw)
 
 
 @pytest.mark.parametrize("policy", ["sessions", "lru"])

@@ -41,30 +41,30 @@ class _Batched(Lru):
     def __init__(self) -> None:
         """Nothing yet."""
         super().__init__()
-        self.heard: list[tuple[str, int]] = []
+        self.received: list[tuple[str, int]] = []
 
     def insert_all(self, chunks: Sequence[Evictable], *, hit: bool) -> None:
         """Note it, and fail half-way."""
-        self.heard.append(("insert", len(chunks)))
+        self.received.append(("insert", len(chunks)))
         self.insert(chunks[0], hit=hit)
         raise ValueError
 
     def remove_all(self, chunks: Sequence[Evictable]) -> None:
         """Note it."""
-        self.heard.append(("remove", len(chunks)))
+        self.received.append(("remove", len(chunks)))
         for chunk in chunks:
             self.remove(chunk)
 
     def refresh_all(self, chunks: Sequence[Evictable]) -> None:
         """Note it."""
-        self.heard.append(("refresh", len(chunks)))
+        self.received.append(("refresh", len(chunks)))
 
 
 def test_a_guarded_policy_gets_a_requests_chunks_at_once() -> None:
     """When it errs half-way all of them may go all the same."""
     batched, faults = _Batched(), list[str]()
     catalog = Catalog(
-        4, 1, GuardedPolicy(batched, "batched", lambda *_, **said: faults.append(said["why"])), Counters()
+        4, 1, GuardedPolicy(batched, "batched", lambda *_, **stated: faults.append(stated["why"])), Counters()
     )
     chunks = list[Chunk]()
     for key in (b"a", b"b", b"c"):
@@ -73,6 +73,6 @@ def test_a_guarded_policy_gets_a_requests_chunks_at_once() -> None:
     catalog.lease(Owner("r", 1), chunks)
     assert not faults
     catalog.release(Owner("r", 1))
-    assert batched.heard == [("refresh", 3), ("remove", 3), ("insert", 3)]
+    assert batched.received == [("refresh", 3), ("remove", 3), ("insert", 3)]
     assert faults == ["ValueError()"]
     assert sum(catalog.reserve(0) is not None for _ in range(5)) == 4

@@ -333,13 +333,13 @@ def test_a_second_costs_memory_once() -> None:
 def test_a_lost_piece_is_of_no_request_that_is_over() -> None:
     """Whatever the policy was told before."""
 
-    class Told(Lru):
+    class Noted(Lru):
         at_s, over = 0.0, False
 
         def request(self, now_s: float, *, over: bool) -> None:
             self.at_s, self.over = now_s, over
 
-    policy = Told()
+    policy = Noted()
     catalog = Catalog(4, 1, policy, Counters())
     chunk = catalog.reserve(0)
     assert chunk is not None

@@ -154,34 +154,34 @@ class _Told(Lru):
 
     def __init__(self, slots: int) -> None:
         super().__init__()
-        self.slots, self.told = slots, list[object]()
+        self.slots, self.noted = slots, list[object]()
 
     def request(self, now_s: float, *, over: bool) -> None:
-        self.told.append((now_s, over))
+        self.noted.append((now_s, over))
 
     def hint(self, chunk: Evictable, hint: Hint) -> None:
         del chunk
-        self.told.append(hint)
+        self.noted.append(hint)
 
 
 def test_each_has_a_policy_of_its_own() -> None:
     """Each is told of its own chunks alone, and first what time it is and whether a request is over."""
     pool = _Pool(make=_Told)
-    told: dict[str, _Told] = {one.spec.name: one.policy for one in pool.accounts.all}  # type: ignore[misc]
-    assert [one.slots for one in told.values()] == [8, 4, 8]
+    noted: dict[str, _Told] = {one.spec.name: one.policy for one in pool.accounts.all}  # type: ignore[misc]
+    assert [one.slots for one in noted.values()] == [8, 4, 8]
     (mine,), (yours,) = pool.put(ALICE), pool.put(ANYBODY)
     hint = Hint(Action.DEMOTE)
     pool.catalog.refresh([mine], over=True)
     pool.catalog.hint([yours], hint)
-    assert told["alice"].told == [(1.0, False), (1.0, True)]
-    assert told["others"].told == [(1.0, False), (1.0, False), hint]
-    assert told["bob"].told == []
-    assert [len(one) for one in told.values()] == [1, 0, 1]
+    assert noted["alice"].noted == [(1.0, False), (1.0, True)]
+    assert noted["others"].noted == [(1.0, False), (1.0, False), hint]
+    assert noted["bob"].noted == []
+    assert [len(one) for one in noted.values()] == [1, 0, 1]
     pool.put(ALICE, 6)
-    told["alice"].told.clear()
+    noted["alice"].noted.clear()
     pool.catalog.refresh([yours], over=True)
     pool.put(EVE)
-    assert told["alice"].told == [(1.0, True)], "before it says who goes"
+    assert noted["alice"].noted == [(1.0, True)], "before it says who goes"
 
 
 def test_a_policy_that_wants_no_hints_gets_none() -> None:
@@ -227,15 +227,15 @@ def test_quotas_are_told_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None
         request = world.request(f"r{i}", 16)
         request.cache_salt = "SECRET" if i < 4 else f"SECRET {i}"
         world.publish(request)
-    told = Meter(side.totals, side.quota_totals).take()
-    assert told is not None
-    quotas = {name: values for name, values in told.data.items() if name.startswith("quota_")}
+    noted = Meter(side.totals, side.quota_totals).take()
+    assert noted is not None
+    quotas = {name: values for name, values in noted.data.items() if name.startswith("quota_")}
     assert quotas["quota_bytes"] == {"alice": 11 * size, "others": 5 * size}
     assert quotas["quota_sure_bytes"] == {"alice": 8 * size, "others": 0}
     assert quotas["quota_max_bytes"] == {"alice": 12 * size, "others": 16 * size}
     assert quotas["quota_evictions"] == {"alice": 4 * 4 - 11, "others": 36 * 4 - 5}
     assert side.counters["evicted"] == 40 * 4 - 16
-    assert "SECRET" not in str(told.data)
+    assert "SECRET" not in str(noted.data)
     monkeypatch.delenv("KVPIPE_QUOTAS")
     assert SchedulerWorld(chunk_units=4, slots=16).side.quota_totals() == {}
 

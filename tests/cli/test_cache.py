@@ -80,7 +80,7 @@ def file_of(where: str, key: Key) -> Path:
     return found
 
 
-class Said:
+class Stated:
     """Runs `kvpipe cache` in this process."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,12 +105,12 @@ class Said:
 
 
 @pytest.fixture
-def cache(capsys: pytest.CaptureFixture[str]) -> Said:
+def cache(capsys: pytest.CaptureFixture[str]) -> Stated:
     """Return what runs `kvpipe cache`."""
-    return Said(capsys)
+    return Stated(capsys)
 
 
-def test_every_subcommand_works_on_redis(cache: Said, server: str) -> None:
+def test_every_subcommand_works_on_redis(cache: Stated, server: str) -> None:
     """What holds on disk holds on a server: count, list, verify, purge."""
     fill(server)
     assert cache.json("stats", server)["items"] == 10
@@ -121,7 +121,7 @@ def test_every_subcommand_works_on_redis(cache: Said, server: str) -> None:
     assert cache.json("stats", server)["namespaces"] == []
 
 
-def test_stats_says_how_much_is_there(cache: Said, disk: str) -> None:
+def test_stats_says_how_much_is_there(cache: Stated, disk: str) -> None:
     """Items and bytes, the limit, health, and each namespace with its share."""
     found = cache.json("stats", f"{disk}?bytes_max=1PiB")
     size = HEADER_BYTES + BODY
@@ -134,7 +134,7 @@ def test_stats_says_how_much_is_there(cache: Said, disk: str) -> None:
     assert ONE in cache.out
 
 
-def test_ls_lists_keys(cache: Said, disk: str) -> None:
+def test_ls_lists_keys(cache: Stated, disk: str) -> None:
     """Keys with size and age, sorted; `--limit` says how many, `--namespace` of what; the number of all is told."""
     found = cache.json("ls", disk)
     assert [one["key"] for one in found["values"]] == sorted(key.text for key in KEYS)
@@ -148,14 +148,14 @@ def test_ls_lists_keys(cache: Said, disk: str) -> None:
     assert "20.0KiB" in cache.out
 
 
-def test_verify_reads_and_checks_every_value(cache: Said, disk: str) -> None:
+def test_verify_reads_and_checks_every_value(cache: Stated, disk: str) -> None:
     """What is whole is good: status 0, and nothing is dropped with `--delete`."""
     wanted = {"tier": "disk", "good": 10, "damaged": 0, "gone_meanwhile": 0, "deleted": 0}
     assert cache.json("verify", disk, "--delete") == wanted | {"reasons": [], "damaged_values": []}
     assert cache.json("verify", disk, "--namespace", ONE)["good"] == 5
 
 
-def test_verify_says_what_is_damaged(cache: Said, disk: str) -> None:
+def test_verify_says_what_is_damaged(cache: Stated, disk: str) -> None:
     """Flipped bytes, torn and stretched files, zeros and another's value are told apart; foreign files stay."""
     files = [file_of(disk, key) for key in KEYS]
     flip(files[0], HEADER_BYTES + 100)
@@ -181,7 +181,7 @@ def test_verify_says_what_is_damaged(cache: Said, disk: str) -> None:
     assert (Path(disk) / "README").exists()
 
 
-def test_values_are_checked_each_by_itself(cache: Said, disk: str) -> None:
+def test_values_are_checked_each_by_itself(cache: Stated, disk: str) -> None:
     """Values that are read at once are not mixed up: headers that have lost their bodies are all just too short."""
     for key in KEYS:
         os.truncate(file_of(disk, key), HEADER_BYTES)
@@ -197,7 +197,7 @@ def flip(file: Path, at: int) -> None:
         opened.write(bytes([old ^ 1]))
 
 
-def test_verify_shows_a_table(cache: Said, disk: str) -> None:
+def test_verify_shows_a_table(cache: Stated, disk: str) -> None:
     """Without `--json` the counts, the reasons and the damaged keys are printed."""
     flip(file_of(disk, KEYS[0]), HEADER_BYTES)
     assert cache("verify", disk) == 1
@@ -206,7 +206,7 @@ def test_verify_shows_a_table(cache: Said, disk: str) -> None:
     assert "gone meanwhile" in cache.out
 
 
-def test_verify_decrypts(cache: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_decrypts(cache: Stated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the key values are good; with another, or without, they are damaged and say so; the key is not shown."""
     text = base64.b64encode(bytes(range(32))).decode()
     monkeypatch.setenv("GOOD_KEY", text)
@@ -222,7 +222,7 @@ def test_verify_decrypts(cache: Said, tmp_path: Path, monkeypatch: pytest.Monkey
     assert text[:20] not in cache.err
 
 
-def test_purge_drops_what_was_said(cache: Said, disk: str) -> None:
+def test_purge_drops_what_was_said(cache: Stated, disk: str) -> None:
     """By namespace, by age, both, or all; `--dry-run` only counts."""
     hours_ago = time.time() - 7200
     for key in (KEYS[0], KEYS[1], KEYS[5]):
@@ -284,7 +284,7 @@ def test_values_of_unknown_age_are_kept() -> None:
         ([], "required"),
     ],
 )
-def test_wrong_usage_is_refused(cache: Said, args: list[str], wanted: str) -> None:
+def test_wrong_usage_is_refused(cache: Stated, args: list[str], wanted: str) -> None:
     """Status 2 and a sentence on stderr, before anything is touched."""
     assert cache(*args) == 2
     assert wanted in cache.err
@@ -293,7 +293,7 @@ def test_wrong_usage_is_refused(cache: Said, args: list[str], wanted: str) -> No
 
 @pytest.mark.parametrize("where", ["environment", "file"])
 def test_the_configurations_tiers_are_the_default(
-    where: str, cache: Said, disk: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: str, cache: Stated, disk: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With no tier named, those of KVPIPE_TIERS or of the file in KVPIPE_CONFIG_FILE are meant."""
     (tmp_path / "file").write_text(f"tiers: [{{kind: disk, path: {disk}}}]", encoding="ascii")
@@ -303,7 +303,7 @@ def test_the_configurations_tiers_are_the_default(
     assert cache.json("stats")["items"] == 10
 
 
-def test_a_tier_that_cannot_be_used_is_one_sentence(cache: Said, disk: str) -> None:
+def test_a_tier_that_cannot_be_used_is_one_sentence(cache: Stated, disk: str) -> None:
     """Status 1, one line on stderr; the other tiers are done all the same."""
     port = free_port()
     assert cache("stats", f"redis://{LOCAL}:{port}", disk, "--json") == 1
@@ -313,7 +313,7 @@ def test_a_tier_that_cannot_be_used_is_one_sentence(cache: Said, disk: str) -> N
     assert str(port) in line
 
 
-def test_a_folder_that_is_not_there_is_not_made(cache: Said, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_there_is_not_made(cache: Stated, tmp_path: Path) -> None:
     """To look at a tier, or to empty it, makes nothing: a path with a typo stays a typo."""
     for args in (["stats"], ["ls"], ["verify"], ["purge", "--all"]):
         assert cache(*args, str(tmp_path / "typo")) == 1
@@ -363,7 +363,7 @@ def test_progress_is_for_terminals(disk: str) -> None:
 
 
 @pytest.mark.parametrize("size", [1 << 60, (1 << 63) - 1, -5, (8 << 30) + 1, 0])
-def test_absurd_lengths_are_damage(cache: Said, size: int) -> None:
+def test_absurd_lengths_are_damage(cache: Stated, size: int) -> None:
     """A value that is said to be of a length that no value has is not read, and no memory is taken for it."""
     key = KEYS[0].text.encode()
 
@@ -381,7 +381,7 @@ def test_absurd_lengths_are_damage(cache: Said, size: int) -> None:
     assert found["reasons"] == ([] if size == 0 else [{"why": "length", "items": 1}])
 
 
-def test_a_long_file_without_content_is_damage(cache: Said, disk: str) -> None:
+def test_a_long_file_without_content_is_damage(cache: Stated, disk: str) -> None:
     """A file that is longer than any value, and empty, takes no memory; the others are checked all the same."""
     os.truncate(file_of(disk, KEYS[3]), 9 << 30)
     found = cache.json("verify", disk, status=1)

@@ -21,13 +21,13 @@ from kvpipe.testing.servers.sockets import LOCAL
 from kvpipe.tiers.base import Key
 from kvpipe.tiers.envelope import HEADER_BYTES, VERSION
 from kvpipe.tiers.registry import parse_tier
-from tests.cli.test_cache import BODY, KEYS, Said, file_of, fill, flip
+from tests.cli.test_cache import BODY, KEYS, Stated, file_of, fill, flip
 
 
 @pytest.fixture
-def cache(capsys: pytest.CaptureFixture[str]) -> Said:
+def cache(capsys: pytest.CaptureFixture[str]) -> Stated:
     """Return what calls the command, and remembers what it said."""
-    return Said(capsys)
+    return Stated(capsys)
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def first_format(key: Key, body: bytes) -> bytes:
     return bytes(header) + body
 
 
-def test_purge_drops_what_is_of_an_older_format(cache: Said, disk: str) -> None:
+def test_purge_drops_what_is_of_an_older_format(cache: Stated, disk: str) -> None:
     """What this version wrote stays, and keeps its age but for one value of a namespace; so does what is spoilt."""
     for key in OLD:
         file = Path(disk) / key.namespace / key.chunk[:1].hex() / key.text
@@ -87,7 +87,7 @@ def test_purge_keeps_formats_to_come() -> None:
     assert set(tier.values) == {OLD[0].text, OLD[2].text}
 
 
-def test_purge_drops_older_formats_from_redis(cache: Said) -> None:
+def test_purge_drops_older_formats_from_redis(cache: Stated) -> None:
     """From whatever tier can list its values."""
     name, value = f"kvpipe:{OLD[0].text}".encode(), first_format(OLD[0], bytes(BODY))
     with serving("redis") as server, socket.create_connection((LOCAL, server.port)) as wire:

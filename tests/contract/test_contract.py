@@ -121,7 +121,7 @@ def test_parsing_and_inspecting_the_connector_agree() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "ours", "said"),
+    ("name", "ours", "stated"),
     [
         ("save_kv_layer", "method (self, layer_name, kv_layer, attn_metadata)", "another_keyword"),
         ("wait_for_layer_load", "method (self, name)", "layer_name"),
@@ -135,7 +135,7 @@ def test_parsing_and_inspecting_the_connector_agree() -> None:
     ],
 )
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_misfit_of_the_connector_is_found(version: str, name: str, ours: str | None, said: str) -> None:
+def test_a_misfit_of_the_connector_is_found(version: str, name: str, ours: str | None, stated: str) -> None:
     """Every kind of misfit in one of our methods is found and named."""
     methods = inspected()
     if ours is None:
@@ -143,7 +143,7 @@ def test_a_misfit_of_the_connector_is_found(version: str, name: str, ours: str |
     else:
         methods[name] = c.parse_method(ours)
     found = judging.mismatches(c.load(version), methods)
-    assert any(said in line for line in found), found
+    assert any(stated in line for line in found), found
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -127,9 +127,9 @@ def check_stages(folder: Path) -> None:
     made = _source(runner, "__init__", "GPUModelRunner")
     assert re.search(r"if self\.is_last_pp_rank:\s+self\.speculator = init_speculator\(", made)
     execute = _source(runner, "execute_model", "GPUModelRunner")
-    heard, gone = "self.update_pp_decode_requests()", "self.finish_requests(scheduler_output)"
+    received, gone = "self.update_pp_decode_requests()", "self.finish_requests(scheduler_output)"
     moved, begun = "self.model_state.preprocess_state(", "self.kv_connector.pre_forward(scheduler_output"
-    assert execute.index(heard) < execute.index(gone) < execute.index(moved) < execute.index(begun)
+    assert execute.index(received) < execute.index(gone) < execute.index(moved) < execute.index(begun)
     sample = _source(runner, "sample_tokens", "GPUModelRunner")
     early, ended = "self.model_state.postprocess_state(input_batch.idx_mapping, 0)", "post_forward(finished_req_ids)"
     assert sample.index(early) < sample.index(ended)

@@ -177,6 +177,6 @@ def test_the_scheduler_knows_the_sizes_of_all_layers() -> None:
         KVCacheTensor(size=0, layers=[name], layer_stride=page, block_stride=sum(pages.values()))
         for name, page in pages.items()
     ]
-    told = generate_scheduler_kv_cache_config([cache])
-    sides = [make_geometry(one, load_settings()) for one in (cache, told)]
+    noted = generate_scheduler_kv_cache_config([cache])
+    sides = [make_geometry(one, load_settings()) for one in (cache, noted)]
     assert sides[0].groups == sides[1].groups

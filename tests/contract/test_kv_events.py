@@ -73,7 +73,7 @@ def wired(events: list[Any]) -> list[Any]:
     return msgspec.msgpack.decode(batch, type=KVEventBatch).events
 
 
-class Told:
+class Noted:
     """A catalog of chunks of four blocks, its events and a router that hears them."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class Told:
         self.events = KvEvents(cache, make_geometry(cache, load_settings()), BLOCK)
         self.catalog.on_drop = self.events.dropped
         self.router = Router({"french": PATH})
-        self.heard: list[Any] = []
+        self.received: list[Any] = []
 
     def save(self, request: Request, pieces: Iterator[tuple[int, int]], group: int = 0) -> list[Chunk]:
         """Save blocks piece by piece, in chunks of four."""
@@ -96,12 +96,12 @@ class Told:
                 self.events.published(request, chunk, base)
         return list(chunks.values())
 
-    def hear(self) -> list[Any]:
+    def receive(self) -> list[Any]:
         """Let the router hear what is new."""
-        self.heard = wired(self.events.take())
-        self.router.apply(self.heard)
+        self.received = wired(self.events.take())
+        self.router.apply(self.received)
         assert self.router.problems == []
-        return self.heard
+        return self.received
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -109,10 +109,10 @@ class Told:
 def test_a_router_makes_the_same_hashes(kind: str, pieces: list[tuple[int, int]]) -> None:
     """Of tokens and extra keys, for every block and group, however the chunks were filled."""
     request = request_of(**KINDS[kind]())
-    reported = Told()
+    reported = Noted()
     for group in range(2):
         reported.save(request, iter(pieces), group)
-    stored = reported.hear()
+    stored = reported.receive()
     for group, (spec, window) in enumerate([("full_attention", None), ("sliding_window", 2 * BLOCK)]):
         assert reported.router.index["CPU", group] == set(request.block_hashes)
         mine = [one for one in stored if one.group_idx == group]
@@ -121,7 +121,7 @@ def test_a_router_makes_the_same_hashes(kind: str, pieces: list[tuple[int, int]]
     keys = [reported.router.extra_keys[one] for one in request.block_hashes]
     assert any(keys) == (kind != "plain")
     reported.catalog.reset()
-    reported.hear()
+    reported.receive()
     assert not any(reported.router.index.values())
 
 
@@ -134,7 +134,7 @@ def test_they_are_vllms_own_words() -> None:
         pool = BlockPool(16, enable_caching=True, hash_block_size=BLOCK, enable_kv_cache_events=True)
         pool.cache_full_blocks(request, pool.get_new_blocks(BLOCKS), 0, BLOCKS, BLOCK, 0)
         (theirs,) = pool.take_events()
-        reported = Told()
+        reported = Noted()
         reported.save(request, iter([(0, 4), (4, 8)]))
         first, second = reported.events.take()
         for field in ("block_hashes", "token_ids", "extra_keys"):
@@ -146,31 +146,31 @@ def test_they_are_vllms_own_words() -> None:
 
 def test_a_block_is_held_as_long_as_any_chunk_holds_it() -> None:
     """It is announced once and removed with the last; vLLM's own reset leaves consumers knowing what is held."""
-    request, reported = request_of(), Told()
+    request, reported = request_of(), Noted()
     (short,) = reported.save(request, iter([(0, 2)]))
     (longer,) = reported.save(request, iter([(0, 3)]))
-    assert [len(one.block_hashes) for one in reported.hear()] == [2, 1]
+    assert [len(one.block_hashes) for one in reported.receive()] == [2, 1]
     reported.catalog._drop(short, "evicted")
-    assert reported.hear() == []
+    assert reported.receive() == []
     reported.events.cleared()
     reported.router.index.clear()
-    assert [len(one.block_hashes) for one in reported.hear()] == [3]
+    assert [len(one.block_hashes) for one in reported.receive()] == [3]
     reported.catalog._drop(longer, "evicted")
-    assert [type(one).__name__ for one in reported.hear()] == ["BlockRemoved"]
+    assert [type(one).__name__ for one in reported.receive()] == ["BlockRemoved"]
     assert reported.router.index["CPU", 0] == set()
 
 
 def test_what_was_not_found_is_not_announced() -> None:
     """Another copy was quicker: what a chunk holds beyond its marks is not said to be held by it."""
-    request, reported = request_of(), Told()
+    request, reported = request_of(), Noted()
     (slow,) = reported.save(request, iter([(0, 1)]))
     piece = reported.catalog.write(slow, 2, request.block_hashes[1], keep=False)
     (quick,) = reported.save(request, iter([(0, 2)]))
     assert reported.catalog.landed(piece)
     reported.events.published(request, slow, 0)
-    reported.hear()
+    reported.receive()
     reported.catalog._drop(quick, "evicted")
-    reported.hear()
+    reported.receive()
     assert reported.router.index["CPU", 0] == {request.block_hashes[0]}
     assert slow.marks[-1].units == 1
 
@@ -178,7 +178,7 @@ def test_what_was_not_found_is_not_announced() -> None:
 def test_a_reset_of_an_idle_engine_gives_the_turn_back() -> None:
     """A pause ends with one, when vLLM has asked already whether anything is pending."""
     manager: Any = SimpleNamespace(reset_prefix_cache=lambda: True)
-    turns, events, away = Turns(), Told().events, list[bool]()
+    turns, events, away = Turns(), Noted().events, list[bool]()
     events.cleared = lambda: away.append(turns.away)  # type: ignore[method-assign]
     events.watch(manager, turns.taken)
     assert manager.reset_prefix_cache()

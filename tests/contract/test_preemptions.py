@@ -20,16 +20,16 @@ def test_vllm_lacks_those_of_requests_that_were_aborted_before_their_next_output
     trial = Trial(SHAPES["sync"], 3)
     trial.scheduler.log_stats = True
     trial.scheduler.make_stats = lambda *_, **__: None
-    update, heard, lost = trial.scheduler.update_from_output, 0, 0
+    update, received, lost = trial.scheduler.update_from_output, 0, 0
 
-    def hear(*args: Any) -> Any:
-        nonlocal heard
-        said = update(*args)
-        events = [event for outputs in said.values() for one in outputs.outputs for event in one.events or ()]
-        heard += sum(event.type == EngineCoreEventType.PREEMPTED for event in events)
-        return said
+    def receive(*args: Any) -> Any:
+        nonlocal received
+        stated = update(*args)
+        events = [event for outputs in stated.values() for one in outputs.outputs for event in one.events or ()]
+        received += sum(event.type == EngineCoreEventType.PREEMPTED for event in events)
+        return stated
 
-    trial.scheduler.update_from_output = hear
+    trial.scheduler.update_from_output = receive
     try:
         for i in range(REQUESTS):
             trial.do(("add", i, 100, i, 60, 0, 0))
@@ -41,7 +41,7 @@ def test_vllm_lacks_those_of_requests_that_were_aborted_before_their_next_output
                     lost += sum(event.type == EngineCoreEventType.PREEMPTED for event in there.events)
                     trial.do(("abort", place))
         trial.do(("drain",))
-        assert trial.side.counters["preempted"] == heard + lost > 0
+        assert trial.side.counters["preempted"] == received + lost > 0
         assert bool(lost) is aborts
     finally:
         trial.close()

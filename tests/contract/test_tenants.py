@@ -33,7 +33,7 @@ class Seen(Trial):
         self.documents = [[self.rng.randrange(200) for _ in range(TOKENS)] for _ in range(DOCUMENTS)]
         self.theirs = [[199 - token for token in text] for text in self.documents] if apart else self.documents
         self.answers: list[Any] = []
-        self.told: list[dict[str, Any]] = []
+        self.noted: list[dict[str, Any]] = []
         ask = self.scheduler.connector.get_num_new_matched_tokens  # type: ignore[union-attr]
 
         def lookup(request: Request, computed: int) -> tuple[int | None, bool]:
@@ -55,7 +55,7 @@ class Seen(Trial):
             for event in recorder.take():
                 self.replay.feed(event)
                 message = msgspec.to_builtins(event)
-                self.told.append({key: value for key, value in message.items() if not key.endswith(("_ns", "_ms"))})
+                self.noted.append({key: value for key, value in message.items() if not key.endswith(("_ns", "_ms"))})
 
     def run(self, moves: Iterable[Move]) -> tuple[Any, ...]:
         """Make the moves; return lookups' answers, the trace, the metrics and the counters."""
@@ -65,7 +65,7 @@ class Seen(Trial):
         totals = {name: dict(values) for name, values in self.side.totals().items() if not name.endswith("_seconds")}
         counted = [dict(one.counters) for one in self.engines_sides()]
         self.close()
-        reported = sorted(map(repr, self.told))  # a rank tells from two threads
+        reported = sorted(map(repr, self.noted))  # a rank tells from two threads
         assert not any(key.hex() in line or repr(key) in line for key in self.prefixes for line in reported)
         return self.answers, reported, totals, counted, self.side.stats()
 

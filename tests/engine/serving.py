@@ -60,8 +60,8 @@ class Server:
         limit = time.monotonic() + START_SECONDS_MAX
         try:
             while not self._healthy():
-                assert self._process.poll() is None, self.said[-3000:]
-                assert time.monotonic() < limit, self.said[-3000:]
+                assert self._process.poll() is None, self.stated[-3000:]
+                assert time.monotonic() < limit, self.stated[-3000:]
                 time.sleep(0.3)
         except BaseException:
             self.kill()
@@ -73,7 +73,7 @@ class Server:
     ) -> None:
         """Stop it; what it said while it served has no trouble in it."""
         assert self._process is not None
-        message = self.said
+        message = self.stated
         if self._process.poll() is None:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):  # vLLM waits for clients, now and then without end
@@ -84,7 +84,7 @@ class Server:
                 assert trouble not in message, message[max(0, message.index(trouble) - 500) :][:3000]
 
     @property
-    def said(self) -> str:
+    def stated(self) -> str:
         """Its output so far."""
         return self.log.read_text("utf-8", "replace")
 

@@ -62,7 +62,7 @@ def test_experts_in_two_engines(tmp_path: Path, trace_file: Path) -> None:
         loaded = [server.metric("hit_tokens", tier="memory", engine=replica) for replica in "01"]
         assert loaded == [2 * (288 + 128), 288 + 128]
         assert server.metric("hit_tokens") == sum(loaded)
-        assert server.said.count("experts lie in other engines") == 2
+        assert server.stated.count("experts lie in other engines") == 2
     assert not list((tmp_path / "kv").rglob("*-g0-*"))
     hits = Counter[str]()
     for event in Trace(trace_file):

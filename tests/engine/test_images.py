@@ -156,11 +156,11 @@ def test_weights_that_change_under_an_image(model: Path) -> None:
         seen.data.mul_(-20)
 
     def answers(live: Engine) -> list[list[int]]:
-        told = [_say(live, ONE, 1)]
+        noted = [_say(live, ONE, 1)]
         live.llm.apply_model(change)
-        told.append(_say(live, ONE, 1))
+        noted.append(_say(live, ONE, 1))
         live.core.reset_encoder_cache()
-        return [*told, _say(live, ONE, 1)]
+        return [*noted, _say(live, ONE, 1)]
 
     plain = Engine(str(model), **OPTIONS)
     try:

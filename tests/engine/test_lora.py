@@ -113,33 +113,33 @@ def test_an_adapter_changes_in_a_running_engine(tmp_path: Path, right: Answers) 
     one, other = _adapter("a", 1, a), _adapter("b", 2, b)
     with engine(kvpipe={}, **OPTIONS | {"max_loras": 1, "max_cpu_loras": 1}) as live:
 
-        def says(which: int, loaded: int, request: LoRARequest = one) -> None:
+        def wording(which: int, loaded: int, request: LoRARequest = one) -> None:
             before = live.connector.stats().get("tokens_loaded", 0)
             assert _say(live, P, request) == [right[which, len(P)]]
             live.settle()
             assert live.connector.stats().get("tokens_loaded", 0) - before == loaded
 
-        says(ONE, 0)
-        says(ONE, HELD)
+        wording(ONE, 0)
+        wording(ONE, HELD)
         make_adapter(a, TWO)
-        says(ONE, HELD)  # vLLM has it in memory
+        wording(ONE, HELD)  # vLLM has it in memory
         live.llm.llm_engine.add_lora(_adapter("a", 1, a, load_inplace=True))
-        says(TWO, 0)
-        says(TWO, HELD)
+        wording(TWO, 0)
+        wording(TWO, HELD)
         live.llm.llm_engine.remove_lora(1)
         make_adapter(a, ONE)
-        says(ONE, HELD)
+        wording(ONE, HELD)
         live.llm.llm_engine.add_lora(one)  # it is there: vLLM does nothing
         make_adapter(a, TWO)
-        says(ONE, HELD)
+        wording(ONE, HELD)
         make_adapter(a, ONE)
         in_place = _adapter("a", 1, a, load_inplace=True)
-        says(ONE, HELD, in_place)  # as an API server sends it from then on
+        wording(ONE, HELD, in_place)  # as an API server sends it from then on
         make_adapter(a, TWO)
-        says(TWO, HELD, in_place)
-        says(TWO, 0, other)  # vLLM has room for one
+        wording(TWO, HELD, in_place)
+        wording(TWO, 0, other)  # vLLM has room for one
         make_adapter(a, ONE)
-        says(ONE, HELD)
+        wording(ONE, HELD)
         counters = assert_clean(live)
         assert "worker.adapter_changed" not in counters, "no load was promised that failed"
 

@@ -113,18 +113,18 @@ def test_an_engine_warms_a_prompt_from_disk(tmp_path: Path) -> None:
         assert not live.scheduler.has_requests()
         assert call("POST", "evict", {"tokens": long})["chunks"] > 0
         assert call("POST", "lookup", {"tokens": long})["held_tokens"] == 0
-        told: list[Any] = []
+        noted: list[Any] = []
         thread = threading.Thread(
-            target=lambda: told.append(call("POST", "warm", {"tokens": long, "seconds": 600})), daemon=True
+            target=lambda: noted.append(call("POST", "warm", {"tokens": long, "seconds": 600})), daemon=True
         )
         thread.start()
         turn = 2
-        while thread.is_alive() or "pending" in told[-1]:
+        while thread.is_alive() or "pending" in noted[-1]:
             live.generate([prompt(40, turn)], 1)
             turn += 1
-            if not thread.is_alive() and "pending" in told[-1]:
-                told.append(call("GET", f"orders/{told[-1]['order']}"))
-        warmed = told[-1]
+            if not thread.is_alive() and "pending" in noted[-1]:
+                noted.append(call("GET", f"orders/{noted[-1]['order']}"))
+        warmed = noted[-1]
         assert (warmed["tokens"], warmed["fetched_tokens"], warmed["pin"]) == (due, due, 1)
         assert call("POST", "lookup", {"tokens": long})["held_tokens"] == due
         side = live.connector.scheduler

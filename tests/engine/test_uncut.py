@@ -81,7 +81,7 @@ def test_requests_that_read_no_cache_ask_for_nothing(tmp_path: Path) -> None:
     def asked() -> SamplingParams:
         return SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, detokenize=False, prompt_logprobs=2)
 
-    def told(live: Engine) -> tuple[list[int], list[dict[int, float]]]:
+    def noted(live: Engine) -> tuple[list[int], list[dict[int, float]]]:
         name = live.add(LONG, params=asked())
         output = live.drain()[name]
         ranked = [{token: one.logprob for token, one in at.items()} for at in output.prompt_logprobs[1:]]
@@ -91,7 +91,7 @@ def test_requests_that_read_no_cache_ask_for_nothing(tmp_path: Path) -> None:
     tier = {"kind": "disk", "path": str(tmp_path), "bytes_max": "1GiB", "store": "all"}
     disk = {"chunk_tokens": 64, "tiers": [tier]}
     with engine(**options) as plain:
-        expected = told(plain)
+        expected = noted(plain)
     with engine(kvpipe=disk, **options) as live:
         assert live.generate([LONG], 8) == [expected[0]]
         assert assert_clean(live)["chunks_stored"] > 0
@@ -99,7 +99,7 @@ def test_requests_that_read_no_cache_ask_for_nothing(tmp_path: Path) -> None:
         side = live.connector.scheduler
         assert side is not None
         for held in ("on disk", "in memory"):
-            assert told(live) == expected, held
+            assert noted(live) == expected, held
             stats = assert_clean(live)
             assert not any(side.report.hit_tokens.values()), held
             assert set(side.report.misses) == {"not_read"}

@@ -66,9 +66,9 @@ class Managed:
 
     def good(self, method: str, path: str, body: object = None) -> Any:
         """Return an answer that is none of refusal."""
-        status, told = self.ask(method, path, body)
-        assert status == http.client.OK, told
-        return told
+        status, answered = self.ask(method, path, body)
+        assert status == http.client.OK, answered
+        return answered
 
     def refused(self, why: str) -> int:
         """How often a request was refused for a reason."""

@@ -30,19 +30,19 @@ def test_state(managed: Managed) -> None:
     loading = world.request("b", 3)
     world.admit(loading)
     (job,) = world.step(loading)
-    told = managed.good("GET", "/v1/state")
-    assert (told["kvpipe"], told["engine"], told["namespace"]) == (__version__, "e1", "")
-    pool, side = told["pool"], managed.side
+    answered = managed.good("GET", "/v1/state")
+    assert (answered["kvpipe"], answered["engine"], answered["namespace"]) == (__version__, "e1", "")
+    pool, side = answered["pool"], managed.side
     assert (pool["slots"], pool["slots_used"]) == (side.catalog.slots, 3)
     assert pool["bytes_used"] == 3 * side.geometry.slot_bytes
     assert pool["pieces_writing"] == 1
     bytes_of_three = 3 * sum(group.bytes_per_block for group in side.geometry.groups)
     jobs = {"saves": 1, "loads": 0, "tier_orders": 0, "load_bytes": 0, "tier_bytes_max": 0}
-    assert told["jobs"] == {**jobs, "save_bytes": bytes_of_three}
-    assert told["traffic"]["missed_tokens"] == {"not_saved": 23 * UNIT}
-    rows = {row["request"]: row for row in told["requests_shown"]}
+    assert answered["jobs"] == {**jobs, "save_bytes": bytes_of_three}
+    assert answered["traffic"]["missed_tokens"] == {"not_saved": 23 * UNIT}
+    rows = {row["request"]: row for row in answered["requests_shown"]}
     assert rows["a"]["saved_tokens"] == 20 * UNIT
-    assert (told["requests"], told["step"], told["saving"]) == (2, 2, True)
+    assert (answered["requests"], answered["step"], answered["saving"]) == (2, 2, True)
     world.succeed(job)
     shown = managed.good("GET", "/v1/state?requests_max=1")
     assert (len(shown["requests_shown"]), shown["requests"], shown["jobs"]["saves"]) == (1, 2, 0)
@@ -55,9 +55,9 @@ def test_who_holds_chunks_is_shown(managed: Managed) -> None:
     again.request_id = "reader"
     managed.world.admit(again)
     jobs = managed.world.step(again)
-    told = managed.good("GET", "/v1/state")
-    assert [row["chunks_held"] for row in told["requests_shown"] if row["request"] == "reader"] == [2]
-    assert told["pool"]["leases"] == 2
+    answered = managed.good("GET", "/v1/state")
+    assert [row["chunks_held"] for row in answered["requests_shown"] if row["request"] == "reader"] == [2]
+    assert answered["pool"]["leases"] == 2
     managed.world.succeed(*jobs)
     assert managed.good("GET", "/v1/state")["pool"]["leases"] == 0
 
@@ -65,10 +65,10 @@ def test_who_holds_chunks_is_shown(managed: Managed) -> None:
 def test_counters(managed: Managed) -> None:
     """Counters and gauges by name, those of the interface among them."""
     managed.save("a", 4)
-    told = managed.good("GET", "/v1/counters")
-    assert told["units_saved"] == 4
-    assert told["slots_used"] == 1
-    assert told["manage_requests"] == 1
+    answered = managed.good("GET", "/v1/counters")
+    assert answered["units_saved"] == 4
+    assert answered["slots_used"] == 1
+    assert answered["manage_requests"] == 1
 
 
 def test_lookup(managed: Managed) -> None:
@@ -112,8 +112,11 @@ def test_switches(managed: Managed) -> None:
     request = managed.world.request("a", 4)
     managed.world.admit(request)
     assert managed.world.step(request) == []
-    status, told = managed.ask("PUT", "/v1/switches", {"bypass": True})
-    assert (status, told) == (422, {"error": "bypass contradicts freeze (it serves no hits); switch one of them off"})
+    status, answered = managed.ask("PUT", "/v1/switches", {"bypass": True})
+    assert (status, answered) == (
+        422,
+        {"error": "bypass contradicts freeze (it serves no hits); switch one of them off"},
+    )
     assert managed.good("GET", "/v1/switches") == {"freeze": True, "bypass": False}
     assert managed.good("PUT", "/v1/switches", {"freeze": False, "bypass": True}) == {"freeze": False, "bypass": True}
     assert managed.good("PUT", "/v1/switches", {"bypass": False}) == {"freeze": False, "bypass": False}
@@ -123,9 +126,9 @@ def test_switches(managed: Managed) -> None:
 
 def test_openapi_says_all(managed: Managed) -> None:
     """The description has every path, and is for who has the token."""
-    told = managed.good("GET", "/openapi.json")
+    answered = managed.good("GET", "/openapi.json")
     read = {"/v1/state", "/v1/counters", "/v1/switches", "/v1/lookup", "/v1/holders"}
-    assert set(told["paths"]) == read | {
+    assert set(answered["paths"]) == read | {
         "/v1/pins",
         "/v1/pins/{pin}",
         "/v1/evict",
@@ -133,14 +136,14 @@ def test_openapi_says_all(managed: Managed) -> None:
         "/v1/warm",
         "/v1/orders/{order}",
     }
-    schema = told["paths"]["/v1/lookup"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    schema = answered["paths"]["/v1/lookup"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert schema == {"$ref": "#/components/schemas/PromptLookup"}
-    schema = told["paths"]["/v1/evict"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    schema = answered["paths"]["/v1/evict"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert schema == {"$ref": "#/components/schemas/EvictOrder"}
-    schema = told["paths"]["/v1/evict/matching"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    schema = answered["paths"]["/v1/evict/matching"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert schema == {"$ref": "#/components/schemas/EvictMatching"}
     assert {"PromptLookup", "HeldByTier", "PinOrder", "EvictOrder", "AdapterOf", "EngineState"} <= set(
-        told["components"]["schemas"]
+        answered["components"]["schemas"]
     )
     assert managed.ask("GET", "/openapi.json", token="")[0] == 401
     assert managed.ask("GET", "/docs")[0] == 404
@@ -205,7 +208,7 @@ def test_the_command(managed: Managed, capsys: pytest.CaptureFixture[str], tmp_p
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "wording"),
     [
         (["cache", "lookup", "1,x"], "tokens are whole numbers"),
         (["cache", "lookup", "@/nowhere"], "/nowhere cannot be read"),
@@ -218,14 +221,14 @@ def test_the_command(managed: Managed, capsys: pytest.CaptureFixture[str], tmp_p
     ],
 )
 def test_the_command_says_what_is_wrong(
-    words: list[str], says: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    words: list[str], wording: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """One sentence and status 2."""
     file = tmp_path / "token"
     file.write_text("x" * 32, encoding="utf-8")
     at = [] if "--at" in words else ["--at", "127.0.0.1:1"]
     assert cli.main([*words, *at, "--token-file", str(file)]) == 2
-    assert says in capsys.readouterr().err
+    assert wording in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -239,7 +242,7 @@ def test_the_command_does_not_show_a_token_that_no_header_can_hold(
     file.write_text(token, encoding="utf-8")
     for at in (str(managed.address), "unix:/nowhere/x.sock"):
         assert cli.main(["engine", "state", "--at", at, "--token-file", str(file)]) == 2
-        said = "".join(capsys.readouterr())
-        assert "manage_token: it has other than printable ASCII characters, or a blank; use `openssl" in said
-        assert not [word for word in ("t0t0", "s1", "Bearer") if word in said]
+        stated = "".join(capsys.readouterr())
+        assert "manage_token: it has other than printable ASCII characters, or a blank; use `openssl" in stated
+        assert not [word for word in ("t0t0", "s1", "Bearer") if word in stated]
     assert "manage_requests" not in managed.side.counters.totals()

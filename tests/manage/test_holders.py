@@ -27,9 +27,9 @@ ALICE, BOB = (salt_digest(TOKEN.encode(), name) for name in ("alice", "bob"))
 def evict(managed: Managed, **wanted: Any) -> Any:
     """Evict, while the engine has nothing to do, and check the catalog."""
     managed.side._turns.give()
-    told = managed.good("POST", "/v1/evict/matching", wanted)
+    answered = managed.good("POST", "/v1/evict/matching", wanted)
     managed.world.check()
-    return told
+    return answered
 
 
 def save(managed: Managed, name: str, units: int, salt: str = "") -> Any:
@@ -80,17 +80,17 @@ def test_who_holds_what(managed: Managed, clock: list[float]) -> None:
     reading.request_id, reading.cache_salt = "reader", "bob"
     managed.world.admit(reading)
     managed.world.step(reading)
-    told = managed.good("GET", "/v1/holders")
+    answered = managed.good("GET", "/v1/holders")
     size = managed.side.geometry.slot_bytes
-    assert [list(row.values()) for row in told["tenants_shown"]] == [
+    assert [list(row.values()) for row in answered["tenants_shown"]] == [
         [ALICE, "", "", 3, 3 * size, 0, 17.5],
         [BOB, "", "", 2, 2 * size, 2, 0.0],
         ["", "", "", 1, size, 0, 10.5],
         [BOB, "poet", "0102", 1, size, 0, 10.5],
     ]
-    assert (told["chunks"], told["tenants"], told["chunks_unnamed"]) == (7, 4, 0)
-    assert told["holders_shown"] == [{"holder": "reader", "kind": "request", "chunks": 2}]
-    assert "alice" not in str(told)
+    assert (answered["chunks"], answered["tenants"], answered["chunks_unnamed"]) == (7, 4, 0)
+    assert answered["holders_shown"] == [{"holder": "reader", "kind": "request", "chunks": 2}]
+    assert "alice" not in str(answered)
     some = managed.good("GET", "/v1/holders?rows_max=1")
     assert (len(some["tenants_shown"]), some["tenants"], some["chunks"]) == (1, 4, 7)
     assert managed.ask("GET", "/v1/holders?rows_max=1001")[0] == 422
@@ -101,9 +101,9 @@ def test_a_pin_is_a_holder(managed: Managed) -> None:
     save(managed, "a", 32)
     assert not managed.side.pending
     pin = managed.good("POST", "/v1/pins", prompt("a", 32 * UNIT) | {"seconds": 60})["pin"]
-    told = managed.good("GET", "/v1/holders")
-    assert told["holders_shown"] == [{"holder": f"pin:{pin}", "kind": "pin", "chunks": 2}]
-    assert (told["tenants_shown"][0]["held"], told["tenants_shown"][0]["idle_s"]) == (2, 0.0)
+    answered = managed.good("GET", "/v1/holders")
+    assert answered["holders_shown"] == [{"holder": f"pin:{pin}", "kind": "pin", "chunks": 2}]
+    assert (answered["tenants_shown"][0]["held"], answered["tenants_shown"][0]["idle_s"]) == (2, 0.0)
 
 
 def test_many_tenants_are_told_together(managed: Managed, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,8 +112,8 @@ def test_many_tenants_are_told_together(managed: Managed, monkeypatch: pytest.Mo
     monkeypatch.setattr(holders, "SLOTS_PER_TURN", 4)
     for number in range(10):
         save(managed, f"r{number}", 1, f"s{number}")
-    told = managed.good("GET", "/v1/holders")
-    assert (told["tenants"], told["chunks_unnamed"], told["chunks"]) == (3, 7, 10)
+    answered = managed.good("GET", "/v1/holders")
+    assert (answered["tenants"], answered["chunks_unnamed"], answered["chunks"]) == (3, 7, 10)
 
 
 def test_by_salt(managed: Managed) -> None:
@@ -220,8 +220,8 @@ def test_what_is_held_goes_when_it_is_let_go(managed: Managed) -> None:
         managed.side._turns.give()
         managed.good("POST", "/v1/pins", prompt(name, 32 * UNIT) | {"seconds": 60})
     managed.side._turns.give()
-    told = managed.good("POST", "/v1/evict/matching", {"cache_salt": "alice"})
-    assert told == {"chunks": 3, "held": 3, "pins_ended": 1}
+    answered = managed.good("POST", "/v1/evict/matching", {"cache_salt": "alice"})
+    assert answered == {"chunks": 3, "held": 3, "pins_ended": 1}
     managed.world.succeed(*loads, *saves)
     managed.world.step()
     managed.world.check()
@@ -247,13 +247,13 @@ def test_a_large_pool_is_done_in_parts(tmp_path: Path) -> None:
 
 def test_serving_goes_on_meanwhile(managed: Managed) -> None:
     """Requests come and go on one thread, evictions and counts on another; nothing is lost, nothing fails."""
-    over, told = threading.Event(), set[int]()
+    over, answered = threading.Event(), set[int]()
 
     def order() -> None:
         turn = 0
         while not over.is_set():
-            told.add(managed.ask("POST", "/v1/evict/matching", {"cache_salt": f"s{turn % 3}"})[0])
-            told.add(managed.ask("GET", "/v1/holders")[0])
+            answered.add(managed.ask("POST", "/v1/evict/matching", {"cache_salt": f"s{turn % 3}"})[0])
+            answered.add(managed.ask("GET", "/v1/holders")[0])
             turn += 1
 
     managed.engine.wait_s_max = 25
@@ -266,14 +266,14 @@ def test_serving_goes_on_meanwhile(managed: Managed) -> None:
     over.set()
     assert not managed.side.pending
     thread.join()
-    assert told == {200}
+    assert answered == {200}
     managed.world.step()
     managed.world.check()
     assert managed.side.counters["contained_error"] == 0
 
 
 @pytest.mark.parametrize(
-    ("body", "says"),
+    ("body", "wording"),
     [
         ({}, 'nothing is selected: set "all": true'),
         ({"cache_salt": None, "no_salt": False, "all": False}, "nothing is selected"),
@@ -295,13 +295,13 @@ def test_serving_goes_on_meanwhile(managed: Managed) -> None:
         ([], "Expected `object`"),
     ],
 )
-def test_what_is_refused(managed: Managed, body: Any, says: str) -> None:
+def test_what_is_refused(managed: Managed, body: Any, wording: str) -> None:
     """With the reason; nothing is dropped."""
     save(managed, "a", 16)
     assert not managed.side.pending
-    status, told = managed.ask("POST", "/v1/evict/matching", body)
+    status, answered = managed.ask("POST", "/v1/evict/matching", body)
     assert (status, managed.refused("request"), managed.side.counters["evicted"]) == (422, 1, 0)
-    assert says in told["error"]
+    assert wording in answered["error"]
 
 
 def test_the_command(
@@ -314,19 +314,19 @@ def test_the_command(
     token = ["--token-file", str(tmp_path / "token")]
     at = ["--json", "--at", str(managed.address), *token]
 
-    def said(*words: str) -> str:
+    def stated(*words: str) -> str:
         assert cli.main(["cache", *words]) == 0
         return capsys.readouterr().out
 
-    assert said("salt", "alice", *token) == ALICE + "\n"
+    assert stated("salt", "alice", *token) == ALICE + "\n"
     assert salt_digest(b"another token", "alice") != ALICE
     monkeypatch.setattr("sys.stdin", io.StringIO("alice\n"))
-    assert said("salt", "-", *token) == ALICE + "\n"
-    assert ALICE in said("holders", *at)
-    assert '"chunks": 2' in said("evict-matching", "--salt-digest", ALICE, *at)
-    assert '"chunks": 0' in said("evict-matching", "--idle-s", "3600", "--no-adapter", *at)
+    assert stated("salt", "-", *token) == ALICE + "\n"
+    assert ALICE in stated("holders", *at)
+    assert '"chunks": 2' in stated("evict-matching", "--salt-digest", ALICE, *at)
+    assert '"chunks": 0' in stated("evict-matching", "--idle-s", "3600", "--no-adapter", *at)
     assert cli.main(["cache", "evict-matching", *at]) == 2
     assert "nothing is selected" in capsys.readouterr().err
     assert cli.main(["cache", "evict-matching", "--idle-s", "0", *at]) == 2
     assert cli.main(["cache", "evict-matching", "--salt", "", *at]) == 2
-    assert '"chunks": 2' in said("evict-matching", "--all", *at)
+    assert '"chunks": 2' in stated("evict-matching", "--all", *at)

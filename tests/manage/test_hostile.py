@@ -43,8 +43,8 @@ def _answer(managed: Managed, sent: bytes) -> bytes:
 @pytest.mark.parametrize("path", ["/v1/state", "/v1/nothing", "/openapi.json"])
 def test_without_the_token_nothing_is_said(managed: Managed, token: str, path: str) -> None:
     """Not even which paths there are."""
-    status, told = managed.ask("GET", path, token=token)
-    assert (status, list(told)) == (401, ["error"])
+    status, answered = managed.ask("GET", path, token=token)
+    assert (status, list(answered)) == (401, ["error"])
     assert managed.refused("token") == 1
 
 
@@ -65,13 +65,13 @@ def test_a_huge_body_is_not_read_to_its_end(managed: Managed, chunked: bool) -> 
     assert client is not None
     client.sendall(_HEAD + size + b"\r\n\r\n")
     block = b"10000\r\n" + b"1" * 0x10000 + b"\r\n"
-    told = b""
+    answered = b""
     with contextlib.suppress(OSError):  # it may have closed meanwhile
         for _ in range(64 if chunked else 0):  # four times as much as is taken
             client.sendall(block)
     with contextlib.suppress(ConnectionError):
-        told = client.recv(100)
-    assert told == b"" or told.startswith((b"HTTP/1.1 413", b"HTTP/1.1 400"))
+        answered = client.recv(100)
+    assert answered == b"" or answered.startswith((b"HTTP/1.1 413", b"HTTP/1.1 400"))
     connection.close()
     assert managed.ask("GET", "/v1/switches")[0] == 200
 
@@ -89,9 +89,9 @@ def test_a_huge_body_is_not_read_to_its_end(managed: Managed, chunked: bool) -> 
 )  # fmt: skip
 def test_nonsense_is_refused_in_a_sentence(managed: Managed, raw: bytes) -> None:
     """And is not said again."""
-    status, told = managed.ask("POST", "/v1/lookup", raw=raw)
-    assert (status in {400, 422}, list(told)) == (True, ["error"])
-    assert len(json.dumps(told)) < 600
+    status, answered = managed.ask("POST", "/v1/lookup", raw=raw)
+    assert (status in {400, 422}, list(answered)) == (True, ["error"])
+    assert len(json.dumps(answered)) < 600
     assert managed.refused("request") == 1
 
 
@@ -324,16 +324,16 @@ def test_something_else_is_not_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("address", "says"),
+    ("address", "wording"),
     [
         ("0.0.0.0:80", "this machine alone"), ("10.1.2.3:80", "this machine alone"), ("example.com:80", "this machine"),
         ("127.0.0.1", "write 'unix:"), ("127.0.0.1:0", "write 'unix:"), ("127.0.0.1:70000", "write 'unix:"),
         ("unix:x.sock", "absolute path"), ("8700", "write 'unix:"), ("unix:/a\0b", "write 'unix:"),
     ],
 )  # fmt: skip
-def test_other_machines_cannot_reach_it(address: str, says: str) -> None:
+def test_other_machines_cannot_reach_it(address: str, wording: str) -> None:
     """What is no address of this machine's own is refused with the configuration."""
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=wording):
         load_settings({"manage": address})
 
 
@@ -353,9 +353,13 @@ def test_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_token(by_env) == b"word" * 8
     with pytest.raises(ConfigError, match="without a token; set manage_token_file"):
         read_token(load_settings({"manage": "127.0.0.1:1"}))
-    for text, says in (("short", "fewer than 16"), ("two words, or three", "printable ASCII"), ("ü" * 20, "printable")):
+    for text, wording in (
+        ("short", "fewer than 16"),
+        ("two words, or three", "printable ASCII"),
+        ("ü" * 20, "printable"),
+    ):
         (tmp_path / "token").write_text(text, encoding="utf-8")
-        with pytest.raises(ConfigError, match=says) as caught:
+        with pytest.raises(ConfigError, match=wording) as caught:
             read_token(good)
         assert text not in str(caught.value)
     (tmp_path / "token").chmod(0o644)

@@ -52,9 +52,9 @@ def test_nobody_else_is_sent_the_token(
         with taken:
             taken.settimeout(WAIT_S)
             assert taken.recv(1) == b""
-    said = " ".join("".join(capsys.readouterr()).split())
-    assert f"unix:{path}: the user " in said
-    assert "no token is sent; ask as `sudo -u " in said
+    stated = " ".join("".join(capsys.readouterr()).split())
+    assert f"unix:{path}: the user " in stated
+    assert "no token is sent; ask as `sudo -u " in stated
 
 
 @pytest.mark.parametrize("user", [0, 1000])

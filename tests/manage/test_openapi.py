@@ -64,11 +64,11 @@ def test_answers_are_as_described(asked: Managed) -> None:
     """Every status that comes is in the document, with the schema of what comes with it."""
     document = asked.good("GET", "/openapi.json")
     for method, path, sent, body in ASKED:
-        status, told = asked.ask(method, sent, body)
+        status, answered = asked.ask(method, sent, body)
         described = document["paths"][path][method.lower()]["responses"]
         assert str(status) in described, (method, sent, status)
         schema = described[str(status)]["content"]["application/json"]["schema"]
-        assert _valid(document, schema, told), (method, sent, told)
+        assert _valid(document, schema, answered), (method, sent, answered)
     assert {(method, path) for method, path, _, _ in ASKED} == {
         (method.upper(), path) for path, methods in document["paths"].items() for method in methods
     }
@@ -82,9 +82,9 @@ def test_bodies_are_as_described(managed: Managed) -> None:
             continue
         described = document["paths"][path][method.lower()]["requestBody"]["content"]["application/json"]["schema"]
         for extra in ({}, {"more": 1}):
-            status, told = managed.ask(method, sent, body | extra)
-            shapeless = (status == 422 and "- at `$" in told["error"]) or "unknown field" in str(told)
-            assert _valid(document, described, body | extra) == (not shapeless), (method, sent, told)
+            status, answered = managed.ask(method, sent, body | extra)
+            shapeless = (status == 422 and "- at `$" in answered["error"]) or "unknown field" in str(answered)
+            assert _valid(document, described, body | extra) == (not shapeless), (method, sent, answered)
 
 
 def test_the_document_is_whole(managed: Managed) -> None:

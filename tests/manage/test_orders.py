@@ -22,9 +22,9 @@ def test_pinned_while_idle(managed: Managed) -> None:
     """Nobody steps: the order is carried out all the same, and the pin is listed until it is given back."""
     managed.side.finished(managed.save("a", 2 * CHUNK + 3))
     assert not managed.side.pending
-    told = managed.good("POST", "/v1/pins", prompt("a", 40 * UNIT) | {"seconds": 60})
-    assert told.pop("left_s") > 0
-    assert told == {"pin": 1, "tokens": (2 * CHUNK + 3) * UNIT, "chunks": 3}
+    answered = managed.good("POST", "/v1/pins", prompt("a", 40 * UNIT) | {"seconds": 60})
+    assert answered.pop("left_s") > 0
+    assert answered == {"pin": 1, "tokens": (2 * CHUNK + 3) * UNIT, "chunks": 3}
     listed = managed.good("GET", "/v1/pins")
     assert [one["pin"] for one in listed["pins"]] == [1]
     assert (listed["chunks"], listed["chunks_max"]) == (3, managed.side.catalog.slots // 2)
@@ -45,8 +45,8 @@ def test_evicted_while_idle(managed: Managed) -> None:
     assert gone == {"chunks": 2, "held": 0, "pins_ended": 0}
     assert managed.good("POST", "/v1/lookup", wanted)["held_tokens"] == CHUNK * UNIT
     assert managed.good("POST", "/v1/evict", wanted)["chunks"] == 1
-    told = managed.good("POST", "/v1/lookup", wanted)
-    assert (told["held_tokens"], told["why"]) == (0, "evicted")
+    answered = managed.good("POST", "/v1/lookup", wanted)
+    assert (answered["held_tokens"], answered["why"]) == (0, "evicted")
     assert managed.good("POST", "/v1/lookup", prompt("b", 3 * CHUNK * UNIT))["held_tokens"] == 3 * CHUNK * UNIT
     check_integrity(managed.side.catalog)
 
@@ -77,42 +77,42 @@ def test_a_busy_engine_carries_it_out_in_its_next_step(managed: Managed) -> None
     managed.engine.wait_s_max = 0.01
     request = managed.save("a", CHUNK)
     wanted = prompt("a", CHUNK * UNIT) | {"seconds": 60}
-    status, told = managed.ask("POST", "/v1/pins", wanted)
-    assert (status, told["pending"]) == (202, True)
-    assert told["waits_for"].startswith("the engine's next step")
-    assert managed.ask("GET", f"/v1/orders/{told['order']}")[0] == 202
+    status, answered = managed.ask("POST", "/v1/pins", wanted)
+    assert (status, answered["pending"]) == (202, True)
+    assert answered["waits_for"].startswith("the engine's next step")
+    assert managed.ask("GET", f"/v1/orders/{answered['order']}")[0] == 202
     assert managed.side.catalog.leases == 0
     for _ in range(3):  # a slice may end early
         managed.world.step()
-    assert managed.good("GET", f"/v1/orders/{told['order']}")["chunks"] == 1
+    assert managed.good("GET", f"/v1/orders/{answered['order']}")["chunks"] == 1
     managed.side.finished(request)
-    status, told = managed.ask("DELETE", "/v1/pins/9")
+    status, answered = managed.ask("DELETE", "/v1/pins/9")
     assert status == 202
     for _ in range(3):
         managed.world.step()
-    assert managed.ask("GET", f"/v1/orders/{told['order']}") == (422, {"error": "pin: there is no pin 9"})
+    assert managed.ask("GET", f"/v1/orders/{answered['order']}") == (422, {"error": "pin: there is no pin 9"})
     assert managed.ask("GET", "/v1/orders/77") == (422, {"error": "order: no order 77 is remembered"})
 
 
 def test_at_the_end_what_is_ordered_is_refused(managed: Managed) -> None:
     """While it waits, and when it comes later."""
-    waiting, told = threading.Event(), list[Any]()
+    waiting, answered = threading.Event(), list[Any]()
 
     def order() -> None:
         waiting.set()
-        told.append(managed.ask("DELETE", "/v1/pins/1"))
+        answered.append(managed.ask("DELETE", "/v1/pins/1"))
 
     thread = threading.Thread(target=order)
     thread.start()
     waiting.wait()
     managed.side.shutdown()
     thread.join()
-    told.append(managed.ask("DELETE", "/v1/pins/1"))
-    assert told == [(503, {"error": "the engine ends"})] * 2
+    answered.append(managed.ask("DELETE", "/v1/pins/1"))
+    assert answered == [(503, {"error": "the engine ends"})] * 2
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "body", "says"),
+    ("method", "path", "body", "wording"),
     [
         ("POST", "/v1/pins", {"tokens": [1]}, "missing required field `seconds`"),
         ("POST", "/v1/pins", {"tokens": [1], "seconds": 0}, "seconds"),
@@ -130,25 +130,25 @@ def test_at_the_end_what_is_ordered_is_refused(managed: Managed) -> None:
         ("DELETE", "/v1/pins/5", None, "pin: there is no pin 5"),
     ],
 )
-def test_what_is_refused(managed: Managed, method: str, path: str, body: Any, says: str) -> None:
+def test_what_is_refused(managed: Managed, method: str, path: str, body: Any, wording: str) -> None:
     """By the field's name, and counted."""
     assert not managed.side.pending
-    status, told = managed.ask(method, path, body)
+    status, answered = managed.ask(method, path, body)
     assert (status, managed.refused("request")) == (422, 1)
-    assert says in told["error"]
+    assert wording in answered["error"]
 
 
 def test_serving_goes_on_meanwhile(managed: Managed) -> None:
     """Requests come and go on one thread, pins and evictions on another; nothing is lost, nothing fails."""
-    over, told = threading.Event(), list[int]()
+    over, answered = threading.Event(), list[int]()
     managed.engine.wait_s_max = 25
 
     def order() -> None:
         turn = 0
         while not over.is_set():
             wanted = prompt(f"r{turn % 40}", 20 * UNIT)
-            told.append(managed.ask("POST", "/v1/pins", wanted | {"seconds": 60})[0])
-            told.append(managed.ask("POST", "/v1/evict", wanted)[0])
+            answered.append(managed.ask("POST", "/v1/pins", wanted | {"seconds": 60})[0])
+            answered.append(managed.ask("POST", "/v1/evict", wanted)[0])
             turn += 1
 
     thread = threading.Thread(target=order)
@@ -160,7 +160,7 @@ def test_serving_goes_on_meanwhile(managed: Managed) -> None:
     over.set()
     assert not managed.side.pending
     thread.join()
-    assert set(told) <= {200, 422}
+    assert set(answered) <= {200, 422}
     managed.world.step()
     check_integrity(managed.side.catalog)
     assert managed.side.counters["contained_error"] == 0
@@ -174,14 +174,14 @@ def test_the_command(managed: Managed, capsys: pytest.CaptureFixture[str], tmp_p
     (tmp_path / "ids").write_text(str(list(range(20 * UNIT))), encoding="utf-8")
     asked = [f"@{tmp_path}/ids", "--salt", "a", *at]
 
-    def said(*words: str) -> str:
+    def stated(*words: str) -> str:
         assert cli.main(["cache", *words]) == 0
         return capsys.readouterr().out
 
-    assert '"pin": 1' in said("pin", *asked, "--seconds", "60")
-    assert f'"tokens": {20 * UNIT}' in said("pins", *at)
-    assert '"chunks": 2' in said("unpin", "1", *at)
-    assert '"chunks": 1' in said("evict", *asked, "--from-token", str(17 * UNIT))
+    assert '"pin": 1' in stated("pin", *asked, "--seconds", "60")
+    assert f'"tokens": {20 * UNIT}' in stated("pins", *at)
+    assert '"chunks": 2' in stated("unpin", "1", *at)
+    assert '"chunks": 1' in stated("evict", *asked, "--from-token", str(17 * UNIT))
     assert cli.main(["cache", "warm", *asked, "--seconds", "60"]) == 2
     assert "this engine has no tiers" in capsys.readouterr().err
     assert cli.main(["cache", "order", "3", *at]) == 2

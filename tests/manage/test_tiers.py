@@ -51,9 +51,9 @@ def lookup(managed: Managed, units: int, **more: Any) -> Any:
     return managed.good("POST", "/v1/lookup", body)
 
 
-def of(told: Any) -> dict[str, Any]:
+def of(answered: Any) -> dict[str, Any]:
     """Return what each tier has, or why that is not known."""
-    return {row["name"]: row["unknown"] or row["held_tokens"] // UNIT for row in told["tiers"]}
+    return {row["name"]: row["unknown"] or row["held_tokens"] // UNIT for row in answered["tiers"]}
 
 
 def test_who_has_how_much(tmp_path: Path) -> None:
@@ -65,13 +65,13 @@ def test_who_has_how_much(tmp_path: Path) -> None:
         managed.side.staging.space.base = SPACE
         hold(near, managed, "a", CHUNK, 2 * CHUNK, 2 * CHUNK + 2)
         hold(far, managed, "a", 2 * CHUNK, 3 * CHUNK, 3 * CHUNK + 2)
-        told = lookup(managed, 60)
-        assert told["held_tokens"] == 20 * UNIT
-        assert of(told) == {"near": 2 * CHUNK + 2, "far": 0}  # the first chunk is in no far one
-        assert told["reach_tokens"] == 3 * CHUNK * UNIT
-        assert told["why"] == "not_saved"
+        answered = lookup(managed, 60)
+        assert answered["held_tokens"] == 20 * UNIT
+        assert of(answered) == {"near": 2 * CHUNK + 2, "far": 0}  # the first chunk is in no far one
+        assert answered["reach_tokens"] == 3 * CHUNK * UNIT
+        assert answered["why"] == "not_saved"
         assert of(lookup(managed, 60, cache_salt="b")) == {"near": 0, "far": 0}
-        assert lookup(managed, 60, tiers=False) == told | {"tiers": [], "reach_tokens": None}
+        assert lookup(managed, 60, tiers=False) == answered | {"tiers": [], "reach_tokens": None}
         assert "tier_lookup" not in managed.side.counters.totals()
         assert not managed.side.staging.pending
         managed.world.check()
@@ -80,8 +80,8 @@ def test_who_has_how_much(tmp_path: Path) -> None:
 def test_an_engine_without_tiers(managed: Managed) -> None:
     """Has none to be asked."""
     managed.save("a", 4)
-    told = lookup(managed, 8)
-    assert (told["held_tokens"], told["reach_tokens"], told["tiers"]) == (4 * UNIT, 4 * UNIT, [])
+    answered = lookup(managed, 8)
+    assert (answered["held_tokens"], answered["reach_tokens"], answered["tiers"]) == (4 * UNIT, 4 * UNIT, [])
 
 
 def test_states_and_windows_count_as_in_a_hit(tmp_path: Path) -> None:
@@ -145,8 +145,8 @@ def test_why_none_can_be_asked(tmp_path: Path) -> None:
         assert managed.side.staging is not None
         managed.side.staging.space.base = SPACE
         adapter = {"name": "x", "number": 7, "path": "/x"}
-        told = lookup(managed, 20, adapter=adapter)
-        assert (of(told)["far"], told["why"]) == ("adapter: not all ranks hold it, or hold the same", "adapter")
+        answered = lookup(managed, 20, adapter=adapter)
+        assert (of(answered)["far"], answered["why"]) == ("adapter: not all ranks hold it, or hold the same", "adapter")
         managed.side.shutdown()
         assert of(lookup(managed, 20)) == {"far": "the engine ends"}
 
@@ -154,8 +154,8 @@ def test_why_none_can_be_asked(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tiers", [1, "yes", None, []])
 def test_what_is_no_question_is_refused(tiers: object, managed: Managed) -> None:
     """`tiers` is true or false."""
-    status, told = managed.ask("POST", "/v1/lookup", {"tokens": [1], "tiers": tiers})
-    assert (status, told["error"].split(",")[0]) == (422, "Expected `bool`")
+    status, answered = managed.ask("POST", "/v1/lookup", {"tokens": [1], "tiers": tiers})
+    assert (status, answered["error"].split(",")[0]) == (422, "Expected `bool`")
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,8 +166,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         at = ["--at", str(managed.address), "--token-file", str(tmp_path / "token")]
         ids = ",".join(map(str, range(CHUNK * UNIT)))
         assert cli.main(["cache", "lookup", ids, "--salt", "a", *at, "--tiers"]) == 0
-        said = capsys.readouterr().out
-        assert "reach_tokens" in said
-        assert "far" in said
+        stated = capsys.readouterr().out
+        assert "reach_tokens" in stated
+        assert "far" in stated
         assert cli.main(["cache", "lookup", ids, "--salt", "a", *at]) == 0
         assert "reach_tokens" not in capsys.readouterr().out

@@ -50,9 +50,9 @@ def looked(managed: Managed, token: str = TOKEN) -> top.SeenEngine:
 
 def state(managed: Managed, **changed: Any) -> EngineState:
     """What the engine says, but for what is given."""
-    told = managed.good("GET", "/v1/state")
+    answered = managed.good("GET", "/v1/state")
     return EngineState.model_validate(
-        {**told, **{k: {**told[k], **v} if isinstance(v, dict) else v for k, v in changed.items()}}
+        {**answered, **{k: {**answered[k], **v} if isinstance(v, dict) else v for k, v in changed.items()}}
     )
 
 

@@ -253,7 +253,7 @@ class _World:
         """VLLM loads or removes an adapter, after the last step that was planned."""
         self.side.called(number, self.step)
 
-    def told(self, news: dict[int, dict[int, bytes]], *, after: int = 1) -> None:
+    def noted(self, news: dict[int, dict[int, bytes]], *, after: int = 1) -> None:
         """Ranks say what they hold, so many steps `after` the last that was planned."""
         self.side.reported(news, self.step + after)
 
@@ -276,7 +276,7 @@ def test_a_request_waits_only_for_what_it_may_find() -> None:
     """While the files are read a lookup asks for time if something may be found; not for ever, the same in a step."""
     world = _World()
     assert world.keys(worth=False) == []  # computed at once; it is saved as soon as a rank has told
-    world.told({0: {1: b"d"}})
+    world.noted({0: {1: b"d"}})
     assert world.keys(worth=False) == [b"0d", b"1d"]
     late = _World(seconds_max=0.0)
     assert late.keys() == []
@@ -294,7 +294,7 @@ def test_an_adapter_that_nobody_can_read_has_no_keys() -> None:
     world.reader.found = b""
     assert world.keys() == []
     assert not world.side.known(world.request)
-    world.told({0: {1: b"d"}})
+    world.noted({0: {1: b"d"}})
     assert list(world.side.keys(world.request)) == [b"0d", b"1d"]
 
 
@@ -304,17 +304,17 @@ def test_ranks_know_better_than_files() -> None:
     world.reader.found = b"new"
     assert world.keys() == [b"0new", b"1new"]
     assert not world.side.certain(world.request)
-    world.told({0: {1: b"old"}})
+    world.noted({0: {1: b"old"}})
     assert world.keys() == [b"0new", b"1new"]
-    world.told({1: {1: b"old"}})
+    world.noted({1: {1: b"old"}})
     assert (
         list(world.side.keys(world.request)) == []
     )  # what it has computed is of the old, what it looked up of the new
     assert world.keys() == [b"0old", b"1old"]
     assert world.side.certain(world.request)
-    world.told({1: {1: b"other"}})
+    world.noted({1: {1: b"other"}})
     assert world.keys() == []
-    world.told({0: {1: b""}, 1: {1: b""}})
+    world.noted({0: {1: b""}, 1: {1: b""}})
     world.side.admitted(world.request, 9, 0)
     assert world.keys() == [b"0new", b"1new"]
 
@@ -322,24 +322,24 @@ def test_ranks_know_better_than_files() -> None:
 def test_an_adapter_that_is_loaded_in_place_is_what_its_files_are() -> None:
     """VLLM loads it again with every step: the files count, and it is certain when the ranks hold just that."""
     world = _World(in_place=True)
-    world.told({0: {1: b"old"}})
+    world.noted({0: {1: b"old"}})
     world.reader.found = b"new"
     assert world.keys() == [b"0new", b"1new"]
     assert not world.side.certain(world.request)
-    world.told({0: {1: b"new"}})
+    world.noted({0: {1: b"new"}})
     assert world.side.certain(world.request)
 
 
-def _ranks_say(world: _World, said: dict[int, bytes]) -> None:
+def _ranks_say(world: _World, stated: dict[int, bytes]) -> None:
     """Let a rank answer the questions of a step, each adapter as it holds it now."""
     asked = {claim.adapter for claim in world.side.claims([]) if not claim.job}
     rank = _Rank()
-    rank.there = said
+    rank.there = stated
     rank.held.checked(StepPlan(1, claims=world.side.claims([])))
     news = rank.held.news()
     assert news.keys() >= asked
     for index in range(world.side._ranks):
-        world.told({index: news})
+        world.noted({index: news})
 
 
 @pytest.mark.parametrize("now", [b"new", b"old", b""])
@@ -347,14 +347,14 @@ def test_a_call_is_doubt_until_every_rank_has_said(now: bytes) -> None:
     """After `add_lora` or `remove_lora` nothing is promised by what ranks held; files count if they hold it no more."""
     world = _World(ranks=2)
     world.reader.found = b"file"
-    world.told({rank: {1: b"old"} for rank in range(2)})
+    world.noted({rank: {1: b"old"} for rank in range(2)})
     assert world.keys() == [b"0old", b"1old"]
     world.called(2)  # another one
     assert world.keys() == [b"0old", b"1old"]
     world.called(1)
     assert world.keys() is None
     assert not world.side.certain(world.request)
-    world.told({0: {1: b"new"}})
+    world.noted({0: {1: b"new"}})
     assert world.keys() is None
     _ranks_say(world, {1: now} if now else {})
     assert world.keys() == [b"0" + (now or b"file"), b"1" + (now or b"file")]
@@ -364,21 +364,21 @@ def test_a_call_is_doubt_until_every_rank_has_said(now: bytes) -> None:
 def test_a_step_that_was_under_way_is_no_answer() -> None:
     """Its ranks say what they held before the call: the adapter's bytes stay unknown until a later step says them."""
     world = _World(ranks=2)
-    world.told({rank: {1: b"old"} for rank in range(2)})
+    world.noted({rank: {1: b"old"} for rank in range(2)})
     assert world.keys() == [b"0old", b"1old"]
     world.called(1)
-    world.told({rank: {1: b"old"} for rank in range(2)}, after=0)
+    world.noted({rank: {1: b"old"} for rank in range(2)}, after=0)
     assert world.keys() is None
     assert [claim.adapter for claim in world.side.claims([])] == [1]
     assert not world.side.certain(world.request)
-    world.told({rank: {1: b"new"} for rank in range(2)}, after=0)
+    world.noted({rank: {1: b"new"} for rank in range(2)}, after=0)
     assert world.keys() == [b"0new", b"1new"]
 
 
 def test_who_need_not_wait_has_no_keys_until_ranks_have_said() -> None:
     """A lookup that could find nothing, or has waited for long, goes on; what it computes is saved when it is known."""
     for world in (late := _World(seconds_max=0.0)), _World():
-        world.told({0: {1: b"old"}})
+        world.noted({0: {1: b"old"}})
         if world is late:
             assert world.keys() == [b"0old", b"1old"]
         world.called(1)

@@ -313,12 +313,12 @@ def test_tiers_on_some_ranks_only() -> None:
 
 def test_why_other_layouts_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is told once, and counted for as long as it is so."""
-    told = list[dict[str, Any]]()
-    monkeypatch.setattr(connector, "info", lambda name, **fields: told.append({"name": name, **fields}))
+    noted = list[dict[str, Any]]()
+    monkeypatch.setattr(connector, "info", lambda name, **fields: noted.append({"name": name, **fields}))
     trial = Trial(SHAPES["two-tiers"], 2)
     try:
         assert trial.kvpipe is not None
-        assert [(one["name"], one["why"]) for one in told] == [("tiers_of_one_layout", "caches")]
+        assert [(one["name"], one["why"]) for one in noted] == [("tiers_of_one_layout", "caches")]
         assert trial.side.totals()["layout_bound"] == {"caches": 1.0}
         ranks: Any = {(0, rank.index): rank.connector.get_handshake_metadata() for rank in trial.ranks}
         for weights, bound in (("m", {"caches": 0.0, "weights": 1.0}), ("m=s", {"caches": 0.0, "weights": 0.0})):
@@ -327,7 +327,7 @@ def test_why_other_layouts_share_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
             for _ in range(2):
                 trial.kvpipe.set_xfer_handshake_metadata_pp_aware(ranks)
                 assert trial.side.totals()["layout_bound"] == bound
-        assert [one["why"] for one in told] == ["caches", "weights"]
+        assert [one["why"] for one in noted] == ["caches", "weights"]
     finally:
         trial.close()
 

@@ -69,13 +69,13 @@ class Ordering:
 
     def pin(self, request: Any, seconds: float = 10) -> PinnedPrompt:
         """Pin a prompt."""
-        told: PinnedPrompt = self.do(lambda: self.side.pins.pin(self.prefixes, request, seconds))
-        return told
+        noted: PinnedPrompt = self.do(lambda: self.side.pins.pin(self.prefixes, request, seconds))
+        return noted
 
     def evict(self, request: Any, first: int = 0) -> EvictedPrompt:
         """Evict a prompt."""
-        told: EvictedPrompt = self.do(lambda: self.side.pins.evict(self.prefixes, request, first))
-        return told
+        noted: EvictedPrompt = self.do(lambda: self.side.pins.evict(self.prefixes, request, first))
+        return noted
 
     def held(self, request: Any) -> int:
         """How many units of it are found."""
@@ -86,8 +86,8 @@ def test_a_pinned_prompt_stays_until_its_deadline() -> None:
     """However much else is saved; what finds no room beside it is not saved."""
     one = Ordering(slots=8)
     kept = one.save("a", 3 * CHUNK)
-    told = one.pin(kept, 10)
-    assert told == PinnedPrompt(1, 3 * CHUNK * UNIT, 3, 10)
+    noted = one.pin(kept, 10)
+    assert noted == PinnedPrompt(1, 3 * CHUNK * UNIT, 3, 10)
     for turn in range(4):
         one.save(f"other {turn}", 5 * CHUNK)
     assert one.held(kept) == 3 * CHUNK
@@ -134,8 +134,8 @@ def test_a_pinned_prompt_may_end_with_a_block(keys: dict[str, Any], units: int) 
     one.world.succeed(*one.world.step(continued, boundaries=ends))
     one.side.finished(continued)
     asked = SimpleNamespace(**vars(continued) | {"num_tokens": units * UNIT, "num_prompt_tokens": units * UNIT})
-    told = one.pin(asked)
-    assert told.tokens == units * UNIT
+    noted = one.pin(asked)
+    assert noted.tokens == units * UNIT
     for turn in range(4):
         one.save(f"other {turn}", 8 * CHUNK)
     assert (one.held(asked), one.held(continued)) == (units - 1, units)
@@ -151,9 +151,9 @@ def test_a_pin_holds_what_a_hit_needs(keys: dict[str, Any]) -> None:
     one.world.succeed(*jobs)
     units = one.held(request)
     assert units
-    told = one.pin(request)
-    assert told.tokens == units * UNIT
-    assert told.chunks == (4 + 2 if "states" not in keys else 4 + 1)
+    noted = one.pin(request)
+    assert noted.tokens == units * UNIT
+    assert noted.chunks == (4 + 2 if "states" not in keys else 4 + 1)
     for turn in range(4):
         one.save(f"other {turn}", 8 * CHUNK)
     assert one.held(request) == units

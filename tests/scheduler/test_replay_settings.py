@@ -50,7 +50,7 @@ def test_every_parameter_can_be_set(load: Workload) -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "given", "says"),
+    ("part", "given", "wording"),
     [
         ("model", "flops=1", "there is no flops; there are parameters, layers"),
         ("model", "flop_per_s", "could not convert"),
@@ -60,9 +60,9 @@ def test_every_parameter_can_be_set(load: Workload) -> None:
         ("memory", "bytes_per_s=inf", "a number above 0"),
     ],
 )
-def test_what_cannot_be_is_refused(part: str, given: str, says: str) -> None:
+def test_what_cannot_be_is_refused(part: str, given: str, wording: str) -> None:
     """By its name, before anything is replayed."""
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=wording):
         Setting().with_set(part, [given])
 
 

@@ -97,8 +97,8 @@ def test_a_load_that_cannot_be_planned_is_reported_as_failed(
     tokens = promise(world, request)
     assert tokens == 4 * UNIT
     world.side.admitted(request, world.allocate(request, null=1), tokens)
-    told = [one.load for one in trace.take() if isinstance(one, RequestAdmitted) and one.request == "new"]
-    assert told == [f"load_{load}"] * traced
+    noted = [one.load for one in trace.take() if isinstance(one, RequestAdmitted) and one.request == "new"]
+    assert noted == [f"load_{load}"] * traced
     assert world.side.catalog.leases == 0
     jobs = world.step()
     assert [job.kind for job in jobs] == [SYNC if load == "sync" else ASYNC]

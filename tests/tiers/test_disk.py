@@ -36,7 +36,7 @@ from tests.tiers.disks import (
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "said"),
+    ("key", "value", "stated"),
     [
         ("path", "var/kv", "absolute path"),
         ("path", "~nobody-is-called-so/kv", "absolute path"),
@@ -47,9 +47,9 @@ from tests.tiers.disks import (
         ("fsync", "perhaps", "boolean"),
     ],
 )
-def test_a_wrong_key_is_refused(key: str, value: object, said: str) -> None:
+def test_a_wrong_key_is_refused(key: str, value: object, stated: str) -> None:
     """A value that cannot be meant is refused, and the report names its key."""
-    with pytest.raises(ValidationError, match=said) as raised:
+    with pytest.raises(ValidationError, match=stated) as raised:
         DiskSpec.model_validate({"path": "/var/kv", key: value})
     assert raised.value.errors()[0]["loc"][0] == key
 

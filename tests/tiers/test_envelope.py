@@ -155,7 +155,7 @@ def test_changed_bytes_of_a_body_are_noticed(secret: bytes | None) -> None:
 
 @SECRETS
 @pytest.mark.parametrize(
-    ("at", "wrong", "said"),
+    ("at", "wrong", "stated"),
     [
         (0, b"KVPIPE\r\n", "magic"),
         (8, struct.pack("<H", 1), "version"),
@@ -169,11 +169,11 @@ def test_changed_bytes_of_a_body_are_noticed(secret: bytes | None) -> None:
         (72, b"F", "key"),
     ],
 )
-def test_a_field_that_is_wrong_is_named(secret: bytes | None, at: int, wrong: bytes, said: str) -> None:
+def test_a_field_that_is_wrong_is_named(secret: bytes | None, at: int, wrong: bytes, stated: str) -> None:
     """A header whose checksum is right but which is not the expected one says in which field."""
     key, header, body = sealed(secret)
     header[at : at + len(wrong)] = wrong
-    assert why(secret, key, signed(header), body) == said
+    assert why(secret, key, signed(header), body) == stated
 
 
 @pytest.mark.parametrize("at", [40, HEADER_BYTES - 24, 2000], ids=["salt", "tag", "behind the fields"])
@@ -195,13 +195,13 @@ def test_what_was_asked_for_must_be_what_is_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stored", "read", "said"),
+    ("stored", "read", "stated"),
     [(None, SECRET, "cipher"), (SECRET, None, "cipher"), (SECRET, OTHER, "encryption key")],
     ids=["plain, wanted encrypted", "encrypted, wanted plain", "another secret"],
 )
-def test_another_secret_is_a_miss(stored: bytes | None, read: bytes | None, said: str) -> None:
+def test_another_secret_is_a_miss(stored: bytes | None, read: bytes | None, stated: str) -> None:
     """A value that was stored with another secret, or with or without one, is damaged and no error of another kind."""
-    assert why(read, *sealed(stored)) == said
+    assert why(read, *sealed(stored)) == stated
     assert issubclass(DamagedError, TransferError)
 
 
@@ -259,7 +259,7 @@ def test_several_keys_are_read_and_the_first_writes(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("texts", "said"),
+    ("texts", "stated"),
     [
         ([SECRET, SECRET], "encryption_key_env='MY_KEY': key 2 is there twice"),
         ([SECRET, b"short"], "encryption_key_env='MY_KEY': key 2 does not hold 32 bytes"),
@@ -267,10 +267,10 @@ def test_several_keys_are_read_and_the_first_writes(monkeypatch: pytest.MonkeyPa
     ],
     ids=["twice", "short", "many"],
 )
-def test_a_wrong_ring_is_refused(texts: list[bytes], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_ring_is_refused(texts: list[bytes], stated: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One sentence says which key is wrong, and shows none."""
     monkeypatch.setenv("MY_KEY", "\n".join(base64.b64encode(one).decode() for one in texts))
-    with pytest.raises(ConfigError, match=said) as caught:
+    with pytest.raises(ConfigError, match=stated) as caught:
         secrets_of(spec(encryption_key_env="MY_KEY"))
     assert not any(base64.b64encode(one).decode() in str(caught.value) for one in texts)
 

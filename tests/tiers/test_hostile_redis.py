@@ -102,7 +102,7 @@ def layout_of(host: str, port: int) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "noted"),
     [
         ({"password_env": PASSWORD_ENV}, False),
         ({"password_env": PASSWORD_ENV, "cluster_hosts": "10.0.0.0/8,*.example,127.0.0.3"}, False),
@@ -112,7 +112,7 @@ def layout_of(host: str, port: int) -> bytes:
     ],
 )
 def test_the_password_goes_to_no_host_that_was_not_named(
-    given: dict[str, Any], told: bool, monkeypatch: pytest.MonkeyPatch
+    given: dict[str, Any], noted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A cluster that names another host, in its layout or by ASK, has it connected to only if it was configured.
 
@@ -143,7 +143,7 @@ def test_the_password_goes_to_no_host_that_was_not_named(
 
             with pretending(polite(answer)) as port:
                 received.clear()
-                if told:
+                if noted:
                     run(play)
                     assert received
                 else:
@@ -210,9 +210,9 @@ def test_ask_is_for_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "said", [b"-ASK\r\n", b"-ASK 7 \r\n", b"-ASK 7 h:0\r\n", b"-ASK 7 h:99999\r\n", b"-ASK 7 a b:1\r\n"]
+    "stated", [b"-ASK\r\n", b"-ASK 7 \r\n", b"-ASK 7 h:0\r\n", b"-ASK 7 h:99999\r\n", b"-ASK 7 a b:1\r\n"]
 )
-def test_an_odd_ask_is_an_error(said: bytes) -> None:
+def test_an_odd_ask_is_an_error(stated: bytes) -> None:
     """A refusal with ASK that names no server is a TierError."""
 
     async def play() -> None:
@@ -220,7 +220,9 @@ def test_an_odd_ask_is_an_error(said: bytes) -> None:
             with pytest.raises(TierError, match="cannot be read"):
                 await tier.exists([some_key(1)])
 
-    with pretending(polite(lambda words: layout_of(LOCAL, port) if words[0] == b"CLUSTER" else said + b"\r\n")) as port:
+    with pretending(
+        polite(lambda words: layout_of(LOCAL, port) if words[0] == b"CLUSTER" else stated + b"\r\n")
+    ) as port:
         run(play)
 
 

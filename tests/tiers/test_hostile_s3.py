@@ -93,8 +93,8 @@ def endless(way: str) -> Callable[[str, dict[str, str], Send], None]:
 @pytest.mark.parametrize("way", ["chunked", "long", "none"])
 def test_memory_is_bounded_by_what_was_asked(way: str) -> None:
     """Whatever length a store says that a body has, no more of it is taken than was asked for."""
-    with storing(endless(way)) as told:
-        grown = peak_growth(told)
+    with storing(endless(way)) as noted:
+        grown = peak_growth(noted)
     assert grown.here < GROWTH_BYTES_MAX
     assert grown.there < CLIENT_BYTES_MAX
 
@@ -115,8 +115,8 @@ def flood(send: Send, head: str, way: str) -> None:
 @pytest.mark.parametrize("way", ["chunked", "long", "2 GB"])
 def test_memory_is_bounded_whatever_error_is_told(way: str, status: str) -> None:
     """An error with an endless body costs bounded memory, here and in the client's process."""
-    with storing(lambda _, __, send: flood(send, f"HTTP/1.1 {status}", way)) as told:
-        grown = peak_growth(told)
+    with storing(lambda _, __, send: flood(send, f"HTTP/1.1 {status}", way)) as noted:
+        grown = peak_growth(noted)
     assert grown.here < GROWTH_BYTES_MAX
     assert grown.there < CLIENT_BYTES_MAX
 
@@ -130,8 +130,8 @@ def test_memory_is_bounded_whatever_is_listed(way: str) -> None:
             flood(send, "HTTP/1.1 200 OK", way)
         send(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
 
-    with storing(reply) as told:
-        grown = peak_growth(told)
+    with storing(reply) as noted:
+        grown = peak_growth(noted)
     assert grown.here < GROWTH_BYTES_MAX
     assert grown.there < CLIENT_BYTES_MAX
 
@@ -156,8 +156,8 @@ def test_a_listing_of_endless_pages() -> None:
         else:
             send(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
 
-    with storing(reply) as told:
-        grown = peak_growth(told)
+    with storing(reply) as noted:
+        grown = peak_growth(noted)
     assert grown.here < GROWTH_BYTES_MAX
     assert grown.there < CLIENT_BYTES_MAX
 

@@ -259,12 +259,12 @@ def test_a_client_that_is_killed_while_the_master_is_away(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("answer", "told", "ends"),
+    ("answer", "noted", "ends"),
     [(bytes(16 << 20), ["the client's answer cannot be sent", None], []), (object(), None, [1])],
     ids=["too long", "no message"],
 )
 def test_a_lane_answers_or_the_client_ends(
-    monkeypatch: pytest.MonkeyPatch, answer: object, told: object, ends: list[int]
+    monkeypatch: pytest.MonkeyPatch, answer: object, noted: object, ends: list[int]
 ) -> None:
     """An answer that is too long is a failure; a lane that cannot go on ends the client, so that it is started anew."""
 
@@ -280,8 +280,8 @@ def test_a_lane_answers_or_the_client_ends(
         here.shutdown(socket.SHUT_WR)
         child.serve(cast("child.Worker", Answering()), 0, there)
         assert ended == ends
-        if told is not None:
-            assert msgspec.msgpack.decode(here.recv(1 << 20)) == told
+        if noted is not None:
+            assert msgspec.msgpack.decode(here.recv(1 << 20)) == noted
 
 
 async def _reads(tier: Tier, times: int) -> None:

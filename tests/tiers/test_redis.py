@@ -311,7 +311,7 @@ def test_a_replica_reads_and_is_full(server: RedisServer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "kind"),
+    ("stated", "kind"),
     [
         ("OOM command not allowed when used memory > 'maxmemory'.", TierFullError),
         ("MISCONF Redis is configured to save RDB snapshots, but it cannot", TierFullError),
@@ -322,7 +322,7 @@ def test_a_replica_reads_and_is_full(server: RedisServer) -> None:
         ("ERR " + "x" * 3000, TierError),
     ],
 )
-def test_refusals_become_errors(said: str, kind: type[TierError]) -> None:
+def test_refusals_become_errors(stated: str, kind: type[TierError]) -> None:
     """A refusal is a TierError with the server's words, shortened; TierFullError where it may not be written."""
 
     async def play() -> None:
@@ -331,10 +331,10 @@ def test_refusals_become_errors(said: str, kind: type[TierError]) -> None:
                 with pytest.raises(TierError) as caught:
                     await call
                 assert type(caught.value) is kind
-                assert said[:150] in str(caught.value)
+                assert stated[:150] in str(caught.value)
                 assert len(str(caught.value)) < 400
 
-    with pretending(polite(lambda _: f"-{said}\r\n".encode())) as port:
+    with pretending(polite(lambda _: f"-{stated}\r\n".encode())) as port:
         run(play)
 
 

@@ -162,8 +162,8 @@ def test_a_store_without_room() -> None:
     """A store that is full, or over its quota, raises TierFullError from writes; the rest goes on."""
     for status, code in ((507, "XMinioStorageFull"), (403, "QuotaExceeded"), (507, "")):
 
-        def answer(method: str, _: bool, said: tuple[int, str] = (status, code)) -> tuple[int, str]:
-            return said if method == "PUT" else (404, "NoSuchKey")
+        def answer(method: str, _: bool, stated: tuple[int, str] = (status, code)) -> tuple[int, str]:
+            return stated if method == "PUT" else (404, "NoSuchKey")
 
         async def play(url: str) -> None:
             async with opened(spec_of(shared(), endpoint=url)) as tier:

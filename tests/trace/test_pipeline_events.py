@@ -71,7 +71,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
     return made
 
 
-class Told(Rig):
+class Noted(Rig):
     """A pipeline that is traced, over an engine that completes nothing by itself."""
 
     def __init__(self, engine: FakeEngine | None = None, *, sample: float = 1.0, stuck_ms_max: int = 60_000) -> None:
@@ -92,7 +92,7 @@ class Told(Rig):
         self._events += self.recorder.take()
         return self._events
 
-    def told(self, kind: type[e.Event]) -> list[e.Event]:
+    def noted(self, kind: type[e.Event]) -> list[e.Event]:
         """Events of `kind`."""
         return [one for one in self.events if isinstance(one, kind)]
 
@@ -107,17 +107,17 @@ class Told(Rig):
 
 def test_every_layer_of_a_save_is_told() -> None:
     """Submitted, copied and landed layer by layer, then final; with request, epoch, step and rank."""
-    rig = Told()
+    rig = Noted()
     rig.pipeline.begin(plan(job(1, SAVE, [(0, 0, 0, 3), (1, 1, 0, 5)])))
     rig.save_all()
     rig.engine.complete_all()
     rig.pipeline.end_step()
     assert rig.news() == {1: True}
-    copied = rig.told(e.LayerCopied)
+    copied = rig.noted(e.LayerCopied)
     assert [one.layer for one in copied if isinstance(one, e.LayerCopied)] == list(range(rig.layers))
-    assert len(rig.told(e.LayerSubmitted)) == rig.layers
-    assert len(rig.told(transitions.LayerLanded)) == rig.layers
-    (final,) = rig.told(transitions.Finalized)
+    assert len(rig.noted(e.LayerSubmitted)) == rig.layers
+    assert len(rig.noted(transitions.LayerLanded)) == rig.layers
+    (final,) = rig.noted(transitions.Finalized)
     assert isinstance(final, transitions.Finalized)
     assert (final.rank, final.machine, final.cursor, final.was, final.now) == (3, "save", 1, "LANDED", "FINALIZED")
     assert {(one.request, one.epoch, one.step) for one in rig.events} == {(final.request, final.epoch, final.step)}
@@ -130,7 +130,7 @@ def test_every_layer_of_a_save_is_told() -> None:
 
 def test_who_is_not_in_the_sample_is_not_told_in_detail() -> None:
     """But for its failure."""
-    rig = Told(sample=0.0)
+    rig = Noted(sample=0.0)
     rig.pipeline.begin(plan(job(1, SAVE, [(0, 0, 0, 3)])))
     rig.save_all()
     rig.engine.complete_all()
@@ -149,14 +149,14 @@ def test_who_is_not_in_the_sample_is_not_told_in_detail() -> None:
 
 def test_a_failure_says_why() -> None:
     """The transition to FAILED carries the reason, and the trace replays."""
-    rig = Told()
+    rig = Noted()
     rig.engine.failing = lambda _plan, ticket: frozenset({1}) if ticket.layer == 1 else frozenset()
     rig.pipeline.begin(plan(job(1, SAVE, [(0, 0, 0, 3)])))
     rig.save_all()
     rig.engine.complete_all()
     rig.pipeline.end_step()
     assert rig.news() == {1: False}
-    (failed,) = rig.told(transitions.Failed)
+    (failed,) = rig.noted(transitions.Failed)
     assert isinstance(failed, transitions.Failed)
     assert failed.why == "the copy of layer 1 failed"
     assert rig.replay().problems == []
@@ -165,13 +165,13 @@ def test_a_failure_says_why() -> None:
 
 def test_a_wait_that_times_out_is_a_slow_tier() -> None:
     """Told once, with how long it was waited for."""
-    rig = Told()
+    rig = Noted()
     rig.engine.waiting = Waiting.STUCK
     rig.pipeline._wait_s = 0.01
     rig.pipeline.begin(plan(job(1, SYNC, [(0, 0, 0, 3)])))
     rig.pipeline.start_loads()
     rig.wait_all()
-    (slow,) = rig.told(e.TierSlow)
+    (slow,) = rig.noted(e.TierSlow)
     assert isinstance(slow, e.TierSlow)
     assert (slow.tier, slow.waited_ms) == ("memory", 10)
     rig.engine.complete_all()
@@ -195,7 +195,7 @@ class Obliging(FakeEngine):
 def test_a_stuck_load_is_reported_and_failed(clocks: Clocks) -> None:
     """With its last transitions; vLLM hears of it without anybody waiting."""
     engine = Obliging()
-    rig = Told(engine, stuck_ms_max=STUCK_MS)
+    rig = Noted(engine, stuck_ms_max=STUCK_MS)
     rig.pipeline.begin(plan(job(1, ASYNC, [(0, 0, 0, 3)])))
     rig.pipeline.start_loads()
     engine.complete(Direction.LOAD)
@@ -207,7 +207,7 @@ def test_a_stuck_load_is_reported_and_failed(clocks: Clocks) -> None:
     (outcome,) = ended
     assert (outcome.ok, outcome.why) == (False, STUCK)  # type: ignore[attr-defined]
     assert rig.counters["stuck"] == 1
-    (stuck,) = rig.told(e.Stuck)
+    (stuck,) = rig.noted(e.Stuck)
     assert isinstance(stuck, e.Stuck)
     assert (stuck.job, stuck.kind, stuck.request) == (1, "load_async", "r1")
     assert stuck.waited_ms >= STUCK_MS
@@ -226,7 +226,7 @@ def test_a_stuck_load_that_may_still_write_is_not_given_back(clocks: Clocks) -> 
     """It is failed, but its blocks are vLLM's again only when nothing can write to them."""
     engine = Obliging()
     engine.can = False
-    rig = Told(engine, stuck_ms_max=STUCK_MS)
+    rig = Noted(engine, stuck_ms_max=STUCK_MS)
     rig.pipeline.begin(plan(job(1, ASYNC, [(0, 0, 0, 3)])))
     rig.pipeline.start_loads()
     rig.pipeline.end_step()
@@ -250,7 +250,7 @@ def test_the_watchdog_begins_when_there_is_a_loop(monkeypatch: pytest.MonkeyPatc
             time.sleep(0.05)
 
     monkeypatch.setattr(copies, "LoopThread", Late)
-    rig = Told(Obliging(), stuck_ms_max=4)
+    rig = Noted(Obliging(), stuck_ms_max=4)
     rig.settle()
     assert rig.pipeline.copies.loop.errors == 0
     rig.pipeline.shutdown()
@@ -258,7 +258,7 @@ def test_the_watchdog_begins_when_there_is_a_loop(monkeypatch: pytest.MonkeyPatc
 
 def test_each_stuck_job_is_told_with_its_own_moves(clocks: Clocks) -> None:
     """Of many in one batch too."""
-    rig = Told(Obliging(), stuck_ms_max=STUCK_MS)
+    rig = Noted(Obliging(), stuck_ms_max=STUCK_MS)
     rig.pipeline.begin(plan(*(job(i, ASYNC, [(0, 0, 0, i)]) for i in range(9))))
     rig.pipeline.start_loads()
     rig.engine.complete(Direction.LOAD)
@@ -267,7 +267,7 @@ def test_each_stuck_job_is_told_with_its_own_moves(clocks: Clocks) -> None:
     clocks.later(2)
     assert eventually(lambda: rig.counters["stuck"] == 9)
     rig.settle()
-    stuck = rig.told(e.Stuck)
+    stuck = rig.noted(e.Stuck)
     assert [one.job for one in stuck if isinstance(one, e.Stuck)] == list(range(9))
     last = ["confirm -> CONFIRMED", "landed_next -> CONFIRMED_LAYER_0"]
     assert all(one.last == last for one in stuck if isinstance(one, e.Stuck))
@@ -278,7 +278,7 @@ def test_what_is_submitted_to_a_stuck_batch_is_not_begun(clocks: Clocks) -> None
     """Its step goes on, but nothing is copied any more, and it is reported when what was begun is over."""
     engine = Obliging()
     engine.can = False
-    rig = Told(engine, stuck_ms_max=STUCK_MS)
+    rig = Noted(engine, stuck_ms_max=STUCK_MS)
     rig.pipeline.begin(plan(job(1, SAVE, [(0, 0, 0, 3)])))
     rig.pipeline.save_layer(0)
     clocks.later(2)
@@ -299,7 +299,7 @@ def test_what_is_submitted_to_a_stuck_batch_is_not_begun(clocks: Clocks) -> None
 
 def test_what_moves_or_waits_for_its_step_is_not_stuck(clocks: Clocks) -> None:
     """A save whose copies are all there may wait for the end of a long step."""
-    rig = Told(Obliging(), stuck_ms_max=STUCK_MS)
+    rig = Noted(Obliging(), stuck_ms_max=STUCK_MS)
     rig.pipeline.begin(plan(job(1, SAVE, [(0, 0, 0, 3)])))
     for layer in range(rig.layers):
         rig.pipeline.save_layer(layer)
@@ -362,7 +362,7 @@ def test_what_a_timed_out_wait_leaves_is_taken_back(kind: Kind) -> None:
             abandoned.append(ticket.layer)
             return False
 
-    rig = Told(Noting())
+    rig = Noted(Noting())
     rig.engine.waiting = Waiting.STUCK
     rig.pipeline._wait_s = 0.01
     rig.pipeline.begin(plan(job(1, kind, [(0, 0, 0, 3)])))

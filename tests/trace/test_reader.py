@@ -155,7 +155,7 @@ def _swapped(number: int) -> Callable[[Events], Events]:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "stated"),
     [
         (_without(3), "save 1 (rank 0 of e): landed_next in LAYER_1, but it was in LAYER_0: a transition is missing"),
         (_without(2), "it was in PENDING: a transition is missing"),
@@ -171,12 +171,12 @@ def _swapped(number: int) -> Callable[[Events], Events]:
         (_changed(13, on="admit_load", now="ALLOCATED"), "admit_empty"),
     ],
 )
-def test_a_spoiled_trace_is_not(spoil: Callable[[Events], Events], said: str) -> None:
+def test_a_spoiled_trace_is_not(spoil: Callable[[Events], Events], stated: str) -> None:
     """Each names the cursor and what is wrong with it."""
     done = replay(spoil(_whole()))
     assert not done.ok
-    if said != "admit_empty":
-        assert any(said in problem for problem in done.problems), done.problems
+    if stated != "admit_empty":
+        assert any(stated in problem for problem in done.problems), done.problems
 
 
 def test_an_illegal_transition_is_a_problem() -> None:

@@ -133,7 +133,7 @@ def test_a_gap_is_told_where_it_is() -> None:
     assert [type(one) for one in reported.take()][-2:] == [e.Dropped, e.Ended]
 
 
-def test_a_trace_that_cannot_be_written_is_logged(said: io.StringIO, tmp_path: Path) -> None:
+def test_a_trace_that_cannot_be_written_is_logged(stated: io.StringIO, tmp_path: Path) -> None:
     """Once a minute: the trace itself cannot say it. And counted."""
     reported = Recorder(0)
     writer = Writer(reported, [_file(tmp_path / "gone" / "trace")], "engine")
@@ -141,7 +141,7 @@ def test_a_trace_that_cannot_be_written_is_logged(said: io.StringIO, tmp_path: P
         reported.put(_event(number))
         _until(lambda: not reported.waiting)
     writer.close()
-    (line,) = said.getvalue().splitlines()
+    (line,) = stated.getvalue().splitlines()
     assert json.loads(line)["event"] == "trace_lost"
     assert "No such file" in json.loads(line)["why"]
     assert reported.losses == {"queue": 0, "sink": 6}
@@ -351,7 +351,7 @@ def test_a_folder_that_is_gone_loses_events_until_it_is_back(tmp_path: Path) -> 
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
+def stated(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     """What is logged at `info`, as JSON."""
     to = io.StringIO()
     monkeypatch.setattr(sys, "stderr", to)
@@ -360,12 +360,12 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     structlog.reset_defaults()
 
 
-def test_the_log_has_what_its_level_asks_for(said: io.StringIO) -> None:
+def test_the_log_has_what_its_level_asks_for(stated: io.StringIO) -> None:
     """Bound to engine, request and epoch; fields that say nothing are left out."""
     admitted = e.RequestAdmitted(1, -1, "r1", 2, 3, 4, "e1", prompt_tokens=10, hit_tokens={"memory": 4}, why="evicted")
     fault = e.Fault(1, 0, "r1", 0, 3, 4, "e1", name="job_failed", seen=1, fields={"job": "7"})
     LogSink(logging.INFO).write([_event(1), admitted, fault])
-    lines = [json.loads(line) for line in said.getvalue().splitlines()]
+    lines = [json.loads(line) for line in stated.getvalue().splitlines()]
     for line in lines:
         del line["timestamp"]
     assert lines == [
@@ -376,23 +376,23 @@ def test_the_log_has_what_its_level_asks_for(said: io.StringIO) -> None:
     ]  # fmt: skip
 
 
-def test_the_log_makes_nothing_of_what_nobody_reads(said: io.StringIO) -> None:
+def test_the_log_makes_nothing_of_what_nobody_reads(stated: io.StringIO) -> None:
     """A sink at `warning` leaves out what the log's own level would let through."""
     LogSink(logging.WARNING).write([e.RequestAdmitted(1, -1, "r1", 2, 3, 4, "e1"), e.Stuck(1, 0, "r1", 0, 3, 4, "e1")])
-    assert [json.loads(line)["event"] for line in said.getvalue().splitlines()] == ["stuck"]
+    assert [json.loads(line)["event"] for line in stated.getvalue().splitlines()] == ["stuck"]
 
 
-def test_what_may_come_by_the_thousand_is_told_now_and_then(said: io.StringIO) -> None:
+def test_what_may_come_by_the_thousand_is_told_now_and_then(stated: io.StringIO) -> None:
     """The first and each thousandth."""
     LogSink(logging.INFO).write([e.Dropped(1, 0, "", 0, 0, count=i) for i in range(1, 2002)])
-    assert [json.loads(line)["count"] for line in said.getvalue().splitlines()] == [1, 1001, 2001]
+    assert [json.loads(line)["count"] for line in stated.getvalue().splitlines()] == [1, 1001, 2001]
 
 
-def test_a_field_may_have_any_name_and_any_text(said: io.StringIO) -> None:
+def test_a_field_may_have_any_name_and_any_text(stated: io.StringIO) -> None:
     """Those that the log has itself are written with an underscore; control characters are spelled out."""
     fields = {"event": "landed_next", "level": "9", "why": "a\nb\x1b[31m"}
     LogSink(logging.INFO).write([e.Fault(1, 0, "r\x1b", 0, 0, name="illegal_transition", seen=1, fields=fields)])
-    line = json.loads(said.getvalue())
+    line = json.loads(stated.getvalue())
     assert (line["event"], line["event_"], line["level_"]) == ("illegal_transition", "landed_next", "9")
     assert (line["why"], line["request"]) == ("a\\nb\\x1b[31m", "r\\x1b")
 

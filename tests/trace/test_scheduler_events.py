@@ -20,7 +20,7 @@ from kvpipe.trace.recorder import Recorder
 from kvpipe.trace.replay import Replay
 
 
-class Told(SchedulerWorld):
+class Noted(SchedulerWorld):
     """A world whose scheduler side is traced."""
 
     def __init__(self, *, sample: float = 1.0, detail: bool = True, transitions: bool = True, **options: Any) -> None:
@@ -35,7 +35,7 @@ class Told(SchedulerWorld):
         self._events += self.recorder.take()
         return self._events
 
-    def told(self, kind: type[e.Event]) -> list[Any]:
+    def noted(self, kind: type[e.Event]) -> list[Any]:
         """Events of exactly `kind`."""
         return [one for one in self.events if type(one) is kind]
 
@@ -52,7 +52,7 @@ class Told(SchedulerWorld):
 def test_nobody_has_saved_it() -> None:
     """Or not that far."""
     world = SchedulerWorld()
-    reported = Told()
+    reported = Noted()
     assert reported.why(reported.request("new", 4)) == (0, 4 * UNIT, miss_reasons.NOT_SAVED)
     reported.publish(reported.request("old", 4, shared=4))
     assert reported.why(reported.request("longer", 8, shared=4)) == (4 * UNIT, 4 * UNIT, miss_reasons.NOT_SAVED)
@@ -61,7 +61,7 @@ def test_nobody_has_saved_it() -> None:
 
 def test_the_rest_is_too_short() -> None:
     """Less than a unit; and the last token, which vLLM computes itself."""
-    reported = Told()
+    reported = Noted()
     reported.publish(reported.request("old", 4, shared=4))
     assert reported.why(reported.request("short", 0, extra=5)) == (0, 5, miss_reasons.BELOW_MINIMUM)
     assert reported.why(reported.request("a little more", 4, shared=4, extra=3)) == (
@@ -75,14 +75,14 @@ def test_the_rest_is_too_short() -> None:
 
 def test_a_block_that_vllm_drops_of_its_own_hit_is_not_waited_for() -> None:
     """It is computed in the step in which a load would begin; more than that is loaded, and all where vLLM has none."""
-    told = Told(windows=(None, 2 * UNIT), load="async", dropped_units=1)
-    told.publish(told.request("old", 5, shared=5))
-    again = told.request("again", 5, shared=5, extra=1)
-    assert told.why(again, 4 * UNIT) == (0, UNIT + 1, miss_reasons.BELOW_MINIMUM)
-    assert told.why(again, 3 * UNIT) == (2 * UNIT, 1, miss_reasons.BELOW_MINIMUM)
-    told.publish(told.request("short", 1))
-    assert told.why(told.request("short", 1, extra=1)) == (UNIT, 1, miss_reasons.BELOW_MINIMUM)
-    in_step = Told(dropped_units=1)  # a load within the step costs nobody a step
+    noted = Noted(windows=(None, 2 * UNIT), load="async", dropped_units=1)
+    noted.publish(noted.request("old", 5, shared=5))
+    again = noted.request("again", 5, shared=5, extra=1)
+    assert noted.why(again, 4 * UNIT) == (0, UNIT + 1, miss_reasons.BELOW_MINIMUM)
+    assert noted.why(again, 3 * UNIT) == (2 * UNIT, 1, miss_reasons.BELOW_MINIMUM)
+    noted.publish(noted.request("short", 1))
+    assert noted.why(noted.request("short", 1, extra=1)) == (UNIT, 1, miss_reasons.BELOW_MINIMUM)
+    in_step = Noted(dropped_units=1)  # a load within the step costs nobody a step
     in_step.publish(in_step.request("old", 5, shared=5))
     in_step_again = in_step.request("again", 5, shared=5, extra=1)
     assert in_step.why(in_step_again, 4 * UNIT) == (UNIT, 1, miss_reasons.BELOW_MINIMUM)
@@ -90,7 +90,7 @@ def test_a_block_that_vllm_drops_of_its_own_hit_is_not_waited_for() -> None:
 
 def test_it_is_being_saved() -> None:
     """Not every rank has it yet; then one of them fails."""
-    reported = Told(ranks=2)
+    reported = Noted(ranks=2)
     first = reported.request("first", 4, shared=4)
     reported.admit(first)
     (save,) = reported.step(first)
@@ -103,7 +103,7 @@ def test_it_is_being_saved() -> None:
 @pytest.mark.parametrize("windows", [(None,), (None, 2 * UNIT)])
 def test_it_was_evicted_or_reset(windows: tuple[int | None, ...]) -> None:
     """For a group with a window too."""
-    reported = Told(slots=2 * len(windows), windows=windows, load="async" if len(windows) > 1 else "auto")
+    reported = Noted(slots=2 * len(windows), windows=windows, load="async" if len(windows) > 1 else "auto")
     old = reported.request("old", 4)
     reported.publish(old)
     for i in range(2):
@@ -116,7 +116,7 @@ def test_it_was_evicted_or_reset(windows: tuple[int | None, ...]) -> None:
 
 def test_a_reset_while_it_is_being_saved() -> None:
     """What was in flight is forgotten with the rest."""
-    reported = Told()
+    reported = Noted()
     first = reported.request("first", 4, shared=4)
     reported.admit(first)
     reported.step(first)
@@ -126,7 +126,7 @@ def test_a_reset_while_it_is_being_saved() -> None:
 
 def test_what_is_saved_again_is_not_lost_any_more() -> None:
     """The reason of an earlier loss is forgotten."""
-    reported = Told(slots=1)
+    reported = Noted(slots=1)
     old, other = reported.request("old", 4), reported.request("other", 4)
     for request in (old, other, reported.request("old", 4)):
         reported.publish(request)
@@ -136,7 +136,7 @@ def test_what_is_saved_again_is_not_lost_any_more() -> None:
 
 def test_what_vllm_has_is_not_asked_about() -> None:
     """The reason is of what neither has."""
-    reported = Told(slots=1, chunk_units=2)
+    reported = Noted(slots=1, chunk_units=2)
     reported.publish(reported.request("old", 2, shared=2))
     reported.publish(reported.request("other", 2))
     longer = reported.request("longer", 4, shared=2)
@@ -146,14 +146,14 @@ def test_what_vllm_has_is_not_asked_about() -> None:
 
 def test_a_window_needs_the_last_unit_computed() -> None:
     """A whole prompt that is held, but for the unit that is given back."""
-    reported = Told(windows=(None, 2 * UNIT), load="async")
+    reported = Noted(windows=(None, 2 * UNIT), load="async")
     reported.publish(reported.request("old", 4, shared=4))
     assert reported.why(reported.request("same", 4, shared=4)) == (3 * UNIT, UNIT, miss_reasons.BELOW_MINIMUM)
 
 
 def test_a_load_that_never_came() -> None:
     """Nothing was loaded, and it was waited for until the end."""
-    reported = Told(load="async", ranks=2)
+    reported = Noted(load="async", ranks=2)
     reported.publish(reported.request("old", 4, shared=4))
     failing, leaving = reported.request("failing", 6, shared=4), reported.request("leaving", 6, shared=4)
     reported.admit(failing)
@@ -164,7 +164,7 @@ def test_a_load_that_never_came() -> None:
     reported.side.finished(failing)
     time.sleep(0.005)
     reported.side.finished(leaving)
-    first, second = reported.told(e.RequestDone)[-2:]
+    first, second = reported.noted(e.RequestDone)[-2:]
     assert (first.loaded_tokens, first.loads_failed) == (0, 1)
     assert (second.loaded_tokens, second.loads_failed) == (0, 0)
     assert second.loading_ms >= 5
@@ -172,8 +172,8 @@ def test_a_load_that_never_came() -> None:
 
 def test_kvpipe_does_not_load_for_it() -> None:
     """A producer; a bypassed engine; a request whose load failed; a lost tier."""
-    assert Told(loads=False).why(Told().request("r", 4)) == (0, 4 * UNIT, miss_reasons.NO_CONSUMER)
-    reported = Told()
+    assert Noted(loads=False).why(Noted().request("r", 4)) == (0, 4 * UNIT, miss_reasons.NO_CONSUMER)
+    reported = Noted()
     reported.publish(reported.request("old", 4, shared=4))
     reported.side.switches.bypass = True
     assert reported.why(reported.request("bypassed", 5, shared=4)) == (0, 5 * UNIT, miss_reasons.BYPASS)
@@ -193,7 +193,7 @@ def test_kvpipe_does_not_load_for_it() -> None:
 
 def test_there_is_no_room() -> None:
     """Asked to come back, until it is given up."""
-    reported = Told(load="async")
+    reported = Noted(load="async")
     reported.publish(reported.request("old", 4, shared=4))
     first, second = reported.request("first", 6, shared=4), reported.request("second", 8, shared=4)
     reported.admit(first)
@@ -219,7 +219,7 @@ def test_what_is_remembered_is_bounded() -> None:
 
 def test_a_life_with_a_preemption() -> None:
     """Two events at `info`; the rest is told where there is a trace, and replays."""
-    reported = Told()
+    reported = Noted()
     reported.publish(reported.request("old", 4, shared=4))
     reported.events.clear()
     request = reported.request("r", 6, shared=4)
@@ -231,31 +231,31 @@ def test_a_life_with_a_preemption() -> None:
     reported.admit(request)
     reported.succeed(*reported.step(request))
     reported.side.finished(request)
-    (added,) = reported.told(e.RequestAdded)
+    (added,) = reported.noted(e.RequestAdded)
     assert (added.prompt_tokens, added.traceparent) == (6 * UNIT, "00-abc-def-01")
-    (admitted,) = reported.told(e.RequestAdmitted)
+    (admitted,) = reported.noted(e.RequestAdmitted)
     assert (admitted.hit_tokens, admitted.missed_tokens) == ({"memory": 4 * UNIT}, 2 * UNIT)
     assert (admitted.why, admitted.load) == (miss_reasons.NOT_SAVED, "load_sync")
-    (again,) = reported.told(e.RequestReadmitted)
+    (again,) = reported.noted(e.RequestReadmitted)
     assert again.hit_tokens == {"memory": 6 * UNIT - 1}
-    (done,) = reported.told(e.RequestDone)
+    (done,) = reported.noted(e.RequestDone)
     assert (done.loaded_tokens, done.saved_pages, done.preemptions) == (10 * UNIT - 1, 2, 1)
     assert (done.prompt_tokens, done.output_tokens, done.loads_failed) == (6 * UNIT, 0, 0)
     assert (
-        [one.chunks for one in reported.told(e.LeasesTaken)]
-        == [one.chunks for one in reported.told(e.LeasesReturned)]
+        [one.chunks for one in reported.noted(e.LeasesTaken)]
+        == [one.chunks for one in reported.noted(e.LeasesReturned)]
         == [1, 1]
     )
-    assert [one.tokens for one in reported.told(e.LoadPlanned)] == [4 * UNIT, 6 * UNIT - 1]
-    assert [one.pages for one in reported.told(e.SavePlanned)] == [2]
-    assert reported.told(transitions.Resumed)
+    assert [one.tokens for one in reported.noted(e.LoadPlanned)] == [4 * UNIT, 6 * UNIT - 1]
+    assert [one.pages for one in reported.noted(e.SavePlanned)] == [2]
+    assert reported.noted(transitions.Resumed)
     assert {one.request for one in reported.events} == {"r"}
     assert sum(one.level >= e.INFO for one in reported.events) == 2
 
 
 def test_the_trace_of_a_world_replays() -> None:
     """Requests and chunks, an id that is used again, an eviction."""
-    reported = Told(slots=3)
+    reported = Noted(slots=3)
     for i in range(6):
         reported.publish(reported.request(f"r{i % 4}", 4))
     done = Replay()
@@ -263,32 +263,32 @@ def test_the_trace_of_a_world_replays() -> None:
     for one in reported.events:
         done.feed(one)
     assert done.problems == []
-    assert reported.told(transitions.Evicted)
+    assert reported.noted(transitions.Evicted)
     assert len({one.cursor for one in reported.events if isinstance(one, transitions.Running)}) == 6
 
 
 def test_a_lookup_is_told_when_its_answer_changes() -> None:
     """VLLM asks in every step while a request waits."""
-    reported = Told()
+    reported = Noted()
     request = reported.request("r", 6, shared=4)
     for _ in range(5):
         reported.ask(request)
     reported.publish(reported.request("old", 4, shared=4))
     for _ in range(5):
         reported.ask(request)
-    mine = [one for one in reported.told(e.Lookup) if one.request == "r"]
+    mine = [one for one in reported.noted(e.Lookup) if one.request == "r"]
     assert [one.hit_tokens for one in mine] == [{}, {"memory": 4 * UNIT}]
     reported.admit(request)
     reported.step()
     reported.preempt(request)
     reported.ask(request)
-    assert reported.told(e.Lookup)[-1].hit_tokens == {"memory": 4 * UNIT}, "a new admission is asked for"
-    assert len([one for one in reported.told(e.Lookup) if one.request == "r"]) == 3
+    assert reported.noted(e.Lookup)[-1].hit_tokens == {"memory": 4 * UNIT}, "a new admission is asked for"
+    assert len([one for one in reported.noted(e.Lookup) if one.request == "r"]) == 3
 
 
 def test_a_traced_side_that_is_dropped_goes() -> None:
     """What its chunks refer to does not hold it: they are no garbage that a collection sees."""
-    reported = Told()
+    reported = Noted()
     reported.publish(reported.request("old", 4))
     (chunk,) = {*reported.side.catalog.index(0).values()}
     assert chunk.watch is not None
@@ -300,7 +300,7 @@ def test_a_traced_side_that_is_dropped_goes() -> None:
 
 def test_without_a_trace_only_the_two_lines_are_told() -> None:
     """Nothing else is made for nobody."""
-    reported = Told(transitions=False, detail=False)
+    reported = Noted(transitions=False, detail=False)
     reported.publish(reported.request("old", 4))
     assert [type(one) for one in reported.events] == [e.RequestAdmitted, e.RequestDone]
     assert reported.side.catalog.watch is None
@@ -308,7 +308,7 @@ def test_without_a_trace_only_the_two_lines_are_told() -> None:
 
 def test_who_is_not_in_the_sample_is_told_of_in_two_lines() -> None:
     """And its chunks, which are not one request's."""
-    reported = Told(sample=0.0)
+    reported = Noted(sample=0.0)
     reported.publish(reported.request("old", 4))
     kinds = {type(one) for one in reported.events if one.request}
     assert kinds - {transitions.Reserved, transitions.Published} == {e.RequestAdmitted, e.RequestDone}
@@ -316,7 +316,7 @@ def test_who_is_not_in_the_sample_is_told_of_in_two_lines() -> None:
 
 def test_hits_and_misses_are_counted_at_admission() -> None:
     """Once per admission, however often vLLM asks."""
-    reported = Told()
+    reported = Noted()
     reported.publish(reported.request("old", 4, shared=4))
     request = reported.request("r", 6, shared=4)
     for _ in range(5):

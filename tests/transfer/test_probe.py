@@ -253,14 +253,14 @@ def test_make_needs_no_setup_where_torch_has_a_gpu(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == ["-m benchmarks.gpu.runs --part 1 --part 2 --breakable"], done.stderr
 
 
-@pytest.mark.parametrize(("name", "said"), [("probe", "nothing to run"), ("movers", "failed (2)")])
+@pytest.mark.parametrize(("name", "stated"), [("probe", "nothing to run"), ("movers", "failed (2)")])
 def test_a_status_is_read_as_its_module_means_it(
-    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, stated: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Pytest says 2 of tests that it cannot read."""
     monkeypatch.setattr(runs, "run", lambda *_, **__: 2)
     assert runs.main(["--simulated", "--only", name, "--out", str(tmp_path)]) == 1
-    assert capsys.readouterr().out.startswith(f"{name}: {said}, ")
+    assert capsys.readouterr().out.startswith(f"{name}: {stated}, ")
 
 
 def test_the_movers_tested_are_the_devices() -> None:

@@ -125,10 +125,10 @@ def tables() -> dict[str, str]:
     counted = Counter(recipes())
     rows, starts, whole = [], 0, 0
     for recipe, count in sorted(counted.items(), key=lambda one: (one[0].family, sorted(one[0].needs))):
-        said, alone = answer(recipe), 0 if HANDED_OVER in recipe.needs else count
-        starts, whole = starts + alone * said.startswith("yes"), whole + alone
+        stated, alone = answer(recipe), 0 if HANDED_OVER in recipe.needs else count
+        starts, whole = starts + alone * stated.startswith("yes"), whole + alone
         needs = ", ".join(sorted(recipe.needs))
-        rows.append(f"| {recipe.family} | {needs} | {count} | {said} | {FAMILIES[recipe.family].rests_on} |\n")
+        rows.append(f"| {recipe.family} | {needs} | {count} | {stated} | {FAMILIES[recipe.family].rests_on} |\n")
     head = "| model | asks for | recipes | would start | its caches rest on |\n|---|---|---|---|---|\n"
     sum_line = f"Of {whole} recipes that hand nothing over between engines kvpipe would start with {starts}.\n"
     return {"recipes": head + "".join(rows), "sum": sum_line}

@@ -95,7 +95,7 @@ def test_hooks_that_are_called_are_heeded(
 
 
 @pytest.mark.parametrize(
-    ("graphs", "splitting", "said"),
+    ("graphs", "splitting", "stated"),
     [
         (CUDAGraphMode.FULL, ATTENTION, r"CUDA graphs of whole steps \(cudagraph_mode=FULL\)"),
         (CUDAGraphMode.FULL_DECODE_ONLY, [], r"whole steps \(cudagraph_mode=FULL_DECODE_ONLY\)"),
@@ -105,7 +105,7 @@ def test_hooks_that_are_called_are_heeded(
     ],
 )
 def test_where_no_hook_will_be_called(
-    graphs: CUDAGraphMode, splitting: list[str] | None, said: str, monkeypatch: pytest.MonkeyPatch
+    graphs: CUDAGraphMode, splitting: list[str] | None, stated: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`auto` copies with those steps, or with all; `layerwise` is refused in a sentence."""
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "0")
@@ -114,7 +114,9 @@ def test_where_no_hook_will_be_called(
     assert replays(engine) is whole
     assert unhooked(engine, ["hooked", "own"], "auto") == ({"own"} if whole else {"hooked", "own"})
     assert unhooked(engine, ["hooked", "own"], "step") == {"hooked", "own"}
-    with pytest.raises(UnsupportedError, match=f"mode='layerwise' with .*{said} is not supported; set mode to 'auto'"):
+    with pytest.raises(
+        UnsupportedError, match=f"mode='layerwise' with .*{stated} is not supported; set mode to 'auto'"
+    ):
         unhooked(engine, ["hooked", "own"], "layerwise")
 
 

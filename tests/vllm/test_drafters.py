@@ -152,7 +152,7 @@ def test_states_of_answers_beside_drafts_in_stages_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "v2", "said"),
+    ("method", "v2", "stated"),
     [
         (None, True, ""),
         ("eagle", True, ""),
@@ -161,11 +161,11 @@ def test_states_of_answers_beside_drafts_in_stages_are_refused() -> None:
         ("dspark", True, "dspark"),
     ],
 )
-def test_what_was_shown_on_no_engine_is_said(method: str | None, said: str, *, v2: bool) -> None:
+def test_what_was_shown_on_no_engine_is_said(method: str | None, stated: str, *, v2: bool) -> None:
     """Blocks of drafts run with runner V2 on devices alone, but for DFlash's with V1."""
     made = config(method)
     made.use_v2_model_runner = v2
-    assert drafters.unproven(made) == said
+    assert drafters.unproven(made) == stated
 
 
 def test_the_type_of_a_drafters_cache_is_a_fact() -> None:

@@ -98,14 +98,14 @@ def test_a_block_is_as_long_as_all_ranks_shares_of_it() -> None:
 def test_a_rank_says_which_tokens_it_holds() -> None:
     """VLLM lengthens the stretch on ranks alone (`adjust_dcp_kv_cache_interleave_size`), when the scheduler is made."""
 
-    def told(dcp: int, interleave: int) -> list[object]:
+    def noted(dcp: int, interleave: int) -> list[object]:
         config, _ = copy.deepcopy(make_configs(SHAPES["context-parallel"]))
         config.parallel_config.decode_context_parallel_size = dcp
         config.parallel_config.cp_kv_cache_interleave_size = interleave
         return layout_facts({"layer": torch.zeros(4, 2, 16)}, 4, config)
 
-    assert told(2, 1) != told(2, 16)
-    assert told(1, 1) == told(1, 16)
+    assert noted(2, 1) != noted(2, 16)
+    assert noted(1, 1) == noted(1, 16)
 
 
 def test_a_state_is_found_within_blocks_of_attention() -> None:
@@ -159,8 +159,8 @@ def test_states_within_blocks_at_which_no_hit_ends_are_refused(
     geometry = make_geometry(cache, load_settings({"chunk_tokens": 128}), states_back=states_back)
     why = "speculative decoding" if states_back else "from within a step"
     beside = " beside a window" if "window" in shape else ""
-    says = f"^kvpipe: prefix_match_unit=8 with states every 32 tokens{beside} .*{why} .*; unset it$"
-    with pytest.raises(UnsupportedError, match=says):
+    wording = f"^kvpipe: prefix_match_unit=8 with states every 32 tokens{beside} .*{why} .*; unset it$"
+    with pytest.raises(UnsupportedError, match=wording):
         hash_tokens(cache, geometry)
     cache.hash_block_size = 32
     assert hash_tokens(cache, geometry) == 32
@@ -175,8 +175,8 @@ def test_what_does_not_help_is_not_recommended(states_back: int, remedy: str) ->
     states.kv_cache_spec = dataclasses.replace(states.kv_cache_spec, num_prefill_checkpoint_blocks=1)  # type: ignore[call-arg]
     cache.hash_block_size = cache.cache_hit_alignment_tokens = 8
     geometry = make_geometry(cache, load_settings({"chunk_tokens": 128}), states_back=states_back)
-    says = rf"^kvpipe: block hashes of 8 tokens \(of KV cache groups with blocks of 8, 32\) with .*; {remedy}$"
-    with pytest.raises(UnsupportedError, match=says):
+    wording = rf"^kvpipe: block hashes of 8 tokens \(of KV cache groups with blocks of 8, 32\) with .*; {remedy}$"
+    with pytest.raises(UnsupportedError, match=wording):
         hash_tokens(cache, geometry)
 
 
@@ -312,11 +312,11 @@ def test_what_is_made_of_adapters_counts(changed: dict[str, object]) -> None:
 def test_what_is_asked_of_quantization_counts() -> None:
     """Of activations, too, of which weights say nothing."""
     config, cache = copy.deepcopy(make_configs(SHAPES["context-parallel"]))
-    geometry, told = make_geometry(cache, load_settings()), list[dict[str, object]]()
+    geometry, noted = make_geometry(cache, load_settings()), list[dict[str, object]]()
     for wanted in (None, {"linear": {"activation": "fp8"}}, {"linear": {"activation": "fp4"}}):
         config.model_config.quantization_config = wanted
-        told.append(identity(config, cache, geometry))
-    assert all(one not in told[:i] for i, one in enumerate(told))
+        noted.append(identity(config, cache, geometry))
+    assert all(one not in noted[:i] for i, one in enumerate(noted))
 
 
 def test_the_release_that_computes_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,7 +204,7 @@ def _config(*, ranks: int = 2, world: int = 2, lora: object = None, quantization
 
 def test_why_an_engine_shares_with_its_own_layout_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each reason has a name and a sentence; the first that holds is told."""
-    told = {
+    noted = {
         bound_by(_config(world=4), "", "s"),
         bound_by(_config(lora=object()), "", ""),
         bound_by(_config(), "", "s"),
@@ -213,4 +213,4 @@ def test_why_an_engine_shares_with_its_own_layout_alone(monkeypatch: pytest.Monk
     }
     assert bound_by(_config(quantization="fp8", lora=object()), "c", "s") == ""
     monkeypatch.setattr(envs, "VLLM_BATCH_INVARIANT", True)
-    assert told | {bound_by(_config(), "", "")} == BOUND_BY.keys()
+    assert noted | {bound_by(_config(), "", "")} == BOUND_BY.keys()

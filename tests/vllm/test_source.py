@@ -82,9 +82,9 @@ def _loaded(
     some = list((TENSORS if tensors is None else tensors).items())
     for call in range(calls):
         model.load_weights(iter(some[call::calls]))
-    heard = end_observing(model)
+    received = end_observing(model)
     assert "load_weights" not in vars(model)
-    return heard
+    return received
 
 
 def test_whole_tensors_decide() -> None:
@@ -162,5 +162,5 @@ def test_a_reading_that_fails_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ranks_must_agree() -> None:
     """Ranks that were loaded from different tensors, or of which one does not know, have no source together."""
     assert loaded_from("m0=s:m1=s") == LoadedFrom("m0:m1", "s")
-    for told in ("m0=s:m1=t", "m0=s:m1", "m0:m1"):
-        assert loaded_from(told) == LoadedFrom("m0:m1", "")
+    for noted in ("m0=s:m1=t", "m0=s:m1", "m0:m1"):
+        assert loaded_from(noted) == LoadedFrom("m0:m1", "")

@@ -70,7 +70,7 @@ def _engine(**changes: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "wording"),
     [
         ({"drafts": "V1, asynchronous"}, "speculative decoding by vLLM's runner V1 is not supported; unset specul"),
         ({"drafts": "V2"}, "decoding without asynchronous scheduling is not supported; set async_scheduling to True"),
@@ -78,9 +78,9 @@ def _engine(**changes: Any) -> Any:
     ],
     ids=str,
 )
-def test_stages_that_would_not_be_heard_are_refused(changes: dict[str, Any], says: str) -> None:
+def test_stages_that_would_not_be_heard_are_refused(changes: dict[str, Any], wording: str) -> None:
     """VLLM's runner V1 does not end the steps of a first stage that drafts; its first Ray executor hears the last."""
-    with pytest.raises(UnsupportedError, match=says):
+    with pytest.raises(UnsupportedError, match=wording):
         check_engine(_engine(**changes))
 
 
@@ -96,8 +96,8 @@ def test_a_state_that_an_earlier_stage_lacks(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_loads_within_a_step_are_refused() -> None:
     """VLLM computes the next steps of a pipeline before it hears of a load that has failed, and takes their output."""
-    says = "kvpipe: load='sync' with pipeline_parallel_size=2 is not supported; set load to 'auto' or 'async'"
-    with pytest.raises(UnsupportedError, match=f"^{says}$"):
+    wording = "kvpipe: load='sync' with pipeline_parallel_size=2 is not supported; set load to 'auto' or 'async'"
+    with pytest.raises(UnsupportedError, match=f"^{wording}$"):
         Trial(SHAPE._replace(load="sync"))
 
 

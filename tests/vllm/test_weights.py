@@ -75,9 +75,9 @@ def test_code_of_others_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             monkeypatch.setattr(kind, "__module__", "vllm.model")
         return LoadedModel(mine.layers, gc.collect).code()
 
-    told = [code("a", "one"), code("a", "two"), code("a", "one", release="2")]
-    assert len({*told}) == len(told)
-    assert code("b", "one", "folder.elsewhere") == told[0]
+    noted = [code("a", "one"), code("a", "two"), code("a", "one", release="2")]
+    assert len({*noted}) == len(noted)
+    assert code("b", "one", "folder.elsewhere") == noted[0]
     assert code("a", "one", "vllm.model") == ""
 
 
@@ -170,14 +170,14 @@ def test_doubt_and_answers() -> None:
     assert not weights.answered({0: (_asked(weights), "a"), 1: (second + 1, "b")})
 
 
-@pytest.mark.parametrize("told", [{0: "a"}, {0: "a", 1: ""}, {0: "b", 1: "a"}])
-def test_answers_that_are_not_the_same(told: dict[int, str]) -> None:
+@pytest.mark.parametrize("noted", [{0: "a"}, {0: "a", 1: ""}, {0: "b", 1: "a"}])
+def test_answers_that_are_not_the_same(noted: dict[int, str]) -> None:
     """A rank that is silent, that cannot say, or two that have swapped their weights: they are others."""
     weights = Weights(2, Counters())
     weights.know(["a", "b"])
     weights.suspect()
     question = _asked(weights)
-    assert weights.answered({rank: (question, digest) for rank, digest in told.items()})
+    assert weights.answered({rank: (question, digest) for rank, digest in noted.items()})
     assert not _doubts(weights)
 
 
