@@ -21,7 +21,6 @@ from kvpipe.worker.side import WorkerSide
 MODULE: Final = "kvpipe.connectors.vllm.connector"  # named, so that kvpipe need not be installed
 CHOICES: Final = 2  # log-probabilities per token: the answer's, and the runner-up's
 PIN_S_MAX: Final = 60.0
-SETTLE_STEPS_MAX: Final = 2000
 NOISY: Final = ("vllm.renderers.base", "vllm.v1.worker.cpu_worker")  # warn of what is not used here
 GAUGES: Final = ("leases", "pieces_writing", "jobs_in_flight", "requests")
 
@@ -78,16 +77,17 @@ class Live(Engine):
         self.llm.llm_engine.add_request(request_id, {"prompt_token_ids": list(prompt)}, params)
         return request_id
 
-    def settle(self, steps_max: int = SETTLE_STEPS_MAX) -> None:
+    def settle(self, seconds_max: float = 300.0) -> None:
         """Step on until nothing is owed, also where steps are scheduled ahead of their results."""
-        for _ in range(steps_max):
+        limit = time.monotonic() + seconds_max
+        while time.monotonic() < limit:
             ahead = bool(getattr(self.core, "batch_queue", None))
             pending = self.scheduler.connector is not None and self.connector.has_pending_push_work()
             if not (ahead or pending or self.scheduler.has_requests()):
                 return
             self.core.step_fn()
             time.sleep(0.001)
-        message = f"jobs are still in flight after {steps_max} idle steps"
+        message = f"jobs are still in flight after {seconds_max} s"
         raise TimeoutError(message)
 
     def forget(self) -> None:
