@@ -84,7 +84,8 @@ class SchedulerWorld:
         quotas: Sequence[dict[str, Any]] = (),
     ) -> None:
         """An empty cache."""
-        keys = {"load": load, "prefault": touch, "policy": policy, "learn_answers": True, "quotas": list(quotas)}
+        keys = {"load": load, "prefault": touch, "policy": policy, "learn_answers": True}
+        keys |= {"quotas": list(quotas)} if quotas else {}  # else the environment may name some
         settings = load_settings(keys)
         geometry = make_geometry(windows, chunk_units, slots, states, ahead_tokens, dropped_units)
         self.ranks, self.groups, self.free, self._states = ranks, len(windows), 1 << 20, states
