@@ -23,6 +23,7 @@ from kvpipe.config import load_settings
 from kvpipe.geometry import Geometry, Group, Layer
 from kvpipe.messages import ROW_BYTES, Job, Kind, Report, StepPlan, Tally
 from kvpipe.scheduler.base import LATER
+from kvpipe.scheduler.hints import RawHints
 from kvpipe.scheduler.side import SchedulerSide
 
 _T = TypeVar("_T")
@@ -121,13 +122,27 @@ class Device:
             self._idle.popitem(last=False)
 
 
+class Scheduled(dict[str, int]):
+    """Tokens that are computed in a step, by request. `decodes`: beside them, those of answers."""
+
+    decodes = False
+
+    def __bool__(self) -> bool:
+        """Whether the engine has anything to do."""
+        return self.decodes or len(self) > 0
+
+
 class Engine:
     """One replay."""
 
     def __init__(
-        self, workload: Workload, policy: str, *, model: Model, host: Host, tiers: Sequence[Store] = (), **settings: Any
-    ) -> None:
-        """`settings`: of kvpipe's own. A host without slots: an engine without kvpipe."""
+        self, workload: Workload, policy: str, *, model: Model, host: Host, tiers: Sequence[Store] = (),
+        pauses_s: Sequence[float | None] = (), **settings: Any,
+    ) -> None:  # fmt: skip
+        """`settings`: of kvpipe's own. A host without slots: an engine without kvpipe.
+
+        `pauses_s`: in how long each request's client says that it goes on; none: no client says that.
+        """
         self.workload, self.model, self.clock = workload, model, Clock()
         self.chunk = workload.chunk_tokens
         self.block_bytes = model.bytes_per_token * self.chunk
@@ -152,7 +167,7 @@ class Engine:
         longest = max(-(-prompt.tokens // self.chunk) for prompt in workload.prompts) + 1
         self.table = [block] * longest  # which blocks they are makes no difference to any figure
         self.side.bind(SimpleNamespace(table=lambda *_: self.table, knows=lambda *_: False, free=lambda: longest))  # type: ignore[arg-type]
-        self.arrivals = deque(enumerate(workload.prompts))
+        self.arrivals, self.pauses_s = deque(enumerate(workload.prompts)), pauses_s
         self.waiting: deque[Running] = deque()
         self.running: list[Running] = []
         self.alive = 0
@@ -183,18 +198,25 @@ class Engine:
     def _step(self) -> None:
         clock = self.clock
         while self.arrivals and self.arrivals[0][1].at_s <= clock.now_s:
-            request = Running(*self.arrivals.popleft())
-            self._timed(self.side.on_new_request, request)
+            number, prompt = self.arrivals.popleft()
+            request, pause_s = Running(number, prompt), self.pauses_s[number] if self.pauses_s else None
+            said = RawHints(None, {"resume": {"after_seconds": pause_s}}) if pause_s is not None else None
+            self._timed(self.side.on_new_request, request, said)
             self.waiting.append(request)
         scheduled = self._schedule()
-        step: Any = SimpleNamespace(num_scheduled_tokens=scheduled, preempted_req_ids=None)
+        step: Any = SimpleNamespace(num_scheduled_tokens=Scheduled(scheduled), preempted_req_ids=None)
+        step.num_scheduled_tokens.decodes = self.alive > 0
         plan = self._timed(self.side.plan_step, step)
         self.out.steps += 1
         end_s = self._carry(plan, scheduled)
         if not scheduled and end_s <= clock.now_s:
             begins_s = self.arrivals[0][1].at_s if self.arrivals else float("inf")
             end_s = max(clock.now_s, min(begins_s, clock.next_s))
-            if self.side.staging is not None and self.side.staging.stores.pending:
+            if self.alive:  # it decodes, and so makes steps
+                end_s = min(end_s, max(clock.now_s + IDLE_STEP_S, self.side.prefetching.announced.due_s))
+            if self.side.staging is not None and (
+                self.side.staging.stores.pending or (not self.alive and self.side.prefetching.has_work())
+            ):
                 end_s = min(end_s, clock.now_s + IDLE_STEP_S)
         clock.go(end_s)
         if self.report.tallies:

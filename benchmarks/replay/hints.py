@@ -18,7 +18,9 @@ TURNED: Final = "turned"
 """The first half of all prompts are hinted at right, the others to the contrary."""
 CONSTANT: Final = "constant"
 """Each prompt is hinted to be resumed in a second."""
-MODELS: Final = (NONE, RESUME, ADVERSARIAL, TURNED, CONSTANT)
+DEAD: Final = "dead"
+"""What is not used again is said to come in ten minutes; nothing is said of the rest."""
+MODELS: Final = (NONE, RESUME, ADVERSARIAL, TURNED, CONSTANT, DEAD)
 _MINUTE_S: Final = 60.0
 
 
@@ -40,6 +42,9 @@ def hints(workload: Workload, model: str, sigma: float, seed: int = 0) -> list[H
         if model == CONSTANT:
             out.append(Hint(Action.RESUME, prompt.at_s + 1.0))
             continue
+        if model == DEAD:
+            out.append(Hint(Action.RESUME, prompt.at_s + 10 * _MINUTE_S * wrong) if at_s is None else None)
+            continue
         turned = model == ADVERSARIAL or (model == TURNED and number >= len(workload.prompts) // 2)
         if model == NONE or (at_s is None and not turned):
             out.append(None)
@@ -48,3 +53,10 @@ def hints(workload: Workload, model: str, sigma: float, seed: int = 0) -> list[H
         pause_s = (_MINUTE_S**2 / pause_s if turned else pause_s) * wrong
         out.append(Hint(Action.RESUME, prompt.at_s + pause_s))
     return out
+
+
+def pauses(workload: Workload, model: str, sigma: float, answer_s_per_token: float) -> list[float | None]:
+    """Return what is announced: in how many seconds from its end each prompt is resumed; None: nothing is said."""
+    ends_s = (prompt.at_s + prompt.answer * answer_s_per_token for prompt in workload.prompts)
+    said = zip(hints(workload, model, sigma), ends_s, strict=True)
+    return [max(0.0, hint.at_s - end_s) if hint is not None else None for hint, end_s in said]

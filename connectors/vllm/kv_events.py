@@ -99,6 +99,10 @@ class KvEvents:
         if gone:
             self._add(BlockRemoved(block_hashes=gone, medium=MEDIUM_CPU, group_idx=chunk.group))
 
+    def keeps(self, request: Request) -> bool:
+        """Whether a request is no more than its tokens: pictures and embeddings are not kept after its end."""
+        return not request.mm_features and request.prompt_embeds is None
+
     def cleared(self) -> None:
         """Consumers have forgotten all blocks: announce all that is held."""
         self._held.clear()

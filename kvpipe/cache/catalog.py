@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from kvpipe.cache.ahead import Ahead
 from kvpipe.cache.hints import Hint
 from kvpipe.cache.large import Ordered, by_key, order, untracked
 from kvpipe.cache.miss_reasons import EVICTED, RESET, TORN, Lost
@@ -133,7 +134,7 @@ class Catalog:
         self._chunks: list[Chunk | None] = [None] * slots  # all that are not ABSENT, each at its slot
         untracked(self._chunks)
         self._spared: Ordered[Chunk, None] = order(slots)  # evicted before the policy's victims; none is held
-        self._ahead: set[Chunk] = set()  # brought from tiers for nobody yet
+        self.ahead = Ahead(counters)
         self._leases: dict[Owner, list[Chunk]] = {}
         self._leased_s: dict[Owner, float] = {}
         self._second = 0  # see `_notify`
@@ -215,16 +216,15 @@ class Catalog:
 
         `hit`: a request has used the chunks; the policy counts that.
         """
-        chunks, ahead = self._leases.pop(owner, []), self._ahead if hit else None
+        chunks, ahead = self._leases.pop(owner, []), self.ahead.chunks if hit else None
         self._leased_s.pop(owner, None)
         if chunks:
             self._notify(over=False)
+        if ahead:
+            self.ahead.used(chunks)
         idle: list[Chunk] = []
         for chunk in reversed(chunks):
             chunk.leases -= 1
-            if ahead and chunk in ahead:
-                ahead.discard(chunk)
-                self.counters["prefetch_used"] += 1
             if chunk.leases or chunk.writers:
                 continue
             if chunk.fire(m.DRAINED).moves:  # it was evicted meanwhile
@@ -253,6 +253,8 @@ class Catalog:
                 idle.append(chunk)
                 if spared:
                     spared.pop(chunk, None)
+        if self.ahead.chunks:
+            self.ahead.used(idle)
         self._batches.refresh_all(idle)
 
     def spare(self, chunks: Iterable[Chunk]) -> int:
@@ -342,11 +344,6 @@ class Catalog:
         self._mark(chunk, Mark(piece.stop, piece.key, keep=piece.keep or piece.key == chunk.keeps))
         self._finish_write(chunk, landed=True)
         return True
-
-    def came_ahead(self, chunk: Chunk) -> None:
-        """Count `chunk`, which can be found, as prefetched: it came from a tier, and no request waits for it."""
-        self._ahead.add(chunk)
-        self.counters["chunks_prefetched"] += 1
 
     def lost(self, piece: Piece) -> None:
         """A rank has failed the piece: it and later pieces of its chunk are dropped, earlier ones stay."""
@@ -494,9 +491,8 @@ class Catalog:
         `taken`: it is no longer in the policy, and not spared.
         """
         index = (self._index if chunk.era is self._era else self._before)[chunk.group]
-        if chunk in self._ahead:
-            self._ahead.discard(chunk)
-            self.counters["prefetch_wasted"] += 1
+        if chunk in self.ahead.chunks:
+            self.ahead.dropped(chunk)
         for mark in chunk.marks:
             if index.get(mark.key) is chunk:
                 del index[mark.key]

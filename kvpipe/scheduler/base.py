@@ -183,6 +183,9 @@ class Published(Protocol):
     def dropped(self, chunk: Chunk) -> None:
         """`chunk` cannot be found any more."""
 
+    def keeps(self, request: Request) -> bool:
+        """Whether a request may be kept after its end, to be given to `published` later."""
+
 
 class Recovery:
     """What an engine does when loads fail, room is short or weights change. The defaults suit one that needs no help.

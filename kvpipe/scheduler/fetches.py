@@ -49,20 +49,21 @@ class Stage(Cursor):
     """
 
     __slots__ = (
-        "asked", "asked_step", "deadline_at_s", "leased", "lookup", "owner", "prefixes", "request", "room", "taken",
-        "tenant", "todo", "waits", "why",
+        "announced", "asked", "asked_step", "deadline_at_s", "leased", "lookup", "owner", "prefixes", "request", "room",
+        "taken", "tenant", "todo", "waits", "why",
     )  # fmt: skip
 
     def __init__(
         self, machine: Compiled, number: int, asked: Request, lookup: TierLookup, watch: Watch | None,
-        *, prefixes: Prefixes, request: Request | None, room: int | None = None,
+        *, prefixes: Prefixes, request: Request | None, room: int | None = None, announced: bool = False,
     ) -> None:  # fmt: skip
         """The tiers are asked. `asked`: the prompt, by whose hashes `prefixes` finds it.
 
-        `room`: how many chunks it may hold, where no request waits for them.
+        `room`: how many chunks it may hold, where no request waits for them. `announced`: a hint has announced one.
         """
         super().__init__(machine, number, watch)
         self.asked, self.prefixes, self.request, self.lookup, self.room = asked, prefixes, request, lookup, room
+        self.announced = announced
         self.owner = Owner(asked.request_id, -number)  # admissions have positive epochs
         self.deadline_at_s = time.monotonic() + (lookup.seconds_max if room is None else AHEAD_S_MAX)
         self.tenant, self.leased = prefixes.tenant(asked), 0
@@ -170,16 +171,24 @@ class Staging:
             self.look(stage, local)
         return stage, stage.holds_up
 
-    def ahead(self, asked: Request, prefixes: Prefixes, request: Request | None) -> Stage | None:
+    def ahead(
+        self, asked: Request, prefixes: Prefixes, request: Request | None, *, announced: bool = False
+    ) -> Stage | None:
         """Begin to bring what tiers have of a prompt for which nobody waits; None: there is nothing to bring.
 
         Demand goes first: it takes what lanes are left, and no room that waiting requests need. See `look`, `end`.
+        `announced`: a hint has announced a request: what is there for these has a share of its own.
         """
-        return self._begin(asked, 0, prefixes, request, room=max(1, int(self._catalog.slots * AHEAD_SHARE)))
+        catalog = self._catalog
+        room = max(1, int(catalog.slots * AHEAD_SHARE))
+        if announced:
+            room = min(room, catalog.ahead.room(catalog.slots))
+        return self._begin(asked, 0, prefixes, request, room=room, announced=announced) if room else None
 
     def _begin(
-        self, asked: Request, local: int, prefixes: Prefixes, request: Request | None, room: int | None = None
-    ) -> Stage | None:
+        self, asked: Request, local: int, prefixes: Prefixes, request: Request | None, *, room: int | None = None,
+        announced: bool = False,
+    ) -> Stage | None:  # fmt: skip
         if not self.space.name or not self.finder.usable:
             return None
         units = max(prefixes.longest(asked, continued=room is not None), local)
@@ -196,8 +205,9 @@ class Staging:
         )  # fmt: skip
         self._numbers += 1
         stage = Stage(
-            self.machine, self._numbers, asked, lookup, self.watch, prefixes=prefixes, request=request, room=room
-        )
+            self.machine, self._numbers, asked, lookup, self.watch, prefixes=prefixes, request=request, room=room,
+            announced=announced,
+        )  # fmt: skip
         self._stages.add(stage)
         self._counters["tier_lookup"] += 1
         self.finder.ask(lookup)
@@ -370,6 +380,8 @@ class Staging:
         self._catalog.lease(stage.owner, chunks)
         self._leased += len(chunks)
         stage.leased += len(chunks)
+        if stage.announced:
+            self._catalog.ahead.keep(chunks)
 
     def _needed(self, stage: Stage) -> Iterator[tuple[Place, Chunk | None]]:
         """Yield the places of the prefix that tiers and memory reach together, in the order of the prefix.
@@ -459,7 +471,7 @@ class Staging:
             self._brought(stage, transfer, there)
         if there is piece.chunk and done:
             if all(stage.ahead for stage in transfer.stages):
-                self._catalog.came_ahead(piece.chunk)
+                self._catalog.ahead.brought(piece.chunk)
             self.stores.brought(order.tier, Offer(piece.chunk, order.units, piece.key))
 
     def _brought(self, stage: Stage, transfer: TierTransfer, chunk: Chunk | None) -> None:

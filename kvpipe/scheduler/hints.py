@@ -1,6 +1,7 @@
 """Hints: a request's statements about its own future. They come from outside, so they are checked and bounded.
 
-A hint changes which chunks are evicted first, and nothing else. What is ignored is counted, by reason.
+A hint changes which chunks are evicted first, and which are fetched from tiers ahead of a request; nothing else. What
+is ignored is counted, by reason.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ REASONS: Final[Mapping[Reason, str]] = {
     "contradiction": "`kv.demote` beside `kv.retain` or `kv.resume`: all of them are ignored",
     "malformed": "what should be an envelope, or an action, is none",
     "payload": "a field that is not known, is missing, has another type or is out of range",
-    "policy": "the eviction policy takes no hints: the request's are not looked at",
+    "policy": "the eviction policy takes no hints: of an engine with tiers `kv.resume` counts all the same, "
+    "of another the request's hints are not looked at",
     "repeated": "a second action of the same kind: the first counts",
     "too_many": f"more than {ACTIONS_MAX} actions: none of them is looked at",
     "version": f"an `action_version` other than {VERSION}.x",
@@ -167,15 +169,19 @@ def _actions(raw: RawHints, ignore: Callable[[Reason], object]) -> Iterable[RawA
 class Hinting:
     """One per scheduler side. A request's hints are read once, and passed to the eviction policy when it is over."""
 
-    def __init__(self, catalog: Catalog, counters: Counters) -> None:
-        """`counters`: of hints that are applied and of those that are ignored."""
-        self._catalog, self._counters = catalog, counters
+    def __init__(self, catalog: Catalog, counters: Counters, *, tiers: bool = False) -> None:
+        """`counters`: of hints that are applied and of those that are ignored. `tiers`: whether there are any."""
+        self._catalog, self._counters, self._tiers = catalog, counters, tiers
 
     def arrived(self, tracked: Tracked, raw: RawHints) -> None:
         """A request has come with hints."""
-        if self._catalog.takes_hints:
-            tracked.wishes = read(raw, self._ignore)
-        else:
+        takes = self._catalog.takes_hints
+        if not (takes or self._tiers):
+            self._ignore("policy")
+            return
+        wishes = read(raw, self._ignore)
+        tracked.wishes = tuple(wish for wish in wishes if takes or wish.action is Action.RESUME)
+        for _ in range(len(wishes) - len(tracked.wishes)):
             self._ignore("policy")
 
     def _ignore(self, reason: Reason) -> None:
@@ -183,6 +189,8 @@ class Hinting:
 
     def ended(self, tracked: Tracked, chunks: Sequence[Chunk]) -> None:
         """A request with wishes is over. `chunks`: those it ends in, whole or not, then all, the last first."""
+        if not self._catalog.takes_hints:
+            return
         now_s = self._catalog.now_s
         tracked.hints = tuple(Hint(wish.action, now_s + wish.in_s) for wish in tracked.wishes)
         for hint in tracked.hints:

@@ -100,7 +100,7 @@ class PromptPins:
         self._first_s = 0.0
         pin = self.pins[self._numbers] = Pin(self._numbers, self.clock() + seconds)
         part: list[Chunk] = []
-        needed = (self._needed(prefixes, asked, reach) for reach in dict.fromkeys(reaches))
+        needed = (self.needed(prefixes, asked, reach) for reach in dict.fromkeys(reaches))
         for seen, chunk in enumerate(itertools.chain.from_iterable(needed), 1):
             if chunk not in pin.chunks and chunk not in part:
                 part.append(chunk)
@@ -203,7 +203,7 @@ class PromptPins:
         whole = continued * self._geometry.unit_tokens >= asked.num_tokens
         return continued, prefixes.longest(asked) if whole else continued
 
-    def _needed(self, prefixes: Prefixes, asked: Request, reach: int) -> Iterator[Chunk]:
+    def needed(self, prefixes: Prefixes, asked: Request, reach: int) -> Iterator[Chunk]:
         """Yield the chunks that a hit of `reach` units reads, in the order of the prefix."""
         hashes = prefixes.hashes(asked)
         for base in range(0, reach, self._per_chunk):

@@ -1,7 +1,8 @@
 """Fetches prompts from tiers into memory before a request asks for them: one prompt after the other, in the steps.
 
 A prefetch uses the same lookups, orders and machines as a waiting request's fetch (`fetches.py`), but only the lanes
-that those leave free, and a share of the pool. A prefetch that fails costs nothing: no request waits for it.
+that those leave free, and a share of the pool. A prefetch that fails costs nothing: no request waits for it. The
+prompts are those that operators warm, and after these those that clients have announced (`announced.py`).
 """
 
 from __future__ import annotations
@@ -11,19 +12,24 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from kvpipe.cache.hints import Action
 from kvpipe.cache.prefixes import Prefixes
+from kvpipe.scheduler.announced import HASHES_MAX, HASHES_MAX_WITH_REQUESTS, Announcement, Announcements
 from kvpipe.scheduler.fetches import AHEAD_S_MAX
 from kvpipe.scheduler.orders import WAITS, OrderRefusedError, Work
+from kvpipe.trace.events import ResumePrefetched
 
 if TYPE_CHECKING:
-    from kvpipe.cache.catalog import Catalog
+    from kvpipe.cache.catalog import Catalog, Chunk
     from kvpipe.cache.tenants import AdapterIdentity
     from kvpipe.geometry import Geometry
-    from kvpipe.scheduler.base import Request
+    from kvpipe.scheduler.base import Published, Request
     from kvpipe.scheduler.fetches import Stage, Staging
+    from kvpipe.scheduler.hints import Wish
     from kvpipe.scheduler.pins import PromptPins
     from kvpipe.scheduler.switches import Switches
     from kvpipe.scheduler.weights import Weights
+    from kvpipe.trace.recorder import Recorder
 
 PREFETCHES_MAX: Final = 8
 """How many prefetches there may be, running or waiting."""
@@ -47,9 +53,9 @@ class KnownPrompt:
 class Prefetch:
     """One prompt's. The stage machine has its state, from its turn on. `over`: nothing more comes of it."""
 
-    def __init__(self, asked: KnownPrompt, request: Request | None) -> None:
-        """It waits for its turn. `request`: as in `Stage`."""
-        self.asked, self.request = asked, request
+    def __init__(self, asked: KnownPrompt, request: Request | None, announced: Announcement | None = None) -> None:
+        """It waits for its turn. `request`: as in `Stage`. `announced`: a request is, by a hint."""
+        self.asked, self.request, self.announced = asked, request, announced
         self.stage: Stage | None = None
         self.over = False
         self.until_s = time.monotonic() + AHEAD_S_MAX  # also while it waits for its turn: the engine makes steps for it
@@ -69,10 +75,13 @@ class Prefetching:
 
     def __init__(
         self, catalog: Catalog, geometry: Geometry, hash_tokens: int, staging: Staging | None, switches: Switches,
-        weights: Weights, pins: PromptPins,
+        weights: Weights, pins: PromptPins, published: Published | None, trace: Recorder,
     ) -> None:  # fmt: skip
-        """`hash_tokens`: tokens per block hash. `staging`: of an engine with tiers."""
+        """`hash_tokens`: tokens per block hash. `staging`: of an engine with tiers. `published`: as in `Staging`."""
         self._catalog, self._geometry, self._staging, self._counters = catalog, geometry, staging, catalog.counters
+        self._hash_tokens, self._routed, self._trace = hash_tokens, published, trace
+        hashes_max = HASHES_MAX if published is None else HASHES_MAX_WITH_REQUESTS
+        self.announced = Announcements(catalog.counters, hashes_max=hashes_max)
         self.prefixes = Prefixes(
             catalog, geometry, hash_tokens, lambda asked: asked.block_hashes,
             lambda asked: catalog.tenants.named(asked.cache_salt or "", getattr(asked, "adapter", None)),
@@ -98,8 +107,45 @@ class Prefetching:
             return "this engine loads nothing now"
         return "whether the weights are the same is being found out" if self._weights.doubtful else ""
 
-    def plan_step(self) -> None:
-        """Go on with the first that waits, before the step's orders are planned. Never raises."""
+    def announce(self, request: Request, prefixes: Prefixes, wishes: Sequence[Wish]) -> None:
+        """A request is over, and its client may have announced another that begins with all of it.
+
+        `prefixes` still knows its keys.
+        """
+        pause_s = next((wish.in_s for wish in wishes if wish.action is Action.RESUME), None)
+        if pause_s is None or self._staging is None:
+            return
+        keys = prefixes.hashes(request)
+        place = min(len(keys), request.num_prompt_tokens // self._hash_tokens) - 1  # answers may be cut
+        if place < 0 or (self._routed is not None and not self._routed.keeps(request)):
+            return
+        tenant, kept = prefixes.tenant(request), request if self._routed is not None else None
+        asked = KnownPrompt(keys, request.num_tokens, tenant.salt, tenant.adapter)
+        now_s = self._catalog.now_s
+        self.announced.add(Announcement(asked, request.request_id, kept, place, now_s, pause_s))
+
+    def came(self, hashes: Sequence[bytes]) -> None:
+        """A request with these hashes is looked up: what it brings itself is not brought ahead of it."""
+        came = self.announced.came(hashes)
+        for one in self._due if came else ():
+            if one.announced in came:
+                one.until_s = 0.0
+
+    def _take_turn(self, *, idle: bool) -> None:
+        """Begin with the announced prompt whose turn it is, if there is one."""
+        now_s = self._catalog.now_s
+        if self.announced.has_turn(now_s, idle=idle) and not self._why_not():
+            one = self.announced.take(now_s, idle=idle)
+            if one is not None:
+                self._due.append(Prefetch(one.asked, one.request, one))
+
+    def plan_step(self, *, idle: bool) -> None:
+        """Go on with the first that waits, before the step's orders are planned. Never raises.
+
+        `idle`: the step computes nothing.
+        """
+        if self.announced.prompts and not self._due:
+            self._take_turn(idle=idle)
         while self._due:
             first = self._due[0]
             try:
@@ -119,12 +165,39 @@ class Prefetching:
         if self._why_not() or time.monotonic() >= one.until_s:
             staging.end(one.stage)
         elif one.stage is None:
-            one.stage = staging.ahead(one.asked, self.prefixes, one.request)
+            if one.announced is not None:
+                self._catalog.ahead.count_anew(self._held(one.asked))
+            one.stage = staging.ahead(one.asked, self.prefixes, one.request, announced=one.announced is not None)
         else:
             staging.look(one.stage)
-        if one.stage is not None and not one.stage.holds_up:
-            staging.end(one.stage)
-        return one.stage is not None and one.stage.holds_up
+        if one.stage is not None and one.stage.holds_up:
+            return True
+        staging.end(one.stage)
+        if one.announced is not None and one.until_s:
+            self._end_turn(one, one.announced)
+        return False
+
+    def _held(self, asked: KnownPrompt) -> list[Chunk]:
+        """Return what memory has of a prompt, in the order of its prefix."""
+        reach = self.prefixes.longest(asked, continued=True)
+        return [*self._pins.needed(self.prefixes, asked, reach)]
+
+    def _end_turn(self, one: Prefetch, announced: Announcement) -> None:
+        """What was fetched is there. Where nothing was, at least what memory has is not evicted first.
+
+        As far as there is room for what is announced; a policy that takes hints knows without it.
+        """
+        catalog, stage = self._catalog, one.stage
+        if stage is not None and stage.taken and self._trace.lifecycle:
+            self._trace.put(ResumePrefetched(
+                *self._trace.of(announced.request_id, 0), tokens=sum(stage.taken.values()),
+                left_ms=round((announced.at_s - catalog.now_s) * 1000, 3), turn=announced.turns,
+            ))  # fmt: skip
+        room = catalog.ahead.room(catalog.slots)
+        if room and not catalog.takes_hints and (stage is None or not stage.leased):
+            kept = self._held(one.asked)[:room]
+            catalog.refresh(reversed(kept), over=False)
+            catalog.ahead.keep(kept)
 
     def warm(self, asked: KnownPrompt, request: Request | None, seconds: float) -> Work:
         """Bring what tiers have of a prompt, then hold it for so long, if that is not 0. Returns a `WarmedPrompt`."""
@@ -140,4 +213,6 @@ class Prefetching:
 
     def has_work(self) -> bool:
         """Whether anything waits for steps: an engine that has nothing else to do goes on making them."""
-        return bool(self._due)
+        if self._due or not self.announced.prompts:
+            return bool(self._due)
+        return self.announced.has_turn(self._catalog.now_s, idle=True) and not self._why_not()

@@ -9,6 +9,7 @@ from kvpipe.trace.events import CacheReset
 
 if TYPE_CHECKING:
     from kvpipe.cache.catalog import Catalog
+    from kvpipe.scheduler.announced import Announcements
     from kvpipe.scheduler.base import Recovery
     from kvpipe.scheduler.fetches import Staging
     from kvpipe.scheduler.pins import PromptPins
@@ -28,6 +29,7 @@ class Resets:
         staging: Staging | None,
         *,
         pins: PromptPins,
+        announced: Announcements,
         weights: Weights,
         space_of: Callable[[str], str],
         also_of: Callable[[str], str],
@@ -39,7 +41,7 @@ class Resets:
 
         `also_of`: from the same to a second namespace, whose chunks have the same bytes; "": there is none.
         """
-        self._also_of, self._pins = also_of, pins
+        self._also_of, self._pins, self._announced = also_of, pins, announced
         self._catalog, self._requests, self._staging, self._weights = catalog, requests, staging, weights
         self._space_of, self._recovery, self._counters, self._trace = space_of, recovery, counters, trace
 
@@ -66,6 +68,7 @@ class Resets:
     def _forget(self) -> None:
         """Forget every chunk. Jobs in flight are not published any more."""
         self._pins.forget()
+        self._announced.clear()
         dropped = self._catalog.reset()
         self._trace.put(CacheReset(*self._trace.of("", 0), chunks=dropped))
         for tracked in self._requests.tracked.values():

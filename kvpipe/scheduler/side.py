@@ -119,12 +119,12 @@ class SchedulerSide:
             geometry.unit_tokens, prefixes, requests=requests, loading=self.loading, staging=staging, switches=switches,
             weights=weights, adapters=adapters, answers=self._answers, recovery=recovery, counters=counters,
         )  # fmt: skip
-        self.prefetching = Prefetching(catalog, geometry, hash_tokens, staging, switches, weights, self.pins)
-        self._resets = Resets(
-            catalog, requests, staging, pins=self.pins, weights=weights, space_of=space_of, also_of=also_of,
-            recovery=recovery, counters=counters, trace=trace,
+        one = Prefetching(catalog, geometry, hash_tokens, staging, switches, weights, self.pins, published, trace)
+        self.prefetching, self._resets = one, Resets(
+            catalog, requests, staging, pins=self.pins, announced=one.announced, weights=weights,
+            space_of=space_of, also_of=also_of, recovery=recovery, counters=counters, trace=trace,
         )  # fmt: skip
-        self._hinting, self._ready = Hinting(catalog, counters), dict[int, int]()  # slots, by rank
+        self._hinting, self._ready = Hinting(catalog, counters, tiers=bool(tiers)), dict[int, int]()  # slots, by rank
         if trace.detail:
             self.trace_moves()
 
@@ -211,6 +211,8 @@ class SchedulerSide:
         if self._turns.away:
             self._turns.take()
         try:
+            if self.prefetching.announced.prompts:
+                self.prefetching.came(self.prefixes.hashes(request))
             return self._lookups.answer(request, local_tokens, self._step)
         except Exception:
             self._lookups.raised(request, local_tokens, self._step)
@@ -253,7 +255,7 @@ class SchedulerSide:
         space, staging = "", self.staging
         if staging is not None:
             self.trace.about("", 0)
-            self.prefetching.plan_step()
+            self.prefetching.plan_step(idle=not step.num_scheduled_tokens)
             orders, space = staging.plan(stores=self.switches.storing), staging.space.name
         self._step += 1
         self.trace.step = self._step + 1  # what comes now belongs to the step that is planned next
@@ -336,6 +338,8 @@ class SchedulerSide:
                 self.catalog.refresh(chunks)
                 if tracked.answer is not None:
                     self._answers.ended(tracked)
+                if tracked.wishes:
+                    self.prefetching.announce(request, self.prefixes, tracked.wishes)
             finally:  # whatever its policy raises
                 self._end(tracked)
             if tracked.wishes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvpipe.cache.ahead import ANNOUNCED
 from kvpipe.cache.catalog import Catalog
 from kvpipe.statemachine import chunk as m
 
@@ -47,5 +48,9 @@ def check_integrity(catalog: Catalog) -> None:
             check(c.group == g and any(mk.key == key for mk in c.marks), "an index entry has no mark")
             check(c.state.row in {m.READY, m.GROWING}, f"a {c.state.row} chunk can be found")
     check(all(c.state.row == m.READY and not c.held for c in catalog._spared), "a chunk goes first that is in use")
+    ahead, announced = catalog.ahead.chunks, catalog.ahead.announced
+    check(ahead.keys() <= {*chunks, *stale}, "a chunk is there ahead of requests that is not there")
+    check(all(c.state.row in {m.READY, m.GROWING} for c in ahead), "a chunk is there ahead of requests, and not found")
+    check(announced == sum(kind & ANNOUNCED > 0 for kind in ahead.values()), "what is announced is not counted")
     idle = sum(1 for c in chunks if not c.held and c.state.row == m.READY)
     check(idle + len(stale) == len(catalog._policy), f"{idle} idle chunks, {len(catalog._policy)} in the policy")

@@ -232,6 +232,17 @@ class PoolShort(Event, tag="pool_short"):
     remedy: str = ""
 
 
+class ResumePrefetched(Event, tag="resume_prefetched"):
+    """Before a request that `request` has announced, `tokens` tokens were fetched from tiers.
+
+    It is announced for `left_ms` later; below 0, for earlier. `turn`: whether it is the first time, or the second.
+    """
+
+    tokens: int = 0
+    left_ms: float = 0.0
+    turn: int = 0
+
+
 # ---- what an operator switches, and what goes wrong -----------------------------------------------------------------
 
 

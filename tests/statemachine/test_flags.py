@@ -15,6 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 FLAGS: dict[str, dict[str, str]] = {
     "kvpipe/scheduler": {
+        "Hinting._tiers": "configuration",
+        "Stage.announced": "content: whether a hint has announced a request, or an operator warms the prompt",
         "LookupResult.later": "content of an answer; the lookup machine has the state that follows",
         "Hit.waits": "content of an answer",
         "Asking.waits": "content of an answer",

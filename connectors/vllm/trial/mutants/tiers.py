@@ -90,7 +90,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "warmed_leases_kept": Mutant(
         "What was fetched for an operator is held for ever.",
-        one(_PREFETCHING, "_goes_on", "if one.stage is not None and not one.stage.holds_up:", "if False:"),
+        one(_PREFETCHING, "_goes_on", "staging.end(one.stage)\n    if one.announced", "if one.announced"),
         "async-scheduler-warmed",
     ),
     "warmed_for_nobody": Mutant(

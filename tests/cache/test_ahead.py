@@ -1,0 +1,117 @@
+"""What is in memory for requests that have not come: counted once, and bounded by how much of it was of use before."""
+
+from __future__ import annotations
+
+from kvpipe.cache.ahead import ANNOUNCED_SHARE
+from kvpipe.cache.catalog import Catalog, Chunk, Owner
+from kvpipe.cache.policy.lru import Lru
+from kvpipe.testing.catalog_integrity import check_integrity
+from kvpipe.trace.log import Counters
+
+SLOTS = 128
+MOST = int(SLOTS * ANNOUNCED_SHARE)
+
+
+def _catalog() -> Catalog:
+    return Catalog(SLOTS, 1, Lru(), Counters())
+
+
+def _saved(catalog: Catalog, count: int, name: str = "k") -> list[Chunk]:
+    """Return chunks that have just been saved."""
+    out = []
+    for number in range(count):
+        chunk = catalog.reserve(0)
+        assert chunk is not None
+        catalog.landed(catalog.write(chunk, 1, f"{name}{number}".encode(), keep=True))
+        out.append(chunk)
+    check_integrity(catalog)
+    return out
+
+
+def test_each_chunk_counts_once() -> None:
+    """Used or wasted, whatever it is there for, and however often it was put there."""
+    catalog = _catalog()
+    chunks, ahead = _saved(catalog, 6), catalog.ahead
+    for chunk in chunks[:4]:
+        ahead.brought(chunk)
+    ahead.keep(chunks[2:])
+    ahead.keep(chunks[2:])
+    assert ahead.announced == 4
+    check_integrity(catalog)
+    catalog.lease(Owner("a", 1), chunks[:3])
+    assert len(ahead.chunks) == 6, "it is held, and may be for nobody who has come"
+    catalog.release(Owner("a", 1))
+    catalog.refresh(chunks[:4])
+    for chunk in chunks[3:]:
+        catalog.evict(chunk)
+    assert not ahead.chunks
+    assert ahead.announced == 0
+    counters = catalog.counters
+    assert (counters["chunks_prefetched"], counters["prefetch_used"], counters["prefetch_wasted"]) == (4, 4, 0)
+    check_integrity(catalog)
+
+
+def test_what_is_counted_anew_is_neither_used_nor_wasted() -> None:
+    """A prompt may have several turns; what was brought is remembered."""
+    catalog = _catalog()
+    chunks, ahead = _saved(catalog, 2), catalog.ahead
+    ahead.brought(chunks[0])
+    ahead.keep(chunks)
+    room = ahead.room(SLOTS)
+    ahead.count_anew(chunks)
+    assert ahead.room(SLOTS) == room + 2
+    assert list(ahead.chunks) == chunks[:1]
+    catalog.evict(chunks[0])
+    assert catalog.counters["prefetch_wasted"] == 1
+
+
+def test_a_reset_leaves_nothing() -> None:
+    """As soon as what it forgets is taken apart."""
+    catalog = _catalog()
+    catalog.ahead.keep(_saved(catalog, 8))
+    catalog.reset()
+    check_integrity(catalog)
+    while catalog.stale:
+        catalog.sweep()
+    assert not catalog.ahead.chunks
+    check_integrity(catalog)
+
+
+def test_who_announces_what_never_comes_has_ever_less_room() -> None:
+    """Down to a fiftieth of the pool; and gets it back as soon as what was announced comes."""
+    catalog = _catalog()
+    ahead = catalog.ahead
+    assert ahead.room(SLOTS) == MOST
+    rooms = []
+    for turn in range(400):
+        room = ahead.room(SLOTS)
+        chunks = _saved(catalog, max(1, room), f"{turn}/")
+        ahead.keep(chunks[:room])
+        assert ahead.room(SLOTS) == 0 or room == 0
+        rooms.append(room)
+        for chunk in chunks:
+            catalog.evict(chunk)
+    assert max(rooms[-100:]) <= SLOTS / 50
+    assert min(rooms) >= 1, "else it would never be known that they are to be believed again"
+    for turn in range(200):
+        chunks = _saved(catalog, ahead.room(SLOTS), f"{turn}+")
+        ahead.keep(chunks)
+        catalog.refresh(chunks)
+    assert ahead.room(SLOTS) >= 0.8 * MOST
+
+
+def test_all_that_is_there_for_what_was_announced_takes_its_room() -> None:
+    """So that the rest of the pool is for the others, whatever is announced."""
+    catalog = _catalog()
+    chunks, ahead = _saved(catalog, SLOTS), catalog.ahead
+    ahead.keep(chunks[:MOST])
+    assert ahead.room(SLOTS) == 0
+    catalog.evict(chunks[0])
+    assert ahead.room(SLOTS) == 0, "one of them was of no use"
+    catalog.refresh(chunks[1:8])
+    assert ahead.room(SLOTS) > 0
+
+
+def test_a_tiny_pool_has_room_for_one() -> None:
+    """Else nothing would ever be learned."""
+    assert Catalog(2, 1, Lru(), Counters()).ahead.room(2) == 1

@@ -1,0 +1,365 @@
+"""Requests that were announced find their chunks in memory: in trials of vLLM's real scheduler, in virtual time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvpipe.connectors.vllm.trial.hints import HINTS
+from kvpipe.connectors.vllm.trial.shapes import SHAPES, Shape
+from kvpipe.scheduler import announced as a
+from kvpipe.scheduler.announced import Announcement, Announcements
+from kvpipe.scheduler.prefetch import KnownPrompt
+from kvpipe.trace import events as e
+from kvpipe.trace.log import Counters
+from tests.scheduler.test_fetches import ADD, SHAPE, Played, _played
+
+ROOMY = SHAPE._replace(pool_slots=32, hints=True)
+STEPS: tuple[tuple[object, ...], ...] = (("schedule",), ("update",))
+OTHER = ("add", 3, 60, 0, 3, 0, 0)
+RETAIN, RESUME, DEMOTE = range(3)
+PAUSE_S = 2000
+
+
+class Clock:
+    """The catalog's, which stands still."""
+
+    def __init__(self, played: Played) -> None:
+        """It is late already."""
+        self.now_s = 5000.0
+        catalog: Any = played.trial.side.catalog
+        catalog._clock = lambda: self.now_s
+
+
+@contextmanager
+def announcing(shape: Shape = ROOMY, pause_s: int = PAUSE_S) -> Iterator[tuple[Played, Clock]]:
+    """Yield a trial in which the prompt was announced to come back, and memory has forgotten it."""
+    with _played(shape) as played:
+        clock = Clock(played)
+        played.do(("hint", RESUME, pause_s), ADD, ("drain",))
+        assert played.trial.side.counters["resumes_announced"] == 1
+        played.forget()
+        yield played, clock
+
+
+def steps(played: Played) -> None:
+    """Let another request keep the engine stepping for a while."""
+    played.do(OTHER, *STEPS, ("drain",))
+
+
+def over(played: Played, why: str) -> int:
+    """Return how many announcements are over for a reason."""
+    return played.trial.side.counters.totals().get(f"resumes_over.{why}", 0)
+
+
+@pytest.mark.parametrize("name", ["tier", "two-tiers", "async-scheduler-tier", "tier-hybrid", "pipeline-2"])
+@pytest.mark.parametrize("policy", ["lru", "s3fifo", "sessions"])
+def test_what_was_announced_is_in_memory_before_it_comes(name: str, policy: str) -> None:
+    """The request that comes then waits for no tier; before that it was not fetched, nor when its time had not come."""
+    with announcing(SHAPES[name]._replace(pool_slots=32, hints=True, policy=policy)) as (played, clock):
+        counters = played.trial.side.counters
+        clock.now_s += PAUSE_S * a.TURNS[0] - 1
+        steps(played)
+        assert counters["chunks_prefetched"] == 0
+        clock.now_s += 2
+        steps(played)
+        brought = counters["chunks_prefetched"]
+        assert brought > 0
+        assert not played.staging.owners
+        before, lookups = dict(played.trial.side.report.hit_tokens), counters["tier_lookup"]
+        after = played.run()
+        assert after["memory"] - before["memory"] >= 128
+        assert all(after.get(tier, 0) == before.get(tier, 0) for tier in played.staging.names)
+        assert counters["tier_lookup"] <= lookups + 1  # of what it ends in, at most
+        assert counters["prefetch_used"] == brought
+        assert over(played, "came") == 1
+        assert not played.trial.side.prefetching.announced.prompts
+
+
+def test_who_comes_earlier_brings_its_own() -> None:
+    """And nothing is brought any more when it was announced for."""
+    with announcing() as (played, clock):
+        played.run()
+        assert over(played, "early") == 1
+        fetched = played.trial.side.counters["chunks_fetched"]
+        assert fetched > 0
+        played.forget()
+        clock.now_s += 2 * PAUSE_S
+        steps(played)
+        assert played.trial.side.counters["chunks_fetched"] == fetched
+
+
+def test_who_comes_while_it_is_brought() -> None:
+    """Each chunk is fetched once, and what was brought ahead does not hold any room."""
+    with announcing() as (played, clock):
+        clock.now_s += PAUSE_S
+        played.do(("hold", True), OTHER, *STEPS * 2)
+        (ahead,) = (stage for stage in played.staging._stages if stage.ahead)
+        assert ahead.announced
+        played.do(ADD, ("schedule",))
+        assert ahead not in played.staging._stages
+        assert over(played, "came") == 1
+        played.do(("hold", False), ("update",), ("drain",))
+        counters = played.trial.side.counters
+        assert counters["chunks_fetching"] <= len(played.trial.tiers[0].values)
+        assert counters["chunks_prefetched"] == 0
+        assert not played.trial.side.prefetching.has_work()
+
+
+def test_what_memory_loses_again_is_brought_again() -> None:
+    """In the prompt's next turn, and after its last one not any more."""
+    with announcing() as (played, clock):
+        counters, begin_s, brought = played.trial.side.counters, clock.now_s, 0
+        for share in a.TURNS:
+            clock.now_s = begin_s + share * PAUSE_S + 1
+            steps(played)
+            assert counters["chunks_prefetched"] > brought
+            brought = counters["chunks_prefetched"]
+            steps(played)
+            assert counters["chunks_prefetched"] == brought, "its turn was over"
+            played.forget()
+        assert over(played, "in_vain") == 1
+        clock.now_s += PAUSE_S
+        steps(played)
+        assert counters["chunks_prefetched"] == brought
+
+
+def test_what_is_left_goes_behind_what_is_evicted_first() -> None:
+    """A policy that takes no hints does not know that it is needed soon."""
+    with _played(ROOMY) as played:
+        clock, catalog = Clock(played), played.trial.side.catalog
+        played.do(("hint", RESUME, PAUSE_S), ADD, ("drain",))
+        mine = {chunk.slot for chunk in catalog.chunks()}
+        steps(played)
+        clock.now_s += PAUSE_S
+        played.do(OTHER, ("schedule",))
+        assert {chunk.slot for chunk in catalog.ahead.chunks} == mine
+        policy: Any = catalog._policy
+        assert {chunk.slot for chunk in list(policy._order)[-len(mine) :]} == mine
+        played.do(("drain",))
+        assert played.trial.side.counters["chunks_prefetched"] == 0
+
+
+@pytest.mark.parametrize("how", ["reset", "weights"])
+def test_a_reset_forgets_what_was_announced(how: str) -> None:
+    """Nothing of before it is found again, in tiers neither."""
+    with announcing() as (played, clock):
+        played.do(("reset", True, False) if how == "reset" else ("weights", 1))
+        steps(played)
+        assert over(played, "reset") == 1
+        clock.now_s += PAUSE_S
+        steps(played)
+        assert played.trial.side.counters["chunks_prefetched"] == 0
+
+
+def test_while_nothing_is_loaded_nobody_has_a_turn() -> None:
+    """And the engine is not kept busy; afterwards turns go on."""
+    with announcing() as (played, clock):
+        side: Any = played.trial.side
+        clock.now_s += PAUSE_S
+        side.switches.bypass = True
+        steps(played)
+        assert not side.pending
+        assert side.counters["chunks_prefetched"] == 0
+        side.switches.bypass = False
+        assert side.pending
+        steps(played)
+        assert side.counters["chunks_prefetched"] > 0
+
+
+def test_an_engine_that_has_nothing_to_do_brings_at_once_what_comes_soon() -> None:
+    """It makes no steps until a request comes: it makes those that it takes before it stops, and no more."""
+    with announcing(pause_s=int(a.IDLE_S)) as (played, _):
+        side = played.trial.side
+        side.prefetching.announced.clear()
+        played.do(("hint", RESUME, int(a.IDLE_S)), ADD, ("schedule",), ("update",))
+        played.do(*STEPS * 4)
+        while played.trial.live:
+            played.do(*STEPS)
+        assert over(played, "in_vain") == 0
+        played.do(("drain",))
+        assert not side.pending
+        (one,) = side.prefetching.announced.prompts.values()
+        assert one.turns == 1
+    with announcing(pause_s=int(a.IDLE_S) + 1) as (played, _):
+        (one,) = played.trial.side.prefetching.announced.prompts.values()
+        assert one.turns == 0
+
+
+def test_nobody_waits_for_what_is_brought() -> None:
+    """A request that comes meanwhile is scheduled in the same pass, whatever the tier does."""
+    with announcing() as (played, clock):
+        clock.now_s += PAUSE_S
+        played.do(("hold", True), OTHER, *STEPS * 2, ("add", 3, 20, 0, 3, 0, 0), ("schedule",))
+        assert played.trial.scheduler.running
+        assert played.trial.side.prefetching._due
+        played.do(("hold", False), ("update",), ("drain",))
+        assert played.trial.side.counters["chunks_prefetched"] > 0
+
+
+def test_operators_go_first() -> None:
+    """What they warm waits for no announced prompt that has not begun."""
+    with announcing() as (played, clock):
+        side = played.trial.side
+        prefetch = side.prefetching.begin(KnownPrompt((), 0))
+        clock.now_s += PAUSE_S
+        played.do(OTHER, ("schedule",))
+        assert prefetch.over
+        assert side.prefetching.announced.has_turn(clock.now_s, idle=False)
+        played.do(("drain",))
+        assert side.counters["chunks_prefetched"] > 0
+
+
+def test_no_more_of_the_pool_is_taken_than_what_is_announced_has_earned() -> None:
+    """The head of the prompt comes first, as it is of use without the rest."""
+    with announcing(ROOMY._replace(pool_slots=12)) as (played, clock):
+        side = played.trial.side
+        side.catalog.ahead._wasted = 100.0
+        assert side.catalog.ahead.room(12) == 1
+        clock.now_s += PAUSE_S
+        steps(played)
+        assert side.counters["chunks_prefetched"] == 1
+        one = next(iter(side.catalog.ahead.chunks))
+        assert one.before == b""
+        steps(played)
+        assert side.counters["chunks_prefetched"] == 1
+
+
+def test_an_engine_without_hints_remembers_and_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks at an empty dict, and that is all."""
+
+    def called(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    for name in ("add", "came", "has_turn", "take"):
+        monkeypatch.setattr(Announcements, name, called)
+    with _played(ROOMY) as played:
+        played.run()
+        assert not played.trial.side.counters["resumes_announced"]
+
+
+def test_what_a_policy_without_hints_ignores() -> None:
+    """All but resumes, where there are tiers to fetch from; else all, unread."""
+    with announcing() as (played, _):
+        for which in (RETAIN, DEMOTE):
+            played.do(("hint", which, 7), ADD, ("drain",))
+        counted = played.trial.side.counters.totals()
+        assert counted["hints_ignored.policy"] == 2
+        assert counted["resumes_announced"] == 1
+        assert "hints_applied" not in counted
+        assert HINTS[RESUME](7)[1] == {"resume": {"after_seconds": 7}}
+    with _played(ROOMY._replace(tiers=0)) as played:
+        played.do(("hint", RESUME, 7), ADD, ("drain",))
+        assert played.trial.side.counters.totals()["hints_ignored.policy"] == 1
+        assert not played.trial.side.counters["resumes_announced"]
+
+
+def test_a_request_that_came_to_nothing_is_no_announcement_of_more() -> None:
+    """Aborted, or shorter than a block: nothing is fetched that is not there, and nothing breaks."""
+    with _played(ROOMY) as played:
+        clock = Clock(played)
+        played.do(("hint", RESUME, 9), ("add", 2, 5, 0, 3, 0, 0), ("drain",))
+        assert not played.trial.side.prefetching.announced.prompts
+        played.do(("hint", RESUME, PAUSE_S), ("add", 1, 199, 0, 9, 0, 0), *STEPS, ("abort", 0), ("drain",))
+        clock.now_s += PAUSE_S
+        steps(played)
+        assert not played.trial.side.pending
+
+
+def test_the_trace_says_what_was_brought() -> None:
+    """In the name of the request that was announced, with how early it was."""
+    with announcing() as (played, clock):
+        put: list[e.Event] = []
+        side: Any = played.trial.side
+        side.prefetching._trace = SimpleNamespace(
+            lifecycle=True, of=lambda request, _: (0, -1, request, 0, 1), put=put.append
+        )
+        clock.now_s += PAUSE_S - 50
+        steps(played)
+        (event,) = put
+        assert isinstance(event, e.ResumePrefetched)
+        assert event.tokens >= 128
+        assert (event.left_ms, event.turn) == (50_000, 1)
+        assert event.request.startswith("r")
+
+
+# ---- what is remembered ---------------------------------------------------------------------------------------------
+
+
+def remembered(name: str, pause_s: float, hashes: int = 4, now_s: float = 0.0) -> Announcement:
+    """Return an announcement of a prompt of its own."""
+    keys = [f"{name}/{at}".encode() for at in range(hashes)]
+    return Announcement(KnownPrompt(keys, 16 * hashes), name, None, hashes - 2, now_s, pause_s)
+
+
+def test_the_one_that_comes_last_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are more than can be remembered, prompts or hashes."""
+    monkeypatch.setattr(a, "ANNOUNCED_MAX", 3)
+    counters = Counters()
+    all_ = Announcements(counters, hashes_max=20)
+    for name, pause_s in (("a", 30), ("b", 90), ("c", 60), ("d", 10)):
+        all_.add(remembered(name, pause_s))
+    assert {one.request_id for one in all_.prompts.values()} == {"a", "c", "d"}
+    all_.add(remembered("e", 20, hashes=16))
+    assert {one.request_id for one in all_.prompts.values()} == {"e", "d"}
+    all_.add(remembered("f", 1, hashes=30))
+    assert not all_.prompts
+    assert counters.totals()["resumes_over.too_many"] == 5 + 1
+    assert (all_._hashes, all_.has_turn(1e9, idle=True)) == (0, False)
+
+
+def test_one_prompt_is_remembered_once() -> None:
+    """What was said of it last counts."""
+    counters = Counters()
+    all_ = Announcements(counters)
+    all_.add(remembered("a", 30))
+    all_.add(remembered("a", 300))
+    (one,) = all_.prompts.values()
+    assert one.at_s == 300
+    assert counters.totals()["resumes_over.replaced"] == 1
+
+
+def test_who_comes_first_has_its_turn_first_and_who_is_late_last() -> None:
+    """Of those whose turn is due."""
+    all_ = Announcements(Counters())
+    for name, pause_s in (("late", 50), ("soon", 110), ("then", 111), ("long", 1000)):
+        all_.add(remembered(name, pause_s))
+    order = []
+    while (one := all_.take(100.0, idle=False)) is not None:
+        order.append(one.request_id)
+    assert order == ["soon", "then", "late"]
+    assert not all_.has_turn(100.0, idle=False)
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 1.0, 10.0, 1000.0])
+def test_turns(pause_s: float) -> None:
+    """So many, some time apart, the first one early enough; then it is forgotten."""
+    all_ = Announcements(Counters())
+    all_.add(remembered("a", pause_s, now_s=7.0))
+    turns, now_s = list[float](), 7.0
+    while all_.prompts:
+        if all_.take(now_s, idle=False):
+            turns.append(now_s - 7.0)
+        now_s += 0.25
+        assert now_s < 10_000
+    assert len(turns) == (len(a.TURNS) if pause_s else 1)
+    assert turns[0] <= max(0.0, min(pause_s * a.TURNS[0], pause_s - a.LEAD_S_MIN)) + 0.25
+    assert all(later - earlier >= a.BETWEEN_S_MIN for earlier, later in itertools.pairwise(turns))
+    assert turns[-1] <= max(pause_s * a.TURNS[-1], a.BETWEEN_S_MIN * len(turns)) + 0.25
+
+
+def test_only_who_begins_with_all_of_the_prompt_has_come() -> None:
+    """Others may share its beginning."""
+    all_ = Announcements(Counters())
+    one = remembered("a", 30)
+    all_.add(one)
+    keys = list(one.asked.block_hashes)
+    assert all_.came(keys[:2]) == []
+    assert all_.came([*keys[:2], b"other", b"more"]) == []
+    assert all_.came([*keys[:3], b"another answer"]) == [one]
+    assert all_.came(keys) == []
