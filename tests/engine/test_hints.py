@@ -18,6 +18,8 @@ from tests.engine.serving import Server
 
 pytestmark = pytest.mark.engine
 TOKEN = "t0" * 16
+SLOT_BYTES = 64 * 6 * 4 * 32 * 2 * 4
+"""Of 64 tokens of the model."""
 OWN: list[tuple[Any, str]] = [
     ({"retain": {"ttl_seconds": 60}}, "hints_applied.retain"),
     ({"retain": {"ttl_seconds": "60"}}, "hints_ignored.payload"),
@@ -63,6 +65,52 @@ def test_an_engine_in_the_process() -> None:
             say(None, own)
             assert live.connector.stats()[counted], counted
         assert_clean(live)
+
+
+def test_a_session_that_was_announced_is_in_memory_before_it_comes(tmp_path: Path) -> None:
+    """A small pool has evicted it, a disk has it; the request that goes on waits for nothing, and answers the same."""
+    from vllm import SamplingParams
+
+    chunk, slots, tokens, more = 64, 32, prompt(300, 73), prompt(20, 74)
+    others = [prompt(300, 100 + i) for i in range(12)]
+    plain: dict[str, Any] = {"enable_prefix_caching": False}
+    answer = baseline([tokens], 12, **plain)[0]
+    after = [*tokens, *answer, *more]
+    expected = baseline([after], 12, **plain)[0]
+    tier = {"kind": "disk", "path": str(tmp_path / "kv"), "store": "all"}
+    kvpipe = {"chunk_tokens": chunk, "pool_bytes_max": slots * SLOT_BYTES, "tiers": [tier]}
+    with engine(kvpipe=kvpipe, **plain) as live:
+        side = live.connector.scheduler
+        assert side is not None
+        catalog: Any = side.catalog
+        assert catalog.slots == slots
+        now_s = 1000.0
+        catalog._clock = lambda: now_s
+        params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, detokenize=False)
+        params.extra_args = {"kv_transfer_params": {"kvpipe": {"resume": {"after_seconds": 1000}}}}
+        assert live.generate([tokens], params=params) == [answer]
+        live.settle()
+        (known,) = side.prefetching.announced.prompts.values()
+        whole = (300 + 12) // chunk
+        for other in others:
+            live.generate([other], 4)
+            live.settle()
+        missing = side.prefetching.prefixes.longest(known.asked, continued=True) * 32 < whole * chunk
+        assert missing, "it was to be evicted"
+        assert side.stats().get("chunks_prefetched", 0) == 0
+        now_s += 950
+        live.generate([others[-1]], 4)
+        live.settle()
+        brought = side.stats()["chunks_prefetched"]
+        assert brought > 0
+        assert side.prefetching.prefixes.longest(known.asked, continued=True) * 32 >= whole * chunk
+        lookups = side.stats()["tier_lookup"]
+        assert live.generate([after], 12) == [expected]
+        stats = assert_clean(live)
+        assert stats["prefetch_used"] == brought
+        assert stats["tier_lookup"] == lookups, "it waited for a tier"
+        assert stats["resumes_over.came"] == 1
+        assert "hints_ignored" not in stats
 
 
 def test_the_server(tmp_path: Path) -> None:

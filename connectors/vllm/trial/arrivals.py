@@ -11,7 +11,7 @@ import torch
 
 from kvpipe.connectors.vllm.trial.adapters import AdapterFake, name, path
 from kvpipe.connectors.vllm.trial.content import EMBEDDED, VOCAB, Live, Sequence
-from kvpipe.connectors.vllm.trial.hints import HINTS, Hints, attach
+from kvpipe.connectors.vllm.trial.hints import HINTS, RESUME, Hints, attach
 from kvpipe.connectors.vllm.trial.operators import operate
 from kvpipe.connectors.vllm.trial.shapes import Shape
 
@@ -84,7 +84,7 @@ class Arrivals(ABC):
 
     def _hint(self, which: int, seconds: int) -> None:
         if self.shape.hints:
-            self._hints = HINTS[which](seconds)
+            self._hints = HINTS[RESUME if self.shape.resumes and which % 4 else which](seconds)
 
     def count_time(self) -> None:
         """Count the catalog's clock in steps where hints decide evictions, so that a sequence has one outcome."""

@@ -36,6 +36,8 @@ HINTS: Final[tuple[Callable[[int], Hints], ...]] = (
     lambda seconds: (KvHintsEnvelope("9", "", [None] * (ACTIONS_MAX - 4 + seconds)), {"retain": {}}),  # type: ignore[list-item]
 )
 """Each makes hints from a number of seconds."""
+RESUME: Final = 1
+"""The place of a right one."""
 
 
 def attach(request: Request, hints: Hints) -> None:

@@ -76,7 +76,8 @@ class Shape(NamedTuple):
     `whole`: groups of full attention of which every rank holds all even so: those of a drafter whose model is not MLA.
     `dense`: vLLM keeps the state of every boundary at which a step ends, not only where prompts end or branch.
     `stages`: of a pipeline; the ranks are split into so many, and the layers, unevenly. A stage runs ahead of the next.
-    `hints`: requests come with hints, which the policy gets; its time is counted in steps.
+    `hints`: requests come with hints, which the policy gets; its time is counted in steps. `resumes`: most of them
+    announce when they are resumed.
     `operators`: prompts are pinned and evicted meanwhile. `warms`: before a pin, what tiers have is fetched.
     `quotas`: requests of two salts, and others, share the pool by quotas.
     `exports`: layers of states write that of a prompt's last hash from within a step, where it ends at a multiple of so
@@ -129,6 +130,7 @@ class Shape(NamedTuple):
     undropped: bool = False
     long_prefills: int = 0
     branches: bool = False
+    resumes: bool = False
 
     @property
     def steps_in_flight(self) -> int:
@@ -358,6 +360,10 @@ SHAPES: dict[str, Shape] = {
     "priorities-long-prefills": Shape(priorities=True, long_prefills=2 * BLOCK),
     "async-scheduler-priorities-long-prefills": _HYBRID._replace(
         asynchronous=True, v2=True, drafts=3, load="async", priorities=True, long_prefills=2 * BLOCK, events=False
+    ),
+    "announced": _HYBRID._replace(tiers=1, pool_slots=12, hints=True, resumes=True, operators=True, warms=True),
+    "async-scheduler-announced": _STATES._replace(
+        asynchronous=True, ranks=2, tiers=2, pool_slots=16, policy="sessions", hints=True, resumes=True, quotas=True
     ),
 }  # fmt: skip
 

@@ -42,4 +42,25 @@ MUTANTS: dict[str, Mutant] = {
         shape="quotas",
         by="quotas_are_kept",
     ),
+    "announced_and_always_believed": Mutant(
+        "Who announces what never comes takes as much of the pool as who is right.",
+        one("kvpipe.cache.ahead:Ahead", "dropped", "self._wasted += 1", "pass"),
+        test="tests/cache/test_ahead.py::test_who_announces_what_never_comes_has_ever_less_room",
+    ),
+    "announced_and_brought_though_it_came": Mutant(
+        "A session that has come back is fetched for once more when it was announced for.",
+        one("kvpipe.scheduler.announced:Announcements", "came", "for one in found:", "for one in ():"),
+        test="tests/scheduler/test_announced.py::test_who_comes_earlier_brings_its_own",
+    ),
+    "announced_for_nobody": Mutant(
+        "What was fetched for an announced request is counted as of no salt and no adapter.",
+        one(
+            "kvpipe.scheduler.prefetch:Prefetching",
+            "announce",
+            "request.num_tokens, tenant.salt, tenant.adapter",
+            "request.num_tokens",
+        ),
+        shape="announced",
+        by="chunks_have_their_tenants",
+    ),
 }
