@@ -291,7 +291,8 @@ def make_model(recipe: str) -> Path:
         generator_state = torch.random.get_rng_state()
         torch.manual_seed(0)
         config = getattr(transformers, f"{family}Config")(**BASE | changes)
-        model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).float()
+        named = family if hasattr(transformers, f"{family}ForCausalLM") else family.removesuffix("Text")
+        model = getattr(transformers, f"{named}ForCausalLM")(config).float()
         with tempfile.TemporaryDirectory(dir=home) as work:
             model.save_pretrained(work)
             if "num_nextn_predict_layers" in changes:
