@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import re
+import signal
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -133,13 +135,16 @@ def run(args: argparse.Namespace, action: Action) -> int:
         raise UsageError("kvpipe: no tier is named; write a URL or a path, or set KVPIPE_TIERS or KVPIPE_CONFIG_FILE")
     try:
         return max([anyio.run(_at, name, spec, args, action) for name, spec in named(specs)])
-    except KeyboardInterrupt:
+    except (asyncio.CancelledError, KeyboardInterrupt):
         sys.stderr.write("kvpipe: interrupted\n")
         return INTERRUPTED
 
 
 async def _at(name: str, spec: TierSpec, args: argparse.Namespace, action: Action) -> int:
-    """Do `action` at one tier and print its report. Returns the exit status."""
+    """Do `action` at one tier and print its report. Returns the exit status. An interrupt cancels it."""
+    if task := asyncio.current_task():
+        # asyncio's own handler does not wake a loop that is about to wait: the interrupt would count after the wait
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
     spec = spec.model_copy(update={"store": "never"})  # no folder is made, nothing makes room for values to come
     tier, report = make_tier(name, spec, writes=False), Report(tier=name)
     try:

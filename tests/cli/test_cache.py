@@ -321,19 +321,30 @@ def test_a_folder_that_is_not_there_is_not_made(cache: Stated, tmp_path: Path) -
     assert not (tmp_path / "typo").exists()
 
 
-def command(*args: str, **kwargs: Any) -> subprocess.Popen[str]:
-    """Start `kvpipe cache` in a process of its own, which hears interrupts."""
-    words = [sys.executable, "-m", "kvpipe.cli", "cache", *args]
+ELSEWHERE = """
+import signal, sys, threading, time
+from kvpipe.cli.main import main
+threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+sys.exit(main())
+"""
+"""Another thread gets the interrupts: none ends a wait of the thread that acts on them."""
+
+
+def command(*args: str, code: str = "", **kwargs: Any) -> subprocess.Popen[str]:
+    """Start `kvpipe cache` in a process of its own, which gets interrupts. `code`: that does the same."""
+    words = [sys.executable, *(["-c", code] if code else ["-m", "kvpipe.cli"]), "cache", *args]
     with interrupts_enabled():
         return subprocess.Popen(words, text=True, **kwargs)
 
 
-def test_an_interrupt_ends_it_cleanly() -> None:
-    """Ctrl-C while a tier does not answer: status 130, one word on stderr and no traceback."""
+@pytest.mark.parametrize("code", ["", ELSEWHERE], ids=["here", "elsewhere"])
+def test_an_interrupt_ends_it_cleanly(code: str) -> None:
+    """Ctrl-C while a tier does not answer, or just before that: status 130, one word on stderr and no traceback."""
     with socket.create_server((LOCAL, 0)) as silent:
         silent.settimeout(WAIT_S)
         url = f"redis://{LOCAL}:{silent.getsockname()[1]}?timeout_ms_max=600000"
-        process = command("stats", url, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        process = command("stats", url, code=code, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         try:
             connection, _ = silent.accept()
             with connection:
