@@ -323,8 +323,7 @@ def test_a_folder_that_is_not_there_is_not_made(cache: Stated, tmp_path: Path) -
 
 ELSEWHERE = """
 import signal, sys, threading, time
-from kvpipe.cli.main import main
-threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+from kvpipe.cli.main import main; threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
 sys.exit(main())
 """
