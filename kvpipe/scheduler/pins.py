@@ -81,13 +81,17 @@ class PromptPins:
 
     # ---- pins -----------------------------------------------------------------------------------------------------
 
+    def check(self, seconds: float) -> None:
+        """Raise OrderRefusedError if no pin may last so long."""
+        if seconds > self._seconds_max:
+            raise OrderRefusedError(f"seconds: {seconds:g} are more than manage_pin_s_max ({self._seconds_max})")
+
     def pin(self, prefixes: Prefixes, asked: Request, seconds: float) -> Work:
         """Pin what memory holds of a prompt's prefix, for at most `seconds`. Returns a `PinnedPrompt`.
 
         It holds all chunks of the hit of a request with this prompt, and of one with a longer prompt.
         """
-        if seconds > self._seconds_max:
-            raise OrderRefusedError(f"seconds: {seconds:g} are more than manage_pin_s_max ({self._seconds_max})")
+        self.check(seconds)
         now_s = self.clock()
         for other in [other for other in self.pins.values() if other.over or other.until_s <= now_s]:
             yield from self._end(other)

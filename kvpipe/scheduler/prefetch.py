@@ -201,6 +201,7 @@ class Prefetching:
 
     def warm(self, asked: KnownPrompt, request: Request | None, seconds: float) -> Work:
         """Bring what tiers have of a prompt, then hold it for so long, if that is not 0. Returns a `WarmedPrompt`."""
+        self._pins.check(seconds)
         one = self.begin(asked, request)
         while not one.over:
             yield WAITS

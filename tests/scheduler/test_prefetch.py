@@ -64,6 +64,15 @@ def test_what_was_warmed_is_a_hit_in_memory(name: str) -> None:
         assert 0 < counters["prefetch_used"] <= counters["chunks_prefetched"]
 
 
+def test_what_could_not_be_pinned_is_not_fetched() -> None:
+    """A pin that may not last so long is refused at once."""
+    with _played(ROOMY) as played:
+        order = warm(played, seconds=1e6)
+        played.do(("add", 3, 60, 0, 3, 0, 0), *STEPS, ("drain",))
+        assert "manage_pin_s_max" in order.refused
+        assert played.trial.side.counters["chunks_prefetched"] == 0
+
+
 def test_what_nobody_uses_is_wasted() -> None:
     """Each chunk that was brought counts once: used, or dropped before."""
     with _played(ROOMY) as played:
