@@ -1,4 +1,4 @@
-"""What two threads share is named in one place, and what can be true or false has a reason to be a flag."""
+"""What two threads share is named in one place."""
 
 from __future__ import annotations
 
@@ -16,17 +16,6 @@ ROOM = Path(kvpipe.worker.__file__).parent
 STEP_THREAD, LOOP_THREAD = ("pipeline", "side", "limits"), ("copies", "watchdog")
 HANDED = {"put": STEP_THREAD, "settled": LOOP_THREAD}
 """Methods of one thread in a file that is of the other, or of none."""
-
-FLAGS = {
-    "Batch.traced": "configuration: some job of it is traced in detail",
-    "Batch.closed": "no copy will be added; jobs may have failed before, so no cursor says it",
-    "Batch.stuck": "no copy is begun any more; its jobs have failed, as those of other batches that go on to be copied",
-    "LoadRate._wave_counts": "whether the wave that lands was queued before the last landing: no machine's business",
-    "Pipeline._computes": "of the open step: what the scheduler said of it, before any hook can",
-    "Pipeline._replays": "configuration: whole steps may be replayed from graphs",
-    "Pipeline._fences_late": "configuration: who calls `fence`",
-    "WorkerSide.lost": "this rank's tier is reported as lost once, and for ever",
-}
 
 
 def _methods(file: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -77,32 +66,3 @@ def test_no_engine_is_known_here() -> None:
             names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not [name for name in names if name.startswith(("vllm", "kvpipe.connectors"))], file.name
-
-
-def test_every_flag_has_a_reason() -> None:
-    """No attribute is True or False only to repeat where a machine is."""
-    found = set[str]()
-    for file in ROOM.glob("*.py"):
-        for owner in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(owner, ast.ClassDef):
-                found |= set(_flags(owner))
-    assert found == set(FLAGS)
-
-
-def _flags(owner: ast.ClassDef) -> Iterator[str]:
-    """Yield attributes of `self`, or of a batch, that are given a bool: a constant, or a parameter that is one."""
-    for method in (one for one in owner.body if isinstance(one, ast.FunctionDef)):
-        arguments = (*method.args.args, *method.args.kwonlyargs)
-        bools = {one.arg for one in arguments if isinstance(one.annotation, ast.Name) and one.annotation.id == "bool"}
-        for node in ast.walk(method):
-            if not isinstance(node, ast.Assign):
-                continue
-            for target in node.targets:
-                pairs = [(target, node.value)]
-                if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
-                    pairs = list(zip(target.elts, node.value.elts, strict=True))
-                for to, value in pairs:
-                    is_bool = isinstance(value, ast.Constant) and isinstance(value.value, bool)
-                    is_bool |= isinstance(value, ast.Name) and value.id in bools
-                    if is_bool and isinstance(to, ast.Attribute) and isinstance(to.value, ast.Name):
-                        yield f"{owner.name if to.value.id == 'self' else to.value.id.title()}.{to.attr}"
