@@ -11,7 +11,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import (
@@ -42,6 +42,18 @@ class AnnouncedBlocks(NamedTuple):
     lora_id: int | None
     lora_name: str | None
     session: str | None
+
+
+class EndedPrompt:
+    """What events need of a request that is over, without whatever else its client has sent with it."""
+
+    __slots__ = ("all_token_ids", "block_hashes", "cache_salt", "lora_request", "num_tokens", "session_id")
+    mm_features, prompt_embeds = (), None
+
+    def __init__(self, request: Request) -> None:
+        """`request`: one without pictures and embeddings."""
+        for name in self.__slots__:
+            setattr(self, name, getattr(request, name))
 
 
 class KvEvents:
@@ -99,9 +111,11 @@ class KvEvents:
         if gone:
             self._add(BlockRemoved(block_hashes=gone, medium=MEDIUM_CPU, group_idx=chunk.group))
 
-    def keeps(self, request: Request) -> bool:
-        """Whether a request is no more than its tokens: pictures and embeddings are not kept after its end."""
-        return not request.mm_features and request.prompt_embeds is None
+    def kept(self, request: Request) -> Request | None:
+        """Return what events need of a request after its end; None: pictures and embeddings are not kept."""
+        if request.mm_features or request.prompt_embeds is not None:
+            return None
+        return cast("Request", EndedPrompt(request))
 
     def cleared(self) -> None:
         """Consumers have forgotten all blocks: announce all that is held."""

@@ -239,10 +239,10 @@ class Catalog:
         """Return the chunks that `owner` leases."""
         return tuple(self._leases.get(owner, ()))
 
-    def refresh(self, chunks: Iterable[Chunk], *, over: bool = True) -> None:
+    def refresh(self, chunks: Iterable[Chunk], *, over: bool = True, hit: bool = True) -> None:
         """Count `chunks` as used now. `chunks`: of one request, the last one of its prefix first: it is evicted first.
 
-        `over`: the request has ended.
+        `over`: the request has ended. `hit`: it has used them; else they are kept for one that is to come.
         """
         self._notify(over=over)
         second, spared = self._second, self._spared
@@ -253,7 +253,7 @@ class Catalog:
                 idle.append(chunk)
                 if spared:
                     spared.pop(chunk, None)
-        if self.ahead.chunks:
+        if hit and self.ahead.chunks:
             self.ahead.used(idle)
         self._batches.refresh_all(idle)
 

@@ -183,8 +183,8 @@ class Published(Protocol):
     def dropped(self, chunk: Chunk) -> None:
         """`chunk` cannot be found any more."""
 
-    def keeps(self, request: Request) -> bool:
-        """Whether a request may be kept after its end, to be given to `published` later."""
+    def kept(self, request: Request) -> Request | None:
+        """Return what `published` needs of a request after its end, and no more; None: it would need too much."""
 
 
 class Recovery:

@@ -18,6 +18,7 @@ from kvpipe.scheduler.announced import HASHES_MAX, HASHES_MAX_WITH_REQUESTS, Ann
 from kvpipe.scheduler.fetches import AHEAD_S_MAX
 from kvpipe.scheduler.orders import WAITS, OrderRefusedError, Work
 from kvpipe.trace.events import ResumePrefetched
+from kvpipe.trace.log import bounded
 
 if TYPE_CHECKING:
     from kvpipe.cache.catalog import Catalog, Chunk
@@ -117,12 +118,13 @@ class Prefetching:
             return
         keys = prefixes.hashes(request)
         place = min(len(keys), request.num_prompt_tokens // self._hash_tokens) - 1  # answers may be cut
-        if place < 0 or (self._routed is not None and not self._routed.keeps(request)):
+        kept = self._routed.kept(request) if self._routed is not None else None
+        if place < 0 or (self._routed is not None and kept is None):
             return
-        tenant, kept = prefixes.tenant(request), request if self._routed is not None else None
+        tenant = prefixes.tenant(request)
         asked = KnownPrompt(keys, request.num_tokens, tenant.salt, tenant.adapter)
         now_s = self._catalog.now_s
-        self.announced.add(Announcement(asked, request.request_id, kept, place, now_s, pause_s))
+        self.announced.add(Announcement(asked, bounded(request.request_id), kept, place, now_s, pause_s))
 
     def came(self, hashes: Sequence[bytes]) -> None:
         """A request with these hashes is looked up: what it brings itself is not brought ahead of it."""
@@ -196,7 +198,7 @@ class Prefetching:
         room = catalog.ahead.room(catalog.slots)
         if room and not catalog.takes_hints and (stage is None or not stage.leased):
             kept = self._held(one.asked)[:room]
-            catalog.refresh(reversed(kept), over=False)
+            catalog.refresh(reversed(kept), over=False, hit=False)
             catalog.ahead.keep(kept)
 
     def warm(self, asked: KnownPrompt, request: Request | None, seconds: float) -> Work:

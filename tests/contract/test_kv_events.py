@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -123,6 +125,28 @@ def test_a_router_makes_the_same_hashes(kind: str, pieces: list[tuple[int, int]]
     reported.catalog.reset()
     reported.receive()
     assert not any(reported.router.index.values())
+
+
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - {"images", "embeddings", "all"}))
+def test_of_what_is_over_the_same_is_said(kind: str) -> None:
+    """Though nothing is kept but what events need: a client may have sent any parameters, of any size, with it."""
+    request = request_of(session_id="s", **KINDS[kind]())
+    live, over = Noted(), Noted()
+    kept = over.events.kept(request)
+    assert kept is not None
+    live.save(request, iter([(0, 4), (4, 8)]))
+    over.save(kept, iter([(0, 4), (4, 8)]))
+    assert over.receive() == live.receive()
+    assert over.received
+    one = weakref.ref(request)
+    del request
+    gc.collect()
+    assert one() is None
+
+
+def test_pictures_and_embeddings_are_not_kept() -> None:
+    """They may be large."""
+    assert not any(Noted().events.kept(request_of(**KINDS[kind]())) for kind in ("images", "embeddings", "all"))
 
 
 def test_they_are_vllms_own_words() -> None:
