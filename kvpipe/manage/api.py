@@ -6,7 +6,7 @@ import functools
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-from fastapi import FastAPI, Path, Query, Request, Response
+from fastapi import FastAPI, Path, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
@@ -82,45 +82,44 @@ def make_app(engine: ManagedEngine, counters: Counters) -> FastAPI:
 def _add_orders(app: FastAPI, engine: ManagedEngine) -> None:
     """Add the paths that change the pool. An order that waits for a step of the engine is answered with 202."""
 
-    def answer(response: Response, result: _Answer) -> _Answer:
-        response.status_code = _PENDING if isinstance(result, models.Pending) else response.status_code
-        return result
+    def answer(result: _Answer | models.Pending) -> _Answer | JSONResponse:
+        return JSONResponse(result.model_dump(), _PENDING) if isinstance(result, models.Pending) else result
 
     @app.get("/v1/pins")
     async def pins() -> models.PinnedPrompts:
         """Return all pins."""
         return engine.pins()
 
-    @app.post("/v1/pins", openapi_extra=_PIN_BODY, responses=_ORDER)
-    async def pin(request: Request, response: Response) -> models.Pinned | models.Pending:
+    @app.post("/v1/pins", openapi_extra=_PIN_BODY, responses=_ORDER, response_model=models.Pinned)
+    async def pin(request: Request) -> models.Pinned | JSONResponse:
         """Pin what memory holds of a prompt."""
-        return answer(response, await engine.pin(_read(await request.body(), models.PinOrder)))
+        return answer(await engine.pin(_read(await request.body(), models.PinOrder)))
 
-    @app.delete("/v1/pins/{pin}", responses=_ORDER)
-    async def unpin(pin: _Number, response: Response) -> models.Pinned | models.Pending:
+    @app.delete("/v1/pins/{pin}", responses=_ORDER, response_model=models.Pinned)
+    async def unpin(pin: _Number) -> models.Pinned | JSONResponse:
         """End a pin."""
-        return answer(response, await engine.unpin(pin))
+        return answer(await engine.unpin(pin))
 
-    @app.post("/v1/evict", openapi_extra=_EVICT_BODY, responses=_ORDER)
-    async def evict(request: Request, response: Response) -> models.EvictedChunks | models.Pending:
+    @app.post("/v1/evict", openapi_extra=_EVICT_BODY, responses=_ORDER, response_model=models.EvictedChunks)
+    async def evict(request: Request) -> models.EvictedChunks | JSONResponse:
         """Evict what memory holds of a prompt. Tiers keep what they hold."""
-        return answer(response, await engine.evict(_read(await request.body(), models.EvictOrder)))
+        return answer(await engine.evict(_read(await request.body(), models.EvictOrder)))
 
-    @app.post("/v1/evict/matching", openapi_extra=_MATCHING_BODY, responses=_ORDER)
-    async def evict_matching(request: Request, response: Response) -> models.EvictedChunks | models.Pending:
+    @app.post("/v1/evict/matching", openapi_extra=_MATCHING_BODY, responses=_ORDER, response_model=models.EvictedChunks)
+    async def evict_matching(request: Request) -> models.EvictedChunks | JSONResponse:
         """Evict what memory holds of tenants, or what was not used for some time. Tiers keep what they hold."""
-        return answer(response, await engine.evict_matching(_read(await request.body(), models.EvictMatching)))
+        return answer(await engine.evict_matching(_read(await request.body(), models.EvictMatching)))
 
-    @app.post("/v1/warm", openapi_extra=_WARM_BODY, responses=_ORDER)
-    async def warm(request: Request, response: Response) -> models.Warmed | models.Pending:
+    @app.post("/v1/warm", openapi_extra=_WARM_BODY, responses=_ORDER, response_model=models.Warmed)
+    async def warm(request: Request) -> models.Warmed | JSONResponse:
         """Fetch what tiers hold of a prompt into memory, and pin it there on request."""
-        return answer(response, await engine.warm(_read(await request.body(), models.WarmOrder)))
+        return answer(await engine.warm(_read(await request.body(), models.WarmOrder)))
 
-    @app.get("/v1/orders/{order}", responses=_ORDER)
-    async def ordered(order: _Number, response: Response) -> _Ordered | models.Pending:
+    @app.get("/v1/orders/{order}", responses=_ORDER, response_model=_Ordered)
+    async def ordered(order: _Number) -> _Ordered | JSONResponse:
         """Return the result of an order that was pending."""
         result: _Ordered | models.Pending = await engine.order(order)
-        return answer(response, result)
+        return answer(result)
 
 
 def _read(body: bytes, kind: type[_T]) -> _T:

@@ -10,6 +10,7 @@ import pytest
 from fastapi.routing import APIRoute
 
 from kvpipe.connectors.vllm.trial.scheduler_world import UNIT
+from kvpipe.manage import models
 from kvpipe.manage.api import make_app
 from tests.manage.conftest import Managed
 
@@ -72,6 +73,20 @@ def test_answers_are_as_described(asked: Managed) -> None:
     assert {(method, path) for method, path, _, _ in ASKED} == {
         (method.upper(), path) for path, methods in document["paths"].items() for method in methods
     }
+
+
+def test_what_is_pending_is_accepted_and_no_more(managed: Managed) -> None:
+    """An order that waits for a step is 202: no schema of 200 allows what says so."""
+    document = managed.good("GET", "/openapi.json")
+    pending = models.Pending(order=1).model_dump()
+    orders = [one for methods in document["paths"].values() for one in methods.values() if "202" in one["responses"]]
+    assert len(orders) == 6
+    for one in orders:
+        good, accepted = (
+            one["responses"][status]["content"]["application/json"]["schema"] for status in ("200", "202")
+        )
+        assert _valid(document, accepted, pending)
+        assert not _valid(document, good, pending), one["operationId"]
 
 
 def test_bodies_are_as_described(managed: Managed) -> None:
