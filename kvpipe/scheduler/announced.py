@@ -7,7 +7,9 @@ lost it again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -49,6 +51,14 @@ class Announcement:
         self.at_s, self.pause_s, self.turns = now_s + pause_s, pause_s, 0
         self.due_s = max(now_s, self.at_s - max(LEAD_S_MIN, pause_s * (1 - TURNS[0])))
 
+    @property
+    def waypoints(self) -> list[bytes]:
+        """Its hashes after so many blocks as `place + 1` is with one or more of its last binary digits cleared."""
+        size = self.place + 1
+        return [
+            self.asked.block_hashes[(size >> bit << bit) - 1] for bit in range(size.bit_length()) if size >> bit & 1
+        ]
+
     def end_turn(self, now_s: float) -> bool:
         """It has its turn now. Returns whether it will have another."""
         self.turns += 1
@@ -58,17 +68,48 @@ class Announcement:
         return self.due_s < _NEVER
 
 
+class _Times:
+    """Keys of prompts by a time of each, the earliest first."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[float, bytes]] = []
+
+    def add(self, at_s: float, key: bytes) -> None:
+        insort(self._rows, (at_s, key))
+
+    def remove(self, at_s: float, key: bytes) -> None:
+        del self._rows[bisect_left(self._rows, (at_s, key))]
+
+    @property
+    def first_s(self) -> float:
+        return self._rows[0][0] if self._rows else _NEVER
+
+    @property
+    def last(self) -> bytes:
+        return self._rows[-1][1]
+
+    def until(self, at_s: float) -> list[bytes]:
+        """Return the keys up to a time, that included."""
+        return [key for _, key in self._rows[: bisect_right(self._rows, at_s, key=lambda row: row[0])]]
+
+
 class Announcements:
     """One per scheduler side; all times are of the catalog's clock. `prompts`: by the hash that they are known by.
 
-    `due_s`: when the next turn is.
+    Whatever is announced, a call takes no more than some logarithms of it: `came` follows waypoints.
     """
 
     def __init__(self, counters: Counters, *, hashes_max: int = HASHES_MAX) -> None:
         """Nothing is announced."""
         self.prompts: dict[bytes, Announcement] = {}
         self._counters, self._hashes, self._hashes_max = counters, 0, hashes_max
-        self.due_s = self._first_s = _NEVER
+        self._waypoints = Counter[bytes]()
+        self._all, self._due, self._fresh = _Times(), _Times(), _Times()  # by `at_s`; `due_s`; `at_s` before any turn
+
+    @property
+    def due_s(self) -> float:
+        """When the next turn is."""
+        return self._due.first_s
 
     def add(self, one: Announcement) -> None:
         """Remember one, in place of another of the same prompt."""
@@ -77,46 +118,66 @@ class Announcements:
         self._counters["resumes_announced"] += 1
         self.prompts[one.key] = one
         self._hashes += len(one.asked.block_hashes)
+        self._waypoints.update(one.waypoints)
+        self._all.add(one.at_s, one.key)
+        self._fresh.add(one.at_s, one.key)
+        self._due.add(one.due_s, one.key)
         while len(self.prompts) > ANNOUNCED_MAX or self._hashes > self._hashes_max:
-            self._forget(max(self.prompts.values(), key=lambda other: other.at_s).key, "too_many")
-        self._plan()
+            self._forget(self._all.last, "too_many")
 
     def came(self, hashes: Sequence[bytes]) -> list[Announcement]:
-        """Forget those with which a prompt with these hashes begins; return them."""
-        size = len(hashes)
-        found = [one for one in self.prompts.values() if one.place < size and hashes[one.place] == one.key]
+        """Forget those with which a prompt with these hashes begins; return them, the shortest first."""
+        found = sorted(self._beginnings(hashes, 0, len(hashes).bit_length()), key=lambda one: one.place)
         for one in found:
             self._forget(one.key, "came" if one.turns else "early")
-        if found:
-            self._plan()
         return found
+
+    def _beginnings(self, hashes: Sequence[bytes], size: int, bits: int) -> Iterator[Announcement]:
+        """Yield those that go on behind the waypoint after `size` blocks, for less than 2 ** `bits` blocks."""
+        for bit in range(bits):
+            stop = size + (1 << bit)
+            if stop > len(hashes):
+                return
+            key = hashes[stop - 1]
+            if key in self._waypoints:
+                if key in self.prompts:
+                    yield self.prompts[key]
+                yield from self._beginnings(hashes, stop, bit)
 
     def has_turn(self, now_s: float, *, idle: bool) -> bool:
         """Whether a prompt's turn is due. `idle`: the engine has nothing else to do."""
-        return now_s >= self.due_s or (idle and now_s >= self._first_s - IDLE_S)
+        return now_s >= self._due.first_s or (idle and now_s >= self._fresh.first_s - IDLE_S)
 
     def take(self, now_s: float, *, idle: bool) -> Announcement | None:
         """Return whose turn it is: of those whose turn is due the one that is to come first."""
-        soon_s = now_s + IDLE_S if idle else -_NEVER
-        due = [one for one in self.prompts.values() if one.due_s <= now_s or (not one.turns and one.at_s <= soon_s)]
+        due = self._due.until(now_s) + (self._fresh.until(now_s + IDLE_S) if idle else [])
         if not due:
             return None
-        one = min(due, key=lambda one: (one.at_s < now_s, one.at_s))  # who is late may never come
-        if not one.end_turn(now_s):
+        # who is late may never come
+        one = min((self.prompts[key] for key in due), key=lambda one: (one.at_s < now_s, one.at_s))
+        self._due.remove(one.due_s, one.key)
+        if not one.turns:
+            self._fresh.remove(one.at_s, one.key)
+        more = one.end_turn(now_s)
+        self._due.add(one.due_s, one.key)
+        if not more:
             self._forget(one.key, "in_vain")
-        self._plan()
         return one
 
     def clear(self) -> None:
         """Forget all: nothing is found again of what was kept so far."""
         for key in [*self.prompts]:
             self._forget(key, "reset")
-        self._plan()
 
     def _forget(self, key: bytes, why: str) -> None:
-        self._hashes -= len(self.prompts.pop(key).asked.block_hashes)
+        one = self.prompts.pop(key)
+        self._hashes -= len(one.asked.block_hashes)
+        for waypoint in one.waypoints:
+            self._waypoints[waypoint] -= 1
+            if not self._waypoints[waypoint]:
+                del self._waypoints[waypoint]
+        self._all.remove(one.at_s, key)
+        self._due.remove(one.due_s, key)
+        if not one.turns:
+            self._fresh.remove(one.at_s, key)
         self._counters.count("resumes_over", why)
-
-    def _plan(self) -> None:
-        self.due_s = min((one.due_s for one in self.prompts.values()), default=_NEVER)
-        self._first_s = min((one.at_s for one in self.prompts.values() if not one.turns), default=_NEVER)
