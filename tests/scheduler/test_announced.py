@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -345,48 +344,6 @@ def test_the_one_that_comes_last_is_forgotten_first(monkeypatch: pytest.MonkeyPa
     assert not all_.prompts
     assert counters.totals()["resumes_over.too_many"] == 5 + 1
     assert (all_._hashes, all_.has_turn(1e9, idle=True)) == (0, False)
-
-
-class Counted(list[bytes]):
-    """Hashes that count how often they are looked at."""
-
-    looks = 0
-
-    def __getitem__(self, at: Any) -> Any:
-        """Count, and look."""
-        self.looks += 1
-        return super().__getitem__(at)
-
-
-def test_prompts_that_come_are_found_whatever_is_announced() -> None:
-    """All those with which a prompt begins, among as many that begin alike, in a few looks at its hashes."""
-    draw, all_, long = random.Random(7), Announcements(Counters()), 700
-    trunk = [f"t/{at}".encode() for at in range(long)]
-
-    def keys(name: str, shared: int, size: int) -> list[bytes]:
-        return trunk[:shared] + [f"{name}/{at}".encode() for at in range(shared, size)]
-
-    for number in range(a.ANNOUNCED_MAX):
-        size = draw.randrange(1, long)
-        asked = KnownPrompt(keys(f"p{number}", draw.choice([0, size // 2, size]), size), 0)
-        all_.add(Announcement(asked, "", None, size - 1, 0.0, draw.uniform(0, 900)))
-    some = [*all_.prompts.values()]
-    prompts = [keys("new", shared, long) for shared in (0, 1, 64, 300, long - 1)] + [
-        [*one.asked.block_hashes, b"more"] for one in draw.sample(some, 100)
-    ]
-    for hashes in prompts:
-        there = all_.prompts.values()
-        expected = [one for one in there if one.place < len(hashes) and hashes[one.place] == one.key]
-        counted = Counted(hashes)
-        found = all_.came(counted)
-        assert sorted(found, key=id) == sorted(expected, key=id)
-        assert [one.place for one in found] == sorted(one.place for one in found)
-        assert counted.looks <= len(found) * 10 + 55, "the looks at its hashes grow with what is announced"
-        for one in found:
-            all_.add(one)
-    all_.clear()
-    assert not all_._waypoints
-    assert (all_.due_s, all_.has_turn(0.0, idle=True)) == (float("inf"), False)
 
 
 def test_one_prompt_is_remembered_once() -> None:
