@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from heapq import nlargest
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 import anyio
@@ -255,11 +255,12 @@ class ManagedEngine:
         return HashedPrompt(prompt, keys, hashes, digest)
 
     def state(self, requests_max: int) -> models.EngineState:
-        """Return the engine's state, with at most `requests_max` of its requests."""
+        """Return the engine's state, with at most `requests_max` of its requests, the slowest."""
         side, namespace = self._side, ""
         if side.staging is not None:
             namespace = side.staging.space.name
-        tracked = _again(lambda: list(islice(side.requests.tracked.values(), requests_max)))
+        requests = _again(lambda: list(side.requests.tracked.values()))
+        slowest = nlargest(requests_max, requests, key=lambda one: models.slowness(_age_s(one), _answer_tokens(one)))
         held = Counter[str]()
         for owner, chunks in _again(side.catalog.holders):
             if owner.epoch < EPOCHS:  # a pin is no request
@@ -274,7 +275,7 @@ class ManagedEngine:
             saving=side.switches.saving,
             pool=self._pool(),
             requests=len(side.requests.tracked),
-            requests_shown=[self._request(one, held[one.request.request_id]) for one in tracked],
+            requests_shown=[self._request(one, held[one.request.request_id]) for one in slowest],
             jobs=self._jobs(),
             traffic=self._traffic(),
             tiers=self._tiers(),
@@ -335,8 +336,9 @@ class ManagedEngine:
         stage = tracked.stage
         return models.RequestHolds(
             request=bounded(tracked.request.request_id),
-            lived_s=(time.monotonic_ns() - tracked.life.added_ns) / 1e9,
+            lived_s=_age_s(tracked),
             tokens=tracked.request.num_tokens,
+            answer_tokens=_answer_tokens(tracked),
             preemptions=tracked.request.num_preemptions,
             state=tracked.state.row,
             saving=tracked.saving.state.row,
@@ -371,6 +373,14 @@ class HashedPrompt(KnownPrompt):
         adapter = AdapterIdentity(one.name, one.path, digest) if one is not None else None
         super().__init__(keys, len(prompt.tokens), prompt.cache_salt or "", adapter)
         self.hashes, self.unknown = hashes, not digest and one is not None
+
+
+def _age_s(tracked: Tracked) -> float:
+    return (time.monotonic_ns() - tracked.life.added_ns) / 1e9
+
+
+def _answer_tokens(tracked: Tracked) -> int:
+    return max(0, tracked.request.num_tokens - tracked.request.num_prompt_tokens)
 
 
 def _again(look: Callable[[], _T]) -> _T:

@@ -222,12 +222,18 @@ class PoolState(_ToOperator):
     quotas: list[QuotaState] = Field([], description="The used slots by quota; empty: there are no quotas.")
 
 
+def slowness(lived_s: float, answer_tokens: int) -> tuple[bool, float]:
+    """How slow a request is, for comparisons: whether it has no token of its answer yet, and its seconds per token."""
+    return not answer_tokens, lived_s / max(1, answer_tokens)
+
+
 class RequestHolds(_ToOperator):
     """One request that is not finished."""
 
     request: str = Field(description="Its id.")
     lived_s: float = Field(description="Seconds since it arrived.")
     tokens: int = Field(description="Tokens of its prompt and of its answer so far.")
+    answer_tokens: int = Field(description="Of these, those of its answer.")
     preemptions: int
     state: str = Field(description="Its state in the machine of docs/machines/request.md.")
     saving: str = Field(description="Its state in the machine of docs/machines/saving.md.")
@@ -284,7 +290,9 @@ class EngineState(_ToOperator):
     saving: bool = Field(description="Whether units that become final are saved.")
     pool: PoolState
     requests: int = Field(description="Requests that are not finished.")
-    requests_shown: list[RequestHolds]
+    requests_shown: list[RequestHolds] = Field(
+        description="The slowest first: those without a token of their answer by their age, then by seconds per token."
+    )
     jobs: JobCounts
     traffic: Traffic
     tiers: list[TierState]

@@ -7,6 +7,7 @@ import os
 import pty
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,10 +20,11 @@ import pytest
 from rich.console import Console
 
 from kvpipe.cli import main as cli
-from kvpipe.cli import top
+from kvpipe.cli import screen, seen, top
 from kvpipe.connectors.vllm.trial.scheduler_world import UNIT
 from kvpipe.listening import Address
 from kvpipe.manage.models import EngineState
+from kvpipe.manage.salts import salt_digest
 from kvpipe.testing.interrupts import interrupts_enabled
 from kvpipe.testing.waiting import WAIT_S
 from tests.manage.conftest import TOKEN, Managed
@@ -31,19 +33,27 @@ from tests.manage.conftest import TOKEN, Managed
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine may take as long to answer as in every other test."""
+    monkeypatch.setattr(seen, "ANSWER_S_MAX", WAIT_S)
     monkeypatch.setattr(top, "ANSWER_S_MAX", WAIT_S)
 
 
-def drawn(*engines: top.SeenEngine, requests_max: int = 10) -> str:
-    """What is on the screen."""
-    console = Console(width=120, record=True, file=io.StringIO())
-    console.print(top.screen(engines, requests_max))
+def drawn(*engines: seen.SeenEngine, requests_max: int = 10, size: tuple[int, int] = (120, 0)) -> str:
+    """What is on a screen of so many columns and lines; of 0 lines: of as many as it needs."""
+    console = Console(width=size[0], height=size[1] or 25, record=True, file=io.StringIO())
+    console.print(screen.screen(engines, requests_max, console, fits=size[1] > 0))
     return console.export_text()
 
 
-def looked(managed: Managed, token: str = TOKEN) -> top.SeenEngine:
+async def looked_at(watch: seen.EngineList, wait_s_max: float = WAIT_S) -> None:
+    """Look at all engines once."""
+    async with anyio.create_task_group() as group:
+        await watch.look(group, wait_s_max)
+        group.cancel_scope.cancel()
+
+
+def looked(managed: Managed, token: str = TOKEN) -> seen.SeenEngine:
     """An engine that was asked once."""
-    engine = top.SeenEngine(managed.address)
+    engine = seen.SeenEngine(managed.address)
     anyio.run(engine.look, token)
     return engine
 
@@ -72,7 +82,7 @@ def second(tmp_path: Path) -> Iterator[Managed]:
 
 
 def test_what_it_shows(managed: Managed) -> None:
-    """Hits by tier, what was missed and why, the pool, what is in flight, the oldest requests."""
+    """Hits by tier, what was missed and why, the pool, what is in flight, the slowest requests."""
     managed.save("a", 20)
     again = managed.world.request("a", 30)
     again.request_id = "again"
@@ -82,14 +92,15 @@ def test_what_it_shows(managed: Managed) -> None:
     shown = drawn(engine)
     assert "● e1" in shown
     assert "2 requests" in shown
-    assert f"40 % of {50 * UNIT} tokens that vLLM lacked since it began, memory 40 %" in shown
+    assert f"40 % of {50 * UNIT} tokens vLLM lacked since it began, memory 40 %" in shown
     assert "not_saved 60 %" in shown
     assert "1 % of 1.0 MiB, 2 leases" in shown
     assert "saves 1 (640 B), loads 1 (1.2 KiB)" in shown
     assert "tiers" not in shown
-    rows = [line.split()[:3] for line in shown.splitlines() if "WAITING" in line]
-    assert rows == [["a", "e1", "RUNNING"], ["again", "e1", "LOADING"]]
+    rows = [line.split()[:2] for line in shown.splitlines() if "WAITING" in line]
+    assert rows == [["a", "RUNNING"], ["again", "LOADING"]]
     assert "again" not in drawn(engine, requests_max=1)
+    assert "users" not in shown  # all is nobody's
     managed.world.succeed(*jobs)
 
 
@@ -108,9 +119,91 @@ def test_who_holds_the_pool(managed: Managed) -> None:
     assert "12 % alice, of 25 % that are its own, 50 % at most" in lines[first + 1]
 
 
+def test_users_are_shown_by_their_salts(managed: Managed) -> None:
+    """Whose chunks are most comes first; those that are not shown are counted together."""
+    slots = managed.side.catalog.slots
+    for number in range(7):
+        managed.save(f"u{number}", 16 * (number + 1), salt=f"salt{number}")
+    managed.save("x", 16)
+    engine = looked(managed)
+    lines = drawn(engine).splitlines()
+    first = next(at for at, line in enumerate(lines) if line.startswith("  users"))
+    for at in range(screen.USERS_MAX):
+        digest = salt_digest(TOKEN.encode(), f"salt{6 - at}")
+        assert f"{100 * (7 - at) / slots:.0f} % {digest}, idle 0:00:0" in lines[first + at]
+    assert lines[first + screen.USERS_MAX - 1].rstrip().endswith(f"; 3 more {100 * 4 / slots:.0f} %")
+    managed.save("y", 16, salt="salt0")
+    anyio.run(engine.look, TOKEN)
+    assert drawn(engine).splitlines()[first].rstrip() == lines[first].rstrip()  # a pool is not counted at each look
+
+
+def test_the_slowest_requests_are_shown(managed: Managed) -> None:
+    """Those that wait for their first token by their age, then those that get few tokens."""
+    old = 10**9
+    for name, age_s, answered in (("quick", 9, 90), ("new", 1, 0), ("slow", 9, 3), ("waits", 8, 0)):
+        request = managed.world.request(name, 4)
+        managed.world.admit(request)
+        request.num_tokens += answered
+        managed.side.requests.tracked[name].life.added_ns -= age_s * old
+    assert [one["request"] for one in managed.good("GET", "/v1/state?requests_max=3")["requests_shown"]] == [
+        "waits", "new", "slow",
+    ]  # fmt: skip
+    lines = drawn(looked(managed)).splitlines()
+    first = next(at for at, line in enumerate(lines) if "slowest requests" in line)
+    assert [line.split()[0] for line in lines[first + 2 : first + 6]] == ["waits", "new", "slow", "quick"]
+    assert lines[first + 4].split()[-4:] == ["3", "0", "0", "0"]
+
+
+def test_one_that_hangs_delays_no_other(managed: Managed, folder: Path) -> None:
+    """It is shown as late, with what it has answered before; it is not asked again before it has answered."""
+    quiet = socket.socket(socket.AF_UNIX)
+    quiet.bind(f"{folder}/quiet.sock")
+    quiet.listen()
+    watch = seen.EngineList([Address.parse(f"unix:{folder}/{{engine}}.sock")], TOKEN)
+
+    async def looks() -> str:
+        async with anyio.create_task_group() as group:
+            began_s = time.monotonic()
+            await watch.look(group, 0.3)
+            await watch.look(group, 0.3)
+            assert time.monotonic() - began_s < WAIT_S / 2
+            shown = drawn(*watch.engines)
+            group.cancel_scope.cancel()
+        return shown
+
+    shown = anyio.run(looks)
+    assert "● e1" in shown
+    late = next(line for line in shown.splitlines() if "quiet.sock" in line)
+    assert "no answer for 0." in late
+    quiet.setblocking(False)
+    quiet.accept()[0].close()
+    with pytest.raises(BlockingIOError):
+        quiet.accept()
+    quiet.close()
+    one = looked(managed)
+    one._asked_at_s = time.monotonic() - 3
+    assert "no answer for 3." in next(line for line in drawn(one).splitlines() if "● e1" in line)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 30), (80, 17), (80, 12)])
+def test_it_fits_a_terminal(managed: Managed, size: tuple[int, int]) -> None:
+    """Whatever there is: no line is cut where a number is, the slowest requests have room, and no line is too many."""
+    for number in range(7):
+        managed.save(f"chatcmpl-{number:032x}", 16 * (number + 1), salt=f"salt{number}")
+    one = looked(managed)
+    tier = {"name": "near", "kind": "disk", "breaker": "OPEN", "left_by_ranks": False}
+    lived = {"hit_tokens": {"memory": 10**9, "near": 10**8}, "missed_tokens": {"not_saved": 10**9, "evicted": 5}}
+    one.took(state(managed, tiers=[tier], traffic=lived), time.monotonic())
+    lines = drawn(one, size=size).splitlines()
+    assert len(lines) <= size[1]
+    assert max(map(len, lines)) <= size[0]
+    shown = sum("idle" in line for line in lines), sum("RUNNING" in line for line in lines)
+    assert shown == {24: (5, 7), 30: (5, 7), 17: (1, 4), 12: (0, 0)}[size[1]]
+
+
 def test_rates_are_of_the_last_seconds(managed: Managed) -> None:
     """What is older is not in them; an engine that has begun anew has none before its second answer."""
-    engine = top.SeenEngine(managed.address)
+    engine = seen.SeenEngine(managed.address)
     old = {"hit_tokens": {"memory": 1000}, "missed_tokens": {"not_saved": 0}, "evicted": 5}
     new = {"hit_tokens": {"memory": 1000, "disk": 25}, "missed_tokens": {"not_saved": 50, "evicted": 25}, "evicted": 25}
     engine.took(state(managed, step=50), 0.0)
@@ -118,11 +211,11 @@ def test_rates_are_of_the_last_seconds(managed: Managed) -> None:
     engine.took(state(managed, step=600, traffic=new), 20.0)
     shown = drawn(engine)
     assert "50 steps/s" in shown
-    assert "25 % of 100 tokens that vLLM lacked in 10 s, disk 25 %; 93 % since it began" in shown
+    assert "25 % of 100 tokens vLLM lacked in 10 s, disk 25 %; 93 % since it began" in shown
     assert "not_saved 50 %, evicted 25 %" in shown
     assert "2.0 evictions/s" in shown
     engine.took(state(managed, step=601, traffic=new), 30.0)
-    assert "93 % of 1,100 tokens that vLLM lacked since it began" in drawn(engine)
+    assert "93 % of 1,100 tokens vLLM lacked since it began" in drawn(engine)
     engine.took(state(managed, step=3), 40.0)
     assert "steps/s" not in drawn(engine)
     engine.took(state(managed, step=13), 50.0)
@@ -140,7 +233,7 @@ def test_what_is_wrong_is_seen(managed: Managed) -> None:
         {"name": "far", "kind": "s3", "breaker": "OPEN", "left_by_ranks": False},
         {"name": "odd", "kind": "redis", "breaker": "CLOSED", "left_by_ranks": True},
     ]
-    engine = top.SeenEngine(managed.address)
+    engine = seen.SeenEngine(managed.address)
     engine.took(state(managed, tiers=tiers, traffic={"faults": 2}, switches={"freeze": True}), 0.0)
     shown = drawn(engine)
     assert "near ok  far left alone (OPEN)  odd left alone by a rank" in shown
@@ -177,7 +270,7 @@ def test_one_that_does_not_answer_is_named(managed: Managed, capsys: pytest.Capt
 
 def test_an_engine_of_another_version_is_named(managed: Managed, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it says is not understood: that is said, and nothing else."""
-    monkeypatch.setattr(top, "ask", lambda *_, **__: {"kvpipe": "9"})
+    monkeypatch.setattr(seen, "ask", lambda *_, **__: {"kvpipe": "9"})
     assert "another version" in drawn(looked(managed))
 
 
@@ -187,11 +280,11 @@ def test_all_that_listen_in_a_folder(
     """`{engine}` stands for each; one whose address has gone is not shown any more."""
     pattern = Address.parse(f"unix:{folder}/{{engine}}.sock")
     (folder / "two.sock").symlink_to(second.address.path)
-    watch = top.EngineList([pattern], TOKEN)
-    anyio.run(watch.look)
+    watch = seen.EngineList([pattern], TOKEN)
+    anyio.run(looked_at, watch)
     assert [engine.last is not None for engine in watch.engines] == [True, True]
     (folder / "two.sock").unlink()
-    anyio.run(watch.look)
+    anyio.run(looked_at, watch)
     assert [engine.address for engine in watch.engines] == [managed.address]
     none = ["--once", "--token-file", str(folder / "token"), "--at", f"unix:{folder}/none/{{engine}}.sock"]
     assert cli.main(["top", *none]) == 1
