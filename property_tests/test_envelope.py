@@ -42,7 +42,7 @@ def outcome(sealer: Sealer, key: Key, count: int, header: bytes, body: bytes) ->
 @examples(300)
 @given(sealers, keys, units, st.integers(1, 3), st.integers(0, 99))
 def test_what_is_sealed_comes_back(sealer: Sealer, key: Key, count: int, pages: int, seed: int) -> None:
-    """Every key, number of units and body comes back as it was, and the header tells them."""
+    """Every key, number of units and body comes back as it was, and the header has them."""
     body = content(seed, pages * ALIGN_BYTES)
     header, stored = sealer.seal(key, count, filled(body, (len(body),))[0])
     assert describe(header)[:3] == (key, count, len(body))

@@ -92,7 +92,7 @@ def whole(cache: torch.Tensor) -> torch.Tensor:
 
 
 def run(engine: CudaEngine, device: FakeDevice, plan: CopyPlan, case: Case, choices: list[int]) -> None:
-    """Submit every layer and let the device run, in the order that `choices` say."""
+    """Submit every layer and let the device run, in the order of `choices`."""
     reported: list[Ticket] = []
     tickets = [Ticket(None, layer, i, reported.append) for i, layer in enumerate(case.order)]
     engine.prepare(plan)
@@ -181,7 +181,7 @@ def test_few_copies_for_whole_chunks(case: Case) -> None:
 
 @pytest.mark.parametrize("mover", Mover)
 def test_a_padded_specification_is_copied_like_any_other(mover: Mover) -> None:
-    """Where vLLM says more bytes for a page than the cache has, layers are not adjacent in a slot."""
+    """Where vLLM takes more bytes for a page than the cache has, layers are not adjacent in a slot."""
     geometry = Geometry((Group(tuple(Layer(str(i), 96) for i in range(3)), block_tokens=8),), CHUNK, SLOTS * 4096)
     rows_ = [(0, 1, page, 2 * page) for page in range(geometry.pages_per_chunk[0])]
     moved = [(0, 1, page, 2 * page + 1) for page in range(geometry.pages_per_chunk[0])]

@@ -145,7 +145,7 @@ class QuotaModel(RuleBasedStateMachine):
 
 
 class SessionsQuotaModel(QuotaModel):
-    """The same with a policy that is told of time and of ends of requests."""
+    """The same with a policy that is notified of time and of ends of requests."""
 
     policy = "sessions"
 

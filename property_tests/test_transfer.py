@@ -1,4 +1,4 @@
-"""Copies: merged runs say the same as the rows, and the bytes are those of a naive copy, there and back."""
+"""Copies: merged runs copy the same as the rows, and the bytes are those of a naive copy, there and back."""
 
 from __future__ import annotations
 

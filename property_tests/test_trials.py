@@ -58,7 +58,7 @@ class Trials(RuleBasedStateMachine):
         self.make(("shutdown", place))
 
     def teardown(self) -> None:
-        """End everything and say which cells this example has reached."""
+        """End everything and report which cells this example has reached."""
         if not hasattr(self, "trial"):
             return
         if not self.trial.is_down and not self.watched.broken:

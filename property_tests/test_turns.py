@@ -22,7 +22,7 @@ _FILES = {orders_module.__file__, __file__}
 
 
 class Lockstep:
-    """Threads of which one runs at a time, as far as it is told: a bytecode of `_FILES` is one move."""
+    """Threads of which one runs at a time, as far as these count: a bytecode of `_FILES` is one move."""
 
     def __init__(self, *programs: Callable[[], None]) -> None:
         """None has begun."""
@@ -122,9 +122,9 @@ class Tried:
     """An engine's thread that makes calls and idles between them, and an operator's that orders."""
 
     def __init__(self, calls: list[str], ordered: int) -> None:
-        """`calls`: `step` carries out orders, `idle` says that there is nothing to do, others are any.
+        """`calls`: `step` carries out orders, `idle` reports that there is nothing to do, others are any.
 
-        `reset` may come when it has said so already, and waits for requests then.
+        `reset` may come when it has reported it already, and waits for requests then.
         """
         self.orders = Orders(Counters())
         self.orders.slice_s_max = float("inf")

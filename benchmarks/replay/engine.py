@@ -141,7 +141,7 @@ class Engine:
     ) -> None:  # fmt: skip
         """`settings`: of kvpipe's own. A host without slots: an engine without kvpipe.
 
-        `pauses_s`: in how long each request's client says that it goes on; none: no client says that.
+        `pauses_s`: in how long each request's client announces that it goes on; none: no client announces that.
         """
         self.workload, self.model, self.clock = workload, model, Clock()
         self.chunk = workload.chunk_tokens
@@ -200,8 +200,8 @@ class Engine:
         while self.arrivals and self.arrivals[0][1].at_s <= clock.now_s:
             number, prompt = self.arrivals.popleft()
             request, pause_s = Running(number, prompt), self.pauses_s[number] if self.pauses_s else None
-            said = RawHints(None, {"resume": {"after_seconds": pause_s}}) if pause_s is not None else None
-            self._timed(self.side.on_new_request, request, said)
+            hint = RawHints(None, {"resume": {"after_seconds": pause_s}}) if pause_s is not None else None
+            self._timed(self.side.on_new_request, request, hint)
             self.waiting.append(request)
         scheduled = self._schedule()
         step: Any = SimpleNamespace(num_scheduled_tokens=Scheduled(scheduled), preempted_req_ids=None)

@@ -19,7 +19,7 @@ TURNED: Final = "turned"
 CONSTANT: Final = "constant"
 """Each prompt is hinted to be resumed in a second."""
 DEAD: Final = "dead"
-"""What is not used again is said to come in ten minutes; nothing is said of the rest."""
+"""What is not used again is announced to come in ten minutes; nothing is announced of the rest."""
 MODELS: Final = (NONE, RESUME, ADVERSARIAL, TURNED, CONSTANT, DEAD)
 _MINUTE_S: Final = 60.0
 
@@ -56,7 +56,7 @@ def hints(workload: Workload, model: str, sigma: float, seed: int = 0) -> list[H
 
 
 def pauses(workload: Workload, model: str, sigma: float, answer_s_per_token: float) -> list[float | None]:
-    """Return what is announced: in how many seconds from its end each prompt is resumed; None: nothing is said."""
+    """Return what is announced: in how many seconds from its end each prompt is resumed; None: nothing is announced."""
     ends_s = (prompt.at_s + prompt.answer * answer_s_per_token for prompt in workload.prompts)
-    said = zip(hints(workload, model, sigma), ends_s, strict=True)
-    return [max(0.0, hint.at_s - end_s) if hint is not None else None for hint, end_s in said]
+    hinted = zip(hints(workload, model, sigma), ends_s, strict=True)
+    return [max(0.0, hint.at_s - end_s) if hint is not None else None for hint, end_s in hinted]

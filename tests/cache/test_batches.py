@@ -36,7 +36,7 @@ def test_a_victim_is_out_of_the_policy_already(monkeypatch: pytest.MonkeyPatch) 
 
 
 class _Batched(Lru):
-    """Hears of a request's chunks at once, and errs over those that come back."""
+    """Takes a request's chunks at once, and errs over those that come back."""
 
     def __init__(self) -> None:
         """Nothing yet."""

@@ -331,7 +331,7 @@ def test_a_second_costs_memory_once() -> None:
 
 
 def test_a_lost_piece_is_of_no_request_that_is_over() -> None:
-    """Whatever the policy was told before."""
+    """Whatever the policy was given before."""
 
     class Noted(Lru):
         at_s, over = 0.0, False

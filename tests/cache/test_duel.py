@@ -24,7 +24,7 @@ def _chain(name: str) -> Chain:
 
 
 def _hits(policy: Policy, prompts: list[tuple[float, str, int]], slots: int = SLOTS, lie_s: float = 0.0) -> list[int]:
-    """Return how many chunks of each prompt were held: (seconds, session, chunks). All are said to go on in `lie_s`."""
+    """Return how many chunks of each prompt were held: (seconds, session, chunks). All announce to go on in `lie_s`."""
     held, out = dict[str, Item](), list[int]()
     for at_s, session, size in prompts:
         names = [f"{session}{at}" for at in range(size)]
@@ -131,7 +131,7 @@ def test_what_a_client_says_is_heard_until_lru_is_better() -> None:
 
 
 def test_lies_cost_less_than_a_hundredth() -> None:
-    """Every prompt is said to go on in a second; a hundred sessions pause for what they please."""
+    """Every prompt is announced to go on in a second; a hundred sessions pause for what they please."""
     draw, prompts = random.Random(0), list[tuple[float, str, int]]()
     for session in range(100):
         at_s, size = draw.uniform(0, 3000), draw.randint(3, 10)

@@ -1,4 +1,4 @@
-"""A pool with quotas: who gives a slot, who gets none, and who is told what."""
+"""A pool with quotas: who gives a slot, who gets none, and who is notified of what."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_shares_are_of_what_is_in_memory() -> None:
 
 
 class _Told(Lru):
-    """A policy that remembers what it was told."""
+    """A policy that remembers what it was given."""
 
     def __init__(self, slots: int) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class _Told(Lru):
 
 
 def test_each_has_a_policy_of_its_own() -> None:
-    """Each is told of its own chunks alone, and first what time it is and whether a request is over."""
+    """Each is notified of its own chunks alone, and first what time it is and whether a request is over."""
     pool = _Pool(make=_Told)
     noted: dict[str, _Told] = {one.spec.name: one.policy for one in pool.accounts.all}  # type: ignore[misc]
     assert [one.slots for one in noted.values()] == [8, 4, 8]
@@ -185,7 +185,7 @@ def test_each_has_a_policy_of_its_own() -> None:
 
 
 def test_a_policy_that_wants_no_hints_gets_none() -> None:
-    """It is as without quotas: who gives hints hears that they are ignored."""
+    """It is as without quotas: who gives hints is shown that they are ignored."""
     assert not _Pool().catalog.takes_hints
     assert _Pool().catalog._request is None
     assert _Pool(make=Sessions).catalog.takes_hints
@@ -274,7 +274,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_bad_quotas(name: str) -> None:
-    """Each is refused in a sentence that says what to do, and shows no salt."""
+    """Each is refused in a sentence with the remedy, and shows no salt."""
     given, sentence = REFUSED[name]
     with pytest.raises(ConfigError) as refused:
         load_settings({"quotas": given})

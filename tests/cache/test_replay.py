@@ -89,7 +89,7 @@ def test_the_same_seed_gives_the_same_figures() -> None:
 
 
 def test_prompts_arrive_in_order_and_are_whole() -> None:
-    """A key says all that comes before it, and each prompt has one for each of its whole chunks."""
+    """A key covers all that comes before it, and each prompt has one for each of its whole chunks."""
     for workload in (small(1), small(1, shared_system=True), w.mooncake()):
         before: dict[bytes, bytes] = {}
         at_s = 0.0
@@ -118,7 +118,7 @@ def test_the_yardstick_is_the_known_one() -> None:
 
 
 def test_hints_say_when_a_prompt_goes_on_and_adversaries_the_contrary() -> None:
-    """What goes on in a minute is said so by both; what never does, by adversaries alone."""
+    """What goes on in a minute is announced by both; what never does, by adversaries alone."""
     prompts = [w.Prompt(at_s, 2, 0, [b"a", f"{name}".encode()]) for at_s, name in ((0, "b"), (10, "b"), (110, "b"))]
     workload = w.Workload("made up", 1, [*prompts, w.Prompt(111.0, 1, 0, [b"c"])])
     assert hints.resumes(workload) == [10, 110, None, None]

@@ -216,7 +216,7 @@ class Requests:
         return (chunk for key in reversed(keys) for group in (0, 1) if (chunk := self.catalog.find(group, key)))
 
     def end(self) -> None:
-        """Some saves have landed, some failed, and some land later. Then something may be said."""
+        """Some saves have landed, some failed, and some land later. Then something may be announced."""
         draw, catalog = self.draw, self.catalog
         owner, keys, pieces = self.running.pop(draw.randrange(len(self.running)))
         late: list[Piece] = []

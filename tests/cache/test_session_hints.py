@@ -1,4 +1,4 @@
-"""The policy of sessions: what one client says does not harm others."""
+"""The policy of sessions: what one client announces does not harm others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Clients:
         self.items: dict[str, Item] = {}
 
     def serve(self, *prompt: str) -> list[Item]:
-        """Serve a prompt, some seconds later. Returns its chunks, the last first, as its end tells them."""
+        """Serve a prompt, some seconds later. Returns its chunks, the last first, as its end reports them."""
         self.now_s += 10
         there = [name for name in prompt if name in self.items]
         for name, before in zip(prompt, ["", *prompt], strict=False):
@@ -38,8 +38,8 @@ class Clients:
         self.policy.request(self.now_s + 2, over=False)
         return items
 
-    def says(self, hint: Hint, *prompt: str) -> None:
-        """Serve a prompt whose client says this."""
+    def hints(self, hint: Hint, *prompt: str) -> None:
+        """Serve a prompt whose client sends this hint."""
         for item in self.serve(*prompt):
             self.policy.hint(item, hint)
 
@@ -48,7 +48,7 @@ class Clients:
         victim = self.policy.victim()
         assert victim is self.items.pop(name)
 
-    def said(self, *names: str) -> set[int]:
+    def kinds(self, *names: str) -> set[int]:
         """Return what these chunks count as."""
         return {self.policy._at[self.items[name]].hinted for name in names}
 
@@ -62,15 +62,15 @@ def test_a_conversation_is_not_demoted_by_who_sends_its_beginning(harm: Hint) ->
     clients, chat = Clients(), ["s0", "s1", *(f"a{at}" for at in range(6))]
     for _ in range(4):
         clients.serve(*chat)
-    clients.says(harm, "s0")
-    assert clients.said(*chat) == {0}
-    clients.says(Hint(Action.RESUME, 70.0), *chat)
-    own = clients.said(*chat)
-    clients.says(harm, "s0")
-    assert clients.said("s0") == {0}
-    assert clients.said(*chat[1:]) == own
-    clients.says(harm, *chat)
-    assert 0 not in clients.said(*chat)
+    clients.hints(harm, "s0")
+    assert clients.kinds(*chat) == {0}
+    clients.hints(Hint(Action.RESUME, 70.0), *chat)
+    own = clients.kinds(*chat)
+    clients.hints(harm, "s0")
+    assert clients.kinds("s0") == {0}
+    assert clients.kinds(*chat[1:]) == own
+    clients.hints(harm, *chat)
+    assert 0 not in clients.kinds(*chat)
 
 
 @pytest.mark.parametrize("harm", _HARM, ids=["demote", "resume"])
@@ -80,14 +80,14 @@ def test_what_one_branch_is_left_of_is_not_demoted_for_one(harm: Hint) -> None:
     users = [["s0", "s1", "t0", "t1", f"u{user}"] for user in range(5)]
     for user in users:
         clients.serve(*user)
-    clients.says(Hint(Action.DEMOTE), "s0", "s1", "x")
-    assert clients.said("x") == {DEMOTED}
+    clients.hints(Hint(Action.DEMOTE), "s0", "s1", "x")
+    assert clients.kinds("x") == {DEMOTED}
     clients.gone("x")
     for user in users:
         clients.serve(*user)
-    clients.says(harm, "s0", "s1")
-    clients.says(harm, "s0", "s1", "t0", "t1")
-    assert clients.said(*(name for user in users for name in user)) == {0}
+    clients.hints(harm, "s0", "s1")
+    clients.hints(harm, "s0", "s1", "t0", "t1")
+    assert clients.kinds(*(name for user in users for name in user)) == {0}
 
 
 @pytest.mark.parametrize("harm", _HARM, ids=["demote", "resume"])
@@ -96,22 +96,22 @@ def test_a_long_prefix_is_shared_as_well(harm: Hint) -> None:
     clients, system = Clients(), [f"s{at}" for at in range(CHAIN_MAX + 40)]
     for user in "ab":
         clients.serve(*system, user)
-    clients.says(harm, *system[:4])
-    clients.says(harm, *system[:CHAIN_MAX])
-    clients.says(harm, *system)
-    assert clients.said(*system, "a", "b") == {0}
+    clients.hints(harm, *system[:4])
+    clients.hints(harm, *system[:CHAIN_MAX])
+    clients.hints(harm, *system)
+    assert clients.kinds(*system, "a", "b") == {0}
 
 
 def test_a_long_prompt_is_demoted_from_its_end() -> None:
     """Nobody else has gone on anywhere in it."""
     clients, prompt = Clients(), [f"p{at}" for at in range(2 * CHAIN_MAX + 40)]
     clients.serve(*prompt)
-    clients.says(Hint(Action.DEMOTE), *prompt)
-    assert clients.said(*prompt) == {DEMOTED}
+    clients.hints(Hint(Action.DEMOTE), *prompt)
+    assert clients.kinds(*prompt) == {DEMOTED}
 
 
 def test_what_others_are_using_is_not_demoted_for_their_wait() -> None:
-    """It is said while another request runs that has been given the chain back from a load."""
+    """It comes while another request runs that has been given the chain back from a load."""
     clients = Clients()
     items = clients.serve("a", "b")
     for item in items:
@@ -119,11 +119,11 @@ def test_what_others_are_using_is_not_demoted_for_their_wait() -> None:
     for item in items:
         clients.policy.hint(item, Hint(Action.DEMOTE))
     clients.serve("a", "b")
-    assert clients.said("a", "b") == {0}
+    assert clients.kinds("a", "b") == {0}
 
 
 def test_hints_that_are_taken_back_leave_no_debt() -> None:
-    """A prompt of many chains is to be retained, and said to resume, again and again: the second hint ends the first.
+    """A prompt of many chains is to be retained, and to resume, again and again: the second hint ends the first.
 
     Meanwhile what was counted of the first has been halved. Then somebody returns who was to be retained.
     """
@@ -141,7 +141,7 @@ def test_hints_that_are_taken_back_leave_no_debt() -> None:
         for hint in (Hint(Action.RETAIN, clients.now_s + 600), Hint(Action.RESUME, clients.now_s + 20)):
             for item in items:
                 clients.policy.hint(item, hint)
-    clients.says(Hint(Action.RETAIN, clients.now_s + 612), "q0")
+    clients.hints(Hint(Action.RETAIN, clients.now_s + 612), "q0")
     clients.serve("q0", "q1")
-    assert clients.said("q0", "q1") == {0}
+    assert clients.kinds("q0", "q1") == {0}
     assert min(clients.policy._returns._ended) >= 0

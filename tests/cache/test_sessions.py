@@ -122,7 +122,7 @@ def test_sessions_that_take_turns_do_not_flush_each_other() -> None:
 
 
 def test_a_prompt_goes_from_its_end() -> None:
-    """Whatever the order was in which it was saved, and the end of a request tells its last chunk first."""
+    """Whatever the order was in which it was saved, and the end of a request reports its last chunk first."""
     policy = Sessions(SLOTS)
     items = [Item("a"), Item("b", "a"), Item("c", "b")]
     for item in items:
@@ -207,39 +207,39 @@ def test_a_session_that_went_is_known_by_its_pace_when_it_returns() -> None:
 
 
 def test_what_is_said_makes_kinds_by_the_octave() -> None:
-    """Whatever number a client says, it is a kind."""
-    said = [hinted_kind(Action.RESUME, in_s) for in_s in (-math.inf, 0.0, 1.0, 2.0, 8191.0, 8192.0, 1e9, math.inf)]
-    assert said == [RESUMES + octave for octave in (0, 0, 1, 2, 13, 14, 14, 14)]
+    """Whatever number a client gives, it is a kind."""
+    hinted = [hinted_kind(Action.RESUME, in_s) for in_s in (-math.inf, 0.0, 1.0, 2.0, 8191.0, 8192.0, 1e9, math.inf)]
+    assert hinted == [RESUMES + octave for octave in (0, 0, 1, 2, 13, 14, 14, 14)]
     assert hinted_kind(Action.RESUME, math.nan) == RESUMES
     assert {hinted_kind(Action.RETAIN, 2.0**at) for at in range(-1, 20)} == set(range(RETAINS, DEMOTED))
     assert hinted_kind(Action.DEMOTE, 5.0) == DEMOTED
 
 
 def test_lies_are_found_out() -> None:
-    """Chains return after three seconds, as they always have; it is said that it will take an hour."""
-    returns, paced, said = Returns(), kind_of(pace_after(None, 3)), hinted_kind(Action.RESUME, 3600.0)
+    """Chains return after three seconds, as they always have; it is announced that it will take an hour."""
+    returns, paced, hinted = Returns(), kind_of(pace_after(None, 3)), hinted_kind(Action.RESUME, 3600.0)
     for _ in range(1200):
         returns.ended(paced)
         returns.returned(paced, 3)
     for _ in range(30):
-        returns.ended(said)
-        returns.proven(said, paced, 3)
-        returns.returned(said, 3)
+        returns.ended(hinted)
+        returns.proven(hinted, paced, 3)
+        returns.returned(hinted, 3)
     assert not returns.trusts
 
 
 def test_one_lie_is_not_everybodys() -> None:
-    """Chains return as was said, but some in an hour: of those it was said, too, and they came at once."""
+    """Chains return as was announced, but some in an hour: of those it was announced, too, and they came at once."""
     returns, paced = Returns(), kind_of(pace_after(None, 3))
     for turn in range(1200):
         returns.ended(paced)
         returns.returned(paced, 0.75 * 2 ** (turn % 12))
     for turn in range(200):
-        for said_s, idle_s in [(4 * 3600.0, 3.0)] * (turn % 3 == 0) + [(20.0, 20.0)]:
-            said = hinted_kind(Action.RESUME, said_s)
-            returns.ended(said)
-            returns.proven(said, paced, idle_s)
-            returns.returned(said, idle_s)
+        for hinted_s, idle_s in [(4 * 3600.0, 3.0)] * (turn % 3 == 0) + [(20.0, 20.0)]:
+            hinted = hinted_kind(Action.RESUME, hinted_s)
+            returns.ended(hinted)
+            returns.proven(hinted, paced, idle_s)
+            returns.returned(hinted, idle_s)
             assert returns.trusts
 
 
@@ -266,14 +266,14 @@ def test_what_a_client_says_is_useless_goes_first() -> None:
 
 @pytest.mark.parametrize("action", [Action.RESUME, Action.RETAIN])
 def test_of_two_that_are_alike_the_one_that_is_said_to_come_soon_stays(action: Action) -> None:
-    """The other is said to come in an hour."""
+    """The other is announced to come in an hour."""
     for names in (("soon", "later"), ("later", "soon")):
         world = _World(Sessions(SLOTS))
         for name in names:
             world.serve(name, 20)
             hint = Hint(action, 10.0) if name == "soon" else Hint(Action.RESUME, 3600.0)
             assert _say(world, name, hint) == 20
-        for turn in range(8 * KINDS):  # until what was said is counted in
+        for turn in range(8 * KINDS):  # until what was announced is counted in
             world.now_s += 0.01
             world.serve("short", 0 if turn else 1)
         world.serve("new", 20)
@@ -320,7 +320,7 @@ def _save(catalog: Catalog, key: bytes, before: bytes) -> Piece:
 
 @pytest.mark.parametrize("there", [True, False])
 def test_a_save_that_lands_after_its_request_is_no_use(*, there: bool) -> None:
-    """What its client has said goes on to hold, and the session's pace is not the time of a copy."""
+    """What its client has announced goes on to hold, and the session's pace is not the time of a copy."""
     policy, now_s = Sessions(SLOTS), 10.0
     catalog = Catalog(SLOTS, 1, policy, Counters(), clock=lambda: now_s)
     pieces, hint = [_save(catalog, b"a", b""), _save(catalog, b"b", b"a")], Hint(Action.RESUME, 50.0)
@@ -342,24 +342,24 @@ def test_a_save_that_lands_after_its_request_is_no_use(*, there: bool) -> None:
     assert (chain.pace, chain.ended_s, chain.hint) == (math.log2(33 if there else 32), None, None)
 
 
-class _Heard(Lru):
-    """Hears what a policy of sessions hears."""
+class _Noting(Lru):
+    """Notes what a policy of sessions is given."""
 
     def __init__(self) -> None:
         """Nothing yet."""
         super().__init__()
-        self.heard: list[tuple[float, bool]] = []
+        self.noted: list[tuple[float, bool]] = []
 
     def request(self, now_s: float, *, over: bool) -> None:
         """Note it."""
-        self.heard.append((now_s, over))
+        self.noted.append((now_s, over))
 
 
 @pytest.mark.parametrize("guarded", [False, True])
 def test_the_catalog_says_when_and_whether_a_request_is_over(*, guarded: bool) -> None:
     """At a save, one that lands after the end, a lease, its return, and the end."""
-    heard = _Heard()
-    policy = GuardedPolicy(heard, "heard", print) if guarded else heard
+    noting = _Noting()
+    policy = GuardedPolicy(noting, "noting", print) if guarded else noting
     clock = iter(range(1, 10))
     catalog = Catalog(4, 1, policy, Counters(), clock=lambda: float(next(clock)))
     chunk = catalog.reserve(0)
@@ -371,20 +371,20 @@ def test_the_catalog_says_when_and_whether_a_request_is_over(*, guarded: bool) -
     catalog.release(Owner("r", 1))
     catalog.refresh(iter([chunk]), over=False)
     catalog.refresh(iter([chunk]))
-    assert heard.heard == [(1.0, False), (2.0, True), (3.0, False), (4.0, False), (5.0, False), (6.0, True)]
+    assert noting.noted == [(1.0, False), (2.0, True), (3.0, False), (4.0, False), (5.0, False), (6.0, True)]
 
 
 class _Hinted(Lru):
-    """Hears hints."""
+    """Takes hints."""
 
     def __init__(self) -> None:
         """Nothing yet."""
         super().__init__()
-        self.heard: list[tuple[Evictable, Hint]] = []
+        self.noted: list[tuple[Evictable, Hint]] = []
 
     def hint(self, chunk: Evictable, hint: Hint) -> None:
         """Note it."""
-        self.heard.append((chunk, hint))
+        self.noted.append((chunk, hint))
 
 
 @pytest.mark.parametrize("guarded", [False, True])
@@ -400,4 +400,4 @@ def test_the_catalog_hands_hints_on(*, guarded: bool) -> None:
         catalog.hint(there, hint)
         assert catalog.takes_hints == (policy is hinted)
         if policy is hinted:
-            assert hinted.heard == [(chunk, hint) for chunk in there]
+            assert hinted.noted == [(chunk, hint) for chunk in there]

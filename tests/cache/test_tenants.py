@@ -15,7 +15,7 @@ from kvpipe.trace.log import Counters
 
 
 class _Asked:
-    """As much of a request as says whose its KV is."""
+    """As much of a request as shows whose its KV is."""
 
     def __init__(self, salt: str | None = None, lora: Any = None) -> None:
         self.cache_salt, self.lora_request = salt, lora

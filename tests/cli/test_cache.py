@@ -1,4 +1,4 @@
-"""`kvpipe cache` at real files and a real server: what it says, what it drops, how it ends."""
+"""`kvpipe cache` at real files and a real server: what it prints, what it drops, how it ends."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_stats_says_how_much_is_there(cache: Stated, disk: str) -> None:
 
 
 def test_ls_lists_keys(cache: Stated, disk: str) -> None:
-    """Keys with size and age, sorted; `--limit` says how many, `--namespace` of what; the number of all is told."""
+    """Keys with size and age, sorted; `--limit` is how many, `--namespace` of what; the number of all is shown."""
     found = cache.json("ls", disk)
     assert [one["key"] for one in found["values"]] == sorted(key.text for key in KEYS)
     assert {one["bytes"] for one in found["values"]} == {HEADER_BYTES + BODY}
@@ -156,7 +156,7 @@ def test_verify_reads_and_checks_every_value(cache: Stated, disk: str) -> None:
 
 
 def test_verify_says_what_is_damaged(cache: Stated, disk: str) -> None:
-    """Flipped bytes, torn and stretched files, zeros and another's value are told apart; foreign files stay."""
+    """Flipped bytes, torn and stretched files, zeros and another's value are distinguished; foreign files stay."""
     files = [file_of(disk, key) for key in KEYS]
     flip(files[0], HEADER_BYTES + 100)
     flip(files[1], 20)
@@ -207,7 +207,7 @@ def test_verify_shows_a_table(cache: Stated, disk: str) -> None:
 
 
 def test_verify_decrypts(cache: Stated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the key values are good; with another, or without, they are damaged and say so; the key is not shown."""
+    """With the key values are good; with another, or without, they are damaged and shown so; the key is not shown."""
     text = base64.b64encode(bytes(range(32))).decode()
     monkeypatch.setenv("GOOD_KEY", text)
     monkeypatch.setenv("OTHER_KEY", base64.b64encode(bytes(32)).decode())
@@ -242,7 +242,7 @@ def test_purge_drops_what_was_said(cache: Stated, disk: str) -> None:
 
 
 class Sick(DictTier):
-    """A tier that says what it holds, but cannot be used."""
+    """A tier that answers what it holds, but cannot be used."""
 
     async def health(self) -> None:
         """See `Tier.health`."""
@@ -250,7 +250,7 @@ class Sick(DictTier):
 
 
 def test_stats_says_why_a_tier_is_not_well() -> None:
-    """What is held is told, and the reason beside it; the status is 1."""
+    """What is held is reported, and the reason beside it; the status is 1."""
     report = Report()
     args = argparse.Namespace(namespace=None)
     assert not anyio.run(_stats, TierCommand(Sick(), parse_tier("/x"), args, lambda: None), report)
@@ -258,7 +258,7 @@ def test_stats_says_why_a_tier_is_not_well() -> None:
 
 
 def test_values_of_unknown_age_are_kept() -> None:
-    """Where a tier does not know how old its values are, `--older-than` drops none, and says how many it left."""
+    """Where a tier does not know how old its values are, `--older-than` drops none, and reports how many it left."""
     tier, report = DictTier(), Report()
     tier.values = {key.text: bytes(HEADER_BYTES) for key in KEYS}
     args = argparse.Namespace(namespace=ONE, older_than=0.0, dry_run=False, stale=False)
@@ -374,7 +374,7 @@ def test_progress_is_for_terminals(disk: str) -> None:
 
 @pytest.mark.parametrize("size", [1 << 60, (1 << 63) - 1, -5, (8 << 30) + 1, 0])
 def test_absurd_lengths_are_damage(cache: Stated, size: int) -> None:
-    """A value that is said to be of a length that no value has is not read, and no memory is taken for it."""
+    """A value that is announced to be of a length that no value has is not read, and no memory is taken for it."""
     key = KEYS[0].text.encode()
 
     def answer(words: list[bytes]) -> bytes:

@@ -67,7 +67,7 @@ def test_torch_that_cannot_be_imported(tmp_path: Path) -> None:
     ],
 )
 def test_vllm(tmp_path: Path, fact: Any, status: str, detail: str) -> None:
-    """Absent, broken and unsupported are told apart; the remedy names the releases."""
+    """Absent, broken and unsupported are distinguished; the remedy names the releases."""
     answer = answer_of(installed.check_vllm(load_settings(), machine_of(tmp_path, vllm_version=fact)))
     assert answer.status == status
     assert detail in answer.detail

@@ -44,7 +44,7 @@ def test_state_dir(tmp_path: Path) -> None:
 
 
 def test_the_default_state_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name without a folder is registered where `kvpipe.names` says."""
+    """A name without a folder is registered where `kvpipe.names` has its folder."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     answer = storage.check_state_dir(
         load_settings({"name": "docs"}), machine_of(tmp_path, free_bytes=free_bytes_of(GIB))

@@ -26,7 +26,7 @@ from tests.cli.test_cache import BODY, KEYS, Stated, file_of, fill, flip
 
 @pytest.fixture
 def cache(capsys: pytest.CaptureFixture[str]) -> Stated:
-    """Return what calls the command, and remembers what it said."""
+    """Return what calls the command, and remembers what it printed."""
     return Stated(capsys)
 
 

@@ -82,7 +82,7 @@ def fetch_tests(version: str) -> Path:
     """Return the folder with the tests of vLLM `version`, downloading them if they are not there.
 
     pip unpacks a source distribution to ask it what it needs. Nobody wants to know here, and without the tools that
-    build vLLM it cannot say; what was unpacked is left where it is, and that is all that is wanted.
+    build vLLM it cannot know that; what was unpacked is left where it is, and that is all that is wanted.
 
     Raises:
         FetchError: the source distribution of that version could not be downloaded.

@@ -1,4 +1,4 @@
-"""Where vLLM says that a cache of prefixes would answer wrongly: the places in its sources, found by `ast`.
+"""Where vLLM states that a cache of prefixes would answer wrongly: the places in its sources, found by `ast`.
 
 What kvpipe makes of each is written in `PLACES`. A release with another place fails a test until it is read.
 """
@@ -45,7 +45,7 @@ PLACES: Final[dict[str, str]] = {
 
 
 def scan(folder: Path) -> dict[str, int]:
-    """Return how often each function of vLLM's package in `folder` says it, by file and function."""
+    """Return how often each function of vLLM's package in `folder` does so, by file and function."""
     found: dict[str, int] = {}
     for path in sorted(folder.rglob("*.py")):
         if path.relative_to(folder).parts[0] == "benchmarks":

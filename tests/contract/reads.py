@@ -1,4 +1,4 @@
-"""What the connector reads of vLLM's objects, found in its sources as far as annotations say whose an object is.
+"""What the connector reads of vLLM's objects, found in its sources as far as annotations show whose an object is.
 
 A reader, not a type checker: an object is known by its annotation, by the attribute of vLLM's that it came from, or by
 its name (`BY_NAME`). What it is kept in (a list, a dict, an option) is taken for itself.

@@ -1,4 +1,4 @@
-"""Record vLLM's connector contract and say whether kvpipe fits it: `python -m tests.contract.record 0.34.0`.
+"""Record vLLM's connector contract and report whether kvpipe fits it: `python -m tests.contract.record 0.34.0`.
 
 Takes wheels, folders that hold the package, or versions (fetched with pip). Sources are parsed, never imported. Writes
 `tests/contract/records/vllm-X.Y.Z.json`, prints a verdict for every recorded version, and exits with 1 on a mismatch.

@@ -3,7 +3,7 @@
 Run `python -m tests.contract.registry`.
 
 Each is given a configuration of its family with few layers; vLLM decides what an engine of it would be, the model is
-built without memory for its weights ("meta"), and what its layers say of their caches is asked as at an engine's start.
+built without memory for its weights ("meta"), and its layers are asked for their caches as at an engine's start.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _engine(configuration: PretrainedConfig, folder: str) -> VllmConfig:
 
 
 def _caches(config: VllmConfig) -> dict[str, KVCacheSpec]:
-    """Build the model without memory and return what its layers say of their caches."""
+    """Build the model without memory and return the specifications of its layers' caches."""
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state

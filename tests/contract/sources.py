@@ -1,6 +1,6 @@
 """vLLM's connector contract as data: read from its sources by `ast`, kept as JSON in `records/`.
 
-Nothing here imports vLLM, so a release can be recorded without being installed. A record says what kvpipe inherits,
+Nothing here imports vLLM, so a release can be recorded without being installed. A record has what kvpipe inherits,
 overrides and reads: signatures of the base classes, fields of the dataclasses, and attributes found on the classes.
 """
 

@@ -108,7 +108,7 @@ def test_a_module_that_is_not_there_is_one_clear_sentence(tmp_path: Path, capsys
 def test_a_connector_that_cannot_start_says_why(
     faulty: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A refusal of the constructor is told."""
+    """A refusal of the constructor is reported."""
     assert fuzz(tmp_path, "CannotStart", faulty) == 1
     assert "CannotStart cannot be constructed: ValueError: no storage_url given" in capsys.readouterr().out
 

@@ -86,7 +86,7 @@ def test_the_constructor_is_called_by_names(version: str) -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_record_holds_what_it_is_for(version: str) -> None:
-    """A record is small, says its own version, and names abstract methods, so that a check can fail on them."""
+    """A record is small, has its own version, and names abstract methods, so that a check can fail on them."""
     text = (c.RECORDS / f"vllm-{version}.json").read_text(encoding="utf-8")
     assert len(text) < RECORD_BYTES_MAX
     assert json.loads(text)["version"] == version
@@ -202,7 +202,7 @@ def test_the_installed_version_is_found_and_accepted() -> None:
 
 
 def test_the_tool_gives_its_verdict_on_the_committed_records() -> None:
-    """Without arguments the tool says that every recorded release fits, and exits with 0."""
+    """Without arguments the tool reports that every recorded release fits, and exits with 0."""
     done = record_tool()
     assert (done.returncode, done.stderr) == (0, "")
     for version in VERSIONS:

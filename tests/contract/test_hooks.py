@@ -169,7 +169,7 @@ def test_a_window_that_replays_is_refused() -> None:
 
 
 def test_the_scheduler_knows_the_sizes_of_all_layers() -> None:
-    """VLLM tells its side the specification of a group's first layer, but where the pages of all of them lie."""
+    """VLLM gives its side the specification of a group's first layer, but where the pages of all of them lie."""
     latents, keys = {"head_size": 576, "state_content_bytes": 656}, {"head_size": 132}
     cache = _cache((MLAAttentionSpec, latents), (MLAAttentionSpec, keys))
     pages = {"layer.0": 64 * 656, "layer.1": 64 * 132}

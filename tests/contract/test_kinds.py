@@ -70,7 +70,7 @@ def test_the_kinds_of_other_supported_releases() -> None:
 
 @pytest.mark.parametrize("name", [n for n, one in kinds.KINDS.items() if one.answer in (kinds.STORED, kinds.REFUSED)])
 def test_the_answer_is_what_an_engine_gets(name: str) -> None:
-    """Stored where the page says so, refused where it says so."""
+    """Stored where the page has it so, refused where it has it so."""
     kind, stated = getattr(interface, name), kinds.KINDS[name].answer
     sizes = {"page_size": 64} | ({"blocks_per_request": 1} if name == "HiSparseHotSpec" else {})
     asked = {"block_size": 32, **sizes} if name.startswith("HiSparse") else PLAIN | MORE.get(name, {})

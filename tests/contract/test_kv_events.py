@@ -1,4 +1,4 @@
-"""What KV cache events say of blocks whose hash covers more than tokens: a router makes the same hashes of them."""
+"""What KV cache events have of blocks whose hash covers more than tokens: a router makes the same hashes of them."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def wired(events: list[Any]) -> list[Any]:
 
 
 class Noted:
-    """A catalog of chunks of four blocks, its events and a router that hears them."""
+    """A catalog of chunks of four blocks, its events and a router that receives them."""
 
     def __init__(self) -> None:
         """Nothing is held."""
@@ -99,7 +99,7 @@ class Noted:
         return list(chunks.values())
 
     def receive(self) -> list[Any]:
-        """Let the router hear what is new."""
+        """Let the router receive what is new."""
         self.received = wired(self.events.take())
         self.router.apply(self.received)
         assert self.router.problems == []
@@ -150,7 +150,7 @@ def test_pictures_and_embeddings_are_not_kept() -> None:
 
 
 def test_they_are_vllms_own_words() -> None:
-    """For one prefix vLLM's block pool says the same of each block, but for the medium."""
+    """For one prefix vLLM's block pool publishes the same of each block, but for the medium."""
     from vllm.v1.core.block_pool import BlockPool
 
     for kind in set(KINDS) - {"embeddings"}:
@@ -185,7 +185,7 @@ def test_a_block_is_held_as_long_as_any_chunk_holds_it() -> None:
 
 
 def test_what_was_not_found_is_not_announced() -> None:
-    """Another copy was quicker: what a chunk holds beyond its marks is not said to be held by it."""
+    """Another copy was quicker: what a chunk holds beyond its marks is not reported as held by it."""
     request, reported = request_of(), Noted()
     (slow,) = reported.save(request, iter([(0, 1)]))
     piece = reported.catalog.write(slow, 2, request.block_hashes[1], keep=False)

@@ -1,4 +1,4 @@
-"""Which models are served: every place where vLLM says that prefixes do not suffice, and every architecture asked."""
+"""Which models are served: every place where vLLM states that prefixes do not suffice, and every architecture asked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WALK_SECONDS_MAX = 1500
 
 
 def test_every_place_is_known() -> None:
-    """The installed vLLM says it where kvpipe knows that it does, once each, and nowhere else."""
+    """The installed vLLM states it where kvpipe knows that it does, once each, and nowhere else."""
     import vllm
 
     assert places.scan(Path(vllm.__file__).parent) == dict.fromkeys(places.PLACES, 1)
@@ -44,7 +44,7 @@ def test_the_places_of_other_supported_releases() -> None:
 
 @pytest.mark.timeout(WALK_SECONDS_MAX + 30)
 def test_the_page_is_fresh() -> None:
-    """Each architecture of vLLM's registry is given the answer that the page says, whatever the machine."""
+    """Each architecture of vLLM's registry is given the answer that the page has, whatever the machine."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("KVPIPE_", "VLLM_"))}
     command = [sys.executable, "-m", registry.__name__, "--print"]
     done = subprocess.run(

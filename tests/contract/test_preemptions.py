@@ -16,7 +16,7 @@ REQUESTS, STEPS_MAX = 6, 200
 
 @pytest.mark.parametrize("aborts", [False, True])
 def test_vllm_lacks_those_of_requests_that_were_aborted_before_their_next_output(aborts: bool) -> None:
-    """VLLM hears of a preemption with the request's next output; kvpipe counts as many, and those without one."""
+    """VLLM is notified of a preemption with the request's next output; kvpipe counts as many, and those without one."""
     trial = Trial(SHAPES["sync"], 3)
     trial.scheduler.log_stats = True
     trial.scheduler.make_stats = lambda *_, **__: None

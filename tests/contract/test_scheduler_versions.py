@@ -1,4 +1,4 @@
-"""kvpipe under the real vLLM scheduler of every supported release, with a model whose KV says what it is."""
+"""kvpipe under the real vLLM scheduler of every supported release, with a model whose KV shows what it is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one tenant can tell of another: requests of other salts differ in content only, and nobody sees a difference."""
+"""What one tenant can learn of another: requests of other salts differ in content only, nobody sees a difference."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Seen(Trial):
         totals = {name: dict(values) for name, values in self.side.totals().items() if not name.endswith("_seconds")}
         counted = [dict(one.counters) for one in self.engines_sides()]
         self.close()
-        reported = sorted(map(repr, self.noted))  # a rank tells from two threads
+        reported = sorted(map(repr, self.noted))  # a rank reports from two threads
         assert not any(key.hex() in line or repr(key) in line for key in self.prefixes for line in reported)
         return self.answers, reported, totals, counted, self.side.stats()
 

@@ -13,7 +13,7 @@ from vllm.triton_utils.dispatcher import register_kernels
 
 
 class _States:
-    """The kernels' arguments that say where states lie: one tensor per layer and kind of state."""
+    """The kernels' arguments for where states lie: one tensor per layer and kind of state."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         names = ("base_addrs", "block_strides", "elem_sizes", "inner_sizes", "conv_widths", "group_indices")

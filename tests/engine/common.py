@@ -58,7 +58,7 @@ def prompt(tokens: int, seed: int) -> list[int]:
 
 
 def patient(kvpipe: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return a configuration whose lookups and tiers wait as long as the machine takes, where it says nothing else."""
+    """Return a configuration whose lookups and tiers wait as long as the machine takes, where it has nothing else."""
     if not kvpipe or not isinstance(tiers := kvpipe.get("tiers"), list):
         return kvpipe
     return {"lookup_ms_max": PATIENT_MS} | kvpipe | {"tiers": [PATIENT | tier for tier in tiers]}
@@ -66,7 +66,7 @@ def patient(kvpipe: dict[str, Any] | None) -> dict[str, Any] | None:
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Let engines in this process wait as long as the machine takes, where no configuration says how long."""
+    """Let engines in this process wait as long as the machine takes, where no configuration has a limit."""
     with ExitStack() as stack:
         for where in WAITS:
             stack.enter_context(patch(where, WAIT_S))

@@ -27,7 +27,7 @@ def cost(geometry: Geometry) -> dict[str, object]:
 
 
 def measure() -> dict[str, object]:
-    """Start an engine of every family and return what its geometry says."""
+    """Start an engine of every family and return its geometry's costs."""
     from vllm.model_executor.layers.mamba.abstract import MambaBase
     from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 

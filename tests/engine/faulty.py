@@ -66,7 +66,7 @@ class FirstStatesFail(KVPipeConnector):
 
 
 class _Losing(CpuEngine):
-    """Loses the first load: its copies never begin, and nobody is told."""
+    """Loses the first load: its copies never begin, and nobody is notified."""
 
     lost: CopyPlan | None = None
 
@@ -130,7 +130,7 @@ class Unruly(KVPipeConnector):
 
 
 class Replayed(KVPipeConnector):
-    """Every second step is as one that is replayed from a CUDA graph: its context says so, and no hook runs."""
+    """Every second step is as one that is replayed from a CUDA graph: its context shows it, and no hook runs."""
 
     steps = 0
 
@@ -149,7 +149,7 @@ class Replayed(KVPipeConnector):
         super().bind_connector_metadata(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """As runner V1 says it."""
+        """As runner V1 marks it."""
         if self.replayed:
             forward_context = SimpleNamespace(attn_metadata={}, cudagraph_runtime_mode=CUDAGraphMode.FULL)
         super().start_load_kv(forward_context, **kwargs)

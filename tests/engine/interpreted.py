@@ -1,7 +1,7 @@
 """Models whose kernels are written in Triton, on a CPU: its interpreter runs them, in a process of its own.
 
 Run `python -m tests.engine.interpreted FAMILY`. VLLM's CPU build takes Triton only with a CPU backend; here one is
-there in name, and `TRITON_INTERPRET` makes every launch a loop in Python: slow, and exactly what the kernel says.
+there in name, and `TRITON_INTERPRET` makes every launch a loop in Python: slow, and exactly what the kernel computes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from tests.engine.costs import cost  # noqa: E402
 
 
 class Family(NamedTuple):
-    """A model, what vLLM is told, and the tokens of a unit."""
+    """A model, what vLLM is given, and the tokens of a unit."""
 
     recipe: str
     unit: int

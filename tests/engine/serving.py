@@ -71,7 +71,7 @@ class Server:
     def __exit__(
         self, kind: type[BaseException] | None, _error: BaseException | None, _tb: TracebackType | None
     ) -> None:
-        """Stop it; what it said while it served has no trouble in it."""
+        """Stop it; what it printed while it served has no trouble in it."""
         assert self._process is not None
         message = self.stated
         if self._process.poll() is None:

@@ -36,7 +36,7 @@ def _forget_the_half_started_engine() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("config", "options", "says"),
+    ("config", "options", "expected"),
     [
         ({"chunk_sizee": 256}, {}, ["'chunk_sizee'", "did you mean"]),
         ({"chunk_tokens": 250}, {}, ["chunk_tokens=250", "block size 32", "set chunk_tokens=256"]),
@@ -47,10 +47,10 @@ def _forget_the_half_started_engine() -> Any:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_refusals(config: dict[str, Any], options: dict[str, Any], says: list[str]) -> None:
-    """Each is refused, and the sentence says what to change."""
+def test_refusals(config: dict[str, Any], options: dict[str, Any], expected: list[str]) -> None:
+    """Each is refused, and the sentence names what to change."""
     message = _refusal(config, **options)
-    for words in says:
+    for words in expected:
         assert words in message, message
 
 

@@ -25,7 +25,7 @@ class Drafting:
     """An engine, and how many of its drafts were accepted."""
 
     def __init__(self, live: Engine) -> None:
-        """Listen to what vLLM's scheduler is told."""
+        """Listen to what vLLM's scheduler is given."""
         self.live, self.drafted, self.accepted = live, 0, 0
         update = live.scheduler.update_from_output
 

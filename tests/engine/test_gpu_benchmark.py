@@ -1,4 +1,4 @@
-"""The GPU benchmark of whole engines, on vLLM's CPU build: every section works, or says why it cannot here."""
+"""The GPU benchmark of whole engines, on vLLM's CPU build: every section works, or reports why it cannot here."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def test_clients_send_no_embeddings_unless_they_may(model: Path) -> None:
 
 
 def test_weights_that_change_under_an_image(model: Path) -> None:
-    """VLLM keeps an image's embeddings of the old weights until it is told: what is computed from them is not kept."""
+    """VLLM keeps an image's embeddings of old weights until it is notified: what is computed from them is not kept."""
 
     def change(loaded: torch.nn.Module) -> None:
         (seen,) = (one for name, one in loaded.named_parameters() if name.endswith("position_embedding.weight"))

@@ -36,7 +36,7 @@ def _said(live: Engine, session: str) -> list[int]:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_session_with_more_input_later(*, asynchronous: bool) -> None:
-    """It says what it says without kvpipe; who comes with its tokens later finds all of them."""
+    """It answers as without kvpipe; who comes with its tokens later finds all of them."""
     options: dict[str, Any] = {"enable_prefix_caching": False, "async_scheduling": asynchronous}
     with engine(kvpipe=None, **options) as plain:
         message = _said(plain, "session")

@@ -30,7 +30,7 @@ def _call(path: Path, method: str, what: str, body: object = None) -> Any:
 
 
 def test_an_engine_answers_its_operators(tmp_path: Path) -> None:
-    """A lookup says what the next request loads, of its salt alone; a switch counts; a second engine is refused."""
+    """A lookup returns what the next request loads, of its salt alone; a switch counts; a second engine is refused."""
     with engine(kvpipe=_keys(tmp_path), enable_prefix_caching=False) as live:
         (path,) = tmp_path.glob("*.sock")
         call = functools.partial(_call, path)

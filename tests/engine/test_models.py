@@ -118,7 +118,7 @@ MLA: dict[str, Any] = {"recipe": "deepseek-mla", "dtype": "bfloat16", "block_siz
 def test_mla(*, amx: bool) -> None:
     """MLA's loaded cache is byte-equal to the computed one; the answers are those of vLLM's own prefix cache.
 
-    A cold run does not say what the answer after a hit is: vLLM's MLA takes another path (and bfloat16 rounding) for
+    A cold run does not show what the answer after a hit is: vLLM's MLA takes another path (and bfloat16 rounding) for
     a prefill with context. VLLM has its own prefix cache of MLA on a CPU with AMX only, so its platform is asked as if
     the CPU had it; without, a hit's answers are compared with each other and begin as the cold one does.
     """

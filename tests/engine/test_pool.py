@@ -34,7 +34,7 @@ def wait_for(live: Engine, slots: int) -> None:
 
 
 def test_the_whole_pool_becomes_ready(trace_file: Path) -> None:
-    """The scheduler's side knows of the first piece from the start and of all when it is there; the trace says so."""
+    """The scheduler's side knows of the first piece from the start and of all when it is there; the trace shows it."""
     wanted = baseline(PROMPTS, 8)
     with engine(kvpipe=POOL) as live:
         at_start = live.connector.stats()["slots_ready"]
@@ -48,7 +48,7 @@ def test_the_whole_pool_becomes_ready(trace_file: Path) -> None:
 
 
 def test_a_pool_that_the_machine_has_no_memory_for(monkeypatch: pytest.MonkeyPatch, trace_file: Path) -> None:
-    """The engine serves from what fits, evicts beyond it, says so once, and takes more when memory is back."""
+    """The engine serves from what fits, evicts beyond it, reports it once, and takes more when memory is back."""
     monkeypatch.setattr(ready, "SHORT_S", 0.01)
     plenty, short = Headroom(1 << 40, 1 << 40, "plenty"), Headroom(1 << 20, 1 << 40, "a limit")
     rooms = [plenty]  # enough for the first piece

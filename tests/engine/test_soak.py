@@ -1,4 +1,4 @@
-"""What the process holds does not grow with requests: the short form of `make soak`, and what that says."""
+"""What the process holds does not grow with requests: the short form of `make soak`, and what that reports."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def samples(per_request: float, requests: int = 1000) -> list[MemorySample]:
 @pytest.mark.parametrize(("mine", "theirs", "flat"), [(0, 0, True), (400, 0, True), (700, 0, False),
                                                       (40_400, 40_000, True), (0, -9000, True)])  # fmt: skip
 def test_the_verdict(mine: float, theirs: float, flat: bool) -> None:
-    """Growth before the warm-up does not count, nor does vLLM's own; the sentence says both slopes."""
+    """Growth before the warm-up does not count, nor does vLLM's own; the sentence names both slopes."""
     assert slope(samples(mine)) == pytest.approx(mine, abs=1)
     is_flat, message = verdict(samples(theirs), samples(mine))
     assert is_flat == flat
@@ -100,7 +100,7 @@ def test_the_plot_and_the_table() -> None:
 
 
 def test_allocations_are_counted() -> None:
-    """What C's allocator has given out grows by what is asked of it, where it says so at all."""
+    """What C's allocator has given out grows by what is asked of it, where it can be asked at all."""
     before = soak.malloc_bytes()
     kept = SimpleNamespace(data=bytearray(32 << 20))
     assert soak.malloc_bytes() == 0 or soak.malloc_bytes() >= before + len(kept.data)

@@ -268,7 +268,7 @@ def test_a_server_is_killed_in_mid_run(kind: str, expected: list[list[int]]) -> 
 def test_a_certificate_changes_in_mid_run(
     kind: str, expected: list[list[int]], tmp_path: Path, trace_file: Path
 ) -> None:
-    """A server's new certificate is used; one of another authority costs hits, and says so; then all is well again."""
+    """A server's new certificate is used; one of another authority costs hits, and is reported; then all is well."""
     with secured(kind, tmp_path / "tls") as server, engine(kvpipe=_config(server.keys), **OWN) as live:
         played = Played(live, expected)
         played.play()

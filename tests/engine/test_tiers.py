@@ -249,7 +249,7 @@ def test_which_other_tiers_there_are_does_not_matter(tmp_path: Path, filled: Pat
 
 
 def test_a_reset_forgets_tiers_too(tmp_path: Path) -> None:
-    """After a reset, for new weights say, nothing that was saved before it is found in a tier either."""
+    """After a reset, for new weights, for instance, nothing that was saved before it is found in a tier either."""
     with engine(kvpipe=_disk(tmp_path), **OWN) as live:
         expected = live.generate(PROMPTS[:1], TOKENS)
         live.settle()

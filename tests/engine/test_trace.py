@@ -1,4 +1,4 @@
-"""What a real engine's trace, log and metrics say of its requests."""
+"""What a real engine's trace, log and metrics have of its requests."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ LONG = prompt(300, 71)
 
 
 def refused(match: str, recipe: str = "llama", **options: Any) -> None:
-    """The engine does not start with kvpipe; the sentence says what is not supported."""
+    """The engine does not start with kvpipe; the sentence names what is not supported."""
     with pytest.raises(UnsupportedError, match=match), engine(recipe, {}, **options):
         pass
 

@@ -62,7 +62,7 @@ class OwnClass(torch.nn.Module, AttentionLayerBase):
 
     @property
     def isa(self) -> str:
-        """The CPU's, which its backend tells to vLLM's own classes only."""
+        """The CPU's, which its backend gives to vLLM's own classes only."""
         return next(one.isa for one in get_forward_context().no_compile_layers.values() if isinstance(one, Attention))
 
     def get_attn_backend(self) -> Any:

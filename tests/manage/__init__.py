@@ -1,1 +1,1 @@
-"""The management interface: what it says, what it refuses, and that serving does not notice."""
+"""The management interface: what it answers, what it refuses, and that serving does not notice."""

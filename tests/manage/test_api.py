@@ -1,4 +1,4 @@
-"""What operators are told, and what they can switch."""
+"""What operators are shown, and what they can switch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def prompt(name: str, tokens: int) -> dict[str, Any]:
 
 
 def test_state(managed: Managed) -> None:
-    """The state says what the pool holds, who holds what, and what is under way."""
+    """The state shows what the pool holds, who holds what, and what is under way."""
     world = managed.world
     managed.save("a", 20)
     loading = world.request("b", 3)
@@ -237,7 +237,7 @@ def test_the_command_says_what_is_wrong(
 def test_the_command_does_not_show_a_token_that_no_header_can_hold(
     token: str, managed: Managed, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """A file of two lines, say. It is refused as the engine refuses it, whether or not one answers."""
+    """A file of two lines, for instance. It is refused as the engine refuses it, whether or not one answers."""
     file = tmp_path / "bad"
     file.write_text(token, encoding="utf-8")
     for at in (str(managed.address), "unix:/nowhere/x.sock"):

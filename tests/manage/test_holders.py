@@ -107,7 +107,7 @@ def test_a_pin_is_a_holder(managed: Managed) -> None:
 
 
 def test_many_tenants_are_told_together(managed: Managed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond a number they are not told apart, and all slots are counted, however many are looked at in one go."""
+    """Beyond a number they are not distinguished, and all slots are counted, however many are looked at in one go."""
     monkeypatch.setattr(holders, "TENANTS_MAX", 3)
     monkeypatch.setattr(holders, "SLOTS_PER_TURN", 4)
     for number in range(10):

@@ -1,4 +1,4 @@
-"""Who has no token, says nonsense, too much or nothing at all is refused and counted; each costs interpreter time."""
+"""Who has no token, sends nonsense, too much or nothing at all is refused and counted; each costs interpreter time."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_body_without_the_token_is_not_read(managed: Managed) -> None:
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_huge_body_is_not_read_to_its_end(managed: Managed, chunked: bool) -> None:
-    """Whether it says how long it is, or not."""
+    """Whether it announces how long it is, or not."""
     connection = connect(managed.address)
     connection.timeout = WAIT_S
     size = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: 99999999999999999999"[:40]
@@ -88,7 +88,7 @@ def test_a_huge_body_is_not_read_to_its_end(managed: Managed, chunked: bool) -> 
     ],
 )  # fmt: skip
 def test_nonsense_is_refused_in_a_sentence(managed: Managed, raw: bytes) -> None:
-    """And is not said again."""
+    """And is not repeated."""
     status, answered = managed.ask("POST", "/v1/lookup", raw=raw)
     assert (status in {400, 422}, list(answered)) == (True, ["error"])
     assert len(json.dumps(answered)) < 600
@@ -122,7 +122,7 @@ def test_a_slow_client_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_thousand_connections(managed: Managed) -> None:
-    """Few are kept, and the newest is served: whoever comes with the token is heard."""
+    """Few are kept, and the newest is served: whoever comes with the token is served."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4096)), hard))
     clients = []
@@ -187,7 +187,7 @@ _ODD = (
 
 
 def test_a_body_that_breaks_off_does_nothing(managed: Managed) -> None:
-    """Even where what has come says enough."""
+    """Even where what has come is enough."""
     head = _HEAD.replace(b"POST /v1/lookup", b"PUT /v1/switches") + b"Content-Type: application/json\r\n"
     with socket.socket(socket.AF_UNIX) as client:
         client.settimeout(WAIT_S)
@@ -382,7 +382,7 @@ def test_a_token_in_the_wrong_place_is_not_shown(capsys: pytest.CaptureFixture[s
 
 
 def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where FastAPI is not installed, the remedy is said."""
+    """Where FastAPI is not installed, the remedy is named."""
     monkeypatch.delitem(sys.modules, "kvpipe.manage.api", raising=False)
     monkeypatch.setitem(sys.modules, "fastapi", None)
     with pytest.raises(ConfigError, match=r"pip install 'kvpipe\[manage\]'"):

@@ -42,7 +42,7 @@ def _another_listens(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[so
 def test_nobody_else_is_sent_the_token(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who may write to a folder can listen there. The command says where, who, and what to do."""
+    """Who may write to a folder can listen there. The command names where, who, and what to do."""
     token, path = tmp_path / "token", tmp_path / "e1.sock"
     token.write_text(TOKEN, encoding="utf-8")
     with _another_listens(path, monkeypatch) as listener:

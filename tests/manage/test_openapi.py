@@ -1,4 +1,4 @@
-"""What the OpenAPI document says is what the server does: who may ask, what is asked and what is answered."""
+"""What the OpenAPI document describes is what the server does: who may ask, what is asked and what is answered."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_answers_are_as_described(asked: Managed) -> None:
 
 
 def test_what_is_pending_is_accepted_and_no_more(managed: Managed) -> None:
-    """An order that waits for a step is 202: no schema of 200 allows what says so."""
+    """An order that waits for a step is 202: no schema of 200 allows that."""
     document = managed.good("GET", "/openapi.json")
     pending = models.Pending(order=1).model_dump()
     orders = [one for methods in document["paths"].values() for one in methods.values() if "202" in one["responses"]]

@@ -73,7 +73,7 @@ def test_an_engine_that_became_idle_with_many_orders(managed: Managed) -> None:
 
 
 def test_a_busy_engine_carries_it_out_in_its_next_step(managed: Managed) -> None:
-    """The answer that comes first says that it is pending; then there is one."""
+    """The answer that comes first shows that it is pending; then there is one."""
     managed.engine.wait_s_max = 0.01
     request = managed.save("a", CHUNK)
     wanted = prompt("a", CHUNK * UNIT) | {"seconds": 60}

@@ -109,7 +109,7 @@ class Deaf(HeldTier):
 
 
 def test_a_tier_that_cannot_be_asked_is_named(tmp_path: Path) -> None:
-    """One that is down, slow or left alone: others are told, and requests' lookups learn nothing from it."""
+    """One that is down, slow or left alone: others are answered, and requests' lookups learn nothing from it."""
     good, bad, deaf = HeldTier("good"), HeldTier("bad"), Deaf("deaf")
     with serving(tmp_path, bad, deaf, good) as managed:
         hold(good, managed, "a", CHUNK)

@@ -59,7 +59,7 @@ def looked(managed: Managed, token: str = TOKEN) -> seen.SeenEngine:
 
 
 def state(managed: Managed, **changed: Any) -> EngineState:
-    """What the engine says, but for what is given."""
+    """What the engine answers, but for what is given."""
     answered = managed.good("GET", "/v1/state")
     return EngineState.model_validate(
         {**answered, **{k: {**answered[k], **v} if isinstance(v, dict) else v for k, v in changed.items()}}
@@ -251,7 +251,7 @@ def test_names_that_clients_gave_draw_nothing(managed: Managed) -> None:
 
 
 def test_one_that_does_not_answer_is_named(managed: Managed, capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    """The others are shown all the same, and the status says it."""
+    """The others are shown all the same, and the status shows it."""
     at = [
         "--token-file",
         str(folder / "token"),
@@ -269,7 +269,7 @@ def test_one_that_does_not_answer_is_named(managed: Managed, capsys: pytest.Capt
 
 
 def test_an_engine_of_another_version_is_named(managed: Managed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it says is not understood: that is said, and nothing else."""
+    """What it answers is not understood: that is shown, and nothing else."""
     monkeypatch.setattr(seen, "ask", lambda *_, **__: {"kvpipe": "9"})
     assert "another version" in drawn(looked(managed))
 
@@ -300,7 +300,7 @@ def test_bad_arguments(given: list[str], capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_without_an_address(capsys: pytest.CaptureFixture[str]) -> None:
-    """What to say is said."""
+    """The remedy is named."""
     assert cli.main(["top", "--once"]) == 2
     assert "say --at, or set KVPIPE_MANAGE" in capsys.readouterr().err
 

@@ -71,7 +71,7 @@ def test_what_was_overwritten_is_read_again(tmp_path: Path) -> None:
 
 
 def test_an_adapter_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is read again; if it never rests, that is said."""
+    """It is read again; if it never rests, that is reported."""
     folder, changes = _write(tmp_path / "a"), [b"two"]
     read = module.digest_of
 
@@ -224,7 +224,7 @@ class _Reader:
         self.asked: list[float] = []
 
     def digest(self, _: str, since_s: float) -> bytes | None:
-        """Answer as told."""
+        """Answer as asked."""
         self.asked.append(since_s)
         return self.found
 
@@ -254,7 +254,7 @@ class _World:
         self.side.called(number, self.step)
 
     def noted(self, news: dict[int, dict[int, bytes]], *, after: int = 1) -> None:
-        """Ranks say what they hold, so many steps `after` the last that was planned."""
+        """Ranks report what they hold, so many steps `after` the last that was planned."""
         self.side.reported(news, self.step + after)
 
 
@@ -275,7 +275,7 @@ def test_keys_say_the_bytes() -> None:
 def test_a_request_waits_only_for_what_it_may_find() -> None:
     """While the files are read a lookup asks for time if something may be found; not for ever, the same in a step."""
     world = _World()
-    assert world.keys(worth=False) == []  # computed at once; it is saved as soon as a rank has told
+    assert world.keys(worth=False) == []  # computed at once; it is saved as soon as a rank has reported
     world.noted({0: {1: b"d"}})
     assert world.keys(worth=False) == [b"0d", b"1d"]
     late = _World(seconds_max=0.0)
@@ -362,7 +362,7 @@ def test_a_call_is_doubt_until_every_rank_has_said(now: bytes) -> None:
 
 
 def test_a_step_that_was_under_way_is_no_answer() -> None:
-    """Its ranks say what they held before the call: the adapter's bytes stay unknown until a later step says them."""
+    """Its ranks report what they held before the call: the adapter's bytes stay unknown until a later step's report."""
     world = _World(ranks=2)
     world.noted({rank: {1: b"old"} for rank in range(2)})
     assert world.keys() == [b"0old", b"1old"]
@@ -404,7 +404,7 @@ def test_what_ranks_are_asked_to_check() -> None:
 
 
 class _Rank:
-    """A rank that holds what it is told to."""
+    """A rank that holds what it is asked to."""
 
     def __init__(self) -> None:
         """Nothing."""

@@ -347,7 +347,7 @@ def test_the_one_that_comes_last_is_forgotten_first(monkeypatch: pytest.MonkeyPa
 
 
 def test_one_prompt_is_remembered_once() -> None:
-    """What was said of it last counts."""
+    """What was announced of it last counts."""
     counters = Counters()
     all_ = Announcements(counters)
     all_.add(remembered("a", 30))

@@ -36,7 +36,7 @@ class Chat:
     """Conversations with one template on a scheduler side."""
 
     def __init__(self, *, slots: int = 4096, **world: Any) -> None:
-        """Nobody has said anything."""
+        """Nobody has reported anything."""
         self.world = SchedulerWorld(chunk_units=CHUNK, slots=slots, **world)
         self.made = 0
 
@@ -265,7 +265,7 @@ def test_a_template_that_changes_is_noticed() -> None:
 
 
 def test_answers_that_have_gone_are_still_learned_of() -> None:
-    """By their hashes: who goes on with an answer that was evicted says that it was of use."""
+    """By their hashes: who goes on with an answer that was evicted shows that it was of use."""
     chat = Chat()
     for _ in range(SEEN_MIN):
         hashes = chat.turn([])
@@ -287,7 +287,7 @@ def test_how_far_an_answer_is_held_makes_no_difference(held: int) -> None:
 
 
 def test_prompts_that_share_their_beginning_only() -> None:
-    """A system prompt whose questions differ within its last block says nothing of answers, nor does a shorter one."""
+    """A system prompt whose questions differ within its last block shows nothing of answers, nor does a shorter one."""
     chat = Chat()
     system = [f"system/{unit}".encode() for unit in range(PROMPT)]
     for _ in range(SEEN_MIN + 8):

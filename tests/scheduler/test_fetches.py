@@ -23,7 +23,7 @@ ADD = ("add", 0, 199, 0, 3, 0, 0)
 
 
 class Played:
-    """A trial in which every request is the same prompt, unless said otherwise."""
+    """A trial in which every request is the same prompt, unless given otherwise."""
 
     def __init__(self, trial: Trial) -> None:
         """Run the prompt once, so that the tiers hold it; then memory forgets everything."""
@@ -114,7 +114,7 @@ def test_requests_share_a_fetch() -> None:
 
 
 def test_a_tier_that_lists_hears_what_was_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tier that answers from a listing is told of every chunk that every rank has stored, and of no other."""
+    """A tier that answers from a listing is notified of every chunk that every rank has stored, and of no other."""
     reported: list[str] = []
 
     def stored(_: HeldTier, keys: Sequence[Key]) -> None:
@@ -134,7 +134,7 @@ def test_a_tier_that_lists_hears_what_was_stored(monkeypatch: pytest.MonkeyPatch
 
 
 def test_shares_of_a_pool_that_turns_out_smaller() -> None:
-    """What waiting requests and stores may hold is a share of what every rank has, which ranks say late."""
+    """What waiting requests and stores may hold is a share of what every rank has, which ranks report late."""
     with _played() as played:
         played.trial.side.catalog.reset()
         before, stores = played.staging._held_max, played.staging.stores._max
@@ -176,7 +176,7 @@ def test_a_stage_ends_with_its_request(move: tuple[object, ...], steps: int) -> 
 
 @pytest.mark.parametrize("kind", ["forgets", "damages", "cuts", "down"])
 def test_a_chunk_that_is_lost_behind_the_lookup(kind: str) -> None:
-    """A chunk that was found and cannot be brought is computed; the reason is told."""
+    """A chunk that was found and cannot be brought is computed; the reason is reported."""
     with _played() as played:
         played.do(ADD, ("schedule",), ("update",), ("schedule",))
         played.trial.tiers[0].trouble = kind
@@ -187,7 +187,7 @@ def test_a_chunk_that_is_lost_behind_the_lookup(kind: str) -> None:
 
 
 def test_a_tier_that_is_down() -> None:
-    """While no tier can be asked nobody waits, and the reason of misses says so."""
+    """While no tier can be asked nobody waits, and the reason of misses shows it."""
     with _played() as played:
         played.trial.excused |= {"tier_failed"}
         played.trial.tiers[0].trouble = "down"
@@ -296,7 +296,7 @@ def test_a_rank_without_tiers() -> None:
 
 
 def test_tiers_on_some_ranks_only() -> None:
-    """Where not every rank has said what its bytes depend on, tiers are not used."""
+    """Where not every rank has reported what its bytes depend on, tiers are not used."""
     trial = Trial(SHAPES["two-tiers"], 2)
     try:
         assert trial.side.staging is not None
@@ -312,7 +312,7 @@ def test_tiers_on_some_ranks_only() -> None:
 
 
 def test_why_other_layouts_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is told once, and counted for as long as it is so."""
+    """It is reported once, and counted for as long as it is so."""
     noted = list[dict[str, Any]]()
     monkeypatch.setattr(connector, "info", lambda name, **fields: noted.append({"name": name, **fields}))
     trial = Trial(SHAPES["two-tiers"], 2)

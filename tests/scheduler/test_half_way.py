@@ -96,7 +96,7 @@ def test_a_lookup_that_raises_while_a_load_is_under_way() -> None:
 @pytest.mark.parametrize("where", ["remedies", "stage", "catalog"])
 @pytest.mark.parametrize("hit", [False, True])
 def test_an_admission_that_fails_half_way_saves_nothing(where: str, hit: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody has said whether its blocks hold KV of weights that are gone."""
+    """Nobody has reported whether its blocks hold KV of weights that are gone."""
     world = SchedulerWorld(load="sync")
     world.publish(world.request("old", 4, shared=4))
     request, side = world.request("new", 6, shared=4), world.side
@@ -151,7 +151,7 @@ def test_a_request_that_ends_before_its_load_is_sent() -> None:
 
 
 def test_a_failed_load_is_over_though_others_cannot_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its leases end and its request computes, and other jobs of the report are heard of."""
+    """Its leases end and its request computes, and other jobs of the report are taken."""
     world = SchedulerWorld(load="sync")
     world.publish(world.request("old", 4, shared=4))
     request, other = world.request("new", 6, shared=4), world.request("other", 2)

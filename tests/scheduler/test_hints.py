@@ -1,4 +1,4 @@
-"""Hints: what requests say of their own future is read once, bounded, told to the policy, or ignored and counted."""
+"""Hints: what requests announce of their future is read once, bounded, given to the policy, or ignored and counted."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ NOW_S = 1000.0
 RETAIN, DEMOTE, RESUME = Action.RETAIN, Action.DEMOTE, Action.RESUME
 
 
-class Told:
-    """A scheduler side whose policy writes down what it is told, and whose clock stands still."""
+class HintedSide:
+    """A scheduler side whose policy writes down what it is given, and whose clock stands still."""
 
     def __init__(self, *, takes_hints: bool = True) -> None:
         """An empty cache."""
         self.world = SchedulerWorld(chunk_units=CHUNK_UNITS)
-        self.heard: list[tuple[bytes, Hint]] = []
+        self.received: list[tuple[bytes, Hint]] = []
         catalog: Any = self.world.side.catalog
         catalog._clock = lambda: NOW_S
         if takes_hints:
             catalog._hint = self._hear
 
     def _hear(self, chunk: Chunk, hint: Hint) -> None:
-        self.heard.append((chunk.identity, hint))
+        self.received.append((chunk.identity, hint))
 
     def arrive(self, name: str, units: int, own: object, actions: object = None) -> Any:
         """Return a request of so many units that has come with hints."""
@@ -42,7 +42,7 @@ class Told:
         return request
 
     def counted(self, what: str) -> dict[str, int]:
-        """Return how often hints were ignored, or told, by reason or action."""
+        """Return how often hints were ignored, or given, by reason or action."""
         stats = self.world.side.stats()
         return {name.partition(".")[2]: n for name, n in stats.items() if name.startswith(f"hints_{what}.")}
 
@@ -61,7 +61,7 @@ class Told:
     ],
 )
 def test_a_wish(own: object, action: Action, in_s: float) -> None:
-    """The parameter and the envelope say the same."""
+    """The parameter and the envelope mean the same."""
     why: list[str] = []
     assert read(RawHints(None, own), why.append) == ((action, in_s),)
     assert isinstance(own, dict)
@@ -110,47 +110,47 @@ _BAD_PAYLOADS: list[object] = [
 )
 def test_what_cannot_be_believed_is_ignored(raw: RawHints, why: list[str]) -> None:
     """With a reason, and without an exception."""
-    heard: list[str] = []
-    assert read(raw, heard.append) == ()
-    assert heard == why
+    received: list[str] = []
+    assert read(raw, received.append) == ()
+    assert received == why
 
 
 def test_the_first_of_a_kind_counts() -> None:
     """The envelope's before the parameter's; others count as they are."""
-    heard: list[str] = []
+    received: list[str] = []
     actions = [RawAction("kv.retain", "1.0", {"ttl_seconds": 5}), RawAction("kv.fetch", "1.0", {})]
     own = {"retain": {"ttl_seconds": 6}, "resume": {"after_seconds": 4}}
-    assert read(RawHints(actions, own), heard.append) == ((RETAIN, 5.0), (RESUME, 4.0))
-    assert heard == ["action", "repeated"]
+    assert read(RawHints(actions, own), received.append) == ((RETAIN, 5.0), (RESUME, 4.0))
+    assert received == ["action", "repeated"]
 
 
 def test_the_policy_is_told_when_the_request_is_over() -> None:
     """Of all its chunks, also the one that it ends in, as seconds from that moment; not before."""
-    told = Told()
-    request = told.arrive("a", 2 * CHUNK_UNITS + 1, {"retain": {"ttl_seconds": 60}, "resume": {"after_seconds": 20}})
-    told.world.succeed(*told.world.step(request))
-    assert told.heard == []
-    told.world.side.finished(request)
+    hinted = HintedSide()
+    request = hinted.arrive("a", 2 * CHUNK_UNITS + 1, {"retain": {"ttl_seconds": 60}, "resume": {"after_seconds": 20}})
+    hinted.world.succeed(*hinted.world.step(request))
+    assert hinted.received == []
+    hinted.world.side.finished(request)
     chunks = [request.block_hashes[units - 1] for units in (2 * CHUNK_UNITS + 1, 2 * CHUNK_UNITS, CHUNK_UNITS)]
     hints = Hint(RETAIN, NOW_S + 60), Hint(RESUME, NOW_S + 20)
-    assert told.heard == [(chunk, hint) for hint in hints for chunk in chunks]
-    assert told.counted("applied") == {"retain": 1, "resume": 1}
+    assert hinted.received == [(chunk, hint) for hint in hints for chunk in chunks]
+    assert hinted.counted("applied") == {"retain": 1, "resume": 1}
 
 
 def test_a_chunk_that_lands_late_is_told_of_as_well() -> None:
     """The last save outlives the request: its hint is of the moment at which the request ended."""
-    told = Told()
-    request = told.arrive("a", 2 * CHUNK_UNITS, {"resume": {"after_seconds": 20}})
-    jobs = told.world.step(request)
-    told.world.side.finished(request)
-    told.heard.clear()  # the end's chunk, which is being written
-    catalog: Any = told.world.side.catalog
+    hinted = HintedSide()
+    request = hinted.arrive("a", 2 * CHUNK_UNITS, {"resume": {"after_seconds": 20}})
+    jobs = hinted.world.step(request)
+    hinted.world.side.finished(request)
+    hinted.received.clear()  # the end's chunk, which is being written
+    catalog: Any = hinted.world.side.catalog
     catalog._clock = lambda: NOW_S + 7
-    said: list[bool] = []
-    catalog._request = lambda _, *, over: said.append(over)
-    told.world.succeed(*jobs)
-    assert said[0], "it has ended"
-    assert Counter(told.heard) == Counter(
+    ended: list[bool] = []
+    catalog._request = lambda _, *, over: ended.append(over)
+    hinted.world.succeed(*jobs)
+    assert ended[0], "it has ended"
+    assert Counter(hinted.received) == Counter(
         (request.block_hashes[units - 1], Hint(RESUME, NOW_S + 20)) for units in (CHUNK_UNITS, 2 * CHUNK_UNITS)
     )
 
@@ -158,47 +158,47 @@ def test_a_chunk_that_lands_late_is_told_of_as_well() -> None:
 @pytest.mark.parametrize("adapter", [False, True])
 def test_of_an_adapters_request_all_chunks_are_told_as_well(*, adapter: bool) -> None:
     """Its keys are not known any more once it has ended."""
-    told = Told()
-    world: Any = told.world
+    hinted = HintedSide()
+    world: Any = hinted.world
     world.check = lambda: None  # which knows of no adapters
-    request = told.world.request("a", 2 * CHUNK_UNITS)
+    request = hinted.world.request("a", 2 * CHUNK_UNITS)
     if adapter:
         request.lora_request = SimpleNamespace(lora_int_id=1, lora_name="x", lora_path="/x", load_inplace=False)
-    adapters = told.world.side.adapters
-    told.world.side.on_new_request(request, RawHints(None, {"demote": {}}))
+    adapters = hinted.world.side.adapters
+    hinted.world.side.on_new_request(request, RawHints(None, {"demote": {}}))
     if adapter:
         use = adapters._uses[request.request_id]
         use.digest, use.named_s = b"D", math.inf
-    told.world.admit(request)
-    told.world.succeed(*told.world.step(request))
-    told.world.side.finished(request)
+    hinted.world.admit(request)
+    hinted.world.succeed(*hinted.world.step(request))
+    hinted.world.side.finished(request)
     tail = b"D" if adapter else b""
     keys = {request.block_hashes[units - 1] + tail for units in (CHUNK_UNITS, 2 * CHUNK_UNITS)}
-    assert {key for key, _ in told.heard} == keys
+    assert {key for key, _ in hinted.received} == keys
     assert request.request_id not in adapters._uses
 
 
 @pytest.mark.parametrize("end", ["never admitted", "aborted", "preempted"])
 def test_a_request_that_came_to_nothing(end: str) -> None:
-    """There is nothing to be told of, or what there is."""
-    told = Told()
-    request = told.world.request("a", CHUNK_UNITS)
-    told.world.side.on_new_request(request, RawHints(None, {"demote": {}}))
+    """There is nothing to give a hint on, or what there is."""
+    hinted = HintedSide()
+    request = hinted.world.request("a", CHUNK_UNITS)
+    hinted.world.side.on_new_request(request, RawHints(None, {"demote": {}}))
     if end != "never admitted":
-        told.world.admit(request)
-        told.world.succeed(*told.world.step(request))
+        hinted.world.admit(request)
+        hinted.world.succeed(*hinted.world.step(request))
     if end == "preempted":
-        told.world.preempt(request)
-    told.world.side.finished(request)
-    assert {hint for _, hint in told.heard} == (set() if end == "never admitted" else {Hint(DEMOTE, NOW_S)})
+        hinted.world.preempt(request)
+    hinted.world.side.finished(request)
+    assert {hint for _, hint in hinted.received} == (set() if end == "never admitted" else {Hint(DEMOTE, NOW_S)})
 
 
 def test_a_request_ends_whatever_the_policy_raises() -> None:
     """It is not tracked any more, and holds nothing."""
-    told = Told()
-    request = told.arrive("a", 2 * CHUNK_UNITS, {"demote": {}})
-    jobs = told.world.step(request)
-    side: Any = told.world.side
+    hinted = HintedSide()
+    request = hinted.arrive("a", 2 * CHUNK_UNITS, {"demote": {}})
+    jobs = hinted.world.step(request)
+    side: Any = hinted.world.side
 
     def broken(now_s: float, *, over: bool) -> None:
         if over:
@@ -209,55 +209,55 @@ def test_a_request_ends_whatever_the_policy_raises() -> None:
         side.finished(request)
     side.catalog._request = None
     assert side.stats()["requests"] == 0
-    told.world.succeed(*jobs)
+    hinted.world.succeed(*jobs)
     assert side.catalog.writing == 0
 
 
 def test_a_policy_that_takes_none() -> None:
     """Its requests' hints are not even looked at, whatever they are."""
-    told = Told(takes_hints=False)
-    request = told.arrive("a", CHUNK_UNITS, {"retain": {}}, [None] * 1000)
-    told.world.succeed(*told.world.step(request))
-    told.world.side.finished(request)
-    assert told.counted("ignored") == {"policy": 1}
-    assert told.counted("applied") == {}
+    hinted = HintedSide(takes_hints=False)
+    request = hinted.arrive("a", CHUNK_UNITS, {"retain": {}}, [None] * 1000)
+    hinted.world.succeed(*hinted.world.step(request))
+    hinted.world.side.finished(request)
+    assert hinted.counted("ignored") == {"policy": 1}
+    assert hinted.counted("applied") == {}
 
 
 def test_a_request_without_hints_costs_nothing() -> None:
     """Nobody reads, asks or counts."""
-    told = Told()
-    told.world.publish(told.world.request("a", 2 * CHUNK_UNITS))
-    assert told.heard == []
-    assert not [name for name in told.world.side.stats() if name.startswith("hints_")]
+    hinted = HintedSide()
+    hinted.world.publish(hinted.world.request("a", 2 * CHUNK_UNITS))
+    assert hinted.received == []
+    assert not [name for name in hinted.world.side.stats() if name.startswith("hints_")]
 
 
 @pytest.mark.parametrize("own", [{"retain": {}}, {"retain": {}, "resume": {"after_seconds": 1}}])
 def test_what_a_hint_costs(own: dict[str, Any]) -> None:
     """At the end of the request its chunks are looked up once for all its wishes, as without any."""
-    told = Told()
-    catalog: Any = told.world.side.catalog
+    hinted = HintedSide()
+    catalog: Any = hinted.world.side.catalog
     index = CountingIndex(catalog._index[0])
     catalog._index = (index,)
     probes = []
     for name, hints in (("plain", None), ("hinted", own)):
-        request = told.arrive(name, 32 * CHUNK_UNITS, hints)
-        told.world.succeed(*told.world.step(request))
+        request = hinted.arrive(name, 32 * CHUNK_UNITS, hints)
+        hinted.world.succeed(*hinted.world.step(request))
         index.probes = 0
-        told.world.side.finished(request)
+        hinted.world.side.finished(request)
         probes.append(index.probes)
     assert probes[1] == probes[0]
 
 
 def _served(hints: object) -> list[int]:
     """Return what a few requests are promised, in a pool with room for all, when each brings `hints`."""
-    told = Told()
+    hinted = HintedSide()
     out = []
     for name in "abca":
-        request = told.arrive(name, 2 * CHUNK_UNITS, hints)
+        request = hinted.arrive(name, 2 * CHUNK_UNITS, hints)
         out.append(request.num_computed_tokens)
-        told.world.succeed(*told.world.step(request))
-        told.world.side.finished(request)
-        told.world.check()
+        hinted.world.succeed(*hinted.world.step(request))
+        hinted.world.side.finished(request)
+        hinted.world.check()
     return out
 
 
@@ -265,5 +265,5 @@ def _served(hints: object) -> list[int]:
     "hints", [{"retain": {}}, {"demote": {}}, {"resume": {"after_seconds": 0}}, "nonsense"], ids=repr
 )
 def test_hints_change_no_answer(hints: object) -> None:
-    """What is held is found, whatever was said of it."""
+    """What is held is found, whatever was announced of it."""
     assert _served(hints) == _served(None) == [0, 0, 0, 2 * CHUNK_UNITS * UNIT - 1]

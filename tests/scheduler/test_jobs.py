@@ -38,7 +38,7 @@ def test_reports_that_come_together(reports: Tally) -> None:
 
 
 def test_only_what_was_sent_last_is_awaited() -> None:
-    """For as long as the patience says; nothing that was sent is nothing to wait for."""
+    """For as long as the patience lasts; nothing that was sent is nothing to wait for."""
     first, last = Reported(m.JOB.compile(), 1, None), Reported(m.JOB.compile(), 2, None)
     assert not awaited({}, 100.0)
     assert awaited({1: first, 2: last}, 100.0)

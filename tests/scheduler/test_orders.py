@@ -45,7 +45,7 @@ class Ordering:
         return request
 
     def do(self, make: Any) -> Any:
-        """Order, step until it is over, and return what is told."""
+        """Order, step until it is over, and return what is answered."""
         order = self.side.orders.put(make)
         for _ in range(100):
             if order.over:
@@ -110,7 +110,7 @@ def test_the_age_of_the_oldest_lease_counts_no_pins() -> None:
 
 
 def test_a_pin_that_is_over_takes_no_room() -> None:
-    """Though nobody has stepped since: it is not told of, and the next pin has its room, and its number's."""
+    """Though nobody has stepped since: it is not reported, and the next pin has its room, and its number's."""
     one = Ordering(slots=8)
     kept, other = one.save("a", 4 * CHUNK), one.save("b", 2 * CHUNK)
     one.pin(kept, 10)

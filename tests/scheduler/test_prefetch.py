@@ -27,7 +27,7 @@ def warm(played: Played, index: int = -1, seconds: float = 0, **more: Any) -> Or
     return side.orders.put(lambda: side.prefetching.warm(prompt, asked, seconds), **more)
 
 
-def told(order: Order) -> WarmedPrompt:
+def warmed(order: Order) -> WarmedPrompt:
     """Return what came of an order that is over."""
     assert order.over
     assert not order.refused
@@ -39,7 +39,7 @@ def finish(played: Played, order: Order) -> WarmedPrompt:
     """Let another request keep the engine stepping until the order is carried out."""
     played.do(("add", 3, 60, 0, 3, 0, 0), *STEPS, ("drain",))
     assert not played.trial.side.pending
-    return told(order)
+    return warmed(order)
 
 
 @pytest.mark.parametrize("name", ["tier", "two-tiers", "async-scheduler-tier", "tier-hybrid"])
@@ -90,7 +90,7 @@ def test_what_is_pinned_then() -> None:
         played.trial.side.pins.clock = lambda: 0.0
         order = warm(played, seconds=10)
         played.do(("add", 3, 60, 0, 9, 0, 0), *STEPS * 8)
-        done = told(order)
+        done = warmed(order)
         assert (done.pin, done.left_s) == (1, 10)
         assert done.tokens >= 128
         assert played.trial.side.pins.chunks > 0
@@ -107,7 +107,7 @@ def test_nobody_waits_for_it() -> None:
         assert played.trial.scheduler.running
         assert not order.over
         played.do(("hold", False), ("update",), ("drain",))
-        assert told(order).fetched_tokens >= 128
+        assert warmed(order).fetched_tokens >= 128
 
 
 def test_a_request_takes_over_what_is_on_its_way() -> None:
@@ -116,7 +116,7 @@ def test_a_request_takes_over_what_is_on_its_way() -> None:
         counters = played.trial.side.counters
         order = warm(played)
         played.do(("add", 3, 60, 0, 3, 0, 0), *STEPS * 2, ("hold", True), ADD, *STEPS * 2, ("hold", False), ("drain",))
-        assert told(order).tokens >= 128
+        assert warmed(order).tokens >= 128
         assert counters["chunks_fetching"] <= len(played.trial.tiers[0].values)
 
 
@@ -127,7 +127,7 @@ def test_a_reset_ends_it(steps: int) -> None:
         order = warm(played)
         played.do(("add", 3, 60, 0, 9, 0, 0), *STEPS * (steps // 2), *STEPS[: steps % 2], ("reset", True, False))
         played.do(("drain",))
-        assert told(order).tokens == 0
+        assert warmed(order).tokens == 0
         assert not played.staging.owners
         assert not played.trial.side.pending
         played.watched.after_drain()
@@ -143,7 +143,7 @@ def test_what_is_late_is_given_up() -> None:
         assert played.trial.side.pending
         assert not order.over
         played.do(("late",), *STEPS * 2)
-        assert told(order).fetched_tokens == 0
+        assert warmed(order).fetched_tokens == 0
         assert played.trial.side.counters["prefetch_late"] == 1
         played.do(("hold", False), ("drain",))
 
@@ -168,7 +168,7 @@ def test_bypass_ends_it() -> None:
         played.do(("add", 3, 60, 0, 9, 0, 0), *STEPS * 2)
         played.trial.side.switches.bypass = True
         played.do(*STEPS * 2)
-        assert told(order).fetched_tokens == 0
+        assert warmed(order).fetched_tokens == 0
         assert not played.staging.owners
         played.do(("hold", False), ("drain",))
 
@@ -182,7 +182,7 @@ def test_what_cannot_be_brought_is_not_there(kind: str) -> None:
         played.do(("add", 3, 60, 0, 9, 0, 0), *STEPS, ("schedule",))
         played.trial.tiers[0].trouble = kind
         played.do(("drain",))
-        assert told(order).fetched_tokens < 192
+        assert warmed(order).fetched_tokens < 192
 
 
 def test_it_takes_its_share_of_the_pool_and_no_more() -> None:
@@ -195,7 +195,7 @@ def test_it_takes_its_share_of_the_pool_and_no_more() -> None:
                 played.do(("add", 3, 10, 0, 9, 0, 0), *STEPS)
                 assert len(played.staging._fetching) <= 1
             played.do(("drain",))
-            assert told(order).fetched_tokens == tokens
+            assert warmed(order).fetched_tokens == tokens
 
 
 def test_it_gives_way_to_who_waits() -> None:
@@ -214,7 +214,7 @@ def test_it_gives_way_to_who_waits() -> None:
         assert ahead not in played.staging._stages
         assert played.trial.side.counters["prefetch_gave_way"] == 1
         played.do(("hold", False), ("update",), ("drain",))
-        assert told(order).fetched_tokens == 0
+        assert warmed(order).fetched_tokens == 0
 
 
 def test_one_prompt_after_the_other() -> None:
@@ -230,7 +230,7 @@ def test_one_prompt_after_the_other() -> None:
         assert [order.over for order in orders] == [False] * PREFETCHES_MAX + [True]
         assert orders[-1].refused == f"{PREFETCHES_MAX} prompts are fetched, or wait for it, already"
         played.do(("hold", False), ("drain",))
-        assert all(told(order).tokens >= 128 for order in orders[:-1])
+        assert all(warmed(order).tokens >= 128 for order in orders[:-1])
 
 
 def test_what_waits_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +252,7 @@ def test_what_waits_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("switched", "says"),
+    ("switched", "why"),
     [
         ("bypass", "loads nothing now"),
         ("tier_lost", "loads nothing now"),
@@ -260,7 +260,7 @@ def test_what_waits_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
         ("tiers", "no tiers"),
     ],
 )
-def test_what_is_refused(switched: str, says: str) -> None:
+def test_what_is_refused(switched: str, why: str) -> None:
     """Where no request would be served from tiers."""
     with _played(ROOMY) as played:
         side = played.trial.side
@@ -270,5 +270,5 @@ def test_what_is_refused(switched: str, says: str) -> None:
             side.prefetching._staging = None
         else:
             setattr(side.switches, switched, True)
-        with pytest.raises(OrderRefusedError, match=says):
+        with pytest.raises(OrderRefusedError, match=why):
             side.prefetching.begin(KnownPrompt((), 0))

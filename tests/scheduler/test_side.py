@@ -287,7 +287,7 @@ def _bad_news_last(world: SchedulerWorld, load: Job, save: Job) -> None:
 
 @pytest.mark.parametrize("order", [_together, _one_rank_first, _save_lands_first, _bad_news_last])
 def test_saves_planned_after_a_failed_load_are_not_believed(order: Callable[[SchedulerWorld, Job, Job], None]) -> None:
-    """What was computed on a failed load is not published though every rank says ok, nor is anything after it."""
+    """What was computed on a failed load is not published though every rank reports ok, nor is anything after it."""
     world = SchedulerWorld(ranks=2)
     world.publish(world.request("old", 4, shared=4))
     request, beside = world.request("new", 6, shared=4), world.request("beside", 2)
@@ -385,7 +385,7 @@ def test_a_producer_saves_again_after_a_preemption() -> None:
 
 
 def test_blocks_reported_as_invalid_fail_their_load_before_its_report() -> None:
-    """A load that timed out is told by its blocks, its report comes much later: all follows from the blocks."""
+    """A load that timed out is known by its blocks, its report comes much later: all follows from the blocks."""
     world = SchedulerWorld()
     world.publish(world.request("old", 4, shared=4))
     request = world.request("new", 6, shared=4)
@@ -502,7 +502,7 @@ def test_a_later_job_is_waited_for_beside_a_lost_one() -> None:
 
 
 def test_slots_are_used_when_every_rank_has_them_ready() -> None:
-    """A rank that has said nothing, or has got less far than others, holds all of them back."""
+    """A rank that has reported nothing, or has got less far than others, holds all of them back."""
     side = SchedulerWorld(ranks=2, slots=8, touch="ahead").side
     assert side.catalog.ready == 0
     side.slots_ready({0: 5})

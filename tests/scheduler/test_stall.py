@@ -53,14 +53,14 @@ def test_the_loads_of_a_step_add_up() -> None:
 
 @pytest.mark.parametrize(("mine", "other", "slowest"), [(0, 5, 5), (5, 0, 5), (7, 5, 5), (0, 0, 0)])
 def test_the_slowest_rank_counts(mine: float, other: float, slowest: float) -> None:
-    """Ranks that have loaded nothing yet say nothing."""
+    """Ranks that have loaded nothing yet report nothing."""
     report = Report({1: Tally(1, 0)}, rate=mine)
     report.add(Report({1: Tally(1, 0)}, rate=other))
     assert report.rate == slowest
 
 
 def test_the_rate_is_that_of_copies_not_of_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was queued before the one before it landed says how fast the bus is; a first wave may wait for compute."""
+    """What was queued before the one before it landed shows how fast the bus is; a first wave may wait for compute."""
     rig = Rig()
     now = [1_000_000_000]
     monkeypatch.setattr("time.monotonic_ns", lambda: now[0])
@@ -185,7 +185,7 @@ def test_stages_do_not_wait() -> None:
 
 @pytest.mark.parametrize("load", ["auto", "async"])
 def test_stages_load_between_steps(load: str) -> None:
-    """VLLM computes further steps before it hears of a load that has failed within one, and takes their output."""
+    """VLLM computes further steps before it knows of a load that has failed within one, and takes their output."""
     options: dict[str, Any] = {"hash_tokens": 4, "ranks": 2, "saves": True, "loads": True}
     waits = []
     for stages in (1, 2):

@@ -126,7 +126,7 @@ def test_a_prompt_costs_the_same_in_parts() -> None:
 
 
 def test_the_page_is_fresh() -> None:
-    """It says what the JSON does; regenerate it with `python -m benchmarks.replay --page`."""
+    """It has what the JSON has; regenerate it with `python -m benchmarks.replay --page`."""
     found = json.loads(report.RESULTS.read_text(encoding="utf-8"))
     assert report.RESULTS.with_suffix(".html").read_text(encoding="utf-8") == page.html(found)
     assert report.RESULTS.with_suffix(".svg").read_text(encoding="utf-8") == page.picture(found)

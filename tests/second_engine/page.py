@@ -42,7 +42,7 @@ def _members(protocol: type) -> Iterator[tuple[str, object]]:
 
 
 def _fields(protocol: type) -> str:
-    """Return a row per member of a protocol: its name, what it says of itself and, if any has one, its default."""
+    """Return a row per member of a protocol: its name, how it describes itself and, if any has one, its default."""
     rows = []
     for name, member in _members(protocol):
         made = member.fget if isinstance(member, property) else member

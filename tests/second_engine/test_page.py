@@ -1,4 +1,4 @@
-"""The page for whoever brings kvpipe to another engine says what the code does; and no vLLM is needed for it."""
+"""The page for whoever brings kvpipe to another engine describes what the code does; and no vLLM is needed for it."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ BLOCK, CHUNK, POOL = 4, 8, "1MiB"
 
 
 class World:
-    """Engines with kvpipe, whose own prefix cache is off unless a test says so, and their ends."""
+    """Engines with kvpipe, whose own prefix cache is off unless a test asks for it, and their ends."""
 
     def __init__(self) -> None:
         """No engine yet."""

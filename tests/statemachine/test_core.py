@@ -1,4 +1,4 @@
-"""The machines do what their tables say, cell by cell, and a table that is not total is refused."""
+"""The machines do what is in their tables, cell by cell, and a table that is not total is refused."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_landed_picks_the_right_column(machine: Machine, layers: int) -> None:
 
 @pytest.mark.parametrize("machine", [SAVE, LOAD], ids=lambda m: m.name)
 def test_a_redelivery_after_the_end_changes_nothing(machine: Machine) -> None:
-    """Any layer reported again to a FINALIZED job stays, as the table says."""
+    """Any layer reported again to a FINALIZED job stays, as in the table."""
     compiled = machine.compile(3)
     for layer in range(3):
         cursor = LayerCursor(compiled, 0)
@@ -186,7 +186,7 @@ def test_each_class_of_cursors_has_code_of_its_own() -> None:
 
 
 def test_a_watch_hears_of_each_edge() -> None:
-    """Who watches hears where it was taken, and why it came, rejections included."""
+    """Who watches is notified where it was taken, and why it came, rejections included."""
     compiled, watch = _machine().compile(), Mock()
     cursor = Cursor(compiled, 0, watch)
     cursor.fire("e", "first")

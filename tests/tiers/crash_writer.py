@@ -1,4 +1,4 @@
-"""Forks children that save values to a disk tier until they are killed, and say which they have finished.
+"""Forks children that save values to a disk tier until they are killed, and report which they have finished.
 
 `python -m tests.tiers.crash_writer FOLDER BYTES_MAX`: for each number on stdin it forks a child and prints `pid ID`.
 The child opens a tier and prints `open`. It writes values from that number on, and prints `+NUMBER` when one is stored

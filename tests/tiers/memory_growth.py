@@ -1,4 +1,4 @@
-"""How much memory a client takes that meets a hostile server: in a process of its own, which tells its peak."""
+"""How much memory a client takes that meets a hostile server: in a process of its own, which reports its peak."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def test_a_chunk_comes_back(units: int, group: int, encrypted: bool, monkeypatch
 
 
 def test_a_part_of_another_layout() -> None:
-    """Of heads that another number of ranks has stored a rank takes its own; one that cannot tell which has a miss."""
+    """Of heads that another number of ranks has stored a rank takes its own; one that does not know has a miss."""
     tier = HeldTier()
     knows, does_not = (Share(4, (1, 1)), Share(4, (1,))), ()
     for split, shares in ((1, knows), (1, does_not), (3, knows)):
@@ -146,7 +146,7 @@ def test_a_part_of_another_layout() -> None:
 
 
 def test_a_marker_is_written_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first store says which split is there, others only after a while; in each namespace; rank 0 alone."""
+    """The first store marks which split is there, others only after a while; in each namespace; rank 0 alone."""
     tier, key = HeldTier(), mark_key(SPACE, (1, 1)).text
     shares = Share(4, (1, 1)), Share(4, (1,))
     with _rank(tier, shares=shares) as rank:
@@ -186,7 +186,7 @@ def test_damaged_bytes(trouble: str) -> None:
 
 
 def test_a_chunk_of_another_length() -> None:
-    """A value that says that it holds fewer units than asked for is damaged, also where its length is the same."""
+    """A value whose header has fewer units than asked for is damaged, also where its length is the same."""
     with _rank() as rank:
         rank.carry(stores=True, slot=0, units=1)
         assert rank.ended() == [True]
@@ -319,7 +319,7 @@ def test_tiers_do_not_wait_for_each_other() -> None:
 
 @pytest.mark.parametrize("after_s", [0.0, 0.00005, 0.01])
 def test_a_cancelled_thread_is_told_to_stop(after_s: float) -> None:
-    """However soon a blocking call is cancelled, its thread is told to end, and has ended when the call has."""
+    """However soon a blocking call is cancelled, its thread is asked to end, and has ended when the call has."""
 
     async def play() -> None:
         for _ in range(50):

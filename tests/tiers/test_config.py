@@ -48,7 +48,7 @@ def test_every_kind_is_there() -> None:
 
 
 def test_every_key_is_described() -> None:
-    """Every key of every kind has a description of a sentence, and says its unit if it is a number of something."""
+    """Every key of every kind has a description of a sentence, and names its unit if it is a number of something."""
     for spec in SPECS:
         for key, field in spec.model_fields.items():
             assert key == "kind" or str(field.description).endswith("."), (spec, key)
@@ -116,7 +116,7 @@ def test_no_tiers_are_no_error(value: Any) -> None:
 
 
 def test_the_order_is_kept() -> None:
-    """Tiers are asked in the order in which they are named; of one kind, they are told apart by a number."""
+    """Tiers are asked in the order in which they are named; of one kind, they are distinguished by a number."""
     specs = parse_tiers("redis://a s3://b/p redis://c redis://a/1")
     assert [name for name, _ in named(specs)] == ["redis", "s3", "redis-2", "redis-3"]
     assert tuple(spec for _, spec in named(specs)) == specs
@@ -218,7 +218,7 @@ def test_no_message_shows_a_secret(value: object) -> None:
 
 
 def test_an_error_of_another_key_shows_no_tier() -> None:
-    """A wrong value elsewhere is told as before."""
+    """A wrong value elsewhere is reported as before."""
     with pytest.raises(ConfigError, match="lookup_ms_max=0 is not valid") as caught:
         load_settings({"tiers": "redis://h", "lookup_ms_max": 0})
     assert "tiers" not in str(caught.value).split(";")[0]
@@ -233,7 +233,7 @@ def test_a_public_text_has_no_user(text: str) -> None:
 
 
 def test_places_are_keys() -> None:
-    """The keys by which two tiers are told to be the same place are keys of their kind."""
+    """The keys by which two tiers are known to be the same place are keys of their kind."""
     for spec in SPECS:
         assert spec.place
         assert set(spec.place) <= set(spec.model_fields)

@@ -30,7 +30,7 @@ MIB = 1 << 20
 
 
 class Killer:
-    """Starts children that save, kills them at random times, and keeps what they have said."""
+    """Starts children that save, kills them at random times, and keeps what they have reported."""
 
     def __init__(self, folder: Path, bytes_max: int) -> None:
         command = [sys.executable, "-m", "tests.tiers.crash_writer", str(folder), str(bytes_max)]

@@ -39,7 +39,7 @@ def test_others_values_are_found_soon(tmp_path: Path) -> None:
     assert disk_tier._LOOK_S < disk_tier._OLD_S < 1
 
     async def known(tier: DiskTier, wanted: list[bool]) -> None:
-        while await tier.exists([some_key(1), some_key(2)]) != wanted:  # noqa: ASYNC110  (nothing tells)
+        while await tier.exists([some_key(1), some_key(2)]) != wanted:  # noqa: ASYNC110  (nothing notifies)
             await anyio.sleep(0.02)
 
     async def play() -> None:
@@ -61,7 +61,7 @@ def test_a_folder_may_go_and_come_back(tmp_path: Path) -> None:
     async def play() -> None:
         async with opened(tmp_path) as tier:
             await tier.write([put(1, 64 * KIB)])
-            await anyio.sleep(0.1)  # until the folder's time says that nothing has changed since
+            await anyio.sleep(0.1)  # until the folder's time shows that nothing has changed since
             assert (await tier.capacity()).items == 1
             (tmp_path / NAMESPACE).rename(tmp_path / "aside")
             assert await tier.capacity() == Capacity(0, 0, 1 << 30)
@@ -96,7 +96,7 @@ def test_what_others_deleted_is_not_held(tmp_path: Path) -> None:
 
 
 def test_a_reader_leaves_no_trace(tmp_path: Path) -> None:
-    """With store=never nothing is made or written; a missing folder is said, and found when it is there."""
+    """With store=never nothing is made or written; a missing folder is reported, and found when it is there."""
 
     async def play() -> None:
         reader = spec_of(tmp_path / "kv", store="never").make("disk")

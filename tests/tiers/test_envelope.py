@@ -1,4 +1,4 @@
-"""What a value in a tier is made of, and what is said when it is something else."""
+"""What a value in a tier is made of, and what is reported when it is something else."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def signed(header: memoryview) -> memoryview:
 @SECRETS
 @pytest.mark.parametrize("key", [some_key(1), LONGEST], ids=["usual", "longest"])
 def test_what_is_sealed_comes_back(secret: bytes | None, key: Key) -> None:
-    """Another sealer with the same secret finds the body as it was, and the header says what it is."""
+    """Another sealer with the same secret finds the body as it was, and the header shows what it is."""
     _, header, body = sealed(secret, key)
     found = describe(header)
     cipher = Cipher.PLAIN if secret is None else Cipher.AES_256_GCM
@@ -134,7 +134,7 @@ def test_the_ciphers_key_is_fixed() -> None:
 
 @SECRETS
 def test_every_changed_byte_of_a_header_is_noticed(secret: bytes | None) -> None:
-    """Whichever byte of a header changes, parsing says so."""
+    """Whichever byte of a header changes, parsing shows it."""
     _, header, _ = sealed(secret)
     for at in range(HEADER_BYTES):
         header[at] ^= 0x40
@@ -170,7 +170,7 @@ def test_changed_bytes_of_a_body_are_noticed(secret: bytes | None) -> None:
     ],
 )
 def test_a_field_that_is_wrong_is_named(secret: bytes | None, at: int, wrong: bytes, stated: str) -> None:
-    """A header whose checksum is right but which is not the expected one says in which field."""
+    """A header whose checksum is right but which is not the expected one is reported with the field."""
     key, header, body = sealed(secret)
     header[at : at + len(wrong)] = wrong
     assert why(secret, key, signed(header), body) == stated
@@ -219,7 +219,7 @@ def spec(**given: Any) -> TierSpec:
 
 
 def test_secrets_come_from_a_variable_or_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """32 bytes in base64, from where the configuration says; none if it says nothing."""
+    """32 bytes in base64, from where the configuration names; none if it names nothing."""
     text = base64.b64encode(SECRET).decode()
     monkeypatch.setenv("MY_KEY", text)
     (tmp_path / "key").write_text(text + "\n", encoding="ascii")
@@ -268,7 +268,7 @@ def test_several_keys_are_read_and_the_first_writes(monkeypatch: pytest.MonkeyPa
     ids=["twice", "short", "many"],
 )
 def test_a_wrong_ring_is_refused(texts: list[bytes], stated: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One sentence says which key is wrong, and shows none."""
+    """One sentence names which key is wrong, and shows none."""
     monkeypatch.setenv("MY_KEY", "\n".join(base64.b64encode(one).decode() for one in texts))
     with pytest.raises(ConfigError, match=stated) as caught:
         secrets_of(spec(encryption_key_env="MY_KEY"))
@@ -278,7 +278,7 @@ def test_a_wrong_ring_is_refused(texts: list[bytes], stated: str, monkeypatch: p
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o666])
 @pytest.mark.parametrize("link", [False, True])
 def test_a_key_that_others_can_read_is_refused(mode: int, link: bool, tmp_path: Path) -> None:
-    """Also behind a link; the sentence says what to do. As its owner's alone it is read, behind a link too."""
+    """Also behind a link; the sentence names what to do. As its owner's alone it is read, behind a link too."""
     file, there = tmp_path / "key", tmp_path / "link"
     there.symlink_to(file)
     file.write_text(base64.b64encode(SECRET).decode(), encoding="ascii")

@@ -95,7 +95,7 @@ class Counting(HeldTier):
 
 
 def test_what_other_numbers_of_ranks_have_stored() -> None:
-    """It is found, with how many parts it has, where a marker says that there is such, and in the namespace beside."""
+    """It is found, with how many parts it has, where a marker shows that there is such, and in another namespace."""
     tier, other = HeldTier(), "2" * 32
     for rank in range(2):
         _hold(tier, 4, rank=rank, ranks=2)
@@ -190,7 +190,7 @@ def test_who_knows_one_layout_pays_for_one() -> None:
 
 
 def test_groups_do_not_meet() -> None:
-    """A chunk of one cache group says nothing about another's."""
+    """A chunk of one cache group shows nothing of another's."""
     tier = HeldTier()
     _hold(tier, 4, group=1)
     with _finder(tier) as finder:
@@ -227,7 +227,7 @@ def test_a_tier_that_fails() -> None:
 
 
 def test_a_tier_that_hangs() -> None:
-    """A lookup ends within its own limit, and a tier's limit, whatever tiers do; and says that one was not asked."""
+    """A lookup ends within its own limit, and a tier's limit, whatever tiers do; and reports that one was not asked."""
     tier = HeldTier()
     tier.hold()
     faults = list[str]()

@@ -116,7 +116,7 @@ def test_the_password_goes_to_no_host_that_was_not_named(
 ) -> None:
     """A cluster that names another host, in its layout or by ASK, has it connected to only if it was configured.
 
-    Or if there is no password. Otherwise the refusal names the host and the key, and the host hears nothing at all.
+    Or if there is no password. Otherwise the refusal names the host and the key, and the host receives nothing at all.
     """
     monkeypatch.setenv(PASSWORD_ENV, PASSWORD)
     received: list[list[bytes]] = []

@@ -32,7 +32,7 @@ Send = Callable[[bytes], object]
 
 @contextmanager
 def storing(reply: Callable[[str, dict[str, str], Send], None]) -> Iterator[dict[str, Any]]:
-    """Run a store that sends to a method and headers what `reply` says; yield the specification of a client."""
+    """Run a store that sends to a method and headers what `reply` has; yield the specification of a client."""
 
     def serve(received: BufferedIOBase, sent: BufferedIOBase) -> None:
         while line := received.readline().decode():
@@ -57,7 +57,7 @@ def storing(reply: Callable[[str, dict[str, str], Send], None]) -> Iterator[dict
 def use(
     reply: Callable[[str, dict[str, str], Send], None], play: Callable[[Tier], Coroutine[Any, Any, None]], **keys: Any
 ) -> None:
-    """Run `play` with an open client of a store that answers as `reply` says."""
+    """Run `play` with an open client of a store that answers as `reply` has."""
     with storing(reply) as given, mock.patch.dict(os.environ, KEYS):
         spec = S3Spec.model_validate(given | keys)
         run(with_open, TierWorld(lambda: spec.make("s3"), spec), play)
@@ -92,7 +92,7 @@ def endless(way: str) -> Callable[[str, dict[str, str], Send], None]:
 
 @pytest.mark.parametrize("way", ["chunked", "long", "none"])
 def test_memory_is_bounded_by_what_was_asked(way: str) -> None:
-    """Whatever length a store says that a body has, no more of it is taken than was asked for."""
+    """Whatever length a store announces for a body, no more of it is taken than was asked for."""
     with storing(endless(way)) as noted:
         grown = peak_growth(noted)
     assert grown.here < GROWTH_BYTES_MAX
@@ -183,7 +183,7 @@ def test_a_listing_of_long_names() -> None:
 
 
 def test_an_answer_that_is_too_long_is_a_failure() -> None:
-    """Where an answer does not fit into a message, one that says so is sent: nobody waits for it for ever."""
+    """Where an answer does not fit into a message, one that reports it is sent: nobody waits for it for ever."""
 
     async def play() -> None:
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -200,7 +200,7 @@ def test_an_answer_that_is_too_long_is_a_failure() -> None:
 @pytest.mark.parametrize("extra", [-4096, -1, 0, 1, 4096, 1 << 20])
 @pytest.mark.parametrize("size", [SIZE, 3 << 20])
 def test_a_body_of_another_length_is_damaged(extra: int, size: int) -> None:
-    """A body that is shorter or longer than the store has said is no hit; one of the right length is."""
+    """A body that is shorter or longer than the store has announced is no hit; one of the right length is."""
     body = (content(1, size) + bytes(1 << 20))[: size + extra]
 
     def reply(_: str, headers: dict[str, str], send: Send) -> None:

@@ -95,7 +95,7 @@ def test_an_order_fails(lie: str, use: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_hit_that_brought_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tier that says HIT, and has not touched the buffers, or that says STORED and kept nothing, is not believed."""
+    """A tier that answers HIT, and has not touched the buffers, or STORED, and kept nothing, is not believed."""
     tier = HeldTier()
     rank = Rank([tier])
     try:

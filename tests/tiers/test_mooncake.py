@@ -58,7 +58,7 @@ def test_a_wrong_url_is_refused(url: str) -> None:
     ],
 )
 def test_a_wrong_key_is_refused(key: str, wrong: object, why: str) -> None:
-    """A value that cannot be meant is refused before the engine starts, and the report says which and why."""
+    """A value that cannot be meant is refused before the engine starts, and the report names which and why."""
     with pytest.raises(ValidationError) as refused:
         MooncakeSpec.model_validate({"master": "host:1", key: wrong})
     (problem,) = refused.value.errors()
@@ -67,7 +67,7 @@ def test_a_wrong_key_is_refused(key: str, wrong: object, why: str) -> None:
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the client, or the system library that it needs, making the tier says what to install."""
+    """Without the client, or the system library that it needs, making the tier names what to install."""
     spec = MooncakeSpec.model_validate({"master": "host:1"})
 
     def missing(name: str) -> None:

@@ -51,7 +51,7 @@ class _Odd(HeldTier):
 
 @pytest.mark.parametrize("trouble", ["fails", "hangs"])
 def test_another_splits_values_cannot_be_read(trouble: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is told, and a miss: the engine's own are read as before. After some in a row it is not tried for a while."""
+    """Reported, and a miss: the engine's own are read as before. After some in a row it is not tried for a while."""
     tier = _Odd(trouble)
     with _rank(tier, HEADS, ranks=2) as rank:
         rank.carry(stores=True, slot=0, split=2)

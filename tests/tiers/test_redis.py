@@ -1,4 +1,4 @@
-"""The Redis tier with real servers: what they hold, what they refuse, what they are told."""
+"""The Redis tier with real servers: what they hold, what they refuse, what they are given."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_what_is_there_is_not_sent_again(server: RedisServer) -> None:
 
 
 def test_a_value_longer_than_the_protocol_is_refused(server: RedisServer) -> None:
-    """A value of more than 512 MiB is a TierFullError that says so, before a byte is sent."""
+    """A value of more than 512 MiB is a TierFullError with that reason, before a byte is sent."""
 
     async def play() -> None:
         async with client(server.port) as tier:
@@ -275,7 +275,7 @@ def test_connections_are_bounded_and_kept(server: RedisServer) -> None:
 
 
 def test_a_full_server_still_reads(server: RedisServer) -> None:
-    """At maxmemory without eviction a write is a TierFullError, and what is there is read; capacity says the limit."""
+    """At maxmemory without eviction a write is a TierFullError, and what is there is read; capacity has the limit."""
 
     async def play() -> None:
         async with client(server.port, ttl_s=1000) as tier:

@@ -30,7 +30,7 @@ MIB = 1 << 20
 
 async def begun(buffer: memoryview) -> None:
     """Wait until something has been read into a buffer of zeroes."""
-    while not any(buffer[:16]):  # noqa: ASYNC110  (nothing tells)
+    while not any(buffer[:16]):  # noqa: ASYNC110  (nothing notifies)
         await anyio.sleep(0.001)
 
 
@@ -160,7 +160,7 @@ def test_a_read_cancelled_in_a_value_stops() -> None:
 
 
 def test_what_is_no_server_is_told() -> None:
-    """A name that does not exist, a port that is shut, is silent, or speaks HTTP are TierErrors that say so."""
+    """A name that does not exist, a port that is shut, is silent, or speaks HTTP are TierErrors with the reason."""
     assert "no connection" in refused(spec(6379, host="no.such.host.invalid"))
     assert "Connection refused" in refused(spec(free_port()))
     with pretending(lambda _: b"") as port:
@@ -224,7 +224,7 @@ def test_replies_may_come_in_any_pieces(cuts: list[int], size: int, parts: int) 
     message = b"$%d\r\n%b\r\n:1\r\n" % (size, value) + b":0\r\n:1\r\n-ERR no\r\n*2\r\n$-1\r\n$2\r\nab\r\n:1\r\n"
     near, far = socket.socketpair()
     lane = ServerConnection(lambda _: Mock())
-    lane.on_connect(Mock(_sock=near))  # as redis-py says it
+    lane.on_connect(Mock(_sock=near))  # as redis-py calls it
 
     def trickle() -> None:
         at = 0
@@ -349,7 +349,7 @@ def test_a_cluster_without_one_server_serves_the_rest(nodes: list[RedisServer]) 
 
 
 def test_cluster_and_single_are_told_apart(nodes: list[RedisServer]) -> None:
-    """A cluster that is used as one server, and the other way round, is a TierError that says what to set."""
+    """A cluster that is used as one server, and the other way round, is a TierError with what to set."""
 
     async def play() -> None:
         async with client(nodes[0].port) as tier:

@@ -1,4 +1,4 @@
-"""What is particular to the S3 tier: what it refuses, what it says when the store fails, how it reads, how it ends."""
+"""What is particular to the S3 tier: what it refuses, what it reports when the store fails, how it reads and ends."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def opened(spec: S3Spec) -> AsyncIterator[S3Tier]:
 
 
 async def swallow(why: str, call: Callable[..., Awaitable[object]], *args: object) -> None:
-    """Make `call`, which has to end with TierError saying `why`."""
+    """Make `call`, which has to end with a TierError with `why`."""
     with pytest.raises(TierError, match=why):
         await call(*args)
 
@@ -127,7 +127,7 @@ def test_the_client_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refused(spec: S3Spec) -> str:
-    """Return what opening says."""
+    """Return what opening raises."""
     message = []
 
     async def play() -> None:
@@ -142,18 +142,18 @@ def refused(spec: S3Spec) -> str:
 
 
 def test_a_bucket_that_is_not_there() -> None:
-    """A missing bucket is no miss: opening says that there is no such bucket."""
+    """A missing bucket is no miss: opening reports that there is no such bucket."""
     assert "there is no such bucket" in refused(spec_of(shared(), url="s3://no-such-bucket/x"))
 
 
 def test_a_host_that_is_not_there() -> None:
-    """A name that does not resolve is said so."""
+    """A name that does not resolve is reported as such."""
     message = refused(spec_of(shared(), endpoint="https://store.invalid", timeout_ms_max=2000))
     assert "no such host" in message
 
 
 def test_wrong_keys() -> None:
-    """Keys that the store does not know are said so, and are not in what is said."""
+    """Keys that the store does not know are reported as such, and are not shown."""
     with S3Server(INITIAL_NO_AUTH_ACTION_COUNT="1") as server:
         assert "InvalidAccessKeyId (403): see that the keys are right" in refused(spec_of(server))
 
@@ -176,7 +176,7 @@ def test_a_store_without_room() -> None:
 
 
 def test_a_store_that_knows_no_conditions() -> None:
-    """Where a store cannot be told not to replace an object, values are written without the condition."""
+    """Where a store cannot be asked not to replace an object, values are written without the condition."""
     puts = []
 
     def answer(method: str, condition: bool) -> tuple[int, str]:
@@ -337,7 +337,7 @@ def test_a_client_that_has_ended_while_the_store_is_away() -> None:
 
 
 async def closed(memory: mmap.mmap) -> None:
-    """Close it when nobody has it any more: soon, as a thread that has ended its work may still have to say so."""
+    """Close it when nobody has it any more: soon, as a thread that has ended its work may still have to report it."""
     with anyio.fail_after(WAIT_S):
         while True:
             with suppress(BufferError):
@@ -539,7 +539,7 @@ asyncio.new_event_loop().run_until_complete(play())
 
 
 def test_the_interpreter_ends_while_transfers_are_under_way() -> None:
-    """A process that closes the tier under load, or cancels it all, and ends at once, ends well and says nothing."""
+    """A process that closes the tier under load, or cancels it all, and ends at once, ends well and prints nothing."""
     ways = [(0.0, "close"), (0.02, "cancel"), (0.05, "close"), (0.1, "cancel"), (0.2, "close")]
     children = [
         subprocess.Popen(

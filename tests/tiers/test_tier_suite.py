@@ -46,7 +46,7 @@ class IgnoresLengths(DictTier):
 
 
 class MissesAreDamage(DictTier):
-    """What is not there is said to be damaged."""
+    """What is not there is reported as damaged."""
 
     def _read(self, get: Get) -> Read:
         return Read.DAMAGED if super()._read(get) is Read.MISS else Read.HIT
@@ -197,7 +197,7 @@ class NeverWell(DictTier):
 
 
 class CountsNothing(DictTier):
-    """It does not know what it holds, and says that it is nothing."""
+    """It does not know what it holds, and answers that it is nothing."""
 
     async def capacity(self) -> Capacity:
         """Return nothing."""

@@ -33,7 +33,7 @@ def _run(command: str, trace: Path, monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def _filled(kind: type[e.Event], fill: Callable[[str, Any], Any]) -> bytes:
-    """Return a line of `kind` with every field as `fill` says."""
+    """Return a line of `kind` with every field as in `fill`."""
     message = {field.encode_name: fill(field.encode_name, field.type) for field in msgspec.structs.fields(kind)}
     return msgspec.json.encode({"event": kind.__struct_config__.tag} | message)
 
@@ -165,7 +165,7 @@ def test_a_timeline_keeps_what_it_draws(
 def test_an_id_of_a_million_characters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It costs the trace as much as another one does, is told from its like, and is found by its whole text."""
+    """It costs the trace as much as another one does, is distinguished from its like, is found by its whole text."""
     ids = [f"{'x' * 1_000_000}{number}" for number in range(2)]
     assert len({bounded(one) for one in ids}) == 2
     assert bounded("y" * ID_CHARS_MAX) == "y" * ID_CHARS_MAX

@@ -81,7 +81,7 @@ def test_a_rank_sends_nothing() -> None:
 
 
 def test_without_the_extra_the_engine_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One sentence says what to install."""
+    """One sentence names what to install."""
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ConfigError, match=r"otel=true needs OpenTelemetry .*pip install 'kvpipe\[otel\]'"):
         tracing(load_settings({"otel": True}), "e", "scheduler", -1, 4)

@@ -1,4 +1,4 @@
-"""What a rank tells of its jobs, and the watchdog that fails those that are stuck."""
+"""What a rank records of its jobs, and the watchdog that fails those that are stuck."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Noted(Rig):
 
     @property
     def events(self) -> list[e.Event]:
-        """Everything told so far."""
+        """Everything recorded so far."""
         self._events += self.recorder.take()
         return self._events
 
@@ -97,7 +97,7 @@ class Noted(Rig):
         return [one for one in self.events if isinstance(one, kind)]
 
     def replay(self) -> Replay:
-        """Everything told, fed back through the machines."""
+        """Everything recorded, fed back through the machines."""
         done = Replay()
         done.feed(e.Started(0, 3, "", 0, 0, layers=self.layers))
         for one in self.events:
@@ -164,7 +164,7 @@ def test_a_failure_says_why() -> None:
 
 
 def test_a_wait_that_times_out_is_a_slow_tier() -> None:
-    """Told once, with how long it was waited for."""
+    """Reported once, with how long it was waited for."""
     rig = Noted()
     rig.engine.waiting = Waiting.STUCK
     rig.pipeline._wait_s = 0.01
@@ -183,7 +183,7 @@ def test_a_wait_that_times_out_is_a_slow_tier() -> None:
 
 
 class Obliging(FakeEngine):
-    """Takes back what it has not completed, if it is told that it can."""
+    """Takes back what it has not completed, if it is informed that it can."""
 
     can = True
 
@@ -193,7 +193,7 @@ class Obliging(FakeEngine):
 
 
 def test_a_stuck_load_is_reported_and_failed(clocks: Clocks) -> None:
-    """With its last transitions; vLLM hears of it without anybody waiting."""
+    """With its last transitions; vLLM is notified of it without anybody waiting."""
     engine = Obliging()
     rig = Noted(engine, stuck_ms_max=STUCK_MS)
     rig.pipeline.begin(plan(job(1, ASYNC, [(0, 0, 0, 3)])))

@@ -22,7 +22,7 @@ Events = list[e.Event]
 
 
 def _moves(machine: str, cursor: int, *ons: str, layers: int = 3, rank: int = 0) -> Events:
-    """What a cursor tells as it takes the edges `ons`."""
+    """What a cursor records as it takes the edges `ons`."""
     compiled = transitions.MACHINES[machine].compile(layers if transitions.MACHINES[machine].layered else 0)
     at, reported = compiled.initial, list[e.Event]()
     for on in ons:

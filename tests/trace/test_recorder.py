@@ -1,4 +1,4 @@
-"""From `put` to the file and the log: in order, bounded, and never in the way of who tells."""
+"""From `put` to the file and the log: in order, bounded, and never in the way of who records."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _numbers(*paths: Path) -> list[int]:
 
 
 class Memory:
-    """Keeps what it is given, or hangs, or says that it is lost."""
+    """Keeps what it is given, or hangs, or reports that it is lost."""
 
     def __init__(self) -> None:
         """Nothing has come."""
@@ -96,7 +96,7 @@ def test_events_arrive_in_order_with_engine_and_both_clocks() -> None:
 
 
 def test_a_full_queue_drops_and_says_how_many() -> None:
-    """Nobody waits: what does not fit is counted, and the trace says so where it is missing."""
+    """Nobody waits: what does not fit is counted, and the trace shows it where it is missing."""
     sink = Memory()
     sink.hold.clear()
     reported = Recorder(0, queue_events_max=10)
@@ -134,7 +134,7 @@ def test_a_gap_is_told_where_it_is() -> None:
 
 
 def test_a_trace_that_cannot_be_written_is_logged(stated: io.StringIO, tmp_path: Path) -> None:
-    """Once a minute: the trace itself cannot say it. And counted."""
+    """Once a minute: the trace itself cannot show it. And counted."""
     reported = Recorder(0)
     writer = Writer(reported, [_file(tmp_path / "gone" / "trace")], "engine")
     for number in range(5):
@@ -229,7 +229,7 @@ def test_processes_share_a_file_line_by_line(tmp_path: Path) -> None:
 
 
 def test_a_full_file_is_put_aside_and_goes_on(tmp_path: Path) -> None:
-    """No more than `trace_bytes_max` is on disk; who finds the file gone follows; each part says how it begins."""
+    """No more than `trace_bytes_max` is on disk; who finds the file gone follows; each part shows how it begins."""
     path = tmp_path / "trace"
     bytes_max = 40_000
     sinks = _file(path, bytes_max), _file(path, bytes_max)
@@ -261,7 +261,7 @@ def small_disk() -> Iterator[int]:
 
 
 def test_a_full_disk_loses_events_and_says_so(tmp_path: Path, small_disk: int) -> None:
-    """Serving goes on; when there is room again, a line says how many are missing, and the torn one is left out."""
+    """Serving goes on; when there is room again, a line has how many are missing, and the torn one is left out."""
     path = tmp_path / "trace"
     sink = _file(path)
     lost = [number for number in range(40) if sink.write([_event(number)])]
@@ -307,7 +307,7 @@ def test_every_file_says_who_writes(tmp_path: Path, small_disk: int, monkeypatch
 
 
 def test_what_cannot_be_encoded_is_lost_alone(tmp_path: Path) -> None:
-    """A request id that is no text costs one event, which the file says is missing, and no other of its slice."""
+    """A request id that is no text costs one event, which the file shows to be missing, and no other of its slice."""
     path = tmp_path / "trace"
     sink = _file(path)
     assert "LeasesTaken cannot be recorded" in sink.write([_event(1), _event(2, "\ud800"), _event(3)])
@@ -361,7 +361,7 @@ def stated(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
 
 
 def test_the_log_has_what_its_level_asks_for(stated: io.StringIO) -> None:
-    """Bound to engine, request and epoch; fields that say nothing are left out."""
+    """Bound to engine, request and epoch; fields that show nothing are left out."""
     admitted = e.RequestAdmitted(1, -1, "r1", 2, 3, 4, "e1", prompt_tokens=10, hit_tokens={"memory": 4}, why="evicted")
     fault = e.Fault(1, 0, "r1", 0, 3, 4, "e1", name="job_failed", seen=1, fields={"job": "7"})
     LogSink(logging.INFO).write([_event(1), admitted, fault])
@@ -398,7 +398,7 @@ def test_a_field_may_have_any_name_and_any_text(stated: io.StringIO) -> None:
 
 
 def test_a_closed_stderr_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither to the writer nor to who tells."""
+    """Neither to the writer nor to who records."""
     closed = io.StringIO()
     monkeypatch.setattr(sys, "stderr", closed)
     log.configure("debug")

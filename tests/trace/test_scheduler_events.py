@@ -1,4 +1,4 @@
-"""What the scheduler's side tells: why a lookup missed, and each request's life, once."""
+"""What the scheduler's side records: why a lookup missed, and each request's life, once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Noted(SchedulerWorld):
 
     @property
     def events(self) -> list[Any]:
-        """Everything told so far."""
+        """Everything recorded so far."""
         self._events += self.recorder.take()
         return self._events
 
@@ -218,7 +218,7 @@ def test_what_is_remembered_is_bounded() -> None:
 
 
 def test_a_life_with_a_preemption() -> None:
-    """Two events at `info`; the rest is told where there is a trace, and replays."""
+    """Two events at `info`; the rest is recorded where there is a trace, and replays."""
     reported = Noted()
     reported.publish(reported.request("old", 4, shared=4))
     reported.events.clear()

@@ -114,7 +114,7 @@ def test_one_request_as_a_waterfall(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_no_such_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Says how to find one."""
+    """Names how to find one."""
     path = _write(tmp_path / "t", _request("r1", 1))
     assert main(["trace", "show", str(path), "--request", "r2"]) == 1
     assert "has no event of request r2; " in capsys.readouterr().out
@@ -151,6 +151,6 @@ def test_copies_of_several_requests_are_each_ones(tmp_path: Path, capsys: pytest
 
 
 def test_an_empty_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Says what may be the matter."""
+    """Names what may be the matter."""
     assert main(["trace", "show", str(_write(tmp_path / "t", []))]) == 0
     assert "The trace is empty" in capsys.readouterr().out

@@ -90,7 +90,7 @@ def test_a_sync_load_is_not_a_phase() -> None:
 
 
 def test_a_load_ends_with_its_job() -> None:
-    """When no transition says that the request runs: with the last rank's; without ranks, after `loading_ms`."""
+    """When no transition shows that the request runs: with the last rank's; without ranks, after `loading_ms`."""
     begin = [moment(0, e.RequestAdded), moment(10, e.RequestAdmitted, load="load_async")]
     planned = moment(10, e.LoadPlanned, job=1, kind="load_async")
     ranks = [moment(20 + rank, transitions.Finalized, rank, machine="load", cursor=1) for rank in range(2)]
@@ -101,7 +101,7 @@ def test_a_load_ends_with_its_job() -> None:
 
 
 def test_what_never_began() -> None:
-    """Without its first event, a request begins when the first that is left says so."""
+    """Without its first event, a request begins when the first that is left shows it."""
     first = moment(0, e.Started)
     waited = spans([first, moment(50, e.RequestAdmitted, waited_ms=20.0), moment(60, e.RequestDone)])
     assert _phases(waited) == [("waiting", 30, 50), ("running", 50, 60)]
@@ -112,7 +112,7 @@ def test_what_never_began() -> None:
 
 
 def test_what_never_ended() -> None:
-    """It lasts until the last event of its own engine, and says so."""
+    """It lasts until the last event of its own engine, and shows it."""
     timeline = spans(
         [
             moment(0, e.RequestAdded),
@@ -175,7 +175,7 @@ def test_copies_name_their_requests() -> None:
 
 
 def test_evictions_of_a_step_are_one_mark() -> None:
-    """They say how many."""
+    """They show how many."""
     timeline = spans([moment(i, transitions.Evicted, step=i // 3, machine="chunk", cursor=i) for i in range(5)])
     assert [(s.name, s.begin_ns) for s in timeline.spans] == [("evicted: 3", 0), ("evicted: 2", 3 * MS)]
 

@@ -86,7 +86,7 @@ class Page:
         self.browser.wait_for("return window.drawn")
 
     def text(self, id_: str) -> str:
-        """What an element says."""
+        """What an element shows."""
         return str(self.browser.run("return document.getElementById(arguments[0]).innerText", id_))
 
 
@@ -137,7 +137,7 @@ def test_spans_under_a_pixel_are_merged(page: Page) -> None:
     alone = page.pixels("forward")
     assert alone > 10_000
     page.show([moment(i, e.StepRan, 0, took_ns=MS) for i in range(50_000)])
-    assert page.pixels("forward") == pytest.approx(alone, rel=0.02)  # the lone one says which step it is
+    assert page.pixels("forward") == pytest.approx(alone, rel=0.02)  # the lone one shows which step it is
     assert page.browser.run("return window.timeline.visible().looked") < 2 * WINDOW[0]
     page.browser.run("window.timeline.zoomTo(40000, 40010)")
     page.drawn()
@@ -300,7 +300,7 @@ def test_a_missing_browser_names_its_packages(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_browser_that_ends_at_once_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few times; what it said is told then."""
+    """A few times; what it printed is shown then."""
     tried: list[Path] = []
 
     def fails(self: Browser) -> None:

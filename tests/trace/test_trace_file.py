@@ -111,7 +111,7 @@ def test_what_cannot_be_a_trace_is_refused(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "file", "new"])
 def test_what_can_be_a_trace_is_not_refused(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A pipe, a character device and a file are; of a file that others can read the log says so."""
+    """A pipe, a character device and a file are; of a file that others can read the log shows it."""
     path = Path("/dev/null") if kind == "device" else tmp_path / "t"
     if kind == "pipe":
         os.mkfifo(path)

@@ -43,7 +43,7 @@ def attach(device: FakeDevice, mover: Mover | None = None, **options: int) -> Cu
 def test_fit_is_never_negative_and_right_without_noise(
     parts: tuple[float, float, float], points: list[tuple[int, int]]
 ) -> None:
-    """No part of a cost is negative; where the samples obey the model, the fit says what they say."""
+    """No part of a cost is negative; where the samples obey the model, the fit has what they have."""
     real = Cost(*parts)
     fitted = fit(Measurement(copies, size, real.of(copies, size)) for copies, size in points)
     assert min(fitted) >= 0
@@ -243,7 +243,7 @@ def test_a_pinned_mover_that_cannot_be_used_is_refused(
 
 
 def test_a_pinned_mover_is_checked_where_nothing_is_pinned() -> None:
-    """Who asks for what cannot be used hears it before the engine starts, though copies would be torch's."""
+    """Who asks for what cannot be used is shown it before the engine starts, though copies would be torch's."""
     device = FakeDevice(pins_max=0)
     device.no_kernels = "no Triton"
     with pytest.raises(UnsupportedError, match="no Triton"):
@@ -252,7 +252,7 @@ def test_a_pinned_mover_is_checked_where_nothing_is_pinned() -> None:
 
 @pytest.mark.parametrize("mover", [None, Mover.STAGED])
 def test_no_way_is_taken_that_was_not_checked(mover: Mover | None) -> None:
-    """When the first piece cannot be pinned nothing ever is: copies stay torch's, and that is said once."""
+    """When the first piece cannot be pinned nothing ever is: copies stay torch's, and that is reported once."""
     device = FakeDevice(pins_max=0)
     with capture_logs() as logs:
         engine = attach(device, mover)
@@ -269,7 +269,7 @@ def test_no_way_is_taken_that_was_not_checked(mover: Mover | None) -> None:
 
 
 def test_without_kernels_the_reason_is_said() -> None:
-    """Where Triton is missing, DMA is all there is, and who asks for more hears why."""
+    """Where Triton is missing, DMA is all there is, and who asks for more is shown why."""
     device = FakeDevice()
     device.no_kernels = "ModuleNotFoundError(\"No module named 'triton'\")"
     engine = attach(device)

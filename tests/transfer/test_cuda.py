@@ -150,7 +150,7 @@ def test_a_question_that_raises_does_not_end_the_copy(kind: str, direction: Dire
 
 @on_devices
 def test_a_save_is_not_trusted_while_a_load_is_in_doubt(kind: str) -> None:
-    """A load whose event raised is told when its stream is empty; a save that is told before it may rest on it."""
+    """A load whose event raised is reported when its stream is empty; a save that is reported before may rest on it."""
     with capture_logs() as logs, world(kind) as w:
         with w.device.lock:
             load = w.submit(Direction.LOAD, 0, [make_job(1, rows_of(0, TABLE), Kind.LOAD_SYNC)])
@@ -379,7 +379,7 @@ def test_giving_up_asks_nothing_of_the_device(kind: str) -> None:
 
 @on_devices
 def test_completions_can_be_waited_for(kind: str) -> None:
-    """With blocking events nobody polls: an event is asked once it has fired, and loads are told before saves."""
+    """With blocking events nobody polls: an event is asked once it has fired, and loads are reported before saves."""
     with world(kind, poll_us_min=0) as w:
         load = w.submit(Direction.LOAD, 0, [make_job(1, rows_of(0, TABLE), Kind.LOAD_SYNC)])
         assert w.engine.guard_read(load, 0)

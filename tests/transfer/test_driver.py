@@ -1,4 +1,4 @@
-"""The calls into the driver's library carry the arguments that cuda.h says, as C sees them."""
+"""The calls into the driver's library carry the arguments of cuda.h, as C sees them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Library:
     def __init__(
         self, *, exported: bool = True, known: bool = False, code: int = 0, flagged: int = 0, single: int = 0
     ) -> None:
-        """`exported`, `known`: the batch call is in the symbol table, and the driver says where it is.
+        """`exported`, `known`: the batch call is in the symbol table, and the driver returns where it is.
 
         `code`, `single`: what batches and single copies answer; `flagged`: a batch that wishes to overlap.
         """

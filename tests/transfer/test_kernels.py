@@ -57,7 +57,7 @@ def test_it_compiles_to_wide_accesses(capability: int, staged: bool, save: bool,
 
 
 def test_no_step_waits_for_the_compiler() -> None:
-    """Triton compiles anew for integers that are 1 or a multiple of 16, unless told not to: of every integer."""
+    """Triton compiles anew for integers that are 1 or a multiple of 16, unless asked not to: of every integer."""
     parameters = inspect.signature(copy_pages.fn).parameters
     integers = [name for name in parameters if name.islower() and name not in {"table", "places"}]
     assert copy_pages.do_not_specialize == integers

@@ -106,7 +106,7 @@ def test_one_head(name: str, dtype: torch.dtype) -> None:
 
 
 def test_every_adapter_has_a_test() -> None:
-    """The names of the table are those tested here, and every one says where it comes from in one line."""
+    """The names of the table are those tested here, and every one has where it comes from in one line."""
     assert {*FULL, *ONE, "bytes", "padded_bytes"} == set(ADAPTERS)
     assert len(ADAPTERS) == len(INSIDE) * len(BETWEEN) + 2
     for adapter in ADAPTERS.values():
@@ -432,7 +432,7 @@ MADE = {"FLASHINFER nvfp4": _nvfp4, "mixed pages": _mixed, "groups": _hybrid}
 
 
 def _answers() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Iterator[Case]]]]:
-    """Return (import, question to what was imported) by name: every backend that vLLM has, and what no backend says."""
+    """Return (import, question to what was imported) by name: every backend that vLLM has, and what is no backend's."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     made: dict[str, Any] = {name: (lambda one=one: one, lambda ask: ask()) for name, one in MADE.items()}

@@ -13,7 +13,7 @@ LAYOUTS = {"LBHNC": "hnd", "LBNHC": "nhd", "BLHNC": "cross_layer_hnd", "BLNHC": 
 
 
 def _layers(physical: str, *, heads: int = H, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """Return one logical [B, H, N, C] tensor per layer over one buffer whose dimensions lie as `physical` says."""
+    """Return one logical [B, H, N, C] tensor per layer over one buffer whose dimensions lie as in `physical`."""
     size = {"L": L, "B": B, "H": heads, "N": N, "C": C}
     count = L * B * heads * N * C
     buffer = torch.arange(count, dtype=torch.int32).to(dtype).view([size[d] for d in physical])

@@ -45,7 +45,7 @@ def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_part_runs(tmp_path: Path) -> None:
-    """All parts end, no race is found, and the JSON says that nothing was measured on a GPU."""
+    """All parts end, no race is found, and the JSON has that nothing was measured on a GPU."""
     ran = run("-m", "benchmarks.gpu", "--simulated", "--json", str(tmp_path / "gpu.json"))
     assert ran.returncode == 0, ran.stderr[-3000:]
     message = json.loads((tmp_path / "gpu.json").read_text())
@@ -61,7 +61,7 @@ def test_every_part_runs(tmp_path: Path) -> None:
 
 
 def test_torch_and_triton_are_enough(tmp_path: Path) -> None:
-    """Without kvpipe's other needs the data plane is measured, and what is not is said, with the reason."""
+    """Without kvpipe's other needs the data plane is measured, and what is not is named, with the reason."""
     ran = run("-c", BLOCKED, "--simulated", "--only", "races", "--only", "hooks", "--json", str(tmp_path / "gpu.json"))
     assert ran.returncode == 0, ran.stderr[-3000:]
     message = json.loads((tmp_path / "gpu.json").read_text())
@@ -78,13 +78,13 @@ def test_without_a_gpu_it_says_so() -> None:
 
 @pytest.mark.parametrize("mover", Mover)
 def test_the_hunt_finds_a_forgotten_guard(mover: Mover, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where loads are not queued before their readers read, the hunt says so."""
+    """Where loads are not queued before their readers read, the hunt finds it."""
     monkeypatch.setattr(CudaEngine, "guard_read", lambda *_: True)
     assert Hunt(Gpu(simulated=True), mover, 0).run(3).wrong > 0
 
 
 def test_a_hunt_ends_when_its_time_is_over() -> None:
-    """And says how many rounds it did, at least one."""
+    """And reports how many rounds it did, at least one."""
     found = Hunt(Gpu(simulated=True), Mover.DMA, 0).run(1000, time.monotonic())
     assert found == (1, 0, 0)
 

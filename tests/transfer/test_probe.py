@@ -134,7 +134,7 @@ def test_another_order_that_is_refused_does_not(tmp_path: Path) -> None:
 
 
 def test_the_fact_is_what_kvpipe_asks_for(tmp_path: Path) -> None:
-    """How batches are queued is what those with kvpipe's own order and flags were told."""
+    """How batches are queued is what those with kvpipe's own order and flags were given."""
     message = asked(OneByOne({probe.OURS}), tmp_path / "ours.json")[1]
     assert message["facts"]["batches"] == "one by one: CUDA error 801"  # type: ignore[index]
     others = set(probe.HOWS.values()) - {probe.OURS}
@@ -257,7 +257,7 @@ def test_make_needs_no_setup_where_torch_has_a_gpu(tmp_path: Path) -> None:
 def test_a_status_is_read_as_its_module_means_it(
     name: str, stated: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Pytest says 2 of tests that it cannot read."""
+    """Pytest returns 2 for tests that it cannot read."""
     monkeypatch.setattr(runs, "run", lambda *_, **__: 2)
     assert runs.main(["--simulated", "--only", name, "--out", str(tmp_path)]) == 1
     assert capsys.readouterr().out.startswith(f"{name}: {stated}, ")

@@ -42,7 +42,7 @@ def in_memory(pool: HostPool) -> int:
 
 
 class Rig:
-    """A readier, and what it has told."""
+    """A readier, and what it has reported."""
 
     def __init__(self, slots: int = 64, piece_slots: int = 4, **options: object) -> None:
         """`options`: of the readier."""
@@ -233,7 +233,7 @@ def test_an_error_is_contained() -> None:
 
 
 def test_the_room_on_this_machine() -> None:
-    """It says where the number is from; what is spare is less than what is free."""
+    """It has where the number is from; what is spare is less than what is free."""
     room = tightest()
     assert room is not None
     assert 0 <= room.spare < room.free <= room.total
@@ -241,7 +241,7 @@ def test_the_room_on_this_machine() -> None:
 
 
 def test_no_room_is_known_without_proc(tmp_path: Path) -> None:
-    """A system that says nothing is no error."""
+    """A system that answers nothing is no error."""
     assert tightest(tmp_path, tmp_path) is None
     (tmp_path / "meminfo").write_text("MemTotal: 9 kB\n")
     assert tightest(tmp_path, tmp_path) is None

@@ -46,7 +46,7 @@ def targets(node: ast.stmt) -> list[str]:
 
 @each
 def test_a_public_name_is_there(module: str, name: str) -> None:
-    """It can be imported; a class and a function say what they are, and so does every method; all are annotated."""
+    """It can be imported; a class and a function have docstrings, and so does every method; all are annotated."""
     one = getattr(import_module(module), name)
     if inspect.isfunction(one):
         assert one.__doc__

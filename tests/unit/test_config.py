@@ -169,7 +169,7 @@ def test_a_contradiction_is_refused() -> None:
     ],
 )
 def test_a_bad_file_names_the_file_and_the_remedy(tmp_path: Path, content: bytes | None, why: str) -> None:
-    """A file that is absent, no YAML, no text or no mapping is a ConfigError that says what to write."""
+    """A file that is absent, no YAML, no text or no mapping is a ConfigError with what to write."""
     path = tmp_path / "bad.yaml"
     if content is not None:
         path.write_bytes(content)

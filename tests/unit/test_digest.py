@@ -73,7 +73,7 @@ def test_scalars_and_nothing(digest_of: Digest) -> None:
 
 
 def test_names_and_shapes_count() -> None:
-    """Tensors that change names, types or shapes make other weights; the order in which they are told does not."""
+    """Tensors that change names, types or shapes make other weights; the order in which they are given does not."""
     a, b = _random(4, 4), _random(4, 4) + 1
     reported = tensors_digest([("a", a), ("b", b)])
     assert reported == tensors_digest([("b", b), ("a", a)])

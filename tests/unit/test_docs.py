@@ -1,4 +1,4 @@
-"""The documents say what the code does."""
+"""The documents describe what the code does."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_fuzzing_page_is_fresh() -> None:
 
 
 def test_the_threat_model_names_what_there_is() -> None:
-    """Every row has a test, an invariant or a mutant that exists by that name, or says what remains."""
+    """Every row has a test, an invariant or a mutant that exists by that name, or has what remains."""
     text = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
     files = [file for folder in ("tests", "property_tests") for file in (ROOT / folder).rglob("test_*.py")]
     there = {name for file in files for name in re.findall(r"def (test_\w+)\(", file.read_text(encoding="utf-8"))}

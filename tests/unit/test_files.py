@@ -19,7 +19,7 @@ ME = 4711
 
 
 def found(mode: int, uid: int) -> Any:
-    """Return a path of which the system says this."""
+    """Return a path of which the system returns this."""
     return SimpleNamespace(stat=lambda: SimpleNamespace(st_mode=mode, st_uid=uid))
 
 
@@ -53,7 +53,7 @@ def test_what_is_not_there_raises_no_doubts(tmp_path: Path) -> None:
 
 
 def test_a_tier_in_everybodys_folder_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A folder that everybody may write to is used, and the log says so with the remedy; a private one is not told."""
+    """A folder that everybody may write to is used, and the log has that and the remedy; a private one is not named."""
     configure("info")
     for mode in (0o777, 0o700):
         tmp_path.chmod(mode)

@@ -210,7 +210,7 @@ def test_a_loop_that_cannot_start_does_not_hang(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_lost_loop_is_noticed() -> None:
-    """A loop whose thread died is not alive, and settle says so at once instead of waiting."""
+    """A loop whose thread died is not alive, and settle returns that at once instead of waiting."""
 
     def die() -> None:
         raise SystemExit

@@ -1,4 +1,4 @@
-"""Named caches refuse a second layout; the control file says on, off or nothing."""
+"""Named caches refuse a second layout; the control file has on, off or nothing."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ time.sleep(60)
 
 
 def test_a_lock_of_somebody_elses_is_not_waited_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever keeps a record locked does not hang an engine: it is told which process that is, and whose."""
+    """Whoever keeps a record locked does not hang an engine: it is shown which process that is, and whose."""
     monkeypatch.setattr("kvpipe.names.LOCK_S_MAX", 0.3)
     NameClaim("docs", FACTS, tmp_path).release()
     locker = subprocess.Popen([sys.executable, "-c", LOCKER, str(tmp_path / "docs.json")], stdout=subprocess.PIPE)
@@ -209,7 +209,7 @@ def test_freeze_roundtrip(tmp_path: Path, *, on: bool) -> None:
 def test_what_cannot_be_written_is_one_sentence(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`kvpipe freeze` where one may not write, or on what is no file, says so in one line, with status 2."""
+    """`kvpipe freeze` where one may not write, or on what is no file, reports it in one line, with status 2."""
     path = tmp_path / "control"
     if kind == "folder":
         path.mkdir()
@@ -286,7 +286,7 @@ def test_the_watcher_is_not_held_up(kind: str, tmp_path: Path) -> None:
                 assert reported == []
                 path.unlink()
                 write_freeze(path, on=True)
-                while not reported:  # noqa: ASYNC110  (nothing tells)
+                while not reported:  # noqa: ASYNC110  (nothing notifies)
                     await anyio.sleep(0.02)
                 group.cancel_scope.cancel()
 

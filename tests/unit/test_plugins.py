@@ -192,7 +192,7 @@ class Item:
 
 
 def test_a_policy_is_used_like_one_of_ours(add: Add) -> None:
-    """What it says is evicted; a misspelt name is refused with all that there are."""
+    """What it names is evicted; a misspelt name is refused with all that there are."""
     add("policies", POLICY, policies="newest = policies:Newest")
     assert load_settings({"policy": "newest"}).policy == "newest"
     policy, items = make_policy("newest", 4), [Item() for _ in range(4)]
@@ -241,7 +241,7 @@ LYING = """
     ],
 )
 def test_a_policy_that_lies_is_left_alone(add: Add, method: str, body: str) -> None:
-    """Only chunks that may go are evicted, each once, whatever the policy says; from then on by their last use."""
+    """Only chunks that may go are evicted, each once, whatever the policy names; from then on by their last use."""
     add("policies", LYING.format(method=method, body=body), policies="lying = policies:Lying")
     faults: list[str] = []
     policy = make_policy("lying", 8, lambda event, **_: faults.append(event))
@@ -294,7 +294,7 @@ def test_a_transfer_engine_is_found_by_its_device(add: Add) -> None:
 
 
 def test_a_package_without_a_name_stops_nobody(add: Add, tmp_path: Path) -> None:
-    """What an installation that was broken off has left: entry points, and nothing that says whose they are."""
+    """What an installation that was broken off has left: entry points, and nothing that shows whose they are."""
     add("rests", "", policies="rest = rests:anything")
     (tmp_path / "rests" / "rests-1.2.dist-info" / "METADATA").unlink()
     assert load_settings({"policy": "lru"}).policy == "lru"

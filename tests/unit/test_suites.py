@@ -21,7 +21,7 @@ SUITES = {
 
 @pytest.mark.parametrize("suite", SUITES)
 def test_what_was_not_overridden_is_named(suite: str, tmp_path: Path) -> None:
-    """A suite whose user has forgotten what it must be told fails, and says so; the suite itself is not collected."""
+    """A suite whose user has forgotten what it must be given fails, and names it; the suite itself is not collected."""
     (module, name), (method, claim) = suite.split("."), SUITES[suite]
     text = f"""
 import pytest

@@ -121,7 +121,7 @@ def test_where_no_hook_will_be_called(
 
 
 def test_which_steps_are_replayed() -> None:
-    """Runner V1 says so in the context, runner V2 has none outside of a model's own forward."""
+    """Runner V1 shows it in the context, runner V2 has none outside of a model's own forward."""
     for graphs, metadata, replayed in (
         (CUDAGraphMode.FULL, {}, True),
         (CUDAGraphMode.NONE, None, True),

@@ -71,7 +71,7 @@ def test_gaps_in_a_drafters_kv_are_refused() -> None:
 
 
 def test_layers_of_a_step_with_a_drafter_have_no_hooks() -> None:
-    """They run several times; and whoever insists on hooks is told so."""
+    """They run several times; and whoever insists on hooks is informed."""
     made = config("eagle")
     made.compilation_config = SimpleNamespace(cudagraph_mode=None, static_forward_context={}, splitting_ops=())
     assert hooks.unhooked(made, ["a", "b"], "auto") == {"a", "b"}

@@ -310,7 +310,7 @@ def test_what_is_made_of_adapters_counts(changed: dict[str, object]) -> None:
 
 
 def test_what_is_asked_of_quantization_counts() -> None:
-    """Of activations, too, of which weights say nothing."""
+    """Of activations, too, of which weights show nothing."""
     config, cache = copy.deepcopy(make_configs(SHAPES["context-parallel"]))
     geometry, noted = make_geometry(cache, load_settings()), list[dict[str, object]]()
     for wanted in (None, {"linear": {"activation": "fp8"}}, {"linear": {"activation": "fp4"}}):

@@ -78,8 +78,8 @@ def test_an_endless_envelope_is_not_walked() -> None:
     assert hints_of(_request(None, envelope)) == RawHints(envelope.actions, None)
 
 
-def _classed(said: object, **more: Any) -> Request:
-    return _request({"kv_transfer_params": {"kvpipe": {"class": said, **more}}})
+def _classed(named: object, **more: Any) -> Request:
+    return _request({"kv_transfer_params": {"kvpipe": {"class": named, **more}}})
 
 
 def test_whose_answers_are_taken_for_alike() -> None:
@@ -98,11 +98,11 @@ def test_whose_answers_are_taken_for_alike() -> None:
     assert kind_of(Request("p", [1], None, PoolingParams())) == (None, "", 1)
 
 
-@pytest.mark.parametrize("said", ["x" * (CLASS_CHARS_MAX + 1), 3, None, ["x"], {"x": 1}, True])
-def test_what_is_no_class(said: object) -> None:
+@pytest.mark.parametrize("named", ["x" * (CLASS_CHARS_MAX + 1), 3, None, ["x"], {"x": 1}, True])
+def test_what_is_no_class(named: object) -> None:
     """It is not looked at."""
-    assert kind_of(_classed(said)) == kind_of(_request())
-    assert hints_of(_classed(said)) is None
+    assert kind_of(_classed(named)) == kind_of(_request())
+    assert hints_of(_classed(named)) is None
 
 
 def test_a_class_is_no_hint() -> None:

@@ -111,7 +111,7 @@ WAYS: list[Any] = [
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_part_of_a_processor_counts(tmp_path: Path, processor: SimpleNamespace, way: Any) -> None:
-    """Also parts that are only objects of somebody's own classes; equal parts say the same."""
+    """Also parts that are only objects of somebody's own classes; equal parts make the same."""
     message = []
     for mean in (0, 1, 1):
         processor.one = Normalize(way(mean))
@@ -177,7 +177,7 @@ def test_every_process_says_the_same() -> None:
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("name", ["preprocessor_config.json", "processing_some.py", "image_processor.py"])
 def test_files_count_beside_a_processor(tmp_path: Path, processor: SimpleNamespace, name: str, known: bool) -> None:
-    """What a processor's files and code say is part of the identity, whether the processor can be made or not."""
+    """What is in a processor's files and code is part of the identity, whether the processor can be made or not."""
     processor.one = Normalize(1) if known else None
     file = tmp_path / name
     file.write_text("size = 224", encoding="utf-8")

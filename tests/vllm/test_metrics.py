@@ -1,4 +1,4 @@
-"""Metrics: what has changed is told once, adds up over ranks and intervals, and is in vLLM's registry."""
+"""Metrics: what has changed is reported once, adds up over ranks and intervals, and is in vLLM's registry."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_meter_tells_differences(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_stats_add_up() -> None:
-    """Over ranks and over intervals; a gauge is as it was told last."""
+    """Over ranks and over intervals; a gauge is as it was reported last."""
     one = KVPipeStats({"copied_bytes": {"save": 10}, "leases": {"": 5}})
     both = one.aggregate(KVPipeStats({"copied_bytes": {"save": 7, "load_sync": 3}, "leases": {"": 2}}))
     assert both.data == {"copied_bytes": {"save": 17, "load_sync": 3}, "leases": {"": 2}}
@@ -86,7 +86,7 @@ def prom() -> tuple[KVPipeProm, CollectorRegistry]:
 
 
 def test_what_was_told_is_served(prom: tuple[KVPipeProm, CollectorRegistry]) -> None:
-    """By engine and label; what another version tells is left out."""
+    """By engine and label; what another version reports is left out."""
     reported, registry = prom
     reported.observe({"hit_tokens": {"memory": 64}, "leases": {"": 2}, "from_tomorrow": {"": 1}}, 1)
     reported.observe({"hit_tokens": {"memory": 36}, "leases": {"": 0}}, 1)

@@ -1,4 +1,4 @@
-"""What vLLM says of prefixes, and what kvpipe makes of it."""
+"""What vLLM states of prefixes, and what kvpipe makes of it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _config(*, mm_encoder_only: bool = False, **model: Any) -> Any:
 
 
 def test_a_plain_model_is_served() -> None:
-    """Nothing is said against a decoder, nor where the engine has no model."""
+    """Nothing speaks against a decoder, nor where the engine has no model."""
     models.check_model(_config())
     models.check_model(SimpleNamespace(model_config=None))  # type: ignore[arg-type]
 
@@ -62,7 +62,7 @@ def test_a_plain_model_is_served() -> None:
     ],
 )
 def test_each_statement_refuses(config: Any, named: str) -> None:
-    """The sentence names what vLLM says it of, and the remedy, however the prefix cache is set."""
+    """The sentence names what vLLM applies it to, and the remedy, however the prefix cache is set."""
     with pytest.raises(UnsupportedError, match=named) as caught:
         models.check_model(config)
     assert str(caught.value).startswith("kvpipe: ")

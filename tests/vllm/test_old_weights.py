@@ -96,7 +96,7 @@ def _copy(source: int, copy: int) -> tuple[Any, Any]:
 
 
 def test_stale_kv_that_cannot_be_forgotten_keeps_no_load_from_failing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the step would read too early is said all the same, and the next step forgets what this one has not."""
+    """What the step would read too early is reported all the same, and the next step forgets what this one has not."""
     geometry, manager, counters = make_geometry((None,), 16, 8), _Manager(), Counters()
     remedies = Remedies(geometry, LoadAdmission(geometry, 64, 64))
     remedies.bind(ManagedBlocks(manager), counters)  # type: ignore[arg-type]

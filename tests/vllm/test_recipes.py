@@ -1,4 +1,4 @@
-"""The page of public recipes says what the code does."""
+"""The page of public recipes describes what the code does."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def test_heads_and_rows() -> None:
 
 
 def test_latents_count_as_one_head() -> None:
-    """What every rank holds alike needs no layer that says so."""
+    """What every rank holds alike needs no layer for that."""
     latents = World()
     latents.spec = MLAAttentionSpec(**_spec(1))
     latents.block = torch.nn.Module()
@@ -187,7 +187,7 @@ def test_batch_invariance_wants_every_bit(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_facts_of_ranks_go() -> None:
-    """What is left of an engine's facts says nothing of its ranks."""
+    """What is left of an engine's facts shows nothing of its ranks."""
     facts = {"model_dtype": "x", "tensor_parallel_size": 2, "ranks": 2, "groups": [], "layouts": [], "weights": ""}
     assert without_layout(facts) == {"model_dtype": "x"}
 
@@ -203,7 +203,7 @@ def _config(*, ranks: int = 2, world: int = 2, lora: object = None, quantization
 
 
 def test_why_an_engine_shares_with_its_own_layout_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each reason has a name and a sentence; the first that holds is told."""
+    """Each reason has a name and a sentence; the first that holds is reported."""
     noted = {
         bound_by(_config(world=4), "", "s"),
         bound_by(_config(lora=object()), "", ""),

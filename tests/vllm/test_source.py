@@ -24,17 +24,17 @@ class _Model(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = torch.nn.Linear(4, 1, bias=False), torch.nn.Parameter(torch.zeros(2))
-        self.takes, self.tells = 99, True
+        self.takes, self.reports = 99, True
         self.skips = ""
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str] | None:
-        """Take parts, and tell of which parameters."""
+        """Take parts, and report of which parameters."""
         names = set()
         for _, (name, tensor) in zip(range(self.takes), weights, strict=False):
             if name != self.skips:
                 names.add(name)
                 dict(self.named_parameters()).get(name, torch.empty(0)).data.reshape(-1)[:] = tensor.reshape(-1)[:1]
-        return names if self.tells else None
+        return names if self.reports else None
 
 
 def _parallel(**changes: Any) -> Any:
@@ -63,7 +63,7 @@ def _loaded(
     load_format: str = "auto",
     **how: Any,
 ) -> str:
-    """Return what is heard while a model is loaded."""
+    """Return what is received while a model is loaded."""
     model = _Model()
     for name, value in how.items():
         setattr(model, name, value)
@@ -107,7 +107,7 @@ def test_whole_tensors_decide() -> None:
     [
         {"skips": "b"},
         {"takes": 2},
-        {"tells": False},
+        {"reports": False},
         {"quantization": "fp8"},
         {"tiers": ""},
         {"connector": ""},

@@ -36,7 +36,7 @@ def test_the_catalog_is_as_large_as_the_smallest_pool(prefault: str) -> None:
 
 
 def test_found_when_the_last_stage_has_it() -> None:
-    """The first stage has landed what it saves, and said so, and the other not: that is not found."""
+    """The first stage has landed what it saves, and reported that, and the other not: that is not found."""
     trial = Trial(SHAPE._replace(device=True), 1)
     try:
         index, jobs = trial.side.catalog.index(0), trial.side.jobs.in_flight
@@ -79,7 +79,7 @@ def _engine(**changes: Any) -> Any:
     ids=str,
 )
 def test_stages_that_would_not_be_heard_are_refused(changes: dict[str, Any], wording: str) -> None:
-    """VLLM's runner V1 does not end the steps of a first stage that drafts; its first Ray executor hears the last."""
+    """VLLM's runner V1 does not end the steps of a first stage that drafts; its first Ray executor is notified last."""
     with pytest.raises(UnsupportedError, match=wording):
         check_engine(_engine(**changes))
 
@@ -95,7 +95,7 @@ def test_a_state_that_an_earlier_stage_lacks(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_loads_within_a_step_are_refused() -> None:
-    """VLLM computes the next steps of a pipeline before it hears of a load that has failed, and takes their output."""
+    """VLLM computes the next steps of a pipeline before it knows of a load that has failed, and takes their output."""
     wording = "kvpipe: load='sync' with pipeline_parallel_size=2 is not supported; set load to 'auto' or 'async'"
     with pytest.raises(UnsupportedError, match=f"^{wording}$"):
         Trial(SHAPE._replace(load="sync"))

@@ -110,7 +110,7 @@ class _Packs:
 
 
 def test_weights_that_are_packed_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are read before, and whenever they are loaded again; packed away unread, nothing can be said."""
+    """They are read before, and whenever they are loaded again; packed away unread, nothing is known."""
     from vllm.model_executor.layers.quantization import base_config
 
     monkeypatch.setattr(base_config, "QuantizeMethodBase", _Packs)
@@ -151,7 +151,7 @@ def _asked(weights: Weights) -> int:
 
 
 def test_doubt_and_answers() -> None:
-    """A suspicion is doubt until every rank has answered the last question; each answer says whether they changed."""
+    """A suspicion is doubt until every rank has answered the last question; each answer shows whether they changed."""
     weights = Weights(2, Counters())
     assert not weights.know(["b", "a"])
     assert weights.know(["a", "b"])
@@ -172,7 +172,7 @@ def test_doubt_and_answers() -> None:
 
 @pytest.mark.parametrize("noted", [{0: "a"}, {0: "a", 1: ""}, {0: "b", 1: "a"}])
 def test_answers_that_are_not_the_same(noted: dict[int, str]) -> None:
-    """A rank that is silent, that cannot say, or two that have swapped their weights: they are others."""
+    """A rank that is silent, that does not know, or two that have swapped their weights: they are others."""
     weights = Weights(2, Counters())
     weights.know(["a", "b"])
     weights.suspect()

@@ -192,7 +192,7 @@ def test_a_layer_read_without_waiting_is_never_trusted(kind: str) -> None:
 @pytest.mark.parametrize("copies", range(LAYERS))
 @on_devices
 def test_a_load_that_cannot_be_queued_is_reported_in_its_step(kind: str, copies: int) -> None:
-    """The engine hears of a load that failed at its submission at the end of that very step; the step's save fails."""
+    """A load that failed at its submission is reported at the end of that very step; the step's save fails."""
     with capture_logs(), world(kind) as w, pipeline_over(w) as p, running(w.device):
         w.device.errors_on, w.device.copies_until_error = "load", copies
         p.begin(PLAN)
@@ -212,7 +212,7 @@ def test_a_load_that_cannot_be_queued_is_reported_in_its_step(kind: str, copies:
 def test_a_load_that_fails_on_the_device_is_reported_before_the_save(kind: str, layer: int) -> None:
     """A save computed from a load that failed after its step is never good before the news of that load.
 
-    Told after it, it can be dropped; told before it, it has failed.
+    Reported after it, it can be dropped; reported before it, it has failed.
     """
     with capture_logs(), world(kind) as w, pipeline_over(w) as p:
         p.begin(PLAN)

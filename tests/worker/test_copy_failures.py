@@ -110,7 +110,7 @@ def test_saves_that_landed_before_the_load_turned_out_bad(rig: Rig, *, started: 
 
 
 def test_a_failed_sync_load_is_reported_in_its_own_step(rig: Rig) -> None:
-    """The engine has to hear of bad blocks in the step that read them: collect after end_loads has them."""
+    """The engine has to be notified of bad blocks in the step that read them: collect after end_loads has them."""
     rig.engine.waiting = Waiting.DEVICE
     rig.engine.failing = _fail_the_load
     rig.pipeline.begin(plan(job(2, SYNC)))

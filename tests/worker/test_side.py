@@ -41,7 +41,7 @@ def whole() -> Iterator[SideRig]:
 
 
 def test_a_side_that_exists_is_whole(whole: SideRig) -> None:
-    """Nothing of it is still to come: what is None says so of the rank or of the step, and no call adds a part."""
+    """Nothing of it is still to come: what is None is so for the rank or of the step, and no call adds a part."""
     side = whole.side
     parts = set(vars(side))
     assert {name for name in parts if getattr(side, name) is None} == set(NONE)

@@ -128,7 +128,7 @@ def test_what_is_saved_in_a_step_that_computes_nothing(rig: Rig) -> None:
 
 
 def test_nothing_is_replayed_where_there_are_no_graphs(rig: Rig) -> None:
-    """A step without hooks is a fault there, whatever the context said."""
+    """A step without hooks is a fault there, whatever was in the context."""
     p = rig.pipeline
     p.begin(plan(job(1), job(2, SYNC)))
     p.start_loads(replayed=True)

@@ -112,7 +112,7 @@ class Attachment:
         self._queue: deque[ScheduledStep] = deque()
         self.wrong: list[str] = []
         self.steps = 0
-        self.sane = True  # no test has sampled yet what no model would: then nobody can say what the KV must be
+        self.sane = True  # no test has sampled yet what no model would: then nobody knows what the KV must be
         self._schedule, self._update = scheduler.schedule, scheduler.update_from_output
         scheduler.schedule = self.schedule  # type: ignore[method-assign]
         scheduler.update_from_output = self.update_from_output  # type: ignore[method-assign]
@@ -127,7 +127,7 @@ class Attachment:
         return output
 
     def update_from_output(self, output: SchedulerOutput, result: ModelRunnerOutput) -> Any:
-        """Run the steps up to this one on the rank, and add what it says to the test's own result."""
+        """Run the steps up to this one on the rank, and add what it reports to the test's own result."""
         if any(one.output is output for one in self._queue):
             ran: list[tuple[SchedulerOutput, KVConnectorOutput]] = []
             while not ran or ran[-1][0] is not output:
@@ -165,7 +165,7 @@ class Attachment:
         return ran.kv_output
 
     def _sequence(self, request: Request, tokens: list[int], output: SchedulerOutput) -> Sequence:
-        """Return what the step computes: known tokens, then drafts; an image's tokens say which image."""
+        """Return what the step computes: known tokens, then drafts; an image's tokens are its own."""
         for feature in request.mm_features:
             where = feature.mm_position
             for i in range(where.offset, min(where.offset + where.length, len(tokens))):
@@ -347,7 +347,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
-    """Run the test, and then say what was wrong on kvpipe's sides."""
+    """Run the test, and then report what was wrong on kvpipe's sides."""
     state = pyfuncitem.config.stash[_STATE]
     try:
         return (yield)
