@@ -1,16 +1,19 @@
 """Chunks that are in memory for requests that have not come: were they of use?
 
 Those of announced resumes take a part of the pool that is the larger the more of them were of use before. So clients
-that announce what never comes cost the others no more than a pool that is smaller by that part.
+that announce what never comes cost the others no more than a pool that is smaller by that part. With quotas each has a
+part of its own, of what it may hold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from kvpipe.cache.catalog import Chunk
+    from kvpipe.cache.tenants import Tenant
     from kvpipe.trace.log import Counters
 
 ANNOUNCED_SHARE: Final = 0.5
@@ -21,15 +24,45 @@ FIRST: Final = 1 / 64
 BROUGHT, ANNOUNCED = 1, 2
 
 
-class Ahead:
-    """One per catalog. `chunks`: what is in memory for nobody yet; not to be changed. `announced`: how many of them."""
+class Part:
+    """What is in memory for announced resumes of one account: `announced` chunks."""
 
-    def __init__(self, counters: Counters) -> None:
+    __slots__ = ("_used", "_wasted", "announced")
+
+    def __init__(self) -> None:
         """There is nothing."""
-        self.chunks: dict[Chunk, int] = {}
-        self._counters = counters
         self.announced = 0
-        self._used = self._wasted = 0.0  # of what was announced, the older for less
+        self._used = self._wasted = 0.0  # the older for less
+
+    def over(self, *, used: bool) -> None:
+        """One of the chunks was of use, or cannot be found any more."""
+        self.announced -= 1
+        if used:
+            self._used += 1
+        else:
+            self._wasted += 1
+
+    def room(self, slots: int) -> int:
+        """Return how many more chunks there may be, of an account that may hold `slots` slots."""
+        if self._used + self._wasted > slots:
+            self._used, self._wasted = self._used / 2, self._wasted / 2
+        first = max(1.0, slots * FIRST)
+        trust = (self._used + first) / (self._used + self._wasted + first)
+        return max(0, max(1, int(slots * ANNOUNCED_SHARE * trust)) - self.announced)
+
+
+class Ahead:
+    """One per catalog. `chunks`: what is in memory for nobody yet; not to be changed. `parts`: by account."""
+
+    def __init__(self, counters: Counters, account: Callable[[Tenant], object]) -> None:
+        """There is nothing. `account(tenant)` returns whose slots the tenant's chunks take: something hashable."""
+        self.chunks: dict[Chunk, int] = {}
+        self.parts = defaultdict[object, Part](Part)
+        self._counters, self._account = counters, account
+
+    def part(self, tenant: Tenant) -> Part:
+        """Return that of a tenant's account."""
+        return self.parts[self._account(tenant)]
 
     def brought(self, chunk: Chunk) -> None:
         """A chunk that can be found was brought from a tier, and no request waits for it."""
@@ -42,14 +75,14 @@ class Ahead:
             kind = self.chunks.get(chunk, 0)
             if not kind & ANNOUNCED:
                 self.chunks[chunk] = kind | ANNOUNCED
-                self.announced += 1
+                self.part(chunk.tenant).announced += 1
 
     def count_anew(self, chunks: Iterable[Chunk]) -> None:
         """Of these, what is there for an announced resume is not any more."""
         for chunk in chunks:
             kind = self.chunks.get(chunk, 0)
             if kind & ANNOUNCED:
-                self.announced -= 1
+                self.part(chunk.tenant).announced -= 1
                 if kind & BROUGHT:
                     self.chunks[chunk] = BROUGHT
                 else:
@@ -62,8 +95,7 @@ class Ahead:
             if kind & BROUGHT:
                 self._counters["prefetch_used"] += 1
             if kind & ANNOUNCED:
-                self.announced -= 1
-                self._used += 1
+                self.part(chunk.tenant).over(used=True)
 
     def dropped(self, chunk: Chunk) -> None:
         """One of `chunks` cannot be found any more, and nobody has come for it."""
@@ -71,13 +103,4 @@ class Ahead:
         if kind & BROUGHT:
             self._counters["prefetch_wasted"] += 1
         if kind & ANNOUNCED:
-            self.announced -= 1
-            self._wasted += 1
-
-    def room(self, slots: int) -> int:
-        """Return how many more chunks of a pool of `slots` slots may be there for announced resumes."""
-        if self._used + self._wasted > slots:
-            self._used, self._wasted = self._used / 2, self._wasted / 2
-        first = max(1.0, slots * FIRST)
-        trust = (self._used + first) / (self._used + self._wasted + first)
-        return max(0, max(1, int(slots * ANNOUNCED_SHARE * trust)) - self.announced)
+            self.part(chunk.tenant).over(used=False)

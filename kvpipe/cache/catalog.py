@@ -134,7 +134,7 @@ class Catalog:
         self._chunks: list[Chunk | None] = [None] * slots  # all that are not ABSENT, each at its slot
         untracked(self._chunks)
         self._spared: Ordered[Chunk, None] = order(slots)  # evicted before the policy's victims; none is held
-        self.ahead = Ahead(counters)
+        self.ahead = Ahead(counters, self.account_of)
         self._leases: dict[Owner, list[Chunk]] = {}
         self._leased_s: dict[Owner, float] = {}
         self._second = 0  # see `_notify`
@@ -282,6 +282,15 @@ class Catalog:
             self._notify(over=False)
             for chunk in chunks:
                 self._hint(chunk, hint)
+
+    def account_of(self, tenant: Tenant) -> object:
+        """Return whose slots a tenant's chunks take: something hashable. Here all take everybody's."""
+        del tenant
+        return None
+
+    def room_ahead(self, tenant: Tenant) -> int:
+        """Return how many more chunks of a tenant may be in memory for announced resumes."""
+        return self.ahead.part(tenant).room(self.slots)
 
     # ---- writing -------------------------------------------------------------------------------------------------
 

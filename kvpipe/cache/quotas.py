@@ -199,6 +199,14 @@ class SharedCatalog(Catalog):
         self.accounts.of(chunk.tenant).evicted += evicted
         return evicted
 
+    def account_of(self, tenant: Tenant) -> object:
+        """See `Catalog.account_of`."""
+        return self.accounts.of(tenant)
+
+    def room_ahead(self, tenant: Tenant) -> int:
+        """See `Catalog.room_ahead`: a part of what the tenant's account may hold."""
+        return self.ahead.part(tenant).room(self.accounts.of(tenant).most)
+
     def spare(self, chunks: Iterable[Chunk]) -> int:
         """Do nothing and return 0: the accounts decide what is evicted."""
         del chunks

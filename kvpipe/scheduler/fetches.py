@@ -182,7 +182,7 @@ class Staging:
         catalog = self._catalog
         room = max(1, int(catalog.slots * AHEAD_SHARE))
         if announced:
-            room = min(room, catalog.ahead.room(catalog.slots))
+            room = min(room, catalog.room_ahead(prefixes.tenant(asked)))
         return self._begin(asked, 0, prefixes, request, room=room, announced=announced) if room else None
 
     def _begin(

@@ -195,7 +195,7 @@ class Prefetching:
                 *self._trace.of(announced.request_id, 0), tokens=sum(stage.taken.values()),
                 left_ms=round((announced.at_s - catalog.now_s) * 1000, 3), turn=announced.turns,
             ))  # fmt: skip
-        room = catalog.ahead.room(catalog.slots)
+        room = catalog.room_ahead(self.prefixes.tenant(one.asked))
         if room and not catalog.takes_hints and (stage is None or not stage.leased):
             kept = self._held(one.asked)[:room]
             catalog.refresh(reversed(kept), over=False, hit=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from kvpipe.cache.ahead import ANNOUNCED
 from kvpipe.cache.catalog import Catalog
 from kvpipe.statemachine import chunk as m
@@ -48,9 +50,11 @@ def check_integrity(catalog: Catalog) -> None:
             check(c.group == g and any(mk.key == key for mk in c.marks), "an index entry has no mark")
             check(c.state.row in {m.READY, m.GROWING}, f"a {c.state.row} chunk can be found")
     check(all(c.state.row == m.READY and not c.held for c in catalog._spared), "a chunk goes first that is in use")
-    ahead, announced = catalog.ahead.chunks, catalog.ahead.announced
+    ahead = catalog.ahead.chunks
     check(ahead.keys() <= {*chunks, *stale}, "a chunk is there ahead of requests that is not there")
     check(all(c.state.row in {m.READY, m.GROWING} for c in ahead), "a chunk is there ahead of requests, and not found")
-    check(announced == sum(kind & ANNOUNCED > 0 for kind in ahead.values()), "what is announced is not counted")
+    announced = Counter(catalog.account_of(c.tenant) for c, kind in ahead.items() if kind & ANNOUNCED)
+    counted = {account: part.announced for account, part in catalog.ahead.parts.items() if part.announced}
+    check(announced == counted, "what is announced is not counted")
     idle = sum(1 for c in chunks if not c.held and c.state.row == m.READY)
     check(idle + len(stale) == len(catalog._policy), f"{idle} idle chunks, {len(catalog._policy)} in the policy")

@@ -5,6 +5,9 @@ from __future__ import annotations
 from kvpipe.cache.ahead import ANNOUNCED_SHARE
 from kvpipe.cache.catalog import Catalog, Chunk, Owner
 from kvpipe.cache.policy.lru import Lru
+from kvpipe.cache.quotas import Accounts, SharedCatalog
+from kvpipe.cache.tenants import ANYBODY, Tenant
+from kvpipe.quota_spec import QuotaSpec
 from kvpipe.testing.catalog_integrity import check_integrity
 from kvpipe.trace.log import Counters
 
@@ -16,11 +19,11 @@ def _catalog() -> Catalog:
     return Catalog(SLOTS, 1, Lru(), Counters())
 
 
-def _saved(catalog: Catalog, count: int, name: str = "k") -> list[Chunk]:
+def _saved(catalog: Catalog, count: int, name: str = "k", tenant: Tenant = ANYBODY) -> list[Chunk]:
     """Return chunks that have just been saved."""
     out = []
     for number in range(count):
-        chunk = catalog.reserve(0)
+        chunk = catalog.reserve(0, tenant)
         assert chunk is not None
         catalog.landed(catalog.write(chunk, 1, f"{name}{number}".encode(), keep=True))
         out.append(chunk)
@@ -36,7 +39,7 @@ def test_each_chunk_counts_once() -> None:
         ahead.brought(chunk)
     ahead.keep(chunks[2:])
     ahead.keep(chunks[2:])
-    assert ahead.announced == 4
+    assert ahead.part(ANYBODY).announced == 4
     check_integrity(catalog)
     catalog.lease(Owner("a", 1), chunks[:3])
     assert len(ahead.chunks) == 6, "it is held, and may be for nobody who has come"
@@ -45,7 +48,7 @@ def test_each_chunk_counts_once() -> None:
     for chunk in chunks[3:]:
         catalog.evict(chunk)
     assert not ahead.chunks
-    assert ahead.announced == 0
+    assert ahead.part(ANYBODY).announced == 0
     counters = catalog.counters
     assert (counters["chunks_prefetched"], counters["prefetch_used"], counters["prefetch_wasted"]) == (4, 4, 0)
     check_integrity(catalog)
@@ -57,9 +60,9 @@ def test_what_is_counted_anew_is_neither_used_nor_wasted() -> None:
     chunks, ahead = _saved(catalog, 2), catalog.ahead
     ahead.brought(chunks[0])
     ahead.keep(chunks)
-    room = ahead.room(SLOTS)
+    room = catalog.room_ahead(ANYBODY)
     ahead.count_anew(chunks)
-    assert ahead.room(SLOTS) == room + 2
+    assert catalog.room_ahead(ANYBODY) == room + 2
     assert list(ahead.chunks) == chunks[:1]
     catalog.evict(chunks[0])
     assert catalog.counters["prefetch_wasted"] == 1
@@ -81,23 +84,23 @@ def test_who_announces_what_never_comes_has_ever_less_room() -> None:
     """Down to a fiftieth of the pool; and gets it back as soon as what was announced comes."""
     catalog = _catalog()
     ahead = catalog.ahead
-    assert ahead.room(SLOTS) == MOST
+    assert catalog.room_ahead(ANYBODY) == MOST
     rooms = []
     for turn in range(400):
-        room = ahead.room(SLOTS)
+        room = catalog.room_ahead(ANYBODY)
         chunks = _saved(catalog, max(1, room), f"{turn}/")
         ahead.keep(chunks[:room])
-        assert ahead.room(SLOTS) == 0 or room == 0
+        assert catalog.room_ahead(ANYBODY) == 0 or room == 0
         rooms.append(room)
         for chunk in chunks:
             catalog.evict(chunk)
     assert max(rooms[-100:]) <= SLOTS / 50
     assert min(rooms) >= 1, "else it would never be known that they are to be believed again"
     for turn in range(200):
-        chunks = _saved(catalog, ahead.room(SLOTS), f"{turn}+")
+        chunks = _saved(catalog, catalog.room_ahead(ANYBODY), f"{turn}+")
         ahead.keep(chunks)
         catalog.refresh(chunks)
-    assert ahead.room(SLOTS) >= 0.8 * MOST
+    assert catalog.room_ahead(ANYBODY) >= 0.8 * MOST
 
 
 def test_all_that_is_there_for_what_was_announced_takes_its_room() -> None:
@@ -105,13 +108,48 @@ def test_all_that_is_there_for_what_was_announced_takes_its_room() -> None:
     catalog = _catalog()
     chunks, ahead = _saved(catalog, SLOTS), catalog.ahead
     ahead.keep(chunks[:MOST])
-    assert ahead.room(SLOTS) == 0
+    assert catalog.room_ahead(ANYBODY) == 0
     catalog.evict(chunks[0])
-    assert ahead.room(SLOTS) == 0, "one of them was of no use"
+    assert catalog.room_ahead(ANYBODY) == 0, "one of them was of no use"
     catalog.refresh(chunks[1:8])
-    assert ahead.room(SLOTS) > 0
+    assert catalog.room_ahead(ANYBODY) > 0
 
 
 def test_a_tiny_pool_has_room_for_one() -> None:
     """Else nothing would ever be learned."""
-    assert Catalog(2, 1, Lru(), Counters()).ahead.room(2) == 1
+    assert Catalog(2, 1, Lru(), Counters()).room_ahead(ANYBODY) == 1
+
+
+def _shared() -> SharedCatalog:
+    """Return a pool of which `a` has a quarter, `b` at most a quarter, and others what is left."""
+    given = [{"name": "a", "salt": "a", "share": 0.25}, {"name": "b", "salt": "b", "limit": 0.25}]
+    specs = [QuotaSpec.model_validate(one) for one in given]
+    return SharedCatalog(SLOTS, 1, Accounts(specs, SLOTS, lambda _: Lru()), Counters())
+
+
+def test_with_quotas_half_of_what_each_may_hold_is_for_what_it_announces() -> None:
+    """So its other prompts have the other half, and nobody takes another's room."""
+    catalog = _shared()
+    a, b = (catalog.tenants.named(salt, None) for salt in "ab")
+    assert (catalog.room_ahead(a), catalog.room_ahead(b), catalog.room_ahead(ANYBODY)) == (MOST, MOST // 4, MOST)
+    catalog.ahead.keep(_saved(catalog, MOST, "a", a))
+    catalog.ahead.keep(_saved(catalog, MOST // 4, "b", b))
+    assert (catalog.room_ahead(a), catalog.room_ahead(b), catalog.room_ahead(ANYBODY)) == (0, 0, MOST)
+    check_integrity(catalog)
+
+
+def test_who_announces_what_never_comes_is_not_believed_for_others() -> None:
+    """Nor does another take its room: each quota has its own."""
+    catalog = _shared()
+    a, b = (catalog.tenants.named(salt, None) for salt in "ab")
+    _saved(catalog, SLOTS // 4, "b", b)
+    before = catalog.room_ahead(a), catalog.room_ahead(b)
+    for turn in range(50):
+        chunks = _saved(catalog, catalog.room_ahead(b), f"b{turn}/", b)
+        catalog.ahead.keep(chunks)
+        for chunk in chunks:
+            catalog.evict(chunk)
+        _saved(catalog, len(chunks), f"b{turn}+", b)
+    assert catalog.room_ahead(b) == 1 < before[1]
+    assert catalog.room_ahead(a) == before[0]
+    check_integrity(catalog)

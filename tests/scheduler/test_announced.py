@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvpipe.cache.hints import Action
+from kvpipe.cache.tenants import ANYBODY
 from kvpipe.connectors.vllm.trial.hints import HINTS
 from kvpipe.connectors.vllm.trial.shapes import SHAPES, Shape
 from kvpipe.scheduler import announced as a
@@ -81,6 +82,24 @@ def test_what_was_announced_is_in_memory_before_it_comes(name: str, policy: str)
         assert counters["prefetch_used"] == brought
         assert over(played, "came") == 1
         assert not played.trial.side.prefetching.announced.prompts
+
+
+@pytest.mark.parametrize("policy", ["lru", "sessions"])
+def test_with_quotas_it_takes_what_its_own_quota_has_for_it(policy: str) -> None:
+    """As much as that has room for, whatever became of others' announcements; it is of use."""
+    with announcing(ROOMY._replace(quotas=True, policy=policy)) as (played, clock):
+        side: Any = played.trial.side
+        counters, named = side.counters, side.catalog.tenants.named
+        side.catalog.ahead.part(named("2", None))._wasted = 100.0
+        clock.now_s += PAUSE_S
+        steps(played)
+        brought = counters["chunks_prefetched"]
+        assert brought > 1
+        assert {chunk.tenant.salt for chunk in side.catalog.ahead.chunks} == {""}
+        assert side.catalog.room_ahead(named("2", None)) <= 1
+        played.run()
+        assert counters["prefetch_used"] == brought
+        assert over(played, "came") == 1
 
 
 def test_who_comes_earlier_brings_its_own() -> None:
@@ -252,8 +271,8 @@ def test_no_more_of_the_pool_is_taken_than_what_is_announced_has_earned() -> Non
     """The head of the prompt comes first, as it is of use without the rest."""
     with announcing(ROOMY._replace(pool_slots=12)) as (played, clock):
         side = played.trial.side
-        side.catalog.ahead._wasted = 100.0
-        assert side.catalog.ahead.room(12) == 1
+        side.catalog.ahead.part(ANYBODY)._wasted = 100.0
+        assert side.catalog.room_ahead(ANYBODY) == 1
         clock.now_s += PAUSE_S
         steps(played)
         assert side.counters["chunks_prefetched"] == 1

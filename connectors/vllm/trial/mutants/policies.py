@@ -44,8 +44,13 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "announced_and_always_believed": Mutant(
         "Who announces what never comes takes as much of the pool as who is right.",
-        one("kvpipe.cache.ahead:Ahead", "dropped", "self._wasted += 1", "pass"),
+        one("kvpipe.cache.ahead:Part", "over", "self._wasted += 1", "pass"),
         test="tests/cache/test_ahead.py::test_who_announces_what_never_comes_has_ever_less_room",
+    ),
+    "announced_by_one_and_believed_of_all": Mutant(
+        "Who announces what never comes leaves less room for what others announce, whatever their quotas.",
+        one("kvpipe.cache.quotas:SharedCatalog", "account_of", "return self.accounts.of(tenant)", "return None"),
+        test="tests/cache/test_ahead.py::test_who_announces_what_never_comes_is_not_believed_for_others",
     ),
     "announced_and_brought_though_it_came": Mutant(
         "A session that has come back is fetched for once more when it was announced for.",
