@@ -363,7 +363,8 @@ SHAPES: dict[str, Shape] = {
     ),
     "announced": _HYBRID._replace(tiers=1, pool_slots=12, hints=True, resumes=True, operators=True, warms=True),
     "async-scheduler-announced": _STATES._replace(
-        asynchronous=True, ranks=2, tiers=2, pool_slots=16, policy="sessions", hints=True, resumes=True, quotas=True
+        asynchronous=True, ranks=2, tiers=2, pool_slots=8, policy="sessions", hints=True, resumes=True, quotas=True,
+        dense=True,
     ),
 }  # fmt: skip
 
