@@ -8,10 +8,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.replay import hints, page, report
+from benchmarks.replay import announced, hints, page, report
 from benchmarks.replay.replay import BELADY, SHARES, policies
 from benchmarks.replay.setting import PARTS, Setting
 
@@ -24,11 +25,18 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--workload", nargs="*", default=[report.AGENTS, report.SHARED, report.MOONCAKE])
     parser.add_argument("--hints", nargs="*", default=[], choices=hints.MODELS, help="replay policies that take hints")
+    parser.add_argument(
+        "--announce", nargs="*", default=[], choices=hints.MODELS, help="replay with tiers: clients announce resumes"
+    )
     parser.add_argument("--sigma", type=float, default=0.7, help="of the logarithm of the pauses that are hinted at")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=0, help="replays at once; default: as many as there are cores")
     parser.add_argument(
-        "--share", type=_share, nargs="+", default=SHARES, help="of all chunks: capacities for the catalog alone"
+        "--share",
+        type=_share,
+        nargs="+",
+        default=None,
+        help="of all chunks: capacities, for the catalog alone or with --announce",
     )
     for part in PARTS:
         parser.add_argument(
@@ -45,12 +53,7 @@ def main(arguments: list[str]) -> int:
             report.check_file(options.json, setting)
     except ValueError as error:
         parser.error(str(error))
-    cases = (
-        report.hinted(options.policy, options.seeds, options.hints, options.sigma, options.share)
-        if options.hints
-        else report.cases(options.policy, options.seeds, options.share, setting)
-    )
-    todo = [one for one in cases if one.workload in options.workload]
+    todo = [one for one in _cases(options, setting) if one.workload in options.workload]
     for row in () if options.page else report.measure(todo, options.jobs):
         _say(row)
         report.keep([row], options.json, setting)
@@ -58,6 +61,17 @@ def main(arguments: list[str]) -> int:
     report.show(found)
     page.write(found, options.json)
     return 0
+
+
+def _cases(options: argparse.Namespace, setting: Setting) -> Sequence[report.Case]:
+    if options.announce:
+        policies = [name for name in options.policy if name != BELADY]
+        shares = options.share or announced.SHARES
+        return announced.cases(policies, options.seeds, options.announce, options.sigma, shares, setting)
+    shares = options.share or SHARES
+    if options.hints:
+        return report.hinted(options.policy, options.seeds, options.hints, options.sigma, shares)
+    return report.cases(options.policy, options.seeds, shares, setting)
 
 
 def _share(text: str) -> float:
@@ -69,7 +83,8 @@ def _share(text: str) -> float:
 
 def _say(row: dict[str, Any]) -> None:
     rate = row["hit_rate"] if "share" in row else 1 - row["shares"]["computed"]
-    share, where = (row["share"], row.get("hints", "")) if "share" in row else (row["host"], row["behind"])
+    share = row["share"] if "share" in row else row["host"]
+    where = " ".join(str(row[name]) for name in ("behind", "hints", "announced") if row.get(name))
     place = f"{report.percent(share)} {where}"
     print(f"{row['workload']}, seed {row['seed']}, {place}, {row['policy']}: {rate:.3f}", flush=True)
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from benchmarks import pictures
 from benchmarks.pictures import COLOURS, GREY, WIDTH, legend, svg, text
-from benchmarks.replay import report
+from benchmarks.replay import announced, report
 from benchmarks.replay.replay import BELADY
 
 _WHERE: Final = {
@@ -124,6 +124,12 @@ _ABOUT: Final = (
     "which are measured. benchmarks/replay/README.md says how."
 )
 
+_ANNOUNCED: Final = (
+    "Coding agents, with less memory than in the cost model: its share of all chunks stands first. Each prompt's "
+    "client announces, when it is over, when the next one comes that begins with at least half of it; the pause is "
+    "wrong by a log-normal factor with sigma. Or only prompts are announced that nothing goes on with."
+)
+
 # ---- the page -------------------------------------------------------------------------------------------------------
 
 
@@ -137,7 +143,11 @@ def html(found: dict[str, Any]) -> str:
     ]
     for name in dict.fromkeys(row["workload"] for row in found["yardstick"]):
         body += [f"<h2>{escape(name)}</h2>", _rates_table(report.rates(found["yardstick"], name))]
-    body += ["<h2>With tiers</h2>", _tiers_table(found["tiers"]), "<h2>The cost model</h2>"]
+    body += ["<h2>With tiers</h2>", _tiers_table(found["tiers"])]
+    if found.get("prefetch"):
+        body += ["<h2>Resumes that are announced</h2>", f"<p>{_ANNOUNCED}</p>"]
+        body.append(_table(announced.HEADS, announced.table(found)))
+    body.append("<h2>The cost model</h2>")
     places = [(f"{name}: {key}", value) for name, one in found.get("places", {}).items() for key, value in one.items()]
     body.append(_table(("", ""), ((key, f"{value:g}") for key, value in [*model.items(), *places])))
     style = (

@@ -11,7 +11,7 @@ from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 from rich import box
 from rich.console import Console
@@ -149,19 +149,41 @@ def percent(share: float) -> str:
     return f"{100 * share:g}%"
 
 
-def measure(todo: Sequence[Yardstick | Hinted | Tiered], jobs: int) -> Iterator[Row]:
+class Case(Protocol):
+    """One replay."""
+
+    @property
+    def workload(self) -> str:
+        """Its name."""
+
+    def row(self) -> Row:
+        """Replay; return what it came to."""
+
+
+def measure(todo: Sequence[Case], jobs: int) -> Iterator[Row]:
     """Replay all, `jobs` at once in processes of their own; yield what each came to."""
     with ProcessPoolExecutor(jobs or os.cpu_count(), mp_context=get_context("spawn")) as pool:
         yield from pool.map(_row, todo)
 
 
-def _row(case: Yardstick | Hinted | Tiered) -> Row:
+def _row(case: Case) -> Row:
     return case.row()
+
+
+_CASE: Final = ("share", "host", "behind", "hints", "sigma", "announced")
+_PARTS: Final = ("yardstick", "hinted", "tiers", "prefetch")
 
 
 def _key(row: Row) -> str:
     named = [row[name] for name in ("workload", "seed", "policy")]
-    return json.dumps(named + [row.get(name) for name in ("share", "behind", "hints", "sigma")])
+    return json.dumps(named + [row.get(name) for name in _CASE])
+
+
+def _part(row: Row) -> str:
+    """Return which part of the file a replay belongs to."""
+    if "announced" in row:
+        return "prefetch"
+    return "hinted" if "hints" in row else "yardstick" if "share" in row else "tiers"
 
 
 def check_file(path: Path, setting: Setting) -> None:
@@ -175,15 +197,14 @@ def check_file(path: Path, setting: Setting) -> None:
 
 def keep(rows: list[Row], path: Path = RESULTS, setting: Setting = DEFAULT) -> dict[str, Any]:
     """Write what was measured, beside what the file has of other cases. Returns its content."""
-    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"yardstick": [], "tiers": []}
-    by_key = {_key(row): row for row in (*before["yardstick"], *before.get("hinted", ()), *before["tiers"], *rows)}
-    hinted = [row for row in by_key.values() if "hints" in row]
-    yardstick = [row for row in by_key.values() if "share" in row and "hints" not in row]
-    tiers = [row for row in by_key.values() if "share" not in row]
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    kept = [row for part in _PARTS for row in before.get(part, ())]
+    parts: dict[str, list[Row]] = {part: [] for part in _PARTS}
+    for row in {_key(row): row for row in (*kept, *rows)}.values():
+        parts[_part(row)].append(row)
     write(
-        figures(yardstick, tiers), path, model=asdict(setting.model), places=setting.places(), yardstick=yardstick,
-        hinted=hinted, tiers=tiers,
-    )  # fmt: skip
+        figures(parts["yardstick"], parts["tiers"]), path, model=asdict(setting.model), places=setting.places(), **parts
+    )
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.replay import __main__ as command
-from benchmarks.replay import page, report
+from benchmarks.replay import announced, hints, page, report
 from benchmarks.replay.model import Host, Model, disk, network
 from benchmarks.replay.setting import Setting
 from benchmarks.replay.workload import Workload, coding_agents
@@ -67,7 +67,7 @@ def test_what_cannot_be_is_refused(part: str, given: str, wording: str) -> None:
 
 
 def _rows(folder: Path, *more: str) -> dict[str, Any]:
-    file = folder / f"{len(list(folder.iterdir()))}.json"
+    file = Path(more[-1]) if "--json" in more else folder / f"{len(list(folder.iterdir()))}.json"
     options = ["--policy", "lru", "--workload", report.AGENTS, "--seeds", "1", "--json", str(file)]
     assert command.main([*options, *more]) == 0
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
@@ -99,3 +99,25 @@ def test_a_file_has_one_set_of_parameters(load: Workload, tmp_path: Path, capsys
         with pytest.raises(SystemExit):
             command.main(["--memory", "share=0.2", "--json", str(file)])
         assert f"{file} is of other parameters: name another file with --json" in capsys.readouterr().err
+
+
+def test_what_announcements_are_worth(load: Workload, tmp_path: Path) -> None:
+    """Rows of their own, beside the same replay without; a share of chunks that is fetched ahead is used."""
+    assert load.prompts
+    _rows(tmp_path)
+    options = ("--announce", hints.RESUME, "--sigma", "0", "--share", "0.2", "--json", str(tmp_path / "0.json"))
+    found = _rows(tmp_path, *options)
+    assert found["tiers"]
+    rows = {(row["announced"], row["behind"]): row for row in found["prefetch"]}
+    assert rows.keys() == {(how, behind) for how in (hints.NONE, hints.RESUME) for behind in announced.BEHIND}
+    for behind in announced.BEHIND:
+        without, with_ = rows[hints.NONE, behind], rows[hints.RESUME, behind]
+        assert (without["prefetched"], without["used"]) == (0, 0)
+        assert with_["prefetched"] >= with_["used"] > 0
+        assert with_["ttft_s_mean"] < without["ttft_s_mean"]
+    lines = list(announced.table(found))
+    assert len(lines) == len(announced.BEHIND)
+    assert all(len(line) == len(announced.HEADS) for line in lines)
+    assert lines[0][:2] == ("20%, disk, lru", "resume, sigma 0")
+    assert float(lines[0][3]) < 1
+    assert "Resumes that are announced" in page.html(found)
