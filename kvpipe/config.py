@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -28,6 +29,9 @@ from kvpipe.values import LocalPath, Size, Variable, no_bool
 
 PREFIX = "KVPIPE_"
 FILE_BYTES_MAX: Final = 1 << 20
+_HOST: Final = "SERVICE_HOST"
+_SERVICE: Final = re.compile(r"SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?")
+"""Ends of the variables that Kubernetes sets for each service (https://kubernetes.io/docs/concepts/services-networking)."""
 
 
 def _policy(value: object) -> object:
@@ -220,8 +224,8 @@ def load_settings(extra: dict[str, Any] | None = None) -> Settings:
     """
     given = dict(extra or {})
     _refuse_unknown(given, "kv_connector_extra_config")
-    in_env = [key[len(PREFIX) :].lower() for key in os.environ if key.upper().startswith(PREFIX)]  # as pydantic reads
-    _refuse_unknown(in_env, "environment", shown=lambda k: PREFIX + k.upper())
+    in_env = [key for key in os.environ if key.upper().startswith(PREFIX) and not _is_of_service(key)]
+    _refuse_unknown([key[len(PREFIX) :].lower() for key in in_env], "environment", shown=lambda k: PREFIX + k.upper())
     try:
         settings = Settings(**given)
     except ValidationError as e:
@@ -249,6 +253,12 @@ def parse_extra(extra: str) -> dict[str, Any]:
         msg = f"kvpipe: extra is no JSON object but of type {found}; write it as '{{\"chunk_tokens\": 256}}'"
         raise ConfigError(msg)
     return parsed
+
+
+def _is_of_service(variable: str) -> bool:
+    """Whether Kubernetes has set a variable, for a service of such a name in the container's namespace."""
+    of = (host.removesuffix(_HOST) for host in os.environ if host.startswith(PREFIX) and host.endswith(_HOST))
+    return any(variable.startswith(name) and _SERVICE.fullmatch(variable[len(name) :]) for name in of)
 
 
 def _refuse_unknown(given: Iterable[Any], where: str, shown: Callable[[str], str] = str) -> None:

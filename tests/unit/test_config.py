@@ -98,6 +98,27 @@ def test_an_unknown_variable_is_named_as_a_variable(monkeypatch: pytest.MonkeyPa
     )
 
 
+SERVICE = {
+    "SERVICE_HOST": "10.0.0.1", "SERVICE_PORT": "80", "SERVICE_PORT_HTTP": "80", "PORT": "tcp://10.0.0.1:80",
+    "PORT_80_TCP": "tcp://10.0.0.1:80", "PORT_80_TCP_PROTO": "tcp", "PORT_80_TCP_PORT": "80",
+    "PORT_80_TCP_ADDR": "10.0.0.1",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("service", ["KVPIPE_", "KVPIPE_REDIS_", "KVPIPE_MANAGE_"])
+def test_a_service_in_kubernetes_may_have_its_name(service: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every container of the namespace gets such variables; what only looks like one is refused as ever."""
+    before = load_settings()
+    for end, value in SERVICE.items():
+        monkeypatch.setenv(service + end, value)
+    assert load_settings() == before
+    monkeypatch.setenv(service + "PORTS", "80")
+    assert f"unknown key '{service}PORTS' in the environment" in _refusal({})
+    monkeypatch.delenv(service + "PORTS")
+    monkeypatch.delenv(service + "SERVICE_HOST")
+    assert "in the environment" in _refusal({})
+
+
 def test_an_unknown_key_in_the_file_names_the_file(tmp_path: Path) -> None:
     """A wrong key in the YAML file is refused with the file's path."""
     path = _yaml(tmp_path, "chunk_token: 4")
