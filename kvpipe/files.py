@@ -105,6 +105,17 @@ def try_lock(fd: int, how: int = fcntl.LOCK_EX) -> bool:
     return True
 
 
+def unlock(fd: int, process: int) -> None:
+    """Close an open file that `process` may have locked, and end the lock there, though a fork has a copy of the file.
+
+    Elsewhere, in such a fork, only its copy is closed.
+    """
+    if process == os.getpid():
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
+
+
 def why(error: Exception) -> str:
     """Return why a file could not be used: the system's message, without the file's name."""
     return str(getattr(error, "strerror", None) or error) or type(error).__name__

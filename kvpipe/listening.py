@@ -77,7 +77,7 @@ class OperatorSocket:
 
         """
         self.address = address.of(engine)
-        self._key, self._lock, self._bound = key, -1, False
+        self._key, self._lock, self._bound, self._process = key, -1, False, os.getpid()
         self.socket = socket.socket(
             socket.AF_UNIX if address.path else socket.AF_INET6 if ":" in address.host else socket.AF_INET
         )
@@ -110,12 +110,15 @@ class OperatorSocket:
         self.socket.listen()
 
     def close(self) -> None:
-        """Close the socket and delete its file. Idempotent."""
-        self.socket.close()
-        if self._bound:
+        """Close the socket and delete its file. Idempotent; a fork of the process closes only what it has copies of."""
+        if self._process == os.getpid():
             with contextlib.suppress(OSError):
-                Path(self.address.path).unlink()
+                self.socket.shutdown(socket.SHUT_RDWR)  # closing is not enough where a fork has a copy
+            if self._bound:
+                with contextlib.suppress(OSError):
+                    Path(self.address.path).unlink()
+        self.socket.close()
         self._bound = False
         lock, self._lock = self._lock, -1
         if lock >= 0:
-            os.close(lock)
+            files.unlock(lock, self._process)

@@ -54,7 +54,7 @@ class NameClaim:
             check_name(name)
         except ValueError as error:
             raise ConfigError(f"kvpipe: name={config_errors.name(name)!r} is not valid; {error}") from None
-        self._name = name
+        self._name, self._process = name, os.getpid()
         self._fd = -1
         try:
             folder = state_dir or default_state_dir()
@@ -119,10 +119,10 @@ class NameClaim:
         return theirs
 
     def release(self) -> None:
-        """Release the name. Idempotent."""
+        """Release the name. Idempotent; a fork of the process releases nothing."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            os.close(fd)
+            files.unlock(fd, self._process)
 
 
 def _holders(fd: int) -> str:

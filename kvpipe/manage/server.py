@@ -129,7 +129,7 @@ class OperatorServer:
 
     async def _serve(self) -> None:
         try:
-            await self._server.serve(sockets=[self._listener.socket])
+            await self._server.serve(sockets=[self._listener.socket.dup()])  # it closes what it is given
         finally:
             for server in getattr(self._server, "servers", ()):
                 server.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import socket
 from collections.abc import Iterator
@@ -11,7 +12,11 @@ from pathlib import Path
 import pytest
 
 from kvpipe.cli import main as cli
+from kvpipe.errors import ConfigError
+from kvpipe.listening import Address, OperatorSocket
 from kvpipe.manage import client
+from kvpipe.testing.forks import done_in_fork, forked
+from kvpipe.testing.servers.sockets import free_port
 from kvpipe.testing.waiting import WAIT_S
 from tests.manage.conftest import TOKEN, Managed
 
@@ -36,6 +41,26 @@ def _another_listens(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[so
         if user:
             monkeypatch.setattr(os, "geteuid", lambda: _ANOTHER)
         yield listener
+
+
+def test_a_fork_ends_nothing_of_its_parents(managed: Managed) -> None:
+    """It may collect the engine it has a copy of: the operators' socket stays, and is served."""
+    assert done_in_fork(managed.server.stop)
+    assert managed.ask("GET", "/v1/switches")[0] == http.client.OK
+    with pytest.raises(ConfigError, match="a running engine listens there"):
+        OperatorSocket(Address.parse(managed.settings.manage), "e1", "manage")
+
+
+@pytest.mark.parametrize("kind", ["path", "port"])
+def test_what_an_engine_leaves_is_free_while_a_fork_lives(kind: str, tmp_path: Path) -> None:
+    """Else the next engine in the same process would be refused, as the fork has copies of socket and lock."""
+    at = f"unix:{tmp_path}/e1.sock" if kind == "path" else f"127.0.0.1:{free_port()}"
+    first = Managed(tmp_path, manage=at)
+    with forked():
+        first.server.stop()
+        second = Managed(tmp_path, manage=at)
+        assert second.ask("GET", "/v1/switches")[0] == http.client.OK
+        second.server.stop()
 
 
 @pytest.mark.parametrize("command", [["engine", "state"], ["cache", "pins"], ["top", "--once"]])

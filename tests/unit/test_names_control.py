@@ -22,6 +22,7 @@ from kvpipe.cli import main as cli
 from kvpipe.control import check_control_file, read_freeze, watch_control_file, write_freeze
 from kvpipe.errors import ConfigError
 from kvpipe.names import NameClaim, default_state_dir
+from kvpipe.testing.forks import done_in_fork, forked
 from kvpipe.testing.waiting import WAIT_S
 
 FACTS = {"dtype": "bf16", "layers": ("a", "b"), "block": 16}
@@ -65,6 +66,17 @@ def test_the_last_holder_counts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="block"):
         NameClaim("docs", FACTS | {"block": 32}, tmp_path)
     second.release()
+
+
+def test_a_fork_neither_releases_nor_keeps_a_name(tmp_path: Path) -> None:
+    """It has a copy of the record's lock: its end changes nothing, and the engine's end is the end of the lock."""
+    held = NameClaim("docs", FACTS, tmp_path)
+    assert done_in_fork(held.release)
+    with pytest.raises(ConfigError, match="is used by a running engine"):
+        NameClaim("docs", {"dtype": "fp8"}, tmp_path)
+    with forked():
+        held.release()
+        NameClaim("docs", {"dtype": "fp8"}, tmp_path).release()
 
 
 @pytest.mark.parametrize("stale", ['{"dtype": "fp8"}', "garbage", ""])
