@@ -34,6 +34,12 @@ if TYPE_CHECKING:
 
 PREFETCHES_MAX: Final = 8
 """How many prefetches there may be, running or waiting."""
+IDLE_S_MAX: Final = 2.0
+"""For so long at most an engine that has nothing else to do makes steps for announced prompts.
+
+It may be about to end, or to pause: vLLM waits until nothing is pending, and ends processes by force 5 seconds later.
+"""
+_NEVER: Final = float("inf")
 
 
 class KnownPrompt:
@@ -90,6 +96,8 @@ class Prefetching:
         """Of prompts whose hashes are keys."""
         self._switches, self._weights, self._pins = switches, weights, pins
         self._due: deque[Prefetch] = deque()  # the first has its turn
+        self.idle_s_max = IDLE_S_MAX
+        self._stops_s = _NEVER  # when an engine that has nothing else to do stops
 
     def begin(self, asked: KnownPrompt, request: Request | None = None) -> Prefetch:
         """Queue a prefetch of what tiers hold of a prompt. Raises `OrderRefusedError` if that is impossible now."""
@@ -136,16 +144,25 @@ class Prefetching:
     def _take_turn(self, *, idle: bool) -> None:
         """Begin with the announced prompt whose turn it is, if there is one."""
         now_s = self._catalog.now_s
-        if self.announced.has_turn(now_s, idle=idle) and not self._why_not():
+        if self._has_turn(now_s, idle=idle):
             one = self.announced.take(now_s, idle=idle)
             if one is not None:
                 self._due.append(Prefetch(one.asked, one.request, one))
+
+    def _has_turn(self, now_s: float, *, idle: bool) -> bool:
+        """Whether one may begin with an announced prompt now."""
+        announced = self.announced.has_turn(now_s, idle=idle)
+        return announced and not self._why_not() and time.monotonic() < self._stops_s
 
     def plan_step(self, *, idle: bool) -> None:
         """Go on with the first that waits, before the step's orders are planned. Never raises.
 
         `idle`: the step computes nothing.
         """
+        if not idle:
+            self._stops_s = _NEVER
+        elif self._stops_s == _NEVER:
+            self._stops_s = time.monotonic() + self.idle_s_max
         if self.announced.prompts and not self._due:
             self._take_turn(idle=idle)
         while self._due:
@@ -164,7 +181,8 @@ class Prefetching:
         staging = self._staging
         if staging is None:
             return False
-        if self._why_not() or time.monotonic() >= one.until_s:
+        until_s = one.until_s if one.announced is None else min(one.until_s, self._stops_s)
+        if self._why_not() or time.monotonic() >= until_s:
             staging.end(one.stage)
         elif one.stage is None:
             if one.announced is not None:
@@ -218,4 +236,4 @@ class Prefetching:
         """Whether anything waits for steps: an engine that has nothing else to do goes on making them."""
         if self._due or not self.announced.prompts:
             return bool(self._due)
-        return self.announced.has_turn(self._catalog.now_s, idle=True) and not self._why_not()
+        return self._has_turn(self._catalog.now_s, idle=True)

@@ -13,6 +13,7 @@ from kvpipe.cache.catalog import Chunk
 from kvpipe.cache.hints import Action, Hint
 from kvpipe.listening import Address
 from kvpipe.manage.client import ask
+from kvpipe.testing.waiting import WAIT_S
 from tests.engine.common import assert_clean, baseline, engine, prompt
 from tests.engine.serving import Server
 
@@ -82,6 +83,7 @@ def test_a_session_that_was_announced_is_in_memory_before_it_comes(tmp_path: Pat
     with engine(kvpipe=kvpipe, **plain) as live:
         side = live.connector.scheduler
         assert side is not None
+        side.prefetching.idle_s_max = WAIT_S
         catalog: Any = side.catalog
         assert catalog.slots == slots
         now_s = 1000.0

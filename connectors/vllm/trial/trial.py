@@ -157,7 +157,7 @@ class Trial(Arrivals):
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
         if self.kvpipe is not None:
-            self.side.adapters.reader = self.adapters  # type: ignore[assignment]
+            self.side.adapters.reader, self.side.prefetching.idle_s_max = self.adapters, 3600.0  # type: ignore[assignment]
             self.count_time()
         for index in range(self.shape.ranks):
             cache = make_cache(self.shape, index)
