@@ -10,16 +10,14 @@ from typing import Any
 
 import pytest
 
-from kvpipe.cache.hints import Action
 from kvpipe.cache.tenants import ANYBODY
 from kvpipe.connectors.vllm.trial.hints import HINTS
 from kvpipe.connectors.vllm.trial.shapes import SHAPES, Shape
 from kvpipe.scheduler import announced as a
 from kvpipe.scheduler.announced import Announcement, Announcements
-from kvpipe.scheduler.hints import Wish
 from kvpipe.scheduler.prefetch import KnownPrompt
 from kvpipe.trace import events as e
-from kvpipe.trace.log import Counters, bounded
+from kvpipe.trace.log import Counters
 from tests.scheduler.test_fetches import ADD, SHAPE, Played, _played
 
 ROOMY = SHAPE._replace(pool_slots=32, hints=True)
@@ -164,37 +162,6 @@ def test_what_is_left_goes_behind_what_is_evicted_first() -> None:
         assert {chunk.slot for chunk in list(policy._order)[-len(mine) :]} == mine
         played.do(("drain",))
         assert played.trial.side.counters["chunks_prefetched"] == 0
-
-
-def test_who_has_not_come_has_used_nothing() -> None:
-    """In a later turn what was brought is there still: it is put behind what is evicted first, by nobody's use."""
-    with announcing() as (played, clock):
-        counters, begin_s = played.trial.side.counters, clock.now_s
-        clock.now_s = begin_s + a.TURNS[0] * PAUSE_S + 1
-        steps(played)
-        brought = counters["chunks_prefetched"]
-        clock.now_s = begin_s + a.TURNS[1] * PAUSE_S + 1
-        steps(played)
-        assert over(played, "in_vain") == 1
-        assert (counters["prefetch_used"], counters["chunks_prefetched"]) == (0, brought)
-        played.forget()
-        assert counters["prefetch_wasted"] == brought
-
-
-def test_what_a_client_sent_with_it_is_not_kept() -> None:
-    """However long its request's name is: 512 of them may be remembered for 30 days."""
-    with announcing() as (played, _):
-        side: Any = played.trial.side
-        (known,) = side.prefetching.announced.prompts.values()
-        request: Any = SimpleNamespace(
-            request_id="r" * 1_000_000, block_hashes=known.asked.block_hashes, num_tokens=199, num_prompt_tokens=199,
-            cache_salt=None, lora_request=None, mm_features=(), prompt_embeds=None, all_token_ids=[*range(199)],
-            session_id=None,
-        )  # fmt: skip
-        side.prefetching.announce(request, side.prefetching.prefixes, (Wish(Action.RESUME, PAUSE_S),))
-        (one,) = side.prefetching.announced.prompts.values()
-        assert one is not known
-        assert one.request_id == bounded(request.request_id)
 
 
 @pytest.mark.parametrize("how", ["reset", "weights"])

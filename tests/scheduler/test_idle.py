@@ -1,13 +1,17 @@
-"""Announced prompts do not keep an engine that has nothing else to do from stopping."""
+"""Announced prompts neither keep an engine from stopping, nor memory for long, nor count as used before they come."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvpipe.cache.hints import Action
 from kvpipe.scheduler import announced as a
-from tests.scheduler.test_announced import PAUSE_S, STEPS, announcing, steps
+from kvpipe.scheduler.hints import Wish
+from kvpipe.trace.log import bounded
+from tests.scheduler.test_announced import PAUSE_S, STEPS, announcing, over, steps
 
 
 @pytest.mark.parametrize("begun", [True, False], ids=["begun", "due"])
@@ -27,3 +31,34 @@ def test_an_engine_that_has_nothing_else_to_do_is_not_kept_from_stopping_for_lon
         clock.now_s += PAUSE_S
         steps(played)
         assert side.counters["chunks_prefetched"] > 0, "there are steps again"
+
+
+def test_who_has_not_come_has_used_nothing() -> None:
+    """In a later turn what was brought is there still: it is put behind what is evicted first, by nobody's use."""
+    with announcing() as (played, clock):
+        counters, begin_s = played.trial.side.counters, clock.now_s
+        clock.now_s = begin_s + a.TURNS[0] * PAUSE_S + 1
+        steps(played)
+        brought = counters["chunks_prefetched"]
+        clock.now_s = begin_s + a.TURNS[1] * PAUSE_S + 1
+        steps(played)
+        assert over(played, "in_vain") == 1
+        assert (counters["prefetch_used"], counters["chunks_prefetched"]) == (0, brought)
+        played.forget()
+        assert counters["prefetch_wasted"] == brought
+
+
+def test_what_a_client_sent_with_it_is_not_kept() -> None:
+    """However long its request's name is: 512 of them may be remembered for 30 days."""
+    with announcing() as (played, _):
+        side: Any = played.trial.side
+        (known,) = side.prefetching.announced.prompts.values()
+        request: Any = SimpleNamespace(
+            request_id="r" * 1_000_000, block_hashes=known.asked.block_hashes, num_tokens=199, num_prompt_tokens=199,
+            cache_salt=None, lora_request=None, mm_features=(), prompt_embeds=None, all_token_ids=[*range(199)],
+            session_id=None,
+        )  # fmt: skip
+        side.prefetching.announce(request, side.prefetching.prefixes, (Wish(Action.RESUME, PAUSE_S),))
+        (one,) = side.prefetching.announced.prompts.values()
+        assert one is not known
+        assert one.request_id == bounded(request.request_id)
