@@ -50,8 +50,8 @@ APART = 4
 """Users begin so many times a typical prompt's computing apart: nothing of their sessions is held yet."""
 SETTLED, MEASURED, MEASURED_S = 8, 1200, 120
 """Requests per user that are not counted, from when each user's first one is over; requests that are counted then, and
-how long that may take. Nor is counted what waits for the cold beginning: until no request waits to be admitted, or, where
-that never comes, as many requests again."""
+how long that may take. Nor is counted what waits for the cold beginning: until no request waits to be admitted, or,
+where that never comes, as many requests again."""
 
 
 class Turn(NamedTuple):
