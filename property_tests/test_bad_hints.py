@@ -38,7 +38,7 @@ ENVELOPE: st.SearchStrategy[Any] = (
 )
 
 
-def _told(world: SchedulerWorld, name: str, salt: object, envelope: object, parameters: object) -> list[object]:
+def _received(world: SchedulerWorld, name: str, salt: object, envelope: object, parameters: object) -> list[object]:
     """Run a request with all that, and one that goes on with it. Returns what is answered, and planned."""
     request, side = world.request(name, 6), world.side
     request.kv_hints, request.kv_transfer_params, request.cache_salt = envelope, parameters, salt
@@ -51,7 +51,7 @@ def _told(world: SchedulerWorld, name: str, salt: object, envelope: object, para
     world.succeed(*jobs)
     tracked = side.requests.tracked[name]
     received = side.counters["hints_ignored"] - before.get("hints_ignored", 0) + len(tracked.wishes)
-    assert received > 0 or raw is None or not _says_anything(raw)
+    assert received > 0 or raw is None or not _means_anything(raw)
     assert received <= ACTIONS_MAX + 2
     side.finished(request)
     again = world.request(name, 7)
@@ -62,7 +62,7 @@ def _told(world: SchedulerWorld, name: str, salt: object, envelope: object, para
     return noted
 
 
-def _says_anything(raw: RawHints) -> bool:
+def _means_anything(raw: RawHints) -> bool:
     return any(stated is not None and not (isinstance(stated, list | tuple | dict) and not stated) for stated in raw)
 
 
@@ -74,5 +74,5 @@ def test_bad_hints(policy: str, envelope: object, parameters: object, salt: str 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVPIPE_POLICY", policy)
         worlds = SchedulerWorld(chunk_units=4, slots=8), SchedulerWorld(chunk_units=4, slots=8)
-    assert _told(worlds[0], "r", salt, envelope, parameters) == _told(worlds[1], "r", salt, None, None)
+    assert _received(worlds[0], "r", salt, envelope, parameters) == _received(worlds[1], "r", salt, None, None)
     assert not worlds[0].side.counters.faults

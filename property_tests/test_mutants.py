@@ -48,7 +48,7 @@ def test_a_mutant_is_taken_out_again() -> None:
 
 
 @pytest.mark.parametrize("method", ["end_step", "*"])
-def test_a_mutant_whose_text_is_gone_says_so(method: str) -> None:
+def test_a_mutant_whose_text_is_gone_reports_it(method: str) -> None:
     """It does not pass for killed, or for alive."""
     gone = Mutant("Nothing.", (Patch("kvpipe.worker.pipeline:Pipeline", method, "storer.next()", "pass"),))
     with pytest.raises(LookupError, match="mend the mutant"), mutated(gone):

@@ -49,7 +49,7 @@ def _naive_runs(tables: list[list[Row]], group: int) -> list[Run]:
 
 
 @given(st.lists(TABLES, max_size=4))
-def test_runs_say_what_the_rows_say(tables: list[list[Row]]) -> None:
+def test_runs_copy_what_the_rows_do(tables: list[list[Row]]) -> None:
     """The vectorised merge gives the runs of a row-by-row merge: adjacent rows of one job and slot, nothing else."""
     plan = CopyPlan(Direction.SAVE, _jobs(tables), 2)
     for group in range(2):

@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
         parser.error(str(error))
     todo = [one for one in _cases(options, setting) if one.workload in options.workload]
     for row in () if options.page else report.measure(todo, options.jobs):
-        _say(row)
+        _print(row)
         report.keep([row], options.json, setting)
     found = json.loads(options.json.read_text(encoding="utf-8"))
     report.show(found)
@@ -81,7 +81,7 @@ def _share(text: str) -> float:
     return share
 
 
-def _say(row: dict[str, Any]) -> None:
+def _print(row: dict[str, Any]) -> None:
     rate = row["hit_rate"] if "share" in row else 1 - row["shares"]["computed"]
     share = row["share"] if "share" in row else row["host"]
     where = " ".join(str(row[name]) for name in ("behind", "hints", "announced") if row.get(name))

@@ -430,7 +430,7 @@ class TierConformance:
 
         run(play)
 
-    def test_a_closed_tier_says_so(self, world: TierWorld) -> None:
+    def test_a_closed_tier_raises_at_once(self, world: TierWorld) -> None:
         """Before open and after close every operation raises TierError, and nothing else."""
 
         async def play() -> None:

@@ -45,11 +45,11 @@ def _hits(policy: Policy, prompts: list[tuple[float, str, int]], slots: int = SL
             if name in held:
                 policy.refresh(held[name])
         if lie_s and isinstance(policy, Sessions):
-            _say(policy, [held[name] for name in reversed(names) if name in held], at_s + lie_s)
+            _hint(policy, [held[name] for name in reversed(names) if name in held], at_s + lie_s)
     return out
 
 
-def _say(policy: Sessions, items: list[Item], at_s: float) -> None:
+def _hint(policy: Sessions, items: list[Item], at_s: float) -> None:
     hint = Hint(Action.RESUME, at_s)
     for item in items:
         policy.hint(item, hint)
@@ -102,7 +102,7 @@ def test_it_takes_a_lead_that_is_no_luck_and_no_trifle() -> None:
     assert not after(8, 1200, 1000)
 
 
-def test_what_a_client_says_is_heard_until_lru_is_better() -> None:
+def test_what_a_client_announces_is_followed_until_lru_is_better() -> None:
     """It is believed to begin with. Once that has cost too much, it has to be proven, as all else."""
     policy, item = Sessions(SLOTS), Item("a")
 

@@ -218,7 +218,7 @@ def test_a_scheduler_with_quotas(states: tuple[int, ...], monkeypatch: pytest.Mo
     assert type(plain.side.catalog._policy) is Lru
 
 
-def test_quotas_are_told_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quotas_are_reported_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """Metrics have one series per quota and one for all others, however many salts come; none shows a salt."""
     monkeypatch.setenv("KVPIPE_QUOTAS", '[{"name": "alice", "salt": "SECRET", "share": 0.5, "limit": 0.75}]')
     world = SchedulerWorld(chunk_units=4, slots=16)

@@ -117,7 +117,7 @@ def test_the_yardstick_is_the_known_one() -> None:
     assert replay(drawn, "lru", 0.10).hit_rate == pytest.approx(0.953, abs=0.005)
 
 
-def test_hints_say_when_a_prompt_goes_on_and_adversaries_the_contrary() -> None:
+def test_hints_announce_when_a_prompt_goes_on_and_adversaries_the_contrary() -> None:
     """What goes on in a minute is announced by both; what never does, by adversaries alone."""
     prompts = [w.Prompt(at_s, 2, 0, [b"a", f"{name}".encode()]) for at_s, name in ((0, "b"), (10, "b"), (110, "b"))]
     workload = w.Workload("made up", 1, [*prompts, w.Prompt(111.0, 1, 0, [b"c"])])

@@ -206,7 +206,7 @@ def test_a_session_that_went_is_known_by_its_pace_when_it_returns() -> None:
     assert chain.paced == 5
 
 
-def test_what_is_said_makes_kinds_by_the_octave() -> None:
+def test_what_is_announced_makes_kinds_by_the_octave() -> None:
     """Whatever number a client gives, it is a kind."""
     hinted = [hinted_kind(Action.RESUME, in_s) for in_s in (-math.inf, 0.0, 1.0, 2.0, 8191.0, 8192.0, 1e9, math.inf)]
     assert hinted == [RESUMES + octave for octave in (0, 0, 1, 2, 13, 14, 14, 14)]
@@ -243,7 +243,7 @@ def test_one_lie_is_not_everybodys() -> None:
             assert returns.trusts
 
 
-def _say(world: _World, name: str, hint: Hint) -> int:
+def _hinted(world: _World, name: str, hint: Hint) -> int:
     found = [chunk for at in range(20) if (chunk := world.catalog.find(0, f"{name}/{at}".encode()))]
     world.catalog.hint(found, hint)
     return len(found)
@@ -253,26 +253,26 @@ def _there(world: _World, *names: str) -> list[str]:
     return [name for name in names if world.catalog.find(0, f"{name}/0".encode()) is not None]
 
 
-def test_what_a_client_says_is_useless_goes_first() -> None:
+def test_what_a_client_demotes_goes_first() -> None:
     """Though it was used last, and the other waits for long."""
     world = _World(Sessions(SLOTS))
     world.serve("waits", 20)
     world.now_s = 100.0
     world.serve("over", 20)
-    assert _say(world, "over", Hint(Action.DEMOTE)) == 20
+    assert _hinted(world, "over", Hint(Action.DEMOTE)) == 20
     world.serve("new", 20)
     assert _there(world, "waits", "over", "new") == ["waits", "new"]
 
 
 @pytest.mark.parametrize("action", [Action.RESUME, Action.RETAIN])
-def test_of_two_that_are_alike_the_one_that_is_said_to_come_soon_stays(action: Action) -> None:
+def test_of_two_that_are_alike_the_one_that_is_announced_to_come_soon_stays(action: Action) -> None:
     """The other is announced to come in an hour."""
     for names in (("soon", "later"), ("later", "soon")):
         world = _World(Sessions(SLOTS))
         for name in names:
             world.serve(name, 20)
             hint = Hint(action, 10.0) if name == "soon" else Hint(Action.RESUME, 3600.0)
-            assert _say(world, name, hint) == 20
+            assert _hinted(world, name, hint) == 20
         for turn in range(8 * KINDS):  # until what was announced is counted in
             world.now_s += 0.01
             world.serve("short", 0 if turn else 1)
@@ -295,7 +295,7 @@ def test_a_prefix_that_others_use_is_not_demoted_for_one() -> None:
     assert policy.victim() is one
 
 
-def test_what_is_said_for_the_next_wait_holds_when_it_begins() -> None:
+def test_what_is_set_for_the_next_wait_holds_when_it_begins() -> None:
     """A request that runs is spoken of; once it is used again, that is over."""
     policy, item = Sessions(SLOTS), Item("a")
     policy.insert(item, hit=False)
@@ -356,7 +356,7 @@ class _Noting(Lru):
 
 
 @pytest.mark.parametrize("guarded", [False, True])
-def test_the_catalog_says_when_and_whether_a_request_is_over(*, guarded: bool) -> None:
+def test_the_catalog_shows_when_and_whether_a_request_is_over(*, guarded: bool) -> None:
     """At a save, one that lands after the end, a lease, its return, and the end."""
     noting = _Noting()
     policy = GuardedPolicy(noting, "noting", print) if guarded else noting

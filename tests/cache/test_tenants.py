@@ -55,7 +55,7 @@ def test_salts_that_hold_nothing_are_forgotten() -> None:
 
 
 @pytest.mark.parametrize("states", [(), (1,)])
-def test_what_is_saved_says_whose_it_is(states: tuple[int, ...]) -> None:
+def test_what_is_saved_shows_whose_it_is(states: tuple[int, ...]) -> None:
     """Every chunk that a request opens, of tokens or of a state, has its tenant."""
     world = SchedulerWorld(windows=(None, None) if states else (None,), states=states, chunk_units=4)
     for name, salt in (("r", "salt"), ("s", None), ("t", "salt")):

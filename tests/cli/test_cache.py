@@ -121,7 +121,7 @@ def test_every_subcommand_works_on_redis(cache: Stated, server: str) -> None:
     assert cache.json("stats", server)["namespaces"] == []
 
 
-def test_stats_says_how_much_is_there(cache: Stated, disk: str) -> None:
+def test_stats_reports_how_much_is_there(cache: Stated, disk: str) -> None:
     """Items and bytes, the limit, health, and each namespace with its share."""
     found = cache.json("stats", f"{disk}?bytes_max=1PiB")
     size = HEADER_BYTES + BODY
@@ -155,7 +155,7 @@ def test_verify_reads_and_checks_every_value(cache: Stated, disk: str) -> None:
     assert cache.json("verify", disk, "--namespace", ONE)["good"] == 5
 
 
-def test_verify_says_what_is_damaged(cache: Stated, disk: str) -> None:
+def test_verify_reports_what_is_damaged(cache: Stated, disk: str) -> None:
     """Flipped bytes, torn and stretched files, zeros and another's value are distinguished; foreign files stay."""
     files = [file_of(disk, key) for key in KEYS]
     flip(files[0], HEADER_BYTES + 100)
@@ -222,7 +222,7 @@ def test_verify_decrypts(cache: Stated, tmp_path: Path, monkeypatch: pytest.Monk
     assert text[:20] not in cache.err
 
 
-def test_purge_drops_what_was_said(cache: Stated, disk: str) -> None:
+def test_purge_drops_what_was_reported(cache: Stated, disk: str) -> None:
     """By namespace, by age, both, or all; `--dry-run` only counts."""
     hours_ago = time.time() - 7200
     for key in (KEYS[0], KEYS[1], KEYS[5]):
@@ -249,7 +249,7 @@ class Sick(DictTier):
         raise TierError("dict: it is sick")
 
 
-def test_stats_says_why_a_tier_is_not_well() -> None:
+def test_stats_reports_why_a_tier_is_not_well() -> None:
     """What is held is reported, and the reason beside it; the status is 1."""
     report = Report()
     args = argparse.Namespace(namespace=None)

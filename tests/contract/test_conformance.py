@@ -105,7 +105,7 @@ def test_a_module_that_is_not_there_is_one_clear_sentence(tmp_path: Path, capsys
     assert "Nobody cannot be imported from kvpipe_no_such_module: ModuleNotFoundError" in message
 
 
-def test_a_connector_that_cannot_start_says_why(
+def test_a_connector_that_cannot_start_reports_why(
     faulty: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A refusal of the constructor is reported."""

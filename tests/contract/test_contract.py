@@ -227,7 +227,7 @@ def test_the_tool_judges_a_new_release(tmp_path: Path) -> None:
     assert (tmp_path / "records" / "vllm-0.34.0.json").is_file()
 
 
-def test_the_tool_says_what_a_release_adds(tmp_path: Path) -> None:
+def test_the_tool_reports_what_a_release_adds(tmp_path: Path) -> None:
     """New methods and fields of a release are listed as news and are no misfit."""
     records = tmp_path / "records"
     write_sources(tmp_path / "old", "0.32.0", {})

@@ -128,7 +128,7 @@ def test_a_router_makes_the_same_hashes(kind: str, pieces: list[tuple[int, int]]
 
 
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - {"images", "embeddings", "all"}))
-def test_of_what_is_over_the_same_is_said(kind: str) -> None:
+def test_of_what_is_over_the_same_is_reported(kind: str) -> None:
     """Though nothing is kept but what events need: a client may have sent any parameters, of any size, with it."""
     request = request_of(session_id="s", **KINDS[kind]())
     live, over = Noted(), Noted()

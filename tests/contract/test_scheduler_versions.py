@@ -141,7 +141,7 @@ def test_the_last_unit_of_an_answer(shape: str, units: int) -> None:
     assert ran.counters["units_saved"] == units
 
 
-def test_what_a_session_is_told_later_is_saved_where_answers_are_not() -> None:
+def test_what_a_session_gets_later_is_saved_where_answers_are_not() -> None:
     """64 tokens, an answer, and 40 tokens more: three units of 32, though the first input's end was the end to save."""
     steps: list[Move] = [("step", 7)] * 3
     trial = Trial(SHAPES["sync"], 0, connector=KVPIPE._replace(extra='{"save_decode": false}'))

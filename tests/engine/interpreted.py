@@ -150,7 +150,7 @@ def ladder(family: Family, folder: Path) -> None:
         assert _loaded(live) == 2 * unit
 
 
-def tell_cost(family: Family) -> None:
+def print_cost(family: Family) -> None:
     """Print what an engine of the family stores, as JSON."""
     with _engine(family, {"chunk_tokens": family.unit, "log_level": "warning"}, enable_prefix_caching=False) as live:
         sys.stdout.write(f"{json.dumps(cost(live.connector.geometry))}\n")
@@ -159,6 +159,6 @@ def tell_cost(family: Family) -> None:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as work, _platform(), waiting():
         if sys.argv[2:] == ["--cost"]:
-            tell_cost(FAMILIES[sys.argv[1]])
+            print_cost(FAMILIES[sys.argv[1]])
         else:
             ladder(FAMILIES[sys.argv[1]], Path(work))

@@ -88,7 +88,7 @@ def _image(seed: int) -> Image.Image:
     return Image.fromarray(colours.repeat(SIDE // 4, 0).repeat(SIDE // 4, 1))
 
 
-def _say(live: Engine, tokens: list[int], *seeds: int, **more: Any) -> list[int]:
+def _answer(live: Engine, tokens: list[int], *seeds: int, **more: Any) -> list[int]:
     return live.generate([tokens], 12, media={"image": [_image(seed) for seed in seeds]}, **more)[0]
 
 
@@ -117,7 +117,7 @@ def test_images(model: Path) -> None:
     """Equal tokens: KV is found up to the first image that is another, and in full for the same."""
     plain = Engine(str(model), **OPTIONS)
     try:
-        expected = [_say(plain, tokens, *seeds) for tokens, seeds, _ in ASKED]
+        expected = [_answer(plain, tokens, *seeds) for tokens, seeds, _ in ASKED]
     finally:
         plain.close()
     assert len({tuple(answer) for answer in expected}) == 6, "the model must see"
@@ -125,11 +125,11 @@ def test_images(model: Path) -> None:
     try:
         before = 0
         for (tokens, seeds, found), answer in zip(ASKED, expected, strict=True):
-            assert _say(live, tokens, *seeds) == answer
+            assert _answer(live, tokens, *seeds) == answer
             assert _loaded(live) - before == found
             before += found
         # an image that vLLM has in its own cache is known by its name alone
-        assert _say(live, ONE, 1, names={"image": ["first"]}) == expected[0]
+        assert _answer(live, ONE, 1, names={"image": ["first"]}) == expected[0]
         assert _loaded(live) - before == len(LEAD)
         again = live.generate([ONE], 12, media={"image": [None]}, names={"image": ["first"]})[0]
         assert again == expected[0]
@@ -156,11 +156,11 @@ def test_weights_that_change_under_an_image(model: Path) -> None:
         seen.data.mul_(-20)
 
     def answers(live: Engine) -> list[list[int]]:
-        noted = [_say(live, ONE, 1)]
+        noted = [_answer(live, ONE, 1)]
         live.llm.apply_model(change)
-        noted.append(_say(live, ONE, 1))
+        noted.append(_answer(live, ONE, 1))
         live.core.reset_encoder_cache()
-        return [*noted, _say(live, ONE, 1)]
+        return [*noted, _answer(live, ONE, 1)]
 
     plain = Engine(str(model), **OPTIONS)
     try:
@@ -172,7 +172,7 @@ def test_weights_that_change_under_an_image(model: Path) -> None:
     try:
         assert answers(live) == expected
         assert _loaded(live) == 0
-        assert _say(live, ONE, 1) == expected[2]
+        assert _answer(live, ONE, 1) == expected[2]
         assert _loaded(live) == ASKED[1][2]
     finally:
         live.close()
@@ -192,7 +192,7 @@ def test_another_processor(model: Path, tmp_path: Path) -> None:
         cached_get_processor.cache_clear()  # as with a process of its own
         live = Engine(str(folder), kvpipe=patient(config), **OPTIONS | options)
         try:
-            return _say(live, ONE, 1), _loaded(live) if config else 0
+            return _answer(live, ONE, 1), _loaded(live) if config else 0
         finally:
             live.close()
 

@@ -17,7 +17,7 @@ INPUTS = [prompt(200, 91), prompt(70, 92), prompt(130, 93)]
 EMBEDDED, EMBEDDED_TOKENS = 2, 320
 
 
-def _said(live: Engine, session: str) -> list[int]:
+def _answer(live: Engine, session: str) -> list[int]:
     """Give a session its inputs, one after the other; return all its tokens in the end."""
     from vllm import SamplingParams
     from vllm.v1.request import Request, RequestStatus
@@ -39,14 +39,14 @@ def test_a_session_with_more_input_later(*, asynchronous: bool) -> None:
     """It answers as without kvpipe; who comes with its tokens later finds all of them."""
     options: dict[str, Any] = {"enable_prefix_caching": False, "async_scheduling": asynchronous}
     with engine(kvpipe=None, **options) as plain:
-        message = _said(plain, "session")
+        message = _answer(plain, "session")
     assert len(message) == sum(map(len, INPUTS)) + 3 * ANSWER - 2  # of each answer but the last its end is left out
     expected = baseline([message], ANSWER, **options)
     with engine(kvpipe={}, **options) as live:
-        assert _said(live, "session") == message
+        assert _answer(live, "session") == message
         saved = assert_clean(live)["units_saved"]
         assert saved >= (len(message) - 1) // 32 - asynchronous
-        assert _said(live, "again") == message
+        assert _answer(live, "again") == message
         again = assert_clean(live)["tokens_loaded"]
         assert again == len(INPUTS[0]) // 32 * 32  # only the first input is looked up
         assert live.generate([message], ANSWER) == expected

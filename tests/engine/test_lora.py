@@ -49,7 +49,7 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     return out
 
 
-def _say(live: Engine, tokens: Sequence[int], *adapters: LoRARequest | None) -> list[list[int]]:
+def _answers(live: Engine, tokens: Sequence[int], *adapters: LoRARequest | None) -> list[list[int]]:
     """One batch: the same prompt with each adapter."""
     ids = [live.add(tokens, TOKENS, lora=adapter) for adapter in adapters]
     outputs = live.drain()
@@ -73,9 +73,9 @@ def test_lora_adapters_never_share(tmp_path: Path, right: Answers) -> None:
     with engine(kvpipe={}, **OPTIONS) as live:
         loaded = 0
         for i, adapter in enumerate(adapters):
-            assert _say(live, P, adapter) == [right[i, len(P)]]
+            assert _answers(live, P, adapter) == [right[i, len(P)]]
             assert _loaded(live) == loaded
-            assert _say(live, P, adapter) == [right[i, len(P)]]
+            assert _answers(live, P, adapter) == [right[i, len(P)]]
             loaded += HELD
             assert _loaded(live) == loaded
 
@@ -90,20 +90,20 @@ def test_names_ids_and_bytes_change_between_restarts(tmp_path: Path, right: Answ
     make_adapter(a, ONE), make_adapter(b, TWO)
     with engine(kvpipe=kv, **OPTIONS) as live:
         first = (None, _adapter("a", 1, a), _adapter("b", 2, b))
-        assert _say(live, P, *first) == [right[i, len(P)] for i in (BASE, ONE, TWO)]
+        assert _answers(live, P, *first) == [right[i, len(P)] for i in (BASE, ONE, TWO)]
         make_adapter(a, TWO), make_adapter(b, ONE)
         (a / "adapter_config.json").touch()  # the other keeps its times
-        assert _say(live, Q, *first) == [right[i, len(Q)] for i in (BASE, ONE, TWO)]
+        assert _answers(live, Q, *first) == [right[i, len(Q)] for i in (BASE, ONE, TWO)]
         assert _loaded(live) == 0
     with engine(kvpipe=kv, **OPTIONS) as live:
         swapped = (None, _adapter("a", 2, a), _adapter("b", 1, b))
         for tokens, held in ((P, HELD), (Q, HELD + 320)):
-            assert _say(live, tokens, *swapped) == [right[i, len(tokens)] for i in (BASE, TWO, ONE)]
+            assert _answers(live, tokens, *swapped) == [right[i, len(tokens)] for i in (BASE, TWO, ONE)]
             assert _loaded(live) == held  # the base model's
     make_adapter(a, ONE), make_adapter(b, TWO)
     with engine(kvpipe=kv, **OPTIONS) as live:
         for tokens, held in ((P, 3 * HELD), (Q, 3 * (HELD + 320))):
-            assert _say(live, tokens, *first) == [right[i, len(tokens)] for i in (BASE, ONE, TWO)]
+            assert _answers(live, tokens, *first) == [right[i, len(tokens)] for i in (BASE, ONE, TWO)]
             assert _loaded(live) == held
 
 
@@ -115,7 +115,7 @@ def test_an_adapter_changes_in_a_running_engine(tmp_path: Path, right: Answers) 
 
         def wording(which: int, loaded: int, request: LoRARequest = one) -> None:
             before = live.connector.stats().get("tokens_loaded", 0)
-            assert _say(live, P, request) == [right[which, len(P)]]
+            assert _answers(live, P, request) == [right[which, len(P)]]
             live.settle()
             assert live.connector.stats().get("tokens_loaded", 0) - before == loaded
 
@@ -149,7 +149,7 @@ def test_many_requests_of_one_new_adapter(tmp_path: Path, right: Answers) -> Non
     new = _adapter("a", 1, make_adapter(tmp_path / "a", ONE))
     time.sleep(SETTLED_S)
     with engine(kvpipe=_disk(tmp_path), **OPTIONS) as live:
-        assert _say(live, P, *[new] * 60) == [right[ONE, len(P)]] * 60
+        assert _answers(live, P, *[new] * 60) == [right[ONE, len(P)]] * 60
         assert_clean(live)
         assert _readings(live) == 2
 
@@ -161,13 +161,13 @@ def test_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_adapter(tmp_path / "a", ONE)
     asked = (None, _adapter("a", 1, folder), _adapter("b", 2, make_adapter(tmp_path / "b", TWO)))
     with engine(**options) as plain:
-        answers = _say(plain, P, *asked)
+        answers = _answers(plain, P, *asked)
     assert len({tuple(answer) for answer in answers}) == 3
     with engine(kvpipe={}, **options) as live:
         for held in (0, 3 * HELD):
-            assert _say(live, P, *asked) == answers
+            assert _answers(live, P, *asked) == answers
             assert _loaded(live) == held
         make_adapter(folder, TWO)
         live.llm.llm_engine.add_lora(_adapter("a", 1, folder, load_inplace=True))
-        assert _say(live, P, *asked) == [answers[BASE], answers[TWO], answers[TWO]]
+        assert _answers(live, P, *asked) == [answers[BASE], answers[TWO], answers[TWO]]
         assert_clean(live)

@@ -15,7 +15,7 @@ from tests.engine.common import assert_clean, engine, prompt
 pytestmark = pytest.mark.engine
 
 
-def test_a_router_tells_salts_and_adapters_apart(tmp_path: Path) -> None:
+def test_a_router_distinguishes_salts_and_adapters(tmp_path: Path) -> None:
     """It makes the block hashes itself, of each request, finds each where it is, and goes on after vLLM's own reset."""
     from vllm import SamplingParams
     from vllm.config import KVEventsConfig

@@ -86,7 +86,7 @@ def test_why_a_prompt_was_not_found(trace_file: Path) -> None:
     assert counted == {name: why.count(name) for name in why}
 
 
-def test_what_a_router_hears(trace_file: Path) -> None:
+def test_what_a_router_receives(trace_file: Path) -> None:
     """Blocks are announced when they can be found and removed when they cannot: they are vLLM's own hashes."""
     from vllm.config import KVEventsConfig
     from vllm.distributed.kv_events import BlockRemoved, BlockStored

@@ -124,7 +124,7 @@ def test_switches(managed: Managed) -> None:
     assert managed.refused("request") == 1
 
 
-def test_openapi_says_all(managed: Managed) -> None:
+def test_openapi_is_complete(managed: Managed) -> None:
     """The description has every path, and is for who has the token."""
     answered = managed.good("GET", "/openapi.json")
     read = {"/v1/state", "/v1/counters", "/v1/switches", "/v1/lookup", "/v1/holders"}
@@ -220,7 +220,7 @@ def test_the_command(managed: Managed, capsys: pytest.CaptureFixture[str], tmp_p
         (["engine", "state", "--at", "unix:/nowhere/x.sock"], "no engine answers at unix:/nowhere/x.sock"),
     ],
 )
-def test_the_command_says_what_is_wrong(
+def test_the_command_reports_what_is_wrong(
     words: list[str], wording: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """One sentence and status 2."""

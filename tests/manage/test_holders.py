@@ -106,7 +106,7 @@ def test_a_pin_is_a_holder(managed: Managed) -> None:
     assert (answered["tenants_shown"][0]["held"], answered["tenants_shown"][0]["idle_s"]) == (2, 0.0)
 
 
-def test_many_tenants_are_told_together(managed: Managed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_tenants_are_counted_together(managed: Managed, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond a number they are not distinguished, and all slots are counted, however many are looked at in one go."""
     monkeypatch.setattr(holders, "TENANTS_MAX", 3)
     monkeypatch.setattr(holders, "SLOTS_PER_TURN", 4)

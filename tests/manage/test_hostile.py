@@ -41,7 +41,7 @@ def _answer(managed: Managed, sent: bytes) -> bytes:
 
 @pytest.mark.parametrize("token", ["", "t0", "t0" * 16 + "x", "x" * 9000])
 @pytest.mark.parametrize("path", ["/v1/state", "/v1/nothing", "/openapi.json"])
-def test_without_the_token_nothing_is_said(managed: Managed, token: str, path: str) -> None:
+def test_without_the_token_nothing_is_shown(managed: Managed, token: str, path: str) -> None:
     """Not even which paths there are."""
     status, answered = managed.ask("GET", path, token=token)
     assert (status, list(answered)) == (401, ["error"])

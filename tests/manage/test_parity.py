@@ -101,7 +101,7 @@ def test_each_command_has_one_place(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"engine {name}: this is a command of `kvpipe cache`: kvpipe cache {name}" in capsys.readouterr().err
 
 
-def test_help_tells_who_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_who_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
     """Below one heading are the commands that ask an engine, below the other those that open tiers; none is missing."""
     with pytest.raises(SystemExit, match="0"):
         main.main(["cache", "--help"])

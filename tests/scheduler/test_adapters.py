@@ -258,7 +258,7 @@ class _World:
         self.side.reported(news, self.step + after)
 
 
-def test_keys_say_the_bytes() -> None:
+def test_keys_cover_the_bytes() -> None:
     """Nobody's keys are those of another adapter or of none, in memory or in a tier; they follow the hashes."""
     world = _World()
     world.reader.found = b"d" * 16
@@ -330,7 +330,7 @@ def test_an_adapter_that_is_loaded_in_place_is_what_its_files_are() -> None:
     assert world.side.certain(world.request)
 
 
-def _ranks_say(world: _World, stated: dict[int, bytes]) -> None:
+def _ranks_report(world: _World, stated: dict[int, bytes]) -> None:
     """Let a rank answer the questions of a step, each adapter as it holds it now."""
     asked = {claim.adapter for claim in world.side.claims([]) if not claim.job}
     rank = _Rank()
@@ -343,7 +343,7 @@ def _ranks_say(world: _World, stated: dict[int, bytes]) -> None:
 
 
 @pytest.mark.parametrize("now", [b"new", b"old", b""])
-def test_a_call_is_doubt_until_every_rank_has_said(now: bytes) -> None:
+def test_a_call_is_doubt_until_every_rank_has_reported(now: bytes) -> None:
     """After `add_lora` or `remove_lora` nothing is promised by what ranks held; files count if they hold it no more."""
     world = _World(ranks=2)
     world.reader.found = b"file"
@@ -356,7 +356,7 @@ def test_a_call_is_doubt_until_every_rank_has_said(now: bytes) -> None:
     assert not world.side.certain(world.request)
     world.noted({0: {1: b"new"}})
     assert world.keys() is None
-    _ranks_say(world, {1: now} if now else {})
+    _ranks_report(world, {1: now} if now else {})
     assert world.keys() == [b"0" + (now or b"file"), b"1" + (now or b"file")]
     assert world.side.claims([]) == ()
 
@@ -375,7 +375,7 @@ def test_a_step_that_was_under_way_is_no_answer() -> None:
     assert world.keys() == [b"0new", b"1new"]
 
 
-def test_who_need_not_wait_has_no_keys_until_ranks_have_said() -> None:
+def test_who_need_not_wait_has_no_keys_until_ranks_have_reported() -> None:
     """A lookup that could find nothing, or has waited for long, goes on; what it computes is saved when it is known."""
     for world in (late := _World(seconds_max=0.0)), _World():
         world.noted({0: {1: b"old"}})
@@ -383,7 +383,7 @@ def test_who_need_not_wait_has_no_keys_until_ranks_have_said() -> None:
             assert world.keys() == [b"0old", b"1old"]
         world.called(1)
         assert world.keys(worth=world is late) == []
-        _ranks_say(world, {1: b"new"})
+        _ranks_report(world, {1: b"new"})
         assert list(world.side.keys(world.request)) == [b"0new", b"1new"]
 
 
@@ -463,14 +463,14 @@ def test_a_name_that_is_loaded_again_under_another_number() -> None:
     assert rank.takes(b"d", rank.step + 1)
 
 
-def test_reports_say_of_which_step_they_are() -> None:
+def test_reports_show_of_which_step_they_are() -> None:
     """Added up over ranks, it is that of the rank that is behind."""
     report = Report(adapters={0: {1: b"d"}}, step=3)
     report.add(Report(adapters={1: {1: b"d"}}, step=2))
     assert (report.step, set(report.adapters)) == (2, {0, 1})
 
 
-def test_a_rank_tells_what_it_holds() -> None:
+def test_a_rank_reports_what_it_holds() -> None:
     """Once, when it changes; and once more when the scheduler's side turns out not to know."""
     rank = _Rank()
     assert rank.held.news() == {}

@@ -290,7 +290,7 @@ def test_a_request_that_came_to_nothing_is_no_announcement_of_more() -> None:
         assert not played.trial.side.pending
 
 
-def test_the_trace_says_what_was_brought() -> None:
+def test_the_trace_shows_what_was_brought() -> None:
     """In the name of the request that was announced, with how early it was."""
     with announcing() as (played, clock):
         put: list[e.Event] = []

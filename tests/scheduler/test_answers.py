@@ -245,7 +245,7 @@ def test_what_lands_after_it_was_used_is_kept() -> None:
     assert chat.first(request.block_hashes) == []
 
 
-def test_only_its_prompt_says_what_a_request_goes_on_with() -> None:
+def test_only_its_prompt_decides_what_a_request_goes_on_with() -> None:
     """One that is first looked up when it has decoded was not asked to go on with what it has decoded."""
     chat = Chat()
     hashes = chat.turn([])
@@ -323,7 +323,7 @@ def test_a_branch_is_no_cut_of_an_answer_that_is_used() -> None:
         assert (kind.cut, kind.used) == (0, 1)
 
 
-def test_who_says_more() -> None:
+def test_who_asks_for_more() -> None:
     """Requests with wishes of their own, streaming sessions and requests of no kind are left as they are."""
     chat = Chat()
     chat.cut(SEEN_MIN)

@@ -113,7 +113,7 @@ def test_requests_share_a_fetch() -> None:
         assert 0 < played.trial.side.counters["chunks_fetching"] <= stored
 
 
-def test_a_tier_that_lists_hears_what_was_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tier_that_lists_is_notified_of_what_was_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tier that answers from a listing is notified of every chunk that every rank has stored, and of no other."""
     reported: list[str] = []
 

@@ -150,7 +150,7 @@ def test_a_request_that_ends_before_its_load_is_sent() -> None:
     assert "new" not in world.side.requests.tracked
 
 
-def test_a_failed_load_is_over_though_others_cannot_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_load_is_over_though_others_cannot_be_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its leases end and its request computes, and other jobs of the report are taken."""
     world = SchedulerWorld(load="sync")
     world.publish(world.request("old", 4, shared=4))

@@ -29,9 +29,9 @@ class HintedSide:
         catalog: Any = self.world.side.catalog
         catalog._clock = lambda: NOW_S
         if takes_hints:
-            catalog._hint = self._hear
+            catalog._hint = self._receive
 
-    def _hear(self, chunk: Chunk, hint: Hint) -> None:
+    def _receive(self, chunk: Chunk, hint: Hint) -> None:
         self.received.append((chunk.identity, hint))
 
     def arrive(self, name: str, units: int, own: object, actions: object = None) -> Any:
@@ -124,7 +124,7 @@ def test_the_first_of_a_kind_counts() -> None:
     assert received == ["action", "repeated"]
 
 
-def test_the_policy_is_told_when_the_request_is_over() -> None:
+def test_the_policy_is_notified_when_the_request_is_over() -> None:
     """Of all its chunks, also the one that it ends in, as seconds from that moment; not before."""
     hinted = HintedSide()
     request = hinted.arrive("a", 2 * CHUNK_UNITS + 1, {"retain": {"ttl_seconds": 60}, "resume": {"after_seconds": 20}})
@@ -137,7 +137,7 @@ def test_the_policy_is_told_when_the_request_is_over() -> None:
     assert hinted.counted("applied") == {"retain": 1, "resume": 1}
 
 
-def test_a_chunk_that_lands_late_is_told_of_as_well() -> None:
+def test_a_chunk_that_lands_late_is_reported_as_well() -> None:
     """The last save outlives the request: its hint is of the moment at which the request ended."""
     hinted = HintedSide()
     request = hinted.arrive("a", 2 * CHUNK_UNITS, {"resume": {"after_seconds": 20}})
@@ -156,7 +156,7 @@ def test_a_chunk_that_lands_late_is_told_of_as_well() -> None:
 
 
 @pytest.mark.parametrize("adapter", [False, True])
-def test_of_an_adapters_request_all_chunks_are_told_as_well(*, adapter: bool) -> None:
+def test_of_an_adapters_request_all_chunks_are_reported_as_well(*, adapter: bool) -> None:
     """Its keys are not known any more once it has ended."""
     hinted = HintedSide()
     world: Any = hinted.world

@@ -540,7 +540,7 @@ def test_a_conversation_is_one_chain() -> None:
 
 
 @pytest.mark.parametrize("why", [miss_reasons.NO_ROOM, miss_reasons.ADAPTER])
-def test_a_hit_whose_load_may_not_begin_says_so(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hit_whose_load_may_not_begin_is_reported(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is held: whoever reads that nobody has saved it would look in the wrong place."""
     world = SchedulerWorld(load="async")
     world.publish(world.request("old", 4, shared=4))

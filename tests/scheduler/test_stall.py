@@ -297,7 +297,7 @@ def test_a_rank_that_has_something_to_report_does_not_wait(monkeypatch: pytest.M
     rig.pipeline.shutdown()
 
 
-def test_the_plan_says_how_long_a_rank_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_shows_how_long_a_rank_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before it reports; not in other steps."""
     rig, waits = SideRig(), list[float]()
     side = rig.side

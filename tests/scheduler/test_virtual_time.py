@@ -81,7 +81,7 @@ def test_no_first_token_before_its_prompt_is_computed() -> None:
     assert {vars(module)["time"] for module in (fetches, catalog)} == {time}
 
 
-def test_a_hit_is_as_quick_as_the_model_says() -> None:
+def test_a_hit_is_as_quick_as_in_the_model() -> None:
     """Alone on the engine: a prompt that is computed, one that throws it off the device, and the first again."""
     first, second = ([f"{which}/{at}".encode() for at in range(40)] for which in "ab")
     alone = Workload("alone", 256, [

@@ -18,7 +18,7 @@ def test_answers_do_not_depend_on_the_batch(step_tokens: int) -> None:
     assert engine.blocks.free() == engine.blocks.count
 
 
-def test_prompts_are_answered_by_all_that_they_say() -> None:
+def test_prompts_are_answered_by_all_that_they_have() -> None:
     """Another first token is another answer: KV that is wrong anywhere shows."""
     engine = Engine(MODEL)
     one, other = prompt(40, seed=1), (5, *prompt(40, seed=1)[1:])

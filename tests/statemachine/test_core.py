@@ -53,7 +53,7 @@ def _next_layer(machine: Machine, layers: int, state: str, family: str) -> str:
 
 
 @pytest.mark.parametrize(("machine", "layers", "state", "event"), CELLS)
-def test_every_cell_does_what_the_table_says(machine: Machine, layers: int, state: str, event: str) -> None:
+def test_every_cell_does_what_is_in_the_table(machine: Machine, layers: int, state: str, event: str) -> None:
     """Every state x event moves, stays or raises as written; a rejected event changes nothing."""
     compiled = machine.compile(layers)
     cursor = Cursor(compiled, "key-7")
@@ -185,7 +185,7 @@ def test_each_class_of_cursors_has_code_of_its_own() -> None:
     assert len(set(codes)) == 1
 
 
-def test_a_watch_hears_of_each_edge() -> None:
+def test_a_watch_is_notified_of_each_edge() -> None:
     """Who watches is notified where it was taken, and why it came, rejections included."""
     compiled, watch = _machine().compile(), Mock()
     cursor = Cursor(compiled, 0, watch)

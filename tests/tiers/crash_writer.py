@@ -30,7 +30,7 @@ def spec_of(folder: Path, bytes_max: int) -> DiskSpec:
     return DiskSpec.model_validate({"path": folder, "bytes_max": bytes_max, "timeout_ms_max": 30_000})
 
 
-def _say(line: str) -> None:
+def _report(line: str) -> None:
     os.write(1, line.encode() + b"\n")  # at once, and whole: it is short
 
 
@@ -42,20 +42,20 @@ async def _save(tier: DiskTier, number: int) -> None:
     except TierFullError:  # the others' unfinished values take all there is
         return
     assert ends == [Written.STORED]
-    _say(f"+{number}")
+    _report(f"+{number}")
     into = (aligned(HEADER_BYTES), aligned(body.nbytes))
     (read,) = await tier.read([Get(key, into)])
     if read is not Read.MISS:  # it may be evicted
         SEALER.unseal(key, UNITS, *into)
     if number % DELETE_EACH == 0:
-        _say(f"-{number}")
+        _report(f"-{number}")
         await tier.delete([key])
 
 
 async def _work(spec: DiskSpec, first: int) -> None:
     tier, numbers = spec.make("disk"), itertools.count(first)
     await tier.open()
-    _say("open")
+    _report("open")
 
     async def write() -> None:
         for number in numbers:
@@ -73,7 +73,7 @@ def main(folder: str, bytes_max: str) -> None:
         pid = os.fork()
         if pid == 0:
             anyio.run(_work, spec_of(Path(folder), int(bytes_max)), int(line))
-        _say(f"pid {pid}")
+        _report(f"pid {pid}")
 
 
 if __name__ == "__main__":

@@ -318,7 +318,7 @@ def test_tiers_do_not_wait_for_each_other() -> None:
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.00005, 0.01])
-def test_a_cancelled_thread_is_told_to_stop(after_s: float) -> None:
+def test_a_cancelled_thread_is_asked_to_stop(after_s: float) -> None:
     """However soon a blocking call is cancelled, its thread is asked to end, and has ended when the call has."""
 
     async def play() -> None:

@@ -38,7 +38,7 @@ class Killer:
         self.stored: set[int] = set()
         self.kills = 0
         self._pids: list[int] = []
-        self._said, self._open = threading.Semaphore(0), threading.Semaphore(0)
+        self._reported, self._open = threading.Semaphore(0), threading.Semaphore(0)
         self._reader = threading.Thread(target=self._listen)
         self._reader.start()
 
@@ -47,7 +47,7 @@ class Killer:
         for line in self.server.stdout:
             if line.startswith("pid "):
                 self._pids.append(int(line[4:]))
-                self._said.release()
+                self._reported.release()
             elif line == "open\n":
                 self._open.release()
             elif line.startswith("+"):
@@ -71,7 +71,7 @@ class Killer:
         for _ in range(count):
             self.server.stdin.write(f"{len(self._pids) * PER_CHILD}\n")
             self.server.stdin.flush()
-            assert self._said.acquire(timeout=WAIT_S)
+            assert self._reported.acquire(timeout=WAIT_S)
         return self._pids[-count:]
 
     def _kill(self, pids: list[int], chance: random.Random, life_s_max: float) -> None:

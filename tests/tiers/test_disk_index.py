@@ -222,7 +222,7 @@ def test_lookups_that_wait_hold_no_thread(tmp_path: Path, monkeypatch: pytest.Mo
     run(play)
 
 
-def test_a_listing_that_does_not_end_is_waited_for_no_longer_than_said(
+def test_a_listing_that_does_not_end_is_waited_for_no_longer_than_allowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lookups end after timeout_ms_max in TierError; a tier that is opened again looks anew."""
@@ -273,7 +273,7 @@ def test_a_lookup_looks_at_its_own_namespace_only(tmp_path: Path, monkeypatch: p
     run(play)
 
 
-def test_what_is_told_is_found_however_old_the_listing_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_stored_is_found_however_old_the_listing_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A listing that took long may be ten times as old: what this engine has stored since is found all the same.
 
     Until a later listing, of that namespace: that one counts.

@@ -151,7 +151,7 @@ class _Slow(HeldTier):
         return await super().exists(keys)
 
 
-def test_own_chunks_are_told_in_time() -> None:
+def test_own_chunks_are_found_in_time() -> None:
     """However long the search under other splits takes, it ends before the request's patience does."""
     tier, right = _Slow(), {(0, 4): 0, (0, 5): 0}
     _mark(tier, SPACE, 2)

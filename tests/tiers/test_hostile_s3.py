@@ -113,7 +113,7 @@ def flood(send: Send, head: str, way: str) -> None:
 
 @pytest.mark.parametrize("status", ["400 Bad Request", "403 Forbidden", "500 Internal Server Error"])
 @pytest.mark.parametrize("way", ["chunked", "long", "2 GB"])
-def test_memory_is_bounded_whatever_error_is_told(way: str, status: str) -> None:
+def test_memory_is_bounded_whatever_error_is_sent(way: str, status: str) -> None:
     """An error with an endless body costs bounded memory, here and in the client's process."""
     with storing(lambda _, __, send: flood(send, f"HTTP/1.1 {status}", way)) as noted:
         grown = peak_growth(noted)

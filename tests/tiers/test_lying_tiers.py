@@ -31,7 +31,7 @@ async def _raises_late(_asked: object) -> list[Any]:
     return _raises(_asked)
 
 
-def _says(answer: Callable[[int], Any]) -> Callable[[Any], Any]:
+def _answers(answer: Callable[[int], Any]) -> Callable[[Any], Any]:
     async def method(asked: Any) -> Any:
         return answer(len(asked))
 
@@ -39,11 +39,11 @@ def _says(answer: Callable[[int], Any]) -> Callable[[Any], Any]:
 
 
 LIES: dict[str, Callable[[Any], Any]] = {
-    "nothing": _says(lambda _: None),
-    "too few": _says(lambda _: []),
-    "too many": _says(lambda n: [True] * (n + 1)),
-    "numbers": _says(lambda n: [1] * n),
-    "a name": _says(lambda n: "x" * n),
+    "nothing": _answers(lambda _: None),
+    "too few": _answers(lambda _: []),
+    "too many": _answers(lambda n: [True] * (n + 1)),
+    "numbers": _answers(lambda n: [1] * n),
+    "a name": _answers(lambda n: "x" * n),
     "not a coroutine": lambda asked: [True] * len(asked),
     "raises": _raises,
     "raises late": _raises_late,
@@ -99,12 +99,12 @@ def test_a_hit_that_brought_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     tier = HeldTier()
     rank = Rank([tier])
     try:
-        monkeypatch.setattr(tier, "write", _says(lambda n: [Written.STORED] * n))
+        monkeypatch.setattr(tier, "write", _answers(lambda n: [Written.STORED] * n))
         rank.carry(stores=True, slot=0)
         assert rank.ended() == [True]
         rank.carry(stores=False, slot=1)
         assert rank.ended() == [False], "a miss"
-        monkeypatch.setattr(tier, "read", _says(lambda n: [Read.HIT] * n))
+        monkeypatch.setattr(tier, "read", _answers(lambda n: [Read.HIT] * n))
         rank.carry(stores=False, slot=1)
         assert rank.ended() == [False]
         assert rank.counters.faults == {"chunk_damaged": 1}

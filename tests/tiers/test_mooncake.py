@@ -24,7 +24,7 @@ from tests.tiers.mooncake_clients import KIB, LENDS, MIB, QUICK, client, fails, 
 # ---- what a user writes -------------------------------------------------------------------------------------------
 
 
-def test_a_url_says_where_the_master_is() -> None:
+def test_a_url_shows_where_the_master_is() -> None:
     """A URL gives the master, its query the other keys; without them members find each other by themselves."""
     given = MooncakeSpec.parse_url(urlsplit("mooncake://kv-master:50051?segment_bytes=8GiB&replicas=2"))
     spec = MooncakeSpec.model_validate(given)
@@ -82,7 +82,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         spec.make("mooncake")
 
 
-def test_the_client_is_bounded_and_quiet_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_client_is_bounded_and_quiet_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The client's own waits follow timeout_ms_max and its log goes nowhere; what the user has set wins."""
     monkeypatch.delenv("MC_LOG_LEVEL", raising=False)
     made = mooncake._environment(1500)

@@ -127,7 +127,7 @@ def test_a_dead_owner_costs_misses(number: signal.Signals) -> None:
         run(play, of, owner)
 
 
-def test_a_full_cluster_says_so_and_makes_room() -> None:
+def test_a_full_cluster_reports_it_and_makes_room() -> None:
     """With all memory in use a write raises TierFullError and reads go on; room is made when leases have ended."""
     counts: list[int] = []
 

@@ -77,7 +77,7 @@ def test_another_splits_values_cannot_be_read(trouble: str, monkeypatch: pytest.
             monkeypatch.setattr(carrier, "OTHER_PAUSE_S", 60.0)  # an answer, of whatever kind: it is read again
 
 
-def test_misses_of_other_splits_say_nothing_of_its_own() -> None:
+def test_misses_of_other_splits_show_nothing_of_its_own() -> None:
     """A chunk that cannot be put together, or is not there, hides no failures."""
     with _rank(HeldTier(), HEADS, ranks=2) as rank:
         breaker = rank.tiers[0].breakers[READ]
@@ -88,7 +88,7 @@ def test_misses_of_other_splits_say_nothing_of_its_own() -> None:
         assert breaker.faults == 1
 
 
-def test_who_stores_nothing_says_nothing_of_the_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_stores_nothing_shows_nothing_of_the_tier(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another rank stores the chunk: that is no success of this rank's, and what this rank cannot do is no failure."""
     tier = HeldTier()
     with _rank(tier, ALIKE, ranks=2) as rank:

@@ -50,7 +50,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
         ("redis://h?password_env=HERE", {"password_env": "HERE"}),
     ],
 )
-def test_urls_say_it_all(url: str, keys: dict[str, object]) -> None:
+def test_urls_can_have_every_key(url: str, keys: dict[str, object]) -> None:
     """A URL sets host, port, database, user and TLS, its query every other key, and the rest is default."""
     reported = parse_tier(url)
     assert isinstance(reported, RedisSpec)
@@ -159,7 +159,7 @@ def test_time_to_live_is_set_and_renewed(server: RedisServer) -> None:
     run(play)
 
 
-def test_damage_is_told_and_the_connection_goes_on(server: RedisServer) -> None:
+def test_damage_is_reported_and_the_connection_goes_on(server: RedisServer) -> None:
     """Values of another type or length are DAMAGED, what else was asked for is read right, over the same connection."""
 
     async def play() -> None:
@@ -372,6 +372,6 @@ def test_an_echo_of_the_password_is_hidden(tmp_path: Path) -> None:
         assert PASSWORD not in text
 
 
-def test_a_wrong_database_is_told(server: RedisServer) -> None:
+def test_a_wrong_database_is_reported(server: RedisServer) -> None:
     """A database that the server does not have is a TierError in the server's words."""
     assert "DB index is out of range" in refused(spec(server.port, db=99))

@@ -159,7 +159,7 @@ def test_a_read_cancelled_in_a_value_stops() -> None:
     run(play)
 
 
-def test_what_is_no_server_is_told() -> None:
+def test_what_is_no_server_is_reported() -> None:
     """A name that does not exist, a port that is shut, is silent, or speaks HTTP are TierErrors with the reason."""
     assert "no connection" in refused(spec(6379, host="no.such.host.invalid"))
     assert "Connection refused" in refused(spec(free_port()))
@@ -348,7 +348,7 @@ def test_a_cluster_without_one_server_serves_the_rest(nodes: list[RedisServer]) 
     run(play)
 
 
-def test_cluster_and_single_are_told_apart(nodes: list[RedisServer]) -> None:
+def test_cluster_and_single_are_distinguished(nodes: list[RedisServer]) -> None:
     """A cluster that is used as one server, and the other way round, is a TierError with what to set."""
 
     async def play() -> None:

@@ -267,7 +267,7 @@ BUGS: list[tuple[str, Claim, type[DictTier]]] = [
     ("test_a_read_gives_its_buffers_back", SUITE.test_a_read_gives_its_buffers_back, FillsLate),
     ("test_a_write_gives_its_buffers_back", SUITE.test_a_write_gives_its_buffers_back, KeepsBuffers),
     ("test_close_is_idempotent_and_open_follows", SUITE.test_close_is_idempotent_and_open_follows, ClosesOnce),
-    ("test_a_closed_tier_says_so", SUITE.test_a_closed_tier_says_so, DictTier),
+    ("test_a_closed_tier_raises_at_once", SUITE.test_a_closed_tier_raises_at_once, DictTier),
     ("test_the_loop_is_not_held_up", SUITE.test_the_loop_is_not_held_up, Sleeps),
     ("test_health_returns", SUITE.test_health_returns, NeverWell),
     ("test_capacity_counts", SUITE.test_capacity_counts, CountsNothing),

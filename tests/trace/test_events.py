@@ -34,7 +34,7 @@ def test_an_event_is_one_line_that_reads_back(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", transitions.EVENTS)
-def test_every_event_says_when_and_of_whom(name: str) -> None:
+def test_every_event_has_when_and_of_whom(name: str) -> None:
     """Request, epoch, step, rank and both clocks are in every line; a transition's machine and states too."""
     message = msgspec.json.decode(msgspec.json.encode(transitions.EVENTS[name](1, 2, "r", 3, 4)))
     assert {"t_ns", "wall_ns", "engine", "request", "epoch", "step", "rank"} <= set(message)
@@ -42,7 +42,7 @@ def test_every_event_says_when_and_of_whom(name: str) -> None:
         assert {"machine", "cursor", "on", "was", "now", "why"} <= set(message)
 
 
-def test_a_watched_cursor_tells_of_every_edge() -> None:
+def test_a_watched_cursor_reports_every_edge() -> None:
     """Moves, no-ops and what is illegal, with the state before and after."""
     machine, recorder = transitions.MACHINES["request"].compile(), Recorder()
     cursor = Cursor(machine, "r", lambda *taken: recorder.took("r", 1, 2, taken[0], 7, *taken[1:]))

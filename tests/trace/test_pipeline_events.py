@@ -105,7 +105,7 @@ class Noted(Rig):
         return done
 
 
-def test_every_layer_of_a_save_is_told() -> None:
+def test_every_layer_of_a_save_is_reported() -> None:
     """Submitted, copied and landed layer by layer, then final; with request, epoch, step and rank."""
     rig = Noted()
     rig.pipeline.begin(plan(job(1, SAVE, [(0, 0, 0, 3), (1, 1, 0, 5)])))
@@ -128,7 +128,7 @@ def test_every_layer_of_a_save_is_told() -> None:
     rig.pipeline.shutdown()
 
 
-def test_who_is_not_in_the_sample_is_not_told_in_detail() -> None:
+def test_who_is_not_in_the_sample_is_not_recorded_in_detail() -> None:
     """But for its failure."""
     rig = Noted(sample=0.0)
     rig.pipeline.begin(plan(job(1, SAVE, [(0, 0, 0, 3)])))
@@ -147,7 +147,7 @@ def test_who_is_not_in_the_sample_is_not_told_in_detail() -> None:
     rig.pipeline.shutdown()
 
 
-def test_a_failure_says_why() -> None:
+def test_a_failure_reports_why() -> None:
     """The transition to FAILED carries the reason, and the trace replays."""
     rig = Noted()
     rig.engine.failing = lambda _plan, ticket: frozenset({1}) if ticket.layer == 1 else frozenset()
@@ -256,7 +256,7 @@ def test_the_watchdog_begins_when_there_is_a_loop(monkeypatch: pytest.MonkeyPatc
     rig.pipeline.shutdown()
 
 
-def test_each_stuck_job_is_told_with_its_own_moves(clocks: Clocks) -> None:
+def test_each_stuck_job_is_reported_with_its_own_moves(clocks: Clocks) -> None:
     """Of many in one batch too."""
     rig = Noted(Obliging(), stuck_ms_max=STUCK_MS)
     rig.pipeline.begin(plan(*(job(i, ASYNC, [(0, 0, 0, i)]) for i in range(9))))

@@ -222,7 +222,7 @@ def test_problems_are_bounded() -> None:
     assert (len(done.problems), done.more_problems) == (1000, 2000)
 
 
-def test_the_command_says_whether_it_is_a_proof(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_reports_whether_it_is_a_proof(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And exits with 1 if not."""
     path = _write(tmp_path / "t", _whole())
     assert main(["trace", "replay", str(path)]) == 0

@@ -95,7 +95,7 @@ def test_events_arrive_in_order_with_engine_and_both_clocks() -> None:
     assert sum(isinstance(one, e.Ended) for one in sinks[0].events) == 1
 
 
-def test_a_full_queue_drops_and_says_how_many() -> None:
+def test_a_full_queue_drops_and_reports_how_many() -> None:
     """Nobody waits: what does not fit is counted, and the trace shows it where it is missing."""
     sink = Memory()
     sink.hold.clear()
@@ -117,7 +117,7 @@ def test_a_full_queue_drops_and_says_how_many() -> None:
     assert writer.dropped == 20
 
 
-def test_a_gap_is_told_where_it_is() -> None:
+def test_a_gap_is_reported_where_it_is() -> None:
     """Behind what came before it and ahead of what came after, so that a replay begins anew in the right place."""
     reported = Recorder(0, queue_events_max=3)
     for number in range(5):
@@ -260,7 +260,7 @@ def small_disk() -> Iterator[int]:
     signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_a_full_disk_loses_events_and_says_so(tmp_path: Path, small_disk: int) -> None:
+def test_a_full_disk_loses_events_and_reports_it(tmp_path: Path, small_disk: int) -> None:
     """Serving goes on; when there is room again, a line has how many are missing, and the torn one is left out."""
     path = tmp_path / "trace"
     sink = _file(path)
@@ -293,7 +293,7 @@ def test_what_a_crash_has_torn_costs_one_line(tmp_path: Path) -> None:
     assert trace.unread.total() == 2
 
 
-def test_every_file_says_who_writes(tmp_path: Path, small_disk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_file_names_who_writes(tmp_path: Path, small_disk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the disk was full when it was opened."""
     monkeypatch.setattr(recorder, "_PASSING", {errno.EFBIG})  # as ENOSPC, which a test cannot have so easily
     path = tmp_path / "trace"
@@ -382,7 +382,7 @@ def test_the_log_makes_nothing_of_what_nobody_reads(stated: io.StringIO) -> None
     assert [json.loads(line)["event"] for line in stated.getvalue().splitlines()] == ["stuck"]
 
 
-def test_what_may_come_by_the_thousand_is_told_now_and_then(stated: io.StringIO) -> None:
+def test_what_may_come_by_the_thousand_is_reported_now_and_then(stated: io.StringIO) -> None:
     """The first and each thousandth."""
     LogSink(logging.INFO).write([e.Dropped(1, 0, "", 0, 0, count=i) for i in range(1, 2002)])
     assert [json.loads(line)["count"] for line in stated.getvalue().splitlines()] == [1, 1001, 2001]
@@ -408,7 +408,7 @@ def test_a_closed_stderr_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> Non
     structlog.reset_defaults()
 
 
-def test_faults_are_told_through_the_queue() -> None:
+def test_faults_are_reported_through_the_queue() -> None:
     """Whoever counts one does not write it: the first and each thousandth."""
     reported = Recorder(2, lifecycle=True)
     counters = log.Counters()

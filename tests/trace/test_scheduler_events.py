@@ -267,7 +267,7 @@ def test_the_trace_of_a_world_replays() -> None:
     assert len({one.cursor for one in reported.events if isinstance(one, transitions.Running)}) == 6
 
 
-def test_a_lookup_is_told_when_its_answer_changes() -> None:
+def test_a_lookup_is_reported_when_its_answer_changes() -> None:
     """VLLM asks in every step while a request waits."""
     reported = Noted()
     request = reported.request("r", 6, shared=4)
@@ -298,7 +298,7 @@ def test_a_traced_side_that_is_dropped_goes() -> None:
     assert gone() is None
 
 
-def test_without_a_trace_only_the_two_lines_are_told() -> None:
+def test_without_a_trace_only_the_two_lines_are_reported() -> None:
     """Nothing else is made for nobody."""
     reported = Noted(transitions=False, detail=False)
     reported.publish(reported.request("old", 4))
@@ -306,7 +306,7 @@ def test_without_a_trace_only_the_two_lines_are_told() -> None:
     assert reported.side.catalog.watch is None
 
 
-def test_who_is_not_in_the_sample_is_told_of_in_two_lines() -> None:
+def test_who_is_not_in_the_sample_is_reported_in_two_lines() -> None:
     """And its chunks, which are not one request's."""
     reported = Noted(sample=0.0)
     reported.publish(reported.request("old", 4))

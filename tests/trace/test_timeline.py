@@ -188,10 +188,10 @@ def test_the_order_of_the_events_does_not_matter() -> None:
     shuffled.sort(key=lambda event: event.rank)  # as files are
     first = some[:]
     first.sort(key=lambda event: event.t_ns)
-    assert _said(spans(first)) == _said(spans(sorted(shuffled, key=lambda event: -event.t_ns)))
+    assert _content(spans(first)) == _content(spans(sorted(shuffled, key=lambda event: -event.t_ns)))
 
 
-def _said(timeline: Timeline) -> list[object]:
+def _content(timeline: Timeline) -> list[object]:
     lives = sorted((s.name, s.begin_ns, s.end_ns, s.is_open) for s in timeline.spans if s.kind == LIFE)
     others = sorted((s.kind, s.begin_ns, s.end_ns, s.requests) for s in timeline.spans if s.layer == 0)
     return [timeline.lanes, lives, others, timeline.duration_ns]

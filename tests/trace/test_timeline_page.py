@@ -231,7 +231,7 @@ def test_a_click_shows_details(page: Page) -> None:
     assert page.browser.run("return document.getElementById('panel').hidden")
 
 
-def test_what_never_ended_is_said_to_be_open(page: Page) -> None:
+def test_what_never_ended_is_shown_as_open(page: Page) -> None:
     """In the details, and at its end in the lane."""
     ended = [moment(0, e.RequestAdded), moment(1, e.RequestAdmitted), moment(100, e.RequestDone)]
     page.show(ended)
@@ -264,7 +264,7 @@ def test_hostile_ids_do_not_run(page: Page) -> None:
     assert page.browser.run("return document.querySelectorAll('img, svg, script').length") == 1
 
 
-def test_an_empty_trace_says_so(page: Page) -> None:
+def test_an_empty_trace_reports_it(page: Page) -> None:
     """In a sentence, without an error."""
     page.show([])
     assert "This trace has no requests" in page.text("empty")

@@ -268,7 +268,7 @@ def test_no_way_is_taken_that_was_not_checked(mover: Mover | None) -> None:
     assert [entry["event"] for entry in logs if entry["log_level"] == "warning"] == ["pool_not_pinned"]
 
 
-def test_without_kernels_the_reason_is_said() -> None:
+def test_without_kernels_the_reason_is_reported() -> None:
     """Where Triton is missing, DMA is all there is, and who asks for more is shown why."""
     device = FakeDevice()
     device.no_kernels = "ModuleNotFoundError(\"No module named 'triton'\")"

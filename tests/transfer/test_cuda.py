@@ -204,7 +204,7 @@ def test_a_lost_device_fails_tickets_and_guards(kind: str) -> None:
 
 @pytest.mark.parametrize("late", Direction, ids=lambda d: f"fires-while-{d.name}-is-asked")
 @on_devices
-def test_a_failed_load_is_told_before_a_save_that_rests_on_it(kind: str, late: Direction) -> None:
+def test_a_failed_load_is_reported_before_a_save_that_rests_on_it(kind: str, late: Direction) -> None:
     """Whenever the device gets on between two questions, news of a load precedes news of a save computed from it."""
     with world(kind) as w:
         asked = threading.Event()
@@ -331,7 +331,7 @@ def test_a_hanging_device_does_not_hang_shutdown(kind: str, monkeypatch: pytest.
 
 
 @on_devices
-def test_a_dead_context_is_said_once(kind: str) -> None:
+def test_a_dead_context_is_reported_once(kind: str) -> None:
     """After an error that sticks: one traceback, no call that could help, every ticket failed, in order."""
     with capture_logs() as logs, world(kind) as w:
         before = [w.submit(Direction.SAVE, layer, [make_job(1, rows_of(0, TABLE))], layer) for layer in range(LAYERS)]

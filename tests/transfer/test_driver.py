@@ -176,7 +176,7 @@ def test_the_driver_is_asked_for_batches(exported: bool, known: bool) -> None:
 ONE_BY_ONE = [("copy", 8 * (i + 1), STREAM) for i in range(3)]
 
 
-def test_an_old_driver_says_so_once() -> None:
+def test_an_old_driver_reports_it_once() -> None:
     """Without batches the same bytes, one by one."""
     library = Library(exported=False)
     with capture_logs() as logs:

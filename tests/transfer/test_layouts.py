@@ -439,7 +439,7 @@ def _answers() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Iterator[Ca
     return {one.name: (one.get_class, _ask) for one in AttentionBackendEnum} | made
 
 
-def _tell(names: list[str], out: int) -> None:
+def _report(names: list[str], out: int) -> None:
     """Write a line of JSON per name to `out`: [name, why it could not be imported, cases]."""
     answers = _answers()
     for name in names:
@@ -463,7 +463,7 @@ def _main() -> None:
         child = os.fork()
         if child == 0:
             try:
-                _tell(names, out)
+                _report(names, out)
             except BaseException:  # noqa: BLE001  (the child must not go on as the parent)
                 traceback.print_exc()
             os._exit(0)

@@ -69,7 +69,7 @@ def test_torch_and_triton_are_enough(tmp_path: Path) -> None:
     assert sum(figure["name"].startswith("race hunt") for figure in message["figures"]) == 2 * len(Mover)
 
 
-def test_without_a_gpu_it_says_so() -> None:
+def test_without_a_gpu_that_is_reported() -> None:
     """Nothing is measured by mistake."""
     ran = run("-m", "benchmarks.gpu", CUDA_VISIBLE_DEVICES="")
     assert ran.returncode == 2

@@ -272,7 +272,7 @@ def test_the_movers_tested_are_the_devices() -> None:
     assert {mover.value for mover in Mover} == {test.rpartition("cuda_")[2].rstrip("]") for test in tests}
 
 
-def test_without_a_gpu_both_say_so() -> None:
+def test_without_a_gpu_both_report_that() -> None:
     """In a sentence, and with a status of its own."""
     done = benchmark(CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2

@@ -137,7 +137,7 @@ def test_start_does_not_wait_for_memory_that_is_not_there() -> None:
         assert len(rig.short) == 1
 
 
-def test_a_system_that_says_nothing_of_its_memory() -> None:
+def test_a_system_that_shows_nothing_of_its_memory() -> None:
     """The pool is made ready all the same."""
     with Rig() as rig:
         rig.room = None

@@ -68,7 +68,7 @@ def test_what_has_begun_is_not_given_up() -> None:
 
 @pytest.mark.parametrize("event", CALLS)
 @pytest.mark.parametrize("state", m.TICKET.states)
-def test_every_cell_is_as_the_table_says(state: str, event: str) -> None:
+def test_every_cell_is_as_in_the_table(state: str, event: str) -> None:
     """A call moves, stays or raises as written, and one that is illegal changes nothing. A completion notifies."""
     notified: list[TicketState] = []
     ticket = Ticket(None, 0, 0, lambda t: notified.append(t.state))

@@ -71,7 +71,7 @@ def test_a_public_value_is_documented(module: str, name: str) -> None:
     assert "  # " in (ast.get_source_segment(source, written) or "") or behind[0].startswith('"""')
 
 
-def test_the_suites_say_what_they_export() -> None:
+def test_the_suites_show_what_they_export() -> None:
     """A module with `__all__` has the very names of the page in it."""
     for module, names in ROWS.items():
         listed = getattr(import_module(module), "__all__", names)

@@ -52,7 +52,7 @@ def test_what_is_not_there_raises_no_doubts(tmp_path: Path) -> None:
     assert files.doubts(tmp_path / "none") == files.doubts(Path("a\0b")) == ""
 
 
-def test_a_tier_in_everybodys_folder_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tier_in_everybodys_folder_is_logged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder that everybody may write to is used, and the log has that and the remedy; a private one is not named."""
     configure("info")
     for mode in (0o777, 0o700):

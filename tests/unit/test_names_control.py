@@ -307,7 +307,7 @@ def test_the_watcher_is_not_held_up(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "freeze", "freeze:", "freeze: maybe", "thaw: on", "on", "freeze: on off", "\0"])
-def test_garbage_says_nothing(text: str) -> None:
+def test_garbage_shows_nothing(text: str) -> None:
     """A file that is not understood changes nothing."""
     assert read_freeze(text) is None
 

@@ -255,7 +255,7 @@ def test_a_policy_that_lies_is_left_alone(add: Add, method: str, body: str) -> N
     assert faults == ["policy_failed"]
 
 
-def test_a_policy_that_remembers_is_told_what_is_gone(add: Add) -> None:
+def test_a_policy_that_remembers_is_notified_of_what_is_gone(add: Add) -> None:
     """As one of ours is. What it raises then is as any."""
     body = "super().remove(chunk[0])\n\n        def dropped(self, chunk):\n            raise KeyError(chunk)"
     add("policies", LYING.format(method="remove", body=body), policies="lying = policies:Lying")

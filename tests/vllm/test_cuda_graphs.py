@@ -22,13 +22,13 @@ ASKS = KVPipeConnector.requires_piecewise_for_cudagraph
     ("extra", "piecewise"),
     [({}, False), ({"mode": "auto"}, False), ({"mode": "layerwise"}, True), ({"mode": "step"}, False)],
 )
-def test_the_flag_says_so(extra: dict[str, Any], piecewise: bool) -> None:
+def test_the_flag_is_enough(extra: dict[str, Any], piecewise: bool) -> None:
     """By vLLM's own flag, or by default."""
     assert ASKS(extra) is piecewise
 
 
 @pytest.mark.parametrize(("mode", "piecewise"), [("layerwise", True), ("step", False)])
-def test_the_environment_says_so(mode: str, piecewise: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_is_enough(mode: str, piecewise: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a variable; the flag goes before it."""
     monkeypatch.setenv("KVPIPE_MODE", mode)
     assert ASKS({}) is piecewise
@@ -38,7 +38,7 @@ def test_the_environment_says_so(mode: str, piecewise: bool, monkeypatch: pytest
 
 @pytest.mark.parametrize("by", ["flag", "environment"])
 @pytest.mark.parametrize(("mode", "piecewise"), [("layerwise", True), ("step", False)])
-def test_a_file_says_so(by: str, mode: str, piecewise: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_enough(by: str, mode: str, piecewise: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a YAML file that the flag or the environment names."""
     path = tmp_path / "kvpipe.yaml"
     path.write_text(f"mode: {mode}\n")
@@ -48,7 +48,7 @@ def test_a_file_says_so(by: str, mode: str, piecewise: bool, tmp_path: Path, mon
 
 
 @pytest.mark.parametrize(("mode", "piecewise"), [("layerwise", True), ("step", False)])
-def test_a_connector_of_connectors_says_so(mode: str, piecewise: bool) -> None:
+def test_a_connector_of_connectors_reports_it(mode: str, piecewise: bool) -> None:
     """As one of several in vLLM's MultiConnector."""
     child = {
         "kv_connector": "KVPipeConnector",

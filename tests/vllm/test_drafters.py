@@ -161,7 +161,7 @@ def test_states_of_answers_beside_drafts_in_stages_are_refused() -> None:
         ("dspark", True, "dspark"),
     ],
 )
-def test_what_was_shown_on_no_engine_is_said(method: str | None, stated: str, *, v2: bool) -> None:
+def test_what_was_shown_on_no_engine_is_reported(method: str | None, stated: str, *, v2: bool) -> None:
     """Blocks of drafts run with runner V2 on devices alone, but for DFlash's with V1."""
     made = config(method)
     made.use_v2_model_runner = v2

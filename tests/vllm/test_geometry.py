@@ -95,7 +95,7 @@ def test_a_block_is_as_long_as_all_ranks_shares_of_it() -> None:
     assert two["context_parallel"] == [2, 1] != other["context_parallel"]
 
 
-def test_a_rank_says_which_tokens_it_holds() -> None:
+def test_a_rank_reports_which_tokens_it_holds() -> None:
     """VLLM lengthens the stretch on ranks alone (`adjust_dcp_kv_cache_interleave_size`), when the scheduler is made."""
 
     def noted(dcp: int, interleave: int) -> list[object]:

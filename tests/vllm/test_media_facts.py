@@ -158,7 +158,7 @@ print(_text(lambda: one))
 """
 
 
-def test_every_process_says_the_same() -> None:
+def test_every_process_shows_the_same() -> None:
     """No address, and no order of a set, gets into it."""
     message = {
         subprocess.run(

@@ -16,7 +16,7 @@ from kvpipe.trace.totals import Totals
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
 
 
-def test_a_meter_tells_differences(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_meter_reports_differences(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counters as what came on top, gauges as they are, if they have changed; what costs more is asked seldom."""
     now = [100.0]
     monkeypatch.setattr("kvpipe.connectors.vllm.metrics.time.monotonic", lambda: now[0])
@@ -85,7 +85,7 @@ def prom() -> tuple[KVPipeProm, CollectorRegistry]:
     return KVPipeProm(Config(), kinds, ["model_name", "engine"], {0: ["m", "0"], 1: ["m", "1"]}), registry
 
 
-def test_what_was_told_is_served(prom: tuple[KVPipeProm, CollectorRegistry]) -> None:
+def test_what_was_reported_is_served(prom: tuple[KVPipeProm, CollectorRegistry]) -> None:
     """By engine and label; what another version reports is left out."""
     reported, registry = prom
     reported.observe({"hit_tokens": {"memory": 64}, "leases": {"": 2}, "from_tomorrow": {"": 1}}, 1)

@@ -18,7 +18,7 @@ def test_the_page_is_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doc_tables.fill(page, recipes.tables()) != page
 
 
-def test_an_unknown_family_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_family_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """A recipe is not left out."""
     monkeypatch.delitem(recipes.FAMILIES, "Kimi K3")
     with pytest.raises(LookupError, match="kimi-k3"):

@@ -128,7 +128,7 @@ def test_what_is_in_doubt_is_unknown(how: dict[str, Any]) -> None:
     assert _loaded(**how) == ""
 
 
-def test_a_model_that_nobody_heard_of() -> None:
+def test_a_model_that_nobody_knows() -> None:
     """A model that another loader has made is unknown."""
     assert end_observing(_Model()) == ""
 

@@ -78,7 +78,7 @@ def _engine(**changes: Any) -> Any:
     ],
     ids=str,
 )
-def test_stages_that_would_not_be_heard_are_refused(changes: dict[str, Any], wording: str) -> None:
+def test_stages_that_would_not_be_followed_are_refused(changes: dict[str, Any], wording: str) -> None:
     """VLLM's runner V1 does not end the steps of a first stage that drafts; its first Ray executor is notified last."""
     with pytest.raises(UnsupportedError, match=wording):
         check_engine(_engine(**changes))

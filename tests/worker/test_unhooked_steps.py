@@ -71,7 +71,7 @@ def test_a_hook_that_was_not_expected_is_harmless(halfway: Rig) -> None:
     assert not halfway.counters.faults
 
 
-def test_a_missing_hook_is_told_beside_a_layer_that_has_none(halfway: Rig) -> None:
+def test_a_missing_hook_is_reported_beside_a_layer_that_has_none(halfway: Rig) -> None:
     """A layer whose hook should have come was perhaps never computed: nothing is made up for it."""
     halfway.pipeline.begin(plan(job(1)))
     halfway.pipeline.save_layer(0)

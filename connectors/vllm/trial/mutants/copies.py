@@ -38,7 +38,7 @@ MUTANTS: dict[str, Mutant] = {
     "a_dead_context_is_asked_again": Mutant(
         "After an error that sticks every wave is tried, and logged with a traceback.",
         one(_ENGINE, "_trouble", "self._lost = True", "pass"),
-        test=f"{_CUDA}::test_a_dead_context_is_said_once",
+        test=f"{_CUDA}::test_a_dead_context_is_reported_once",
     ),
     "pinning_goes_on_at_the_end": Mutant(
         "A process ends, or a pool goes, while the driver pins memory for a thread.",

@@ -88,8 +88,7 @@ MUTANTS: dict[str, Mutant] = {
     "later_input_not_saved": Mutant(
         "Where answers are not saved, nothing that comes to a session after its first answer is.",
         one(SAVING, "plan", " and not request.resumable", ""),
-        test="tests/contract/test_scheduler_versions.py::"
-        "test_what_a_session_is_told_later_is_saved_where_answers_are_not",
+        test="tests/contract/test_scheduler_versions.py::test_what_a_session_gets_later_is_saved_where_answers_are_not",
     ),
     "a_block_has_one_hash": Mutant(
         "The prefix of so many units is known by as many hashes, though vLLM hashes blocks in parts.",

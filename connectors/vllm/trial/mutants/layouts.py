@@ -20,7 +20,7 @@ MUTANTS: dict[str, Mutant] = {
     "stretch_of_the_scheduler_alone": Mutant(
         "The stretch that ranks hold is what the scheduler was configured with, though vLLM changes it on ranks.",
         one(_SUPPORT, "layout_facts", "if context := _context_facts(config)", "if context := {}"),
-        test="tests/vllm/test_geometry.py::test_a_rank_says_which_tokens_it_holds",
+        test="tests/vllm/test_geometry.py::test_a_rank_reports_which_tokens_it_holds",
     ),
     "last_page_of_a_hit_is_not_loaded": Mutant(
         "Of a hit that ends within a block of attention whole blocks are loaded alone.",
