@@ -72,8 +72,9 @@ def test_a_prefix_goes_from_its_end(turns: list[tuple[int, int, int, float]]) ->
     """No chunk is evicted while one is held that follows it; what the policy remembers is bounded by its slots."""
     policy = _serve(turns).policy
     assert len(policy._known) <= 2 * SLOTS
-    assert max(len(policy._at), len(policy._gone), len(policy._branches)) <= SLOTS
-    chains = set(policy._at.values())
+    assert max(len(policy) + policy._held, len(policy._gone), len(policy._branches)) <= SLOTS
+    chains = {chain for chain in policy._chains if chain is not None}
+    assert len(policy._chains) <= 1 + SLOTS
     assert {chain for queue in (*policy._queues, policy._orphans) for chain in queue} == chains
     assert sum(chain.free for chain in chains) == len(policy)
 

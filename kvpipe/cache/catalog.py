@@ -53,8 +53,8 @@ class Chunk(Cursor):
     """
 
     __slots__ = (
-        "before", "era", "group", "identity", "keeps", "leases", "marks", "ready", "slot", "tail", "tenant", "used_s",
-        "writers", "written",
+        "before", "era", "group", "identity", "keeps", "leases", "marks", "place", "ready", "slot", "tail", "tenant",
+        "used_s", "writers", "written",
     )  # fmt: skip
 
     def __init__(
@@ -68,10 +68,11 @@ class Chunk(Cursor):
         for the first. `used_s`: the second of its last use, by the catalog's clock; not updated while it is held.
         `era`: number of the reset after which it was made, one object for all its chunks.
         `identity`: key of its longest mark, and its era: equal for equal content, but never across a reset.
+        `place`: the policy's own, see `Evictable`.
         """
         self.machine, self.key, self.state, self.watch = machine, slot, machine.initial, watch  # as a cursor's
         self.group, self.slot, self.tenant = group, slot, tenant
-        self.written = self.ready = self.writers = self.leases = self.used_s = 0
+        self.written = self.ready = self.writers = self.leases = self.used_s = self.place = 0
         self.marks: tuple[Mark, ...] = ()
         self.tail = self.keeps = self.before = self.era = self.identity = b""
         untracked(self)

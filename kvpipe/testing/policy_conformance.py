@@ -32,7 +32,7 @@ class Item:
 
     def __init__(self, identity: str, before: str = "") -> None:
         """`identity` is what it holds, `before` that of what it follows."""
-        self.identity, self.before = identity, before
+        self.identity, self.before, self.place = identity, before, 0
 
 
 class PolicyConformance:

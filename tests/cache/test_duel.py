@@ -10,10 +10,11 @@ from benchmarks.replay import workload as w
 from benchmarks.replay.replay import Pool
 from kvpipe.cache.hints import Action, Hint
 from kvpipe.cache.policy import Lru, Policy, Sessions, make_policy
+from kvpipe.cache.policy.chain import Chain
 from kvpipe.cache.policy.duel import Duel
 from kvpipe.cache.policy.returns import Returns
-from kvpipe.cache.policy.sessions import Chain
 from kvpipe.testing.policy_conformance import Item
+from tests.cache.chains import chain_of
 from tests.cache.test_replay import made_up
 
 SLOTS = 40
@@ -116,7 +117,7 @@ def test_what_a_client_announces_is_followed_until_lru_is_better() -> None:
     policy.request(2.0, over=False)
     policy.hint(item, Hint(Action.DEMOTE))
     assert learnt()
-    chain = policy._at[item]
+    chain = chain_of(policy, item)
     assert policy._duel._learnt._kept[chain] == (1, chain.kind)  # both sides know of it
     policy._duel._count(1000, 999)
     assert learnt()

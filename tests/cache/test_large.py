@@ -15,7 +15,7 @@ from kvpipe.cache import large
 from kvpipe.cache.catalog import Catalog, Chunk, Mark
 from kvpipe.cache.large import PLAIN_MAX, Shard, ShardedOrder, Shards, by_key, order, table
 from kvpipe.cache.policy import make_policy
-from kvpipe.cache.policy.sessions import Chain
+from kvpipe.cache.policy.chain import Chain
 from kvpipe.trace.log import Counters
 
 

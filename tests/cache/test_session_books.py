@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 
 import pytest
 
 from kvpipe.cache.catalog import Catalog, Chunk, Owner, Piece
 from kvpipe.cache.hints import Action, Hint
 from kvpipe.cache.policy import Sessions
-from kvpipe.cache.policy.sessions import NOTHING
+from kvpipe.cache.policy.chain import NONE, NOTHING
 from kvpipe.testing.policy_conformance import Item
 from kvpipe.trace.log import Counters
+from tests.cache.chains import chain_of, chains
 
 SLOTS = 40
 
@@ -34,7 +35,7 @@ def test_a_chunk_that_is_read_keeps_its_place() -> None:
     for item in chain[:0:-1]:
         policy.refresh(item)
     policy.request(41.0, over=False)
-    assert policy._at[chain[1]].stack == chain
+    assert chain_of(policy, chain[1]).stack == chain
 
 
 def test_another_groups_chunk_does_not_become_the_end() -> None:
@@ -43,7 +44,7 @@ def test_another_groups_chunk_does_not_become_the_end() -> None:
     others = [Item("a"), Item("b", "a")]
     for item in others:
         policy.insert(item, hit=False)
-    assert policy._at[chain[0]].stack[-1] is chain[-1]
+    assert chain_of(policy, chain[0]).stack[-1] is chain[-1]
     assert policy.victim() is chain[-1]
 
 
@@ -67,34 +68,37 @@ def test_a_chain_that_went_and_comes_back_is_not_gone() -> None:
 def test_a_requests_chunks_at_once_are_as_one_by_one() -> None:
     """Two prompts that begin alike, a part of one, what is unknown, and what is held already."""
     prompts = [["a", "b", "c", "d"], ["a", "b", "x", "y", "z"], ["b", "c"], ["a", "b"]]
-    items = {
-        name: Item(name, before) for names in prompts[:2] for name, before in zip(names, ["", *names], strict=False)
-    }
+    behind = {name: before for names in prompts[:2] for name, before in zip(names, ["", *names], strict=False)}
+
+    def victims(policy: Sessions) -> list[Hashable]:
+        return [None if chunk is None else chunk.identity for chunk in [policy.victim() for _ in behind]]
+
     for first, names in itertools.product(["", "c"], [*prompts, ["d", "x"], ["b", "x", "unknown"]]):
-        policies = [Sessions(SLOTS), Sessions(SLOTS)]
-        run = [items.get(name, Item(name)) for name in names]
-        for policy in policies:
+        one, other, runs = Sessions(SLOTS), Sessions(SLOTS), list[list[Item]]()
+        for policy in (one, other):
+            items = {name: Item(name, before) for name, before in behind.items()}
             for item in items.values():
                 policy.insert(item, hit=False)
             policy.request(1.0, over=True)
             if first:
                 policy.remove(items[first])
-        one, other = policies
+            runs.append([items.get(name, Item(name)) for name in names])
+        run, at_once = runs
         for item in run:
             one.remove(item)
             _consistent(one)
-        other.remove_all(run)
-        assert [one.victim() for _ in items] == [other.victim() for _ in items]
+        other.remove_all(at_once)
+        assert victims(one) == victims(other)
         for item in reversed(run):
             one.insert(item, hit=True)
-        other.insert_all(run[::-1], hit=True)
-        for policy in policies:
+        other.insert_all(at_once[::-1], hit=True)
+        for policy in (one, other):
             _consistent(policy)
             policy.request(30.0, over=True)
         for item in reversed(run):
             one.refresh(item)
-        other.refresh_all(run[::-1])
-        assert [one.victim() for _ in items] == [other.victim() for _ in items]
+        other.refresh_all(at_once[::-1])
+        assert victims(one) == victims(other)
         _consistent(other)
 
 
@@ -127,7 +131,7 @@ def test_a_chain_has_few_places_of_what_is_gone() -> None:
         middle = Item("b", "a")
         policy.insert(middle, hit=False)
         _consistent(policy)
-    assert len(policy._at[middle].stack) < 20
+    assert len(chain_of(policy, middle).stack) < 20
     assert [policy.victim(), policy.victim(), policy.victim()].count(None) == 0
 
 
@@ -150,19 +154,20 @@ def test_places_of_what_is_gone_are_no_chain(*, saved_first: bool) -> None:
     if not saved_first:
         policy.insert(new, hit=False)
     _consistent(policy)
-    assert policy._at[new].stack == [a, b, new]
-    assert not policy._at[a].shared
+    assert chain_of(policy, new).stack == [a, b, new]
+    assert not chain_of(policy, a).shared
     assert not policy._branches
 
 
 def _consistent(policy: Sessions) -> None:
     """Its books agree with each other."""
-    chains = {*policy._at.values(), *policy._known.values()}
-    for chunk, chain in policy._at.items():
-        assert chunk in chain.stack
+    there_is = chains(policy)
+    assert len({chain.number for chain in there_is}) == len(there_is) == len(policy._chains) - 1 - len(policy._numbers)
+    assert sum(len(chain.held) for chain in there_is) == policy._held
     assert not NOTHING
-    for chain in chains:
-        there = {chunk for chunk in chain.stack if policy._at.get(chunk) is chain}
+    for chain in there_is | {*policy._known.values()}:
+        there = {chunk for chunk in chain.stack if chunk.place == chain.number}
+        assert (policy._chains[chain.number] is chain) == bool(there) == (chain.number != NONE)
         assert chain.held <= there
         assert chain.free == len(there) - len(chain.held)
         assert (chain in policy._queue(chain)) == (chain.free > 0)

@@ -9,6 +9,7 @@ from kvpipe.cache.policy import Sessions
 from kvpipe.cache.policy.returns import DEMOTED
 from kvpipe.cache.policy.sessions import CHAIN_MAX
 from kvpipe.testing.policy_conformance import Item
+from tests.cache.chains import chain_of
 
 
 class Clients:
@@ -50,7 +51,7 @@ class Clients:
 
     def kinds(self, *names: str) -> set[int]:
         """Return what these chunks count as."""
-        return {self.policy._at[self.items[name]].hinted for name in names}
+        return {chain_of(self.policy, self.items[name]).hinted for name in names}
 
 
 _HARM = [Hint(Action.DEMOTE), Hint(Action.RESUME, 30 * 86400.0)]

@@ -27,6 +27,7 @@ from kvpipe.cache.policy.returns import (
 )
 from kvpipe.testing.policy_conformance import Item
 from kvpipe.trace.log import Counters
+from tests.cache.chains import chain_of, chains
 
 SLOTS = 40
 
@@ -148,7 +149,7 @@ def test_nothing_is_left_of_chunks_that_others_evict() -> None:
         assert world.catalog.spare([chunk]) == 1
     assert world.serve("prompt", 2) == 2
     assert sum(map(len, policy._branches.values())) <= SLOTS
-    assert not any(chain.held for chain in policy._at.values())
+    assert not any(chain.held for chain in chains(policy))
 
 
 def test_a_chunk_that_is_held_keeps_the_place_of_those_before_it() -> None:
@@ -182,8 +183,8 @@ def test_where_a_prompt_branches_the_older_branch_is_a_chain_of_its_own() -> Non
     new = [Item("x", "b"), Item("y", "x")]
     for item in new:
         policy.insert(item, hit=False)
-    assert policy._at[old[0]] is policy._at[old[1]]
-    assert policy._at[old[2]] is policy._at[old[3]] is not policy._at[old[0]]
+    assert chain_of(policy, old[0]) is chain_of(policy, old[1])
+    assert chain_of(policy, old[2]) is chain_of(policy, old[3]) is not chain_of(policy, old[0])
     victims = [policy.victim() for _ in range(6)]
     assert victims[4:] == [old[1], old[0]]
     assert victims.index(old[3]) < victims.index(old[2])
@@ -291,7 +292,7 @@ def test_a_prefix_that_others_use_is_not_demoted_for_one() -> None:
         policy.refresh(item)
     for item in (one, shared):
         policy.hint(item, Hint(Action.DEMOTE))
-    assert (policy._at[one].hinted, policy._at[shared].hinted) == (DEMOTED, 0)
+    assert (chain_of(policy, one).hinted, chain_of(policy, shared).hinted) == (DEMOTED, 0)
     assert policy.victim() is one
 
 
@@ -306,7 +307,7 @@ def test_what_is_set_for_the_next_wait_holds_when_it_begins() -> None:
     policy.insert(item, hit=True)
     policy.refresh(item)
     policy.request(20.0, over=False)
-    chain = policy._at[item]
+    chain = chain_of(policy, item)
     assert (chain.hinted, chain.kind) == (hinted_kind(Action.RESUME, 30.0),) * 2
     policy.refresh(item)
     assert (chain.hinted, chain.hint) == (0, None)
@@ -333,8 +334,8 @@ def test_a_save_that_lands_after_its_request_is_no_use(*, there: bool) -> None:
     for piece in pieces[len(early) :]:
         assert catalog.landed(piece, over=True)
         catalog.hint([piece.chunk], hint)
-    chain = policy._at[pieces[1].chunk]
-    assert chain is policy._at[pieces[0].chunk]
+    chain = chain_of(policy, pieces[1].chunk)
+    assert chain is chain_of(policy, pieces[0].chunk)
     assert (chain.pace, chain.ended_s, chain.hint) == (None, 10.0 if there else 11.0, hint)
     assert chain.kind == chain.hinted == hinted_kind(Action.RESUME, 40.0 if there else 39.0)
     now_s = 43.0

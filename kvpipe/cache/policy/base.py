@@ -9,7 +9,10 @@ from kvpipe.cache.hints import Hint
 
 
 class Evictable(Protocol):
-    """What a policy may read of a chunk."""
+    """What a policy may read of a chunk, and one attribute that it may write."""
+
+    place: int
+    """The policy's own, and read by nobody else: where it keeps the chunk. 0 until the policy sets it."""
 
     @property
     def identity(self) -> Hashable:

@@ -16,7 +16,7 @@ from kvpipe.cache.large import Ordered, order, table
 from kvpipe.cache.policy.returns import INNER_S, KINDS, Returns
 
 if TYPE_CHECKING:
-    from kvpipe.cache.policy.sessions import Chain
+    from kvpipe.cache.policy.chain import Chain
 
 BEGINS: Final = ((2.0, 0.005), (1.0, 0.01), (0.5, 0.05))
 """(standard deviations of the difference in hits, share of LRU's hits): how far the learnt order has to be ahead."""

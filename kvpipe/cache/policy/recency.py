@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from kvpipe.cache.large import Ordered, order, untracked
 
 if TYPE_CHECKING:
-    from kvpipe.cache.policy.sessions import Chain
+    from kvpipe.cache.policy.chain import Chain
 
 RUN_MAX: Final = 16  # chains; splits make a run longer
 
@@ -36,6 +36,12 @@ class Recency:
         run.remove(chain)
         if not run:
             del self._runs[chain.run]
+
+    def renew(self, chain: Chain) -> None:
+        """Make `chain`, which must be in it, the one used last."""
+        if not self._last or self._last[-1] is not chain:
+            self.forget(chain)
+            self.use(chain)
 
     def split(self, chain: Chain, rest: Chain) -> None:
         """Add `rest`, which was split off the end of `chain`, directly before it."""

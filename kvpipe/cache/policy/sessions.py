@@ -13,6 +13,7 @@ from typing import Final
 from kvpipe.cache.hints import Action, Hint
 from kvpipe.cache.large import Ordered, order, table, untracked
 from kvpipe.cache.policy.base import Evictable
+from kvpipe.cache.policy.chain import NONE, NOTHING, Chain
 from kvpipe.cache.policy.duel import Duel, least
 from kvpipe.cache.policy.recency import Recency
 from kvpipe.cache.policy.returns import KINDS, LEFT, SILENT, Returns, hinted_kind, kind_of, pace_after
@@ -20,34 +21,7 @@ from kvpipe.cache.policy.returns import KINDS, LEFT, SILENT, Returns, hinted_kin
 CHAIN_MAX: Final = 256  # chunks: to split a chain takes no longer than a chain is long
 DEPTH_MAX: Final = 1024  # chains that follow each other
 FORGOTTEN_MAX: Final = 64  # identities at once, as to find the oldest one takes longer
-NOTHING: Final[set[Evictable]] = set()  # is held of a chain; nothing is ever put in
 NOWHERE: Final = object()  # no chunk follows it
-
-
-class Chain:
-    """A run of chunks. `stack`: in the order of the prefix; some may be held, or gone."""
-
-    __slots__ = (
-        "before", "ended_s", "free", "head", "held", "hint", "hinted", "hinted_s", "kind", "orphan", "pace", "paced",
-        "run", "shared", "stack", "used_s",
-    )  # fmt: skip
-
-    def __init__(self, head: Hashable, before: Hashable, now_s: float, *, orphan: bool) -> None:
-        """`before`: what its first chunk, `head`, follows. An `orphan` follows what is not there: nobody finds it."""
-        self.head, self.before, self.orphan = head, before, orphan
-        self.stack: list[Evictable] = []
-        self.held = NOTHING
-        self.free = 0  # how many may go
-        self.shared = False  # prompts have gone on differently behind it
-        self.pace: float | None = None
-        self.kind = self.paced = 0  # by which it is valued; and by its pace when it began to wait
-        self.run = 0  # where it is among others, by their last use
-        self.used_s = now_s
-        self.hint: Hint | None = None  # of the wait it is in, or of the next one
-        self.hinted, self.hinted_s = 0, now_s  # the kind by its hint, and since when; 0: no hint
-        self.ended_s: float | None = None  # since when it waits; None: a request uses it
-        untracked(self)
-        untracked(self.stack)
 
 
 def _push(stack: list[Evictable], chunk: Evictable, identity: Hashable) -> None:
@@ -66,21 +40,23 @@ class Sessions:
         self._slots = max(1, slots)
         self._returns = Returns()
         self._duel = Duel(self._slots, self._returns)
-        self._at: MutableMapping[Evictable, Chain] = table(slots)  # what may go, and what is held
-        self._free = 0  # how many may go
+        self._chains: list[Chain | None] = [None]  # by the place of their chunks
+        self._numbers: list[int] = []  # of no chain now
+        self._free = self._held = 0  # how many may go, and how many are known that are held
         self._known: MutableMapping[Hashable, Chain] = table(slots)  # by identity of their chunks
         self._gone: Ordered[Hashable, Chain] = order(slots)  # by the identity of their head
         self._branches: Ordered[Hashable, dict[Chain, None]] = order(slots)  # by what they follow
         self._queues: tuple[Ordered[Chain, None], ...] = tuple(order(slots) for _ in range(KINDS))
         self._orphans: Ordered[Chain, None] = order(slots)
         self._recency = Recency(slots)  # of what is in the queues, and of orphans
-        self._tip: Chain | None = None  # where something was saved last
+        self._tip = Chain(NOWHERE, NOWHERE, 0.0, orphan=False)  # where something was saved last
         self._follows: Hashable = NOWHERE  # the identity of that
         self._now_s, self._over = 0.0, False
         self._touched: list[Evictable] = []  # of the request that is over, its end first
         self._draining: Chain | None = None
         self._bare = False  # nothing follows what is drained
         self._lost = 0  # chunks that requests saved and that were gone, or of no use, before one was over
+        untracked(self._chains)
 
     # ---- what happens --------------------------------------------------------------------------------------------
 
@@ -98,9 +74,27 @@ class Sessions:
         """See `Policy.insert`."""
         if self._touched:
             self._settle()
-        if chunk.before == self._follows and self._append(chunk):
-            return
-        chain = self._at.get(chunk)
+        before = chunk.before
+        if before == self._follows and not chunk.place:  # as in the middle of a prompt
+            chain, identity, known = self._tip, chunk.identity, self._known
+            stack = chain.stack
+            if (
+                chain.free and len(stack) < CHAIN_MAX and stack[-1].identity == before
+                and before not in self._branches and identity not in known
+            ):  # fmt: skip
+                stack.append(chunk)
+                known[identity], chunk.place = chain, chain.number
+                chain.free += 1
+                self._free += 1
+                self._follows = identity
+                if len(known) > 2 * self._slots:
+                    self._forget_oldest()
+                return
+        self._insert(chunk, hit=hit)
+
+    def _insert(self, chunk: Evictable, *, hit: bool) -> None:
+        """As `insert`, of any chunk."""
+        chain = self._chains[chunk.place]
         if chain is None:
             self._insert_new(chunk)
         elif chunk in chain.held:
@@ -135,6 +129,7 @@ class Sessions:
             self._line_up(chain)
         chain.free += back
         self._free += back
+        self._held -= back
         if hit:
             end = chain.stack[-1]
             run = [end] if end in run else []  # only a prompt's end grows
@@ -146,7 +141,7 @@ class Sessions:
         runs, at = dict[Chain, list[Evictable]](), 0
         while at < len(chunks):
             chunk = chunks[at]
-            chain = self._at.get(chunk)
+            chain = self._chains[chunk.place]
             if chain is not None:
                 stack = chain.stack
                 if stack[0] is chunk and chain not in runs and len(stack) == chain.free + len(chain.held):
@@ -159,32 +154,14 @@ class Sessions:
             at += 1
         return runs
 
-    def _append(self, chunk: Evictable) -> bool:
-        """Put a new chunk behind the one that was saved last, which it follows. False: it may be one of the others."""
-        chain, before, identity = self._tip, chunk.before, chunk.identity
-        if chain is None or not chain.free or chain.ended_s is not None:
-            return False
-        stack, known = chain.stack, self._known
-        if (
-            len(stack) >= CHAIN_MAX or stack[-1].identity != before
-            or identity in known or before in self._branches or chunk in self._at
-        ):  # fmt: skip
-            return False
-        stack.append(chunk)
-        known[identity] = self._at[chunk] = chain
-        chain.free += 1
-        self._free += 1
-        self._follows = identity
-        if len(known) > 2 * self._slots:
-            self._forget_oldest()
-        return True
-
     def _insert_new(self, chunk: Evictable) -> None:
         identity, late = chunk.identity, self._over
         chain = self._chain_for(identity, chunk.before)
         _push(chain.stack, chunk, identity)
         self._know(identity, chain)
-        self._at[chunk] = chain
+        if chain.number == NONE:
+            self._number(chain)
+        chunk.place = chain.number
         if not chain.free:
             self._line_up(chain)
         chain.free += 1
@@ -200,6 +177,22 @@ class Sessions:
         if late:
             self._wait(chain)
 
+    def _number(self, chain: Chain) -> None:
+        """Give the chain a number: something of it is there from now on."""
+        if self._numbers:
+            chain.number = self._numbers.pop()
+            self._chains[chain.number] = chain
+        else:
+            chain.number = len(self._chains)
+            self._chains.append(chain)
+
+    def _end_number(self, chain: Chain) -> None:
+        """Take back the chain's number if nothing of it is there any more."""
+        if not (chain.free or chain.held):
+            self._chains[chain.number] = None
+            self._numbers.append(chain.number)
+            chain.number = NONE
+
     def _know(self, identity: Hashable, chain: Chain) -> None:
         self._known[identity] = chain
         if len(self._known) > 2 * self._slots:
@@ -214,7 +207,7 @@ class Sessions:
         """See `Policy.remove`."""
         if self._touched:
             self._settle()
-        chain = self._at.get(chunk)
+        chain = self._chains[chunk.place]
         if chain is not None and chunk not in chain.held:
             self._hold(chain, [chunk])
 
@@ -233,31 +226,35 @@ class Sessions:
             chain.held = set(run)
         chain.free -= len(run)
         self._free -= len(run)
+        self._held += len(run)
         if run and not chain.free:
             self._leave(chain)
-        if len(self._at) - self._free > self._slots:  # nothing reports what was dropped: none of it comes back
-            for chunk in [one for one, its in self._at.items() if one in its.held]:
-                self.dropped(chunk)
+        if self._held > self._slots:  # nothing reports what was dropped: none of it comes back
+            for holder in [one for one in self._chains if one is not None and one.held]:
+                for chunk in [one for one in holder.stack if one in holder.held]:
+                    self.dropped(chunk)
 
     def dropped(self, chunk: Evictable) -> None:
         """See `RememberingPolicy.dropped`. Its place in its chain goes when nothing that is there is behind it."""
-        chain = self._at.get(chunk)
+        chain = self._chains[chunk.place]
         if chain is None or chunk not in chain.held:
             return
         chain.held.remove(chunk)
-        del self._at[chunk]
-        while chain.stack and self._at.get(chain.stack[-1]) is not chain:
+        chunk.place = 0
+        self._held -= 1
+        while chain.stack and chain.stack[-1].place != chain.number:
             self._pop(chain)
         if len(chain.stack) > 2 * (chain.free + len(chain.held)) + 8:  # as many places are of what is gone
-            chain.stack = [one for one in chain.stack if self._at.get(one) is chain]
+            chain.stack = [one for one in chain.stack if one.place == chain.number]
             untracked(chain.stack)
+        self._end_number(chain)
 
     def refresh(self, chunk: Evictable) -> None:
         """See `Policy.refresh`."""
         if self._over:
             self._touched.append(chunk)
             return
-        chain = self._at.get(chunk)
+        chain = self._chains[chunk.place]
         if chain is not None and chain.ended_s is not None and chunk not in chain.held:
             self._use(chain)
 
@@ -280,11 +277,22 @@ class Sessions:
             elif not self._bare:
                 chain = self._draining = self._end_of(chain)
             self._bare = True  # what follows a chain follows its end
-            chunk = self._pop_one(chain) if len(chain.stack) == chain.free > 1 else self._pop(chain)
-            if chunk is not None:
-                if chain.ended_s is None and not chain.orphan:
-                    self._lost += 1
-                return chunk
+            stack = chain.stack
+            if len(stack) == chain.free > 1:  # all of it may go, and it stays a chain
+                chunk = stack.pop()
+                chunk.place, identity = 0, chunk.identity
+                chain.free -= 1
+                self._free -= 1
+                if stack[-1].identity != identity and self._known.get(identity) is chain:
+                    del self._known[identity]
+            else:
+                last = self._pop(chain)
+                if last is None:
+                    continue
+                chunk = last
+            if chain.ended_s is None and not chain.orphan:
+                self._lost += 1
+            return chunk
         return None
 
     def __len__(self) -> int:
@@ -313,33 +321,23 @@ class Sessions:
             chain = following
         return chain
 
-    def _pop_one(self, chain: Chain) -> Evictable:
-        """As `_pop`, and quicker: all of the chain may go, and it has more than one chunk."""
-        stack = chain.stack
-        chunk = stack.pop()
-        del self._at[chunk]
-        chain.free -= 1
-        self._free -= 1
-        identity = chunk.identity
-        if stack[-1].identity != identity and self._known.get(identity) is chain:
-            del self._known[identity]
-        return chunk
-
     def _pop(self, chain: Chain) -> Evictable | None:
         """Take the last chunk off the chain. Return it if it may go."""
         stack, held = chain.stack, chain.held
         chunk = stack.pop()
-        free = self._at.get(chunk) is chain
+        free = chunk.place == chain.number
         if free:
-            del self._at[chunk]
+            chunk.place = 0
             if held and chunk in held:
                 held.remove(chunk)
+                self._held -= 1
                 free = False
             else:
                 chain.free -= 1
                 self._free -= 1
                 if not chain.free:
                     self._leave(chain)
+            self._end_number(chain)
         identity = chunk.identity
         if self._known.get(identity) is chain and not (stack and stack[-1].identity == identity):
             del self._known[identity]
@@ -421,7 +419,7 @@ class Sessions:
         stack = chain.stack
         stop = next((i for i in range(len(stack), 0, -1) if stack[i - 1].identity == at), len(stack))
         rest = stack[stop:]
-        if not any(self._at.get(one) is chain for one in rest):  # places of what is gone
+        if not any(one.place == chain.number for one in rest):  # places of what is gone
             while len(stack) > stop:
                 self._pop(chain)
             return
@@ -433,12 +431,7 @@ class Sessions:
         end.kind = SILENT + LEFT
         if not self._duel.learnt:
             end.used_s = chain.used_s
-        for chunk in rest:
-            if self._at.get(chunk) is chain:
-                self._at[chunk] = end
-                end.free += 1
-            if self._known.get(chunk.identity) is chain:
-                self._known[chunk.identity] = end
+        self._move(rest, chain, end)
         if chain.held:
             end.held = chain.held.intersection(rest)
             chain.held = chain.held - end.held
@@ -449,10 +442,22 @@ class Sessions:
             chain.free -= end.free
             if not chain.free:
                 self._leave(chain)
+        if not any(one.place == chain.number for one in chain.stack):  # else what is given back may be all there is
+            self._end_number(chain)
         self._duel.split(chain, len(chain.stack), end, len(rest))
         self._returns.ended(LEFT)
         self._returns.ended(end.kind)
         self._follow(end)
+
+    def _move(self, chunks: list[Evictable], chain: Chain, end: Chain) -> None:
+        """Those of `chain` are of the new chain `end` from now on."""
+        self._number(end)
+        for chunk in chunks:
+            if chunk.place == chain.number:
+                chunk.place = end.number
+                end.free += 1
+            if self._known.get(chunk.identity) is chain:
+                self._known[chunk.identity] = end
 
     # ---- when ----------------------------------------------------------------------------------------------------
 
@@ -477,16 +482,19 @@ class Sessions:
     def _become(self, chain: Chain, kind: int) -> None:
         """It is valued as one of this kind that is used now."""
         if chain.free:
-            self._leave(chain)
+            del self._queue(chain)[chain]
         chain.kind, chain.used_s = kind, self._now_s
         if chain.free:
-            self._line_up(chain)
+            self._queue(chain)[chain] = None
+            self._recency.renew(chain)
+            if chain is self._draining:
+                self._draining = None
 
     def hint(self, chunk: Evictable, hint: Hint) -> None:
         """See `HintedPolicy.hint`."""
         if self._touched:
             self._settle()
-        chain = self._at.get(chunk)
+        chain = self._chains[chunk.place]
         if chain is None or chain.hint is hint:
             return
         end, demotes = chain.stack[-1].identity, hint.action is Action.DEMOTE
@@ -517,7 +525,7 @@ class Sessions:
         """A request is over: its chains wait from now on."""
         touched, self._touched = self._touched, []
         at, prompt = 0, list[tuple[Chain, int]]()
-        while at < len(touched) and (chain := self._at.get(touched[at])) is not None:
+        while at < len(touched) and (chain := self._chains[touched[at].place]) is not None:
             stack = chain.stack
             begun = stack if stack[-1] is touched[at] else stack[: stack.index(touched[at]) + 1]
             if chain.held or touched[at : at + len(begun)] != begun[::-1]:
@@ -541,13 +549,13 @@ class Sessions:
         """
         chains: dict[Chain, dict[Evictable, None]] = {}
         for chunk in touched:
-            chain = self._at.get(chunk)
+            chain = self._chains[chunk.place]
             if chain is not None and chunk not in chain.held:
                 chains.setdefault(chain, {})[chunk] = None
         for chain, chunks in chains.items():
             order = list(reversed(chunks))
             if len(order) < len(chain.stack):  # what is held keeps its place; behind the others what is not touched
-                free = {one: None for one in chain.stack if one not in chain.held and self._at.get(one) is chain}
+                free = {one: None for one in chain.stack if one not in chain.held and one.place == chain.number}
                 following = iter(order + [one for one in free if one not in chunks])
                 order = [next(following) if one in free else one for one in chain.stack]
             chain.stack = order

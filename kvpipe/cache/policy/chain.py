@@ -1,0 +1,40 @@
+"""A chain: chunks that follow each other, with no branch between them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Final
+
+from kvpipe.cache.hints import Hint
+from kvpipe.cache.large import untracked
+from kvpipe.cache.policy.base import Evictable
+
+NOTHING: Final[set[Evictable]] = set()  # is held of a chain; nothing is ever put in
+NONE: Final = -1  # is the number of a chain of which nothing is there: no chunk has it as its place
+
+
+class Chain:
+    """A run of chunks. `stack`: in the order of the prefix; some may be held, or gone."""
+
+    __slots__ = (
+        "before", "ended_s", "free", "head", "held", "hint", "hinted", "hinted_s", "kind", "number", "orphan", "pace",
+        "paced", "run", "shared", "stack", "used_s",
+    )  # fmt: skip
+
+    def __init__(self, head: Hashable, before: Hashable, now_s: float, *, orphan: bool) -> None:
+        """`before`: what its first chunk, `head`, follows. An `orphan` follows what is not there: nobody finds it."""
+        self.head, self.before, self.orphan = head, before, orphan
+        self.stack: list[Evictable] = []
+        self.held = NOTHING
+        self.free = 0  # how many may go
+        self.number = NONE  # the place of its chunks that are there, held or not
+        self.shared = False  # prompts have gone on differently behind it
+        self.pace: float | None = None
+        self.kind = self.paced = 0  # by which it is valued; and by its pace when it began to wait
+        self.run = 0  # where it is among others, by their last use
+        self.used_s = now_s
+        self.hint: Hint | None = None  # of the wait it is in, or of the next one
+        self.hinted, self.hinted_s = 0, now_s  # the kind by its hint, and since when; 0: no hint
+        self.ended_s: float | None = None  # since when it waits; None: a request uses it
+        untracked(self)
+        untracked(self.stack)

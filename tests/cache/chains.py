@@ -1,0 +1,19 @@
+"""The chains of a policy of sessions."""
+
+from __future__ import annotations
+
+from kvpipe.cache.policy import Sessions
+from kvpipe.cache.policy.base import Evictable
+from kvpipe.cache.policy.chain import Chain
+
+
+def chain_of(policy: Sessions, chunk: Evictable) -> Chain:
+    """Return the chain of a chunk that the policy has, held or not."""
+    chain = policy._chains[chunk.place]
+    assert chain is not None
+    return chain
+
+
+def chains(policy: Sessions) -> set[Chain]:
+    """Return all of which something is there."""
+    return {chain for chain in policy._chains if chain is not None}
