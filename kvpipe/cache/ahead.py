@@ -20,6 +20,8 @@ ANNOUNCED_SHARE: Final = 0.5
 """Of the pool, at most, that is in memory for announced resumes and was not used since."""
 FIRST: Final = 1 / 64
 """Of the pool: as if so much had been of use before anything is known."""
+DOUBT: Final = 1 / 16
+"""Of the pool: as if so much had been of no use."""
 
 BROUGHT, ANNOUNCED = 1, 2
 
@@ -43,12 +45,15 @@ class Part:
             self._wasted += 1
 
     def room(self, slots: int) -> int:
-        """Return how many more chunks there may be, of an account that may hold `slots` slots."""
+        """Return how many more chunks there may be, of an account that may hold `slots` slots.
+
+        By the square of the share that was of use: some of what is announced in vain is used by others all the same.
+        """
         if self._used + self._wasted > slots:
             self._used, self._wasted = self._used / 2, self._wasted / 2
         first = max(1.0, slots * FIRST)
-        trust = (self._used + first) / (self._used + self._wasted + first)
-        return max(0, max(1, int(slots * ANNOUNCED_SHARE * trust)) - self.announced)
+        trust = (self._used + first) / (self._used + self._wasted + first + slots * DOUBT)
+        return max(0, max(1, int(slots * ANNOUNCED_SHARE * trust**2)) - self.announced)
 
 
 class Ahead:

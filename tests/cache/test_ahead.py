@@ -80,11 +80,19 @@ def test_a_reset_leaves_nothing() -> None:
     check_integrity(catalog)
 
 
+def test_what_is_right_half_of_the_time_has_a_quarter_of_the_room() -> None:
+    """What is brought and not used costs what it evicts, so little is to be brought where little is used."""
+    catalog = _catalog()
+    part = catalog.ahead.part(ANYBODY)
+    part._used = part._wasted = SLOTS / 2
+    assert 0.2 * MOST < catalog.room_ahead(ANYBODY) <= MOST / 4
+
+
 def test_who_announces_what_never_comes_has_ever_less_room() -> None:
     """Down to a fiftieth of the pool; and gets it back as soon as what was announced comes."""
     catalog = _catalog()
     ahead = catalog.ahead
-    assert catalog.room_ahead(ANYBODY) == MOST
+    assert 1 < catalog.room_ahead(ANYBODY) < MOST / 16, "nothing is known yet"
     rooms = []
     for turn in range(400):
         room = catalog.room_ahead(ANYBODY)
@@ -100,7 +108,7 @@ def test_who_announces_what_never_comes_has_ever_less_room() -> None:
         chunks = _saved(catalog, catalog.room_ahead(ANYBODY), f"{turn}+")
         ahead.keep(chunks)
         catalog.refresh(chunks)
-    assert catalog.room_ahead(ANYBODY) >= 0.8 * MOST
+    assert catalog.room_ahead(ANYBODY) >= 0.75 * MOST
 
 
 def test_all_that_is_there_for_what_was_announced_takes_its_room() -> None:
@@ -111,7 +119,7 @@ def test_all_that_is_there_for_what_was_announced_takes_its_room() -> None:
     assert catalog.room_ahead(ANYBODY) == 0
     catalog.evict(chunks[0])
     assert catalog.room_ahead(ANYBODY) == 0, "one of them was of no use"
-    catalog.refresh(chunks[1:8])
+    catalog.refresh(chunks[1:MOST])
     assert catalog.room_ahead(ANYBODY) > 0
 
 
@@ -131,10 +139,13 @@ def test_with_quotas_half_of_what_each_may_hold_is_for_what_it_announces() -> No
     """So its other prompts have the other half, and nobody takes another's room."""
     catalog = _shared()
     a, b = (catalog.tenants.named(salt, None) for salt in "ab")
-    assert (catalog.room_ahead(a), catalog.room_ahead(b), catalog.room_ahead(ANYBODY)) == (MOST, MOST // 4, MOST)
-    catalog.ahead.keep(_saved(catalog, MOST, "a", a))
-    catalog.ahead.keep(_saved(catalog, MOST // 4, "b", b))
-    assert (catalog.room_ahead(a), catalog.room_ahead(b), catalog.room_ahead(ANYBODY)) == (0, 0, MOST)
+    for tenant in (a, b, ANYBODY):
+        catalog.ahead.part(tenant)._used = SLOTS / 4
+    rooms = [catalog.room_ahead(tenant) for tenant in (a, b, ANYBODY)]
+    assert MOST > rooms[0] == rooms[2] > MOST // 4 > rooms[1] > MOST // 8
+    catalog.ahead.keep(_saved(catalog, rooms[0], "a", a))
+    catalog.ahead.keep(_saved(catalog, rooms[1], "b", b))
+    assert [catalog.room_ahead(tenant) for tenant in (a, b, ANYBODY)] == [0, 0, rooms[2]]
     check_integrity(catalog)
 
 
@@ -142,7 +153,7 @@ def test_who_announces_what_never_comes_is_not_believed_for_others() -> None:
     """Nor does another take its room: each quota has its own."""
     catalog = _shared()
     a, b = (catalog.tenants.named(salt, None) for salt in "ab")
-    _saved(catalog, SLOTS // 4, "b", b)
+    catalog.ahead.part(b)._used = SLOTS / 4
     before = catalog.room_ahead(a), catalog.room_ahead(b)
     for turn in range(50):
         chunks = _saved(catalog, catalog.room_ahead(b), f"b{turn}/", b)

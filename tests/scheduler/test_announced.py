@@ -37,6 +37,12 @@ class Clock:
         catalog._clock = lambda: self.now_s
 
 
+def believe(played: Played) -> None:
+    """What was announced before has come."""
+    catalog: Any = played.trial.side.catalog
+    catalog.ahead.part(ANYBODY)._used = catalog.slots
+
+
 @contextmanager
 def announcing(shape: Shape = ROOMY, pause_s: int = PAUSE_S) -> Iterator[tuple[Played, Clock]]:
     """Yield a trial in which the prompt was announced to come back, and memory has forgotten it."""
@@ -44,6 +50,7 @@ def announcing(shape: Shape = ROOMY, pause_s: int = PAUSE_S) -> Iterator[tuple[P
         clock = Clock(played)
         played.do(("hint", RESUME, pause_s), ADD, ("drain",))
         assert played.trial.side.counters["resumes_announced"] == 1
+        believe(played)
         played.forget()
         yield played, clock
 
@@ -152,6 +159,7 @@ def test_what_is_left_goes_behind_what_is_evicted_first() -> None:
     """A policy that takes no hints does not know that it is needed soon."""
     with _played(ROOMY) as played:
         clock, catalog = Clock(played), played.trial.side.catalog
+        believe(played)
         played.do(("hint", RESUME, PAUSE_S), ADD, ("drain",))
         mine = {chunk.slot for chunk in catalog.chunks()}
         steps(played)
@@ -238,7 +246,8 @@ def test_no_more_of_the_pool_is_taken_than_what_is_announced_has_earned() -> Non
     """The head of the prompt comes first, as it is of use without the rest."""
     with announcing(ROOMY._replace(pool_slots=12)) as (played, clock):
         side = played.trial.side
-        side.catalog.ahead.part(ANYBODY)._wasted = 100.0
+        part: Any = side.catalog.ahead.part(ANYBODY)
+        part._used, part._wasted = 0.0, 100.0
         assert side.catalog.room_ahead(ANYBODY) == 1
         clock.now_s += PAUSE_S
         steps(played)
