@@ -38,7 +38,11 @@ IDLE_NS: Final = 100_000_000
 
 
 class WorkerSide:
-    """One per rank, made when the rank has its caches: from then on there is all that a step's calls need."""
+    """One per rank, made when the rank has its caches: from then on there is all that a step's calls need.
+
+    Two calls are its pipeline's own: `start_loads`, when loads may be submitted, and `end_step`, when everything of the
+    step was submitted (`wait_for_save`): source blocks are free to be reused then.
+    """
 
     def __init__(
         self,
@@ -89,6 +93,7 @@ class WorkerSide:
                 undo.callback(self.carrier.shutdown)
             self.pipeline = self._make_pipeline(engine, caches)
             undo.callback(self.pipeline.shutdown)
+            self.start_loads, self.end_step = self.pipeline.start_loads, self.pipeline.end_step
             self._readier = self._make_readier(engine, caches.device)
             undo.callback(self._readier.stop)
             self._readier.begin(settings.prefault)
@@ -209,35 +214,21 @@ class WorkerSide:
             self.counters.fault("orders_without_tiers", orders=len(plan.orders))
             self._tallies.update((order.id, ONE_BAD) for order in plan.orders)
 
-    def start_loads(self, *, replayed: bool = False) -> None:
-        """Loads may be submitted. `replayed`: no hook will be called in this step."""
-        self.pipeline.start_loads(replayed=replayed)
-
     def wait_layer(self, name: str) -> None:
         """Attention of layer `name` is about to read its cache."""
-        pipeline = self.pipeline
-        if not pipeline.busy:
-            return
         layer = self._index.get(name)
         if layer is None:
             self._unknown(name)
         else:
-            pipeline.wait_layer(layer)
+            self.pipeline.wait_layer(layer)
 
     def save_layer(self, name: str) -> None:
         """Attention of layer `name` has written its cache."""
-        pipeline = self.pipeline
-        if not pipeline.busy:
-            return
         layer = self._index.get(name)
         if layer is None:
             self._unknown(name)
         else:
-            pipeline.save_layer(layer)
-
-    def end_step(self) -> None:
-        """`wait_for_save`: everything of this step was submitted, and source blocks are free to be reused."""
-        self.pipeline.end_step()
+            self.pipeline.save_layer(layer)
 
     def unbind(self) -> None:
         """The step is over. A step without `wait_for_save` ends here."""
