@@ -108,13 +108,15 @@ class Remedies(Recovery):
         blocks = self._blocks
         if blocks is not None and self._stale.requests and self._stale.rests_on(request_id, tables, blocks):
             return True
-        return request_id in self.encoded.living and self.continued(request_id)
+        return self.continued(request_id)
 
     def continued(self, request_id: str) -> bool:
         """Whether a request continues with embeddings of old weights, or of an unknown version of its adapter.
 
         Asked at every input, because any input of a session may be the first with an image.
         """
+        if request_id not in self.encoded.living:  # most have nothing to encode
+            return False
         if self._blocks is not None and self.encoded.rests_on(request_id):
             self._stale.requests[request_id] = {}
             return True

@@ -470,8 +470,8 @@ class Catalog:
     def _notify(self, *, over: bool) -> float:
         """Read the clock and return it; pass it to a `SessionPolicy`, with whether the request is `over`."""
         now_s = time.monotonic() if self._clock is None else self._clock()  # as `now_s`, and quicker
-        if (second := int(now_s)) != self._second:
-            self._second = second  # one object for all that is of use in it
+        if now_s - self._second >= 1.0:
+            self._second = int(now_s)  # one object for all that is of use in it
         if self._request is not None:
             self._request(now_s, over=over)
         return now_s

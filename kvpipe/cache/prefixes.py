@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import compress, takewhile
 from typing import TYPE_CHECKING
 
@@ -41,8 +41,8 @@ class Prefixes:
         self._states = geometry.states
         growing = [group for group in self._groups if group not in geometry.states]
         kinds: list[tuple[Collection[int], int, int]] = [(self._states, 1, 0), (growing, self._per_chunk, self._ahead)]
-        self._kinds = [kind for kind in kinds if kind[0]]
-        """(groups, after how many units each has a key, how many hashes ahead the key is)."""
+        self._kinds = [(groups, units * self._hashes_per_unit, ahead) for groups, units, ahead in kinds if groups]
+        """(groups, after how many hashes each has a key, how many hashes ahead the key is)."""
         self._full = [i for i, g in enumerate(geometry.groups) if g.window_tokens is None and not g.state]
         self._windows = [
             (i, (g.window_tokens if g.local else g.window_tokens + self._unit - 2) // self._unit, g.local)
@@ -185,15 +185,16 @@ class Prefixes:
                 return chunk
         return None
 
-    def chunks_from_the_end(self, request: Request, units: int) -> Iterator[Chunk]:
-        """Yield the whole chunks of the request's first `units` units, the last one first; before them, its states."""
-        hashes = self.hashes(request)
+    def chunks_from_the_end(self, request: Request, units: int) -> list[Chunk]:
+        """Return the whole chunks of the request's first `units` units, the last one first; before them, its states."""
+        hashes, stop, find = self.hashes(request), units * self._hashes_per_unit, self._catalog.find
+        found: list[Chunk] = []
         for groups, step, ahead in self._kinds:
-            for key in reversed(self._keys(hashes, step, units, step, ahead)):
+            for key in reversed(hashes[step - 1 + ahead : stop + ahead : step]):
                 for group in groups:
-                    chunk = self._catalog.find(group, key)
-                    if chunk is not None:
-                        yield chunk
+                    if (chunk := find(group, key)) is not None:
+                        found.append(chunk)  # noqa: PERF401  (a comprehension takes 0.2 us more for three chunks)
+        return found
 
     def _keys(
         self, hashes: Sequence[bytes], first: int, last: int, step: int = 1, ahead: int | None = None

@@ -49,8 +49,7 @@ class Reported(Cursor):
 
 def awaited(sent: Mapping[int, Reported], patience_s: float) -> bool:
     """Whether reports may come soon: the last of `sent`, in the order of sending, is younger than `patience_s`."""
-    last = next(reversed(sent.values()), None)  # type: ignore[call-overload]
-    return last is not None and time.monotonic() - last.sent_at_s < patience_s
+    return bool(sent) and time.monotonic() - next(reversed(sent.values())).sent_at_s < patience_s  # type: ignore[call-overload]
 
 
 class JobInFlight(Reported):

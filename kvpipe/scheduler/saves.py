@@ -91,10 +91,10 @@ class Saving:
             except KeyError:
                 self._counters.fault("scheduled_unknown_request", request=request_id)
                 continue
-            if uncut and tracked.request.resumable:
-                continue
             end = tracked.request.num_computed_tokens + scheduled
             if end >= tracked.saving.next_save_at_tokens or (offered and request_id in offered):
+                if uncut and tracked.request.resumable:
+                    continue
                 job = self._try_save(tracked, end, offered.get(request_id, ()))
                 if job is not None:
                     jobs.append(job)
