@@ -1,4 +1,4 @@
-"""Clients' hints on their sessions when a prompt is over: right, about right or wrong."""
+"""Clients' hints on their sessions: right, about right or wrong."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def resumes(workload: Workload) -> list[float | None]:
 
 
 def hints(workload: Workload, model: str, sigma: float, seed: int = 0) -> list[Hint | None]:
-    """Return the hint when each prompt is over. `sigma`: of the logarithm of the pause, for all models."""
+    """Return the hint that comes with each prompt. `sigma`: of the logarithm of the pause, for all models."""
     draw, out = random.Random(seed), list[Hint | None]()
     for number, (prompt, at_s) in enumerate(zip(workload.prompts, resumes(workload), strict=True)):
         wrong = math.exp(draw.gauss(0, sigma))

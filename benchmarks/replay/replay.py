@@ -80,7 +80,7 @@ class Pool:
         self.now_s, self._served = 0.0, 0
 
     def serve(self, prompt: Prompt, hint: Hint | None = None) -> int:
-        """Look up, load, save, end; `hint`: its client's, at the end. Returns how many chunks were held."""
+        """Look up, load, save, end. `hint`: its client's, which has come with it. Returns how many chunks were held."""
         request: Any = SimpleNamespace(num_tokens=prompt.tokens, block_hashes=prompt.keys)
         catalog, keys = self.catalog, prompt.keys
         held = self.prefixes.longest(request)
@@ -93,6 +93,8 @@ class Pool:
                 if chunk is not None:
                     before = keys[place - 1] if place else b""
                     catalog.landed(catalog.write(chunk, 1, key, keep=True, base=place, before=before))
+                    if hint is not None:
+                        catalog.hint([chunk], hint)
         catalog.release(owner)
         catalog.refresh(self.prefixes.chunks_from_the_end(request, len(keys)))
         if hint is not None:

@@ -167,7 +167,10 @@ def _actions(raw: RawHints, ignore: Callable[[Reason], object]) -> Iterable[RawA
 
 
 class Hinting:
-    """One per scheduler side. A request's hints are read once, and passed to the eviction policy when it is over."""
+    """One per scheduler side. A request's hints are read once, and passed to the eviction policy.
+
+    As its chunks land, so that what it saves takes no slot of what promises more, and for all of them when it is over.
+    """
 
     def __init__(self, catalog: Catalog, counters: Counters, *, tiers: bool = False) -> None:
         """`counters`: of hints that are applied and of those that are ignored. `tiers`: whether there are any."""
@@ -181,8 +184,14 @@ class Hinting:
             return
         wishes = read(raw, self._ignore)
         tracked.wishes = tuple(wish for wish in wishes if takes or wish.action is Action.RESUME)
+        if takes:
+            tracked.hints = self._from_now(tracked.wishes)
         for _ in range(len(wishes) - len(tracked.wishes)):
             self._ignore("policy")
+
+    def _from_now(self, wishes: Iterable[Wish]) -> tuple[Hint, ...]:
+        now_s = self._catalog.now_s
+        return tuple(Hint(wish.action, now_s + wish.in_s) for wish in wishes)
 
     def _ignore(self, reason: Reason) -> None:
         self._counters.count("hints_ignored", reason)
@@ -191,13 +200,12 @@ class Hinting:
         """A request with wishes is over. `chunks`: those it ends in, whole or not, then all, the last first."""
         if not self._catalog.takes_hints:
             return
-        now_s = self._catalog.now_s
-        tracked.hints = tuple(Hint(wish.action, now_s + wish.in_s) for wish in tracked.wishes)
+        tracked.hints = self._from_now(tracked.wishes)
         for hint in tracked.hints:
             self._catalog.hint(chunks, hint)
             self._counters.count("hints_applied", hint.action.value)
 
     def landed(self, tracked: Tracked, chunk: Chunk) -> None:
-        """A chunk of a request that is over has landed on every rank."""
+        """A chunk of a request with hints has landed on every rank."""
         for hint in tracked.hints:
             self._catalog.hint((chunk,), hint)

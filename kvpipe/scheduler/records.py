@@ -175,7 +175,8 @@ Watches: TypeAlias = tuple[Watch | None, Watch | None, Watch | None]
 class Tracked(Cursor):
     """One request. `load_job_id`: id of this admission's load, until it is over; 0: there is none.
 
-    `wishes`: the hints that came with it. `hints`: once it is over, those that were applied to its chunks.
+    `wishes`: the hints that came with it. `hints`: what they are for its chunks: as if it were over when it arrived,
+    and from its end on once that has come.
     `kept_units`, `stored_units`: chunks from there on are evicted first when it is over, and not stored in tiers.
     """
 

@@ -469,8 +469,8 @@ class SchedulerSide:
         over = tracked.state.row == m.FINISHED
         if over:  # it has ended here, as in `Saving.ended`
             self.catalog.keep_mark(piece.chunk, piece.key)
-            if tracked.hints:
-                self._hinting.landed(tracked, piece.chunk)
+        if tracked.hints:
+            self._hinting.landed(tracked, piece.chunk)
         if tracked.answer is not None:
             self._answers.landed(tracked, piece, over=over)
         if self.staging is not None and piece.base < tracked.stored_units:

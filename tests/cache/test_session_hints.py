@@ -123,6 +123,28 @@ def test_what_others_are_using_is_not_demoted_for_their_wait() -> None:
     assert clients.kinds("a", "b") == {0}
 
 
+def test_what_is_resumed_late_takes_no_slots_of_what_is_resumed_soon() -> None:
+    """A request's hint counts from its first chunk on: it evicts one of the others', then its own.
+
+    That is so although the other chain has begun to go, and was not hinted to come late.
+    """
+    clients = Clients()
+    policy = clients.policy
+    clients.hints(Hint(Action.RESUME, 20.0), *(f"a{at}" for at in range(6)))
+    policy.request(14.0, over=False)
+    clients.gone("a5")
+    late = Hint(Action.RESUME, 3600.0)
+    for name, before in (("x0", ""), ("x1", "x0")):
+        item = clients.items[name] = Item(name, before)
+        policy.insert(item, hit=False)
+        policy.hint(item, late)
+        clients.gone(name)
+    item = Item("y0", "")
+    policy.insert(item, hit=False)
+    policy.hint(item, Hint(Action.RESUME, 15.0))
+    clients.gone("a4")
+
+
 def test_hints_that_are_taken_back_leave_no_debt() -> None:
     """A prompt of many chains is to be retained, and to resume, again and again: the second hint ends the first.
 

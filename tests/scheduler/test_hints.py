@@ -124,15 +124,20 @@ def test_the_first_of_a_kind_counts() -> None:
     assert received == ["action", "repeated"]
 
 
-def test_the_policy_is_notified_when_the_request_is_over() -> None:
-    """Of all its chunks, also the one that it ends in, as seconds from that moment; not before."""
+def test_the_policy_takes_hints_when_chunks_land_and_when_the_request_is_over() -> None:
+    """Of each chunk that lands, from the arrival on; then of all, also the one that it ends in, from that moment on."""
     hinted = HintedSide()
     request = hinted.arrive("a", 2 * CHUNK_UNITS + 1, {"retain": {"ttl_seconds": 60}, "resume": {"after_seconds": 20}})
+    catalog: Any = hinted.world.side.catalog
+    catalog._clock = lambda: NOW_S + 7
     hinted.world.succeed(*hinted.world.step(request))
-    assert hinted.received == []
+    soon = Hint(RETAIN, NOW_S + 60), Hint(RESUME, NOW_S + 20)
+    landed = [request.block_hashes[units - 1] for units in (CHUNK_UNITS, 2 * CHUNK_UNITS)]
+    assert hinted.received[:4] == [(chunk, hint) for chunk in landed for hint in soon]
+    hinted.received.clear()
     hinted.world.side.finished(request)
     chunks = [request.block_hashes[units - 1] for units in (2 * CHUNK_UNITS + 1, 2 * CHUNK_UNITS, CHUNK_UNITS)]
-    hints = Hint(RETAIN, NOW_S + 60), Hint(RESUME, NOW_S + 20)
+    hints = Hint(RETAIN, NOW_S + 67), Hint(RESUME, NOW_S + 27)
     assert hinted.received == [(chunk, hint) for hint in hints for chunk in chunks]
     assert hinted.counted("applied") == {"retain": 1, "resume": 1}
 

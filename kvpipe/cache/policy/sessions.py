@@ -502,10 +502,17 @@ class Sessions:
         own = chunk.identity == end and all(one.hint is hint for one in branches) and not (demotes and chain.shared)
         if chain.ended_s is None:  # another request uses it, or this one's chunk has just landed
             if own and not demotes:
-                chain.hint = hint
+                self._expect(chain, hint)
         elif own or not (demotes or self._promises_less(chain, hint)):
             chain.hint = hint
             self._believe(chain, hint)
+
+    def _expect(self, chain: Chain, hint: Hint) -> None:
+        """Value a chain that a request uses by the hint on the wait that follows."""
+        chain.hint, kind = hint, hinted_kind(hint.action, hint.at_s - self._now_s)
+        if self._returns.trusts:
+            self._become(chain, kind)
+            self._draining = None  # what is saved may now promise less
 
     def _promises_less(self, chain: Chain, hint: Hint) -> bool:
         """Whether the hint would make a chain that waits worth less than it is."""
