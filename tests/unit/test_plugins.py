@@ -189,6 +189,7 @@ class Item:
 
     identity = b""
     before = b""
+    place = 0
 
 
 def test_a_policy_is_used_like_one_of_ours(add: Add) -> None:
