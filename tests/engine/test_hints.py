@@ -11,6 +11,7 @@ import pytest
 
 from kvpipe.cache.catalog import Chunk
 from kvpipe.cache.hints import Action, Hint
+from kvpipe.cache.tenants import ANYBODY
 from kvpipe.listening import Address
 from kvpipe.manage.client import ask
 from kvpipe.testing.waiting import WAIT_S
@@ -86,6 +87,7 @@ def test_a_session_that_was_announced_is_in_memory_before_it_comes(tmp_path: Pat
         side.prefetching.idle_s_max = WAIT_S
         catalog: Any = side.catalog
         assert catalog.slots == slots
+        catalog.ahead.part(ANYBODY)._used = slots  # what was announced before has come
         now_s = 1000.0
         catalog._clock = lambda: now_s
         params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, detokenize=False)

@@ -37,12 +37,6 @@ class Clock:
         catalog._clock = lambda: self.now_s
 
 
-def believe(played: Played) -> None:
-    """What was announced before has come."""
-    catalog: Any = played.trial.side.catalog
-    catalog.ahead.part(ANYBODY)._used = catalog.slots
-
-
 @contextmanager
 def announcing(shape: Shape = ROOMY, pause_s: int = PAUSE_S) -> Iterator[tuple[Played, Clock]]:
     """Yield a trial in which the prompt was announced to come back, and memory has forgotten it."""
@@ -50,7 +44,6 @@ def announcing(shape: Shape = ROOMY, pause_s: int = PAUSE_S) -> Iterator[tuple[P
         clock = Clock(played)
         played.do(("hint", RESUME, pause_s), ADD, ("drain",))
         assert played.trial.side.counters["resumes_announced"] == 1
-        believe(played)
         played.forget()
         yield played, clock
 
@@ -159,7 +152,6 @@ def test_what_is_left_goes_behind_what_is_evicted_first() -> None:
     """A policy that takes no hints does not know that it is needed soon."""
     with _played(ROOMY) as played:
         clock, catalog = Clock(played), played.trial.side.catalog
-        believe(played)
         played.do(("hint", RESUME, PAUSE_S), ADD, ("drain",))
         mine = {chunk.slot for chunk in catalog.chunks()}
         steps(played)

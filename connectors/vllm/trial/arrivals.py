@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvpipe.cache.ahead import Part
 from kvpipe.connectors.vllm.trial.adapters import AdapterFake, name, path
 from kvpipe.connectors.vllm.trial.content import EMBEDDED, VOCAB, Live, Sequence
 from kvpipe.connectors.vllm.trial.hints import HINTS, RESUME, Hints, attach
@@ -90,6 +91,18 @@ class Arrivals(ABC):
         """Count the catalog's clock in steps where hints decide evictions, so that a sequence has one outcome."""
         if self.shape.hints:
             self.kvpipe.scheduler.catalog._clock = lambda: float(self.steps)  # noqa: SLF001
+
+    def believe(self) -> None:
+        """What clients announced before has come, as far as any of it was: else a small pool has room for one chunk."""
+
+        def part() -> Part:
+            made = Part()
+            for _ in range(self.shape.pool_slots):
+                made.over(used=True)
+            made.announced = 0
+            return made
+
+        self.kvpipe.scheduler.catalog.ahead.parts.default_factory = part
 
     def _reuse(self, document: int, take: int, answer: int) -> None:
         busy = set(self.scheduler.requests) | {r for s in self._in_flight_steps() for r in s.sequences}
