@@ -87,13 +87,14 @@ class Arrivals(ABC):
         if self.shape.hints:
             self._hints = HINTS[RESUME if self.shape.resumes and which % 4 else which](seconds)
 
-    def count_time(self) -> None:
-        """Count the catalog's clock in steps where hints decide evictions, so that a sequence has one outcome."""
-        if self.shape.hints:
-            self.kvpipe.scheduler.catalog._clock = lambda: float(self.steps)  # noqa: SLF001
+    def begin_hints(self) -> None:
+        """Count the catalog's clock in steps where hints decide evictions, so that a sequence has one outcome.
 
-    def believe(self) -> None:
-        """What clients announced before has come, as far as any of it was: else a small pool has room for one chunk."""
+        What clients announced before has come: else a small pool would have room for one announced chunk.
+        """
+        catalog = self.kvpipe.scheduler.catalog
+        if self.shape.hints:
+            catalog._clock = lambda: float(self.steps)  # noqa: SLF001
 
         def part() -> Part:
             made = Part()
@@ -102,7 +103,7 @@ class Arrivals(ABC):
             made.announced = 0
             return made
 
-        self.kvpipe.scheduler.catalog.ahead.parts.default_factory = part
+        catalog.ahead.parts.default_factory = part
 
     def _reuse(self, document: int, take: int, answer: int) -> None:
         busy = set(self.scheduler.requests) | {r for s in self._in_flight_steps() for r in s.sequences}

@@ -158,8 +158,7 @@ class Trial(Arrivals):
 
         if self.kvpipe is not None:
             self.side.adapters.reader, self.side.prefetching.idle_s_max = self.adapters, 3600.0  # type: ignore[assignment]
-            self.count_time()
-            self.believe()
+            self.begin_hints()
         for index in range(self.shape.ranks):
             cache = make_cache(self.shape, index)
             worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
