@@ -4,7 +4,8 @@ Sessions of the recorded trace, `SCALE` times shorter. Their pauses are shorter 
 prompt, against what the trace's took on four H100 (`benchmarks/replay/model.py`): computing, pausing and the room for
 KV keep their proportions. Users are added until the 95th percentile of the time to the first token passes a limit.
 
-Of kvpipe there are two: with a pool alone, and with a disk behind it.
+Of kvpipe there are two: with a pool alone, and with a disk behind it. Everything is measured with two sizes of the
+device (`ROOMS`).
 
 Time is this process's, but for the time in which nobody waits for anything, which is skipped.
 """
@@ -37,10 +38,13 @@ RESULTS: Final = Path(__file__).parents[1] / "docs" / "results" / "agents.json"
 SCALE: Final = 32
 TOKENS_MAX: Final = 131_072 // SCALE
 BLOCK: Final = 32
-DEVICE_TOKENS: Final = Model().device_tokens // SCALE
-POOL_TOKENS: Final = 8 * DEVICE_TOKENS
-"""What kvpipe has: a node's memory against its devices'."""
-ALL_TOKENS: Final = 24 * DEVICE_TOKENS
+ROOMS: Final = {"": Model().device_tokens // SCALE, ", large device": 2_000_000 // SCALE}
+"""Tokens that the device holds: 105 GB of the model's KV, or the 262 GB that four H100 have for it beside 16 GB of
+weights where vLLM takes 0.9 of their memory, less a tenth of a GPU's for activations each. Of typical prompts that is
+room for 7, and for 18."""
+POOL_TOKENS: Final = 8 * ROOMS[""]
+"""What kvpipe has: 840 GB of a node's memory."""
+ALL_TOKENS: Final = 24 * ROOMS[""]
 """More than any run needs. Far more would be slower: what was never written is not in memory yet."""
 TYPICAL: Final = 110_000
 TTFT_S_MAX: Final = 5.0
@@ -219,20 +223,27 @@ def _engine(tokens: int, *, own: bool, kvpipe: dict[str, str] | None) -> Engine:
 
 
 POOL: Final = {"pool_bytes_max": str(POOL_TOKENS * 8192), "policy": "sessions"}
-DISK: Final = "kvpipe with a disk"
-ENGINES: Final[dict[str, dict[str, Any]]] = {
-    "no cache": {"tokens": DEVICE_TOKENS, "own": False, "kvpipe": None},
-    "vLLM's prefix cache": {"tokens": DEVICE_TOKENS, "own": True, "kvpipe": None},
-    "kvpipe": {"tokens": DEVICE_TOKENS, "own": True, "kvpipe": POOL},
-    DISK: {"tokens": DEVICE_TOKENS, "own": True, "kvpipe": POOL},
-    "a cache that holds all": {"tokens": ALL_TOKENS, "own": True, "kvpipe": None},
+VLLM, OURS, DISK, ALL = "vLLM's prefix cache", "kvpipe", "kvpipe with a disk", "a cache that holds all"
+_KINDS: Final[dict[str, dict[str, Any]]] = {
+    "no cache": {"own": False, "kvpipe": None},
+    VLLM: {"own": True, "kvpipe": None},
+    OURS: {"own": True, "kvpipe": POOL},
+    DISK: {"own": True, "kvpipe": POOL},
 }
+ENGINES: Final[dict[str, dict[str, Any]]] = {
+    name + room: {"tokens": tokens, **kind} for room, tokens in ROOMS.items() for name, kind in _KINDS.items()
+} | {ALL: {"tokens": ALL_TOKENS, "own": True, "kvpipe": None}}
 
 
 def main() -> int:
     """Measure all engines; print the table, write `docs/results/agents.json`, and a picture of it."""
     found = run()
-    figures = [_figure(name, other, least, found) for name in _OURS for other, least in _GOALS.items()]
+    figures = [
+        _figure(name + room, other + room * (other != ALL), least, found)
+        for room in ROOMS
+        for name in (OURS, DISK)
+        for other, least in _GOALS.items()
+    ]
     shown = {name: [one._asdict() for one in tried] for name, tried in found.tried.items()}
     show("agents benchmarks", figures, RESULTS, limit_s=found.limit_s, tried=shown)
     agents_picture.write(json.loads(RESULTS.read_text(encoding="utf-8")), RESULTS)
@@ -249,7 +260,7 @@ def run() -> Found:
     tried, first = dict[str, list[Tried]](), USERS_FIRST
     for name, options in ENGINES.items():
         with TemporaryDirectory(prefix="kvpipe-agents-") as folder:
-            disk = {"kvpipe": POOL | {"tiers": folder}} if name == DISK else {}
+            disk = {"kvpipe": POOL | {"tiers": folder}} if name.startswith(DISK) else {}
             tried[name] = _tried(name, options | disk, faster, first)
         first = max((one.users for one in tried[name] if one.late_s <= TTFT_S_MAX / faster), default=first)
     return Found(TTFT_S_MAX / faster, tried)
@@ -275,8 +286,7 @@ def _tried(name: str, options: dict[str, Any], faster: float, first: int) -> lis
     return out
 
 
-_OURS: Final = ("kvpipe", DISK)
-_GOALS: Final = {"no cache": 2.0, "vLLM's prefix cache": 2.0, "a cache that holds all": 0.9}
+_GOALS: Final = {"no cache": 2.0, VLLM: 2.0, ALL: 0.9}
 
 
 def _figure(name: str, other: str, least: float, found: Found) -> Figure:

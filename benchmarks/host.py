@@ -9,13 +9,12 @@ import sys
 import threading
 import tracemalloc
 from functools import partial
-from statistics import median
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
+from benchmarks.calls import Manager, blocks_of, output_of, request_of
 from benchmarks.report import Figure, median_s
 from kvpipe.cache.catalog import Catalog
 from kvpipe.cache.large import PLAIN_MAX
@@ -50,7 +49,7 @@ def run() -> list[Figure]:
     gc.collect()
     gc.freeze()  # as vLLM does when it has started
     return [
-        *_transitions(), *_hooks(), *_idle_hooks(), *_scheduler(), *_requests(), *_wire(), *_copies(), *_memory(),
+        *_transitions(), *_hooks(), *_idle_hooks(), *_scheduler(), *_wire(), *_copies(), *_memory(),
     ]  # fmt: skip
 
 
@@ -174,27 +173,9 @@ def _timed(call: Any) -> float:
     return time.perf_counter() - begin
 
 
-class _Manager:
-    """The part of vLLM's cache manager that planning asks."""
-
-    def __init__(self) -> None:
-        self.req_to_blocks: dict[str, list[Any]] = {}
-        self.num_cached_block: dict[str, int] = {}
-        self.coordinator = SimpleNamespace(single_type_managers=[self])
-
-
-def _request(name: str, tokens: int, block: int = 16, seed: int = 0) -> Any:
-    hashes = [f"{seed}:{i}".encode().ljust(32, b".") for i in range(tokens // block)]
-    return SimpleNamespace(
-        request_id=name, num_tokens=tokens, num_prompt_tokens=tokens, num_computed_tokens=0,
-        num_preemptions=0, block_hashes=hashes, all_token_ids=range(tokens), lora_request=None,
-        skip_reading_prefix_cache=False, resumable=False,
-    )  # fmt: skip
-
-
-def _side() -> tuple[SchedulerSide, _Manager]:
+def _side() -> tuple[SchedulerSide, Manager]:
     settings = load_settings({"chunk_tokens": 256, "prefault": "use"})
-    geometry, manager = _geometry(page=1024, pool=PLAIN_MAX << 19), _Manager()  # larger ones pay more: decision 30
+    geometry, manager = _geometry(page=1024, pool=PLAIN_MAX << 19), Manager()  # larger ones pay more: decision 30
     room, blocks = LoadAdmission(geometry, 8192, 1 << 17), ManagedBlocks(manager)  # type: ignore[arg-type]
     remedies = Remedies(geometry, room)
     side = SchedulerSide(settings, geometry, hash_tokens=16, ranks=1, saves=True, loads=True, recovery=remedies)
@@ -203,121 +184,43 @@ def _side() -> tuple[SchedulerSide, _Manager]:
     return side, manager
 
 
-def _output(scheduled: dict[str, int]) -> Any:
-    return SimpleNamespace(num_scheduled_tokens=scheduled, preempted_req_ids=set())
-
-
 def _scheduler() -> list[Figure]:
     from kvpipe.messages import Report, Tally
 
     side, manager = _side()
     tokens = 131_072
-    writer = _request("writer", tokens + 1)
-    blocks = [SimpleNamespace(block_id=i, is_null=False) for i in range(tokens // 16 + 1)]
+    writer = request_of("writer", tokens + 1)
+    blocks = blocks_of(tokens + 1)
     manager.req_to_blocks["writer"] = blocks
     side.lookup(writer, 0)
     side.admitted(writer, (blocks,), 0)
-    plan = side.plan_step(_output({"writer": tokens}))
+    plan = side.plan_step(output_of({"writer": tokens}))
     side.reported(Report({job.id: Tally(1, 0) for job in plan.jobs}))
     side.finished(writer)
-    reader, stranger = _request("reader", tokens + 1), _request("stranger", tokens + 1, seed=1)
+    reader, stranger = request_of("reader", tokens + 1), request_of("stranger", tokens + 1, seed=1)
     assert side.lookup(reader, 0) == (tokens, False)
     assert side.lookup(stranger, 0) == MISS
     full = median_s(lambda: side.lookup(reader, 0), 50)
     miss = median_s(lambda: side.lookup(stranger, 0), 200, 10)
 
     side, manager = _side()
-    running = [_request(f"r{i}", 1000, seed=i) for i in range(256)]
+    running = [request_of(f"r{i}", 1000, seed=i) for i in range(256)]
     for request in running:
         manager.req_to_blocks[request.request_id] = blocks[:64]
         side.lookup(request, 0)
         side.admitted(request, (blocks[:64],), 0)
-    plan = side.plan_step(_output({r.request_id: 1000 for r in running}))
+    plan = side.plan_step(output_of({r.request_id: 1000 for r in running}))
     side.reported(Report({job.id: Tally(1, 0) for job in plan.jobs}))
     for request in running:
         request.num_computed_tokens = 1000
-    step, one = _output({r.request_id: 1 for r in running}), _output({"r0": 1})
+    step = output_of({r.request_id: 1 for r in running})
     assert not side.plan_step(step).jobs
-    alone = median_s(lambda: side.plan_step(one), 200, 10) * 1e6
     return [
-        Figure("lookup, 128k tokens, full hit", full * 1e3, 1, "ms", "0.041 ms at ef91409 (AMD EPYC)"),
-        Figure("lookup, 128k tokens, miss", miss * 1e6, 20, "us", "11 us at ef91409 (AMD EPYC)"),
+        Figure("lookup, 128k tokens, full hit", full * 1e3, 1, "ms"),
+        Figure("lookup, 128k tokens, miss", miss * 1e6, 20, "us"),
         Figure("plan a step, 256 running, nothing new", median_s(lambda: side.plan_step(step), 200) * 1e3, 0.3, "ms"),
-        Figure("plan a step, 1 running, nothing new", alone, 2.7, "us", "1.81 us at ef91409 (AMD EPYC)"),
         Figure("metrics of a step, nothing new", median_s(Meter(side.totals).take, 500, 10) * 1e6, 50, "us"),
     ]
-
-
-BEFORE_US = {
-    "first lookup of a request, 1000 tokens, miss": 13.1,
-    "first lookup of a request, 1000 tokens, hit": 8.4,
-    "admission without a load": 1.70,
-    "admission with a load of 992 tokens": 36.3,
-    "plan a save of 1000 tokens": 42.3,
-    "plan a save of 16 more tokens": 8.95,
-    "send a load that was admitted": 1.46,
-    "report of a save": 11.4,
-    "report of a load": 4.5,
-    "end of a request": 6.8,
-}
-"""Microseconds per request at commit ef91409, on an AMD EPYC of 2.6 GHz."""
-
-
-def _requests() -> list[Figure]:
-    """What each call about a request costs, over whole lives of requests, 64 at a time."""
-    side, manager = _side()
-    took: dict[str, list[float]] = {name: [] for name in BEFORE_US}
-    for seed in range(0, 40 * 64, 64):
-        _lives(side, manager, seed, took)
-        side.reset()
-        manager.req_to_blocks.clear()
-    beside = "{:.3g} us at ef91409 (AMD EPYC)"
-    return [
-        Figure(name, median(took[name]), 1.5 * before, "us", beside.format(before))
-        for name, before in BEFORE_US.items()
-    ]
-
-
-def _lives(side: SchedulerSide, manager: _Manager, seed: int, took: dict[str, list[float]]) -> None:
-    """Save 64 requests, then load them again."""
-    from kvpipe.messages import Report, Tally
-
-    tokens, many = 1000, range(64)
-    blocks = [SimpleNamespace(block_id=i, is_null=False) for i in range(66)]
-
-    def come(name: str) -> list[Any]:
-        fresh = [_request(f"{name}{i}", tokens, seed=seed + i) for i in many]
-        manager.req_to_blocks.update((one.request_id, blocks[:63]) for one in fresh)
-        return fresh
-
-    def each(name: str, call: Any, requests: list[Any]) -> None:
-        took[name].append(_timed(lambda: [call(one) for one in requests]) / len(many) * 1e6)
-
-    def step(name: str, requests: list[Any], count: int) -> list[Any]:
-        output, plan = _output({one.request_id: count for one in requests}), []
-        each(name, lambda step: plan.append(side.plan_step(step)), [output])
-        for one in requests:
-            one.num_computed_tokens += count
-        return [Report({job.id: Tally(1, 0)}) for job in plan[0].jobs]
-
-    requests = come("saved")
-    each("first lookup of a request, 1000 tokens, miss", lambda one: side.lookup(one, 0), requests)
-    each("admission without a load", lambda one: side.admitted(one, (blocks[:63],), 0), requests)
-    each("report of a save", side.reported, step("plan a save of 1000 tokens", requests, tokens))
-    for i, one in zip(many, requests, strict=True):
-        one.num_tokens, one.block_hashes = tokens + 16, _request("", tokens + 16, seed=seed + i).block_hashes
-        manager.req_to_blocks[one.request_id] = blocks
-    for report in step("plan a save of 16 more tokens", requests, 16):
-        side.reported(report)
-    each("end of a request", side.finished, requests)
-    requests = come("loaded")
-    each("first lookup of a request, 1000 tokens, hit", lambda one: side.lookup(one, 0), requests)
-    each("admission with a load of 992 tokens", lambda one: side.admitted(one, (blocks[:63],), 992), requests)
-    for one in requests:
-        one.num_computed_tokens = 992
-    each("report of a load", side.reported, step("send a load that was admitted", requests, 8))
-    for one in requests:
-        side.finished(one)
 
 
 def _wire() -> list[Figure]:
