@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -163,6 +164,15 @@ class _Tree:
         done = {job.id: self._reports.Tally(1, 0) for job in jobs}
         return done if self.old else self._reports.Report(done)
 
+    def end(self, requests: Iterable[Any]) -> None:
+        """End requests, and forget what is saved, which the next steps would be slower for: see `Catalog.sweep`."""
+        for one in requests:
+            self.side.finished(one)
+        self.side.reset()
+        self.manager.req_to_blocks.clear()
+        for _ in range(SLOTS // 64):
+            self.side.plan_step(output_of({}))
+
     def pipeline(self) -> Any:
         """Return one that copies nothing."""
         counters = self._import("trace.log").Counters()
@@ -223,9 +233,9 @@ def blocks_of(tokens: int) -> list[Any]:
     return [SimpleNamespace(block_id=i, is_null=False) for i in range(-(-tokens // 16))]
 
 
-def output_of(scheduled: dict[str, int]) -> Any:
-    """Return what vLLM's scheduler passes on: `scheduled` tokens of each request."""
-    return SimpleNamespace(num_scheduled_tokens=scheduled, preempted_req_ids=set())
+def output_of(scheduled: dict[str, int], preempted: AbstractSet[str] = frozenset()) -> Any:
+    """Return what vLLM's scheduler passes on: `scheduled` tokens of each request, and which were `preempted`."""
+    return SimpleNamespace(num_scheduled_tokens=scheduled, preempted_req_ids=preempted)
 
 
 def _time(took: dict[str, list[float]], name: str, call: Callable[[], object], calls: int = 1) -> None:
@@ -263,9 +273,7 @@ def _lookups(tree: _Tree, number: int, took: dict[str, list[float]]) -> None:
     for _ in range(REPEATS):
         _time(took, "plan a step, 256 running, nothing new", lambda: side.plan_step(step))
         _time(took, "plan a step, 1 running, nothing new", lambda: side.plan_step(one))
-    for request in running:
-        side.finished(request)
-    side.reset()
+    tree.end(running)
 
 
 def _lives(tree: _Tree, seed: int, took: dict[str, list[float]]) -> None:
@@ -305,8 +313,27 @@ def _lives(tree: _Tree, seed: int, took: dict[str, list[float]]) -> None:
     each("report of a load", side.reported, step("send a load that was admitted", 8))
     for one in requests:
         side.finished(one)
-    side.reset()
-    tree.manager.req_to_blocks.clear()
+    _preemptions(tree, come("local"), took)
+
+
+def _preemptions(tree: _Tree, requests: list[Any], took: dict[str, list[float]]) -> None:
+    """Let 64 requests run of which the engine itself holds the prompts, and preempt them."""
+    side, blocks = tree.side, blocks_of(TOKENS)
+    for one in requests:
+        side.lookup(one, 992)
+    admit: Callable[[Any], Any] = partial(tree.admitted, blocks=blocks, tokens=0)
+    _time(took, "admission, held by the engine", lambda: [admit(one) for one in requests], len(MANY))
+    for computed, name in (992, "first"), (1000, "second"):
+        for one in requests:
+            one.num_computed_tokens = computed
+        output = output_of({one.request_id: 1000 - computed or 1 for one in requests})
+        _time(took, f"the {name} step of 64, nothing to save", partial(side.plan_step, output))
+    output = output_of({}, {one.request_id for one in requests})
+    _time(took, "a step that preempts 64", partial(side.plan_step, output))
+    for one in requests:
+        one.num_computed_tokens, one.num_preemptions = 0, 1
+    _time(took, "lookup after a preemption", lambda: [side.lookup(one, 0) for one in requests], len(MANY))
+    tree.end(requests)
 
 
 def _steps(tree: _Tree, number: int, took: dict[str, list[float]]) -> None:
