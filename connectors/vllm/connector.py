@@ -31,7 +31,7 @@ from kvpipe.connectors.vllm.metadata import LayoutMetadata, PlanMetadata, Report
 from kvpipe.connectors.vllm.metrics import KVPipeProm, KVPipeStats, Meter
 from kvpipe.connectors.vllm.model import watch_packing
 from kvpipe.connectors.vllm.no_caches import NoCaches
-from kvpipe.connectors.vllm.remedies import mixed_prompts
+from kvpipe.connectors.vllm.remedies import mixed_prompts, scales
 from kvpipe.connectors.vllm.remedies.uncomputed import forget_uncomputed
 from kvpipe.connectors.vllm.source import loaded_from, sees_a_part
 from kvpipe.connectors.vllm.weights import Watch
@@ -346,6 +346,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             return
         config, blocks = self._vllm_config, self._kv_cache_config.num_blocks
         models.check_backends(models.backends(config, kv_caches).values())
+        scales.set_scales(config.compilation_config.static_forward_context, kv_caches)
         facts = rank_facts.find(config, self._kv_cache_config, self.geometry, kv_caches, self._contain)
         self._layout, self._common = facts.layout, facts.common
         self.worker = WorkerSide(

@@ -66,6 +66,7 @@ def check_engine(config: VllmConfig) -> None:
         _check_stages(config)
     if getattr(config.model_config, "enable_sleep_mode", False):
         refuse("enable_sleep_mode=True (it remaps the KV cache under registered addresses)", "set it to False")
+    _check_hits(config)
     drafters.check(config)
     dcp = parallel.decode_context_parallel_size
     if dcp > 1 and drafters.has_kv(config) and not config.use_v2_model_runner:
@@ -75,6 +76,22 @@ def check_engine(config: VllmConfig) -> None:
             "set VLLM_USE_V2_MODEL_RUNNER=1",
         )
     models.check_model(config)
+
+
+def _check_hits(config: VllmConfig) -> None:
+    """Raise `UnsupportedError` where vLLM needs more of a prompt's tokens than their KV: a hit brings nothing else."""
+    outputs, media = getattr(config, "aux_output_config", None), getattr(config.model_config, "multimodal_config", None)
+    if outputs is not None and outputs.enabled:
+        refuse(
+            "enable_return_routed_experts=True (vLLM knows no experts of tokens that are loaded, and ends the engine)",
+            "set it to False",
+        )
+    if media is not None and media.is_multimodal_pruning_enabled() and config.model_config.uses_mrope:
+        refuse(
+            f"video_pruning_rate={media.video_pruning_rate} with M-RoPE (what follows a video has its positions from "
+            "the video's embeddings, which nobody computes after a hit)",
+            "set it to 0",
+        )
 
 
 def _check_stages(config: VllmConfig) -> None:

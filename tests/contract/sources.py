@@ -80,6 +80,7 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
         "KVConnectorBlockState": ("boundary_state_offloads",),
         "SchedulerOutput": ("kv_connector_block_state", "num_scheduled_tokens", "preempted_req_ids"),
     },
+    "vllm/config/aux_output.py": {"AuxOutputConfig": ("enabled",)},
     "vllm/config/cache.py": {
         "CacheConfig": (
             "cache_dtype",
@@ -129,8 +130,10 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
             "quantization_config",
             "revision",
             "rswa_window",
+            "uses_mrope",
         ),
     },
+    "vllm/config/multimodal.py": {"MultiModalConfig": ("is_multimodal_pruning_enabled", "video_pruning_rate")},
     "vllm/config/parallel.py": {
         "ParallelConfig": (
             "cp_kv_cache_interleave_size",
@@ -165,6 +168,7 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
     "vllm/config/vllm.py": {
         "VllmConfig": (
             "_resolve_mm_embedding_inputs",
+            "aux_output_config",
             "cache_config",
             "compilation_config",
             "ec_transfer_config",
@@ -185,6 +189,9 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "vllm/lora/worker_manager.py": {"WorkerLoRAManager": ("_adapter_manager", "_load_adapter")},
+    "vllm/v1/attention/backends/triton_attn.py": {
+        "TritonAttentionImpl": ("_ensure_scale_caches", "_is_per_token_head_quant")
+    },
     "vllm/v1/core/block_pool.py": {"BlockPool": ("blocks", "get_num_free_blocks", "num_gpu_blocks")},
     "vllm/v1/core/kv_cache_coordinator.py": {"KVCacheCoordinator": ("single_type_managers",)},
     "vllm/v1/core/kv_cache_manager.py": {

@@ -1,0 +1,63 @@
+"""Scales of single tokens and heads in the pages of a quantized KV cache: vLLM's first step leaves what was loaded."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
+
+from kvpipe.connectors.vllm.remedies.scales import set_scales
+
+HEAD_SIZE, SCALE_BYTES = 32, 4
+LOADED = slice(1, 3)
+
+
+def _impl(*, scaled: bool) -> TritonAttentionImpl:
+    """Of a layer that has not attended yet."""
+    impl: TritonAttentionImpl = object.__new__(TritonAttentionImpl)
+    impl._is_per_token_head_quant = scaled
+    return impl
+
+
+def _cache(order: str) -> torch.Tensor:
+    """Four blocks of 16 tokens of 2 heads, as vLLM shows them to connectors, heads or tokens first in memory."""
+    content = 2 * (HEAD_SIZE + SCALE_BYTES)
+    if order == "HND":
+        return torch.zeros(4, 2, 16, content, dtype=torch.int8)
+    return torch.zeros(4, 16, 2, content, dtype=torch.int8).transpose(1, 2)
+
+
+def _load(cache: torch.Tensor) -> torch.Tensor:
+    """Load two blocks from somewhere; return what they hold."""
+    cache[LOADED] = torch.randint(-100, 100, cache[LOADED].shape, dtype=torch.int8)
+    return cache[LOADED].clone()
+
+
+@pytest.mark.parametrize("order", ["HND", "NHD"])
+def test_what_is_loaded_before_the_first_step_keeps_its_scales(order: str) -> None:
+    """The layer attends later, and finds them as they were loaded."""
+    impl, cache = _impl(scaled=True), _cache(order)
+    set_scales({"layer": SimpleNamespace(impl=impl)}, {"layer": cache})
+    assert cache.any()
+    loaded = _load(cache)
+    impl._ensure_scale_caches(cache)  # as its first step does
+    assert torch.equal(cache[LOADED], loaded)
+
+
+def test_vllm_itself_sets_them_in_the_first_step() -> None:
+    """When this fails, vLLM needs the remedy no more."""
+    impl, cache = _impl(scaled=True), _cache("HND")
+    loaded = _load(cache)
+    impl._ensure_scale_caches(cache)
+    assert not torch.equal(cache[LOADED], loaded)
+
+
+def test_other_layers_are_left_alone() -> None:
+    """Those without scales, of other backends, without attention, and of names that vLLM does not know."""
+    caches = {name: _cache("HND") for name in ("unscaled", "other backend", "a state", "unknown")}
+    other = SimpleNamespace(impl=SimpleNamespace())
+    layers = {"unscaled": SimpleNamespace(impl=_impl(scaled=False)), "other backend": other, "a state": object()}
+    set_scales(layers, caches)
+    assert not any(cache.any() for cache in caches.values())
