@@ -1,82 +1,145 @@
-"""The picture of `docs/results/agents.json`: when first tokens come, by users, and how many users come in time."""
+"""The picture of `docs/results/agents.json`, and a page with it and all figures that needs nothing else.
+
+`python -m benchmarks.agents_picture` writes them again and measures nothing.
+"""
 
 from __future__ import annotations
 
+import json
 import math
+from html import escape
 from pathlib import Path
 from typing import Any, Final
 
 from benchmarks import pictures
-from benchmarks.pictures import COLOURS, GREY, WIDTH, legend, svg, text
+from benchmarks.pictures import COLOURS, GREY, WIDTH, svg, table, text
 
+RESULTS: Final = Path(__file__).parents[1] / "docs" / "results" / "agents.json"
 _COLOURS: Final = {
+    "no cache": GREY,
     "vLLM's prefix cache": COLOURS[2],
     "kvpipe": COLOURS[0],
     "kvpipe with a disk": COLOURS[3],
     "a cache that holds all": COLOURS[1],
 }
-_TOP, _PLOT, _LEFT, _CURVES, _BARS = 64, 200, 46, 430, 560
+_TOP, _PLOT, _LEFT, _RIGHT, _ROW, _NAMES = 54, 200, 46, 20, 24, 250
+_Tried = dict[str, list[dict[str, float]]]
 
 
 def write(found: dict[str, Any], path: Path) -> None:
-    """Write it beside the JSON at `path`, from its content."""
+    """Write them beside the JSON at `path`, from its content."""
     pictures.write(picture(found), path.with_suffix(".svg"))
+    path.with_suffix(".html").write_text(html(found), encoding="utf-8")
 
 
 def picture(found: dict[str, Any]) -> str:
-    """Return it: a line per engine on the left, a bar per engine on the right."""
-    tried: dict[str, list[dict[str, float]]] = found["tried"]
-    colours = {name: _COLOURS.get(name, GREY) for name in tried}
+    """Return it: a line per engine, and below a bar per engine."""
+    tried: _Tried = found["tried"]
+    looks = _looks(list(tried))
     body = [text(_LEFT, 20, "Coding agents on a real engine: users added until first tokens come late", "b")]
-    body += legend(colours, _LEFT, 42)
-    body += _curves(tried, found["limit_s"], colours)
-    body += _bars(tried, found["limit_s"], colours)
-    return svg(_TOP + _PLOT + 48, body)
+    body += _curves(tried, found["limit_s"], looks)
+    body += _bars(tried, found["limit_s"], looks)
+    return svg(_TOP + _PLOT + 70 + _ROW * len(tried), body)
 
 
-def _curves(tried: dict[str, list[dict[str, float]]], limit_s: float, colours: dict[str, str]) -> list[str]:
+def _looks(names: list[str]) -> dict[str, tuple[str, bool]]:
+    """Return each engine's colour, and whether it is a variant: what follows a comma does not change the colour."""
+    split = [name.partition(", ") for name in names]
+    others = [kind for kind in dict.fromkeys(kind for kind, _, _ in split) if kind not in _COLOURS]
+    colours = _COLOURS | {kind: COLOURS[(4 + at) % len(COLOURS)] for at, kind in enumerate(others)}
+    return {name: (colours[kind], bool(comma)) for name, (kind, comma, _) in zip(names, split, strict=True)}
+
+
+def _curves(tried: _Tried, limit_s: float, looks: dict[str, tuple[str, bool]]) -> list[str]:
     """Return the 95th percentile of the time to the first token, as a share of the limit, by users."""
     users = [one["users"] for some in tried.values() for one in some]
-    least, octaves = math.log2(min(users)), math.log2(max(users) / min(users)) or 1.0
+    least, octaves, wide = math.log2(min(users)), math.log2(max(users) / min(users)) or 1.0, WIDTH - _LEFT - _RIGHT
 
     def x(of: float) -> float:
-        return _LEFT + (math.log2(of) - least) / octaves * _CURVES
+        return _LEFT + (math.log2(of) - least) / octaves * wide
 
     def y(late_s: float) -> float:
         return _TOP + _PLOT * (1 - min(late_s / limit_s, 2.0) / 2)
 
-    body = [text(_LEFT, _TOP - 6, "95 % of first tokens come within (1: the limit)", "s")]
+    body = [text(_LEFT, _TOP - 10, "95 % of first tokens come within (1: the limit)", "s")]
     for share in (0, 0.5, 1, 1.5, 2):
         dash = ' stroke-dasharray="5 4"' if share == 1 else ""
         at, colour = y(share * limit_s), "#222" if share == 1 else "#ddd"
-        body.append(f'<path d="M{_LEFT} {at:.1f}h{_CURVES}" stroke="{colour}"{dash}/>')
+        body.append(f'<path d="M{_LEFT} {at:.1f}h{wide}" stroke="{colour}"{dash}/>')
         body.append(text(_LEFT - 6, at + 4, f"{share:g}", "s e"))
     marks = [2**octave for octave in range(math.ceil(least), math.floor(least + octaves) + 1)]
     body += [text(x(mark), _TOP + _PLOT + 16, str(mark), "s m") for mark in marks]
-    body.append(text(_LEFT + _CURVES / 2, _TOP + _PLOT + 34, "users", "m"))
+    body.append(text(_LEFT + wide / 2, _TOP + _PLOT + 32, "users", "m"))
     for name, some in tried.items():
-        points = [(x(one["users"]), y(one["late_s"])) for one in sorted(some, key=lambda one: one["users"])]
-        way = " ".join(f"{at:.1f},{up:.1f}" for at, up in points)
-        body.append(f'<polyline points="{way}" fill="none" stroke="{colours[name]}" stroke-width="2"/>')
-        body += [f'<circle cx="{at:.1f}" cy="{up:.1f}" r="3" fill="{colours[name]}"/>' for at, up in points]
+        (colour, variant), in_order = looks[name], sorted(some, key=lambda one: one["users"])
+        way = " ".join(f"{x(one['users']):.1f},{y(one['late_s']):.1f}" for one in in_order)
+        dash, fill = (' stroke-dasharray="4 3"', "#fff") if variant else ("", colour)
+        body.append(f'<polyline points="{way}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>')
+        body += [
+            f'<circle cx="{x(one["users"]):.1f}" cy="{y(one["late_s"]):.1f}" r="4" stroke="{colour}" fill="{fill}">'
+            f"<title>{escape(name)}, {_got(one)}, 95 % within {one['late_s']:.3g} s</title></circle>"
+            for one in in_order
+        ]
     return body
 
 
-def _bars(tried: dict[str, list[dict[str, float]]], limit_s: float, colours: dict[str, str]) -> list[str]:
+def _bars(tried: _Tried, limit_s: float, looks: dict[str, tuple[str, bool]]) -> list[str]:
     """Return the requests per second of the most users who are served in time."""
-    most = {
-        name: max((one for one in some if one["late_s"] <= limit_s), key=lambda one: one["users"], default=None)
-        for name, some in tried.items()
-    }
-    top = max((one["per_s"] for one in most.values() if one), default=1.0)
-    body, wide = [text(_BARS, _TOP - 6, "requests per second, users in time", "s")], (WIDTH - 10 - _BARS) / len(most)
-    for at, (name, one) in enumerate(most.items()):
-        left, tall = _BARS + at * wide, (one["per_s"] / top if one else 0.0) * (_PLOT - 16)
-        foot, middle = _TOP + _PLOT, left + wide / 2
+    most = {name: _most(some, limit_s) for name, some in tried.items()}
+    top, y = max((one["per_s"] for one in most.values() if one), default=1.0), _TOP + _PLOT + 58
+    body = [text(_LEFT, y - 6, "requests per second of the most users who were served in time", "s")]
+    for name, one in most.items():
+        colour, variant = looks[name]
+        wide = (one["per_s"] / top if one else 0.0) * (WIDTH - _NAMES - 180)
+        dash, fill = (' stroke-dasharray="4 3"', "#fff") if variant else ("", colour)
+        body.append(text(_NAMES - 8, y + 14, name, "s e"))
         body.append(
-            f'<rect x="{left + 6:.1f}" y="{foot - tall:.1f}" width="{wide - 12:.1f}" height="{tall:.1f}" '
-            f'fill="{colours[name]}"/>'
+            f'<rect x="{_NAMES}" y="{y + 3}" width="{wide:.1f}" height="{_ROW - 8}" fill="{fill}" stroke="{colour}"'
+            f"{dash}><title>{escape(name)}: {_got(one) if one else 'nobody'}</title></rect>"
         )
-        body.append(text(middle, foot - tall - 4, f"{one['per_s']:.2g}" if one else "0", "m b"))
-        body.append(text(middle, foot + 16, f"{one['users']:.0f} users" if one else "nobody", "s m"))
+        body.append(text(_NAMES + wide + 8, y + 15, _got(one) if one else "nobody", "s"))
+        y += _ROW
     return body
+
+
+def _most(some: list[dict[str, float]], limit_s: float) -> dict[str, float] | None:
+    return max((one for one in some if one["late_s"] <= limit_s), key=lambda one: one["users"], default=None)
+
+
+def _got(one: dict[str, float]) -> str:
+    return f"{one['users']:.0f} users: {one['per_s']:.3g} requests/s"
+
+
+# ---- the page -------------------------------------------------------------------------------------------------------
+
+_ABOUT: Final = (
+    "{cpu}, {cores} cores, Python {python}, torch {torch}, {date}, {commit}. A real engine with a small model, and "
+    "sessions of the recorded trace with prompts and pauses as many times shorter as benchmarks/agents.py says. "
+    "Users are added until the 95th percentile of the time to the first token is above {limit_s:.3g} s."
+)
+
+
+def html(found: dict[str, Any]) -> str:
+    """Return the whole page."""
+    about = {name: escape(str(value)) for name, value in found["machine"].items()}
+    limit_s, body = found["limit_s"], ["<h1>Coding agents on a real engine</h1>"]
+    body += [f"<p>{_ABOUT.format(**about, limit_s=limit_s)}</p>", picture(found), "<h2>Figures</h2>"]
+    figures = (
+        (one["name"], f"{one['value']:.3g} {one['unit']}", f"{one['limit']:g} {one['unit']}",
+         "yes" if one["holds"] else "no", one["baseline"])
+        for one in found["figures"]
+    )  # fmt: skip
+    body.append(table(("", "measured", "at least", "holds", "of"), figures))
+    tried = (
+        (name, f"{one['users']:.0f}", f"{one['per_s']:.2f}", f"{one['ttft_s']:.3f}", f"{one['late_s']:.3f}",
+         "yes" if one["late_s"] <= limit_s else "no")
+        for name, some in found["tried"].items()
+        for one in sorted(some, key=lambda one: float(one["users"]))
+    )  # fmt: skip
+    heads = ("engine", "users", "requests/s", "TTFT s at 50 %", "at 95 %", "in time")
+    body += ["<h2>All that was tried</h2>", table(heads, tried)]
+    return pictures.page("coding agents", body)
+
+
+if __name__ == "__main__":
+    write(json.loads(RESULTS.read_text(encoding="utf-8")), RESULTS)

@@ -1,10 +1,10 @@
-"""What the pictures of benchmarks share: an SVG's frame and words, and a PNG made of it by a real browser."""
+"""What pictures and pages of benchmarks share: an SVG's frame and words, a PNG made of it by a real browser, tables."""
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Final
@@ -17,6 +17,12 @@ WIDTH: Final = 860
 _STYLE: Final = (
     "text{font:13px system-ui,sans-serif;fill:#222}.s{font-size:11px}.m{text-anchor:middle}.e{text-anchor:end}"
     ".b{font-weight:600}"
+)
+_PAGE_STYLE: Final = (
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:1000px;margin:2em auto;padding:0 1em;color:#222}"
+    "body{background:#fff}table{border-collapse:collapse;font-size:13px}"
+    "td,th{padding:3px 10px;border-bottom:1px solid #ddd;text-align:left}"
+    "td{font-variant-numeric:tabular-nums}"
 )
 
 
@@ -55,3 +61,18 @@ def write(picture: str, path: Path) -> None:
     except BrowserMissingError as e:
         png.unlink(missing_ok=True)
         print(f"no {png.name}: {e}", file=sys.stderr)
+
+
+def page(title: str, body: Iterable[str]) -> str:
+    """Return a whole page, which needs nothing else."""
+    return (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f"<title>kvpipe: {escape(title)}</title><style>{_PAGE_STYLE}</style>{''.join(body)}</html>\n"
+    )
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table of a page."""
+    head = "".join(f"<th>{escape(one)}</th>" for one in heads)
+    lines = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><tr>{head}</tr>{lines}</table>"

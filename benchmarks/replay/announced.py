@@ -20,7 +20,7 @@ SHARES: Final = (0.02, 0.05)
 """Of all different chunks of a workload: how many memory holds."""
 BEHIND: Final = ("disk", "network", "disk, network")
 HEADS: Final = (
-    "memory, tiers, policy", "announced", "mean TTFT s", "of that without", "95 % s", "of that without",
+    "memory, tiers, policy", "announced", "draws", "mean TTFT s", "of that without", "95 % s", "of that without",
     "chunks fetched ahead", "of use", "GB read more",
 )  # fmt: skip
 _SAME: Final = ("workload", "seed", "host", "behind", "policy")
@@ -82,6 +82,7 @@ def table(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         yield (
             f"{percent(host)}, {behind}, {policy}",
             f"{announced}, sigma {sigma:g}" if announced != hints.DEAD else "only what never comes",
+            str(len(pairs)),
             f"{mean(one['ttft_s_mean'] for one, _ in pairs):.3f}",
             f"{mean(one['ttft_s_mean'] / without['ttft_s_mean'] for one, without in pairs):.3f}",
             f"{mean(ours for ours, _ in late):.3f}",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks import pictures
-from benchmarks.pictures import COLOURS, GREY, WIDTH, legend, svg, text
+from benchmarks.pictures import COLOURS, GREY, WIDTH, legend, svg, table, text
 from benchmarks.replay import announced, report
 from benchmarks.replay.replay import BELADY
 
@@ -146,20 +146,11 @@ def html(found: dict[str, Any]) -> str:
     body += ["<h2>With tiers</h2>", _tiers_table(found["tiers"])]
     if found.get("prefetch"):
         body += ["<h2>Resumes that are announced</h2>", f"<p>{_ANNOUNCED}</p>"]
-        body.append(_table(announced.HEADS, announced.table(found)))
+        body.append(table(announced.HEADS, announced.table(found)))
     body.append("<h2>The cost model</h2>")
     places = [(f"{name}: {key}", value) for name, one in found.get("places", {}).items() for key, value in one.items()]
-    body.append(_table(("", ""), ((key, f"{value:g}") for key, value in [*model.items(), *places])))
-    style = (
-        "body{font:15px/1.5 system-ui,sans-serif;max-width:1000px;margin:2em auto;padding:0 1em;color:#222}"
-        "body{background:#fff}table{border-collapse:collapse;font-size:13px}"
-        "td,th{padding:3px 10px;border-bottom:1px solid #ddd;text-align:left}"
-        "td{font-variant-numeric:tabular-nums}"
-    )
-    return (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>kvpipe: replayed traces</title><style>{style}</style>{''.join(body)}</html>\n"
-    )
+    body.append(table(("", ""), ((key, f"{value:g}") for key, value in [*model.items(), *places])))
+    return pictures.page("replayed traces", body)
 
 
 def _rates_table(by: dict[str, dict[float, float]]) -> str:
@@ -168,7 +159,7 @@ def _rates_table(by: dict[str, dict[float, float]]) -> str:
         (name, *(f"{some[s]:.3f} ({some[s] / best[s]:.2f})" if s in some and s in best else "" for s in shares))
         for name, some in by.items()
     )
-    return _table(("hit rate (of Belady's)", *(report.percent(share) for share in shares)), rows)
+    return table(("hit rate (of Belady's)", *(report.percent(share) for share in shares)), rows)
 
 
 def _tiers_table(tiers: Sequence[dict[str, Any]]) -> str:
@@ -184,10 +175,4 @@ def _tiers_table(tiers: Sequence[dict[str, Any]]) -> str:
         for row in tiers
     )
     heads = ("", *_WHERE, "TTFT s at 50/90/99 %", "mean", "TB moved", "scheduler us per request")
-    return _table(heads, rows)
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(one)}</th>" for one in heads)
-    lines = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><tr>{head}</tr>{lines}</table>"
+    return table(heads, rows)

@@ -119,5 +119,5 @@ def test_what_announcements_are_worth(load: Workload, tmp_path: Path) -> None:
     assert len(lines) == len(announced.BEHIND)
     assert all(len(line) == len(announced.HEADS) for line in lines)
     assert lines[0][:2] == ("20%, disk, lru", "resume, sigma 0")
-    assert float(lines[0][3]) < 1
+    assert float(lines[0][4]) < 1
     assert "Resumes that are announced" in page.html(found)
