@@ -45,7 +45,7 @@ docs: docs-packages
 	@echo "open .cache/site/index.html"
 
 demo: setup
-	@$(PY) -m kvpipe.cli demo
+	@$(PY) -m kvpipe demo
 
 test: setup programs docs-packages
 	@tools/test.sh $(PROFILE)
@@ -79,7 +79,7 @@ bench-gpu:
 
 serve: setup
 	@test -n "$(MODEL)" || { echo "say which model: make serve MODEL=path-or-name" >&2; exit 2; }
-	@$(PY) -m kvpipe.cli check '$(KVPIPE)' >/dev/null
+	@$(PY) -m kvpipe check '$(KVPIPE)' >/dev/null
 	$(PY) -m vllm.entrypoints.openai.api_server --model "$(MODEL)" $(ARGS) --kv-transfer-config \
 	  '{"kv_connector":"KVPipeConnector","kv_role":"kv_both","kv_load_failure_policy":"recompute","kv_connector_extra_config":$(KVPIPE)}'
 

@@ -56,7 +56,7 @@ def ask_and_print(args: argparse.Namespace, method: str, path: str, body: object
     """Send a request to the engine and print its answer. Returns the exit status 0. Raises UsageError as `ask` does."""
     address = parse_address(args.at or load_settings().manage)
     if ENGINE in address.path:
-        raise UsageError(f"kvpipe: {address}: say --at with the engine's name, as its log has it")
+        raise UsageError(f"kvpipe: {address}: give --at with the engine's name, as its log has it")
     answer = ask(address, token_of(args), method, path, body)
     if args.json:
         sys.stdout.write(json.dumps(answer) + "\n")
@@ -81,14 +81,14 @@ def token_of(args: argparse.Namespace) -> str:
     except ValueError as error:
         raise UsageError(f"kvpipe: {error}") from None
     if token is None:
-        raise UsageError("kvpipe: no token is named; say --token-file, or set KVPIPE_MANAGE_TOKEN_FILE")
+        raise UsageError("kvpipe: no token is named; give --token-file, or set KVPIPE_MANAGE_TOKEN_FILE")
     return token.get_secret_value()
 
 
 def parse_address(text: str) -> Address:
     """Return the parsed address. Raises UsageError if `text` is empty or is no address."""
     if not text:
-        raise UsageError("kvpipe: no engine is named; say --at, or set KVPIPE_MANAGE")
+        raise UsageError("kvpipe: no engine is named; give --at, or set KVPIPE_MANAGE")
     try:
         return Address.parse(text)
     except ValueError as error:

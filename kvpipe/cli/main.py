@@ -148,7 +148,3 @@ def _diagrams(args: argparse.Namespace) -> int:
 def _config(_: argparse.Namespace) -> int:
     print(markdown_table(), end="")  # noqa: T201
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -332,7 +332,7 @@ sys.exit(main())
 
 def command(*args: str, code: str = "", **kwargs: Any) -> subprocess.Popen[str]:
     """Start `kvpipe cache` in a process of its own, which gets interrupts. `code`: that does the same."""
-    words = [sys.executable, *(["-c", code] if code else ["-m", "kvpipe.cli"]), "cache", *args]
+    words = [sys.executable, *(["-c", code] if code else ["-m", "kvpipe"]), "cache", *args]
     with interrupts_enabled():
         return subprocess.Popen(words, text=True, **kwargs)
 

@@ -215,8 +215,8 @@ def test_the_command(managed: Managed, capsys: pytest.CaptureFixture[str], tmp_p
         (["cache", "lookup", "1", "--adapter", "x", "y", "z"], "its number is a whole number"),
         (["engine", "switch"], "give --freeze on|off"),
         (["engine", "state", "--at", "here"], "--at here: write 'unix:/"),
-        (["cache", "pins", "--at", ""], "no engine is named; say --at"),
-        (["engine", "state", "--at", "unix:/run/{engine}.sock"], "say --at with the engine's name"),
+        (["cache", "pins", "--at", ""], "no engine is named; give --at"),
+        (["engine", "state", "--at", "unix:/run/{engine}.sock"], "give --at with the engine's name"),
         (["engine", "state", "--at", "unix:/nowhere/x.sock"], "no engine answers at unix:/nowhere/x.sock"),
     ],
 )

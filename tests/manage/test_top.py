@@ -302,14 +302,14 @@ def test_bad_arguments(given: list[str], capsys: pytest.CaptureFixture[str]) -> 
 def test_without_an_address(capsys: pytest.CaptureFixture[str]) -> None:
     """The remedy is named."""
     assert cli.main(["top", "--once"]) == 2
-    assert "say --at, or set KVPIPE_MANAGE" in capsys.readouterr().err
+    assert "give --at, or set KVPIPE_MANAGE" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("term", ["xterm", "dumb"])
 def test_in_a_terminal(managed: Managed, folder: Path, term: str) -> None:
     """It draws again and again, until it is interrupted; then the terminal is as before."""
     master, slave = pty.openpty()
-    command = [sys.executable, "-m", "kvpipe.cli", "top", "--at", str(managed.address), "--interval", "0.2"]
+    command = [sys.executable, "-m", "kvpipe", "top", "--at", str(managed.address), "--interval", "0.2"]
     with (
         interrupts_enabled(),
         subprocess.Popen(

@@ -57,7 +57,7 @@ def test_kvpipe_is_whole(python: Path, tmp_path: Path) -> None:
         "from kvpipe import plugins as p; print([len(p.own(one)) for one in (p.TIERS, p.POLICIES, p.TRANSFER_ENGINES)])"
     )
     assert run(python, "-c", code, cwd=tmp_path).strip() == "[4, 3, 2]"
-    assert "policy = sessions\n" in run(python, "-m", "kvpipe.cli", "check", '{"policy": "sessions"}', cwd=tmp_path)
+    assert "policy = sessions\n" in run(python, "-m", "kvpipe", "check", '{"policy": "sessions"}', cwd=tmp_path)
 
 
 def test_it_keeps_the_protocol(python: Path, tmp_path: Path) -> None:
@@ -70,12 +70,12 @@ def test_it_keeps_the_protocol(python: Path, tmp_path: Path) -> None:
 
 def test_it_is_configured_like_ours(python: Path, tmp_path: Path) -> None:
     """The command finds it by its URL, shows its keys, and refuses a misspelt one with its suggestion."""
-    check = (python, "-m", "kvpipe.cli", "check")
+    check = (python, "-m", "kvpipe", "check")
     url = f"sqlite://{tmp_path}/kv.db"
     assert "'kind': 'sqlite', " in run(*check, f'{{"tiers": "{url}?lanes=2"}}', cwd=tmp_path)
     message = run(*check, f'{{"tiers": "{url}?byte_max=1GiB"}}', cwd=tmp_path, ok=False)
     assert "tier 1 (sqlite): unknown key 'byte_max'; did you mean 'bytes_max'?" in message
-    assert "items" in run(python, "-m", "kvpipe.cli", "cache", "stats", url, "--json", cwd=tmp_path)
+    assert "items" in run(python, "-m", "kvpipe", "cache", "stats", url, "--json", cwd=tmp_path)
 
 
 def test_its_types_are_those_of_the_wheel(python: Path, tmp_path: Path) -> None:
