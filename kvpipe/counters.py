@@ -191,7 +191,7 @@ COUNTS: Final[Mapping[Count, str]] = {
     "prefetch_gave_way": "Prefetches that ended early because a waiting request needed their room.",
     "prefetch_late": "Prefetches that took too long: what had not come was not fetched.",
     "prefetch_used": "Chunks that were prefetched and then of use to a request.",
-    "prefetch_wasted": "Chunks that were prefetched and dropped before they were of use.",
+    "prefetch_wasted": "Chunks that were prefetched and evicted before they were of use.",
     "reported_again": "Reports about jobs that were over.",
     "reset": "Resets of the prefix cache that reached the connector.",
     "reset_chunks": "Chunks that resets dropped.",

@@ -103,9 +103,14 @@ class Ahead:
                 self.part(chunk.tenant).over(used=True)
 
     def dropped(self, chunk: Chunk) -> None:
-        """One of `chunks` cannot be found any more, and nobody has come for it."""
+        """One of `chunks` was evicted, and nobody has come for it."""
         kind = self.chunks.pop(chunk)
         if kind & BROUGHT:
             self._counters["prefetch_wasted"] += 1
         if kind & ANNOUNCED:
             self.part(chunk.tenant).over(used=False)
+
+    def forget(self, chunk: Chunk) -> None:
+        """A reset has forgotten one of `chunks`: that is nobody's fault who has announced it, and no waste."""
+        if self.chunks.pop(chunk) & ANNOUNCED:
+            self.part(chunk.tenant).announced -= 1

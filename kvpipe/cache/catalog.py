@@ -502,7 +502,7 @@ class Catalog:
         """
         index = (self._index if chunk.era is self._era else self._before)[chunk.group]
         if chunk in self.ahead.chunks:
-            self.ahead.dropped(chunk)
+            (self.ahead.forget if why == RESET else self.ahead.dropped)(chunk)
         for mark in chunk.marks:
             if index.get(mark.key) is chunk:
                 del index[mark.key]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvpipe.cache.ahead import ANNOUNCED_SHARE
 from kvpipe.cache.catalog import Catalog, Chunk, Owner
 from kvpipe.cache.policy.lru import Lru
@@ -68,15 +70,23 @@ def test_what_is_counted_anew_is_neither_used_nor_wasted() -> None:
     assert catalog.counters["prefetch_wasted"] == 1
 
 
-def test_a_reset_leaves_nothing() -> None:
-    """As soon as what it forgets is taken apart."""
+@pytest.mark.parametrize("held", [True, False], ids=["held", "idle"])
+def test_a_reset_leaves_nothing_and_blames_nobody(*, held: bool) -> None:
+    """As soon as what it forgets is taken apart. It is the operator's: no client is believed less for it."""
     catalog = _catalog()
-    catalog.ahead.keep(_saved(catalog, 8))
+    room, chunks = catalog.room_ahead(ANYBODY), _saved(catalog, 8)
+    catalog.ahead.keep(chunks)
+    for chunk in chunks:
+        catalog.ahead.brought(chunk)
+    if held:
+        catalog.lease(Owner("a", 1), chunks)
     catalog.reset()
     check_integrity(catalog)
     while catalog.stale:
         catalog.sweep()
     assert not catalog.ahead.chunks
+    assert catalog.room_ahead(ANYBODY) == room
+    assert catalog.counters["prefetch_wasted"] == 0
     check_integrity(catalog)
 
 

@@ -44,7 +44,8 @@ def test_who_has_not_come_has_used_nothing() -> None:
         steps(played)
         assert over(played, "in_vain") == 1
         assert (counters["prefetch_used"], counters["chunks_prefetched"]) == (0, brought)
-        played.forget()
+        catalog = played.trial.side.catalog
+        assert sum(catalog.evict(chunk) for chunk in [*catalog.ahead.chunks]) == brought
         assert counters["prefetch_wasted"] == brought
 
 
