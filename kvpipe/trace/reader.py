@@ -12,10 +12,15 @@ from typing import Any
 import msgspec
 
 from kvpipe.errors import UsageError
+from kvpipe.files import kind_of
 from kvpipe.trace.events import FORMAT, Event, Started
+from kvpipe.trace.log import printable
 from kvpipe.trace.transitions import EVENTS
 
 LINE_BYTES_MAX = 1 << 20
+"""A longer line counts as several that cannot be read."""
+ENDLESS_BYTES_MAX = 64 << 20
+"""A file with a line as long as this is no trace."""
 LAYERS_MAX = 4096
 """Layers that a trace may claim of a rank: replay makes a state per layer."""
 _NS_MAX = 1 << 63
@@ -52,17 +57,24 @@ class Trace:
         self._decoder = decoder()
         self._tag = msgspec.json.Decoder(_Tag)
         try:
-            with path.open("rb") as file:
-                file.read(1)
+            kind = kind_of(path.stat().st_mode)  # first: to open a pipe waits for who writes to it
+            why = kind and f"it is {kind}"
+            if not why:
+                path.open("rb").close()
         except OSError as error:
-            raise UsageError(f"kvpipe: {path} cannot be read ({error.strerror}); give a trace_file") from None
+            why = error.strerror or repr(error)
+        if why:
+            raise self._refusal(f"cannot be read ({why})")
 
     def __iter__(self) -> Iterator[Event]:
-        """Yield what can be read."""
-        decode, wanted = self._decoder.decode, self._wanted
+        """Yield what can be read. Raises UsageError at a line without an end: the file is no trace."""
+        decode, wanted, parts = self._decoder.decode, self._wanted, 0
         with self.path.open("rb", buffering=_READ_BYTES) as file:
             while line := file.readline(LINE_BYTES_MAX):
                 self.lines += 1
+                parts = parts + 1 if len(line) == LINE_BYTES_MAX and line[-1:] != b"\n" else 0
+                if parts * LINE_BYTES_MAX >= ENDLESS_BYTES_MAX:
+                    raise self._refusal(f"has a line of more than {ENDLESS_BYTES_MAX >> 20} MiB")
                 if wanted is not None and not wanted(line):
                     continue
                 try:
@@ -81,6 +93,9 @@ class Trace:
                     if event.format > FORMAT:
                         self.unread[NEWER] += 1
                 yield event
+
+    def _refusal(self, why: str) -> UsageError:
+        return UsageError(f"kvpipe: {printable(str(self.path))} {why}; give a trace_file")
 
     def _why(self, line: bytes, error: str) -> str:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -128,6 +129,38 @@ def test_no_such_file(command: str, tmp_path: Path, capsys: pytest.CaptureFixtur
         Trace(tmp_path)
     assert main(["trace", command, str(tmp_path / "none")]) == 2
     assert "cannot be read (No such file or directory); give a trace_file" in capsys.readouterr().err
+
+
+COMMANDS = ("show", "show --request r", "replay", "timeline -o out.html")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("what", ["a device", "a pipe", "a folder"])
+def test_what_is_no_file_is_refused(
+    what: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By its name and what it is: it may have no end, or nobody writes to it."""
+    monkeypatch.chdir(tmp_path)
+    Path("a folder").mkdir()
+    os.mkfifo("a pipe")
+    Path("a device").symlink_to("/dev/zero")
+    name, *rest = command.split()
+    assert main(["trace", name, what, *rest]) == 2
+    assert capsys.readouterr().err == f"kvpipe: {what} cannot be read (it is {what}); give a trace_file\n"
+    assert not Path("out.html").exists()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_line_without_an_end_is_refused(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file of terabytes, such as a disk's image, is not read to its end."""
+    monkeypatch.chdir(tmp_path)
+    _write(Path("image"), _whole())
+    os.truncate("image", 1 << 40)  # sparse: it takes no room
+    name, *rest = command.split()
+    assert main(["trace", name, "image", *rest]) == 2
+    assert capsys.readouterr().err == "kvpipe: image has a line of more than 64 MiB; give a trace_file\n"
 
 
 # ---- replaying ------------------------------------------------------------------------------------------------------
