@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Final
 
+from kvpipe.cache.tenants import kept_salt
 from kvpipe.scheduler.hints import ACTIONS_MAX, RawAction, RawHints
 
 if TYPE_CHECKING:
@@ -40,11 +41,12 @@ def kind_of(request: Request) -> Hashable:
     parameters: object = request.kv_transfer_params
     own: object = parameters.get(PARAMETER) if isinstance(parameters, Mapping) else None
     named: object = own.get(CLASS) if isinstance(own, Mapping) else None
+    salt = kept_salt(request.cache_salt or "")
     if isinstance(named, str) and len(named) <= CLASS_CHARS_MAX:
-        return request.cache_salt, named
+        return salt, named
     lora, prompt = request.lora_request, request.num_prompt_tokens
     tail = request.all_token_ids[max(0, prompt - TAIL_TOKENS) : prompt]
-    return request.cache_salt, lora.lora_path if lora is not None else "", *tail
+    return salt, lora.lora_path if lora is not None else "", *tail
 
 
 def _actions(envelope: object) -> object:

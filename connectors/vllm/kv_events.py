@@ -22,6 +22,7 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
 from kvpipe.cache.catalog import Chunk
+from kvpipe.cache.tenants import SALT_KEPT_CHARS_MAX
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -88,7 +89,12 @@ class KvEvents:
         manager.reset_prefix_cache = watched  # type: ignore[method-assign]
 
     def published(self, request: Request, chunk: Chunk, base: int) -> None:
-        """A piece of `chunk`, which begins at unit `base` of `request`'s prefix, has landed."""
+        """A piece of `chunk`, which begins at unit `base` of `request`'s prefix, has landed.
+
+        Events have the salt in clear, also when the chunk is announced again: there are none with one that is too long.
+        """
+        if len(request.cache_salt or "") > SALT_KEPT_CHARS_MAX:
+            return
         known = self._of.get(chunk, ())
         first = base * self.blocks_per_unit + sum(len(blocks.hashes) for blocks in known)
         stop = (base + chunk.marks[-1].units) * self.blocks_per_unit
@@ -112,8 +118,9 @@ class KvEvents:
             self._add(BlockRemoved(block_hashes=gone, medium=MEDIUM_CPU, group_idx=chunk.group))
 
     def kept(self, request: Request) -> Request | None:
-        """Return what events need of a request after its end; None: pictures and embeddings are not kept."""
-        if request.mm_features or request.prompt_embeds is not None:
+        """Return what events need of a request after its end; None: pictures, embeddings, long salts are not kept."""
+        long = len(request.cache_salt or "") > SALT_KEPT_CHARS_MAX
+        if request.mm_features or request.prompt_embeds is not None or long:
             return None
         return cast("Request", EndedPrompt(request))
 

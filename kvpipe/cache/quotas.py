@@ -15,7 +15,7 @@ from kvpipe.cache.catalog import Catalog, Chunk
 from kvpipe.cache.hints import Hint
 from kvpipe.cache.policy.base import Evictable, Policy, RememberingPolicy, SessionPolicy
 from kvpipe.cache.policy.guard import takes_hints
-from kvpipe.cache.tenants import ANYBODY, Tenant
+from kvpipe.cache.tenants import ANYBODY, Tenant, kept_salt
 from kvpipe.quota_spec import OTHERS, QuotaSpec, salts
 from kvpipe.trace.log import Counters
 
@@ -66,7 +66,7 @@ class Accounts:
 
         Raises `ConfigError` if a salt cannot be read, or two quotas have one salt.
         """
-        self._by_salt = {salt: Account(spec, slots, make) for salt, spec in salts(specs).items()}
+        self._by_salt = {kept_salt(salt): Account(spec, slots, make) for salt, spec in salts(specs).items()}
         others = next((spec for spec in specs if spec.name == OTHERS), _NO_LIMIT)
         self.others = Account(others, slots, make)
         self.all = (*self._by_salt.values(), self.others)

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING, Final, NamedTuple
 from weakref import WeakValueDictionary
 
 if TYPE_CHECKING:
     from kvpipe.scheduler.base import Request
+
+
+SALT_KEPT_CHARS_MAX: Final = 256
+"""The most characters of a salt that chunks and what is learned refer to. Servers take no longer ones than 128."""
+
+
+def kept_salt(salt: str) -> str:
+    """Return a salt as it is kept beyond its request: a longer one as its SHA-256, in hex."""
+    if len(salt) <= SALT_KEPT_CHARS_MAX:
+        return salt
+    return hashlib.sha256(salt.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 class AdapterIdentity(NamedTuple):
@@ -20,7 +32,7 @@ class AdapterIdentity(NamedTuple):
 class Tenant:
     """One pair of salt and adapter. A chunk has one tenant, from its reservation on.
 
-    `salt`: the `cache_salt` of the requests, "" for those without one. `adapter`: theirs, None for those without one.
+    `salt`: the `cache_salt` of the requests (`kept_salt`), "" for those without one. `adapter`: theirs, or None.
 
     Both are part of every key under which a chunk is found: vLLM hashes the salt into the first block, from which all
     others chain, and the adapter's name and path into each block; kvpipe appends the digest. So equal keys always are
@@ -59,7 +71,7 @@ class Tenants:
         """Return the tenant with this salt and this adapter."""
         if not salt and adapter is None:
             return ANYBODY
-        key = salt, adapter
+        key = kept_salt(salt), adapter
         tenant = self._known.get(key)
         if tenant is None:
             tenant = self._known[key] = Tenant(*key)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import anyio
 
+from kvpipe.cache.tenants import kept_salt
 from kvpipe.manage import models
 from kvpipe.manage.salts import salt_digest
 from kvpipe.scheduler.pins import EPOCHS
@@ -49,10 +50,12 @@ def selecting(wanted: models.EvictMatching, token: bytes) -> Callable[[Tenant], 
     if wanted.no_adapter and any(adapters.values()):
         raise ValueError("no_adapter contradicts adapter and adapter_digest: leave it out")
 
+    salt = kept_salt(wanted.cache_salt) if wanted.cache_salt is not None else None
+
     def selects(tenant: Tenant) -> bool:
         adapter = tenant.adapter
         return (
-            (wanted.cache_salt is None or tenant.salt == wanted.cache_salt)
+            (salt is None or tenant.salt == salt)
             and (not wanted.no_salt or not tenant.salt)
             and (wanted.salt_digest is None or salt_digest(token, tenant.salt) == wanted.salt_digest)
             and (not wanted.no_adapter or adapter is None)

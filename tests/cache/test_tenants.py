@@ -9,8 +9,13 @@ import pytest
 
 from kvpipe.cache.catalog import Catalog
 from kvpipe.cache.policy import Lru
-from kvpipe.cache.tenants import ANYBODY, AdapterIdentity, Tenants
+from kvpipe.cache.quotas import Accounts
+from kvpipe.cache.tenants import ANYBODY, SALT_KEPT_CHARS_MAX, AdapterIdentity, Tenants
 from kvpipe.connectors.vllm.trial.scheduler_world import SchedulerWorld
+from kvpipe.manage.holders import selecting
+from kvpipe.manage.models import EvictMatching
+from kvpipe.manage.salts import salt_digest
+from kvpipe.quota_spec import parse_quotas
 from kvpipe.trace.log import Counters
 
 
@@ -37,6 +42,23 @@ def test_there_is_one_object_per_salt_and_adapter() -> None:
     assert found[3].adapter == AdapterIdentity("french", "/french", b"1")
     nobody: list[Any] = [asked(), asked(""), type("Old", (), {"lora_request": None})()]
     assert [tenants.of(one) for one in nobody] == [ANYBODY] * 3
+
+
+def test_of_a_long_salt_a_digest_is_kept() -> None:
+    """Chunks outlive requests, and an offline engine takes salts of any length. It has its quota and digest."""
+    tenants, long = Tenants(), [f"{'x' * 4000}{end}" for end in "ab"]
+    some: list[Any] = [_Asked(salt) for salt in long]
+    found = [tenants.of(one) for one in some]
+    assert len({*found}) == 2
+    assert [len(one.salt) for one in found] == [64, 64]
+    assert found == [tenants.of(one) for one in some] == [tenants.named(one.salt, None) for one in found]
+    accounts = Accounts(parse_quotas([{"name": "a", "salt": long[0]}]), 4, Lru)
+    assert [accounts.of(one).spec.name for one in found] == ["a", "others"]
+    assert [salt_digest(b"t", salt) for salt in long] == [salt_digest(b"t", one.salt) for one in found]
+    selects = selecting(EvictMatching(cache_salt=long[0]), b"t")
+    assert [selects(one) for one in found] == [True, False]
+    short = "x" * SALT_KEPT_CHARS_MAX
+    assert tenants.named(short, None).salt == short
 
 
 def test_salts_that_hold_nothing_are_forgotten() -> None:

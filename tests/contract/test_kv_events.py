@@ -144,9 +144,15 @@ def test_of_what_is_over_the_same_is_reported(kind: str) -> None:
     assert one() is None
 
 
-def test_pictures_and_embeddings_are_not_kept() -> None:
-    """They may be large."""
+def test_what_may_be_large_is_not_kept() -> None:
+    """Pictures and embeddings; a salt that no server takes, neither after its request nor for its chunks' events."""
     assert not any(Noted().events.kept(request_of(**KINDS[kind]())) for kind in ("images", "embeddings", "all"))
+    salted, noted = request_of(cache_salt="s" * 1_000_000), Noted()
+    assert noted.events.kept(salted) is None
+    noted.save(salted, iter([(0, 4), (4, 8)]))
+    assert not noted.receive()
+    noted.catalog.reset()
+    assert not noted.receive()
 
 
 def test_they_are_vllms_own_words() -> None:

@@ -95,7 +95,15 @@ def test_whose_answers_are_taken_for_alike() -> None:
     answering = _request()
     answering.append_output_token_ids(7)
     assert kind_of(answering) == kind_of(Request("s", [5, 5, 2, 3], SamplingParams(), None)) == kind_of(_request())
-    assert kind_of(Request("p", [1], None, PoolingParams())) == (None, "", 1)
+    assert kind_of(Request("p", [1], None, PoolingParams())) == ("", "", 1)
+
+
+def test_of_a_long_salt_a_digest_is_learned_from() -> None:
+    """What is learned outlives requests, and an offline engine takes salts of any length."""
+    long = [Request("s", [1, 2, 3], SamplingParams(), None, cache_salt="s" * 1_000_000 + end) for end in "ab"]
+    kinds = [kind_of(one) for one in long]
+    assert kinds[0] != kinds[1]
+    assert max(len(repr(one)) for one in kinds) < 200
 
 
 @pytest.mark.parametrize("named", ["x" * (CLASS_CHARS_MAX + 1), 3, None, ["x"], {"x": 1}, True])
