@@ -90,6 +90,12 @@ class Settings(BaseSettings):
         ByteSize(256 << 20),
         description="Host memory per rank that writes to tiers hold at once, beyond it chunks are not written.",
     )
+    store_idle_s_max: Annotated[int, BeforeValidator(no_bool), Field(ge=0, le=86_400)] = Field(
+        30,
+        description="With tiers: longest that an engine without other work goes on to store chunks, and neither pauses "
+        "nor ends; what is left is stored when requests come, or lost ([why](docs/decisions/0032-stores-of-an-idle-"
+        "engine.md)).",
+    )
     share_ranks_max: Annotated[int, BeforeValidator(no_bool), Field(ge=1, le=4096)] = Field(
         1,
         description="With tiers: largest tensor-parallel size among engines that share them. Engines of fewer ranks "

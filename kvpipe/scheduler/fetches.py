@@ -114,9 +114,12 @@ class Staging:
         counters: Counters,
         new_id: Callable[[], int],
         stores: bool,
+        store_idle_s_max: float = float("inf"),
         published: Callable[[Request | None, Piece], object],
     ) -> None:
         """`stores`: whether this engine writes to tiers. No tier is asked before `space` has a name.
+
+        `store_idle_s_max`: see `Storing`.
 
         `published` is called with each piece that has come from a tier, and a request with that prefix or None.
         """
@@ -135,6 +138,8 @@ class Staging:
             counters=counters,
             new_id=new_id,
             split=finder.split,
+            idle_s_max=store_idle_s_max,
+            names=[tier.name for tier in finder.tiers],
         )
         self.machine, self.transfer_machine = m.STAGE.compile(), job_m.JOB.compile()
         self.names = tuple(tier.name for tier in finder.tiers)
@@ -286,8 +291,10 @@ class Staging:
 
     # ---- fetching -------------------------------------------------------------------------------------------------
 
-    def plan(self, *, stores: bool) -> tuple[TierOrder, ...]:
+    def plan(self, *, stores: bool, idle: bool = False) -> tuple[TierOrder, ...]:
         """Plan a step's orders: fetches for whom something was found, then stores, as far as there is room.
+
+        `idle`: the step computes nothing.
 
         What goes wrong costs misses: the loads of the step depend on the plan, and the ranks on every order in it.
         """
@@ -303,7 +310,7 @@ class Staging:
             self.stores.clear()
         begun = len(self._due)
         try:
-            self.stores.plan(self._due)
+            self.stores.plan(self._due, idle=idle)
         except Exception as e:  # noqa: BLE001
             self._counters.fault("store_not_planned", error=repr(e))
         for order in self._due[begun:]:

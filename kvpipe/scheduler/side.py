@@ -154,6 +154,7 @@ class SchedulerSide:
             counters=self.counters,
             new_id=self.jobs.new_id,
             stores=self.switches.saves,
+            store_idle_s_max=self.settings.store_idle_s_max,
             published=self._published,
         )
 
@@ -252,11 +253,11 @@ class SchedulerSide:
         if self.switches.saving:
             jobs += self._saving.plan_step(step)
         orders: tuple[TierOrder, ...] = ()
-        space, staging = "", self.staging
+        space, staging, computes = "", self.staging, bool(step.num_scheduled_tokens)
         if staging is not None:
             self.trace.about("", 0)
-            self.prefetching.plan_step(idle=not step.num_scheduled_tokens)
-            orders, space = staging.plan(stores=self.switches.storing), staging.space.name
+            self.prefetching.plan_step(idle=not computes)
+            orders, space = staging.plan(stores=self.switches.storing, idle=not computes), staging.space.name
         self._step += 1
         self.trace.step = self._step + 1  # what comes now belongs to the step that is planned next
         idle, question, claims = self._idle, self.weights.ask(), self.adapters.claims(jobs)
@@ -268,7 +269,6 @@ class SchedulerSide:
             self.pins.expire()
         if self.orders.due:  # behind the answers of this pass, which count on what is held
             self.orders.carry_out()
-        computes = bool(step.num_scheduled_tokens)
         return StepPlan(self._step, tuple(jobs), orders, space, question, claims, wait_ms, computes)
 
     def reported(self, report: Report) -> None:
@@ -387,6 +387,8 @@ class SchedulerSide:
             return True
         if self.prefetching.has_work():
             return True
+        if self.staging is not None:
+            self.staging.stores.rest()
         self._turns.give()
         return False
 
@@ -450,6 +452,7 @@ class SchedulerSide:
         self._turns.take()
         self.orders.end()
         if self.staging is not None:
+            self.staging.stores.end()
             self.staging.finder.stop()
         self.adapters.reader.stop()
 

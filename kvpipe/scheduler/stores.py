@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -13,7 +14,7 @@ from kvpipe.statemachine import chunk as chunk_m
 from kvpipe.statemachine.request import FINISHED
 from kvpipe.tiers.finder import chunk_name
 from kvpipe.tiers.namespace import Namespace
-from kvpipe.trace.log import Counters
+from kvpipe.trace.log import Counters, warn
 
 if TYPE_CHECKING:
     from kvpipe.scheduler.records import Tracked
@@ -26,6 +27,7 @@ REST_STEPS: Final = 100
 """For how many steps nothing is stored in a tier after a failed store: the ranks' breakers would refuse it."""
 STORES: Final = "\0store"
 """The owner of leases of chunks on their way to a tier; no request id has a zero byte."""
+_NEVER: Final = float("inf")
 
 
 class Offer(NamedTuple):
@@ -57,8 +59,12 @@ class Storing:
         counters: Counters,
         new_id: Callable[[], int],
         split: Callable[[int], int] = lambda _: 0,
+        idle_s_max: float = _NEVER,
+        names: Sequence[str] = (),
     ) -> None:
         """`policies`: per tier, its configuration key `store`. Nothing is offered before `space` has a name.
+
+        `idle_s_max`: how long stores are begun in steps that compute nothing. `names`: of the tiers, for the log.
 
         `bytes_in_flight_max`: of slots, per rank. `split(group)`: the number of parts in which a chunk is stored.
         """
@@ -68,8 +74,10 @@ class Storing:
         self._states = geometry.states
         self._in_flight_max = bytes_in_flight_max // geometry.slot_bytes
         self._offers: OrderedDict[tuple[int, Chunk, bytes], Offer] = OrderedDict()
+        self._names = names
         self._rests = [0] * len(policies)  # until which step nothing is stored in a tier
         self._step = 0
+        self.idle_s_max, self._stops_s, self._rested = idle_s_max, _NEVER, False
         self.under_way: dict[int, Owner] = {}
         """By order id, the owner of the lease, for each store that not all ranks have reported."""
 
@@ -122,10 +130,14 @@ class Storing:
 
     # ---- what is stored -------------------------------------------------------------------------------------------
 
-    def plan(self, due: list[TierOrder]) -> None:
-        """Append a step's store orders to `due`, as many as may be under way."""
+    def plan(self, due: list[TierOrder], *, idle: bool = False) -> None:
+        """Append a step's store orders to `due`, as many as may be under way. `idle`: the step computes nothing."""
         self._step += 1
-        while self._offers and len(self.under_way) < self._max:
+        if not idle:
+            self._stops_s, self._rested = _NEVER, False
+        elif self._stops_s == _NEVER:
+            self._stops_s = time.monotonic() + self.idle_s_max
+        while self.pending:
             place, offer = self._offers.popitem(last=False)
             if not (offer.stands and self._catalog.holds(offer.chunk)):
                 self._counters["store_dropped_evicted"] += 1
@@ -154,4 +166,24 @@ class Storing:
     @property
     def pending(self) -> bool:
         """Whether an offer waits only for the next step."""
-        return bool(self._offers) and len(self.under_way) < self._max
+        return bool(self._offers) and len(self.under_way) < self._max and time.monotonic() < self._stops_s
+
+    def rest(self) -> None:
+        """The engine makes no more steps until it has other work: offers wait for that, and are counted once."""
+        if self._offers and not self._rested:
+            self._rested = True
+            why = f"store_idle_s_max={self.idle_s_max:g}" if time.monotonic() >= self._stops_s else "no answer"
+            self._counters["stores_put_off"] += len(self._offers)
+            self._counters.fault("stores_too_slow", chunks=len(self._offers), tiers=self._waited_for, why=why)
+
+    def end(self) -> None:
+        """The engine ends: what is still offered is lost."""
+        if self._offers:
+            self._counters["store_dropped_engine_ended"] += len(self._offers)
+            warn("stores_lost", chunks=len(self._offers), tiers=self._waited_for, why="the engine ends")
+            self.clear()
+
+    @property
+    def _waited_for(self) -> str:
+        """The names of the tiers that offers are for."""
+        return ", ".join(self._names[tier] for tier in sorted({place[0] for place in self._offers}))

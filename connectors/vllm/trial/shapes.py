@@ -192,7 +192,7 @@ class Shape(NamedTuple):
         return {
             "pool_bytes_max": self.pool_slots * slot_bytes, "chunk_tokens": 4 * self.unit_tokens, "load": self.load,
             "mode": self.mode, "policy": self.policy, "log_level": "error", "stall_ms_max": 0,
-            "lookup_ms_max": 600_000, "save_decode": self.answers,
+            "lookup_ms_max": 600_000, "store_idle_s_max": 86_400, "save_decode": self.answers,
         } | ({"quotas": QUOTAS} if self.quotas else {})  # fmt: skip
 
 
