@@ -18,7 +18,7 @@ from kvpipe.geometry import Geometry
 from kvpipe.messages import TierOrder
 from kvpipe.statemachine import carry as m
 from kvpipe.statemachine.core import Cursor, Edge, State
-from kvpipe.tiers.base import ALIGN_BYTES, Get, Key, Put, Read, TierError, blocking
+from kvpipe.tiers.base import ALIGN_BYTES, Get, Key, Put, Read, TierError, TierFullError, blocking
 from kvpipe.tiers.bodies import Bodies
 from kvpipe.tiers.envelope import HEADER_BYTES, DamagedError, pages
 from kvpipe.tiers.guard import READ, WRITE, GuardedTier
@@ -215,7 +215,7 @@ class Carrier(TierThread[_Item]):
             self._failed(cursor, tier, use, "it took too long", slow=True, other=other)
             return
         except TierError as error:
-            self._failed(cursor, tier, use, str(error), other=other)
+            self._failed(cursor, tier, use, str(error), full=isinstance(error, TierFullError), other=other)
             return
         took_s = time.monotonic() - began
         if other is None or moved:
@@ -228,9 +228,10 @@ class Carrier(TierThread[_Item]):
         cursor.fire(m.DONE)
 
     def _failed(
-        self, cursor: Cursor, tier: GuardedTier, use: str, why: str, *, slow: bool = False, other: _Other | None = None
-    ) -> None:
-        self.counters.fault("tier_failed", tier=tier.name, use=use, why=why)
+        self, cursor: Cursor, tier: GuardedTier, use: str, why: str, *, slow: bool = False, full: bool = False,
+        other: _Other | None = None,
+    ) -> None:  # fmt: skip
+        self.counters.fault("tier_full" if full else "tier_failed", tier=tier.name, use=use, why=why)
         if other is None:
             cursor.fire(m.FAULT, why)
             tier.fault(use, why, slow=slow)

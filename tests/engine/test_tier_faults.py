@@ -210,7 +210,7 @@ def test_a_disk_that_takes_nothing(
         with monkeypatch.context() as patch:
             patch.setattr("os.ftruncate", _raising(OSError(number, "refused")))
             assert [played.play() for _ in range(2)] == [0, 0]
-            assert live.worker_connector.counters["tier_failed"] > 0
+            assert live.worker_connector.counters["tier_full"] > 0
         played.until(DUE)
         with monkeypatch.context() as patch:
             patch.setattr("os.ftruncate", _raising(OSError(number, "refused")))

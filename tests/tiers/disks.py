@@ -99,8 +99,13 @@ def small_disk(path: Path, size: int, patch: pytest.MonkeyPatch) -> Iterator[boo
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(fd, at, n)
 
+    def free(_: int) -> Any:
+        left = max(0, size - sum(walk(path).values())) // (4 * KIB)
+        return os.statvfs_result((4 * KIB, 4 * KIB, size // (4 * KIB), left, left, 0, 0, 0, 0, 255))
+
     with patch.context() as patched:
         patched.setattr(os, "posix_fallocate", limited)
+        patched.setattr(os, "fstatvfs", free)
         yield False
 
 

@@ -16,6 +16,7 @@ from kvpipe.testing.buffers import aligned, content, get, put, some_key
 from kvpipe.testing.tier_conformance import run
 from kvpipe.testing.tier_worlds.disk import grow_old
 from kvpipe.tiers.base import ALIGN_BYTES, Get, Read, TierError, TierFullError, Written
+from kvpipe.tiers.disk import tier as disk_tier
 from kvpipe.tiers.disk.files import ACCOUNT, TMP, ValueFiles
 from tests.tiers.disks import (
     KIB,
@@ -52,6 +53,53 @@ def test_a_full_disk_refuses_and_serves_on(tmp_path: Path, monkeypatch: pytest.M
 
     with small_disk(path, 2 * MIB, monkeypatch):
         run(play)
+
+
+def test_where_others_fill_the_disk_the_oldest_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if bytes_max were as much as others leave: what was not used for longest goes. It is logged once."""
+    path, noted = tmp_path / "disk", list[str]()
+    monkeypatch.setattr(disk_tier, "warn", lambda name, **_: noted.append(name))
+
+    async def play() -> None:
+        async with opened(path, bytes_max=2 * MIB) as tier:
+            for i in range(8):
+                await tier.write([put(i, 64 * KIB)])
+            assert await reads(tier, 0) is Read.HIT
+            path.joinpath("hog").write_bytes(bytes(2 * MIB - 9 * 64 * KIB))
+            for i in range(8, 12):
+                assert await tier.write([put(i, 64 * KIB)]) == [Written.STORED]
+                assert await reads(tier, i) is Read.HIT
+            there = await tier.exists([some_key(i) for i in range(12)])
+            assert there[:2] == [True, False]
+            assert all(there[-4:])
+            path.joinpath("hog").unlink()
+            assert tier._room.used() == sum(walk(path).values())
+        assert noted == ["tier_disk_filled"]
+
+    with small_disk(path, 2 * MIB, monkeypatch):
+        run(play)
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
+def test_a_write_deletes_no_more_than_some_times_its_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    """A disk that takes nothing, whatever is deleted, does not empty the tier: some attempts, then a refusal."""
+
+    def refusing(_: int, _at: int, _size: int) -> None:
+        raise OSError(error, os.strerror(error))
+
+    async def play() -> None:
+        async with opened(tmp_path) as tier:
+            for i in range(100):
+                await tier.write([put(i, 4 * KIB)])
+            monkeypatch.setattr(os, "posix_fallocate", refusing)
+            with pytest.raises(TierFullError, match=os.strerror(error)):
+                await tier.write([put(100, 16 * KIB)])
+            assert len(walk(tmp_path)) == 100 - 4 * sum(disk_tier._YIELDS)
+            assert tier._room.used() == sum(walk(tmp_path).values())
+
+    run(play)
 
 
 @pytest.mark.parametrize("error", [errno.EROFS, errno.EPERM])

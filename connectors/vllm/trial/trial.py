@@ -410,7 +410,7 @@ class Trial(Arrivals):
     def _trouble(self, tier: int, kind: int) -> None:
         if self.tiers:
             self.tiers[tier % len(self.tiers)].trouble = TROUBLES[kind % len(TROUBLES)]
-            self.excused |= {"tier_failed", "chunk_damaged"}
+            self.excused |= {"tier_failed", "tier_full", "chunk_damaged"}
             if not any(one.trouble == "down" for one in self.tiers):
                 self._mend()
 

@@ -107,6 +107,20 @@ class DiskRoom:
             with self._held() as held, folder(TMP, held.root) as tmp:
                 self._sweep(held, tmp)
 
+    def yield_bytes(self, size: int) -> bool:
+        """Delete the oldest files, at least `size` bytes of them, as others have filled the disk. At most one batch.
+
+        Returns False if nothing was deleted: there are no files, or not enough of them to free `size` bytes.
+        """
+        with self._held() as held:
+            if not self._index.oldest(1):
+                held.bytes = self._count(held.root)  # others' files
+            before, found = held.bytes, os.fstatvfs(held.root)
+            if self._index.total()[1] + found.f_bavail * found.f_frsize < size:
+                return False
+            self._evict(held, before - size)
+            return held.bytes < before
+
     def check(self) -> None:
         """Raise an error if nothing can be written."""
         desk = self._desk

@@ -25,6 +25,7 @@ from kvpipe.tiers.disk.files import Root, ValueFiles, opened, shelf
 from kvpipe.tiers.disk.index import Index
 from kvpipe.tiers.disk.room import DiskRoom
 from kvpipe.tiers.disk.spec import DiskSpec
+from kvpipe.trace.log import warn
 
 _RENEW_S: Final = 60.0
 """A use of a file renews its mtime if that is older than this."""
@@ -37,6 +38,10 @@ _OLD_S: Final = 0.5
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # O_NONBLOCK: do not block on a pipe
 _NO_FILE: Final = frozenset((errno.ELOOP, errno.ENXIO))
 """What `open` fails with for a link or a socket."""
+_NO_SPACE: Final = frozenset((errno.ENOSPC, errno.EDQUOT))
+_YIELDS: Final = (1, 2, 4)
+"""What is deleted for a value that a full disk does not take, in multiples of its size: once for each attempt."""
+_FILLED: Final = "the disk is filled by other files: the oldest values make room for new ones"
 _I = TypeVar("_I")
 _O = TypeVar("_O")
 
@@ -59,7 +64,7 @@ class DiskTier:
         self._makes, self._writes = spec.store != "never", writes and spec.store != "never"
         self._root, self._index, self._mover = Root(spec.path), Index(), ValueFiles(spec.direct)
         self._room = DiskRoom(self._root, self._index, spec.bytes_max, self.timeout_s, sync=spec.fsync)
-        self._open = False
+        self._open = self._yields = False
         self._reads, self._puts = anyio.CapacityLimiter(spec.lanes), anyio.CapacityLimiter(spec.lanes)
         self._looker: threading.Thread | None = None
         self._seen = anyio.Event()  # set when the pass that is under way has ended
@@ -284,15 +289,7 @@ class DiskTier:
         with self._root.failures(writing=True):
             if self._present(put.key):
                 return Written.PRESENT
-            draft = self._room.begin(put.size)
-            try:
-                with self._room.opened(draft) as fd:
-                    self._fill(fd, put)
-                first = self._room.finish(draft, put.key)
-            except BaseException:
-                with contextlib.suppress(OSError, TierError):
-                    self._room.drop(draft)
-                raise
+            first = self._put(put)
             if self.spec.fsync:
                 with (
                     contextlib.suppress(FileNotFoundError),  # evicted already, and its folder with it
@@ -301,6 +298,33 @@ class DiskTier:
                 ):
                     os.fsync(at)
         return Written.STORED if first else Written.PRESENT
+
+    def _put(self, put: Put) -> bool:
+        """Write a value, and delete the oldest for it where others have filled the disk. Returns whether it is new.
+
+        Raises OSError, also where what may be deleted for one value was not enough, and `TierError`.
+        """
+        for times in _YIELDS:
+            try:
+                return self._try_put(put)
+            except OSError as error:
+                if error.errno not in _NO_SPACE or not self._room.yield_bytes(put.size * times):
+                    raise
+            if not self._yields:
+                self._yields = True
+                warn("tier_disk_filled", path=str(self.spec.path), why=_FILLED, remedy="free some, or lower bytes_max")
+        return self._try_put(put)
+
+    def _try_put(self, put: Put) -> bool:
+        draft = self._room.begin(put.size)
+        try:
+            with self._room.opened(draft) as fd:
+                self._fill(fd, put)
+            return self._room.finish(draft, put.key)
+        except BaseException:
+            with contextlib.suppress(OSError, TierError):
+                self._room.drop(draft)
+            raise
 
     def _present(self, key: Key) -> bool:
         """Whether a value is there; counts as a use of it."""
