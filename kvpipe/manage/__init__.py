@@ -22,6 +22,8 @@ SHARED: Final = {
     "Turns._wanted": "the engine's thread writes it; who misses it has the turn for one slice more",
     "Orders.due": "any thread appends, the one that has the turn takes out: a deque, which is copied to be counted",
     "Orders._ended": "set once, before what waits is refused; who puts an order looks at it afterwards",
+    "Bell._loop": "set before anybody listens; who rings while it is replaced wakes the loop that was there",
+    "Bell._waiting": "the management thread adds to it before it looks at orders; others ask whether it is empty",
     "Order.over": "of an order: written last, and once, by the thread that has the turn or ends the engine",
     "Order.result": _RESULT,
     "Order.refused": _RESULT,

@@ -22,6 +22,7 @@ from kvpipe.cache import miss_reasons
 from kvpipe.cache.quotas import SharedCatalog
 from kvpipe.cache.tenants import AdapterIdentity
 from kvpipe.manage import models
+from kvpipe.manage.bell import Bell
 from kvpipe.manage.holders import PoolHolders, selecting
 from kvpipe.manage.survey import TierSurvey
 from kvpipe.messages import Kind
@@ -93,6 +94,8 @@ class ManagedEngine:
         self._began_s = time.monotonic()
         self.wait_s_max = WAIT_S_MAX
         self._pending: dict[int, Order] = {}
+        self._bell = Bell()
+        side.orders.wake = self._bell.ring
 
     def name_salts(self, token: bytes) -> None:
         """Set the operators' token, with which salts are digested. To be called before the first request."""
@@ -224,10 +227,10 @@ class ManagedEngine:
 
     async def _outcome(self, order: Order) -> Any:  # noqa: ANN401
         """Return the result of `order`; `Pending` after `wait_s_max`. Carries out orders while the engine is idle."""
-        until_s, idle = time.monotonic() + self.wait_s_max, True
-        while (idle or not order.over) and time.monotonic() < until_s:
-            idle = self._slice()
-            await anyio.sleep(PAUSE_S)
+        with self._bell.listening() as rung, anyio.move_on_after(self.wait_s_max):
+            while (more := self._slice()) or not order.over:
+                await (anyio.sleep(PAUSE_S) if more else rung.wait())
+                rung.clear()
         if not order.over:
             self._pending[order.number] = order
             while len(self._pending) > PENDING_MAX:

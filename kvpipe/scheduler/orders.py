@@ -38,9 +38,9 @@ class OrderRefusedError(ValueError):
 class Turns:
     """The right to touch what the scheduler side owns. `away`: the engine's thread does not have it."""
 
-    def __init__(self) -> None:
-        """Start with the turn at the engine's thread."""
-        self._lock = threading.Lock()
+    def __init__(self, on_give: Callable[[], object] = int) -> None:
+        """Start with the turn at the engine's thread. `on_give` is called by it whenever it has given the turn away."""
+        self._lock, self._on_give = threading.Lock(), on_give
         self._lock.acquire()
         self.away = self._wanted = False
 
@@ -51,6 +51,7 @@ class Turns:
         if not self.away:
             self.away = True
             self._lock.release()
+            self._on_give()
 
     def take(self) -> None:
         """Take the turn back. Waits until another thread's slice is over. Idempotent."""
@@ -104,7 +105,9 @@ class Orders:
         """Start empty. `begin` is called before each slice."""
         self._begin = begin
         self.due: deque[Order] = deque()
-        self.turns = Turns()
+        self.wake: Callable[[], object] = int
+        """Called by any thread when an order is over, or when due ones may be carried out by another thread."""
+        self.turns = Turns(lambda: self.due and self.wake())
         self.slice_parts_max, self.slice_s_max = SLICE_PARTS_MAX, SLICE_S_MAX
         self._counters, self._ended, self._numbers = counters, False, itertools.count(1)
 
@@ -145,6 +148,7 @@ class Orders:
                 if waits is None:
                     self.due.popleft()
                     order.over = True
+                    self.wake()
             if time.monotonic() >= until_s:
                 break
         return done > 0
@@ -176,6 +180,7 @@ class Orders:
             except IndexError:  # another thread has refused the last one
                 return
             _refuse(order, "the engine ends")
+            self.wake()
 
 
 def _refuse(order: Order, why: str) -> None:

@@ -10,8 +10,10 @@ import pytest
 
 from kvpipe.cli import main as cli
 from kvpipe.connectors.vllm.trial.scheduler_world import UNIT
+from kvpipe.manage.engine import ManagedEngine
 from kvpipe.scheduler.orders import ORDERS_MAX
 from kvpipe.testing.catalog_integrity import check_integrity
+from kvpipe.testing.waiting import WAIT_S, eventually
 from tests.manage.conftest import Managed
 from tests.manage.test_api import prompt
 
@@ -92,6 +94,40 @@ def test_a_busy_engine_carries_it_out_in_its_next_step(managed: Managed) -> None
         managed.world.step()
     assert managed.ask("GET", f"/v1/orders/{answered['order']}") == (422, {"error": "pin: there is no pin 9"})
     assert managed.ask("GET", "/v1/orders/77") == (422, {"error": "order: no order 77 is remembered"})
+
+
+def test_waiting_for_a_busy_engine_takes_no_time(managed: Managed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many operators wait: each looks at its order when something has happened, and not by the clock."""
+    looked, real = list[int](), ManagedEngine._slice
+
+    def counted(engine: ManagedEngine) -> bool:
+        looked.append(1)
+        return real(engine)
+
+    monkeypatch.setattr(ManagedEngine, "_slice", counted)
+    managed.engine.wait_s_max = 0.5
+    statuses = list[int]()
+    threads = [
+        threading.Thread(target=lambda: statuses.append(managed.ask("DELETE", "/v1/pins/9")[0])) for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert statuses == [202] * 8, "nobody has made a step"
+    assert len(looked) <= 8 * 3
+
+
+def test_who_waits_is_answered_as_soon_as_it_is_over(managed: Managed) -> None:
+    """By a step, or once the engine has nothing to do."""
+    side, answered = managed.side, list[int]()
+    for how in (managed.world.step, lambda: side.pending):
+        thread = threading.Thread(target=lambda: answered.append(managed.ask("DELETE", "/v1/pins/9")[0]))
+        thread.start()
+        assert eventually(lambda: side.orders.due)
+        how()
+        thread.join(WAIT_S)
+    assert answered == [422, 422]
 
 
 def test_at_the_end_what_is_ordered_is_refused(managed: Managed) -> None:

@@ -22,7 +22,7 @@ from kvpipe.scheduler.base import LATER
 from kvpipe.scheduler.orders import Turns
 from kvpipe.testing.held_tier import DictSpec, HeldTier
 from kvpipe.testing.touched_attributes import AttributeWatch, classes_of
-from kvpipe.testing.waiting import WAIT_S
+from kvpipe.testing.waiting import WAIT_S, eventually
 from kvpipe.tiers.guard import FIND, guarded
 from kvpipe.trace.recorder import Recorder
 from tests.manage.conftest import Managed
@@ -35,6 +35,8 @@ WATCHED = (
     "kvpipe.manage", "kvpipe.scheduler", "kvpipe.cache", "kvpipe.cache.policy", "kvpipe.statemachine", "kvpipe.tiers",
     "kvpipe.trace.log", "kvpipe.trace.recorder",
 )  # fmt: skip
+ORDER_S = 0.05
+"""So long operators wait for an order of an engine that has the turn."""
 ADAPTER = {"name": "x", "number": 1, "path": "/x"}
 
 
@@ -61,8 +63,7 @@ class WatchedSide:
         connector: Any = SimpleNamespace(scheduler=self.side, counters=self.side.counters, recorder=self.side.trace)
         self.managed.engine._set_freeze = functools.partial(KVPipeConnector.set_freeze, connector)
         self.managed.engine._set_bypass = functools.partial(KVPipeConnector.set_bypass, connector)
-        self.managed.engine.wait_s_max = 0.05  # so long for an order of an engine that has the turn
-        self.began = True
+        self._wait_at_most(ORDER_S)
 
     def _role(self) -> str | None:
         """The management thread has another's part while it has the engine's turn: then it is alone."""
@@ -163,6 +164,23 @@ class WatchedSide:
             side.finished(one)
         self.look()
 
+    def wait_for_a_step(self) -> None:
+        """Let operators wait until a step carries out what they order."""
+        engine = self.managed.engine
+        self._wait_at_most(WAIT_S)
+        asks = threading.Thread(target=self.managed.ask, args=("DELETE", "/v1/pins/1"))
+        asks.start()
+        assert eventually(lambda: engine._bell._waiting and self.side.orders.due)
+        self.step()
+        asks.join()
+        self._wait_at_most(ORDER_S)
+
+    def _wait_at_most(self, seconds: float) -> None:
+        """Set how long an order is waited for: the test's doing, and so by none of the two."""
+        self.began = False
+        self.managed.engine.wait_s_max = seconds
+        self.began = True
+
     def replace(self) -> None:
         """Replace what seldom is: the slots that are ready, the weights, the tiers that are read, all that is held."""
         side = self.side
@@ -232,6 +250,7 @@ def test_what_the_threads_share_is_named(served: WatchedSide) -> None:
     served.live("b")
     served.live("a")
     served.replace()
+    served.wait_for_a_step()
     status, answer = served.managed.ask("DELETE", "/v1/pins/1")
     assert status == 202
     served.side.shutdown()
