@@ -112,9 +112,12 @@ class ShardedOrder(MutableMapping[K, V]):
 
     __slots__ = ("_first", "_last", "_len", "_many", "_shards")
 
-    def __init__(self, entries_max: int) -> None:
-        """Start empty. It may hold more than `entries_max` entries; calls take longer then."""
-        self._shards: tuple[Shard[K, _Stretch], ...] = _shards(entries_max)
+    def __init__(self, entries_max: int, shards: tuple[Shard[K, _Stretch], ...] = ()) -> None:
+        """Start empty. It may hold more than `entries_max` entries; calls take longer then.
+
+        `shards`: an index that it shares with others. A key may be in one of them at a time, and is asked of that one.
+        """
+        self._shards = shards or _shards(entries_max)
         self._many, self._len = len(self._shards), 0
         self._first = self._last = _Stretch()
 
@@ -258,3 +261,11 @@ def table(entries_max: int) -> MutableMapping[K, V]:
 def order(entries_max: int) -> Ordered[K, V]:
     """Return an empty `OrderedDict`, or a `ShardedOrder` if `entries_max` is large."""
     return OrderedDict() if entries_max <= PLAIN_MAX else ShardedOrder(entries_max)
+
+
+def orders(entries_max: int, count: int) -> tuple[Ordered[K, V], ...]:
+    """Return `count` orders as of `order`; large ones share an index: a key may be in one of them at a time."""
+    if entries_max <= PLAIN_MAX:
+        return tuple(OrderedDict() for _ in range(count))
+    shards = _shards(entries_max)
+    return tuple(ShardedOrder(entries_max, shards) for _ in range(count))

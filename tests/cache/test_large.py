@@ -13,7 +13,7 @@ import pytest
 
 from kvpipe.cache import large
 from kvpipe.cache.catalog import Catalog, Chunk, Mark
-from kvpipe.cache.large import PLAIN_MAX, Shard, ShardedOrder, Shards, by_key, order, table
+from kvpipe.cache.large import PLAIN_MAX, Shard, ShardedOrder, Shards, by_key, order, orders, table
 from kvpipe.cache.policy import make_policy
 from kvpipe.cache.policy.chain import Chain
 from kvpipe.trace.log import Counters
@@ -74,6 +74,28 @@ def test_an_order_is_an_ordered_dict(seed: int, monkeypatch: pytest.MonkeyPatch)
         assert ours.popitem(last=False) == theirs.popitem(last=False)
     assert not ours
     assert ours._first is ours._last
+
+
+@pytest.mark.parametrize("size", [100, PLAIN_MAX + 1])
+def test_orders_that_share_an_index_are_each_an_ordered_dict(size: int) -> None:
+    """While a key is in one of them at a time."""
+    rng, theirs = random.Random(0), [OrderedDict[int, int]() for _ in range(3)]
+    ours: tuple[Any, ...] = orders(size, 3)
+    for step in range(6000):
+        key, call = rng.randrange(1, 400), rng.choice(ORDERED)
+        at = next((at for at, one in enumerate(theirs) if key in one), rng.randrange(3))
+        _both(lambda d, key=key, call=call: call(d, key), ours[at], theirs[at])
+        if step % 10 == 0:
+            assert [[*one.items()] for one in ours] == [[*one.items()] for one in theirs]
+
+
+@pytest.mark.parametrize("policy", ["lru", "s3fifo", "sessions"])
+def test_a_policy_of_a_large_pool_is_small_at_first(policy: str) -> None:
+    """There may be 257 of them, one for each quota: kinds of chains have no index of their own."""
+    before = sum(type(one) is Shard for one in gc.get_objects())
+    made = make_policy(policy, 1_000_000)
+    assert sum(type(one) is Shard for one in gc.get_objects()) - before <= 12 * large.SHARDS[4]
+    assert not len(made)
 
 
 @pytest.mark.parametrize("seed", range(2))

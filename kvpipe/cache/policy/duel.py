@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Final
 
-from kvpipe.cache.large import Ordered, order, table
+from kvpipe.cache.large import Ordered, order, orders, table
 from kvpipe.cache.policy.returns import INNER_S, KINDS, Returns
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class _LearntShadow:
     def __init__(self, slots: int, returns: Returns) -> None:
         self._slots, self._returns, self._used = slots, returns, 0
         self._kept: MutableMapping[Chain, tuple[int, int]] = table(slots)  # how many, and the kind
-        self._queues: tuple[Ordered[Chain, None], ...] = tuple(order(slots) for _ in range(KINDS))
+        self._queues: tuple[Ordered[Chain, None], ...] = orders(slots, KINDS)
         self._behind: MutableMapping[Chain, Chain] = table(slots)  # as the last request had them
 
     def kept(self, chain: Chain) -> int:

@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Final
 
 from kvpipe.cache.hints import Action, Hint
-from kvpipe.cache.large import Ordered, order, table, untracked
+from kvpipe.cache.large import Ordered, order, orders, table, untracked
 from kvpipe.cache.policy.base import Evictable
 from kvpipe.cache.policy.chain import NONE, NOTHING, Chain
 from kvpipe.cache.policy.duel import Duel, least
@@ -46,8 +46,8 @@ class Sessions:
         self._known: MutableMapping[Hashable, Chain] = table(slots)  # by identity of their chunks
         self._gone: Ordered[Hashable, Chain] = order(slots)  # by the identity of their head
         self._branches: Ordered[Hashable, dict[Chain, None]] = order(slots)  # by what they follow
-        self._queues: tuple[Ordered[Chain, None], ...] = tuple(order(slots) for _ in range(KINDS))
-        self._orphans: Ordered[Chain, None] = order(slots)
+        lines: tuple[Ordered[Chain, None], ...] = orders(slots, KINDS + 1)  # a chain is in one of them
+        self._queues, self._orphans = lines[:-1], lines[-1]
         self._recency = Recency(slots)  # of what is in the queues, and of orphans
         self._tip = Chain(NOWHERE, NOWHERE, 0.0, orphan=False)  # where something was saved last
         self._follows: Hashable = NOWHERE  # the identity of that
