@@ -42,6 +42,19 @@ def test_a_prompt_that_comes_again_is_found(shape: str, *, dense: bool) -> None:
         trial.close()
 
 
+@pytest.mark.parametrize("shape", sorted(name for name, shape in SHAPES.items() if shape.policy != "lru"))
+def test_what_is_evicted_does_not_depend_on_how_fast_the_machine_is(shape: str) -> None:
+    """A policy's clock counts steps: a sequence has one outcome."""
+    trial = Trial(SHAPES[shape], seed=3)
+    try:
+        trial.do(("add", 0, 98, 0, 2, 0, 0))
+        for _ in range(3):
+            assert trial.side.catalog.now_s == trial.steps
+            trial.do(("step", 3))
+    finally:
+        trial.close()
+
+
 @pytest.mark.parametrize(("shape", "dense"), REFUSED)
 def test_what_an_earlier_stage_lacks_is_refused(shape: str, *, dense: bool) -> None:
     """VLLM offers states of answers with drafts to stages that have none."""

@@ -88,13 +88,12 @@ class Arrivals(ABC):
             self._hints = HINTS[RESUME if self.shape.resumes and which % 4 else which](seconds)
 
     def begin_hints(self) -> None:
-        """Count the catalog's clock in steps where hints decide evictions, so that a sequence has one outcome.
+        """Count the catalog's clock in steps, as evictions may depend on it, so that a sequence has one outcome.
 
         What clients announced before has come: else a small pool would have room for one announced chunk.
         """
         catalog = self.kvpipe.scheduler.catalog
-        if self.shape.hints:
-            catalog._clock = lambda: float(self.steps)  # noqa: SLF001
+        catalog._clock = lambda: float(self.steps)  # noqa: SLF001
 
         def part() -> Part:
             made = Part()
