@@ -41,6 +41,8 @@ TRIES: Final = 50
 """Attempts to copy a dict that another thread changes meanwhile."""
 PAUSE_S: Final = 0.0005
 """Pause between two slices of hashing, in which other threads get the interpreter."""
+PAUSE_S_MAX: Final = 0.016
+"""Longest pause between two looks at an order that waits."""
 WAIT_S_MAX: Final = 5.0
 """How long to wait for an order to be carried out before the answer is `Pending`."""
 PENDING_MAX: Final = 256
@@ -224,10 +226,11 @@ class ManagedEngine:
 
     async def _outcome(self, order: Order) -> Any:  # noqa: ANN401
         """Return the result of `order`; `Pending` after `wait_s_max`. Carries out orders while the engine is idle."""
-        until_s, idle = time.monotonic() + self.wait_s_max, True
+        until_s, idle, pause_s = time.monotonic() + self.wait_s_max, True, PAUSE_S
         while (idle or not order.over) and time.monotonic() < until_s:
             idle = self._slice()
-            await anyio.sleep(PAUSE_S)
+            await anyio.sleep(pause_s)
+            pause_s = PAUSE_S if idle else min(pause_s * 2, PAUSE_S_MAX)
         if not order.over:
             self._pending[order.number] = order
             while len(self._pending) > PENDING_MAX:
