@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import os
 import re
@@ -21,6 +22,12 @@ UNIX_BYTES_MAX: Final = 107
 """The longest path of a Unix socket on Linux."""
 PORT_MAX: Final = 65535
 _EXAMPLES: Final = "'unix:/run/kvpipe/{engine}.sock' or '127.0.0.1:8700'"
+_REMEDIES: Final = {
+    errno.ENOENT: "make its folder, which only the engine's user should be able to write to",
+    errno.EACCES: "use a folder that the engine's user may write to, or a port above 1023",
+    errno.EROFS: "use a folder that can be written to",
+    errno.ENAMETOOLONG: "use a shorter one",
+}
 _LOCK: Final = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -90,12 +97,12 @@ class OperatorSocket:
                 self.socket.listen()
         except OSError as error:
             self.close()
-            remedy = f"use '{UNIX}/FOLDER/{ENGINE}.sock', or another address for each engine"
+            remedy = _REMEDIES.get(error.errno or 0, f"use '{UNIX}/FOLDER/{ENGINE}.sock', or another for each engine")
             raise ConfigError(f"kvpipe: {key}='{self.address}': {files.why(error)}; {remedy}") from None
 
     def _bind_path(self, path: Path) -> None:
         if len(os.fsencode(path)) > UNIX_BYTES_MAX:
-            raise OSError(f"a socket's path has at most {UNIX_BYTES_MAX} bytes")
+            raise OSError(errno.ENAMETOOLONG, f"a socket's path has at most {UNIX_BYTES_MAX} bytes")
         self._lock = os.open(path.with_name(path.name + ".lock"), _LOCK, 0o600)
         if not files.try_lock(self._lock):
             raise OSError("a running engine listens there")

@@ -98,26 +98,29 @@ def parse_address(text: str) -> Address:
 def _print(answer: dict[str, Any]) -> None:
     """Print an answer as a table of names and values; a list of objects is a table of its own."""
     console = Console(width=None if sys.stdout.isatty() else 200)
-    table = Table("", "", box=None, show_header=False)
+    table, lists = Table("", "", box=None, show_header=False), list[Table]()
     for name, value in _flat(answer):
-        table.add_row(escape(name), _cell(value))
-    console.print(table)
-    for name, rows in answer.items():
-        if isinstance(rows, list) and rows:
-            many = Table(*map(escape, rows[0]), title=escape(name), title_justify="left", box=box.SIMPLE_HEAD)
+        if not isinstance(value, list):
+            table.add_row(_cell(name), _cell(value))
+        elif rows := [row for row in value if isinstance(row, dict)]:
+            lists.append(Table(title=_cell(name), title_justify="left", box=box.SIMPLE_HEAD))
+            for head, one in rows[0].items():
+                lists[-1].add_column(_cell(head), justify="left" if isinstance(one, str | bool) else "right")
             for row in rows:
-                many.add_row(*map(_cell, row.values()))
-            console.print(many)
+                lists[-1].add_row(*map(_cell, row.values()))
+    for one in (table, *lists):
+        console.print(one)
 
 
 def _cell(value: object) -> str:
     """Return a value as a terminal may show it: the ids of requests are what their clients wrote."""
-    return escape(str(printable(str(value))))
+    text = f"{value:.3f}".rstrip("0").rstrip(".") if isinstance(value, float) else "-" if value is None else str(value)
+    return escape(str(printable(text)))
 
 
 def _flat(answer: dict[str, Any], before: str = "") -> Iterator[tuple[str, object]]:
     for name, value in answer.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{before}{name}.")
-        elif value is not None and not isinstance(value, list):
+        elif value is not None:
             yield before + name, value

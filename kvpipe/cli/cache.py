@@ -22,8 +22,10 @@ from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from kvpipe import config_errors, plugins
 from kvpipe.cli import held
 from kvpipe.cli.asking import ASKS_ENGINE, list_commands
+from kvpipe.cli.numbers import count_from_1
 from kvpipe.config import load_settings
 from kvpipe.errors import UsageError
 from kvpipe.tiers.base import ALIGN_BYTES, Entry, Get, Read, Tier, TierError
@@ -98,7 +100,7 @@ def _add_tiers(sub: Any) -> None:  # noqa: ANN401  (argparse hides its type)
     _parser(sub, "stats", _stats, "how much is there, of which namespaces, and is the tier well?")
 
     one = _parser(sub, "ls", _ls, "list keys with size and age, sorted by key")
-    one.add_argument("--limit", type=_count, default=LISTED_MAX, help=f"how many to list (default {LISTED_MAX})")
+    one.add_argument("--limit", type=count_from_1, default=LISTED_MAX, help=f"how many to list (default {LISTED_MAX})")
 
     one = _parser(sub, "verify", _verify, "read every value and check it; status 1 if any is damaged")
     one.add_argument("--delete", action="store_true", help="drop the damaged ones")
@@ -153,6 +155,11 @@ async def _at(name: str, spec: TierSpec, args: argparse.Namespace, action: Actio
                 well = await action(TierCommand(tier, spec, args, tick), report)
     except TierError as error:
         sys.stderr.write(f"kvpipe: {error}\n")
+        return 1
+    except Exception as error:
+        if isinstance(error, UsageError) or spec.kind in plugins.own(plugins.TIERS):
+            raise
+        sys.stderr.write(f"kvpipe: {name}: {config_errors.reason(repr(error))}, which no tier should raise\n")
         return 1
     if args.json:
         sys.stdout.write(json.dumps(report) + "\n")
@@ -384,9 +391,3 @@ def _duration_s(text: str) -> float:
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no age: write 45s, 30m, 12h or 7d")
     return int(match[1]) * _SECONDS[match[2]]
-
-
-def _count(text: str) -> int:
-    if not re.fullmatch(r"[1-9]\d{0,8}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no count: write a number from 1 on")
-    return int(text)

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from kvpipe import files
 from kvpipe.cli.asking import add_token, ask_and_print, asking_parser, token_of
+from kvpipe.cli.numbers import count, seconds
 from kvpipe.errors import UsageError
 from kvpipe.manage.salts import salt_digest
 
@@ -27,12 +28,12 @@ def add_parsers(sub: Any) -> None:  # noqa: ANN401  (argparse hides its type)
         run=lambda args: ask_and_print(args, "POST", "/v1/lookup", _prompt(args) | {"tiers": args.tiers})
     )
     holders = asking_parser(sub, "holders", "whose its pool is, by salt and adapter, and who has leases")
-    holders.add_argument("--rows", type=int, default=100, metavar="N", help="how many of each (default 100)")
+    holders.add_argument("--rows", type=count, default=100, metavar="N", help="how many of each (default 100)")
     holders.set_defaults(run=lambda args: ask_and_print(args, "GET", f"/v1/holders?rows_max={args.rows}"))
     _add_salt(sub)
     warm = asking_parser(sub, "warm", "fetch what its tiers have of a prompt into its memory")
     _add_prompt(warm)
-    warm.add_argument("--seconds", type=float, default=0.0, help="pin it there for so long at most (default: not)")
+    warm.add_argument("--seconds", type=seconds, default=0.0, help="pin it there for so long at most (default: not)")
     warm.set_defaults(
         run=lambda args: ask_and_print(args, "POST", "/v1/warm", _prompt(args) | {"seconds": args.seconds})
     )
@@ -40,7 +41,7 @@ def add_parsers(sub: Any) -> None:  # noqa: ANN401  (argparse hides its type)
     _add_evict(sub)
     _add_matching(sub)
     order = asking_parser(sub, "order", "what has come of an order that was pending")
-    order.add_argument("order", type=int, help="its number")
+    order.add_argument("order", type=count, help="its number")
     order.set_defaults(run=lambda args: ask_and_print(args, "GET", f"/v1/orders/{args.order}"))
 
 
@@ -52,7 +53,12 @@ def _add_salt(sub: Any) -> None:  # noqa: ANN401
 
 
 def _salt(args: argparse.Namespace) -> int:
-    salt = sys.stdin.readline().rstrip("\r\n") if args.salt == "-" else args.salt
+    try:
+        salt = sys.stdin.readline().rstrip("\r\n") if args.salt == "-" else args.salt
+    except UnicodeDecodeError:
+        raise UsageError("kvpipe: salt: what is piped in is no text") from None
+    if not salt:
+        raise UsageError("kvpipe: salt: it is empty; requests without a salt are those of --no-salt")
     sys.stdout.write(salt_digest(token_of(args).encode(), salt) + "\n")
     return 0
 
@@ -60,12 +66,12 @@ def _salt(args: argparse.Namespace) -> int:
 def _add_pins(sub: Any) -> None:  # noqa: ANN401
     pin = asking_parser(sub, "pin", "keep what its memory has of a prompt, until a deadline")
     _add_prompt(pin)
-    pin.add_argument("--seconds", type=float, required=True, help="for so long at most")
+    pin.add_argument("--seconds", type=seconds, required=True, help="for so long at most")
     pin.set_defaults(
         run=lambda args: ask_and_print(args, "POST", "/v1/pins", _prompt(args) | {"seconds": args.seconds})
     )
     unpin = asking_parser(sub, "unpin", "give a pin back")
-    unpin.add_argument("pin", type=int, help="its number")
+    unpin.add_argument("pin", type=count, help="its number")
     unpin.set_defaults(run=lambda args: ask_and_print(args, "DELETE", f"/v1/pins/{args.pin}"))
     pins = asking_parser(sub, "pins", "what is pinned")
     pins.set_defaults(run=lambda args: ask_and_print(args, "GET", "/v1/pins"))
@@ -75,7 +81,7 @@ def _add_evict(sub: Any) -> None:  # noqa: ANN401
     evict = asking_parser(sub, "evict", f"drop what its memory has of a prompt{_TIERS_KEEP}")
     _add_prompt(evict)
     evict.add_argument(
-        "--from-token", type=int, default=0, metavar="N", help="from the chunk on that has it (default 0)"
+        "--from-token", type=count, default=0, metavar="N", help="from the chunk on that has it (default 0)"
     )
     evict.set_defaults(
         run=lambda args: ask_and_print(args, "POST", "/v1/evict", _prompt(args) | {"from_token": args.from_token})
@@ -91,7 +97,7 @@ def _add_matching(sub: Any) -> None:  # noqa: ANN401
     evict.add_argument("--adapter", metavar="NAME", help="vLLM's lora_name")
     evict.add_argument("--adapter-digest", help="as `holders` shows it")
     evict.add_argument("--no-adapter", action="store_true", help="of requests without one")
-    evict.add_argument("--idle-s", type=float, metavar="N", help="only what was of no use for so many seconds")
+    evict.add_argument("--idle-s", type=seconds, metavar="N", help="only what was of no use for so many seconds")
     evict.add_argument("--all", action="store_true", help="everything")
     evict.set_defaults(run=_evict_matching)
 

@@ -15,6 +15,7 @@ from kvpipe.cli import cache as tiers
 from kvpipe.cli import manage, top
 from kvpipe.cli import trace as command
 from kvpipe.cli.engine import connector_part
+from kvpipe.cli.numbers import count_from_1
 from kvpipe.config import load_settings, markdown_table, parse_extra
 from kvpipe.control import write_freeze
 from kvpipe.errors import UsageError
@@ -76,7 +77,9 @@ def _parser() -> argparse.ArgumentParser:
 
     doctor = sub.add_parser("doctor", help="check this environment, and print what to do")
     doctor.add_argument("extra", nargs="?", default="{}", help="kv_connector_extra_config as JSON")
-    doctor.add_argument("--ranks", type=int, default=1, help="ranks on this machine, each with a pool of its own")
+    doctor.add_argument(
+        "--ranks", type=count_from_1, default=1, help="ranks on this machine, each with a pool of its own"
+    )
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
     doctor.set_defaults(run=_doctor)
 

@@ -8,6 +8,7 @@ from typing import Final
 
 from kvpipe.cli import held
 from kvpipe.cli.asking import ASKS_ENGINE, ask_and_print, asking_parser, list_commands
+from kvpipe.cli.numbers import count
 from kvpipe.errors import UsageError
 
 _ON: Final = {"on": True, "off": False}
@@ -18,7 +19,9 @@ def add_parsers(engine: argparse.ArgumentParser) -> None:
     engine.description = "Ask, or switch, a running engine with `manage`. The KV that it holds: `kvpipe cache`."
     sub = engine.add_subparsers(required=True, metavar="COMMAND", help="one of those below")
     state = asking_parser(sub, "state", "what it has and does: pool, requests, jobs, tiers, switches")
-    state.add_argument("--requests", type=int, default=100, metavar="N", help="how many requests to list (default 100)")
+    state.add_argument(
+        "--requests", type=count, default=100, metavar="N", help="how many requests to list (default 100)"
+    )
     state.set_defaults(run=lambda args: ask_and_print(args, "GET", f"/v1/state?requests_max={args.requests}"))
     counters = asking_parser(sub, "counters", "counters and gauges, by name")
     counters.set_defaults(run=lambda args: ask_and_print(args, "GET", "/v1/counters"))

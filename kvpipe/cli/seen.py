@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import glob
+import os
+import stat
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -156,4 +159,6 @@ def _found(address: Address) -> Iterator[Address]:
         return
     pattern = "*".join(map(glob.escape, address.path.split(ENGINE)))
     for path in sorted(glob.glob(pattern)):  # noqa: PTH207  (a pattern from the root)
-        yield address._replace(path=path)
+        with contextlib.suppress(OSError):  # it has gone
+            if stat.S_ISSOCK(os.stat(path).st_mode):  # noqa: PTH116  (as globbed)
+                yield address._replace(path=path)

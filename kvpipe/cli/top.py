@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import math
 import sys
 from collections.abc import Callable
 from typing import Final
@@ -14,6 +13,7 @@ from rich.console import Console
 from rich.live import Live
 
 from kvpipe.cli.asking import add_token, parse_address, token_of
+from kvpipe.cli.numbers import count, seconds
 from kvpipe.cli.screen import screen
 from kvpipe.cli.seen import ANSWER_S_MAX, EngineList
 from kvpipe.config import load_settings
@@ -33,16 +33,16 @@ def add_arguments(top: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add_token(top)
     top.add_argument("--interval", type=_interval_s, default=2.0, metavar="SECONDS", help="between two looks (2)")
-    top.add_argument("--requests", type=int, default=10, metavar="N", help="how many requests to show (10)")
+    top.add_argument("--requests", type=count, default=10, metavar="N", help="how many requests to show (10)")
     top.add_argument("--once", action="store_true", help="look once and end; status 1 if an engine does not answer")
     top.set_defaults(run=run)
 
 
 def _interval_s(text: str) -> float:
-    seconds = float(text)
-    if not INTERVAL_S_MIN <= seconds < math.inf:
+    interval_s = seconds(text)
+    if interval_s < INTERVAL_S_MIN:
         raise argparse.ArgumentTypeError(f"expected at least {INTERVAL_S_MIN} seconds")
-    return seconds
+    return interval_s
 
 
 def run(args: argparse.Namespace) -> int:

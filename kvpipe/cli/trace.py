@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from kvpipe.cli.numbers import count
 from kvpipe.errors import UsageError
 from kvpipe.trace.log import printable
 from kvpipe.trace.reader import Trace, files_of
@@ -27,7 +28,7 @@ def add_parsers(trace: argparse.ArgumentParser) -> None:
     one.add_argument("file", type=Path, help="a trace_file")
     one.add_argument("--request", default="", help="a request id, of vLLM or of the client")
     one.add_argument("--all", action="store_true", help="of a request: every event, no-ops too")
-    one.add_argument("--slowest", type=int, default=SLOWEST, help="how many requests to list")
+    one.add_argument("--slowest", type=count, default=SLOWEST, help="how many requests to list")
     one.set_defaults(run=_show)
 
     one = sub.add_parser(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
+from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-from fastapi import FastAPI, Path, Query, Request
+from fastapi import Depends, FastAPI, Path, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
@@ -40,7 +42,7 @@ def make_app(engine: ManagedEngine, counters: Counters) -> FastAPI:
     """Return the application that serves `engine`. Refusals are counted in `counters`."""
     app = FastAPI(
         title="kvpipe", version=__version__, description="A running engine, for its operators. See docs/management.md.",
-        docs_url=None, redoc_url=None, responses=_ERRORS,
+        docs_url=None, redoc_url=None, redirect_slashes=False, responses=_ERRORS, dependencies=[Depends(_check_query)],
     )  # fmt: skip
 
     @app.get("/v1/state")
@@ -122,11 +124,31 @@ def _add_orders(app: FastAPI, engine: ManagedEngine) -> None:
         return answer(result)
 
 
+async def _check_query(request: Request) -> None:
+    """Refuse what FastAPI would ignore: keys that the path does not have, and a key given twice."""
+    known = [one.alias for one in request.scope["route"].dependant.query_params]
+    for key, times in Counter(key for key, _ in request.query_params.multi_items()).items():
+        if key not in known:
+            raise BadRequestError(f"query: unknown key {config_errors.name(key)!r}; {_query_keys(known)}")
+        if times > 1:
+            raise BadRequestError(f"query.{key}: it is given {times} times; give it once")
+
+
+def _query_keys(known: Sequence[str]) -> str:
+    return f"this path has {', '.join(known)}" if known else "this path has none"
+
+
 def _read(body: bytes, kind: type[_T]) -> _T:
     try:
         return msgspec.json.decode(body, type=kind)
     except (ValueError, RecursionError) as error:
-        raise BadRequestError(config_errors.reason(str(error))) from None
+        raise BadRequestError(config_errors.reason(_field_first(str(error)))) from None
+
+
+def _field_first(message: str) -> str:
+    """Return a message of msgspec's, "TEXT - at `$.FIELD`", as "FIELD: TEXT"."""
+    text, at, field = message.partition(" - at `$")
+    return f"{field.strip('.`') or 'the body'}: {text}" if at else message
 
 
 def _described(app: FastAPI) -> dict[str, Any]:

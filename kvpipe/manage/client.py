@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -12,7 +13,7 @@ import struct
 import time
 from typing import Any, Final
 
-from kvpipe import files
+from kvpipe import config_errors, files
 from kvpipe.errors import UsageError
 from kvpipe.listening import UNIX, Address
 from kvpipe.manage.start import check_token
@@ -84,7 +85,7 @@ def connect(address: Address, answer_s_max: float = ANSWER_S_MAX) -> http.client
 
 def ask(
     address: Address, token: str, method: str, path: str, body: object = None, answer_s_max: float = ANSWER_S_MAX
-) -> Any:  # noqa: ANN401  (JSON)
+) -> dict[str, Any]:
     """Send one request and return the decoded JSON of the answer. `answer_s_max`: seconds per operation on the socket.
 
     Raises:
@@ -94,18 +95,27 @@ def ask(
     """
     check_token(token)  # a header's error would show it
     headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+    content = None if body is None else json.dumps(body, separators=(",", ":"))
     connection = connect(address, answer_s_max)
     try:
-        connection.request(method, path, None if body is None else json.dumps(body), headers)
+        connection.connect()
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # refused before it was read: that is answered
+            connection.request(method, path, content, headers)
         answer = connection.getresponse()
-        content = json.loads(answer.read(ANSWER_BYTES_MAX))
+        found = json.loads(answer.read(ANSWER_BYTES_MAX))
+        if not isinstance(found, dict):
+            raise http.client.HTTPException("its answer is none of an engine's")  # noqa: TRY301
     except UsageError:
         raise
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        raise UsageError(f"kvpipe: no engine answers at {address} ({files.why(error)})") from None
+    except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
+        why = config_errors.reason(files.why(error))  # whoever listens there may have written it
+        raise UsageError(f"kvpipe: no engine answers at {address} ({why})") from None
     finally:
         connection.close()
     if answer.status not in {http.client.OK, http.client.ACCEPTED}:
-        why = content.get("error", content.get("detail", "")) if isinstance(content, dict) else ""
-        raise UsageError(f"kvpipe: the engine has refused ({answer.status}): {why}")
-    return content
+        if "error" in found:
+            why = config_errors.reason(str(found["error"]))
+            raise UsageError(f"kvpipe: the engine has refused ({answer.status}): {why}")
+        why = "this is no management interface; its address is what the engine's `manage` is set to"
+        raise UsageError(f"kvpipe: {address}: status {answer.status}: {why}")
+    return found

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Final, Literal
 
 import uvicorn
+from h11 import LocalProtocolError
 from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -54,7 +55,8 @@ class Guard:
             return
         self._counters["manage_requests"] += 1
         headers = dict(scope["headers"])
-        given = hashlib.sha256(headers.get(b"authorization", b"")).digest()  # as long as the other
+        tokens = b", ".join(value for name, value in scope["headers"] if name == b"authorization")  # two are none
+        given = hashlib.sha256(tokens).digest()  # as long as the other
         if not hmac.compare_digest(given, self._wanted):
             await self._refuse(send, 401, "token", "send 'Authorization: Bearer TOKEN' with the engine's token")
             return
@@ -170,7 +172,10 @@ class OperatorServer:
             def send_400_response(self, msg: str) -> None:
                 """Count a malformed request, and answer it."""
                 counters.count("manage_refused", "request")
-                super().send_400_response(msg)
+                try:
+                    super().send_400_response(msg)
+                except LocalProtocolError:  # a HEAD, whose answer has no body, or an answer that has begun
+                    self.transport.close()
 
             def _over(self) -> None:
                 counters.count("manage_refused", "slow")

@@ -15,14 +15,16 @@ if TYPE_CHECKING:
     from kvpipe.trace.log import Counters
 
 TOKEN_CHARS_MIN: Final = 16
+TOKEN_CHARS_MAX: Final = 4096
+"""A longer one would not fit into a request's header."""
 
 
 def read_token(settings: Settings) -> bytes:
     """Return the token that every request must carry.
 
     Raises:
-        ConfigError: it is not configured, cannot be read, may be read by others, has fewer than `TOKEN_CHARS_MIN`
-            characters, or no header can hold it.
+        ConfigError: it is not configured, cannot be read, may be read by others, has too few characters or too
+            many, or no header can hold it.
 
     """
     file, why = settings.manage_token_file, ""
@@ -37,8 +39,9 @@ def read_token(settings: Settings) -> bytes:
         raise ConfigError(f"kvpipe: {error}") from None
     if found is None:
         why = f"manage={settings.manage!r} without a token; set manage_token_file or manage_token_env"
-    elif not why and len(found.get_secret_value()) < TOKEN_CHARS_MIN:
-        why = f"manage_token: it has fewer than {TOKEN_CHARS_MIN} characters; make one with `openssl rand -hex 32`"
+    elif not why and not TOKEN_CHARS_MIN <= len(found.get_secret_value()) <= TOKEN_CHARS_MAX:
+        bounds = f"fewer than {TOKEN_CHARS_MIN} or more than {TOKEN_CHARS_MAX} characters"
+        why = f"manage_token: it has {bounds}; make one with `openssl rand -hex 32`"
     if why or found is None:
         raise ConfigError(f"kvpipe: {why}")
     token = found.get_secret_value()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import anyio
 
+from kvpipe import config_errors
 from kvpipe.tiers.base import Get, Key, Put, Read, Tier, TierError
 from kvpipe.tiers.envelope import HEADER_BYTES, DamagedError, Sealer, pages
 from kvpipe.tiers.keyring import secrets_of
@@ -34,8 +36,10 @@ async def _problem(tier: Tier, sealer: Sealer, spec: TierSpec) -> str:
         return str(error)
     except TimeoutError:
         return f"no answer in {PATIENCE} x timeout_ms_max"
+    except Exception as error:  # noqa: BLE001  (a bug of the tier's: it is named)
+        return f"{config_errors.reason(repr(error))}, which no tier should raise"
     finally:
-        with anyio.move_on_after(PATIENCE, shield=True):
+        with anyio.move_on_after(PATIENCE, shield=True), contextlib.suppress(Exception):
             await tier.close()
 
 

@@ -40,6 +40,8 @@ def test_nothing_known_is_no_traceback(tmp_path: Path) -> None:
         "trace_file",
         "control_file",
         "otel",
+        "manage",
+        "quotas",
         "tiers",
     }
     assert all(f.remedy for f in found if f.status != "ok")

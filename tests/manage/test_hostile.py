@@ -182,6 +182,7 @@ _ODD = (
     b"\x00\x01\x02 nonsense\r\n\r\n",
     _HEAD + b'Transfer-Encoding: chunked\r\n\r\n3\r\n{"f\r\nnonsense\r\n',
     _HEAD + b"Content-Length: 10\r\n\r\n123",
+    b"HEAD / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n-1\r\n",
     b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
 )
 
@@ -226,7 +227,7 @@ def test_nothing_is_logged_of_what_clients_send(
         client.sendall(_HEAD + b'Content-Length: 15\r\n\r\n{"tokens": [1]}')
         assert asked.wait(WAIT_S)
         managed.server.stop()
-    assert managed.refused("request") == 3
+    assert managed.refused("request") == 4
     assert "".join(capfd.readouterr()) == ""
 
 
@@ -355,6 +356,7 @@ def test_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         read_token(load_settings({"manage": "127.0.0.1:1"}))
     for text, wording in (
         ("short", "fewer than 16"),
+        ("long" * 1025, "or more than 4096"),
         ("two words, or three", "printable ASCII"),
         ("ü" * 20, "printable"),
     ):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from kvpipe.cli import main as cli
+from kvpipe.connectors.vllm.trial.scheduler_world import SchedulerWorld
 from tests.manage.conftest import Managed
 
 ODD = "x\x1b]0;mine\x07[red]y\n"
@@ -27,3 +29,21 @@ def test_ids_of_requests_are_spelled_out(
     assert {"\x1b", "\x07"}.isdisjoint(shown)
     assert r"x\x1b]0;mine\x07[red]y\n" in shown
     managed.world.succeed(*jobs)
+
+
+def test_tables_are_for_people(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Quotas, which lie deeper, have theirs; seconds are short, and numbers end below each other."""
+    quotas = [{"name": "alice", "salt": "a", "share": 0.5}, {"name": "others", "limit": 0.25}]
+    managed = Managed(tmp_path, SchedulerWorld(quotas=quotas))
+    managed.save("a", 160, salt="a")
+    at = ["--at", str(managed.address), "--token-file", str(tmp_path / "token")]
+    assert cli.main(["engine", "state", *at]) == 0
+    shown = capsys.readouterr().out
+    managed.server.stop()
+    assert re.search(r"^ up_s +[0-9]+(\.[0-9]{1,3})? *$", shown, re.MULTILINE)
+    _, _, table = shown.partition("pool.quotas")
+    lines = [line.rstrip() for line in table.splitlines() if line.strip("─ ")]
+    assert [line.split() for line in lines[:3]] == [
+        ["name", "slots", "slots_sure", "slots_max"], ["alice", "10", "128", "256"], ["others", "0", "0", "64"],
+    ]  # fmt: skip
+    assert len(set(map(len, lines[:3]))) == 1

@@ -155,7 +155,7 @@ def test_why_none_can_be_asked(tmp_path: Path) -> None:
 def test_what_is_no_question_is_refused(tiers: object, managed: Managed) -> None:
     """`tiers` is true or false."""
     status, answered = managed.ask("POST", "/v1/lookup", {"tokens": [1], "tiers": tiers})
-    assert (status, answered["error"].split(",")[0]) == (422, "Expected `bool`")
+    assert (status, answered["error"].split(",")[0]) == (422, "tiers: Expected `bool`")
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ tests replace these.
 
 from __future__ import annotations
 
-from kvpipe.cli.doctor import hardware, installed, storage
+from kvpipe.cli.doctor import hardware, installed, operators, storage
 from kvpipe.cli.doctor.facts import HostFacts
 from kvpipe.cli.doctor.findings import Check, Finding, PendingFinding, one_line
 from kvpipe.config import Settings, load_settings, parse_extra
@@ -36,6 +36,8 @@ CHECKS: list[Check] = [
     Check("trace_file", storage.check_trace_file, "warn"),
     Check("control_file", storage.check_control_file, "warn"),
     Check("otel", installed.check_otel, "fail"),
+    Check("manage", operators.check_manage, "fail"),
+    Check("quotas", operators.check_quotas, "fail"),
 ]
 
 

@@ -1,0 +1,32 @@
+"""Numbers on the command line. Each raises `argparse.ArgumentTypeError`, which argparse prints with the option."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+
+
+def count(text: str) -> int:
+    """Parse a number of things, perhaps none."""
+    if not re.fullmatch("[0-9]{1,9}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no count: write a number from 0 on")
+    return int(text)
+
+
+def count_from_1(text: str) -> int:
+    """Parse a number of things, one at least."""
+    if not re.fullmatch("[1-9][0-9]{0,8}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no count: write a number from 1 on")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """Parse a finite number of seconds."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not math.isfinite(found):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
+    return found

@@ -1,0 +1,53 @@
+"""`kvpipe cache` and `kvpipe doctor` at a tier of another package that raises what no tier should: it is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpipe.cli import cache
+from kvpipe.cli.doctor import storage
+from kvpipe.cli.main import main
+from kvpipe.config import load_settings
+from kvpipe.testing.dict_tier import DictTier
+from kvpipe.testing.held_tier import DictSpec
+from tests.cli.doctor_machines import machine_of
+
+
+def _bug(*_: object, **__: object) -> Any:
+    raise KeyError("a bug\x1b[2J")
+
+
+@pytest.fixture
+def breaks(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Let a method of the only tier that can be named raise."""
+    made: Callable[..., DictTier] = lambda name, *_, **__: DictTier(name)  # noqa: E731
+    monkeypatch.setattr(cache, "parse_tiers", lambda _: (DictSpec.model_validate({}),))
+    monkeypatch.setattr(cache, "make_tier", made)
+    monkeypatch.setattr("kvpipe.tiers.checkup.make_tier", made)
+    return lambda method: monkeypatch.setattr(DictTier, method, _bug)
+
+
+@pytest.mark.parametrize("method", ["open", "capacity", "health", "scan", "close"])
+def test_it_is_one_sentence(method: str, breaks: Callable[[str], None], capsys: pytest.CaptureFixture[str]) -> None:
+    """Of one line, with the tier's name, and status 1."""
+    breaks(method)
+    assert main(["cache", "stats", "dict://"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("kvpipe: dict: ")
+    assert "KeyError('a bug" in err
+    assert err.count("\n") == 1
+    assert "\x1b" not in err
+
+
+@pytest.mark.parametrize("method", ["open", "health", "write", "read", "delete"])
+def test_the_doctor_names_it(method: str, breaks: Callable[[str], None], tmp_path: Path) -> None:
+    """An engine would run without it."""
+    breaks(method)
+    settings = load_settings({}).model_copy(update={"tiers": (DictSpec.model_validate({}),)})
+    answer = storage.check_tiers(settings, machine_of(tmp_path))
+    assert answer is not None
+    assert (answer.status, answer.detail.startswith("dict: KeyError(")) == ("warn", True)

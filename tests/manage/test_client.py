@@ -1,0 +1,184 @@
+"""What an operator reads who asks wrongly: the engine's reason, or the option that is wrong, never something else."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import anyio
+import pytest
+
+from kvpipe.cli import main as cli
+from kvpipe.cli import seen
+from kvpipe.errors import ConfigError, UsageError
+from kvpipe.listening import Address, OperatorSocket
+from kvpipe.manage.client import ask
+from kvpipe.testing.waiting import WAIT_S
+from tests.manage.conftest import TOKEN, Managed
+
+LONG = {"tokens": [100_000] * 145_000}
+"""A prompt that fits into a body as the page has it, and not into a socket's buffer."""
+
+
+def test_a_long_prompt_fits(managed: Managed) -> None:
+    """150,000 tokens of six digits do, whoever writes the JSON."""
+    assert ask(managed.address, TOKEN, "POST", "/v1/lookup", LONG)["held_tokens"] == 0
+
+
+@pytest.mark.parametrize("port", [False, True])
+@pytest.mark.parametrize(("token", "times", "wording"), [("x" * 32, 1, r"refused \(401\)"), (TOKEN, 4, "at most 1048")])
+def test_a_refusal_before_the_body_is_read(tmp_path: Path, port: bool, token: str, times: int, wording: str) -> None:
+    """It is read all the same, though the body cannot be sent to its end."""
+    managed = Managed(tmp_path, manage=f"127.0.0.1:{_free_port()}" if port else f"unix:{tmp_path}/e1.sock")
+    try:
+        with pytest.raises(UsageError, match=wording):
+            ask(managed.address, token, "POST", "/v1/lookup", {"tokens": LONG["tokens"] * times})
+    finally:
+        managed.server.stop()
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+@contextlib.contextmanager
+def _listening(path: Path, answer: bytes) -> Iterator[None]:
+    """Somebody who listens where an engine would, and answers once."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+
+        def serve() -> None:
+            one, _ = listener.accept()
+            with one:
+                one.recv(1 << 16)
+                one.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield
+        thread.join(WAIT_S)
+
+
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        ("200 OK", b"[" * 100_000), ("200 OK", b'["x"]'), ("200 OK", b"<html>\x1b[2J"), ("200 OK", b"\xff"),
+        ("418 \x1b[2J", b'{"error": "\\u001b[2J"}'), ("404 Not Found", b'{"detail": ["\\u009b2J"]}'),
+        ("x\x1b[2J", b""), ("200 OK", b'{"tiers": [1], "\\u001b": "\\u001b[2J"}'),
+    ],
+)  # fmt: skip
+def test_whatever_listens_there(status: str, body: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What it answers draws nothing in a terminal, and is no traceback."""
+    head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    (tmp_path / "token").write_text(TOKEN, encoding="utf-8")
+    with _listening(tmp_path / "x.sock", head + body):
+        at = ["--at", f"unix:{tmp_path}/x.sock", "--token-file", str(tmp_path / "token")]
+        assert cli.main(["engine", "state", *at]) == (0 if b"tiers" in body else 2)
+    out = "".join(capsys.readouterr())
+    assert "404" not in status or "this is no management interface" in out
+    assert out.removesuffix("\n").replace("\n", " ").isprintable()
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "wording"),
+    [
+        ("/v1/state?request_max=1", 422, "query: unknown key 'request_max'; this path has requests_max"),
+        ("/v1/state?requests_max=1&requests_max=2", 422, "query.requests_max: it is given 2 times; give it once"),
+        ("/v1/counters?%1b%5b2J=1", 422, "query: unknown key '\\\\x1b[2J'; this path has none"),
+        ("/v1/state/", 404, "Not Found"),
+    ],
+)
+def test_what_a_path_does_not_have_is_refused(managed: Managed, path: str, status: int, wording: str) -> None:
+    """Nothing is guessed: a misspelt limit would be the default, and a redirection is no answer."""
+    assert managed.ask("GET", path) == (status, {"error": wording})
+    assert managed.refused("request") == 1
+
+
+@pytest.mark.parametrize("tokens", [("", TOKEN), (TOKEN, TOKEN), (TOKEN, "x"), ("x", TOKEN)])
+def test_two_tokens_are_none(managed: Managed, tokens: tuple[str, str]) -> None:
+    """Whichever comes last: who stands between may look at the other."""
+    head = "".join(f"Authorization: Bearer {token}\r\n" for token in tokens)
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(WAIT_S)
+        client.connect(managed.address.path)
+        client.sendall(f"GET /v1/switches HTTP/1.1\r\nHost: x\r\n{head}\r\n".encode())
+        assert client.recv(100).startswith(b"HTTP/1.1 401")
+
+
+@pytest.mark.parametrize(
+    ("place", "wording"),
+    [
+        ("none/x.sock", "No such file or directory; make its folder"),
+        ("x" * 120, "at most 107 bytes; use a shorter one"),
+        ("file", "it is a file; use 'unix:/FOLDER/{engine}.sock', or another"),
+    ],
+)
+def test_the_remedy_is_for_what_is_wrong(tmp_path: Path, place: str, wording: str) -> None:
+    """Not always another address."""
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError) as caught:
+        OperatorSocket(Address.parse(f"unix:{tmp_path}/{place}"), "e1", "manage")
+    assert wording in str(caught.value)
+
+
+def test_only_sockets_are_engines(managed: Managed, tmp_path: Path) -> None:
+    """What else lies in the folder, such as a lock, is none."""
+    watch = seen.EngineList([Address.parse(f"unix:{tmp_path}/{{engine}}")], TOKEN)
+
+    async def looked() -> None:
+        async with anyio.create_task_group() as group:
+            await watch.look(group, WAIT_S)
+
+    anyio.run(looked)
+    assert {path.name for path in tmp_path.iterdir()} == {"e1.sock", "e1.sock.lock", "token"}
+    assert [(one.address, one.error) for one in watch.engines] == [(managed.address, "")]
+
+
+@pytest.mark.parametrize(
+    ("given", "wording"),
+    [
+        (["cache", "pin", "1", "--seconds", "nan"], "--seconds: 'nan' is no number of seconds"),
+        (["cache", "warm", "1", "--seconds", "inf"], "--seconds: 'inf' is no number of seconds"),
+        (["cache", "evict-matching", "--idle-s", "1e999"], "--idle-s: '1e999' is no number of seconds"),
+        (["cache", "holders", "--rows", "many"], "--rows: 'many' is no count"),
+        (["cache", "unpin", "9" * 5000], "is no count"),
+        (["engine", "state", "--requests", "-1"], "--requests: '-1' is no count"),
+        (["top", "--requests", "-1"], "--requests: '-1' is no count"),
+        (["top", "--interval", "soon"], "--interval: 'soon' is no number of seconds"),
+        (["doctor", "--ranks", "0"], "--ranks: '0' is no count: write a number from 1 on"),
+        (["trace", "show", "x", "--slowest", "-1"], "--slowest: '-1' is no count"),
+    ],
+)
+def test_wrong_numbers_are_named(given: list[str], wording: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the option, before anybody is asked."""
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(given)
+    assert wording in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("piped", "wording"), [(b"\xff\n", "is no text"), (b"\n", "is empty"), (b"", "is empty")])
+def test_no_salt(
+    piped: bytes, wording: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has no digest."""
+    (tmp_path / "token").write_text(TOKEN, encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(piped), encoding="utf-8"))
+    assert cli.main(["cache", "salt", "-", "--token-file", str(tmp_path / "token")]) == 2
+    assert wording in capsys.readouterr().err
+
+
+def test_a_negative_deadline_is_refused_by_the_engine(managed: Managed) -> None:
+    """And a huge one; nothing is pinned."""
+    for seconds in (-5, 0, 1e10, 1e308):
+        with pytest.raises(UsageError, match=r"refused \(422\): seconds: "):
+            ask(managed.address, TOKEN, "POST", "/v1/pins", {"tokens": [1], "seconds": seconds})
+    assert json.dumps(managed.good("GET", "/v1/pins")["pins"]) == "[]"
