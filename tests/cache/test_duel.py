@@ -118,7 +118,7 @@ def test_what_a_client_announces_is_followed_until_lru_is_better() -> None:
     policy.hint(item, Hint(Action.DEMOTE))
     assert learnt()
     chain = chain_of(policy, item)
-    assert policy._duel._learnt._kept[chain] == (1, chain.kind)  # both sides know of it
+    assert (chain.learnt_kept, chain.learnt_kind) == (1, chain.kind)  # both sides know of it
     policy._duel._count(1000, 999)
     assert learnt()
     for _ in range(8):
