@@ -20,7 +20,6 @@ class Recency:
         self._runs: Ordered[int, list[Chain]] = order(slots)  # none is empty
         self._number = 0
         self._last: list[Chain] = []
-        self._first: Chain | None = None  # None: not known
 
     def use(self, chain: Chain) -> None:
         """Add `chain`, which must not be in it, as the one used last."""
@@ -35,8 +34,6 @@ class Recency:
         """Remove `chain`, which must be in it."""
         run = self._runs[chain.run]
         run.remove(chain)
-        if chain is self._first:
-            self._first = None
         if not run:
             del self._runs[chain.run]
 
@@ -51,12 +48,7 @@ class Recency:
         run = self._runs[chain.run]
         run.insert(run.index(chain), rest)
         rest.run = chain.run
-        if chain is self._first:
-            self._first = rest
 
     def first(self) -> Chain:
         """Return the chain that was used longest ago. Raises StopIteration if there is none."""
-        chain = self._first
-        if chain is None:
-            chain = self._first = self._runs[next(iter(self._runs))][0]
-        return chain
+        return self._runs[next(iter(self._runs))][0]
