@@ -75,7 +75,7 @@ def test_a_prefix_goes_from_its_end(turns: list[tuple[int, int, int, float]]) ->
     assert max(len(policy) + policy._held, len(policy._gone), len(policy._branches)) <= SLOTS
     chains = {chain for chain in policy._chains if chain is not None}
     assert len(policy._chains) <= 1 + SLOTS
-    assert {chain for queue in (*policy._queues, policy._orphans) for chain in queue} == chains
+    assert {chain for queue in (*policy._queues.by_kind, policy._orphans) for chain in queue} == chains
     assert sum(chain.free for chain in chains) == len(policy)
 
 

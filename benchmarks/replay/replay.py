@@ -52,16 +52,18 @@ class Outcome:
         return self.seconds / len(self.hits) * 1e6
 
 
-def replay(workload: Workload, policy: str, share: float, hinted: str = hints.NONE, sigma: float = 0.0) -> Outcome:
+def replay(
+    workload: Workload, policy: str, share: float, hinted: str = hints.NONE, sigma: float = 0.0, tick_s: float = 0.0
+) -> Outcome:
     """Replay `workload` with a pool of `share` of its chunks, and a registered policy, or `BELADY`.
 
-    `hinted`, `sigma`: clients' hints on their sessions, and how wrong they are (`hints.py`).
+    `hinted`, `sigma`: clients' hints on their sessions, and how wrong they are (`hints.py`). `tick_s`: as of `Pool`.
     """
     slots = workload.slots(share)
     if policy == BELADY:
         begin_s = time.thread_time()
         return Outcome(workload, policy, slots, list(belady.hits(workload, slots)), time.thread_time() - begin_s)
-    pool, out = Pool(workload.chunk_tokens, slots, make_policy(policy, slots)), Outcome(workload, policy, slots)
+    pool, out = Pool(workload.chunk_tokens, slots, make_policy(policy, slots), tick_s), Outcome(workload, policy, slots)
     for prompt, hint in zip(workload.prompts, hints.hints(workload, hinted, sigma), strict=True):
         begin_s = time.thread_time()
         out.hits.append(pool.serve(prompt, hint))
@@ -72,19 +74,19 @@ def replay(workload: Workload, policy: str, share: float, hinted: str = hints.NO
 class Pool:
     """The catalog of a model with attention alone, one request at a time."""
 
-    def __init__(self, chunk_tokens: int, slots: int, policy: Policy) -> None:
-        """Empty."""
+    def __init__(self, chunk_tokens: int, slots: int, policy: Policy, tick_s: float = 0.0) -> None:
+        """Empty. `tick_s`: seconds that pass each time the catalog reads the clock."""
         geometry = Geometry((Group((Layer("l", 4096),), chunk_tokens),), chunk_tokens, slots * 4096)
-        self.catalog = Catalog(slots, 1, policy, Counters(), clock=lambda: self.now_s)
+        self.catalog = Catalog(slots, 1, policy, Counters(), clock=self._clock)
         self.prefixes = Prefixes(self.catalog, geometry, chunk_tokens, lambda request: request.block_hashes)
-        self.now_s, self._served = 0.0, 0
+        self.now_s, self._served, self._tick_s = 0.0, 0, tick_s
 
     def serve(self, prompt: Prompt, hint: Hint | None = None) -> int:
         """Look up, load, save, end. `hint`: its client's, which has come with it. Returns how many chunks were held."""
         request: Any = SimpleNamespace(num_tokens=prompt.tokens, block_hashes=prompt.keys)
         catalog, keys = self.catalog, prompt.keys
         held = self.prefixes.longest(request)
-        self.now_s, self._served = prompt.at_s, self._served + 1
+        self.now_s, self._served = max(self.now_s, prompt.at_s), self._served + 1
         owner = Owner("r", self._served)
         catalog.lease(owner, [chunk for chunk in map(self._find, keys[:held]) if chunk is not None])
         for place, key in enumerate(keys[held:], held):
@@ -100,6 +102,10 @@ class Pool:
         if hint is not None:
             catalog.hint(self.prefixes.chunks_from_the_end(request, len(keys)), hint)
         return held
+
+    def _clock(self) -> float:
+        self.now_s += self._tick_s
+        return self.now_s
 
     def _find(self, key: bytes) -> Chunk | None:
         return self.catalog.find(0, key)

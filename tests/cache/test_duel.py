@@ -7,7 +7,7 @@ import random
 import pytest
 
 from benchmarks.replay import workload as w
-from benchmarks.replay.replay import Pool
+from benchmarks.replay.replay import Pool, replay
 from kvpipe.cache.hints import Action, Hint
 from kvpipe.cache.policy import Lru, Policy, Sessions, make_policy
 from kvpipe.cache.policy.chain import Chain
@@ -118,7 +118,7 @@ def test_what_a_client_announces_is_followed_until_lru_is_better() -> None:
     policy.hint(item, Hint(Action.DEMOTE))
     assert learnt()
     chain = chain_of(policy, item)
-    assert policy._duel._learnt._kept[chain] == (1, chain.kind)  # both sides know of it
+    assert (chain.learnt_kept, chain.learnt_kind) == (1, chain.kind)  # both sides know of it
     policy._duel._count(1000, 999)
     assert learnt()
     for _ in range(8):
@@ -129,6 +129,13 @@ def test_what_a_client_announces_is_followed_until_lru_is_better() -> None:
     for _ in range(20):
         policy._duel._count(1000, 1200)
     assert learnt()
+
+
+def test_what_a_prompt_keeps_does_not_depend_on_the_clock() -> None:
+    """It takes the place of what was chosen to go, also if time passes while it is saved."""
+    agents = w.coding_agents(1, sessions=14, hours=0.4)
+    still, ticks = (replay(agents, "sessions", 0.08, tick_s=tick_s).hit_rate for tick_s in (0.0, 0.001))
+    assert ticks > 0.98 * still > 0.6
 
 
 def test_lies_cost_less_than_a_hundredth() -> None:

@@ -11,7 +11,9 @@ import pytest
 from kvpipe.cache.catalog import Catalog, Chunk, Owner, Piece
 from kvpipe.cache.hints import Action, Hint
 from kvpipe.cache.policy import Sessions
-from kvpipe.cache.policy.chain import NONE, NOTHING
+from kvpipe.cache.policy.chain import NONE, NOTHING, Chain
+from kvpipe.cache.policy.queues import Queues
+from kvpipe.cache.policy.returns import Returns
 from kvpipe.testing.policy_conformance import Item
 from kvpipe.trace.log import Counters
 from tests.cache.chains import chain_of, chains
@@ -159,6 +161,12 @@ def test_places_of_what_is_gone_are_no_chain(*, saved_first: bool) -> None:
     assert not policy._branches
 
 
+def _least(queues: Queues, returns: Returns, now_s: float) -> Chain | None:
+    """Return the chain that is worth the least, of the oldest and the newest of each kind."""
+    ends = [one for queue in queues.by_kind if queue for one in (next(iter(queue)), next(reversed(queue)))]
+    return min(ends, key=lambda one: (returns.worth(one.kind, now_s - one.used_s), one.used_s), default=None)
+
+
 def _consistent(policy: Sessions) -> None:
     """Its books agree with each other."""
     there_is = chains(policy)
@@ -170,18 +178,23 @@ def _consistent(policy: Sessions) -> None:
         assert (policy._chains[chain.number] is chain) == bool(there) == (chain.number != NONE)
         assert chain.held <= there
         assert chain.free == len(there) - len(chain.held)
-        assert (chain in policy._queue(chain)) == (chain.free > 0)
+        queue = policy._orphans if chain.orphan else policy._queues.by_kind[chain.kind]
+        assert (chain in queue) == (chain.free > 0)
         assert not chain.stack or chain not in policy._gone.values()
-    queued = [chain for queue in (*policy._queues, policy._orphans) for chain in queue]
+    queued = [chain for queue in (*policy._queues.by_kind, policy._orphans) for chain in queue]
     assert len(queued) == len({*queued})
     assert sum(chain.free for chain in queued) == len(policy)
     lru, learnt = policy._duel._lru, policy._duel._learnt
-    assert lru._used == sum(lru._kept.values()) <= policy._slots
-    assert learnt._used == sum(size for size, _ in learnt._kept.values()) <= policy._slots
-    assert {(chain, kind) for kind, queue in enumerate(learnt._queues) for chain in queue} == {
-        (chain, kind) for chain, (_, kind) in learnt._kept.items()
-    }
-    assert learnt._behind.keys() <= learnt._kept.keys()
+    assert lru.used == sum(chain.lru_kept for chain in lru.order) <= policy._slots
+    assert all(chain.lru_kept for chain in lru.order)
+    kept = {chain: kind for kind, queue in enumerate(learnt.queues.by_kind) for chain in queue}
+    assert learnt.used == sum(chain.learnt_kept for chain in kept) <= policy._slots
+    assert all(chain.learnt_kept and chain.learnt_kind == kind for chain, kind in kept.items())
+    assert learnt.behind.keys() <= kept.keys()
+    assert not any(chain.lru_kept and chain not in lru.order for chain in there_is)
+    assert not any(chain.learnt_kept and chain not in kept for chain in there_is)
+    for queues in (policy._queues, learnt.queues):
+        assert queues.least(policy._now_s) is _least(queues, policy._returns, policy._now_s)
     for before, branches in policy._branches.items():
         assert branches
         assert all(chain.before == before for chain in branches)

@@ -17,8 +17,8 @@ class Chain:
     """A run of chunks. `stack`: in the order of the prefix; some may be held, or gone."""
 
     __slots__ = (
-        "before", "ended_s", "free", "head", "held", "hint", "hinted", "hinted_s", "kind", "number", "orphan", "pace",
-        "paced", "run", "shared", "stack", "used_s",
+        "before", "ended_s", "free", "head", "held", "hint", "hinted", "hinted_s", "kind", "learnt_kept", "learnt_kind",
+        "lru_kept", "number", "orphan", "pace", "paced", "run", "shared", "stack", "used_s",
     )  # fmt: skip
 
     def __init__(self, head: Hashable, before: Hashable, now_s: float, *, orphan: bool) -> None:
@@ -32,6 +32,7 @@ class Chain:
         self.pace: float | None = None
         self.kind = self.paced = 0  # by which it is valued; and by its pace when it began to wait
         self.run = 0  # where it is among others, by their last use
+        self.lru_kept = self.learnt_kept = self.learnt_kind = 0  # in a duel's shadows
         self.used_s = now_s
         self.hint: Hint | None = None  # of the wait it is in, or of the next one
         self.hinted, self.hinted_s = 0, now_s  # the kind by its hint, and since when; 0: no hint

@@ -8,12 +8,12 @@ learnt order evicts, until LRU is proven to hit more.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Iterable, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Final
 
-from kvpipe.cache.large import Ordered, order, orders, table
-from kvpipe.cache.policy.returns import INNER_S, KINDS, Returns
+from kvpipe.cache.large import Ordered, order, table
+from kvpipe.cache.policy.queues import Queues
+from kvpipe.cache.policy.returns import Returns
 
 if TYPE_CHECKING:
     from kvpipe.cache.policy.chain import Chain
@@ -23,132 +23,86 @@ BEGINS: Final = ((2.0, 0.005), (1.0, 0.01), (0.5, 0.05))
 ENDS: Final = ((0.5, 0.002),)
 DECAY: Final = 1 - 1 / 8192  # a request
 DEPTH_MAX: Final = 64  # chains that follow each other and are evicted from their end
-NOTHING: Final = (0, 0)  # is kept of a chain, of no kind
-
-
-def least(queues: Iterable[Ordered[Chain, None]], returns: Returns, now_s: float) -> Chain | None:
-    """Return the chain with the least worth now, or None. Of each kind only the oldest and the newest are compared."""
-    worst, worth, used_s, worths = None, math.inf, 0.0, returns.worths
-    some: Iterable[Ordered[Chain, None]] = filter(None, queues)
-    for queue in some:
-        first, last = next(iter(queue)), next(reversed(queue))
-        at_s = first.used_s
-        promise = worths[first.kind][bisect_right(INNER_S, now_s - at_s)]
-        if promise < worth or (promise == worth and at_s < used_s):
-            worst, worth, used_s = first, promise, at_s
-        if last is not first:
-            at_s = last.used_s
-            promise = worths[last.kind][bisect_right(INNER_S, now_s - at_s)]
-            if promise < worth or (promise == worth and at_s < used_s):
-                worst, worth, used_s = last, promise, at_s
-    return worst
 
 
 class _LruShadow:
-    """What the pool would hold if LRU had always evicted."""
+    """What the pool would hold if LRU had always evicted: `lru_kept` chunks of each chain."""
 
     def __init__(self, slots: int) -> None:
-        self._slots, self._used = slots, 0
-        self._kept: Ordered[Chain, int] = order(slots)
+        self.slots, self.used = slots, 0
+        self.order: Ordered[Chain, None] = order(slots)
 
     def kept(self, chain: Chain) -> int:
-        return self._kept.get(chain, 0)
+        return chain.lru_kept
 
     def put(self, chain: Chain, size: int) -> None:
         """The pool holds `size` chunks of the chain, used now."""
-        self._used += size - self._kept.pop(chain, 0)
-        self._kept[chain] = size
-
-    def use(self, prompt: Sequence[tuple[Chain, int]]) -> int:
-        """Count a prompt's hits, and put it in."""
-        kept, used = self._kept, self._used
-        hits = _hits([kept.get(chain, 0) for chain, _ in prompt], prompt)
-        for chain, size in reversed(prompt):  # what is used last goes last: ends before beginnings
-            before = kept.pop(chain, 0)
-            there = size if before <= size else max(size, min(before, len(chain.stack)))
-            kept[chain] = there
-            used += there - before
-        self._used = used
-        return hits
+        if chain.lru_kept:
+            self.order.move_to_end(chain)
+        else:
+            self.order[chain] = None
+        self.used += size - chain.lru_kept
+        chain.lru_kept = size
 
     def fit(self, now_s: float) -> None:
         """Evict until the pool is full."""
         del now_s
-        kept, over = self._kept, self._used - self._slots
+        over, waiting = self.used - self.slots, self.order
         while over > 0:
-            chain = next(iter(kept))
-            size = kept[chain]
+            chain = next(iter(waiting))
+            size = chain.lru_kept
             if size > over:
-                kept[chain] = size - over
+                chain.lru_kept = size - over
                 size = over
             else:
-                del kept[chain]
+                chain.lru_kept = 0
+                del waiting[chain]
             over -= size
-            self._used -= size
+            self.used -= size
 
 
 class _LearntShadow:
-    """What the pool would hold if the learnt order had always evicted."""
+    """What the pool would hold if the learnt order had always evicted: `learnt_kept` chunks of each chain."""
 
     def __init__(self, slots: int, returns: Returns) -> None:
-        self._slots, self._returns, self._used = slots, returns, 0
-        self._kept: MutableMapping[Chain, tuple[int, int]] = table(slots)  # how many, and the kind
-        self._queues: tuple[Ordered[Chain, None], ...] = orders(slots, KINDS)
-        self._behind: MutableMapping[Chain, Chain] = table(slots)  # as the last request had them
+        self.slots, self.used = slots, 0
+        self.queues = Queues(slots, returns)  # by the kinds that chains had when they were put in
+        self.behind: MutableMapping[Chain, Chain] = table(slots)  # as the last request had them
 
     def kept(self, chain: Chain) -> int:
-        return self._kept.get(chain, (0, 0))[0]
+        return chain.learnt_kept
 
     def put(self, chain: Chain, size: int) -> None:
         """The pool holds `size` chunks of the chain, used now."""
-        before, kind = self._kept.get(chain, (0, chain.kind))
-        if before:
-            del self._queues[kind][chain]
-        self._used += size - before
-        self._kept[chain] = size, chain.kind
-        self._queues[chain.kind][chain] = None
-
-    def use(self, prompt: Sequence[tuple[Chain, int]]) -> int:
-        """Count a prompt's hits, and put it in."""
-        kept, queues, following = self._kept, self._queues, None
-        hits = _hits([kept.get(chain, NOTHING)[0] for chain, _ in prompt], prompt)
-        for chain, size in reversed(prompt):  # as above
-            before, kind = kept.get(chain, NOTHING)
-            if before:
-                del queues[kind][chain]
-            there, kind = size if before <= size else max(size, min(before, len(chain.stack))), chain.kind
-            kept[chain] = there, kind
-            queues[kind][chain] = None
-            self._used += there - before
-            if following is not None:
-                self._behind[chain] = following
-            following = chain
-        return hits
+        if chain.learnt_kept:
+            self.queues.drop(chain, chain.learnt_kind)
+        self.used += size - chain.learnt_kept
+        chain.learnt_kept, chain.learnt_kind = size, chain.kind
+        self.queues.put(chain, chain.kind)
 
     def become(self, chain: Chain) -> None:
         """A client's hint has changed the chain's kind."""
-        size = self.kept(chain)
-        if size:
-            self.put(chain, size)
+        if chain.learnt_kept:
+            self.put(chain, chain.learnt_kept)
 
     def fit(self, now_s: float) -> None:
         """Evict until the pool is full."""
-        while self._used > self._slots:
-            chain = least(self._queues, self._returns, now_s)
+        behind = self.behind
+        while self.used > self.slots:
+            chain = self.queues.least(now_s)
             assert chain is not None  # noqa: S101  (what is used is in a queue)
             for _ in range(DEPTH_MAX):
-                following = self._behind.get(chain)
-                if following is None or following not in self._kept:
+                following = behind.get(chain)
+                if following is None or not following.learnt_kept:
                     break
                 chain = following
-            size, kind = self._kept[chain]
-            gone = min(size, self._used - self._slots)
-            self._used -= gone
-            if gone < size:
-                self._kept[chain] = size - gone, kind
-                continue
-            del self._kept[chain], self._queues[kind][chain]
-            self._behind.pop(chain, None)
+            size = chain.learnt_kept
+            gone = min(size, self.used - self.slots)
+            self.used -= gone
+            chain.learnt_kept = size - gone
+            if gone == size:
+                self.queues.drop(chain, chain.learnt_kind)
+                behind.pop(chain, None)
 
 
 class Duel:
@@ -159,14 +113,48 @@ class Duel:
         self.learnt = False
         """Whether the learnt order evicts."""
         self._lru, self._learnt = _LruShadow(slots), _LearntShadow(slots, returns)
+        self.revalued = self._learnt.queues.changed
+        """Where the `learnt_kind` of a chain is put when its kind changes, or when it was used."""
         self._ahead = self._squares = self._hits = 0.0
         self._hinted = self._believed = False
 
     def used(self, prompt: Sequence[tuple[Chain, int]], now_s: float) -> None:
         """A request is over. `prompt`: (chain, how many chunks of it the request has used), its beginning first."""
-        self._count(self._lru.use(prompt), self._learnt.use(prompt))
-        self._lru.fit(now_s)
-        self._learnt.fit(now_s)
+        self._count(*_hits(prompt))
+        self._use(prompt)
+        if self._lru.used > self._lru.slots:
+            self._lru.fit(now_s)
+        if self._learnt.used > self._learnt.slots:
+            self._learnt.fit(now_s)
+
+    def _use(self, prompt: Sequence[tuple[Chain, int]]) -> None:
+        """Put a prompt in both. What is used last goes last: ends before beginnings."""
+        lru, learnt, following = self._lru, self._learnt, None
+        waiting, queues, changed = lru.order, learnt.queues.by_kind, learnt.queues.changed
+        for chain, size in reversed(prompt):
+            before, kind = chain.lru_kept, chain.kind
+            if before:
+                waiting.move_to_end(chain)
+            else:
+                waiting[chain] = None
+            if before != size:
+                there = size if before < size else max(size, min(before, len(chain.stack)))
+                lru.used += there - before
+                chain.lru_kept = there
+            before = chain.learnt_kept
+            if before:
+                del queues[chain.learnt_kind][chain]
+                changed.add(chain.learnt_kind)
+            if before != size:
+                there = size if before < size else max(size, min(before, len(chain.stack)))
+                learnt.used += there - before
+                chain.learnt_kept = there
+            chain.learnt_kind = kind
+            queues[kind][chain] = None
+            changed.add(kind)
+            if following is not None:
+                learnt.behind[chain] = following
+            following = chain
 
     def saved(self, chain: Chain, size: int, now_s: float) -> None:
         """A save of a request that is over has landed: the chain has `size` chunks now."""
@@ -206,12 +194,22 @@ class Duel:
         return False
 
 
-def _hits(there: Iterable[int], prompt: Sequence[tuple[Chain, int]]) -> int:
-    """Return how many of a prompt's chunks, from its beginning on, a pool with `there` chunks of each chain holds."""
-    hits = whole = 0
-    for kept, (_, size) in zip(there, prompt, strict=True):
-        whole += size  # kept may be more: where a chain's end was lost, what follows it counts as its own
-        hits += kept
-        if hits < whole:
-            return hits
-    return whole
+def _hits(prompt: Sequence[tuple[Chain, int]]) -> tuple[int, int]:
+    """Return how many of a prompt's chunks, from its beginning on, LRU would hold, and the learnt order."""
+    whole = lru = learnt = 0  # kept may be more: where a chain's end was lost, what follows it counts as its own
+    for chain, size in prompt:
+        whole += size
+        lru += chain.lru_kept
+        if lru < whole:
+            break
+    else:
+        lru = whole
+    whole = 0
+    for chain, size in prompt:
+        whole += size
+        learnt += chain.learnt_kept
+        if learnt < whole:
+            break
+    else:
+        learnt = whole
+    return lru, learnt

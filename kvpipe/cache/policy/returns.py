@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_right
 from typing import Final
@@ -31,6 +32,7 @@ RENEW_EVERY: Final = 8  # turns, one pace in turn; later less often
 RENEW_SHARE: Final = 256  # of all turns so far
 RENEW_MAX: Final = 64
 _EDGES_S: Final = [0.0, *(SHORTEST_S * 2 ** (at / PER_OCTAVE) for at in range(1, BINS + 1))]
+_WIDTHS_S: Final = [stop_s - start_s for start_s, stop_s in itertools.pairwise(_EDGES_S)]
 INNER_S: Final = _EDGES_S[1:-1]
 """The edges between bins, in seconds: the bin of an idle time is the number of edges that it has reached."""
 
@@ -79,8 +81,10 @@ class Returns:
         self._ended = [0.0] * KINDS
         self._returned = [[0.0] * BINS for _ in range(KINDS)]
         self._everybody = [0.0] * BINS  # of all kinds by pace
-        self.worths = [[0.0] * BINS for _ in range(KINDS)]
-        """By kind and bin of idle time: the expected hits per second and chunk of a chain that has waited so long."""
+        self.tables: list[Table] = [_Useless()] * KINDS
+        """By kind: what its chains are worth, by bin of idle time."""
+        self.renewals = 0
+        """How often `tables` have changed."""
         self._turns = self._renewed = 0
         self._renew_at = RENEW_EVERY
         self._changed = [True] * KINDS  # since they were renewed
@@ -100,6 +104,25 @@ class Returns:
             self._renew_at = self._turns + min(RENEW_MAX, RENEW_EVERY + self._turns // RENEW_SHARE)
             self._renewed = (self._renewed + 1) % PACES
             self._renew(self._renewed)
+
+    def waits(self, pace: int) -> None:
+        """Count that a chain of the kind `pace` waits from now on, and without a hint: `ended` of both its kinds."""
+        if self._turns + 2 < self._renew_at:
+            self._turns += 2
+            self._ended[pace] += 1
+            self._ended[SILENT + pace] += 1
+            self._changed[pace] = self._changed[SILENT + pace] = True
+        else:
+            self.ended(pace)
+            self.ended(SILENT + pace)
+
+    def back(self, pace: int, idle_s: float) -> None:
+        """Count that such a chain is used again after `idle_s` seconds: `returned` of both its kinds."""
+        at = bisect_right(INNER_S, idle_s)
+        self._everybody[at] += 1
+        self._returned[pace][at] += 1
+        self._returned[SILENT + pace][at] += 1
+        self._changed[pace] = self._changed[SILENT + pace] = True
 
     def returned(self, kind: int, idle_s: float) -> None:
         """Count that a chain is used again after `idle_s` seconds. `kind`: what it was when it began to wait."""
@@ -125,41 +148,87 @@ class Returns:
 
     def worth(self, kind: int, idle_s: float) -> float:
         """Return the expected hits per second and chunk of a chain of `kind` that has waited for `idle_s` seconds."""
-        return self.worths[kind][_bin(idle_s)]
+        return self.tables[kind].worths()[_bin(idle_s)]
 
     def _likely(self, kind: int, at: int) -> float:
         return (self._returned[kind][at] + 0.2) / (self._ended[kind] + 10)
 
     def _renew(self, pace: int) -> None:
-        waiting, usual = sum(self._ended[:PACES]), list[float]()
-        for all_ in self._everybody:
-            usual.append((all_ + 0.05) / (max(waiting, all_) + 1))
-            waiting -= all_
+        self.renewals += 1
+        everybody = _Everybody(sum(self._ended[:PACES]), self._everybody.copy())
         for kind in range(pace, KINDS, PACES):
             if kind >= RESUMES and not self._changed[kind]:
                 continue  # no hint is of it
             self._changed[kind] = False
             if kind == SILENT + pace and self._counts(kind) == self._counts(pace):
-                self.worths[kind] = self.worths[pace]  # there are no hints
+                self.tables[kind] = self.tables[pace]  # there are no hints
             else:
-                self._renew_kind(kind, usual)
+                self._renew_kind(kind, everybody)
 
     def _counts(self, kind: int) -> tuple[float, list[float]]:
         return self._ended[kind], self._returned[kind]
 
-    def _renew_kind(self, kind: int, usual: list[float]) -> None:
+    def _renew_kind(self, kind: int, everybody: _Everybody) -> None:
         hinted = kind >= RESUMES
         if self._ended[kind] > (REMEMBERED_HINTED if hinted else REMEMBERED):
             self._ended[kind] /= 2
             halves = self._returned[kind] = [count / 2 for count in self._returned[kind]]
             if kind < PACES:
                 self._everybody = [all_ - half for all_, half in zip(self._everybody, halves, strict=True)]
-        waiting, prior, chances = self._ended[kind], PRIOR_HINTED if hinted else PRIOR, list[float]()
-        for mine, of_all in zip(self._returned[kind], usual, strict=True):
-            chances.append(min(0.999, (mine + prior * of_all) / (max(waiting, mine) + prior)))
-            waiting -= mine
-        useless = kind == DEMOTED and sum(self._returned[kind]) < USELESS * self._ended[kind]
-        self.worths[kind] = [0.0] * BINS if useless else _indices(chances)
+        waiting, returned = self._ended[kind], self._returned[kind].copy()
+        useless = kind == DEMOTED and sum(returned) < USELESS * waiting
+        prior = PRIOR_HINTED if hinted else PRIOR
+        self.tables[kind] = _Useless() if useless else Table(waiting, returned, prior, everybody)
+
+
+class _Everybody:
+    """How soon chains of all kinds have returned, as it was counted at some time."""
+
+    __slots__ = ("_ended", "_returned", "_usual")
+
+    def __init__(self, ended: float, returned: list[float]) -> None:
+        """`returned`: by bin of idle time, of `ended` chains."""
+        self._ended, self._returned = ended, returned
+        self._usual: list[float] | None = None
+
+    def usual(self) -> list[float]:
+        """Return, by bin, how likely a chain returns that has not returned before."""
+        if self._usual is None:
+            waiting, self._usual = self._ended, []
+            for all_ in self._returned:
+                self._usual.append((all_ + 0.05) / (max(waiting, all_) + 1))
+                waiting -= all_
+        return self._usual
+
+
+class Table:
+    """What chains of a kind are worth, by what was counted at some time. It is computed when it is first asked for."""
+
+    __slots__ = ("_ended", "_everybody", "_prior", "_returned", "_worths")
+
+    def __init__(self, ended: float, returned: list[float], prior: float, everybody: _Everybody) -> None:
+        """`returned`: by bin of idle time, of `ended` chains. `everybody` counts for as much as `prior` of them."""
+        self._ended, self._returned, self._prior, self._everybody = ended, returned, prior, everybody
+        self._worths: list[float] | None = None
+
+    def worths(self) -> list[float]:
+        """Return, by bin of idle time, the expected hits per second and chunk of a chain that has waited so long."""
+        if self._worths is None:
+            waiting, prior, chances = self._ended, self._prior, list[float]()
+            for mine, of_all in zip(self._returned, self._everybody.usual(), strict=True):
+                chances.append(min(0.999, (mine + prior * of_all) / (max(waiting, mine) + prior)))
+                waiting -= mine
+            self._worths = _indices(chances)
+        return self._worths
+
+
+class _Useless(Table):
+    """Of a kind that is worth nothing."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        self._worths = [0.0] * BINS
 
 
 def _as_hinted(kind: int) -> list[float]:
@@ -182,7 +251,7 @@ def _indices(chances: list[float]) -> list[float]:
     """
     out, ahead = [0.0] * BINS, list[tuple[float, float, float]]()  # hits, seconds, chance that it goes on behind them
     for at in range(BINS - 1, -1, -1):
-        chance, width_s = chances[at], _EDGES_S[at + 1] - _EDGES_S[at]
+        chance, width_s = chances[at], _WIDTHS_S[at]
         hits, waits_s, stays = chance, -width_s * chance / math.log1p(-chance), 1 - chance
         while ahead and ahead[-1][0] * waits_s > hits * ahead[-1][1]:
             more, longer_s, still = ahead.pop()

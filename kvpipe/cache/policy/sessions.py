@@ -11,12 +11,13 @@ from itertools import islice
 from typing import Final
 
 from kvpipe.cache.hints import Action, Hint
-from kvpipe.cache.large import Ordered, order, orders, table, untracked
+from kvpipe.cache.large import Ordered, order, table, untracked
 from kvpipe.cache.policy.base import Evictable
 from kvpipe.cache.policy.chain import NONE, NOTHING, Chain
-from kvpipe.cache.policy.duel import Duel, least
+from kvpipe.cache.policy.duel import Duel
+from kvpipe.cache.policy.queues import Queues
 from kvpipe.cache.policy.recency import Recency
-from kvpipe.cache.policy.returns import KINDS, LEFT, SILENT, Returns, hinted_kind, kind_of, pace_after
+from kvpipe.cache.policy.returns import LEFT, SILENT, Returns, hinted_kind, kind_of, pace_after
 
 CHAIN_MAX: Final = 256  # chunks: to split a chain takes no longer than a chain is long
 DEPTH_MAX: Final = 1024  # chains that follow each other
@@ -40,14 +41,15 @@ class Sessions:
         self._slots = max(1, slots)
         self._returns = Returns()
         self._duel = Duel(self._slots, self._returns)
+        self._revalued = self._duel.revalued
         self._chains: list[Chain | None] = [None]  # by the place of their chunks
         self._numbers: list[int] = []  # of no chain now
         self._free = self._held = 0  # how many may go, and how many are known that are held
         self._known: MutableMapping[Hashable, Chain] = table(slots)  # by identity of their chunks
         self._gone: Ordered[Hashable, Chain] = order(slots)  # by the identity of their head
         self._branches: Ordered[Hashable, dict[Chain, None]] = order(slots)  # by what they follow
-        lines: tuple[Ordered[Chain, None], ...] = orders(slots, KINDS + 1)  # a chain is in one of them
-        self._queues, self._orphans = lines[:-1], lines[-1]
+        self._queues = Queues(slots, self._returns)
+        self._orphans = self._queues.others
         self._recency = Recency(slots)  # of what is in the queues, and of orphans
         self._tip = Chain(NOWHERE, NOWHERE, 0.0, orphan=False)  # where something was saved last
         self._follows: Hashable = NOWHERE  # the identity of that
@@ -64,11 +66,12 @@ class Sessions:
         """See `SessionPolicy.request`."""
         if self._touched:
             self._settle()
-        if over or self._over or now_s > self._now_s:
+        if over or self._over:
             self._draining, self._over = None, over
             if over:
                 self._follows = NOWHERE
-            self._now_s = max(self._now_s, now_s)
+        if now_s > self._now_s:  # noqa: PLR1730  (quicker; what goes is chosen anew when requests end, not as time passes)
+            self._now_s = now_s
 
     def insert(self, chunk: Evictable, *, hit: bool) -> None:
         """See `Policy.insert`."""
@@ -273,7 +276,10 @@ class Sessions:
         while self._free:
             chain = self._draining
             if chain is None or not chain.free:
-                chain = self._draining = self._end_of(self._worst())
+                chain = self._worst()
+                if chain.stack[-1].identity in self._branches:
+                    chain = self._end_of(chain)
+                self._draining = chain
             elif not self._bare:
                 chain = self._draining = self._end_of(chain)
             self._bare = True  # what follows a chain follows its end
@@ -307,7 +313,7 @@ class Sessions:
             return next(iter(self._orphans))
         if not self._duel.learnt:
             return self._recency.first()
-        worst = least(self._queues, self._returns, self._now_s)
+        worst = self._queues.least(self._now_s)
         assert worst is not None  # noqa: S101  (whatever may go is in a chain of a queue)
         return worst
 
@@ -357,17 +363,26 @@ class Sessions:
             if len(self._gone) > self._slots:
                 self._gone.popitem(last=False)
 
-    def _queue(self, chain: Chain) -> Ordered[Chain, None]:
-        return self._orphans if chain.orphan else self._queues[chain.kind]
+    def _enqueue(self, chain: Chain) -> None:
+        if chain.orphan:
+            self._orphans[chain] = None
+        else:
+            self._queues.put(chain, chain.kind)
+
+    def _dequeue(self, chain: Chain) -> None:
+        if chain.orphan:
+            del self._orphans[chain]
+        else:
+            self._queues.drop(chain, chain.kind)
 
     def _line_up(self, chain: Chain) -> None:
         """Some of it may go from now on."""
-        self._queue(chain)[chain] = None
+        self._enqueue(chain)
         self._recency.use(chain)
 
     def _leave(self, chain: Chain) -> None:
         """Nothing of it may go, or it is elsewhere from now on."""
-        del self._queue(chain)[chain]
+        self._dequeue(chain)
         self._recency.forget(chain)
         if chain is self._draining:
             self._draining = None
@@ -437,7 +452,7 @@ class Sessions:
             chain.held = chain.held - end.held
             end.free -= len(end.held)
         if end.free:
-            self._queue(end)[end] = None
+            self._enqueue(end)
             self._recency.split(chain, end)
             chain.free -= end.free
             if not chain.free:
@@ -445,19 +460,20 @@ class Sessions:
         if not any(one.place == chain.number for one in chain.stack):  # else what is given back may be all there is
             self._end_number(chain)
         self._duel.split(chain, len(chain.stack), end, len(rest))
-        self._returns.ended(LEFT)
-        self._returns.ended(end.kind)
+        self._returns.waits(LEFT)
         self._follow(end)
 
     def _move(self, chunks: list[Evictable], chain: Chain, end: Chain) -> None:
         """Those of `chain` are of the new chain `end` from now on."""
         self._number(end)
+        old, new, known = chain.number, end.number, self._known
         for chunk in chunks:
-            if chunk.place == chain.number:
-                chunk.place = end.number
+            if chunk.place == old:
+                chunk.place = new
                 end.free += 1
-            if self._known.get(chunk.identity) is chain:
-                self._known[chunk.identity] = end
+            identity = chunk.identity
+            if known.get(identity) is chain:
+                known[identity] = end
 
     # ---- when ----------------------------------------------------------------------------------------------------
 
@@ -470,22 +486,25 @@ class Sessions:
         """Its wait is over."""
         assert chain.ended_s is not None  # noqa: S101  (asked by the callers)
         idle_s = self._now_s - chain.ended_s
-        self._returns.returned(chain.paced, idle_s)
-        if chain.hinted:
+        if not chain.hinted:
+            self._returns.back(chain.paced, idle_s)
+        else:
+            self._returns.returned(chain.paced, idle_s)
             self._returns.proven(chain.hinted, chain.paced, self._now_s - chain.hinted_s)
             self._returns.returned(chain.hinted, self._now_s - chain.hinted_s)
-        else:
-            self._returns.returned(SILENT + chain.paced, idle_s)
         chain.pace = pace_after(chain.pace, idle_s)
         chain.ended_s, chain.hint, chain.hinted = None, None, 0
 
     def _become(self, chain: Chain, kind: int) -> None:
         """It is valued as one of this kind that is used now."""
-        if chain.free:
-            del self._queue(chain)[chain]
-        chain.kind, chain.used_s = kind, self._now_s
-        if chain.free:
-            self._queue(chain)[chain] = None
+        if chain.learnt_kept:
+            self._revalued.add(chain.learnt_kind)
+        if not chain.free:
+            chain.kind, chain.used_s = kind, self._now_s
+        else:
+            self._dequeue(chain)
+            chain.kind, chain.used_s = kind, self._now_s
+            self._enqueue(chain)
             self._recency.renew(chain)
             if chain is self._draining:
                 self._draining = None
@@ -531,17 +550,19 @@ class Sessions:
     def _settle(self) -> None:
         """A request is over: its chains wait from now on."""
         touched, self._touched = self._touched, []
-        at, prompt = 0, list[tuple[Chain, int]]()
-        while at < len(touched) and (chain := self._chains[touched[at].place]) is not None:
+        at, many, chains, prompt = 0, len(touched), self._chains, list[tuple[Chain, int]]()
+        while at < many and (chain := chains[touched[at].place]) is not None:
             stack = chain.stack
             begun = stack if stack[-1] is touched[at] else stack[: stack.index(touched[at]) + 1]
-            if chain.held or touched[at : at + len(begun)] != begun[::-1]:
+            size = len(begun)
+            if chain.held or touched[at : at + size] != begun[::-1]:
                 break
-            self._leave_behind(chain, begun[-1])
+            if begun is not stack:
+                self._leave_behind(chain, begun[-1])
             self._used_until_now(chain)
-            prompt.append((chain, len(begun)))
-            at += len(begun)
-        if at < len(touched):
+            prompt.append((chain, size))
+            at += size
+        if at < many:
             prompt += self._put_in_order(touched[at:])
         prompt = [(chain, size) for chain, size in prompt if not chain.orphan]  # of those, what was lost is counted
         if prompt and self._lost:
@@ -578,8 +599,7 @@ class Sessions:
     def _wait(self, chain: Chain) -> None:
         """No request uses it from now on."""
         chain.ended_s, chain.paced = self._now_s, kind_of(chain.pace)
-        self._returns.ended(chain.paced)
-        self._returns.ended(SILENT + chain.paced)
+        self._returns.waits(chain.paced)
         self._become(chain, SILENT + chain.paced)
         if chain.hint is not None:
             self._believe(chain, chain.hint)
