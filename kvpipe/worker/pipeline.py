@@ -4,7 +4,7 @@ The step machine defines what each call does in each state: all are harmless whe
 `copies` handles the completions of submitted copies, on the loop thread.
 
 A layer without a hook is loaded before the step's compute begins, and saved when the step ends. In step mode no layer
-has a hook; neither has any layer in a step that is replayed from a CUDA graph (`replays`).
+has a hook; neither has any layer in a step that is replayed from a CUDA graph (`replayed`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from itertools import pairwise
-from typing import Final
+from typing import Any, Final
 
 from kvpipe.geometry import Geometry
 from kvpipe.messages import Job, Kind, Outcome, StepPlan
@@ -51,7 +51,7 @@ class Pipeline:
         blocks: int = BLOCKS_MAX,
         slots_ready: Callable[[], int] | None = None,
         unhooked: Collection[int] = (),
-        replays: bool = False,
+        replayed: Callable[[Any], bool] | None = None,
         fences_late: bool = False,
         cpus: frozenset[int] = frozenset(),
         stuck_ms_max: int = STUCK_MS_MAX,
@@ -61,9 +61,10 @@ class Pipeline:
 
         `wait_ms_max`: longest wait for a copy; then its jobs fail. `blocks`: number of paged blocks. `slots_ready()`:
         returns how many slots may be used; None: all. `unhooked`: indices of layers for which no hook is called.
-        `replays`: there may be steps without any hook. `fences_late`: `fence` is called before the next step's compute.
+        `replayed(context)`: whether no hook will be called in the step; None: in each. `fences_late`: `fence` is called
+        before the next step's compute.
         """
-        self.counters, self._replays, self._fences_late = counters, replays, fences_late
+        self.counters, self._replayed, self._fences_late = counters, replayed, fences_late
         self.waited_ns = 0  # for copies
         self._engine, self._trace, self._wait_s = engine, trace, wait_ms_max / 1000
         self._limits = Limits(geometry.pages_per_chunk, blocks, slots_ready or (lambda: geometry.slots))
@@ -137,14 +138,14 @@ class Pipeline:
         for place, why in refused.items():
             self._refuse(plan.jobs[place], why)
 
-    def start_loads(self, *, replayed: bool = False) -> None:
+    def start_loads(self, context: object = None) -> None:
         """Submit every layer of the step's loads. Wait for the sync loads of layers without a hook.
 
-        `replayed`: the step is replayed from a CUDA graph, so no layer has a hook. Asynchronous loads are submitted
+        `context`: the engine's, of the forward that begins; only `replayed` reads it. Asynchronous loads are submitted
         after the sync ones are settled, because those are read in this forward.
         """
         if self.step.fire(m.START_LOADS).moves and (self._sync is not None or self._async is not None):
-            self._start_loads(replayed=replayed and self._replays)
+            self._start_loads(context)
 
     def wait_layer(self, layer: int) -> None:
         """Order compute after the loads of `layer` and of the next hooked layer, unless they fail.
@@ -283,10 +284,11 @@ class Pipeline:
         self._open_jobs.update((job.id, job) for job in jobs)
         return batch
 
-    def _start_loads(self, *, replayed: bool) -> None:
+    def _start_loads(self, context: object) -> None:
         sync = self._sync
         if sync is not None:
             self._submit_all(sync)
+            replayed = self._replayed is not None and self._replayed(context)
             for layer in self._layers if replayed else self._unhooked:
                 self.wait_layer(layer)
             if self._hooked and not replayed:
@@ -336,13 +338,13 @@ class Pipeline:
 
     def _guard(self, batch: Batch, layer: int) -> bool:
         """Order the caller's next compute after the load of `layer`. Returns False if it was given up."""
-        if self.step.state.row == m.GIVEN_UP:
-            return False  # one timeout is enough: the load is failed, whatever its other layers do
         if layer in batch.guarded:
             return True
         ticket = batch.tickets[layer]
         if ticket.state is DONE:
             self._engine.reached(ticket)
+        elif self.step.state.row == m.GIVEN_UP:
+            return False  # one timeout is enough: the load is failed, whatever its other layers do
         elif not self._timed(self._engine.guard_read, ticket):
             self.step.fire(m.TIME_OUT)
             self._give_up(batch, TIMED_OUT)
@@ -364,14 +366,14 @@ class Pipeline:
             self.copies.put(SUBMITTED, batch)
             self.copies.put(copy_m.FAULT, batch, "no hook ran and the loads were never started")
             self._fail_step_saves()
+        elif was == m.GIVEN_UP:
+            self.copies.put(copy_m.DENY, batch, TIMED_OUT)
         elif len(batch.waited) == len(self._layers):
             # rare: a failed load has to be reported to the engine in this very step
             bad = batch.last is not None and any(map(_failed, batch.tickets.values()))
             if bad and batch.last is not None and not batch.last.wait(self._wait_s):
                 self._give_up(batch, TIMED_OUT)
             self.copies.put(copy_m.CONFIRM, batch)
-        elif was == m.GIVEN_UP:
-            self.copies.put(copy_m.DENY, batch, TIMED_OUT)
         else:
             self.counters.fault("layers_read_without_waiting")
             self._suspect(batch)
@@ -388,7 +390,7 @@ class Pipeline:
         batch, self._save = self._save, None
         if batch is None:
             return
-        without = not batch.tickets and (self._replays or not self._computes)  # no hook has come
+        without = not batch.tickets and (self._replayed is not None or not self._computes)  # no hook has come
         for layer in self._layers if without else self._unhooked:
             self._submit(batch, layer)
         self.copies.put(SUBMITTED, batch, wake=False)

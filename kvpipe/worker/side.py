@@ -129,7 +129,7 @@ class WorkerSide:
             counters=self.counters,
             blocks=caches.blocks,
             slots_ready=lambda: pool.ready,
-            replays=caches.hooks.replays,
+            replayed=caches.hooks.replayed,
             fences_late=caches.hooks.fences_late,
             unhooked=caches.unhooked,
             cpus=spare_cpus(),

@@ -20,7 +20,6 @@ LONG_FILES = {
     "connectors/vllm/connector.py",
     "connectors/vllm/trial/rank.py",
     "connectors/vllm/trial/shapes.py",
-    "connectors/vllm/trial/trial.py",
     "kvpipe/scheduler/fetches.py",
     "kvpipe/scheduler/side.py",
     "kvpipe/testing/models.py",
