@@ -226,22 +226,22 @@ class SchedulerSide:
         if request.num_preemptions != tracked.preemptions:
             self.requests.notice_preemption(tracked)
         asking = tracked.asking
+        asked = asking.state.row != lookup_m.UNASKED
+        if not asked and external_tokens <= 0 and tracked.state.row != m.NEW:
+            self.requests.go_on(tracked)
+            return
         try:
-            if asking.state.row != lookup_m.UNASKED:
+            if asked:
                 if request.lora_request is not None:
                     self.adapters.admitted(request, self._step + 1, asking.local)
-                if asking.local:
-                    self._entered(request, asking.local)
+                if asking.local:  # of use, too, though the request needs no copy of it
+                    units = asking.local // self.geometry.unit_tokens
+                    self.catalog.refresh(self.prefixes.chunks_from_the_end(request, units), over=False)
         except Exception:  # the engine counts on the load all the same
             self.loading.admit(tracked, tables, external_tokens, self._step)
             tracked.saving.give_up()
             raise
         self.loading.admit(tracked, tables, external_tokens, self._step)
-
-    def _entered(self, request: Request, local_tokens: int) -> None:
-        """What the engine holds of the request is of use, too, though it needs no copy of it."""
-        units = local_tokens // self.geometry.unit_tokens
-        self.catalog.refresh(self.prefixes.chunks_from_the_end(request, units), over=False)
 
     def plan_step(self, step: Step) -> StepPlan:
         """Plan the step: the loads that were admitted, and a save for every request with newly final units."""
