@@ -42,6 +42,7 @@ from kvpipe.manage.engine import ManagedEngine
 from kvpipe.manage.start import read_token, start
 from kvpipe.messages import EMPTY_PLAN
 from kvpipe.names import NameClaim
+from kvpipe.scheduler import gauges
 from kvpipe.scheduler.base import LATER
 from kvpipe.scheduler.side import SchedulerSide
 from kvpipe.statemachine.step import IDLE
@@ -200,7 +201,8 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         self._watch.encoder_reset = self._remedies.encoded.reset
         if config.model_config.enable_prompt_embeds:
             mixed_prompts.extend_hashes()
-        self._meter = Meter(self.scheduler.totals, self.scheduler.quota_totals)
+        here = (functools.partial(one, self.scheduler) for one in (gauges.totals, gauges.quota_totals))
+        self._meter = Meter(*here)
         if self.settings.control_file is not None:
             check_control_file(self.settings.control_file)
             watch = functools.partial(watch_control_file, self.settings.control_file, self.set_freeze)

@@ -226,7 +226,7 @@ class Rig:
 
     def busy(self) -> bool:
         """Whether the step has per-layer work (asked anew each time, also in mypy's eyes)."""
-        return self.pipeline.busy
+        return self.pipeline._save is not None or self.pipeline._sync is not None
 
     def in_flight(self) -> int:
         """Jobs that were begun and not collected."""

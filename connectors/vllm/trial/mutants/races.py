@@ -90,7 +90,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "lost_load_not_reported": Mutant(
         "A load that was waited for in vain is not reported.",
-        one(PIPELINE, "_suspect", "self._suspects |= job.blocks()", "pass"),
+        one("kvpipe.worker.outcomes:Outcomes", "suspect", "self._suspects |= job.blocks()", "pass"),
     ),
     "async_load_reported_twice": Mutant(
         "The end of a load is reported to vLLM twice.",
