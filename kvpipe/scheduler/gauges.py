@@ -6,6 +6,7 @@ import itertools
 import time
 from typing import TYPE_CHECKING
 
+from kvpipe.cache.leases import oldest_lease_s
 from kvpipe.cache.quotas import SharedCatalog
 from kvpipe.trace.totals import left
 
@@ -23,7 +24,7 @@ def totals(side: SchedulerSide) -> Totals:
     old = itertools.takewhile(lambda job: job.sent_at_s < stuck_at_s, jobs.values())
     gauges = {
         "pool_chunks": c.slots, "pool_chunks_ready": c.ready, "pool_chunks_used": c.used, "leases": c.leases,
-        "oldest_lease_seconds": c.oldest_lease_s, "requests": len(side.requests.tracked),
+        "oldest_lease_seconds": oldest_lease_s(c), "requests": len(side.requests.tracked),
         "jobs_in_flight": len(jobs), "stuck_jobs": sum(1 for _ in old), "frozen": side.switches.freeze,
         "preemptions": side.counters["preempted"], "evictions": side.counters["evicted"],
     }  # fmt: skip

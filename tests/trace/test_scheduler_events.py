@@ -326,7 +326,7 @@ def test_hits_and_misses_are_counted_at_admission() -> None:
     metrics = totals(reported.side)
     assert metrics["hit_tokens"] == {"memory": 4 * UNIT}
     assert metrics["misses"] == {miss_reasons.NOT_SAVED: 2}
-    assert totals["missed_tokens"] == {miss_reasons.NOT_SAVED: 6 * UNIT}
-    assert totals["leases"] == {"": 1}
-    assert totals["oldest_lease_seconds"][""] > 0
-    assert totals["jobs_in_flight"] == {"": 1}
+    assert metrics["missed_tokens"] == {miss_reasons.NOT_SAVED: 6 * UNIT}
+    assert metrics["leases"] == {"": 1}
+    assert metrics["oldest_lease_seconds"][""] > 0
+    assert metrics["jobs_in_flight"] == {"": 1}
