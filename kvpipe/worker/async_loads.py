@@ -22,7 +22,7 @@ class AsyncLoads:
         self._forget_landed()
         self._batches.append(batch)
 
-    def wait(self, wait_s: float) -> None:
+    def await_one(self, wait_s: float) -> None:
         """Wait for a load to land, at most `wait_s` seconds. Not if there is none, or something to collect."""
         ends_at_s = time.monotonic() + wait_s
         if not self._outcomes.waiting:

@@ -248,7 +248,7 @@ class WorkerSide:
         pipeline, plan = self.pipeline, self._plan
         pipeline.end_loads()
         if plan is not None and plan.wait_ms:
-            pipeline.async_loads.wait(plan.wait_ms / 1000)
+            pipeline.async_loads.await_one(plan.wait_ms / 1000)
         for outcome in pipeline.collect():
             self._account(outcome)
         received, self._received = self._received, set()

@@ -209,6 +209,7 @@ FLAGS: dict[str, dict[str, str]] = {
         "Rank._drafts": "configuration: whether it is of the last stage",
         "TableEntry.is_null": "content: vLLM's block that stands for none",
         "Steps._pickles": "configuration, by seed",
+        "Disturbances._reversed": "a latch, of `Steps`: copies have been completed in another order",
         "Steps._reversed": "a latch: copies have been completed in another order",
         "Steps._throttled": "vLLM's own: whether it is asked to put prefills off",
         "Trial.is_down": "a latch: no move is made any more",
