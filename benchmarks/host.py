@@ -28,6 +28,7 @@ from kvpipe.connectors.vllm.remedies.admission import LoadAdmission
 from kvpipe.geometry import Geometry, Group, Layer
 from kvpipe.messages import Job, Kind, StepPlan
 from kvpipe.scheduler.base import MISS
+from kvpipe.scheduler.gauges import totals
 from kvpipe.scheduler.side import SchedulerSide
 from kvpipe.statemachine.copy import LANDED_AGAIN, SAVE, LayerCursor
 from kvpipe.trace.log import Counters
@@ -219,7 +220,7 @@ def _scheduler() -> list[Figure]:
         Figure("lookup, 128k tokens, full hit", full * 1e3, 1, "ms"),
         Figure("lookup, 128k tokens, miss", miss * 1e6, 20, "us"),
         Figure("plan a step, 256 running, nothing new", median_s(lambda: side.plan_step(step), 200) * 1e3, 0.3, "ms"),
-        Figure("metrics of a step, nothing new", median_s(Meter(side.totals).take, 500, 10) * 1e6, 50, "us"),
+        Figure("metrics of a step, nothing new", median_s(Meter(partial(totals, side)).take, 500, 10) * 1e6, 50, "us"),
     ]
 
 

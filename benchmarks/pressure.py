@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks.report import Figure
 from benchmarks.warm import bind_cores, prompt
 from kvpipe.connectors.vllm.trial.engine import Engine
+from kvpipe.scheduler.gauges import totals
 from kvpipe.testing.models import make_model
 
 USERS, ANSWER_TOKENS = 48, 60
@@ -45,7 +46,7 @@ def _crowd() -> list[Figure]:
         while engine.busy:
             engine.step()
             steps[-1] += 1
-    now, why = engine.connector.stats(), engine.connector.scheduler.totals()["misses"]  # type: ignore[union-attr]
+    now, why = engine.connector.stats(), totals(engine.connector.scheduler)["misses"]  # type: ignore[arg-type]
     gained = {name: now.get(name, 0) - before.get(name, 0) for name in now}
     engine.close()
     put_off = (

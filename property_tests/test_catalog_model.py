@@ -216,7 +216,7 @@ class CatalogModel(RuleBasedStateMachine):
         check_integrity(self.catalog)
         assert (self.catalog.used, self.catalog.leases, self.catalog.writing) == (0, 0, 0)
         assert not any(self.catalog._pending)
-        assert not self.catalog._leases
+        assert not self.catalog.leased
         assert len(self.catalog._policy) == 0
 
 

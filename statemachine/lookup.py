@@ -26,13 +26,13 @@ LOOKUP = Machine(
     events={
         ANSWER: "the lookup returns how many tokens can be loaded, perhaps none",
         PUT_OFF: "the lookup returns `LATER`: tiers, ranks or other requests are waited for",
-        ADMIT: "the request's blocks are allocated",
+        ADMIT: "the request's blocks are allocated, after a lookup",
     },
     table={
         UNASKED: {
             ANSWER: go(ASKED),
             PUT_OFF: go(LATER),
-            ADMIT: stay("more blocks for the same admission"),
+            ADMIT: reject("there is no answer to use up"),
         },
         ASKED: {
             ANSWER: stay("asked again: the new answer stands"),

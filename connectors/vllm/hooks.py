@@ -30,7 +30,7 @@ _OPERATORS: Final = frozenset({"vllm::unified_attention_with_output", "vllm::uni
 
 def hooks(config: VllmConfig, caches: Mapping[str, torch.Tensor], mode: str) -> Hooks:
     """Return what vLLM's runner calls for the layers of `caches`. Raises as `unhooked`."""
-    return Hooks(unhooked(config, caches, mode), replays(config), fences_late(config, caches))
+    return Hooks(unhooked(config, caches, mode), is_replayed if replays(config) else None, fences_late(config, caches))
 
 
 def is_hooked(layer: object) -> bool:

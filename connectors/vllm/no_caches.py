@@ -34,7 +34,7 @@ class NoCaches:
         if plan.jobs or plan.orders:
             self._counters.fault("plan_without_caches", jobs=len(plan.jobs), orders=len(plan.orders))
 
-    def start_loads(self, *, replayed: bool) -> None:
+    def start_loads(self, context: object) -> None:
         """There are none."""
 
     def wait_layer(self, name: str) -> None:

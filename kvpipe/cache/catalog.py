@@ -136,8 +136,8 @@ class Catalog:
         untracked(self._chunks)
         self._spared: Ordered[Chunk, None] = order(slots)  # evicted before the policy's victims; none is held
         self.ahead = Ahead(counters, self.account_of)
-        self._leases: dict[Owner, list[Chunk]] = {}
-        self._leased_s: dict[Owner, float] = {}
+        self.leased: dict[Owner, list[Chunk]] = {}  # changed here alone
+        self.leased_since_s: dict[Owner, float] = {}
         self._second = 0  # see `_notify`
 
     def use_more(self, ready: int) -> None:
@@ -189,16 +189,16 @@ class Catalog:
     # ---- reading -------------------------------------------------------------------------------------------------
 
     def lease(self, owner: Owner, chunks: list[Chunk], *, timed: bool = True) -> None:
-        """Add leases of `owner` on `chunks`, which last until `release`. `timed`: they count for `oldest_lease_s`.
+        """Add leases of `owner` on `chunks`, which last until `release`. `timed`: how old they are is a metric.
 
         Raises:
             ValueError: a reset has forgotten one of them; those before it in the list are leased.
             IllegalTransition: one cannot be found; the same.
 
         """
-        owned, now_s = self._leases.setdefault(owner, []), self._notify(over=False)
+        owned, now_s = self.leased.setdefault(owner, []), self._notify(over=False)
         if timed:
-            self._leased_s.setdefault(owner, now_s)
+            self.leased_since_s.setdefault(owner, now_s)
         idle: list[Chunk] = []
         try:
             for chunk in chunks:
@@ -217,8 +217,8 @@ class Catalog:
 
         `hit`: a request has used the chunks; the policy counts that.
         """
-        chunks, ahead = self._leases.pop(owner, []), self.ahead.chunks if hit else None
-        self._leased_s.pop(owner, None)
+        chunks, ahead = self.leased.pop(owner, []), self.ahead.chunks if hit else None
+        self.leased_since_s.pop(owner, None)
         if chunks:
             self._notify(over=False)
         if ahead:
@@ -235,10 +235,6 @@ class Catalog:
                 idle.append(chunk)
         self._batches.insert_all(idle, hit=hit)
         return len(chunks)
-
-    def leased_by(self, owner: Owner) -> tuple[Chunk, ...]:
-        """Return the chunks that `owner` leases."""
-        return tuple(self._leases.get(owner, ()))
 
     def refresh(self, chunks: Iterable[Chunk], *, over: bool = True, hit: bool = True) -> None:
         """Count `chunks` as used now. `chunks`: of one request, the last one of its prefix first: it is evicted first.
@@ -385,7 +381,7 @@ class Catalog:
         So the call takes time in proportion to the number of held chunks, and, if an earlier reset is not swept yet, to
         the number of chunks saved since.
         """
-        held = dict.fromkeys((*itertools.chain.from_iterable(self._leases.values()), *self._writing))
+        held = dict.fromkeys((*itertools.chain.from_iterable(self.leased.values()), *self._writing))
         found = self.used - sum(1 for chunk in held if chunk.state.row == m.EVICTING)
         for chunk in held:
             if chunk.state.row != m.EVICTING:
@@ -543,16 +539,7 @@ class Catalog:
     @property
     def leases(self) -> int:
         """How many leases are held."""
-        return sum(map(len, self._leases.values()))
-
-    def holders(self) -> list[tuple[Owner, int]]:
-        """Return how many leases each owner holds. On any thread; raises RuntimeError if that changes meanwhile."""
-        return [(owner, len(chunks)) for owner, chunks in self._leases.items()]
-
-    @property
-    def oldest_lease_s(self) -> float:
-        """Age of the oldest lease in seconds; 0 if there is none."""
-        return self.now_s - next(iter(self._leased_s.values())) if self._leased_s else 0.0
+        return sum(map(len, self.leased.values()))
 
     @property
     def used(self) -> int:

@@ -19,6 +19,7 @@ import numpy as np
 
 from kvpipe import __version__
 from kvpipe.cache import miss_reasons
+from kvpipe.cache.leases import holders, oldest_lease_s
 from kvpipe.cache.quotas import SharedCatalog
 from kvpipe.cache.tenants import AdapterIdentity
 from kvpipe.manage import models
@@ -103,7 +104,7 @@ class ManagedEngine:
 
     async def holders(self, rows_max: int) -> models.Holders:
         """Return who uses the pool, and who holds leases, at most `rows_max` rows of each."""
-        return await self._holders.report(rows_max, _again(self._side.catalog.holders))
+        return await self._holders.report(rows_max, _again(lambda: holders(self._side.catalog)))
 
     def counters(self) -> dict[str, int]:
         """Return counters and gauges of the scheduler side, by name."""
@@ -265,7 +266,7 @@ class ManagedEngine:
         requests = _again(lambda: list(side.requests.tracked.values()))
         slowest = nlargest(requests_max, requests, key=lambda one: models.slowness(_age_s(one), _answer_tokens(one)))
         held = Counter[str]()
-        for owner, chunks in _again(side.catalog.holders):
+        for owner, chunks in _again(lambda: holders(side.catalog)):
             if owner.epoch < EPOCHS:  # a pin is no request
                 held[owner.request] += chunks
         return models.EngineState(
@@ -299,7 +300,7 @@ class ManagedEngine:
             bytes_used=used * slot_bytes,
             bytes_max=catalog.slots * slot_bytes,
             leases=_again(lambda: catalog.leases),
-            oldest_lease_s=_again(lambda: catalog.oldest_lease_s),
+            oldest_lease_s=_again(lambda: oldest_lease_s(catalog)),
             pieces_writing=_again(lambda: catalog.writing),
             chunks_pinned=self._side.pins.chunks,
             quotas=[

@@ -80,20 +80,16 @@ class Loading:
         """
         request, asking = tracked.request, tracked.asking
         row = asking.state.row
-        # a new request was looked up, though the lookup may have raised
-        asked = row != lookup_m.UNASKED or (external_tokens <= 0 and tracked.state.row == m.NEW)
+        asked = row != lookup_m.UNASKED
         stands = row == lookup_m.ASKED and asking.asked_step == step
         held_units = asking.units if stands else 0
-        if asked or external_tokens > 0:
-            tracked.life.epoch = self._requests.new_epoch()
+        tracked.life.epoch = self._requests.new_epoch()
         if external_tokens <= 0:
-            if asked:
-                self._requests.begin_admission(tracked, held_units, tables)
-            else:
-                self._requests.go_on(tracked)
+            self._requests.begin_admission(tracked, held_units, tables)
             tracked.fire(m.ADMIT_EMPTY)
-            self._report.admitted(tracked, loads=False)
-            asking.admit()
+            if asked:  # else its lookup has raised, or there was none
+                self._report.admitted(tracked, loads=False)
+                asking.admit()
             return
         if not asked:
             asking.waits = self.between_steps
@@ -105,7 +101,8 @@ class Loading:
         try:
             tracked.fire(m.ADMIT_LOAD)  # first: the report of its failure finds a request that is loading
             self._report.admitted(tracked, loads=True)
-            asking.admit()
+            if asked:
+                asking.admit()
             self._requests.begin_admission(tracked, held_units, tables)
             if not stands:
                 msg = f"blocks for {external_tokens} tokens that no lookup of this pass has promised"

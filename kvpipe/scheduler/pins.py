@@ -192,7 +192,7 @@ class PromptPins:
         pin.over = True
         while pin.parts:
             owner = pin.parts.pop()
-            for chunk in self._catalog.leased_by(owner):
+            for chunk in self._catalog.leased.get(owner, ()):
                 pin.chunks.pop(chunk, None)
                 self._pinned[chunk] -= 1
                 if not self._pinned[chunk]:

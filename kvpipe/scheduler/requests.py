@@ -114,6 +114,7 @@ class Requests:
         """The same admission got more blocks. Save no more of it if its KV is of old weights (`Recovery.continued`)."""
         if self._recovery.continued(tracked.request.request_id):
             tracked.saving.give_up()
+        tracked.fire(m.ADMIT_EMPTY)
 
     def end_stage(self, tracked: Tracked) -> None:
         """End the request's stage: it waits for no tier any more."""

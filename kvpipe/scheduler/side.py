@@ -8,8 +8,6 @@ one comparison per scheduled request, plus work for what is new.
 from __future__ import annotations
 
 import functools
-import itertools
-import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -46,12 +44,10 @@ from kvpipe.tiers.finder import Finder
 from kvpipe.tiers.guard import GuardedTier
 from kvpipe.trace.log import Counters
 from kvpipe.trace.recorder import OFF, Recorder
-from kvpipe.trace.totals import left
 
 if TYPE_CHECKING:
     from kvpipe.cache.tenants import Tenant
     from kvpipe.scheduler.base import Blocks, Published, Request, Step, Tables
-    from kvpipe.trace.totals import Totals
 
 
 class SchedulerSide:
@@ -227,22 +223,22 @@ class SchedulerSide:
         if request.num_preemptions != tracked.preemptions:
             self.requests.notice_preemption(tracked)
         asking = tracked.asking
+        asked = asking.state.row != lookup_m.UNASKED
+        if not asked and external_tokens <= 0 and tracked.state.row != m.NEW:
+            self.requests.go_on(tracked)
+            return
         try:
-            if asking.state.row != lookup_m.UNASKED:
+            if asked:
                 if request.lora_request is not None:
                     self.adapters.admitted(request, self._step + 1, asking.local)
-                if asking.local:
-                    self._entered(request, asking.local)
+                if asking.local:  # of use, too, though the request needs no copy of it
+                    units = asking.local // self.geometry.unit_tokens
+                    self.catalog.refresh(self.prefixes.chunks_from_the_end(request, units), over=False)
         except Exception:  # the engine counts on the load all the same
             self.loading.admit(tracked, tables, external_tokens, self._step)
             tracked.saving.give_up()
             raise
         self.loading.admit(tracked, tables, external_tokens, self._step)
-
-    def _entered(self, request: Request, local_tokens: int) -> None:
-        """What the engine holds of the request is of use, too, though it needs no copy of it."""
-        units = local_tokens // self.geometry.unit_tokens
-        self.catalog.refresh(self.prefixes.chunks_from_the_end(request, units), over=False)
 
     def plan_step(self, step: Step) -> StepPlan:
         """Plan the step: the loads that were admitted, and a save for every request with newly final units."""
@@ -410,42 +406,6 @@ class SchedulerSide:
             "requests": len(self.requests.tracked),
         }
         return dict(self.counters) | gauges
-
-    def totals(self) -> Totals:
-        """Return the metrics of the scheduler side as of now: by metric, then by label value ("": it has no label)."""
-        if self._turns.away:
-            self._turns.take()
-        c, report, jobs = self.catalog, self.report, self.jobs.in_flight
-        stuck_at_s = time.monotonic() - self.settings.stuck_ms_max / 1000
-        old = itertools.takewhile(lambda job: job.sent_at_s < stuck_at_s, jobs.values())
-        gauges = {
-            "pool_chunks": c.slots, "pool_chunks_ready": c.ready, "pool_chunks_used": c.used, "leases": c.leases,
-            "oldest_lease_seconds": c.oldest_lease_s, "requests": len(self.requests.tracked),
-            "jobs_in_flight": len(self.jobs.in_flight), "stuck_jobs": sum(1 for _ in old),
-            "frozen": self.switches.freeze,
-            "preemptions": self.counters["preempted"], "evictions": self.counters["evicted"],
-        }  # fmt: skip
-        values: Totals = {name: {"": value} for name, value in gauges.items()}
-        if self.staging is not None:
-            values["tiers_left"] = left(self.staging.finder.tiers)
-            values["layout_bound"] = self.staging.space.bound
-        values |= {"hit_tokens": report.hit_tokens, "missed_tokens": report.missed_tokens, "misses": report.misses}
-        return values | {"faults": self.counters.faults, "trace_dropped": self.trace.losses}
-
-    def quota_totals(self) -> Totals:
-        """Return the metrics of each quota: by metric, then by the quota's name. Empty without quotas."""
-        if self._turns.away:
-            self._turns.take()
-        if not isinstance(self.catalog, SharedCatalog):
-            return {}
-        size, all_ = self.geometry.slot_bytes, self.catalog.accounts.all
-        return {
-            "quota_bytes": {one.spec.name: one.used * size for one in all_},
-            "quota_sure_bytes": {one.spec.name: one.sure * size for one in all_},
-            "quota_max_bytes": {one.spec.name: one.most * size for one in all_},
-            "quota_evictions": {one.spec.name: one.evicted for one in all_},
-            "quota_refusals": {one.spec.name: one.refused for one in all_},
-        }
 
     def shutdown(self) -> None:
         """End threads, and refuse operators' orders from now on. Idempotent."""

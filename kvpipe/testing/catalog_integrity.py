@@ -33,7 +33,7 @@ def check_integrity(catalog: Catalog) -> None:
     check(all(slot < catalog.ready for slot in (*slots, *free)), "a slot is used that is not ready")
     check(catalog.writing == sum(c.writers for c in chunks), "pieces that are written are not counted")
     leased: dict[int, int] = {}
-    for owned in catalog._leases.values():
+    for owned in catalog.leased.values():
         for c in owned:
             leased[id(c)] = leased.get(id(c), 0) + 1
     check(leased == {id(c): c.leases for c in chunks if c.leases}, "leases and their counts differ")

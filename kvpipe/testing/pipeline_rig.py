@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -199,7 +199,7 @@ class Rig:
         wait_s: float = WAIT_S,
         unhooked: Collection[int] = (),
         blocks: int = 10,
-        replays: bool = False,
+        replayed: Callable[[Any], bool] | None = None,
         fences_late: bool = False,
     ) -> None:
         """Start the pipeline."""
@@ -208,7 +208,7 @@ class Rig:
         self.geometry = small_geometry()
         self.layers = len(self.geometry.layers)
         hooks = Hooks(
-            frozenset("abc"[layer] for layer in unhooked) if layerwise else frozenset("abc"), replays, fences_late
+            frozenset("abc"[layer] for layer in unhooked) if layerwise else frozenset("abc"), replayed, fences_late
         )
         self.pipeline = self._make_pipeline(hooks, blocks, int(wait_s * 1000))
 
@@ -220,13 +220,13 @@ class Rig:
             counters=self.counters,
             unhooked={layer for layer, name in enumerate("abc") if name in hooks.unhooked},
             blocks=blocks,
-            replays=hooks.replays,
+            replayed=hooks.replayed,
             fences_late=hooks.fences_late,
         )
 
     def busy(self) -> bool:
         """Whether the step has per-layer work (asked anew each time, also in mypy's eyes)."""
-        return self.pipeline.busy
+        return self.pipeline._save is not None or self.pipeline._sync is not None
 
     def in_flight(self) -> int:
         """Jobs that were begun and not collected."""

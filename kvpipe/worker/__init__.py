@@ -1,9 +1,9 @@
 """The worker side, on a rank: carries out a step's plan, layer by layer. It knows no engine.
 
-vLLM's thread runs `side` and `pipeline` (the calls of a step, in order); the loop thread runs `copies` and `watchdog`
-(how each copy ends). vLLM's thread sends to the loop thread through its inbox; the transfer engine's threads only
-complete tickets. `SHARED` lists what one of the two writes and the other uses; everything else belongs to one thread,
-or never changes.
+vLLM's thread runs `side` and `pipeline` (the calls of a step, in order), `outcomes` and `async_loads`; the loop thread
+runs `copies` and `watchdog` (how each copy ends). vLLM's thread sends to the loop thread through its inbox; the
+transfer engine's threads only complete tickets. `SHARED` lists what one of the two writes and the other uses;
+everything else belongs to one thread, or never changes.
 """
 
 from typing import Final

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,12 +15,13 @@ from kvpipe.transfer.pages import view_pages
 class Hooks(NamedTuple):
     """What an engine calls of a worker side around a forward. `unhooked`: layers for which no hook will be called.
 
-    `replays`: whole steps may be replayed from CUDA graphs, without hooks.
+    `replayed`: returns whether a step is replayed from a CUDA graph, without hooks, by the engine's `context` of its
+    forward; None: none is.
     `fences_late`: `handle_preemptions` is called before a step writes anything.
     """
 
     unhooked: frozenset[str] = frozenset()
-    replays: bool = False
+    replayed: Callable[[Any], bool] | None = None
     fences_late: bool = False
 
 

@@ -4,7 +4,7 @@ The step machine defines what each call does in each state: all are harmless whe
 `copies` handles the completions of submitted copies, on the loop thread.
 
 A layer without a hook is loaded before the step's compute begins, and saved when the step ends. In step mode no layer
-has a hook; neither has any layer in a step that is replayed from a CUDA graph (`replays`).
+has a hook; neither has any layer in a step that is replayed from a CUDA graph (`replayed`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from itertools import pairwise
-from typing import Final
+from typing import Any, Final
 
 from kvpipe.geometry import Geometry
-from kvpipe.messages import Job, Kind, Outcome, StepPlan
+from kvpipe.messages import Job, Kind, StepPlan
 from kvpipe.statemachine import copy as copy_m
 from kvpipe.statemachine import step as m
 from kvpipe.statemachine.core import Cursor
@@ -25,21 +25,22 @@ from kvpipe.trace import events as e
 from kvpipe.trace.log import Counters
 from kvpipe.trace.recorder import OFF, Recorder
 from kvpipe.transfer.base import DONE, Ticket, TransferEngine
+from kvpipe.worker.async_loads import AsyncLoads
 from kvpipe.worker.batch import Batch
 from kvpipe.worker.copies import OPENED, SUBMITTED, Copies
 from kvpipe.worker.limits import PLANNED_TO_FAIL, Limits
+from kvpipe.worker.outcomes import Outcomes
 
 TIER: Final = "memory"
 STUCK_MS_MAX: Final = 60_000
 BLOCKS_MAX: Final = 1 << 31
 TIMED_OUT: Final = "the copy did not complete in wait_ms_max"
 NOT_BEGUN: Final = "its step could not be begun"
-REPORTED_EARLY: Final = "its blocks were reported as suspects, in its step"
 _failed: Final = operator.attrgetter("failed")
 
 
 class Pipeline:
-    """Saves and loads for one rank."""
+    """Saves and loads for one rank. Two calls are those of its `outcomes`: `collect` and `take_suspects`."""
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class Pipeline:
         blocks: int = BLOCKS_MAX,
         slots_ready: Callable[[], int] | None = None,
         unhooked: Collection[int] = (),
-        replays: bool = False,
+        replayed: Callable[[Any], bool] | None = None,
         fences_late: bool = False,
         cpus: frozenset[int] = frozenset(),
         stuck_ms_max: int = STUCK_MS_MAX,
@@ -61,9 +62,10 @@ class Pipeline:
 
         `wait_ms_max`: longest wait for a copy; then its jobs fail. `blocks`: number of paged blocks. `slots_ready()`:
         returns how many slots may be used; None: all. `unhooked`: indices of layers for which no hook is called.
-        `replays`: there may be steps without any hook. `fences_late`: `fence` is called before the next step's compute.
+        `replayed(context)`: whether no hook will be called in the step; None: in each. `fences_late`: `fence` is called
+        before the next step's compute.
         """
-        self.counters, self._replays, self._fences_late = counters, replays, fences_late
+        self.counters, self._replayed, self._fences_late = counters, replayed, fences_late
         self.waited_ns = 0  # for copies
         self._engine, self._trace, self._wait_s = engine, trace, wait_ms_max / 1000
         self._limits = Limits(geometry.pages_per_chunk, blocks, slots_ready or (lambda: geometry.slots))
@@ -77,22 +79,16 @@ class Pipeline:
         self._sync: Batch | None = None
         self._async: Batch | None = None
         self._unfenced: Batch | None = None  # its saves may still read blocks
-        self._loading: list[Batch] = []  # asynchronous loads that were submitted, the oldest first
         self._computes = True  # anything, the open step
-        self._open_jobs: dict[int, Job] = {}
-        self._refused: list[Outcome] = []
-        self._suspects, self._reported_early = set[int](), set[int]()
         self.copies = Copies(
             geometry, engine.abandon, counters=counters, stuck_ms_max=stuck_ms_max, cpus=cpus, trace=trace
         )
         self._landed = self.copies.loop.put  # the sink of all tickets
+        self.outcomes = outcomes = Outcomes(self.copies, counters)
+        self.collect, self.take_suspects = outcomes.collect, outcomes.take_suspects
+        self.async_loads = AsyncLoads(self.copies.loop, outcomes)
 
     # ---- a step ---------------------------------------------------------------------------------------------------
-
-    @property
-    def busy(self) -> bool:
-        """Whether saves or sync loads are open: layer hooks have nothing to do otherwise."""
-        return self._save is not None or self._sync is not None
 
     def begin(self, plan: StepPlan) -> None:
         """Open the step's jobs. A step that was never ended is withdrawn first, and one that was not fenced is fenced.
@@ -110,8 +106,7 @@ class Pipeline:
             if plan.jobs:
                 self._open_step(plan)
         except Exception:
-            known = self._open_jobs.keys() | {refused.job.id for refused in self._refused}
-            self._refused += [Outcome(job, ok=False, why=NOT_BEGUN) for job in plan.jobs if job.id not in known]
+            self.outcomes.refuse_rest(plan.jobs, NOT_BEGUN)
             self.step.fire(m.BIND)
             self._withdraw()
             raise
@@ -119,7 +114,7 @@ class Pipeline:
     def _open_step(self, plan: StepPlan) -> None:
         if not self.copies.loop.alive:
             self.counters.fault("plan_after_shutdown")
-            self._refused += [Outcome(job, ok=False, why="shut down") for job in plan.jobs]
+            self.outcomes.refuse(plan.jobs, "shut down")
             return
         self.step.fire(m.PLAN)
         self._computes = plan.computes
@@ -137,14 +132,14 @@ class Pipeline:
         for place, why in refused.items():
             self._refuse(plan.jobs[place], why)
 
-    def start_loads(self, *, replayed: bool = False) -> None:
+    def start_loads(self, context: object = None) -> None:
         """Submit every layer of the step's loads. Wait for the sync loads of layers without a hook.
 
-        `replayed`: the step is replayed from a CUDA graph, so no layer has a hook. Asynchronous loads are submitted
+        `context`: the engine's, of the forward that begins; only `replayed` reads it. Asynchronous loads are submitted
         after the sync ones are settled, because those are read in this forward.
         """
         if self.step.fire(m.START_LOADS).moves and (self._sync is not None or self._async is not None):
-            self._start_loads(replayed=replayed and self._replays)
+            self._start_loads(context)
 
     def wait_layer(self, layer: int) -> None:
         """Order compute after the loads of `layer` and of the next hooked layer, unless they fail.
@@ -191,7 +186,7 @@ class Pipeline:
         """End the step if `end_step` was not called."""
         was = self.step.state.row
         if self.step.fire(m.CLEAR).moves:
-            if self.busy:  # else nothing waits for the end: loads that are settled, or asynchronous
+            if self._save is not None or self._sync is not None:  # else nothing waits for the end
                 self.counters.fault("step_end_skipped")
             self._end(was)
 
@@ -205,46 +200,6 @@ class Pipeline:
             finally:
                 if not fenced:
                     self._give_up(batch, TIMED_OUT)
-
-    def await_load(self, wait_s: float) -> None:
-        """Wait for an asynchronous load to land, at most `wait_s` seconds. For steps that compute nothing.
-
-        Returns at once if there is none, or if outcomes wait to be collected.
-        """
-        ends_at_s = time.monotonic() + wait_s
-        if not self._refused and not self.copies.outbox:
-            self.copies.loop.settle(wait_s)
-        self._forget_landed()
-        if not self._loading or self._refused or self.copies.outbox:
-            return
-        oldest = self._loading[0].last
-        if oldest is not None and oldest.wait(max(0.0, ends_at_s - time.monotonic())):
-            self.copies.loop.settle(max(0.0, ends_at_s - time.monotonic()))
-
-    def collect(self) -> list[Outcome]:
-        """Return how jobs ended since the last call, each exactly once."""
-        # asked first: what it reported before its end is in the outbox
-        lost = bool(self._open_jobs) and not self.copies.loop.alive
-        out, self._refused = self._refused, []
-        outbox, open_jobs, early = self.copies.outbox, self._open_jobs, self._reported_early
-        while outbox:
-            outcome = outbox.popleft()
-            open_jobs.pop(outcome.job.id, None)
-            out.append(outcome)
-        if early:
-            out = [one._replace(why=REPORTED_EARLY) if one.job.id in early else one for one in out]
-            early.difference_update([one.job.id for one in out])
-        if lost and self._open_jobs:
-            self.counters.fault("loop_lost")
-            out += [Outcome(job, ok=False, why="the loop was lost") for job in self._open_jobs.values()]
-            self._open_jobs.clear()
-            self._reported_early.clear()
-        return out
-
-    def take_suspects(self) -> set[int]:
-        """Return the blocks of sync loads that were given up since the last call: their copies may not have ended."""
-        suspects, self._suspects = self._suspects, set()
-        return suspects
 
     def shutdown(self) -> None:
         """Withdraw open jobs, finish submitted copies, end the threads. Idempotent."""
@@ -262,14 +217,14 @@ class Pipeline:
     @property
     def in_flight(self) -> int:
         """The number of jobs that were begun and not yet collected."""
-        return len(self._open_jobs)
+        return len(self.outcomes.uncollected)
 
     # ---- its parts ------------------------------------------------------------------------------------------------
 
     def _refuse(self, job: Job, why: str) -> None:
         if why is not PLANNED_TO_FAIL:
             self.counters.fault("poisoned_plan", job=job.id, why=why)
-        self._refused.append(Outcome(job, ok=False, why=why))
+        self.outcomes.refuse([job], why)
         if job.kind not in {Kind.SAVE, Kind.LOAD_ASYNC}:
             self._fail_step_saves()
 
@@ -280,13 +235,14 @@ class Pipeline:
         traced = self._trace.detail and any(self._trace.sampled(job.request) for job in jobs)
         batch = Batch(kind, tuple(jobs), self._groups, step, traced=traced)
         self.copies.put(OPENED, batch, wake=False)  # nothing is to be done before its first copy, or its step's end
-        self._open_jobs.update((job.id, job) for job in jobs)
+        self.outcomes.uncollected.update((job.id, job) for job in jobs)
         return batch
 
-    def _start_loads(self, *, replayed: bool) -> None:
+    def _start_loads(self, context: object) -> None:
         sync = self._sync
         if sync is not None:
             self._submit_all(sync)
+            replayed = self._replayed is not None and self._replayed(context)
             for layer in self._layers if replayed else self._unhooked:
                 self.wait_layer(layer)
             if self._hooked and not replayed:
@@ -299,13 +255,7 @@ class Pipeline:
         """From now on `batch` lives in the loop alone."""
         self._async = None
         self._submit_all(batch)
-        self._forget_landed()
-        self._loading.append(batch)
-
-    def _forget_landed(self) -> None:
-        """Drop asynchronous loads that have landed, or were given up. Batches land in the order of submission."""
-        while self._loading and (self._loading[0].stuck or self._loading[0].landed):
-            del self._loading[0]
+        self.async_loads.begun(batch)
 
     def _submit_all(self, batch: Batch) -> None:
         for layer in (*self._unhooked, *self._hooked):
@@ -336,13 +286,13 @@ class Pipeline:
 
     def _guard(self, batch: Batch, layer: int) -> bool:
         """Order the caller's next compute after the load of `layer`. Returns False if it was given up."""
-        if self.step.state.row == m.GIVEN_UP:
-            return False  # one timeout is enough: the load is failed, whatever its other layers do
         if layer in batch.guarded:
             return True
         ticket = batch.tickets[layer]
         if ticket.state is DONE:
             self._engine.reached(ticket)
+        elif self.step.state.row == m.GIVEN_UP:
+            return False  # one timeout is enough: the load is failed, whatever its other layers do
         elif not self._timed(self._engine.guard_read, ticket):
             self.step.fire(m.TIME_OUT)
             self._give_up(batch, TIMED_OUT)
@@ -364,17 +314,17 @@ class Pipeline:
             self.copies.put(SUBMITTED, batch)
             self.copies.put(copy_m.FAULT, batch, "no hook ran and the loads were never started")
             self._fail_step_saves()
+        elif was == m.GIVEN_UP:
+            self.copies.put(copy_m.DENY, batch, TIMED_OUT)
         elif len(batch.waited) == len(self._layers):
             # rare: a failed load has to be reported to the engine in this very step
             bad = batch.last is not None and any(map(_failed, batch.tickets.values()))
             if bad and batch.last is not None and not batch.last.wait(self._wait_s):
                 self._give_up(batch, TIMED_OUT)
             self.copies.put(copy_m.CONFIRM, batch)
-        elif was == m.GIVEN_UP:
-            self.copies.put(copy_m.DENY, batch, TIMED_OUT)
         else:
             self.counters.fault("layers_read_without_waiting")
-            self._suspect(batch)
+            self.outcomes.suspect(batch)
             self.copies.put(copy_m.DENY, batch, "a layer was read without waiting for its copy")
             self._fail_step_saves()
             if batch.last is not None:
@@ -388,7 +338,7 @@ class Pipeline:
         batch, self._save = self._save, None
         if batch is None:
             return
-        without = not batch.tickets and (self._replays or not self._computes)  # no hook has come
+        without = not batch.tickets and (self._replayed is not None or not self._computes)  # no hook has come
         for layer in self._layers if without else self._unhooked:
             self._submit(batch, layer)
         self.copies.put(SUBMITTED, batch, wake=False)
@@ -417,7 +367,7 @@ class Pipeline:
                 self._engine.fence(batch.last, self._wait_s)
         finally:
             if batch.kind is Kind.LOAD_SYNC:
-                self._suspect(batch)
+                self.outcomes.suspect(batch)
             self.copies.put(SUBMITTED, batch, wake=False)
             self.copies.put(copy_m.CANCEL if batch.kind is Kind.SAVE else copy_m.FAULT, batch, "its step never ended")
 
@@ -433,7 +383,7 @@ class Pipeline:
             self._engine.abandon(ticket)
         self._trace.put(e.TierSlow(*batch.header(self._trace.rank), tier=TIER, waited_ms=self._wait_s * 1000))
         if batch.kind is Kind.LOAD_SYNC:
-            self._suspect(batch)
+            self.outcomes.suspect(batch)
         self.copies.put(copy_m.FAULT, batch, why)
         self._fail_step_saves()
 
@@ -441,12 +391,6 @@ class Pipeline:
         """Fail the step's saves: a sync load of the step has failed, so what it computes may be garbage."""
         if self._save is not None:
             self.copies.put(copy_m.FAULT, self._save, "computed in a step whose load failed")
-
-    def _suspect(self, batch: Batch) -> None:
-        """Report the blocks of failed sync loads in this step. The jobs themselves end when their copies do."""
-        self._reported_early |= batch.ids & self._open_jobs.keys()  # what has ended is not reported again
-        for job in batch.jobs:
-            self._suspects |= job.blocks()
 
     def _settle(self) -> None:
         if not self.copies.loop.settle(self._wait_s):

@@ -26,7 +26,8 @@ from kvpipe.transfer.pool import HostPool
 from kvpipe.transfer.ready import SHARE_OF_A_BUSY_CORE, Manners, Readier
 from kvpipe.worker.adapters import HeldAdapters, broken
 from kvpipe.worker.caches import PagedCaches
-from kvpipe.worker.pipeline import REPORTED_EARLY, TIER, Pipeline
+from kvpipe.worker.outcomes import REPORTED_EARLY
+from kvpipe.worker.pipeline import TIER, Pipeline
 
 if TYPE_CHECKING:
     from kvpipe.headroom import Headroom
@@ -129,7 +130,7 @@ class WorkerSide:
             counters=self.counters,
             blocks=caches.blocks,
             slots_ready=lambda: pool.ready,
-            replays=caches.hooks.replays,
+            replayed=caches.hooks.replayed,
             fences_late=caches.hooks.fences_late,
             unhooked=caches.unhooked,
             cpus=spare_cpus(),
@@ -247,7 +248,7 @@ class WorkerSide:
         pipeline, plan = self.pipeline, self._plan
         pipeline.end_loads()
         if plan is not None and plan.wait_ms:
-            pipeline.await_load(plan.wait_ms / 1000)
+            pipeline.async_loads.await_one(plan.wait_ms / 1000)
         for outcome in pipeline.collect():
             self._account(outcome)
         received, self._received = self._received, set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, SchedulerWorld
 from kvpipe.errors import ConfigError
 from kvpipe.manage.engine import ManagedEngine
 from kvpipe.quota_spec import parse_quotas
+from kvpipe.scheduler.gauges import quota_totals, totals
 from kvpipe.testing.catalog_integrity import check_integrity
 from kvpipe.trace.log import Counters
 
@@ -227,7 +229,7 @@ def test_quotas_are_reported_by_their_names(monkeypatch: pytest.MonkeyPatch) -> 
         request = world.request(f"r{i}", 16)
         request.cache_salt = "SECRET" if i < 4 else f"SECRET {i}"
         world.publish(request)
-    noted = Meter(side.totals, side.quota_totals).take()
+    noted = Meter(partial(totals, side), partial(quota_totals, side)).take()
     assert noted is not None
     quotas = {name: values for name, values in noted.data.items() if name.startswith("quota_")}
     assert quotas["quota_bytes"] == {"alice": 11 * size, "others": 5 * size}
@@ -237,7 +239,7 @@ def test_quotas_are_reported_by_their_names(monkeypatch: pytest.MonkeyPatch) -> 
     assert side.counters["evicted"] == 40 * 4 - 16
     assert "SECRET" not in str(noted.data)
     monkeypatch.delenv("KVPIPE_QUOTAS")
-    assert SchedulerWorld(chunk_units=4, slots=16).side.quota_totals() == {}
+    assert quota_totals(SchedulerWorld(chunk_units=4, slots=16).side) == {}
 
 
 def test_refusals_are_counted_by_quota() -> None:

@@ -12,6 +12,7 @@ from kvpipe.connectors.vllm.trial.arrivals import DOCUMENTS
 from kvpipe.connectors.vllm.trial.moves import random_moves
 from kvpipe.connectors.vllm.trial.shapes import SHAPES
 from kvpipe.connectors.vllm.trial.trial import Move, Trial
+from kvpipe.scheduler.gauges import totals
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -62,12 +63,12 @@ class Seen(Trial):
         for move in moves:
             self.do(move)
         self.replay_traces()
-        totals = {name: dict(values) for name, values in self.side.totals().items() if not name.endswith("_seconds")}
+        metrics = {name: dict(values) for name, values in totals(self.side).items() if not name.endswith("_seconds")}
         counted = [dict(one.counters) for one in self.engines_sides()]
         self.close()
         reported = sorted(map(repr, self.noted))  # a rank reports from two threads
         assert not any(key.hex() in line or repr(key) in line for key in self.prefixes for line in reported)
-        return self.answers, reported, totals, counted, self.side.stats()
+        return self.answers, reported, metrics, counted, self.side.stats()
 
     def engines_sides(self) -> list[Any]:
         """Return the connector of every side."""

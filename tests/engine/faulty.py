@@ -9,6 +9,7 @@ import torch
 from vllm.config import CUDAGraphMode
 
 from kvpipe.connectors.vllm.connector import KVPipeConnector
+from kvpipe.connectors.vllm.hooks import is_replayed
 from kvpipe.testing.faults import FaultyCpuEngine
 from kvpipe.transfer.base import CopyPlan, Direction, Ticket, TransferEngine
 from kvpipe.transfer.cpu import CpuEngine
@@ -141,7 +142,7 @@ class Replayed(KVPipeConnector):
 
     def hooks(self, kv_caches: dict[str, torch.Tensor]) -> Hooks:
         """Know of graphs."""
-        return super().hooks(kv_caches)._replace(replays=True)
+        return super().hooks(kv_caches)._replace(replayed=is_replayed)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """Count."""

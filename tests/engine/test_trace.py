@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvpipe.scheduler.gauges import totals
 from kvpipe.trace import events as e
 from kvpipe.trace import transitions
 from kvpipe.trace.reader import Trace
@@ -80,7 +81,7 @@ def test_why_a_prompt_was_not_found(trace_file: Path) -> None:
         ask(first)
         live.connector.scheduler.switches.bypass = True  # type: ignore[union-attr]
         ask(first)
-        counted = live.connector.scheduler.totals()["misses"]  # type: ignore[union-attr]
+        counted = totals(live.connector.scheduler)["misses"]  # type: ignore[arg-type]
     why = [one.why for one in Trace(trace_file) if isinstance(one, e.RequestAdmitted)]
     assert why == [*["not_saved"] * 2, "below_minimum", *["not_saved"] * (slots + 1), "evicted", "reset", "bypass"]
     assert counted == {name: why.count(name) for name in why}

@@ -186,7 +186,7 @@ def test_what_is_gone_meanwhile_is_looked_at_again(managed: Managed, monkeypatch
             raise error
         return 7.0
 
-    monkeypatch.setattr(type(managed.side.catalog), "oldest_lease_s", property(oldest))
+    monkeypatch.setattr("kvpipe.manage.engine.oldest_lease_s", oldest)
     assert managed.good("GET", "/v1/state")["pool"]["oldest_lease_s"] == 7.0
 
 

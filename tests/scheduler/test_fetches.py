@@ -13,6 +13,7 @@ from kvpipe.connectors.vllm.trial.invariants import Watched
 from kvpipe.connectors.vllm.trial.shapes import SHAPES, Shape
 from kvpipe.connectors.vllm.trial.trial import Trial
 from kvpipe.scheduler.fetches import Staging
+from kvpipe.scheduler.gauges import totals
 from kvpipe.statemachine import stage as m
 from kvpipe.testing.held_tier import HeldTier
 from kvpipe.tiers.base import Key
@@ -319,14 +320,14 @@ def test_why_other_layouts_share_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     try:
         assert trial.kvpipe is not None
         assert [(one["name"], one["why"]) for one in noted] == [("tiers_of_one_layout", "caches")]
-        assert trial.side.totals()["layout_bound"] == {"caches": 1.0}
+        assert totals(trial.side)["layout_bound"] == {"caches": 1.0}
         ranks: Any = {(0, rank.index): rank.connector.get_handshake_metadata() for rank in trial.ranks}
         for weights, bound in (("m", {"caches": 0.0, "weights": 1.0}), ("m=s", {"caches": 0.0, "weights": 0.0})):
             for one in ranks.values():
                 one.common, one.weights = "c", weights
             for _ in range(2):
                 trial.kvpipe.set_xfer_handshake_metadata_pp_aware(ranks)
-                assert trial.side.totals()["layout_bound"] == bound
+                assert totals(trial.side)["layout_bound"] == bound
         assert [one["why"] for one in noted] == ["caches", "weights"]
     finally:
         trial.close()

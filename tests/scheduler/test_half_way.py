@@ -130,7 +130,7 @@ def test_a_load_that_cannot_be_planned_to_fail_leaves_nothing(where: str, monkey
         world.step()
     assert side.counters["spoiled_blocks_not_reported"] == 1
     assert side.catalog.leases == 0
-    assert not side.catalog._leases
+    assert not side.catalog.leased
     assert not side.jobs.in_flight
     assert not side.jobs.sync_loads
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvpipe.cache.catalog import Owner
+from kvpipe.cache.leases import oldest_lease_s
 from kvpipe.cache.prefixes import Prefixes
 from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, SchedulerWorld
 from kvpipe.scheduler.orders import ORDERS_MAX, Order, OrderRefusedError, Orders, Work
@@ -106,7 +107,7 @@ def test_the_age_of_the_oldest_lease_counts_no_pins() -> None:
     one = Ordering()
     one.pin(one.save("a", CHUNK))
     assert one.side.catalog.leases == 1
-    assert one.side.catalog.oldest_lease_s == 0
+    assert oldest_lease_s(one.side.catalog) == 0
 
 
 def test_a_pin_that_is_over_takes_no_room() -> None:

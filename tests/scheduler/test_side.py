@@ -21,6 +21,7 @@ from kvpipe.connectors.vllm.trial.scheduler_world import (
 )
 from kvpipe.messages import BROKEN, Job
 from kvpipe.scheduler.base import MISS, Recovery
+from kvpipe.scheduler.gauges import totals
 from kvpipe.statemachine import lookup as lookup_m
 from kvpipe.statemachine import request as request_m
 from kvpipe.trace.events import RequestAdmitted
@@ -513,7 +514,7 @@ def test_slots_are_used_when_every_rank_has_them_ready() -> None:
     side.slots_ready({0: 8})
     assert side.catalog.ready == 3
     side.slots_ready({1: 8})
-    assert side.stats()["slots_ready"] == side.totals()["pool_chunks_ready"][""] == 8
+    assert side.stats()["slots_ready"] == totals(side)["pool_chunks_ready"][""] == 8
 
 
 def test_the_tail_of_a_request_does_not_evict_its_head() -> None:

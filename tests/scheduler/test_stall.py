@@ -224,16 +224,16 @@ def test_a_rank_waits_until_a_load_has_landed() -> None:
         return oldest.done
 
     double = SimpleNamespace(wait=land, done=False)
-    rig.pipeline._loading[0].last = cast("Any", double)
-    rig.pipeline.await_load(WAIT_S)
+    rig.pipeline.async_loads._batches[0].last = cast("Any", double)
+    rig.pipeline.async_loads.await_one(WAIT_S)
     assert [outcome.job.id for outcome in rig.pipeline.copies.outbox] == [1]
-    rig.pipeline.await_load(WAIT_S)  # would land the other
+    rig.pipeline.async_loads.await_one(WAIT_S)  # would land the other
     assert [outcome.job.id for outcome in rig.pipeline.collect()] == [1]
     rig.engine.complete_all()
-    rig.pipeline.await_load(0.001)
+    rig.pipeline.async_loads.await_one(0.001)
     assert [outcome.job.id for outcome in rig.pipeline.collect()] == [2]
-    rig.pipeline.await_load(WAIT_S)
-    assert not rig.pipeline._loading
+    rig.pipeline.async_loads.await_one(WAIT_S)
+    assert not rig.pipeline.async_loads._batches
     rig.pipeline.shutdown()
 
 
@@ -242,15 +242,15 @@ def test_a_wait_for_a_load_is_bounded() -> None:
     """A copy that never lands, one that was given up, and a loop that is lost hold up no step."""
     rig = Rig()
     _loading(rig, 1)
-    rig.pipeline.await_load(0.001)
+    rig.pipeline.async_loads.await_one(0.001)
     assert rig.pipeline.collect() == []
-    rig.pipeline._loading[0].stuck = True
-    rig.pipeline.await_load(WAIT_S)
-    assert not rig.pipeline._loading
+    rig.pipeline.async_loads._batches[0].stuck = True
+    rig.pipeline.async_loads.await_one(WAIT_S)
+    assert not rig.pipeline.async_loads._batches
     _loading(rig, 2)
     rig.kill_loop()
     rig.engine.complete_all()
-    rig.pipeline.await_load(WAIT_S)
+    rig.pipeline.async_loads.await_one(WAIT_S)
     assert {outcome.job.id for outcome in rig.pipeline.collect()} == {1, 2}
     rig.pipeline.shutdown()
 
@@ -265,11 +265,12 @@ def test_one_limit_for_all_that_is_waited_for(monkeypatch: pytest.MonkeyPatch) -
         now_s[0] += 0.75
         return True
 
-    monkeypatch.setattr("kvpipe.worker.pipeline.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("kvpipe.worker.async_loads.time.monotonic", lambda: now_s[0])
     with monkeypatch.context() as patched:
         patched.setattr(rig.pipeline.copies.loop, "settle", waits)
-        patched.setattr(rig.pipeline._loading[0], "last", cast("Any", SimpleNamespace(wait=waits, done=False)))
-        rig.pipeline.await_load(1.0)
+        oldest = rig.pipeline.async_loads._batches[0]
+        patched.setattr(oldest, "last", SimpleNamespace(wait=waits, done=False))
+        rig.pipeline.async_loads.await_one(1.0)
     monkeypatch.undo()
     assert limits == [1.0, 0.25, 0.0]
     rig.engine.complete_all()
@@ -281,17 +282,17 @@ def test_a_rank_that_has_something_to_report_does_not_wait(monkeypatch: pytest.M
     rig, waited = Rig(), list[float]()
     _loading(rig, 1)
     _loading(rig, 2)
-    monkeypatch.setattr(rig.pipeline._loading[0], "last", SimpleNamespace(wait=waited.append, done=False))
-    rig.pipeline._refused.append(Outcome(job(3, Kind.LOAD_ASYNC), ok=False, why="refused"))
+    monkeypatch.setattr(rig.pipeline.async_loads._batches[0], "last", SimpleNamespace(wait=waited.append, done=False))
+    rig.pipeline.outcomes.refuse([job(3, Kind.LOAD_ASYNC)], "refused")
     with monkeypatch.context() as patched:
         patched.setattr(rig.pipeline.copies.loop, "settle", waited.append)
-        rig.pipeline.await_load(WAIT_S)
+        rig.pipeline.async_loads.await_one(WAIT_S)
         assert rig.pipeline.collect()
         rig.pipeline.copies.outbox.append(Outcome(job(4, Kind.LOAD_ASYNC), ok=True, why=""))
-        rig.pipeline.await_load(WAIT_S)
+        rig.pipeline.async_loads.await_one(WAIT_S)
         assert rig.pipeline.collect()
         assert not waited
-        rig.pipeline.await_load(WAIT_S)
+        rig.pipeline.async_loads.await_one(WAIT_S)
         assert len(waited) == 2
     rig.engine.complete_all()
     rig.pipeline.shutdown()
@@ -301,7 +302,7 @@ def test_the_plan_shows_how_long_a_rank_waits(monkeypatch: pytest.MonkeyPatch) -
     """Before it reports; not in other steps."""
     rig, waits = SideRig(), list[float]()
     side = rig.side
-    monkeypatch.setattr(rig.pipeline, "await_load", waits.append)
+    monkeypatch.setattr(rig.pipeline.async_loads, "await_one", waits.append)
     for wait_ms in (0, 5):
         unpack, packed = PlanMetadata(StepPlan(1, wait_ms=wait_ms)).__reduce__()
         side.bind(unpack(*packed).plan)

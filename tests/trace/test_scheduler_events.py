@@ -13,6 +13,7 @@ from kvpipe.cache import miss_reasons
 from kvpipe.cache.miss_reasons import Lost
 from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, SchedulerWorld
 from kvpipe.scheduler.base import LATER
+from kvpipe.scheduler.gauges import totals
 from kvpipe.scheduler.records import LookupResult
 from kvpipe.trace import events as e
 from kvpipe.trace import transitions
@@ -322,10 +323,10 @@ def test_hits_and_misses_are_counted_at_admission() -> None:
     for _ in range(5):
         reported.ask(request)
     reported.admit(request)
-    totals = reported.side.totals()
-    assert totals["hit_tokens"] == {"memory": 4 * UNIT}
-    assert totals["misses"] == {miss_reasons.NOT_SAVED: 2}
-    assert totals["missed_tokens"] == {miss_reasons.NOT_SAVED: 6 * UNIT}
-    assert totals["leases"] == {"": 1}
-    assert totals["oldest_lease_seconds"][""] > 0
-    assert totals["jobs_in_flight"] == {"": 1}
+    metrics = totals(reported.side)
+    assert metrics["hit_tokens"] == {"memory": 4 * UNIT}
+    assert metrics["misses"] == {miss_reasons.NOT_SAVED: 2}
+    assert metrics["missed_tokens"] == {miss_reasons.NOT_SAVED: 6 * UNIT}
+    assert metrics["leases"] == {"": 1}
+    assert metrics["oldest_lease_seconds"][""] > 0
+    assert metrics["jobs_in_flight"] == {"": 1}

@@ -45,11 +45,15 @@ def _boom(*_: object) -> None:
     raise RuntimeError("boom")
 
 
-@pytest.mark.parametrize("hook", ["wait_for_layer_load", "save_kv_layer"])
-def test_a_layers_hook_that_raises_is_counted(connector: Any, rig: Rig, hook: str) -> None:
+@pytest.mark.parametrize(
+    ("hook", "arguments"),
+    [("start_load_kv", 1), ("wait_for_layer_load", 1), ("save_kv_layer", 3), ("wait_for_save", 0)],
+)
+def test_a_forwards_hook_that_raises_is_counted(connector: Any, rig: Rig, hook: str, arguments: int) -> None:
     """In the midst of a forward there is nobody to catch it."""
-    connector.worker, connector._step = SimpleNamespace(wait_layer=_boom, save_layer=_boom), rig.pipeline.step
-    getattr(connector, hook)("layer", *[None] * (2 if hook == "save_kv_layer" else 0))
+    calls = ("start_loads", "wait_layer", "save_layer", "end_step")
+    connector.worker, connector._step = SimpleNamespace(**dict.fromkeys(calls, _boom)), rig.pipeline.step
+    getattr(connector, hook)(*["layer"] * arguments)
     assert connector.counters["contained_error"] == 1
 
 
@@ -107,7 +111,7 @@ def test_a_bad_token_is_refused_before_anything_is_made(connector: Any, monkeypa
     tracing, side = MagicMock(return_value=(None, None)), MagicMock()
     monkeypatch.setattr(border, "tracing", tracing)
     monkeypatch.setattr(border, "SchedulerSide", side)
-    for name in ("support", "drafters", "Remedies", "make_room", "Watch", "Meter", "ManagedEngine"):
+    for name in ("support", "drafters", "Spaces", "Remedies", "make_room", "Watch", "Meter", "ManagedEngine"):
         monkeypatch.setattr(border, name, MagicMock())
     connector.settings = load_settings({"manage": "127.0.0.1:1"})
     connector.geometry, connector._kv_transfer_config = MagicMock(), MagicMock()

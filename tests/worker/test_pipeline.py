@@ -310,5 +310,5 @@ def test_what_was_reported_is_not_expected_again(rig: Rig) -> None:
     rig.engine.complete_all()
     assert rig.news() == {1: False}
     p.end_step()
-    assert not p._reported_early
+    assert not p.outcomes._early
     assert p.take_suspects()

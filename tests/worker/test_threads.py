@@ -13,7 +13,7 @@ from kvpipe.worker import SHARED
 from kvpipe.worker.batch import Batch
 
 ROOM = Path(kvpipe.worker.__file__).parent
-STEP_THREAD, LOOP_THREAD = ("pipeline", "side", "limits"), ("copies", "watchdog")
+STEP_THREAD, LOOP_THREAD = ("pipeline", "side", "limits", "outcomes", "async_loads"), ("copies", "watchdog")
 HANDED = {"put": STEP_THREAD, "settled": LOOP_THREAD}
 """Methods of one thread in a file that is of the other, or of none."""
 

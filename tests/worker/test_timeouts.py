@@ -7,7 +7,7 @@ import pytest
 from kvpipe.messages import Kind
 from kvpipe.testing.pipeline_rig import FakeEngine, Rig, Waiting, job, plan
 from kvpipe.transfer.base import CopyPlan, Direction, Ticket
-from kvpipe.worker.pipeline import REPORTED_EARLY
+from kvpipe.worker.outcomes import REPORTED_EARLY
 
 SAVE, SYNC, ASYNC = Kind.SAVE, Kind.LOAD_SYNC, Kind.LOAD_ASYNC
 

@@ -80,12 +80,12 @@ def test_a_missing_hook_is_reported_beside_a_layer_that_has_none(halfway: Rig) -
     assert halfway.counters.faults["layers_never_submitted"] == 1
 
 
-@pytest.mark.parametrize("rig", [{"replays": True}], indirect=True)
+@pytest.mark.parametrize("rig", [{"replayed": bool}], indirect=True)
 def test_a_replayed_step_is_copied_around(rig: Rig) -> None:
     """No hook comes: loads are in place before it, saves are made after it; the next step has its hooks again."""
     p = rig.pipeline
     p.begin(plan(job(1), job(2, SYNC)))
-    p.start_loads(replayed=True)
+    p.start_loads(context=True)
     assert all(copy.ticket.done for copy in rig.engine.copies)
     assert rig.engine.layers_of(1) == []
     p.end_step()
@@ -101,7 +101,7 @@ def test_a_replayed_step_is_copied_around(rig: Rig) -> None:
     assert not rig.counters.faults
 
 
-@pytest.mark.parametrize("rig", [{"replays": True}], indirect=True)
+@pytest.mark.parametrize("rig", [{"replayed": bool}], indirect=True)
 def test_a_step_with_some_of_its_hooks_was_not_replayed(rig: Rig) -> None:
     """Who has hooks for some layers has them for all: a layer that is missing was perhaps never computed."""
     p = rig.pipeline
@@ -116,7 +116,7 @@ def test_what_is_saved_in_a_step_that_computes_nothing(rig: Rig) -> None:
     """No hook comes: what earlier steps have computed is copied at its end. Of the next step's hooks none may lack."""
     p = rig.pipeline
     p.begin(plan(job(1))._replace(computes=False))
-    p.start_loads(replayed=True)
+    p.start_loads(context=True)
     p.end_step()
     assert rig.engine.layers_of(1) == list(range(rig.layers))
     rig.engine.complete_all()
@@ -131,6 +131,6 @@ def test_nothing_is_replayed_where_there_are_no_graphs(rig: Rig) -> None:
     """A step without hooks is a fault there, whatever was in the context."""
     p = rig.pipeline
     p.begin(plan(job(1), job(2, SYNC)))
-    p.start_loads(replayed=True)
+    p.start_loads(context=True)
     p.end_step()
     assert rig.news() == {1: False, 2: False}

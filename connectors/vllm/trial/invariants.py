@@ -259,12 +259,12 @@ def leases_have_owners(watched: Watched) -> Iterator[str]:
     if len(owners) < len(loads):
         yield f"loads share an owner: the first that ends returns the leases of both: {sorted(loads)}"
     others = (side.staging.owners if side.staging is not None else set()) | side.pins.owners
-    for owner in side.catalog._leases:  # noqa: SLF001
+    for owner in side.catalog.leased:
         if owner not in owners | others:
             yield f"{owner} has leases, but neither a load nor an order nor a stage nor a pin"
     stores = set(side.staging.stores.under_way.values()) if side.staging is not None else set()
     for owner in owners | stores:
-        if owner not in side.catalog._leases:  # noqa: SLF001
+        if owner not in side.catalog.leased:
             yield f"{owner} has a load or a store, and no leases"
 
 

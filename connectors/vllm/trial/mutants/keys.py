@@ -69,7 +69,7 @@ MUTANTS: dict[str, Mutant] = {
             CONNECTOR,
             "start_load_kv",
             "self.worker.start_loads(",
-            "self.worker.end_step()\n    self.worker.start_loads(",
+            "self.worker.end_step()\n        self.worker.start_loads(",
         ),
         shape="async-scheduler-masks",
         by="findable_chunks_are_whole_and_true",

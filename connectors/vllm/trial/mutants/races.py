@@ -56,12 +56,12 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "replayed_step_not_waited_for": Mutant(
         "In a step that is replayed from a CUDA graph, loads are left to hooks that do not come.",
-        one(PIPELINE, "start_loads", "replayed=replayed and self._replays", "replayed=False"),
+        one(PIPELINE, "_start_loads", "replayed = ", "replayed = False and "),
         shape="graphs",
     ),
     "replayed_step_not_saved": Mutant(
         "In a step that is replayed from a CUDA graph, saves are left to hooks that do not come.",
-        one(PIPELINE, "_end", "(self._replays or not self._computes)", "not self._computes"),
+        one(PIPELINE, "_end", "(self._replayed is not None or not self._computes)", "not self._computes"),
         shape="graphs",
     ),
     "hooks_believed_in": Mutant(
@@ -90,7 +90,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "lost_load_not_reported": Mutant(
         "A load that was waited for in vain is not reported.",
-        one(PIPELINE, "_suspect", "self._suspects |= job.blocks()", "pass"),
+        one("kvpipe.worker.outcomes:Outcomes", "suspect", "self._suspects |= job.blocks()", "pass"),
     ),
     "async_load_reported_twice": Mutant(
         "The end of a load is reported to vLLM twice.",
