@@ -106,15 +106,16 @@ def test_cold_warm_conversation_restart_and_mixed(tmp_path: Path) -> None:
 
 def test_hits_within_a_block() -> None:
     """With hashes shorter than a block a hit loses one of those, and ends where vLLM's own would."""
-    hashes: dict[str, Any] = {"prefix_match_unit": 48}
+    with drafting(None) as any_engine:  # its blocks are as long as the processor's kernels want them
+        block = any_engine.live.scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+    hashes: dict[str, Any] = {"prefix_match_unit": block // 2}
     with drafting(None, **hashes) as plain:
         first, counts = plain.one_by_one(PROMPTS, 60), plain.take()
-    with drafting({"chunk_tokens": 192}, **hashes) as made:
+    with drafting({"chunk_tokens": 2 * block}, **hashes) as made:
         unit = _unit(made.live)
-        block = made.live.connector.geometry.groups[0].block_tokens
         held = [len(p) // unit * unit - unit for p in PROMPTS]
-        assert unit == 48
-        assert all(tokens % block for tokens in held)
+        assert unit == block // 2
+        assert any(tokens % block for tokens in held)
         for loaded in (0, sum(held)):
             assert made.one_by_one(PROMPTS, 60) == first
             assert made.take() == counts

@@ -39,3 +39,11 @@ class Chain:
         self.ended_s: float | None = None  # since when it waits; None: a request uses it
         untracked(self)
         untracked(self.stack)
+
+    def push(self, chunk: Evictable) -> None:
+        """Put a new chunk on its end. One that holds what is in the middle does not become the end."""
+        stack = self.stack
+        if stack and stack[-1].identity not in (chunk.before, chunk.identity):
+            stack.insert(-1, chunk)
+        else:
+            stack.append(chunk)

@@ -25,14 +25,6 @@ FORGOTTEN_MAX: Final = 64  # identities at once, as to find the oldest one takes
 NOWHERE: Final = object()  # no chunk follows it
 
 
-def _push(stack: list[Evictable], chunk: Evictable, identity: Hashable) -> None:
-    """Put a new chunk on the chain. One that holds what is in the middle does not become its end."""
-    if stack and stack[-1].identity not in (chunk.before, identity):
-        stack.insert(-1, chunk)
-    else:
-        stack.append(chunk)
-
-
 class Sessions:
     """Evicts from the chain that promises the fewest hits for the time that it will be waiting."""
 
@@ -160,7 +152,7 @@ class Sessions:
     def _insert_new(self, chunk: Evictable) -> None:
         identity, late = chunk.identity, self._over
         chain = self._chain_for(identity, chunk.before)
-        _push(chain.stack, chunk, identity)
+        chain.push(chunk)
         self._know(identity, chain)
         if chain.number == NONE:
             self._number(chain)
