@@ -87,7 +87,7 @@ def _of_tracing() -> dict[str, str]:
 
 
 PAGES: Final[Mapping[str, Callable[[], dict[str, str]]]] = {
-    "configuration.md": lambda: {"keys": config.markdown_table()},
+    "configuration.md": lambda: {"keys": config.markdown_table().replace("](docs/", "](")},
     "counters.md": _of_counters,
     "hints.md": _of_hints,
     "layouts.md": _of_layouts,
