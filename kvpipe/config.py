@@ -314,5 +314,5 @@ def _checked(path: Path, data: object) -> dict[str, Any]:
 
 
 def markdown_table() -> str:
-    """Return the README's configuration table, one row per key."""
+    """Return the table of `docs/configuration.md`, one row per key."""
     return config_errors.table(Settings.model_fields)

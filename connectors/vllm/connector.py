@@ -100,7 +100,7 @@ watch_packing()  # where this is imported before the model is loaded; elsewhere 
 
 
 class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
-    """Saves and loads KV through explicit state machines. See the README for configuration."""
+    """Saves and loads KV through explicit state machines. `docs/configuration.md` has its configuration."""
 
     _cache_hit_source = CacheHitSource.HOST
 

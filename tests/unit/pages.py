@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from kvpipe import config_errors, counters, plugins
+from kvpipe import config, config_errors, counters, plugins
 from kvpipe.cache.miss_reasons import REASONS
 from kvpipe.quota_spec import QuotaSpec
 from kvpipe.scheduler import hints
@@ -87,6 +87,7 @@ def _of_tracing() -> dict[str, str]:
 
 
 PAGES: Final[Mapping[str, Callable[[], dict[str, str]]]] = {
+    "configuration.md": lambda: {"keys": config.markdown_table().replace("](docs/", "](")},
     "counters.md": _of_counters,
     "hints.md": _of_hints,
     "layouts.md": _of_layouts,

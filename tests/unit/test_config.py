@@ -221,7 +221,7 @@ def test_settings_are_frozen() -> None:
 
 
 def test_the_table_has_a_row_per_key() -> None:
-    """The README's table names every key with its default."""
+    """The table names every key with its default."""
     lines = markdown_table().splitlines()
     assert len(lines) == 2 + len(Settings.model_fields)
     assert any(line.startswith("| `pool_bytes_max` | `4.0GiB` |") for line in lines)
