@@ -103,9 +103,10 @@ class Settings(BaseSettings):
         "of them ([why](docs/decisions/0024-chunks-without-layout.md)).",
     )
     policy: Annotated[str, BeforeValidator(_policy)] = Field(
-        "lru",
-        description="Eviction: `lru`; `s3fifo`, which a scan of one-time prompts cannot flush; `sessions`, which learns"
-        " how long sessions pause and keeps those that soon go on.",
+        "sessions",
+        description="Eviction: `sessions`, which learns how long sessions pause and keeps those that soon go on, and is "
+        "`lru` until that has proven to hit more ([why](docs/decisions/0027-sessions.md)); `lru`; `s3fifo`, which a "
+        "scan of one-time prompts cannot flush.",
     )
     quotas: Annotated[tuple[QuotaSpec, ...], NoDecode, BeforeValidator(parse_quotas)] = Field(
         (),

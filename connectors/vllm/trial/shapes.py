@@ -217,7 +217,7 @@ SHAPES: dict[str, Shape] = {
     "sync": Shape(load="sync"),
     "async-load": Shape(load="async", policy="s3fifo", events=True),
     "step-mode": Shape(load="sync", mode="step"),
-    "either-load": Shape(load="auto"),
+    "either-load": Shape(load="auto", policy="sessions"),
     "hybrid": _HYBRID,
     "window": Shape(windows=(2 * BLOCK,)),
     "local": _HYBRID._replace(windows=(None, 3 * BLOCK), locals=(1,)),
@@ -249,20 +249,22 @@ SHAPES: dict[str, Shape] = {
         asynchronous=True, load="auto", ranks=2, failing=False, device=True, pool_slots=24
     ),
     "async-scheduler-drafts": Shape(asynchronous=True, load="async", drafts=3, v2=True),
-    "async-scheduler-hybrid": _HYBRID._replace(asynchronous=True, ranks=2),
-    "sibling": Shape(sibling=True, tiers=1, pool_slots=6),
+    "async-scheduler-hybrid": _HYBRID._replace(asynchronous=True, ranks=2, policy="sessions"),
+    "sibling": Shape(sibling=True, tiers=1, policy="sessions", pool_slots=6),
     "sibling-async-load": Shape(sibling=True, load="async", asynchronous=True),
     "tier": Shape(tiers=1, pool_slots=6, events=True),
     "tier-fresh-pool": Shape(asynchronous=True, tiers=1, fresh=True, failing=False),
-    "two-tiers": Shape(tiers=2, ranks=2, load="async", pool_slots=6),
+    "two-tiers": Shape(tiers=2, ranks=2, load="async", policy="sessions", pool_slots=6),
     "async-scheduler-tier": Shape(
         asynchronous=True, load="auto", tiers=1, failing=False, policy="s3fifo", pool_slots=6
     ),
     "states": _STATES,
     "window-and-states": _STATES._replace(windows=(None, 2 * BLOCK, None), states=(2,), blocks=36, dense=True),
-    "async-scheduler-states": _STATES._replace(asynchronous=True, ranks=2, device=True, dense=True),
+    "async-scheduler-states": _STATES._replace(
+        asynchronous=True, ranks=2, device=True, dense=True, policy="sessions"
+    ),
     "tier-states": _STATES._replace(tiers=1, dense=True, pool_slots=16),
-    "tier-hybrid": _HYBRID._replace(tiers=1, pool_slots=12),
+    "tier-hybrid": _HYBRID._replace(tiers=1, policy="sessions", pool_slots=12),
     "pipeline-2": Shape(load="async", ranks=2, stages=2, layers_per_group=8, tiers=1, pool_slots=12),
     "async-scheduler-pipeline-2": _HYBRID._replace(
         asynchronous=True, v2=True, ranks=2, stages=2, layers_per_group=4, events=False
@@ -277,7 +279,7 @@ SHAPES: dict[str, Shape] = {
         drafter=True,
         mode="auto",
     ),
-    "async-scheduler-tails": _TAILS._replace(asynchronous=True, ranks=2, tiers=1),
+    "async-scheduler-tails": _TAILS._replace(asynchronous=True, ranks=2, tiers=1, policy="sessions"),
     "context-parallel": Shape(ranks=2, dcp=2, events=True),
     "async-scheduler-context-parallel": _HYBRID._replace(asynchronous=True, ranks=2, dcp=2, events=False, tiers=1),
     "pipeline-2-context-parallel": Shape(load="async", ranks=4, stages=2, layers_per_group=4, dcp=2),
