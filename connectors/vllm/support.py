@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvpipe.config import Settings
-from kvpipe.connectors.vllm import compat, drafters, models
+from kvpipe.connectors.vllm import compat, computed, drafters, models
 from kvpipe.connectors.vllm.media import media_facts
 from kvpipe.connectors.vllm.models import refuse
 from kvpipe.geometry import Geometry, Group, Layer
@@ -269,6 +269,7 @@ def identity(config: VllmConfig, cache: KVCacheConfig, geometry: Geometry) -> di
         "max_model_len": [model.max_model_len, getattr(model, "original_max_model_len", None) == -1],
         "quantization": str(model.quantization),
         **({"quantized": str(wanted)} if (wanted := model.quantization_config) else {}),
+        **({"computed": otherwise} if (otherwise := computed.otherwise(config)) else {}),
         "media": media_facts(config),
         "kv_cache_dtype": str(cc.cache_dtype),
         "kv_cache_layout": str(cache.kv_cache_layout),
