@@ -66,6 +66,12 @@ def check_engine(config: VllmConfig) -> None:
         _check_stages(config)
     if getattr(config.model_config, "enable_sleep_mode", False):
         refuse("enable_sleep_mode=True (it remaps the KV cache under registered addresses)", "set it to False")
+    if getattr(parallel, "enable_fault_tolerance", False):
+        refuse(
+            "enable_fault_tolerance=True (vLLM goes on with blocks that a failed step has not computed, and without "
+            "its reports of loads)",
+            "set it to False",
+        )
     _check_hits(config)
     drafters.check(config)
     dcp = parallel.decode_context_parallel_size
