@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -251,7 +252,10 @@ def load_settings(extra: dict[str, Any] | None = None) -> Settings:
 def parse_extra(extra: str) -> dict[str, Any]:
     """Read kv_connector_extra_config from JSON. Raises `ConfigError`."""
     try:
-        parsed = json.loads(extra)
+        parsed = json.loads(extra, object_pairs_hook=_once)
+    except _TwiceError as e:
+        msg = f"kvpipe: extra: {e}"
+        raise ConfigError(msg) from None
     except (ValueError, RecursionError) as e:
         msg = f"kvpipe: extra is not JSON ({config_errors.place(e)}); write it as '{{\"chunk_tokens\": 256}}'"
         raise ConfigError(msg) from None
@@ -281,8 +285,27 @@ class _Where(BaseModel):
     config_file: LocalPath = Field(description="YAML file with any of these keys.")
 
 
+class _TwiceError(ValueError):
+    """A key is given twice: which of its values was meant nobody knows."""
+
+
+def _once(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
+    """Return a table of `pairs`. Raises `_TwiceError`."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        msg = f"the key {config_errors.name(twice)!r} is given twice; keep one of them"
+        raise _TwiceError(msg)
+    return table
+
+
 class _Loader(yaml.SafeLoader):
     """YAML without aliases: a table of keys needs none, and with them a short file is an endless one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:  # noqa: FBT001, FBT002  (its signature)
+        """Refuse a key that is given twice."""
+        _once([(key.value, None) for key, _ in node.value if isinstance(key, yaml.ScalarNode)])
+        return super().construct_mapping(node, deep)
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         """Refuse an alias."""
@@ -296,6 +319,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         data = yaml.load(files.read_small(path, FILE_BYTES_MAX).decode(), _Loader)  # noqa: S506  (a safe one)
     except (OSError, UnicodeDecodeError) as e:
         why = files.why(e) if isinstance(e, OSError) else "it is no text"
+    except _TwiceError as e:
+        msg = f"kvpipe: config_file={str(path)!r}: {e}"
+        raise ConfigError(msg) from None
     except (yaml.YAMLError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as e:
         why = config_errors.place(e)
     else:

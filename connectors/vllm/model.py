@@ -132,11 +132,25 @@ def _gone(module: torch.nn.Module) -> bool:
 
 
 def _named(root: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from root.named_parameters()
+    elsewhere = _elsewhere()
+    for name, parameter in root.named_parameters():
+        yield name, elsewhere.get(id(parameter), parameter)
     yield from root.named_buffers()
     for name, module in root.named_modules():
         if module in _PACKED:
             yield f"{name} {_PACKED[module].digest}", torch.empty(0)
+
+
+def _elsewhere() -> dict[int, torch.Tensor]:
+    """Return weights that vLLM keeps on the host, by the id of the parameter in whose place it wants them.
+
+    Such a parameter's tensor is a buffer, into which the weights of one layer after the other are copied for its turn.
+    """
+    from vllm.model_executor.offloader import get_offloader  # noqa: PLC0415  (slow)
+
+    layers = getattr(get_offloader(), "module_offloaders", ())
+    kept = [one for layer in layers for one in layer._param_offloaders.values()]  # noqa: SLF001  (vLLM has no public question for this)
+    return {id(one._param): one._cpu_storage for one in kept}  # noqa: SLF001
 
 
 def _watch_root(root: torch.nn.Module, changed: Callable[[], object]) -> None:

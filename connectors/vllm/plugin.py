@@ -26,7 +26,7 @@ _CHECKS: Final = "_kvpipe_checks"
 
 def register() -> None:
     """Register the connector by name. Called by vLLM in every process, possibly more than once. Never raises."""
-    for part in (_make_known, _watch_packing, _check_before_workers, _take_no_embeddings):
+    for part in (_make_known, _watch_packing, _check_before_workers, _take_no_embeddings, _keep_the_connector):
         try:
             part()
         except Exception as error:  # noqa: BLE001  (a vLLM that lacks what is wanted; whoever uses kvpipe is refused)
@@ -86,6 +86,24 @@ def _resolve(resolve: Callable[[VllmConfig], None], config: VllmConfig) -> None:
         resolve(config)
     else:
         media.allow_missing_mm_embeddings = False
+
+
+def _keep_the_connector() -> None:
+    """Refuse an option by which vLLM would put a connector of its own in kvpipe's place, and say nothing."""
+    from vllm.config import VllmConfig  # noqa: PLC0415  (slow)
+
+    wrap(VllmConfig, "_post_init_kv_transfer_config", _keep)
+
+
+def _keep(replace: Callable[[VllmConfig], None], config: VllmConfig) -> None:
+    transfer, size = config.kv_transfer_config, getattr(config.cache_config, "kv_offloading_size", None)
+    if size is not None and transfer is not None and transfer.has_connector(NAME):
+        msg = (
+            f"kvpipe: kv_offloading_size={size} is not supported (with it vLLM takes a connector of its own, and not "
+            "kvpipe); unset it, and set pool_bytes_max"
+        )
+        raise UnsupportedError(msg)
+    replace(config)
 
 
 def _check(config: VllmConfig) -> None:

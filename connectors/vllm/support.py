@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvpipe.config import Settings
-from kvpipe.connectors.vllm import compat, drafters, models
+from kvpipe.connectors.vllm import compat, computed, drafters, models
 from kvpipe.connectors.vllm.media import media_facts
 from kvpipe.connectors.vllm.models import refuse
 from kvpipe.geometry import Geometry, Group, Layer
@@ -66,6 +66,12 @@ def check_engine(config: VllmConfig) -> None:
         _check_stages(config)
     if getattr(config.model_config, "enable_sleep_mode", False):
         refuse("enable_sleep_mode=True (it remaps the KV cache under registered addresses)", "set it to False")
+    if getattr(parallel, "enable_fault_tolerance", False):
+        refuse(
+            "enable_fault_tolerance=True (vLLM goes on with blocks that a failed step has not computed, and without "
+            "its reports of loads)",
+            "set it to False",
+        )
     _check_hits(config)
     drafters.check(config)
     dcp = parallel.decode_context_parallel_size
@@ -269,6 +275,7 @@ def identity(config: VllmConfig, cache: KVCacheConfig, geometry: Geometry) -> di
         "max_model_len": [model.max_model_len, getattr(model, "original_max_model_len", None) == -1],
         "quantization": str(model.quantization),
         **({"quantized": str(wanted)} if (wanted := model.quantization_config) else {}),
+        **({"computed": otherwise} if (otherwise := computed.otherwise(config)) else {}),
         "media": media_facts(config),
         "kv_cache_dtype": str(cc.cache_dtype),
         "kv_cache_layout": str(cache.kv_cache_layout),

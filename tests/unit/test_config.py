@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvpipe.config import Settings, load_settings, markdown_table
+from kvpipe.config import Settings, load_settings, markdown_table, parse_extra
 from kvpipe.errors import ConfigError
 
 
@@ -198,6 +198,30 @@ def test_a_bad_file_names_the_file_and_the_remedy(tmp_path: Path, content: bytes
     assert f"config_file={str(path)!r}" in message
     assert why in message
     assert "YAML file of keys" in message or "'key: value' per line" in message
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "freeze: true\nmode: step\nfreeze: false\n",
+        'tiers:\n- {path: /a, "path": /b, kind: disk}\n',
+        "{mode: step, mode: auto}",
+    ],
+)
+def test_a_key_that_is_given_twice_in_the_file_is_refused(tmp_path: Path, text: str) -> None:
+    """Else the last one would count, and the other be forgotten."""
+    path = _yaml(tmp_path, text)
+    message = _refusal({"config_file": path})
+    key = next(key for key in ("freeze", "path", "mode") if text.count(f"{key}") > 1)
+    assert message == f"kvpipe: config_file={path!r}: the key {key!r} is given twice; keep one of them"
+
+
+def test_a_key_that_is_given_twice_in_json_is_refused() -> None:
+    """As `kvpipe check` reads it. VLLM's own reader keeps the last one, and nobody sees the other."""
+    for extra in ('{"freeze": true, "mode": "step", "freeze": false}', '{"tiers": [{"freeze": 1, "freeze": 2}]}'):
+        with pytest.raises(ConfigError, match=r"^kvpipe: extra: the key 'freeze' is given twice; keep one of them$"):
+            parse_extra(extra)
+    assert parse_extra('{"tiers": [{"kind": 1}, {"kind": 1}]}') == {"tiers": [{"kind": 1}, {"kind": 1}]}
 
 
 def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:

@@ -319,6 +319,39 @@ def test_what_is_asked_of_quantization_counts() -> None:
     assert all(one not in noted[:i] for i, one in enumerate(noted))
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "usual"),
+    [
+        ("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random", ""), ("VLLM_MARLIN_INPUT_DTYPE", "int8", None),
+        ("VLLM_HUMMING_INPUT_QUANT_CONFIG", '{"dtype": "int8"}', None), ("VLLM_B12X_MOE_FP4_FORCE_A16", "1", "0"),
+        ("VLLM_CPU_INT4_W4A8", "0", "1"), ("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "1", "0"),
+    ],
+)  # fmt: skip
+def test_variables_that_change_what_weights_compute_count(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, usual: str | None
+) -> None:
+    """Experts drawn by lot, activations in another precision, another order within a block; nothing else by default."""
+    monkeypatch.delenv(name, raising=False)
+    plain = _facts()
+    monkeypatch.setenv(name, value)
+    assert _facts() != plain
+    if usual is not None:
+        monkeypatch.setenv(name, usual)
+        assert _facts() == plain
+
+
+def test_how_queries_are_quantized_counts() -> None:
+    """As of all activations: weights show nothing of it."""
+    config, cache = copy.deepcopy(make_configs(SHAPES["context-parallel"]))
+    geometry, noted = make_geometry(cache, load_settings()), list[dict[str, object]]()
+    for name in ("use_prefill_query_quantization", "disable_flashinfer_q_quantization"):
+        noted.append(identity(config, cache, geometry))
+        setattr(config.attention_config, name, True)
+    noted.append(identity(config, cache, geometry))
+    assert all(one not in noted[:i] for i, one in enumerate(noted))
+    assert "computed" not in noted[0]
+
+
 def test_the_release_that_computes_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """VLLM's release, not its build."""
     plain = _facts()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.config import VllmConfig
+from vllm.config import CacheConfig, KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.executor.abstract import Executor
 
@@ -119,3 +119,30 @@ def test_whether_clients_send_embeddings_is_left_to_the_user(
     )
     VllmConfig._resolve_mm_embedding_inputs(config)
     assert (media.allow_missing_mm_embeddings, media.enable_mm_embeds) == (taken, taken or wanted)
+
+
+def _offloading(connector: str | None) -> Any:
+    """Return what the user has set beside `kv_offloading_size`, as vLLM's configuration has it."""
+    extra: dict[str, Any] = {"connectors": [{"kv_connector": plugin.NAME}]} if connector == "MultiConnector" else {}
+    transfer = KVTransferConfig(kv_connector=connector, kv_role="kv_both", kv_connector_extra_config=extra)
+    cache = CacheConfig(kv_offloading_size=1.0)
+    return SimpleNamespace(cache_config=cache, kv_transfer_config=transfer if connector else None)
+
+
+@pytest.mark.parametrize("connector", [plugin.NAME, "MultiConnector"])
+def test_an_option_that_would_replace_kvpipe_is_refused(connector: str) -> None:
+    """VLLM takes a connector of its own then, silently, whichever the user has named."""
+    config = _offloading(connector)
+    with pytest.raises(UnsupportedError, match=r"^kvpipe: kv_offloading_size=1\.0 .*, and set pool_bytes_max$"):
+        VllmConfig._post_init_kv_transfer_config(config)
+    config.cache_config.kv_offloading_size = None
+    VllmConfig._post_init_kv_transfer_config(config)
+    assert config.kv_transfer_config.kv_connector == connector
+
+
+@pytest.mark.parametrize("connector", [None, "Another"])
+def test_who_uses_vllms_offloading_gets_it(connector: str | None) -> None:
+    """As without kvpipe."""
+    config = _offloading(connector)
+    VllmConfig._post_init_kv_transfer_config(config)
+    assert config.kv_transfer_config.kv_connector == "OffloadingConnector"

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.model_executor.offloader import base, prefetch
 
 from kvpipe.connectors.vllm import model as model_module
 from kvpipe.connectors.vllm.model import LoadedModel
@@ -95,6 +96,31 @@ def test_every_tensor_counts() -> None:
         assert loaded.digest() == before
     model.head.weight = torch.nn.Parameter(model.embed.weight.detach().clone())  # tied no more
     assert loaded.digest() != before
+
+
+def test_weights_that_wait_on_the_host_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With prefetched offloading (`offload_group_size`) layers take turns in a buffer: what is in it does not count."""
+    monkeypatch.setattr(prefetch, "should_pin_memory", lambda: False)
+    model = _Model()
+    norms = [torch.nn.RMSNorm(4) for _ in range(3)]
+    model.norms = torch.nn.ModuleList(norms)
+    kept = [prefetch._CpuParamOffloader(norm, "weight") for norm in norms]
+    loaded = LoadedModel(model.layers, gc.collect)
+    plain = loaded.digest()
+    layers = [SimpleNamespace(_param_offloaders={"weight": one}) for one in kept]
+    monkeypatch.setattr(base, "_instance", SimpleNamespace(module_offloaders=layers))
+    buffer = torch.zeros(4)
+    for one in kept:
+        one.assign_static_buffer(buffer)
+    noted = []
+    for turn in kept:
+        assert turn._cpu_storage is not None
+        buffer.copy_(turn._cpu_storage)
+        assert loaded.digest() == plain
+        turn._cpu_storage.mul_(2.0)
+        noted.append(loaded.digest())
+        turn._cpu_storage.div_(2.0)
+    assert len({plain, *noted}) == 1 + len(kept), "each layer counts, whose turn it is or not"
 
 
 class _Packs:
