@@ -120,13 +120,15 @@ def _merge(
     rows: npt.NDArray[np.int64], owners: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return (runs, cuts) of (slot, page, block) rows: a run is adjacent on both sides and of one job of `owners`."""
-    step = np.diff(rows, axis=0)
-    same_span = (step[:, 0] == 0) & (step[:, 1] == 1)
-    same_run = same_span & (step[:, 2] == 1) & (np.diff(owners) == 0)
-    first = np.flatnonzero(np.append(len(rows) > 0, ~same_run)[: len(rows)])
-    length = np.diff(np.append(first, len(rows)))
-    runs = np.column_stack([owners[first], rows[first], length]).astype(np.int64)
-    return runs, np.flatnonzero(np.append(len(rows) > 0, ~same_span)[: len(rows)])
+    slot, page, block = (rows[1:] - rows[:-1]).T
+    span, run = np.ones((2, len(rows)), bool)  # whether one begins at each row
+    span[1:] = (slot != 0) | (page != 1)
+    run[1:] = span[1:] | (block != 1) | (owners[1:] != owners[:-1])
+    first = run.nonzero()[0]
+    runs = np.empty((len(first), 5), np.int64)
+    runs[:, 0], runs[:, 1:4], runs[:-1, 4], runs[-1:, 4] = owners[first], rows[first], first[1:], len(rows)
+    runs[:, 4] -= first
+    return runs, span.nonzero()[0]
 
 
 def _span(part: npt.NDArray[np.int64]) -> SlotSpan:
