@@ -75,7 +75,9 @@ class Copies:
         trace: Recorder,
     ) -> None:
         """Start the thread, bound to `cpus` if any are given. `abandon`: as of the transfer engine."""
-        self.counters, self.trace, self._geometry = counters, trace, geometry
+        self.counters, self.trace = counters, trace
+        groups = geometry.groups
+        self._layers = [(group, groups[group].layers[index].page_bytes) for group, index in geometry.layers]
         self.machines = m.SAVE.compile(len(geometry.layers)), m.LOAD.compile(len(geometry.layers))
         self.live: dict[Batch, None] = {}  # batches with jobs that are not reported
         self.bytes, self.ns = dict.fromkeys(Kind, 0), dict.fromkeys(Kind, 0)
@@ -119,8 +121,8 @@ class Copies:
         took_ns = time.monotonic_ns() - ticket.born_ns
         self.ns[batch.kind] += took_ns
         if not ticket.failed:
-            group, index = self._geometry.layers[ticket.layer]
-            size = batch.pages[group] * self._geometry.groups[group].layers[index].page_bytes
+            group, page_bytes = self._layers[ticket.layer]
+            size = batch.pages[group] * page_bytes
             self.bytes[batch.kind] += size
             if batch.kind is not Kind.SAVE:
                 self.rate.landed(ticket, size)
