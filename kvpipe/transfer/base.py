@@ -111,8 +111,7 @@ class CopyPlan:
         """Return the spans of cache group `group`, computed at the first call."""
         made = self._spans.get(group)
         if made is None:
-            rows = self.rows[group]
-            made = self._spans[group] = [_span(part) for part in np.split(rows, self.cuts[group][1:]) if len(part)]
+            made = self._spans[group] = _spans(self.rows[group], self.cuts[group])
         return made
 
 
@@ -131,10 +130,20 @@ def _merge(
     return runs, span.nonzero()[0]
 
 
-def _span(part: npt.NDArray[np.int64]) -> SlotSpan:
-    blocks = np.ascontiguousarray(part[:, 2])
-    slot, page, block = part[0].tolist()
-    return SlotSpan(slot, page, len(part), block, bool((np.diff(blocks) == 1).all()), blocks)
+def _spans(rows: npt.NDArray[np.int64], cuts: npt.NDArray[np.int64]) -> list[SlotSpan]:
+    if not len(rows):
+        return []
+    blocks = np.ascontiguousarray(rows[:, 2])
+    apart = np.ones(len(rows), bool)  # from the block before
+    apart[1:] = blocks[1:] != blocks[:-1] + 1
+    apart[cuts] = False
+    adjacent = (~np.logical_or.reduceat(apart, cuts)).tolist()
+    starts, firsts = cuts.tolist(), rows[cuts].tolist()
+    stops = *starts[1:], len(rows)
+    return [
+        SlotSpan(slot, page, stop - start, block, near, blocks[start:stop])
+        for (slot, page, block), start, stop, near in zip(firsts, starts, stops, adjacent, strict=True)
+    ]
 
 
 class Ticket:
