@@ -196,7 +196,7 @@ class Loading:
         self, request: Request, group: int, table: Sequence[Block], first: int, stop: int
     ) -> tuple[list[int], Iterable[Chunk]]:
         """Return what `rows` does, of one cache group."""
-        paging, per_chunk, base = self._paging[group], self._pages[group], first - first % self._per_chunk
+        paging, in_chunk, base = self._paging[group], self._pages[group], first - first % self._per_chunk
         if group in self._geometry.states:
             first = base = stop - 1
             if table[first // self._geometry.units_per_block[group]].is_null:
@@ -208,8 +208,8 @@ class Loading:
             raise LookupError(msg)
         hashes = self._prefixes.hashes(request)
         chunks = self._prefixes.chunks(group, hashes, first, stop)
-        pages = (list(range(per_chunk)) * len(chunks))[page : page + len(stored)]
-        whose = list(chain.from_iterable(zip(*[chunks] * per_chunk, strict=True)))[page : page + len(stored)]
+        pages = (list(range(in_chunk)) * len(chunks))[page : page + len(stored)]
+        whose = list(chain.from_iterable(zip(*[chunks] * in_chunk, strict=True)))[page : page + len(stored)]
         blocks = [block.block_id for block in stored if not block.is_null]
         if len(blocks) < len(stored):  # the others lie before a sliding window
             wanted = [not block.is_null for block in stored]

@@ -154,7 +154,7 @@ class Ticket:
     """
 
     __slots__ = (
-        "_landed", "batch", "begun_ns", "born_ns", "failed", "layer", "mark", "ordinal", "sink", "state",
+        "_landed", "batch", "begun_ns", "born_ns", "done_ns", "failed", "layer", "mark", "ordinal", "sink", "state",
     )  # fmt: skip
 
     def __init__(self, batch: object, layer: int, ordinal: int, sink: Callable[[Ticket], object]) -> None:
@@ -164,6 +164,7 @@ class Ticket:
         self.mark: object = None  # for the engine's own use: what device work is ordered after
         self.state = QUEUED
         self.born_ns = self.begun_ns = time.monotonic_ns()  # an engine that holds it back sets `begun_ns`
+        self.done_ns = self.born_ns  # until it is completed
         self._landed = threading.Lock()
         self._landed.acquire()
 
@@ -211,7 +212,7 @@ class Ticket:
                     self.state = BEGUN
         if (state := self.state) is OVER or state is DONE:
             raise self._illegal("complete", "it was completed twice")
-        self.failed = failed  # first: who sees that it is over sees how
+        self.failed, self.done_ns = failed, time.monotonic_ns()  # first: who sees that it is over sees how
         self.state = OVER
         self.sink(self)
         self.state = DONE

@@ -45,7 +45,7 @@ MUTANTS: dict[str, Mutant] = {
                 LOADING,
                 "_group_rows",
                 "stored, page = paging.stored(table, first, stop), paging.pages(first - base)",
-                "stored, page, per_chunk = table[first:stop], first - base, self._per_chunk",
+                "stored, page, in_chunk = table[first:stop], first - base, self._per_chunk",
             ),
         ),
         shape="block-sizes",
