@@ -200,13 +200,16 @@ class Catalog:
         if timed:
             self.leased_since_s.setdefault(owner, now_s)
         idle: list[Chunk] = []
+        era, spared = self._era, self._spared
         try:
             for chunk in chunks:
-                self._check_era(chunk)
+                if chunk.era is not era:
+                    self._check_era(chunk)
                 chunk.fire(m.LEASE)
                 if not (chunk.leases or chunk.writers):
                     idle.append(chunk)
-                    self._spared.pop(chunk, None)
+                    if spared:
+                        spared.pop(chunk, None)
                 chunk.leases += 1
                 owned.append(chunk)  # one by one: a rejected chunk must not hide the leases before it
         finally:
@@ -309,7 +312,8 @@ class Catalog:
     def write(self, chunk: Chunk, stop: int, key: bytes, *, keep: bool, base: int = 0, before: bytes = b"") -> Piece:
         """Claim units [chunk.written, stop) of `chunk` for one job, and return the piece.
 
-        `key`: the prefix hash at `stop`. `before`: that at `base`, b"" if `base` is 0. `keep`, `base`: as of `Piece`.
+        `key`: the prefix hash at `stop`. `before`: that at `base`, b"" if `base` is 0, or the chunk has it already.
+        `keep`, `base`: as of `Piece`.
 
         Raises:
             ValueError: a reset has forgotten the chunk.
@@ -323,7 +327,9 @@ class Catalog:
             self._policy.remove(chunk)
             self._spared.pop(chunk, None)
         piece = Piece(chunk, chunk.written, stop, key, keep, base)
-        chunk.written, chunk.tail, chunk.before = stop, key, before and before + self._era
+        chunk.written, chunk.tail = stop, key
+        if before:
+            chunk.before = before + self._era
         chunk.writers += 1
         self._writing[chunk] = None
         self._pending[chunk.group].setdefault(key, chunk)
