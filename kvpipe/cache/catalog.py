@@ -20,7 +20,7 @@ from kvpipe.cache.large import Ordered, by_key, order, untracked
 from kvpipe.cache.miss_reasons import EVICTED, RESET, TORN, Lost
 from kvpipe.cache.policy.base import Policy, RememberingPolicy, SessionPolicy
 from kvpipe.cache.policy.batches import batches
-from kvpipe.cache.policy.guard import takes_hints
+from kvpipe.cache.policy.guard import RescuedPolicy, takes_hints
 from kvpipe.cache.tenants import ANYBODY, Tenant, Tenants
 from kvpipe.statemachine import chunk as m
 from kvpipe.statemachine.core import Compiled, Cursor, Watch
@@ -134,6 +134,8 @@ class Catalog:
         """How many slots hold chunks that a reset has forgotten. They count as free."""
         self._chunks: list[Chunk | None] = [None] * slots  # all that are not ABSENT, each at its slot
         untracked(self._chunks)
+        if isinstance(policy, RescuedPolicy):
+            policy.bind(self._evictable)
         self._spared: Ordered[Chunk, None] = order(slots)  # evicted before the policy's victims; none is held
         self.ahead = Ahead(counters, self.account_of)
         self.leased: dict[Owner, list[Chunk]] = {}  # changed here alone
@@ -477,6 +479,11 @@ class Catalog:
         if self._request is not None:
             self._request(now_s, over=over)
         return now_s
+
+    def _evictable(self) -> list[Chunk]:
+        """Return all chunks that may be evicted, those used longest ago first. It looks at every slot."""
+        idle = (one for one in self._chunks if one is not None and one.state.row == m.READY and not one.held)
+        return sorted(idle, key=lambda chunk: chunk.used_s)
 
     def _evict_one(self) -> bool:
         if self.stale:
