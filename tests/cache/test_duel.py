@@ -155,12 +155,12 @@ def test_lies_cost_less_than_a_hundredth() -> None:
 def test_what_follows_what_is_lost_is_lost() -> None:
     """Of a prompt's chains those count that follow what would be there."""
     duel, begins, ends, other = Duel(10, Returns()), _chain("a"), _chain("b"), _chain("c")
-    duel.used([(begins, 6), (ends, 4)], 1.0)
+    duel.used([(ends, 4), (begins, 6)], 1.0)
     duel.used([(other, 6)], 2.0)
     assert [duel._lru.kept(chain) for chain in (begins, ends, other)] == [4, 0, 6]
     counted = list[tuple[int, int]]()
     duel._count = lambda lru, learnt: counted.append((lru, learnt))  # type: ignore[method-assign]
-    duel.used([(begins, 6), (ends, 4)], 3.0)
+    duel.used([(ends, 4), (begins, 6)], 3.0)
     assert counted[0][0] == 4
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Final
 
 from kvpipe.cache.hints import Hint
@@ -47,3 +47,30 @@ class Chain:
             stack.insert(-1, chunk)
         else:
             stack.append(chunk)
+
+
+def by_chain(chunks: Sequence[Evictable], chains: Sequence[Chain | None]) -> dict[Chain, list[Evictable]]:
+    """Return those of `chunks`, the first of a prefix first, that are known, by their chains, each as they come.
+
+    `chains`: by the place of their chunks; None: these are not known.
+    """
+    runs, at, many = dict[Chain, list[Evictable]](), 0, len(chunks)
+    while at < many:
+        chunk = chunks[at]
+        chain = chains[chunk.place]
+        at += 1
+        if chain is None:
+            continue
+        stack = chain.stack
+        size = len(stack)
+        if chain in runs:
+            runs[chain].append(chunk)
+        elif stack[0] is chunk and size > 1 and size == chain.free + len(chain.held):
+            run = runs[chain] = [*chunks[at - 1 : at - 1 + size]]
+            if run == stack[: len(run)]:  # its beginning, or all of it
+                at += len(run) - 1
+            else:
+                runs[chain] = [chunk]
+        else:
+            runs[chain] = [chunk]
+    return runs

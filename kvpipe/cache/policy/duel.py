@@ -119,7 +119,7 @@ class Duel:
         self._hinted = self._believed = False
 
     def used(self, prompt: Sequence[tuple[Chain, int]], now_s: float) -> None:
-        """A request is over. `prompt`: (chain, how many chunks of it the request has used), its beginning first."""
+        """A request is over. `prompt`: (chain, how many chunks of it the request has used), its end first."""
         self._count(*_hits(prompt))
         self._use(prompt)
         if self._lru.used > self._lru.slots:
@@ -128,10 +128,10 @@ class Duel:
             self._learnt.fit(now_s)
 
     def _use(self, prompt: Sequence[tuple[Chain, int]]) -> None:
-        """Put a prompt in both. What is used last goes last: ends before beginnings."""
+        """Put a prompt in both: ends before beginnings. What is used last goes last."""
         lru, learnt, following = self._lru, self._learnt, None
         waiting, queues, changed = lru.order, learnt.queues.by_kind, learnt.queues.changed
-        for chain, size in reversed(prompt):
+        for chain, size in prompt:
             before, kind = chain.lru_kept, chain.kind
             if before:
                 waiting.move_to_end(chain)
@@ -197,19 +197,13 @@ class Duel:
 def _hits(prompt: Sequence[tuple[Chain, int]]) -> tuple[int, int]:
     """Return how many of a prompt's chunks, from its beginning on, LRU would hold, and the learnt order."""
     whole = lru = learnt = 0  # kept may be more: where a chain's end was lost, what follows it counts as its own
-    for chain, size in prompt:
+    lru_goes_on = learnt_goes_on = True
+    for chain, size in reversed(prompt):
         whole += size
-        lru += chain.lru_kept
-        if lru < whole:
-            break
-    else:
-        lru = whole
-    whole = 0
-    for chain, size in prompt:
-        whole += size
-        learnt += chain.learnt_kept
-        if learnt < whole:
-            break
-    else:
-        learnt = whole
-    return lru, learnt
+        if lru_goes_on:
+            lru += chain.lru_kept
+            lru_goes_on = lru >= whole
+        if learnt_goes_on:
+            learnt += chain.learnt_kept
+            learnt_goes_on = learnt >= whole
+    return whole if lru_goes_on else lru, whole if learnt_goes_on else learnt

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from kvpipe.cache.large import Ordered, orders
 from kvpipe.cache.policy.returns import INNER_S, KINDS, Returns
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 _LEAVES_S: Final = (*INNER_S, math.inf)
 """By bin of idle time: from when on it is another one, in seconds."""
+Candidate: TypeAlias = "tuple[float, float, int, Chain, float]"
+"""Of a kind: worth, last use, the kind, the chain, and until when it is that."""
 _EARLY: Final = 1 - 1e-12  # a bin is looked up again a little too early rather than too late
 
 
@@ -31,10 +33,9 @@ class Queues:
         self.changed: set[int] = set()
         """The kinds whose chains are to be compared again."""
         self._returns, self._renewals = returns, returns.renewals
-        self._least: Chain | None = None
-        self._until_s = math.inf  # for so long it stays that if nothing else changes
-        self._candidates: dict[int, tuple[float, float, int, Chain]] = {}  # worth, last use, kind
-        self._untils_s: dict[int, float] = {}
+        self._candidates: dict[int, Candidate] = {}
+        self._least: Candidate | None = None
+        self._until_s = math.inf  # for so long, at least, it stays that if nothing else changes
 
     def put(self, chain: Chain, kind: int) -> None:
         """Add `chain` as the newest of a kind, or leave it where it is."""
@@ -46,42 +47,57 @@ class Queues:
         del self.by_kind[kind][chain]
         self.changed.add(kind)
 
+    def move(self, chain: Chain, kind: int, to: int) -> None:
+        """Make `chain`, which `kind` has, the newest of the kind `to`."""
+        del self.by_kind[kind][chain]
+        self.by_kind[to][chain] = None
+        self.changed.add(kind)
+        self.changed.add(to)
+
     def least(self, now_s: float) -> Chain | None:
         """Return the chain that is worth the least now, of equals the one used first; None if there is none."""
-        changed, renewals = self.changed, self._returns.renewals
-        if renewals != self._renewals:
-            self._renewals = renewals
-            changed.update(self._candidates)
+        changed, candidates = self.changed, self._candidates
+        if self._returns.renewals != self._renewals:
+            self._renewals, self._until_s = self._returns.renewals, math.inf
+            changed.update(candidates)
         elif now_s >= self._until_s:
-            changed.update([kind for kind, until_s in self._untils_s.items() if now_s >= until_s])
+            self._until_s = math.inf
+            for kind, (_, _, _, _, until_s) in candidates.items():
+                if now_s >= until_s:
+                    changed.add(kind)
+                elif until_s < self._until_s:
+                    self._until_s = until_s
         if changed:
-            for kind in changed:
-                self._compare(kind, now_s)
-            changed.clear()
-            if self._candidates:
-                self._until_s, self._least = min(self._untils_s.values()), min(self._candidates.values())[3]
-            else:
-                self._until_s, self._least = math.inf, None
-        return self._least
+            self._compare(now_s)
+        return self._least[3] if self._least is not None else None
 
-    def _compare(self, kind: int, now_s: float) -> None:
-        """Compare the oldest and the newest of a kind."""
-        queue = self.by_kind[kind]
-        if not queue:
-            self._candidates.pop(kind, None)
-            self._untils_s.pop(kind, None)
-            return
-        tables, chain, last = self._returns.tables, next(iter(queue)), next(reversed(queue))
-        used_s = chain.used_s
-        at = bisect_right(INNER_S, now_s - used_s)
-        worth, until_s = tables[chain.kind].worths()[at], used_s + _LEAVES_S[at]
-        if last is not chain:
-            last_s = last.used_s
-            at = bisect_right(INNER_S, now_s - last_s)
-            other, leaves_s = tables[last.kind].worths()[at], last_s + _LEAVES_S[at]
-            if leaves_s < until_s:  # noqa: PLR1730  (quicker)
-                until_s = leaves_s
-            if other < worth or (other == worth and last_s < used_s):
-                chain, worth, used_s = last, other, last_s
-        self._candidates[kind] = worth, used_s, kind, chain
-        self._untils_s[kind] = until_s * _EARLY
+    def _compare(self, now_s: float) -> None:
+        """Compare the oldest and the newest of each kind that has changed, and what comes of it with the others."""
+        changed, candidates, least, tables = self.changed, self._candidates, self._least, self._returns.tables
+        if least is not None and least[2] in changed:
+            least = None
+        for kind in changed:
+            queue = self.by_kind[kind]
+            if not queue:
+                candidates.pop(kind, None)
+                continue
+            chain, last = next(iter(queue)), next(reversed(queue))
+            table, used_s = tables[chain.kind], chain.used_s
+            at = bisect_right(INNER_S, now_s - used_s)
+            worth, until_s = (table.computed or table.worths())[at], used_s + _LEAVES_S[at]
+            if last is not chain:
+                table, last_s = tables[last.kind], last.used_s
+                at = bisect_right(INNER_S, now_s - last_s)
+                other, leaves_s = (table.computed or table.worths())[at], last_s + _LEAVES_S[at]
+                if leaves_s < until_s:  # noqa: PLR1730  (quicker)
+                    until_s = leaves_s
+                if other < worth or (other == worth and last_s < used_s):
+                    chain, worth, used_s = last, other, last_s
+            until_s *= _EARLY
+            if until_s < self._until_s:  # noqa: PLR1730  (as above)
+                self._until_s = until_s
+            mine = candidates[kind] = worth, used_s, kind, chain, until_s
+            if least is not None and mine < least:
+                least = mine
+        changed.clear()
+        self._least = least or min(candidates.values(), default=None)

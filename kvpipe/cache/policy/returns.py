@@ -28,11 +28,13 @@ USELESS: Final = 0.05  # of what is demoted, as much may come back all the same;
 TRUST_DECAY: Final = 0.995  # a return
 PROOF_MAX: Final = 0.25  # what one return can move the trust by, which is between -50 and 50 for that
 DISTRUST: Final = -4.0
+CHANCE_MAX: Final = 0.999  # that a chain returns within a bin
 RENEW_EVERY: Final = 8  # turns, one pace in turn; later less often
 RENEW_SHARE: Final = 256  # of all turns so far
 RENEW_MAX: Final = 64
 _EDGES_S: Final = [0.0, *(SHORTEST_S * 2 ** (at / PER_OCTAVE) for at in range(1, BINS + 1))]
-_WIDTHS_S: Final = [stop_s - start_s for start_s, stop_s in itertools.pairwise(_EDGES_S)]
+_WIDTHS_BACK_S: Final = [stop_s - start_s for start_s, stop_s in itertools.pairwise(_EDGES_S)][::-1]
+"""Of the bins, the last one first."""
 INNER_S: Final = _EDGES_S[1:-1]
 """The edges between bins, in seconds: the bin of an idle time is the number of edges that it has reached."""
 
@@ -196,7 +198,8 @@ class _Everybody:
         if self._usual is None:
             waiting, self._usual = self._ended, []
             for all_ in self._returned:
-                self._usual.append((all_ + 0.05) / (max(waiting, all_) + 1))
+                left = waiting if waiting > all_ else all_  # noqa: FURB136  (quicker)
+                self._usual.append((all_ + 0.05) / (left + 1))
                 waiting -= all_
         return self._usual
 
@@ -204,22 +207,25 @@ class _Everybody:
 class Table:
     """What chains of a kind are worth, by what was counted at some time. It is computed when it is first asked for."""
 
-    __slots__ = ("_ended", "_everybody", "_prior", "_returned", "_worths")
+    __slots__ = ("_ended", "_everybody", "_prior", "_returned", "computed")
 
     def __init__(self, ended: float, returned: list[float], prior: float, everybody: _Everybody) -> None:
         """`returned`: by bin of idle time, of `ended` chains. `everybody` counts for as much as `prior` of them."""
         self._ended, self._returned, self._prior, self._everybody = ended, returned, prior, everybody
-        self._worths: list[float] | None = None
+        self.computed: list[float] | None = None
+        """What `worths` returns, once it was asked for."""
 
     def worths(self) -> list[float]:
         """Return, by bin of idle time, the expected hits per second and chunk of a chain that has waited so long."""
-        if self._worths is None:
+        if self.computed is None:
             waiting, prior, chances = self._ended, self._prior, list[float]()
             for mine, of_all in zip(self._returned, self._everybody.usual(), strict=True):
-                chances.append(min(0.999, (mine + prior * of_all) / (max(waiting, mine) + prior)))
+                left = waiting if waiting > mine else mine  # noqa: FURB136  (as above)
+                chance = (mine + prior * of_all) / (left + prior)
+                chances.append(chance if chance < CHANCE_MAX else CHANCE_MAX)  # noqa: FURB136
                 waiting -= mine
-            self._worths = _indices(chances)
-        return self._worths
+            self.computed = _indices(chances)
+        return self.computed
 
 
 class _Useless(Table):
@@ -228,7 +234,7 @@ class _Useless(Table):
     __slots__ = ()
 
     def __init__(self) -> None:
-        self._worths = [0.0] * BINS
+        self.computed = [0.0] * BINS
 
 
 def _as_hinted(kind: int) -> list[float]:
@@ -249,13 +255,15 @@ def _indices(chances: list[float]) -> list[float]:
     `chances`: of each bin, the probability that a chain returns within it, if it has not returned before. Computed from
     the last bin on: a bin is joined with the following ones as long as waiting on has a larger index than giving up.
     """
-    out, ahead = [0.0] * BINS, list[tuple[float, float, float]]()  # hits, seconds, chance that it goes on behind them
-    for at in range(BINS - 1, -1, -1):
-        chance, width_s = chances[at], _WIDTHS_S[at]
-        hits, waits_s, stays = chance, -width_s * chance / math.log1p(-chance), 1 - chance
-        while ahead and ahead[-1][0] * waits_s > hits * ahead[-1][1]:
-            more, longer_s, still = ahead.pop()
+    out, ahead, log1p = list[float](), list[tuple[float, float, float]](), math.log1p
+    for chance, width_s in zip(reversed(chances), _WIDTHS_BACK_S, strict=True):
+        hits, waits_s, stays = chance, -width_s * chance / log1p(-chance), 1 - chance
+        while ahead:  # hits, seconds, chance that it goes on behind them
+            more, longer_s, still = ahead[-1]
+            if more * waits_s <= hits * longer_s:
+                break
             hits, waits_s, stays = hits + stays * more, waits_s + stays * longer_s, stays * still
+            ahead.pop()
         ahead.append((hits, waits_s, stays))
-        out[at] = hits / waits_s
-    return out
+        out.append(hits / waits_s)
+    return out[::-1]

@@ -13,7 +13,7 @@ from typing import Final
 from kvpipe.cache.hints import Action, Hint
 from kvpipe.cache.large import Ordered, order, table, untracked
 from kvpipe.cache.policy.base import Evictable
-from kvpipe.cache.policy.chain import NONE, NOTHING, Chain
+from kvpipe.cache.policy.chain import NONE, NOTHING, Chain, by_chain
 from kvpipe.cache.policy.duel import Duel
 from kvpipe.cache.policy.queues import Queues
 from kvpipe.cache.policy.recency import Recency
@@ -23,6 +23,7 @@ CHAIN_MAX: Final = 256  # chunks: to split a chain takes no longer than a chain 
 DEPTH_MAX: Final = 1024  # chains that follow each other
 FORGOTTEN_MAX: Final = 64  # identities at once, as to find the oldest one takes longer
 NOWHERE: Final = object()  # no chunk follows it
+NOBODY: Final = Chain(NOWHERE, NOWHERE, 0.0, orphan=False)  # has no chunks
 
 
 class Sessions:
@@ -31,6 +32,7 @@ class Sessions:
     def __init__(self, slots: int) -> None:
         """`slots` bounds what is remembered of chunks that are held, and of chains that went."""
         self._slots = max(1, slots)
+        self._known_max = 2 * self._slots
         self._returns = Returns()
         self._duel = Duel(self._slots, self._returns)
         self._revalued = self._duel.revalued
@@ -43,11 +45,11 @@ class Sessions:
         self._queues = Queues(slots, self._returns)
         self._orphans = self._queues.others
         self._recency = Recency(slots)  # of what is in the queues, and of orphans
-        self._tip = Chain(NOWHERE, NOWHERE, 0.0, orphan=False)  # where something was saved last
+        self._tip = NOBODY  # where something was saved last
         self._follows: Hashable = NOWHERE  # the identity of that
         self._now_s, self._over = 0.0, False
         self._touched: list[Evictable] = []  # of the request that is over, its end first
-        self._draining: Chain | None = None
+        self._draining = NOBODY
         self._bare = False  # nothing follows what is drained
         self._lost = 0  # chunks that requests saved and that were gone, or of no use, before one was over
         untracked(self._chains)
@@ -56,10 +58,10 @@ class Sessions:
 
     def request(self, now_s: float, *, over: bool) -> None:
         """See `SessionPolicy.request`."""
-        if self._touched:
-            self._settle()
         if over or self._over:
-            self._draining, self._over = None, over
+            if self._touched:
+                self._settle()
+            self._draining, self._over = NOBODY, over
             if over:
                 self._follows = NOWHERE
         if now_s > self._now_s:  # noqa: PLR1730  (quicker; what goes is chosen anew when requests end, not as time passes)
@@ -67,10 +69,8 @@ class Sessions:
 
     def insert(self, chunk: Evictable, *, hit: bool) -> None:
         """See `Policy.insert`."""
-        if self._touched:
-            self._settle()
         before = chunk.before
-        if before == self._follows and not chunk.place:  # as in the middle of a prompt
+        if before == self._follows and not chunk.place:  # as in the middle of a prompt; no request is over
             chain, identity, known = self._tip, chunk.identity, self._known
             stack = chain.stack
             if (
@@ -82,9 +82,11 @@ class Sessions:
                 chain.free += 1
                 self._free += 1
                 self._follows = identity
-                if len(known) > 2 * self._slots:
+                if len(known) > self._known_max:
                     self._forget_oldest()
                 return
+        if self._touched:
+            self._settle()
         self._insert(chunk, hit=hit)
 
     def _insert(self, chunk: Evictable, *, hit: bool) -> None:
@@ -99,7 +101,7 @@ class Sessions:
         """See `BatchPolicy.insert_all`."""
         if self._touched:
             self._settle()
-        runs = self._by_chain(chunks[::-1])
+        runs = by_chain(chunks[::-1], self._chains)
         if sum(map(len, runs.values())) < len(chunks):  # a new one may split chains
             for chunk in chunks:
                 self.insert(chunk, hit=hit)
@@ -125,29 +127,9 @@ class Sessions:
         chain.free += back
         self._free += back
         self._held -= back
-        if hit:
-            end = chain.stack[-1]
-            run = [end] if end in run else []  # only a prompt's end grows
-        for chunk in run:
+        end = chain.stack[-1]
+        for chunk in run if not hit else (end,) if end in run else ():  # of what was used only a prompt's end grows
             self._know(chunk.identity, chain)
-
-    def _by_chain(self, chunks: Sequence[Evictable]) -> dict[Chain, list[Evictable]]:
-        """Return those of `chunks`, the first of a prefix first, that are known, by their chains, each as they come."""
-        runs, at = dict[Chain, list[Evictable]](), 0
-        while at < len(chunks):
-            chunk = chunks[at]
-            chain = self._chains[chunk.place]
-            if chain is not None:
-                stack = chain.stack
-                if stack[0] is chunk and chain not in runs and len(stack) == chain.free + len(chain.held):
-                    run = [*chunks[at : at + len(stack)]]
-                    if run == stack[: len(run)]:  # its beginning, or all of it
-                        runs[chain] = run
-                        at += len(run)
-                        continue
-                runs.setdefault(chain, []).append(chunk)
-            at += 1
-        return runs
 
     def _insert_new(self, chunk: Evictable) -> None:
         identity, late = chunk.identity, self._over
@@ -190,7 +172,7 @@ class Sessions:
 
     def _know(self, identity: Hashable, chain: Chain) -> None:
         self._known[identity] = chain
-        if len(self._known) > 2 * self._slots:
+        if len(self._known) > self._known_max:
             self._forget_oldest()
 
     def _forget_oldest(self) -> None:
@@ -210,7 +192,7 @@ class Sessions:
         """See `BatchPolicy.remove_all`."""
         if self._touched:
             self._settle()
-        for chain, run in self._by_chain(chunks).items():
+        for chain, run in by_chain(chunks, self._chains).items():
             self._hold(chain, [one for one in run if one not in chain.held] if chain.held else run)
 
     def _hold(self, chain: Chain, run: list[Evictable]) -> None:
@@ -248,6 +230,7 @@ class Sessions:
         """See `Policy.refresh`."""
         if self._over:
             self._touched.append(chunk)
+            self._draining = NOBODY
             return
         chain = self._chains[chunk.place]
         if chain is not None and chain.ended_s is not None and chunk not in chain.held:
@@ -257,40 +240,47 @@ class Sessions:
         """See `BatchPolicy.refresh_all`."""
         if self._over:
             self._touched += chunks
+            self._draining = NOBODY
             return
         for chunk in chunks:
             self.refresh(chunk)
 
     def victim(self) -> Evictable | None:
         """See `Policy.victim`."""
+        chain = self._draining
+        stack = chain.stack
+        if not (self._bare and len(stack) == chain.free > 1):
+            return self._victim()
+        chunk = stack.pop()  # all of the chain may go, and it stays one
+        chunk.place, identity = 0, chunk.identity
+        chain.free -= 1
+        self._free -= 1
+        if stack[-1].identity != identity:
+            other = self._known.pop(identity, chain)
+            if other is not chain:
+                self._known[identity] = other
+        if chain.ended_s is None and not chain.orphan:
+            self._lost += 1
+        return chunk
+
+    def _victim(self) -> Evictable | None:
+        """As `victim`, of any chain."""
         if self._touched:
             self._settle()
         while self._free:
             chain = self._draining
-            if chain is None or not chain.free:
+            if not chain.free:
                 chain = self._worst()
                 if chain.stack[-1].identity in self._branches:
                     chain = self._end_of(chain)
-                self._draining = chain
             elif not self._bare:
-                chain = self._draining = self._end_of(chain)
-            self._bare = True  # what follows a chain follows its end
-            stack = chain.stack
-            if len(stack) == chain.free > 1:  # all of it may go, and it stays a chain
-                chunk = stack.pop()
-                chunk.place, identity = 0, chunk.identity
-                chain.free -= 1
-                self._free -= 1
-                if stack[-1].identity != identity and self._known.get(identity) is chain:
-                    del self._known[identity]
-            else:
-                last = self._pop(chain)
-                if last is None:
-                    continue
-                chunk = last
-            if chain.ended_s is None and not chain.orphan:
-                self._lost += 1
-            return chunk
+                chain = self._end_of(chain)
+            self._draining, self._bare = chain, True  # what follows a chain follows its end
+            chunk = self._pop(chain)
+            if chunk is not None:
+                if chain.ended_s is None and not chain.orphan:
+                    self._lost += 1
+                return chunk
         return None
 
     def __len__(self) -> int:
@@ -377,7 +367,7 @@ class Sessions:
         self._dequeue(chain)
         self._recency.forget(chain)
         if chain is self._draining:
-            self._draining = None
+            self._draining = NOBODY
 
     # ---- what follows what ---------------------------------------------------------------------------------------
 
@@ -404,8 +394,8 @@ class Sessions:
         self._follow(chain)
         if parent is not None and len(self._branches.get(before, ())) > 1:
             parent.shared = True
-        if self._draining is not None and (chain.orphan or self._draining.orphan):
-            self._draining = None
+        if chain.orphan or self._draining.orphan:
+            self._draining = NOBODY
         return chain
 
     def _follow(self, chain: Chain) -> None:
@@ -491,15 +481,15 @@ class Sessions:
         """It is valued as one of this kind that is used now."""
         if chain.learnt_kept:
             self._revalued.add(chain.learnt_kind)
-        if not chain.free:
-            chain.kind, chain.used_s = kind, self._now_s
-        else:
-            self._dequeue(chain)
-            chain.kind, chain.used_s = kind, self._now_s
-            self._enqueue(chain)
+        if chain.free:
+            if chain.orphan:
+                self._orphans.move_to_end(chain)
+            else:
+                self._queues.move(chain, chain.kind, kind)
             self._recency.renew(chain)
             if chain is self._draining:
-                self._draining = None
+                self._draining = NOBODY
+        chain.kind, chain.used_s = kind, self._now_s
 
     def hint(self, chunk: Evictable, hint: Hint) -> None:
         """See `HintedPolicy.hint`."""
@@ -523,7 +513,7 @@ class Sessions:
         chain.hint, kind = hint, hinted_kind(hint.action, hint.at_s - self._now_s)
         if self._returns.trusts:
             self._become(chain, kind)
-            self._draining = None  # what is saved may now promise less
+            self._draining = NOBODY  # what is saved may now promise less
 
     def _promises_less(self, chain: Chain, hint: Hint) -> bool:
         """Whether the hint would make a chain that waits worth less than it is."""
@@ -551,21 +541,21 @@ class Sessions:
                 break
             if begun is not stack:
                 self._leave_behind(chain, begun[-1])
-            self._used_until_now(chain)
-            prompt.append((chain, size))
+            self._wait(chain)
+            if not chain.orphan:  # of those, what was lost is counted
+                prompt.append((chain, size))
             at += size
         if at < many:
             prompt += self._put_in_order(touched[at:])
-        prompt = [(chain, size) for chain, size in prompt if not chain.orphan]  # of those, what was lost is counted
         if prompt and self._lost:
             prompt[0] = prompt[0][0], prompt[0][1] + self._lost
         self._lost = 0
-        self._duel.used(prompt[::-1], self._now_s)
+        self._duel.used(prompt, self._now_s)
 
     def _put_in_order(self, touched: list[Evictable]) -> list[tuple[Chain, int]]:
         """The order of a chain's chunks is that in which the request had them, the last one first.
 
-        Returns which chains there are, and how many chunks of each.
+        Returns which chains there are but those of orphans, and how many chunks of each.
         """
         chains: dict[Chain, dict[Evictable, None]] = {}
         for chunk in touched:
@@ -580,18 +570,16 @@ class Sessions:
                 order = [next(following) if one in free else one for one in chain.stack]
             chain.stack = order
             untracked(order)
-            self._used_until_now(chain)
-        return [(chain, len(chunks)) for chain, chunks in chains.items()]
-
-    def _used_until_now(self, chain: Chain) -> None:
-        if chain.ended_s is not None:
-            self._learn(chain)
-        self._wait(chain)
+            self._wait(chain)
+        return [(chain, len(chunks)) for chain, chunks in chains.items() if not chain.orphan]
 
     def _wait(self, chain: Chain) -> None:
         """No request uses it from now on."""
-        chain.ended_s, chain.paced = self._now_s, kind_of(chain.pace)
-        self._returns.waits(chain.paced)
-        self._become(chain, SILENT + chain.paced)
+        if chain.ended_s is not None:
+            self._learn(chain)
+        pace = chain.paced = kind_of(chain.pace)
+        chain.ended_s = self._now_s
+        self._returns.waits(pace)
+        self._become(chain, SILENT + pace)
         if chain.hint is not None:
             self._believe(chain, chain.hint)
