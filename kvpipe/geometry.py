@@ -20,9 +20,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import lcm
+from typing import TypeVar
 
 from kvpipe.errors import ConfigError
 
+T = TypeVar("T")
 SLOT_ALIGN_BYTES = 4096  # direct I/O and pinned copies want page-aligned slots
 
 
@@ -62,6 +64,33 @@ class Group:
     def bytes_per_block(self) -> int:
         """Bytes of one block in all of the group's layers, on this rank."""
         return sum(layer.page_bytes for layer in self.layers)
+
+
+class Paging:
+    """Which blocks of a request's table a cache group stores, and which pages of a chunk they fill."""
+
+    __slots__ = ("_blocks", "_pages", "_units")
+
+    def __init__(self, units_per_block: int, blocks_per_unit: int, pages_per_unit: int) -> None:
+        """See `Geometry`."""
+        self._units, self._blocks, self._pages = units_per_block, blocks_per_unit, pages_per_unit
+
+    def stored(self, table: Sequence[T], low: int, high: int) -> Sequence[T]:
+        """Return the stored ones of the blocks of units [low, high), one per page; fewer if `table` ends before.
+
+        `low` must be where a block begins; `high` may lie within one.
+        """
+        if (units := self._units) > 1:
+            return table[low // units : -(-high // units)]
+        blocks, pages = self._blocks, self._pages
+        if blocks == pages:
+            return table[low * blocks : high * blocks]
+        ends = range((low + 1) * blocks, high * blocks + 1, blocks)
+        return [block for end in ends for block in table[end - pages : end]]
+
+    def pages(self, units: int) -> int:
+        """Return how many pages the first `units` units of a chunk fill; the last page may be partly filled."""
+        return -(-units * self._pages // self._units)
 
 
 @dataclass(frozen=True)
@@ -137,27 +166,16 @@ class Geometry:
         """Whether some group stores only the last blocks of its units, so that a hit cannot end within a unit."""
         return self.pages_per_unit != self.blocks_per_unit
 
-    def blocks(self, group: int, low: int, high: int) -> Sequence[int]:
-        """Return the indices, in a request's block table, of the stored blocks of units [low, high): one per page.
-
-        `low` must be where a block begins; `high` may lie within one.
-        """
-        if (units := self.units_per_block[group]) > 1:
-            return range(low // units, -(-high // units))
-        blocks, pages = self.blocks_per_unit[group], self.pages_per_unit[group]
-        if blocks == pages:
-            return range(low * blocks, high * blocks)
-        ends = range((low + 1) * blocks, high * blocks + 1, blocks)
-        return [at for end in ends for at in range(end - pages, end)]
-
-    def pages(self, group: int, units: int) -> int:
-        """Return how many pages the first `units` units of a chunk fill; the last page may be partly filled."""
-        return -(-units * self.pages_per_unit[group] // self.units_per_block[group])
+    @cached_property
+    def paging(self) -> tuple[Paging, ...]:
+        """Per group: what is stored where."""
+        return tuple(map(Paging, self.units_per_block, self.blocks_per_unit, self.pages_per_unit))
 
     @cached_property
     def pages_per_chunk(self) -> tuple[int, ...]:
         """Per group: pages per chunk and layer; 1 for a group of states."""
-        return tuple(1 if g.state else self.pages(i, self.units_per_chunk) for i, g in enumerate(self.groups))
+        pages = [paging.pages(self.units_per_chunk) for paging in self.paging]
+        return tuple(1 if g.state else n for g, n in zip(self.groups, pages, strict=True))
 
     @cached_property
     def token_bytes(self) -> float:

@@ -68,9 +68,14 @@ class LoopThread:
         if self._stopping:
             return False
         self._inbox.append(item)
-        if wake and not self._awake:
-            self._ring()
+        if wake:
+            self.wake()
         return True
+
+    def wake(self) -> None:
+        """Have the loop handle what is in its inbox. On any thread."""
+        if not self._awake:
+            self._ring()
 
     def begin(self, task: Task) -> bool:
         """Run a background task from now on, like those given at the start. Returns as `put`."""

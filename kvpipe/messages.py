@@ -6,7 +6,7 @@ is copied to or from page `page` of slot `slot`, in every layer of the group. Th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
@@ -47,6 +47,13 @@ class Job(NamedTuple):
     def blocks(self) -> set[int]:
         """Return the ids of the paged blocks that the job touches."""
         return set(self.table()[:, 3].tolist())
+
+
+def rows_of(group: int, slot: int, pages: Sequence[int], blocks: Sequence[int]) -> list[int]:
+    """Return the rows between pages of one slot and as many blocks, one behind the other as in `Job.rows`."""
+    rows = [group, slot, 0, 0] * len(blocks)
+    rows[2::4], rows[3::4] = pages, blocks
+    return rows
 
 
 def table_of(jobs: Iterable[Job]) -> npt.NDArray[np.int32]:

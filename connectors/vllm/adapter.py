@@ -87,7 +87,7 @@ class Remedies(Recovery):
 
     def __init__(self, geometry: Geometry, room: LoadAdmission, *, adapts_encoder: bool = False) -> None:
         """`room`: for asynchronous loads. `adapts_encoder`: adapters apply to the encoder. Idle before `bind`."""
-        self._room, self._geometry = room, geometry
+        self._room, self._geometry, self._states = room, geometry, geometry.states
         self.block_tokens = [group.block_tokens for group in geometry.groups]
         self._stale = Stale(self.block_tokens)
         self._invalid = InvalidBlocks(geometry.groups[0].block_tokens, len(geometry.groups))
@@ -140,7 +140,7 @@ class Remedies(Recovery):
         blocks = self._blocks
         if blocks is None:
             return {}
-        if self._geometry.states and (wrong := overrun(step, requests, self._geometry)):
+        if self._states and (wrong := overrun(step, requests, self._geometry)):
             blocks.forget(wrong)
         if not loading:
             self._invalid.left.clear()

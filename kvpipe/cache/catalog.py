@@ -20,7 +20,7 @@ from kvpipe.cache.large import Ordered, by_key, order, untracked
 from kvpipe.cache.miss_reasons import EVICTED, RESET, TORN, Lost
 from kvpipe.cache.policy.base import Policy, RememberingPolicy, SessionPolicy
 from kvpipe.cache.policy.batches import batches
-from kvpipe.cache.policy.guard import takes_hints
+from kvpipe.cache.policy.guard import RescuedPolicy, takes_hints
 from kvpipe.cache.tenants import ANYBODY, Tenant, Tenants
 from kvpipe.statemachine import chunk as m
 from kvpipe.statemachine.core import Compiled, Cursor, Watch
@@ -134,6 +134,8 @@ class Catalog:
         """How many slots hold chunks that a reset has forgotten. They count as free."""
         self._chunks: list[Chunk | None] = [None] * slots  # all that are not ABSENT, each at its slot
         untracked(self._chunks)
+        if isinstance(policy, RescuedPolicy):
+            policy.bind(self._evictable)
         self._spared: Ordered[Chunk, None] = order(slots)  # evicted before the policy's victims; none is held
         self.ahead = Ahead(counters, self.account_of)
         self.leased: dict[Owner, list[Chunk]] = {}  # changed here alone
@@ -200,13 +202,16 @@ class Catalog:
         if timed:
             self.leased_since_s.setdefault(owner, now_s)
         idle: list[Chunk] = []
+        era, spared = self._era, self._spared
         try:
             for chunk in chunks:
-                self._check_era(chunk)
+                if chunk.era is not era:
+                    self._check_era(chunk)
                 chunk.fire(m.LEASE)
                 if not (chunk.leases or chunk.writers):
                     idle.append(chunk)
-                    self._spared.pop(chunk, None)
+                    if spared:
+                        spared.pop(chunk, None)
                 chunk.leases += 1
                 owned.append(chunk)  # one by one: a rejected chunk must not hide the leases before it
         finally:
@@ -309,7 +314,8 @@ class Catalog:
     def write(self, chunk: Chunk, stop: int, key: bytes, *, keep: bool, base: int = 0, before: bytes = b"") -> Piece:
         """Claim units [chunk.written, stop) of `chunk` for one job, and return the piece.
 
-        `key`: the prefix hash at `stop`. `before`: that at `base`, b"" if `base` is 0. `keep`, `base`: as of `Piece`.
+        `key`: the prefix hash at `stop`. `before`: that at `base`, b"" if `base` is 0, or the chunk has it already.
+        `keep`, `base`: as of `Piece`.
 
         Raises:
             ValueError: a reset has forgotten the chunk.
@@ -323,7 +329,9 @@ class Catalog:
             self._policy.remove(chunk)
             self._spared.pop(chunk, None)
         piece = Piece(chunk, chunk.written, stop, key, keep, base)
-        chunk.written, chunk.tail, chunk.before = stop, key, before and before + self._era
+        chunk.written, chunk.tail = stop, key
+        if before:
+            chunk.before = before + self._era
         chunk.writers += 1
         self._writing[chunk] = None
         self._pending[chunk.group].setdefault(key, chunk)
@@ -471,6 +479,11 @@ class Catalog:
         if self._request is not None:
             self._request(now_s, over=over)
         return now_s
+
+    def _evictable(self) -> list[Chunk]:
+        """Return all chunks that may be evicted, those used longest ago first. It looks at every slot."""
+        idle = (one for one in self._chunks if one is not None and one.state.row == m.READY and not one.held)
+        return sorted(idle, key=lambda chunk: chunk.used_s)
 
     def _evict_one(self) -> bool:
         if self.stale:

@@ -73,8 +73,11 @@ class Prefixes:
 
     def final_units(self, request: Request, tokens: int) -> int:
         """Return how many units of the first `tokens` tokens have final tokens and a key."""
-        units = min(tokens, request.num_tokens) // self._unit
-        hashed = (len(self.hashes(request)) - self._ahead) // self._hashes_per_unit
+        return self.hashed_units(self.hashes(request), min(tokens, request.num_tokens))
+
+    def hashed_units(self, hashes: Sequence[bytes], tokens: int) -> int:
+        """Return how many units of the first `tokens` tokens have a key, of a request with these `hashes`."""
+        units, hashed = tokens // self._unit, (len(hashes) - self._ahead) // self._hashes_per_unit
         return units if units <= hashed else max(0, hashed)
 
     def state_units(self, request: Request, tokens: int) -> int:
@@ -99,7 +102,7 @@ class Prefixes:
         if extra:
             indexes = [ChainMap(index, more) for index, more in zip(indexes, extra, strict=True)]  # type: ignore[arg-type]
         hashes = self.hashes(request)
-        best = self.final_units(request, request.num_tokens)
+        best = self.hashed_units(hashes, request.num_tokens)
         if self._partial and not continued and self._gives_back(request, best):
             best -= 1
         for group in self._full:
@@ -147,7 +150,7 @@ class Prefixes:
         hashes, lost = self.hashes(request), self._catalog.lost_keys
         if not hashes and request.block_hashes:
             return miss_reasons.ADAPTER
-        stop = self.final_units(request, request.num_tokens)
+        stop = self.hashed_units(hashes, request.num_tokens)
         if units >= stop or (units == stop - 1 and self._gives_back(request, stop)):
             return miss_reasons.BELOW_MINIMUM
         last = min(units // self._per_chunk * self._per_chunk + self._per_chunk, stop)
@@ -160,8 +163,8 @@ class Prefixes:
                     continue
                 if key in pending:
                     return miss_reasons.BEING_SAVED
-                if (why := reasons[hash(key) & mask].get(key)) is not None:
-                    return why
+                if key in (known := reasons[hash(key) & mask]):
+                    return known.get(key, miss_reasons.NOT_SAVED)  # operators ask on another thread
                 if key in forgotten:
                     return miss_reasons.RESET
         return miss_reasons.NOT_SAVED
@@ -177,10 +180,20 @@ class Prefixes:
         assert chunk is None or isinstance(chunk, Chunk)  # noqa: S101  (the catalog holds nothing else)
         return chunk
 
+    def chunks(self, group: int, hashes: Sequence[bytes], first: int, stop: int) -> list[Chunk | None]:
+        """Return the chunks of units [first, stop), each as `holding` does; of a group of states that of `stop`."""
+        if group in self._states:
+            return [self.holding(group, hashes, stop - 1, stop)]
+        per_chunk, rest = self._per_chunk, stop % self._per_chunk
+        whole = self._keys(hashes, first - first % per_chunk + per_chunk, stop, per_chunk)
+        found = list(map(self._catalog.index(group).get, whole))
+        if rest:
+            found.append(self.holding(group, hashes, stop - rest, stop))
+        return found
+
     def _holding(self, index: Index, hashes: Sequence[bytes], base: int, stop: int) -> object | None:
-        last = min(base + self._per_chunk, (len(hashes) - self._ahead) // self._hashes_per_unit)
-        for units in range(stop, last + 1):
-            chunk = index.get(self.key(hashes, units))
+        for key in self._keys(hashes, stop, base + self._per_chunk):
+            chunk = index.get(key)
             if chunk is not None:
                 return chunk
         return None
@@ -204,11 +217,11 @@ class Prefixes:
         return hashes[first * per_unit - 1 + ahead : last * per_unit + ahead : step * per_unit]
 
     def _longest_full(self, index: Index, hashes: Sequence[bytes], best: int) -> int:
-        per_chunk = self._per_chunk
-        whole = self._keys(hashes, per_chunk, best, per_chunk)
-        held = index.leading(whole) if isinstance(index, Shards) else len(list(takewhile(index.__contains__, whole)))
-        base = held * per_chunk
-        return self._longest_in_last_chunk(index, hashes, min(best, base + per_chunk - 1))
+        per_chunk, held = self._per_chunk, 0
+        if best >= per_chunk and self.key(hashes, per_chunk) in index:  # else, of a long prompt, no other key is read
+            whole = self._keys(hashes, per_chunk, best, per_chunk)
+            held = index.leading(whole) if isinstance(index, Shards) else len([*takewhile(index.__contains__, whole)])
+        return self._longest_in_last_chunk(index, hashes, min(best, held * per_chunk + per_chunk - 1))
 
     def _longest_in_last_chunk(self, index: Index, hashes: Sequence[bytes], best: int) -> int:
         base = best // self._per_chunk * self._per_chunk

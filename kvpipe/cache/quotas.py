@@ -8,13 +8,14 @@ gives away slots within its share to another. Each account has a policy of its o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
 from kvpipe.cache.catalog import Catalog, Chunk
 from kvpipe.cache.hints import Hint
 from kvpipe.cache.policy.base import Evictable, Policy, RememberingPolicy, SessionPolicy
-from kvpipe.cache.policy.guard import takes_hints
+from kvpipe.cache.policy.guard import RescuedPolicy, takes_hints
 from kvpipe.cache.tenants import ANYBODY, Tenant, kept_salt
 from kvpipe.quota_spec import OTHERS, QuotaSpec, salts
 from kvpipe.trace.log import Counters
@@ -162,6 +163,9 @@ class SharedCatalog(Catalog):
         """`accounts`: made for the same number of slots. See `Catalog` for the rest."""
         super().__init__(slots, groups, accounts, counters, ready=ready, clock=clock)
         self.accounts = accounts
+        for account in accounts.all:
+            if isinstance(account.policy, RescuedPolicy):
+                account.policy.bind(functools.partial(self._evictable_of, account))
         accounts.secure(self.ready)
         if accounts.others.request is None:
             self._request = None
@@ -211,6 +215,10 @@ class SharedCatalog(Catalog):
         """Do nothing and return 0: the accounts decide what is evicted."""
         del chunks
         return 0
+
+    def _evictable_of(self, account: Account) -> list[Chunk]:
+        """Return those of `_evictable` that an account has."""
+        return [chunk for chunk in self._evictable() if self.accounts.of(chunk.tenant) is account]
 
     def _evict_of(self, account: Account) -> bool:
         """Have the account that asks, which is at its limit, give one of its slots. False: it has none to give."""

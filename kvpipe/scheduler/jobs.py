@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import struct
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -18,7 +17,6 @@ from kvpipe.trace.log import Counters
 
 if TYPE_CHECKING:
     from kvpipe.scheduler.report import RequestReporter
-    from kvpipe.scheduler.saves import Row
 
 
 _BELIEVED = frozenset({m.SENT, m.DONE})
@@ -118,12 +116,12 @@ class Jobs:
         self._numbers += 1
         return self._numbers
 
-    def save(self, tracked: Tracked, rows: list[Row], pieces: tuple[Piece, ...], first_unit: int) -> JobInFlight:
-        """Begin a save of `pieces`, from unit `first_unit` of the prefix on."""
+    def save(self, tracked: Tracked, rows: list[int], pieces: tuple[Piece, ...], first_unit: int) -> JobInFlight:
+        """Begin a save of `pieces`, from unit `first_unit` of the prefix on. `rows`: as of `messages.rows_of`."""
         return self._begin(_SAVE, tracked, rows, None, pieces, first_unit)
 
     def load(
-        self, kind: Kind, tracked: Tracked, rows: list[Row], owner: Owner, *, tokens: int = 0, leases: int = 0
+        self, kind: Kind, tracked: Tracked, rows: list[int], owner: Owner, *, tokens: int = 0, leases: int = 0
     ) -> JobInFlight:
         """Begin a load of `tokens` tokens for `owner`, which holds `leases` leases. With 0 tokens it will fail."""
         load = self._begin(int(kind), tracked, rows, owner, tokens=tokens, leases=leases)
@@ -135,14 +133,14 @@ class Jobs:
         self,
         kind: int,
         tracked: Tracked,
-        rows: list[Row],
+        rows: list[int],
         owner: Owner | None,
         pieces: tuple[Piece, ...] = (),
         first_unit: int = 0,
         tokens: int = 0,
         leases: int = 0,
     ) -> JobInFlight:
-        packed = struct.pack(f"<{4 * len(rows)}i", *itertools.chain.from_iterable(rows))
+        packed = struct.pack(f"<{len(rows)}i", *rows)
         job = Job(self.new_id(), kind, tracked.request.request_id, tracked.life.epoch, packed)
         begun = JobInFlight(self.machine, job, tracked, owner, pieces, first_unit, tokens, leases)
         self._report.begun(begun)  # first: what fails here is not in flight

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain, compress, starmap
 from typing import TYPE_CHECKING
 
 from kvpipe.cache.catalog import Catalog, Chunk, Owner
 from kvpipe.cache.prefixes import Prefixes
 from kvpipe.config import Settings
 from kvpipe.geometry import Geometry
-from kvpipe.messages import BROKEN, LOAD_ASYNC, LOAD_SYNC, Job
+from kvpipe.messages import BROKEN, LOAD_ASYNC, LOAD_SYNC, Job, rows_of
 from kvpipe.scheduler.jobs import JobInFlight, Jobs
 from kvpipe.scheduler.records import Tracked
 from kvpipe.scheduler.requests import Requests
-from kvpipe.scheduler.saves import Row
 from kvpipe.scheduler.stall import Stall
 from kvpipe.statemachine import lookup as lookup_m
 from kvpipe.statemachine import request as m
@@ -55,6 +54,7 @@ class Loading:
         self._requests, self._jobs, self._staging = requests, jobs, staging
         self._recovery, self._report, self._trace = recovery, report, trace
         self._unit, self._per_chunk = geometry.unit_tokens, geometry.units_per_chunk
+        self._paging, self._pages = geometry.paging, geometry.pages_per_chunk
         self.between_steps = settings.load == "async" or stages > 1 or geometry.loads_between_steps
         either = settings.load == "auto" and not self.between_steps
         self.stall = Stall(geometry, settings.stall_ms_max) if either else None
@@ -117,8 +117,9 @@ class Loading:
             self._counters.fault("load_not_planned", request=request.request_id, error=repr(e))
             self._catalog.release(owner)
             tracked.saving.give_up()
-            rows = [(group, BROKEN, 0, b.block_id) for group, t in enumerate(tables) for b in t if not b.is_null]
-        self._recovery.planned([row[3] for row in rows])
+            blocks = [[block.block_id for block in table if not block.is_null] for table in tables]
+            rows = list(chain.from_iterable(starmap(_broken, enumerate(blocks))))
+        self._recovery.planned(rows[3::4])
         self._due.append(self._jobs.load(kind, tracked, rows, owner, tokens=external_tokens, leases=len(chunks)))
         if waits:
             self._requests.waiting[request.request_id] = request
@@ -140,7 +141,7 @@ class Loading:
         try:
             read_early = self._recovery.begin_step(step, self._requests, loading=self._jobs.sync_loads > 0)
             if read_early:
-                jobs += itertools.starmap(self._plan_failing_load, read_early.items())
+                jobs += starmap(self._plan_failing_load, read_early.items())
         except Exception as e:  # noqa: BLE001  (the engine counts on the other loads of the plan)
             self._counters.fault("spoiled_blocks_not_reported", error=repr(e))
         return jobs
@@ -158,7 +159,7 @@ class Loading:
         owner = Owner(request_id, self._requests.new_epoch())  # its own: another load of the request may be in flight
         self._catalog.lease(owner, [])
         try:
-            job = self._jobs.load(LOAD_SYNC, tracked, [(0, BROKEN, 0, block) for block in blocks], owner).job
+            job = self._jobs.load(LOAD_SYNC, tracked, _broken(0, blocks), owner).job
         except Exception:
             self._catalog.release(owner)
             raise
@@ -167,14 +168,14 @@ class Loading:
 
     def rows(
         self, request: Request, tables: Tables, first: int, stop: int, *, beyond: int = 0
-    ) -> tuple[list[Row], list[Chunk]]:
+    ) -> tuple[list[int], list[Chunk]]:
         """Return the rows that copy units [first, stop) into the request's blocks, and the chunks that they read.
 
         `beyond`: how many tokens of the last unit are wanted; 0: all. A chunk that is gone gets rows that fail the job.
 
         Raises:
             LookupError: `first` lies within a block; a part of a unit is wanted where states or windows rule that out;
-                or there is no block for a state.
+                or there is no block for a state, or for all tokens.
 
         """
         if first % self._geometry.whole_units:  # of which the engine has the beginning, and perhaps shares it
@@ -183,41 +184,47 @@ class Loading:
         if beyond and (self._geometry.states or self._geometry.tails):
             msg = f"blocks for {beyond} tokens of a unit, whose state nobody has"
             raise LookupError(msg)
-        hashes = self._prefixes.hashes(request)
-        rows: list[Row] = []
+        rows: list[int] = []
         chunks: list[Chunk] = []
         for group, table in enumerate(tables):
-            for base, low, high in self._stretches(group, table, first, stop):
-                wanted = [
-                    (page, table[at].block_id)
-                    for page, at in enumerate(
-                        self._geometry.blocks(group, low, high), self._geometry.pages(group, low - base)
-                    )
-                    if not table[at].is_null
-                ]
-                if not wanted:  # wholly outside of a sliding window
-                    continue
-                chunk = self._prefixes.holding(group, hashes, base, high)
-                if chunk is None:
-                    self._counters.fault("hit_vanished", request=request.request_id)
-                    rows += [(group, BROKEN, page, block) for page, block in wanted]
-                    continue
-                if self._partial_use(chunk, hashes, high):
-                    self._catalog.keep_mark(chunk, self._prefixes.key(hashes, high))
-                chunks.append(chunk)
-                rows += [(group, chunk.slot, page, block) for page, block in wanted]
+            more, read = self._group_rows(request, group, table, first, stop)
+            rows += more
+            chunks += read
         return rows, chunks
 
-    def _stretches(self, group: int, table: Sequence[Block], first: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (first unit of a chunk, low, high): of each chunk, the units [low, high) that [first, stop) needs."""
+    def _group_rows(
+        self, request: Request, group: int, table: Sequence[Block], first: int, stop: int
+    ) -> tuple[list[int], Iterable[Chunk]]:
+        """Return what `rows` does, of one cache group."""
+        paging, in_chunk, base = self._paging[group], self._pages[group], first - first % self._per_chunk
         if group in self._geometry.states:
-            if table[(stop - 1) // self._geometry.units_per_block[group]].is_null:
+            first = base = stop - 1
+            if table[first // self._geometry.units_per_block[group]].is_null:
                 msg = f"no block for the state of {stop} units"
                 raise LookupError(msg)
-            yield stop - 1, stop - 1, stop
-            return
-        for base in range(first // self._per_chunk * self._per_chunk, stop, self._per_chunk):
-            yield base, max(base, first), min(base + self._per_chunk, stop)
+        stored, page = paging.stored(table, first, stop), paging.pages(first - base)
+        if len(stored) < paging.pages(stop - base) - page:
+            msg = f"a table of {len(table)} blocks for {stop} units"
+            raise LookupError(msg)
+        hashes = self._prefixes.hashes(request)
+        chunks = self._prefixes.chunks(group, hashes, first, stop)
+        pages = (list(range(in_chunk)) * len(chunks))[page : page + len(stored)]
+        whose = list(chain.from_iterable(zip(*[chunks] * in_chunk, strict=True)))[page : page + len(stored)]
+        blocks = [block.block_id for block in stored if not block.is_null]
+        if len(blocks) < len(stored):  # the others lie before a sliding window
+            wanted = [not block.is_null for block in stored]
+            pages, whose = list(compress(pages, wanted)), list(compress(whose, wanted))
+            chunks = list(dict.fromkeys(whose))
+        if None in chunks:
+            self._counters.fault("hit_vanished", request=request.request_id)
+        last = chunks[-1] if chunks and stop % self._per_chunk else None
+        if last is not None and last.marks[-1].key == (end := self._prefixes.key(hashes, stop)):
+            self._catalog.keep_mark(last, end)
+        rows = rows_of(group, BROKEN, pages, blocks)
+        rows[1::4] = [chunk.slot if chunk is not None else BROKEN for chunk in whose]
+        return rows, filter(None, chunks)
 
-    def _partial_use(self, chunk: Chunk, hashes: Sequence[bytes], stop: int) -> bool:
-        return stop % self._per_chunk != 0 and chunk.marks[-1].key == self._prefixes.key(hashes, stop)
+
+def _broken(group: int, blocks: Sequence[int]) -> list[int]:
+    """Return rows of `blocks` that fail their job on every rank."""
+    return rows_of(group, BROKEN, [0] * len(blocks), blocks)

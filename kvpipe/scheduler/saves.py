@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from kvpipe.cache.catalog import Catalog, Chunk, Piece
 from kvpipe.cache.prefixes import Prefixes
 from kvpipe.config import Settings
 from kvpipe.geometry import Geometry
+from kvpipe.messages import rows_of
 from kvpipe.scheduler.records import OpenChunk, Tracked
 from kvpipe.statemachine import saving as saving_m
 from kvpipe.trace.log import Counters
@@ -23,12 +24,8 @@ if TYPE_CHECKING:
 NO_END: Final = -1
 """In place of a number of tokens: nothing new is final."""
 
-Row = tuple[int, int, int, int]
-"""Group, slot, page, block: see `kvpipe.messages`."""
 State = tuple[int, int, int]
 """Group, block, tokens: see `kvpipe.scheduler.base.OfferedStates`."""
-
-_NOTHING: Final[Mapping[str, Sequence[State]]] = {}
 
 
 class Saving:
@@ -51,7 +48,7 @@ class Saving:
         self._geometry, self._catalog = geometry, catalog
         self._prefixes, self._counters, self._trace = prefixes, counters, trace
         self._requests, self._jobs = requests, jobs
-        self._unit, self._per_chunk = geometry.unit_tokens, geometry.units_per_chunk
+        self._unit, self._per_chunk, self._paging = geometry.unit_tokens, geometry.units_per_chunk, geometry.paging
         self._states, self._whole = geometry.states, geometry.whole_units
         self._step = int(self._whole == 1) if self._partial else self._per_chunk
         """After how many further units a save is worth it; 0: `_more` decides."""
@@ -83,8 +80,7 @@ class Saving:
     def plan_step(self, step: Step) -> list[Job]:
         """Plan a save for every request with newly final units."""
         jobs: list[Job] = []
-        tracked_of, offered = self._requests.tracked, self._offered(step) if self._states else _NOTHING
-        uncut = self._uncut
+        tracked_of, states = self._requests.tracked, self._offered(step) if self._states else {}
         for request_id, scheduled in step.num_scheduled_tokens.items():
             try:
                 tracked = tracked_of[request_id]
@@ -92,35 +88,27 @@ class Saving:
                 self._counters.fault("scheduled_unknown_request", request=request_id)
                 continue
             end = tracked.request.num_computed_tokens + scheduled
-            if end >= tracked.saving.next_save_at_tokens or (offered and request_id in offered):
-                if uncut and tracked.request.resumable:
-                    continue
-                job = self._try_save(tracked, end, offered.get(request_id, ()))
-                if job is not None:
-                    jobs.append(job)
-        for request_id, states in offered.items():
-            if request_id not in step.num_scheduled_tokens:
-                job = self._save_states(request_id, states)
-                if job is not None:
-                    jobs.append(job)
+            if end >= tracked.saving.next_save_at_tokens:
+                jobs += self._try_save(tracked, end, states.pop(request_id, ()))
+        for request_id, offered in states.items():  # confirmed late, of requests without tokens, too: offered only once
+            if request_id in tracked_of:
+                jobs += self._try_save(tracked_of[request_id], NO_END, offered)
         return jobs
 
-    def _save_states(self, request_id: str, states: Sequence[State]) -> Job | None:
-        """Plan to save states of a request without tokens in this step: confirmed late, they are offered only once."""
-        tracked = self._requests.tracked.get(request_id)
-        if tracked is None or tracked.request.resumable:
-            return None
-        return self._try_save(tracked, NO_END, states)
-
-    def _offered(self, step: Step) -> Mapping[str, Sequence[State]]:
+    def _offered(self, step: Step) -> dict[str, Sequence[State]]:
         """Return, by request id, the states that are final once `step` has been computed."""
         states: OfferedStates | None = getattr(step, "kv_connector_block_state", None)
-        return states.boundary_state_offloads if states is not None else _NOTHING
+        return dict(states.boundary_state_offloads) if states is not None else {}
 
-    def _try_save(self, tracked: Tracked, end: int, states: Sequence[State]) -> Job | None:
-        """Plan one request's save. Never raises, as the step's loads depend on the plan: a failure costs one save."""
+    def _try_save(self, tracked: Tracked, end: int, states: Sequence[State]) -> Sequence[Job]:
+        """Plan one request's save. Never raises, as the step's loads depend on the plan: a failure costs one save.
+
+        Returns the job, if there is something to save.
+        """
+        if self._uncut and tracked.request.resumable:
+            return ()
         pieces: list[Piece] = []
-        rows: list[Row] = []
+        rows: list[int] = []
         progress = tracked.saving
         self._trace.about(tracked.request.request_id, tracked.life.epoch)
         try:
@@ -131,21 +119,22 @@ class Saving:
                 for group, block, tokens in states:
                     rows += self._plan_state(tracked, group, block, tokens, pieces)
             if not pieces:
-                return None
-            return self._jobs.save(tracked, rows, tuple(pieces), first).job
+                return ()
+            return (self._jobs.save(tracked, rows, tuple(pieces), first).job,)
         except Exception as e:  # noqa: BLE001
             self._counters.fault("save_not_planned", request=tracked.request.request_id, error=repr(e))
             self._jobs.lose(pieces)
             tracked.saving.give_up()
-            return None
+            return ()
 
-    def plan(self, tracked: Tracked, end: int, pieces: list[Piece]) -> tuple[list[Row], int]:
+    def plan(self, tracked: Tracked, end: int, pieces: list[Piece]) -> tuple[list[int], int]:
         """Claim the final units of the first `end` tokens that are not saved yet; append their pieces to `pieces`.
 
         Returns the rows that save the pieces, and the first unit of all of them.
         """
         request, progress = tracked.request, tracked.saving
-        units = self._prefixes.final_units(request, end)
+        hashes = self._prefixes.hashes(request)
+        units = self._prefixes.hashed_units(hashes, min(end, request.num_tokens))
         done = False
         if not self._decode:
             prompt_units = self._prefixes.units_within(request.num_prompt_tokens)
@@ -165,9 +154,8 @@ class Saving:
             progress.planned(self._prefixes.computed_tokens(request, units + more))
         if units == progress.saved_units:
             return [], units
-        prompt_units, hashes = self._prefixes.units_within(request.num_prompt_tokens), self._prefixes.hashes(request)
-        ends = {prompt_units, *self._boundaries(request)}
-        rows: list[Row] = []
+        ends = self._prefixes.units_within(request.num_prompt_tokens), *self._boundaries(request)
+        rows: list[int] = []
         first, progress.saved_units = progress.saved_units, units
         for group in self._growing:
             table = self._table(tracked, group)
@@ -178,8 +166,7 @@ class Saving:
                     progress.opened[group] = None
                     self._counters["save_known"] += 1
                     continue
-                rows += self._claim(tracked, hashes, group, table, base, low, high, pieces, keep=high in ends)
-        self._counters["units_saved"] += sum(p.stop - p.start for p in pieces)
+                rows += self._claim(tracked, hashes, key, group, table, base, low, high, pieces, keep=high in ends)
         return rows, first
 
     def _worth_a_page(self, request: Request, units: int, saved: int) -> int:
@@ -197,7 +184,7 @@ class Saving:
             return 1
         return min([whole, *(end - units for end in self._boundaries(request) if end > units)])
 
-    def _plan_state(self, tracked: Tracked, group: int, block: int, tokens: int, pieces: list[Piece]) -> list[Row]:
+    def _plan_state(self, tracked: Tracked, group: int, block: int, tokens: int, pieces: list[Piece]) -> list[int]:
         """Claim the state of one boundary, if it is worth a slot, into `pieces`. Returns the row that saves it."""
         request, (units, beyond) = tracked.request, divmod(tokens, self._unit)
         if beyond or group not in self._states or not self._worth(request, units):
@@ -218,7 +205,7 @@ class Saving:
             return []
         pieces.append(self._catalog.write(chunk, 1, key, keep=True, base=units - 1))
         self._counters["states_saved"] += 1
-        return [(group, chunk.slot, 0, block)]
+        return [group, chunk.slot, 0, block]
 
     def _worth(self, request: Request, units: int) -> bool:
         """Whether a later prompt may continue after `units` units: a prompt ends or branches there, or an answer ends.
@@ -241,16 +228,15 @@ class Saving:
         return max(0, min(last, (tokens - 1) // self._unit)), branch - branch % self._branches
 
     def _claim(
-        self, tracked: Tracked, hashes: Sequence[bytes], group: int, table: Sequence[Block], base: int, low: int,
-        high: int, pieces: list[Piece], *, keep: bool,
-    ) -> list[Row]:  # fmt: skip
+        self, tracked: Tracked, hashes: Sequence[bytes], key: bytes, group: int, table: Sequence[Block], base: int,
+        low: int, high: int, pieces: list[Piece], *, keep: bool,
+    ) -> list[int]:  # fmt: skip
         """Claim units [low, high) of the chunk from unit `base` on: in a chunk that ends at `low` if there is one.
 
-        Otherwise in a new chunk, from `base` on. Appends the piece to `pieces`, and returns the rows that save it; none
-        if there is no slot, or blocks have left a sliding window.
+        Otherwise in a new chunk, from `base` on. `key`: that at `high`. Appends the piece to `pieces`, and returns the
+        rows that save it; none if there is no slot, or blocks have left a sliding window.
         """
-        key = self._prefixes.key(hashes, high)
-        progress = tracked.saving
+        progress, paging = tracked.saving, self._paging[group]
         opened, progress.opened[group] = progress.opened[group], None
         chunk: Chunk | None = None
         if low > base and not low % self._whole:  # else the page that has its end is found already, and stays as it is
@@ -264,26 +250,24 @@ class Saving:
                     chunk = found
             if chunk is not None and not self._catalog.holds(chunk):
                 chunk = None
-        blocks = self._geometry.blocks(group, low if chunk is not None else base, high)
-        if _any_null(table, blocks):
+        start, stop = low if chunk is not None else base, high - base
+        blocks = [block.block_id for block in paging.stored(table, start, high) if not block.is_null]
+        page = paging.pages(start - base)
+        if len(blocks) < paging.pages(stop) - page:
             self._counters["save_out_of_window"] += 1
             return []
+        follows = b""  # as it is already
         if chunk is None:
             chunk = self._catalog.reserve(group, self._prefixes.tenant(tracked.request))
             if chunk is None:
                 return []
-        follows = self._prefixes.key(hashes, base) if base else b""
-        piece = self._catalog.write(chunk, high - base, key, keep=keep, base=base, before=follows)
-        pieces.append(piece)
-        progress.opened[group] = OpenChunk(base, chunk, high - base, key)
-        first = self._geometry.pages(group, piece.start)
-        return [(group, chunk.slot, page, table[at].block_id) for page, at in enumerate(blocks, first)]
+            follows = self._prefixes.key(hashes, base) if base else b""
+        pieces.append(self._catalog.write(chunk, stop, key, keep=keep, base=base, before=follows))
+        self._counters["units_saved"] += high - start
+        progress.opened[group] = OpenChunk(base, chunk, stop, key)
+        return rows_of(group, chunk.slot, range(page, page + len(blocks)), blocks)
 
     def _table(self, tracked: Tracked, group: int) -> Sequence[Block]:
         """Return the engine's block table of the request as it is now. It must not be kept."""
         assert self.blocks is not None  # noqa: S101  (bound before the first step)
         return self.blocks.table(tracked.request.request_id, group)
-
-
-def _any_null(table: Sequence[Block], blocks: Sequence[int]) -> bool:
-    return len(table) <= blocks[-1] or any(table[i].is_null for i in blocks)

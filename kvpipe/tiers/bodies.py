@@ -82,7 +82,7 @@ class Bodies:
             flat[at:] = 0  # padding: nobody else's bytes go out
 
     def _pages(self, group: int, units: int) -> int:
-        return self._geometry.pages(group, units)
+        return self._geometry.paging[group].pages(units)
 
     def _stretches(self, slot: int, group: int, units: int) -> list[tuple[slice, Bytes]]:
         out, at, pages = [], 0, self._pages(group, units)

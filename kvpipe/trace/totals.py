@@ -12,14 +12,14 @@ Totals = dict[str, Mapping[str, float]]
 """By name of the metric, by value of its label ("": it has none): the number."""
 
 _NS_PER_S: Final = 1e9
+_NAMES: Final = {kind: kind.name.lower() for kind in Kind}
 
 
 def copied(sizes: Mapping[Kind, int], times_ns: Mapping[Kind, int]) -> Totals:
     """Return a rank's copied bytes and seconds, by kind of job."""
-    names = {kind: kind.name.lower() for kind in Kind}
     return {
-        "copied_bytes": {names[kind]: size for kind, size in sizes.items()},
-        "copy_seconds": {names[kind]: ns / _NS_PER_S for kind, ns in times_ns.items()},
+        "copied_bytes": {_NAMES[kind]: size for kind, size in sizes.items()},
+        "copy_seconds": {_NAMES[kind]: ns / _NS_PER_S for kind, ns in times_ns.items()},
     }
 
 

@@ -111,8 +111,7 @@ class CopyPlan:
         """Return the spans of cache group `group`, computed at the first call."""
         made = self._spans.get(group)
         if made is None:
-            rows = self.rows[group]
-            made = self._spans[group] = [_span(part) for part in np.split(rows, self.cuts[group][1:]) if len(part)]
+            made = self._spans[group] = _spans(self.rows[group], self.cuts[group])
         return made
 
 
@@ -120,19 +119,31 @@ def _merge(
     rows: npt.NDArray[np.int64], owners: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return (runs, cuts) of (slot, page, block) rows: a run is adjacent on both sides and of one job of `owners`."""
-    step = np.diff(rows, axis=0)
-    same_span = (step[:, 0] == 0) & (step[:, 1] == 1)
-    same_run = same_span & (step[:, 2] == 1) & (np.diff(owners) == 0)
-    first = np.flatnonzero(np.append(len(rows) > 0, ~same_run)[: len(rows)])
-    length = np.diff(np.append(first, len(rows)))
-    runs = np.column_stack([owners[first], rows[first], length]).astype(np.int64)
-    return runs, np.flatnonzero(np.append(len(rows) > 0, ~same_span)[: len(rows)])
+    slot, page, block = (rows[1:] - rows[:-1]).T
+    span, run = np.ones((2, len(rows)), bool)  # whether one begins at each row
+    span[1:] = (slot != 0) | (page != 1)
+    run[1:] = span[1:] | (block != 1) | (owners[1:] != owners[:-1])
+    first = run.nonzero()[0]
+    runs = np.empty((len(first), 5), np.int64)
+    runs[:, 0], runs[:, 1:4], runs[:-1, 4], runs[-1:, 4] = owners[first], rows[first], first[1:], len(rows)
+    runs[:, 4] -= first
+    return runs, span.nonzero()[0]
 
 
-def _span(part: npt.NDArray[np.int64]) -> SlotSpan:
-    blocks = np.ascontiguousarray(part[:, 2])
-    slot, page, block = part[0].tolist()
-    return SlotSpan(slot, page, len(part), block, bool((np.diff(blocks) == 1).all()), blocks)
+def _spans(rows: npt.NDArray[np.int64], cuts: npt.NDArray[np.int64]) -> list[SlotSpan]:
+    if not len(rows):
+        return []
+    blocks = np.ascontiguousarray(rows[:, 2])
+    apart = np.ones(len(rows), bool)  # from the block before
+    apart[1:] = blocks[1:] != blocks[:-1] + 1
+    apart[cuts] = False
+    adjacent = (~np.logical_or.reduceat(apart, cuts)).tolist()
+    starts, firsts = cuts.tolist(), rows[cuts].tolist()
+    stops = *starts[1:], len(rows)
+    return [
+        SlotSpan(slot, page, stop - start, block, near, blocks[start:stop])
+        for (slot, page, block), start, stop, near in zip(firsts, starts, stops, adjacent, strict=True)
+    ]
 
 
 class Ticket:
@@ -143,7 +154,7 @@ class Ticket:
     """
 
     __slots__ = (
-        "_landed", "batch", "begun_ns", "born_ns", "failed", "layer", "mark", "ordinal", "sink", "state",
+        "_landed", "batch", "begun_ns", "born_ns", "done_ns", "failed", "layer", "mark", "ordinal", "sink", "state",
     )  # fmt: skip
 
     def __init__(self, batch: object, layer: int, ordinal: int, sink: Callable[[Ticket], object]) -> None:
@@ -153,6 +164,7 @@ class Ticket:
         self.mark: object = None  # for the engine's own use: what device work is ordered after
         self.state = QUEUED
         self.born_ns = self.begun_ns = time.monotonic_ns()  # an engine that holds it back sets `begun_ns`
+        self.done_ns = self.born_ns  # until it is completed
         self._landed = threading.Lock()
         self._landed.acquire()
 
@@ -200,7 +212,7 @@ class Ticket:
                     self.state = BEGUN
         if (state := self.state) is OVER or state is DONE:
             raise self._illegal("complete", "it was completed twice")
-        self.failed = failed  # first: who sees that it is over sees how
+        self.failed, self.done_ns = failed, time.monotonic_ns()  # first: who sees that it is over sees how
         self.state = OVER
         self.sink(self)
         self.state = DONE

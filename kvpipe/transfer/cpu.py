@@ -117,17 +117,18 @@ class CpuEngine:
         group, index = self._geometry.layers[layer]
         view, words, offset = self._views[layer], self._words[layer], self._geometry.layer_offsets[group][index]
         saving, size, flat = plan.direction is Direction.SAVE, view.page_bytes, self._pool.tensor
+        slot_bytes, pool, dense, stride = self._geometry.slot_bytes, self._pool.base, view.dense, view.stride_bytes
         for slot, first, pages, block, adjacent, blocks in plan.spans(group):
-            at, n = slot * self._geometry.slot_bytes + offset + first * size, pages * size
-            if (adjacent and view.dense) or pages == 1:
-                host, paged = self._pool.base + at, view.base + block * view.stride_bytes
+            at, n = slot * slot_bytes + offset + first * size, pages * size
+            if (adjacent and dense) or pages == 1:
                 if n < _TORCH_BYTES_MIN:
-                    _memmove(*((host, paged) if saving else (paged, host)), n)
+                    host, paged = pool + at, view.base + block * stride
+                    _memmove(host if saving else paged, paged if saving else host, n)
                     continue
                 a = torch.as_strided(flat, (n,), (1,), at)
-                b = torch.as_strided(view.tensor, (n,), (1,), view.tensor.storage_offset() + block * view.stride_bytes)
+                b = torch.as_strided(view.tensor, (n,), (1,), view.tensor.storage_offset() + block * stride)
                 (a if saving else b).copy_(b if saving else a)
-            elif saving and view.dense:  # measured: torch gathers faster, numpy scatters faster
+            elif saving and dense:  # measured: torch gathers faster, numpy scatters faster
                 out = torch.as_strided(flat, (pages, size), (size, 1), at)
                 torch.index_select(view.tensor, 0, torch.from_numpy(blocks), out=out)
             elif saving:

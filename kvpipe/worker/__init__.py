@@ -13,7 +13,8 @@ SHARED: Final = {
     "outbox": "the loop thread appends outcomes, vLLM's thread takes them: a deque",
     "open": "vLLM's thread appends each ticket before its copy begins, the loop thread takes out what is over: a deque",
     "tickets": "vLLM's thread adds layers; the watchdog looks at a copy of them, and soon again",
-    "last": "vLLM's thread replaces it; the watchdog reads when it was made, and soon again",
+    "last": "vLLM's thread replaces it; the watchdog reads when it was made, and soon again; who completes a ticket "
+    "and finds another one there wakes nobody: vLLM's thread, or that one's completion, does so later",
     "stuck": "the loop thread sets it once; vLLM's thread begins no copy after that, and one that it has is waited for",
     "bytes": "the loop thread counts; vLLM's thread reads for the metrics",
     "ns": "the loop thread counts; vLLM's thread reads for the metrics",

@@ -47,7 +47,7 @@ class Batch:
         """
         self.kind, self.jobs, self.step, self.traced = kind, jobs, step, traced
         self.plan = CopyPlan(Direction.SAVE if kind is Kind.SAVE else Direction.LOAD, jobs, groups)
-        self.pages = [int(runs[:, 4].sum()) for runs in self.plan.runs]  # per group
+        self.pages = [len(rows) for rows in self.plan.rows]  # per group
         # vLLM's thread:
         self.guarded: set[int] = set()
         self.waited: set[int] = set()

@@ -7,7 +7,6 @@ tickets. A job is reported only when no copy can touch its slots or blocks any m
 from __future__ import annotations
 
 import functools
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Final
@@ -48,7 +47,7 @@ class LoadRate:
 
     def landed(self, ticket: Ticket, size: int) -> None:
         """Record that a layer of `size` bytes has landed."""
-        now = time.monotonic_ns()
+        now = ticket.done_ns
         if ticket.begun_ns != self._wave_ns:
             self._wave_ns, self._wave_counts = ticket.begun_ns, self._landed_ns > ticket.begun_ns
         took_ns, self._landed_ns = now - self._landed_ns, now
@@ -75,7 +74,9 @@ class Copies:
         trace: Recorder,
     ) -> None:
         """Start the thread, bound to `cpus` if any are given. `abandon`: as of the transfer engine."""
-        self.counters, self.trace, self._geometry = counters, trace, geometry
+        self.counters, self.trace = counters, trace
+        groups = geometry.groups
+        self._layers = [(group, groups[group].layers[index].page_bytes) for group, index in geometry.layers]
         self.machines = m.SAVE.compile(len(geometry.layers)), m.LOAD.compile(len(geometry.layers))
         self.live: dict[Batch, None] = {}  # batches with jobs that are not reported
         self.bytes, self.ns = dict.fromkeys(Kind, 0), dict.fromkeys(Kind, 0)
@@ -88,13 +89,25 @@ class Copies:
         """Send an event of `batch` to the loop thread. On vLLM's thread. `wake`: as of `LoopThread.put`."""
         self.loop.put((event, batch, why), wake=wake)
 
+    def completed(self, ticket: Ticket) -> None:
+        """Send a completed ticket to the loop thread: the sink of all tickets, on any thread.
+
+        Only the batch's last one wakes it, or one that has failed. Before that another ticket comes, or vLLM's thread
+        still submits, and wakes it when it is done: what is read here is read after the ticket is in the inbox.
+        """
+        self.loop.put(ticket, wake=False)
+        batch = ticket.batch
+        assert isinstance(batch, Batch)  # noqa: S101  (the pipeline makes all tickets)
+        if ticket.failed or batch.last is ticket:
+            self.loop.wake()
+
     # ---- the loop thread -----------------------------------------------------------------------------------------
 
     def _handle(self, item: Ticket | tuple[str, Batch, str]) -> None:
         if isinstance(item, Ticket):
             batch = item.batch
             assert isinstance(batch, Batch)  # noqa: S101  (the pipeline makes all tickets)
-            batch.moved_ns = time.monotonic_ns()
+            batch.moved_ns = item.done_ns
             self._landed(batch, item)
         else:
             event, batch, why = item
@@ -116,11 +129,11 @@ class Copies:
             self.fire(batch, job, event, why)
 
     def _landed(self, batch: Batch, ticket: Ticket) -> None:
-        took_ns = time.monotonic_ns() - ticket.born_ns
+        took_ns = ticket.done_ns - ticket.born_ns
         self.ns[batch.kind] += took_ns
         if not ticket.failed:
-            group, index = self._geometry.layers[ticket.layer]
-            size = batch.pages[group] * self._geometry.groups[group].layers[index].page_bytes
+            group, page_bytes = self._layers[ticket.layer]
+            size = batch.pages[group] * page_bytes
             self.bytes[batch.kind] += size
             if batch.kind is not Kind.SAVE:
                 self.rate.landed(ticket, size)

@@ -10,6 +10,8 @@ import numpy as np
 from kvpipe.messages import BROKEN, ROW_BYTES, Job, Kind, table_of
 
 PLANNED_TO_FAIL: Final = "it was planned to fail"
+_KINDS: Final = frozenset(map(int, Kind))
+_COLUMNS: Final = ("a group", "a slot", "a page", "a block")
 
 
 class Limits(NamedTuple):
@@ -29,20 +31,19 @@ class Limits(NamedTuple):
     def _why(self, jobs: tuple[Job, ...]) -> str:
         """Return why not all of `jobs` can be carried out; "" if all can be."""
         for job in jobs:
-            if job.kind not in Kind.__members__.values():
+            if job.kind not in _KINDS:
                 return f"unknown kind {job.kind}"
             if len(job.rows) % ROW_BYTES:
                 return "its rows are cut"
-        group, slot, page, block = table_of(jobs).T
+        group, slot, page, _ = table = np.ascontiguousarray(table_of(jobs).T)
         if not len(group):
             return ""
-        if (slot == BROKEN).any():
+        least, most = table.min(axis=1).tolist(), table.max(axis=1).tolist()
+        if least[1] <= BROKEN and (slot == BROKEN).any():
             return PLANNED_TO_FAIL
-        pages = np.asarray(self.pages)
-        wrong = {
-            "a group": (group < 0) | (group >= len(pages)),
-            "a slot": (slot < 0) | (slot >= self.slots_ready()),
-            "a page": (page < 0) | (page >= pages[np.clip(group, 0, len(pages) - 1)]),
-            "a block": (block < 0) | (block >= self.blocks),
-        }
-        return next((f"{what} is out of range" for what, where in wrong.items() if where.any()), "")
+        ends = len(self.pages), self.slots_ready(), max(self.pages), self.blocks
+        columns = zip(_COLUMNS, least, most, ends, strict=True)
+        wrong = [what for what, low, high, end in columns if low < 0 or high >= end]
+        if not wrong and len(self.pages) > 1 and (page >= np.asarray(self.pages)[group]).any():
+            wrong = ["a page"]
+        return f"{wrong[0]} is out of range" if wrong else ""

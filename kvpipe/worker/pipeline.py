@@ -83,7 +83,7 @@ class Pipeline:
         self.copies = Copies(
             geometry, engine.abandon, counters=counters, stuck_ms_max=stuck_ms_max, cpus=cpus, trace=trace
         )
-        self._landed = self.copies.loop.put  # the sink of all tickets
+        self._landed = self.copies.completed  # the sink of all tickets
         self.outcomes = outcomes = Outcomes(self.copies, counters)
         self.collect, self.take_suspects = outcomes.collect, outcomes.take_suspects
         self.async_loads = AsyncLoads(self.copies.loop, outcomes)
@@ -278,7 +278,7 @@ class Pipeline:
             self._engine.submit(batch.plan, ticket)
             batch.last = ticket
             if ticket.state is DONE:  # copied inline: the engine's thread has done it itself
-                self.waited_ns += time.monotonic_ns() - ticket.born_ns
+                self.waited_ns += ticket.done_ns - ticket.born_ns
         except Exception as error:  # noqa: BLE001  (such as no thread: a ticket would never end)
             self.counters.fault("submit_failed", error=repr(error))
             if not ticket.over:

@@ -66,7 +66,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
     made = Clocks()
     monkeypatch.setattr(watchdog, "LOOKS_PER_LIMIT", STUCK_MS / 5)
     monkeypatch.setattr(watchdog, "time", made.watchdogs)
-    for module in (batch, copies, base):
+    for module in (batch, base):
         monkeypatch.setattr(module, "time", made.others)
     return made
 

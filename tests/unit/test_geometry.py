@@ -87,8 +87,10 @@ def test_of_a_window_within_a_unit_the_end_is_stored() -> None:
     assert g.pages_per_chunk == (2, 4, 4, 8, 2, 8)
     assert g.tails
     assert not Geometry((full, long, local), chunk_tokens=512, pool_bytes_max=1 << 20).tails
-    assert list(g.blocks(1, 1, 3)) == [126, 127, 190, 191]
-    assert list(g.blocks(3, 1, 3)) == list(range(4, 12))
+    table = range(200)
+    assert list(g.paging[1].stored(table, 1, 3)) == [126, 127, 190, 191]
+    assert list(g.paging[3].stored(table, 1, 3)) == list(range(4, 12))
+    assert list(g.paging[1].stored(table[:190], 1, 3)) == [126, 127]
 
 
 def test_where_ranks_divide_blocks_a_prefix_ends_within_one() -> None:
@@ -99,9 +101,9 @@ def test_where_ranks_divide_blocks_a_prefix_ends_within_one() -> None:
     assert (g.unit_tokens, g.units_per_chunk, g.units_per_block, g.whole_units) == (32, 8, (4, 1), 4)
     assert g.pages_per_chunk == (2, 1)
     assert g.token_bytes == 64 / 128
-    assert [g.pages(0, units) for units in range(9)] == [0, 1, 1, 1, 1, 2, 2, 2, 2]
-    assert [list(g.blocks(0, 4, units)) for units in (5, 8, 9)] == [[1], [1], [1, 2]]
-    assert list(g.blocks(1, 4, 6)) == [4, 5]
+    assert [g.paging[0].pages(units) for units in range(9)] == [0, 1, 1, 1, 1, 2, 2, 2, 2]
+    assert [list(g.paging[0].stored(range(9), 4, units)) for units in (5, 8, 9)] == [[1], [1], [1, 2]]
+    assert list(g.paging[1].stored(range(9), 4, 6)) == [4, 5]
     assert Geometry((full,), chunk_tokens=128, pool_bytes_max=1 << 20).unit_tokens == 128
     with pytest.raises(ConfigError, match="block size 128; set chunk_tokens=128"):
         Geometry((full, state), chunk_tokens=160, pool_bytes_max=1 << 20)

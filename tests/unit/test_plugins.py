@@ -162,11 +162,11 @@ def test_a_tier_that_lacks_a_method_is_refused(add: Add, made: str, why: str) ->
 def test_two_packages_with_one_name_are_refused(add: Add) -> None:
     """Neither is taken, and both are named; also where one of them is kvpipe."""
     add("sheds", TIER, tiers="shed = sheds:ShedSpec")
-    add("huts", TIER, tiers="shed = huts:ShedSpec", policies="lru = huts:x")
+    add("huts", TIER, tiers="shed = huts:ShedSpec", policies="sessions = huts:x")
     assert "several packages register the kind of tier 'shed' (huts 1.2, sheds 1.2)" in refusal(
         {"tiers": [{"kind": "shed"}]}
     )
-    assert "several packages register the eviction policy 'lru' (huts 1.2, kvpipe" in refusal({})
+    assert "several packages register the eviction policy 'sessions' (huts 1.2, kvpipe" in refusal({})
 
 
 POLICY = """

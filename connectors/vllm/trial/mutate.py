@@ -100,6 +100,8 @@ def _compiled(function: FunctionType, source: str) -> CodeType:
 
 def _plain(found: Any) -> Any:  # noqa: ANN401
     """Return the function in a static or class method, a property, a wrapper; anything else as it is."""
+    if isinstance(found, functools.cached_property):
+        return found.func
     plain = getattr(found, "__func__", None) or getattr(found, "fget", None) or found
     return inspect.unwrap(plain) if callable(plain) else plain
 

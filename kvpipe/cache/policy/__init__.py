@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from kvpipe import plugins
 from kvpipe.cache.policy.base import Policy
-from kvpipe.cache.policy.guard import GuardedPolicy
+from kvpipe.cache.policy.guard import GuardedPolicy, RescuedPolicy
 from kvpipe.cache.policy.lru import Lru
 from kvpipe.cache.policy.s3fifo import S3Fifo
 from kvpipe.cache.policy.sessions import Sessions
@@ -26,4 +26,7 @@ def make_policy(name: str, slots: int, fault: Callable[..., object] = warn) -> P
     plugin = plugins.load(plugins.POLICIES, name)
     policy: Policy = plugin.make(slots)
     plugin.check(policy, Policy)
-    return policy if name in plugins.own(plugins.POLICIES) else GuardedPolicy(policy, name, fault, slots)
+    if type(policy) is Lru:
+        return policy
+    guard = RescuedPolicy if name in plugins.own(plugins.POLICIES) else GuardedPolicy
+    return guard(policy, name, fault, slots)

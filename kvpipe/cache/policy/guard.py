@@ -1,103 +1,197 @@
-"""A guard for policies of other packages: victims are checked, and a policy that misbehaves is used no more."""
+"""What stands between the catalog and a policy: when the policy raises, or is wrong, LRU takes its place for good."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeGuard
 
 from kvpipe.cache.hints import Hint
-from kvpipe.cache.policy.base import Evictable, HintedPolicy, Policy, RememberingPolicy, SessionPolicy
-from kvpipe.cache.policy.batches import batches
+from kvpipe.cache.policy.base import BatchPolicy, Evictable, HintedPolicy, Policy, RememberingPolicy, SessionPolicy
+from kvpipe.cache.policy.batches import OneByOne, batches
 from kvpipe.cache.policy.lru import Lru
 
 
 def takes_hints(policy: Policy) -> TypeGuard[HintedPolicy]:
     """Whether a policy, or the one behind its guard, takes hints."""
-    return isinstance(policy._policy if isinstance(policy, GuardedPolicy) else policy, HintedPolicy)  # noqa: SLF001
+    return policy.takes_hints if isinstance(policy, RescuedPolicy) else isinstance(policy, HintedPolicy)
 
 
-class GuardedPolicy(Lru):
-    """Evicts the victims of `policy`, until it raises or names a chunk that is not evictable; from then on by LRU."""
+class RescuedPolicy:
+    """Evicts the victims of `policy`, one of kvpipe's own, until it raises; from then on by LRU.
+
+    Nothing is followed meanwhile: once it has raised, the pool is asked what may go.
+    """
 
     def __init__(self, policy: Policy, name: str, fault: Callable[..., object], slots: int = 0) -> None:
         """`fault("policy_failed", policy=name, why=...)` is called once, when LRU takes over. `slots`: of the pool."""
-        super().__init__(slots)
-        self._policy: Policy | None = policy
-        self._name, self._fault = name, fault
-        self._one, self._all = policy, batches(policy)
+        self._evictable: Callable[[], Iterable[Evictable]] = tuple
+        self._name, self._fault, self._slots, self._failed = name, fault, slots, False
+        self._one: Policy = policy
+        self._all: BatchPolicy | OneByOne = batches(policy)
         self._request = policy.request if isinstance(policy, SessionPolicy) else None  # once: such questions are slow
         self._hint = policy.hint if isinstance(policy, HintedPolicy) else None
         self._dropped = policy.dropped if isinstance(policy, RememberingPolicy) else None
 
+    def bind(self, evictable: Callable[[], Iterable[Evictable]]) -> None:
+        """Take the pool's function that returns what may go now: chunks, those used longest ago first."""
+        self._evictable = evictable
+
+    @property
+    def takes_hints(self) -> bool:
+        """Whether the policy takes hints."""
+        return self._hint is not None
+
     def request(self, now_s: float, *, over: bool) -> None:
         """See `SessionPolicy.request`."""
         if self._request is not None:
-            self._ask(self._request, now_s, over=over)
+            try:
+                self._request(now_s, over=over)
+            except (Exception, SystemExit) as error:  # noqa: BLE001  (a bug of the policy's: eviction goes on without it)
+                self._rescue(error)
 
     def insert(self, chunk: Evictable, *, hit: bool) -> None:
         """See `Policy.insert`."""
-        super().insert(chunk, hit=hit)
-        self._ask(self._one.insert, chunk, hit=hit)
+        try:
+            self._one.insert(chunk, hit=hit)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  (as above)
+            self._rescue(error).insert(chunk, hit=hit)
 
     def remove(self, chunk: Evictable) -> None:
         """See `Policy.remove`."""
-        super().remove(chunk)
-        self._ask(self._one.remove, chunk)
+        try:
+            self._one.remove(chunk)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  (as above)
+            self._rescue(error).remove(chunk)
 
     def refresh(self, chunk: Evictable) -> None:
         """See `Policy.refresh`."""
-        super().refresh(chunk)
-        self._ask(self._one.refresh, chunk)
+        try:
+            self._one.refresh(chunk)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  (as above)
+            self._rescue(error).refresh(chunk)
 
     def insert_all(self, chunks: Sequence[Evictable], *, hit: bool) -> None:
         """See `BatchPolicy.insert_all`."""
-        super().insert_all(chunks, hit=hit)
-        self._ask(self._all.insert_all, chunks, hit=hit)
+        try:
+            self._all.insert_all(chunks, hit=hit)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  (as above)
+            self._rescue(error).insert_all(chunks, hit=hit)
 
     def remove_all(self, chunks: Sequence[Evictable]) -> None:
         """See `BatchPolicy.remove_all`."""
-        super().remove_all(chunks)
-        self._ask(self._all.remove_all, chunks)
+        try:
+            self._all.remove_all(chunks)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  (as above)
+            self._rescue(error).remove_all(chunks)
 
     def refresh_all(self, chunks: Sequence[Evictable]) -> None:
         """See `BatchPolicy.refresh_all`."""
-        super().refresh_all(chunks)
-        self._ask(self._all.refresh_all, chunks)
+        try:
+            self._all.refresh_all(chunks)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  (as above)
+            self._rescue(error).refresh_all(chunks)
 
     def hint(self, chunk: Evictable, hint: Hint) -> None:
         """See `HintedPolicy.hint`."""
         if self._hint is not None:
-            self._ask(self._hint, chunk, hint)
+            try:
+                self._hint(chunk, hint)
+            except (Exception, SystemExit) as error:  # noqa: BLE001  (as above)
+                self._rescue(error)
 
     def dropped(self, chunk: Evictable) -> None:
         """See `RememberingPolicy.dropped`."""
         if self._dropped is not None:
-            self._ask(self._dropped, chunk)
+            try:
+                self._dropped(chunk)
+            except (Exception, SystemExit) as error:  # noqa: BLE001  (as above)
+                self._rescue(error)
 
     def victim(self) -> Evictable | None:
         """See `Policy.victim`."""
-        chunk = self._ask(self._taken)
-        return super().victim() if self._policy is None else chunk
+        try:
+            return self._one.victim()
+        except (Exception, SystemExit) as error:  # noqa: BLE001  (as above)
+            return self._rescue(error).victim()
 
-    def _taken(self) -> Evictable | None:
-        """Remove and return its victim. Raises LookupError if that is not evictable, or what the policy raises."""
-        chunk = self._one.victim()
-        if chunk not in self._order if chunk is not None else self._order:
-            raise LookupError("its victim is no chunk that may go")
+    def __len__(self) -> int:
+        """See `Policy.__len__`."""
+        try:
+            return len(self._one)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  (as above)
+            return len(self._rescue(error))
+
+    def _rescue(self, error: BaseException) -> Lru:
+        """Put an LRU of all that may go in the policy's place, and return it."""
+        lru = Lru(self._slots)
+        lru.insert_all([*self._evictable()], hit=False)
+        self._one = self._all = lru
+        self._request = self._hint = self._dropped = None
+        self._fault("policy_failed", policy=self._name, why=repr(error))
+        return lru
+
+
+class GuardedPolicy(RescuedPolicy):
+    """The same for a stranger's policy, which also loses its place when it names a chunk that may not go, or none.
+
+    What may go is followed beside it.
+    """
+
+    def __init__(self, policy: Policy, name: str, fault: Callable[..., object], slots: int = 0) -> None:
+        """See `RescuedPolicy`."""
+        super().__init__(policy, name, fault, slots)
+        self._followed = Lru(slots)
+        self._evictable = self._followed.__iter__
+
+    def bind(self, evictable: Callable[[], Iterable[Evictable]]) -> None:
+        """See `RescuedPolicy.bind`: it knows by itself."""
+
+    def insert(self, chunk: Evictable, *, hit: bool) -> None:
+        """See `Policy.insert`."""
+        self._followed.insert(chunk, hit=hit)
+        super().insert(chunk, hit=hit)
+
+    def remove(self, chunk: Evictable) -> None:
+        """See `Policy.remove`."""
+        self._followed.remove(chunk)
+        super().remove(chunk)
+
+    def refresh(self, chunk: Evictable) -> None:
+        """See `Policy.refresh`."""
+        self._followed.refresh(chunk)
+        super().refresh(chunk)
+
+    def insert_all(self, chunks: Sequence[Evictable], *, hit: bool) -> None:
+        """See `BatchPolicy.insert_all`."""
+        self._followed.insert_all(chunks, hit=hit)
+        super().insert_all(chunks, hit=hit)
+
+    def remove_all(self, chunks: Sequence[Evictable]) -> None:
+        """See `BatchPolicy.remove_all`."""
+        self._followed.remove_all(chunks)
+        super().remove_all(chunks)
+
+    def refresh_all(self, chunks: Sequence[Evictable]) -> None:
+        """See `BatchPolicy.refresh_all`."""
+        self._followed.refresh_all(chunks)
+        super().refresh_all(chunks)
+
+    def victim(self) -> Evictable | None:
+        """See `Policy.victim`."""
+        try:
+            chunk = self._checked(self._one.victim())
+        except (Exception, SystemExit) as error:  # noqa: BLE001  (as above)
+            chunk = self._rescue(error).victim()
         if chunk is not None:
-            del self._order[chunk]
+            self._followed.remove(chunk)
         return chunk
 
-    def _ask(self, call: Callable[..., Evictable | None], *args: object, **named: object) -> Evictable | None:
-        if self._policy is None:
-            return None
-        try:
-            return call(*args, **named)
-        except (Exception, SystemExit) as error:  # noqa: BLE001  (a bug of the policy's: eviction goes on without it)
-            self._leave(repr(error))
-            return None
+    def __len__(self) -> int:
+        """See `Policy.__len__`."""
+        return len(self._followed)
 
-    def _leave(self, why: str) -> None:
-        if self._policy is not None:
-            self._policy = None
-            self._fault("policy_failed", policy=self._name, why=why)
+    def _checked(self, chunk: Evictable | None) -> Evictable | None:
+        """Return a victim of the policy's. Raises LookupError if it may not go, or if it is None and others may go."""
+        if chunk not in self._followed if chunk is not None else len(self._followed):
+            raise LookupError("its victim is no chunk that may go")
+        return chunk

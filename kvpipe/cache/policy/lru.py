@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from kvpipe.cache.large import Ordered, order
 from kvpipe.cache.policy.base import Evictable
@@ -54,3 +54,11 @@ class Lru:
     def __len__(self) -> int:
         """See `Policy.__len__`."""
         return len(self._order)
+
+    def __contains__(self, chunk: object) -> bool:
+        """Whether `chunk` may go."""
+        return chunk in self._order
+
+    def __iter__(self) -> Iterator[Evictable]:
+        """Yield the chunks that may go, the next victim first."""
+        return iter(self._order)

@@ -28,6 +28,7 @@ CATALOG = "kvpipe.cache.catalog:Catalog"
 STAGING = "kvpipe.scheduler.fetches:Staging"
 GEOMETRY = "kvpipe.geometry:Geometry"
 GROUP = "kvpipe.geometry:Group"
+PAGING = "kvpipe.geometry:Paging"
 
 
 class Patch(NamedTuple):

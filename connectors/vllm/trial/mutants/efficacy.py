@@ -43,7 +43,7 @@ MUTANTS: dict[str, Mutant] = {
     "shared_tail_not_kept": Mutant(
         "Where a request has ended is forgotten when another one writes on in that chunk.",
         (
-            *one(LOADING, "rows", "self._catalog.keep_mark(chunk, self._prefixes.key(hashes, high))", "pass"),
+            *one(LOADING, "_group_rows", "self._catalog.keep_mark(last, end)", "pass"),
             *one(SAVING, "_claim", "self._catalog.keep_mark(found, before)", "pass"),
             *one(SAVING, "ended", "self._catalog.keep_mark(chunk, key)", "pass"),
         ),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from kvpipe.connectors.vllm.trial.mutants.base import (
-    GEOMETRY,
     GROUP,
     LOADING,
     LOOKUPS,
+    PAGING,
     PREFIXES,
     SAVE_PROGRESS,
     SAVING,
@@ -27,7 +27,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "loaded_from_the_chunk_before": Mutant(
         "Blocks in the middle of a chunk are loaded from its beginning.",
-        one(LOADING, "rows", "(page, table[at].block_id)", "(0, table[at].block_id)"),
+        one(LOADING, "_group_rows", "BROKEN, pages, blocks)", "BROKEN, [0] * len(blocks), blocks)"),
     ),
     "loaded_over_local_hits": Mutant(
         "What vLLM holds itself is loaded over once more, though others read it.",
@@ -36,12 +36,12 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "window_blocks_saved": Mutant(
         "Blocks outside of a sliding window, which vLLM has given away, are saved.",
-        one(SAVING, "_claim", "_any_null(table, blocks)", "False"),
+        one(SAVING, "_claim", " if not block.is_null]", "]"),
         shape="hybrid",
     ),
     "head_for_tail": Mutant(
         "Of a window that ends within a unit the first blocks are stored instead of the last.",
-        one(GEOMETRY, "blocks", "range(end - pages, end)", "range(end - blocks, end - blocks + pages)"),
+        one(PAGING, "stored", "table[end - pages : end]", "table[end - blocks : end - blocks + pages]"),
         shape="tails",
     ),
     "tail_too_short": Mutant(

@@ -39,18 +39,21 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "one_page_for_one_unit": Mutant(
         "A unit is loaded as one block of every group, though blocks of some groups are smaller.",
-        one(LOADING, "rows", "self._geometry.blocks(group, low, high)", "range(low, high)"),
+        (
+            Patch(LOADING, "_group_rows", "if len(stored) < paging.pages(stop - base) - page:", "if False:"),
+            Patch(
+                LOADING,
+                "_group_rows",
+                "stored, page = paging.stored(table, first, stop), paging.pages(first - base)",
+                "stored, page, in_chunk = table[first:stop], first - base, self._per_chunk",
+            ),
+        ),
         shape="block-sizes",
     ),
     # ---- what is final -----------------------------------------------------------------------------------------------
     "sliced_at_computed_tokens": Mutant(
         "Tokens count as final up to `num_computed_tokens`, which runs ahead.",
-        one(
-            PREFIXES,
-            "final_units",
-            "return units if units <= hashed else max(0, hashed)",
-            "return tokens // self._unit",
-        ),
+        one(SAVING, "plan", "self._prefixes.hashed_units(hashes, min(end, request.num_tokens))", "end // self._unit"),
         shape="drafts",
     ),
     "volatile_drafter_kv_published": Mutant(
@@ -84,26 +87,21 @@ MUTANTS: dict[str, Mutant] = {
         one(
             SAVING,
             "plan",
-            "units = self._prefixes.final_units(request, end)",
-            "units = self._prefixes.final_units(request, end)\n    if end > request.num_tokens:\n"
-            "        progress.next_save_at_tokens = end + self._unit\n        return None",
+            "self._prefixes.hashed_units(hashes, min(end, request.num_tokens))\n",
+            "self._prefixes.hashed_units(hashes, min(end, request.num_tokens))\n    if end > request.num_tokens:\n"
+            "        progress.next_save_at_tokens = end + self._unit\n        return None\n",
         ),
         shape="drafts",
     ),
     "decode_not_saved": Mutant(
         "What a request generates is silently not saved.",
-        one(
-            SAVING,
-            "plan",
-            "units = self._prefixes.final_units(request, end)",
-            "units = self._prefixes.final_units(request, min(end, request.num_prompt_tokens))",
-        ),
+        one(SAVING, "plan", "min(end, request.num_tokens)", "min(end, request.num_prompt_tokens)"),
     ),
     "draft_tokens_saved": Mutant(
         "Draft tokens are saved before they are accepted.",
         (
             *keys("keys_with_drafts"),
-            Patch(PREFIXES, "final_units", "min(tokens, request.num_tokens)", "tokens"),
+            Patch(SAVING, "plan", "min(end, request.num_tokens)", "end"),
             Patch(
                 SAVING,
                 "plan_step",
@@ -116,12 +114,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "saved_before_computed": Mutant(
         "The whole prompt is saved with its first piece.",
-        one(
-            SAVING,
-            "plan",
-            "units = self._prefixes.final_units(request, end)",
-            "units = self._prefixes.final_units(request, request.num_tokens)",
-        ),
+        one(SAVING, "plan", "min(end, request.num_tokens)", "request.num_tokens"),
         by="every_read_is_right",
     ),
     # ---- keys --------------------------------------------------------------------------------------------------------

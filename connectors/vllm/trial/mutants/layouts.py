@@ -26,9 +26,10 @@ MUTANTS: dict[str, Mutant] = {
         "Of a hit that ends within a block of attention whole blocks are loaded alone.",
         one(
             LOADING,
-            "rows",
-            "self._geometry.blocks(group, low, high)",
-            "self._geometry.blocks(group, low, high - high % self._geometry.units_per_block[group] or high)",
+            "_group_rows",
+            "stored, page = paging.stored(table, first, stop),",
+            "stop = stop - stop % self._geometry.units_per_block[group] or stop\n"
+            "    stored, page = paging.stored(table, first, stop),",
         ),
         shape="states-context-parallel",
         by="every_read_is_right",
@@ -61,7 +62,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "pages_are_counted_by_the_longest_block": Mutant(
         "Where a block is several units in some group, it is in all of them.",
-        one(GEOMETRY, "blocks", "(units := self.units_per_block[group])", "(units := self.whole_units)"),
+        one(GEOMETRY, "paging", "self.units_per_block", "[self.whole_units] * len(self.groups)"),
         shape="async-scheduler-states-context-parallel-masks",
     ),
     "drafted_state_ends_in_no_page": Mutant(

@@ -21,9 +21,9 @@ MUTANTS: dict[str, Mutant] = {
         "To what vLLM holds itself only attention is added: the state stays that of nothing.",
         one(
             LOADING,
-            "_stretches",
-            "yield stop - 1, stop - 1, stop\n",
-            "yield from () if first else ((stop - 1, stop - 1, stop),)\n",
+            "_group_rows",
+            "first = base = stop - 1\n",
+            "if first:\n            return [], ()\n        first = base = stop - 1\n",
         ),
         shape="states",
         by="every_read_is_right",
@@ -45,7 +45,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "states_of_who_sits_out_are_lost": Mutant(
         "Of a request that is not scheduled in the step in which its state is offered nothing is saved.",
-        one(SAVING, "plan_step", "if request_id not in step.num_scheduled_tokens:", "if False:"),
+        one(SAVING, "plan_step", "if request_id in tracked_of:", "if request_id in step.num_scheduled_tokens:"),
         test="tests/scheduler/test_states.py::test_a_state_is_saved_though_its_request_sits_the_step_out",
     ),
     "state_saved_before_its_step": Mutant(
@@ -98,9 +98,9 @@ MUTANTS: dict[str, Mutant] = {
         "The block for a state is looked for as if each unit had one.",
         one(
             LOADING,
-            "_stretches",
-            "table[(stop - 1) // self._geometry.units_per_block[group]].is_null",
-            "table[stop - 1].is_null",
+            "_group_rows",
+            "table[first // self._geometry.units_per_block[group]].is_null",
+            "table[first].is_null",
         ),
         shape="states-exported",
     ),
@@ -109,7 +109,7 @@ MUTANTS: dict[str, Mutant] = {
         one(
             "kvpipe.connectors.vllm.adapter:Remedies",
             "begin_step",
-            "if self._geometry.states and (wrong",
+            "if self._states and (wrong",
             "if False and (wrong",
         ),
         shape="states-exported",

@@ -15,10 +15,10 @@ MUTANTS: dict[str, Mutant] = {
             Patch(
                 SAVING,
                 "_try_save",
-                "return self._jobs.save(tracked, rows, tuple(pieces), first).job",
+                "return (self._jobs.save(tracked, rows, tuple(pieces), first).job,)",
                 "self.__dict__.setdefault('firsts', set()).add(tuple(tracked.request.all_token_ids[: self._unit]))\n"
                 "        self._prefixes.firsts = self.firsts\n"
-                "        return self._jobs.save(tracked, rows, tuple(pieces), first).job",
+                "        return (self._jobs.save(tracked, rows, tuple(pieces), first).job,)",
             ),
             Patch(
                 PREFIXES,
