@@ -411,14 +411,11 @@ class Sessions:
         """What follows `identity` can be found from now on: it came before what it follows."""
         ends = [identity]
         while ends:
-            for chain in self._branches.get(ends.pop(), ()):
-                if not chain.orphan:
-                    continue
+            for chain in [one for one in self._branches.get(ends.pop(), ()) if one.orphan]:
                 if chain.free:
-                    self._orphans.pop(chain)
+                    del self._orphans[chain]
                     self._queues.put(chain, chain.kind)
-                chain.orphan = False
-                self._draining = NOBODY
+                chain.orphan, self._draining = False, NOBODY
                 self._lost = max(0, self._lost - chain.free - len(chain.held))
                 ends.append(chain.stack[-1].identity)
 
