@@ -82,8 +82,8 @@ class NameClaim:
         if files.try_lock(self._fd):
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, json.dumps(facts, sort_keys=True).encode(), 0)
-            fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return
+            if files.try_lock(self._fd, fcntl.LOCK_SH):
+                return  # else another engine has come in between
         until = time.monotonic() + LOCK_S_MAX
         while not files.try_lock(self._fd, fcntl.LOCK_SH):
             if time.monotonic() > until:

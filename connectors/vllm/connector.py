@@ -7,7 +7,7 @@ cache miss. The hooks that run in a forward do the same without it, as a call th
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -504,7 +504,9 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_contained(_nothing)
     def on_new_request(self, request: Request) -> None:
-        """Begin to track a request."""
+        """Begin to track a request. Its `kv_transfer_params` may be anything: what are none, vLLM must not see."""
+        if not isinstance(request.kv_transfer_params, Mapping | None):
+            request.kv_transfer_params = None  # vLLM's scheduler asks it for a key next
         if self.scheduler is not None:
             kind = kind_of(request) if self.settings.learn_answers else None
             self.scheduler.on_new_request(request, hints_of(request), kind)

@@ -391,7 +391,7 @@ class Staging:
             self._catalog.ahead.keep(chunks)
 
     def _needed(self, stage: Stage) -> Iterator[tuple[Place, Chunk | None]]:
-        """Yield the places of the prefix that tiers and memory reach together, in the order of the prefix.
+        """Yield the places of the prefix that tiers and memory reach together, in the order of the prefix; then states.
 
         With the chunk that memory holds there, or None where a tier must bring it.
         """
@@ -400,8 +400,6 @@ class Staging:
             high = min(base + per_chunk, reach)
             for group, kind in enumerate(self._geometry.groups):
                 if kind.state:
-                    if high == reach:  # of this boundary, and of no other
-                        yield (group, reach), self._catalog.find(group, stage.lookup.key((group, reach)))
                     continue
                 window = kind.window_tokens
                 if window is not None and (reach - high) * self._geometry.unit_tokens > window:
@@ -414,6 +412,8 @@ class Staging:
                 end = next((units for units in ends if (group, units) in stage.lookup.found), 0)
                 if end:
                     yield (group, end), None
+        for group in self._states if reach else ():  # of this boundary, and of no other
+            yield (group, reach), self._catalog.find(group, stage.lookup.key((group, reach)))
 
     def _reserve(self, stage: Stage, place: Place, key: bytes) -> TierTransfer | None:
         group, units = place

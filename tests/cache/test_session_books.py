@@ -198,6 +198,9 @@ def _consistent(policy: Sessions) -> None:
     for before, branches in policy._branches.items():
         assert branches
         assert all(chain.before == before for chain in branches)
+        parent = policy._known.get(before)
+        if parent is not None and parent.stack and not parent.orphan:
+            assert not any(chain.orphan for chain in branches)
 
 
 class Requests:

@@ -174,6 +174,21 @@ def test_what_follows_nothing_goes_first() -> None:
     assert [policy.victim() for _ in range(5)] == [items[2], items[3], items[1], items[0], None]
 
 
+def test_what_comes_in_another_order_is_found_once_all_of_it_is_there() -> None:
+    """Tiers bring a prompt's chunks as they can. Then older prompts go first, as if it had come in order."""
+    policy, old = Sessions(SLOTS), [Item("x"), Item("y", "x"), Item("z", "y")]
+    names = "abcdef"
+    prompt = [Item(name, before) for name, before in zip(names, ["", *names], strict=False)]
+    for now_s, items, order in ((10.0, old, (0, 1, 2)), (20.0, prompt, (0, 2, 4, 3, 5, 1))):
+        policy.request(now_s, over=False)
+        for at in order:
+            policy.insert(items[at], hit=False)
+        policy.request(now_s + 1, over=True)
+        policy.refresh_all(items[::-1])
+    policy.request(30.0, over=False)
+    assert [policy.victim() for _ in range(9)] == [*old[::-1], *prompt[::-1]]
+
+
 def test_where_a_prompt_branches_the_older_branch_is_a_chain_of_its_own() -> None:
     """The beginning goes after both branches."""
     policy = Sessions(SLOTS)

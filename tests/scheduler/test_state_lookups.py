@@ -166,3 +166,20 @@ def test_how_much_is_asked_for() -> None:
         assert (reach, asked) == (20, [whole + UNITS, (len(STATES) - 1) * 2])
     finally:
         case.finder.stop()
+
+
+def test_states_come_behind_what_they_follow() -> None:
+    """What lands first says what a chunk follows, for the policy: of states it is not known."""
+    world = SchedulerWorld(windows=(None, None), states=(0,), chunk_units=PER_CHUNK)
+    case = _Case(world, 1)
+    try:
+        for end in range(PER_CHUNK, UNITS + 1, PER_CHUNK):
+            case.store(1, end, [0])
+        case.store(0, UNITS, [0])
+        stage, _ = case.staging.ask(None, case.request, 0, 1)
+        assert stage is not None
+        case._wait(stage.lookup)
+        wanted = [place for place, _ in case.staging._needed(stage)]
+        assert wanted == [*((1, end) for end in range(PER_CHUNK, UNITS + 1, PER_CHUNK)), (0, UNITS)]
+    finally:
+        case.finder.stop()

@@ -147,6 +147,23 @@ def test_a_lock_that_is_given_back_in_time_is_waited_for(tmp_path: Path) -> None
         timer.join()
 
 
+def test_engines_that_claim_a_name_at_once_share_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel gives an exclusive lock up before it grants a shared one: another engine may come in between."""
+    flock, others = fcntl.flock, list[int]()
+
+    def interrupted(fd: int, how: int) -> None:
+        if how == fcntl.LOCK_SH | fcntl.LOCK_NB and not others:
+            flock(fd, fcntl.LOCK_UN)
+            others.append(os.open(tmp_path / "docs.json", os.O_RDWR))
+            flock(others[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            threading.Timer(0.1, flock, (others[0], fcntl.LOCK_SH)).start()
+        flock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", interrupted)
+    NameClaim("docs", FACTS, tmp_path).release()
+    os.close(others[0])
+
+
 @pytest.mark.parametrize("kind", ["folder", "pipe", "link", "file for a folder", "zero byte"])
 def test_a_record_that_is_no_file_is_refused(tmp_path: Path, kind: str) -> None:
     """A folder, a pipe, a link where the record should be, or a state folder that is none: one sentence, at once."""

@@ -75,7 +75,7 @@ class Sessions:
             stack = chain.stack
             if (
                 chain.free and len(stack) < CHAIN_MAX and stack[-1].identity == before
-                and before not in self._branches and identity not in known
+                and before not in self._branches and identity not in self._branches and identity not in known
             ):  # fmt: skip
                 stack.append(chunk)
                 known[identity], chunk.place = chain, chain.number
@@ -171,6 +171,8 @@ class Sessions:
             chain.number = NONE
 
     def _know(self, identity: Hashable, chain: Chain) -> None:
+        if identity in self._branches and not chain.orphan:
+            self._adopt(identity)
         self._known[identity] = chain
         if len(self._known) > self._known_max:
             self._forget_oldest()
@@ -404,6 +406,18 @@ class Sessions:
             self._branches.setdefault(chain.before, {})[chain] = None
             if len(self._branches) > self._slots:
                 self._branches.popitem(last=False)
+
+    def _adopt(self, identity: Hashable) -> None:
+        """What follows `identity` can be found from now on: it came before what it follows."""
+        ends = [identity]
+        while ends:
+            for chain in [one for one in self._branches.get(ends.pop(), ()) if one.orphan]:
+                if chain.free:
+                    del self._orphans[chain]
+                    self._queues.put(chain, chain.kind)
+                chain.orphan, self._draining = False, NOBODY
+                self._lost = max(0, self._lost - chain.free - len(chain.held))
+                ends.append(chain.stack[-1].identity)
 
     def _leave_behind(self, chain: Chain, last: Evictable) -> None:
         """A request used the chain as far as `last`. What is behind it has waited for longer."""
