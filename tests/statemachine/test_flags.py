@@ -92,7 +92,6 @@ FLAGS: dict[str, dict[str, str]] = {
         "Duel._believed": "a verdict: clients' hints are followed, until LRU is proven to hit more",
         "Duel._hinted": "a latch: a client has given a hint",
         "Duel.learnt": "a verdict: which of two orders evicts; a function of counts, with hysteresis",
-        "RescuedPolicy._failed": "a latch: the policy has raised, and LRU evicts",
         "Sessions._bare": "of the chain that is drained: nothing has come behind it since it was looked at",
         "Sessions._over": "content of the last `request`: whether the calls that follow are of a request's end",
     },

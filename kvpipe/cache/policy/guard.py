@@ -25,7 +25,7 @@ class RescuedPolicy:
     def __init__(self, policy: Policy, name: str, fault: Callable[..., object], slots: int = 0) -> None:
         """`fault("policy_failed", policy=name, why=...)` is called once, when LRU takes over. `slots`: of the pool."""
         self._evictable: Callable[[], Iterable[Evictable]] = tuple
-        self._name, self._fault, self._slots, self._failed = name, fault, slots, False
+        self._name, self._fault, self._slots = name, fault, slots
         self._one: Policy = policy
         self._all: BatchPolicy | OneByOne = batches(policy)
         self._request = policy.request if isinstance(policy, SessionPolicy) else None  # once: such questions are slow
