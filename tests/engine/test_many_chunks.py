@@ -42,7 +42,10 @@ def test_small_chunks_by_the_thousand(tmp_path: Path, work: Counter[str]) -> Non
     rounds = [[prompt(TOKENS, 1000 * i + j) for j in range(REQUESTS)] for i in range(ROUNDS)]
     options: dict[str, Any] = {"enable_prefix_caching": False, "block_size": BLOCK, "num_gpu_blocks_override": 400}
     expected = baseline(rounds[0] + rounds[-1], ANSWER, **options)
-    kvpipe = {"chunk_tokens": BLOCK, "pool_bytes_max": SLOTS * BLOCK * 6 * 4 * 32 * 2 * 4, "tiers": str(tmp_path)}
+    kvpipe = {
+        "chunk_tokens": BLOCK, "pool_bytes_max": SLOTS * BLOCK * 6 * 4 * 32 * 2 * 4, "prefault": "start",
+        "tiers": str(tmp_path),
+    }  # fmt: skip
     with engine(kvpipe=kvpipe, **options) as live:
         answers, counts = [], []
         for prompts in rounds:
