@@ -536,8 +536,8 @@ def test_a_conversation_is_one_chain() -> None:
     world = SchedulerWorld(chunk_units=4, slots=64, policy="sessions")
     for turn in range(1, 9):
         world.publish(world.request("chat", 6 * turn + 1))
-    policy: Any = world.side.catalog._policy
-    assert {len(chain.stack) for chain in policy._chains if chain is not None} == {world.side.catalog.used} == {13}
+    guard: Any = world.side.catalog._policy
+    assert {len(chain.stack) for chain in guard._one._chains if chain is not None} == {world.side.catalog.used} == {13}
 
 
 @pytest.mark.parametrize("why", [miss_reasons.NO_ROOM, miss_reasons.ADAPTER])
