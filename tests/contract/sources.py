@@ -80,12 +80,16 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
         "KVConnectorBlockState": ("boundary_state_offloads",),
         "SchedulerOutput": ("kv_connector_block_state", "num_scheduled_tokens", "preempted_req_ids"),
     },
+    "vllm/config/attention.py": {
+        "AttentionConfig": ("disable_flashinfer_q_quantization", "use_prefill_query_quantization"),
+    },
     "vllm/config/aux_output.py": {"AuxOutputConfig": ("enabled",)},
     "vllm/config/cache.py": {
         "CacheConfig": (
             "cache_dtype",
             "enable_mamba_shared_prefix_checkpoint",
             "enable_prefix_caching",
+            "kv_offloading_size",
             "prefix_cache_retention_interval",
             "prefix_caching_hash_algo",
             "use_replayssm",
@@ -142,6 +146,7 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
             "distributed_executor_backend",
             "enable_ep_weight_filter",
             "enable_expert_parallel",
+            "enable_fault_tolerance",
             "pipeline_parallel_size",
             "prefill_context_parallel_size",
             "rank",
@@ -167,7 +172,9 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "vllm/config/vllm.py": {
         "VllmConfig": (
+            "_post_init_kv_transfer_config",
             "_resolve_mm_embedding_inputs",
+            "attention_config",
             "aux_output_config",
             "cache_config",
             "compilation_config",
@@ -187,6 +194,11 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
             "speculative_config",
             "use_v2_model_runner",
         ),
+    },
+    "vllm/model_executor/offloader/prefetch.py": {
+        "PrefetchOffloader": ("module_offloaders",),
+        "_CpuParamOffloader": ("_cpu_storage",),
+        "_ModuleOffloader": ("_param_offloaders",),
     },
     "vllm/lora/worker_manager.py": {"WorkerLoRAManager": ("_adapter_manager", "_load_adapter")},
     "vllm/v1/attention/backends/triton_attn.py": {
