@@ -38,7 +38,7 @@ DECISION_US_MAX = 2.0
 
 
 def run() -> list[Figure]:
-    """Every figure, of the default policy and of `sessions`."""
+    """Every figure, of `lru` and of `sessions`."""
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     out = []
     for policy in ("lru", "sessions"):

@@ -106,8 +106,8 @@ class Settings(BaseSettings):
     policy: Annotated[str, BeforeValidator(_policy)] = Field(
         "sessions",
         description="Eviction: `sessions`, which learns how long sessions pause and keeps those that soon go on, and "
-        "is `lru` until that has proven to hit more ([why](docs/decisions/0027-sessions.md)); `lru`; `s3fifo`, which "
-        "a scan of one-time prompts cannot flush.",
+        "evicts like `lru` until its own order has proven to hit more ([why](docs/decisions/0027-sessions.md)); `lru`; "
+        "`s3fifo`, which a scan of one-time prompts cannot flush.",
     )
     quotas: Annotated[tuple[QuotaSpec, ...], NoDecode, BeforeValidator(parse_quotas)] = Field(
         (),

@@ -131,7 +131,7 @@ FAULTS: Final[Mapping[Fault, str]] = {
     "engine_failed": "A transfer engine of another package raised; its copies fail from then on.",
     "fetch_not_planned": "Planning what to fetch from tiers raised; the request computes instead.",
     "foreign_metadata": "vLLM handed over another connector's metadata; the step ran without a plan.",
-    "hit_vanished": "A chunk that a lookup had promised was gone at admission.",
+    "hit_vanished": "Chunks of a cache group that a lookup had promised were gone at admission.",
     "hook_for_unknown_layer": "vLLM called a hook for a layer that has no cache here.",
     "id_reused_before_finish": "A request was added under the id of one that was not over.",
     "illegal_transition": "A state machine met an event that its table rejects: a bug of kvpipe.",

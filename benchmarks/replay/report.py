@@ -23,7 +23,7 @@ from benchmarks.replay.replay import BELADY, SHARES, replay
 from benchmarks.replay.setting import Setting
 from benchmarks.report import Figure, write
 from kvpipe.cache.policy import make_policy
-from kvpipe.cache.policy.base import HintedPolicy
+from kvpipe.cache.policy.guard import takes_hints
 
 RESULTS: Final = Path(__file__).parents[2] / "docs" / "results" / "traces.json"
 AGENTS, SHARED, MOONCAKE = "coding agents", "coding agents, system prompts shared", "Mooncake's conversations"
@@ -133,7 +133,7 @@ def hinted(
     policies: Iterable[str], seeds: int, models: Iterable[str], sigma: float, shares: Sequence[float] = SHARES
 ) -> list[Hinted]:
     """Return the replays of coding agents of the policies that take hints."""
-    takes = [one for one in policies if one != BELADY and isinstance(make_policy(one, 1), HintedPolicy)]
+    takes = [one for one in policies if one != BELADY and takes_hints(make_policy(one, 1))]
     models = list(models)
     return [
         Hinted(AGENTS, seed, share, one, model, sigma)

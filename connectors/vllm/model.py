@@ -150,7 +150,7 @@ def _elsewhere() -> dict[int, torch.Tensor]:
 
     layers = getattr(get_offloader(), "module_offloaders", ())
     kept = [one for layer in layers for one in layer._param_offloaders.values()]  # noqa: SLF001  (vLLM has no public question for this)
-    return {id(one._param): one._cpu_storage for one in kept}  # noqa: SLF001
+    return {id(one._param): one._cpu_storage for one in kept if one._cpu_storage is not None}  # noqa: SLF001
 
 
 def _watch_root(root: torch.nn.Module, changed: Callable[[], object]) -> None:

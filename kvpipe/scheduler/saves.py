@@ -90,7 +90,7 @@ class Saving:
             end = tracked.request.num_computed_tokens + scheduled
             if end >= tracked.saving.next_save_at_tokens:
                 jobs += self._try_save(tracked, end, states.pop(request_id, ()))
-        for request_id, offered in states.items():  # confirmed late, of requests without tokens, too: offered only once
+        for request_id, offered in states.items():  # offered once, perhaps of a request that does not run
             if request_id in tracked_of:
                 jobs += self._try_save(tracked_of[request_id], NO_END, offered)
         return jobs

@@ -189,7 +189,7 @@ class LayerSubmitted(Event, tag="layer_submitted"):
 
 
 class LayerCopied(Event, tag="layer_copied"):
-    """A layer's copy has ended: submitted at `t_ns`, notified to the loop `took_ns` later. `failed` names jobs."""
+    """A layer's copy has ended: submitted at `t_ns`; it took `took_ns`. `failed` names jobs."""
 
     kind: str = ""
     layer: int = 0

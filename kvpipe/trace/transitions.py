@@ -48,7 +48,7 @@ class Illegal(Transition, tag="illegal"):
 
 
 class LayerLanded(Transition, tag="layer_landed"):
-    """One more layer of the job has landed."""
+    """The rank's loop has seen one more layer of the job land: `layer_copied` says when that was."""
 
 
 class Confirmed(Transition, tag="confirmed"):

@@ -16,7 +16,7 @@ from kvpipe.quota_spec import QuotaSpec
 from kvpipe.trace.log import Counters
 
 SLOTS = 6
-CALLS = ("request", "insert", "insert_all", "remove", "remove_all", "refresh_all", "hint", "victim")
+CALLS = ("request", "insert", "insert_all", "remove", "remove_all", "refresh_all", "hint", "victim", "dropped")
 
 
 @pytest.fixture
@@ -44,7 +44,8 @@ def _save(catalog: Catalog, key: bytes, before: bytes = b"") -> Chunk:
 
 
 def _life(catalog: Catalog, keys: Iterator[bytes]) -> None:
-    """A prompt of two chunks is saved, hinted, grows, is loaded, used and over; then so is another one."""
+    """A prompt of two chunks is saved, hinted, grows, is loaded, used, over; so is another one; its end is evicted."""
+    prompt = list[Chunk]()
     for _ in range(2):
         first = next(keys)
         prompt = [_save(catalog, first), _save(catalog, next(keys), before=first)]
@@ -53,6 +54,7 @@ def _life(catalog: Catalog, keys: Iterator[bytes]) -> None:
         catalog.lease(Owner("r", 0), prompt)
         catalog.release(Owner("r", 0))
         catalog.refresh(prompt[::-1])
+    assert catalog.evict(prompt[1])
 
 
 @pytest.mark.parametrize("shared", [False, True])

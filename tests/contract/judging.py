@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kvpipe.connectors.vllm import compat
-from tests.contract.sources import RELIED, Method, class_methods, parse_methods
+from tests.contract.relied import RELIED
+from tests.contract.sources import Method, class_methods, parse_methods
 
 CONNECTOR_SOURCE = Path(compat.__file__).resolve().parent / "connector.py"
 CONSTRUCTOR = ("vllm_config", "role", "kv_cache_config")

@@ -11,7 +11,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
-from tests.contract.sources import RELIED, Read
+from tests.contract.relied import RELIED
+from tests.contract.sources import Read
 
 FILES: Final = {name: path for path, classes in RELIED.items() for name in classes}
 """Where the classes are that a record knows."""

@@ -18,7 +18,7 @@ import kvpipe.connectors.vllm.trial.engine  # noqa: F401  (sets the environment,
 from kvpipe.connectors.vllm import compat
 from kvpipe.errors import UnsupportedError
 from kvpipe.testing.waiting import WAIT_S
-from tests.contract import fetch, judging, record
+from tests.contract import fetch, judging, record, relied
 from tests.contract import sources as c
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,7 +60,7 @@ def record_tool(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def write_sources(root: Path, version: str, changes: dict[str, tuple[str, str]]) -> None:
     """Copy the installed vLLM's recorded files to `root` as release `version`, with (pattern, replacement) changes."""
-    for path in {*c.SIGNATURES, *c.FIELDS, *c.RELIED}:
+    for path in {*relied.SIGNATURES, *relied.FIELDS, *relied.RELIED}:
         text = (installed_root() / path).read_text(encoding="utf-8")
         if path in changes:
             text, hits = re.subn(*changes[path], text)
@@ -151,7 +151,7 @@ def test_a_missing_attribute_is_found(version: str) -> None:
     """Each attribute, class and dataclass that we rely on is missed when it is gone from a record."""
     whole = c.load(version)
     ours = inspected()
-    for path, classes in c.RELIED.items():
+    for path, classes in relied.RELIED.items():
         for cls, attributes in classes.items():
             without_class = copy.deepcopy(whole)
             del without_class["attributes"][path][cls]
@@ -160,7 +160,7 @@ def test_a_missing_attribute_is_found(version: str) -> None:
                 record = copy.deepcopy(whole)
                 record["attributes"][path][cls] = ", ".join(a for a in attributes if a != attribute)
                 assert judging.mismatches(record, ours) == [f"{cls}.{attribute} is not in {path}"]
-    for names in c.FIELDS.values():
+    for names in relied.FIELDS.values():
         for name in names:
             record = copy.deepcopy(whole)
             record["fields"][name] = ""
@@ -213,7 +213,7 @@ def test_the_tool_judges_a_new_release(tmp_path: Path) -> None:
     """A new release that lost an attribute, a file and a call shape is recorded, its misfits named, exit code 1."""
     changes = {
         "vllm/v1/request.py": (r"\bnum_preemptions\b", "preemption_count"),
-        c.BASE: (r"def wait_for_save\(self\)", "def wait_for_save(self, step)"),
+        relied.BASE: (r"def wait_for_save\(self\)", "def wait_for_save(self, step)"),
     }
     write_sources(tmp_path / "new", "0.34.0", changes)
     (tmp_path / "new" / "vllm/v1/metrics/cache_hit_source.py").unlink()
@@ -232,7 +232,7 @@ def test_the_tool_reports_what_a_release_adds(tmp_path: Path) -> None:
     records = tmp_path / "records"
     write_sources(tmp_path / "old", "0.32.0", {})
     added = (r"(class KVConnectorBase_V1\(ABC\):\n)", r"\1    def brand_new_hook(self, step=0): ...\n")
-    write_sources(tmp_path / "new", "0.33.0", {c.BASE: added})
+    write_sources(tmp_path / "new", "0.33.0", {relied.BASE: added})
     done = record_tool(str(tmp_path / "old"), str(tmp_path / "new"), "--into", str(records))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "news: new KVConnectorBase_V1.brand_new_hook: method (self, step=...)" in done.stdout

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract import judging
+from tests.contract import judging, relied
 from tests.contract import sources as c
 from tests.contract.reads import AttributeRead, Reader
 from tests.contract.test_contract import installed_root
@@ -20,7 +20,7 @@ SOURCES = sorted([
     *(CORE / "scheduler").glob("*.py"),
     *(CORE / "cache").glob("*.py"),
 ])  # fmt: skip
-RECORDED = {(cls, name) for classes in c.RELIED.values() for cls, names in classes.items() for name in names}
+RECORDED = {(cls, name) for classes in relied.RELIED.values() for cls, names in classes.items() for name in names}
 READ_MIN = 70
 """So many attributes are seen to be read at least: fewer, and the reader has become blind."""
 

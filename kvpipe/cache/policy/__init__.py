@@ -10,13 +10,18 @@ from kvpipe.cache.policy.guard import GuardedPolicy, RescuedPolicy
 from kvpipe.cache.policy.lru import Lru
 from kvpipe.cache.policy.s3fifo import S3Fifo
 from kvpipe.cache.policy.sessions import Sessions
-from kvpipe.trace.log import warn
 
 __all__ = ["Lru", "Policy", "S3Fifo", "Sessions", "make_policy"]
 
 
-def make_policy(name: str, slots: int, fault: Callable[..., object] = warn) -> Policy:
-    """Make the policy `name` for a pool of `slots` slots. `fault(event, **fields)` is called if it misbehaves.
+def _raise(event: str, **fields: object) -> None:
+    raise RuntimeError(f"{event}: {fields}")
+
+
+def make_policy(name: str, slots: int, fault: Callable[..., object] = _raise) -> Policy:
+    """Make the policy `name` for a pool of `slots` slots. `fault(event, **fields)` is called once if it misbehaves.
+
+    LRU has taken its place then. Without `fault` the call in which it did raises RuntimeError.
 
     Raises:
         KeyError: no policy has this name.

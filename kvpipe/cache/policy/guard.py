@@ -105,7 +105,7 @@ class RescuedPolicy:
             try:
                 self._dropped(chunk)
             except (Exception, SystemExit) as error:  # noqa: BLE001  (as above)
-                self._rescue(error)
+                self._rescue(error).remove(chunk)  # to the pool it is still there
 
     def victim(self) -> Evictable | None:
         """See `Policy.victim`."""
