@@ -38,9 +38,10 @@ class Server:
     ) -> None:
         """`options`: of the command. `log`: where its output goes; what it logs while it stops is not judged."""
         self.model, self.port, self.log = str(model or make_model("llama")), _free_port(), log
-        flag: dict[str, Any] = {"kv_connector": "KVPipeConnector", "kv_role": "kv_both"}  # the README's
+        flag: dict[str, Any] = {"kv_connector": "KVPipeConnector", "kv_role": "kv_both"}
+        flag["kv_load_failure_policy"] = "recompute"  # and this is the README's flag
         if kvpipe is not None:
-            flag |= {"kv_load_failure_policy": "recompute", "kv_connector_extra_config": kvpipe}
+            flag["kv_connector_extra_config"] = kvpipe
         self._command = [
             sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model, "--host", "127.0.0.1",
             "--port", str(self.port), "--skip-tokenizer-init", "--dtype", "float32", "--enforce-eager", "--block-size",
