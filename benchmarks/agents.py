@@ -5,7 +5,7 @@ prompt, against what the trace's took on four H100 (`benchmarks/replay/model.py`
 KV keep their proportions. Users are added until the 95th percentile of the time to the first token passes a limit.
 
 Of kvpipe there are two: with a pool alone, and with a disk behind it. Everything is measured with two sizes of the
-device (`ROOMS`).
+device (`ROOMS`). `python -m benchmarks.agents ENGINE=USERS,USERS …` tries these numbers of users with these engines.
 
 Time is this process's, but for the time in which nobody waits for anything, which is skipped.
 """
@@ -16,8 +16,9 @@ import heapq
 import json
 import os
 import random
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
@@ -49,8 +50,10 @@ ALL_TOKENS: Final = 24 * ROOMS[""]
 TYPICAL: Final = 110_000
 TTFT_S_MAX: Final = 5.0
 """Of the trace's own time: a typical prompt, of so many tokens, is computed in 3.1."""
-USERS_FIRST, USERS_MAX = 4, 1024
-APART = 4
+USERS_FIRST, MANY, USERS_MAX = 4, 64, 1024
+FINER: Final = 10
+"""Numbers of users are tried until this share, one tenth, is between what is in time and what is late."""
+APART = 2
 """Users begin so many times a typical prompt's computing apart: nothing of their sessions is held yet."""
 SETTLED, MEASURED, MEASURED_S = 8, 1200, 120
 """Requests per user that are not counted, from when each user's first one is over; requests that are counted then, and
@@ -222,7 +225,9 @@ def _engine(tokens: int, *, own: bool, kvpipe: dict[str, str] | None) -> Engine:
     return engine
 
 
-POOL: Final = {"pool_bytes_max": str(POOL_TOKENS * 8192), "policy": "sessions"}
+TOKEN_BYTES: Final = 4096
+"""Of KV: K and V of 4 layers, of 2 heads of 64 elements of 4 bytes each."""
+POOL: Final = {"pool_bytes_max": str(POOL_TOKENS * TOKEN_BYTES)}
 VLLM, OURS, DISK, ALL = "vLLM's prefix cache", "kvpipe", "kvpipe with a disk", "a cache that holds all"
 _KINDS: Final[dict[str, dict[str, Any]]] = {
     "no cache": {"own": False, "kvpipe": None},
@@ -235,14 +240,23 @@ ENGINES: Final[dict[str, dict[str, Any]]] = {
 } | {ALL: {"tokens": ALL_TOKENS, "own": True, "kvpipe": None}}
 
 
-def main() -> int:
-    """Measure all engines; print the table, write `docs/results/agents.json`, and a picture of it."""
-    found = run()
+def main(chosen: Sequence[str] = ()) -> int:
+    """Measure engines; print the table, write `docs/results/agents.json`, and a picture of it. `chosen`: as of `run`.
+
+    Raises:
+        ValueError: `chosen` has an engine that is none of `ENGINES`, or users that are no numbers.
+
+    """
+    found = run(
+        {name: [int(one) for one in users.split(",")] for name, _, users in (one.partition("=") for one in chosen)}
+    )
     figures = [
-        _figure(name + room, other + room * (other != ALL), least, found)
+        _figure(name + room, beside, least, found)
         for room in ROOMS
         for name in (OURS, DISK)
         for other, least in _GOALS.items()
+        for beside in [other + room * (other != ALL)]
+        if {name + room, beside} <= found.tried.keys()
     ]
     shown = {name: [one._asdict() for one in tried] for name, tried in found.tried.items()}
     show("agents benchmarks", figures, RESULTS, limit_s=found.limit_s, tried=shown)
@@ -250,40 +264,63 @@ def main() -> int:
     return 0
 
 
-def run() -> Found:
-    """Return how late first tokens came in each engine, for numbers of users around the most that are in time."""
+def run(chosen: Mapping[str, Sequence[int]]) -> Found:
+    """Return how late first tokens came in each engine, for numbers of users around the most that are in time.
+
+    `chosen`: those numbers, of each engine that is to be measured; none: all engines, and the numbers are searched.
+    """
+    unknown = chosen.keys() - ENGINES.keys()
+    if unknown:
+        msg = f"{sorted(unknown)}: no such engine; there are {', '.join(ENGINES)}"
+        raise ValueError(msg)
     bind_cores()
     engine = _engine(**ENGINES["no cache"])
     took_s = median(ttft(engine, prompt(TYPICAL // SCALE, seed)) for seed in range(3))
     engine.close()
     faster = Model().prefill_s(0, TYPICAL) / took_s
-    tried, first = dict[str, list[Tried]](), USERS_FIRST
-    for name, options in ENGINES.items():
+    limit_s, first = TTFT_S_MAX / faster, USERS_FIRST
+    print(f"a typical prompt takes {took_s:.3f} s: the limit is {limit_s:.3f} s", flush=True)
+    tried = dict[str, list[Tried]]()
+    for name in chosen or ENGINES:
+        search = Search(limit_s, first, list(chosen.get(name, ())))
         with TemporaryDirectory(prefix="kvpipe-agents-") as folder:
             disk = {"kvpipe": POOL | {"tiers": folder}} if name.startswith(DISK) else {}
-            tried[name] = _tried(name, options | disk, faster, first)
-        first = max((one.users for one in tried[name] if one.late_s <= TTFT_S_MAX / faster), default=first)
-    return Found(TTFT_S_MAX / faster, tried)
+            _try(name, ENGINES[name] | disk, faster, search)
+        tried[name] = search.tried
+        first = max((one.users for one in search.tried if one.late_s <= limit_s), default=first)
+    return Found(limit_s, tried)
 
 
-def _tried(name: str, options: dict[str, Any], faster: float, first: int) -> list[Tried]:
-    """Return what users got: `first`, doubled until some are late, then numbers between."""
-    engine, out = _engine(**options), list[Tried]()
-    low, high = 0, 0
-    while not high or high - low > max(1, low // 4):
-        users = (low + high) // 2 if high else 2 * low or first
+@dataclass
+class Search:
+    """Which numbers of users to try: `first`, more until some are late, then numbers between; or those `given`."""
+
+    limit_s: float
+    first: int
+    given: list[int]
+    tried: list[Tried] = field(default_factory=list)
+
+    def next(self) -> int:
+        """Return how many users are to be tried, or 0: it is over."""
+        if self.given:
+            return self.given[len(self.tried)] if len(self.tried) < len(self.given) else 0
+        low = max((one.users for one in self.tried if one.late_s <= self.limit_s), default=0)
+        high = min((one.users for one in self.tried if one.late_s > self.limit_s), default=0)
+        if not high:
+            more = min(USERS_MAX, (2 * low if low < MANY else low * 5 // 4) or self.first)
+            return more if more > low else 0
+        return (low + high) // 2 if high - low > max(1, low // FINER) else 0
+
+
+def _try(name: str, options: dict[str, Any], faster: float, search: Search) -> None:
+    """Let an engine serve the numbers of users that are searched for."""
+    engine = _engine(**options)
+    while users := search.next():
         engine.llm.reset_prefix_cache(reset_connector=bool(options["kvpipe"]))
         served = serve(engine, users, faster)
-        print(f"{name}, {users} users: {served.per_s:.2f} requests/s, {served.late_s:.2f} s", flush=True)
-        out.append(Tried(users, served.per_s, median(served.ttft_s), served.late_s))
-        if served.late_s <= TTFT_S_MAX / faster:
-            low = users
-        else:
-            high = users
-        if low >= USERS_MAX:
-            break
+        print(f"{name}, {users} users: {served.per_s:.2f} requests/s, {served.late_s:.3f} s", flush=True)
+        search.tried.append(Tried(users, served.per_s, median(served.ttft_s), served.late_s))
     engine.close()
-    return out
 
 
 _GOALS: Final = {"no cache": 2.0, VLLM: 2.0, ALL: 0.9}
@@ -297,3 +334,7 @@ def _figure(name: str, other: str, least: float, found: Found) -> Figure:
     return Figure(
         f"coding agents, requests/s in time, {name} / {other}", ratio, least, "x", "; ".join(rows), at_least=True
     )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,43 @@
+"""Which numbers of users the benchmark of coding agents tries."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.agents import FINER, USERS_MAX, Search, Tried, main
+
+
+def _search(most: int, first: int, given: list[int] | None = None) -> list[int]:
+    """Return what is tried where up to `most` users are served in time."""
+    search = Search(1.0, first, given or [])
+    while users := search.next():
+        assert len(search.tried) < 100, "it does not end"
+        search.tried.append(Tried(users, float(users), 0.1, 0.5 if users <= most else 2.0))
+    return [one.users for one in search.tried]
+
+
+@pytest.mark.parametrize("most", [1, 2, 5, 30, 63, 64, 200, 777, USERS_MAX - 1])
+@pytest.mark.parametrize("first", [4, 130, 1000])
+def test_the_most_users_in_time_are_found(most: int, first: int) -> None:
+    """To a tenth, from wherever the search begins, and no number is tried twice."""
+    tried = _search(most, first)
+    best = max(users for users in tried if users <= most)
+    assert best + max(1, best // FINER) > most
+    assert len(set(tried)) == len(tried)
+
+
+def test_it_ends_where_nobody_is_late_or_everybody_is() -> None:
+    """With the most users that are tried, or with one."""
+    assert _search(USERS_MAX, 4)[-1] == USERS_MAX
+    assert _search(0, 4) == [4, 2, 1]
+
+
+def test_given_numbers_are_tried_as_they_come() -> None:
+    """Whether they are in time or not."""
+    assert _search(10, 4, [12, 8, 40]) == [12, 8, 40]
+
+
+def test_an_engine_that_is_none_is_refused() -> None:
+    """Before anything starts, with those that there are."""
+    with pytest.raises(ValueError, match=r"\['vllm'\]: no such engine; there are no cache, .*a cache that holds all"):
+        main(["vllm=10"])
