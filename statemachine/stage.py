@@ -1,8 +1,10 @@
 """The stage machine: chunks of one waiting request on their way from slower tiers into host memory.
 
-A stage delays its request by at most `lookup_ms_max`: what has come by then is used, the rest is computed. The chunks
+A stage delays its request by at most `lookup_ms_max`: what has come by then is used, the rest is computed. A request that
+came short, and that the engine then keeps waiting for as long again, gets a new stage. The chunks
 that it has fetched, and those of the same prefix that were in memory already, are leased to it until the request is
-admitted, preempted or over, or the cache is reset. So they do not evict each other.
+admitted, preempted or over, the cache is reset, or a request that came before needs the room. So they do not evict each
+other.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ STAGE = Machine(
         CAME_LAST: "the last chunk that was awaited has landed on every rank",
         LOST: "a rank could not fetch a chunk: the chunks behind it are of no use",
         DEADLINE: "`lookup_ms_max` has passed",
-        END: "the request was admitted or preempted, is over, or the cache was reset",
+        END: "the request was admitted or preempted, is over, or gives way to one before; or the cache was reset",
     },
     table={
         ASKING: {

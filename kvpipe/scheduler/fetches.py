@@ -28,6 +28,7 @@ from kvpipe.trace.log import Counters
 if TYPE_CHECKING:
     from kvpipe.scheduler.base import Request
 
+_NEVER: Final = float("inf")
 _HOLDS_UP: Final = frozenset({m.ASKING, m.FOUND, m.FETCHING})
 SHARE: Final = 0.75
 """Of the pool, at most, that waiting requests hold."""
@@ -45,17 +46,18 @@ class Stage(Cursor):
     """The fetches for one waiting request, or for a prompt that no request waits for yet (`ahead`).
 
     `taken`: tokens fetched, by tier. `waits`: ids of orders that have not landed. `leased`: number of chunks held.
+    `local`: units of the prefix that the engine holds itself. `short_at_s`: when it came to less than tiers have.
     `request`: named in what routers are notified of; None: nobody is notified. `tenant`: of the fetched chunks.
     """
 
     __slots__ = (
-        "announced", "asked", "asked_step", "deadline_at_s", "leased", "lookup", "owner", "prefixes", "request", "room",
-        "taken", "tenant", "todo", "waits", "why",
+        "announced", "asked", "asked_step", "deadline_at_s", "leased", "local", "lookup", "owner", "prefixes",
+        "request", "room", "short_at_s", "taken", "tenant", "todo", "turn", "waits", "why",
     )  # fmt: skip
 
     def __init__(
         self, machine: Compiled, number: int, asked: Request, lookup: TierLookup, watch: Watch | None,
-        *, prefixes: Prefixes, request: Request | None, room: int | None = None, announced: bool = False,
+        *, prefixes: Prefixes, request: Request | None, now_s: float, room: int | None = None, announced: bool = False,
     ) -> None:  # fmt: skip
         """The tiers are asked. `asked`: the prompt, by whose hashes `prefixes` finds it.
 
@@ -63,9 +65,9 @@ class Stage(Cursor):
         """
         super().__init__(machine, number, watch)
         self.asked, self.prefixes, self.request, self.lookup, self.room = asked, prefixes, request, lookup, room
-        self.announced = announced
+        self.announced, self.local, self.turn, self.short_at_s = announced, 0, number, _NEVER
         self.owner = Owner(asked.request_id, -number)  # admissions have positive epochs
-        self.deadline_at_s = time.monotonic() + (lookup.seconds_max if room is None else AHEAD_S_MAX)
+        self.deadline_at_s = now_s + (lookup.seconds_max if room is None else AHEAD_S_MAX)
         self.tenant, self.leased = prefixes.tenant(asked), 0
         self.waits: set[int] = set()
         self.todo: deque[Place] = deque()  # what is still to be ordered, in the order of the prefix
@@ -125,6 +127,8 @@ class Staging:
         """
         self.finder, self._catalog, self._prefixes, self._geometry = finder, catalog, prefixes, geometry
         self._ranks, self._lookup_s_max = ranks, lookup_ms_max / 1000
+        self._skipped_s = 0.0
+        self._again_s = self._lookup_s_max  # that a request which came short waits until it is asked for again
         self._counters, self._new_id, self._published = counters, new_id, published
         self.watch: Watch | None = None  # of stages that begin
         self.watch_transfer: Watch | None = None
@@ -150,6 +154,8 @@ class Staging:
         self._due: list[TierOrder] = []
         self._transfers: dict[int, TierTransfer] = {}
         self._fetching: dict[tuple[int, bytes], TierTransfer] = {}
+        self._asking: list[Stage] = []  # of requests, in the order of their lookups
+        self._asked = 0  # of these, how many have been asking for a step
         self._found: list[Stage] = []
         self._stages: set[Stage] = set()
         self._unreadable: dict[int, frozenset[int]] = {}  # by rank
@@ -166,15 +172,28 @@ class Staging:
 
         `local`: units of the prefix that the engine holds itself.
         """
+        turn = 0
+        if stage is not None and self._asks_again(stage, step):
+            self.end(stage)
+            self._counters["tier_lookup_again"] += 1
+            turn, stage = stage.turn, None
         if stage is None:
             stage = self._begin(request, local, self._prefixes, request)
             if stage is None:
                 return None, False
             stage.asked_step = step  # the answer may be there already, but not twice the same in this step
+            stage.turn = turn or stage.turn
+            self._asking.append(stage)
+        stage.local = local
         if stage.asked_step != step:
             stage.asked_step = step
-            self.look(stage, local)
+            self.look(stage)
         return stage, stage.holds_up
+
+    def _asks_again(self, stage: Stage, step: int) -> bool:
+        """Whether the engine has kept a request waiting since it came short: meanwhile there may be time, or room."""
+        again_s = stage.short_at_s + self._again_s
+        return again_s <= self._now_s() and not stage.holds_up and stage.asked_step != step
 
     def ahead(
         self, asked: Request, prefixes: Prefixes, request: Request | None, *, announced: bool = False
@@ -210,8 +229,8 @@ class Staging:
         )  # fmt: skip
         self._numbers += 1
         stage = Stage(
-            self.machine, self._numbers, asked, lookup, self.watch, prefixes=prefixes, request=request, room=room,
-            announced=announced,
+            self.machine, self._numbers, asked, lookup, self.watch, prefixes=prefixes, request=request,
+            now_s=self._now_s(), room=room, announced=announced,
         )  # fmt: skip
         self._stages.add(stage)
         self._counters["tier_lookup"] += 1
@@ -234,24 +253,35 @@ class Staging:
             (group, end) for group in others for end in self._lacking(group, keys, held)
         ]
 
-    def look(self, stage: Stage, local: int = 0) -> None:
+    def look(self, stage: Stage) -> None:
         """Take the tiers' answer, if it has come, and give up what has not come in time."""
         row = stage.state.row
         if row == m.ASKING and stage.lookup.done:
-            if self._reach(stage) > max(stage.prefixes.longest(stage.asked, continued=stage.ahead), local):
-                stage.fire(m.SOME)
-                self._found.append(stage)
-            else:
-                stage.why = miss_reasons.TIER_DOWN if stage.lookup.down else ""
-                self._end(stage, m.NOTHING)
-        elif stage.holds_up and time.monotonic() >= stage.deadline_at_s:
-            stage.why = miss_reasons.TIER_LATE
+            self._take_answer(stage)
+        elif stage.holds_up and self._now_s() >= stage.deadline_at_s:
+            stage.why, stage.short_at_s = miss_reasons.TIER_LATE, self._now_s()
             self._counters["prefetch_late" if stage.ahead else "tier_lookup_late"] += 1
             if row == m.FETCHING:
                 stage.todo.clear()
                 stage.fire(m.DEADLINE)
             else:
                 self._end(stage, m.DEADLINE)
+
+    def _take_answer(self, stage: Stage) -> None:
+        if self._reach(stage) > max(stage.prefixes.longest(stage.asked, continued=stage.ahead), stage.local):
+            stage.fire(m.SOME)
+            self._found.append(stage)
+        else:
+            stage.why = miss_reasons.TIER_DOWN if stage.lookup.down else ""
+            self._end(stage, m.NOTHING)
+
+    def _take_answers(self) -> None:
+        """Take what has been answered since the last step: the engine may ask for a request again seconds later."""
+        for stage in self._asking[: self._asked]:
+            if stage.state.row == m.ASKING and stage.lookup.done:
+                self._planned(self._take_answer, stage)
+        self._asking = [stage for stage in self._asking if stage.state.row == m.ASKING]
+        self._asked = len(self._asking)
 
     def _reach(self, stage: Stage) -> int:
         """Return how many units of the prefix memory and tiers hold together."""
@@ -298,14 +328,11 @@ class Staging:
 
         What goes wrong costs misses: the loads of the step depend on the plan, and the ranks on every order in it.
         """
+        self._take_answers()
         waiting, self._found = self._found, []
-        waiting.sort(key=lambda stage: stage.ahead)
+        waiting.sort(key=lambda stage: (stage.ahead, stage.turn))
         for stage in waiting:
-            try:
-                self._fetch(stage)
-            except Exception as e:  # noqa: BLE001
-                self._counters.fault("fetch_not_planned", request=stage.owner.request, error=repr(e))
-                self.end(stage)
+            self._planned(self._fetch, stage)
         if not stores:
             self.stores.clear()
         begun = len(self._due)
@@ -318,10 +345,15 @@ class Staging:
         due, self._due = self._due, []
         return tuple(due)
 
+    def _planned(self, part: Callable[[Stage], None], stage: Stage) -> None:
+        try:
+            part(stage)
+        except Exception as e:  # noqa: BLE001
+            self._counters.fault("fetch_not_planned", request=stage.owner.request, error=repr(e))
+            self.end(stage)
+
     def _fetch(self, stage: Stage) -> None:
         """Order what a stage still needs, as far as there are lanes; it comes here again for the rest."""
-        if time.monotonic() >= stage.deadline_at_s:
-            return  # `look` ends it when the engine asks again
         if stage.state.row == m.FOUND:
             needed = list(self._needed(stage))
             self._lease(stage, [chunk for _, chunk in needed if chunk is not None])  # first: a fetch may evict
@@ -348,11 +380,12 @@ class Staging:
             if self._fetches[tier] >= (max(1, lanes // ORDERS_PER_LANE) if stage.ahead else lanes):
                 return False
             transfer = self._reserve(stage, place, key) if self._room(stage, 1) else None
-            if transfer is None and not stage.ahead and self._give_way():
+            while transfer is None and not stage.ahead and self._give_way(stage):
                 transfer = self._reserve(stage, place, key)
             if transfer is None:
                 if not stage.ahead:
                     self._counters["tier_no_room"] += 1
+                    stage.short_at_s = self._now_s()
                 stage.todo.clear()
                 stage.todo.append(place)  # the caller takes it away: this was the last
                 return True
@@ -370,17 +403,28 @@ class Staging:
         room = self._held_max - self._leased - len(self._fetching)
         if stage.room is not None:
             return max(0, min(room, stage.room - stage.leased - len(stage.waits)))
-        if room < chunks and self._give_way():
+        while room < chunks and self._give_way(stage):
             room = self._held_max - self._leased - len(self._fetching)
         return max(0, room)
 
-    def _give_way(self) -> bool:
-        """End what is brought ahead of requests: one that waits needs the room. Returns whether there was any."""
-        ahead = [stage for stage in self._stages if stage.ahead]
-        for stage in ahead:
+    def _give_way(self, stage: Stage) -> bool:
+        """End what needs the room less: all that is brought ahead of requests, or what the last one in turn holds.
+
+        `stage`: of a request that waits. Returns whether there was any.
+        """
+        ahead = [one for one in self._stages if one.ahead]
+        for one in ahead:
             self._counters["prefetch_gave_way"] += 1
-            self._end(stage, m.END)
-        return bool(ahead)
+            self._end(one, m.END)
+        if ahead:
+            return True
+        last = max((one for one in self._stages if one.leased), key=lambda one: one.turn, default=stage)
+        if last.turn <= stage.turn:
+            return False
+        self._counters["tier_gave_way"] += 1
+        last.short_at_s = self._now_s()
+        self._end(last, m.END)
+        return True
 
     def _lease(self, stage: Stage, chunks: list[Chunk]) -> None:
         chunks = chunks[: self._room(stage, len(chunks))]
@@ -501,14 +545,18 @@ class Staging:
     # ---- the truth about itself -----------------------------------------------------------------------------------
 
     def expire(self) -> None:
-        """Let nobody wait any longer. For tests."""
-        for stage in self._stages:
-            stage.deadline_at_s = 0.0
+        """Let so much time pass that nobody waits any longer, and who has come short is asked for again. For tests."""
+        self._skipped_s += AHEAD_S_MAX + self._lookup_s_max
+
+    def _now_s(self) -> float:
+        return time.monotonic() + self._skipped_s
 
     def forget(self) -> None:
         """Forget what was found and offered: from now on chunks are kept under another name."""
         self.stores.clear()
         self._found.clear()
+        self._asking.clear()
+        self._asked = 0
         for stage in list(self._stages):
             self._end(stage, m.END)
 

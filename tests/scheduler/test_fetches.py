@@ -66,7 +66,7 @@ class Played:
 
 
 @contextmanager
-def _played(shape: Shape = SHAPE) -> Iterator[Played]:
+def in_play(shape: Shape = SHAPE) -> Iterator[Played]:
     trial = Trial(shape, 2)
     for i in range(4):
         trial.documents[i] = [1 + (7 * i + j) % 50 for j in range(200)]
@@ -79,7 +79,7 @@ def _played(shape: Shape = SHAPE) -> Iterator[Played]:
 @pytest.mark.parametrize("name", ["tier", "two-tiers", "async-scheduler-tier", "tier-hybrid"])
 def test_what_memory_forgot_comes_from_the_tier(name: str) -> None:
     """A prompt that memory does not hold any more is brought back, and counted where it came from."""
-    with _played(SHAPES[name]._replace(pool_slots=24)) as played:
+    with in_play(SHAPES[name]._replace(pool_slots=24)) as played:
         before = played.run()
         assert before.pop("dict-0") >= 128
         assert before["memory"] == 0 or len(before) == 1
@@ -87,7 +87,7 @@ def test_what_memory_forgot_comes_from_the_tier(name: str) -> None:
 
 def test_nobody_waits_where_tiers_have_nothing() -> None:
     """A request for which tiers have nothing waits one lookup, and no more."""
-    with _played() as played:
+    with in_play() as played:
         played.trial.tiers[0].values.clear()
         played.do(ADD, ("schedule",))
         assert played.waiting == [m.ASKING]
@@ -98,7 +98,7 @@ def test_nobody_waits_where_tiers_have_nothing() -> None:
 
 def test_a_short_rest_is_not_asked_for() -> None:
     """Less than a chunk beyond what memory holds is computed, without a lookup."""
-    with _played() as played:
+    with in_play() as played:
         played.run()
         lookups = played.trial.side.counters["tier_lookup"]
         played.run()
@@ -107,7 +107,7 @@ def test_a_short_rest_is_not_asked_for() -> None:
 
 def test_requests_share_a_fetch() -> None:
     """Two requests for one prompt wait for one fetch of each chunk."""
-    with _played() as played:
+    with in_play() as played:
         played.do(("hold", True), ADD, ADD, ("schedule",), ("update",), ("hold", False))
         played.do(("schedule",), ("update",), ("schedule",), ("drain",))
         stored = len(played.trial.tiers[0].values)
@@ -122,7 +122,7 @@ def test_a_tier_that_lists_is_notified_of_what_was_stored(monkeypatch: pytest.Mo
         reported.extend(key.text for key in keys)
 
     monkeypatch.setattr(HeldTier, "stored", stored, raising=False)
-    with _played(SHAPE._replace(ranks=2)) as played:
+    with in_play(SHAPE._replace(ranks=2)) as played:
         values = played.trial.tiers[0].values
         assert sorted(reported) == sorted(values)
         assert values
@@ -136,7 +136,7 @@ def test_a_tier_that_lists_is_notified_of_what_was_stored(monkeypatch: pytest.Mo
 
 def test_shares_of_a_pool_that_turns_out_smaller() -> None:
     """What waiting requests and stores may hold is a share of what every rank has, which ranks report late."""
-    with _played() as played:
+    with in_play() as played:
         played.trial.side.catalog.reset()
         before, stores = played.staging._held_max, played.staging.stores._max
         played.trial.side.catalog.limit(4)
@@ -147,7 +147,7 @@ def test_shares_of_a_pool_that_turns_out_smaller() -> None:
 @pytest.mark.parametrize("when", [m.ASKING, m.FETCHING])
 def test_lookup_ms_max(when: str) -> None:
     """Whoever has waited for `lookup_ms_max` goes on with what memory holds; what comes later is there for others."""
-    with _played() as played:
+    with in_play() as played:
         if when == m.ASKING:
             played.do(("hold", True))
         played.do(ADD, ("schedule",), ("update",))
@@ -167,7 +167,7 @@ def test_lookup_ms_max(when: str) -> None:
 @pytest.mark.parametrize("steps", range(6))
 def test_a_stage_ends_with_its_request(move: tuple[object, ...], steps: int) -> None:
     """However far a stage is when its request is aborted, or the cache reset, its leases are returned."""
-    with _played() as played:
+    with in_play() as played:
         played.do(ADD, *[("schedule",), ("update",)] * (steps // 2), *[("schedule",)] * (steps % 2), move, ("drain",))
         played.watched.after_drain()
         assert not played.watched.broken
@@ -178,7 +178,7 @@ def test_a_stage_ends_with_its_request(move: tuple[object, ...], steps: int) -> 
 @pytest.mark.parametrize("kind", ["forgets", "damages", "cuts", "down"])
 def test_a_chunk_that_is_lost_behind_the_lookup(kind: str) -> None:
     """A chunk that was found and cannot be brought is computed; the reason is reported."""
-    with _played() as played:
+    with in_play() as played:
         played.do(ADD, ("schedule",), ("update",), ("schedule",))
         played.trial.tiers[0].trouble = kind
         played.trial.excused |= {"tier_failed", "chunk_damaged"}
@@ -189,7 +189,7 @@ def test_a_chunk_that_is_lost_behind_the_lookup(kind: str) -> None:
 
 def test_a_tier_that_is_down() -> None:
     """While no tier can be asked nobody waits, and the reason of misses shows it."""
-    with _played() as played:
+    with in_play() as played:
         played.trial.excused |= {"tier_failed"}
         played.trial.tiers[0].trouble = "down"
         for _ in range(4):
@@ -204,7 +204,7 @@ def test_a_tier_that_is_down() -> None:
 
 def test_a_nearer_tier_gets_what_a_farther_one_had() -> None:
     """What had to be brought from the second tier is stored in the first."""
-    with _played(SHAPES["two-tiers"]._replace(pool_slots=24)) as played:
+    with in_play(SHAPES["two-tiers"]._replace(pool_slots=24)) as played:
         near, far = played.trial.tiers
         assert near.values.keys() == far.values.keys()
         near.values.clear()
@@ -214,7 +214,7 @@ def test_a_nearer_tier_gets_what_a_farther_one_had() -> None:
 
 def test_waiting_requests_do_not_take_the_whole_pool() -> None:
     """Fetches leave slots for those that run."""
-    with _played(SHAPE._replace(pool_slots=4)) as played:
+    with in_play(SHAPE._replace(pool_slots=4)) as played:
         played.do(*[("add", i, 199, 0, 3, 0, 0) for i in range(4)], ("drain",))
         played.forget()
         played.do(("hold", True), *[("add", i, 199, 0, 3, 0, 0) for i in range(4)], ("schedule",), ("update",))
@@ -225,7 +225,7 @@ def test_waiting_requests_do_not_take_the_whole_pool() -> None:
 
 def test_what_a_request_ended_in_is_stored_too() -> None:
     """The chunk that a request ends in is stored as far as it is filled, and found as such."""
-    with _played() as played:
+    with in_play() as played:
         tier: HeldTier = played.trial.tiers[0]
         found = played.run()["dict-0"]
         done = played.trial.over[-1]
@@ -235,7 +235,7 @@ def test_what_a_request_ended_in_is_stored_too() -> None:
 
 def test_what_vllm_holds_itself_is_not_asked_for() -> None:
     """A prompt that vLLM's own prefix cache holds waits for no tier, though kvpipe's memory has forgotten it."""
-    with _played() as played:
+    with in_play() as played:
         played.run()
         played.trial.side.catalog.reset()
         lookups = played.trial.side.counters["tier_lookup"]
@@ -246,8 +246,8 @@ def test_what_vllm_holds_itself_is_not_asked_for() -> None:
 def test_fetches_wait_for_lanes() -> None:
     """No more is with the ranks than there are lanes for; what a request gives up is not fetched any more."""
     shape = SHAPE._replace(pool_slots=16, blocks=40)
-    with _played(shape) as played:
-        played.staging._fetches_max = [1]
+    with in_play(shape) as played:
+        played.staging._fetches_max, played.staging._again_s = [1], float("inf")
         for i in range(3):
             played.do(("add", i, 199, 0, 3, 0, 0))
         played.do(("drain",))
@@ -258,13 +258,16 @@ def test_fetches_wait_for_lanes() -> None:
         played.do(("schedule",), ("update",), ("hold", True), ("schedule",), ("update",), ("schedule",), ("update",))
         assert played.trial.side.counters["chunks_fetching"] == before + 1
         assert played.waiting == [m.FETCHING] * 3
-        played.do(("late",), ("schedule",), ("hold", False), ("drain",))
+        played.do(("late",), ("schedule",))
+        assert played.waiting == [m.FETCHING] * 2, "the engine has not asked for these again"
         assert played.trial.side.counters["chunks_fetching"] == before + 1
+        played.do(("hold", False), ("drain",))
+        assert played.trial.side.counters["chunks_fetching"] == before + 2, "one chunk is of use to both"
 
 
 def test_a_plan_that_fails_loses_no_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """When planning goes wrong half-way, what was ordered is sent, and the request goes on without the rest."""
-    with _played() as played:
+    with in_play() as played:
         played.trial.excused |= {"fetch_not_planned", "store_not_planned"}
         reserve = played.staging._reserve
         calls = 0
@@ -287,7 +290,7 @@ def test_a_plan_that_fails_loses_no_order(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_rank_without_tiers() -> None:
     """Orders that a rank cannot carry, as it has no tiers, are reported as failed: nobody waits for ever."""
-    with _played(SHAPES["two-tiers"]._replace(pool_slots=24)) as played:
+    with in_play(SHAPES["two-tiers"]._replace(pool_slots=24)) as played:
         worker = played.trial.ranks[1].connector.worker  # type: ignore[attr-defined]
         carrier, worker.carrier = worker.carrier, None
         played.trial.excused |= {"orders_without_tiers"}
@@ -335,7 +338,7 @@ def test_why_other_layouts_share_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_producer_stores_chunks_of_adapters() -> None:
     """Chunks of a LoRA adapter are stored though nobody has looked the adapter up before."""
-    with _played() as played:
+    with in_play() as played:
         played.trial.side.switches.loads = False
         before = len(played.trial.tiers[0].values)
         played.do(("add", 1, 199, 0, 3, 0, 1), ("drain",))
@@ -344,7 +347,7 @@ def test_a_producer_stores_chunks_of_adapters() -> None:
 
 def test_a_reset_before_the_weights_are_known() -> None:
     """What was kept before a reset is not shared after it, also where the name becomes known only later."""
-    with _played() as played:
+    with in_play() as played:
         played.trial.tiers[0].values, kept = dict(played.trial.tiers[0].values), played.trial.tiers[0].values
         space = played.staging.space
         base, space.base = space.base, ""
@@ -359,7 +362,7 @@ def test_a_reset_before_the_weights_are_known() -> None:
 
 def test_what_waits_for_stores_that_are_never_reported_keeps_nobody_up() -> None:
     """While as many stores are with the ranks as may be, offers wait for those, and not for the engine's next step."""
-    with _played() as played:
+    with in_play() as played:
         stores = played.staging.stores
         kept, stores.under_way = stores.under_way, {}
         stores._offers[0, "chunk", b"key"] = "offer"  # type: ignore[index, assignment]

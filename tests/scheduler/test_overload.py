@@ -1,0 +1,90 @@
+"""More requests wait than the engine can serve, and tiers have what they need: see decision 11."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from kvpipe.statemachine import stage as m
+from tests.scheduler.test_fetches import ADD, SHAPE, Played, in_play
+
+
+@contextmanager
+def _busy(played: Played, *, asks: bool) -> Iterator[None]:
+    """The engine admits nobody. `asks`: it asks for the requests all the same, and then has no blocks for them."""
+    scheduler = played.trial.scheduler
+    with pytest.MonkeyPatch.context() as patch:
+        if asks:
+            patch.setattr(scheduler.kv_cache_manager, "allocate_slots", lambda *_, **__: None)
+        else:
+            patch.setattr(scheduler, "max_num_active_reqs", 0)
+        yield
+
+
+STEP = ("schedule",), ("update",)
+
+
+def _brought(played: Played) -> int:
+    """Return how many tokens of hits came from the tier so far."""
+    return int(played.trial.side.report.hit_tokens["dict-0"])
+
+
+def test_tiers_answer_in_time_though_the_engine_asks_late() -> None:
+    """An engine with much to compute asks again after `lookup_ms_max`: what the tier has is there by then."""
+    with in_play() as played:
+        played.do(ADD, *STEP)
+        assert played.waiting == [m.ASKING]
+        with _busy(played, asks=False):
+            played.do(*STEP * 3, ("late",))
+            assert played.waiting == [m.HELD]
+        played.do(("drain",))
+        assert _brought(played) >= 128
+        assert "tier_late" not in played.trial.side.report.misses
+
+
+def test_who_came_short_is_looked_up_again() -> None:
+    """A tier was late, and then the engine has no blocks for so long that it is not late any more."""
+    with in_play() as played:
+        played.do(("hold", True), ADD, *STEP, ("late",))
+        with _busy(played, asks=True):
+            played.do(*STEP)
+            assert played.trial.side.counters["tier_lookup_late"] == 1
+            assert played.waiting == [m.OVER]
+            played.do(*STEP)
+            assert played.waiting == [m.OVER], "not at once"
+            played.do(("hold", False), ("late",), *STEP * 4)
+            assert played.waiting == [m.HELD]
+        played.do(("drain",))
+        assert _brought(played) >= 128
+        assert played.trial.side.counters["tier_lookup_again"] == 1
+
+
+def test_who_comes_first_gets_the_room() -> None:
+    """A request takes the room of those that came after it. They are looked up again when it has gone."""
+    with in_play(SHAPE._replace(pool_slots=4)) as played:
+        for i in range(2):
+            played.do(("add", i, 199, 0, 3, 0, 0), ("drain",))
+        played.forget()
+        side = played.trial.side
+        with _busy(played, asks=False):
+            played.do(("hold", True), ADD, ("add", 1, 199, 0, 3, 0, 0))
+            first, last = played.trial.scheduler.waiting
+            side.lookup(first, 0)
+            played.do(*STEP, ("late",), *STEP)
+            side.lookup(first, 0)
+            played.do(("hold", False), *STEP)
+            side.lookup(last, 0)
+            played.do(*STEP * 4)
+            assert played.waiting == [m.OVER, m.HELD]
+            played.do(("late",))
+            side.lookup(first, 0)
+            played.do(*STEP * 4)
+            assert played.waiting == [m.HELD, m.OVER]
+            assert side.counters["tier_gave_way"] == 1
+            played.do(("late",))
+            side.lookup(last, 0)
+            assert side.counters["tier_lookup_again"] == 2
+        played.do(("drain",))
+        assert _brought(played) >= 2 * 128
