@@ -67,6 +67,7 @@ class Played:
 
 @contextmanager
 def in_play(shape: Shape = SHAPE) -> Iterator[Played]:
+    """Yield a trial of `shape` whose tiers hold document 0, and whose memory holds nothing."""
     trial = Trial(shape, 2)
     for i in range(4):
         trial.documents[i] = [1 + (7 * i + j) % 50 for j in range(200)]
