@@ -18,7 +18,7 @@ from kvpipe.scheduler.announced import Announcement, Announcements
 from kvpipe.scheduler.prefetch import KnownPrompt
 from kvpipe.trace import events as e
 from kvpipe.trace.log import Counters
-from tests.scheduler.test_fetches import ADD, SHAPE, Played, _played
+from tests.scheduler.test_fetches import ADD, SHAPE, Played, in_play
 
 ROOMY = SHAPE._replace(pool_slots=32, hints=True)
 STEPS: tuple[tuple[object, ...], ...] = (("schedule",), ("update",))
@@ -40,7 +40,7 @@ class Clock:
 @contextmanager
 def announcing(shape: Shape = ROOMY, pause_s: int = PAUSE_S) -> Iterator[tuple[Played, Clock]]:
     """Yield a trial in which the prompt was announced to come back, and memory has forgotten it."""
-    with _played(shape) as played:
+    with in_play(shape) as played:
         clock = Clock(played)
         played.do(("hint", RESUME, pause_s), ADD, ("drain",))
         assert played.trial.side.counters["resumes_announced"] == 1
@@ -150,7 +150,7 @@ def test_what_memory_loses_again_is_brought_again() -> None:
 
 def test_what_is_left_goes_behind_what_is_evicted_first() -> None:
     """A policy that takes no hints does not know that it is needed soon."""
-    with _played(ROOMY) as played:
+    with in_play(ROOMY) as played:
         clock, catalog = Clock(played), played.trial.side.catalog
         played.do(("hint", RESUME, PAUSE_S), ADD, ("drain",))
         mine = {chunk.slot for chunk in catalog.chunks()}
@@ -258,7 +258,7 @@ def test_an_engine_without_hints_remembers_and_asks_nothing(monkeypatch: pytest.
 
     for name in ("add", "came", "has_turn", "take"):
         monkeypatch.setattr(Announcements, name, called)
-    with _played(ROOMY) as played:
+    with in_play(ROOMY) as played:
         played.run()
         assert not played.trial.side.counters["resumes_announced"]
 
@@ -273,7 +273,7 @@ def test_what_a_policy_without_hints_ignores() -> None:
         assert counted["resumes_announced"] == 1
         assert "hints_applied" not in counted
         assert HINTS[RESUME](7)[1] == {"resume": {"after_seconds": 7}}
-    with _played(ROOMY._replace(tiers=0)) as played:
+    with in_play(ROOMY._replace(tiers=0)) as played:
         played.do(("hint", RESUME, 7), ADD, ("drain",))
         assert played.trial.side.counters.totals()["hints_ignored.policy"] == 1
         assert not played.trial.side.counters["resumes_announced"]
@@ -281,7 +281,7 @@ def test_what_a_policy_without_hints_ignores() -> None:
 
 def test_a_request_that_came_to_nothing_is_no_announcement_of_more() -> None:
     """Aborted, or shorter than a block: nothing is fetched that is not there, and nothing breaks."""
-    with _played(ROOMY) as played:
+    with in_play(ROOMY) as played:
         clock = Clock(played)
         played.do(("hint", RESUME, 9), ("add", 2, 5, 0, 3, 0, 0), ("drain",))
         assert not played.trial.side.prefetching.announced.prompts

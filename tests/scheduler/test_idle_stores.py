@@ -13,7 +13,7 @@ from kvpipe.scheduler import fetches, stores
 from kvpipe.scheduler.stores import Storing
 from kvpipe.testing.dict_tier import DictTier
 from kvpipe.testing.held_tier import HeldTier
-from tests.scheduler.test_fetches import ADD, SHAPE, Played, _played
+from tests.scheduler.test_fetches import ADD, SHAPE, Played, in_play
 
 STEPS: tuple[tuple[object, ...], ...] = (("schedule",), ("update",))
 LIMIT_S = 30
@@ -33,7 +33,7 @@ def storing(patch: pytest.MonkeyPatch) -> Iterator[tuple[Played, Storing, Clock]
     clock = Clock()
     patch.setattr(stores, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
     patch.setattr(HeldTier, "exists", DictTier.exists)  # it hangs in writes alone
-    with _played(SHAPE) as played:
+    with in_play(SHAPE) as played:
         side: Any = played.trial.side
         one: Storing = side.staging.stores
         one.idle_s_max, one._in_flight_max = LIMIT_S, 1

@@ -13,7 +13,7 @@ from kvpipe.scheduler.fetches import AHEAD_S_MAX
 from kvpipe.scheduler.orders import Order, OrderRefusedError
 from kvpipe.scheduler.prefetch import PREFETCHES_MAX, KnownPrompt, WarmedPrompt
 from kvpipe.statemachine import stage as m
-from tests.scheduler.test_fetches import ADD, SHAPE, Played, _played
+from tests.scheduler.test_fetches import ADD, SHAPE, Played, in_play
 
 ROOMY = SHAPE._replace(pool_slots=24)
 STEPS: tuple[tuple[object, ...], ...] = (("schedule",), ("update",))
@@ -45,7 +45,7 @@ def finish(played: Played, order: Order) -> WarmedPrompt:
 @pytest.mark.parametrize("name", ["tier", "two-tiers", "async-scheduler-tier", "tier-hybrid"])
 def test_what_was_warmed_is_a_hit_in_memory(name: str) -> None:
     """The request that comes then waits for no tier, and what was brought for it counts as used."""
-    with _played(SHAPES[name]._replace(pool_slots=32)) as played:
+    with in_play(SHAPES[name]._replace(pool_slots=32)) as played:
         done = finish(played, warm(played))
         counters = played.trial.side.counters
         assert done.tokens >= 128
@@ -66,7 +66,7 @@ def test_what_was_warmed_is_a_hit_in_memory(name: str) -> None:
 
 def test_what_could_not_be_pinned_is_not_fetched() -> None:
     """A pin that may not last so long is refused at once."""
-    with _played(ROOMY) as played:
+    with in_play(ROOMY) as played:
         order = warm(played, seconds=1e6)
         played.do(("add", 3, 60, 0, 3, 0, 0), *STEPS, ("drain",))
         assert "manage_pin_s_max" in order.refused
@@ -75,7 +75,7 @@ def test_what_could_not_be_pinned_is_not_fetched() -> None:
 
 def test_what_nobody_uses_is_wasted() -> None:
     """Each chunk that was brought counts once: used, or evicted before."""
-    with _played(ROOMY) as played:
+    with in_play(ROOMY) as played:
         finish(played, warm(played))
         brought, catalog = played.trial.side.counters["chunks_prefetched"], played.trial.side.catalog
         assert brought > 0
@@ -87,7 +87,7 @@ def test_what_nobody_uses_is_wasted() -> None:
 
 def test_what_is_pinned_then() -> None:
     """It stays until the pin ends."""
-    with _played(ROOMY) as played:
+    with in_play(ROOMY) as played:
         played.trial.side.pins.clock = lambda: 0.0
         order = warm(played, seconds=10)
         played.do(("add", 3, 60, 0, 9, 0, 0), *STEPS * 8)
@@ -100,7 +100,7 @@ def test_what_is_pinned_then() -> None:
 
 def test_nobody_waits_for_it() -> None:
     """A request that comes meanwhile is scheduled in the same pass, whatever the tier does."""
-    with _played(ROOMY) as played:
+    with in_play(ROOMY) as played:
         played.do(("hold", True))
         order = warm(played)
         played.do(("add", 3, 60, 0, 3, 0, 0), *STEPS)
@@ -113,7 +113,7 @@ def test_nobody_waits_for_it() -> None:
 
 def test_a_request_takes_over_what_is_on_its_way() -> None:
     """One fetch of each chunk serves both; it was asked for, so it counts as fetched for the request."""
-    with _played(ROOMY) as played:
+    with in_play(ROOMY) as played:
         counters = played.trial.side.counters
         order = warm(played)
         played.do(("add", 3, 60, 0, 3, 0, 0), *STEPS * 2, ("hold", True), ADD, *STEPS * 2, ("hold", False), ("drain",))
@@ -124,7 +124,7 @@ def test_a_request_takes_over_what_is_on_its_way() -> None:
 @pytest.mark.parametrize("steps", range(7))
 def test_a_reset_ends_it(steps: int) -> None:
     """However far it is: nothing is held afterwards, and nothing of before the reset is found."""
-    with _played(ROOMY) as played:
+    with in_play(ROOMY) as played:
         order = warm(played)
         played.do(("add", 3, 60, 0, 9, 0, 0), *STEPS * (steps // 2), *STEPS[: steps % 2], ("reset", True, False))
         played.do(("drain",))
@@ -137,7 +137,7 @@ def test_a_reset_ends_it(steps: int) -> None:
 
 def test_what_is_late_is_given_up() -> None:
     """A tier that does not answer holds the order up for a while, and the engine not at all."""
-    with _played(ROOMY) as played:
+    with in_play(ROOMY) as played:
         played.do(("hold", True))
         order = warm(played)
         played.do(("add", 3, 60, 0, 9, 0, 0), *STEPS * 2)
@@ -151,7 +151,7 @@ def test_what_is_late_is_given_up() -> None:
 
 def test_an_engine_that_has_nothing_to_do_begins_with_its_next_step() -> None:
     """The thread of operators may carry orders out, and fetch nothing: ranks do that in steps."""
-    with _played(ROOMY) as played:
+    with in_play(ROOMY) as played:
         side = played.trial.side
         assert not side.pending
         lookups, order = side.counters["tier_lookup"], warm(played)
@@ -163,7 +163,7 @@ def test_an_engine_that_has_nothing_to_do_begins_with_its_next_step() -> None:
 
 def test_bypass_ends_it() -> None:
     """Nothing more is asked of tiers, and nothing is held."""
-    with _played(ROOMY) as played:
+    with in_play(ROOMY) as played:
         played.do(("hold", True))
         order = warm(played)
         played.do(("add", 3, 60, 0, 9, 0, 0), *STEPS * 2)
@@ -177,7 +177,7 @@ def test_bypass_ends_it() -> None:
 @pytest.mark.parametrize("kind", ["forgets", "damages", "cuts", "down"])
 def test_what_cannot_be_brought_is_not_there(kind: str) -> None:
     """The order ends with what has come."""
-    with _played(ROOMY) as played:
+    with in_play(ROOMY) as played:
         played.trial.excused |= {"tier_failed", "chunk_damaged"}
         order = warm(played)
         played.do(("add", 3, 60, 0, 9, 0, 0), *STEPS, ("schedule",))
@@ -189,7 +189,7 @@ def test_what_cannot_be_brought_is_not_there(kind: str) -> None:
 def test_it_takes_its_share_of_the_pool_and_no_more() -> None:
     """Beginning with the beginning of the prompt; and no more of the lanes than there are."""
     for slots, tokens in ((4, 128), (24, 192)):
-        with _played(SHAPE._replace(pool_slots=slots)) as played:
+        with in_play(SHAPE._replace(pool_slots=slots)) as played:
             played.staging._fetches_max = [1]
             order = warm(played)
             for _ in range(5):
@@ -201,7 +201,7 @@ def test_it_takes_its_share_of_the_pool_and_no_more() -> None:
 
 def test_it_gives_way_to_who_waits() -> None:
     """Where there is no room for both, what a request waits for is fetched, and what nobody waits for is not."""
-    with _played(SHAPE._replace(pool_slots=8)) as played:
+    with in_play(SHAPE._replace(pool_slots=8)) as played:
         order = warm(played)
         played.do(
             ("add", 3, 10, 0, 9, 0, 0), *STEPS, ("hold", True), *STEPS, ("add", 1, 199, 0, 3, 0, 0), ("schedule",)
@@ -220,7 +220,7 @@ def test_it_gives_way_to_who_waits() -> None:
 
 def test_one_prompt_after_the_other() -> None:
     """So many wait; one more is refused. Other orders are carried out meanwhile."""
-    with _played(ROOMY) as played:
+    with in_play(ROOMY) as played:
         played.trial.side.orders.slice_s_max = float("inf")
         played.do(("hold", True))
         orders = [warm(played) for _ in range(PREFETCHES_MAX + 1)]
@@ -236,7 +236,7 @@ def test_one_prompt_after_the_other() -> None:
 
 def test_what_waits_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also what has not had its turn: vLLM's pause and sleep wait until nothing is left."""
-    with _played(ROOMY) as played:
+    with in_play(ROOMY) as played:
         played.do(("hold", True))
         played.trial.side.orders.slice_s_max = float("inf")
         orders = [warm(played) for _ in range(PREFETCHES_MAX)]
@@ -263,7 +263,7 @@ def test_what_waits_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_what_is_refused(switched: str, why: str) -> None:
     """Where no request would be served from tiers."""
-    with _played(ROOMY) as played:
+    with in_play(ROOMY) as played:
         side = played.trial.side
         if switched == "doubtful":
             side.weights.suspect()
