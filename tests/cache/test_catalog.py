@@ -387,5 +387,6 @@ def test_a_session_policy_need_not_want_to_know_how_long_answers_are() -> None:
             del now_s, over
 
     policy = GuardedPolicy(Old(), "old", lambda event, **_: faults.append(event))
-    Catalog(4, 1, policy, Counters()).refresh([], answer=7)
+    for one in (policy, Old()):
+        Catalog(4, 1, one, Counters()).refresh([], answer=7)
     assert faults == []

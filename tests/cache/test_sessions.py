@@ -244,7 +244,20 @@ def test_what_waits_after_an_answer_is_of_a_kind_by_its_length() -> None:
     assert kinds == [SILENT + PACES, SILENT + 2 * PACES, SILENT + 3 * PACES, SILENT]
     assert min(policy._returns._ended[:RESUMES]) >= 0
     counted = [sum(policy._returns._returned[kind]) for kind in range(RESUMES)]
-    assert sum(counted[:PACES]) == sum(counted[PACES:]) == 3
+    assert [sum(counted[at : at + PACES]) for at in range(0, RESUMES, PACES)] == [3, 0, 1, 1, 1]
+
+
+def test_after_a_rare_answer_a_wait_without_a_hint_is_worth_what_such_waits_are() -> None:
+    """Not what those of its pace are that a client has hinted: here, what is never used again is not hinted."""
+    returns, pace = Returns(), kind_of(pace_after(None, 10))
+    usual, rare = (SILENT + answer_class(tokens) + pace for tokens in (1, 500))
+    for turn in range(600):
+        returns.ended(pace)
+        returns.returned(pace, 5.0)
+        returns.waits(pace, rare if turn == 300 else usual)
+    for _ in range(RENEW_MAX * PACES):
+        returns.ended(0)
+    assert returns.worth(rare, 4.0) < returns.worth(pace, 4.0) / 4
 
 
 def test_a_save_that_lands_late_is_of_its_requests_answer() -> None:

@@ -169,10 +169,23 @@ class Returns:
             if kind >= RESUMES and not self._changed[kind]:
                 continue  # no hint is of it
             self._changed[kind] = False
-            if SILENT <= kind < RESUMES and (not self._ended[kind] or self._counts(kind) == self._counts(pace)):
-                self.tables[kind] = self.tables[pace]  # there are no hints, and no other answers
+            if kind == pace or kind >= RESUMES:
+                self._renew_kind(kind, everybody)
+                continue
+            if kind == SILENT + pace:
+                silent = self._silent(pace, everybody)
+            if not self._ended[kind] or self._counts(kind) == self._counts(pace):
+                self.tables[kind] = silent  # there are no hints, and no other answers
             else:
-                self._renew_kind(kind, self.tables[pace] if SILENT + PACES <= kind < RESUMES else everybody)
+                self._renew_kind(kind, silent)
+
+    def _silent(self, pace: int, everybody: _Everybody) -> Table:
+        """Return what waits of a pace are worth that no client has hinted, after whatever answer."""
+        ended = sum(self._ended[SILENT + pace : RESUMES : PACES])
+        returned = [sum(counts) for counts in zip(*self._returned[SILENT + pace : RESUMES : PACES], strict=True)]
+        if (ended, returned) == self._counts(pace):
+            return self.tables[pace]
+        return Table(ended, returned, PRIOR, everybody)
 
     def _counts(self, kind: int) -> tuple[float, list[float]]:
         return self._ended[kind], self._returned[kind]
