@@ -339,8 +339,10 @@ class Engine:
 
     def _over(self, request: Running) -> Callable[[], None]:
         def over() -> None:
+            size = self._size(request)
+            request.num_tokens += request.prompt.answer
             self._timed(self.side.finished, request)
-            self.device.end(request.block_hashes, self._size(request))
+            self.device.end(request.block_hashes, size)
             self.alive -= 1
 
         return over

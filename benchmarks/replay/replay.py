@@ -98,7 +98,7 @@ class Pool:
                     if hint is not None:
                         catalog.hint([chunk], hint)
         catalog.release(owner)
-        catalog.refresh(self.prefixes.chunks_from_the_end(request, len(keys)))
+        catalog.refresh(self.prefixes.chunks_from_the_end(request, len(keys)), answer=prompt.answer)
         if hint is not None:
             catalog.hint(self.prefixes.chunks_from_the_end(request, len(keys)), hint)
         return held

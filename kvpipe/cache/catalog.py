@@ -18,7 +18,7 @@ from kvpipe.cache.ahead import Ahead
 from kvpipe.cache.hints import Hint
 from kvpipe.cache.large import Ordered, by_key, order, untracked
 from kvpipe.cache.miss_reasons import EVICTED, RESET, TORN, Lost
-from kvpipe.cache.policy.base import Policy, RememberingPolicy, SessionPolicy
+from kvpipe.cache.policy.base import AnsweredPolicy, Policy, RememberingPolicy, SessionPolicy
 from kvpipe.cache.policy.batches import batches
 from kvpipe.cache.policy.guard import RescuedPolicy, takes_hints
 from kvpipe.cache.tenants import ANYBODY, Tenant, Tenants
@@ -115,6 +115,7 @@ class Catalog:
         self._clock = clock
         self._batches = batches(policy)
         self._request = policy.request if isinstance(policy, SessionPolicy) else None
+        self._answered = policy.answered if isinstance(policy, AnsweredPolicy) else None
         self._hint = policy.hint if takes_hints(policy) else None
         self._dropped = policy.dropped if isinstance(policy, RememberingPolicy) else None
         self.machine = m.CHUNK.compile()
@@ -241,12 +242,17 @@ class Catalog:
         self._batches.insert_all(idle, hit=hit)
         return len(chunks)
 
-    def refresh(self, chunks: Iterable[Chunk], *, over: bool = True, hit: bool = True) -> None:
+    def refresh(
+        self, chunks: Iterable[Chunk], *, over: bool = True, hit: bool = True, answer: int | None = None
+    ) -> None:
         """Count `chunks` as used now. `chunks`: of one request, the last one of its prefix first: it is evicted first.
 
         `over`: the request has ended. `hit`: it has used them; else they are kept for one that is to come.
+        `answer`: how many tokens it has decoded; None: that is not known.
         """
         self._notify(over=over)
+        if answer is not None and self._answered is not None:
+            self._answered(answer)
         second, spared = self._second, self._spared
         idle: list[Chunk] = []
         for chunk in chunks:

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from kvpipe.cache.catalog import Catalog, Chunk
 from kvpipe.cache.hints import Hint
-from kvpipe.cache.policy.base import Evictable, Policy, RememberingPolicy, SessionPolicy
+from kvpipe.cache.policy.base import AnsweredPolicy, Evictable, Policy, RememberingPolicy, SessionPolicy
 from kvpipe.cache.policy.guard import RescuedPolicy, takes_hints
 from kvpipe.cache.tenants import ANYBODY, Tenant, kept_salt
 from kvpipe.quota_spec import OTHERS, QuotaSpec, salts
@@ -24,10 +24,11 @@ _NO_LIMIT: Final = QuotaSpec.model_validate({"name": OTHERS})
 
 
 class Turn(NamedTuple):
-    """The arguments of `SessionPolicy.request` for the calls that follow."""
+    """The arguments of `SessionPolicy.request` for the calls that follow, and of `AnsweredPolicy.answered`, if any."""
 
     now_s: float
     over: bool
+    answer: int | None = None
 
 
 _NEVER: Final = Turn(0.0, over=False)
@@ -39,7 +40,9 @@ class Account:
     `evicted`: how many of its chunks were evicted; `refused`: how often it got no slot.
     """
 
-    __slots__ = ("evicted", "hint", "most", "notified", "policy", "refused", "request", "spec", "sure", "used")
+    __slots__ = (
+        "answered", "evicted", "hint", "most", "notified", "policy", "refused", "request", "spec", "sure", "used",
+    )  # fmt: skip
 
     def __init__(self, spec: QuotaSpec, slots: int, make: Callable[[int], Policy]) -> None:
         """Start with none of the pool's `slots` slots. `make(n)` returns a policy for n slots."""
@@ -48,6 +51,7 @@ class Account:
         self.sure, self.most = spec.slots(slots)
         self.policy, self.notified = make(self.most), _NEVER
         self.request = self.policy.request if isinstance(self.policy, SessionPolicy) else None
+        self.answered = self.policy.answered if isinstance(self.policy, AnsweredPolicy) else None
         self.hint = self.policy.hint if takes_hints(self.policy) else None
 
     @property
@@ -94,6 +98,10 @@ class Accounts:
     def request(self, now_s: float, *, over: bool) -> None:
         """See `SessionPolicy.request`. An account's policy gets it before its next other call."""
         self._turn = Turn(now_s, over)
+
+    def answered(self, tokens: int) -> None:
+        """See `AnsweredPolicy.answered`. An account's policy gets it with `request`."""
+        self._turn = self._turn._replace(answer=tokens)
 
     def insert(self, chunk: Evictable, *, hit: bool) -> None:
         """See `Policy.insert`."""
@@ -150,6 +158,8 @@ class Accounts:
             account.notified = turn
             if account.request is not None:
                 account.request(turn.now_s, over=turn.over)
+                if account.answered is not None and turn.answer is not None:
+                    account.answered(turn.answer)
         return account
 
 
@@ -169,6 +179,8 @@ class SharedCatalog(Catalog):
         accounts.secure(self.ready)
         if accounts.others.request is None:
             self._request = None
+        if accounts.others.answered is None:
+            self._answered = None
         if accounts.others.hint is None:
             self._hint = None
 

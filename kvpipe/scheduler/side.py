@@ -331,7 +331,7 @@ class SchedulerSide:
             whole = self.prefixes.chunks_from_the_end(request, len(request.block_hashes))
             chunks = dict.fromkeys((*ends, *whole))  # now: what has ended has no keys of its adapter
             try:
-                self.catalog.refresh(chunks)
+                self.catalog.refresh(chunks, answer=request.num_tokens - request.num_prompt_tokens)
                 if tracked.answer is not None:
                     self._answers.ended(tracked)
                 if tracked.wishes:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import ClassVar
+
 import pytest
 
 from kvpipe.cache.catalog import KEPT_MARKS_MAX, Catalog, Owner
 from kvpipe.cache.policy import Lru
+from kvpipe.cache.policy.base import Evictable
+from kvpipe.cache.policy.guard import GuardedPolicy
 from kvpipe.statemachine.core import IllegalTransition
 from kvpipe.testing.catalog_integrity import check_integrity
 from kvpipe.trace.log import Counters
@@ -348,3 +353,40 @@ def test_a_lost_piece_is_of_no_request_that_is_over() -> None:
     assert policy.over
     catalog.lost(piece)
     assert not policy.over
+
+
+def test_a_policy_that_wants_to_know_is_told_how_long_an_answer_was() -> None:
+    """After it was told that the request is over, and before what it has used; not if nobody knows."""
+
+    class Noted(Lru):
+        noted: ClassVar[list[object]] = []
+
+        def request(self, now_s: float, *, over: bool) -> None:
+            del now_s
+            self.noted.append(over)
+
+        def answered(self, tokens: int) -> None:
+            self.noted.append(tokens)
+
+        def refresh_all(self, chunks: Sequence[Evictable]) -> None:
+            self.noted.append("used")
+            super().refresh_all(chunks)
+
+    catalog = Catalog(4, 1, Noted(), Counters(), clock=lambda: 0.0)
+    catalog.refresh([], answer=7)
+    catalog.refresh([])
+    assert Noted.noted == [True, 7, "used", True, "used"]
+
+
+def test_a_session_policy_need_not_want_to_know_how_long_answers_are() -> None:
+    """One written before there was `AnsweredPolicy` is called as before, and does not lose its place."""
+    faults = list[str]()
+
+    class Old(Lru):
+        def request(self, now_s: float, *, over: bool) -> None:
+            del now_s, over
+
+    policy = GuardedPolicy(Old(), "old", lambda event, **_: faults.append(event))
+    for one in (policy, Old()):
+        Catalog(4, 1, one, Counters()).refresh([], answer=7)
+    assert faults == []

@@ -161,6 +161,9 @@ class _Told(Lru):
     def request(self, now_s: float, *, over: bool) -> None:
         self.noted.append((now_s, over))
 
+    def answered(self, tokens: int) -> None:
+        self.noted.append(tokens)
+
     def hint(self, chunk: Evictable, hint: Hint) -> None:
         del chunk
         self.noted.append(hint)
@@ -173,9 +176,9 @@ def test_each_has_a_policy_of_its_own() -> None:
     assert [one.slots for one in noted.values()] == [8, 4, 8]
     (mine,), (yours,) = pool.put(ALICE), pool.put(ANYBODY)
     hint = Hint(Action.DEMOTE)
-    pool.catalog.refresh([mine], over=True)
+    pool.catalog.refresh([mine], over=True, answer=5)
     pool.catalog.hint([yours], hint)
-    assert noted["alice"].noted == [(1.0, False), (1.0, True)]
+    assert noted["alice"].noted == [(1.0, False), (1.0, True), 5]
     assert noted["others"].noted == [(1.0, False), (1.0, False), hint]
     assert noted["bob"].noted == []
     assert [len(one) for one in noted.values()] == [1, 0, 1]
@@ -190,8 +193,10 @@ def test_a_policy_that_wants_no_hints_gets_none() -> None:
     """It is as without quotas: who gives hints is shown that they are ignored."""
     assert not _Pool().catalog.takes_hints
     assert _Pool().catalog._request is None
+    assert _Pool().catalog._answered is None
     assert _Pool(make=Sessions).catalog.takes_hints
     assert _Pool(make=Sessions).catalog._request is not None
+    assert _Pool(make=Sessions).catalog._answered is not None
 
 
 @pytest.mark.parametrize("states", [(), (1,)])

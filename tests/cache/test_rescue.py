@@ -16,7 +16,18 @@ from kvpipe.quota_spec import QuotaSpec
 from kvpipe.trace.log import Counters
 
 SLOTS = 6
-CALLS = ("request", "insert", "insert_all", "remove", "remove_all", "refresh_all", "hint", "victim", "dropped")
+CALLS = (
+    "request",
+    "answered",
+    "insert",
+    "insert_all",
+    "remove",
+    "remove_all",
+    "refresh_all",
+    "hint",
+    "victim",
+    "dropped",
+)
 
 
 @pytest.fixture
@@ -53,7 +64,7 @@ def _life(catalog: Catalog, keys: Iterator[bytes]) -> None:
         assert catalog.landed(catalog.write(prompt[1], 2, next(keys), keep=False))
         catalog.lease(Owner("r", 0), prompt)
         catalog.release(Owner("r", 0))
-        catalog.refresh(prompt[::-1])
+        catalog.refresh(prompt[::-1], answer=3)
     assert catalog.evict(prompt[1])
 
 

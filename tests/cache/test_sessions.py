@@ -17,10 +17,14 @@ from kvpipe.cache.policy.returns import (
     BINS,
     DEMOTED,
     KINDS,
+    PACES,
+    RENEW_MAX,
     RESUMES,
     RETAINS,
+    SILENT,
     Returns,
     _indices,
+    answer_class,
     hinted_kind,
     kind_of,
     pace_after,
@@ -220,6 +224,70 @@ def test_a_session_that_went_is_known_by_its_pace_when_it_returns() -> None:
     chain = policy._gone["head"]
     assert chain.pace == pytest.approx(4)
     assert chain.paced == 5
+
+
+def test_what_waits_after_an_answer_is_of_a_kind_by_its_length() -> None:
+    """It is worth what others were after such an answer; where nobody tells how long it was, what others were."""
+    policy, first, last = Sessions(SLOTS), Item("a"), Item("b", "a")
+    for item in (first, last):
+        policy.insert(item, hit=False)
+    kinds = []
+    for turn, tokens in enumerate((127, 128, 1024, None)):
+        policy.request(10.0 * turn + 1, over=True)
+        if tokens is not None:
+            policy.answered(tokens)
+        for item in (last, first):
+            policy.refresh(item)
+        policy.request(10.0 * turn + 2, over=False)
+        chain = chain_of(policy, first)
+        kinds.append(chain.kind - chain.paced)
+    assert kinds == [SILENT + PACES, SILENT + 2 * PACES, SILENT + 3 * PACES, SILENT]
+    assert min(policy._returns._ended[:RESUMES]) >= 0
+    counted = [sum(policy._returns._returned[kind]) for kind in range(RESUMES)]
+    assert [sum(counted[at : at + PACES]) for at in range(0, RESUMES, PACES)] == [3, 0, 1, 1, 1]
+
+
+def test_after_a_rare_answer_a_wait_without_a_hint_is_worth_what_such_waits_are() -> None:
+    """Not what those of its pace are that a client has hinted: here, what is never used again is not hinted."""
+    returns, pace = Returns(), kind_of(pace_after(None, 10))
+    usual, rare = (SILENT + answer_class(tokens) + pace for tokens in (1, 500))
+    for turn in range(600):
+        returns.ended(pace)
+        returns.returned(pace, 5.0)
+        returns.waits(pace, rare if turn == 300 else usual)
+    for _ in range(RENEW_MAX * PACES):
+        returns.ended(0)
+    assert returns.worth(rare, 4.0) < returns.worth(pace, 4.0) / 4
+
+
+def test_a_save_that_lands_late_is_of_its_requests_answer() -> None:
+    """The chain waits already: that it goes on growing is no wait of its own."""
+    policy, first, late = Sessions(SLOTS), Item("a"), Item("a")
+    policy.insert(first, hit=False)
+    policy.request(1.0, over=True)
+    policy.answered(500)
+    policy.refresh(first)
+    policy.request(2.0, over=True)
+    assert chain_of(policy, first).answer == answer_class(500)
+    assert policy.victim() is first
+    policy.insert(late, hit=False)
+    assert chain_of(policy, late).kind == SILENT + answer_class(500) + chain_of(policy, late).paced
+
+
+def test_answers_count_beside_the_pace_of_their_chains() -> None:
+    """Few returns after an answer of a length say little; many, what such a wait is worth. The others are as before."""
+    returns, pace = Returns(), kind_of(pace_after(None, 10))
+    short, long = (SILENT + answer_class(tokens) + pace for tokens in (1, 5000))
+    for turn in range(600):
+        returns.waits(pace, short if turn % 2 else long)
+        returns.back(pace, short if turn % 2 else long, 5.0 if turn % 2 else 500.0)
+    assert returns.worth(short, 4.0) > 2 * returns.worth(pace, 4.0) > 4 * returns.worth(long, 4.0)
+    rare = SILENT + answer_class(500) + pace
+    assert returns.worth(rare, 4.0) == returns.worth(pace, 4.0)
+    returns.waits(pace, rare)
+    for _ in range(RENEW_MAX * PACES):
+        returns.ended(0)
+    assert returns.worth(rare, 4.0) == pytest.approx(returns.worth(pace, 4.0), rel=0.1)
 
 
 def test_what_is_announced_makes_kinds_by_the_octave() -> None:

@@ -564,3 +564,14 @@ def test_a_recovery_of_an_older_version_is_refused(old: str) -> None:
     """Its method would never be called: what it repairs would stay broken, silently."""
     with pytest.raises(TypeError, match=rf"Mine: rename {old} to .*begin_step\("):
         type("Mine", (Recovery,), {old: lambda *_: None})
+
+
+def test_the_policy_is_told_how_long_the_answer_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the request is over: what it has computed behind its prompt."""
+    world, told = SchedulerWorld(), list[int]()
+    monkeypatch.setattr(world.side.catalog, "_answered", told.append)
+    request = world.request("a", 3)
+    world.admit(request)
+    request.num_tokens = request.num_prompt_tokens + 5
+    world.side.finished(request)
+    assert told == [5]

@@ -55,6 +55,14 @@ class SessionPolicy(Policy, Protocol):
 
 
 @runtime_checkable
+class AnsweredPolicy(SessionPolicy, Protocol):
+    """A `SessionPolicy` that wants to know how long answers are."""
+
+    def answered(self, tokens: int) -> None:
+        """The request that is over has decoded `tokens` tokens: called between `request` and `refresh`, if known."""
+
+
+@runtime_checkable
 class BatchPolicy(Policy, Protocol):
     """A policy that takes all chunks of a request at once: each call means its namesake for each chunk, in order."""
 

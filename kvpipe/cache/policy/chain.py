@@ -17,8 +17,8 @@ class Chain:
     """A run of chunks. `stack`: in the order of the prefix; some may be held, or gone."""
 
     __slots__ = (
-        "before", "ended_s", "free", "head", "held", "hint", "hinted", "hinted_s", "kind", "learnt_kept", "learnt_kind",
-        "lru_kept", "number", "orphan", "pace", "paced", "run", "shared", "stack", "used_s",
+        "answer", "before", "ended_s", "free", "head", "held", "hint", "hinted", "hinted_s", "kind", "learnt_kept",
+        "learnt_kind", "lru_kept", "number", "orphan", "pace", "paced", "run", "shared", "stack", "used_s",
     )  # fmt: skip
 
     def __init__(self, head: Hashable, before: Hashable, now_s: float, *, orphan: bool) -> None:
@@ -31,6 +31,7 @@ class Chain:
         self.shared = False  # prompts have gone on differently behind it
         self.pace: float | None = None
         self.kind = self.paced = 0  # by which it is valued; and by its pace when it began to wait
+        self.answer = 0  # the class of the last one (`answer_class`)
         self.run = 0  # where it is among others, by their last use
         self.lru_kept = self.learnt_kept = self.learnt_kind = 0  # in a duel's shadows
         self.used_s = now_s
@@ -47,6 +48,15 @@ class Chain:
             stack.insert(-1, chunk)
         else:
             stack.append(chunk)
+
+    def reorder(self, chunks: list[Evictable]) -> None:
+        """Put `chunks`, which may go, in this order. What is held keeps its place; behind `chunks` comes the rest."""
+        if len(chunks) < len(self.stack):
+            free = {one: None for one in self.stack if one not in self.held and one.place == self.number}
+            following = iter(dict.fromkeys((*chunks, *free)))
+            chunks = [next(following) if one in free else one for one in self.stack]
+        self.stack = chunks
+        untracked(chunks)
 
 
 def by_chain(chunks: Sequence[Evictable], chains: Sequence[Chain | None]) -> dict[Chain, list[Evictable]]:

@@ -6,7 +6,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeGuard
 
 from kvpipe.cache.hints import Hint
-from kvpipe.cache.policy.base import BatchPolicy, Evictable, HintedPolicy, Policy, RememberingPolicy, SessionPolicy
+from kvpipe.cache.policy.base import (
+    AnsweredPolicy,
+    BatchPolicy,
+    Evictable,
+    HintedPolicy,
+    Policy,
+    RememberingPolicy,
+    SessionPolicy,
+)
 from kvpipe.cache.policy.batches import OneByOne, batches
 from kvpipe.cache.policy.lru import Lru
 
@@ -29,6 +37,7 @@ class RescuedPolicy:
         self._one: Policy = policy
         self._all: BatchPolicy | OneByOne = batches(policy)
         self._request = policy.request if isinstance(policy, SessionPolicy) else None  # once: such questions are slow
+        self._answered = policy.answered if isinstance(policy, AnsweredPolicy) else None
         self._hint = policy.hint if isinstance(policy, HintedPolicy) else None
         self._dropped = policy.dropped if isinstance(policy, RememberingPolicy) else None
 
@@ -47,6 +56,14 @@ class RescuedPolicy:
             try:
                 self._request(now_s, over=over)
             except (Exception, SystemExit) as error:  # noqa: BLE001  (a bug of the policy's: eviction goes on without it)
+                self._rescue(error)
+
+    def answered(self, tokens: int) -> None:
+        """See `AnsweredPolicy.answered`."""
+        if self._answered is not None:
+            try:
+                self._answered(tokens)
+            except (Exception, SystemExit) as error:  # noqa: BLE001  (as above)
                 self._rescue(error)
 
     def insert(self, chunk: Evictable, *, hit: bool) -> None:
@@ -126,7 +143,7 @@ class RescuedPolicy:
         lru = Lru(self._slots)
         lru.insert_all([*self._evictable()], hit=False)
         self._one = self._all = lru
-        self._request = self._hint = self._dropped = None
+        self._request = self._answered = self._hint = self._dropped = None
         self._fault("policy_failed", policy=self._name, why=repr(error))
         return lru
 

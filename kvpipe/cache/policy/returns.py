@@ -14,8 +14,10 @@ SHORTEST_S: Final = 0.25
 BINS: Final = 48  # of idle times, up to 4.5 hours; what is idle for longer is in the last one
 PACES: Final = 13  # kinds of chains, by their usual pause: none yet, then octaves from a second on
 LEFT: Final = PACES - 1  # what others have branched off before
-SILENT: Final = PACES  # kinds by pace again, of what waits without a hint
-RESUMES: Final = 2 * PACES  # kinds by the octave of the pause that a client has hinted
+SILENT: Final = PACES  # kinds by pace again, of what waits without a hint, for each class of answers (`answer_class`)
+ANSWERS_TOKENS: Final = (128, 1024)
+"""From how many tokens on an answer is of the next class: of five ways to cut that were simulated, about the best."""
+RESUMES: Final = SILENT + (2 + len(ANSWERS_TOKENS)) * PACES  # kinds by the octave of the pause that a client has hinted
 RETAINS: Final = RESUMES + 15  # by two octaves of how long a client wants it
 DEMOTED: Final = RETAINS + 8
 KINDS: Final = DEMOTED + 1
@@ -54,6 +56,11 @@ def kind_of(usual: float | None) -> int:
         return 0
     octave = 1 + int(usual)  # comparisons are quicker than `min` and `max`
     return 1 if octave < 1 else octave if octave < LEFT else LEFT - 1
+
+
+def answer_class(tokens: int) -> int:
+    """Return what to add to `SILENT` and a pace for a wait after an answer of so many tokens; 0: it is not known."""
+    return PACES * (1 + bisect_right(ANSWERS_TOKENS, tokens))
 
 
 def hinted_kind(action: Action, in_s: float) -> int:
@@ -107,24 +114,24 @@ class Returns:
             self._renewed = (self._renewed + 1) % PACES
             self._renew(self._renewed)
 
-    def waits(self, pace: int) -> None:
+    def waits(self, pace: int, silent: int) -> None:
         """Count that a chain of the kind `pace` waits from now on, and without a hint: `ended` of both its kinds."""
         if self._turns + 2 < self._renew_at:
             self._turns += 2
             self._ended[pace] += 1
-            self._ended[SILENT + pace] += 1
-            self._changed[pace] = self._changed[SILENT + pace] = True
+            self._ended[silent] += 1
+            self._changed[pace] = self._changed[silent] = True
         else:
             self.ended(pace)
-            self.ended(SILENT + pace)
+            self.ended(silent)
 
-    def back(self, pace: int, idle_s: float) -> None:
+    def back(self, pace: int, silent: int, idle_s: float) -> None:
         """Count that such a chain is used again after `idle_s` seconds: `returned` of both its kinds."""
         at = bisect_right(INNER_S, idle_s)
         self._everybody[at] += 1
         self._returned[pace][at] += 1
-        self._returned[SILENT + pace][at] += 1
-        self._changed[pace] = self._changed[SILENT + pace] = True
+        self._returned[silent][at] += 1
+        self._changed[pace] = self._changed[silent] = True
 
     def returned(self, kind: int, idle_s: float) -> None:
         """Count that a chain is used again after `idle_s` seconds. `kind`: what it was when it began to wait."""
@@ -162,15 +169,28 @@ class Returns:
             if kind >= RESUMES and not self._changed[kind]:
                 continue  # no hint is of it
             self._changed[kind] = False
-            if kind == SILENT + pace and self._counts(kind) == self._counts(pace):
-                self.tables[kind] = self.tables[pace]  # there are no hints
-            else:
+            if kind == pace or kind >= RESUMES:
                 self._renew_kind(kind, everybody)
+                continue
+            if kind == SILENT + pace:
+                silent = self._silent(pace, everybody)
+            if not self._ended[kind] or self._counts(kind) == self._counts(pace):
+                self.tables[kind] = silent  # there are no hints, and no other answers
+            else:
+                self._renew_kind(kind, silent)
+
+    def _silent(self, pace: int, everybody: _Everybody) -> Table:
+        """Return what waits of a pace are worth that no client has hinted, after whatever answer."""
+        ended = sum(self._ended[SILENT + pace : RESUMES : PACES])
+        returned = [sum(counts) for counts in zip(*self._returned[SILENT + pace : RESUMES : PACES], strict=True)]
+        if (ended, returned) == self._counts(pace):
+            return self.tables[pace]
+        return Table(ended, returned, PRIOR, everybody)
 
     def _counts(self, kind: int) -> tuple[float, list[float]]:
         return self._ended[kind], self._returned[kind]
 
-    def _renew_kind(self, kind: int, everybody: _Everybody) -> None:
+    def _renew_kind(self, kind: int, everybody: _Everybody | Table) -> None:
         hinted = kind >= RESUMES
         if self._ended[kind] > (REMEMBERED_HINTED if hinted else REMEMBERED):
             self._ended[kind] /= 2
@@ -207,10 +227,11 @@ class _Everybody:
 class Table:
     """What chains of a kind are worth, by what was counted at some time. It is computed when it is first asked for."""
 
-    __slots__ = ("_ended", "_everybody", "_prior", "_returned", "computed")
+    __slots__ = ("_chances", "_ended", "_everybody", "_prior", "_returned", "computed")
 
-    def __init__(self, ended: float, returned: list[float], prior: float, everybody: _Everybody) -> None:
+    def __init__(self, ended: float, returned: list[float], prior: float, everybody: _Everybody | Table) -> None:
         """`returned`: by bin of idle time, of `ended` chains. `everybody` counts for as much as `prior` of them."""
+        self._chances: list[float] | None = None
         self._ended, self._returned, self._prior, self._everybody = ended, returned, prior, everybody
         self.computed: list[float] | None = None
         """What `worths` returns, once it was asked for."""
@@ -218,14 +239,20 @@ class Table:
     def worths(self) -> list[float]:
         """Return, by bin of idle time, the expected hits per second and chunk of a chain that has waited so long."""
         if self.computed is None:
+            self.computed = _indices(self.usual())
+        return self.computed
+
+    def usual(self) -> list[float]:
+        """Return, by bin, how likely a chain returns that has not returned before."""
+        if self._chances is None:
             waiting, prior, chances = self._ended, self._prior, list[float]()
             for mine, of_all in zip(self._returned, self._everybody.usual(), strict=True):
                 left = waiting if waiting > mine else mine  # noqa: FURB136  (as above)
                 chance = (mine + prior * of_all) / (left + prior)
                 chances.append(chance if chance < CHANCE_MAX else CHANCE_MAX)  # noqa: FURB136
                 waiting -= mine
-            self.computed = _indices(chances)
-        return self.computed
+            self._chances = chances
+        return self._chances
 
 
 class _Useless(Table):

@@ -1,7 +1,8 @@
 """Keeps the prefixes that are soonest used again: of sessions that pause and go on, each at a pace of its own.
 
 Chunks are in *chains*: runs of chunks that follow each other, with no branch between them. A chain goes from its end,
-and after what follows it. Which one goes is decided in `returns.py`, by how long chains of its pace have paused before.
+and after what follows it. Which one goes is decided in `returns.py`, by how long chains of its pace, and after
+such an answer, have paused before.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from kvpipe.cache.policy.chain import NONE, NOTHING, Chain, by_chain
 from kvpipe.cache.policy.duel import Duel
 from kvpipe.cache.policy.queues import Queues
 from kvpipe.cache.policy.recency import Recency
-from kvpipe.cache.policy.returns import LEFT, SILENT, Returns, hinted_kind, kind_of, pace_after
+from kvpipe.cache.policy.returns import LEFT, SILENT, Returns, answer_class, hinted_kind, kind_of, pace_after
 
 CHAIN_MAX: Final = 256  # chunks: to split a chain takes no longer than a chain is long
 DEPTH_MAX: Final = 1024  # chains that follow each other
@@ -47,10 +48,9 @@ class Sessions:
         self._recency = Recency(slots)  # of what is in the queues, and of orphans
         self._tip = NOBODY  # where something was saved last
         self._follows: Hashable = NOWHERE  # the identity of that
-        self._now_s, self._over = 0.0, False
+        self._now_s, self._over, self._answer = 0.0, False, 0
         self._touched: list[Evictable] = []  # of the request that is over, its end first
-        self._draining = NOBODY
-        self._bare = False  # nothing follows what is drained
+        self._draining, self._bare = NOBODY, False  # nothing follows what is drained
         self._lost = 0  # chunks that requests saved and that were gone, or of no use, before one was over
         untracked(self._chains)
 
@@ -63,9 +63,13 @@ class Sessions:
                 self._settle()
             self._draining, self._over = NOBODY, over
             if over:
-                self._follows = NOWHERE
+                self._follows, self._answer = NOWHERE, 0
         if now_s > self._now_s:  # noqa: PLR1730  (quicker; what goes is chosen anew when requests end, not as time passes)
             self._now_s = now_s
+
+    def answered(self, tokens: int) -> None:
+        """See `AnsweredPolicy.answered`."""
+        self._answer = answer_class(tokens)
 
     def insert(self, chunk: Evictable, *, hit: bool) -> None:
         """See `Policy.insert`."""
@@ -152,7 +156,7 @@ class Sessions:
         if chain.ended_s is not None:
             self._use(chain)
         if late:
-            self._wait(chain)
+            self._wait(chain, chain.answer)
 
     def _number(self, chain: Chain) -> None:
         """Give the chain a number: something of it is there from now on."""
@@ -456,7 +460,7 @@ class Sessions:
         if not any(one.place == chain.number for one in chain.stack):  # else what is given back may be all there is
             self._end_number(chain)
         self._duel.split(chain, len(chain.stack), end, len(rest))
-        self._returns.waits(LEFT)
+        self._returns.waits(LEFT, SILENT + LEFT)
         self._follow(end)
 
     def _move(self, chunks: list[Evictable], chain: Chain, end: Chain) -> None:
@@ -483,7 +487,7 @@ class Sessions:
         assert chain.ended_s is not None  # noqa: S101  (asked by the callers)
         idle_s = self._now_s - chain.ended_s
         if not chain.hinted:
-            self._returns.back(chain.paced, idle_s)
+            self._returns.back(chain.paced, SILENT + chain.answer + chain.paced, idle_s)
         else:
             self._returns.returned(chain.paced, idle_s)
             self._returns.proven(chain.hinted, chain.paced, self._now_s - chain.hinted_s)
@@ -537,7 +541,7 @@ class Sessions:
     def _believe(self, chain: Chain, hint: Hint) -> None:
         """Value a chain that waits by its hint."""
         returns = self._returns
-        returns.ended(chain.hinted or SILENT + chain.paced, -1)
+        returns.ended(chain.hinted or SILENT + chain.answer + chain.paced, -1)
         chain.hinted, chain.hinted_s = hinted_kind(hint.action, hint.at_s - self._now_s), self._now_s
         returns.ended(chain.hinted)
         self._become(chain, chain.hinted if returns.trusts else chain.paced)
@@ -555,7 +559,7 @@ class Sessions:
                 break
             if begun is not stack:
                 self._leave_behind(chain, begun[-1])
-            self._wait(chain)
+            self._wait(chain, self._answer)
             if not chain.orphan:  # of those, what was lost is counted
                 prompt.append((chain, size))
             at += size
@@ -577,23 +581,17 @@ class Sessions:
             if chain is not None and chunk not in chain.held:
                 chains.setdefault(chain, {})[chunk] = None
         for chain, chunks in chains.items():
-            order = list(reversed(chunks))
-            if len(order) < len(chain.stack):  # what is held keeps its place; behind the others what is not touched
-                free = {one: None for one in chain.stack if one not in chain.held and one.place == chain.number}
-                following = iter(order + [one for one in free if one not in chunks])
-                order = [next(following) if one in free else one for one in chain.stack]
-            chain.stack = order
-            untracked(order)
-            self._wait(chain)
+            chain.reorder([*reversed(chunks)])
+            self._wait(chain, self._answer)
         return [(chain, len(chunks)) for chain, chunks in chains.items() if not chain.orphan]
 
-    def _wait(self, chain: Chain) -> None:
+    def _wait(self, chain: Chain, answer: int) -> None:
         """No request uses it from now on."""
         if chain.ended_s is not None:
             self._learn(chain)
         pace = chain.paced = kind_of(chain.pace)
-        chain.ended_s = self._now_s
-        self._returns.waits(pace)
-        self._become(chain, SILENT + pace)
+        chain.ended_s, chain.answer = self._now_s, answer
+        self._returns.waits(pace, SILENT + answer + pace)
+        self._become(chain, SILENT + answer + pace)
         if chain.hint is not None:
             self._believe(chain, chain.hint)
