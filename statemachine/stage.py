@@ -63,7 +63,7 @@ STAGE = Machine(
             CAME: reject(_NOT_SENT),
             CAME_LAST: reject(_NOT_SENT),
             LOST: reject(_NOT_SENT),
-            DEADLINE: go(OVER),
+            DEADLINE: reject("what was found is ordered in this step, whatever the time"),
             END: go(OVER),
         },
         FETCHING: {

@@ -258,7 +258,7 @@ class Staging:
         row = stage.state.row
         if row == m.ASKING and stage.lookup.done:
             self._take_answer(stage)
-        elif stage.holds_up and self._now_s() >= stage.deadline_at_s:
+        elif row in {m.ASKING, m.FETCHING} and self._now_s() >= stage.deadline_at_s:
             stage.why, stage.short_at_s = miss_reasons.TIER_LATE, self._now_s()
             self._counters["prefetch_late" if stage.ahead else "tier_lookup_late"] += 1
             if row == m.FETCHING:
