@@ -118,6 +118,11 @@ def digest_of(folder: str, signature: Signature) -> bytes:
     return digest.digest()
 
 
+def read_as(digest: bytes, *, fused: bool) -> bytes:
+    """Return the digest of files that the engine takes for an adapter with `fused` experts, or without. b"" stays."""
+    return xxhash.xxh3_128_digest(b"fused experts" + digest) if fused and digest else digest
+
+
 def folder_of(path: str) -> str:
     """Return the folder that vLLM would read the adapter `path` from: itself, or one in the local cache of the hub.
 

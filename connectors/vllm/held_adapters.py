@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
+from kvpipe.adapter_files import read_as
 from kvpipe.worker.adapters import HeldAdapters, Loaded
 
 MARK: Final = "kvpipe_loaded"
@@ -44,6 +45,7 @@ def _load(held: HeldAdapters, original: Callable[[Any, Any], Any], manager: Any,
     before = held.read(folder)
     adapter = original(manager, resolved)
     digest = before.digest if before is not None and before == held.read(folder) else secrets.token_bytes(16)
+    digest = read_as(digest, fused=request.is_3d_lora_weight)
     one = Loaded(request.lora_int_id, request.lora_name, request.lora_path, digest)
     setattr(adapter, MARK, one)
     held.now = _marks(manager)

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvpipe.adapter_files import KNOWN_MAX, AdapterReader, remember
+from kvpipe.adapter_files import KNOWN_MAX, AdapterReader, read_as, remember
 from kvpipe.messages import Claim, Job, Kind
 from kvpipe.trace.log import Counters
 
@@ -209,7 +209,8 @@ class Adapters:
             digest = self._agreed(use.lora.lora_int_id)
             if digest is not None or use.lora.lora_int_id in self._open:
                 return digest
-        return self.reader.digest(use.lora.lora_path, since_s)
+        digest = self.reader.digest(use.lora.lora_path, since_s)
+        return digest and read_as(digest, fused=use.lora.is_3d_lora_weight)
 
     def _agreed(self, number: int) -> bytes | None:
         """Return the digest that all ranks hold under `number`; b"": they differ; None: not all hold it, or asked."""

@@ -36,6 +36,11 @@ class Adapter(Protocol):
         """Whether the engine reads its files again for every request."""
         return False
 
+    @property
+    def is_3d_lora_weight(self) -> bool:
+        """Whether the engine is told that its files hold each layer's experts as one tensor."""
+        return False
+
 
 class Request(Protocol):
     """A request, from its arrival to `finished`. Its numbers are read when they are needed and never kept."""

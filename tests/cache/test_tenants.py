@@ -27,7 +27,7 @@ class _Asked:
 
 
 class _Lora:
-    lora_int_id, lora_name, lora_path, load_inplace = 1, "french", "/french", False
+    lora_int_id, lora_name, lora_path, load_inplace, is_3d_lora_weight = 1, "french", "/french", False, False
 
 
 def test_there_is_one_object_per_salt_and_adapter() -> None:

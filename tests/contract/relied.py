@@ -183,6 +183,7 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
         "_CpuParamOffloader": ("_cpu_storage",),
         "_ModuleOffloader": ("_param_offloaders",),
     },
+    "vllm/lora/request.py": {"LoRARequest": ("is_3d_lora_weight",)},
     "vllm/lora/worker_manager.py": {"WorkerLoRAManager": ("_adapter_manager", "_load_adapter")},
     "vllm/v1/attention/backends/triton_attn.py": {
         "TritonAttentionImpl": ("_ensure_scale_caches", "_is_per_token_head_quant")

@@ -144,6 +144,15 @@ def test_an_adapter_changes_in_a_running_engine(tmp_path: Path, right: Answers) 
         assert "worker.adapter_changed" not in counters, "no load was promised that failed"
 
 
+def test_the_same_files_taken_for_another_layout(tmp_path: Path, right: Answers) -> None:
+    """An adapter that vLLM is told to take for one of fused experts shares nothing with itself before, in any tier."""
+    a, kv = make_adapter(tmp_path / "a", ONE), _disk(tmp_path)
+    for fused, held in ((False, 0), (True, 0), (False, HELD), (True, HELD)):
+        with engine(kvpipe=kv, **OPTIONS) as live:
+            assert _answers(live, P, _adapter("a", 1, a, is_3d_lora_weight=fused)) == [right[ONE, len(P)]]
+            assert _loaded(live) == held, "a model without experts computes the same, but nobody knows that"
+
+
 def test_many_requests_of_one_new_adapter(tmp_path: Path, right: Answers) -> None:
     """Sixty requests of an adapter that nobody has used yet read its bytes once beside vLLM, and once with it."""
     new = _adapter("a", 1, make_adapter(tmp_path / "a", ONE))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvpipe import adapter_files as module
-from kvpipe.adapter_files import FILES, AdapterFiles, AdapterReader, folder_of
+from kvpipe.adapter_files import FILES, AdapterFiles, AdapterReader, folder_of, read_as
 from kvpipe.messages import BROKEN, Claim, Kind, Report, StepPlan
 from kvpipe.scheduler.adapters import ALWAYS, Adapters
 from kvpipe.testing.pipeline_rig import job
@@ -232,12 +232,16 @@ class _Reader:
 class _World:
     """A scheduler side's adapters, and one request of adapter 1."""
 
-    def __init__(self, ranks: int = 1, *, seconds_max: float = 1000.0, in_place: bool = False) -> None:
+    def __init__(
+        self, ranks: int = 1, *, seconds_max: float = 1000.0, in_place: bool = False, fused: bool = False
+    ) -> None:
         """Nothing is known."""
         self.reader = _Reader()
         self.side = Adapters(ranks, seconds_max, Counters())
         self.side.reader = self.reader  # type: ignore[assignment]
-        lora = SimpleNamespace(lora_int_id=1, lora_name="a", lora_path="/a", load_inplace=in_place)
+        lora = SimpleNamespace(
+            lora_int_id=1, lora_name="a", lora_path="/a", load_inplace=in_place, is_3d_lora_weight=fused
+        )
         self.request: Any = SimpleNamespace(request_id="r", lora_request=lora, block_hashes=[b"0", b"1"])
         self.side.begin(self.request)
         self.step = 0
@@ -286,6 +290,21 @@ def test_a_request_waits_only_for_what_it_may_find() -> None:
     assert world.side.waits(world.request, world.step, worth=True)  # as it was answered in this step
     assert world.keys() == [b"0d", b"1d"]
     assert len({world.reader.asked[1], world.reader.asked[2]}) == 1  # one question, however often it is repeated
+
+
+def test_the_same_files_taken_for_others_have_other_keys() -> None:
+    """An adapter whose experts the engine takes for fused ones is another, until it is what the ranks hold, too."""
+    world = _World(fused=True)
+    world.reader.found = b"d" * 16
+    other = read_as(b"d" * 16, fused=True)
+    assert len(other) == 16
+    assert other != b"d" * 16
+    assert world.keys() == [b"0" + other, b"1" + other]
+    world.noted({0: {1: other}})
+    assert world.side.certain(world.request)
+    unread = _World(fused=True)
+    unread.reader.found = b""
+    assert unread.keys() == []
 
 
 def test_an_adapter_that_nobody_can_read_has_no_keys() -> None:

@@ -168,7 +168,9 @@ def test_of_an_adapters_request_all_chunks_are_reported_as_well(*, adapter: bool
     world.check = lambda: None  # which knows of no adapters
     request = hinted.world.request("a", 2 * CHUNK_UNITS)
     if adapter:
-        request.lora_request = SimpleNamespace(lora_int_id=1, lora_name="x", lora_path="/x", load_inplace=False)
+        request.lora_request = SimpleNamespace(
+            lora_int_id=1, lora_name="x", lora_path="/x", load_inplace=False, is_3d_lora_weight=False
+        )
     adapters = hinted.world.side.adapters
     hinted.world.side.on_new_request(request, RawHints(None, {"demote": {}}))
     if adapter:
