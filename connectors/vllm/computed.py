@@ -19,6 +19,11 @@ USUAL: Final[dict[str, object]] = {
     "VLLM_HUMMING_INPUT_QUANT_CONFIG": None,
     "VLLM_B12X_MOE_FP4_FORCE_A16": False,
     "VLLM_CPU_INT4_W4A8": True,
+    "VLLM_FLOAT32_MATMUL_PRECISION": "highest",
+    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION": "NONE",
+    "VLLM_ROCM_USE_AITER_FP8BMM": True,
+    "VLLM_ROCM_USE_AITER_FP4BMM": True,
+    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE": False,
     "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT": False,
 }
 """Such variables of vLLM's, and their defaults."""

@@ -276,8 +276,8 @@ class Catalog:
 
     @property
     def takes_hints(self) -> bool:
-        """Whether the policy takes hints."""
-        return self._hint is not None
+        """Whether the policy takes hints: no longer, once LRU has taken its place."""
+        return self._hint is not None and takes_hints(self._policy)
 
     @property
     def now_s(self) -> float:

@@ -215,6 +215,11 @@ class SharedCatalog(Catalog):
         self.accounts.of(chunk.tenant).evicted += evicted
         return evicted
 
+    @property
+    def takes_hints(self) -> bool:
+        """See `Catalog.takes_hints`: whether any account's policy does."""
+        return self._hint is not None and any(takes_hints(account.policy) for account in self.accounts.all)
+
     def account_of(self, tenant: Tenant) -> object:
         """See `Catalog.account_of`."""
         return self.accounts.of(tenant)

@@ -27,6 +27,7 @@ LEAST_REQUESTS: Final = 4
 _REASONS: Final = 3
 _QUOTAS: Final = 8
 _LABEL_COLUMNS: Final = 9
+_SECONDS_MAX: Final = 1e10
 
 
 def screen(engines: Sequence[SeenEngine], requests_max: int, console: Console, *, fits: bool = False) -> RenderableType:
@@ -90,7 +91,7 @@ def _drawn(engine: SeenEngine, users_max: int, *, wide: bool) -> Iterator[Render
 
 
 def _head(state: EngineState, since: tuple[EngineState, float] | None, late: str) -> Text:
-    up = timedelta(seconds=int(state.up_s))
+    up = _duration(state.up_s)
     text = f"  up {up}  {state.requests} {'request' if state.requests == 1 else 'requests'}"
     if since is not None:
         text += f"  {(state.step - since[0].step) / since[1]:.0f} steps/s"
@@ -157,7 +158,7 @@ def _users(holders: Holders, state: EngineState, bar: int, users_max: int) -> It
     if not shown or (holders.tenants == 1 and not shown[0].salt_digest and not shown[0].adapter):
         return
     for at, one in enumerate(shown):
-        name = one.salt_digest or "no salt"
+        name = printable(one.salt_digest) or "no salt"
         name += f" with {printable(one.adapter)}" if one.adapter else ""
         text = f" {_percent(one.chunks, slots)} {name}, " + (f"{one.held} held" if one.held else _idle(one.idle_s))
         others = holders.tenants - len(shown)
@@ -170,7 +171,12 @@ def _users(holders: Holders, state: EngineState, bar: int, users_max: int) -> It
 
 
 def _idle(idle_s: float) -> str:
-    return f"idle {timedelta(seconds=int(idle_s))}"
+    return f"idle {_duration(idle_s)}"
+
+
+def _duration(seconds: float) -> timedelta:
+    """Return a time in whole seconds; the longest that can be shown for more than that."""
+    return timedelta(seconds=int(min(max(0.0, seconds), _SECONDS_MAX)))
 
 
 def _moving(state: EngineState) -> Text:
@@ -189,7 +195,7 @@ def _tiers(state: EngineState) -> Iterator[tuple[str, Text]]:
             else f"{tier.name} {_left(tier.breaker)}"
             for tier in state.tiers
         ]
-        yield "tiers", Text("  ".join(tiers))
+        yield "tiers", Text(printable("  ".join(tiers)))
 
 
 def _left(breaker: str) -> str:
@@ -212,10 +218,10 @@ def _table(rows: Sequence[tuple[str, RequestHolds]], *, many: bool, wide: bool) 
         table.add_column(name, justify="right", no_wrap=True)
     for engine, row in rows:
         of_row = {
-            "engine": printable(engine), "state": f"{row.state} (tiers)" if row.waits_for_tiers else row.state,
+            "engine": engine, "state": f"{row.state} (tiers)" if row.waits_for_tiers else row.state,
             "saving": row.saving, "lived": f"{row.lived_s:.1f} s", "prompt": f"{row.tokens - row.answer_tokens:,}",
             "answer": f"{row.answer_tokens:,}", "saved": f"{row.saved_tokens:,}", "leases": f"{row.chunks_held:,}",
             "preempted": f"{row.preemptions:,}",
         }  # fmt: skip
-        table.add_row(Text(printable(row.request)), *(Text(of_row[name]) for name in (*names, *numbers)))
+        table.add_row(Text(printable(row.request)), *(Text(printable(of_row[name])) for name in (*names, *numbers)))
     return table

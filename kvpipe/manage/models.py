@@ -14,7 +14,7 @@ Text = Annotated[str, msgspec.Meta(min_length=1, max_length=SALT_CHARS_MAX)]
 
 
 class _ToOperator(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class AdapterOf(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

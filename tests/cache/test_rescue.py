@@ -12,6 +12,7 @@ from kvpipe.cache.catalog import Catalog, Chunk, Owner
 from kvpipe.cache.hints import Action, Hint
 from kvpipe.cache.policy import Lru, S3Fifo, Sessions, make_policy
 from kvpipe.cache.quotas import Accounts, SharedCatalog
+from kvpipe.cache.tenants import Tenant
 from kvpipe.quota_spec import QuotaSpec
 from kvpipe.trace.log import Counters
 
@@ -117,6 +118,21 @@ def test_what_was_used_longest_ago_goes_first(monkeypatch: pytest.MonkeyPatch, f
         assert catalog.reserve(0) is not None
     assert [catalog.holds(chunk) for chunk in chunks] == [True, False, False, False, False, True]
     assert faults == ["policy_failed sessions"]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_lru_in_its_place_takes_no_hints(monkeypatch: pytest.MonkeyPatch, faults: list[str], *, shared: bool) -> None:
+    """So they are not counted as applied; with quotas once every account has lost its policy."""
+    catalog = _catalog("sessions", faults, shared=shared)
+    assert catalog.takes_hints
+    monkeypatch.setattr(Sessions, "insert", lambda *_, **__: 1 / 0)
+    salts = ("a", "b") if shared else ("",)
+    for number, salt in enumerate(salts, 1):
+        chunk = catalog.reserve(0, Tenant(salt))
+        assert chunk is not None
+        assert catalog.landed(catalog.write(chunk, 1, b"of " + salt.encode(), keep=True))
+        assert catalog.takes_hints == (number < len(salts))
+    assert faults == ["policy_failed sessions"] * len(salts)
 
 
 def test_lru_has_nothing_to_be_replaced_by(faults: list[str]) -> None:

@@ -23,7 +23,7 @@ from kvpipe.cli import main as cli
 from kvpipe.cli import screen, seen, top
 from kvpipe.connectors.vllm.trial.scheduler_world import UNIT
 from kvpipe.listening import Address
-from kvpipe.manage.models import EngineState
+from kvpipe.manage.models import EngineState, Holders, RequestHolds
 from kvpipe.manage.salts import salt_digest
 from kvpipe.testing.interrupts import interrupts_enabled
 from kvpipe.testing.waiting import WAIT_S
@@ -248,6 +248,26 @@ def test_names_that_clients_gave_draw_nothing(managed: Managed) -> None:
     shown = drawn(looked(managed))
     assert "\x1b" not in shown
     assert "x\\x1b[2J[red]y\\n" in shown
+
+
+def test_what_an_engine_says_draws_nothing(managed: Managed) -> None:
+    """Whoever listens at a port may not be the engine: none of its texts is obeyed, and no number ends the view."""
+    odd, engine = "\x1b]0;mine\x07", seen.SeenEngine(managed.address)
+    managed.save("a", 2)
+    request = {**RequestHolds(
+        request=odd, lived_s=1e300, tokens=1, answer_tokens=0, preemptions=0, state=odd, saving=odd, saved_tokens=0,
+        chunks_held=0, waits_for_tiers=True,
+    ).model_dump()}  # fmt: skip
+    tier = {"name": odd, "kind": odd, "breaker": odd, "left_by_ranks": True}
+    engine.took(state(managed, engine=odd, up_s=1e300, tiers=[tier], requests_shown=[request]), 0.0)
+    held = {"salt_digest": odd, "adapter": odd, "adapter_digest": odd, "chunks": 1, "bytes": 1, "held": 0}
+    holders = {"chunks": 1, "tenants": 2, "tenants_shown": [{**held, "idle_s": 1e300}], "chunks_unnamed": 0}
+    engine.holders = Holders.model_validate({**holders, "holders": 0, "holders_shown": []})
+    shown = drawn(engine)
+    assert {"\x1b", "\x07"}.isdisjoint(shown)
+    assert shown.count(r"\x1b]0;mine\x07") >= 5
+    with pytest.raises(ValueError, match="finite"):
+        state(managed, up_s=float("nan"))
 
 
 def test_one_that_does_not_answer_is_named(managed: Managed, capsys: pytest.CaptureFixture[str], folder: Path) -> None:

@@ -325,6 +325,9 @@ def test_what_is_asked_of_quantization_counts() -> None:
         ("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random", ""), ("VLLM_MARLIN_INPUT_DTYPE", "int8", None),
         ("VLLM_HUMMING_INPUT_QUANT_CONFIG", '{"dtype": "int8"}', None), ("VLLM_B12X_MOE_FP4_FORCE_A16", "1", "0"),
         ("VLLM_CPU_INT4_W4A8", "0", "1"), ("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "1", "0"),
+        ("VLLM_FLOAT32_MATMUL_PRECISION", "medium", "highest"), ("VLLM_ROCM_USE_AITER_FP8BMM", "0", "1"),
+        ("VLLM_ROCM_QUICK_REDUCE_QUANTIZATION", "INT4", "NONE"), ("VLLM_ROCM_USE_AITER_FP4BMM", "0", "1"),
+        ("VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE", "1", "0"),
     ],
 )  # fmt: skip
 def test_variables_that_change_what_weights_compute_count(

@@ -20,7 +20,7 @@ from kvpipe.cache.policy.lru import Lru
 
 
 def takes_hints(policy: Policy) -> TypeGuard[HintedPolicy]:
-    """Whether a policy, or the one behind its guard, takes hints."""
+    """Whether a policy, or the one behind its guard now, takes hints."""
     return policy.takes_hints if isinstance(policy, RescuedPolicy) else isinstance(policy, HintedPolicy)
 
 

@@ -22,7 +22,7 @@ from kvpipe.tiers.disk.files import folder, folders, listed, place
 
 _SPACE, _SHELF = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]{2}")
 _SHELVES: Final = [f"{byte:02x}" for byte in range(256)]
-_GRAIN_NS, _COARSE_NS = 50_000_000, 2_000_000_000
+_GRAIN_S, _COARSE_S = 0.05, 2.0
 """Two changes within so short a time may leave one mtime. The second: on file systems with times of whole seconds."""
 _CHUNK_BYTES: Final = range(16, 65)
 _SPACE_CHARS: Final = 32
@@ -31,13 +31,22 @@ _WRITTEN_MAX: Final = 4096
 
 
 class _Shelf:
-    """One folder of files: what it holds, and its time of change then; None: it may have changed since."""
+    """One folder of files: what it holds, and its time of change then; None: it may have changed since.
 
-    __slots__ = ("changed_ns", "keys")
+    `seen_ns`: the time of change that it had when it was last listed, since `seen_s` (`time.monotonic`). Only how long
+    that stays the same says whether a change would show: the file system's clock may be another than this machine's.
+    """
+
+    __slots__ = ("changed_ns", "keys", "seen_ns", "seen_s")
 
     def __init__(self) -> None:
-        self.changed_ns: int | None = None
+        self.forget_time()
         self.keys: set[Key] = set()
+
+    def forget_time(self) -> None:
+        """List it anew, whatever its time of change."""
+        self.changed_ns: int | None = None
+        self.seen_ns, self.seen_s = -1, 0.0
 
 
 class Index:
@@ -130,7 +139,7 @@ class Index:
                     if spaces is None or gone[0] in spaces:
                         for key in self._shelves[gone].keys - self._own:
                             self._forget(key)
-                        self._shelves[gone].changed_ns = None  # it may come back as it was
+                        self._shelves[gone].forget_time()  # it may come back as it was
                         if not self._shelves[gone].keys:
                             del self._shelves[gone]
                 self._unsorted |= new
@@ -162,9 +171,10 @@ class Index:
             return
         prefix = f"{space}-{entry.name}"
         with folder(entry.name, at) as fd:
-            changed_ns = os.fstat(fd).st_mtime_ns
-            grain_ns = _GRAIN_NS if changed_ns % 1_000_000_000 else _COARSE_NS
-            settled = time.time_ns() - changed_ns > grain_ns
+            changed_ns, now_s = os.fstat(fd).st_mtime_ns, time.monotonic()
+            if changed_ns != shelf.seen_ns:
+                shelf.seen_ns, shelf.seen_s = changed_ns, now_s
+            settled = now_s - shelf.seen_s > (_GRAIN_S if changed_ns % 1_000_000_000 else _COARSE_S)
             found: set[Key] = set()
             sizes: dict[Key, int] = {}
             used_s: dict[Key, float] = {}
