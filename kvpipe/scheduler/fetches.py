@@ -158,6 +158,8 @@ class Staging:
         self._asked = 0  # of these, how many have been asking for a step
         self._found: list[Stage] = []
         self._stages: set[Stage] = set()
+        self._ahead: set[Stage] = set()  # of these, those for which no request waits
+        self._latest = 0  # no stage with a later turn holds chunks
         self._unreadable: dict[int, frozenset[int]] = {}  # by rank
         self._numbers = 0
         self._growing = [group for group in range(len(geometry.groups)) if group not in geometry.states]
@@ -191,9 +193,10 @@ class Staging:
         return stage, stage.holds_up
 
     def _asks_again(self, stage: Stage, step: int) -> bool:
-        """Whether the engine has kept a request waiting since it came short: meanwhile there may be time, or room."""
-        again_s = stage.short_at_s + self._again_s
-        return again_s <= self._now_s() and not stage.holds_up and stage.asked_step != step
+        """Whether the engine has kept a request waiting since it came short, and there is room for it now."""
+        if stage.short_at_s + self._again_s > self._now_s() or stage.holds_up or stage.asked_step == step:
+            return False
+        return stage.turn < self._latest or self._leased + len(self._fetching) < self._held_max
 
     def ahead(
         self, asked: Request, prefixes: Prefixes, request: Request | None, *, announced: bool = False
@@ -233,6 +236,8 @@ class Staging:
             now_s=self._now_s(), room=room, announced=announced,
         )  # fmt: skip
         self._stages.add(stage)
+        if stage.ahead:
+            self._ahead.add(stage)
         self._counters["tier_lookup"] += 1
         self.finder.ask(lookup)
         return stage
@@ -317,6 +322,7 @@ class Staging:
         stage.fire(event)
         stage.todo.clear()
         self._stages.discard(stage)
+        self._ahead.discard(stage)
         self._leased -= self._catalog.release(stage.owner, hit=False)
 
     # ---- fetching -------------------------------------------------------------------------------------------------
@@ -412,13 +418,15 @@ class Staging:
 
         `stage`: of a request that waits. Returns whether there was any.
         """
-        ahead = [one for one in self._stages if one.ahead]
-        for one in ahead:
-            self._counters["prefetch_gave_way"] += 1
-            self._end(one, m.END)
-        if ahead:
+        if self._ahead:
+            for one in [*self._ahead]:
+                self._counters["prefetch_gave_way"] += 1
+                self._end(one, m.END)
             return True
+        if stage.turn >= self._latest:  # thousands may wait: they are not searched for each of them
+            return False
         last = max((one for one in self._stages if one.leased), key=lambda one: one.turn, default=stage)
+        self._latest = last.turn
         if last.turn <= stage.turn:
             return False
         self._counters["tier_gave_way"] += 1
@@ -431,6 +439,8 @@ class Staging:
         self._catalog.lease(stage.owner, chunks)
         self._leased += len(chunks)
         stage.leased += len(chunks)
+        if chunks and stage.turn > self._latest:
+            self._latest = stage.turn
         if stage.announced:
             self._catalog.ahead.keep(chunks)
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from kvpipe.scheduler.fetches import Stage
 from kvpipe.statemachine import stage as m
 from tests.scheduler.test_fetches import ADD, SHAPE, Played, in_play
 
@@ -63,7 +64,7 @@ def test_who_came_short_is_looked_up_again() -> None:
 
 def test_who_comes_first_gets_the_room() -> None:
     """A request takes the room of those that came after it. They are looked up again when it has gone."""
-    with in_play(SHAPE._replace(pool_slots=4)) as played:
+    with in_play(SHAPE._replace(pool_slots=3)) as played:
         for i in range(2):
             played.do(("add", i, 199, 0, 3, 0, 0), ("drain",))
         played.forget()
@@ -85,6 +86,49 @@ def test_who_comes_first_gets_the_room() -> None:
             assert side.counters["tier_gave_way"] == 1
             played.do(("late",))
             side.lookup(last, 0)
-            assert side.counters["tier_lookup_again"] == 2
+            assert side.counters["tier_lookup_again"] == 1, "there is no room for it"
         played.do(("drain",))
+        assert side.counters["tier_lookup_again"] == 2
         assert _brought(played) >= 2 * 128
+
+
+class _Searched(set[Stage]):
+    """Stages, and how often they were searched."""
+
+    times = 0
+
+    def __iter__(self) -> Iterator[Stage]:
+        """Count it."""
+        self.times += 1
+        return super().__iter__()
+
+
+def test_thousands_that_wait_are_not_searched_for_each_of_them() -> None:
+    """A request that comes after all that hold room finds nothing, without a search; nor is it looked up again."""
+    with in_play(SHAPE._replace(pool_slots=4)) as played:
+        for i in range(2):
+            played.do(("add", i, 199, 0, 3, 0, 0), ("drain",))
+        played.forget()
+        side, staging = played.trial.side, played.staging
+        with _busy(played, asks=False):
+            played.do(ADD, ("add", 1, 199, 0, 3, 0, 0))
+            requests = [*played.trial.scheduler.waiting]
+            for request in requests:
+                side.lookup(request, 0)
+            played.do(*STEP * 4, ("late",))
+            assert played.waiting == [m.HELD, m.HELD]
+            staging._leased = staging._held_max
+            stages = staging._stages = _Searched(staging._stages)
+            last = side.requests.tracked[requests[1].request_id].stage
+            assert last is not None
+            assert last.short_at_s < float("inf")
+            assert [staging._give_way(last) for _ in range(9)] == [False] * 9
+            assert stages.times <= 1
+            side.lookup(requests[1], 0)
+            full = side.counters["tier_lookup_again"]
+            staging._leased -= 1
+            played.do(*STEP)
+            side.lookup(requests[1], 0)
+            assert (full, side.counters["tier_lookup_again"]) == (0, 1)
+            staging._leased = side.catalog.leases
+        played.do(("drain",))
