@@ -87,6 +87,7 @@ def test_who_comes_first_gets_the_room() -> None:
             played.do(("late",))
             side.lookup(last, 0)
             assert side.counters["tier_lookup_again"] == 1, "there is no room for it"
+            played.do(*STEP)
         played.do(("drain",))
         assert side.counters["tier_lookup_again"] == 2
         assert _brought(played) >= 2 * 128
