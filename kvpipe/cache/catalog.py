@@ -135,8 +135,9 @@ class Catalog:
         """How many slots hold chunks that a reset has forgotten. They count as free."""
         self._chunks: list[Chunk | None] = [None] * slots  # all that are not ABSENT, each at its slot
         untracked(self._chunks)
-        if isinstance(policy, RescuedPolicy):
-            policy.bind(self._evictable)
+        self._guard = policy if isinstance(policy, RescuedPolicy) else None
+        if self._guard is not None:
+            self._guard.bind(self._evictable)
         self._spared: Ordered[Chunk, None] = order(slots)  # evicted before the policy's victims; none is held
         self.ahead = Ahead(counters, self.account_of)
         self.leased: dict[Owner, list[Chunk]] = {}  # changed here alone
@@ -277,7 +278,7 @@ class Catalog:
     @property
     def takes_hints(self) -> bool:
         """Whether the policy takes hints: no longer, once LRU has taken its place."""
-        return self._hint is not None and takes_hints(self._policy)
+        return self._hint is not None and (self._guard is None or self._guard.takes_hints)
 
     @property
     def now_s(self) -> float:
