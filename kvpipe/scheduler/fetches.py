@@ -46,7 +46,8 @@ class Stage(Cursor):
     """The fetches for one waiting request, or for a prompt that no request waits for yet (`ahead`).
 
     `taken`: tokens fetched, by tier. `waits`: ids of orders that have not landed. `leased`: number of chunks held.
-    `local`: units of the prefix that the engine holds itself. `short_at_s`: when it came to less than tiers have.
+    `local`: units of the prefix that the engine holds itself. `turn`: of the request, in the order in which they came.
+    `short_at_s`: when it came to less than tiers have.
     `request`: named in what routers are notified of; None: nobody is notified. `tenant`: of the fetched chunks.
     """
 
@@ -65,7 +66,7 @@ class Stage(Cursor):
         """
         super().__init__(machine, number, watch)
         self.asked, self.prefixes, self.request, self.lookup, self.room = asked, prefixes, request, lookup, room
-        self.announced, self.local, self.turn, self.short_at_s = announced, 0, number, _NEVER
+        self.announced, self.local, self.turn, self.short_at_s = announced, 0, 0, _NEVER
         self.owner = Owner(asked.request_id, -number)  # admissions have positive epochs
         self.deadline_at_s = now_s + (lookup.seconds_max if room is None else AHEAD_S_MAX)
         self.tenant, self.leased = prefixes.tenant(asked), 0
@@ -169,22 +170,23 @@ class Staging:
 
     # ---- waiting requests -----------------------------------------------------------------------------------------
 
-    def ask(self, stage: Stage | None, request: Request, local: int, step: int) -> tuple[Stage | None, bool]:
+    def ask(
+        self, stage: Stage | None, request: Request, local: int, step: int, *, turn: int
+    ) -> tuple[Stage | None, bool]:
         """Return (the request's stage, whether it waits). Answers the same within a step.
 
-        `local`: units of the prefix that the engine holds itself.
+        `local`: units of the prefix that the engine holds itself. `turn`: requests that came before have lower ones.
         """
-        turn = 0
         if stage is not None and self._asks_again(stage, step):
             self.end(stage)
             self._counters["tier_lookup_again"] += 1
-            turn, stage = stage.turn, None
+            stage = None
         if stage is None:
             stage = self._begin(request, local, self._prefixes, request)
             if stage is None:
                 return None, False
             stage.asked_step = step  # the answer may be there already, but not twice the same in this step
-            stage.turn = turn or stage.turn
+            stage.turn = turn
             self._asking.append(stage)
         stage.local = local
         if stage.asked_step != step:
@@ -263,7 +265,7 @@ class Staging:
         row = stage.state.row
         if row == m.ASKING and stage.lookup.done:
             self._take_answer(stage)
-        elif row in {m.ASKING, m.FETCHING} and self._now_s() >= stage.deadline_at_s:
+        elif row != m.FOUND and stage.holds_up and self._now_s() >= stage.deadline_at_s:
             stage.why, stage.short_at_s = miss_reasons.TIER_LATE, self._now_s()
             self._counters["prefetch_late" if stage.ahead else "tier_lookup_late"] += 1
             if row == m.FETCHING:

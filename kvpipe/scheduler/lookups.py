@@ -67,7 +67,9 @@ class Lookups:
             return MISS
         staging = self._staging
         if staging is not None and self._adapters.known(request):
-            tracked.stage, waits = staging.ask(tracked.stage, request, local_tokens // self._unit, step)
+            tracked.stage, waits = staging.ask(
+                tracked.stage, request, local_tokens // self._unit, step, turn=tracked.turn
+            )
             if waits:
                 return _later(tracked, local_tokens, miss_reasons.TIER_ASKED, step)
         units, waits, withheld = self._held(tracked, local_tokens)

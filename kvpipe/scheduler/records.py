@@ -182,17 +182,17 @@ class Tracked(Cursor):
 
     __slots__ = (
         "answer", "asking", "hints", "kept_units", "life", "load_job_id", "preemptions", "request", "saving", "stage",
-        "stored_units", "wishes",
+        "stored_units", "turn", "wishes",
     )  # fmt: skip
 
     def __init__(
-        self, machines: Machines, request: Request, groups: int, life: RequestContext, watches: Watches
+        self, machines: Machines, request: Request, groups: int, turn: int, life: RequestContext, watches: Watches
     ) -> None:
-        """`groups`: number of cache groups. `life`: what its events need. `watches`: of its cursors."""
+        """`groups`: number of cache groups. `turn`: those that came before have lower ones. `life`: of its events."""
         (machine, lookup, saving), (watch, watch_lookup, watch_saving) = machines, watches
         request_id = request.request_id
         self.machine, self.key, self.state, self.watch = machine, request_id, machine.initial, watch
-        self.request, self.life = request, life
+        self.request, self.turn, self.life = request, turn, life
         self.asking = Asking(lookup, request_id, watch_lookup)
         self.saving = SaveProgress(saving, request_id, groups, watch_saving)
         self.load_job_id = 0

@@ -44,7 +44,7 @@ class Requests:
         self.tracked: dict[str, Tracked] = {}
         self.waiting: dict[str, Request] = {}
         self.sessions: dict[str, Request] = {}
-        self._epochs = 1
+        self._epochs, self._turns = 1, 0
 
     def __iter__(self) -> Iterator[Request]:
         """Iterate over all requests that are not finished."""
@@ -61,7 +61,9 @@ class Requests:
         if request.lora_request is not None:
             self._adapters.begin(request)
         life, watches = self._report.added(request)
-        tracked = self.tracked[request.request_id] = Tracked(self.machines, request, self._groups, life, watches)
+        self._turns += 1
+        tracked = Tracked(self.machines, request, self._groups, self._turns, life, watches)
+        self.tracked[request.request_id] = tracked
         if request.resumable:
             self.sessions[request.request_id] = request
         return tracked

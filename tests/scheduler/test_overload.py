@@ -133,3 +133,23 @@ def test_thousands_that_wait_are_not_searched_for_each_of_them() -> None:
             assert (full, side.counters["tier_lookup_again"]) == (0, 1)
             staging._leased = side.catalog.leases
         played.do(("drain",))
+
+
+def test_a_request_that_was_preempted_keeps_its_turn() -> None:
+    """It comes before those that came after it, though its stage is a later one."""
+    with in_play() as played:
+        side = played.trial.side
+        with _busy(played, asks=False):
+            played.do(ADD, ("add", 1, 199, 0, 3, 0, 0))
+            first, last = (side.requests.add(request) for request in played.trial.scheduler.waiting)
+            for tracked in (first, last):
+                side.lookup(tracked.request, 0)
+            played.do(*STEP * 4)
+            side.requests.end_stage(first)  # as when it is admitted
+            side.catalog.reset()
+            side.lookup(first.request, 0)
+            assert first.stage is not None
+            assert last.stage is not None
+            assert first.stage.owner.epoch < last.stage.owner.epoch, "numbers of stages fall"
+            assert first.stage.turn < last.stage.turn
+        played.do(("drain",))
