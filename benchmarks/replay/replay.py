@@ -1,10 +1,12 @@
-"""The yardstick: a pool of a given size, kvpipe's own catalog and one policy; a request is over when the next comes.
+"""The yardstick: a pool of a given size, kvpipe's own catalog and one policy, and no engine.
 
-A request takes the longest prefix of whole chunks that is held; all its other whole chunks are saved. Then it is over.
+A request takes the longest prefix of whole chunks that is held; all its other whole chunks are saved. Then it is over,
+or when its answer is.
 """
 
 from __future__ import annotations
 
+import heapq
 import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -64,9 +66,15 @@ def replay(
         begin_s = time.thread_time()
         return Outcome(workload, policy, slots, list(belady.hits(workload, slots)), time.thread_time() - begin_s)
     pool, out = Pool(workload.chunk_tokens, slots, make_policy(policy, slots), tick_s), Outcome(workload, policy, slots)
-    for prompt, hint in zip(workload.prompts, hints.hints(workload, hinted, sigma), strict=True):
+    running = list[tuple[float, int]]()  # until when, and which request
+    clients = hints.hints(workload, hinted, sigma)
+    for number, prompt in enumerate(workload.prompts):
         begin_s = time.thread_time()
-        out.hits.append(pool.serve(prompt, hint))
+        while running and running[0][0] <= prompt.at_s:
+            over_s, one = heapq.heappop(running)
+            pool.end(workload.prompts[one], clients[one], over_s)
+        out.hits.append(pool.begin(prompt, clients[number]))
+        heapq.heappush(running, (prompt.at_s + prompt.answer * workload.answer_s_per_token, number))
         out.seconds += time.thread_time() - begin_s
     return out
 
@@ -82,10 +90,15 @@ class Pool:
         self.now_s, self._served, self._tick_s = 0.0, 0, tick_s
 
     def serve(self, prompt: Prompt, hint: Hint | None = None) -> int:
-        """Look up, load, save, end. `hint`: its client's, which has come with it. Returns how many chunks were held."""
-        request: Any = SimpleNamespace(num_tokens=prompt.tokens, block_hashes=prompt.keys)
+        """Begin and end at once. Returns how many chunks were held."""
+        held = self.begin(prompt, hint)
+        self.end(prompt, hint, prompt.at_s)
+        return held
+
+    def begin(self, prompt: Prompt, hint: Hint | None = None) -> int:
+        """Look up, load, save. `hint`: its client's, which has come with it. Returns how many chunks were held."""
         catalog, keys = self.catalog, prompt.keys
-        held = self.prefixes.longest(request)
+        held = self.prefixes.longest(self._request(prompt))
         self.now_s, self._served = max(self.now_s, prompt.at_s), self._served + 1
         owner = Owner("r", self._served)
         catalog.lease(owner, [chunk for chunk in map(self._find, keys[:held]) if chunk is not None])
@@ -98,10 +111,18 @@ class Pool:
                     if hint is not None:
                         catalog.hint([chunk], hint)
         catalog.release(owner)
-        catalog.refresh(self.prefixes.chunks_from_the_end(request, len(keys)), answer=prompt.answer)
-        if hint is not None:
-            catalog.hint(self.prefixes.chunks_from_the_end(request, len(keys)), hint)
         return held
+
+    def end(self, prompt: Prompt, hint: Hint | None, at_s: float) -> None:
+        """Its answer is over."""
+        self.now_s = max(self.now_s, at_s)
+        chunks = self.prefixes.chunks_from_the_end(self._request(prompt), len(prompt.keys))
+        self.catalog.refresh(chunks, answer=prompt.answer)
+        if hint is not None:
+            self.catalog.hint(self.prefixes.chunks_from_the_end(self._request(prompt), len(prompt.keys)), hint)
+
+    def _request(self, prompt: Prompt) -> Any:
+        return SimpleNamespace(num_tokens=prompt.tokens, block_hashes=prompt.keys)
 
     def _clock(self) -> float:
         self.now_s += self._tick_s

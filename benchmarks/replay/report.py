@@ -27,6 +27,7 @@ from kvpipe.cache.policy.guard import takes_hints
 
 RESULTS: Final = Path(__file__).parents[2] / "docs" / "results" / "traces.json"
 AGENTS, SHARED, MOONCAKE = "coding agents", "coding agents, system prompts shared", "Mooncake's conversations"
+ANSWERING: Final = "coding agents, answers take time"
 NONE: Final = "none"
 """As a policy: an engine without kvpipe."""
 CPU_S_MAX: Final = 60.0
@@ -40,7 +41,10 @@ Row = dict[str, Any]
 @cache
 def load_of(name: str, seed: int) -> w.Workload:
     """Return a workload by its name. Mooncake's has no seed."""
-    return w.mooncake() if name == MOONCAKE else w.coding_agents(seed, shared_system=name == SHARED)
+    if name == MOONCAKE:
+        return w.mooncake()
+    answer_s = w.ANSWER_S_PER_TOKEN if name == ANSWERING else 0.0
+    return w.coding_agents(seed, shared_system=name == SHARED, answer_s_per_token=answer_s)
 
 
 class Yardstick(NamedTuple):
@@ -117,7 +121,7 @@ def cases(
 ) -> list[Yardstick | Tiered]:
     """Return all replays: of the catalog alone with `shares` of all chunks, then of the scheduler side by `setting`."""
     names, out = list(policies), list[Yardstick | Tiered]()
-    for name in (AGENTS, SHARED):
+    for name in (AGENTS, ANSWERING, SHARED):
         out += [Yardstick(name, seed, share, one) for seed in range(seeds) for share in shares for one in names]
     out += [Yardstick(MOONCAKE, 0, share, one) for share in shares for one in names]
     kvpipe = [one for one in names if one != BELADY]

@@ -109,6 +109,15 @@ def test_shared_system_prompts_are_found_by_other_sessions() -> None:
     assert replay(shared, "lru", 1.0).hit_rate > replay(apart, "lru", 1.0).hit_rate
 
 
+def test_a_request_is_used_until_its_answer_is_over() -> None:
+    """The first one is still running when the second is over, so it is the second that goes for the third."""
+    prompts = [w.Prompt(at_s, 1, answer, [key]) for at_s, answer, key in ((0, 10, b"a"), (1, 0, b"b"), (12, 0, b"c"))]
+    prompts.append(w.Prompt(13, 1, 0, [b"a"]))
+    for answer_s, hit in ((1.0, 1), (0.0, 0)):
+        assert replay(w.Workload("made up", 1, prompts, answer_s), "lru", 2 / 3).hits == [0, 0, 0, hit]
+    assert w.coding_agents(1, sessions=2, answer_s_per_token=0.01).answer_s_per_token == 0.01
+
+
 @pytest.mark.slow
 def test_the_yardstick_is_the_known_one() -> None:
     """250 sessions, 8 h, 131,072 tokens, 256 a chunk: what others have measured so, but for what seeds differ by."""
