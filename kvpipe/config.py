@@ -84,8 +84,9 @@ class Settings(BaseSettings):
     )
     lookup_ms_max: Annotated[int, BeforeValidator(no_bool), Field(ge=1, le=600_000)] = Field(
         1000,
-        description="With tiers: longest that a request waits for a lookup and for chunks to come from a tier; then it "
-        "goes on with what has come. If the engine keeps it waiting as long again, tiers are asked once more.",
+        description="With tiers: longest that a request waits for a lookup and for chunks to come from a tier, but for "
+        "those that come sooner than the engine would compute them; then it goes on with what has come. If the engine "
+        "keeps it waiting as long again, tiers are asked once more.",
     )
     tier_bytes_in_flight_max: Size = Field(
         ByteSize(256 << 20),

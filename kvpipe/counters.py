@@ -223,7 +223,7 @@ COUNTS: Final[Mapping[Count, str]] = {
     "tier_gave_way": "Waiting requests whose fetched chunks were given up for one that came before.",
     "tier_lookup": "Lookups in tiers.",
     "tier_lookup_again": "Waiting requests that were looked up in tiers again, as they had come short before.",
-    "tier_lookup_late": "Lookups in tiers that took longer than `lookup_ms_max`.",
+    "tier_lookup_late": "Lookups in tiers that took longer than `lookup_ms_max` and than to compute what had come.",
     "tier_no_room": "Chunks that were not fetched because nothing in the pool could be evicted.",
     "tokens_loaded": "Tokens that were loaded instead of computed.",
     "units_saved": "Units of tokens that saves were planned for.",

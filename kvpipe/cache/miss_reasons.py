@@ -34,7 +34,7 @@ REASONS: dict[str, str] = {
     "or does so sooner than it would wait for it",
     LOAD_FAILED: "a load of this request failed; it computes",
     TIER_DOWN: "a tier cannot be used: nobody knows what it holds, or a rank has lost its memory",
-    TIER_LATE: "a tier did not answer, or not bring it, in lookup_ms_max",
+    TIER_LATE: "a tier did not answer, or not bring it, in lookup_ms_max, nor sooner than it is computed",
     TIER_LOST: "a tier held it at the lookup, but a rank could not bring it: gone, damaged, or the tier failed",
     TIER_ASKED: "a tier is asked for it, or is bringing it (reported while the request waits)",
     ADAPTER: "the bytes of its LoRA adapter are being read, or not known, or not every rank holds them yet "

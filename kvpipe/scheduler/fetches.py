@@ -17,6 +17,7 @@ from kvpipe.cache.prefixes import Prefixes
 from kvpipe.geometry import Geometry
 from kvpipe.messages import Tally, TierOrder
 from kvpipe.scheduler.jobs import Reported, awaited
+from kvpipe.scheduler.pace import Pace
 from kvpipe.scheduler.stores import Offer, Storing
 from kvpipe.statemachine import job as job_m
 from kvpipe.statemachine import stage as m
@@ -52,8 +53,8 @@ class Stage(Cursor):
     """
 
     __slots__ = (
-        "announced", "asked", "asked_step", "deadline_at_s", "leased", "local", "lookup", "owner", "prefixes",
-        "request", "room", "short_at_s", "taken", "tenant", "todo", "turn", "waits", "why",
+        "announced", "asked", "asked_step", "begun_s", "deadline_at_s", "leased", "local", "lookup", "owner",
+        "prefixes", "request", "room", "short_at_s", "taken", "tenant", "todo", "turn", "waits", "why",
     )  # fmt: skip
 
     def __init__(
@@ -68,7 +69,7 @@ class Stage(Cursor):
         self.asked, self.prefixes, self.request, self.lookup, self.room = asked, prefixes, request, lookup, room
         self.announced, self.local, self.turn, self.short_at_s = announced, 0, 0, _NEVER
         self.owner = Owner(asked.request_id, -number)  # admissions have positive epochs
-        self.deadline_at_s = now_s + (lookup.seconds_max if room is None else AHEAD_S_MAX)
+        self.begun_s, self.deadline_at_s = now_s, now_s + (lookup.seconds_max if room is None else AHEAD_S_MAX)
         self.tenant, self.leased = prefixes.tenant(asked), 0
         self.waits: set[int] = set()
         self.todo: deque[Place] = deque()  # what is still to be ordered, in the order of the prefix
@@ -128,7 +129,7 @@ class Staging:
         """
         self.finder, self._catalog, self._prefixes, self._geometry = finder, catalog, prefixes, geometry
         self._ranks, self._lookup_s_max = ranks, lookup_ms_max / 1000
-        self._skipped_s = 0.0
+        self._skipped_s, self.pace = 0.0, Pace()
         self._again_s = self._lookup_s_max  # that a request which came short waits until it is asked for again
         self._counters, self._new_id, self._published = counters, new_id, published
         self.watch: Watch | None = None  # of stages that begin
@@ -265,7 +266,7 @@ class Staging:
         row = stage.state.row
         if row == m.ASKING and stage.lookup.done:
             self._take_answer(stage)
-        elif row != m.FOUND and stage.holds_up and self._now_s() >= stage.deadline_at_s:
+        elif row != m.FOUND and stage.holds_up and self._now_s() >= self._gives_up_at_s(stage):
             stage.why, stage.short_at_s = miss_reasons.TIER_LATE, self._now_s()
             self._counters["prefetch_late" if stage.ahead else "tier_lookup_late"] += 1
             if row == m.FETCHING:
@@ -273,6 +274,10 @@ class Staging:
                 stage.fire(m.DEADLINE)
             else:
                 self._end(stage, m.DEADLINE)
+
+    def _gives_up_at_s(self, stage: Stage) -> float:
+        """Return until when a stage waits: beyond its deadline, if what has come would have taken longer to compute."""
+        return max(stage.deadline_at_s, stage.begun_s + sum(stage.taken.values()) * self.pace.s_per_token)
 
     def _take_answer(self, stage: Stage) -> None:
         if self._reach(stage) > max(stage.prefixes.longest(stage.asked, continued=stage.ahead), stage.local):

@@ -8,6 +8,7 @@ one comparison per scheduled request, plus work for what is new.
 from __future__ import annotations
 
 import functools
+import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -252,6 +253,7 @@ class SchedulerSide:
         space, staging, computes = "", self.staging, bool(step.num_scheduled_tokens)
         if staging is not None:
             self.trace.about("", 0)
+            staging.pace.step(step.num_scheduled_tokens.values(), time.monotonic())
             self.prefetching.plan_step(idle=not computes)
             orders, space = staging.plan(stores=self.switches.storing, idle=not computes), staging.space.name
         self._step += 1

@@ -17,6 +17,7 @@ from kvpipe.connectors.vllm.trial.scheduler_world import SchedulerWorld
 from kvpipe.quota_spec import parse_quotas
 from kvpipe.scheduler.answers import KEPT_SHARE, KINDS_MAX, PLACES_MAX, SEEN_MAX, STORED_SHARE
 from kvpipe.scheduler.hints import Wish
+from kvpipe.scheduler.pace import Pace
 from kvpipe.scheduler.stores import Storing
 from kvpipe.tiers.namespace import Namespace
 from kvpipe.trace.log import Counters
@@ -210,7 +211,7 @@ def _stored(chat: Chat) -> list[tuple[int, int]]:
         side.catalog, side.geometry, space, policies=["all"], bytes_in_flight_max=1 << 30, counters=Counters(),
         new_id=itertools.count(1).__next__,
     )  # fmt: skip
-    side.staging = SimpleNamespace(stores=stores, plan=lambda **_: ((), ""), space=space)  # type: ignore[assignment]
+    side.staging = SimpleNamespace(stores=stores, plan=lambda **_: ((), ""), space=space, pace=Pace())  # type: ignore[assignment]
     hashes = chat.turn([])
     side.staging = None
     numbers = {chat.chunk(hashes, number): number for number in range(4)}

@@ -17,6 +17,7 @@ from benchmarks.replay.tiers import Clock
 from benchmarks.replay.workload import Prompt, Workload, coding_agents
 from kvpipe.cache import catalog
 from kvpipe.scheduler import fetches
+from kvpipe.scheduler.pace import Pace
 
 SMALL = Model(device_tokens=140_000)
 DISK, NETWORK = disk(1200), network(1 << 20)
@@ -65,6 +66,20 @@ def test_tiers_bring_what_memory_has_lost() -> None:
     assert none > 1.2 * memory
     assert memory > 1.1 * behind
     assert not any(replayed(slots=0)[1].moved.values())
+
+
+def test_what_comes_sooner_than_it_is_computed_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts take longer to bring than `lookup_ms_max`. Nobody waits so for a disk that is slower than the device."""
+
+    def computed(bytes_per_s: float) -> int:
+        tiers = [replace(DISK, read_bytes_per_s=bytes_per_s)]
+        out = Engine(load(), "lru", model=SMALL, host=Host(400), tiers=tiers, lookup_ms_max=50).run()
+        return out.tokens[COMPUTED]
+
+    quick, slow = computed(6e9), computed(2e8)
+    monkeypatch.setattr(Pace, "step", lambda *_: None)
+    assert quick < 0.95 * computed(6e9)
+    assert slow == computed(2e8)
 
 
 def test_a_replay_repeats_itself() -> None:

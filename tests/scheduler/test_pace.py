@@ -1,0 +1,62 @@
+"""How fast the engine computes prompts, from the times between its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from kvpipe.scheduler.pace import BURST_STEPS_MAX, BURSTS, Pace
+
+PREFILL, DECODE = 8192, 8
+PREFILL_S, DECODE_S = 0.4, 0.02
+
+
+def _paced(steps: Sequence[int], *, ahead: bool = False) -> float:
+    """Return the pace after steps of so many tokens. `ahead`: each is planned when the one before it begins."""
+    pace, now_s, before_s = Pace(), 100.0, 0.0
+    for tokens in steps:
+        pace.step([tokens], now_s)
+        takes_s = PREFILL_S if tokens == PREFILL else DECODE_S
+        now_s, before_s = now_s + (before_s if ahead else takes_s), takes_s
+    return pace.s_per_token
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("prompt", [1, 2, 5, 3 * BURST_STEPS_MAX])
+def test_a_burst_is_measured_to_the_step_behind_it(prompt: int, *, ahead: bool) -> None:
+    """Whether the engine plans a step when the last one is over or when it begins; decoding does not count."""
+    steps = ([DECODE] * 5 + [PREFILL] * prompt) * 9 + [DECODE] * 3
+    assert _paced(steps, ahead=ahead) == pytest.approx(
+        PREFILL_S / PREFILL, rel=DECODE_S / PREFILL_S / min(prompt, 5) + 1e-9
+    )
+
+
+def test_without_a_prompt_it_is_not_known() -> None:
+    """Nor from the first step of one. A batch that decodes, drafts included, is no prompt."""
+    assert _paced([DECODE] * 40) == _paced([]) == _paced([DECODE, PREFILL]) == 0.0
+    pace = Pace()
+    for at in range(9):
+        pace.step([DECODE] * 256, at * 0.1)
+    assert pace.s_per_token == 0.0
+
+
+def test_idle_times_and_hiccups_do_not_count() -> None:
+    """Of the last bursts it is the median: an engine that idled behind some of them is no slower."""
+    pace, now_s = Pace(), 0.0
+    for burst in range(BURSTS):
+        pace.step([PREFILL], now_s)
+        pace.step([DECODE], now_s + PREFILL_S)
+        now_s += PREFILL_S + (60.0 if burst % 3 == 0 else DECODE_S)
+    pace.step([DECODE], now_s)
+    assert pace.s_per_token == pytest.approx((PREFILL_S + DECODE_S) / PREFILL)
+
+
+def test_it_follows_the_engine() -> None:
+    """A device that is three times as fast from now on is known to be so soon."""
+    pace, now_s = Pace(), 0.0
+    for takes_s in [0.6] * 20 + [0.2] * BURSTS:
+        pace.step([PREFILL], now_s)
+        pace.step([DECODE], now_s + takes_s)
+        now_s += takes_s + DECODE_S
+    assert pace.s_per_token == pytest.approx((0.2 + DECODE_S) / PREFILL)
