@@ -69,6 +69,7 @@ class SchedulerSide:
         space_of: Callable[[str], str] = str,
         also_of: Callable[[str], str] = lambda _: "",
         waits_idle: bool = False,
+        priority_of: Callable[[Request], float] | None = None,
         trace: Recorder = OFF,
     ) -> None:
         """`hash_tokens`: tokens per block hash. `ranks`: their number. `saves`, `loads`: whether this engine does so.
@@ -78,6 +79,7 @@ class SchedulerSide:
         `tiers`: places beyond host memory. `space_of`: from a digest of the weights to the namespace in tiers, or "".
         `also_of`: from the same to a second namespace with the same bytes, or "".
         `waits_idle`: a rank may wait for loads in a step that computes nothing, since no computing rank waits for it.
+        `priority_of`: of two waiting requests the engine admits the one with the lower first; None: who came first.
         """
         self.settings, self.geometry, self._ranks, self._step, self._events = settings, geometry, ranks, 0, published
         self.counters = counters = Counters()
@@ -100,7 +102,7 @@ class SchedulerSide:
         self.staging = staging = self._make_staging(tiers) if tiers else None
         self.requests = requests = Requests(
             len(geometry.groups), adapters=adapters, staging=staging, jobs=jobs, recovery=recovery, report=self.report,
-            counters=counters,
+            counters=counters, priority_of=priority_of,
         )  # fmt: skip
         self.loading = Loading(
             settings, geometry, catalog=catalog, prefixes=prefixes, requests=requests, jobs=jobs,
