@@ -158,8 +158,7 @@ def what_becomes_final_is_saved(watched: Watched) -> Iterator[str]:
 
 def _saves_nothing(watched: Watched) -> bool:
     side = watched.trial.side
-    off = side.switches.freeze or side.switches.bypass or side.weights.doubtful
-    return off or watched.trial.shape.role == CONSUMER
+    return watched.trial.shape.role == CONSUMER or side.switches.freeze or side.switches.bypass or side.weights.doubtful
 
 
 def _ending_a_block(geometry: Geometry, request: Request, units: int, back: int) -> int:
