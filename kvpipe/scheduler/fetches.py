@@ -481,6 +481,8 @@ class Staging:
         base = units - 1 if group in self._geometry.states else (units - 1) // self._per_chunk * self._per_chunk
         lookup, name = stage.lookup, chunk_name(key)
         follows = lookup.key((group, base)) if base and group not in self._geometry.states else b""
+        if follows and not self._full and not self._catalog.known(group, follows):
+            follows = b""  # the window begins here: nothing before it is read, or missing
         keep = units - base < self._per_chunk
         piece = self._catalog.write(chunk, units - base, key, keep=keep, base=base, before=follows)
         space, split = lookup.elsewhere.get(place, ("", self.finder.split(group)))
