@@ -18,7 +18,7 @@ from kvpipe.connectors.vllm.trial import reach
 from kvpipe.connectors.vllm.trial.invariants import Watched
 from kvpipe.connectors.vllm.trial.moves import ARGUMENTS, trial_moves
 from kvpipe.connectors.vllm.trial.nightly import SEEDS, TrialRun, run
-from kvpipe.connectors.vllm.trial.shapes import SHAPES
+from kvpipe.connectors.vllm.trial.shapes import CONSUMER, PRODUCER, SHAPES
 from kvpipe.connectors.vllm.trial.trial import MOVES, Move, Trial
 from kvpipe.statemachine.diagram import MACHINES as ALL_MACHINES
 from property_tests.profiles import examples
@@ -104,8 +104,12 @@ def test_seeds(shape: str) -> None:
         ran = _ran(shape, seed)
         assert ran.broken == [], f"{shape} {seed}: {json.dumps(ran.made)}"
         counters += ran.counters
-    for what in ("lookup_hit", "tokens_loaded", "preempted", "pieces_published"):
+    role = SHAPES[shape].role
+    loads, saves = ("lookup_hit", "tokens_loaded"), ("pieces_published",)
+    for what in ("preempted", *(loads if role != PRODUCER else ()), *(saves if role != CONSUMER else ())):
         assert counters[what], f"never reached: {what}"
+    assert not any(counters[what] for what in (loads if role == PRODUCER else saves if role == CONSUMER else ()))
+    assert counters["chunks_fetched"] or role != CONSUMER, "never reached: what a producer has stored"
     assert counters["evicted"] or SHAPES[shape].pool_slots > SMALL_POOL_SLOTS, "never reached: evicted"
 
 

@@ -18,7 +18,7 @@ from kvpipe.cache.ahead import Ahead
 from kvpipe.cache.hints import Hint
 from kvpipe.cache.large import Ordered, by_key, order, untracked
 from kvpipe.cache.miss_reasons import EVICTED, RESET, TORN, Lost
-from kvpipe.cache.policy.base import AnsweredPolicy, Policy, RememberingPolicy, SessionPolicy
+from kvpipe.cache.policy.base import AnsweredPolicy, Policy, RememberingPolicy, SessionPolicy, SizedPolicy
 from kvpipe.cache.policy.batches import batches
 from kvpipe.cache.policy.guard import RescuedPolicy, takes_hints
 from kvpipe.cache.tenants import ANYBODY, Tenant, Tenants
@@ -143,10 +143,12 @@ class Catalog:
         self.leased: dict[Owner, list[Chunk]] = {}  # changed here alone
         self.leased_since_s: dict[Owner, float] = {}
         self._second = 0  # see `_notify`
+        self._size_policy()
 
     def use_more(self, ready: int) -> None:
         """Use the first `ready` slots, which are in memory on every rank. Fewer than before change nothing."""
         self.ready = max(self.ready, min(ready, self.slots))
+        self._size_policy()
 
     def limit(self, slots: int) -> None:
         """Use no slot from `slots` on: a rank's pool has no more. Called before any of them is used."""
@@ -154,6 +156,11 @@ class Catalog:
         self.ready = min(self.ready, self.slots)
         self._fresh = min(self._fresh, self.ready)
         self._free = [slot for slot in self._free if slot < self.slots]
+        self._size_policy()
+
+    def _size_policy(self) -> None:
+        if isinstance(self._policy, SizedPolicy):
+            self._policy.sized(self.ready)
 
     # ---- finding -------------------------------------------------------------------------------------------------
 

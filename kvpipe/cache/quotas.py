@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from kvpipe.cache.catalog import Catalog, Chunk
 from kvpipe.cache.hints import Hint
-from kvpipe.cache.policy.base import AnsweredPolicy, Evictable, Policy, RememberingPolicy, SessionPolicy
+from kvpipe.cache.policy.base import AnsweredPolicy, Evictable, Policy, RememberingPolicy, SessionPolicy, SizedPolicy
 from kvpipe.cache.policy.guard import RescuedPolicy, takes_hints
 from kvpipe.cache.tenants import ANYBODY, Tenant, kept_salt
 from kvpipe.quota_spec import OTHERS, QuotaSpec, salts
@@ -92,6 +92,8 @@ class Accounts:
         """Compute the guaranteed shares from the `ready` slots, which are in memory."""
         for account in self.all:
             account.sure, _ = account.spec.slots(ready)
+            if isinstance(account.policy, SizedPolicy):
+                account.policy.sized(min(account.most, ready))
 
     # ---- the policy ------------------------------------------------------------------------------------------------
 

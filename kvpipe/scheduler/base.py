@@ -93,6 +93,10 @@ class Request(Protocol):
         return False
 
 
+Turn = tuple[float, int]
+"""Which of two waiting requests comes first: by the engine's priority, the lower one, then in the order of arrival."""
+
+
 class Block(Protocol):
     """One entry of a block table."""
 

@@ -16,6 +16,7 @@ from kvpipe.cache.catalog import Catalog, Chunk, Owner, Piece
 from kvpipe.cache.prefixes import Prefixes
 from kvpipe.geometry import Geometry
 from kvpipe.messages import Tally, TierOrder
+from kvpipe.scheduler.base import Turn
 from kvpipe.scheduler.jobs import Reported, awaited
 from kvpipe.scheduler.pace import Pace
 from kvpipe.scheduler.stores import Offer, Storing
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from kvpipe.scheduler.base import Request
 
 _NEVER: Final = float("inf")
+_FIRST: Final[Turn] = -_NEVER, 0
 _HOLDS_UP: Final = frozenset({m.ASKING, m.FOUND, m.FETCHING})
 SHARE: Final = 0.75
 """Of the pool, at most, that waiting requests hold."""
@@ -47,7 +49,7 @@ class Stage(Cursor):
     """The fetches for one waiting request, or for a prompt that no request waits for yet (`ahead`).
 
     `taken`: tokens fetched, by tier. `waits`: ids of orders that have not landed. `leased`: number of chunks held.
-    `local`: units of the prefix that the engine holds itself. `turn`: of the request, in the order in which they came.
+    `local`: units of the prefix that the engine holds itself. `turn`: of the request: the lowest comes first.
     `short_at_s`: when it came to less than tiers have.
     `request`: named in what routers are notified of; None: nobody is notified. `tenant`: of the fetched chunks.
     """
@@ -67,7 +69,7 @@ class Stage(Cursor):
         """
         super().__init__(machine, number, watch)
         self.asked, self.prefixes, self.request, self.lookup, self.room = asked, prefixes, request, lookup, room
-        self.announced, self.local, self.turn, self.short_at_s = announced, 0, 0, _NEVER
+        self.announced, self.local, self.turn, self.short_at_s = announced, 0, _FIRST, _NEVER
         self.owner = Owner(asked.request_id, -number)  # admissions have positive epochs
         self.begun_s, self.deadline_at_s = now_s, now_s + (lookup.seconds_max if room is None else AHEAD_S_MAX)
         self.tenant, self.leased = prefixes.tenant(asked), 0
@@ -161,7 +163,7 @@ class Staging:
         self._found: list[Stage] = []
         self._stages: set[Stage] = set()
         self._ahead: set[Stage] = set()  # of these, those for which no request waits
-        self._latest = 0  # no stage with a later turn holds chunks
+        self._latest = _FIRST  # no stage with a later turn holds chunks
         self._unreadable: dict[int, frozenset[int]] = {}  # by rank
         self._numbers = 0
         self._growing = [group for group in range(len(geometry.groups)) if group not in geometry.states]
@@ -172,11 +174,11 @@ class Staging:
     # ---- waiting requests -----------------------------------------------------------------------------------------
 
     def ask(
-        self, stage: Stage | None, request: Request, local: int, step: int, *, turn: int
+        self, stage: Stage | None, request: Request, local: int, step: int, *, turn: Turn
     ) -> tuple[Stage | None, bool]:
         """Return (the request's stage, whether it waits). Answers the same within a step.
 
-        `local`: units of the prefix that the engine holds itself. `turn`: requests that came before have lower ones.
+        `local`: units of the prefix that the engine holds itself. `turn`: the lowest comes first.
         """
         if stage is not None and self._asks_again(stage, step):
             self.end(stage)
@@ -484,6 +486,8 @@ class Staging:
         base = units - 1 if group in self._geometry.states else (units - 1) // self._per_chunk * self._per_chunk
         lookup, name = stage.lookup, chunk_name(key)
         follows = lookup.key((group, base)) if base and group not in self._geometry.states else b""
+        if follows and not self._full and not self._catalog.known(group, follows):
+            follows = b""  # the window begins here: nothing before it is read, or missing
         keep = units - base < self._per_chunk
         piece = self._catalog.write(chunk, units - base, key, keep=keep, base=base, before=follows)
         space, split = lookup.elsewhere.get(place, ("", self.finder.split(group)))

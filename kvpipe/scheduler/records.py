@@ -14,7 +14,7 @@ from kvpipe.statemachine.core import Compiled, Cursor, Watch
 if TYPE_CHECKING:
     from kvpipe.cache.hints import Hint
     from kvpipe.scheduler.answers import Answer
-    from kvpipe.scheduler.base import Request
+    from kvpipe.scheduler.base import Request, Turn
     from kvpipe.scheduler.fetches import Stage
     from kvpipe.scheduler.hints import Wish
     from kvpipe.scheduler.report import RequestContext
@@ -186,9 +186,9 @@ class Tracked(Cursor):
     )  # fmt: skip
 
     def __init__(
-        self, machines: Machines, request: Request, groups: int, turn: int, life: RequestContext, watches: Watches
+        self, machines: Machines, request: Request, groups: int, turn: Turn, life: RequestContext, watches: Watches
     ) -> None:
-        """`groups`: number of cache groups. `turn`: those that came before have lower ones. `life`: of its events."""
+        """`groups`: number of cache groups. `turn`: whose is lower comes first. `life`: of its events."""
         (machine, lookup, saving), (watch, watch_lookup, watch_saving) = machines, watches
         request_id = request.request_id
         self.machine, self.key, self.state, self.watch = machine, request_id, machine.initial, watch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from kvpipe.scheduler.records import Machines, Tracked
@@ -36,15 +36,16 @@ class Requests:
         recovery: Recovery,
         report: RequestReporter,
         counters: Counters,
+        priority_of: Callable[[Request], float] | None = None,
     ) -> None:
-        """`groups`: number of cache groups. `staging`: None without tiers."""
+        """`groups`: number of cache groups. `staging`: None without tiers. `priority_of`: see `SchedulerSide`."""
         self._groups, self._adapters, self._staging, self._jobs = groups, adapters, staging, jobs
         self._recovery, self._report, self._counters = recovery, report, counters
         self.machines: Machines = m.REQUEST.compile(), lookup_m.LOOKUP.compile(), saving_m.SAVING.compile()
         self.tracked: dict[str, Tracked] = {}
         self.waiting: dict[str, Request] = {}
         self.sessions: dict[str, Request] = {}
-        self._epochs, self._turns = 1, 0
+        self._epochs, self._turns, self._priority_of = 1, 0, priority_of
 
     def __iter__(self) -> Iterator[Request]:
         """Iterate over all requests that are not finished."""
@@ -62,7 +63,8 @@ class Requests:
             self._adapters.begin(request)
         life, watches = self._report.added(request)
         self._turns += 1
-        tracked = Tracked(self.machines, request, self._groups, self._turns, life, watches)
+        turn = self._priority_of(request) if self._priority_of is not None else 0, self._turns
+        tracked = Tracked(self.machines, request, self._groups, turn, life, watches)
         self.tracked[request.request_id] = tracked
         if request.resumable:
             self.sessions[request.request_id] = request

@@ -70,14 +70,15 @@ class SchedulerSide:
         space_of: Callable[[str], str] = str,
         also_of: Callable[[str], str] = lambda _: "",
         waits_idle: bool = False,
+        priority_of: Callable[[Request], float] | None = None,
         trace: Recorder = OFF,
     ) -> None:
         """`hash_tokens`: tokens per block hash. `ranks`: their number. `saves`, `loads`: whether this engine does so.
 
         `stages`: the number of pipeline stages; each has its own layers, and a pool of its own size.
         `recovery`: what the engine needs help with. `published`: notified of chunks that can be found, for routers.
-        `tiers`: places beyond host memory. `space_of`: from a digest of the weights to the namespace in tiers, or "".
-        `also_of`: from the same to a second namespace with the same bytes, or "".
+        `tiers`: places beyond host memory. `space_of`: from a digest of the weights to the namespace in tiers, or "";
+        `also_of`: to a second one with the same bytes. `priority_of`: who has a lower one is admitted first.
         `waits_idle`: a rank may wait for loads in a step that computes nothing, since no computing rank waits for it.
         """
         self.settings, self.geometry, self._ranks, self._step, self._events = settings, geometry, ranks, 0, published
@@ -87,8 +88,7 @@ class SchedulerSide:
         self._recovery = recovery = recovery or Recovery()
         self.weights = weights = Weights(ranks, counters)
         self.switches = switches = Switches(settings, weights, saves=saves, loads=loads)
-        ready = None if settings.prefault == "use" and stages == 1 else 0  # else ranks report how many there are
-        self.catalog = catalog = self._make_catalog(ready)
+        self.catalog = catalog = self._make_catalog(None if settings.prefault == "use" and stages == 1 else 0)
         catalog.on_drop = published.dropped if published is not None else None
         self.orders = orders = Orders(counters, lambda: trace.about("", 0))
         self._turns, self.pins = orders.turns, PromptPins(settings, geometry, catalog, orders)
@@ -101,7 +101,7 @@ class SchedulerSide:
         self.staging = staging = self._make_staging(tiers) if tiers else None
         self.requests = requests = Requests(
             len(geometry.groups), adapters=adapters, staging=staging, jobs=jobs, recovery=recovery, report=self.report,
-            counters=counters,
+            counters=counters, priority_of=priority_of,
         )  # fmt: skip
         self.loading = Loading(
             settings, geometry, catalog=catalog, prefixes=prefixes, requests=requests, jobs=jobs,
@@ -126,6 +126,7 @@ class SchedulerSide:
             self.trace_moves()
 
     def _make_catalog(self, ready: int | None) -> Catalog:
+        """`ready`: how many slots may be used before ranks report how many there are; None: all."""
         settings, slots, groups = self.settings, self.geometry.slots, len(self.geometry.groups)
         make = functools.partial(make_policy, settings.policy, fault=self.counters.fault)
         if settings.quotas:

@@ -8,12 +8,16 @@ import pytest
 
 from benchmarks.replay import workload as w
 from benchmarks.replay.replay import Pool, replay
+from kvpipe.cache.catalog import Catalog
 from kvpipe.cache.hints import Action, Hint
 from kvpipe.cache.policy import Lru, Policy, Sessions, make_policy
 from kvpipe.cache.policy.chain import Chain
 from kvpipe.cache.policy.duel import Duel
+from kvpipe.cache.policy.guard import RescuedPolicy
 from kvpipe.cache.policy.returns import Returns
+from kvpipe.cache.quotas import Accounts, SharedCatalog
 from kvpipe.testing.policy_conformance import Item
+from kvpipe.trace.log import Counters
 from tests.cache.chains import chain_of
 from tests.cache.test_replay import made_up
 
@@ -194,3 +198,40 @@ def test_what_a_prompt_loses_of_itself_counts_once(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Duel, "_count", count)
     _hits(Sessions(60), prompts, 60)
     assert followed == pytest.approx(sum(_hits(Lru(), prompts, 60)), rel=0.1)
+
+
+@pytest.mark.parametrize("quotas", [False, True])
+def test_both_are_followed_in_as_many_slots_as_may_be_used(quotas: bool) -> None:
+    """A pool of which only some slots are ready, or a rank has fewer, is judged as what it is."""
+    policies = list[Policy]()
+
+    def make(slots: int) -> Policy:
+        policies.append(one := make_policy("sessions", slots))
+        return one
+
+    def shadows() -> set[tuple[int, int]]:
+        made = [one._one for one in policies if isinstance(one, RescuedPolicy)]
+        duels = [one._duel for one in made if isinstance(one, Sessions)]
+        return {(duel._lru.slots, duel._learnt.slots) for duel in duels}
+
+    catalog = (
+        SharedCatalog(SLOTS, 1, Accounts([], SLOTS, make), Counters(), ready=10)
+        if quotas
+        else Catalog(SLOTS, 1, make(SLOTS), Counters(), ready=10)
+    )
+    assert shadows() == {(10, 10)}
+    catalog.use_more(20)
+    assert shadows() == {(20, 20)}
+    catalog.limit(15)
+    assert shadows() == {(15, 15)}
+    catalog.use_more(SLOTS)
+    assert shadows() == {(15, 15)}
+
+
+def test_what_was_learnt_is_proven_in_a_pool_that_is_smaller_than_asked_for() -> None:
+    """The shadows of the pool that was asked for would hold everything, and neither would ever hit more."""
+    prompts = [(turn * 5.0, "goes on/" if turn % 2 else f"once {turn}/", 20 if turn % 2 else 30) for turn in range(200)]
+    policy = Sessions(4 * SLOTS)
+    Catalog(4 * SLOTS, 1, policy, Counters()).limit(SLOTS)
+    assert sum(_hits(policy, prompts)) == sum(_hits(Sessions(SLOTS), prompts))
+    assert policy._duel.learnt

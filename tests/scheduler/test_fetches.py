@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from kvpipe.cache.policy import Sessions
+from kvpipe.cache.policy.guard import RescuedPolicy
 from kvpipe.connectors.vllm import connector
 from kvpipe.connectors.vllm.trial.invariants import Watched
 from kvpipe.connectors.vllm.trial.shapes import SHAPES, Shape
@@ -84,6 +86,21 @@ def test_what_memory_forgot_comes_from_the_tier(name: str) -> None:
         before = played.run()
         assert before.pop("dict-0") >= 128
         assert before["memory"] == 0 or len(before) == 1
+
+
+def test_where_all_have_windows_what_is_fetched_has_a_beginning() -> None:
+    """Nothing before a window is fetched; what is fetched is not taken for the rest of something that was lost."""
+    with in_play(SHAPES["window"]._replace(tiers=1, pool_slots=24, policy="sessions")) as played:
+        played.trial.documents[0] = [1 + j % 50 for j in range(250)]
+        long = ("add", 0, 249, 0, 3, 0, 0)
+        played.do(long, ("drain",))
+        played.forget()
+        played.do(long, ("drain",))
+        assert played.trial.side.counters["chunks_fetched"]
+        policy = played.trial.side.catalog._policy
+        assert isinstance(policy, RescuedPolicy)
+        assert isinstance(policy._one, Sessions)
+        assert [chain.orphan for chain in policy._one._chains if chain is not None] == [False]
 
 
 def test_nobody_waits_where_tiers_have_nothing() -> None:

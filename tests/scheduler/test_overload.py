@@ -93,6 +93,27 @@ def test_who_comes_first_gets_the_room() -> None:
         assert _brought(played) >= 2 * 128
 
 
+def test_with_priorities_who_is_admitted_first_gets_the_room() -> None:
+    """As the engine admits by priority, a request takes the room of those behind it, though they came before it."""
+    with in_play(SHAPE._replace(pool_slots=3, priorities=True)) as played:
+        for i in range(2):
+            played.do(("add", i, 199, 0, 3, 0, 0), ("drain",))
+        played.forget()
+        side = played.trial.side
+        with _busy(played, asks=False):
+            played.do(("add", 0, 199, 0, 4, 0, 0), ("add", 1, 199, 0, 2, 0, 0))
+            late, urgent = played.trial.scheduler.requests.values()
+            assert (late.priority, urgent.priority) == (2, 0)
+            side.lookup(late, 0)
+            played.do(*STEP * 4)
+            assert played.waiting == [m.HELD]
+            side.lookup(urgent, 0)
+            played.do(*STEP * 4)
+            assert played.waiting == [m.OVER, m.HELD]
+            assert side.counters["tier_gave_way"] == 1
+        played.do(("drain",))
+
+
 class _Searched(set[Stage]):
     """Stages, and how often they were searched."""
 

@@ -80,7 +80,7 @@ class _Case:
     def reach(self) -> tuple[int, list[int]]:
         """Return how many units a lookup finds, with memory, and how many keys each call had."""
         self.tier.asked.clear()
-        stage, _ = self.staging.ask(None, self.request, 0, 1, turn=1)
+        stage, _ = self.staging.ask(None, self.request, 0, 1, turn=(0, 1))
         if stage is None:
             return self.world.side.prefixes.longest(self.request), []
         self._wait(stage.lookup)
@@ -176,7 +176,7 @@ def test_states_come_behind_what_they_follow() -> None:
         for end in range(PER_CHUNK, UNITS + 1, PER_CHUNK):
             case.store(1, end, [0])
         case.store(0, UNITS, [0])
-        stage, _ = case.staging.ask(None, case.request, 0, 1, turn=1)
+        stage, _ = case.staging.ask(None, case.request, 0, 1, turn=(0, 1))
         assert stage is not None
         case._wait(stage.lookup)
         wanted = [place for place, _ in case.staging._needed(stage)]

@@ -14,7 +14,7 @@ from kvpipe.connectors.vllm.trial.adapters import AdapterFake, name, path
 from kvpipe.connectors.vllm.trial.content import EMBEDDED, VOCAB, Live, Sequence
 from kvpipe.connectors.vllm.trial.hints import HINTS, RESUME, Hints, attach
 from kvpipe.connectors.vllm.trial.operators import operate
-from kvpipe.connectors.vllm.trial.shapes import Shape
+from kvpipe.connectors.vllm.trial.shapes import PRODUCER, Shape
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -126,6 +126,8 @@ class Arrivals(ABC):
             return  # of drafts accepted beyond an answer's end vLLM takes the KV for that of the next input
         if self.careful and (self.kvpipe is None or self.shape.sibling):
             return  # another connector's asynchronous load, and a session behind it, wait for each other's blocks
+        if self.careful and self.shape.asynchronous and self.shape.role == PRODUCER:
+            return  # vLLM forgets the prompt of one that it preempts while the last token of its turn is in flight
         text = self.documents[document % DOCUMENTS]
         prompt = text[: 1 + take % len(text)]
         if self._sessions_fit(None, len(prompt) + 1 + answer % ANSWER_TOKENS_MAX):

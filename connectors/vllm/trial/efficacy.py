@@ -105,6 +105,8 @@ def covers(keys: Sequence[bytes], base: int, high: int, per_chunk: int, *indexes
 
 def promised(side: SchedulerSide, request: Request, local_tokens: int, *, waits: bool) -> int | None:
     """Return how many tokens a lookup has to promise beyond `local_tokens`, if it has to."""
+    if not side.switches.loads:
+        return 0
     tracked = side.requests.tracked.get(request.request_id)
     off = side.switches.bypass or side.switches.tier_lost or side.weights.doubtful
     if off or tracked is None or tracked.state.row not in _LOADS:

@@ -18,6 +18,7 @@ from kvpipe.connectors.vllm.trial import adapters
 from kvpipe.connectors.vllm.trial.efficacy import covers, find, held, keys_of
 from kvpipe.connectors.vllm.trial.laws import INVARIANTS, LAWS, SEEN_BY_TRIALS, invariant
 from kvpipe.connectors.vllm.trial.operators import carry_out
+from kvpipe.connectors.vllm.trial.shapes import CONSUMER
 from kvpipe.connectors.vllm.trial.watched import Final, Watched, admission
 from kvpipe.messages import ROW_BYTES
 from kvpipe.scheduler.records import SAVE_RETRIES_MAX
@@ -129,7 +130,7 @@ def what_becomes_final_is_saved(watched: Watched) -> Iterator[str]:
     """The catalog against vLLM's own counts, while nothing is evicted, frozen or failed."""
     side = watched.trial.side
     before, watched.dropped = watched.dropped, watched.drops
-    if watched.dropped != before or side.switches.freeze or side.switches.bypass or side.weights.doubtful:
+    if watched.dropped != before or _saves_nothing(watched):
         return
     assert watched.output is not None  # noqa: S101
     per_chunk = side.geometry.units_per_chunk
@@ -153,6 +154,11 @@ def what_becomes_final_is_saved(watched: Watched) -> Iterator[str]:
                 high = min(base + per_chunk, now)
                 if not covers(keys, base, high, per_chunk, *known):
                     yield f"{request.request_id}: unit {high - 1}, of those from {was} on"
+
+
+def _saves_nothing(watched: Watched) -> bool:
+    side = watched.trial.side
+    return watched.trial.shape.role == CONSUMER or side.switches.freeze or side.switches.bypass or side.weights.doubtful
 
 
 def _ending_a_block(geometry: Geometry, request: Request, units: int, back: int) -> int:
@@ -219,11 +225,15 @@ def _newly_final(watched: Watched) -> Iterator[tuple[Request, int, int]]:
             yield request, was, units
 
 
-@invariant(8, sentence="An engine that is frozen, bypassed or in doubt of its weights saves nothing.", when="schedule")
+@invariant(
+    8,
+    sentence="An engine that only loads, is frozen, bypassed or in doubt of its weights saves nothing.",
+    when="schedule",
+)
 def frozen_saves_nothing(watched: Watched) -> Iterator[str]:
     """The plan of the step; and the last check of it, which remembers how far it has come."""
     side = watched.trial.side
-    if side.switches.freeze or side.switches.bypass or side.weights.doubtful:
+    if _saves_nothing(watched):
         yield from (f"{job.request} saves {len(job.rows) // ROW_BYTES} pages" for job in watched.saves())
         yield from (f"slot {order.slot} is stored in a tier" for order in watched.orders() if order.stores)
         return

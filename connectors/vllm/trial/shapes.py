@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 BLOCK = 32
 INTERLEAVE = 4
+PRODUCER, CONSUMER = "kv_producer", "kv_consumer"
 _MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB + 1, "hidden_size": 8,
     "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
@@ -86,6 +87,8 @@ class Shape(NamedTuple):
     `long_prefills`: where there are other requests a step computes so many tokens of a prefill at most; 0: all.
     `branches`: vLLM keeps the state of where prompts branch within a block, too.
     `failing`: loads may fail; off where vLLM's own recovery is known to answer wrongly.
+    `role`: vLLM's `kv_role`. A consumer has a producer beside it, to which all happens that happens to the consumer:
+    they share the tiers.
     """
 
     asynchronous: bool = False
@@ -131,6 +134,7 @@ class Shape(NamedTuple):
     long_prefills: int = 0
     branches: bool = False
     resumes: bool = False
+    role: str = "kv_both"
 
     @property
     def steps_in_flight(self) -> int:
@@ -368,15 +372,23 @@ SHAPES: dict[str, Shape] = {
         asynchronous=True, ranks=2, tiers=2, pool_slots=8, policy="sessions", hints=True, resumes=True, quotas=True,
         dense=True,
     ),
+    "producer": Shape(role=PRODUCER, tiers=1, pool_slots=6, events=True),
+    "async-scheduler-producer": _HYBRID._replace(
+        role=PRODUCER, asynchronous=True, v2=True, ranks=2, tiers=1, pool_slots=12, events=False
+    ),
+    "consumer": Shape(role=CONSUMER, load="async", tiers=1, events=True),
+    "async-scheduler-consumer": _STATES._replace(
+        role=CONSUMER, asynchronous=True, ranks=2, tiers=1, dense=True, pool_slots=16, policy="sessions"
+    ),
 }  # fmt: skip
 
 
-def _beside(connector: Connector, extra: dict[str, Any]) -> tuple[Connector, dict[str, Any]]:
+def _beside(connector: Connector, extra: dict[str, Any], role: str) -> tuple[Connector, dict[str, Any]]:
     """Return a MultiConnector, and its configuration: a sibling that is asked first, and `connector`."""
     both = [Connector("SiblingConnector", "kvpipe.connectors.vllm.trial.sibling"), connector]
     configured = [
         {
-            "kv_connector": one.name, "kv_role": "kv_both", "kv_connector_module_path": one.module,
+            "kv_connector": one.name, "kv_role": role, "kv_connector_module_path": one.module,
             "kv_connector_extra_config": (extra if one is connector else {}) | json.loads(one.extra),
         }
         for one in both
@@ -446,7 +458,7 @@ def make_configs(shape: Shape, connector: Connector = KVPIPE, policy: str = "rec
     cache = make_cache(shape)
     extra = shape.kvpipe_extra() if connector.name == KVPIPE.name else {}
     if shape.sibling:
-        connector, extra = _beside(connector, extra)
+        connector, extra = _beside(connector, extra, shape.role)
     with tempfile.TemporaryDirectory(prefix="kvpipe-trial-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(_MODEL), encoding="utf-8")
         model = ModelConfig(
@@ -475,7 +487,7 @@ def make_configs(shape: Shape, connector: Connector = KVPIPE, policy: str = "rec
             kv_events_config=KVEventsConfig(enable_kv_cache_events=shape.events, publisher="null"),
             kv_transfer_config=KVTransferConfig(
                 kv_connector=connector.name,
-                kv_role="kv_both",
+                kv_role=shape.role,
                 kv_connector_module_path=connector.module,
                 kv_load_failure_policy=policy,
                 kv_connector_extra_config=extra | json.loads(connector.extra),

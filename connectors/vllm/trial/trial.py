@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from kvpipe.connectors.vllm.trial.adapters import PATHS
+from kvpipe.connectors.vllm.trial.arrivals import DOCUMENTS
 from kvpipe.connectors.vllm.trial.disturbances import Disturbances
 from kvpipe.connectors.vllm.trial.lookups import listen_to_lookups
 from kvpipe.connectors.vllm.trial.rank import STOPS, Rank, Reporter
 from kvpipe.connectors.vllm.trial.router import listening
-from kvpipe.connectors.vllm.trial.shapes import KVPIPE, Connector, Shape, make_cache, make_configs
+from kvpipe.connectors.vllm.trial.shapes import CONSUMER, KVPIPE, PRODUCER, Connector, Shape, make_cache, make_configs
 from kvpipe.connectors.vllm.trial.steps import UNPAUSED, ignore
 from kvpipe.connectors.vllm.trial.tap import TraceTap, kvpipe_in
 from kvpipe.testing.held import HeldEngine
@@ -91,6 +92,10 @@ class Trial(Disturbances):
         from kvpipe.connectors.vllm.connector import KVPipeConnector
 
         super().__init__(shape, seed)
+        self.producer: Trial | None = None
+        if shape.role == CONSUMER:
+            self.producer = Trial(shape._replace(role=PRODUCER), seed, connector=connector, policy=policy)
+            self.tiers = self.producer.tiers
         config, cache = make_configs(shape, connector, policy)
         kind = AsyncScheduler if shape.asynchronous else PlainScheduler
         with patch.object(KVPipeConnector, "make_tiers", self._made_tiers):
@@ -117,6 +122,10 @@ class Trial(Disturbances):
         self.is_down = False
         listen_to_lookups(self)
         self._moves: dict[str, Callable[..., None]] = {name: getattr(self, f"_{name}") for name in MOVES}
+        if self.producer is not None:
+            for document in range(DOCUMENTS):
+                self.producer.do(("add", document, -1, 0, 0))
+            self.producer.do(("drain",))
 
     def _make_ranks(self, config: VllmConfig) -> None:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -166,14 +175,19 @@ class Trial(Disturbances):
             return
         sides = [self.side.staging.finder] if self.side.staging is not None else []
         carriers = [rank.kvpipe.worker.carrier for rank in self.ranks]
-        self._carriers = [*sides, *(one for one in carriers if one is not None)]
+        self._carriers += [*sides, *(one for one in carriers if one is not None)]
         for tier in (tier for one in self._carriers for tier in one.tiers):
             tier.probe_s = 3600.0  # by the clock: a sequence would not have one outcome
+        if self.producer is not None:  # who waits for one waits for both: calls that a tier holds may be either's
+            self.producer._carriers += self._carriers  # noqa: SLF001
+            self._carriers = self.producer._carriers  # noqa: SLF001
 
     def do(self, move: Move) -> None:
         """Make one move. None is possible after a shutdown."""
         if self.is_down:
             return
+        if self.producer is not None:
+            self.producer.do(move)
         self._moves[move[0]](*move[1:])
 
     def replay_traces(self) -> None:
@@ -182,6 +196,8 @@ class Trial(Disturbances):
 
     def close(self) -> None:
         """End threads, in vLLM's order. Idempotent."""
+        if self.producer is not None:
+            self.producer.close()
         if not self.is_down:
             self.is_down = True
             for rank in self.ranks:

@@ -47,7 +47,8 @@ class Watched:
         self.ends: dict[Live, frozenset[tuple[Chunk, bytes]]] = {}  # of all that are over: who held their ends then
         self.unfair = watch(trial.side.catalog) if trial.shape.quotas and trial.kvpipe is not None else list[str]()
         self.output: SchedulerOutput | None = None
-        self.broken: list[str] = []
+        beside = Watched(trial.producer, only) if trial.producer is not None else None
+        self.broken: list[str] = beside.broken if beside is not None else []
         trial.on_schedule = self.after_schedule
         trial.on_update = self.after_update
         trial.on_reset = self.before_reset

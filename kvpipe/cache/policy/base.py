@@ -85,6 +85,14 @@ class RememberingPolicy(Policy, Protocol):
 
 
 @runtime_checkable
+class SizedPolicy(Policy, Protocol):
+    """A policy that wants to know how many slots may be used; while some are not ready, fewer than it was made for."""
+
+    def sized(self, slots: int) -> None:
+        """`slots` may be used from now on. More may become ready, and a rank may have fewer than it was asked for."""
+
+
+@runtime_checkable
 class HintedPolicy(Policy, Protocol):
     """A policy that takes hints. They may be wrong, even intentionally: the policy decides how far to follow them."""
 

@@ -118,6 +118,10 @@ class Duel:
         self._ahead = self._squares = self._hits = 0.0
         self._hinted = self._believed = False
 
+    def sized(self, slots: int) -> None:
+        """The pool has `slots` slots that may be used: with more, both would hit what neither can hold."""
+        self._lru.slots = self._learnt.slots = slots
+
     def used(self, prompt: Sequence[tuple[Chain, int]], now_s: float) -> None:
         """A request is over. `prompt`: (chain, how many chunks of it the request has used), its end first."""
         self._count(*_hits(prompt))

@@ -14,6 +14,7 @@ from kvpipe.cache.policy.base import (
     Policy,
     RememberingPolicy,
     SessionPolicy,
+    SizedPolicy,
 )
 from kvpipe.cache.policy.batches import OneByOne, batches
 from kvpipe.cache.policy.lru import Lru
@@ -49,6 +50,14 @@ class RescuedPolicy:
     def takes_hints(self) -> bool:
         """Whether the policy takes hints."""
         return self._hint is not None
+
+    def sized(self, slots: int) -> None:
+        """See `SizedPolicy.sized`."""
+        if isinstance(self._one, SizedPolicy):
+            try:
+                self._one.sized(slots)
+            except (Exception, SystemExit) as error:  # noqa: BLE001  (a bug of the policy's: eviction goes on without it)
+                self._rescue(error)
 
     def request(self, now_s: float, *, over: bool) -> None:
         """See `SessionPolicy.request`."""

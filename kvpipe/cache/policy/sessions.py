@@ -36,6 +36,7 @@ class Sessions:
         self._known_max = 2 * self._slots
         self._returns = Returns()
         self._duel = Duel(self._slots, self._returns)
+        self.sized = self._duel.sized  # see `SizedPolicy`
         self._revalued = self._duel.revalued
         self._chains: list[Chain | None] = [None]  # by the place of their chunks
         self._numbers: list[int] = []  # of no chain now
