@@ -339,9 +339,7 @@ class Staging:
     def plan(self, *, stores: bool, idle: bool = False) -> tuple[TierOrder, ...]:
         """Plan a step's orders: fetches for whom something was found, then stores, as far as there is room.
 
-        `idle`: the step computes nothing.
-
-        What goes wrong costs misses: the loads of the step depend on the plan, and the ranks on every order in it.
+        `idle`: the step computes nothing. What goes wrong costs misses: a step's loads and ranks depend on the plan.
         """
         self._take_answers()
         waiting, self._found = self._found, []
