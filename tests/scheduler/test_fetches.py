@@ -123,22 +123,6 @@ def test_a_short_rest_is_not_asked_for() -> None:
         assert played.trial.side.counters["tier_lookup"] == lookups
 
 
-def test_who_gets_chunks_sooner_than_they_are_computed_waits_for_more() -> None:
-    """Ten seconds a token, and 128 have come: the request waits for the rest for 21 minutes, not for half an hour."""
-    step = ("schedule",), ("update",)
-    with in_play() as played:
-        played.do(ADD, ("schedule",), ("update",), ("hold", True), *step)
-        assert played.waiting == [m.FETCHING]
-        (stage,) = played.staging._stages
-        stage.taken, played.staging.pace.s_per_token = {0: 128}, 10.0
-        played.do(("late",), *step)
-        assert played.waiting == [m.FETCHING]
-        played.do(("late",), ("late",), *step)
-        assert played.waiting != [m.FETCHING]
-        assert played.trial.side.counters["tier_lookup_late"] == 1
-        played.do(("hold", False), ("drain",))
-
-
 def test_requests_share_a_fetch() -> None:
     """Two requests for one prompt wait for one fetch of each chunk."""
     with in_play() as played:

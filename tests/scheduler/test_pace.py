@@ -1,4 +1,4 @@
-"""How fast the engine computes prompts, from the times between its steps."""
+"""How fast the engine computes prompts, from the times between its steps, and who waits for tiers by that."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from kvpipe.scheduler.pace import BURST_STEPS_MAX, BURSTS, Pace
+from kvpipe.statemachine import stage as m
+from tests.scheduler.test_fetches import ADD, in_play
 
 PREFILL, DECODE = 8192, 8
 PREFILL_S, DECODE_S = 0.4, 0.02
@@ -60,3 +62,19 @@ def test_it_follows_the_engine() -> None:
         pace.step([DECODE], now_s + takes_s)
         now_s += takes_s + DECODE_S
     assert pace.s_per_token == pytest.approx((0.2 + DECODE_S) / PREFILL)
+
+
+def test_who_gets_chunks_sooner_than_they_are_computed_waits_for_more() -> None:
+    """Ten seconds a token, and 128 have come: the request waits for the rest for 21 minutes, not for half an hour."""
+    step = ("schedule",), ("update",)
+    with in_play() as played:
+        played.do(ADD, ("schedule",), ("update",), ("hold", True), *step)
+        assert played.waiting == [m.FETCHING]
+        (stage,) = played.staging._stages
+        stage.taken, played.staging.pace.s_per_token = {0: 128}, 10.0
+        played.do(("late",), *step)
+        assert played.waiting == [m.FETCHING]
+        played.do(("late",), ("late",), *step)
+        assert played.waiting != [m.FETCHING]
+        assert played.trial.side.counters["tier_lookup_late"] == 1
+        played.do(("hold", False), ("drain",))
