@@ -50,13 +50,13 @@ class Stage(Cursor):
 
     `taken`: tokens fetched, by tier. `waits`: ids of orders that have not landed. `leased`: number of chunks held.
     `local`: units of the prefix that the engine holds itself. `turn`: of the request: the lowest comes first.
-    `short_at_s`: when it came to less than tiers have.
+    `short_at_s`: when it came to less than tiers have. `waited_s`: how long the engine would have had room for it.
     `request`: named in what routers are notified of; None: nobody is notified. `tenant`: of the fetched chunks.
     """
 
     __slots__ = (
-        "announced", "asked", "asked_step", "begun_s", "deadline_at_s", "leased", "local", "lookup", "owner",
-        "prefixes", "request", "room", "short_at_s", "taken", "tenant", "todo", "turn", "waits", "why",
+        "announced", "asked", "asked_step", "deadline_at_s", "leased", "local", "lookup", "owner", "prefixes",
+        "request", "room", "short_at_s", "taken", "tenant", "todo", "turn", "waited_s", "waits", "why",
     )  # fmt: skip
 
     def __init__(
@@ -71,7 +71,7 @@ class Stage(Cursor):
         self.asked, self.prefixes, self.request, self.lookup, self.room = asked, prefixes, request, lookup, room
         self.announced, self.local, self.turn, self.short_at_s = announced, 0, _FIRST, _NEVER
         self.owner = Owner(asked.request_id, -number)  # admissions have positive epochs
-        self.begun_s, self.deadline_at_s = now_s, now_s + (lookup.seconds_max if room is None else AHEAD_S_MAX)
+        self.waited_s, self.deadline_at_s = 0.0, _NEVER if room is None else now_s + AHEAD_S_MAX
         self.tenant, self.leased = prefixes.tenant(asked), 0
         self.waits: set[int] = set()
         self.todo: deque[Place] = deque()  # what is still to be ordered, in the order of the prefix
@@ -126,12 +126,11 @@ class Staging:
         """`stores`: whether this engine writes to tiers. No tier is asked before `space` has a name.
 
         `store_idle_s_max`: see `Storing`.
-
         `published` is called with each piece that has come from a tier, and a request with that prefix or None.
         """
         self.finder, self._catalog, self._prefixes, self._geometry = finder, catalog, prefixes, geometry
         self._ranks, self._lookup_s_max = ranks, lookup_ms_max / 1000
-        self._skipped_s, self.pace = 0.0, Pace()
+        self._skipped_s, self._planned_s, self.pace = 0.0, 0.0, Pace()
         self._again_s = self._lookup_s_max  # that a request which came short waits until it is asked for again
         self._counters, self._new_id, self._published = counters, new_id, published
         self.watch: Watch | None = None  # of stages that begin
@@ -153,8 +152,7 @@ class Staging:
         self.names = tuple(tier.name for tier in finder.tiers)
         self._per_chunk = geometry.units_per_chunk
         self._fetches_max = [tier.spec.lanes * ORDERS_PER_LANE for tier in finder.tiers]
-        self._fetches = [0] * len(self.names)  # with the ranks, by tier
-        self._leased = 0  # by stages
+        self._leased, self._fetches = 0, [0] * len(self.names)  # by stages; with the ranks, by tier
         self._due: list[TierOrder] = []
         self._transfers: dict[int, TierTransfer] = {}
         self._fetching: dict[tuple[int, bytes], TierTransfer] = {}
@@ -164,8 +162,7 @@ class Staging:
         self._stages: set[Stage] = set()
         self._ahead: set[Stage] = set()  # of these, those for which no request waits
         self._latest = _FIRST  # no stage with a later turn holds chunks
-        self._unreadable: dict[int, frozenset[int]] = {}  # by rank
-        self._numbers = 0
+        self._numbers, self._unreadable = 0, dict[int, frozenset[int]]()  # which tiers, by rank
         self._growing = [group for group in range(len(geometry.groups)) if group not in geometry.states]
         self._full = [group for group in self._growing if geometry.groups[group].window_tokens is None]
         self._states = sorted(geometry.states)
@@ -193,6 +190,7 @@ class Staging:
             self._asking.append(stage)
         stage.local = local
         if stage.asked_step != step:
+            stage.waited_s += self._now_s() - self._planned_s  # one step's: in others the engine may not have asked
             stage.asked_step = step
             self.look(stage)
         return stage, stage.holds_up
@@ -268,7 +266,7 @@ class Staging:
         row = stage.state.row
         if row == m.ASKING and stage.lookup.done:
             self._take_answer(stage)
-        elif row != m.FOUND and stage.holds_up and self._now_s() >= self._gives_up_at_s(stage):
+        elif row != m.FOUND and stage.holds_up and self._late(stage):
             stage.why, stage.short_at_s = miss_reasons.TIER_LATE, self._now_s()
             self._counters["prefetch_late" if stage.ahead else "tier_lookup_late"] += 1
             if row == m.FETCHING:
@@ -277,9 +275,10 @@ class Staging:
             else:
                 self._end(stage, m.DEADLINE)
 
-    def _gives_up_at_s(self, stage: Stage) -> float:
-        """Return until when a stage waits: beyond its deadline, if what has come would have taken longer to compute."""
-        return max(stage.deadline_at_s, stage.begun_s + sum(stage.taken.values()) * self.pace.s_per_token)
+    def _late(self, stage: Stage) -> bool:
+        """Whether what is asked for takes too long: for a request also longer than to compute what has come."""
+        computed_s = sum(stage.taken.values()) * self.pace.s_per_token
+        return stage.waited_s >= max(self._lookup_s_max, computed_s) or self._now_s() >= stage.deadline_at_s
 
     def _take_answer(self, stage: Stage) -> None:
         if self._reach(stage) > max(stage.prefixes.longest(stage.asked, continued=stage.ahead), stage.local):
@@ -341,6 +340,7 @@ class Staging:
 
         `idle`: the step computes nothing. What goes wrong costs misses: a step's loads and ranks depend on the plan.
         """
+        self._planned_s = self._now_s()
         self._take_answers()
         waiting, self._found = self._found, []
         waiting.sort(key=lambda stage: (stage.ahead, stage.turn))

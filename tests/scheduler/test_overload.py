@@ -45,6 +45,20 @@ def test_tiers_answer_in_time_though_the_engine_asks_late() -> None:
         assert "tier_late" not in played.trial.side.report.misses
 
 
+def test_a_request_that_the_engine_has_no_room_for_is_not_late() -> None:
+    """A tier answers nothing while the engine asks for nobody, for ten minutes. Then it asks: that counts as a step."""
+    with in_play() as played:
+        played.do(ADD, *STEP, ("hold", True), *STEP)
+        assert played.waiting == [m.FETCHING]
+        with _busy(played, asks=False):
+            played.do(("late",), *STEP)
+        played.do(*STEP)
+        assert played.waiting == [m.FETCHING]
+        played.do(("hold", False), ("drain",))
+        assert _brought(played) >= 128
+        assert not played.trial.side.counters["tier_lookup_late"]
+
+
 def test_who_came_short_is_looked_up_again() -> None:
     """A tier was late, and then the engine has no blocks for so long that it is not late any more."""
     with in_play() as played:
@@ -73,7 +87,7 @@ def test_who_comes_first_gets_the_room() -> None:
             played.do(("hold", True), ADD, ("add", 1, 199, 0, 3, 0, 0))
             first, last = played.trial.scheduler.waiting
             side.lookup(first, 0)
-            played.do(*STEP, ("late",), *STEP)
+            played.do(*STEP * 2, ("late",))
             side.lookup(first, 0)
             played.do(("hold", False), *STEP)
             side.lookup(last, 0)
