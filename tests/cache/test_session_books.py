@@ -163,15 +163,8 @@ def test_places_of_what_is_gone_are_no_chain(*, saved_first: bool) -> None:
 
 def _least(queues: Queues, returns: Returns, now_s: float) -> Chain | None:
     """Return the chain that is worth the least, of the oldest and the newest of each kind."""
-
-    def worth(chain: Chain) -> tuple[float, float]:
-        return returns.worth(chain.kind, now_s - chain.used_s if chain.ended_s is not None else 0.0), chain.used_s
-
-    return min(
-        (one for queue in queues.by_kind if queue for one in (next(iter(queue)), next(reversed(queue)))),
-        key=worth,
-        default=None,
-    )
+    ends = [one for queue in queues.by_kind if queue for one in (next(iter(queue)), next(reversed(queue)))]
+    return min(ends, key=lambda one: (returns.worth(one.kind, now_s - one.used_s), one.used_s), default=None)
 
 
 def _consistent(policy: Sessions) -> None:

@@ -11,9 +11,7 @@ from kvpipe.cache.catalog import Catalog, Owner, Piece
 from kvpipe.cache.hints import Action, Hint
 from kvpipe.cache.policy import Lru, Policy, Sessions
 from kvpipe.cache.policy.base import Evictable
-from kvpipe.cache.policy.chain import Chain
 from kvpipe.cache.policy.guard import GuardedPolicy
-from kvpipe.cache.policy.queues import Queues
 from kvpipe.cache.policy.returns import (
     _EDGES_S,
     BINS,
@@ -126,21 +124,6 @@ def test_sessions_that_take_turns_do_not_flush_each_other() -> None:
 
     assert hits(Lru()) == 0
     assert hits(Sessions(SLOTS)) > 500 * 20 * 0.2
-
-
-def test_a_long_answer_is_no_pause() -> None:
-    """Of two that go on after ten seconds, the one that still decodes after a minute is not overdue."""
-    returns, kind = Returns(), kind_of(pace_after(None, 10))
-    for _ in range(1000):
-        returns.ended(kind)
-        returns.returned(kind, 10)
-    queues = Queues(SLOTS, returns)
-    decoding, waiting = (Chain(name, b"", 0.0, orphan=False) for name in "ab")
-    for chain, used_s in ((decoding, 0.0), (waiting, 40.0)):
-        chain.kind, chain.used_s = kind, used_s
-        queues.put(chain, kind)
-    waiting.ended_s = waiting.used_s
-    assert queues.least(60.0) is waiting
 
 
 def test_a_prompt_goes_from_its_end() -> None:

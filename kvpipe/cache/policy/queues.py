@@ -22,8 +22,6 @@ _EARLY: Final = 1 - 1e-12  # a bin is looked up again a little too early rather 
 class Queues:
     """Of each kind the oldest and the newest chain are compared. What came of it is kept for as long as it holds.
 
-    A chain that a request uses has not waited yet, however long that takes.
-
     Who changes the kind of a chain, or when it was used, adds the kind of its queue to `changed`.
     """
 
@@ -85,14 +83,12 @@ class Queues:
                 continue
             chain, last = next(iter(queue)), next(reversed(queue))
             table, used_s = tables[chain.kind], chain.used_s
-            since_s = used_s if chain.ended_s is not None else now_s
-            at = bisect_right(INNER_S, now_s - since_s)
-            worth, until_s = (table.computed or table.worths())[at], since_s + _LEAVES_S[at]
+            at = bisect_right(INNER_S, now_s - used_s)
+            worth, until_s = (table.computed or table.worths())[at], used_s + _LEAVES_S[at]
             if last is not chain:
                 table, last_s = tables[last.kind], last.used_s
-                since_s = last_s if last.ended_s is not None else now_s
-                at = bisect_right(INNER_S, now_s - since_s)
-                other, leaves_s = (table.computed or table.worths())[at], since_s + _LEAVES_S[at]
+                at = bisect_right(INNER_S, now_s - last_s)
+                other, leaves_s = (table.computed or table.worths())[at], last_s + _LEAVES_S[at]
                 if leaves_s < until_s:  # noqa: PLR1730  (quicker)
                     until_s = leaves_s
                 if other < worth or (other == worth and last_s < used_s):
