@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -91,6 +90,10 @@ def _contained(miss: Callable[[], Any]) -> Callable[[F], F]:
         return cast("F", inner)
 
     return decorate
+
+
+def _priority(request: Request) -> int:
+    return request.priority
 
 
 def _nothing() -> None:
@@ -194,7 +197,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             space_of=self._spaces.space,
             also_of=self._spaces.also,
             waits_idle=config.parallel_config.data_parallel_size == 1,  # else such ranks' steps go together
-            priority_of=attrgetter("priority") if config.scheduler_config.policy == "priority" else None,
+            priority_of=_priority if config.scheduler_config.policy == "priority" else None,
             trace=self.recorder,
         )
         self.counters = self.scheduler.counters

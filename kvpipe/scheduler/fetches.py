@@ -7,7 +7,6 @@ scheduler's thread is what is new: a lookup's keys when it is asked, its answer 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -16,92 +15,28 @@ from kvpipe.cache.catalog import Catalog, Chunk, Owner, Piece
 from kvpipe.cache.prefixes import Prefixes
 from kvpipe.geometry import Geometry
 from kvpipe.messages import Tally, TierOrder
-from kvpipe.scheduler.base import Turn
-from kvpipe.scheduler.jobs import Reported, awaited
+from kvpipe.scheduler.jobs import awaited
 from kvpipe.scheduler.pace import Pace
+from kvpipe.scheduler.stages import AHEAD_S_MAX, FIRST, Stage, TierTransfer
 from kvpipe.scheduler.stores import Offer, Storing
 from kvpipe.statemachine import job as job_m
 from kvpipe.statemachine import stage as m
-from kvpipe.statemachine.core import Compiled, Cursor, Watch
+from kvpipe.statemachine.core import Watch
 from kvpipe.tiers.finder import Finder, Place, TierLookup, chunk_name
 from kvpipe.tiers.namespace import Namespace
 from kvpipe.trace.log import Counters
 
 if TYPE_CHECKING:
-    from kvpipe.scheduler.base import Request
+    from kvpipe.scheduler.base import Request, Turn
 
-_NEVER: Final = float("inf")
-_FIRST: Final[Turn] = -_NEVER, 0
-_HOLDS_UP: Final = frozenset({m.ASKING, m.FOUND, m.FETCHING})
 SHARE: Final = 0.75
 """Of the pool, at most, that waiting requests hold."""
 ORDERS_PER_LANE: Final = 4
 """Fetches that are with the ranks at once, for each of a tier's lanes: the others wait here, and can be given up."""
 AHEAD_SHARE: Final = 0.25
 """Of the pool, at most, that is held while it is brought ahead of requests. It is part of `SHARE`."""
-AHEAD_S_MAX: Final = 30.0
-"""For so long at most chunks of one prompt are brought ahead of requests."""
 PATIENCE_S: Final = 5.0
 """How long an outstanding tier order keeps an otherwise idle engine stepping. An older one waits for the next step."""
-
-
-class Stage(Cursor):
-    """The fetches for one waiting request, or for a prompt that no request waits for yet (`ahead`).
-
-    `taken`: tokens fetched, by tier. `waits`: ids of orders that have not landed. `leased`: number of chunks held.
-    `local`: units of the prefix that the engine holds itself. `turn`: of the request: the lowest comes first.
-    `short_at_s`: when it came to less than tiers have. `waited_s`: how long the engine would have had room for it.
-    `request`: named in what routers are notified of; None: nobody is notified. `tenant`: of the fetched chunks.
-    """
-
-    __slots__ = (
-        "announced", "asked", "asked_step", "deadline_at_s", "leased", "local", "lookup", "owner", "prefixes",
-        "request", "room", "short_at_s", "taken", "tenant", "todo", "turn", "waited_s", "waits", "why",
-    )  # fmt: skip
-
-    def __init__(
-        self, machine: Compiled, number: int, asked: Request, lookup: TierLookup, watch: Watch | None,
-        *, prefixes: Prefixes, request: Request | None, now_s: float, room: int | None = None, announced: bool = False,
-    ) -> None:  # fmt: skip
-        """The tiers are asked. `asked`: the prompt, by whose hashes `prefixes` finds it.
-
-        `room`: how many chunks it may hold, where no request waits for them. `announced`: a hint has announced one.
-        """
-        super().__init__(machine, number, watch)
-        self.asked, self.prefixes, self.request, self.lookup, self.room = asked, prefixes, request, lookup, room
-        self.announced, self.local, self.turn, self.short_at_s = announced, 0, _FIRST, _NEVER
-        self.owner = Owner(asked.request_id, -number)  # admissions have positive epochs
-        self.waited_s, self.deadline_at_s = 0.0, _NEVER if room is None else now_s + AHEAD_S_MAX
-        self.tenant, self.leased = prefixes.tenant(asked), 0
-        self.waits: set[int] = set()
-        self.todo: deque[Place] = deque()  # what is still to be ordered, in the order of the prefix
-        self.taken: dict[int, int] = {}
-        self.asked_step = -1
-        self.why = ""  # it came to nothing, or to less
-
-    @property
-    def holds_up(self) -> bool:
-        """Whether the request waits for it; of one that comes before: whether it goes on."""
-        return self.state.row in _HOLDS_UP
-
-    @property
-    def ahead(self) -> bool:
-        """Whether no request waits."""
-        return self.room is not None
-
-
-class TierTransfer(Reported):
-    """An order that the ranks have not all reported yet."""
-
-    __slots__ = ("order", "piece", "space", "stages")
-
-    def __init__(
-        self, machine: Compiled, order: TierOrder, space: str, watch: Watch | None, piece: Piece | None = None
-    ) -> None:
-        """`space`: the chunk's namespace. `piece`: of a fetch; a store has none."""
-        super().__init__(machine, order.id, watch)
-        self.order, self.space, self.piece = order, space, piece
-        self.stages: list[Stage] = []
 
 
 class Staging:
@@ -126,6 +61,7 @@ class Staging:
         """`stores`: whether this engine writes to tiers. No tier is asked before `space` has a name.
 
         `store_idle_s_max`: see `Storing`.
+
         `published` is called with each piece that has come from a tier, and a request with that prefix or None.
         """
         self.finder, self._catalog, self._prefixes, self._geometry = finder, catalog, prefixes, geometry
@@ -152,7 +88,8 @@ class Staging:
         self.names = tuple(tier.name for tier in finder.tiers)
         self._per_chunk = geometry.units_per_chunk
         self._fetches_max = [tier.spec.lanes * ORDERS_PER_LANE for tier in finder.tiers]
-        self._leased, self._fetches = 0, [0] * len(self.names)  # by stages; with the ranks, by tier
+        self._fetches = [0] * len(self.names)  # with the ranks, by tier
+        self._leased = 0  # by stages
         self._due: list[TierOrder] = []
         self._transfers: dict[int, TierTransfer] = {}
         self._fetching: dict[tuple[int, bytes], TierTransfer] = {}
@@ -161,8 +98,9 @@ class Staging:
         self._found: list[Stage] = []
         self._stages: set[Stage] = set()
         self._ahead: set[Stage] = set()  # of these, those for which no request waits
-        self._latest = _FIRST  # no stage with a later turn holds chunks
-        self._numbers, self._unreadable = 0, dict[int, frozenset[int]]()  # which tiers, by rank
+        self._latest = FIRST  # no stage with a later turn holds chunks
+        self._unreadable: dict[int, frozenset[int]] = {}  # by rank
+        self._numbers = 0
         self._growing = [group for group in range(len(geometry.groups)) if group not in geometry.states]
         self._full = [group for group in self._growing if geometry.groups[group].window_tokens is None]
         self._states = sorted(geometry.states)
@@ -338,7 +276,9 @@ class Staging:
     def plan(self, *, stores: bool, idle: bool = False) -> tuple[TierOrder, ...]:
         """Plan a step's orders: fetches for whom something was found, then stores, as far as there is room.
 
-        `idle`: the step computes nothing. What goes wrong costs misses: a step's loads and ranks depend on the plan.
+        `idle`: the step computes nothing.
+
+        What goes wrong costs misses: the loads of the step depend on the plan, and the ranks on every order in it.
         """
         self._planned_s = self._now_s()
         self._take_answers()

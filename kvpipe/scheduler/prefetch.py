@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from kvpipe.cache.hints import Action
 from kvpipe.cache.prefixes import Prefixes
 from kvpipe.scheduler.announced import HASHES_MAX, HASHES_MAX_WITH_REQUESTS, Announcement, Announcements
-from kvpipe.scheduler.fetches import AHEAD_S_MAX
 from kvpipe.scheduler.orders import WAITS, OrderRefusedError, Work
+from kvpipe.scheduler.stages import AHEAD_S_MAX
 from kvpipe.trace.events import ResumePrefetched
 from kvpipe.trace.log import bounded
 
@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from kvpipe.cache.tenants import AdapterIdentity
     from kvpipe.geometry import Geometry
     from kvpipe.scheduler.base import Published, Request
-    from kvpipe.scheduler.fetches import Stage, Staging
+    from kvpipe.scheduler.fetches import Staging
     from kvpipe.scheduler.hints import Wish
     from kvpipe.scheduler.pins import PromptPins
+    from kvpipe.scheduler.stages import Stage
     from kvpipe.scheduler.switches import Switches
     from kvpipe.scheduler.weights import Weights
     from kvpipe.trace.recorder import Recorder

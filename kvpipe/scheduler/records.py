@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from kvpipe.cache.hints import Hint
     from kvpipe.scheduler.answers import Answer
     from kvpipe.scheduler.base import Request, Turn
-    from kvpipe.scheduler.fetches import Stage
     from kvpipe.scheduler.hints import Wish
     from kvpipe.scheduler.report import RequestContext
+    from kvpipe.scheduler.stages import Stage
 
 BEYOND_TOKENS: Final = 1 << 60
 """More tokens than any request has."""

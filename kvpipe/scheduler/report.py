@@ -17,9 +17,9 @@ from kvpipe.trace.recorder import Recorder
 if TYPE_CHECKING:
     from kvpipe.cache.catalog import Chunk
     from kvpipe.scheduler.base import Request
-    from kvpipe.scheduler.fetches import Stage, TierTransfer
     from kvpipe.scheduler.jobs import JobInFlight
     from kvpipe.scheduler.records import Asking, LookupResult, Tracked, Watches
+    from kvpipe.scheduler.stages import Stage, TierTransfer
 
 TRACEPARENT_CHARS_MAX = 64
 _NS_PER_MS = 1e6

@@ -11,6 +11,7 @@ import pytest
 from kvpipe.cache.catalog import Catalog, Chunk, Owner
 from kvpipe.cache.hints import Action, Hint
 from kvpipe.cache.policy import Lru, S3Fifo, Sessions, make_policy
+from kvpipe.cache.policy.duel import Duel
 from kvpipe.cache.quotas import Accounts, SharedCatalog
 from kvpipe.cache.tenants import Tenant
 from kvpipe.quota_spec import QuotaSpec
@@ -67,6 +68,20 @@ def _life(catalog: Catalog, keys: Iterator[bytes]) -> None:
         catalog.release(Owner("r", 0))
         catalog.refresh(prompt[::-1], answer=3)
     assert catalog.evict(prompt[1])
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_policy_that_raises_when_its_pool_is_sized_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, faults: list[str], *, shared: bool
+) -> None:
+    """Before anything is saved: the pool is served by LRU from the beginning on."""
+    monkeypatch.setattr(Duel, "sized", lambda *_: 1 / 0)
+    catalog = _catalog("sessions", faults, shared=shared)
+    assert faults
+    assert set(faults) == {"policy_failed sessions"}
+    for at in range(2 * SLOTS):
+        _save(catalog, b"%d" % at)
+    assert catalog.used <= SLOTS
 
 
 @pytest.mark.parametrize("shared", [False, True])

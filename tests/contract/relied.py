@@ -214,6 +214,7 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
             "num_preemptions",
             "num_prompt_tokens",
             "num_tokens",
+            "priority",
             "prompt_embeds",
             "prompt_is_token_ids",
             "request_id",

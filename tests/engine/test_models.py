@@ -61,9 +61,9 @@ def test_bfloat16(cache: str) -> None:
     """
     options: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_dtype": cache}
     if cache == "fp8" and not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()):
-        with pytest.raises(NotImplementedError, match="AVX-512 or AMX"), engine(**options):
+        with pytest.raises(Exception, match="AVX-512 or AMX"), engine(**options):
             pass
-        with pytest.raises(NotImplementedError, match="AVX-512 or AMX"), engine(kvpipe={}, **options):
+        with pytest.raises(Exception, match="AVX-512 or AMX"), engine(kvpipe={}, **options):
             pass
         return
     with engine(enable_prefix_caching=True, **options) as plain:

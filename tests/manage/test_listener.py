@@ -25,15 +25,15 @@ _ANOTHER = 65533
 
 @contextlib.contextmanager
 def _another_listens(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
-    """Listen as another user than asks: only root can become one, others ask as one instead."""
+    """Listen as another user than asks. Only root can become one, others ask as one; else who listens is made up."""
     user = os.geteuid()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         if not user:
             try:
                 os.seteuid(_ANOTHER)
-            except OSError as error:
-                pytest.skip(f"root cannot become another user here ({error})")
+            except OSError:  # a root without that right, as in some containers
+                monkeypatch.setattr(client, "_listener", lambda _: _ANOTHER)
         try:
             listener.listen()  # the kernel remembers who
         finally:

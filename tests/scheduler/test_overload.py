@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvpipe.scheduler.fetches import Stage
+from kvpipe.scheduler.stages import Stage
 from kvpipe.statemachine import stage as m
 from tests.scheduler.test_fetches import ADD, SHAPE, Played, in_play
 

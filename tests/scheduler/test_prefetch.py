@@ -9,9 +9,9 @@ import pytest
 
 from kvpipe.connectors.vllm.trial.operators import carry_out
 from kvpipe.connectors.vllm.trial.shapes import SHAPES
-from kvpipe.scheduler.fetches import AHEAD_S_MAX
 from kvpipe.scheduler.orders import Order, OrderRefusedError
 from kvpipe.scheduler.prefetch import PREFETCHES_MAX, KnownPrompt, WarmedPrompt
+from kvpipe.scheduler.stages import AHEAD_S_MAX
 from kvpipe.statemachine import stage as m
 from tests.scheduler.test_fetches import ADD, SHAPE, Played, in_play
 
