@@ -88,6 +88,11 @@ class Settings(BaseSettings):
         "those that come sooner than the engine would compute them; then it goes on with what has come. If the engine "
         "keeps it waiting as long again, tiers are asked once more.",
     )
+    lookup_slow_ms_max: Annotated[int, BeforeValidator(no_bool), Field(ge=0, le=600_000)] = Field(
+        0,
+        description="The same for chunks of a tier that is read more slowly than the engine computes; `lookup_ms_max` "
+        "counts while it computes other prompts.",
+    )
     tier_bytes_in_flight_max: Size = Field(
         ByteSize(256 << 20),
         description="Host memory per rank that writes to tiers hold at once, beyond it chunks are not written.",

@@ -144,6 +144,8 @@ class Report:
     """A rank's loop thread has ended: it can neither load nor save any more."""
     rate: float = 0.0
     """Bytes per second of loads on the slowest rank; 0: no rank has loaded yet."""
+    tier_rates: dict[int, float] = field(default_factory=dict)
+    """By tier: bytes per second of its reads on the slowest rank of those that have read it."""
     unreadable: dict[int, frozenset[int]] = field(default_factory=dict)
     """By rank, if it has changed: the indices of the tiers that it does not read at present."""
     ready: dict[int, int] = field(default_factory=dict)
@@ -164,6 +166,8 @@ class Report:
         self.adapters |= other.adapters
         self.step = min(self.step, other.step)
         self.rate = min(self.rate or other.rate, other.rate or self.rate)
+        for tier, rate in other.tier_rates.items():
+            self.tier_rates[tier] = min(rate, self.tier_rates.get(tier, rate))
         for job, tally in other.tallies.items():
             mine = self.tallies.get(job, Tally(0, 0))
             self.tallies[job] = Tally(mine.ok + tally.ok, mine.bad + tally.bad)

@@ -1,9 +1,10 @@
 """The stage machine: chunks of one waiting request on their way from slower tiers into host memory.
 
-A stage delays its request by at most `lookup_ms_max`: what has come by then is used, the rest is computed. A request
-that came short, and that the engine then keeps waiting for as long again, gets a new stage. The chunks that it has
-fetched, and those of the same prefix that were in memory already, are leased to it until the request is admitted,
-preempted or over, the cache is reset, or a request that came before needs the room. So they do not evict each other.
+A stage delays its request by at most `lookup_ms_max`, or as long as it takes to compute what has come, and hardly where
+a tier is slower than that: what has come by then is used, the rest is computed. A request that came short, and that the
+engine then keeps waiting for as long again, gets a new stage. The chunks that it has fetched, and those of the same
+prefix that were in memory already, are leased to it until the request is admitted, preempted or over, the cache is
+reset, or a request that came before needs the room. So they do not evict each other.
 """
 
 from __future__ import annotations

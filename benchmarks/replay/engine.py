@@ -221,6 +221,7 @@ class Engine:
         clock.go(end_s)
         if self.report.tallies:
             report, self.report = self.report, Report(rate=self.report.rate)
+            report.tier_rates = {place: tier.rate.bytes_per_s for place, tier in enumerate(self.tiers)}
             self._timed(self.side.reported, report)
         self._computed(scheduled)
 

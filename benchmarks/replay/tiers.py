@@ -12,6 +12,7 @@ from typing import Any
 from benchmarks.replay.model import Link, Store
 from kvpipe.messages import TierOrder
 from kvpipe.tiers.finder import TierLookup, chunk_name
+from kvpipe.tiers.rate import ReadRate
 
 
 class Clock:
@@ -59,6 +60,7 @@ class VirtualTier:
             Link(rate, store.latency_s) for rate in (store.read_bytes_per_s, store.write_bytes_per_s)
         )
         self.held: OrderedDict[bytes, None] = OrderedDict()
+        self.rate = ReadRate()
 
     def put(self, name: bytes) -> None:
         """Keep a chunk."""
@@ -120,10 +122,14 @@ class VirtualFinder:
     def carry(self, order: TierOrder, size: int, done: Callable[[bool], object]) -> None:
         """Carry out an order of `size` bytes; call `done(ok)` when it has ended."""
         tier, clock = self._tiers[order.tier], self._clock
+        if not order.stores:
+            tier.rate.begin(clock.now_s)
 
         def ended() -> None:
             if order.stores:
                 tier.put(order.chunk)
+            else:
+                tier.rate.end(clock.now_s, size)
             done(order.stores or tier.get(order.chunk))
 
         link = tier.write if order.stores else tier.read

@@ -14,6 +14,7 @@ BELOW_MINIMUM: Final = "below_minimum"
 LOAD_FAILED: Final = "load_failed"
 TIER_DOWN: Final = "tier_down"
 TIER_LATE: Final = "tier_late"
+TIER_SLOW: Final = "tier_slow"
 TIER_LOST: Final = "tier_lost"
 TIER_ASKED: Final = "tier_asked"
 ADAPTER: Final = "adapter"
@@ -35,6 +36,7 @@ REASONS: dict[str, str] = {
     LOAD_FAILED: "a load of this request failed; it computes",
     TIER_DOWN: "a tier cannot be used: nobody knows what it holds, or a rank has lost its memory",
     TIER_LATE: "a tier did not answer, or not bring it, in lookup_ms_max, nor sooner than it is computed",
+    TIER_SLOW: "a tier has it, but the engine computes it sooner than it is read",
     TIER_LOST: "a tier held it at the lookup, but a rank could not bring it: gone, damaged, or the tier failed",
     TIER_ASKED: "a tier is asked for it, or is bringing it (reported while the request waits)",
     ADAPTER: "the bytes of its LoRA adapter are being read, or not known, or not every rank holds them yet "

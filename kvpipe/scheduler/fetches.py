@@ -16,7 +16,7 @@ from kvpipe.cache.prefixes import Prefixes
 from kvpipe.geometry import Geometry
 from kvpipe.messages import Tally, TierOrder
 from kvpipe.scheduler.jobs import awaited
-from kvpipe.scheduler.pace import Pace
+from kvpipe.scheduler.patience import Patience
 from kvpipe.scheduler.stages import AHEAD_S_MAX, FIRST, Stage, TierTransfer
 from kvpipe.scheduler.stores import Offer, Storing
 from kvpipe.statemachine import job as job_m
@@ -51,6 +51,7 @@ class Staging:
         *,
         ranks: int,
         lookup_ms_max: int,
+        lookup_slow_ms_max: int = 0,
         bytes_in_flight_max: int,
         counters: Counters,
         new_id: Callable[[], int],
@@ -65,9 +66,9 @@ class Staging:
         `published` is called with each piece that has come from a tier, and a request with that prefix or None.
         """
         self.finder, self._catalog, self._prefixes, self._geometry = finder, catalog, prefixes, geometry
-        self._ranks, self._lookup_s_max = ranks, lookup_ms_max / 1000
-        self._skipped_s, self._planned_s, self.pace = 0.0, 0.0, Pace()
-        self._again_s = self._lookup_s_max  # that a request which came short waits until it is asked for again
+        self._ranks, self._skipped_s, self._planned_s = ranks, 0.0, 0.0
+        self.patience = Patience(geometry.token_bytes, lookup_ms_max, lookup_slow_ms_max)
+        self._again_s = self.patience.lookup_s_max  # that a request which came short waits until it is asked for again
         self._counters, self._new_id, self._published = counters, new_id, published
         self.watch: Watch | None = None  # of stages that begin
         self.watch_transfer: Watch | None = None
@@ -100,7 +101,7 @@ class Staging:
         self._ahead: set[Stage] = set()  # of these, those for which no request waits
         self._latest = FIRST  # no stage with a later turn holds chunks
         self._unreadable: dict[int, frozenset[int]] = {}  # by rank
-        self._numbers = 0
+        self._numbers, self._step = 0, -1  # the step for which requests are being asked for
         self._growing = [group for group in range(len(geometry.groups)) if group not in geometry.states]
         self._full = [group for group in self._growing if geometry.groups[group].window_tokens is None]
         self._states = sorted(geometry.states)
@@ -115,6 +116,7 @@ class Staging:
 
         `local`: units of the prefix that the engine holds itself. `turn`: the lowest comes first.
         """
+        self._step = step
         if stage is not None and self._asks_again(stage, step):
             self.end(stage)
             self._counters["tier_lookup_again"] += 1
@@ -169,7 +171,7 @@ class Staging:
         wanted += self._lacking_states(states, range(units + 1, stop + 1))
         lookup = TierLookup(
             keys, tuple(wanted), groups=self._growing, space=self.space.name, also=self.space.also,
-            seconds_max=self._lookup_s_max, states=states, state_groups=self._states, full=self._full,
+            seconds_max=self.patience.lookup_s_max, states=states, state_groups=self._states, full=self._full,
         )  # fmt: skip
         self._numbers += 1
         stage = Stage(
@@ -205,8 +207,7 @@ class Staging:
         if row == m.ASKING and stage.lookup.done:
             self._take_answer(stage)
         elif row != m.FOUND and stage.holds_up and self._late(stage):
-            stage.why, stage.short_at_s = miss_reasons.TIER_LATE, self._now_s()
-            self._counters["prefetch_late" if stage.ahead else "tier_lookup_late"] += 1
+            self._came_short(stage, miss_reasons.TIER_SLOW if stage.slow else miss_reasons.TIER_LATE)
             if row == m.FETCHING:
                 stage.todo.clear()
                 stage.fire(m.DEADLINE)
@@ -215,15 +216,27 @@ class Staging:
 
     def _late(self, stage: Stage) -> bool:
         """Whether what is asked for takes too long: for a request also longer than to compute what has come."""
-        computed_s = sum(stage.taken.values()) * self.pace.s_per_token
-        return stage.waited_s >= max(self._lookup_s_max, computed_s) or self._now_s() >= stage.deadline_at_s
+        wait_s_max = self.patience.wait_s_max(sum(stage.taken.values()), slow=stage.slow)
+        return stage.waited_s >= wait_s_max or self._now_s() >= stage.deadline_at_s
+
+    def _came_short(self, stage: Stage, why: str) -> None:
+        stage.why, stage.short_at_s = why, self._now_s()
+        slow = why == miss_reasons.TIER_SLOW
+        self._counters["prefetch_late" if stage.ahead else "tier_lookup_slow" if slow else "tier_lookup_late"] += 1
 
     def _take_answer(self, stage: Stage) -> None:
+        lookup = stage.lookup
+        slow = {tier for tier in {*lookup.found.values()} if self.patience.slow(tier)} if not stage.ahead else ()
+        if slow and self.patience.passes(asked=stage.asked_step == self._step):
+            lookup.found = {place: tier for place, tier in lookup.found.items() if tier not in slow}
+            self._came_short(stage, miss_reasons.TIER_SLOW)
+        else:
+            stage.slow = bool(slow)
         if self._reach(stage) > max(stage.prefixes.longest(stage.asked, continued=stage.ahead), stage.local):
             stage.fire(m.SOME)
             self._found.append(stage)
         else:
-            stage.why = miss_reasons.TIER_DOWN if stage.lookup.down else ""
+            stage.why = miss_reasons.TIER_DOWN if lookup.down else stage.why
             self._end(stage, m.NOTHING)
 
     def _take_answers(self) -> None:
@@ -282,6 +295,7 @@ class Staging:
         """
         self._planned_s = self._now_s()
         self._take_answers()
+        self._step = -1
         waiting, self._found = self._found, []
         waiting.sort(key=lambda stage: (stage.ahead, stage.turn))
         for stage in waiting:
@@ -505,7 +519,7 @@ class Staging:
 
     def expire(self) -> None:
         """Let so much time pass that nobody waits any longer, and who has come short is asked for again. For tests."""
-        self._skipped_s += AHEAD_S_MAX + self._lookup_s_max
+        self._skipped_s += AHEAD_S_MAX + self.patience.lookup_s_max
 
     def _now_s(self) -> float:
         return time.monotonic() + self._skipped_s
@@ -519,8 +533,12 @@ class Staging:
         for stage in list(self._stages):
             self._end(stage, m.END)
 
-    def tiers_left(self, unreadable: dict[int, frozenset[int]]) -> None:
-        """Take the indices of the tiers that ranks read no more, by rank. A tier in any rank's set is asked no more."""
+    def ranks_read(self, rates: dict[int, float], unreadable: dict[int, frozenset[int]]) -> None:
+        """Take how fast ranks read tiers (`Report.tier_rates`), and, by rank, the indices of those they read no more.
+
+        A tier in any rank's set is asked no more.
+        """
+        self.patience.rates |= rates
         self._unreadable |= unreadable
         self.finder.unreadable = frozenset().union(*self._unreadable.values())
 

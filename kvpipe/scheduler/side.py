@@ -135,6 +135,7 @@ class SchedulerSide:
 
     def _make_staging(self, tiers: Sequence[GuardedTier]) -> Staging:
         """Look beyond memory, in `tiers`."""
+        slow_ms_max = self.settings.lookup_slow_ms_max if self.switches.saves else self.settings.lookup_ms_max
         return Staging(
             Finder(
                 tiers,
@@ -148,6 +149,7 @@ class SchedulerSide:
             self.geometry,
             ranks=self._ranks,
             lookup_ms_max=self.settings.lookup_ms_max,
+            lookup_slow_ms_max=slow_ms_max,
             bytes_in_flight_max=int(self.settings.tier_bytes_in_flight_max),
             counters=self.counters,
             new_id=self.jobs.new_id,
@@ -254,7 +256,7 @@ class SchedulerSide:
         space, staging, computes = "", self.staging, bool(step.num_scheduled_tokens)
         if staging is not None:
             self.trace.about("", 0)
-            staging.pace.step(step.num_scheduled_tokens.values(), time.monotonic())
+            staging.patience.pace.step(step.num_scheduled_tokens.values(), time.monotonic())
             self.prefetching.plan_step(idle=not computes)
             orders, space = staging.plan(stores=self.switches.storing, idle=not computes), staging.space.name
         self._step += 1
@@ -288,8 +290,8 @@ class SchedulerSide:
             except Exception as e:  # noqa: BLE001  (other reports of the step count, too)
                 self.counters.fault("contained_error", where="reported", job=job_id, error=repr(e))
         self.switches.tier_lost |= report.lost
-        if report.unreadable and self.staging is not None:
-            self.staging.tiers_left(report.unreadable)
+        if self.staging is not None and (report.tier_rates or report.unreadable):
+            self.staging.ranks_read(report.tier_rates, report.unreadable)
         if report.ready:
             self.slots_ready(report.ready)
         if report.adapters:

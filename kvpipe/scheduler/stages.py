@@ -30,12 +30,13 @@ class Stage(Cursor):
     `taken`: tokens fetched, by tier. `waits`: ids of orders that have not landed. `leased`: number of chunks held.
     `local`: units of the prefix that the engine holds itself. `turn`: of the request: the lowest comes first.
     `short_at_s`: when it came to less than tiers have. `waited_s`: how long the engine would have had room for it.
+    `slow`: some of what is fetched is in a tier that is slower than the engine computes.
     `request`: named in what routers are notified of; None: nobody is notified. `tenant`: of the fetched chunks.
     """
 
     __slots__ = (
         "announced", "asked", "asked_step", "deadline_at_s", "leased", "local", "lookup", "owner", "prefixes",
-        "request", "room", "short_at_s", "taken", "tenant", "todo", "turn", "waited_s", "waits", "why",
+        "request", "room", "short_at_s", "slow", "taken", "tenant", "todo", "turn", "waited_s", "waits", "why",
     )  # fmt: skip
 
     def __init__(
@@ -55,7 +56,7 @@ class Stage(Cursor):
         self.waits: set[int] = set()
         self.todo: deque[Place] = deque()  # what is still to be ordered, in the order of the prefix
         self.taken: dict[int, int] = {}
-        self.asked_step = -1
+        self.asked_step, self.slow = -1, False
         self.why = ""  # it came to nothing, or to less
 
     @property

@@ -35,8 +35,7 @@ DRAIN_S_MAX: Final = 5.0
 SPARE_BODIES_MAX: Final = 32
 SPARE_S: Final = 10.0
 """How many buffers for parts of another split are kept for reuse, and for how long after the last such order."""
-OTHER_FAULTS_MAX: Final = 3
-OTHER_PAUSE_S: Final = 60.0
+OTHER_FAULTS_MAX, OTHER_PAUSE_S = 3, 60.0
 """After `OTHER_FAULTS_MAX` failures in a row to read values of another split, no value of it is read for so long."""
 MARK_S: Final = 60.0
 """How often, while chunks are stored, the marker for their split is written again."""
@@ -136,8 +135,12 @@ class Carrier(TierThread[_Item]):
     @property
     def unreadable(self) -> frozenset[int]:
         """The indices of the tiers that this rank does not read at present."""
-        left = (place for place, tier in enumerate(self.tiers) if not tier.breakers[READ].allows)
-        return frozenset(left) if self.alive else frozenset(range(len(self.tiers)))
+        return frozenset(at for at, tier in enumerate(self.tiers) if not (self.alive and tier.breakers[READ].allows))
+
+    @property
+    def rates(self) -> dict[int, float]:
+        """By index of the tier, of those that were read: bytes per second, as of late."""
+        return {place: rate for place, tier in enumerate(self.tiers) if (rate := tier.rate.bytes_per_s)}
 
     def shutdown(self) -> None:
         """Finish stores within `DRAIN_S_MAX`, give up the rest, close the tiers. Idempotent."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, TypeVar
 
@@ -14,6 +15,7 @@ from kvpipe.statemachine.core import Compiled, Cursor, Edge, State
 from kvpipe.tiers.base import Capacity, Get, Key, Put, Read, Tier, TierError, TierFullError, Written
 from kvpipe.tiers.envelope import Sealer
 from kvpipe.tiers.keyring import secrets_of
+from kvpipe.tiers.rate import ReadRate
 from kvpipe.tiers.spec import TierSpec
 from kvpipe.trace import events as e
 from kvpipe.trace.recorder import OFF, Recorder
@@ -87,7 +89,7 @@ class GuardedTier:
 
         """
         self.name, self.spec, self.tier = name, spec, tier
-        self.sealer = Sealer(secrets_of(spec))
+        self.sealer, self.rate = Sealer(secrets_of(spec)), ReadRate()
         self.machine, first = m.BREAKER.compile(), place * len(USES)
         self.breakers = {use: Breaker(self.machine, name, use, first + USES.index(use), trace) for use in uses}
         self.timeout_s, self.probe_s = spec.timeout_ms_max / 1000, PROBE_S
@@ -115,8 +117,15 @@ class GuardedTier:
         return self._answer(await self._call(self.tier.exists, keys), bool, len(keys))
 
     async def read(self, gets: Sequence[Get]) -> list[Read]:
-        """See `Tier.read`."""
-        return self._answer(await self._call(self.tier.read, gets), Read, len(gets))
+        """See `Tier.read`. How long it takes counts for `rate`."""
+        reads = list[Read]()
+        self.rate.begin(time.monotonic())
+        try:
+            reads = self._answer(await self._call(self.tier.read, gets), Read, len(gets))
+            return reads
+        finally:
+            hits = (get.size for get, read in zip(gets, reads, strict=False) if read is Read.HIT)
+            self.rate.end(time.monotonic(), sum(hits))
 
     async def write(self, puts: Sequence[Put]) -> list[Written]:
         """See `Tier.write`."""

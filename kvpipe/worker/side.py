@@ -275,6 +275,7 @@ class WorkerSide:
             tallies,
             lost=self.lost,
             rate=self.pipeline.copies.rate.bytes_per_s,
+            tier_rates=self.carrier.rates if self.carrier is not None else {},
             unreadable={self.rank: unreadable} if unreadable != were_unreadable else {},
             ready={self.rank: ready} if ready != was_ready else {},
             weights={self.rank: weighed} if weighed else {},

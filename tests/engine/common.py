@@ -61,7 +61,8 @@ def patient(kvpipe: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return a configuration whose lookups and tiers wait as long as the machine takes, where it has nothing else."""
     if not kvpipe or not isinstance(tiers := kvpipe.get("tiers"), list):
         return kvpipe
-    return {"lookup_ms_max": PATIENT_MS} | kvpipe | {"tiers": [PATIENT | tier for tier in tiers]}
+    waits = dict.fromkeys(("lookup_ms_max", "lookup_slow_ms_max"), PATIENT_MS)
+    return waits | kvpipe | {"tiers": [PATIENT | tier for tier in tiers]}
 
 
 @contextmanager

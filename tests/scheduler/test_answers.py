@@ -211,7 +211,8 @@ def _stored(chat: Chat) -> list[tuple[int, int]]:
         side.catalog, side.geometry, space, policies=["all"], bytes_in_flight_max=1 << 30, counters=Counters(),
         new_id=itertools.count(1).__next__,
     )  # fmt: skip
-    side.staging = SimpleNamespace(stores=stores, plan=lambda **_: ((), ""), space=space, pace=Pace())  # type: ignore[assignment]
+    patience: Any = SimpleNamespace(pace=Pace())
+    side.staging = SimpleNamespace(stores=stores, plan=lambda **_: ((), ""), space=space, patience=patience)  # type: ignore[assignment]
     hashes = chat.turn([])
     side.staging = None
     numbers = {chat.chunk(hashes, number): number for number in range(4)}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvpipe.scheduler.pace import BURST_STEPS_MAX, BURSTS, Pace
+from kvpipe.scheduler.pace import BURST_STEPS_MAX, BURSTS, LOAD_S, Pace
 from kvpipe.statemachine import stage as m
 from tests.scheduler.test_fetches import ADD, in_play
 
@@ -64,6 +64,29 @@ def test_it_follows_the_engine() -> None:
     assert pace.s_per_token == pytest.approx((0.2 + DECODE_S) / PREFILL)
 
 
+def test_the_load_is_the_share_of_time_that_prompts_take() -> None:
+    """Half of the time, whatever the steps in between; and nothing is left of it after a long rest."""
+    pace, now_s = Pace(), 0.0
+    assert pace.load == 0.0
+    while now_s < 10 * LOAD_S:
+        pace.step([PREFILL], now_s)
+        pace.step([DECODE], now_s + PREFILL_S)
+        pace.step([DECODE], now_s + PREFILL_S + DECODE_S)
+        now_s += 2 * PREFILL_S
+    assert pace.load == pytest.approx(0.5, abs=0.05)
+    pace.step([DECODE], now_s + 20 * LOAD_S)
+    assert pace.load < 0.01
+
+
+def test_an_engine_is_busy_until_a_burst_is_over() -> None:
+    """To the step behind the next one."""
+    pace, seen = Pace(), list[bool]()
+    for at, tokens in enumerate([DECODE, PREFILL, PREFILL, DECODE, DECODE]):
+        pace.step([tokens], at * 0.1)
+        seen.append(pace.busy)
+    assert seen == [False, True, True, True, False]
+
+
 def test_who_gets_chunks_sooner_than_they_are_computed_waits_for_more() -> None:
     """Ten seconds a token, and 128 have come: the request waits for the rest for 21 minutes, not for half an hour."""
     step = ("schedule",), ("update",)
@@ -71,7 +94,7 @@ def test_who_gets_chunks_sooner_than_they_are_computed_waits_for_more() -> None:
         played.do(ADD, ("schedule",), ("update",), ("hold", True), *step)
         assert played.waiting == [m.FETCHING]
         (stage,) = played.staging._stages
-        stage.taken, played.staging.pace.s_per_token = {0: 128}, 10.0
+        stage.taken, played.staging.patience.pace.s_per_token = {0: 128}, 10.0
         played.do(("late",), *step)
         assert played.waiting == [m.FETCHING]
         played.do(("late",), ("late",), *step)

@@ -69,7 +69,7 @@ def test_tiers_bring_what_memory_has_lost() -> None:
 
 
 def test_what_comes_sooner_than_it_is_computed_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts take longer to bring than `lookup_ms_max`. Nobody waits so for a disk that is slower than the device."""
+    """Prompts take longer to bring than `lookup_ms_max`. Few wait for a disk that is slower than the device."""
 
     def computed(bytes_per_s: float) -> int:
         tiers = [replace(DISK, read_bytes_per_s=bytes_per_s)]
@@ -79,7 +79,7 @@ def test_what_comes_sooner_than_it_is_computed_is_waited_for(monkeypatch: pytest
     quick, slow = computed(6e9), computed(2e8)
     monkeypatch.setattr(Pace, "step", lambda *_: None)
     assert quick < 0.95 * computed(6e9)
-    assert slow == computed(2e8)
+    assert slow == pytest.approx(computed(2e8), rel=0.02)
 
 
 def test_a_replay_repeats_itself() -> None:

@@ -14,7 +14,7 @@ TOPS = ("statemachine", "kvpipe", "connectors")
 
 OF_A_SHAPE = """
     answers asynchronous branches deferred dense device drafter events failing fresh graphs hints operators priorities
-    quotas resumes sibling undropped v2 warms
+    quotas resumes sibling slow undropped v2 warms
 """
 
 FLAGS: dict[str, dict[str, str]] = {
@@ -58,6 +58,7 @@ FLAGS: dict[str, dict[str, str]] = {
     "kvpipe/scheduler": {
         "Hinting._tiers": "configuration",
         "Stage.announced": "content: whether a hint has announced a request, or an operator warms the prompt",
+        "Stage.slow": "content of an answer: whether it names a tier that is slower than the engine",
         "LookupResult.later": "content of an answer; the lookup machine has the state that follows",
         "Hit.waits": "content of an answer",
         "Asking.waits": "content of an answer",

@@ -85,7 +85,8 @@ def _seeded(seed: int) -> torch.Generator:
 
 
 @contextmanager
-def _rank(*tiers: HeldTier, **spec: Any) -> Iterator[Rank]:
+def rank_of(*tiers: HeldTier, **spec: Any) -> Iterator[Rank]:
+    """Yield a rank with `tiers`, or with one."""
     made = Rank(tiers or (HeldTier(),), **spec)
     try:
         yield made
@@ -101,7 +102,7 @@ def test_a_chunk_comes_back(units: int, group: int, encrypted: bool, monkeypatch
     """What was stored of one slot is in another after a fetch, byte for byte, and no other page of it is touched."""
     monkeypatch.setenv("TEST_SECRET", base64.b64encode(bytes(32)).decode())
     tier = HeldTier()
-    with _rank(tier, **({"encryption_key_env": "TEST_SECRET"} if encrypted else {})) as rank:
+    with rank_of(tier, **({"encryption_key_env": "TEST_SECRET"} if encrypted else {})) as rank:
         was, other = rank.fill(0, 1), rank.fill(5, 2)
         rank.carry(stores=True, slot=0, units=units, group=group)
         assert rank.ended() == [True]
@@ -128,17 +129,17 @@ def test_a_part_of_another_layout() -> None:
     tier = HeldTier()
     knows, does_not = (Share(4, (1, 1)), Share(4, (1,))), ()
     for split, shares in ((1, knows), (1, does_not), (3, knows)):
-        with _rank(tier, shares=shares, ranks=2) as rank:
+        with rank_of(tier, shares=shares, ranks=2) as rank:
             rank.carry(stores=False, slot=0, split=split)
             assert rank.ended() == [False]
             assert not rank.counters.faults
-    with _rank(tier, shares=knows, ranks=1) as rank:
+    with rank_of(tier, shares=knows, ranks=1) as rank:
         was = rank.fill(0, 1)
         rank.carry(stores=True, slot=0, split=1)
         assert rank.ended() == [True]
         assert len(tier.values) == 2
         assert mark_key(SPACE, (1, 1)).text in tier.values
-    with _rank(tier, shares=(Share(8, (1, 1)), Share(8, (1,))), ranks=2) as rank:
+    with rank_of(tier, shares=(Share(8, (1, 1)), Share(8, (1,))), ranks=2) as rank:
         rank.carry(stores=False, slot=0, split=1)
         assert rank.ended() == [False]
         assert rank.counters.faults == {"chunk_damaged": 1}
@@ -149,13 +150,13 @@ def test_a_marker_is_written_now_and_then(monkeypatch: pytest.MonkeyPatch) -> No
     """The first store marks which split is there, others only after a while; in each namespace; rank 0 alone."""
     tier, key = HeldTier(), mark_key(SPACE, (1, 1)).text
     shares = Share(4, (1, 1)), Share(4, (1,))
-    with _rank(tier, shares=shares) as rank:
+    with rank_of(tier, shares=shares) as rank:
         for number, seconds in enumerate((60.0, 60.0, 0.0)):
             monkeypatch.setattr(carrier, "MARK_S", seconds)
             rank.carry(stores=True, slot=number, split=1)
             assert rank.ended() == [True]
             assert (tier.values.pop(key, None) is not None) == (number != 1)
-    with _rank(tier, shares=(Share(1, (1, 1)), Share(1, (1,))), ranks=2, place=1) as rank:
+    with rank_of(tier, shares=(Share(1, (1, 1)), Share(1, (1,))), ranks=2, place=1) as rank:
         rank.carry(stores=True, slot=0, split=1)
         assert rank.ended() == [True]
         assert mark_key(SPACE, (1, 1)).text not in tier.values
@@ -163,7 +164,7 @@ def test_a_marker_is_written_now_and_then(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_what_is_not_there() -> None:
     """A chunk that the tier does not have is a miss, which is no failure of the tier."""
-    with _rank() as rank:
+    with rank_of() as rank:
         for _ in range(2 * FAULTS_MAX):
             rank.carry(stores=False, slot=0)
             assert rank.ended() == [False]
@@ -175,7 +176,7 @@ def test_what_is_not_there() -> None:
 def test_damaged_bytes(trouble: str) -> None:
     """Bytes that are not what was stored are never published, and dropped from the tier."""
     tier = HeldTier()
-    with _rank(tier) as rank:
+    with rank_of(tier) as rank:
         rank.carry(stores=True, slot=0)
         assert rank.ended() == [True]
         tier.trouble = trouble
@@ -187,7 +188,7 @@ def test_damaged_bytes(trouble: str) -> None:
 
 def test_a_chunk_of_another_length() -> None:
     """A value whose header has fewer units than asked for is damaged, also where its length is the same."""
-    with _rank() as rank:
+    with rank_of() as rank:
         rank.carry(stores=True, slot=0, units=1)
         assert rank.ended() == [True]
         rank.carry(stores=False, slot=1, units=2)
@@ -198,7 +199,7 @@ def test_a_chunk_of_another_length() -> None:
 def test_a_tier_that_fails_is_left_alone_and_comes_back() -> None:
     """After some failures in a row a tier is not asked any more, for one purpose; a probe finds it well again."""
     tier = HeldTier()
-    with _rank(tier) as rank:
+    with rank_of(tier) as rank:
         tier.trouble = "full"
         for _ in range(FAULTS_MAX):
             rank.carry(stores=True, slot=0)
@@ -219,7 +220,7 @@ def test_a_tier_that_fails_is_left_alone_and_comes_back() -> None:
 def test_a_tier_that_hangs() -> None:
     """Orders that a hanging tier holds, and those behind them, fail within their limits; its slots are free then."""
     tier = HeldTier()
-    with _rank(tier, lanes=1) as rank:
+    with rank_of(tier, lanes=1) as rank:
         rank.carry(stores=True, slot=0)
         assert rank.ended() == [True]
         patience_s, rank.tiers[0].timeout_s = rank.tiers[0].timeout_s, 0.02
@@ -240,7 +241,7 @@ def test_a_tier_that_hangs() -> None:
 def test_a_queue_that_is_too_long() -> None:
     """An order for which no lane becomes free in time fails, and is no failure of the tier, which may be well."""
     tier = HeldTier()
-    with _rank(tier, lanes=1) as rank:
+    with rank_of(tier, lanes=1) as rank:
         patience_s, rank.tiers[0].timeout_s = rank.tiers[0].timeout_s, 0.03
         taken = rank.carrier._turns[0][READ]
         rank.carrier.loop.put(lambda: taken.acquire_on_behalf_of_nowait("somebody"))
@@ -257,7 +258,7 @@ def test_a_queue_that_is_too_long() -> None:
 
 def test_an_order_that_no_rank_can_carry() -> None:
     """An order for a tier that this rank does not have fails; others are carried out."""
-    with _rank() as rank:
+    with rank_of() as rank:
         rank.carry(stores=False, slot=0, tier=7)
         assert rank.ended() == [False]
         rank.carry(stores=True, slot=0)
@@ -271,7 +272,7 @@ def test_engines_of_another_key_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setenv(f"TEST_SECRET_{i}", base64.b64encode(bytes([i]) * 32).decode())
     specs: list[dict[str, Any]] = [{}, {"encryption_key_env": "TEST_SECRET_0"}, {"encryption_key_env": "TEST_SECRET_1"}]
     for i, spec in enumerate(specs):
-        with _rank(tier, **spec) as rank:
+        with rank_of(tier, **spec) as rank:
             rank.carry(stores=False, slot=0)
             assert rank.ended() == [False]
             assert not rank.counters.faults
@@ -283,7 +284,7 @@ def test_engines_of_another_key_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_shutdown_stores_what_is_under_way() -> None:
     """Chunks on their way to a tier arrive, though the engine stops."""
     tier = HeldTier()
-    with _rank(tier) as rank:
+    with rank_of(tier) as rank:
         for _ in range(4):
             rank.carry(stores=True, slot=0)
     assert len(tier.values) == 1
@@ -293,7 +294,7 @@ def test_a_shutdown_stores_what_is_under_way() -> None:
 def test_a_carrier_whose_thread_is_gone() -> None:
     """Orders of a carrier that cannot carry any more are reported as failed, each once."""
     tier = HeldTier()
-    with _rank(tier) as rank:
+    with rank_of(tier) as rank:
         tier.hold()
         rank.carry(stores=False, slot=0)
         rank.carrier.loop.stop()
@@ -306,7 +307,7 @@ def test_a_carrier_whose_thread_is_gone() -> None:
 def test_tiers_do_not_wait_for_each_other() -> None:
     """A tier that hangs holds nothing up that goes to or comes from another."""
     slow, quick = HeldTier("slow"), HeldTier("quick")
-    with _rank(slow, quick) as rank:
+    with rank_of(slow, quick) as rank:
         slow.hold()
         for _ in range(20):
             rank.carry(stores=True, slot=0, tier=0)
@@ -360,7 +361,7 @@ def test_a_tier_ends_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it raises is a failure like any other, also what would end the task or the process."""
     monkeypatch.setattr(guard, "FAULTS_MAX", 10)
     tier = _Rude()
-    with _rank(tier, probe_s=0.001) as rank:
+    with rank_of(tier, probe_s=0.001) as rank:
         limit = time.monotonic() + WAIT_S
         while tier.ends or not rank.tiers[0].breakers[READ].allows:
             assert time.monotonic() < limit
@@ -385,7 +386,7 @@ def test_a_tier_ends_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_lost_carrier_has_reported_ends_unheard() -> None:
     """It reports all it has as failed, once: also what ends later."""
     tier = HeldTier()
-    with _rank(tier) as rank:
+    with rank_of(tier) as rank:
         tier.hold()
         rank.carry(stores=False, slot=0)
         limit = time.monotonic() + WAIT_S

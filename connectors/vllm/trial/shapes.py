@@ -89,6 +89,7 @@ class Shape(NamedTuple):
     `failing`: loads may fail; off where vLLM's own recovery is known to answer wrongly.
     `role`: vLLM's `kv_role`. A consumer has a producer beside it, to which all happens that happens to the consumer:
     they share the tiers.
+    `slow`: the tiers are slower than the engine computes.
     """
 
     asynchronous: bool = False
@@ -135,6 +136,7 @@ class Shape(NamedTuple):
     branches: bool = False
     resumes: bool = False
     role: str = "kv_both"
+    slow: bool = False
 
     @property
     def steps_in_flight(self) -> int:
@@ -257,6 +259,7 @@ SHAPES: dict[str, Shape] = {
     "sibling": Shape(sibling=True, tiers=1, policy="sessions", pool_slots=6),
     "sibling-async-load": Shape(sibling=True, load="async", asynchronous=True),
     "tier": Shape(tiers=1, pool_slots=6, events=True),
+    "slow-tier": Shape(tiers=1, pool_slots=6, slow=True),
     "tier-fresh-pool": Shape(asynchronous=True, tiers=1, fresh=True, failing=False),
     "two-tiers": Shape(tiers=2, ranks=2, load="async", policy="sessions", pool_slots=6),
     "async-scheduler-tier": Shape(

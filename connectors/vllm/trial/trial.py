@@ -134,6 +134,9 @@ class Trial(Disturbances):
         if self.kvpipe is not None:
             self.side.adapters.reader, self.side.prefetching.idle_s_max = self.adapters, 3600.0  # type: ignore[assignment]
             self.begin_hints()
+            if self.shape.slow and self.side.staging is not None:
+                patience = self.side.staging.patience
+                patience.pace.s_per_token, patience.rates = 1e-12, dict.fromkeys(range(len(self.tiers)), 1.0)
         for index in range(self.shape.ranks):
             cache = make_cache(self.shape, index)
             worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)

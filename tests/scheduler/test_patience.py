@@ -1,0 +1,184 @@
+"""Who waits for a tier that is read more slowly than the engine computes, and for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from statistics import mean
+
+import pytest
+
+from benchmarks.replay.engine import Engine
+from benchmarks.replay.model import Host, Model, Store
+from benchmarks.replay.workload import coding_agents
+from kvpipe.connectors.vllm.trial.shapes import CONSUMER, PRODUCER, Shape
+from kvpipe.connectors.vllm.trial.trial import Trial
+from kvpipe.messages import Report
+from kvpipe.scheduler.pace import PREFILL_TOKENS_MIN, Pace
+from kvpipe.scheduler.patience import TRIED_EVERY, Patience
+from kvpipe.statemachine import stage as m
+from tests.scheduler.test_fetches import ADD, SHAPE, Played, in_play
+from tests.scheduler.test_overload import STEP, _brought, _busy
+from tests.scheduler.test_virtual_time import DISK
+
+
+def _patience(bytes_per_s: float = 900.0, s_per_token: float = 0.01, slow_ms_max: int = 0) -> Patience:
+    """Return that of an engine with 10 bytes a token, and with one tier."""
+    patience = Patience(10.0, 1000, slow_ms_max)
+    patience.pace.s_per_token = s_per_token
+    patience.rates = {0: bytes_per_s}
+    return patience
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "s_per_token", "slow"),
+    [(900, 0.01, True), (1100, 0.01, False), (900, 0.0, False), (0, 0.01, False)],
+)
+def test_a_tier_is_slow_if_both_paces_are_known_and_its_own_is_less(
+    bytes_per_s: float, s_per_token: float, *, slow: bool
+) -> None:
+    """A token's 10 bytes, and how long it takes to compute it. Of a tier that was never read nothing is known."""
+    assert _patience(bytes_per_s, s_per_token).slow(0) is slow
+    assert not _patience(bytes_per_s, s_per_token).slow(1)
+
+
+def test_the_busier_an_engine_is_the_slower_a_tier_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is computed delays others, too."""
+    assert _patience(600.0).slow(0)
+    monkeypatch.setattr(Pace, "load", 0.5)
+    assert not _patience(600.0).slow(0)
+    assert _patience(400.0).slow(0)
+    monkeypatch.setattr(Pace, "load", 1.0)
+    assert not _patience(1.0).slow(0)
+
+
+def test_nobody_passes_where_waiting_costs_nothing() -> None:
+    """While the engine has no room, or computes others' prompts; nor where the settings say so."""
+    assert _patience().passes(asked=True)
+    assert not _patience().passes(asked=False)
+    assert not _patience(slow_ms_max=1).passes(asked=True)
+    busy = _patience()
+    busy.pace.step([PREFILL_TOKENS_MIN], 0.0)
+    assert not busy.passes(asked=True)
+    assert busy.wait_s_max(0, slow=True) == 1.0
+
+
+def test_some_are_tried() -> None:
+    """Else nobody would learn that the tier is quick again."""
+    patience = _patience()
+    assert [patience.passes(asked=True) for _ in range(3 * TRIED_EVERY)].count(False) == 3
+
+
+def test_how_long_it_is_waited_for() -> None:
+    """At least as long as what has come takes to be computed; `lookup_slow_ms_max` adds nothing to `lookup_ms_max`."""
+    assert _patience().wait_s_max(0, slow=False) == 1.0
+    assert _patience().wait_s_max(0, slow=True) == 0.0
+    assert _patience().wait_s_max(50, slow=True) == 0.5
+    assert _patience(slow_ms_max=200).wait_s_max(0, slow=True) == 0.2
+    assert _patience(slow_ms_max=9000).wait_s_max(0, slow=True) == 1.0
+
+
+def test_the_slowest_rank_counts() -> None:
+    """Of those that have read the tier."""
+    report = Report(tier_rates={0: 5.0, 1: 2.0})
+    report.add(Report(tier_rates={0: 3.0, 2: 4.0}))
+    assert report.tier_rates == {0: 3.0, 1: 2.0, 2: 4.0}
+
+
+@contextmanager
+def _slow(shape: Shape = SHAPE) -> Iterator[Played]:
+    """A trial whose tiers have been read, and are slow."""
+    with in_play(shape) as played:
+        played.run()
+        played.forget()
+        patience = played.staging.patience
+        assert patience.rates[0] > 0
+        patience.pace.s_per_token = 1e-12
+        yield played
+
+
+def test_a_request_does_without_a_slow_tier() -> None:
+    """It is computed at once; the reason is reported, and nothing is fetched."""
+    with _slow() as played:
+        side, before = played.trial.side, _brought(played)
+        fetched = side.counters["chunks_fetched"]
+        played.run()
+        assert (_brought(played), side.counters["chunks_fetched"]) == (before, fetched)
+        assert (side.counters["tier_lookup_slow"], side.counters["tier_lookup_late"]) == (1, 0)
+        assert side.report.misses["tier_slow"] == 1
+
+
+def test_who_tries_a_slow_tier_does_not_wait_for_it() -> None:
+    """Some of it is ordered, and the engine goes on in the next step. What comes later is there for others."""
+    with _slow() as played:
+        played.staging.patience._slow = TRIED_EVERY - 1
+        played.do(ADD, *STEP, ("hold", True), *STEP)
+        assert played.staging.orders
+        played.do(*STEP)
+        assert played.waiting == []
+        assert played.trial.side.report.misses["tier_slow"] == 1
+        played.do(("hold", False), ("drain",))
+
+
+def test_a_request_that_the_engine_has_no_room_for_gets_what_a_slow_tier_has() -> None:
+    """Meanwhile it is fetched; when there is room, it is loaded."""
+    with _slow() as played:
+        before = _brought(played)
+        played.do(ADD, *STEP)
+        with _busy(played, asks=False):
+            played.do(*STEP * 3)
+            assert played.waiting == [m.HELD]
+        played.do(("drain",))
+        assert _brought(played) >= before + 128
+
+
+def test_a_slow_tier_is_waited_for_while_others_are_computed() -> None:
+    """A burst of prompts goes on; when it is over, nobody waits any more."""
+    with _slow() as played:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Pace, "busy", True)
+            played.do(ADD, *STEP, ("hold", True), *STEP * 3)
+            assert played.waiting == [m.FETCHING]
+        played.do(*STEP)
+        assert played.waiting == []
+        played.do(("hold", False), ("drain",))
+
+
+def test_what_a_quick_tier_has_is_fetched() -> None:
+    """Behind it the slow one goes on: that part is computed."""
+    with in_play(SHAPE._replace(tiers=2, pool_slots=24)) as played:
+        values = played.trial.tiers[0].values
+        whole = max(values, key=lambda name: len(values[name]))
+        for name in {*values} - {whole}:
+            del values[name]
+        patience = played.staging.patience
+        patience.rates, patience.pace.s_per_token = {0: 1e18, 1: 1.0}, 1e-12
+        took = played.run()
+        assert took["dict-0"] > 0
+        assert "dict-1" not in took
+        assert played.trial.side.counters["tier_lookup_slow"] == 1
+
+
+@pytest.mark.parametrize(("role", "waits"), [(PRODUCER, False), ("kv_both", False), (CONSUMER, True)])
+def test_an_engine_that_only_loads_waits(role: str, *, waits: bool) -> None:
+    """Others compute for it: it is not to compute what they have."""
+    trial = Trial(SHAPE._replace(role=role, load="async", events=False), 2)
+    try:
+        assert trial.side.staging is not None
+        patience = trial.side.staging.patience
+        assert (patience.wait_s_max(0, slow=True) == patience.lookup_s_max) is waits
+    finally:
+        trial.close()
+
+
+def test_a_slow_disk_costs_no_time() -> None:
+    """Requests get their first tokens as soon as without it, though a few try it: it cost them a quarter."""
+    sessions, model = coding_agents(5, sessions=8, hours=0.5, chunk_tokens=512), Model(device_tokens=400_000)
+
+    def ttft_s(*tiers: Store) -> float:
+        return mean(Engine(sessions, "lru", model=model, host=Host(400), tiers=tiers).run().ttft_s)
+
+    alone_s = ttft_s()
+    assert ttft_s(replace(DISK, read_bytes_per_s=2e8)) < 1.03 * alone_s
+    assert ttft_s(DISK) < 0.97 * alone_s
