@@ -52,7 +52,8 @@ def run() -> list[Figure]:
 
 def _from_disk(folder: Path) -> list[Figure]:
     disk = {"kind": "disk", "path": str(folder / "kv"), "bytes_max": "8GiB", "direct": "on"}
-    config: dict[str, Any] = {"pool_bytes_max": "3GiB", "tiers": [disk], "lookup_ms_max": 60_000}
+    waits = dict.fromkeys(("lookup_ms_max", "lookup_slow_ms_max"), 60_000)
+    config: dict[str, Any] = {"pool_bytes_max": "3GiB", "tiers": [disk], **waits}
     engine = Engine(str(make_model("big-kv")), kvpipe=config, enable_prefix_caching=False, **WARM_ENGINE)
     engine.generate([prompt(64, 1)], 2)
     side, out = _side(engine), []

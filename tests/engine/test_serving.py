@@ -26,6 +26,7 @@ FEW_BLOCKS = ("--num-gpu-blocks-override", "40", "--max-num-seqs", "12")
 def _disk(folder: Path, **more: Any) -> dict[str, Any]:
     return {
         "chunk_tokens": 64, "pool_bytes_max": "64MiB", "lookup_ms_max": PATIENT_MS,
+        "lookup_slow_ms_max": PATIENT_MS,
         "tiers": [{"kind": "disk", "path": str(folder / "kv"), "bytes_max": "1GiB", **PATIENT}],
     } | more  # fmt: skip
 

@@ -129,7 +129,12 @@ def test_preempted_requests_come_back(world: World, load: str) -> None:
 def test_a_restart_finds_the_disk(world: World, tmp_path: Path, ranks: int) -> None:
     """Another engine with the same weights loads what this one has computed; one with others finds nothing."""
     tier = {"kind": "disk", "path": str(tmp_path), **PATIENT}
-    keys: dict[str, Any] = {"tiers": [tier], "lookup_ms_max": PATIENT_MS, "ranks": ranks}
+    keys: dict[str, Any] = {
+        "tiers": [tier],
+        "lookup_ms_max": PATIENT_MS,
+        "lookup_slow_ms_max": PATIENT_MS,
+        "ranks": ranks,
+    }
     engine, kvpipe = world.make(**keys)
     engine.add("first", prompt(30))
     engine.run()
