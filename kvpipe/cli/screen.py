@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvpipe.cli.seen import SeenEngine
-from kvpipe.manage.models import EngineState, Holders, RequestHolds, slowness
+from kvpipe.manage.models import EngineState, Holders, RequestHolds, TierState, slowness
 from kvpipe.trace.log import printable
 
 WIDE: Final = 100
@@ -189,17 +189,16 @@ def _moving(state: EngineState) -> Text:
 
 def _tiers(state: EngineState) -> Iterator[tuple[str, Text]]:
     if state.tiers:
-        tiers = [
-            f"{tier.name} ok"
-            if tier.breaker == "CLOSED" and not tier.left_by_ranks
-            else f"{tier.name} {_left(tier.breaker)}"
-            for tier in state.tiers
-        ]
-        yield "tiers", Text(printable("  ".join(tiers)))
+        yield "tiers", Text(printable("  ".join(f"{tier.name} {_how(tier)}" for tier in state.tiers)))
 
 
-def _left(breaker: str) -> str:
-    return "left alone by a rank" if breaker == "CLOSED" else f"left alone ({breaker})"
+def _how(tier: TierState) -> str:
+    if tier.breaker != "CLOSED":
+        return f"left alone ({tier.breaker})"
+    if tier.left_by_ranks:
+        return "left alone by a rank"
+    read = f" {_size(int(tier.read_bytes_per_s))}/s" if tier.read_bytes_per_s else ""
+    return ("slow" if tier.slow else "ok") + read
 
 
 def _size(size: int) -> str:

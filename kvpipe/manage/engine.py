@@ -361,6 +361,8 @@ class ManagedEngine:
                 kind=tier.spec.kind,
                 breaker=tier.breakers[FIND].state.row,
                 left_by_ranks=place in staging.finder.unreadable,
+                read_bytes_per_s=staging.patience.rates.get(place, 0.0),
+                slow=staging.patience.slow(place),
             )
             for place, tier in enumerate(staging.finder.tiers)
         ]

@@ -269,6 +269,10 @@ class TierState(_ToOperator):
     kind: str
     breaker: str = Field(description="State of its breaker for lookups (docs/machines/breaker.md); CLOSED: it is used.")
     left_by_ranks: bool = Field(description="Whether some rank does not read it at present.")
+    read_bytes_per_s: float = Field(0.0, description="Of its reads, on the slowest rank, of late; 0: not known.")
+    slow: bool = Field(
+        default=False, description="Whether requests do without it: the engine computes sooner than it is read."
+    )
 
 
 class AdapterHeld(_ToOperator):

@@ -12,6 +12,7 @@ import pytest
 
 from kvpipe.cli import main as cli
 from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, SchedulerWorld
+from kvpipe.messages import Report
 from kvpipe.statemachine import breaker as m
 from kvpipe.testing.held_tier import DictSpec, HeldTier
 from kvpipe.testing.waiting import PATIENT, WAIT_S
@@ -54,6 +55,18 @@ def lookup(managed: Managed, units: int, **more: Any) -> Any:
 def of(answered: Any) -> dict[str, Any]:
     """Return what each tier has, or why that is not known."""
     return {row["name"]: row["unknown"] or row["held_tokens"] // UNIT for row in answered["tiers"]}
+
+
+def test_a_slow_tier_is_seen(tmp_path: Path) -> None:
+    """How fast it is read, as ranks have reported, and whether requests do without it."""
+    with serving(tmp_path, HeldTier("far")) as managed:
+        (tier,) = managed.good("GET", "/v1/state")["tiers"]
+        assert (tier["read_bytes_per_s"], tier["slow"]) == (0.0, False)
+        managed.side.reported(Report(tier_rates={0: 5.0}))
+        assert managed.side.staging is not None
+        managed.side.staging.patience.pace.s_per_token = 1e-9
+        (tier,) = managed.good("GET", "/v1/state")["tiers"]
+        assert (tier["read_bytes_per_s"], tier["slow"]) == (5.0, True)
 
 
 def test_who_has_how_much(tmp_path: Path) -> None:

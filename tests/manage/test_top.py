@@ -232,11 +232,13 @@ def test_what_is_wrong_is_seen(managed: Managed) -> None:
         {"name": "near", "kind": "disk", "breaker": "CLOSED", "left_by_ranks": False},
         {"name": "far", "kind": "s3", "breaker": "OPEN", "left_by_ranks": False},
         {"name": "odd", "kind": "redis", "breaker": "CLOSED", "left_by_ranks": True},
+        {"name": "old", "kind": "disk", "breaker": "CLOSED", "left_by_ranks": False, "read_bytes_per_s": 2e9},
     ]
     engine = seen.SeenEngine(managed.address)
+    tiers.append(tiers[-1] | {"name": "few", "slow": True})
     engine.took(state(managed, tiers=tiers, traffic={"faults": 2}, switches={"freeze": True}), 0.0)
     shown = drawn(engine)
-    assert "near ok  far left alone (OPEN)  odd left alone by a rank" in shown
+    assert "near ok  far left alone (OPEN)  odd left alone by a rank  old ok 1.9 GiB/s  few slow 1.9 GiB/s" in shown
     assert "2 faults  freeze" in shown
 
 
@@ -259,7 +261,8 @@ def test_what_an_engine_says_draws_nothing(managed: Managed) -> None:
         chunks_held=0, waits_for_tiers=True,
     ).model_dump()}  # fmt: skip
     tier = {"name": odd, "kind": odd, "breaker": odd, "left_by_ranks": True}
-    engine.took(state(managed, engine=odd, up_s=1e300, tiers=[tier], requests_shown=[request]), 0.0)
+    quick = {"name": odd, "kind": odd, "breaker": "CLOSED", "left_by_ranks": False, "read_bytes_per_s": 1e300}
+    engine.took(state(managed, engine=odd, up_s=1e300, tiers=[tier, quick], requests_shown=[request]), 0.0)
     held = {"salt_digest": odd, "adapter": odd, "adapter_digest": odd, "chunks": 1, "bytes": 1, "held": 0}
     holders = {"chunks": 1, "tenants": 2, "tenants_shown": [{**held, "idle_s": 1e300}], "chunks_unnamed": 0}
     engine.holders = Holders.model_validate({**holders, "holders": 0, "holders_shown": []})

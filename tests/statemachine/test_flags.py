@@ -170,6 +170,7 @@ FLAGS: dict[str, dict[str, str]] = {
         "SwitchStates.bypass": "content of an answer",
         "SwitchStates.freeze": "content of an answer",
         "TierState.left_by_ranks": "content of an answer",
+        "TierState.slow": "content of an answer",
     },
     "kvpipe/worker": {
         "Batch.closed": "no copy will be added; jobs may have failed before, so no cursor shows it",
