@@ -180,8 +180,16 @@ class Geometry:
     @cached_property
     def token_bytes(self) -> float:
         """Bytes stored per token on this rank, over all groups but those of states."""
-        pages = [g.bytes_per_block * n for g, n in zip(self.groups, self.pages_per_chunk, strict=True) if not g.state]
-        return sum(pages) / self.chunk_tokens
+        return sum(self._bytes_per_token(g, n) for g, n in zip(self.groups, self.pages_per_chunk, strict=True))
+
+    @cached_property
+    def whole_token_bytes(self) -> float:
+        """The same over the groups of which every token is read: of a long prompt windows need only the end."""
+        groups = zip(self.groups, self.pages_per_chunk, strict=True)
+        return sum(self._bytes_per_token(g, n) for g, n in groups if g.window_tokens is None)
+
+    def _bytes_per_token(self, group: Group, pages: int) -> float:
+        return 0.0 if group.state else group.bytes_per_block * pages / self.chunk_tokens
 
     @cached_property
     def boundary_bytes(self) -> int:

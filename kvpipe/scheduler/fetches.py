@@ -67,7 +67,7 @@ class Staging:
         """
         self.finder, self._catalog, self._prefixes, self._geometry = finder, catalog, prefixes, geometry
         self._ranks, self._skipped_s, self._planned_s = ranks, 0.0, 0.0
-        self.patience = Patience(geometry.token_bytes, lookup_ms_max, lookup_slow_ms_max)
+        self.patience = Patience(geometry.whole_token_bytes, lookup_ms_max, lookup_slow_ms_max)
         self._again_s = self.patience.lookup_s_max  # that a request which came short waits until it is asked for again
         self._counters, self._new_id, self._published = counters, new_id, published
         self.watch: Watch | None = None  # of stages that begin

@@ -14,7 +14,7 @@ class Patience:
     """Compares what tiers bring with what computing it would take."""
 
     def __init__(self, token_bytes: float, lookup_ms_max: int, lookup_slow_ms_max: int) -> None:
-        """`token_bytes`: of a token's KV on a rank. The others: as of the settings, in milliseconds."""
+        """`token_bytes`: of a token's KV on a rank, of groups that are read whole. The others: as of the settings."""
         self.lookup_s_max = lookup_ms_max / 1000
         self._slow_s_max = min(lookup_ms_max, lookup_slow_ms_max) / 1000
         self._token_bytes, self._slow = token_bytes, 0

@@ -93,6 +93,15 @@ def test_of_a_window_within_a_unit_the_end_is_stored() -> None:
     assert list(g.paging[1].stored(table[:190], 1, 3)) == [126, 127]
 
 
+def test_of_a_long_prompt_windows_are_read_to_a_small_part() -> None:
+    """All of it is stored; what is read of each token is that of full attention."""
+    layers = (Layer("x", 64),)
+    groups = Group(layers, 16), Group(layers, 16, window_tokens=128), Group(layers, 64, state=True)
+    g = Geometry(groups, chunk_tokens=256, pool_bytes_max=1 << 20)
+    assert (g.token_bytes, g.whole_token_bytes) == (2 * 64 / 16, 64 / 16)
+    assert Geometry(groups[1:2], chunk_tokens=256, pool_bytes_max=1 << 20).whole_token_bytes == 0
+
+
 def test_where_ranks_divide_blocks_a_prefix_ends_within_one() -> None:
     """States have boundaries there: a unit is a state's block, and the last page of attention is filled in part."""
     layers = (Layer("x", 64),)
