@@ -13,7 +13,8 @@ PERIOD_S_MAX: Final = 1.0
 class ReadRate:
     """Bytes per second of the time in which any value is being read: of the last periods, by half of their bytes.
 
-    A read that takes long once, as the first of a connection may, says nothing about the others.
+    A read that takes long once, as the first of a connection may, says nothing about the others. The loop of a tier's
+    thread measures; any thread may read `bytes_per_s`, a number that is replaced.
     """
 
     def __init__(self) -> None:
