@@ -12,6 +12,7 @@ Time is this process's, but for the time in which nobody waits for anything, whi
 
 from __future__ import annotations
 
+import argparse
 import heapq
 import json
 import os
@@ -240,16 +241,30 @@ ENGINES: Final[dict[str, dict[str, Any]]] = {
 } | {ALL: {"tokens": ALL_TOKENS, "own": True, "kvpipe": None}}
 
 
-def main(chosen: Sequence[str] = ()) -> int:
-    """Measure engines; print the table, write `docs/results/agents.json`, and a picture of it. `chosen`: as of `run`.
+def main(arguments: Sequence[str] = ()) -> int:
+    """Measure engines; print the table, write `docs/results/agents.json`, and a picture of it. `arguments`: `--help`.
 
     Raises:
-        ValueError: `chosen` has an engine that is none of `ENGINES`, or users that are no numbers.
+        SystemExit: an argument is no engine, or its users are no numbers; standard error says which.
 
     """
-    found = run(
-        {name: [int(one) for one in users.split(",")] for name, _, users in (one.partition("=") for one in chosen)}
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.agents", description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "engines", nargs="*", metavar="ENGINE[=USERS,…]",
+        help=f"measure only these, and with so many users: {', '.join(ENGINES)}",
+    )  # fmt: skip
+    chosen = dict[str, list[int]]()
+    for one in parser.parse_args(arguments).engines:
+        name, _, users = one.partition("=")
+        if name not in ENGINES:
+            parser.error(f"{name!r}: no such engine; there are {', '.join(ENGINES)}")
+        try:
+            chosen[name] = [int(some) for some in users.split(",")] if users else []
+        except ValueError:
+            chosen[name] = [0]
+        if min(chosen[name], default=1) < 1:
+            parser.error(f"{one!r}: users are whole numbers from 1 on, with commas between them")
+    found = run(chosen)
     figures = [
         _figure(name + room, beside, least, found)
         for room in ROOMS
@@ -267,12 +282,8 @@ def main(chosen: Sequence[str] = ()) -> int:
 def run(chosen: Mapping[str, Sequence[int]]) -> Found:
     """Return how late first tokens came in each engine, for numbers of users around the most that are in time.
 
-    `chosen`: those numbers, of each engine that is to be measured; none: all engines, and the numbers are searched.
+    `chosen`: those of `ENGINES` that are to be measured, none: all; with these numbers, none: they are searched.
     """
-    unknown = chosen.keys() - ENGINES.keys()
-    if unknown:
-        msg = f"{sorted(unknown)}: no such engine; there are {', '.join(ENGINES)}"
-        raise ValueError(msg)
     bind_cores()
     engine = _engine(**ENGINES["no cache"])
     took_s = median(ttft(engine, prompt(TYPICAL // SCALE, seed)) for seed in range(3))

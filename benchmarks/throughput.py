@@ -14,7 +14,7 @@ from benchmarks.warm import prompt as make_prompt
 from kvpipe.connectors.vllm.trial.engine import Engine
 from kvpipe.testing.models import make_model
 
-PAIRS = 15
+PAIRS = 30
 LOADS = {
     # name: (requests, prompt tokens, answer tokens, how much of the throughput must be left)
     "decode-heavy": (16, 32, 32, 0.99),

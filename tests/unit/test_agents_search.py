@@ -37,7 +37,21 @@ def test_given_numbers_are_tried_as_they_come() -> None:
     assert _search(10, 4, [12, 8, 40]) == [12, 8, 40]
 
 
-def test_an_engine_that_is_none_is_refused() -> None:
-    """Before anything starts, with those that there are."""
-    with pytest.raises(ValueError, match=r"\['vllm'\]: no such engine; there are no cache, .*a cache that holds all"):
-        main(["vllm=10"])
+@pytest.mark.parametrize(
+    ("argument", "why"),
+    [
+        ("vllm=10", "'vllm': no such engine; there are no cache, "),
+        ("no cache=ten", "'no cache=ten': users are whole numbers from 1 on"),
+        ("no cache=4,", "'no cache=4,': users are"),
+        ("no cache=0", "'no cache=0': users are"),
+        ("no cache=4,-1", "'no cache=4,-1': users are"),
+    ],
+)
+def test_an_argument_that_is_no_engine_with_users_is_refused(
+    argument: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything starts, with what is wrong, and which engines there are."""
+    with pytest.raises(SystemExit) as stops:
+        main([argument])
+    assert stops.value.code == 2
+    assert why in " ".join(capsys.readouterr().err.split())
