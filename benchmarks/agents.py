@@ -17,6 +17,7 @@ import heapq
 import json
 import os
 import random
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -251,19 +252,16 @@ def main(arguments: Sequence[str] = ()) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.agents", description=__doc__.partition("\n")[0])
     parser.add_argument(
         "engines", nargs="*", metavar="ENGINE[=USERS,…]",
-        help=f"measure only these, and with so many users: {', '.join(ENGINES)}",
+        help=f"measure only these, and with so many users: {'; '.join(ENGINES)}",
     )  # fmt: skip
     chosen = dict[str, list[int]]()
     for one in parser.parse_args(arguments).engines:
-        name, _, users = one.partition("=")
+        name, given, users = one.partition("=")
         if name not in ENGINES:
-            parser.error(f"{name!r}: no such engine; there are {', '.join(ENGINES)}")
-        try:
-            chosen[name] = [int(some) for some in users.split(",")] if users else []
-        except ValueError:
-            chosen[name] = [0]
-        if min(chosen[name], default=1) < 1:
+            parser.error(f"{name!r}: no such engine; there are {'; '.join(ENGINES)}")
+        if given and not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", users, re.ASCII):
             parser.error(f"{one!r}: users are whole numbers from 1 on, with commas between them")
+        chosen[name] = [int(some) for some in users.split(",")] if given else []
     found = run(chosen)
     figures = [
         _figure(name + room, beside, least, found)

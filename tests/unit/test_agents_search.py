@@ -40,9 +40,10 @@ def test_given_numbers_are_tried_as_they_come() -> None:
 @pytest.mark.parametrize(
     ("argument", "why"),
     [
-        ("vllm=10", "'vllm': no such engine; there are no cache, "),
+        ("vllm=10", "'vllm': no such engine; there are no cache; "),
         ("no cache=ten", "'no cache=ten': users are whole numbers from 1 on"),
         ("no cache=4,", "'no cache=4,': users are"),
+        ("no cache=", "'no cache=': users are"),
         ("no cache=0", "'no cache=0': users are"),
         ("no cache=4,-1", "'no cache=4,-1': users are"),
     ],
