@@ -17,6 +17,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from kvpipe import native
+
 
 @dataclass
 class Figure:
@@ -59,6 +61,7 @@ def machine() -> dict[str, object]:
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "compiled": not native.missing(),
         "commit": commit.stdout.strip(),
         "date": time.strftime("%Y-%m-%d"),
     }

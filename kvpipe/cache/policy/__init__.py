@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvpipe import plugins
+from kvpipe import native, plugins
+
+native.prefer(__path__)
+
 from kvpipe.cache.policy.base import Policy
 from kvpipe.cache.policy.guard import GuardedPolicy, RescuedPolicy
 from kvpipe.cache.policy.lru import Lru

@@ -6,6 +6,7 @@ import importlib
 import re
 from typing import Final
 
+from kvpipe import native
 from kvpipe.cli.doctor.facts import PLUGIN, VLLM, HostFacts
 from kvpipe.cli.doctor.findings import PendingFinding, dotted, one_line
 from kvpipe.config import Settings
@@ -114,6 +115,15 @@ def check_hash_seed(settings: Settings, machine: HostFacts) -> PendingFinding:
     if random:
         detail += f"; a shared cache would need PYTHONHASHSEED with {' or '.join(sorted(random))}"
     return PendingFinding("ok", detail)
+
+
+def check_native(settings: Settings, machine: HostFacts) -> PendingFinding | None:
+    """The policy is compiled. None where another one evicts, or where it is switched off."""
+    if settings.policy != "sessions" or machine.environ.get(native.SWITCH) == "0":
+        return None
+    if why := machine.native_missing():
+        return PendingFinding("warn", f"{why}: evicting takes the scheduler up to three times as long", native.REMEDY)
+    return PendingFinding("ok", "the policy sessions runs compiled")
 
 
 def check_otel(settings: Settings, _: HostFacts) -> PendingFinding | None:
