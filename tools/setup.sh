@@ -31,11 +31,11 @@ if [ "${1:-}" = docs ]; then
   exit
 fi
 stamp=.venv/.kvpipe-$kind; want=$(cat "$lock" pyproject.toml tools/setup.sh | sha256sum)
-native() { # compiles what kvpipe/native lists, unless that was done; Python can run the sources, too
-  .venv/bin/python -m kvpipe.native.build >/dev/null || true
+native() { # compiles what kvpipe/native lists, unless that was done, or tried; Python can run the sources, too
+  .venv/bin/python -m kvpipe.native.build --once >/dev/null || true
 }
 if [ -x .venv/bin/python ] && [ "$(cat "$stamp" 2>/dev/null || true)" = "$want" ]; then
-  native 2>/dev/null # set-up has said what is lacking
+  native 2>/dev/null # set-up has said what is not there
   exit
 fi
 

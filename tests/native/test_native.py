@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
@@ -21,10 +20,10 @@ ROOT = Path(__file__).parents[2]
 WHERE = (
     "from kvpipe import native; from kvpipe.cache.policy import sessions; print(sessions.__file__, native.missing())"
 )
+ALL = ", ".join(native.COMPILED)
+FILES = f"from kvpipe.cache.policy import {ALL}; print(*(one.__file__ for one in ({ALL})))"
 needs_compiler = pytest.mark.skipif(bool([*build.lacking()]), reason=f"compiles, and has no {[*build.lacking()]}")
-needs_compiled = pytest.mark.skipif(
-    not (native.folder() / native.DIGEST).exists(), reason="nothing is compiled for this Python: make setup says why"
-)
+needs_compiled = pytest.mark.skipif(bool(native.unusable()), reason=f"{native.unusable()}: make setup says why")
 
 
 def _start(*command: str, cwd: Path = ROOT, switch: str = "", **environment: str) -> subprocess.Popen[str]:
@@ -50,6 +49,10 @@ def house(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def _compiled(house: Path) -> Path:
+    return house / native.folder().relative_to(ROOT)
+
+
 def _where(house: Path, switch: str = "") -> str:
     status, output = _run("-c", WHERE, cwd=house, switch=switch, PYTHONPATH=str(house))
     assert status == 0, output
@@ -62,7 +65,7 @@ def test_it_decides_the_same() -> None:
     """Of recorded traces, with clients' hints and without, the same chunks go in the same order."""
     processes = [_start("-m", "tests.native.decisions", switch=switch) for switch in ("", "0")]
     compiled, sources = (process.communicate()[0].splitlines() for process in processes)
-    assert compiled[0].endswith(EXTENSION_SUFFIXES[0])
+    assert compiled[0].endswith(native.SUFFIX)
     assert sources[0].endswith("sessions.py")
     assert len(sources) == 5
     assert compiled[1:] == sources[1:]
@@ -71,7 +74,7 @@ def test_it_decides_the_same() -> None:
 @needs_compiled
 def test_it_runs_unless_it_is_switched_off(house: Path) -> None:
     """It is found before its sources."""
-    assert _where(house) == str(house / native.folder().relative_to(ROOT) / f"sessions{EXTENSION_SUFFIXES[0]}")
+    assert _where(house) == str(_compiled(house) / f"sessions{native.SUFFIX}")
     assert _where(house, "0") == f"{house}/kvpipe/cache/policy/sessions.py {native.SWITCH} is 0"
 
 
@@ -85,10 +88,37 @@ def test_sources_that_were_edited_run(house: Path, name: str) -> None:
 
 
 @needs_compiled
-def test_a_library_that_does_not_load(house: Path) -> None:
-    """The sources run, and the reason is kept."""
-    (house / native.folder().relative_to(ROOT) / f"{native.LIBRARY}{EXTENSION_SUFFIXES[0]}").write_bytes(b"no library")
-    assert _where(house).startswith(f"{house}/kvpipe/cache/policy/sessions.py it cannot be loaded (")
+@pytest.mark.parametrize("name", [native.MADE, *(f"{one}{native.SUFFIX}" for one in ("chain", native.LIBRARY))])
+@pytest.mark.parametrize("damage", ["lost", "empty", "other"])
+def test_what_is_damaged(house: Path, name: str, damage: str) -> None:
+    """The sources run, and another build mends it."""
+    path = _compiled(house) / name
+    path.unlink() if damage == "lost" else path.write_bytes(b"\xff other" if damage == "other" else b"")
+    assert _where(house) == f"{house}/kvpipe/cache/policy/sessions.py what is compiled is damaged"
+
+
+@needs_compiled
+@pytest.mark.parametrize("name", ["chain", "sessions", native.LIBRARY])
+def test_what_does_not_load(house: Path, name: str) -> None:
+    """All of it, or nothing: where one does not load, the sources of all run."""
+    there = _compiled(house)
+    (there / f"{name}{native.SUFFIX}").write_bytes(b"no library")
+    (there / native.MADE).write_bytes(native.contents(there))
+    path, why = _where(house).split(" ", 1)
+    assert path == f"{house}/kvpipe/cache/policy/sessions.py"
+    assert why.startswith("it cannot be loaded (ImportError: ")
+    status, files = _run("-c", FILES, cwd=house, PYTHONPATH=str(house))
+    assert status == 0, files
+    assert all(one.endswith(".py") for one in files.split())
+
+
+@needs_compiled
+def test_sources_that_are_gone(house: Path) -> None:
+    """What is compiled is not used, as nobody can tell whether it is of what runs."""
+    (house / "kvpipe/cache/hints.py").rename(house / "kvpipe/cache/gone")
+    status, output = _run("-c", "from kvpipe import native; print(native.unusable())", cwd=house)
+    assert status == 0
+    assert output.startswith("its sources cannot be read (")
 
 
 def test_nothing_compiled(house: Path) -> None:
@@ -100,14 +130,17 @@ def test_nothing_compiled(house: Path) -> None:
 @pytest.mark.slow
 @needs_compiler
 def test_it_is_compiled_once(house: Path) -> None:
-    """Also with the project's settings in the working directory. Another time there is nothing to do."""
+    """Also by two at a time, and where something damaged is. Another time there is nothing to do."""
+    there, command = _compiled(house), ("-m", "kvpipe.native.build")
     shutil.rmtree(house / "kvpipe/native/compiled", ignore_errors=True)
-    there = house / native.folder().relative_to(ROOT)
-    command = ("-m", "kvpipe.native.build")
-    assert _run(*command, cwd=house) == (0, f"compiled into {there}\n")
-    assert _where(house) == str(there / f"sessions{EXTENSION_SUFFIXES[0]}")
+    there.mkdir(parents=True)
+    (there / native.MADE).write_text("damaged", encoding="ascii")
+    builds = [_start(*command, cwd=house) for _ in range(2)]
+    assert {build.communicate()[0] for build in builds} <= {f"compiled into {there}\n", "compiled already\n"}
+    assert [build.returncode for build in builds] == [0, 0]
+    assert _where(house) == str(there / f"sessions{native.SUFFIX}")
     assert sorted(path.name for path in there.iterdir()) == sorted(
-        [native.DIGEST, *(f"{name}{EXTENSION_SUFFIXES[0]}" for name in (*native.COMPILED, native.LIBRARY))]
+        [native.MADE, *(f"{name}{native.SUFFIX}" for name in (*native.COMPILED, native.LIBRARY))]
     )
     assert [path.name for path in there.parent.iterdir()] == [there.name]
     assert _run(*command, cwd=house) == (0, "compiled already\n")
@@ -115,44 +148,79 @@ def test_it_is_compiled_once(house: Path) -> None:
 
 @needs_compiler
 def test_what_cannot_be_compiled(house: Path) -> None:
-    """What is there stays, and the compiler's words are shown."""
+    """The compiler's words are shown, and what is there stays. Who asks for it once is not kept waiting again."""
     broken = house / "kvpipe/cache/policy/chain.py"
     broken.write_text(broken.read_text(encoding="utf-8") + "\nlost: int = 'text'\n", encoding="utf-8")
-    before = sorted((house / "kvpipe/native").rglob("*"))
-    status, output = _run("-m", "kvpipe.native.build", cwd=house)
-    assert status == 1
-    assert output.startswith("not compiled: Python runs the sources. ")
-    assert "Incompatible types in assignment" in output
-    assert f"To mend it, {native.REMEDY}." in output
-    assert sorted((house / "kvpipe/native").rglob("*")) == before
+    before = {path for path in (house / "kvpipe/native").rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    command = ("-m", "kvpipe.native.build")
+    for _ in range(2):
+        status, output = _run(*command, cwd=house)
+        assert status == 1
+        assert output.startswith("not compiled: Python runs the sources. ")
+        assert "Incompatible types in assignment" in output
+        assert f"To mend it, {native.REMEDY}." in output
+    after = {path for path in (house / "kvpipe/native").rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    assert before <= after
+    assert [path.suffix for path in after - before] == [".failed"]
+    assert _run(*command, "--once", cwd=house) == (1, "")
 
 
-def test_without_a_compiler(house: Path) -> None:
-    """It says so at once."""
+@pytest.mark.parametrize("program", ["no-such-compiler -O2", " ", '"'])
+def test_without_a_compiler(house: Path, program: str) -> None:
+    """It says so at once; with one, `--once` tries again."""
     shutil.rmtree(house / "kvpipe/native/compiled", ignore_errors=True)
-    status, output = _run("-m", "kvpipe.native.build", cwd=house, CC="no-such-compiler -O2")
-    assert status == 1
-    assert "it lacks a C compiler (no-such-compiler)" in output.replace("the package mypy, ", "")
+    for once in ((), ("--once",)):
+        status, output = _run("-m", "kvpipe.native.build", *once, cwd=house, CC=program)
+        assert status == 1
+        assert "no C compiler" in output
     off = _run("-m", "kvpipe.native.build", cwd=house, switch="0")
     assert off == (0, f"{native.SWITCH} is 0: nothing is compiled\n")
 
 
+@needs_compiler
+def test_where_nothing_may_be_written(house: Path) -> None:
+    """It says so, and nothing else."""
+    shutil.rmtree(house / "kvpipe/native/compiled", ignore_errors=True)
+    (house / "kvpipe/native/compiled").write_text("no folder", encoding="utf-8")
+    status, output = _run("-m", "kvpipe.native.build", cwd=house)
+    assert status == 1
+    assert output.startswith("not compiled: Python runs the sources. [Errno ")
+
+
 @pytest.mark.slow
-@needs_compiled
-def test_a_wheel_has_it(tmp_path: Path) -> None:
-    """It is for this platform then; else it is for every one, and has the sources alone."""
+@needs_compiler
+def test_a_wheel_has_it(house: Path) -> None:
+    """It is for this platform then; else it is for every one.
+
+    What is compiled in the tree is left out, also where no `.gitignore` says so; the tree stays as it is.
+    """
     pytest.importorskip("hatchling")
-    where = native.folder().relative_to(ROOT).as_posix()
-    for value, there in (("1", True), ("0", False)):
-        to = tmp_path / value
-        status, output = _run("-m", "hatchling", "build", "-t", "wheel", "-d", str(to), switch=value)
+    shutil.copytree(ROOT / "tools", house / "tools")
+    shutil.copy(ROOT / "README.md", house)
+    stray = _compiled(house) / "stray.so"
+    stray.parent.mkdir(parents=True, exist_ok=True)
+    stray.touch()
+    before = sorted(house.rglob("*"))
+    for switch, has in (("", True), ("0", False)):
+        to = house / "dist" / (switch or "1")
+        command = ("-m", "hatchling", "build", "-t", "wheel", "-d", str(to))
+        status, output = _run(*command, cwd=house, switch=switch, PYTHONDONTWRITEBYTECODE="1")
         assert status == 0, output
         (wheel,) = to.iterdir()
-        assert wheel.name.endswith("-py3-none-any.whl") != there
+        assert wheel.name.endswith("-py3-none-any.whl") != has
         names = zipfile.ZipFile(wheel).namelist()
         assert "kvpipe/cache/policy/sessions.py" in names
-        assert (f"{where}/sessions{EXTENSION_SUFFIXES[0]}" in names) == there
-        assert (f"{where}/{native.DIGEST}" in names) == there
+        files = [name for name in names if name.startswith("kvpipe/native/compiled/")]
+        assert (_compiled(Path()) / f"sessions{native.SUFFIX}").as_posix() in files or not has
+        assert len(files) == (len(native.COMPILED) + 2 if has else 0)
+    shutil.rmtree(house / "dist")
+    assert sorted(house.rglob("*")) == before
+
+
+def test_the_compiler_is_the_one_that_is_tested() -> None:
+    """Its release is what the tests are run with."""
+    lock = (ROOT / "requirements/cpu.lock").read_text(encoding="utf-8").split()
+    assert f"mypy=={native.MYPY}" in lock
 
 
 @pytest.mark.parametrize("value", ["", "yes", "2", "\x1b[31m"])
@@ -164,12 +232,20 @@ def test_a_wrong_switch(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     assert str(caught.value).isprintable()
 
 
+def test_a_switch_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In small letters it would have no effect."""
+    monkeypatch.setenv(native.SWITCH.lower(), "0")
+    with pytest.raises(ConfigError, match=f"has no effect; write {native.SWITCH}"):
+        load_settings()
+
+
 def test_a_switch_that_requires_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """1 refuses where the sources would run; 0 does not."""
+    """1 refuses where the sources would run; 0 does not, nor where another policy evicts."""
     monkeypatch.setattr(native, "missing", lambda: "it was compiled of other sources")
     before = load_settings()
     monkeypatch.setenv(native.SWITCH, "1")
     with pytest.raises(ConfigError, match="is 1, but it was compiled of other sources; install a C compiler"):
         load_settings()
+    assert load_settings({"policy": "lru"}).policy == "lru"
     monkeypatch.setenv(native.SWITCH, "0")
     assert load_settings() == before

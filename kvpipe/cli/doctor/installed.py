@@ -118,11 +118,15 @@ def check_hash_seed(settings: Settings, machine: HostFacts) -> PendingFinding:
 
 
 def check_native(settings: Settings, machine: HostFacts) -> PendingFinding | None:
-    """The policy is compiled. None where another one evicts, or where it is switched off."""
-    if settings.policy != "sessions" or machine.environ.get(native.SWITCH) == "0":
+    """The policy is compiled. None where another one evicts."""
+    if settings.policy != "sessions":
         return None
+    if machine.environ.get(native.SWITCH) == "0":
+        return PendingFinding("ok", f"{native.SWITCH} is 0: Python runs the policy's sources, which takes it longer")
     if why := machine.native_missing():
-        return PendingFinding("warn", f"{why}: evicting takes the scheduler up to three times as long", native.REMEDY)
+        return PendingFinding(
+            "warn", f"{why}: Python runs the policy's sources, which takes it up to three times as long", native.REMEDY
+        )
     return PendingFinding("ok", "the policy sessions runs compiled")
 
 
