@@ -25,6 +25,7 @@ from kvpipe import native
 _HOUSE: Final = Path(__file__).parents[1]
 _LINES_MAX: Final = 12  # of what a compiler says
 _OLD_S: Final = 86400.0
+_TRIES_MAX: Final = 10  # to take the place of what is damaged, which others may do, too
 
 
 class BuildError(Exception):
@@ -84,11 +85,9 @@ def _compile(work: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(_HOUSE / name, target)
     (work / "kvpipe/cache/policy/__init__.py").touch()  # the real one imports more than the compiler is to read
-    script, files = (
-        Path(__file__).with_name("compiler.py"),
-        [f"kvpipe/cache/policy/{name}.py" for name in native.COMPILED],
-    )
-    command = [sys.executable, "-P", str(script), native.LIBRARY.removesuffix("__mypyc"), *files]
+    files = [f"kvpipe/cache/policy/{name}.py" for name in native.COMPILED]
+    script = str(Path(__file__).with_name("compiler.py"))
+    command = [sys.executable, "-P", script, native.LIBRARY.removesuffix("__mypyc"), *files]
     done = subprocess.run(  # noqa: S603  (ours)
         command, cwd=work, env={key: value for key, value in os.environ.items() if key != "MYPYPATH"}, check=False,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
@@ -105,27 +104,32 @@ def _compile(work: Path) -> None:
 def _keep(work: Path, to: Path) -> None:
     """Put what was compiled in `work` into the folder `to`, in one step: others may be looking, or compiling too."""
     with tempfile.TemporaryDirectory(prefix=".new-", dir=to.parent, ignore_cleanup_errors=True) as made:
-        new, damaged = Path(made, "new"), Path(made, "damaged")
+        new = Path(made, "new")
         new.mkdir()
         for name in native.COMPILED:
             shutil.copyfile(work / f"kvpipe/cache/policy/{name}{native.SUFFIX}", new / f"{name}{native.SUFFIX}")
         shutil.copyfile(work / f"{native.LIBRARY}{native.SUFFIX}", new / f"{native.LIBRARY}{native.SUFFIX}")
         (new / native.MADE).write_bytes(native.contents(new))
-        try:
-            new.rename(to)
-        except OSError:
-            if native.whole(to):  # another was quicker
-                return
-            to.rename(damaged)
-            new.rename(to)
+        for number in range(_TRIES_MAX):
+            try:
+                new.rename(to)
+                break
+            except OSError:
+                if native.whole(to):  # another was quicker
+                    break
+                if number + 1 == _TRIES_MAX:
+                    raise
+            with contextlib.suppress(FileNotFoundError):
+                to.rename(Path(made, f"damaged{number}"))
     _forget_old(to.parent)
 
 
 def _forget_old(there: Path) -> None:
     """Remove from the folder `there` what was made of other sources, or left behind, more than a day ago."""
     for one in there.iterdir():
-        if one.stat().st_mtime < time.time() - _OLD_S:
-            shutil.rmtree(one, ignore_errors=True) if one.is_dir() else one.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # another may remove it, too
+            if one.stat().st_mtime < time.time() - _OLD_S:
+                shutil.rmtree(one) if one.is_dir() else one.unlink()
 
 
 def main(*, once: bool = False) -> int:

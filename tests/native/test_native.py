@@ -135,6 +135,9 @@ def test_it_is_compiled_once(house: Path) -> None:
     shutil.rmtree(house / "kvpipe/native/compiled", ignore_errors=True)
     there.mkdir(parents=True)
     (there / native.MADE).write_text("damaged", encoding="ascii")
+    old = there.with_name("old")
+    old.mkdir()
+    os.utime(old, (0, 0))
     builds = [_start(*command, cwd=house) for _ in range(2)]
     assert {build.communicate()[0] for build in builds} <= {f"compiled into {there}\n", "compiled already\n"}
     assert [build.returncode for build in builds] == [0, 0]
@@ -218,7 +221,8 @@ def test_a_wheel_has_it(house: Path) -> None:
 
 
 def test_the_compiler_is_the_one_that_is_tested() -> None:
-    """Its release is what the tests are run with."""
+    """Its release is what the tests are run with, and what developers install."""
+    assert f'"mypy=={native.MYPY}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     lock = (ROOT / "requirements/cpu.lock").read_text(encoding="utf-8").split()
     assert f"mypy=={native.MYPY}" in lock
 
