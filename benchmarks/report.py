@@ -61,7 +61,7 @@ def machine() -> dict[str, object]:
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "compiled": not native.missing(),
+        "compiled": not (native.off() or native.unusable()),
         "commit": commit.stdout.strip(),
         "date": time.strftime("%Y-%m-%d"),
     }
