@@ -22,8 +22,6 @@ WHERE = (
 )
 ALL = ", ".join(native.COMPILED)
 FILES = f"from kvpipe.cache.policy import {ALL}; print(*(one.__file__ for one in ({ALL})))"
-needs_compiler = pytest.mark.skipif(bool([*build.lacking()]), reason=f"compiles, and has no {[*build.lacking()]}")
-needs_compiled = pytest.mark.skipif(bool(native.unusable()), reason=f"{native.unusable()}: make setup says why")
 
 
 def _start(*command: str, cwd: Path = ROOT, switch: str = "", **environment: str) -> subprocess.Popen[str]:
@@ -60,7 +58,6 @@ def _where(house: Path, switch: str = "") -> str:
 
 
 @pytest.mark.slow
-@needs_compiled
 def test_it_decides_the_same() -> None:
     """Of recorded traces, with clients' hints and without, the same chunks go in the same order."""
     processes = [_start("-m", "tests.native.decisions", switch=switch) for switch in ("", "0")]
@@ -71,14 +68,18 @@ def test_it_decides_the_same() -> None:
     assert compiled[1:] == sources[1:]
 
 
-@needs_compiled
+def test_setup_has_compiled_it() -> None:
+    """`make setup` installs what that takes; what there is not is named."""
+    assert [*build.lacking()] == []
+    assert native.unusable() == ""
+
+
 def test_it_runs_unless_it_is_switched_off(house: Path) -> None:
     """It is found before its sources."""
     assert _where(house) == str(_compiled(house) / f"sessions{native.SUFFIX}")
     assert _where(house, "0") == f"{house}/kvpipe/cache/policy/sessions.py {native.SWITCH} is 0"
 
 
-@needs_compiled
 @pytest.mark.parametrize("name", native.sources())
 def test_sources_that_were_edited_run(house: Path, name: str) -> None:
     """Whoever changes one of them, or what they import, runs what was written."""
@@ -87,7 +88,6 @@ def test_sources_that_were_edited_run(house: Path, name: str) -> None:
     assert _where(house) == f"{house}/kvpipe/cache/policy/sessions.py it was compiled of other sources"
 
 
-@needs_compiled
 @pytest.mark.parametrize("name", [native.MADE, *(f"{one}{native.SUFFIX}" for one in ("chain", native.LIBRARY))])
 @pytest.mark.parametrize("damage", ["lost", "empty", "other"])
 def test_what_is_damaged(house: Path, name: str, damage: str) -> None:
@@ -97,7 +97,6 @@ def test_what_is_damaged(house: Path, name: str, damage: str) -> None:
     assert _where(house) == f"{house}/kvpipe/cache/policy/sessions.py what is compiled is damaged"
 
 
-@needs_compiled
 @pytest.mark.parametrize("name", ["chain", "sessions", native.LIBRARY])
 def test_what_does_not_load(house: Path, name: str) -> None:
     """All of it, or nothing: where one does not load, the sources of all run."""
@@ -112,7 +111,6 @@ def test_what_does_not_load(house: Path, name: str) -> None:
     assert all(one.endswith(".py") for one in files.split())
 
 
-@needs_compiled
 def test_sources_that_are_gone(house: Path) -> None:
     """What is compiled is not used, as nobody can tell whether it is of what runs."""
     (house / "kvpipe/cache/hints.py").rename(house / "kvpipe/cache/gone")
@@ -128,7 +126,6 @@ def test_nothing_compiled(house: Path) -> None:
 
 
 @pytest.mark.slow
-@needs_compiler
 def test_it_is_compiled_once(house: Path) -> None:
     """Also by two at a time, and where something damaged is. Another time there is nothing to do."""
     there, command = _compiled(house), ("-m", "kvpipe.native.build")
@@ -149,7 +146,6 @@ def test_it_is_compiled_once(house: Path) -> None:
     assert _run(*command, cwd=house) == (0, "compiled already\n")
 
 
-@needs_compiler
 def test_what_cannot_be_compiled(house: Path) -> None:
     """The compiler's words are shown, and what is there stays. Who asks for it once is not kept waiting again."""
     broken = house / "kvpipe/cache/policy/chain.py"
@@ -180,7 +176,6 @@ def test_without_a_compiler(house: Path, program: str) -> None:
     assert off == (0, f"{native.SWITCH} is 0: nothing is compiled\n")
 
 
-@needs_compiler
 def test_where_nothing_may_be_written(house: Path) -> None:
     """It says so, and nothing else."""
     shutil.rmtree(house / "kvpipe/native/compiled", ignore_errors=True)
@@ -191,13 +186,11 @@ def test_where_nothing_may_be_written(house: Path) -> None:
 
 
 @pytest.mark.slow
-@needs_compiler
 def test_a_wheel_has_it(house: Path) -> None:
     """It is for this platform then; else it is for every one.
 
     What is compiled in the tree is left out, also where no `.gitignore` says so; the tree stays as it is.
     """
-    pytest.importorskip("hatchling")
     shutil.copytree(ROOT / "tools", house / "tools")
     shutil.copy(ROOT / "README.md", house)
     stray = _compiled(house) / "stray.so"
