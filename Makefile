@@ -9,12 +9,13 @@ SECONDS_MAX ?= 3600
 REQUESTS ?= 20000
 MUTANTS ?=
 .DEFAULT_GOAL := help
-.PHONY: help setup programs demo test test-fast fuzz mutants soak bench bench-traces bench-gpu serve lint format lock contract docs docs-packages
+.PHONY: help setup programs demo test quick durations fuzz mutants soak bench bench-traces bench-gpu serve lint format lock contract docs docs-packages
 
 help:
 	@echo "make demo    a real vLLM engine with and without kvpipe, side by side"
 	@echo "make test [PROFILE=default|ci|nightly]   every test"
-	@echo "make test-fast   every test but those of real engines, of the contract, and slow ones"
+	@echo "make quick   every test that needs no vLLM, on all cores, in less than 90 seconds"
+	@echo "make durations   write what the last tests took to tests/durations.json, by which they are ordered"
 	@echo "make fuzz [SECONDS_MAX=3600]   vLLM's real scheduler with random moves; goes on where the last run ended"
 	@echo "make mutants [MUTANTS='NAME …']   bugs put back in, one at a time: the tests must find each"
 	@echo "make soak [REQUESTS=20000]   a real engine with and without kvpipe: does what the process holds stay the same?"
@@ -50,8 +51,11 @@ demo: setup
 test: setup programs docs-packages
 	@tools/test.sh $(PROFILE)
 
-test-fast: setup programs docs-packages
-	PYTHONHASHSEED=0 $(PY) -m pytest tests property_tests --ignore tests/engine --ignore tests/contract -q -m "not slow"
+quick: setup programs docs-packages
+	@tools/test.sh quick
+
+durations:
+	$(PY) -m tests.progress
 
 fuzz: setup
 	$(PY) -m kvpipe.connectors.vllm.trial.nightly --seconds $(SECONDS_MAX) --sequences property_tests/regressions \

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from vllm.v1.core.kv_cache_utils import get_block_hash
-
 from kvpipe.connectors.vllm.remedies.admission import LoadAdmission
 from kvpipe.connectors.vllm.remedies.encoded import Encoded
 from kvpipe.connectors.vllm.remedies.invalid_blocks import InvalidBlocks
@@ -50,6 +48,8 @@ class ManagedBlocks:
 
     def knows(self, block_id: int, key: bytes) -> bool:
         """Whether the prefix cache has a block under `key`. A block loses its hash when it is allocated again."""
+        from vllm.v1.core.kv_cache_utils import get_block_hash  # noqa: PLC0415  (slow; tests of the core do without)
+
         known = self._manager.block_pool.blocks[block_id].block_hash
         return known is not None and get_block_hash(known) == key
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.common import assert_legal, waiting
+from tests.engine.forked import forked_ranks
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -15,6 +16,16 @@ def _patience() -> Iterator[None]:
     """However slow the machine is."""
     with waiting():
         yield
+
+
+@pytest.fixture(autouse=True)
+def _forked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fork ranks instead of spawning them, unless the test has the marker `spawned`."""
+    if request.node.get_closest_marker("spawned"):
+        yield
+    else:
+        with forked_ranks():
+            yield
 
 
 @pytest.fixture(autouse=True)

@@ -34,18 +34,28 @@ class Server:
     """`with Server(...)`: it answers from then on, and has ended afterwards, whatever it is doing."""
 
     def __init__(
-        self, log: Path, kvpipe: dict[str, Any] | None, *options: str, model: Path | None = None, **environment: str
+        self,
+        log: Path,
+        kvpipe: dict[str, Any] | None,
+        *options: str,
+        model: Path | None = None,
+        spawned: bool = False,
+        **environment: str,
     ) -> None:
-        """`options`: of the command. `log`: where its output goes; what it logs while it stops is not judged."""
+        """`options`: of the command. `log`: where its output goes; what it logs while it stops is not judged.
+
+        `spawned`: the server spawns its processes, as vLLM's CPU build does; else it forks them, which is faster.
+        """
         self.model, self.port, self.log = str(model or make_model("llama")), _free_port(), log
         flag: dict[str, Any] = {"kv_connector": "KVPipeConnector", "kv_role": "kv_both"}
         flag["kv_load_failure_policy"] = "recompute"  # and this is the README's flag
         if kvpipe is not None:
             flag["kv_connector_extra_config"] = kvpipe
+        module = "vllm.entrypoints.openai.api_server" if spawned else "tests.engine.forked"
         self._command = [
-            sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model, "--host", "127.0.0.1",
-            "--port", str(self.port), "--skip-tokenizer-init", "--dtype", "float32", "--enforce-eager", "--block-size",
-            "32", "--max-model-len", "1024", "--kv-transfer-config", json.dumps(flag), *options,
+            sys.executable, "-m", module, "--model", self.model, "--host", "127.0.0.1", "--port", str(self.port),
+            "--skip-tokenizer-init", "--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-model-len",
+            "1024", "--kv-transfer-config", json.dumps(flag), *options,
         ]  # fmt: skip
         self._environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_SERVER_DEV_MODE": "1"} | environment
         self._process: subprocess.Popen[bytes] | None = None

@@ -18,7 +18,9 @@ def test_served_with_one_flag(tmp_path: Path) -> None:
     """The server with the README's flag answers as an engine without kvpipe; the second time, from loaded KV."""
     tokens = prompt(300, 41)
     expected = baseline([tokens], 12, enable_prefix_caching=False)[0]
-    with Server(tmp_path / "log", None, "--no-enable-prefix-caching", VLLM_LOGGING_LEVEL="INFO") as server:
+    with Server(
+        tmp_path / "log", None, "--no-enable-prefix-caching", spawned=True, VLLM_LOGGING_LEVEL="INFO"
+    ) as server:
         for _ in range(2):
             assert server.stream(tokens, 12) == expected
             server.idle()

@@ -19,6 +19,7 @@ def _one_core_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
 
 
+@pytest.mark.spawned
 def test_two_ranks() -> None:
     """Two ranks: the same answers, from loaded KV; then one rank's loads fail: the same answers, recomputed."""
     expected = baseline(PROMPTS, 12, **TWO_RANKS)

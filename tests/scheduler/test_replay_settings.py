@@ -19,7 +19,8 @@ from benchmarks.replay.workload import Workload, coding_agents
 def load(monkeypatch: pytest.MonkeyPatch) -> Workload:
     """A few sessions, whatever is asked for; replays in this process, and no pictures."""
     few = coding_agents(5, sessions=3, hours=0.1, chunk_tokens=512)
-    monkeypatch.setattr(report, "load_of", lambda *_: few)
+    for module in (report, announced):
+        monkeypatch.setattr(module, "load_of", lambda *_: few)
     monkeypatch.setattr(report, "measure", lambda todo, _: (one.row() for one in todo))
     monkeypatch.setattr(page, "write", lambda *_: None)
     return few

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
-
 from kvpipe.cache.catalog import Chunk
 from kvpipe.config import load_settings
 from kvpipe.connectors.vllm.adapter import ManagedBlocks, Remedies
@@ -22,6 +20,8 @@ from kvpipe.tiers.guard import GuardedTier
 from kvpipe.trace.recorder import OFF, Recorder
 
 UNIT = 16
+GROUP_BYTES = 4
+"""A block's key in vLLM's prefix cache is its hash, followed by the group in so many bytes."""
 SAVE, SYNC, ASYNC = Kind.SAVE, Kind.LOAD_SYNC, Kind.LOAD_ASYNC
 
 
@@ -30,6 +30,15 @@ class TableEntry(NamedTuple):
 
     block_id: int
     is_null: bool
+
+
+class PlayedBlocks(ManagedBlocks):
+    """The block tables of a played cache manager. It imports no vLLM."""
+
+    def knows(self, block_id: int, key: bytes) -> bool:
+        """Whether the prefix cache has a block under `key`."""
+        known = self._manager.block_pool.blocks[block_id].block_hash
+        return known is not None and known[:-GROUP_BYTES] == key
 
 
 class CountingIndex(dict[bytes, Chunk]):
@@ -112,7 +121,7 @@ class SchedulerWorld:
             evict_blocks=self.forgotten.update,
             block_pool=SimpleNamespace(get_num_free_blocks=lambda: self.free, num_gpu_blocks=0, blocks=self.known),
         )
-        self.blocks = ManagedBlocks(manager)
+        self.blocks = PlayedBlocks(manager)
         self.side.bind(self.blocks)
         self.remedies.bind(self.blocks, self.side.counters)
         self.prefixes: dict[bytes, list[bytes]] = {}
@@ -198,7 +207,7 @@ class SchedulerWorld:
 
     def _offer(self, request: Any, group: int, units: int) -> tuple[int, int, int]:
         block = self.tables[group][request.request_id][units - 1].block_id
-        key = make_block_hash_with_group_id(request.block_hashes[: units or 1][-1], group)
+        key = request.block_hashes[: units or 1][-1] + group.to_bytes(GROUP_BYTES, "big")
         self.known.setdefault(block, SimpleNamespace(block_hash=key))
         return group, block, units * UNIT
 

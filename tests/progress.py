@@ -1,0 +1,144 @@
+"""A pytest plugin for `make test`: progress every ten seconds, failures at once, the longest files first.
+
+Use it with `-p tests.progress --part NAME`. It works in one process and with pytest-xdist.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from importlib.abc import MetaPathFinder
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+EVERY_S: Final = 10.0
+ROOT: Final = Path(__file__).parents[1]
+DURATIONS: Final = ROOT / "tests" / "durations.json"
+"""Seconds of every test file, measured: files that take long are started first. `make durations` writes it."""
+MEASURED: Final = ROOT / ".cache" / "tests"
+"""A file per part: the seconds of its test files in the last run."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of a part."""
+    parser.addoption("--part", default="tests", help="the name of this part in progress lines")
+    parser.addoption("--quick", action="store_true", help="refuse every import of vLLM, which takes ten seconds")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Report progress, except in a worker of pytest-xdist: its controller does. Refuse vLLM in quick tests."""
+    if config.getoption("quick"):
+        sys.meta_path.insert(0, _NoVllm())
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Progress(str(config.getoption("part"))), "kvpipe-progress")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start the files that take longest first, so that no core waits for a long file at the end."""
+    seconds = json.loads(DURATIONS.read_text(encoding="utf-8")) if DURATIONS.is_file() else {}
+    items.sort(key=lambda item: -seconds.get(_file(item.nodeid), 0.0))
+
+
+class _NoVllm(MetaPathFinder):
+    """Refuses to import vLLM."""
+
+    def find_spec(self, fullname: str, *_: object) -> None:
+        """Raise ImportError for vLLM and its modules."""
+        if fullname.partition(".")[0] == "vllm":
+            message = f"a quick test imports {fullname}: move the test to tests/vllm, tests/trials or tests/contract"
+            raise ImportError(message)
+
+
+def _file(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
+
+
+class Progress:
+    """Counts results and prints them; writes down how long every file took."""
+
+    def __init__(self, part: str) -> None:
+        """`part`: the name in each line."""
+        self._part, self._total, self._done, self._failed = part, 0, 0, 0
+        self._out = os.fdopen(os.dup(sys.stdout.fileno()), "w")  # stays the terminal while pytest captures a test
+        self._began_s, self._ended = time.monotonic(), threading.Event()
+        self._running: dict[str, None] = {}
+        self._seconds: Counter[str] = Counter()
+
+    def pytest_sessionstart(self) -> None:
+        """Begin to print."""
+        self._began_s = time.monotonic()
+        threading.Thread(target=self._tick, name="progress", daemon=True).start()
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Learn the number of tests, in one process."""
+        self._total = len(session.items)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+        """Learn the number of tests from a worker."""
+        self._total = len(ids)
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Note what runs."""
+        self._running[nodeid] = None
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        """Count a test that is over."""
+        self._running.pop(nodeid, None)
+        self._done += 1
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Print a failure at once."""
+        self._seconds[_file(report.nodeid)] += report.duration
+        if report.failed:
+            self._failed += 1
+            self._print(f"FAILED {report.nodeid} ({report.when})\n{report.longreprtext}")
+            for title, content in report.sections:
+                self._print(f"--- {title} ---\n{content}")
+
+    def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
+        """Print no dot for a test that passed."""
+        return ("passed", "", "PASSED") if report.passed and report.when == "call" else None
+
+    def pytest_sessionfinish(self) -> None:
+        """Write down how long every file took, and print the last line."""
+        self._ended.set()
+        self._line()
+        MEASURED.mkdir(parents=True, exist_ok=True)
+        seconds = {name: round(took, 1) for name, took in sorted(self._seconds.items())}
+        wall_s = round(time.monotonic() - self._began_s, 1)
+        found = {"wall_s": wall_s, "tests": self._done, "files": seconds}
+        (MEASURED / f"{self._part}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+    def _tick(self) -> None:
+        while not self._ended.wait(EVERY_S):
+            self._line()
+
+    def _line(self) -> None:
+        running = next(iter(list(self._running)), "")
+        took_s = time.monotonic() - self._began_s
+        total = self._total or "?"
+        now = f", running {running}" if running else ""
+        self._print(f"[{self._part}] {took_s:4.0f} s: {self._done}/{total} done, {self._failed} failed{now}")
+
+    def _print(self, text: str) -> None:
+        self._out.write(text + "\n")
+        self._out.flush()
+
+
+def main() -> None:
+    """Merge what the last runs of all parts have measured into `tests/durations.json`."""
+    seconds: dict[str, float] = {}
+    for part in MEASURED.glob("*.json"):
+        seconds |= json.loads(part.read_text(encoding="utf-8"))["files"]
+    DURATIONS.write_text(json.dumps(dict(sorted(seconds.items())), indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
