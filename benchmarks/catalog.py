@@ -33,7 +33,7 @@ LONG = 24
 ROUNDS = 5
 TICK_S = 0.001
 """Between two readings of a clock that goes on within a request."""
-DECISION_US_MAX = 2.0
+DECISION_US_MAX = 5.0
 """What a policy may cost a chunk more than `lru` does."""
 
 

@@ -17,8 +17,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kvpipe import native
-
 
 @dataclass
 class Figure:
@@ -61,7 +59,6 @@ def machine() -> dict[str, object]:
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "compiled": not (native.off() or native.unusable()),
         "commit": commit.stdout.strip(),
         "date": time.strftime("%Y-%m-%d"),
     }

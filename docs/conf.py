@@ -5,7 +5,6 @@ Any warning fails the build: a broken link, a missing picture, a name or a file 
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import tomllib
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
-os.environ["KVPIPE_NATIVE"] = "0"  # what is compiled has no docstrings
 
 import docs_pictures  # noqa: E402  (beside, in tools/)
 import fastapi  # noqa: E402, F401  (before autodoc imports modules again: its models are of one pydantic)

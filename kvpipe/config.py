@@ -18,7 +18,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, Field, SerializeAsAny, ValidationError
 from pydantic_settings import BaseSettings, InitSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
-from kvpipe import config_errors, files, native, plugins
+from kvpipe import config_errors, files, plugins
 from kvpipe.cache.policy.base import Policy
 from kvpipe.errors import ConfigError
 from kvpipe.listening import Address
@@ -238,7 +238,7 @@ def load_settings(extra: dict[str, Any] | None = None) -> Settings:
     """
     given = dict(extra or {})
     _refuse_unknown(given, "kv_connector_extra_config")
-    in_env = [key for key in os.environ if key.upper().startswith(PREFIX) and not _is_of_another(key)]
+    in_env = [key for key in os.environ if key.upper().startswith(PREFIX) and not _is_of_service(key)]
     _refuse_unknown([key[len(PREFIX) :].lower() for key in in_env], "environment", shown=lambda k: PREFIX + k.upper())
     try:
         settings = Settings(**given)
@@ -252,7 +252,6 @@ def load_settings(extra: dict[str, Any] | None = None) -> Settings:
     if settings.bypass and settings.freeze:
         msg = "kvpipe: bypass=true contradicts freeze=true (bypass serves no hits); set only one of them"
         raise ConfigError(msg)
-    _check_native(settings)
     return settings
 
 
@@ -273,26 +272,8 @@ def parse_extra(extra: str) -> dict[str, Any]:
     return parsed
 
 
-def _check_native(settings: Settings) -> None:
-    value = os.environ.get(native.SWITCH)
-    if value not in {None, "0", "1"}:
-        shown = config_errors.name(value)
-        msg = (
-            f"kvpipe: {native.SWITCH}: expected 0 or 1, not {shown!r}; 0 runs the sources, 1 refuses to start with them"
-        )
-        raise ConfigError(msg)
-    if value == "1" and settings.policy == "sessions" and (why := native.missing()):
-        msg = f"kvpipe: {native.SWITCH} is 1, but {why}; {native.REMEDY}, or unset it"
-        raise ConfigError(msg)
-
-
-def _is_of_another(variable: str) -> bool:
-    """Whether a variable is no key's: `native.SWITCH`, or set by Kubernetes for a service of such a name."""
-    if variable == native.SWITCH:
-        return True
-    if variable.upper() == native.SWITCH:
-        msg = f"kvpipe: {variable} in the environment has no effect; write {native.SWITCH}"
-        raise ConfigError(msg)
+def _is_of_service(variable: str) -> bool:
+    """Whether Kubernetes sets the variable for a service whose name begins with kvpipe."""
     of = (host.removesuffix(_HOST) for host in os.environ if host.startswith(PREFIX) and host.endswith(_HOST))
     return any(variable.startswith(name) and _SERVICE.fullmatch(variable[len(name) :]) for name in of)
 

@@ -31,31 +31,20 @@ if [ "${1:-}" = docs ]; then
   exit
 fi
 stamp=.venv/.kvpipe-$kind; want=$(cat "$lock" pyproject.toml tools/setup.sh | sha256sum)
-native() { # compiles what kvpipe/native lists, unless that was done, or tried; Python can run the sources, too
-  .venv/bin/python -m kvpipe.native.build --once >/dev/null || true
-}
-if [ -x .venv/bin/python ] && [ "$(cat "$stamp" 2>/dev/null || true)" = "$want" ]; then
-  native 2>/dev/null # set-up has said what is not there
-  exit
-fi
+[ -x .venv/bin/python ] && [ "$(cat "$stamp" 2>/dev/null || true)" = "$want" ] && exit 0
 
 python=${PYTHON:-python3}
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "kvpipe needs Python 3.11 or newer; set PYTHON=…" >&2; exit 1; }
 "$python" -c 'import venv, ensurepip' 2>/dev/null || debian python3-venv
 ldconfig -p 2>/dev/null | grep -q libnuma.so.1 || [ "$kind" = cuda ] || debian libnuma1 || true
-# to compile the eviction policy
-command -v cc >/dev/null 2>&1 || debian gcc || true
-headers='import os, sysconfig; raise SystemExit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))'
-"$python" -c "$headers" || debian python3-dev || true
 
 echo "Setting up .venv for vLLM's $kind build; this takes a few minutes, once."
 [ -x .venv/bin/python ] || "$python" -m venv .venv
 if [ "$kind" = cpu ]; then
-  pip install -q --no-deps -r "$lock" 'setuptools>=65' || {
+  pip install -q --no-deps -r "$lock" || {
     echo "If torch==…+cpu was not found: point PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS at PyTorch's CPU wheels." >&2; exit 1; }
   pip install -q --no-deps --no-build-isolation -e .
 else
   pip install -q -r "$lock" hatchling editables -e '.[dev]'
 fi
-native
 printf '%s\n' "$want" > "$stamp"

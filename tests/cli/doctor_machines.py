@@ -27,7 +27,6 @@ def machine_of(tmp_path: Path, **facts: Any) -> HostFacts:
         proc=tmp_path / "proc",
         cgroups=tmp_path / "cgroup",
         cpu_topology=tmp_path / "cpu",
-        native_missing=unasked,
         torch_version=unasked,
         vllm_version=unasked,
         plugins=unasked,

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from kvpipe import native
 from kvpipe.cli.doctor import installed
 from kvpipe.cli.doctor.facts import HashSeeds
 from kvpipe.config import load_settings
@@ -146,18 +145,3 @@ def test_otel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     missing = answer_of(installed.check_otel(asked, machine_of(tmp_path)))
     assert (missing.status, missing.remedy) == ("fail", "pip install 'kvpipe[otel]', or set otel=false")
-
-
-def test_compiled(tmp_path: Path) -> None:
-    """It is asked where the policy is one that can be compiled; what is lacking is a warning with a remedy."""
-    compiled, lacks = (
-        machine_of(tmp_path, native_missing=str),
-        machine_of(tmp_path, native_missing=lambda: "no compiler"),
-    )
-    assert installed.check_native(load_settings(), compiled) == ("ok", "the policy sessions runs compiled", "")
-    answer = answer_of(installed.check_native(load_settings(), lacks))
-    assert (answer.status, answer.remedy) == ("warn", native.REMEDY)
-    assert answer.detail.startswith("no compiler: ")
-    assert installed.check_native(load_settings({"policy": "lru"}), machine_of(tmp_path)) is None
-    off = answer_of(installed.check_native(load_settings(), machine_of(tmp_path, environ={native.SWITCH: "0"})))
-    assert (off.status, off.detail.split(":")[0]) == ("ok", f"{native.SWITCH} is 0")

@@ -29,7 +29,7 @@ def test_the_site_builds(tmp_path: Path) -> None:
     assert "<svg" in machine
     assert "PREEMPTED</text>" in machine
     policies = (tmp_path / "generated" / "kvpipe.cache.policy.html").read_text(encoding="utf-8")
-    assert "Evicts from the chain that promises the fewest hits" in policies  # what is compiled has no such texts
+    assert "Evicts from the chain that promises the fewest hits" in policies
     reference = (tmp_path / "generated" / "kvpipe.cache.html").read_text(encoding="utf-8")
     assert 'id="kvpipe.cache.catalog.Catalog"' in reference
     for picture in ("timeline", "host", "tier_redis"):

@@ -32,7 +32,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kvpipe import native
 from kvpipe.connectors.vllm.trial.children import LOG_MAX, TEXT_MAX, Case, CaseLimits, CaseRunner
 from kvpipe.connectors.vllm.trial.mutants import MUTANTS, Mutant, Patch
 from kvpipe.connectors.vllm.trial.nightly import SEEDS, Work, make_pool, sequences
@@ -193,10 +192,7 @@ class _Parent:
 
     def __init__(self) -> None:
         command = [sys.executable, "-m", "kvpipe.connectors.vllm.trial.mutate", "--forks"]
-        environment = os.environ | {native.SWITCH: "0"}  # what is compiled cannot be patched
-        self._process = subprocess.Popen(  # noqa: S603  (ours)
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603  (ours)
 
     def ask(self, log: str, mutant: Mutant) -> int:
         """Run the test of `mutant` under it; return pytest's exit status. `log` gets its output."""

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvpipe import native, plugins
-
-native.prefer(__path__)
-
+from kvpipe import plugins
 from kvpipe.cache.policy.base import Policy
 from kvpipe.cache.policy.guard import GuardedPolicy, RescuedPolicy
 from kvpipe.cache.policy.lru import Lru

@@ -18,9 +18,9 @@ from kvpipe.cache.policy.returns import Returns
 if TYPE_CHECKING:
     from kvpipe.cache.policy.chain import Chain
 
-BEGINS: Final[Sequence[tuple[float, float]]] = ((2.0, 0.005), (1.0, 0.01), (0.5, 0.05))
+BEGINS: Final = ((2.0, 0.005), (1.0, 0.01), (0.5, 0.05))
 """(standard deviations of the difference in hits, share of LRU's hits): how far the learnt order has to be ahead."""
-ENDS: Final[Sequence[tuple[float, float]]] = ((0.5, 0.002),)
+ENDS: Final = ((0.5, 0.002),)
 DECAY: Final = 1 - 1 / 8192  # a request
 DEPTH_MAX: Final = 64  # chains that follow each other and are evicted from their end
 

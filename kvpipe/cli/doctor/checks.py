@@ -35,7 +35,6 @@ CHECKS: list[Check] = [
     Check("state_dir", storage.check_state_dir, "warn"),
     Check("trace_file", storage.check_trace_file, "warn"),
     Check("control_file", storage.check_control_file, "warn"),
-    Check("compiled", installed.check_native, "warn"),
     Check("otel", installed.check_otel, "fail"),
     Check("manage", operators.check_manage, "fail"),
     Check("quotas", operators.check_quotas, "fail"),

@@ -14,7 +14,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from kvpipe import headroom, native
+from kvpipe import headroom
 from kvpipe.cli.engine import connector_part
 from kvpipe.geometry import Geometry, Group, Layer
 
@@ -105,7 +105,6 @@ class HostFacts(NamedTuple):
     proc: Path = headroom.PROC
     cgroups: Path = headroom.CGROUPS
     cpu_topology: Path = Path("/sys/devices/system/cpu")
-    native_missing: Callable[[], str] = native.missing
     torch_version: Callable[[], str] = _torch_version
     vllm_version: Callable[[], str | None] = VLLM.version
     plugins: Callable[[], Sequence[EntryPoint]] = _plugins

@@ -6,7 +6,6 @@ import importlib
 import re
 from typing import Final
 
-from kvpipe import native
 from kvpipe.cli.doctor.facts import PLUGIN, VLLM, HostFacts
 from kvpipe.cli.doctor.findings import PendingFinding, dotted, one_line
 from kvpipe.config import Settings
@@ -115,19 +114,6 @@ def check_hash_seed(settings: Settings, machine: HostFacts) -> PendingFinding:
     if random:
         detail += f"; a shared cache would need PYTHONHASHSEED with {' or '.join(sorted(random))}"
     return PendingFinding("ok", detail)
-
-
-def check_native(settings: Settings, machine: HostFacts) -> PendingFinding | None:
-    """The policy is compiled. None where another one evicts."""
-    if settings.policy != "sessions":
-        return None
-    if machine.environ.get(native.SWITCH) == "0":
-        return PendingFinding("ok", f"{native.SWITCH} is 0: Python runs the policy's sources, which takes it longer")
-    if why := machine.native_missing():
-        return PendingFinding(
-            "warn", f"{why}: Python runs the policy's sources, which takes it up to three times as long", native.REMEDY
-        )
-    return PendingFinding("ok", "the policy sessions runs compiled")
 
 
 def check_otel(settings: Settings, _: HostFacts) -> PendingFinding | None:

@@ -1,0 +1,1 @@
+"""Tests of the packages that users install: the sdist and the wheel."""

@@ -1,0 +1,83 @@
+"""The sdist and the wheel contain everything: each is built, installed into an empty environment, and run there."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import PathDistribution
+from pathlib import Path
+
+import pytest
+
+from tests.packages.environments import ROOT, environment, run
+
+pytestmark = pytest.mark.slow
+DISCOVER = """
+import importlib.metadata, json, kvpipe.connectors
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.plugins import load_plugins_by_group
+load_plugins_by_group("vllm.general_plugins")["kvpipe"]()
+connector = KVConnectorFactory.get_connector_class_by_name("KVPipeConnector")
+found = importlib.metadata.distribution("kvpipe").locate_file("kvpipe")
+print("\\n" + json.dumps([str(found), kvpipe.__path__[0], kvpipe.connectors.__path__[0], connector.__module__]))
+"""
+
+
+@pytest.fixture(scope="module", params=["kvpipe-*.tar.gz", "kvpipe-*-py3-none-any.whl"], ids=["sdist", "wheel"])
+def site(request: pytest.FixtureRequest, dist: Path) -> Path:
+    """The folder of packages of an environment into which one of the two is installed."""
+    (package,) = dist.glob(request.param)
+    return environment(dist / request.param.rpartition(".")[2], package)
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the sdist and the wheel of this tree."""
+    folder = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "hatchling", "build", "-d", folder, cwd=ROOT)
+    return folder
+
+
+def _files(top: Path, *, links: bool) -> Iterator[str]:
+    for folder, _, names in os.walk(top, followlinks=links):
+        yield from (Path(folder, name).relative_to(top).as_posix() for name in names if not name.endswith(".pyc"))
+
+
+def test_package_has_every_file_of_the_tree(site: Path) -> None:
+    """The files behind the tree's links are files of the package, which has no link."""
+    tree = sorted(_files(ROOT / "kvpipe", links=True))
+    assert {"connectors/vllm/plugin.py", "statemachine/core.py", "trace/timeline.html", "py.typed"} <= {*tree}
+    assert sorted(_files(site / "kvpipe", links=False)) == tree
+    assert not any(path.is_symlink() for path in (site / "kvpipe").rglob("*"))
+
+
+def test_package_has_every_entry_point(site: Path) -> None:
+    """The command, the plug-in and what kvpipe registers are those of `pyproject.toml`."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = project["entry-points"] | {"console_scripts": project["scripts"]}
+    (info,) = site.glob("kvpipe-*.dist-info")
+    found = {(one.group, one.name, one.value) for one in PathDistribution(info).entry_points}
+    assert found == {(group, name, value) for group, some in wanted.items() for name, value in some.items()}
+
+
+def test_check_accepts_the_defaults(site: Path, tmp_path: Path) -> None:
+    """The installed command loads the policy that is the default."""
+    assert "policy = sessions\n" in run(site.parents[2] / "bin" / "kvpipe", "check", "{}", cwd=tmp_path)
+
+
+def test_doctor_finds_the_plugin(site: Path, tmp_path: Path) -> None:
+    """A machine without kvpipe's repository passes every check."""
+    said = run(site.parents[2] / "bin" / "kvpipe", "doctor", cwd=tmp_path)
+    assert "kvpipe.connectors.vllm.plugin:register loads, vLLM knows KVPipeConnector" in said
+    assert "kvpipe works here" in said
+
+
+def test_vllm_discovers_the_installed_connector(site: Path, tmp_path: Path) -> None:
+    """VLLM's own discovery runs the plug-in of the new environment, not of this tree."""
+    said = run(site.parents[2] / "bin" / "python", "-c", DISCOVER, cwd=tmp_path)
+    house = str(site / "kvpipe")
+    wanted = [house, house, f"{house}/connectors", "kvpipe.connectors.vllm.connector"]
+    assert json.dumps(wanted) in said.splitlines()
