@@ -19,8 +19,7 @@ from benchmarks.replay.workload import Workload, coding_agents
 def load(monkeypatch: pytest.MonkeyPatch) -> Workload:
     """A few sessions, whatever is asked for; replays in this process, and no pictures."""
     few = coding_agents(5, sessions=3, hours=0.1, chunk_tokens=512)
-    for module in (report, announced):
-        monkeypatch.setattr(module, "load_of", lambda *_: few)
+    monkeypatch.setattr(report, "load_of", lambda *_: few)
     monkeypatch.setattr(report, "measure", lambda todo, _: (one.row() for one in todo))
     monkeypatch.setattr(page, "write", lambda *_: None)
     return few
@@ -102,9 +101,14 @@ def test_a_file_has_one_set_of_parameters(load: Workload, tmp_path: Path, capsys
         assert f"{file} is of other parameters: name another file with --json" in capsys.readouterr().err
 
 
-def test_what_announcements_are_worth(load: Workload, tmp_path: Path) -> None:
-    """Rows of their own, beside the same replay without; a share of chunks that is fetched ahead is used."""
+def test_what_announcements_are_worth(load: Workload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Announced resumes have rows of their own, beside the same replay without; chunks fetched ahead are used.
+
+    The device holds all sessions of `load`, so this test replays more of them.
+    """
     assert load.prompts
+    more = coding_agents(5, sessions=20, hours=0.3, chunk_tokens=512)
+    monkeypatch.setattr(announced, "load_of", lambda *_: more)
     _rows(tmp_path)
     options = ("--announce", hints.RESUME, "--sigma", "0", "--share", "0.2", "--json", str(tmp_path / "0.json"))
     found = _rows(tmp_path, *options)
