@@ -28,7 +28,7 @@ MUTANTS: dict[str, Mutant] = {
     "a_reset_is_undone": Mutant(
         "When the weights become known after a reset, what was kept before it is found again.",
         one("kvpipe.tiers.namespace:Namespace", "name", "not self.base or not self._own", "True"),
-        test="tests/scheduler/test_fetches.py::test_a_reset_before_the_weights_are_known",
+        test="tests/trials/test_fetches.py::test_a_reset_before_the_weights_are_known",
     ),
     "callables_are_harmless": Mutant(
         "A function that is sent to the workers is taken to leave the weights alone.",

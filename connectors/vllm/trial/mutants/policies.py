@@ -55,7 +55,7 @@ MUTANTS: dict[str, Mutant] = {
     "announced_and_brought_though_it_came": Mutant(
         "A session that has come back is fetched for once more when it was announced for.",
         one("kvpipe.scheduler.announced:Announcements", "came", "for one in found:", "for one in ():"),
-        test="tests/scheduler/test_announced.py::test_who_comes_earlier_brings_its_own",
+        test="tests/trials/test_announced.py::test_who_comes_earlier_brings_its_own",
     ),
     "announced_for_nobody": Mutant(
         "What was fetched for an announced request is counted as of no salt and no adapter.",

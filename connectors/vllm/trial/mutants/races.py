@@ -160,7 +160,7 @@ MUTANTS: dict[str, Mutant] = {
     "stages_load_within_the_step": Mutant(
         "A pipeline's stages load within the step, though vLLM computes the next ones before a failure is reported.",
         one(LOADING, "__init__", " or stages > 1", ""),
-        test="tests/scheduler/test_stall.py::test_stages_load_between_steps",
+        test="tests/trials/test_stall.py::test_stages_load_between_steps",
     ),
     "settled_by_the_last_ticket": Mutant(
         "A job is reported when the last copy that was asked for is over, though earlier ones are not.",

@@ -18,8 +18,8 @@ from kvpipe.messages import Report
 from kvpipe.scheduler.pace import PREFILL_TOKENS_MIN, Pace
 from kvpipe.scheduler.patience import TRIED_EVERY, Patience
 from kvpipe.statemachine import stage as m
-from tests.scheduler.test_fetches import ADD, SHAPE, Played, in_play
-from tests.scheduler.test_overload import STEP, _brought, _busy
+from tests.trials.test_fetches import ADD, SHAPE, Played, in_play
+from tests.trials.test_overload import STEP, _brought, _busy
 from tests.scheduler.test_virtual_time import DISK
 
 

@@ -18,7 +18,7 @@ from kvpipe.scheduler.announced import Announcement, Announcements
 from kvpipe.scheduler.prefetch import KnownPrompt
 from kvpipe.trace import events as e
 from kvpipe.trace.log import Counters
-from tests.scheduler.test_fetches import ADD, SHAPE, Played, in_play
+from tests.trials.test_fetches import ADD, SHAPE, Played, in_play
 
 ROOMY = SHAPE._replace(pool_slots=32, hints=True)
 STEPS: tuple[tuple[object, ...], ...] = (("schedule",), ("update",))

@@ -13,7 +13,7 @@ from kvpipe.scheduler import fetches, stores
 from kvpipe.scheduler.stores import Storing
 from kvpipe.testing.dict_tier import DictTier
 from kvpipe.testing.held_tier import HeldTier
-from tests.scheduler.test_fetches import ADD, SHAPE, Played, in_play
+from tests.trials.test_fetches import ADD, SHAPE, Played, in_play
 
 STEPS: tuple[tuple[object, ...], ...] = (("schedule",), ("update",))
 LIMIT_S = 30

@@ -13,7 +13,7 @@ from kvpipe.scheduler.orders import Order, OrderRefusedError
 from kvpipe.scheduler.prefetch import PREFETCHES_MAX, KnownPrompt, WarmedPrompt
 from kvpipe.scheduler.stages import AHEAD_S_MAX
 from kvpipe.statemachine import stage as m
-from tests.scheduler.test_fetches import ADD, SHAPE, Played, in_play
+from tests.trials.test_fetches import ADD, SHAPE, Played, in_play
 
 ROOMY = SHAPE._replace(pool_slots=24)
 STEPS: tuple[tuple[object, ...], ...] = (("schedule",), ("update",))

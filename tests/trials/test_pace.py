@@ -8,7 +8,7 @@ import pytest
 
 from kvpipe.scheduler.pace import BURST_STEPS_MAX, BURSTS, LOAD_S, Pace
 from kvpipe.statemachine import stage as m
-from tests.scheduler.test_fetches import ADD, in_play
+from tests.trials.test_fetches import ADD, in_play
 
 PREFILL, DECODE = 8192, 8
 PREFILL_S, DECODE_S = 0.4, 0.02

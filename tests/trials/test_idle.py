@@ -11,7 +11,7 @@ from kvpipe.cache.hints import Action
 from kvpipe.scheduler import announced as a
 from kvpipe.scheduler.hints import Wish
 from kvpipe.trace.log import bounded
-from tests.scheduler.test_announced import PAUSE_S, STEPS, announcing, over, steps
+from tests.trials.test_announced import PAUSE_S, STEPS, announcing, over, steps
 
 
 @pytest.mark.parametrize("begun", [True, False], ids=["begun", "due"])

@@ -9,7 +9,7 @@ import pytest
 
 from kvpipe.scheduler.stages import Stage
 from kvpipe.statemachine import stage as m
-from tests.scheduler.test_fetches import ADD, SHAPE, Played, in_play
+from tests.trials.test_fetches import ADD, SHAPE, Played, in_play
 
 
 @contextmanager
