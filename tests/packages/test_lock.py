@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from importlib.metadata import distribution
+from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.packages.environments import ROOT
-
+ROOT = Path(__file__).parents[2]
 LEFT_OUT = {"torchaudio", "torchcodec", "torchvision"}
 """Why: `requirements/README.md`."""
 
