@@ -97,7 +97,7 @@ format: setup
 	.venv/bin/ruff check --fix .
 
 lock:
-	$(PY) -m pip freeze | grep -v -i -E '^(-e |kvpipe|setuptools|pip)' | grep -v -i -x -F -f requirements/docs.lock \
+	$(PY) -m pip freeze --all --exclude pip --exclude kvpipe | grep -v -i -x -F -f requirements/docs.lock \
 	  > requirements/cpu.lock
 
 # does kvpipe fit every supported vLLM release, and, with VERSION=0.34.0, a new one?

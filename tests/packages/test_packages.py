@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.packages.environments import ROOT, environment, run
+from kvpipe.testing.environments import environment, run
 
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
 DISCOVER = """
 import importlib.metadata, json, kvpipe.connectors

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.packages.environments import PIP, ROOT, environment, run
+from kvpipe.testing.environments import PIP, environment, run
 
+ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "tests" / "third_party_tier"
 
 

@@ -1,4 +1,4 @@
-"""Makes virtual environments that have packages of this repository and cannot import anything else of it."""
+"""Makes virtual environments with packages of kvpipe, in which a test runs them as a user does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Final
 
 from kvpipe.testing.waiting import WAIT_S
 
-ROOT: Final = Path(__file__).parents[2]
 PIP: Final = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 
 
