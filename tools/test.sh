@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Every test, in parts, one part after the other, each on all cores; `tools/test.sh quick` runs the first part alone.
-# usage: tools/test.sh default|ci|nightly|quick
+# Every test, in parts, one part after the other, each on all cores.
+# usage: tools/test.sh default|ci|nightly   every test, with this profile of Hypothesis
+#        tools/test.sh quick                the tests that need no vLLM and take less than ten seconds
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONHASHSEED=${PYTHONHASHSEED:-0}
@@ -10,8 +11,7 @@ failed=()
 part() { # part NAME ARGUMENTS…; a test that hangs says where after ten minutes
   local name=$1
   shift
-  [ "$profile" = quick ] || echo "== $name"
-  .venv/bin/python -m pytest -q -p tests.progress --part "$name" --hypothesis-profile="$hypothesis" \
+  .venv/bin/python -m pytest -q -p tests.progress --part "$name" --hypothesis-profile="${profile/quick/default}" \
     -o faulthandler_timeout=600 "$@"
   case $? in
     0) ;;
@@ -20,18 +20,21 @@ part() { # part NAME ARGUMENTS…; a test that hangs says where after ten minute
   esac
 }
 
-hypothesis=$profile
-[ "$profile" = quick ] && hypothesis=default
-# a worker runs whole files, in the order of tests/progress.py
+# a worker takes whole files, in the order of tests/progress.py
 spread=(-n auto --dist loadfile --no-loadscope-reorder)
-clock=tests/contract/test_conformance.py # its tests tell hangs by the clock
-slow=(tests/contract tests/vllm tests/trials tests/packages tests/site tests/second_engine)
+clock=tests/contract/test_conformance.py # its tests tell hangs by the clock, so they run alone
+with_vllm=(
+  tests/contract tests/packages tests/second_engine tests/site tests/trials tests/vllm
+  tests/manage/test_threads.py tests/unit/test_docs.py
+)
+ignored=(--ignore tests/engine)
+for one in "${with_vllm[@]}"; do ignored+=(--ignore "$one"); done
 
-ignored=()
-for folder in tests/engine "${slow[@]}"; do ignored+=(--ignore "$folder"); done
-part quick "${spread[@]}" --quick tests "${ignored[@]}"
-if [ "$profile" != quick ]; then
-  part schedulers "${spread[@]}" "${slow[@]}" property_tests --ignore "$clock"
+if [ "$profile" = quick ]; then
+  part quick "${spread[@]}" --quick -m "not slow" tests "${ignored[@]}"
+else
+  part core "${spread[@]}" --quick tests "${ignored[@]}"
+  part schedulers "${spread[@]}" "${with_vllm[@]}" property_tests --ignore "$clock"
   part engines "${spread[@]}" tests/engine
   part clock "$clock"
 fi

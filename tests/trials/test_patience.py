@@ -10,7 +10,7 @@ from statistics import mean
 import pytest
 
 from benchmarks.replay.engine import Engine
-from benchmarks.replay.model import Host, Model, Store
+from benchmarks.replay.model import Host, Model, Store, disk
 from benchmarks.replay.workload import coding_agents
 from kvpipe.connectors.vllm.trial.shapes import CONSUMER, PRODUCER, Shape
 from kvpipe.connectors.vllm.trial.trial import Trial
@@ -20,7 +20,6 @@ from kvpipe.scheduler.patience import TRIED_EVERY, Patience
 from kvpipe.statemachine import stage as m
 from tests.trials.test_fetches import ADD, SHAPE, Played, in_play
 from tests.trials.test_overload import STEP, _brought, _busy
-from tests.scheduler.test_virtual_time import DISK
 
 
 def _patience(bytes_per_s: float = 900.0, s_per_token: float = 0.01, slow_ms_max: int = 0) -> Patience:
@@ -180,5 +179,5 @@ def test_a_slow_disk_costs_no_time() -> None:
         return mean(Engine(sessions, "lru", model=model, host=Host(400), tiers=tiers).run().ttft_s)
 
     alone_s = ttft_s()
-    assert ttft_s(replace(DISK, read_bytes_per_s=2e8)) < 1.03 * alone_s
-    assert ttft_s(DISK) < 0.97 * alone_s
+    assert ttft_s(replace(disk(1200), read_bytes_per_s=2e8)) < 1.03 * alone_s
+    assert ttft_s(disk(1200)) < 0.97 * alone_s
