@@ -5,6 +5,7 @@ Use it with `-p tests.progress --part NAME`. It works in one process and with py
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -28,20 +29,29 @@ MEASURED: Final = ROOT / ".cache" / "tests"
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options of a part."""
     parser.addoption("--part", default="tests", help="the name of this part in progress lines")
-    parser.addoption("--quick", action="store_true", help="refuse every import of vLLM, which takes ten seconds")
+    parser.addoption("--no-vllm", action="store_true", help="refuse every import of vLLM, which takes ten seconds")
+    parser.addoption("--file-seconds-max", type=float, help="leave out files that took longer, by tests/durations.json")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Report progress, except in a worker of pytest-xdist: its controller does. Refuse vLLM in quick tests."""
-    if config.getoption("quick"):
+    """Report progress, except in a worker of pytest-xdist: its controller does. Refuse vLLM if told so."""
+    if config.getoption("no_vllm"):
         sys.meta_path.insert(0, _NoVllm())
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Progress(str(config.getoption("part"))), "kvpipe-progress")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files that take longer than the option allows."""
+    seconds_max = config.getoption("file_seconds_max")
+    if seconds_max is None or not collection_path.is_relative_to(ROOT):
+        return None
+    return _durations().get(collection_path.relative_to(ROOT).as_posix(), 0.0) > seconds_max or None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Start the files that take longest first, so that no core waits for a long file at the end."""
-    seconds = json.loads(DURATIONS.read_text(encoding="utf-8")) if DURATIONS.is_file() else {}
+    seconds = _durations()
     items.sort(key=lambda item: -seconds.get(_file(item.nodeid), 0.0))
 
 
@@ -51,8 +61,15 @@ class _NoVllm(MetaPathFinder):
     def find_spec(self, fullname: str, *_: object) -> None:
         """Raise ImportError for vLLM and its modules."""
         if fullname.partition(".")[0] == "vllm":
-            message = f"a quick test imports {fullname}: move the test to tests/vllm, tests/trials or tests/contract"
+            message = f"tests without vLLM import {fullname}: name this test in tools/test.sh (with_vllm)"
             raise ImportError(message)
+
+
+@functools.cache
+def _durations() -> dict[str, float]:
+    """Return the recorded seconds of each file, by its path."""
+    found: dict[str, float] = json.loads(DURATIONS.read_text(encoding="utf-8")) if DURATIONS.is_file() else {}
+    return found
 
 
 def _file(nodeid: str) -> str:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Every test, in parts, one part after the other, each on all cores.
 # usage: tools/test.sh default|ci|nightly   every test, with this profile of Hypothesis
-#        tools/test.sh quick                the tests that need no vLLM and take less than ten seconds
+#        tools/test.sh quick                the tests that need no vLLM, of files that take at most ten seconds
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONHASHSEED=${PYTHONHASHSEED:-0}
@@ -26,14 +26,18 @@ clock=tests/contract/test_conformance.py # its tests tell hangs by the clock, so
 with_vllm=(
   tests/contract tests/packages tests/second_engine tests/site tests/trials tests/vllm
   tests/manage/test_threads.py tests/unit/test_docs.py
+  tests/cli/test_doctor.py::test_this_environment_passes
+  tests/scheduler/test_adapters.py::test_vllm_reads_no_other_files
 )
-ignored=(--ignore tests/engine)
-for one in "${with_vllm[@]}"; do ignored+=(--ignore "$one"); done
+without_vllm=(tests --ignore tests/engine)
+for one in "${with_vllm[@]}"; do
+  case $one in *::*) without_vllm+=(--deselect "$one") ;; *) without_vllm+=(--ignore "$one") ;; esac
+done
 
 if [ "$profile" = quick ]; then
-  part quick "${spread[@]}" --quick -m "not slow" tests "${ignored[@]}"
+  part quick "${spread[@]}" --no-vllm --file-seconds-max 10 "${without_vllm[@]}"
 else
-  part core "${spread[@]}" --quick tests "${ignored[@]}"
+  part core "${spread[@]}" --no-vllm "${without_vllm[@]}"
   part schedulers "${spread[@]}" "${with_vllm[@]}" property_tests --ignore "$clock"
   part engines "${spread[@]}" tests/engine
   part clock "$clock"

@@ -300,7 +300,7 @@ def test_certificates_may_be_replaced_while_a_client_runs(tmp_path: Path) -> Non
             shutil.copy(tmp_path / "new" / "ca.pem", mine)
             shutil.copy(tmp_path / "new" / "cert.pem", mine)
             for _ in ("the key is still the old one", "half of a file"):
-                with pytest.raises(TierError, match=r"tls_cert_file=.+, tls_key_file=.+ cannot be used"):
+                with pytest.raises(TierError, match=r"tls_cert_file=.+, tls_key_file="):
                     await tier.exists([some_key(1)])
                 (mine / "key.pem").write_bytes(new.key.read_bytes()[:60])
             shutil.copy(tmp_path / "new" / "key.pem", mine)
