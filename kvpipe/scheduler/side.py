@@ -11,9 +11,9 @@ import functools
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from kvpipe.cache.catalog import Catalog, Piece
+from kvpipe.cache.catalog import Catalog, Chunk, Piece
 from kvpipe.cache.policy import make_policy
 from kvpipe.cache.prefixes import Prefixes
 from kvpipe.cache.quotas import Accounts, SharedCatalog
@@ -49,6 +49,10 @@ from kvpipe.trace.recorder import OFF, Recorder
 if TYPE_CHECKING:
     from kvpipe.cache.tenants import Tenant
     from kvpipe.scheduler.base import Blocks, Published, Request, Step, Tables
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class SchedulerSide:
@@ -224,14 +228,14 @@ class SchedulerSide:
         if self._turns.away:
             self._turns.take()
         tracked = self.requests.add(request)
-        if request.num_preemptions != tracked.preemptions:
-            self.requests.notice_preemption(tracked)
         asking = tracked.asking
         asked = asking.state.row != lookup_m.UNASKED
-        if not asked and external_tokens <= 0 and tracked.state.row != m.NEW:
-            self.requests.go_on(tracked)
-            return
         try:
+            if request.num_preemptions != tracked.preemptions:
+                self.requests.notice_preemption(tracked)
+            if not asked and external_tokens <= 0 and tracked.state.row != m.NEW:
+                self.requests.go_on(tracked)
+                return
             if asked:
                 if request.lora_request is not None:
                     self.adapters.admitted(request, self._step + 1, asking.local)
@@ -251,36 +255,46 @@ class SchedulerSide:
         self.requests.plan_step(step)
         jobs = self.loading.plan_step(step)
         if self.switches.saving:
-            jobs += self._saving.plan_step(step)
+            self._alone("plan_saves", self._saving.plan_step, step, jobs)
         orders: tuple[TierOrder, ...] = ()
         space, staging, computes = "", self.staging, bool(step.num_scheduled_tokens)
         if staging is not None:
             self.trace.about("", 0)
-            staging.patience.pace.step(step.num_scheduled_tokens.values(), time.monotonic())
-            self.prefetching.plan_step(idle=not computes)
-            orders, space = staging.plan(stores=self.switches.storing, idle=not computes), staging.space.name
+            self._alone("pace", staging.patience.pace.step, step.num_scheduled_tokens.values(), time.monotonic())
+            self._alone("prefetch", self.prefetching.plan_step, idle=not computes)
+            orders = self._alone("plan_orders", staging.plan, stores=self.switches.storing, idle=not computes) or ()
+            space = staging.space.name
         self._step += 1
         self.trace.step = self._step + 1  # what comes now belongs to the step that is planned next
         idle, question, claims = self._idle, self.weights.ask(), self.adapters.claims(jobs)
         wait_ms = idle.wait_ms(step, loading=bool(self.requests.waiting)) if idle is not None else 0
         if self.catalog.stale:
             self.trace.about("", 0)
-            self.catalog.sweep()
+            self._alone("sweep", self.catalog.sweep)
         if self.pins.pins:
-            self.pins.expire()
+            self._alone("expire_pins", self.pins.expire)
         if self.orders.due:  # behind the answers of this pass, which count on what is held
-            self.orders.carry_out()
+            self._alone("carry_out_orders", self.orders.carry_out)
         return StepPlan(self._step, tuple(jobs), orders, space, question, claims, wait_ms, computes)
+
+    def _alone(self, where: str, part: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """Return what `part` returns. If it raises, count a fault and return None: the call's other work goes on."""
+        try:
+            return part(*args, **kwargs)
+        except Exception as e:  # noqa: BLE001  (the rest of the call counts, too)
+            self.counters.fault("contained_error", where=where, error=repr(e))
+            return None
 
     def reported(self, report: Report) -> None:
         """Take what ranks have reported with a step's output. A job on which all ranks have reported is over.
 
-        Its chunks are published or released, or it fails.
+        Its chunks are published or released, or it fails. A part of the report that raises keeps no other from being
+        taken: ranks report each thing once.
         """
         if self._turns.away:
             self._turns.take()
         if report.weights:
-            self.weighed(report.weights)
+            self._alone("weighed", self.weighed, report.weights)
         if self.loading.stall is not None and report.rate:
             self.loading.stall.rate = report.rate
         for job_id, tally in sorted(report.tallies.items()):  # pieces of a chunk land in the order of their jobs
@@ -291,11 +305,11 @@ class SchedulerSide:
                 self.counters.fault("contained_error", where="reported", job=job_id, error=repr(e))
         self.switches.tier_lost |= report.lost
         if self.staging is not None and (report.tier_rates or report.unreadable):
-            self.staging.ranks_read(report.tier_rates, report.unreadable)
+            self._alone("ranks_read", self.staging.ranks_read, report.tier_rates, report.unreadable)
         if report.ready:
-            self.slots_ready(report.ready)
+            self._alone("slots_ready", self.slots_ready, report.ready)
         if report.adapters:
-            self.adapters.reported(report.adapters, report.step)
+            self._alone("adapters", self.adapters.reported, report.adapters, report.step)
 
     def slots_ready(self, ready: dict[int, int]) -> None:
         """Take how many slots, from the first on, a rank may use, by rank. Once all have reported, the least counts."""
@@ -324,7 +338,7 @@ class SchedulerSide:
         self.jobs.taint_saves()
         for load in self.jobs.loads_in_step:
             if blocks & load.job.blocks():
-                self.jobs.fail_load(load)
+                self._alone("invalidated", self.jobs.fail_load, load)
 
     def finished(self, request: Request) -> None:
         """The request is over, in whatever state. Its jobs in flight end by themselves."""
@@ -332,10 +346,11 @@ class SchedulerSide:
             self._turns.take()
         tracked = self.requests.tracked.get(request.request_id)
         if tracked is not None and tracked.request is request:
-            ends = self._saving.ended(request)
-            whole = self.prefixes.chunks_from_the_end(request, len(request.block_hashes))
-            chunks = dict.fromkeys((*ends, *whole))  # now: what has ended has no keys of its adapter
+            chunks: dict[Chunk, None] = {}
             try:
+                ends = self._saving.ended(request)
+                whole = self.prefixes.chunks_from_the_end(request, len(request.block_hashes))
+                chunks = dict.fromkeys((*ends, *whole))  # now: a request that has ended has no keys of its adapter
                 self.catalog.refresh(chunks, answer=request.num_tokens - request.num_prompt_tokens)
                 if tracked.answer is not None:
                     self._answers.ended(tracked)
@@ -347,11 +362,11 @@ class SchedulerSide:
                 self._hinting.ended(tracked, list(chunks))
 
     def _end(self, tracked: Tracked) -> None:
-        """Let go of what a request holds."""
+        """Release what a request holds. A part that raises keeps no other from being released."""
         try:
+            self.loading.drop(tracked)
             if self.staging is not None:
                 self.staging.stores.ended(tracked)
-            self.loading.drop(tracked)
         finally:
             self.requests.finish(tracked)
 
