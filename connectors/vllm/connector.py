@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvpipe.config import Settings, load_settings
-from kvpipe.connectors.vllm import compat, drafters, held_adapters, hooks, models, rank_facts, shares, support
+from kvpipe.connectors.vllm import compat, drafters, held_adapters, hooks, models, rank_facts, shares, spans, support
 from kvpipe.connectors.vllm.adapter import ManagedBlocks, Remedies, make_room
 from kvpipe.connectors.vllm.hints import hints_of, kind_of
 from kvpipe.connectors.vllm.kv_events import KvEvents
@@ -197,6 +197,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             space_of=self._spaces.space,
             also_of=self._spaces.also,
             waits_idle=config.parallel_config.data_parallel_size == 1,  # else such ranks' steps go together
+            spans_of=spans.spans_of(config),
             priority_of=_priority if config.scheduler_config.policy == "priority" else None,
             trace=self.recorder,
         )

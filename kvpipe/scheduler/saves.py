@@ -93,6 +93,10 @@ class Saving:
             if request_id in tracked_of:
                 jobs += self._try_save(tracked_of[request_id], NO_END, offered)
 
+    def save_up_to(self, tracked: Tracked, tokens: int) -> Sequence[Job]:
+        """Plan a save of the final units of the request's first `tokens` tokens. Returns it, if there are any."""
+        return self._try_save(tracked, tokens, ())
+
     def _offered(self, step: Step) -> dict[str, Sequence[State]]:
         """Return, by request id, the states that are final once `step` has been computed."""
         states: OfferedStates | None = getattr(step, "kv_connector_block_state", None)

@@ -19,7 +19,7 @@ from kvpipe.cache.prefixes import Prefixes
 from kvpipe.cache.quotas import Accounts, SharedCatalog
 from kvpipe.config import Settings
 from kvpipe.geometry import Geometry
-from kvpipe.messages import Kind, Report, StepPlan, Tally, TierOrder
+from kvpipe.messages import Job, Kind, Report, StepPlan, Tally, TierOrder
 from kvpipe.scheduler.adapters import Adapters
 from kvpipe.scheduler.answers import Answers
 from kvpipe.scheduler.base import Answer, Recovery
@@ -36,6 +36,7 @@ from kvpipe.scheduler.report import RequestReporter
 from kvpipe.scheduler.requests import Requests
 from kvpipe.scheduler.resets import Resets
 from kvpipe.scheduler.saves import Saving
+from kvpipe.scheduler.spans import Spans
 from kvpipe.scheduler.stall import Idle
 from kvpipe.scheduler.switches import Switches
 from kvpipe.scheduler.weights import Weights
@@ -48,7 +49,7 @@ from kvpipe.trace.recorder import OFF, Recorder
 
 if TYPE_CHECKING:
     from kvpipe.cache.tenants import Tenant
-    from kvpipe.scheduler.base import Blocks, Published, Request, Step, Tables
+    from kvpipe.scheduler.base import Blocks, Published, Request, SpansOf, Step, Tables
 
 
 P = ParamSpec("P")
@@ -75,6 +76,7 @@ class SchedulerSide:
         also_of: Callable[[str], str] = lambda _: "",
         waits_idle: bool = False,
         priority_of: Callable[[Request], float] | None = None,
+        spans_of: SpansOf | None = None,
         trace: Recorder = OFF,
     ) -> None:
         """`hash_tokens`: tokens per block hash. `ranks`: their number. `saves`, `loads`: whether this engine does so.
@@ -83,6 +85,7 @@ class SchedulerSide:
         `recovery`: what the engine needs help with. `published`: notified of chunks that can be found, for routers.
         `tiers`: places beyond host memory. `space_of`: from a digest of the weights to the namespace in tiers, or "";
         `also_of`: to a second one with the same bytes. `priority_of`: who has a lower one is admitted first.
+        `spans_of`: returns the spans of a request that no step and no hit may cut; None: no request has any.
         `waits_idle`: a rank may wait for loads in a step that computes nothing, since no computing rank waits for it.
         """
         self.settings, self.geometry, self._ranks, self._step, self._events = settings, geometry, ranks, 0, published
@@ -97,7 +100,10 @@ class SchedulerSide:
         self.orders = orders = Orders(counters, lambda: trace.about("", 0))
         self._turns, self.pins = orders.turns, PromptPins(settings, geometry, catalog, orders)
         self.adapters = adapters = Adapters(ranks, settings.lookup_ms_max / 1000, counters)
-        self.prefixes = prefixes = Prefixes(catalog, geometry, hash_tokens, adapters.keys, self._tenant)
+        self.prefixes = prefixes = Prefixes(
+            catalog, geometry, hash_tokens, adapters.keys, self._tenant, spans_of
+        )  # fmt: skip
+        self._spans = Spans(spans_of, geometry, counters) if spans_of is not None else None
         self.jobs = jobs = Jobs(
             catalog, counters, self.report, ranks=ranks, states=geometry.states, saved=self._saved,
             load_failed=self._load_failed, patience_s=settings.stuck_ms_max / 1000 + PATIENCE_S,
@@ -170,6 +176,8 @@ class SchedulerSide:
     def bind(self, blocks: Blocks) -> None:
         """Take the truth about block tables. Called before the first step."""
         self._saving.blocks = blocks
+        if self._spans is not None:
+            self._spans.blocks = blocks
 
     def trace_moves(self) -> None:
         """Trace the moves of chunks, stages and tier transfers that begin from now on."""
@@ -234,6 +242,8 @@ class SchedulerSide:
             if request.num_preemptions != tracked.preemptions:
                 self.requests.notice_preemption(tracked)
             if not asked and external_tokens <= 0 and tracked.state.row != m.NEW:
+                if self._spans is not None:
+                    self._spans.more(request)
                 self.requests.go_on(tracked)
                 return
             if asked:
@@ -247,6 +257,8 @@ class SchedulerSide:
             tracked.saving.give_up()
             raise
         self.loading.admit(tracked, tables, external_tokens, self._step)
+        if self._spans is not None and self._spans.admitted(request, tables):
+            tracked.saving.give_up()
 
     def plan_step(self, step: Step) -> StepPlan:
         """Plan the step: the loads that were admitted, and a save for every request with newly final units."""
@@ -254,6 +266,8 @@ class SchedulerSide:
             self._turns.take()
         self.requests.plan_step(step)
         jobs = self.loading.plan_step(step)
+        if self._spans is not None:
+            self._stop_at_cuts(self._spans, step, jobs)
         if self.switches.saving:
             self._alone("plan_saves", self._saving.plan_step, step, jobs)
         orders: tuple[TierOrder, ...] = ()
@@ -276,6 +290,19 @@ class SchedulerSide:
         if self.orders.due:  # behind the answers of this pass, which count on what is held
             self._alone("carry_out_orders", self.orders.carry_out)
         return StepPlan(self._step, tuple(jobs), orders, space, question, claims, wait_ms, computes)
+
+    def _stop_at_cuts(self, spans: Spans, step: Step, jobs: list[Job]) -> None:
+        """Save what requests have computed before a span that `step` cuts, and nothing behind it."""
+        try:
+            for tracked, first in spans.plan_step(step, self.requests.tracked):
+                if self.switches.saving:
+                    jobs += self._saving.save_up_to(tracked, first)
+                tracked.saving.give_up()
+        except Exception as e:  # noqa: BLE001  (the loads of the plan go out; which spans were cut is not known)
+            self.counters.fault("contained_error", where="spans", error=repr(e))
+            for request_id in step.num_scheduled_tokens:
+                if (of := self.requests.tracked.get(request_id)) is not None:
+                    of.saving.give_up()
 
     def _alone(self, where: str, part: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
         """Return what `part` returns. If it raises, count a fault and return None: the call's other work goes on."""
@@ -368,7 +395,11 @@ class SchedulerSide:
             if self.staging is not None:
                 self.staging.stores.ended(tracked)
         finally:
-            self.requests.finish(tracked)
+            try:
+                if self._spans is not None:
+                    self._spans.forget(tracked.request.request_id)
+            finally:
+                self.requests.finish(tracked)
 
     def adapter_called(self, number: int) -> None:
         """The engine loads, or removes, the adapter with this number, by a call between steps."""

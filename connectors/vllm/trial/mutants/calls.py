@@ -149,7 +149,6 @@ MUTANTS: dict[str, Mutant] = {
                 CONNECTOR, "update_connector_output", "finally:", "except ZeroDivisionError:\n        pass\n    else:"
             ),
         ),
-        by="nothing_is_held",
     ),
     "aborted_request_forgets_its_load": Mutant(
         "An aborted request's load is forgotten while its copies run.",
@@ -157,7 +156,8 @@ MUTANTS: dict[str, Mutant] = {
             REQUESTS,
             "finish",
             "if tracked.fire(m.FINISH).to.final:",
-            "from kvpipe.cache.catalog import Owner\n                self._jobs.in_flight.pop(tracked.load_job_id, None)\n"
+            "from kvpipe.cache.catalog import Owner\n"
+            "                self._jobs.in_flight.pop(tracked.load_job_id, None)\n"
             "                self._jobs._catalog.release(Owner(request_id, tracked.epoch))\n"
             "                if tracked.fire(m.FINISH).to.final:",
         ),
