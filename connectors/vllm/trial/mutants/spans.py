@@ -35,7 +35,7 @@ MUTANTS: dict[str, Mutant] = {
     "cut_span_is_offered": Mutant(
         "vLLM's prefix cache gives KV that was computed over a cut image to other requests, which save it.",
         one(SPANS, "_offer_none", "blocks.forget(found)", "pass"),
-        test=f"{_REAL}test_nothing_of_an_image_is_saved_that_vllm_has_cut",
+        test=f"{_CORE}test_wrong_kv_leaves_the_engines_own_cache",
     ),
     "cut_span_is_right_from_its_start": Mutant(
         "Of a cut image nothing is saved, though its first part came from vLLM's cache and is right.",
