@@ -20,6 +20,7 @@ from kvpipe.connectors.vllm.trial.moves import ARGUMENTS, trial_moves
 from kvpipe.connectors.vllm.trial.nightly import SEEDS, TrialRun, run
 from kvpipe.connectors.vllm.trial.shapes import CONSUMER, PRODUCER, SHAPES
 from kvpipe.connectors.vllm.trial.trial import MOVES, Move, Trial
+from kvpipe.connectors.vllm.trial.worlds import WORLDS, default_worlds, name_of, pairs, possible, shape_named, shape_of
 from kvpipe.statemachine.diagram import MACHINES as ALL_MACHINES
 from property_tests.profiles import examples
 
@@ -93,7 +94,27 @@ def _ran(shape: str, seed: int) -> TrialRun:
 def _replayed(path: Path) -> TrialRun:
     """Run a kept sequence."""
     kept = json.loads(path.read_text(encoding="utf-8"))
-    return run(SHAPES[kept["shape"]], kept["seed"], [tuple(move) for move in kept["moves"]])
+    return run(shape_named(kept["shape"]), kept["seed"], [tuple(move) for move in kept["moves"]])
+
+
+@pytest.mark.parametrize("at", range(WORLDS))
+def test_every_invariant_holds_in_a_world(at: int) -> None:
+    """A world has one value of every axis of a configuration: combinations that no shape has."""
+    world = default_worlds()[at]
+    ran = run(shape_of(world), at)
+    assert ran.broken == [], f"{name_of(world)} {at}: {json.dumps(ran.made)}"
+
+
+def test_worlds_have_every_pair_of_settings() -> None:
+    """Each value of each axis is tried with each value of each other axis, but for those that conflict."""
+    reached = {pair for world in default_worlds() for pair in pairs(world)}
+    assert reached == possible()
+
+
+def test_a_world_is_built_from_its_name() -> None:
+    """So that a kept sequence needs nothing else."""
+    for world in default_worlds():
+        assert shape_named(name_of(world)) == shape_of(world)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvpipe.config import Settings, load_settings
-from kvpipe.connectors.vllm import compat, drafters, held_adapters, hooks, models, rank_facts, shares, support
+from kvpipe.connectors.vllm import compat, drafters, held_adapters, hooks, models, rank_facts, shares, spans, support
 from kvpipe.connectors.vllm.adapter import ManagedBlocks, Remedies, make_room
 from kvpipe.connectors.vllm.hints import hints_of, kind_of
 from kvpipe.connectors.vllm.kv_events import KvEvents
@@ -197,6 +197,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             space_of=self._spaces.space,
             also_of=self._spaces.also,
             waits_idle=config.parallel_config.data_parallel_size == 1,  # else such ranks' steps go together
+            spans_of=spans.spans_of(config),
             priority_of=_priority if config.scheduler_config.policy == "priority" else None,
             trace=self.recorder,
         )
@@ -528,9 +529,11 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Lease the chunks of the hit and plan its load. vLLM may load all of the hit, less, or nothing."""
         if self.scheduler is not None:
-            if request.mm_features:
-                self._remedies.encoded.began(request.request_id, adapted=request.lora_request is not None)
-            self.scheduler.admitted(request, blocks.blocks, num_external_tokens)
+            try:
+                if request.mm_features:
+                    self._remedies.encoded.began(request.request_id, adapted=request.lora_request is not None)
+            finally:  # vLLM counts on the load
+                self.scheduler.admitted(request, blocks.blocks, num_external_tokens)
 
     @_contained(lambda: PlanMetadata(EMPTY_PLAN))
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
@@ -542,11 +545,15 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
     @_contained(_nothing)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take the reports of all ranks, added up, and the blocks that vLLM recomputes after failed loads."""
+        if self.scheduler is None:
+            return
         report = connector_output.kv_connector_worker_meta
-        if self.scheduler is not None and connector_output.invalid_block_ids:
-            self.scheduler.invalidated(connector_output.invalid_block_ids)
-        if self.scheduler is not None and isinstance(report, ReportMetadata):
-            self.scheduler.reported(report.report)
+        try:
+            if connector_output.invalid_block_ids:
+                self.scheduler.invalidated(connector_output.invalid_block_ids)
+        finally:  # ranks report each job once
+            if isinstance(report, ReportMetadata):
+                self.scheduler.reported(report.report)
 
     @_contained(lambda: (False, None))
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002

@@ -35,6 +35,8 @@ _NOT_OF_MEDIA: Final = frozenset(("cache", "hasher", "ipc", "limit", "profiling"
 _TYPE_IS_ENOUGH: Final = frozenset(("Logger", "PreTrainedTokenizerBase", "Tokenizer", "TokenizerLike", "VllmConfig"))
 """Classes of which the type alone counts: tokens and the engine's settings are known already."""
 
+_UNCUT: Final = "spans are whole"
+
 _FILES: Final = ("*processor*.json", "*.py")
 
 
@@ -52,7 +54,9 @@ def media_facts(config: VllmConfig) -> str:
 
     settings = {name: value for name, value in vars(multimodal).items() if not _NOT_OF_MEDIA & {*name.split("_")}}
     code = model.revision, getattr(model.hf_config, "_commit_hash", None)
-    texts = _text(lambda: settings), _text(lambda: (*code, _files(Path(model.model)))), _text(processor)
+    texts = [_text(lambda: settings), _text(lambda: (*code, _files(Path(model.model)))), _text(processor)]
+    if model.is_mm_prefix_lm:  # older versions stored KV that was computed over images that a step had cut
+        texts.append(_UNCUT)
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
 
 

@@ -14,10 +14,18 @@ from kvpipe.geometry import Geometry
 
 if TYPE_CHECKING:
     from kvpipe.cache.tenants import Tenant
-    from kvpipe.scheduler.base import Request
+    from kvpipe.scheduler.base import Request, Span, SpansOf
 
 Index = Mapping[bytes, object]
 """The keys of one cache group that count as held."""
+
+
+def uncut(spans: Sequence[Span], tokens: int) -> int:
+    """Return the longest prefix, of at most `tokens` tokens, that does not end inside one of `spans`."""
+    for first, stop in spans:
+        if first < tokens < stop:
+            return first
+    return tokens
 
 
 class Prefixes:
@@ -25,12 +33,14 @@ class Prefixes:
 
     def __init__(
         self, catalog: Catalog, geometry: Geometry, hash_tokens: int, hashes: Callable[[Request], Sequence[bytes]],
-        tenant: Callable[[Request], Tenant] | None = None,
+        tenant: Callable[[Request], Tenant] | None = None, spans_of: SpansOf | None = None,
     ) -> None:  # fmt: skip
         """`hash_tokens`: tokens per block hash. `hashes(request)`: returns the hashes under which its blocks are kept.
 
         `tenant(request)`: returns whose its chunks are; by default that of its salt and of an adapter without digest.
+        `spans_of(request)`: returns the spans inside which no prefix may end; None: the engine has none.
         """
+        self._spans_of = spans_of
         self._catalog, self.hashes, self.tenant = catalog, hashes, tenant or catalog.tenants.of
         self._ahead = -(-geometry.ahead_tokens // hash_tokens)
         self.ahead_tokens = self._ahead * hash_tokens
@@ -105,6 +115,15 @@ class Prefixes:
         best = self.hashed_units(hashes, request.num_tokens)
         if self._partial and not continued and self._gives_back(request, best):
             best -= 1
+        best = self._longest(indexes, hashes, best)
+        if self._spans_of is not None:
+            spans = self._spans_of(request)
+            while (whole := uncut(spans, best * self._unit)) < best * self._unit:
+                best = self._longest(indexes, hashes, whole // self._unit)
+        return best
+
+    def _longest(self, indexes: Sequence[Index], hashes: Sequence[bytes], best: int) -> int:
+        """Return the longest prefix, of at most `best` units, for which every cache group holds all that it needs."""
         for group in self._full:
             best = self._longest_full(indexes[group], hashes, best)
         if not self._partial:
@@ -167,7 +186,9 @@ class Prefixes:
                     return known.get(key, miss_reasons.NOT_SAVED)  # operators ask on another thread
                 if key in forgotten:
                     return miss_reasons.RESET
-        return miss_reasons.NOT_SAVED
+        tokens = (units + 1) * self._unit
+        cuts = self._spans_of is not None and uncut(self._spans_of(request), tokens) < tokens
+        return miss_reasons.BELOW_MINIMUM if cuts else miss_reasons.NOT_SAVED
 
     def holding(self, group: int, hashes: Sequence[bytes], base: int, stop: int) -> Chunk | None:
         """Return the chunk that begins at unit `base` and holds the prefix at least up to unit `stop`, or None.

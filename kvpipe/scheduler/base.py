@@ -8,7 +8,7 @@ called on the scheduler's thread.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -91,6 +91,12 @@ class Request(Protocol):
     def resumable(self) -> bool:
         """Whether its prompt may be continued."""
         return False
+
+
+Span = tuple[int, int]
+"""(first token, the token behind the last) of tokens that attend to each other in both directions, as of an image."""
+SpansOf = Callable[[Request], Sequence[Span]]
+"""Returns the spans of a request, in their order. An engine computes each in one step; no hit ends inside a span."""
 
 
 Turn = tuple[float, int]

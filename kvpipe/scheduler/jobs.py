@@ -189,10 +189,12 @@ class Jobs:
 
     def fail_load(self, job: JobInFlight) -> None:
         """The engine knows that a load has failed; the ranks have yet to report it."""
-        if job.believed:
-            job.fire(m.FAILED)
-            self._load_failed(job)
-        self._end_for_request(job)
+        try:
+            if job.believed:
+                job.fire(m.FAILED)
+                self._load_failed(job)
+        finally:
+            self._end_for_request(job)
 
     def taint_saves(self, after: int = 0) -> None:
         """Doubt all saves with an id above `after`: a load has failed, and what they save may be computed from it."""

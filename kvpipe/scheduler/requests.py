@@ -127,15 +127,22 @@ class Requests:
         tracked.stage = None
 
     def finish(self, tracked: Tracked) -> None:
-        """Stop tracking. Jobs in flight end by themselves."""
+        """Stop tracking. Jobs in flight end by themselves. A part that raises keeps no other from its end."""
         request_id = tracked.request.request_id
         del self.tracked[request_id]
-        if tracked.stage is not None:
-            self.end_stage(tracked)
-        if tracked.request.lora_request is not None:
-            self._adapters.end(tracked.request)
         self.waiting.pop(request_id, None)
         self.sessions.pop(request_id, None)
-        self._recovery.finished(request_id, loading=self._jobs.sync_loads > 0)
-        tracked.fire(m.FINISH)
-        self._report.finished(tracked)
+        try:
+            if tracked.stage is not None:
+                self.end_stage(tracked)
+        finally:
+            try:
+                self._recovery.finished(request_id, loading=self._jobs.sync_loads > 0)
+            finally:
+                try:
+                    if tracked.request.lora_request is not None:
+                        self._adapters.end(tracked.request)
+                finally:
+                    if tracked.fire(m.FINISH).to.final:
+                        tracked.load_job_id = 0  # a load that is still in flight ends without it
+                    self._report.finished(tracked)

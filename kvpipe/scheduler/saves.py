@@ -77,9 +77,8 @@ class Saving:
                     break
         return ends
 
-    def plan_step(self, step: Step) -> list[Job]:
-        """Plan a save for every request with newly final units."""
-        jobs: list[Job] = []
+    def plan_step(self, step: Step, jobs: list[Job]) -> None:
+        """Append a save to `jobs` for every request with newly final units."""
         tracked_of, states = self._requests.tracked, self._offered(step) if self._states else {}
         for request_id, scheduled in step.num_scheduled_tokens.items():
             try:
@@ -93,7 +92,10 @@ class Saving:
         for request_id, offered in states.items():  # offered once, perhaps of a request that does not run
             if request_id in tracked_of:
                 jobs += self._try_save(tracked_of[request_id], NO_END, offered)
-        return jobs
+
+    def save_up_to(self, tracked: Tracked, tokens: int) -> Sequence[Job]:
+        """Plan a save of the final units of the request's first `tokens` tokens. Returns it, if there are any."""
+        return self._try_save(tracked, tokens, ())
 
     def _offered(self, step: Step) -> dict[str, Sequence[State]]:
         """Return, by request id, the states that are final once `step` has been computed."""

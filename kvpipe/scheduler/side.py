@@ -11,15 +11,15 @@ import functools
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from kvpipe.cache.catalog import Catalog, Piece
+from kvpipe.cache.catalog import Catalog, Chunk, Piece
 from kvpipe.cache.policy import make_policy
 from kvpipe.cache.prefixes import Prefixes
 from kvpipe.cache.quotas import Accounts, SharedCatalog
 from kvpipe.config import Settings
 from kvpipe.geometry import Geometry
-from kvpipe.messages import Kind, Report, StepPlan, Tally, TierOrder
+from kvpipe.messages import Job, Kind, Report, StepPlan, Tally, TierOrder
 from kvpipe.scheduler.adapters import Adapters
 from kvpipe.scheduler.answers import Answers
 from kvpipe.scheduler.base import Answer, Recovery
@@ -36,6 +36,7 @@ from kvpipe.scheduler.report import RequestReporter
 from kvpipe.scheduler.requests import Requests
 from kvpipe.scheduler.resets import Resets
 from kvpipe.scheduler.saves import Saving
+from kvpipe.scheduler.spans import Spans
 from kvpipe.scheduler.stall import Idle
 from kvpipe.scheduler.switches import Switches
 from kvpipe.scheduler.weights import Weights
@@ -48,7 +49,11 @@ from kvpipe.trace.recorder import OFF, Recorder
 
 if TYPE_CHECKING:
     from kvpipe.cache.tenants import Tenant
-    from kvpipe.scheduler.base import Blocks, Published, Request, Step, Tables
+    from kvpipe.scheduler.base import Blocks, Published, Request, SpansOf, Step, Tables
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class SchedulerSide:
@@ -71,6 +76,7 @@ class SchedulerSide:
         also_of: Callable[[str], str] = lambda _: "",
         waits_idle: bool = False,
         priority_of: Callable[[Request], float] | None = None,
+        spans_of: SpansOf | None = None,
         trace: Recorder = OFF,
     ) -> None:
         """`hash_tokens`: tokens per block hash. `ranks`: their number. `saves`, `loads`: whether this engine does so.
@@ -79,6 +85,7 @@ class SchedulerSide:
         `recovery`: what the engine needs help with. `published`: notified of chunks that can be found, for routers.
         `tiers`: places beyond host memory. `space_of`: from a digest of the weights to the namespace in tiers, or "";
         `also_of`: to a second one with the same bytes. `priority_of`: who has a lower one is admitted first.
+        `spans_of`: returns the spans of a request that no step and no hit may cut; None: no request has any.
         `waits_idle`: a rank may wait for loads in a step that computes nothing, since no computing rank waits for it.
         """
         self.settings, self.geometry, self._ranks, self._step, self._events = settings, geometry, ranks, 0, published
@@ -93,7 +100,10 @@ class SchedulerSide:
         self.orders = orders = Orders(counters, lambda: trace.about("", 0))
         self._turns, self.pins = orders.turns, PromptPins(settings, geometry, catalog, orders)
         self.adapters = adapters = Adapters(ranks, settings.lookup_ms_max / 1000, counters)
-        self.prefixes = prefixes = Prefixes(catalog, geometry, hash_tokens, adapters.keys, self._tenant)
+        self.prefixes = prefixes = Prefixes(
+            catalog, geometry, hash_tokens, adapters.keys, self._tenant, spans_of
+        )  # fmt: skip
+        self._spans = Spans(spans_of, geometry, counters) if spans_of is not None else None
         self.jobs = jobs = Jobs(
             catalog, counters, self.report, ranks=ranks, states=geometry.states, saved=self._saved,
             load_failed=self._load_failed, patience_s=settings.stuck_ms_max / 1000 + PATIENCE_S,
@@ -166,6 +176,8 @@ class SchedulerSide:
     def bind(self, blocks: Blocks) -> None:
         """Take the truth about block tables. Called before the first step."""
         self._saving.blocks = blocks
+        if self._spans is not None:
+            self._spans.blocks = blocks
 
     def trace_moves(self) -> None:
         """Trace the moves of chunks, stages and tier transfers that begin from now on."""
@@ -224,14 +236,16 @@ class SchedulerSide:
         if self._turns.away:
             self._turns.take()
         tracked = self.requests.add(request)
-        if request.num_preemptions != tracked.preemptions:
-            self.requests.notice_preemption(tracked)
         asking = tracked.asking
         asked = asking.state.row != lookup_m.UNASKED
-        if not asked and external_tokens <= 0 and tracked.state.row != m.NEW:
-            self.requests.go_on(tracked)
-            return
         try:
+            if request.num_preemptions != tracked.preemptions:
+                self.requests.notice_preemption(tracked)
+            if not asked and external_tokens <= 0 and tracked.state.row != m.NEW:
+                if self._spans is not None:
+                    self._spans.more(request)
+                self.requests.go_on(tracked)
+                return
             if asked:
                 if request.lora_request is not None:
                     self.adapters.admitted(request, self._step + 1, asking.local)
@@ -243,6 +257,8 @@ class SchedulerSide:
             tracked.saving.give_up()
             raise
         self.loading.admit(tracked, tables, external_tokens, self._step)
+        if self._spans is not None and self._spans.admitted(request, tables):
+            tracked.saving.give_up()
 
     def plan_step(self, step: Step) -> StepPlan:
         """Plan the step: the loads that were admitted, and a save for every request with newly final units."""
@@ -250,37 +266,62 @@ class SchedulerSide:
             self._turns.take()
         self.requests.plan_step(step)
         jobs = self.loading.plan_step(step)
+        if self._spans is not None:
+            self._stop_at_cuts(self._spans, step, jobs)
         if self.switches.saving:
-            jobs += self._saving.plan_step(step)
+            self._alone("plan_saves", self._saving.plan_step, step, jobs)
         orders: tuple[TierOrder, ...] = ()
         space, staging, computes = "", self.staging, bool(step.num_scheduled_tokens)
         if staging is not None:
             self.trace.about("", 0)
-            staging.patience.pace.step(step.num_scheduled_tokens.values(), time.monotonic())
-            self.prefetching.plan_step(idle=not computes)
-            orders, space = staging.plan(stores=self.switches.storing, idle=not computes), staging.space.name
+            self._alone("pace", staging.patience.pace.step, step.num_scheduled_tokens.values(), time.monotonic())
+            self._alone("prefetch", self.prefetching.plan_step, idle=not computes)
+            orders = self._alone("plan_orders", staging.plan, stores=self.switches.storing, idle=not computes) or ()
+            space = staging.space.name
         self._step += 1
         self.trace.step = self._step + 1  # what comes now belongs to the step that is planned next
         idle, question, claims = self._idle, self.weights.ask(), self.adapters.claims(jobs)
         wait_ms = idle.wait_ms(step, loading=bool(self.requests.waiting)) if idle is not None else 0
         if self.catalog.stale:
             self.trace.about("", 0)
-            self.catalog.sweep()
+            self._alone("sweep", self.catalog.sweep)
         if self.pins.pins:
-            self.pins.expire()
+            self._alone("expire_pins", self.pins.expire)
         if self.orders.due:  # behind the answers of this pass, which count on what is held
-            self.orders.carry_out()
+            self._alone("carry_out_orders", self.orders.carry_out)
         return StepPlan(self._step, tuple(jobs), orders, space, question, claims, wait_ms, computes)
+
+    def _stop_at_cuts(self, spans: Spans, step: Step, jobs: list[Job]) -> None:
+        """Save what requests have computed before a span that `step` cuts, and nothing behind it."""
+        try:
+            for tracked, first in spans.plan_step(step, self.requests.tracked):
+                if self.switches.saving:
+                    jobs += self._saving.save_up_to(tracked, first)
+                tracked.saving.give_up()
+        except Exception as e:  # noqa: BLE001  (the loads of the plan go out; which spans were cut is not known)
+            self.counters.fault("contained_error", where="spans", error=repr(e))
+            for request_id in step.num_scheduled_tokens:
+                if (of := self.requests.tracked.get(request_id)) is not None:
+                    of.saving.give_up()
+
+    def _alone(self, where: str, part: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """Return what `part` returns. If it raises, count a fault and return None: the call's other work goes on."""
+        try:
+            return part(*args, **kwargs)
+        except Exception as e:  # noqa: BLE001  (the rest of the call counts, too)
+            self.counters.fault("contained_error", where=where, error=repr(e))
+            return None
 
     def reported(self, report: Report) -> None:
         """Take what ranks have reported with a step's output. A job on which all ranks have reported is over.
 
-        Its chunks are published or released, or it fails.
+        Its chunks are published or released, or it fails. A part of the report that raises keeps no other from being
+        taken: ranks report each thing once.
         """
         if self._turns.away:
             self._turns.take()
         if report.weights:
-            self.weighed(report.weights)
+            self._alone("weighed", self.weighed, report.weights)
         if self.loading.stall is not None and report.rate:
             self.loading.stall.rate = report.rate
         for job_id, tally in sorted(report.tallies.items()):  # pieces of a chunk land in the order of their jobs
@@ -291,11 +332,11 @@ class SchedulerSide:
                 self.counters.fault("contained_error", where="reported", job=job_id, error=repr(e))
         self.switches.tier_lost |= report.lost
         if self.staging is not None and (report.tier_rates or report.unreadable):
-            self.staging.ranks_read(report.tier_rates, report.unreadable)
+            self._alone("ranks_read", self.staging.ranks_read, report.tier_rates, report.unreadable)
         if report.ready:
-            self.slots_ready(report.ready)
+            self._alone("slots_ready", self.slots_ready, report.ready)
         if report.adapters:
-            self.adapters.reported(report.adapters, report.step)
+            self._alone("adapters", self.adapters.reported, report.adapters, report.step)
 
     def slots_ready(self, ready: dict[int, int]) -> None:
         """Take how many slots, from the first on, a rank may use, by rank. Once all have reported, the least counts."""
@@ -324,7 +365,7 @@ class SchedulerSide:
         self.jobs.taint_saves()
         for load in self.jobs.loads_in_step:
             if blocks & load.job.blocks():
-                self.jobs.fail_load(load)
+                self._alone("invalidated", self.jobs.fail_load, load)
 
     def finished(self, request: Request) -> None:
         """The request is over, in whatever state. Its jobs in flight end by themselves."""
@@ -332,10 +373,11 @@ class SchedulerSide:
             self._turns.take()
         tracked = self.requests.tracked.get(request.request_id)
         if tracked is not None and tracked.request is request:
-            ends = self._saving.ended(request)
-            whole = self.prefixes.chunks_from_the_end(request, len(request.block_hashes))
-            chunks = dict.fromkeys((*ends, *whole))  # now: what has ended has no keys of its adapter
+            chunks: dict[Chunk, None] = {}
             try:
+                ends = self._saving.ended(request)
+                whole = self.prefixes.chunks_from_the_end(request, len(request.block_hashes))
+                chunks = dict.fromkeys((*ends, *whole))  # now: a request that has ended has no keys of its adapter
                 self.catalog.refresh(chunks, answer=request.num_tokens - request.num_prompt_tokens)
                 if tracked.answer is not None:
                     self._answers.ended(tracked)
@@ -347,13 +389,17 @@ class SchedulerSide:
                 self._hinting.ended(tracked, list(chunks))
 
     def _end(self, tracked: Tracked) -> None:
-        """Let go of what a request holds."""
+        """Release what a request holds. A part that raises keeps no other from being released."""
         try:
+            self.loading.drop(tracked)
             if self.staging is not None:
                 self.staging.stores.ended(tracked)
-            self.loading.drop(tracked)
         finally:
-            self.requests.finish(tracked)
+            try:
+                if self._spans is not None:
+                    self._spans.forget(tracked.request.request_id)
+            finally:
+                self.requests.finish(tracked)
 
     def adapter_called(self, number: int) -> None:
         """The engine loads, or removes, the adapter with this number, by a call between steps."""

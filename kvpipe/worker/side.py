@@ -193,9 +193,9 @@ class WorkerSide:
             self.counters.fault("contained_error", where="bind", error=repr(error))
             plan = self._plan = plan._replace(jobs=tuple(map(broken, plan.jobs)))
         try:
+            self._begin_orders(plan)
             if plan.question:
                 self._weighed = plan.question, self.weigh_now()
-            self._begin_orders(plan)
         finally:
             self.pipeline.begin(plan)
 
@@ -257,17 +257,18 @@ class WorkerSide:
 
     def take_bad_blocks(self) -> set[int]:
         """Return the blocks whose sync load failed."""
+        suspects = self.pipeline.take_suspects()
         bad, self._bad_blocks = self._bad_blocks, set()
-        return bad | self.pipeline.take_suspects()
+        return bad | suspects
 
     def take_report(self) -> Report | None:
         """Return what has happened on this rank since the last call; None: nothing that the scheduler side must know.
 
         Called after `collect`.
         """
-        tallies, weighed, was_ready = self._take_tallies(), self._weighed, self._ready_reported
-        unreadable = self.carrier.unreadable if self.carrier is not None else frozenset()
-        were_unreadable, news, ready = self._unreadable, self.adapters.news(), self.ready
+        carrier, ready, was_ready, were_unreadable = self.carrier, self.ready, self._ready_reported, self._unreadable
+        unreadable, rates = (carrier.unreadable, carrier.rates) if carrier is not None else (frozenset[int](), {})
+        news, weighed, tallies = self._news(), self._weighed, self._take_tallies()  # last: reported once, or lost
         self._weighed, self._ready_reported, self._unreadable = None, ready, unreadable
         if not (tallies or self.lost or weighed or news or ready != was_ready or unreadable != were_unreadable):
             return None
@@ -275,13 +276,21 @@ class WorkerSide:
             tallies,
             lost=self.lost,
             rate=self.pipeline.copies.rate.bytes_per_s,
-            tier_rates=self.carrier.rates if self.carrier is not None else {},
+            tier_rates=rates,
             unreadable={self.rank: unreadable} if unreadable != were_unreadable else {},
             ready={self.rank: ready} if ready != was_ready else {},
             weights={self.rank: weighed} if weighed else {},
             adapters={self.rank: news} if news else {},
             step=self.adapters.step,
         )
+
+    def _news(self) -> dict[int, bytes]:
+        """Return which adapters this rank holds since the last call; nothing yet if they cannot be read."""
+        try:
+            return self.adapters.news()
+        except Exception as error:  # noqa: BLE001  (the rest of the report counts: jobs are reported once)
+            self.counters.fault("contained_error", where="adapters", error=repr(error))
+            return {}
 
     def _take_tallies(self) -> dict[int, Tally]:
         """Return this rank's outcomes since the last call."""

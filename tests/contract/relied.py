@@ -107,6 +107,7 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
             "is_diffusion",
             "is_encoder_decoder",
             "is_hybrid",
+            "is_mm_prefix_lm",
             "is_prefix_caching_supported",
             "max_model_len",
             "model",
@@ -185,6 +186,10 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "vllm/lora/request.py": {"LoRARequest": ("is_3d_lora_weight",)},
     "vllm/lora/worker_manager.py": {"WorkerLoRAManager": ("_adapter_manager", "_load_adapter")},
+    "vllm/multimodal/inputs.py": {
+        "MultiModalFeatureSpec": ("modality", "mm_position"),
+        "PlaceholderRange": ("length", "offset"),
+    },
     "vllm/v1/attention/backends/triton_attn.py": {
         "TritonAttentionImpl": ("_ensure_scale_caches", "_is_per_token_head_quant")
     },

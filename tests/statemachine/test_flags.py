@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TOPS = ("statemachine", "kvpipe", "connectors")
 
 OF_A_SHAPE = """
-    answers asynchronous branches deferred dense device drafter events failing fresh graphs hints operators priorities
-    quotas resumes sibling slow undropped v2 warms
+    answers asynchronous branches deferred dense device drafter events failing fails fresh graphs hints operators
+    priorities quotas resumes sibling slow undropped v2 warms
 """
 
 FLAGS: dict[str, dict[str, str]] = {

@@ -19,7 +19,14 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from kvpipe.connectors.vllm.media import media_facts
 
 
-def engine(model: Path | str, *, commit: str | None = None, revision: str = "main", **settings: object) -> Any:
+def engine(
+    model: Path | str,
+    *,
+    commit: str | None = None,
+    revision: str = "main",
+    both_directions: bool = False,
+    **settings: object,
+) -> Any:
     """Return the configuration of a multimodal engine."""
     multimodal = SimpleNamespace(language_model_only=False, mm_processor_kwargs=None, **settings)
     return SimpleNamespace(
@@ -28,6 +35,7 @@ def engine(model: Path | str, *, commit: str | None = None, revision: str = "mai
             model=str(model),
             revision=revision,
             hf_config=SimpleNamespace(_commit_hash=commit),
+            is_mm_prefix_lm=both_directions,
         )
     )
 
@@ -212,3 +220,8 @@ def test_settings_count(tmp_path: Path) -> None:
     plain = media_facts(engine(tmp_path / "org" / "model"))
     assert media_facts(engine(tmp_path / "org" / "model", limit_per_prompt={"image": 2})) == plain
     assert media_facts(engine(tmp_path / "org" / "model", video_pruning_rate=0.5)) != plain
+
+
+def test_models_whose_images_attend_in_both_directions_have_a_namespace_of_their_own(tmp_path: Path) -> None:
+    """Older versions stored KV that was computed over images that a step had cut. Other models keep their namespace."""
+    assert media_facts(engine(tmp_path, both_directions=True)) != media_facts(engine(tmp_path))

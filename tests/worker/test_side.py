@@ -184,3 +184,23 @@ def test_a_shutdown_goes_on_though_a_part_raises(whole: SideRig, monkeypatch: py
         with pytest.raises(RuntimeError, match="carrier"):
             side.shutdown()
     assert ended == ["_readier", "pipeline", "carrier"]
+
+
+def test_tallies_are_reported_when_adapters_cannot_be(whole: SideRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank reports a job once: the scheduler's side waits for that report for ever."""
+    side = whole.side
+
+    def fail() -> dict[int, bytes]:
+        raise OSError
+
+    monkeypatch.setattr(side.adapters, "news", fail)
+    side.bind(plan(job(1)))
+    for layer in "abc":
+        side.save_layer(layer)
+    side.end_step()
+    whole.engine.complete_all()
+    whole.settle()
+    report = side.take_report()
+    assert report is not None
+    assert report.tallies == {1: Tally(1, 0)}
+    assert side.counters["contained_error"] == 1

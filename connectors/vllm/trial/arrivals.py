@@ -56,6 +56,7 @@ class Arrivals(ABC):
         self.old_keys: set[bytes] = set()  # of prefixes that were computed with other weights or adapters
         self.before = dict[bytes, bytes | None]()  # the block hash before each
         self.violations = list[str]()
+        self.cut_short = set[str]()  # requests that vLLM has ended because a load failed
 
     @abstractmethod
     def _in_flight_steps(self) -> list[TrialStep]:
@@ -186,6 +187,7 @@ class Arrivals(ABC):
     ) -> None:
         prompt, wanted = prompt[:PROMPT_TOKENS_MAX], 1 + answer % ANSWER_TOKENS_MAX
         self.added += 1
+        self.cut_short.discard(request_id)
         one = self.live[request_id] = Live(request_id, self._sequence(prompt, salt, lora), wanted, salt, lora)
         if resumable:
             one.turns = deque()

@@ -29,6 +29,7 @@ from kvpipe.connectors.vllm.trial.invariants import Watched
 from kvpipe.connectors.vllm.trial.moves import show
 from kvpipe.connectors.vllm.trial.shapes import SHAPES, Connector, Shape, make_configs
 from kvpipe.connectors.vllm.trial.trial import Move, Trial
+from kvpipe.connectors.vllm.trial.worlds import shape_named
 
 SHRINK_STUCK_SECONDS = 2.0
 SHRINK_DRAIN_STEPS = 600
@@ -66,7 +67,8 @@ class Case(NamedTuple):
         """Return the shape with its changes."""
         given: dict[str, Any] = json.loads(self.changes)
         changes: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
-        return SHAPES[self.shape]._replace(**changes)
+        shape = shape_named(self.shape)._replace(**changes)
+        return shape._replace(fails=True) if self.policy == "fail" else shape
 
 
 class CaseOutcome(NamedTuple):
@@ -308,7 +310,7 @@ def _conduct(case: Case, limits: CaseLimits, beat: Callable[[bytes], object]) ->
     beat(b".")
     trials.DRAIN_STEPS_MAX = limits.drain_steps
     try:
-        trial = Trial(shape, case.seed, connector=connector, policy=case.policy)
+        trial = Trial(shape, case.seed, connector=connector)
     except BaseException as e:  # noqa: BLE001
         return CaseOutcome("cannot_import", message=f"{connector.name} cannot be constructed: {one_line(e)}",
                        detail=traceback.format_exc(limit=-8))  # fmt: skip

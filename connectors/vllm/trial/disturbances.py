@@ -148,7 +148,9 @@ class Disturbances(Steps):
     def _held_apart(self) -> bool:
         """Whether others than running requests hold blocks."""
         if self.kvpipe is not None:
-            return self.shape.async_loads or any(one.turns is not None for one in self.live.values())
+            return (
+                self.shape.async_loads or self.shape.sibling or any(one.turns is not None for one in self.live.values())
+            )
         manager, running = self.scheduler.kv_cache_manager, [r.request_id for r in self.scheduler.running]
         tables = (m.req_to_blocks.get(r, ()) for m in manager.coordinator.single_type_managers for r in running)
         theirs = {block.block_id for table in tables for block in table if not block.is_null}

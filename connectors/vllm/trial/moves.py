@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from kvpipe.connectors.vllm.trial.arrivals import ANSWER_TOKENS_MAX, DOCUMENT_TOKENS_MAX, DOCUMENTS, OWN_TOKENS_MAX
 from kvpipe.connectors.vllm.trial.hints import HINTS
@@ -71,6 +72,8 @@ HINT = 8
 """How often a request is to come with hints, where the shape has them."""
 OPERATE = 8
 """How often operators pin, unpin or evict, where the shape has them."""
+FAIL = 8
+"""How often a copy is to fail, where vLLM ends a request whose load has failed."""
 
 SWARM = (0.3, 1.0, 1.0, 3.0)
 """A sequence makes each move more or less often than others do, by one of these factors: sequences that are alike reach
@@ -80,9 +83,9 @@ SHUTDOWNS = 0.1
 """The share of sequences that end in mid-flight."""
 
 
-def random_moves(seed: int | str, count: int, *, hints: bool = False, operators: bool = False) -> Iterator[Move]:
-    """Yield `count` moves, and at last a probe or a shutdown."""
-    made = WEIGHTS | ({"hint": HINT} if hints else {}) | ({"operate": OPERATE} if operators else {})
+def random_moves(seed: int | str, count: int, more: Mapping[str, float] = MappingProxyType({})) -> Iterator[Move]:
+    """Yield `count` moves, and at last a probe or a shutdown. `more`: weights beside `WEIGHTS`, or in their place."""
+    made = {**WEIGHTS, **more}
     rng = random.Random(seed)  # noqa: S311
     weights = [weight * rng.choice(SWARM) for weight in made.values()]
     for name in rng.choices(list(made), weights, k=count):
@@ -92,8 +95,9 @@ def random_moves(seed: int | str, count: int, *, hints: bool = False, operators:
 
 def trial_moves(shape: Shape, seed: int) -> Iterator[Move]:
     """Yield the moves of the trial of `shape` with `seed`."""
-    more = {"hints": shape.hints, "operators": shape.operators}
-    return random_moves(f"{seed} Shape({_fields(shape)})", MOVES_PER_TRIAL, **more)
+    wanted = (shape.hints, "hint", HINT), (shape.operators, "operate", OPERATE), (shape.fails, "fail", FAIL)
+    more = {move: weight for holds, move, weight in wanted if holds}
+    return random_moves(f"{seed} Shape({_fields(shape)})", MOVES_PER_TRIAL, more)
 
 
 def _fields(shape: Shape) -> str:

@@ -37,6 +37,7 @@ from kvpipe.connectors.vllm.trial.mutants import MUTANTS, Mutant, Patch
 from kvpipe.connectors.vllm.trial.nightly import SEEDS, Work, make_pool, sequences
 from kvpipe.connectors.vllm.trial.shapes import KVPIPE, SHAPES
 from kvpipe.connectors.vllm.trial.trial import Move
+from kvpipe.connectors.vllm.trial.worlds import default_worlds, name_of
 
 LIMITS = CaseLimits(stuck_seconds=20.0)
 SHRINK_SECONDS = 10.0
@@ -134,8 +135,9 @@ def _moves(made: list[list[Any]]) -> tuple[Move, ...]:
 
 
 def profile(mutant: Mutant, kept: list[Work], killer: Work | None = None) -> Iterator[Case]:
-    """Yield `killer`, then what is kept and each shape by each seed, as in the default profile; its own shape first."""
-    works = [*kept, *(Work(name, seed) for seed in SEEDS for name in SHAPES)]
+    """Yield `killer`, then the default profile: what is kept, each shape by each seed, worlds; its own shape first."""
+    drawn = (Work(name_of(world), seed) for seed, world in enumerate(default_worlds()))
+    works = [*kept, *(Work(name, seed) for seed in SEEDS for name in SHAPES), *drawn]
     works.sort(key=lambda work: work.shape != mutant.shape)
     for work in works if killer is None else [killer, *works]:
         yield Case(KVPIPE, work.shape, work.seed, work.all_moves(), invariant=mutant.by)

@@ -8,9 +8,11 @@ can be reached never was.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
+import random
 import sys
 import time
 import traceback
@@ -20,19 +22,22 @@ from multiprocessing.pool import IMapIterator, Pool
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvpipe.connectors.vllm.trial import reach
+from kvpipe.connectors.vllm.trial import reach, worlds
 from kvpipe.connectors.vllm.trial.children import Case, CaseRunner
 from kvpipe.connectors.vllm.trial.invariants import Watched
 from kvpipe.connectors.vllm.trial.moves import trial_moves
 from kvpipe.connectors.vllm.trial.shapes import KVPIPE, SHAPES, Shape
 from kvpipe.connectors.vllm.trial.trial import Move, Trial
+from kvpipe.connectors.vllm.trial.worlds import shape_named
 
 REPORT_SECONDS = 15.0
 STUCK_SECONDS = 600.0
 SHRINK_SECONDS = 120.0
-BROKEN_MAX = 20
+BROKEN_MAX = NEVER_MAX = 20
 SEEDS = range(8)
 """The seeds of the default profile, for every shape."""
+WORLDS_PER_SEED = 24
+"""How many worlds are tried beside all shapes."""
 
 
 class TrialRun(NamedTuple):
@@ -75,7 +80,7 @@ class Work(NamedTuple):
 
     def all_moves(self) -> tuple[Move, ...]:
         """Return the moves that it makes."""
-        return self.moves if self.moves is not None else tuple(trial_moves(SHAPES[self.shape], self.seed))
+        return self.moves if self.moves is not None else tuple(trial_moves(shape_named(self.shape), self.seed))
 
 
 class Done(NamedTuple):
@@ -86,7 +91,7 @@ class Done(NamedTuple):
 
 
 def _make(work: Work) -> Done:
-    return Done(work, run(SHAPES[work.shape], work.seed, work.moves))
+    return Done(work, run(shape_named(work.shape), work.seed, work.moves))
 
 
 def sequences(folder: Path) -> list[Work]:
@@ -104,12 +109,15 @@ class Night:
         self.seed = self.steps = self.trials = 0
         self.seconds = 0.0
         self.cells: Counter[reach.Cell] = Counter()
+        self.pairs: Counter[worlds.Pair] = Counter()
         self.broken: list[dict[str, object]] = []
         if state is not None and state.exists():
             kept = json.loads(state.read_text(encoding="utf-8"))
             self.seed, self.steps, self.trials = kept["seed"], kept["steps"], kept["trials"]
             self.seconds, self.broken = kept["seconds"], kept["broken"]
             self.cells.update({reach.Cell(*name.split("/")): times for name, times in kept["cells"].items()})
+            told = {tuple(name.split()): times for name, times in kept.get("pairs", {}).items()}
+            self.pairs.update({pair: told[pair] for pair in worlds.possible() if pair in told})
 
     def save(self) -> None:
         """Write the state file."""
@@ -117,12 +125,15 @@ class Night:
             kept = {
                 "seed": self.seed, "steps": self.steps, "trials": self.trials, "seconds": round(self.seconds, 1),
                 "broken": self.broken, "cells": {"/".join(cell): n for cell, n in sorted(self.cells.items())},
+                "pairs": {" ".join(pair): n for pair, n in sorted(self.pairs.items())},
             }  # fmt: skip
             self._state.parent.mkdir(parents=True, exist_ok=True)
             self._state.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
-    def go(self, names: list[str], first: list[Work], seconds: float, seed_stop: int, steps_stop: int) -> None:
-        """Make the trials of `first`, then every shape per seed, until one of the limits."""
+    def go(
+        self, names: list[str], first: list[Work], seconds: float, seed_stop: int, steps_stop: int, drawn: int
+    ) -> None:
+        """Make the trials of `first`, then, per seed, every shape and `drawn` worlds, until one of the limits."""
         begin = last = time.monotonic()
         seeds, steps, earlier = self.seed, self.steps, self.seconds
         with make_pool(self._jobs) as pool:
@@ -137,7 +148,9 @@ class Night:
                 over = self.seed >= seed_stop or self.steps >= steps_stop or now - begin > seconds
                 if over or len(self.broken) >= BROKEN_MAX:
                     break
-                todo = [Work(name, self.seed) for name in names]
+                rng = random.Random(f"worlds {self.seed}")  # noqa: S311
+                others = itertools.islice(worlds.covering(rng, self.pairs.keys()), drawn)
+                todo = [Work(name, self.seed) for name in (*names, *map(worlds.name_of, others))]
                 if now - last > REPORT_SECONDS:
                     last = now
                     self.save()
@@ -145,7 +158,7 @@ class Night:
                     sys.stdout.write(
                         f"seed {self.seed}: {self.steps} steps, {(self.steps - steps) / (now - begin):.0f} steps/s, "
                         f"{(self.seed - seeds) / (now - begin):.2f} seeds/s of {len(names)} trials, "
-                        f"{reached} of {can} cells, "
+                        f"{reached} of {can} cells, {len(self.pairs)} of {len(worlds.possible())} pairs, "
                         f"{len(self.broken)} broken\n"
                     )
                     sys.stdout.flush()
@@ -156,6 +169,8 @@ class Night:
         self.trials += 1
         self.steps += ran.steps
         self.cells += ran.cells
+        if work.shape.startswith(worlds.PREFIX):
+            self.pairs.update(worlds.pairs(worlds.world_named(work.shape)))
         if ran.broken:
             made = [list(move) for move in ran.made]
             self.broken.append({"shape": work.shape, "seed": work.seed, "broken": ran.broken[:3], "moves": made})
@@ -207,9 +222,10 @@ def shrink(broken: list[dict[str, object]], folder: Path) -> None:
     """Write each finding's shortest sequence into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     with make_pool(1) as pool:
-        for one in broken:
+        for at, one in enumerate(broken):
             kept = pool.apply(_shrink_one, (one,))
-            path = folder / f"{kept['shape']}-{kept['seed']}.json"
+            shape = "world" if kept["shape"].startswith(worlds.PREFIX) else kept["shape"]
+            path = folder / f"{shape}-{kept['seed']}-{at}.json"
             path.write_text(json.dumps(kept) + "\n", encoding="utf-8")
             sys.stdout.write(f"{len(kept['moves'])} moves in {path}\n")
 
@@ -244,7 +260,8 @@ def main(arguments: list[str] | None = None) -> int:
     night = Night(options.state, options.jobs)
     known = len(night.broken)
     first = sequences(options.sequences) if options.sequences is not None else []
-    night.go(options.shape or list(SHAPES), first, options.seconds, options.seeds, options.steps)
+    names, drawn = options.shape or list(SHAPES), 0 if options.shape else WORLDS_PER_SEED
+    night.go(names, first, options.seconds, options.seeds, options.steps, drawn)
     found = night.broken[known:]
     if found:
         shrink(found, options.out)
@@ -255,10 +272,16 @@ def main(arguments: list[str] | None = None) -> int:
         f"{night.seconds:.0f} s ({rate:.0f}/s), {len(night.broken)} broken\n"
         f"cells reached: {reached} of {can}\n" + "".join(f"  never: {cell}\n" for cell in missed)
     )
+    never = sorted(worlds.possible() - night.pairs.keys())
+    sys.stdout.write(
+        f"pairs of settings reached: {len(night.pairs)} of {len(worlds.possible())}\n"
+        + "".join(f"  never: {one} with {other}\n" for one, other in never[:NEVER_MAX])
+    )
     if options.reach and missed:
         sys.stdout.write("not every cell that can be reached was: give it more time\n")
     if options.json:
-        sys.stdout.write(json.dumps({"version": vllm.__version__, "broken": night.broken, "seed": night.seed}) + "\n")
+        kept = {"version": vllm.__version__, "broken": night.broken, "seed": night.seed, "never": never}
+        sys.stdout.write(json.dumps(kept) + "\n")
     return 1 if found or (options.reach and missed) else 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import kvpipe.testing.doc_tables
@@ -13,6 +13,7 @@ from kvpipe.connectors.vllm.trial.mutants import MUTANTS
 from kvpipe.connectors.vllm.trial.reach import MACHINES, reachable
 from kvpipe.connectors.vllm.trial.shapes import SHAPES
 from kvpipe.connectors.vllm.trial.trial import MOVES
+from kvpipe.connectors.vllm.trial.worlds import AXES, CONFLICTS
 
 PAGE, VERDICTS = Path("docs/fuzzing.md"), Path("docs/results/mutants.json")
 
@@ -24,6 +25,8 @@ def tables(verdicts: list[dict[str, object]]) -> dict[str, str]:
         "invariants": _table("law", "invariant", "sentence", rows=_invariants()),
         "moves": _table("move", "arguments: what happens", rows=((f"`{n}`", text) for n, text in MOVES.items())),
         "shapes": _table("shape", "", rows=((f"`{n}`", f"`{_differs(n)}`") for n in SHAPES)),
+        "worlds": _table("axis", "values", rows=((f"`{n}`", _quoted(of)) for n, of in AXES.items())),
+        "conflicts": _table("why", "values", rows=((why, _together(one)) for why, one in CONFLICTS)),
         "reach": _table("machine", "cells", "that do not reject", rows=_reach()),
         "mutants": _table(
             "bug put back in", "", "found by", "after",
@@ -34,6 +37,14 @@ def tables(verdicts: list[dict[str, object]]) -> dict[str, str]:
             ),
         ),
     }  # fmt: skip
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _together(one: dict[str, str]) -> str:
+    return "; ".join(f"`{axis}`: {values.replace(' ', ', ')}" for axis, values in one.items())
 
 
 def _invariants() -> Iterator[tuple[str, ...]]:

@@ -75,6 +75,7 @@ class TrialStep(NamedTuple):
     output: SchedulerOutput
     sampling: frozenset[str]  # requests whose prefill is complete with this step
     sequences: dict[str, Sequence]
+    undigested: int  # steps before it whose results vLLM had not got yet
 
 
 class RankOutput(NamedTuple):
@@ -333,7 +334,7 @@ class Rank(Runner):
 
     @property
     def _pool(self) -> HostPool:
-        pool = self.connector.worker._pool  # type: ignore[attr-defined]  # noqa: SLF001
+        pool = self.kvpipe.worker._pool  # noqa: SLF001
         assert isinstance(pool, HostPool)  # noqa: S101
         return pool
 

@@ -12,7 +12,7 @@ from kvpipe.connectors.vllm.adapter import ManagedBlocks, Remedies
 from kvpipe.connectors.vllm.remedies.admission import LoadAdmission
 from kvpipe.geometry import Geometry, Group, Layer
 from kvpipe.messages import Job, Kind, Report, Tally
-from kvpipe.scheduler.base import LATER
+from kvpipe.scheduler.base import LATER, SpansOf
 from kvpipe.scheduler.records import BEYOND_TOKENS
 from kvpipe.scheduler.side import SchedulerSide
 from kvpipe.testing.catalog_integrity import check_integrity
@@ -91,6 +91,7 @@ class SchedulerWorld:
         dropped_units: int = 0,
         tiers: Sequence[GuardedTier] = (),
         quotas: Sequence[dict[str, Any]] = (),
+        spans_of: SpansOf | None = None,
     ) -> None:
         """An empty cache."""
         keys = {"load": load, "prefault": touch, "policy": policy, "learn_answers": True}
@@ -109,6 +110,7 @@ class SchedulerWorld:
             recovery=self.remedies,
             waits_idle=waits_idle,
             tiers=tiers,
+            spans_of=spans_of,
             trace=trace,
         )
         self.tables: list[dict[str, list[TableEntry]]] = [{} for _ in windows]

@@ -90,6 +90,7 @@ class Shape(NamedTuple):
     `role`: vLLM's `kv_role`. A consumer has a producer beside it, to which all happens that happens to the consumer:
     they share the tiers.
     `slow`: the tiers are slower than the engine computes.
+    `fails`: vLLM's `kv_load_failure_policy` is `fail`: it ends a request whose load has failed.
     """
 
     asynchronous: bool = False
@@ -137,6 +138,7 @@ class Shape(NamedTuple):
     resumes: bool = False
     role: str = "kv_both"
     slow: bool = False
+    fails: bool = False
 
     @property
     def steps_in_flight(self) -> int:
@@ -445,7 +447,7 @@ def _second_runners() -> type:
 
 
 @functools.cache
-def make_configs(shape: Shape, connector: Connector = KVPIPE, policy: str = "recompute") -> tuple[Any, Any]:
+def make_configs(shape: Shape, connector: Connector = KVPIPE) -> tuple[Any, Any]:
     """Return vLLM's (VllmConfig, KVCacheConfig) for `shape`, shared by every engine made of it."""
     from vllm.config import (
         CacheConfig,
@@ -492,7 +494,7 @@ def make_configs(shape: Shape, connector: Connector = KVPIPE, policy: str = "rec
                 kv_connector=connector.name,
                 kv_role=shape.role,
                 kv_connector_module_path=connector.module,
-                kv_load_failure_policy=policy,
+                kv_load_failure_policy="fail" if shape.fails else "recompute",
                 kv_connector_extra_config=extra | json.loads(connector.extra),
             ),
         )

@@ -50,6 +50,7 @@ class Steps(Arrivals):
         self._scheduled, self._executed = deque[TrialStep](), deque[tuple[TrialStep, "ModelRunnerOutput"]]()
         self._begun = deque[tuple[TrialStep, dict[str, list[int]], list[RankOutput]]]()  # by a pipeline's first stage
         self._drafter = Drafter(seed + 1, shape.drafts)
+        self._invalid = deque[set[int]](maxlen=8)  # blocks of failed loads, as the last steps have reported them
 
     @abstractmethod
     def _settle_tiers(self) -> None:
@@ -76,7 +77,8 @@ class Steps(Arrivals):
             output.kv_connector_metadata = pickle.loads(pickle.dumps(output.kv_connector_metadata))  # noqa: S301
         scheduled = output.num_scheduled_tokens
         sampling = frozenset(r for r in scheduled if not self.scheduler.requests[r].is_prefill_chunk)
-        self._scheduled.append(TrialStep(output, sampling, {r: self.live[r].sequence for r in scheduled}))
+        sequences = {r: self.live[r].sequence for r in scheduled}
+        self._scheduled.append(TrialStep(output, sampling, sequences, self.in_flight))
 
     def _execute(self) -> None:
         """Run the oldest step; of a pipeline first the first stage, as far ahead as it can, and then the others."""
@@ -104,16 +106,29 @@ class Steps(Arrivals):
             self._finish()
         if not self._executed:
             return
+        from vllm.v1.engine import FinishReason
+
         step, result = self._executed.popleft()
         reported = result.kv_connector_output
         self.let_down |= reported.failed_recving if reported is not None else set()
         for outputs in self.scheduler.update_from_output(step.output, result).values():
             for one in outputs.outputs:
                 self.live[one.request_id].output += one.new_token_ids
+                if one.finish_reason == FinishReason.ERROR:
+                    self._cut_short(one.request_id, reported)
+        self.wrong = [wrong for wrong in self.wrong if wrong.request not in self.cut_short]
         self._gone()
         if self.shape.drafts and not self.shape.asynchronous:
             self._propose(step)
         self.on_update()
+
+    def _cut_short(self, request: str, reported: KVConnectorOutput | None) -> None:
+        """Excuse a request that vLLM has ended because a load failed: its answer is short, its last reads are wrong."""
+        if self.shape.fails and reported is not None and (reported.invalid_block_ids or reported.failed_recving):
+            self.live[request].aborted = True
+            self.cut_short.add(request)
+        else:
+            self.violations.append(f"right_answers: {request} was ended, but no load has failed in this step")
 
     def _step(self, count: int = 1) -> None:
         for _ in range(1 + count % 8):
@@ -164,8 +179,11 @@ class Steps(Arrivals):
             loads = [job.blocks() for job in jobs if job.kind == Kind.LOAD_SYNC]
             if others := invalid - {block for blocks in loads for block in blocks}:
                 self.violations.append(f"only_failed_blocks_are_reported: {others}, which this step has not loaded")
-        for wrong in (w for one in ran for w in one.wrong):  # vLLM throws away what rests on invalid blocks
-            if not invalid & self.ranks[wrong.rank].table(wrong.request):
+        late = list(self._invalid)[-step.undigested :] if self.shape.fails and step.undigested else ()
+        self._invalid.append(invalid)
+        for wrong in (w for one in ran for w in one.wrong):  # vLLM discards results that rest on invalid blocks
+            table = self.ranks[wrong.rank].table(wrong.request)
+            if wrong.request not in self.cut_short and not invalid.union(*late) & table:
                 self.wrong.append(wrong)
         self.reads += len(ids) * sum(len(rank.layers) for rank in self.ranks)
         return result

@@ -81,7 +81,6 @@ class Trial(Disturbances):
         seed: int = 0,
         *,
         connector: Connector = KVPIPE,
-        policy: str = "recompute",
     ) -> None:
         """`seed`: the documents. If it is even, what the two sides exchange is pickled, as between processes."""
         from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
@@ -94,9 +93,9 @@ class Trial(Disturbances):
         super().__init__(shape, seed)
         self.producer: Trial | None = None
         if shape.role == CONSUMER:
-            self.producer = Trial(shape._replace(role=PRODUCER), seed, connector=connector, policy=policy)
+            self.producer = Trial(shape._replace(role=PRODUCER), seed, connector=connector)
             self.tiers = self.producer.tiers
-        config, cache = make_configs(shape, connector, policy)
+        config, cache = make_configs(shape, connector)
         kind = AsyncScheduler if shape.asynchronous else PlainScheduler
         with patch.object(KVPipeConnector, "make_tiers", self._made_tiers):
             self.scheduler: Scheduler = kind(

@@ -16,6 +16,7 @@ from kvpipe.connectors.vllm.trial.mutants import (
     pool,
     publishing,
     races,
+    spans,
     states,
     tenants,
     tiers,
@@ -43,6 +44,7 @@ MUTANTS: dict[str, Mutant] = {
         states,
         layouts,
         policies,
+        spans,
     )
     for name, mutant in area.MUTANTS.items()
 }

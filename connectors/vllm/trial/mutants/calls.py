@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvpipe.connectors.vllm.trial.mutants.base import (
     CATALOG,
+    CONNECTOR,
     COPIES,
     JOBS,
     LOADING,
@@ -12,6 +13,7 @@ from kvpipe.connectors.vllm.trial.mutants.base import (
     REQUESTS,
     SAVE_PROGRESS,
     SAVING,
+    SCHEDULER,
     SWITCHES,
     WORKER,
     Mutant,
@@ -133,14 +135,31 @@ MUTANTS: dict[str, Mutant] = {
         "A chunk that is being written may be dropped, and its slot is free at once.",
         one(CATALOG, "_drop", "if chunk.held:", "if chunk.leases:"),
     ),
+    "failed_load_of_a_request_that_is_over": Mutant(
+        "A request that is over gets the event of a load that has failed, and the step's other reports are not taken.",
+        (
+            Patch(REQUESTS, "finish", "tracked.load_job_id = 0", "pass"),
+            Patch(
+                SCHEDULER,
+                "invalidated",
+                'self._alone("invalidated", self.jobs.fail_load, load)',
+                "self.jobs.fail_load(load)",
+            ),
+            Patch(
+                CONNECTOR, "update_connector_output", "finally:", "except ZeroDivisionError:\n        pass\n    else:"
+            ),
+        ),
+    ),
     "aborted_request_forgets_its_load": Mutant(
         "An aborted request's load is forgotten while its copies run.",
         one(
             REQUESTS,
             "finish",
-            "tracked.fire(m.FINISH)",
-            "from kvpipe.cache.catalog import Owner\n    self._jobs.in_flight.pop(tracked.load_job_id, None)\n"
-            "    self._jobs._catalog.release(Owner(request_id, tracked.epoch))\n    tracked.fire(m.FINISH)",
+            "if tracked.fire(m.FINISH).to.final:",
+            "from kvpipe.cache.catalog import Owner\n"
+            "                self._jobs.in_flight.pop(tracked.load_job_id, None)\n"
+            "                self._jobs._catalog.release(Owner(request_id, tracked.epoch))\n"
+            "                if tracked.fire(m.FINISH).to.final:",
         ),
     ),
     # ---- preemption --------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "hit_without_its_state": Mutant(
         "A hit is as long as the attention that is held, whatever state there is.",
-        one(PREFIXES, "longest", "while best and self._states", "while False"),
+        one(PREFIXES, "_longest", "while best and self._states", "while False"),
         shape="states",
     ),
     "state_before_it_is_final": Mutant(

@@ -1,0 +1,244 @@
+"""Worlds: one value of every axis of a configuration, drawn as a product, so that no combination is left out by hand.
+
+A world's name lists the values that are not their axis's first, as in `world: scheduler=async failure=fail`. A name is
+all that is needed to build the shape again.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections.abc import Collection, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+from kvpipe.connectors.vllm.trial.shapes import BLOCK, CONSUMER, PRODUCER, SHAPES, Shape
+
+PREFIX: Final = "world:"
+WORLDS: Final = 100
+World = tuple[tuple[str, str], ...]
+"""(axis, value) of every axis, in the order of `AXES`."""
+
+_TWO: Final[dict[str, Any]] = {"windows": (None, 2 * BLOCK), "blocks": 24}
+_STATES: Final[dict[str, Any]] = {"windows": (None, None), "states": (1,), "blocks": 24}
+_DRAFTER: Final[dict[str, Any]] = {"drafts": 3, "drafter": True}
+AXES: Final[dict[str, dict[str, dict[str, Any]]]] = {
+    "scheduler": {"sync": {}, "async": {"asynchronous": True}},
+    "failure": {"recompute": {}, "fail": {"fails": True}},
+    "load": {"auto": {}, "sync": {"load": "sync"}, "async": {"load": "async"}},
+    "groups": {
+        "one": {},
+        "window": {"windows": (2 * BLOCK,)},
+        "hybrid": _TWO,
+        "local": {"windows": (None, 3 * BLOCK), "locals": (1,), "blocks": 24},
+        "block-sizes": _TWO | {"sizes": (2 * BLOCK, BLOCK)},
+        "hash-blocks": _TWO | {"hashes": BLOCK // 2},
+        "tails": {"windows": (None, BLOCK), "sizes": (2 * BLOCK, BLOCK // 2), "blocks": 24},
+        "states": _STATES,
+        "states-within-blocks": _STATES | {"hashes": BLOCK // 4},
+        "exported-states": _STATES | {"hashes": BLOCK // 4, "exports": BLOCK // 2},
+        "window-and-states": {"windows": (None, 2 * BLOCK, None), "states": (2,), "blocks": 36},
+    },
+    "runner": {"v1": {}, "v2": {"v2": True}},
+    "mode": {"layerwise": {}, "step": {"mode": "step"}, "auto": {"mode": "auto"}},
+    "ranks": {
+        "one": {},
+        "two": {"ranks": 2},
+        "pipeline": {"ranks": 2, "stages": 2, "layers_per_group": 4},
+        "context": {"ranks": 2, "dcp": 2},
+        "pipeline-of-context": {"ranks": 4, "stages": 2, "layers_per_group": 4, "dcp": 2},
+    },
+    "drafts": {
+        "none": {},
+        "ngram": {"drafts": 3},
+        "drafter": _DRAFTER,
+        "masks": _DRAFTER | {"masks": 3},
+        "more-masks": _DRAFTER | {"masks": 4},
+        "undropped-masks": _DRAFTER | {"masks": 3, "undropped": True},
+    },
+    "reports": {"last": {}, "deferred": {"deferred": True}},
+    "hooks": {
+        "all": {},
+        "device": {"device": True},
+        "graphs": {"graphs": True},
+        "unhooked": {"layers_per_group": 4, "unhooked": 2},
+    },
+    "tiers": {"none": {}, "one": {"tiers": 1}, "two": {"tiers": 2}, "slow": {"tiers": 1, "slow": True}},
+    "role": {"both": {}, "producer": {"role": PRODUCER}, "consumer": {"role": CONSUMER}},
+    "eviction": {"lru": {}, "s3fifo": {"policy": "s3fifo"}, "sessions": {"policy": "sessions"}},
+    "pool": {"small": {"pool_slots": 6}, "large": {"pool_slots": 24}, "fresh": {"pool_slots": 12, "fresh": True}},
+    "order": {
+        "fcfs": {},
+        "priorities": {"priorities": True},
+        "long-prefills": {"long_prefills": 2 * BLOCK},
+        "both": {"priorities": True, "long_prefills": 2 * BLOCK},
+    },
+    "states": {"sparse": {}, "dense": {"dense": True}, "branches": {"branches": True}},
+    "events": {"off": {}, "on": {"events": True}},
+    "clients": {"plain": {}, "hints": {"hints": True}, "resumes": {"hints": True, "resumes": True}},
+    "operators": {"none": {}, "pins": {"operators": True}, "warms": {"operators": True, "warms": True}},
+    "tenants": {"equal": {}, "quotas": {"quotas": True}},
+    "beside": {"alone": {}, "sibling": {"sibling": True}},
+    "saved": {"answers": {}, "prompts": {"answers": False}},
+}
+"""The fields of a shape that each value sets. The first value of an axis is the simplest."""
+
+_STAGED, _DIVIDED = "pipeline pipeline-of-context", "context pipeline-of-context"
+_STATEFUL = "states states-within-blocks exported-states window-and-states"
+_FED = "masks more-masks undropped-masks"
+_DRAFTERS = f"drafter {_FED}"
+_DRAFTS = f"ngram {_DRAFTERS}"
+_SEVERAL = f"window hybrid local block-sizes hash-blocks tails {_STATEFUL}"
+CONFLICTS: Final[tuple[tuple[str, dict[str, str]], ...]] = (
+    ("kvpipe refuses sync loads of several groups or windows", {"load": "sync", "groups": _SEVERAL}),
+    ("kvpipe refuses sync loads between stages", {"load": "sync", "ranks": _STAGED}),
+    ("kvpipe refuses drafts between stages", {"ranks": _STAGED, "drafts": _DRAFTS, "scheduler": "sync"}),
+    ("kvpipe refuses drafts between stages", {"ranks": _STAGED, "drafts": _DRAFTS, "runner": "v1"}),
+    ("kvpipe refuses layerwise copies of a drafter", {"mode": "layerwise", "drafts": _DRAFTERS}),
+    ("kvpipe refuses a divided drafter", {"ranks": _DIVIDED, "drafts": _DRAFTERS, "runner": "v1"}),
+    ("kvpipe refuses local attention of divided blocks", {"groups": "local", "ranks": _DIVIDED}),
+    ("kvpipe refuses states with n-gram drafts", {"groups": _STATEFUL, "drafts": "ngram"}),
+    (
+        "kvpipe refuses states of answers that a stage lacks",
+        {"groups": _STATEFUL, "drafts": _DRAFTERS, "ranks": _STAGED, "states": "dense"},
+    ),
+    (
+        "vLLM's own events leave out blocks that it does not keep",
+        {"events": "on", "groups": f"local tails {_STATEFUL}"},
+    ),
+    ("vLLM's local attention has no drafter that is fed context", {"groups": "local", "drafts": _FED}),
+    ("quotas share all slots, ready or not", {"tenants": "quotas", "pool": "fresh"}),
+    ("the index of events names the blocks ahead that a drafter's KV rests on", {"events": "on", "drafts": "drafter"}),
+    ("a producer without a tier has nobody to give to", {"role": "producer consumer", "tiers": "none"}),
+    ("nothing is fetched without a tier", {"operators": "warms", "tiers": "none"}),
+)
+"""Why no engine has such values together: a world conflicts if it has one of the values of every axis that is named."""
+Pair = tuple[str, str]
+"""Two values of different axes, each as `axis=value`, in the order of `AXES`."""
+CANDIDATES = 6
+"""Of so many worlds the one is tried that has the most new pairs."""
+
+
+def _of_axis() -> dict[str, list[dict[str, frozenset[str]]]]:
+    """Return the conflicts in which each axis takes part."""
+    found: dict[str, list[dict[str, frozenset[str]]]] = {axis: [] for axis in AXES}
+    for _, one in CONFLICTS:
+        for axis in one:
+            found[axis].append({other: frozenset(values.split()) for other, values in one.items()})
+    return found
+
+
+_CONFLICTS: Final = _of_axis()
+
+
+def _fits(world: Mapping[str, str], axis: str) -> bool:
+    """Whether the value of `axis` conflicts with no other value of `world`."""
+    return not any(all(world.get(other) in values for other, values in one.items()) for one in _CONFLICTS[axis])
+
+
+def draw(rng: random.Random, given: Mapping[str, str] = MappingProxyType({})) -> World | None:
+    """Return a world with the values `given`: axis by axis, in any order, a value that fits those before.
+
+    None: `given` fit into no world.
+    """
+    for _ in range(8):  # what fits two axes may fit no third
+        world = dict(given)
+        for axis in sorted(AXES, key=lambda _: rng.random()):
+            values = [world[axis]] if axis in world else list(AXES[axis])
+            fit = [value for value in values if _fits(world | {axis: value}, axis)]
+            if not fit:
+                break
+            world[axis] = rng.choice(fit)
+        else:
+            return tuple((axis, world[axis]) for axis in AXES)
+    return None
+
+
+def pairs(world: World) -> Iterator[Pair]:
+    """Yield the pairs of values of a world."""
+    return itertools.combinations((f"{axis}={value}" for axis, value in world), 2)
+
+
+@functools.cache
+def possible() -> frozenset[Pair]:
+    """Return all pairs of values that some world has."""
+    rng, found = random.Random(0), set[Pair]()  # noqa: S311
+    for axis, other in itertools.combinations(AXES, 2):
+        for value, beside in itertools.product(AXES[axis], AXES[other]):
+            if (f"{axis}={value}", f"{other}={beside}") not in found:
+                world = draw(rng, {axis: value, other: beside})
+                found.update(pairs(world) if world is not None else ())
+    return frozenset(found)
+
+
+def covering(rng: random.Random, reached: Collection[Pair] = ()) -> Iterator[World]:
+    """Yield worlds without end. Each has pairs that are not in `reached`, and that no earlier one had, if any are left.
+
+    When none is left all pairs count as new once more.
+    """
+    left = set(possible() - set(reached))
+    while True:
+        left = left or set(possible())
+        first = min(left, key=lambda _: rng.random())
+        given = dict(one.split("=") for one in first)
+        drawn = [world for world in (draw(rng, given) for _ in range(CANDIDATES)) if world is not None]
+        best = max(drawn, key=lambda world: len(left.intersection(pairs(world))))
+        left.difference_update(pairs(best))
+        yield best
+
+
+@functools.cache
+def default_worlds() -> tuple[World, ...]:
+    """Return the worlds of the default profile: `WORLDS`, which have every pair that is possible."""
+    return tuple(itertools.islice(covering(random.Random(0)), WORLDS))  # noqa: S311
+
+
+def shape_of(world: World) -> Shape:
+    """Return the shape of a world."""
+    fields: dict[str, Any] = {}
+    for axis, value in world:
+        fields |= AXES[axis][value]
+    shape = Shape(**fields)
+    if shape.unhooked:
+        shape = shape._replace(layers_per_group=max(4, shape.layers_per_group))
+    if shape.states and shape.drafter:
+        shape = shape._replace(blocks=shape.blocks + 12)
+    if shape.states and shape.masks:  # vLLM knows a fed drafter's group by itself
+        shape = shape._replace(windows=(*shape.windows, None), blocks=shape.blocks + 12)
+    if shape.states and shape.dcp > 1:  # a block of attention is as many of states as ranks share it
+        sizes = (BLOCK if i in shape.states or window else shape.dcp * BLOCK for i, window in enumerate(shape.windows))
+        shape = shape._replace(sizes=tuple(sizes))
+    return shape._replace(failing=may_fail(shape))
+
+
+def may_fail(shape: Shape) -> bool:
+    """Whether loads may fail: vLLM answers wrongly when it computes again what a sync load did not bring.
+
+    It does so with its asynchronous scheduler, and where a drafter has KV of its own.
+    """
+    waits = shape.load == "async" or shape.stages > 1 or len(shape.windows) > 1 or shape.windows[0] is not None
+    return waits or shape.fails or not (shape.asynchronous or shape.drafter)
+
+
+def name_of(world: World) -> str:
+    """Return the name of a world."""
+    return " ".join((PREFIX, *(f"{axis}={value}" for axis, value in world if value != next(iter(AXES[axis])))))
+
+
+def shape_named(name: str) -> Shape:
+    """Return the shape with this name, or of the world with this name.
+
+    Raises:
+        KeyError: there is none.
+
+    """
+    if not name.startswith(PREFIX):
+        return SHAPES[name]
+    return shape_of(world_named(name))
+
+
+def world_named(name: str) -> World:
+    """Return the world with this name, which begins with `PREFIX`."""
+    given = dict(part.split("=") for part in name.removeprefix(PREFIX).split())
+    return tuple((axis, given.get(axis, next(iter(values)))) for axis, values in AXES.items())
