@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from typing import TYPE_CHECKING, Final, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -14,11 +15,23 @@ SALT_KEPT_CHARS_MAX: Final = 256
 """The most characters of a salt that chunks and what is learned refer to. Servers take no longer ones than 128."""
 
 
+_HASHED: Final = re.compile("sha256:[0-9a-f]{64}")
+
+
+class HashedSalt(str):
+    """A salt that is kept as its hash. No salt of a request is kept as the same text."""
+
+    __slots__ = ()
+
+
 def kept_salt(salt: str) -> str:
-    """Return a salt as it is kept beyond its request: a longer one as its SHA-256, in hex."""
-    if len(salt) <= SALT_KEPT_CHARS_MAX:
+    """Return a salt as it is kept beyond its request: as it is, or as a `HashedSalt` if it is long. Idempotent.
+
+    A salt that looks like a hash is hashed, too: else its tenant would be that of the salt with this hash.
+    """
+    if isinstance(salt, HashedSalt) or (len(salt) <= SALT_KEPT_CHARS_MAX and not _HASHED.fullmatch(salt)):
         return salt
-    return hashlib.sha256(salt.encode("utf-8", "surrogatepass")).hexdigest()
+    return HashedSalt(f"sha256:{hashlib.sha256(salt.encode('utf-8', 'surrogatepass')).hexdigest()}")
 
 
 class AdapterIdentity(NamedTuple):

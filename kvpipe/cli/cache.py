@@ -8,13 +8,12 @@ import json
 import re
 import signal
 import sys
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Final, NamedTuple
 
 import anyio
-import anyio.to_thread
 from pydantic import ByteSize
 from rich import box
 from rich.console import Console
@@ -25,25 +24,22 @@ from rich.table import Table
 from kvpipe import config_errors, plugins
 from kvpipe.cli import held
 from kvpipe.cli.asking import ASKS_ENGINE, list_commands
+from kvpipe.cli.judging import DAMAGED, GONE, GOOD, NOT_ENCRYPTED, STALE, UNJUDGED, Judge, Judgement
 from kvpipe.cli.numbers import count_from_1
 from kvpipe.config import load_settings
 from kvpipe.errors import UsageError
-from kvpipe.tiers.base import ALIGN_BYTES, Entry, Get, Read, Tier, TierError
-from kvpipe.tiers.envelope import HEADER_BYTES, VERSION, DamagedError, Sealer, describe, pages, version_of
+from kvpipe.tiers.base import Entry, Key, Tier, TierError
 from kvpipe.tiers.guard import capacity_of
-from kvpipe.tiers.keyring import secrets_of
 from kvpipe.tiers.registry import make_tier, named, parse_tiers
 from kvpipe.tiers.spec import TierSpec
 
 LISTED_MAX: Final = 1000
 BATCH: Final = 256  # keys dropped at a time
-LARGE_BYTES: Final = 256 << 20
-VALUE_BYTES_MAX: Final = 8 << 30
-"""No rank's part of a chunk is longer."""
+TRIES: Final = 8
+"""How many values of a namespace are read, until one shows its format and key."""
 PIPE_COLUMNS: Final = 240
-INTERRUPTED: Final = 130
-GOOD, GONE = "good", "gone"
-STALE, ODD = "stale", "odd"
+WELL, NOT_WELL, DOUBTFUL, INTERRUPTED = 0, 1, 2, 130
+"""Exit statuses. DOUBTFUL: there are values that cannot be judged from here, so nothing is deleted."""
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 Report = dict[str, Any]
@@ -51,12 +47,13 @@ Report = dict[str, Any]
 
 
 class TierCommand(NamedTuple):
-    """One subcommand at one tier, which is open. `tick` is called for every value seen."""
+    """One subcommand at one tier, which is open. `tick` is called for every value seen; `show` prints a report."""
 
     tier: Tier
     spec: TierSpec
     args: argparse.Namespace
     tick: Callable[[], None]
+    show: Callable[[Report], None]
 
     async def entries(self) -> AsyncIterator[Entry]:
         """Yield what the tier holds, of `--namespace` if that is given."""
@@ -65,11 +62,12 @@ class TierCommand(NamedTuple):
             if self.args.namespace in {None, entry.key.namespace}:
                 yield entry
 
-    async def batches(self, count: int) -> AsyncIterator[list[Entry]]:
-        """Yield the same, `count` at a time."""
+    async def batches(self, count: int, only: Callable[[Entry], bool] | None = None) -> AsyncIterator[list[Entry]]:
+        """Yield the same, `count` at a time, or `only` some of them."""
         batch: list[Entry] = []
         async for entry in self.entries():
-            batch.append(entry)
+            if only is None or only(entry):
+                batch.append(entry)
             if len(batch) == count:
                 yield batch
                 batch = []
@@ -77,8 +75,8 @@ class TierCommand(NamedTuple):
             yield batch
 
 
-Action = Callable[[TierCommand, Report], Coroutine[Any, Any, bool]]
-"""Adds its findings to the report; returns whether the tier is well. Raises TierError."""
+Action = Callable[[TierCommand, Report], Coroutine[Any, Any, int]]
+"""Adds its findings to the report; returns the exit status. Raises TierError."""
 
 
 def add_parsers(cache: argparse.ArgumentParser) -> None:
@@ -102,16 +100,20 @@ def _add_tiers(sub: Any) -> None:  # noqa: ANN401  (argparse hides its type)
     one = _parser(sub, "ls", _ls, "list keys with size and age, sorted by key")
     one.add_argument("--limit", type=count_from_1, default=LISTED_MAX, help=f"how many to list (default {LISTED_MAX})")
 
-    one = _parser(sub, "verify", _verify, "read every value and check it; status 1 if any is damaged")
-    one.add_argument("--delete", action="store_true", help="drop the damaged ones")
+    judges = "status 2, and nothing is deleted, if values cannot be judged: name their key"
+    one = _parser(sub, "verify", _verify, f"read every value and check it; status 1 if any is damaged; {judges}")
+    one.add_argument("--delete", action="store_true", help="print the damaged ones and why they are, then delete them")
 
-    one = _parser(sub, "purge", _purge, "drop values without asking first; prints how many")
+    one = _parser(sub, "purge", _purge, f"show which values would be dropped, or drop them; {judges}")
     one.add_argument("--older-than", type=_duration_s, metavar="AGE", help="values of that age: 45s, 30m, 12h, 7d")
     one.add_argument(
         "--stale", action="store_true", help="values of formats before this one, which this version does not read"
     )
     one.add_argument("--all", action="store_true", help="every value of kvpipe's that is there")
-    one.add_argument("--dry-run", action="store_true", help="only print what would be dropped")
+    one.add_argument("--force", action="store_true", help="with --namespace: also if its values cannot be judged")
+    deletes = one.add_mutually_exclusive_group()
+    deletes.add_argument("--delete", action="store_true", help="print which values are to be dropped, then drop them")
+    deletes.add_argument("--dry-run", action="store_true", help="only print which values would be dropped: the default")
 
 
 def _parser(sub: Any, name: str, action: Action, description: str) -> argparse.ArgumentParser:  # noqa: ANN401
@@ -124,14 +126,16 @@ def _parser(sub: Any, name: str, action: Action, description: str) -> argparse.A
 
 
 def run(args: argparse.Namespace, action: Action) -> int:
-    """Do `action` at every tier, one after the other. Returns the exit status: 1 if one was not well or not usable.
+    """Do `action` at every tier, one after the other. Returns the highest exit status: see `WELL`.
 
     Raises:
-        UsageError: no tier is named, one is named wrongly, or `purge` has no selection.
+        UsageError: no tier is named, one is named wrongly, or `purge` has no selection or a contradictory one.
 
     """
     if action is _purge and args.all == (bool(args.namespace) or args.older_than is not None or args.stale):
         raise UsageError("kvpipe: purge: choose the values: --all, or any of --namespace, --older-than and --stale")
+    if action is _purge and args.force and (args.stale or not args.namespace):
+        raise UsageError("kvpipe: purge: --force drops values that cannot be judged; name theirs with --namespace")
     specs = parse_tiers(args.tier) if args.tier else load_settings().tiers
     if not specs:
         raise UsageError("kvpipe: no tier is named; write a URL or a path, or set KVPIPE_TIERS or KVPIPE_CONFIG_FILE")
@@ -150,22 +154,22 @@ async def _at(name: str, spec: TierSpec, args: argparse.Namespace, action: Actio
     spec = spec.model_copy(update={"store": "never"})  # no folder is made, nothing makes room for values to come
     tier, report = make_tier(name, spec, writes=False), Report(tier=name)
     try:
-        with _progress(name) as tick:
+        with _progress(name, args) as shown:
             async with _opened(tier):
-                well = await action(TierCommand(tier, spec, args, tick), report)
+                status = await action(TierCommand(tier, spec, args, *shown), report)
     except TierError as error:
         sys.stderr.write(f"kvpipe: {error}\n")
-        return 1
+        return NOT_WELL
     except Exception as error:
         if isinstance(error, UsageError) or spec.kind in plugins.own(plugins.TIERS):
             raise
         sys.stderr.write(f"kvpipe: {name}: {config_errors.reason(repr(error))}, which no tier should raise\n")
-        return 1
-    if args.json:
-        sys.stdout.write(json.dumps(report) + "\n")
-    else:
-        _print(report)
-    return 0 if well else 1
+        return NOT_WELL
+    _show(report, as_json=args.json)
+    if doubts := report.get("unjudged_namespaces"):
+        items, whys = sum(one["items"] for one in doubts), "; ".join(sorted({one["why"] for one in doubts}))
+        sys.stderr.write(f"kvpipe: {name}: {items} values cannot be judged, so nothing is deleted. {whys}\n")
+    return status
 
 
 @asynccontextmanager
@@ -179,23 +183,30 @@ async def _opened(tier: Tier) -> AsyncIterator[None]:
 
 
 @contextmanager
-def _progress(name: str) -> Iterator[Callable[[], None]]:
-    """Show a count of values on a terminal; yields the function that counts one."""
+def _progress(name: str, args: argparse.Namespace) -> Iterator[tuple[Callable[[], None], Callable[[Report], None]]]:
+    """Show a count of values on a terminal. Yields `tick` and `show` of `TierCommand`."""
     columns = SpinnerColumn(), TextColumn("{task.description}"), TextColumn("{task.completed:,.0f} values")
     quiet = not sys.stderr.isatty()
     with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True, disable=quiet) as shown:
         task = shown.add_task(escape(name))
-        yield lambda: shown.advance(task)
+
+        def show(report: Report) -> None:
+            shown.stop()  # it would take stdout, too
+            _show(report, as_json=args.json)
+            sys.stdout.flush()
+            shown.start()
+
+        yield lambda: shown.advance(task), show
 
 
-async def _stats(job: TierCommand, report: Report) -> bool:
+async def _stats(job: TierCommand, report: Report) -> int:
     held = await capacity_of(job.tier)
     report |= {"kind": job.spec.kind, "items": held.items, "bytes": held.bytes_used, "bytes_max": held.bytes_max}
     try:
         await job.tier.health()
     except TierError as error:
         report["health"] = str(error)
-        return False
+        return NOT_WELL
     report["health"] = "ok"
     items, sizes = Counter[str](), Counter[str]()
     async for entry in job.entries():
@@ -204,10 +215,10 @@ async def _stats(job: TierCommand, report: Report) -> bool:
     report["namespaces"] = [
         {"namespace": namespace, "items": items[namespace], "bytes": size} for namespace, size in sizes.most_common()
     ]
-    return True
+    return WELL
 
 
-async def _ls(job: TierCommand, report: Report) -> bool:
+async def _ls(job: TierCommand, report: Report) -> int:
     limit, seen, first = job.args.limit, 0, list[Entry]()
     async for entry in job.entries():
         seen += 1
@@ -217,141 +228,133 @@ async def _ls(job: TierCommand, report: Report) -> bool:
     first = sorted(first, key=_by_key)[:limit]
     report |= {"items": seen, "listed": len(first)}
     report["values"] = [{"key": one.key.text, "bytes": one.bytes, "age_s": one.age_s} for one in first]
-    return True
+    return WELL
 
 
 def _by_key(entry: Entry) -> str:
     return entry.key.text
 
 
-async def _verify(job: TierCommand, report: Report) -> bool:
-    sealer, why, damaged, deleted = Sealer(secrets_of(job.spec)), Counter[str](), list[dict[str, str]](), 0
-    buffers = [pages(HEADER_BYTES) for _ in range(job.spec.lanes)]
-
-    def check(entry: Entry, header: memoryview, body: memoryview) -> str:
-        try:
-            sealer.unseal(entry.key, describe(header).units, header, body)
-        except DamagedError as error:
-            return str(error)
-        return GOOD
-
+async def _verify(job: TierCommand, report: Report) -> int:
+    judge, plain, damaged = Judge(job.tier, job.spec), 0, dict[Key, str]()
+    kinds, reasons, unjudged = Counter[str](), Counter[str](), Counter[tuple[str, str]]()
     async for batch in job.batches(job.spec.lanes):
-        verdicts = await _judged(job.tier, batch, buffers, check)
-        why.update(verdicts)
-        wrong = [
-            (entry.key, message) for entry, message in zip(batch, verdicts, strict=True) if message not in {GOOD, GONE}
-        ]
-        damaged += [{"key": key.text, "why": message} for key, message in wrong[: LISTED_MAX - len(damaged)]]
-        if wrong and job.args.delete:
-            deleted += await job.tier.delete([key for key, _ in wrong])
-    good, gone = why.pop(GOOD, 0), why.pop(GONE, 0)
-    report |= {"good": good, "damaged": why.total(), "gone_meanwhile": gone, "deleted": deleted}
-    report["reasons"] = [{"why": message, "items": items} for message, items in why.most_common()]
-    report["damaged_values"] = damaged
-    return not why
+        for entry, verdict in zip(batch, await judge.judged(batch), strict=True):
+            kinds[verdict.kind] += 1
+            plain += verdict == (GOOD, NOT_ENCRYPTED)
+            if not verdict.judged:
+                unjudged[entry.key.namespace, verdict.why] += 1
+            if verdict.kind == DAMAGED:
+                damaged[entry.key] = verdict.why
+            if verdict.kind not in {GOOD, GONE}:
+                reasons[verdict.why] += 1
+    report |= {"good": kinds[GOOD], "damaged": len(damaged), "unjudged": unjudged.total()}
+    report |= {"gone_meanwhile": kinds[GONE], "deleted": 0} | ({"not_encrypted": plain} if plain else {})
+    report["reasons"] = [{"why": why, "items": items} for why, items in reasons.most_common()]
+    rows = [{"key": key.text, "why": why} for key, why in damaged.items()]
+    if job.args.delete and damaged and not unjudged:
+        job.show({"tier": job.tier.name, "will_delete": len(rows), "values": rows})
+        report["deleted"] = await _delete_damaged(job, judge, damaged)
+    report["damaged_values"] = rows[:LISTED_MAX]
+    return _doubts(report, unjudged) or (NOT_WELL if damaged else WELL)
 
 
-_Check = Callable[[Entry, memoryview, memoryview], str]
-"""Returns the verdict on a value from its entry, header and body: GOOD, or what is wrong with it."""
+async def _delete_damaged(job: TierCommand, judge: Judge, damaged: Mapping[Key, str]) -> int:
+    """Delete what is still damaged: an engine may have written a value anew since it was judged."""
+    deleted = 0
+    async for batch in job.batches(job.spec.lanes, lambda entry: entry.key in damaged):
+        verdicts = zip(batch, await judge.judged(batch), strict=True)
+        deleted += await job.tier.delete([entry.key for entry, verdict in verdicts if verdict.kind == DAMAGED])
+    return deleted
 
 
-async def _judged(tier: Tier, batch: list[Entry], buffers: list[memoryview], check: _Check) -> list[str]:
-    """Read values, `len(buffers)` at once and larger ones alone; return each one's verdict, in the order of `batch`.
+async def _purge(job: TierCommand, report: Report) -> int:
+    args, spaces, ageless = job.args, _Namespaces(job), 0
+    items, sizes = Counter[str](), Counter[str]()
 
-    A verdict is that of `check`, GONE or "length". Memory: `len(buffers)` times LARGE_BYTES, or VALUE_BYTES_MAX once.
-    """
-    small = [entry for entry in batch if entry.bytes <= LARGE_BYTES]
-    found = dict(zip(small, await _verdicts(tier, check, small, buffers), strict=True))
-    for entry in batch:
-        if entry.bytes > VALUE_BYTES_MAX:  # it is not read, whatever reports that size
-            found[entry] = "length"
-        elif entry not in found:
-            (found[entry],) = await _verdicts(tier, check, [entry], [_room(entry)])
-    return [found[entry] for entry in batch]
+    def is_chosen(entry: Entry) -> bool:
+        age = args.older_than
+        return age is None or entry.key in spaces.read or (entry.age_s is not None and entry.age_s >= age)
 
-
-def _room(entry: Entry) -> memoryview:
-    try:
-        return pages(_padded(entry.bytes))
-    except OSError:
-        raise TierError(f"{entry.key.text} is {entry.bytes} bytes long, for which there is no memory here") from None
-
-
-def _padded(size: int) -> int:
-    return max(HEADER_BYTES, -(-size // ALIGN_BYTES) * ALIGN_BYTES)  # a torn value will not fit
-
-
-async def _verdicts(tier: Tier, check: _Check, batch: list[Entry], buffers: list[memoryview]) -> list[str]:
-    """Return each value's verdict: that of `check`, GONE, or "length". Too short buffers are replaced in `buffers`."""
-    parts = []
-    for at, entry in enumerate(batch):
-        size = _padded(entry.bytes)
-        if size > buffers[at].nbytes:
-            buffers[at] = pages(size)
-        parts.append((buffers[at][:HEADER_BYTES], buffers[at][HEADER_BYTES:size]))
-    gets = [Get(entry.key, tuple(filter(len, part))) for entry, part in zip(batch, parts, strict=True)]
-    read = await tier.read(gets)
-
-    def verdict(entry: Entry, got: Read, header: memoryview, body: memoryview) -> str:
-        if got is not Read.HIT:
-            return GONE if got is Read.MISS else "length"
-        return check(entry, header, body)
-
-    return await anyio.to_thread.run_sync(
-        lambda: [verdict(entry, got, *part) for entry, got, part in zip(batch, read, parts, strict=True)]
-    )
+    async for entry in job.entries():
+        ageless += args.older_than is not None and entry.age_s is None
+        if is_chosen(entry):
+            items[entry.key.namespace] += 1
+            sizes[entry.key.namespace] += entry.bytes
+            await spaces.look(entry)
+    chosen = {one for one in items if not args.stale or spaces.verdicts[one].kind == STALE}
+    doubts = Counter({(one, why): items[one] for one in chosen if (why := spaces.doubt(one))})
+    kept = sum(items[one] for one in items.keys() - chosen if not spaces.verdicts[one].judged)
+    total, size = sum(items[one] for one in chosen), sum(sizes[one] for one in chosen)
+    rows = [{"namespace": one, "items": items[one], "bytes": sizes[one]} for one in sorted(chosen)]
+    if args.delete and not doubts:
+        job.show({"tier": job.tier.name, "will_drop": total, "bytes": size, "why": _why(args), "namespaces": rows})
+        dropped = 0
+        async for batch in job.batches(BATCH, lambda one: one.key.namespace in chosen and is_chosen(one)):
+            dropped += await job.tier.delete([one.key for one in batch])
+        report |= {"dropped": dropped, "bytes": size}
+    else:
+        report |= {"would_drop": total, "bytes": size, "why": _why(args), "namespaces": rows}
+    report |= {"kept_of_unknown_age": ageless} if ageless else {}
+    report |= {"kept_unjudged": kept} if kept else {}
+    return _doubts(report, doubts) or WELL
 
 
-async def _purge(job: TierCommand, report: Report) -> bool:
-    age, items, size, ageless, stale = job.args.older_than, 0, 0, 0, _OldFormats(job)
-    async for batch in job.batches(BATCH):
-        chosen = [one for one in batch if age is None or (one.age_s is not None and one.age_s >= age)]
-        ageless += sum(one.age_s is None for one in batch) if age is not None else 0
-        chosen = await stale.of(chosen) if job.args.stale else chosen
-        items += len(chosen) if job.args.dry_run else await job.tier.delete([one.key for one in chosen])
-        size += sum(one.bytes for one in chosen)
-    report |= {"would_drop" if job.args.dry_run else "dropped": items, "bytes": size}
-    if ageless:
-        report["kept_of_unknown_age"] = ageless
-    if stale.odd:
-        report["kept_of_unknown_format"] = stale.odd
-    return True
+def _why(args: argparse.Namespace) -> str:
+    """Return which values `purge` is to drop."""
+    age = args.older_than
+    whys = {
+        "of all namespaces": not args.namespace,
+        "of one namespace": args.namespace,
+        "of formats before this version's": args.stale,
+        f"not used for {_text('age_s', age and float(age))}": age is not None,
+    }
+    return ", ".join(why for why, counts in whys.items() if counts)
 
 
-class _OldFormats:
-    """Finds values of formats before this one. The format is part of what a namespace's name depends on.
+class _Namespaces:
+    """What the namespaces of a tier are worth. A namespace has one format and one key, so one value shows both.
 
-    So of a namespace in use one value is read: reading is a use, and others keep their ages.
+    A namespace is GOOD or STALE as soon as one of its values is. Else the first of TRIES values that is not judged
+    counts.
     """
 
     def __init__(self, job: TierCommand) -> None:
-        self._tier, self._lanes = job.tier, job.spec.lanes
-        self._buffers = [pages(HEADER_BYTES) for _ in range(self._lanes)]
-        self._in_use, self._old = set[str](), set[str]()
-        self.odd = 0
-        """Values that were read and are of no format that is known here."""
+        self._judge, self._args = Judge(job.tier, job.spec), job.args
+        self._tries = Counter[str]()
+        self.verdicts = defaultdict[str, Judgement](lambda: Judgement(GONE))
+        self.read = set[Key]()
+        """Values that were read. A read is a use: their ages start again."""
 
-    async def of(self, entries: list[Entry]) -> list[Entry]:
-        """Return those that are stale."""
-        out, left = list[Entry](), entries
-        while left := [one for one in left if one.key.namespace not in self._in_use]:
-            batch, spaces = list[Entry](), set[str]()
-            for one in left:
-                if len(batch) < self._lanes and (one.key.namespace in self._old or one.key.namespace not in spaces):
-                    batch.append(one)
-                    spaces.add(one.key.namespace)
-            left = [one for one in left if one not in batch]
-            for one, what in zip(batch, await _judged(self._tier, batch, self._buffers, self._judge), strict=True):
-                out += [one] if what == STALE else []
-                known = {STALE: self._old, GOOD: self._in_use}.get(what, set())
-                known.add(one.key.namespace)
-                self.odd += what not in {STALE, GOOD, GONE}
-        return out
+    async def look(self, entry: Entry) -> None:
+        """Read and judge a value, unless its namespace is known. Raises `TierError`."""
+        space = entry.key.namespace
+        if self._args.force or self._tries[space] == TRIES or self.verdicts[space].kind in {GOOD, STALE}:
+            return
+        self._tries[space] += 1
+        self.read.add(entry.key)
+        (verdict,) = await self._judge.judged([entry])
+        if verdict.kind in {GOOD, STALE} or self.verdicts[space].judged:
+            self.verdicts[space] = verdict
 
-    @staticmethod
-    def _judge(_: Entry, header: memoryview, __: memoryview) -> str:
-        version = version_of(header)
-        return STALE if 0 < version < VERSION else GOOD if version == VERSION else ODD
+    def doubt(self, space: str) -> str:
+        """Return why the values of a namespace cannot be judged; "" if they can."""
+        verdict = self.verdicts[space]
+        return verdict.why if verdict.kind == UNJUDGED else ""
+
+
+def _doubts(report: Report, doubts: Counter[tuple[str, str]]) -> int:
+    """Add to the report what cannot be judged: by namespace and reason. Returns DOUBTFUL, or 0 if there is none."""
+    rows = [{"namespace": space, "items": items, "why": why} for (space, why), items in doubts.most_common()]
+    report |= {"unjudged_namespaces": rows} if rows else {}
+    return DOUBTFUL if rows else 0
+
+
+def _show(report: Report, *, as_json: bool) -> None:
+    if as_json:
+        sys.stdout.write(json.dumps(report) + "\n")
+    else:
+        _print(report)
 
 
 def _print(report: Report) -> None:

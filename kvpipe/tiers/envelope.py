@@ -39,6 +39,13 @@ class DamagedError(TransferError):
     """A value differs from what was stored under its key. The message is the reason, in one or two words."""
 
 
+class UnjudgedError(DamagedError):
+    """This reader cannot tell whether a value is whole: its version, key, format or namespace is another.
+
+    To an engine that asked for the value this is damage like any other. A command that looks for damage keeps it.
+    """
+
+
 class Cipher(IntEnum):
     """The encryption of a body."""
 
@@ -62,14 +69,20 @@ class Header(NamedTuple):
 
 
 def describe(header: bytes | memoryview) -> Header:
-    """Parse a header of HEADER_BYTES bytes. Raises `DamagedError`, and nothing else, if it is none."""
+    """Parse a header of HEADER_BYTES bytes.
+
+    Raises:
+        UnjudgedError: it is of another version or of a format that is not known here.
+        DamagedError: it is no header.
+
+    """
     if len(header) != HEADER_BYTES:
         raise DamagedError("length")
     magic, version, cipher, key_length, units, body_bytes, mark, salt, text = _FIELDS.unpack_from(header)
     if magic != _MAGIC:
-        raise DamagedError("magic")
+        raise UnjudgedError("unknown format") if any(magic) else DamagedError("zeros")
     if version != VERSION:
-        raise DamagedError("version")
+        raise UnjudgedError("newer version" if version > VERSION else "older version")
     if xxhash.xxh3_64_digest(header[:_SUM_AT]) != header[_SUM_AT:]:
         raise DamagedError("header checksum")
     try:
@@ -77,7 +90,7 @@ def describe(header: bytes | memoryview) -> Header:
     except ValueError:
         raise DamagedError("key") from None
     if cipher not in _CIPHERS:
-        raise DamagedError("cipher")
+        raise UnjudgedError("unknown format")
     if body_bytes % ALIGN_BYTES:
         raise DamagedError("length")
     return Header(key, units, body_bytes, Cipher(cipher), mark, salt, bytes(header[_CHECK_AT:_SUM_AT]))
@@ -134,11 +147,14 @@ class Sealer:
         """Check that a value is what was stored under `name` with `units` units, and decrypt `body` in place.
 
         Raises:
-            DamagedError: it is not, or it was stored with another secret; or with one, and this sealer has none, or the
-                other way round. The content of `body` is undefined then.
+            UnjudgedError: it is of another version, format or namespace, or was stored with another secret; or with
+                one, and this sealer has none, or the other way round.
+            DamagedError: it is not what was stored. The content of `body` is undefined then.
 
         """
         found = describe(header)
+        if found.key.namespace != name.namespace:
+            raise UnjudgedError("another namespace")
         if found.key != name:
             raise DamagedError("key")
         if found.units != units:
@@ -146,7 +162,7 @@ class Sealer:
         if found.body_bytes != body.nbytes:
             raise DamagedError("length")
         if (found.cipher is Cipher.PLAIN) != (not self._ring):
-            raise DamagedError("cipher")
+            raise UnjudgedError("not encrypted" if self._ring else "encrypted")
         if self._ring:
             _decrypt(self._ring.get(found.mark), found, header[:_CHECK_AT], body)
         elif xxhash.xxh3_128_digest(body) != found.check:
@@ -154,11 +170,11 @@ class Sealer:
 
 
 def _decrypt(key: EncryptionKey | None, found: Header, known: memoryview, body: memoryview) -> None:
-    """Decrypt `body` in place. Raises `DamagedError` if the tag does not fit `known` and `body`."""
+    """Decrypt `body` in place. Raises `UnjudgedError` without a key, `DamagedError` if the tag does not fit."""
     from cryptography.exceptions import InvalidTag  # noqa: PLC0415  (an extra, which is there where a key is)
 
     if key is None:
-        raise DamagedError("encryption key")
+        raise UnjudgedError("another encryption key")
     work = key.opening(found.salt, found.check)
     work.authenticate_additional_data(known)
     work.update_into(body, body)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 from typing import Any
 
 import pytest
@@ -50,7 +51,7 @@ def test_of_a_long_salt_a_digest_is_kept() -> None:
     some: list[Any] = [_Asked(salt) for salt in long]
     found = [tenants.of(one) for one in some]
     assert len({*found}) == 2
-    assert [len(one.salt) for one in found] == [64, 64]
+    assert [len(one.salt) for one in found] == [71, 71]
     assert found == [tenants.of(one) for one in some] == [tenants.named(one.salt, None) for one in found]
     accounts = Accounts(parse_quotas([{"name": "a", "salt": long[0]}]), 4, Lru)
     assert [accounts.of(one).spec.name for one in found] == ["a", "others"]
@@ -59,6 +60,22 @@ def test_of_a_long_salt_a_digest_is_kept() -> None:
     assert [selects(one) for one in found] == [True, False]
     short = "x" * SALT_KEPT_CHARS_MAX
     assert tenants.named(short, None).salt == short
+
+
+def test_a_salt_never_stands_for_another_one() -> None:
+    """A client may use the hash of a long salt, in any form, as its own salt: it is another tenant, with no quota."""
+    long = "x" * (SALT_KEPT_CHARS_MAX + 1)
+    tenants, bare = Tenants(), hashlib.sha256(long.encode()).hexdigest()
+    salts = [long, bare, tenants.named(long, None).salt.encode().decode(), f"sha256:{bare}"]
+    salts += [tenants.named(salt, None).salt.encode().decode() for salt in salts]
+    different = dict.fromkeys(salts)
+    found = [tenants.named(salt, None) for salt in different]
+    assert len({*found}) == len(different)
+    assert len({salt_digest(b"t", salt) for salt in different}) == len(different)
+    accounts = Accounts(parse_quotas([{"name": "a", "salt": long}]), 4, Lru)
+    assert [accounts.of(one).spec.name for one in found] == ["a"] + ["others"] * (len(different) - 1)
+    selects = selecting(EvictMatching(cache_salt=long), b"t")
+    assert [selects(one) for one in found] == [True] + [False] * (len(different) - 1)
 
 
 def test_salts_that_hold_nothing_are_forgotten() -> None:

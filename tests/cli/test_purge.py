@@ -1,4 +1,4 @@
-"""`kvpipe cache purge --stale`: values of formats before this one go, and nothing else."""
+"""`kvpipe cache purge` drops what it was told to drop, after it has printed that, and nothing else."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvpipe.testing.servers.sockets import LOCAL
 from kvpipe.tiers.base import Key
 from kvpipe.tiers.envelope import HEADER_BYTES, VERSION
 from kvpipe.tiers.registry import parse_tier
-from tests.cli.test_cache import BODY, KEYS, Stated, file_of, fill, flip
+from tests.cli.test_cache import BODY, KEYS, ONE, TWO, Stated, file_of, fill, flip
 
 
 @pytest.fixture
@@ -35,6 +35,35 @@ def disk(tmp_path: Path) -> str:
     """Return the path of a disk tier that holds KEYS."""
     fill(f"{tmp_path}/kv?bytes_max=1GiB")
     return str(tmp_path / "kv")
+
+
+def test_purge_drops_what_was_reported(cache: Stated, disk: str) -> None:
+    """By namespace, by age, both, or all; without `--delete` it only counts."""
+    hours_ago = time.time() - 7200
+    for key in (KEYS[0], KEYS[1], KEYS[5]):
+        os.utime(file_of(disk, key), (hours_ago, hours_ago))
+    size = HEADER_BYTES + BODY
+    old = "purge", disk, "--older-than", "1h"
+    of_one, of_two = ({"namespace": space, "items": n, "bytes": n * size} for space, n in ((ONE, 2), (TWO, 1)))
+    found = cache.json(*old, "--namespace", ONE, "--delete")
+    assert found == {"tier": "disk", "dropped": 2, "bytes": 2 * size}
+    why = "of one namespace, not used for 1.0 h"
+    plan = {"tier": "disk", "will_drop": 2, "bytes": 2 * size, "why": why, "namespaces": [of_one]}
+    assert cache.plan == plan
+    why = "of all namespaces, not used for 1.0 h"
+    would = {"tier": "disk", "would_drop": 1, "bytes": size, "why": why, "namespaces": [of_two]}
+    assert cache.json(*old, "--dry-run") == would
+    os.utime(file_of(disk, KEYS[5]), (hours_ago, hours_ago))
+    assert cache.json(*old) == would
+    os.utime(file_of(disk, KEYS[5]), (hours_ago, hours_ago))
+    assert cache.json(*old, "--delete")["dropped"] == 1
+    assert cache.json(*old, "--delete")["dropped"] == 0
+    assert cache.json("purge", disk, "--namespace", ONE, "--delete")["dropped"] == 3
+    assert cache.json("purge", disk, "--all")["would_drop"] == 4
+    assert {one["key"] for one in cache.json("ls", disk)["values"]} == {key.text for key in KEYS[6:]}
+    assert cache("purge", disk, "--all", "--delete") == 0
+    assert cache.out.index("will drop") < cache.out.index("dropped")
+    assert cache.json("stats", disk)["items"] == 0
 
 
 OLD = [some_key(i, space) for space in ("3" * 32, "4" * 32) for i in range(4)]
@@ -52,39 +81,44 @@ def first_format(key: Key, body: bytes) -> bytes:
 
 
 def test_purge_drops_what_is_of_an_older_format(cache: Stated, disk: str) -> None:
-    """What this version wrote stays, and keeps its age but for one value of a namespace; so does what is spoilt."""
+    """One value shows the format of its namespace. This version's values stay, and all but those that were read age."""
     for key in OLD:
         file = Path(disk) / key.namespace / key.chunk[:1].hex() / key.text
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(first_format(key, bytes(BODY)))
     flip(file_of(disk, OLD[0]), 100)
-    size, kept = HEADER_BYTES + BODY, {"kept_of_unknown_format": 1}
+    size = HEADER_BYTES + BODY
     stale = "purge", disk, "--stale"
-    assert cache.json(*stale, "--older-than", "1h") == {"tier": "disk", "dropped": 0, "bytes": 0}
+    assert cache.json(*stale, "--older-than", "1h")["would_drop"] == 0
     hours_ago = time.time() - 7200
     for key in KEYS:
         os.utime(file_of(disk, key), (hours_ago, hours_ago))
-    assert (
-        cache.json(*stale, "--namespace", "3" * 32, "--dry-run")
-        == {"tier": "disk", "would_drop": 3, "bytes": 3 * size} | kept
-    )
-    assert cache.json(*stale, "--namespace", "4" * 32) == {"tier": "disk", "dropped": 4, "bytes": 4 * size}
-    assert cache.json(*stale) == {"tier": "disk", "dropped": 3, "bytes": 3 * size} | kept
-    assert {one["key"] for one in cache.json("ls", disk)["values"]} == {key.text for key in [*KEYS, OLD[0]]}
-    assert cache.json("purge", disk, "--older-than", "1h", "--dry-run")["would_drop"] == len(KEYS) - 2
+    found = cache.json(*stale, "--namespace", "3" * 32)
+    assert (found["would_drop"], found["bytes"]) == (4, 4 * size)
+    assert cache.json(*stale, "--namespace", "4" * 32, "--delete")["dropped"] == 4
+    assert cache.json(*stale, "--delete") == {"tier": "disk", "dropped": 4, "bytes": 4 * size}
+    assert {one["key"] for one in cache.json("ls", disk)["values"]} == {key.text for key in KEYS}
+    assert cache.json("purge", disk, "--older-than", "1h")["would_drop"] == len(KEYS) - 2
+
+
+def later_format(key: Key, body: bytes) -> bytes:
+    """Return a value of the format after this one, as far as it can be known."""
+    value = bytearray(first_format(key, body))
+    value[8:10] = (VERSION + 1).to_bytes(2, "little")
+    value[HEADER_BYTES - 8 : HEADER_BYTES] = xxhash.xxh3_64_digest(bytes(value[: HEADER_BYTES - 8]))
+    return bytes(value)
 
 
 def test_purge_keeps_formats_to_come() -> None:
-    """What a later version has written is not this one's to drop, whatever it means."""
+    """`--stale` selects what is proven to be old, and nothing else: the rest is counted and kept."""
     tier, report = DictTier(), Report()
-    value = bytearray(first_format(OLD[0], bytes(BODY)))
-    value[8:10] = (VERSION + 1).to_bytes(2, "little")
-    value[HEADER_BYTES - 8 : HEADER_BYTES] = xxhash.xxh3_64_digest(bytes(value[: HEADER_BYTES - 8]))
-    tier.values = {OLD[0].text: bytes(value), OLD[1].text: first_format(OLD[1], bytes(BODY)), OLD[2].text: b"short"}
-    args = argparse.Namespace(namespace=None, older_than=None, dry_run=False, stale=True)
-    assert anyio.run(_purge, TierCommand(tier, parse_tier("/x"), args, lambda: None), report)
-    assert report == {"dropped": 1, "bytes": HEADER_BYTES + BODY, "kept_of_unknown_format": 2}
-    assert set(tier.values) == {OLD[0].text, OLD[2].text}
+    keys = [some_key(i, str(i) * 32) for i in range(3, 6)]
+    values = later_format(keys[0], bytes(BODY)), first_format(keys[1], bytes(BODY)), b"not kvpipe's".ljust(BODY)
+    tier.values = {key.text: value for key, value in zip(keys, values, strict=True)}
+    args = argparse.Namespace(namespace=None, older_than=None, delete=True, stale=True, force=False)
+    assert anyio.run(_purge, TierCommand(tier, parse_tier("/x"), args, lambda: None, print), report) == 0
+    assert report == {"dropped": 1, "bytes": HEADER_BYTES + BODY, "kept_unjudged": 2}
+    assert set(tier.values) == {keys[0].text, keys[2].text}
 
 
 def test_purge_drops_older_formats_from_redis(cache: Stated) -> None:
@@ -96,5 +130,9 @@ def test_purge_drops_older_formats_from_redis(cache: Stated) -> None:
         wire.sendall(b"*3\r\n$3\r\nSET\r\n$%d\r\n%s\r\n" % (len(name), name))
         wire.sendall(b"$%d\r\n%s\r\n" % (len(value), value))
         assert wire.recv(64) == b"+OK\r\n"
-        assert cache.json("purge", where, "--stale") == {"tier": "redis", "dropped": 1, "bytes": HEADER_BYTES + BODY}
+        assert cache.json("purge", where, "--stale", "--delete") == {
+            "tier": "redis",
+            "dropped": 1,
+            "bytes": HEADER_BYTES + BODY,
+        }
         assert cache.json("stats", where)["items"] == len(KEYS)

@@ -157,9 +157,11 @@ def test_changed_bytes_of_a_body_are_noticed(secret: bytes | None) -> None:
 @pytest.mark.parametrize(
     ("at", "wrong", "stated"),
     [
-        (0, b"KVPIPE\r\n", "magic"),
-        (8, struct.pack("<H", 1), "version"),
-        (10, b"\7", "cipher"),
+        (0, b"KVPIPE\r\n", "unknown format"),
+        (0, bytes(8), "zeros"),
+        (8, struct.pack("<H", 1), "older version"),
+        (8, struct.pack("<H", 3), "newer version"),
+        (10, b"\7", "unknown format"),
         (11, b"\0", "key"),
         (11, b"\xff", "key"),
         (12, struct.pack("<I", 17), "units"),
@@ -187,8 +189,9 @@ def test_all_of_an_encrypted_header_is_authenticated(at: int) -> None:
 def test_what_was_asked_for_must_be_what_is_there() -> None:
     """Another key, other units and another length are damaged: a tier that mixes up its values is found out."""
     key, header, body = sealed(None)
-    for other in (some_key(2), some_key(1, "0" * 32), key._replace(group=1), key._replace(rank=1, ranks=2)):
+    for other in (some_key(2), key._replace(group=1), key._replace(rank=1, ranks=2)):
         assert why(None, other, header, body) == "key"
+    assert why(None, some_key(1, "0" * 32), header, body) == "another namespace"
     assert why(None, key, header, body, units=15) == "units"
     assert why(None, key, header, body[:-ALIGN_BYTES]) == "length"
     assert why(None, key, header[:-1], body) == "length"
@@ -196,7 +199,7 @@ def test_what_was_asked_for_must_be_what_is_there() -> None:
 
 @pytest.mark.parametrize(
     ("stored", "read", "stated"),
-    [(None, SECRET, "cipher"), (SECRET, None, "cipher"), (SECRET, OTHER, "encryption key")],
+    [(None, SECRET, "not encrypted"), (SECRET, None, "encrypted"), (SECRET, OTHER, "another encryption key")],
     ids=["plain, wanted encrypted", "encrypted, wanted plain", "another secret"],
 )
 def test_another_secret_is_a_miss(stored: bytes | None, read: bytes | None, stated: str) -> None:
@@ -254,7 +257,7 @@ def test_several_keys_are_read_and_the_first_writes(monkeypatch: pytest.MonkeyPa
     new.unseal(then, 16, header, value)
     assert bytes(value) == content(1, BODY)
     header, value = new.seal(now, 16, body)
-    with pytest.raises(DamagedError, match="encryption key"):
+    with pytest.raises(DamagedError, match="another encryption key"):
         old.unseal(now, 16, header, value)
 
 

@@ -14,7 +14,7 @@ from unittest import mock
 import msgspec
 import pytest
 
-from kvpipe.testing.buffers import aligned, content, data, get, some_key
+from kvpipe.testing.buffers import aligned, content, data, get, put, some_key
 from kvpipe.testing.servers.sockets import LOCAL, listening
 from kvpipe.testing.tier_conformance import TierWorld, run, with_open
 from kvpipe.testing.tier_worlds.s3 import KEYS
@@ -24,6 +24,7 @@ from kvpipe.tiers.s3.spec import S3Spec
 from tests.tiers.memory_growth import CLIENT_BYTES_MAX, GROWTH_BYTES_MAX, peak_growth
 
 SIZE = 65536
+OTHER_HOST = "127.0.0.2"
 FLOOD = bytes(1 << 20)
 HEAD = 'HTTP/1.1 {status}\r\nETag: "1"\r\nLast-Modified: Sat, 21 Nov 2020 21:21:21 GMT\r\n{length}{range}\r\n'
 
@@ -233,3 +234,31 @@ def test_nothing_beyond_the_buffer_is_touched() -> None:
 
     use(endless("long"), play)
     assert room[SIZE:] == b"\xa5" * 4096
+
+
+@pytest.mark.parametrize("status", ["301 Moved Permanently", "302 Found", "307 Temporary Redirect", "308 Permanent"])
+def test_no_redirect_leads_to_another_host(status: str) -> None:
+    """Neither a value is sent there, nor is a value believed that comes from there."""
+    asked: list[bytes] = []
+
+    def other(received: BufferedIOBase, sent: BufferedIOBase) -> None:
+        asked.append(received.readline())
+        sent.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+
+    def reply(method: str, _: dict[str, str], send: Send) -> None:
+        if method == "HEAD":
+            send(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+        else:
+            location = f"Location: http://{OTHER_HOST}:{port}/bucket/prefix/x\r\n"
+            send(f"HTTP/1.1 {status}\r\n{location}Content-Length: 0\r\n\r\n".encode())
+
+    async def play(tier: Tier) -> None:
+        for call in (tier.read([get(1, SIZE)]), tier.write([put(1, SIZE)])):
+            with pytest.raises(TierError):
+                await call
+        with pytest.raises(TierError):
+            [one async for one in tier.scan()]
+
+    with listening(other, OTHER_HOST) as port:
+        use(reply, play)
+    assert asked == []

@@ -25,6 +25,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -62,6 +63,11 @@ _REASONS: Final = {
     "kind: Timeout": "no answer within timeout_ms_max",
     "scheme is not allowed": "http is not allowed; write https, or set allow_http",
 }
+_PROXIES: Final = ("http_proxy", "https_proxy", "all_proxy")
+_CREDENTIALS: Final = ("169.254.169.254", "169.254.170.2", "169.254.170.23", "amazonaws.com", "amazonaws.com.cn")
+"""Where the cloud's usual sources of credentials are asked, beside hosts that `AWS_` variables name."""
+_CLOUD: Final = (*_CREDENTIALS, "api.aws")
+"""Hosts of the cloud's own store, of credentials too."""
 _T = TypeVar("_T")
 
 
@@ -98,6 +104,8 @@ class Client:
         self._conditional = True  # the store supports "do not replace an object"
         self._reads, self._writes = asyncio.Semaphore(given["lanes"]), asyncio.Semaphore(given["lanes"])
         self._heads = asyncio.Semaphore(given["lanes"] * HEADS_PER_LANE)
+        self._nobody = socket.socket()  # bound, so that nobody else listens there
+        self._nobody.bind(("127.0.0.1", 0))
         self.asks = self._store(read_timeout=timedelta(seconds=self._timeout_s))  # with a limit on silence
         self.puts = self._store()  # without: a store is silent while it is sent a body
         self._pages: AsyncIterator[Any] = self.api.list(self.asks)
@@ -111,10 +119,27 @@ class Client:
         options |= {key: given[key] for key in ("endpoint", "region") if given[key]}
         if given["url"].startswith("s3:"):
             options["unsigned_payload"] = True  # a value has its own checksum; this one would take as long as the PUT
+            client |= self._elsewhere()
         try:
             return self.api.store.from_url(given["url"], client_options=client, retry_config=retry, **options)
         except (self.api.exceptions.BaseError, OSError, ValueError) as error:
             raise self._failure("set up", error) from None
+
+    def _elsewhere(self) -> dict[str, object]:
+        """Return options by which requests to hosts that are not the store's fail.
+
+        The client follows redirects, with the value that it stores, and has no option against that. So all other hosts
+        are behind a proxy that refuses every connection. Where the environment names a proxy, that one decides.
+        """
+        if any(os.environ.get(name) or os.environ.get(name.upper()) for name in _PROXIES):
+            return {}
+        where = [self._given["endpoint"], *(value for name, value in os.environ.items() if name.startswith("AWS_"))]
+        hosts = {str(urlsplit(one).hostname or "") for one in where if "://" in one} - {""}
+        if not self._given["endpoint"]:
+            hosts |= set(_CLOUD)
+        elif not self._given["keys"]:
+            hosts |= set(_CREDENTIALS)
+        return {"proxy_url": f"http://127.0.0.1:{self._nobody.getsockname()[1]}", "proxy_excludes": ",".join(hosts)}
 
     async def health(self) -> None:
         """Return if the store answers."""

@@ -104,4 +104,19 @@ MUTANTS: dict[str, Mutant] = {
         "warmed",
         "chunks_have_their_tenants",
     ),
+    "verify_deletes_what_it_cannot_judge": Mutant(
+        "`kvpipe cache verify --delete` without the encryption key deletes every value of an encrypted tier.",
+        one(
+            "kvpipe.cli.judging:Judge",
+            "_verdict",
+            "except UnjudgedError as error:",
+            "except ZeroDivisionError as error:",
+        ),
+        test="tests/cli/test_unjudged.py::test_encrypted_values_are_kept_when_their_key_is_not_named",
+    ),
+    "purge_drops_what_it_cannot_judge": Mutant(
+        "`kvpipe cache purge --delete` drops values of newer versions and of other keys.",
+        one("kvpipe.cli.cache:_Namespaces", "doubt", "verdict.kind == UNJUDGED", "False"),
+        test="tests/cli/test_unjudged.py::test_purge_keeps_namespaces_that_cannot_be_judged",
+    ),
 }
