@@ -220,7 +220,7 @@ COUNTS: Final[Mapping[Count, str]] = {
     "step_end_empty": "Ends of steps that had no jobs, or had ended.",
     "store_dropped_engine_ended": "Stores that were dropped because the engine ended first.",
     "store_dropped_evicted": "Stores that were dropped because their chunk was evicted first.",
-    "store_dropped_queue_full": "Stores that were dropped because `tier_bytes_in_flight_max` was reached.",
+    "store_dropped_queue_full": "Stores that were dropped because too many chunks waited: the tier is slow.",
     "store_dropped_tier_failed": "Stores that were dropped because their tier is left alone.",
     "stores_put_off": "Stores that an engine without other work put off at `store_idle_s_max`, or without an answer.",
     "tier_gave_way": "Waiting requests whose fetched chunks were given up for one that came before.",

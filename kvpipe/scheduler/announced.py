@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
+
+from kvpipe.cache.fair import FairShares
+from kvpipe.cache.tenants import ANYBODY, Tenant
 
 if TYPE_CHECKING:
     from kvpipe.scheduler.base import Request
@@ -18,9 +21,9 @@ if TYPE_CHECKING:
     from kvpipe.trace.log import Counters
 
 ANNOUNCED_MAX: Final = 512
-"""Prompts. If there are more, the one that is to come last is forgotten."""
+"""Prompts. If there are more, the tenant that has announced most loses the prompt that is to come last."""
 HASHES_MAX: Final = 1 << 19
-"""Of all prompts together, as for their number. One takes about 75 bytes."""
+"""Of all prompts together. If there are more, the tenant with most hashes loses a prompt. A hash takes 75 bytes."""
 HASHES_MAX_WITH_REQUESTS: Final = 1 << 16
 """The same where their requests are kept for routers: a block's tokens take ten times as much."""
 TURNS: Final = (0.9, 1.5)
@@ -35,18 +38,19 @@ _NEVER: Final = float("inf")
 
 
 class Announcement:
-    """One prompt that is to come back at `at_s`; its next turn is due at `due_s`. `turns`: it has had.
+    """One prompt of `tenant` that is to come back at `at_s`; its next turn is due at `due_s`. `turns`: it has had.
 
     `request`: of whom routers are told, if anybody. `place`, `key`: all requests that come back have this hash there.
     """
 
-    __slots__ = ("asked", "at_s", "due_s", "key", "pause_s", "place", "request", "request_id", "turns")
+    __slots__ = ("asked", "at_s", "due_s", "key", "pause_s", "place", "request", "request_id", "tenant", "turns")
 
     def __init__(
-        self, asked: KnownPrompt, request_id: str, request: Request | None, place: int, now_s: float, pause_s: float
-    ) -> None:
+        self, asked: KnownPrompt, request_id: str, request: Request | None, place: int, now_s: float, pause_s: float,
+        tenant: Tenant = ANYBODY,
+    ) -> None:  # fmt: skip
         """The request `request_id` is over at `now_s`, and another is to come `pause_s` later."""
-        self.asked, self.request_id, self.request = asked, request_id, request
+        self.asked, self.request_id, self.request, self.tenant = asked, request_id, request, tenant
         self.place, self.key = place, asked.block_hashes[place]
         self.at_s, self.pause_s, self.turns = now_s + pause_s, pause_s, 0
         self.due_s = max(now_s, self.at_s - max(LEAD_S_MIN, pause_s * (1 - TURNS[0])))
@@ -84,10 +88,6 @@ class _Times:
     def first_s(self) -> float:
         return self._rows[0][0] if self._rows else _NEVER
 
-    @property
-    def last(self) -> bytes:
-        return self._rows[-1][1]
-
     def until(self, at_s: float) -> list[bytes]:
         """Return the keys up to a time, that included."""
         return [key for _, key in self._rows[: bisect_right(self._rows, at_s, key=lambda row: row[0])]]
@@ -97,14 +97,18 @@ class Announcements:
     """One per scheduler side; all times are of the catalog's clock. `prompts`: by the hash that they are known by.
 
     Whatever is announced, a call takes no more than some logarithms of it: `came` follows waypoints.
+    No tenant takes places or turns from another that has announced less (`FairShares`).
     """
 
-    def __init__(self, counters: Counters, *, hashes_max: int = HASHES_MAX) -> None:
-        """Nothing is announced."""
+    def __init__(
+        self, counters: Counters, *, hashes_max: int = HASHES_MAX, account: Callable[[Tenant], object] = lambda _: None
+    ) -> None:
+        """Nothing is announced. `account`: as for `FairShares`."""
         self.prompts: dict[bytes, Announcement] = {}
-        self._counters, self._hashes, self._hashes_max = counters, 0, hashes_max
+        self._counters, self._hashes_max = counters, hashes_max
+        self._shares, self._hashes = FairShares[bytes](account), FairShares[bytes](account)
         self._waypoints = Counter[bytes]()
-        self._all, self._due, self._fresh = _Times(), _Times(), _Times()  # by `at_s`; `due_s`; `at_s` before any turn
+        self._due, self._fresh = _Times(), _Times()  # by `due_s`; by `at_s`, before any turn
 
     @property
     def due_s(self) -> float:
@@ -117,13 +121,15 @@ class Announcements:
             self._forget(one.key, "replaced")
         self._counters["resumes_announced"] += 1
         self.prompts[one.key] = one
-        self._hashes += len(one.asked.block_hashes)
+        self._shares.put(one.key, one.tenant, rank=one.at_s)
+        self._hashes.put(one.key, one.tenant, rank=one.at_s, amount=len(one.asked.block_hashes))
         self._waypoints.update(one.waypoints)
-        self._all.add(one.at_s, one.key)
         self._fresh.add(one.at_s, one.key)
         self._due.add(one.due_s, one.key)
-        while len(self.prompts) > ANNOUNCED_MAX or self._hashes > self._hashes_max:
-            self._forget(self._all.last, "too_many")
+        if self._shares.amount > ANNOUNCED_MAX:
+            self._forget(self._shares.most(), "too_many")
+        while self._hashes.amount > self._hashes_max:
+            self._forget(self._hashes.most(), "too_many")
 
     def came(self, hashes: Sequence[bytes]) -> list[Announcement]:
         """Forget those with which a prompt with these hashes begins; return them, the shortest first."""
@@ -149,12 +155,19 @@ class Announcements:
         return now_s >= self._due.first_s or (idle and now_s >= self._fresh.first_s - IDLE_S)
 
     def take(self, now_s: float, *, idle: bool) -> Announcement | None:
-        """Return whose turn it is: of those whose turn is due the one that is to come first."""
+        """Return the announcement that has its turn now, if a turn is due.
+
+        Tenants have their turns one after the other. Of a tenant's due prompts the one that is to come first is taken.
+        """
         due = self._due.until(now_s) + (self._fresh.until(now_s + IDLE_S) if idle else [])
         if not due:
             return None
-        # who is late may never come
-        one = min((self.prompts[key] for key in due), key=lambda one: (one.at_s < now_s, one.at_s))
+        # a prompt that is late may never come
+        one = min(
+            (self.prompts[key] for key in due),
+            key=lambda one: (self._shares.turn(one.key), one.at_s < now_s, one.at_s),
+        )
+        self._shares.serve(one.key)
         self._due.remove(one.due_s, one.key)
         if not one.turns:
             self._fresh.remove(one.at_s, one.key)
@@ -171,12 +184,12 @@ class Announcements:
 
     def _forget(self, key: bytes, why: str) -> None:
         one = self.prompts.pop(key)
-        self._hashes -= len(one.asked.block_hashes)
+        self._shares.pop(key)
+        self._hashes.pop(key)
         for waypoint in one.waypoints:
             self._waypoints[waypoint] -= 1
             if not self._waypoints[waypoint]:
                 del self._waypoints[waypoint]
-        self._all.remove(one.at_s, key)
         self._due.remove(one.due_s, key)
         if not one.turns:
             self._fresh.remove(one.at_s, key)

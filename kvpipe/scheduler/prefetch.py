@@ -89,7 +89,7 @@ class Prefetching:
         self._catalog, self._geometry, self._staging, self._counters = catalog, geometry, staging, catalog.counters
         self._hash_tokens, self._routed, self._trace = hash_tokens, published, trace
         hashes_max = HASHES_MAX if published is None else HASHES_MAX_WITH_REQUESTS
-        self.announced = Announcements(catalog.counters, hashes_max=hashes_max)
+        self.announced = Announcements(catalog.counters, hashes_max=hashes_max, account=catalog.account_of)
         self.prefixes = Prefixes(
             catalog, geometry, hash_tokens, lambda asked: asked.block_hashes,
             lambda asked: catalog.tenants.named(asked.cache_salt or "", getattr(asked, "adapter", None)),
@@ -133,7 +133,7 @@ class Prefetching:
         tenant = prefixes.tenant(request)
         asked = KnownPrompt(keys, request.num_tokens, tenant.salt, tenant.adapter)
         now_s = self._catalog.now_s
-        self.announced.add(Announcement(asked, bounded(request.request_id), kept, place, now_s, pause_s))
+        self.announced.add(Announcement(asked, bounded(request.request_id), kept, place, now_s, pause_s, tenant))
 
     def came(self, hashes: Sequence[bytes]) -> None:
         """A request with these hashes is looked up: what it brings itself is not brought ahead of it."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvpipe.cache.catalog import Catalog, Chunk, Owner
+from kvpipe.cache.fair import FairShares
 from kvpipe.geometry import Geometry
 from kvpipe.messages import TierOrder
 from kvpipe.statemachine import chunk as chunk_m
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 STORE_SHARE: Final = 0.25
 """The largest share of the pool that chunks on their way to tiers hold."""
 OFFERS_MAX: Final = 4096
-"""How many chunks may wait to be stored; beyond, the oldest is dropped."""
+"""How many chunks may wait to be stored. If there are more, the tenant with most loses its oldest one."""
 REST_STEPS: Final = 100
 """For how many steps nothing is stored in a tier after a failed store: the ranks' breakers would refuse it."""
 STORES: Final = "\0store"
@@ -43,6 +44,10 @@ class Offer(NamedTuple):
         if self.chunk.state.row not in {chunk_m.READY, chunk_m.GROWING}:
             return False
         return any(mark.key == self.key and mark.units == self.units for mark in self.chunk.marks)
+
+
+_OfferKey = tuple[int, Chunk, bytes]
+"""(index of the tier, chunk, key)."""
 
 
 class Storing:
@@ -73,7 +78,8 @@ class Storing:
         self._counters, self._new_id, self._per_chunk = counters, new_id, geometry.units_per_chunk
         self._states = geometry.states
         self._in_flight_max = bytes_in_flight_max // geometry.slot_bytes
-        self._offers: OrderedDict[tuple[int, Chunk, bytes], Offer] = OrderedDict()
+        self._offers: OrderedDict[_OfferKey, Offer] = OrderedDict()
+        self._shares = FairShares[_OfferKey](catalog.account_of)  # of `_offers`
         self._names = names
         self._rests = [0] * len(policies)  # until which step nothing is stored in a tier
         self._step = 0
@@ -123,10 +129,16 @@ class Storing:
             if self._rests[tier] > self._step:
                 self._counters["store_dropped_tier_failed"] += 1
             else:
-                self._offers[tier, offer.chunk, offer.key] = offer
+                place = tier, offer.chunk, offer.key
+                self._offers[place] = offer
+                self._shares.put(place, offer.chunk.tenant)
         while len(self._offers) > OFFERS_MAX:
-            self._offers.popitem(last=False)
+            self._take(self._shares.most())
             self._counters["store_dropped_queue_full"] += 1
+
+    def _take(self, place: _OfferKey) -> Offer:
+        self._shares.pop(place)
+        return self._offers.pop(place)
 
     # ---- what is stored -------------------------------------------------------------------------------------------
 
@@ -138,7 +150,8 @@ class Storing:
         elif self._stops_s == _NEVER:
             self._stops_s = time.monotonic() + self.idle_s_max
         while self.pending:
-            place, offer = self._offers.popitem(last=False)
+            place = next(iter(self._offers))
+            offer = self._take(place)
             if not (offer.stands and self._catalog.holds(offer.chunk)):
                 self._counters["store_dropped_evicted"] += 1
             else:
@@ -156,12 +169,13 @@ class Storing:
         if not ok:
             self._rests[order.tier] = self._step + REST_STEPS
             for place in [place for place in self._offers if place[0] == order.tier]:
-                del self._offers[place]
+                self._take(place)
                 self._counters["store_dropped_tier_failed"] += 1
 
     def clear(self) -> None:
         """Drop all offers."""
-        self._offers.clear()
+        for place in [*self._offers]:
+            self._take(place)
 
     @property
     def pending(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvpipe.cache.tenants import ANYBODY
+from kvpipe.cache.tenants import ANYBODY, Tenant
 from kvpipe.connectors.vllm.trial.hints import HINTS
 from kvpipe.connectors.vllm.trial.shapes import SHAPES, Shape
 from kvpipe.scheduler import announced as a
@@ -311,10 +311,12 @@ def test_the_trace_shows_what_was_brought() -> None:
 # ---- what is remembered ---------------------------------------------------------------------------------------------
 
 
-def remembered(name: str, pause_s: float, hashes: int = 4, now_s: float = 0.0) -> Announcement:
+def remembered(
+    name: str, pause_s: float, hashes: int = 4, now_s: float = 0.0, tenant: Tenant = ANYBODY
+) -> Announcement:
     """Return an announcement of a prompt of its own."""
     keys = [f"{name}/{at}".encode() for at in range(hashes)]
-    return Announcement(KnownPrompt(keys, 16 * hashes), name, None, hashes - 2, now_s, pause_s)
+    return Announcement(KnownPrompt(keys, 16 * hashes), name, None, hashes - 2, now_s, pause_s, tenant)
 
 
 def test_the_one_that_comes_last_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,7 +332,7 @@ def test_the_one_that_comes_last_is_forgotten_first(monkeypatch: pytest.MonkeyPa
     all_.add(remembered("f", 1, hashes=30))
     assert not all_.prompts
     assert counters.totals()["resumes_over.too_many"] == 5 + 1
-    assert (all_._hashes, all_.has_turn(1e9, idle=True)) == (0, False)
+    assert (all_._hashes.amount, all_.has_turn(1e9, idle=True)) == (0, False)
 
 
 def test_one_prompt_is_remembered_once() -> None:

@@ -96,3 +96,20 @@ def test_each_idle_stretch_has_its_own_limit(monkeypatch: pytest.MonkeyPatch) ->
         played.do(*STEPS, ("hold", False), *STEPS * 8)
         assert not one._offers
         assert played.trial.side.counters["stores_put_off"] == 0
+
+
+def test_offers_of_a_salt_stay_when_another_salt_offers_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The salt that has most offers loses its oldest one, whichever offer is the oldest of all."""
+    monkeypatch.setattr(stores, "OFFERS_MAX", 2)
+    monkeypatch.setattr(HeldTier, "exists", DictTier.exists)  # it hangs in writes alone
+    with in_play(SHAPE._replace(pool_slots=32)) as played:
+        one = played.staging.stores
+        one._in_flight_max = 1
+        for document, salt in ((1, 0), (0, 1), (1, 2), (2, 2), (3, 2)):
+            played.do(("hold", True), ("add", document, 40, 0, 3, salt, 0), *STEPS * 8)
+            assert not played.trial.live
+        assert [offer.chunk.tenant.salt for offer in one._offers.values()] == ["1", "2"]
+        assert played.trial.side.counters["store_dropped_queue_full"] == 2
+        played.do(("hold", False), ("drain",))
+        assert not one._offers
+        assert not one._shares

@@ -57,6 +57,38 @@ MUTANTS: dict[str, Mutant] = {
         one("kvpipe.scheduler.announced:Announcements", "came", "for one in found:", "for one in ():"),
         test="tests/trials/test_announced.py::test_who_comes_earlier_brings_its_own",
     ),
+    "announcements_of_all_are_one_heap": Mutant(
+        "All tenants share one bound on announcements, so one of them pushes out those of the others.",
+        one(
+            "kvpipe.scheduler.announced:Announcements",
+            "add",
+            "self._shares.put(one.key, one.tenant,",
+            "self._shares.put(one.key, ANYBODY,",
+        ),
+        test="tests/scheduler/test_announced.py::test_announcements_of_a_salt_stay_when_another_salt_announces_many",
+    ),
+    "turns_are_not_shared": Mutant(
+        "One tenant's announced prompts are all fetched before those of another, as long as they are to come sooner.",
+        one("kvpipe.scheduler.announced:Announcements", "take", "self._shares.serve(one.key)", "pass"),
+        test="tests/scheduler/test_announced_tenants.py::"
+        "test_prompts_of_salts_are_fetched_in_turn_when_one_salt_announces_many",
+    ),
+    "offers_of_all_are_one_queue": Mutant(
+        "The oldest offer to a tier is dropped when there are too many, whoever has most of them.",
+        one(
+            "kvpipe.scheduler.stores:Storing",
+            "_put_off",
+            "self._take(self._shares.most())",
+            "self._take(next(iter(self._offers)))",
+        ),
+        test="tests/scheduler/test_idle_stores.py::test_offers_of_a_salt_stay_when_another_salt_offers_many",
+    ),
+    "invented_salts_count_one_by_one": Mutant(
+        "A client that invents salts pushes out what a salt with a quota has announced.",
+        one("kvpipe.cache.fair:FairShares", "put", "self._account(tenant)", "tenant.salt"),
+        test="tests/scheduler/test_announced_tenants.py::"
+        "test_a_salt_with_a_quota_keeps_its_announcements_when_a_client_invents_salts",
+    ),
     "announced_for_nobody": Mutant(
         "What was fetched for an announced request is counted as of no salt and no adapter.",
         one(

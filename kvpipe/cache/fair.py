@@ -1,0 +1,127 @@
+"""Divides bounded memory fairly between tenants: the tenant that has most of it gives up an entry first.
+
+Tenants are told apart by their salt. With quotas the quota that has most is found first, then the salt in it that has
+most. A client that invents salts therefore takes nothing from a salt with a quota.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left, insort
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    from kvpipe.cache.tenants import Tenant
+
+K = TypeVar("K", bound=Hashable)
+
+
+class _Salt(Generic[K]):
+    """The entries of one salt. `rows`: (rank, number, key) of each, sorted. `turn`: number of its last turn."""
+
+    __slots__ = ("amount", "number", "rows", "turn")
+
+    def __init__(self, number: int, turn: int) -> None:
+        self.number, self.turn, self.amount = number, turn, 0
+        self.rows: list[tuple[float, int, K]] = []
+
+
+class _Account(Generic[K]):
+    """The salts that share one account. `ranks`: (amount, -number, salt) of each, sorted."""
+
+    __slots__ = ("amount", "ranks", "salts", "turn")
+
+    def __init__(self, turn: int) -> None:
+        self.turn, self.amount = turn, 0
+        self.salts: dict[str, _Salt[K]] = {}
+        self.ranks: list[tuple[int, int, _Salt[K]]] = []
+
+    def change(self, salt: _Salt[K], amount: int) -> None:
+        """Add `amount` to what a salt has, and to what the account has."""
+        if salt.amount:
+            del self.ranks[bisect_left(self.ranks, (salt.amount, -salt.number))]
+        salt.amount += amount
+        self.amount += amount
+        if salt.amount:
+            insort(self.ranks, (salt.amount, -salt.number, salt))
+
+
+class _Entry(NamedTuple):
+    account: object
+    salt: str
+    rank: float
+    number: int
+    amount: int
+
+
+class FairShares(Generic[K]):
+    """The entries of one bounded structure, by tenant. `amount`: how much all entries take together.
+
+    A call takes some logarithms of the number of entries, and with quotas a look at each quota.
+    """
+
+    def __init__(self, account: Callable[[Tenant], object] = lambda _: None) -> None:
+        """Start without entries. `account(tenant)`: as `Catalog.account_of`."""
+        self._account = account
+        self._accounts: dict[object, _Account[K]] = {}
+        self._entries: dict[K, _Entry] = {}
+        self._numbers, self._turns = itertools.count(1), 0
+        self.amount = 0
+
+    def __len__(self) -> int:
+        """Return the number of entries."""
+        return len(self._entries)
+
+    def put(self, key: K, tenant: Tenant, *, rank: float | None = None, amount: int = 1) -> None:
+        """Add an entry of `tenant`, in place of another with this key. `amount`: how much it takes, at least 1.
+
+        Of a salt's entries the one with the highest `rank` is given up first; without ranks, the oldest.
+        """
+        if key in self._entries:
+            self.pop(key)
+        number, name = next(self._numbers), self._account(tenant)
+        account = self._accounts.get(name)
+        if account is None:
+            account = self._accounts[name] = _Account(self._turns)
+        salt = account.salts.get(tenant.salt)
+        if salt is None:
+            salt = account.salts[tenant.salt] = _Salt(number, self._turns)
+        entry = self._entries[key] = _Entry(name, tenant.salt, -number if rank is None else rank, number, amount)
+        insort(salt.rows, (entry.rank, number, key))
+        account.change(salt, amount)
+        self.amount += amount
+
+    def pop(self, key: K) -> None:
+        """Remove an entry. Raises KeyError if there is none with this key."""
+        entry = self._entries.pop(key)
+        account = self._accounts[entry.account]
+        salt = account.salts[entry.salt]
+        del salt.rows[bisect_left(salt.rows, (entry.rank, entry.number))]
+        account.change(salt, -entry.amount)
+        self.amount -= entry.amount
+        if not salt.rows:
+            del account.salts[entry.salt]
+            if not account.salts:
+                del self._accounts[entry.account]
+
+    def most(self) -> K:
+        """Return the key of the entry to give up: one of the salt that has most, in the account that has most.
+
+        Of equal salts the one that has had entries for longest gives up an entry. There is at least one entry.
+        """
+        account = max(self._accounts.values(), key=lambda one: one.amount)
+        return account.ranks[-1][2].rows[-1][2]
+
+    def turn(self, key: K) -> tuple[int, int]:
+        """Return whose turn it is: of several entries the one with the lowest result is served first."""
+        entry = self._entries[key]
+        account = self._accounts[entry.account]
+        return account.turn, account.salts[entry.salt].turn
+
+    def serve(self, key: K) -> None:
+        """Note that the tenant of an entry has its turn now: all others that wait come before its next one."""
+        entry = self._entries[key]
+        account = self._accounts[entry.account]
+        self._turns += 1
+        account.turn = account.salts[entry.salt].turn = self._turns
