@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from kvpipe.connectors.vllm.trial.engine import Engine
 from kvpipe.testing.models import VOCAB, make_tokenizer
-from tests.engine.common import BLOCK, assert_clean, prompt, whole_blocks
+from tests.engine.common import BLOCK, assert_clean, prompt, starts_on_every_processor, whole_blocks
 
 pytestmark = pytest.mark.engine
 
@@ -86,6 +86,7 @@ def test_another_recording_hits_only_the_text_before_it(model: Path) -> None:
     assert len(set(expected)) == 2, "the model must hear"
     live = Engine(str(model), kvpipe={"chunk_tokens": BLOCK}, **options)
     try:
+        starts_on_every_processor(model, {"chunk_tokens": BLOCK}, options)
         loaded = []
         for sound, answer in zip(sounds, expected, strict=True):
             assert tuple(live.generate([asked], 16, media=sound)[0]) == answer

@@ -55,7 +55,7 @@ def test_models(recipe: str, groups: int, options: dict[str, Any]) -> None:
 def test_a_cache_in_fp8_is_refused_without_avx512() -> None:
     """VLLM refuses a cache in fp8 on a processor without AVX-512 and AMX, with kvpipe as without."""
     options: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}
-    for attached in ({}, {"kvpipe": {}}):
+    for attached in (dict[str, Any](), {"kvpipe": dict[str, Any]()}):
         with processor("plain"), pytest.raises(Exception, match="AVX-512 or AMX"), engine(**options | attached):
             pass
 
