@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from unittest import mock
 
+from kvpipe.connectors.vllm.trial.processors import Processor, build, processor
 from kvpipe.testing import doc_tables
 from tests.contract.places import PLACES
 
@@ -34,6 +35,9 @@ ABSENT: Final = frozenset({"torchvision", "torchaudio", "timm", "terratorch"})
 LAYERS: Final = 4
 POOL: Final = "64TiB"
 """Of nothing: models that are not shrunk have large chunks."""
+
+PROCESSOR: Final[Processor] = "avx512"
+"""The simulated processor of every answer: vLLM refuses some models at different places with AMX and without it."""
 
 WORKS: Final = "served"
 UNASKED: Final = "not built here"
@@ -139,20 +143,11 @@ def _engine(configuration: PretrainedConfig, folder: str) -> VllmConfig:
 
 def _caches(config: VllmConfig) -> dict[str, KVCacheSpec]:
     """Build the model without memory and return the specifications of its layers' caches."""
-    import torch
     from vllm.config import set_current_vllm_config
-    from vllm.distributed import parallel_state
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-    from vllm.model_executor.model_loader.utils import initialize_model
-    from vllm.utils.torch_utils import set_default_torch_dtype
 
+    build(config)
     with set_current_vllm_config(config):
-        if not parallel_state.model_parallel_is_initialized():
-            with tempfile.NamedTemporaryFile(delete=False) as meeting:
-                parallel_state.init_distributed_environment(1, 0, f"file://{meeting.name}.met", 0, "gloo")
-            parallel_state.ensure_model_parallel_initialized(1, 1)
-        with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
-            initialize_model(config)
         layers = config.compilation_config.static_forward_context
         specs = {
             name: layer.get_kv_cache_spec(config)
@@ -206,7 +201,7 @@ def walk(only: Sequence[str] = ()) -> Iterator[ArchitectureRow]:
                 continue
             runner, caches, answer = "", "", UNASKED
             try:
-                with tempfile.TemporaryDirectory() as folder:
+                with tempfile.TemporaryDirectory() as folder, processor(PROCESSOR):
                     config = _engine(_configuration(architecture, module, families), folder)
                     runner = str(config.model_config.runner_type)
                     caches, answer = _ask(config)

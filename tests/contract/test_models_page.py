@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvpipe.connectors.vllm.trial.processors import PROCESSORS
 from tests.contract import places, registry
 from tests.contract.test_scheduler_versions import FETCH_SECONDS_MAX, other_releases
 
@@ -40,6 +41,29 @@ def test_the_places_of_other_supported_releases() -> None:
     """The same places, and no other, are in the sources of each recorded release that is not installed."""
     for version, sources in other_releases():
         assert places.scan(sources / "vllm") == dict.fromkeys(places.PLACES, 1), version
+
+
+def test_answers_are_the_same_on_every_processor() -> None:
+    """Models with latent attention, sparse attention and states: vLLM refuses some at other places with AMX."""
+    asked = (
+        "BailingMoeV3VLForConditionalGeneration", "DeepseekV2ForCausalLM", "FalconH1ForCausalLM", "Glm5NextForCausalLM",
+        "Glm5NextForConditionalGeneration", "Qwen3NextForCausalLM",
+    )  # fmt: skip
+    code = (
+        "import json\n"
+        "from kvpipe.connectors.vllm.trial.processors import PROCESSORS, processor\n"
+        "from tests.contract.registry import walk\n"
+        "for kind in PROCESSORS:\n"
+        "    with processor(kind):\n"
+        f"        print('rows:', json.dumps(list(walk({asked!r}))))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=WALK_SECONDS_MAX
+    )
+    rows = [line for line in done.stdout.splitlines() if line.startswith("rows:")]
+    assert len(rows) == len(PROCESSORS), done.stderr[-4000:]
+    assert len(set(rows)) == 1, rows
+    assert all(name in rows[0] for name in asked)
 
 
 @pytest.mark.timeout(WALK_SECONDS_MAX + 30)

@@ -8,10 +8,11 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 from unittest.mock import patch
 
-from kvpipe.connectors.vllm.trial.engine import Engine
+from kvpipe.connectors.vllm.trial.engine import DEFAULTS, Engine
+from kvpipe.connectors.vllm.trial.processors import MLA_BLOCK, PROCESSORS, Plan, plan, processor
 from kvpipe.testing.catalog_integrity import check_integrity
 from kvpipe.testing.configurations import CONFIGURATIONS, make_configuration
 from kvpipe.testing.models import VOCAB, make_model
@@ -39,6 +40,9 @@ UNEXPECTED = (
     "scheduled_unknown_request",
     "foreign_metadata",
 )
+
+BLOCK: Final = int(DEFAULTS["block_size"])
+"""Tokens of a block that engines are asked for. Those of attention alone have it, which each engine's start checks."""
 
 WAITS = (
     "kvpipe.scheduler.fetches.PATIENCE_S",
@@ -80,11 +84,84 @@ def engine(recipe: str = "llama", kvpipe: dict[str, Any] | None = None, **option
     if recipe in CONFIGURATIONS:
         options.setdefault("load_format", "dummy")
     model = make_configuration(recipe) if recipe in CONFIGURATIONS else make_model(recipe)
-    made = Engine(str(model), kvpipe=patient(kvpipe), **options)
+    blocks = _blocks(model, kvpipe, options)
+    made = Engine(str(model), kvpipe=patient(kvpipe), **options | blocks)
     try:
+        starts_on_every_processor(model, kvpipe, options)
         yield made
     finally:
         made.close()
+
+
+SIZES = (
+    "dtype", "kv_cache_dtype", "block_size", "prefix_match_unit", "enable_prefix_caching", "speculative_config",
+    "load_format", "max_model_len",
+)  # fmt: skip
+"""The options of an engine that decide its backends and the size of its blocks, or are decided with them."""
+
+
+def planned(model: Path, kvpipe: dict[str, Any] | None, options: dict[str, Any]) -> Plan:
+    """Return what an engine decides before its first step, with the options that `Engine` adds."""
+    return plan(model, kvpipe, **{name: one for name, one in (DEFAULTS | options).items() if name in SIZES})
+
+
+def starts_on_every_processor(model: Path, kvpipe: dict[str, Any] | None, options: dict[str, Any]) -> None:
+    """Start the engine on each simulated processor, up to backends, block size and kvpipe's unit.
+
+    So every engine that a test starts is checked on every processor, once for each model and sizes in a session: that
+    costs 0.1 s, where a test that runs three times would cost three engines. An engine of a named block size has it
+    everywhere, or the platform gives it the block size of its only kernel.
+    """
+    key = repr((model, kvpipe and kvpipe.get("chunk_tokens"), [options.get(name) for name in SIZES]))
+    if key in _started:
+        return
+    for kind in PROCESSORS:
+        with processor(kind):
+            made = planned(model, kvpipe, options)
+        asked = options.get("block_size", DEFAULTS["block_size"])
+        states, only = any(cache == "MambaSpec" for cache, _, _ in made.caches), "CPU_MLA" in made.backends
+        assert made.block_tokens == (MLA_BLOCK if only else asked) or states, (kind, made)
+        assert made.unit_tokens is None or made.unit_tokens % made.block_tokens == 0, (kind, made)
+    _started.add(key)
+
+
+_started: set[str] = set()
+
+
+def _blocks(model: Path, kvpipe: dict[str, Any] | None, options: dict[str, Any]) -> dict[str, int]:
+    """Take `cache_tokens` out of an engine's options and return it as a number of the blocks that the engine will have.
+
+    VLLM keeps one block for itself.
+    """
+    tokens = options.pop("cache_tokens", None)
+    if tokens is None:
+        return {}
+    return {"num_gpu_blocks_override": tokens // planned(model, kvpipe, options).block_tokens}
+
+
+def block_tokens(live: Engine) -> int:
+    """Return the tokens of the engine's blocks: of kvpipe's unit, or without kvpipe of vLLM's longest block."""
+    if live.scheduler.connector is not None:
+        return int(live.connector.geometry.unit_tokens)
+    return max(int(group.kv_cache_spec.block_size) for group in live.scheduler.kv_cache_config.kv_cache_groups)
+
+
+def whole_blocks(of: Engine | int, *lengths: int) -> int:
+    """Return how many tokens of prompts of these lengths are in whole blocks, of an engine or of so many tokens."""
+    block = of if isinstance(of, int) else block_tokens(of)
+    return sum(tokens // block * block for tokens in lengths)
+
+
+def crowded(live: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+    """Return the answers to prompts that are sent together, in more and more copies until a request is preempted."""
+    for copies in (1, 2, 4, 8):
+        before = sum(live.preemptions.values())
+        answers = live.generate([*prompts] * copies, max_tokens)
+        assert answers == answers[: len(prompts)] * copies
+        if sum(live.preemptions.values()) > before:
+            return answers[: len(prompts)]
+    message = f"no request was preempted, of {8 * len(prompts)} at once"
+    raise AssertionError(message)
 
 
 def baseline(

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from kvpipe.connectors.vllm.trial.engine import DEFAULTS
 from kvpipe.testing.models import make_model
 from kvpipe.testing.waiting import WAIT_S
 
@@ -54,8 +55,8 @@ class Server:
         module = "vllm.entrypoints.openai.api_server" if spawned else "tests.engine.forked"
         self._command = [
             sys.executable, "-m", module, "--model", self.model, "--host", "127.0.0.1", "--port", str(self.port),
-            "--skip-tokenizer-init", "--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-model-len",
-            "1024", "--kv-transfer-config", json.dumps(flag), *options,
+            "--skip-tokenizer-init", "--dtype", "float32", "--enforce-eager", "--block-size",
+            str(DEFAULTS["block_size"]), "--max-model-len", "1024", "--kv-transfer-config", json.dumps(flag), *options,
         ]  # fmt: skip
         self._environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_SERVER_DEV_MODE": "1"} | environment
         self._process: subprocess.Popen[bytes] | None = None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvpipe.testing.models import make_model
-from tests.engine.common import engine, prompt
+from tests.engine.common import BLOCK, engine, prompt
 
 pytestmark = pytest.mark.engine
 
@@ -39,7 +39,7 @@ def _forget_the_half_started_engine() -> Any:
     ("config", "options", "expected"),
     [
         ({"chunk_sizee": 256}, {}, ["'chunk_sizee'", "did you mean"]),
-        ({"chunk_tokens": 250}, {}, ["chunk_tokens=250", "block size 32", "set chunk_tokens=256"]),
+        ({"chunk_tokens": 250}, {}, ["chunk_tokens=250", f"block size {BLOCK}", "set chunk_tokens=256"]),
         ({"pool_bytes_max": "1MiB"}, {}, ["pool_bytes_max=1048576", "not even one chunk", "at least"]),
         ({"chunk_tokens": "many"}, {}, ["chunk_tokens='many'", "Default: 256"]),
         ({"bypass": True, "freeze": True}, {}, ["bypass=true contradicts freeze=true", "set only one"]),

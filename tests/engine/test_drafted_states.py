@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 
 from kvpipe.connectors.vllm.trial.engine import Engine
+from kvpipe.connectors.vllm.trial.processors import Processor, complete
 from kvpipe.errors import UnsupportedError
 from tests.engine import aligned_states
-from tests.engine.common import assert_clean, engine, prompt
+from tests.engine.common import assert_clean, block_tokens, engine, prompt
 
 pytestmark = pytest.mark.engine
 
 DRAFTS = 3
 PROMPTS = [prompt(300, 21), prompt(576, 23)]
+ROUNDS_MAX = 8
 MTP = {"method": "mtp", "num_speculative_tokens": DRAFTS}
 
 
@@ -107,7 +109,7 @@ def test_cold_warm_conversation_restart_and_mixed(tmp_path: Path) -> None:
 def test_hits_within_a_block() -> None:
     """With hashes shorter than a block a hit loses one of those, and ends where vLLM's own would."""
     with drafting(None) as any_engine:  # its blocks are as long as the processor's kernels want them
-        block = any_engine.live.scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        block = block_tokens(any_engine.live)
     hashes: dict[str, Any] = {"prefix_match_unit": block // 2}
     with drafting(None, **hashes) as plain:
         first, counts = plain.one_by_one(PROMPTS, 60), plain.take()
@@ -125,12 +127,16 @@ def test_hits_within_a_block() -> None:
         assert assert_clean(made.live)["tokens_loaded"] > sum(held)
 
 
-def test_preempted_and_aborted() -> None:
-    """In a cache too small for all: everybody ends, with hits, and nothing is left over."""
-    prompts = [prompt(200 + 30 * i, 600 + i) for i in range(5)]
-    options: dict[str, Any] = {"num_gpu_blocks_override": 40, "max_model_len": 768}
-    with drafting({"chunk_tokens": 192}, **options) as made:
-        for _ in range(2):
+@pytest.mark.parametrize("kind", [None, "plain"], ids=["own", "plain"])
+def test_preempted_and_aborted(kind: Processor | None) -> None:
+    """In a cache too small for all: everybody ends, with hits, and nothing is left over.
+
+    Blocks are longer with AMX or AVX-512, whose kernels want states in float32. Rounds grow until one preempts.
+    """
+    options: dict[str, Any] = {"cache_tokens": 2560, "max_model_len": 768}
+    with complete(kind), drafting({"chunk_tokens": 192}, **options) as made:
+        for round_ in range(ROUNDS_MAX):
+            prompts = [prompt(200 + 30 * i, 600 + i) for i in range(5)] * (1 + round_ // 2)
             ids = [made.live.add(tokens, 150) for tokens in prompts]
             gone = made.live.add(prompt(250, 70), 150)
             for _ in range(12):
@@ -140,6 +146,8 @@ def test_preempted_and_aborted() -> None:
             assert [len(outputs[one].outputs[0].token_ids) for one in ids] == [150] * len(ids)
             made.live.settle()
             made.live.llm.reset_prefix_cache()
+            if round_ and any(made.live.preemptions.values()):
+                break
         stats = assert_clean(made.live)
     assert stats["preempted"] > 0
     assert stats["tokens_loaded"] > 0

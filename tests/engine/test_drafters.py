@@ -13,11 +13,10 @@ import torch
 from kvpipe.connectors.vllm.trial.engine import Engine
 from kvpipe.errors import UnsupportedError
 from kvpipe.testing.models import make_drafter, make_model
-from tests.engine.common import assert_clean, engine, prompt
+from tests.engine.common import BLOCK, assert_clean, engine, prompt, whole_blocks
 
 pytestmark = pytest.mark.engine
 
-BLOCK = 32
 PROMPTS = [prompt(300, 41), prompt(530, 42)]
 
 
@@ -149,7 +148,7 @@ def test_preempted_aborted_and_restarted(tmp_path: Path) -> None:
     with drafting(EAGLE, tmp_path, None) as (plain, _):
         expected = plain.generate(prompts, 40)
     for restarted in (False, True):
-        with drafting(EAGLE, tmp_path, kvpipe, num_gpu_blocks_override=32, max_model_len=512) as (live, _):
+        with drafting(EAGLE, tmp_path, kvpipe, cache_tokens=1024, max_model_len=512) as (live, _):
             ids = [live.add(tokens, 40) for tokens in prompts]
             gone = live.add(prompt(200, 70), 40)
             for _ in range(6):
@@ -160,7 +159,7 @@ def test_preempted_aborted_and_restarted(tmp_path: Path) -> None:
             assert restarted or any(live.preemptions.values())
             live.settle()
             stats = assert_clean(live)
-            assert not restarted or stats["tokens_loaded"] >= 4 * 256
+            assert not restarted or stats["tokens_loaded"] >= 4 * whole_blocks(live, 300 - BLOCK)
 
 
 def test_local_and_external_hits_together(tmp_path: Path) -> None:
@@ -169,7 +168,7 @@ def test_local_and_external_hits_together(tmp_path: Path) -> None:
     with drafting(EAGLE, tmp_path, None) as (plain, drafted):
         expected = plain.generate([tokens], 24)
         drafts = drafted.take()
-    options = {"enable_prefix_caching": True, "num_gpu_blocks_override": 24, "max_model_len": 640}
+    options = {"enable_prefix_caching": True, "cache_tokens": 768, "max_model_len": 640}
     with drafting(EAGLE, tmp_path, {"chunk_tokens": 128}, **options) as (live, drafted):
         assert live.generate([tokens], 24) == expected
         live.generate([tokens[:64] + prompt(380, 81)], 4)  # takes most of the blocks

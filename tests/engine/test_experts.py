@@ -17,7 +17,7 @@ import pytest
 from kvpipe.testing.models import make_model
 from kvpipe.trace.events import RequestAdmitted
 from kvpipe.trace.reader import Trace
-from tests.engine.common import assert_clean, baseline, engine, prompt
+from tests.engine.common import BLOCK, assert_clean, baseline, engine, prompt, whole_blocks
 from tests.engine.serving import Server
 
 pytestmark = pytest.mark.engine
@@ -37,7 +37,7 @@ def test_experts_on_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(2):
             assert live.generate(PROMPTS, 12) == expected
         assert live.generate([turn], 12) == answer
-        assert assert_clean(live)["tokens_loaded"] == 288 + 128 + 288
+        assert assert_clean(live)["tokens_loaded"] == whole_blocks(live, 300, 140, 300)
 
 
 def test_experts_in_two_engines(tmp_path: Path, trace_file: Path) -> None:
@@ -60,7 +60,7 @@ def test_experts_in_two_engines(tmp_path: Path, trace_file: Path) -> None:
         assert list(both.map(ask, range(2))) == [expected] * 2
         server.idle()
         loaded = [server.metric("hit_tokens", tier="memory", engine=replica) for replica in "01"]
-        assert loaded == [2 * (288 + 128), 288 + 128]
+        assert loaded == [2 * whole_blocks(BLOCK, 300, 140), whole_blocks(BLOCK, 300, 140)]
         assert server.metric("hit_tokens") == sum(loaded)
         assert server.stated.count("experts lie in other engines") == 2
     assert not list((tmp_path / "kv").rglob("*-g0-*"))

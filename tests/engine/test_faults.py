@@ -11,7 +11,7 @@ import pytest
 from kvpipe.testing.catalog_integrity import check_integrity
 from kvpipe.trace import events as e
 from kvpipe.trace.reader import Trace
-from tests.engine.common import assert_clean, baseline, engine, prompt
+from tests.engine.common import assert_clean, baseline, engine, prompt, whole_blocks
 
 pytestmark = pytest.mark.engine
 
@@ -112,7 +112,7 @@ def test_steps_that_are_replayed() -> None:
         for _ in range(3):
             assert live.generate(PROMPTS, 40) == expected
         stats = assert_clean(live)
-        assert stats["tokens_loaded"] >= 2 * sum(len(p) // 32 * 32 - 1 for p in PROMPTS)
+        assert stats["tokens_loaded"] >= 2 * (whole_blocks(live, *map(len, PROMPTS)) - len(PROMPTS))
 
 
 def test_hooks_that_never_run_publish_nothing() -> None:
@@ -133,7 +133,7 @@ def test_storm_of_arrivals_and_aborts(load: str) -> None:
     rng = random.Random(11)
     heads = [prompt(64 * (i + 1), 400 + i) for i in range(4)]
     prompts = [rng.choice(heads) + prompt(rng.randrange(5, 90), 500 + i) for i in range(60)]
-    options: dict[str, Any] = {"num_gpu_blocks_override": 60, "max_num_seqs": 12, "max_num_batched_tokens": 512}
+    options: dict[str, Any] = {"cache_tokens": 1920, "max_num_seqs": 12, "max_num_batched_tokens": 512}
     expected = baseline(prompts, 24, **options)
     with engine(kvpipe={"load": load, "chunk_tokens": 64, "pool_bytes_max": "48MiB"}, **options) as live:
         waiting, alive, done = list(range(60)), {}, {}

@@ -15,7 +15,7 @@ from kvpipe.cache.tenants import ANYBODY
 from kvpipe.listening import Address
 from kvpipe.manage.client import ask
 from kvpipe.testing.waiting import WAIT_S
-from tests.engine.common import assert_clean, baseline, engine, prompt
+from tests.engine.common import BLOCK, assert_clean, baseline, engine, prompt
 from tests.engine.serving import Server
 
 pytestmark = pytest.mark.engine
@@ -99,7 +99,7 @@ def test_a_session_that_was_announced_is_in_memory_before_it_comes(tmp_path: Pat
         for other in others:
             live.generate([other], 4)
             live.settle()
-        missing = side.prefetching.prefixes.longest(known.asked, continued=True) * 32 < whole * chunk
+        missing = side.prefetching.prefixes.longest(known.asked, continued=True) * BLOCK < whole * chunk
         assert missing, "it was to be evicted"
         assert side.stats().get("chunks_prefetched", 0) == 0
         now_s += 950
@@ -107,7 +107,7 @@ def test_a_session_that_was_announced_is_in_memory_before_it_comes(tmp_path: Pat
         live.settle()
         brought = side.stats()["chunks_prefetched"]
         assert brought > 0
-        assert side.prefetching.prefixes.longest(known.asked, continued=True) * 32 >= whole * chunk
+        assert side.prefetching.prefixes.longest(known.asked, continued=True) * BLOCK >= whole * chunk
         lookups = side.stats()["tier_lookup"]
         assert live.generate([after], 12) == [expected]
         stats = assert_clean(live)

@@ -14,7 +14,7 @@ from PIL import Image
 
 from kvpipe.connectors.vllm.trial.engine import Engine
 from kvpipe.testing.models import VOCAB, make_tokenizer
-from tests.engine.common import assert_clean, patient, prompt
+from tests.engine.common import BLOCK, assert_clean, patient, prompt, starts_on_every_processor
 
 pytestmark = pytest.mark.engine
 
@@ -28,8 +28,8 @@ OPTIONS: dict[str, Any] = {
     "enable_prefix_caching": False,
     "limit_mm_per_prompt": {"image": 2},
 }
-UNIT = 32
-LEAD, BETWEEN, END = prompt(96, 61), prompt(50, 62), prompt(60, 63)
+UNIT = BLOCK
+LEAD, BETWEEN, END = prompt(3 * UNIT, 61), prompt(50, 62), prompt(60, 63)
 ONE = [*LEAD, IMAGE, *END]
 TWO = [*LEAD, IMAGE, *BETWEEN, IMAGE, *END]
 """The second image begins and ends within blocks."""
@@ -123,6 +123,7 @@ def test_images(model: Path) -> None:
     assert len({tuple(answer) for answer in expected}) == 6, "the model must see"
     live = Engine(str(model), kvpipe={"chunk_tokens": UNIT}, **OPTIONS)
     try:
+        starts_on_every_processor(model, {"chunk_tokens": UNIT}, OPTIONS)
         before = 0
         for (tokens, seeds, found), answer in zip(ASKED, expected, strict=True):
             assert _answer(live, tokens, *seeds) == answer

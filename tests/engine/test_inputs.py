@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from kvpipe.connectors.vllm.trial.engine import Engine
-from tests.engine.common import assert_clean, baseline, engine, prompt
+from tests.engine.common import BLOCK, assert_clean, baseline, engine, prompt, whole_blocks
 
 pytestmark = pytest.mark.engine
 
 ANSWER = 20
 INPUTS = [prompt(200, 91), prompt(70, 92), prompt(130, 93)]
-EMBEDDED, EMBEDDED_TOKENS = 2, 320
+EMBEDDED, EMBEDDED_TOKENS = 2, 10 * BLOCK
 
 
 def _answer(live: Engine, session: str) -> list[int]:
@@ -45,12 +45,12 @@ def test_a_session_with_more_input_later(*, asynchronous: bool) -> None:
     with engine(kvpipe={}, **options) as live:
         assert _answer(live, "session") == message
         saved = assert_clean(live)["units_saved"]
-        assert saved >= (len(message) - 1) // 32 - asynchronous
+        assert saved >= (len(message) - 1) // BLOCK - asynchronous
         assert _answer(live, "again") == message
         again = assert_clean(live)["tokens_loaded"]
-        assert again == len(INPUTS[0]) // 32 * 32  # only the first input is looked up
+        assert again == whole_blocks(live, len(INPUTS[0]))  # only the first input is looked up
         assert live.generate([message], ANSWER) == expected
-        assert assert_clean(live)["tokens_loaded"] - again == saved * 32
+        assert assert_clean(live)["tokens_loaded"] - again == saved * BLOCK
 
 
 def test_prompts_of_embeddings() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from kvpipe.connectors.vllm import hooks
 from kvpipe.worker.side import WorkerSide
-from tests.engine.common import assert_clean, baseline, engine, prompt
+from tests.engine.common import assert_clean, baseline, crowded, engine, prompt
 
 pytestmark = pytest.mark.engine
 
@@ -19,14 +19,14 @@ PROMPTS = [prompt(100 + 30 * i, 700 + i) for i in range(8)]
 def test_answers_are_right_when_the_next_step_fences(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks are freed, preempted and given to others at once; saves land beside sampling and scheduling."""
     monkeypatch.setattr(hooks, "fences_late", lambda *_: True)
-    options: dict[str, Any] = {"num_gpu_blocks_override": 30, "max_model_len": 640, "enable_prefix_caching": True}
+    options: dict[str, Any] = {"cache_tokens": 960, "max_model_len": 640, "enable_prefix_caching": True}
     expected = baseline(PROMPTS, 60, **options)
     with engine(kvpipe={"chunk_tokens": 64, "copy_threads": 1, "mode": mode}, **options) as live:
         worker = live.worker_connector.worker
         assert isinstance(worker, WorkerSide)
         assert worker.pipeline._fences_late
         for _ in range(2):
-            assert live.generate(PROMPTS, 60) == expected
+            assert crowded(live, PROMPTS, 60) == expected
             live.settle()
             live.llm.reset_prefix_cache()
         stats = assert_clean(live)

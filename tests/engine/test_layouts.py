@@ -10,7 +10,7 @@ import pytest
 
 from kvpipe.connectors.vllm.trial.engine import Engine
 from kvpipe.testing.tier_worlds import WORLDS
-from tests.engine.common import assert_clean, baseline, engine, prompt
+from tests.engine.common import assert_clean, baseline, engine, prompt, whole_blocks
 
 pytestmark = pytest.mark.engine
 
@@ -46,24 +46,24 @@ def test_one_rank_then_two_then_one(tmp_path: Path, kind: str, recipe: str) -> N
             assert _stored(one) > 0
         with engine(recipe, config, tensor_parallel_size=2, **OWN) as two:
             assert two.generate([FIRST], TOKENS) == expected[:1]
-            assert _hits(two, kind) == len(FIRST) // 32 * 32
+            assert _hits(two, kind) == whole_blocks(two, len(FIRST))
             assert two.generate([SECOND], TOKENS) == expected[1:]
             assert _stored(two) > 0
         with engine(recipe, config, **OWN) as one:
             assert one.generate([FIRST, SECOND], TOKENS) == expected
             assert_clean(one)
-            assert _hits(one, kind) == len(FIRST) // 32 * 32 + len(SECOND) // 32 * 32
+            assert _hits(one, kind) == whole_blocks(one, len(FIRST), len(SECOND))
 
 
 def test_latents_are_stored_once(tmp_path: Path) -> None:
     """What two ranks hold alike is one value, as of one rank alone, of as many bytes; one engine finds another's."""
-    found, options = [], OWN | {"dtype": "bfloat16", "block_size": 16}
-    for ranks, folder, hits in ((1, "a", 0), (2, "b", 0), (2, "a", 288), (1, "b", 288)):
+    found, options = [], OWN | {"dtype": "bfloat16"}
+    for ranks, folder, again in ((1, "a", False), (2, "b", False), (2, "a", True), (1, "b", True)):
         config = {"chunk_tokens": 64, "tiers": [{"kind": "disk", "path": str(tmp_path / folder)}]}
         with engine("deepseek-mla", config, tensor_parallel_size=ranks, **options) as live:
             live.generate([FIRST], 1)
             assert_clean(live)
-            assert _hits(live, "disk") == hits
+            assert _hits(live, "disk") == (whole_blocks(live, len(FIRST)) if again else 0)
         found.append(sorted((file.name, file.stat().st_size) for file in (tmp_path / folder).rglob("*-g0-*")))
     assert len({tuple(one) for one in found}) == 1
     assert found[0]

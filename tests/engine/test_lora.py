@@ -13,7 +13,7 @@ from kvpipe.adapter_files import SETTLED_S
 from kvpipe.connectors.vllm.trial.engine import Engine
 from kvpipe.testing.models import make_adapter
 from kvpipe.worker.side import WorkerSide
-from tests.engine.common import assert_clean, engine, prompt
+from tests.engine.common import BLOCK, assert_clean, engine, prompt, whole_blocks
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.engine
 P, Q = prompt(300, 1), prompt(333, 2)
 BASE, ONE, TWO = 0, 1, 2
 TOKENS = 12
-HELD = 288  # whole blocks of P; those of Q are 320
+HELD, HELD_Q = whole_blocks(BLOCK, len(P)), whole_blocks(BLOCK, len(Q))
 OPTIONS: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 3, "enable_prefix_caching": False}
 Answers = dict[tuple[int, int], list[int]]
 
@@ -97,12 +97,12 @@ def test_names_ids_and_bytes_change_between_restarts(tmp_path: Path, right: Answ
         assert _loaded(live) == 0
     with engine(kvpipe=kv, **OPTIONS) as live:
         swapped = (None, _adapter("a", 2, a), _adapter("b", 1, b))
-        for tokens, held in ((P, HELD), (Q, HELD + 320)):
+        for tokens, held in ((P, HELD), (Q, HELD + HELD_Q)):
             assert _answers(live, tokens, *swapped) == [right[i, len(tokens)] for i in (BASE, TWO, ONE)]
             assert _loaded(live) == held  # the base model's
     make_adapter(a, ONE), make_adapter(b, TWO)
     with engine(kvpipe=kv, **OPTIONS) as live:
-        for tokens, held in ((P, 3 * HELD), (Q, 3 * (HELD + 320))):
+        for tokens, held in ((P, 3 * HELD), (Q, 3 * (HELD + HELD_Q))):
             assert _answers(live, tokens, *first) == [right[i, len(tokens)] for i in (BASE, ONE, TWO)]
             assert _loaded(live) == held
 

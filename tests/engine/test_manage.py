@@ -12,7 +12,7 @@ import pytest
 from kvpipe.errors import ConfigError
 from kvpipe.listening import Address
 from kvpipe.manage.client import ask
-from tests.engine.common import assert_clean, engine, prompt
+from tests.engine.common import BLOCK, assert_clean, engine, prompt, whole_blocks
 
 pytestmark = pytest.mark.engine
 TOKEN = "t0" * 16
@@ -40,9 +40,11 @@ def test_an_engine_answers_its_operators(tmp_path: Path) -> None:
         live.generate([long])
         live.generate([salted], salt="tenant")
         live.settle()
-        assert call("POST", "lookup", {"tokens": long})["held_tokens"] == 611 // 32 * 32
+        assert call("POST", "lookup", {"tokens": long})["held_tokens"] == whole_blocks(live, 611)
         assert call("POST", "lookup", {"tokens": salted})["held_tokens"] == 0
-        assert call("POST", "lookup", {"tokens": salted, "cache_salt": "tenant"})["held_tokens"] == 300 // 32 * 32
+        assert call("POST", "lookup", {"tokens": salted, "cache_salt": "tenant"})["held_tokens"] == whole_blocks(
+            live, 300
+        )
         loaded = live.connector.stats().get("tokens_loaded", 0)
         live.add(long, 30, request_id="reader")
         live.step()
@@ -50,16 +52,16 @@ def test_an_engine_answers_its_operators(tmp_path: Path) -> None:
         assert row["request"].startswith("reader")
         assert call("PUT", "switches", {"freeze": True})["freeze"]
         live.drain()
-        assert live.connector.stats()["tokens_loaded"] == loaded + 611 // 32 * 32
+        assert live.connector.stats()["tokens_loaded"] == loaded + whole_blocks(live, 611)
         live.generate([prompt(200, 3)])
         assert call("POST", "lookup", {"tokens": prompt(200, 3)})["held_tokens"] == 0
         assert not call("PUT", "switches", {"freeze": False, "bypass": True})["freeze"]
         live.generate([long])
-        assert live.connector.stats()["tokens_loaded"] == loaded + 611 // 32 * 32
+        assert live.connector.stats()["tokens_loaded"] == loaded + whole_blocks(live, 611)
         call("PUT", "switches", {"bypass": False})
         live.generate([prompt(200, 3)])
         live.settle()
-        assert call("POST", "lookup", {"tokens": prompt(200, 3)})["held_tokens"] == 200 // 32 * 32
+        assert call("POST", "lookup", {"tokens": prompt(200, 3)})["held_tokens"] == whole_blocks(live, 200)
         counted = call("GET", "counters")
         assert (counted["freeze_on"], counted["bypass_on"], counted["leases"]) == (1, 1, 0)
         with pytest.raises(ValueError, match=r"refused \(422\): tokens: 2000 are more than this engine's 1024"):
@@ -67,7 +69,7 @@ def test_an_engine_answers_its_operators(tmp_path: Path) -> None:
         side = live.connector.scheduler
         assert side is not None
         with pytest.raises(ConfigError, match="a running engine listens there"):
-            live.connector._serve_operators(live.core.vllm_config, side, 32, path.stem)
+            live.connector._serve_operators(live.core.vllm_config, side, BLOCK, path.stem)
         assert_clean(live)
     assert not path.exists()
 
@@ -83,14 +85,14 @@ def test_an_engine_that_idles_pins_and_evicts(tmp_path: Path) -> None:
         live.settle()
         assert not live.scheduler.has_requests()  # as vLLM asks before it waits
         pin = call("POST", "pins", {"tokens": long, "seconds": 600})
-        assert pin["tokens"] == 611 // 32 * 32
+        assert pin["tokens"] == whole_blocks(live, 611)
         assert call("POST", "evict", {"tokens": salted, "cache_salt": "tenant"})["chunks"] > 0
         assert call("POST", "lookup", {"tokens": salted, "cache_salt": "tenant"})["held_tokens"] == 0
         for seed in range(100, 108):  # more than there is room for beside what is pinned
             live.generate([prompt(900, 10 * seed + one) for one in range(4)], 1)
         live.settle()
         assert call("GET", "counters")["evicted"] > 0
-        assert call("POST", "lookup", {"tokens": long})["held_tokens"] == 611 // 32 * 32
+        assert call("POST", "lookup", {"tokens": long})["held_tokens"] == whole_blocks(live, 611)
         assert live.generate([long], 8) == answer
         live.settle()
         assert not live.scheduler.has_requests()
@@ -107,7 +109,7 @@ def test_an_engine_warms_a_prompt_from_disk(tmp_path: Path) -> None:
     with engine(kvpipe=keys, enable_prefix_caching=False) as live:
         (path,) = tmp_path.glob("*.sock")
         call = functools.partial(_call, path)
-        long, due = prompt(611, 1), 611 // 32 * 32
+        long, due = prompt(611, 1), whole_blocks(live, 611)
         answer = live.generate([long], 8)
         live.settle()
         assert not live.scheduler.has_requests()

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from kvpipe.cache.catalog import Catalog
-from tests.engine.common import assert_clean, baseline, engine, prompt
+from tests.engine.common import BLOCK, assert_clean, baseline, engine, prompt
 
 pytestmark = pytest.mark.engine
 
-BLOCK, SLOTS = 32, 2000
+SLOTS = 2000
 ROUNDS, REQUESTS, TOKENS, ANSWER = 8, 60, 140, 4
 CHUNKS = REQUESTS * (TOKENS // BLOCK)  # of a round; the answers end within a block
 WORK = ("find", "known", "lease", "release", "refresh", "reserve", "write", "landed", "lost")
@@ -40,7 +40,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 def test_small_chunks_by_the_thousand(tmp_path: Path, work: Counter[str]) -> None:
     """Each round of new requests takes as much work as the first; a round that comes again is right, and all hits."""
     rounds = [[prompt(TOKENS, 1000 * i + j) for j in range(REQUESTS)] for i in range(ROUNDS)]
-    options: dict[str, Any] = {"enable_prefix_caching": False, "block_size": BLOCK, "num_gpu_blocks_override": 400}
+    options: dict[str, Any] = {"enable_prefix_caching": False, "cache_tokens": 400 * BLOCK}
     expected = baseline(rounds[0] + rounds[-1], ANSWER, **options)
     kvpipe = {
         "chunk_tokens": BLOCK, "pool_bytes_max": SLOTS * BLOCK * 6 * 4 * 32 * 2 * 4, "prefault": "start",

@@ -12,14 +12,14 @@ from safetensors.torch import load_file, save_file
 
 from kvpipe.connectors.vllm.trial.engine import Engine
 from kvpipe.testing.models import VOCAB, make_tokenizer
-from tests.engine.common import assert_clean, prompt
+from tests.engine.common import BLOCK, assert_clean, prompt, starts_on_every_processor, whole_blocks
 
 pytestmark = pytest.mark.engine
 
 SPECIAL = ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")
 AUDIO, BEGIN, END = range(VOCAB - len(SPECIAL), VOCAB)
 RATE, SECONDS = 16_000, 4
-HEAD = 96
+HEAD = 3 * BLOCK
 """Tokens of text before the recording: three blocks, the last of which ends with the token that begins it."""
 
 
@@ -84,13 +84,14 @@ def test_another_recording_hits_only_the_text_before_it(model: Path) -> None:
     finally:
         plain.close()
     assert len(set(expected)) == 2, "the model must hear"
-    live = Engine(str(model), kvpipe={"chunk_tokens": 32}, **options)
+    live = Engine(str(model), kvpipe={"chunk_tokens": BLOCK}, **options)
     try:
+        starts_on_every_processor(model, {"chunk_tokens": BLOCK}, options)
         loaded = []
         for sound, answer in zip(sounds, expected, strict=True):
             assert tuple(live.generate([asked], 16, media=sound)[0]) == answer
             loaded.append(assert_clean(live).get("tokens_loaded", 0))
         tokens = len(asked) - 1 + RATE * SECONDS // 160 // 4
-        assert loaded == [0, tokens // 32 * 32, tokens // 32 * 32 + HEAD]
+        assert loaded == [0, whole_blocks(live, tokens), whole_blocks(live, tokens) + HEAD]
     finally:
         live.close()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from kvpipe.connectors.vllm.trial.engine import Engine
+from kvpipe.connectors.vllm.trial.processors import complete, lent, processor
 from kvpipe.testing.models import make_model
 from kvpipe.testing.waiting import eventually
-from tests.engine.common import assert_clean, baseline, engine, preempted, prompt
+from tests.engine.common import assert_clean, baseline, crowded, engine, preempted, prompt, whole_blocks
 
 pytestmark = pytest.mark.engine
 
@@ -42,35 +43,37 @@ def test_models(recipe: str, groups: int, options: dict[str, Any]) -> None:
             for tokens, answer in zip(PROMPTS, expected, strict=True):
                 assert live.generate([tokens], 40) == [answer]
         stats = assert_clean(live)
-        block = options.get("block_size", 32)
-        assert stats["tokens_loaded"] == sum(len(p) // block * block for p in PROMPTS)
+        assert stats["tokens_loaded"] == whole_blocks(live, 300, 530)
         for tokens, answer in zip(diverging, branches, strict=True):
             assert live.generate([tokens], 12) == [answer]
         loaded = assert_clean(live)["tokens_loaded"]
         assert loaded > stats["tokens_loaded"]
         assert preempted(live, PROMPTS[0], 40, 24) == expected[0]
-        assert assert_clean(live)["tokens_loaded"] == loaded + 300 // block * block + 323 // block * block
+        assert assert_clean(live)["tokens_loaded"] == loaded + whole_blocks(live, 300, 300 + 24 - 1)
+
+
+def test_a_cache_in_fp8_is_refused_without_avx512() -> None:
+    """VLLM refuses a cache in fp8 on a processor without AVX-512 and AMX, with kvpipe as without."""
+    options: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}
+    for attached in (dict[str, Any](), {"kvpipe": dict[str, Any]()}):
+        with processor("plain"), pytest.raises(Exception, match="AVX-512 or AMX"), engine(**options | attached):
+            pass
 
 
 @pytest.mark.parametrize("cache", ["auto", "fp8"])
 def test_bfloat16(cache: str) -> None:
     """In bfloat16, its cache in fp8 too, the answers are those of vLLM's own prefix cache: cold, and with a hit.
 
-    VLLM's CPU build has a cache in fp8 only where there is AVX-512 or AMX, and refuses one elsewhere, with kvpipe as
-    without.
+    A processor without AVX-512 has no cache in fp8: there the cache has the model's own type.
     """
+    if not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()):
+        cache = "auto"
     options: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_dtype": cache}
-    if cache == "fp8" and not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()):
-        with pytest.raises(Exception, match="AVX-512 or AMX"), engine(**options):
-            pass
-        with pytest.raises(Exception, match="AVX-512 or AMX"), engine(kvpipe={}, **options):
-            pass
-        return
     with engine(enable_prefix_caching=True, **options) as plain:
         expected = [[plain.generate([p], 40) for p in PROMPTS] for _ in range(2)]
     with engine(kvpipe={}, enable_prefix_caching=False, **options) as live:
         assert [[live.generate([p], 40) for p in PROMPTS] for _ in range(2)] == expected
-        assert assert_clean(live)["tokens_loaded"] == 288 + 512
+        assert assert_clean(live)["tokens_loaded"] == whole_blocks(live, 300, 530)
 
 
 def _pages(live: Engine, request_id: str, tokens: int) -> list[torch.Tensor]:
@@ -82,53 +85,42 @@ def _pages(live: Engine, request_id: str, tokens: int) -> list[torch.Tensor]:
     return [cache[table[: tokens // block]].clone() for cache in caches]
 
 
-@contextmanager
-def _platform_with(*, amx: bool) -> Iterator[None]:
-    """Let vLLM's platform decide as on a CPU with AMX or without; the kernels are those that run on every CPU."""
-    from vllm.platforms.cpu import CpuPlatform
-
-    decide = CpuPlatform.check_and_update_config
-
-    def decided(vllm_config: Any) -> None:
-        with pytest.MonkeyPatch.context() as asked:
-            asked.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
-            decide(vllm_config)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-        patch.setattr(CpuPlatform, "check_and_update_config", staticmethod(decided))
-        yield
-
-
 def _mla_answers(live: Engine) -> tuple[list[list[int]], list[list[torch.Tensor]]]:
     """Three answers to one prompt, and the pages of its tokens, as they were when its prefill was done."""
     answers, pages = [], []
     for _ in range(3):
         request = live.add(PROMPTS[0], 30)
         live.step()
-        pages.append(_pages(live, request, 288))
+        pages.append(_pages(live, request, whole_blocks(live, 300)))
         answers.append(list(live.drain()[request].outputs[0].token_ids))
     return answers, pages
 
 
-MLA: dict[str, Any] = {"recipe": "deepseek-mla", "dtype": "bfloat16", "block_size": 16}
+MLA: dict[str, Any] = {"recipe": "deepseek-mla", "dtype": "bfloat16"}
+ON: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "own": lambda: complete(None),
+    "without-AMX": lambda: complete("plain"),
+    "with-AMX": lambda: lent("amx"),
+}
 
 
-@pytest.mark.parametrize("amx", [False, True], ids=["without-AMX", "with-AMX"])
-def test_mla(*, amx: bool) -> None:
+@pytest.mark.parametrize("on", ON)
+def test_mla(on: str) -> None:
     """MLA's loaded cache is byte-equal to the computed one; the answers are those of vLLM's own prefix cache.
 
     A cold run does not show what the answer after a hit is: vLLM's MLA takes another path (and bfloat16 rounding) for
-    a prefill with context. VLLM has its own prefix cache of MLA on a CPU with AMX only, so its platform is asked as if
-    the CPU had it; without, a hit's answers are compared with each other and begin as the cold one does.
+    a prefill with context. VLLM has its own prefix cache of MLA on a CPU with AMX only. Without AMX a hit's answers
+    are compared with each other and begin as the cold answer does. "own" is this machine's processor: with AMX it has
+    another backend and other blocks.
     """
-    with _platform_with(amx=amx):
+    with ON[on]():
         with engine(enable_prefix_caching=True, **MLA) as plain:
-            assert plain.core.vllm_config.cache_config.enable_prefix_caching == amx
-            expected = [plain.generate([PROMPTS[0]], 30)[0] for _ in range(3 if amx else 1)]
+            caches = plain.core.vllm_config.cache_config.enable_prefix_caching
+            assert on == "own" or caches == (on == "with-AMX")
+            expected = [plain.generate([PROMPTS[0]], 30)[0] for _ in range(3 if caches else 1)]
         with engine(kvpipe={"chunk_tokens": 128}, enable_prefix_caching=False, **MLA) as live:
             answers, pages = _mla_answers(live)
-            assert assert_clean(live)["tokens_loaded"] == 2 * 288
+            assert assert_clean(live)["tokens_loaded"] == 2 * whole_blocks(live, 300)
     assert answers[: len(expected)] == expected
     assert answers[1] == answers[2]
     assert answers[1][0] == answers[0][0]
@@ -141,11 +133,11 @@ def test_mla(*, amx: bool) -> None:
 def test_windows_with_preemption_and_caching(recipe: str) -> None:
     """Sliding windows free blocks early; preempted and resumed requests are right all the same."""
     prompts = [prompt(100 + 30 * i, 600 + i) for i in range(8)]
-    options: dict[str, Any] = {"num_gpu_blocks_override": 44, "max_model_len": 640, "enable_prefix_caching": True}
+    options: dict[str, Any] = {"cache_tokens": 1408, "max_model_len": 640, "enable_prefix_caching": True}
     expected = baseline(prompts, 120, recipe, **options)
     with engine(recipe, {"chunk_tokens": 64}, **options) as live:
         for _ in range(2):
-            assert live.generate(prompts, 120) == expected
+            assert crowded(live, prompts, 120) == expected
             live.llm.reset_prefix_cache()
         stats = assert_clean(live)
         assert stats["preempted"] > 0
@@ -162,7 +154,7 @@ def test_cache_salts_never_share() -> None:
             assert live.generate([tokens], 8, salt=salt) == expected
             assert assert_clean(live).get("tokens_loaded", 0) == loaded
             assert live.generate([tokens], 8, salt=salt) == expected
-            loaded += 288
+            loaded += whole_blocks(live, 300)
             assert assert_clean(live)["tokens_loaded"] == loaded
 
 
@@ -207,7 +199,7 @@ def test_freeze_is_switched_at_run_time(tmp_path: Path) -> None:
         live.generate(PROMPTS[1:], 8)
         stats = assert_clean(live)
         assert stats["slots_used"] == used
-        assert stats["tokens_loaded"] == 288
+        assert stats["tokens_loaded"] == whole_blocks(live, 300)
         switch(False)
         live.generate(PROMPTS[1:], 8)
         assert assert_clean(live)["slots_used"] > used

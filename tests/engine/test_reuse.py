@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvpipe.worker.side import WorkerSide
-from tests.engine.common import assert_clean, baseline, engine, prompt
+from tests.engine.common import BLOCK, assert_clean, baseline, block_tokens, crowded, engine, prompt, whole_blocks
 
 pytestmark = pytest.mark.engine
 
@@ -36,8 +36,9 @@ def test_repeated_prompts(config: dict[str, Any]) -> None:
         for _ in range(2):
             assert live.generate(PROMPTS, 20) == expected
         stats = assert_clean(live)
-    size = config.get("chunk_tokens", 256) if not config.get("save_partial", True) else 32
-    due = sum(len(p) // size * size for p in PROMPTS)
+        block = block_tokens(live)
+    size = config.get("chunk_tokens", 256) if not config.get("save_partial", True) else block
+    due = whole_blocks(size, *map(len, PROMPTS))
     assert stats["tokens_loaded"] == 2 * due, stats
 
 
@@ -49,7 +50,7 @@ def test_a_flipped_value_changes_the_answer() -> None:
         worker = live.worker_connector.worker
         assert isinstance(worker, WorkerSide)
         pool = worker.pipeline._engine._pool  # type: ignore[attr-defined]
-        pool.slot(0)[: 32 * 4 * 64 * 4].view(dtype=__import__("torch").float32)[:4096] += 1.0
+        pool.slot(0)[: BLOCK * 4 * 64 * 4].view(dtype=__import__("torch").float32)[:4096] += 1.0
         assert live.generate(PROMPTS[:1], 20) != expected
 
 
@@ -71,7 +72,7 @@ def test_four_turn_conversation(caching: bool) -> None:
             stats = assert_clean(live)
             if turn:
                 held = len(turns[turn - 1]) + 45 - 1  # the last token's KV was never computed
-                assert stats["tokens_loaded"] - before == held // 32 * 32
+                assert stats["tokens_loaded"] - before == whole_blocks(live, held)
 
 
 def test_save_decode_off_saves_prompts_only() -> None:
@@ -80,18 +81,18 @@ def test_save_decode_off_saves_prompts_only() -> None:
     with engine(kvpipe={"save_decode": False}, enable_prefix_caching=False) as live:
         answer = live.generate([tokens], 100)[0]
         live.generate([tokens + answer], 4)
-        assert assert_clean(live)["tokens_loaded"] == 192
+        assert assert_clean(live)["tokens_loaded"] == whole_blocks(live, 200)
 
 
 @pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize("config", [{}, {"load": "async"}, {"mode": "step", "chunk_tokens": 64}], ids=str)
 def test_preempted_requests_load_what_was_saved(caching: bool, config: dict[str, Any]) -> None:
-    """Ten requests in 40 blocks: resumed requests load, go on saving, and answer as if nothing had happened."""
+    """Ten requests in a cache for 1,280 tokens: resumed requests load, save, and answer as if nothing had happened."""
     prompts = [prompt(60 + 20 * i, 100 + i) for i in range(10)]
-    options: dict[str, Any] = {"num_gpu_blocks_override": 40, "enable_prefix_caching": caching, "max_model_len": 1024}
+    options: dict[str, Any] = {"cache_tokens": 1280, "enable_prefix_caching": caching, "max_model_len": 1024}
     expected = baseline(prompts, 160, **options)
     with engine(kvpipe=config, **options) as live:
-        assert live.generate(prompts, 160) == expected
+        assert crowded(live, prompts, 160) == expected
         first = assert_clean(live)
         assert first["preempted"] > 0
         assert first["tokens_loaded"] > 0
@@ -100,7 +101,7 @@ def test_preempted_requests_load_what_was_saved(caching: bool, config: dict[str,
         whole = [p + a for p, a in zip(prompts, expected, strict=True)]
         live.generate(whole[:1], 2)
         again = assert_clean(live)
-        assert again["tokens_loaded"] - first["tokens_loaded"] == (len(whole[0]) - 1) // 32 * 32
+        assert again["tokens_loaded"] - first["tokens_loaded"] == whole_blocks(live, len(whole[0]) - 1)
 
 
 def test_chunked_prefill_smaller_than_a_chunk() -> None:
@@ -110,7 +111,7 @@ def test_chunked_prefill_smaller_than_a_chunk() -> None:
     with engine(kvpipe={"chunk_tokens": 256}, **options) as live:
         for _ in range(2):
             assert live.generate(PROMPTS, 16) == expected
-        assert assert_clean(live)["tokens_loaded"] == sum(len(p) // 32 * 32 for p in PROMPTS)
+        assert assert_clean(live)["tokens_loaded"] == whole_blocks(live, *map(len, PROMPTS))
 
 
 def test_ngram_drafts() -> None:
@@ -125,17 +126,17 @@ def test_ngram_drafts() -> None:
             assert live.generate([looping, PROMPTS[0]], 80) == expected
         whole = looping + expected[0]
         before = assert_clean(live)["tokens_loaded"]
-        assert before == (280 + 300) // 32 * 32 - 32 + 32 * ((280 % 32 + 300 % 32) // 32 == 0)
+        assert before == whole_blocks(live, 280, 300)
         live.generate([whole], 2)
         # up to one block per finishing step can stay unconfirmed (docs/decisions)
-        assert assert_clean(live)["tokens_loaded"] - before >= (len(whole) - 1) // 32 * 32 - 32
+        assert assert_clean(live)["tokens_loaded"] - before >= whole_blocks(live, len(whole) - 1) - block_tokens(live)
 
 
 def test_whole_prompt_hit() -> None:
     """A hit that covers the whole prompt recomputes the last token only, sync and async."""
-    tokens = prompt(256, 7)
+    tokens = prompt(8 * BLOCK, 7)
     expected = baseline([tokens], 8, enable_prefix_caching=False)
-    for load, loaded in (("sync", 255), ("async", 256)):
+    for load, loaded in (("sync", 8 * BLOCK - 1), ("async", 8 * BLOCK)):
         with engine(kvpipe={"load": load}, enable_prefix_caching=False) as live:
             for _ in range(2):
                 assert live.generate([tokens], 8) == expected
@@ -144,7 +145,7 @@ def test_whole_prompt_hit() -> None:
 
 def test_an_engine_that_waits_leaves_the_interpreter_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine in this process rests after a step in which nothing ran, as one that serves does."""
-    tokens, rests = prompt(256, 7), list[float]()
+    tokens, rests = prompt(8 * BLOCK, 7), list[float]()
     with engine(kvpipe={"load": "async"}, enable_prefix_caching=False) as live:
         live.generate([tokens], 2)
         live.settle()
@@ -152,12 +153,12 @@ def test_an_engine_that_waits_leaves_the_interpreter_to_others(monkeypatch: pyte
             patch.setattr(time, "sleep", rests.append)
             live.generate([tokens], 2)
         assert 0.001 in rests
-        assert assert_clean(live)["tokens_loaded"] == 256
+        assert assert_clean(live)["tokens_loaded"] == len(tokens)
 
 
 def test_prefix_cache_hit_that_ends_inside_a_chunk() -> None:
     """When vLLM's own cache has the first blocks of a chunk, only the rest of it is loaded."""
-    head, tail = prompt(96, 8), prompt(400, 9)
+    head, tail = prompt(3 * BLOCK, 8), prompt(400, 9)
     whole = head + tail
     expected = baseline([whole], 8)
     with engine(kvpipe={"chunk_tokens": 256}, enable_prefix_caching=True) as live:
@@ -167,7 +168,7 @@ def test_prefix_cache_hit_that_ends_inside_a_chunk() -> None:
         live.generate([head + prompt(10, 10)], 4)  # brings back the first three blocks: loaded from the chunk
         before = assert_clean(live).get("tokens_loaded", 0)
         assert live.generate([whole], 8) == expected
-        assert assert_clean(live)["tokens_loaded"] - before == len(whole) // 32 * 32 - 96
+        assert assert_clean(live)["tokens_loaded"] - before == whole_blocks(live, len(whole)) - len(head)
 
 
 def test_eviction_under_load() -> None:

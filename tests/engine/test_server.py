@@ -8,7 +8,7 @@ import pytest
 
 from kvpipe.connectors.vllm.metrics import METRICS
 from kvpipe.testing.models import make_model
-from tests.engine.common import baseline, prompt
+from tests.engine.common import BLOCK, baseline, prompt, whole_blocks
 from tests.engine.serving import Server
 
 pytestmark = pytest.mark.engine
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.engine
 
 def test_served_with_one_flag(tmp_path: Path) -> None:
     """The server with the README's flag answers as an engine without kvpipe; the second time, from loaded KV."""
-    tokens = prompt(300, 41)
+    tokens, held = prompt(300, 41), whole_blocks(BLOCK, 300)
     expected = baseline([tokens], 12, enable_prefix_caching=False)[0]
     with Server(
         tmp_path / "log", None, "--no-enable-prefix-caching", spawned=True, VLLM_LOGGING_LEVEL="INFO"
@@ -30,9 +30,9 @@ def test_served_with_one_flag(tmp_path: Path) -> None:
         for line in metrics.splitlines()
         if line.startswith("vllm:external_prefix_cache_hits_total")
     ]
-    assert sum(hits) == 288, metrics[:2000]
+    assert sum(hits) == held, metrics[:2000]
     for line in (
-        'vllm:kvpipe_hit_tokens_total{engine="0",model_name="MODEL",tier="memory"} 288.0',
+        f'vllm:kvpipe_hit_tokens_total{{engine="0",model_name="MODEL",tier="memory"}} {held}.0',
         'vllm:kvpipe_misses_total{engine="0",model_name="MODEL",reason="not_saved"} 1.0',
         'vllm:kvpipe_jobs_in_flight{engine="0",model_name="MODEL"} 0.0',
         'vllm:kvpipe_leases{engine="0",model_name="MODEL"} 0.0',

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvpipe.testing.waiting import PATIENT, PATIENT_MS, WAIT_S, eventually
-from tests.engine.common import baseline, prompt
+from tests.engine.common import BLOCK, baseline, prompt
 from tests.engine.serving import Server
 
 pytestmark = pytest.mark.engine
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.engine
 SHARED = prompt(192, 71)
 PROMPTS = [SHARED + prompt(40 + 30 * i, 80 + i) for i in range(6)] + [prompt(400, 90)]
 TOKENS = 24
-FEW_BLOCKS = ("--num-gpu-blocks-override", "40", "--max-num-seqs", "12")
+FEW_BLOCKS = ("--num-gpu-blocks-override", str(1280 // BLOCK), "--max-num-seqs", "12")
 
 
 def _disk(folder: Path, **more: Any) -> dict[str, Any]:

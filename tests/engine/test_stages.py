@@ -14,14 +14,14 @@ import pytest
 
 from kvpipe.connectors.vllm.trial.engine import Engine
 from kvpipe.testing.waiting import WAIT_S
-from tests.engine.common import assert_clean, baseline, engine, prompt
+from tests.engine.common import assert_clean, baseline, crowded, engine, prompt, whole_blocks
 
 pytestmark = pytest.mark.engine
 
 MODEL = "llama-mha"
 PROMPTS = [prompt(300, 31), prompt(140, 32)]
 MANY = [prompt(100 + 20 * i, 100 + i) for i in range(8)]
-OPTIONS: dict[str, Any] = {"num_gpu_blocks_override": 40, "enable_prefix_caching": False}
+OPTIONS: dict[str, Any] = {"cache_tokens": 1280, "enable_prefix_caching": False}
 TWO_STAGES: dict[str, Any] = OPTIONS | {"pipeline_parallel_size": 2, "worker_cls": "tests.engine.staged.StagedWorker"}
 
 
@@ -46,10 +46,10 @@ def test_two_stages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         for _ in range(2):
             assert live.generate(PROMPTS, 12) == expected
             loaded = assert_clean(live).get("tokens_loaded", 0)
-        assert loaded == 288 + 128
+        assert loaded == whole_blocks(live, 300, 140)
         assert live.generate([turn], 12) == answer
-        assert assert_clean(live)["tokens_loaded"] - loaded == (300 + 12 - 1) // 32 * 32
-        assert live.generate(MANY, 60) == many
+        assert assert_clean(live)["tokens_loaded"] - loaded == whole_blocks(live, 300 + 12 - 1)
+        assert crowded(live, MANY, 60) == many
         assert assert_clean(live)["preempted"] > 0
         _store_all(live)
     with engine(MODEL, config, **TWO_STAGES) as live:

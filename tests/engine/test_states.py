@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
+from kvpipe.connectors.vllm.trial.processors import complete
 from kvpipe.errors import UnsupportedError
-from tests.engine.common import assert_clean, engine, preempted, prompt
+from tests.engine.common import assert_clean, crowded, engine, preempted, prompt
 
 pytestmark = pytest.mark.engine
 
@@ -82,6 +83,12 @@ def test_hits_and_conversations(recipe: str, chunk_tokens: int, options: dict[st
         assert assert_clean(live)["tokens_loaded"] == sum(held) + held[1] - 2 * unit
 
 
+def test_states_in_the_models_own_type(tmp_path: Path) -> None:
+    """Without AVX-512 states are as the model's values are, and blocks are shorter: the same ladder."""
+    with complete("plain"):
+        test_hits_and_conversations("qwen3-next", 192, {"dtype": "bfloat16"}, tmp_path)
+
+
 def test_beside_a_hit_within_a_block() -> None:
     """VLLM goes on within a block of its own, in a copy; kvpipe finds what of that request ends with a block."""
     options: dict[str, Any] = {"enable_prefix_caching": True, "prefix_match_unit": 16}
@@ -105,12 +112,12 @@ def test_preempted_requests(recipe: str, chunk_tokens: int, options: dict[str, A
     Those of other families answer otherwise in other batches, with kvpipe as without: they are preempted alone.
     """
     prompts = [prompt(100 + 30 * i, 600 + i) for i in range(8)]
-    more: dict[str, Any] = {"num_gpu_blocks_override": 40, "max_model_len": 640, "enable_prefix_caching": True}
+    more: dict[str, Any] = {"cache_tokens": 2560, "max_model_len": 640, "enable_prefix_caching": True}
     with engine(recipe, None, **options | more) as plain:
         expected = plain.generate(prompts, 120)
     with engine(recipe, {"chunk_tokens": chunk_tokens}, **options | more) as live:
         for _ in range(2):
-            assert live.generate(prompts, 120) == expected
+            assert crowded(live, prompts, 120) == expected
             live.llm.reset_prefix_cache()
         stats = assert_clean(live)
         assert stats["preempted"] > 0

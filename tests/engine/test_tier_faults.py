@@ -27,12 +27,12 @@ from kvpipe.testing.tier_worlds.s3 import spec_of as s3_spec
 from kvpipe.testing.waiting import PATIENT_MS, eventually
 from kvpipe.trace.events import TierLeft
 from kvpipe.trace.reader import Trace
-from tests.engine.common import assert_clean, baseline, engine, prompt
+from tests.engine.common import BLOCK, assert_clean, baseline, engine, prompt, whole_blocks
 
 pytestmark = pytest.mark.engine
 
 PROMPTS = [prompt(300, 81), prompt(200, 82)]
-DUE = 288 + 192
+DUE = whole_blocks(BLOCK, *map(len, PROMPTS))
 TOKENS = 8
 OWN: dict[str, Any] = {"enable_prefix_caching": False}
 IDLE_STEPS_MAX = 4000

@@ -17,12 +17,12 @@ from kvpipe.testing.models import make_model
 from kvpipe.testing.tier_worlds import WORLDS
 from kvpipe.testing.tier_worlds.disk import grow_old
 from tests.engine.child_engine import child
-from tests.engine.common import assert_clean, baseline, engine, patient, prompt
+from tests.engine.common import BLOCK, assert_clean, baseline, engine, patient, prompt, whole_blocks
 
 pytestmark = pytest.mark.engine
 
 PROMPTS = [prompt(300, 1), prompt(611, 2), prompt(150, 3)]
-DUE = sum(len(p) // 32 * 32 for p in PROMPTS)
+DUE = whole_blocks(BLOCK, *map(len, PROMPTS))
 TOKENS = 20
 OWN: dict[str, Any] = {"enable_prefix_caching": False}
 SMALL: dict[str, Any] = {"chunk_tokens": 64}
@@ -71,7 +71,7 @@ def test_restart_with_disk(tmp_path: Path, recipe: str) -> None:
 def test_the_longest_prompt_is_part_of_the_name(tmp_path: Path) -> None:
     """Rotary factors may follow from `max_model_len`: engines that differ in it find nothing of each other."""
     asked = [prompt(300, 65)]
-    for tokens_max, hits in ((512, 0), (1024, 0), (512, 288)):
+    for tokens_max, hits in ((512, 0), (1024, 0), (512, whole_blocks(BLOCK, 300))):
         options = OWN | {"max_model_len": tokens_max}
         expected = baseline(asked, TOKENS, "phi3-longrope", **options)
         with engine("phi3-longrope", _disk(tmp_path), **options) as live:
@@ -92,7 +92,7 @@ def test_two_engines_at_once(tmp_path: Path, kind: str) -> None:
             assert_clean(live)
             answers, hits = other.generate([*first, *second], TOKENS)
             assert answers == expected
-            assert hits[kind] == 288
+            assert hits[kind] == whole_blocks(BLOCK, 300)
             assert live.generate(second, TOKENS) == expected[1:]
             assert_clean(live)
             assert _hits(live)[kind] == 416
@@ -161,7 +161,7 @@ def test_salts_do_not_meet_in_a_tier(tmp_path: Path) -> None:
         assert live.generate(PROMPTS[:1], TOKENS, salt="mine") == expected
         assert_clean(live)
     with engine(kvpipe=_disk(tmp_path), **OWN) as live:
-        for salt, due in (("yours", 0), (None, 0), ("mine", 288)):
+        for salt, due in (("yours", 0), (None, 0), ("mine", whole_blocks(BLOCK, 300))):
             assert live.generate(PROMPTS[:1], TOKENS, salt=salt) == expected
             assert_clean(live)
             assert _hits(live).get("disk", 0) == due, salt
@@ -175,7 +175,7 @@ def _block_names(tokens: list[int]) -> set[str]:
     from vllm.v1.request import Request
 
     init_none_hash(sha256)
-    hasher = get_request_block_hasher(32, sha256)
+    hasher = get_request_block_hasher(BLOCK, sha256)
     return {key.hex() for key in Request("guess", tokens, SamplingParams(), None, block_hasher=hasher).block_hashes}
 
 
@@ -210,7 +210,7 @@ def test_who_reads_a_disk_and_guesses_the_prompt(tmp_path: Path, monkeypatch: py
         pytest.param({}, {}, True, id="same model elsewhere"),
         pytest.param({"dtype": "bfloat16"}, {}, False, id="dtype"),
         pytest.param({}, {"chunk_tokens": 128}, False, id="chunks"),
-        pytest.param({"block_size": 64}, {}, False, id="blocks"),
+        pytest.param({"block_size": 2 * BLOCK}, {}, False, id="blocks"),
         pytest.param({"weights": "others"}, {}, False, id="weights"),
     ],
 )

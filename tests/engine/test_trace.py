@@ -13,10 +13,10 @@ from kvpipe.trace import events as e
 from kvpipe.trace import transitions
 from kvpipe.trace.reader import Trace
 from kvpipe.trace.replay import replay
-from tests.engine.common import assert_clean, engine, prompt
+from tests.engine.common import assert_clean, block_tokens, engine, prompt, whole_blocks
 
 pytestmark = pytest.mark.engine
-CROWDED: dict[str, Any] = {"num_gpu_blocks_override": 40, "enable_prefix_caching": False}
+CROWDED: dict[str, Any] = {"cache_tokens": 1280, "enable_prefix_caching": False}
 
 
 def test_a_crowd_is_traced_from_end_to_end(trace_file: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -25,7 +25,7 @@ def test_a_crowd_is_traced_from_end_to_end(trace_file: Path, capfd: pytest.Captu
         live.generate([prompt(60 + 20 * i, i) for i in range(10)], 160)
         live.generate([prompt(60, 0)], 8)
         preemptions = assert_clean(live)["preempted"]
-        layers = len(live.connector.geometry.layers)
+        layers, held = len(live.connector.geometry.layers), whole_blocks(live, 60)
     events = list(Trace(trace_file))
     done = replay(events)
     assert done.ok
@@ -52,8 +52,8 @@ def test_a_crowd_is_traced_from_end_to_end(trace_file: Path, capfd: pytest.Captu
             assert at in ([*first, "LANDED"], first)  # whose last lands after the confirmation is final with it
     assert {one.engine for one in events} == {events[0].engine}
     (last,) = [one for one in events if type(one) is e.RequestAdmitted and one.hit_tokens]
-    assert last.hit_tokens == {"memory": 32}
-    assert (last.missed_tokens, last.why) == (28, "below_minimum")
+    assert last.hit_tokens == {"memory": held}
+    assert (last.missed_tokens, last.why) == (60 - held, "below_minimum")
 
     log = capfd.readouterr().err
     for name in requests:
@@ -97,6 +97,7 @@ def test_what_a_router_receives(trace_file: Path) -> None:
     kvpipe = {"chunk_tokens": 64, "pool_bytes_max": "1MiB"}
     with engine(kvpipe=kvpipe, enable_prefix_caching=True, kv_events_config=reported) as live:
         received: list[object] = []
+        block = block_tokens(live)
         live.scheduler.kv_event_publisher.publish = lambda batch: received.extend(batch.events)
         slots = live.connector.geometry.slots
         for i in range(slots + 1):
@@ -115,7 +116,7 @@ def test_what_a_router_receives(trace_file: Path) -> None:
         hashes = set(one.block_hashes)
         if isinstance(one, BlockStored):
             assert not now & hashes
-            assert len(one.token_ids) == 32 * len(one.block_hashes)
+            assert len(one.token_ids) == block * len(one.block_hashes)
             now |= hashes
         else:
             assert hashes <= now

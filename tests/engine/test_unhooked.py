@@ -18,11 +18,11 @@ from vllm.model_executor.models.llama import LlamaForCausalLM
 
 from kvpipe.connectors.vllm.trial.engine import Engine
 from kvpipe.testing.models import make_model
-from tests.engine.common import assert_clean, prompt
+from tests.engine.common import BLOCK, assert_clean, prompt, whole_blocks
 
 pytestmark = pytest.mark.engine
 
-PROMPTS = [prompt(300, 21), prompt(530, 22), prompt(512, 23)]
+PROMPTS = [prompt(300, 21), prompt(530, 22), prompt(16 * BLOCK, 23)]
 ARCHITECTURE = "PartlyHookedForCausalLM"
 
 
@@ -125,7 +125,7 @@ def test_layers_without_hooks_are_saved_and_loaded(model: Path) -> None:
         for _ in range(2):
             assert [live.generate([tokens], 24)[0] for tokens in PROMPTS] == expected
         stats = assert_clean(live)
-        assert stats["tokens_loaded"] == 288 + 512 + 511
+        assert stats["tokens_loaded"] == whole_blocks(live, *map(len, PROMPTS)) - 1
         assert stats.get("worker.job_failed", 0) == 0
     finally:
         live.close()

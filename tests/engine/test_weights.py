@@ -18,12 +18,12 @@ from safetensors.torch import load_file, save_file
 from kvpipe.connectors.vllm.trial.engine import Engine
 from kvpipe.testing.models import make_model
 from kvpipe.testing.waiting import WAIT_S
-from tests.engine.common import assert_clean, patient, prompt
+from tests.engine.common import BLOCK, assert_clean, patient, prompt, whole_blocks
 
 pytestmark = pytest.mark.engine
 
 PROMPT = [prompt(300, 1)]
-FOUND = 288
+FOUND = whole_blocks(BLOCK, 300)
 TOKENS = 12
 OWN: dict[str, Any] = {"enable_prefix_caching": False}
 
@@ -264,7 +264,7 @@ def test_an_engine_process_of_its_own(tmp_path: Path, right: Right) -> None:
         "    return list(llm.generate({'prompt_token_ids': tokens}, params)[0].outputs[0].token_ids)\n"
         "if __name__ == '__main__':\n"
         "    llm = LLM(model=model, kv_transfer_config=transfer, skip_tokenizer_init=True, dtype='float32', seed=0,\n"
-        "              enforce_eager=True, block_size=32, max_model_len=1024, num_gpu_blocks_override=200)\n"
+        f"              enforce_eager=True, block_size={BLOCK}, max_model_len=1024, num_gpu_blocks_override=200)\n"
         "    answers = [answer()]\n"
         "    llm.collective_rpc('reload_weights', kwargs={'weights_path': other})\n"
         "    answers += [answer(), answer()]\n"

@@ -210,6 +210,7 @@ FLAGS: dict[str, dict[str, str]] = {
         "Invariant.outside": "content: whether it holds for any connector",
         "Live.aborted": "what the trial has done: its answer may be shorter",
         "Live.closed": "what the trial has done: no input of its session follows",
+        "Plan.caches_prefixes": "content: whether vLLM would cache prefixes itself",
         "Rank._drafts": "configuration: whether it is of the last stage",
         "TableEntry.is_null": "content: vLLM's block that stands for none",
         "Steps._pickles": "configuration, by seed",

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 from unittest.mock import patch
 
 # before vllm is imported: one process, one compute thread, nothing from a hub
@@ -29,6 +29,18 @@ for _key, _value in ENVIRONMENT.items():
 
 import torch  # noqa: E402
 
+DEFAULTS: Final[dict[str, Any]] = {
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "enforce_eager": True,
+    "block_size": 32,
+    "max_model_len": 1024,
+    "num_gpu_blocks_override": 200,
+    "disable_log_stats": True,
+    "seed": 0,
+}
+"""Options of every engine that does not say otherwise."""
+
 if TYPE_CHECKING:
     from vllm import LLM
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -36,7 +48,7 @@ if TYPE_CHECKING:
     from kvpipe.connectors.vllm.connector import KVPipeConnector
 
 
-def _register_kernels_once() -> None:
+def register_kernels_once() -> None:
     """Keep vLLM from scanning every module for kernels again: its scan fails once numba (n-gram drafts) is loaded."""
     from vllm.platforms import current_platform
     from vllm.triton_utils import dispatcher
@@ -68,7 +80,7 @@ def _own_garbage() -> Iterator[None]:
 
 
 @contextmanager
-def _models_inspected_here() -> Iterator[None]:
+def models_inspected_here() -> Iterator[None]:
     """Let vLLM look at a model's class in this process; in another, which takes seconds, only CUDA would gain."""
     from vllm.model_executor.models import registry
     from vllm.platforms import current_platform
@@ -117,23 +129,13 @@ class Engine:
             }
             if module is not None:
                 transfer["kv_connector_module_path"] = module
-        settings: dict[str, Any] = {
-            "skip_tokenizer_init": True,
-            "dtype": "float32",
-            "enforce_eager": True,
-            "block_size": 32,
-            "max_model_len": 1024,
-            "num_gpu_blocks_override": 200,
-            "disable_log_stats": True,
-            "seed": 0,
-        }
-        _register_kernels_once()
+        register_kernels_once()
         if torch.get_num_threads() > 1:  # torch was imported before ENVIRONMENT was set
             torch.set_num_threads(1)
         _freeze_modules()
         try:
-            with _own_garbage(), _models_inspected_here():
-                self.llm: LLM = LLM(model=model, kv_transfer_config=transfer, **settings | options)
+            with _own_garbage(), models_inspected_here():
+                self.llm: LLM = LLM(model=model, kv_transfer_config=transfer, **DEFAULTS | options)
         except BaseException:
             with _own_garbage():
                 _free_process()  # a connector may be there already, and would be the next engine's

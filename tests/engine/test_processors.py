@@ -1,0 +1,85 @@
+"""Simulated processors: what vLLM decides on each of them, and that a test's sizes hold on all of them.
+
+`common.engine` starts every engine of every test on each processor, up to its block size: see
+`starts_on_every_processor`. Here is the proof that this finds what it is for, and what the processors differ in.
+Engines whose decisions differ run completely on more than one processor: `test_mla`, `test_preempted_and_aborted`,
+`test_states_in_the_models_own_type`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvpipe.connectors.vllm.trial.processors import PROCESSORS, Plan, Processor, lent, processor
+from kvpipe.testing.models import make_model
+from tests.engine.common import planned, starts_on_every_processor
+
+pytestmark = pytest.mark.engine
+
+MLA, MLA_OPTIONS = "deepseek-mla", {"dtype": "bfloat16"}
+STATES: dict[str, Any] = {"dtype": "bfloat16", "enable_prefix_caching": True}
+
+
+def _plans(recipe: str, kvpipe: dict[str, Any] | None = None, **options: Any) -> dict[Processor, Plan]:
+    plans: dict[Processor, Plan] = {}
+    for kind in PROCESSORS:
+        with processor(kind):
+            plans[kind] = planned(make_model(recipe), kvpipe, options)
+    return plans
+
+
+@pytest.mark.parametrize(
+    ("kind", "avx512", "amx"), [("amx", True, True), ("avx512", True, False), ("plain", False, False)]
+)
+def test_processor_is_reported_by_torch_and_restored_at_the_end(kind: Processor, avx512: bool, amx: bool) -> None:
+    """Every question that vLLM and kvpipe ask has the simulated answer."""
+    before = dict(torch.cpu.get_capabilities()), torch.backends.cpu.get_cpu_capability()
+    with processor(kind):
+        assert torch.cpu._is_amx_tile_supported() == amx
+        assert torch.cpu._is_avx512_supported() == torch.cpu._is_avx512_bf16_supported() == avx512
+        assert (torch.backends.cpu.get_cpu_capability() == "AVX512") == avx512
+        assert torch.cpu._is_avx2_supported() == before[0]["avx2"]
+    assert (dict(torch.cpu.get_capabilities()), torch.backends.cpu.get_cpu_capability()) == before
+
+
+@pytest.mark.parametrize("kind", PROCESSORS)
+def test_kernels_are_never_amx_when_lent(kind: Processor) -> None:
+    """The platform decides as on the simulated processor; whatever chooses a kernel sees no AMX."""
+    with lent(kind):
+        assert not torch.cpu._is_amx_tile_supported()
+
+
+def test_latent_attention_has_another_backend_and_other_blocks_with_amx() -> None:
+    """With AMX: a backend that takes multiples of 32 tokens, and vLLM's own prefix cache. Without: 16 tokens only."""
+    plans = _plans(MLA, {}, **MLA_OPTIONS, enable_prefix_caching=True)
+    assert plans["amx"][:4] == (("AMX_MLA",), 32, 32, True)
+    assert plans["avx512"] == plans["plain"]
+    assert plans["plain"][:4] == (("CPU_MLA",), 16, 16, False)
+
+
+def test_states_make_longer_blocks_with_avx512() -> None:
+    """There states are in float32 and not in the model's type, so a block of attention is as long as they are."""
+    plans = _plans("qwen3-next", {"chunk_tokens": 192}, **STATES)
+    assert plans["amx"] == plans["avx512"]
+    assert plans["avx512"].block_tokens > plans["plain"].block_tokens
+
+
+def test_full_attention_is_the_same_everywhere() -> None:
+    """So a test of such an engine that runs on one processor has run on all of them."""
+    assert len(set(_plans("llama", {}).values())) == 1
+
+
+def test_named_block_size_fails_where_a_backend_does_not_take_it() -> None:
+    """A test that asks for blocks of 16 tokens fails on every machine, not on those with AMX only."""
+    with pytest.raises(ValueError, match="No common block size for 16"):
+        starts_on_every_processor(make_model(MLA), {}, MLA_OPTIONS | {"block_size": 16})
+
+
+def test_chunk_size_fails_where_it_is_no_multiple_of_a_unit() -> None:
+    """A chunk that fits this machine's unit must fit that of every processor."""
+    units = {kind: one.unit_tokens or 0 for kind, one in _plans("qwen3-next", {"chunk_tokens": 192}, **STATES).items()}
+    with pytest.raises(Exception, match="chunk_tokens"):
+        starts_on_every_processor(make_model("qwen3-next"), {"chunk_tokens": min(units.values())}, STATES)
