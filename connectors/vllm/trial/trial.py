@@ -166,14 +166,21 @@ class Trial(Disturbances):
         return [(tier.name, spec, tier) for tier in self.tiers]
 
     def _introduce(self) -> None:
-        """Shake hands, as vLLM does when the ranks have their caches."""
+        """Shake hands, as vLLM does when the ranks have their caches. Then the ranks report, as with an empty step."""
+        from vllm.v1.outputs import KVConnectorOutput
+
         if self.kvpipe is None:
             return
         if not self.ranks:
-            self.side.slots_ready({0: self.side.catalog.slots})
+            self.side.ranks_ready({0: self.side.catalog.slots}, ())
             return
-        reports = {(self.shape.stage_of(r.index), r.index): r.connector.get_handshake_metadata() for r in self.ranks}
-        self.kvpipe.set_xfer_handshake_metadata_pp_aware({rank: one for rank, one in reports.items() if one})
+        connector: Any = self.scheduler.connector
+        hands = {(self.shape.stage_of(r.index), r.index): r.connector.get_handshake_metadata() for r in self.ranks}
+        connector.set_xfer_handshake_metadata_pp_aware({rank: hand for rank, hand in hands.items() if hand is not None})
+        if not self.shape.unmet:
+            reports: list[Any] = [rank.connector.build_connector_worker_meta() for rank in self.ranks]
+            report = functools.reduce(lambda one, other: one.aggregate(other), reports)
+            connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=report))
         if not self.tiers:
             return
         sides = [self.side.staging.finder] if self.side.staging is not None else []
