@@ -31,9 +31,9 @@ from kvpipe.connectors.vllm.metadata import Introduction, PlanMetadata, ReportMe
 from kvpipe.connectors.vllm.metrics import KVPipeProm, KVPipeStats, Meter
 from kvpipe.connectors.vllm.model import watch_packing
 from kvpipe.connectors.vllm.no_caches import NoCaches
+from kvpipe.connectors.vllm.rank_facts import RankFacts
 from kvpipe.connectors.vllm.remedies import mixed_prompts, scales
 from kvpipe.connectors.vllm.remedies.uncomputed import forget_uncomputed
-from kvpipe.connectors.vllm.rank_facts import RankFacts
 from kvpipe.connectors.vllm.source import loaded_from, sees_a_part
 from kvpipe.connectors.vllm.spaces import Spaces
 from kvpipe.connectors.vllm.weights import Watch

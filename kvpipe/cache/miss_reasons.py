@@ -47,7 +47,8 @@ REASONS: dict[str, str] = {
     "(reported while the request waits, too)",
     BYPASS: "kvpipe is bypassed",
     NO_CONSUMER: "this engine's kv_role does not load",
-    ELSEWHERE: "another connector brings the whole prompt (`do_remote_prefill`), and kvpipe has only a part of it in memory",
+    ELSEWHERE: "another connector brings the whole prompt (`do_remote_prefill`), and kvpipe has only a part of it in "
+    "memory",
     NOT_READ: "the request wants no cache read (`skip_reading_prefix_cache`: prompt_logprobs, pooling of every token)",
 }
 """Why a lookup found less than the whole prompt, and what that means.

@@ -82,7 +82,7 @@ class Lookups:
             )
             if waits:
                 return _later(tracked, local_tokens, miss_reasons.TIER_ASKED, step)
-        units, waits, withheld = self._held(tracked, local_tokens)
+        units, waits, withheld = self._held(tracked, local_tokens, elsewhere=elsewhere)
         tokens = units * self._unit
         missed = max(0, request.num_tokens - max(local_tokens, tokens))  # the last token, if held, is none
         if not waits:
@@ -98,10 +98,6 @@ class Lookups:
             tracked.asking.reply(step, local_tokens, missed, why, 0, units, waits=waits, staged=staged)
             self._counters["lookup_miss"] += 1
             return MISS
-        if elsewhere and missed > self._unit:
-            tracked.asking.reply(step, local_tokens, request.num_tokens - local_tokens, miss_reasons.ELSEWHERE, 0, units)
-            self._counters["lookup_miss"] += 1
-            return MISS
         waiting = self._requests.waiting
         if waits and waiting and not self._recovery.may_wait(request, waiting | self._requests.sessions):
             return self._ask_later(tracked, local_tokens, miss_reasons.NO_ROOM, step)
@@ -109,12 +105,14 @@ class Lookups:
         self._counters["lookup_hit"] += 1
         return Hit(external, waits)
 
-    def _held(self, tracked: Tracked, local_tokens: int) -> tuple[int, bool, str]:
+    def _held(self, tracked: Tracked, local_tokens: int, *, elsewhere: bool) -> tuple[int, bool, str]:
         """Return (units of the prefix that can be loaded, whether asynchronously, why held units cannot be)."""
         units = self._prefixes.longest(tracked.request)
         if tracked.answer is not None:
             self._answers.looked_up(tracked, max(units, local_tokens // self._unit))
         beyond = units * self._unit - local_tokens
+        if elsewhere and beyond > 0 and tracked.request.num_tokens - units * self._unit > self._unit:
+            return local_tokens // self._unit, False, miss_reasons.ELSEWHERE
         waits = tracked.state.row != m.LET_DOWN and self._loading.waits(beyond)
         why = self._cannot_wait(tracked.request) if waits else ""
         if self._loading.between_steps:

@@ -264,9 +264,9 @@ class SchedulerSide:
             staging.patience.pace.step(step.num_scheduled_tokens.values(), time.monotonic())
             self.prefetching.plan_step(idle=not computes)
             orders, space = staging.plan(stores=self.switches.storing, idle=not computes), staging.space.name
+        self._step += 1
         if self.weights.awaited and self._step == FIRST_STEPS_MAX:
             self.counters.fault("weights_not_on_all_ranks", ranks=self._ranks, reported=0)
-        self._step += 1
         self.trace.step = self._step + 1  # what comes now belongs to the step that is planned next
         idle, question, claims = self._idle, self.weights.ask(), self.adapters.claims(jobs)
         wait_ms = idle.wait_ms(step, loading=bool(self.requests.waiting)) if idle is not None else 0

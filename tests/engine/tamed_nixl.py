@@ -20,7 +20,7 @@ _bindings: Any = sys.modules[NixlWrapper.__module__].nixlBind
 _Config: Any = _bindings.nixlAgentConfig
 
 
-class TamedConfig(_Config):  # type: ignore[misc]  (a class of C++)
+class TamedConfig(_Config):  # type: ignore[misc]
     """An agent's configuration with a progress thread that sleeps."""
 
     @property

@@ -85,6 +85,13 @@ def _transfers(server: Server) -> int:
     return int(sum(float(one.rsplit(" ", 1)[1]) for one in lines if "vllm:nixl_xfer_time_seconds_count" in one))
 
 
+def _hits_again(server: Server, tokens: list[int], expected: list[int]) -> None:
+    """Ask for a prompt that kvpipe has in memory."""
+    before, whole = server.metric("hit_tokens"), len(tokens) // UNIT * UNIT
+    assert _ask(server, tokens, TOKENS)[0] == expected
+    assert eventually(lambda: server.metric("hit_tokens") - before >= whole, every_s=0.1)
+
+
 @pytest.mark.parametrize("prefills", [0, 1])
 def test_both_connectors_bring_kv(pair: tuple[Server, Server], expected: list[list[int]], prefills: int) -> None:
     """NIXL brings a prompt from the other server, and kvpipe brings it when it comes again, in either order."""
@@ -94,10 +101,7 @@ def test_both_connectors_bring_kv(pair: tuple[Server, Server], expected: list[li
     assert eventually(lambda: _transfers(decode) > read, every_s=0.1)
     decode.idle()
     for server in pair:
-        before = server.metric("hit_tokens")
-        assert _ask(server, PROMPTS[prefills], TOKENS)[0] == expected[prefills]
-        whole = len(PROMPTS[prefills]) // UNIT * UNIT
-        assert eventually(lambda: server.metric("hit_tokens") - before >= whole, every_s=0.1)
+        _hits_again(server, PROMPTS[prefills], expected[prefills])
     assert decode.metric("hit_tokens") > hit
 
 

@@ -1,4 +1,4 @@
-"""Ranks introduce themselves with an engine's first step: what is found and saved before, and what the first prompt loses."""
+"""Ranks report first with an engine's first step: the first prompt loses nothing. Remote prefills are not held up."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from kvpipe.scheduler.lookups import FIRST_STEPS_MAX
 
 
 @contextmanager
-def _new_engine(shape: Shape) -> Iterator[Trial]:
-    """Yield an engine that has made no step."""
-    trial = Trial(shape._replace(unmet=True), 2)
+def _new_engine(shape: Shape, *, unmet: bool = True) -> Iterator[Trial]:
+    """Yield an engine that has made no step. `unmet`: its ranks have not reported either."""
+    trial = Trial(shape._replace(unmet=unmet), 2)
     try:
         yield trial
     finally:
@@ -47,23 +47,29 @@ def test_idle_engine_steps_until_its_ranks_have_reported(name: str) -> None:
 @pytest.mark.parametrize("name", ["consumer", "async-scheduler-consumer"])
 def test_first_prompt_hits_a_tier(name: str) -> None:
     """It comes before the first step, and loses nothing: its first lookup is put off until the ranks have reported."""
-    with _new_engine(SHAPES[name]) as trial:
-        trial.do(("add", 0, 170, 0, 1, 0, 0))
-        trial.do(("drain",))
-        assert trial.side.counters["lookup_later"] > 0
-        assert trial.side.report.hit_tokens["tier0"] >= 128
-        assert not trial.violations
+    found = []
+    for unmet in (False, True):
+        with _new_engine(SHAPES[name], unmet=unmet) as trial:
+            trial.do(("add", 0, -1, 0, 1, 0, 0))
+            trial.do(("drain",))
+            assert not trial.violations
+            assert trial.side.counters["lookup_later"] >= unmet
+            found.append(trial.side.report.hit_tokens)
+    assert found[0] == found[1]
+    assert sum(found[1].values()) > 0
 
 
-def test_first_prompt_is_saved_whole() -> None:
+@pytest.mark.parametrize("name", ["two-ranks", "async-scheduler", "either-load"])
+def test_first_prompt_is_saved_whole(name: str) -> None:
     """Nothing is saved before the ranks have reported, and nothing is left out."""
-    with _new_engine(SHAPES["two-ranks"]) as trial:
-        trial.do(("add", 0, 150, 0, 1, 0, 0))
-        trial.do(("drain",))
-        trial.do(("add", 0, 150, 0, 1, 0, 0))
-        trial.do(("reset", False, False))
-        trial.do(("drain",))
-        assert trial.side.counters["tokens_loaded"] >= 128
+    saved = []
+    for unmet in (False, True):
+        with _new_engine(SHAPES[name], unmet=unmet) as trial:
+            trial.do(("add", 0, -1, 0, 1, 0, 0))
+            trial.do(("drain",))
+            saved.append({k: trial.side.counters[k] for k in ("pieces_published", "save_dropped_pool_full")})
+    assert saved[0] == saved[1]
+    assert saved[1]["pieces_published"]
 
 
 def test_lookups_miss_when_ranks_never_report(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +101,13 @@ def test_introductions_of_all_ranks_are_added_up() -> None:
 
 @pytest.mark.parametrize(
     ("parameters", "elsewhere"),
-    [(None, False), ({}, False), ({"do_remote_prefill": False}, False), ({"do_remote_prefill": True}, True), ("x", False)],
+    [
+        (None, False),
+        ({}, False),
+        ({"do_remote_prefill": False}, False),
+        ({"do_remote_prefill": True}, True),
+        ("x", False),
+    ],
 )
 def test_remote_prefill_is_read_from_the_parameters(parameters: Any, elsewhere: bool) -> None:
     """Whatever a client has sent."""
@@ -107,7 +119,7 @@ def test_hit_beside_a_remote_prefill_has_all_but_the_last_unit(held: int, hit: i
     """A prompt of eight units. Less is a miss, and the miss has a reason of its own."""
     world = SchedulerWorld()
     if held:
-        first = world.request("first", held)
+        first = world.request("first", held, shared=held)
         world.admit(first)
         world.succeed(*world.step(first))
     again = world.request("again", 8, shared=held)

@@ -91,7 +91,7 @@ class Shape(NamedTuple):
     they share the tiers.
     `slow`: the tiers are slower than the engine computes.
     `unmet`: the ranks' first reports come with the first step, as in an engine.
-    `behind`: under vLLM's MultiConnector, before a connector that does so (`sibling.DEEDS`); with `sibling` between two.
+    `behind`: under vLLM's MultiConnector, before a connector that does so (`sibling.DEEDS`), or between two siblings.
     """
 
     asynchronous: bool = False
@@ -401,7 +401,10 @@ def _beside(shape: Shape, connector: Connector, extra: dict[str, Any]) -> tuple[
     before = "fails" if "shakes" in shape.behind else "fails shakes"
     does = [before] * shape.sibling, [shape.behind] * bool(shape.behind)
     siblings = [
-        [Connector("SiblingConnector", "kvpipe.connectors.vllm.trial.sibling", json.dumps({"does": what})) for what in one]
+        [
+            Connector("SiblingConnector", "kvpipe.connectors.vllm.trial.sibling", json.dumps({"does": what}))
+            for what in one
+        ]
         for one in does
     ]
     configured = [

@@ -134,6 +134,8 @@ class Trial(Disturbances):
         if self.kvpipe is not None:
             self.side.adapters.reader, self.side.prefetching.idle_s_max = self.adapters, 3600.0  # type: ignore[assignment]
             self.begin_hints()
+            if self.side.staging is not None:
+                self.side.staging.patience.await_s = 0.0  # by the clock: a sequence would not have one outcome
             if self.shape.slow and self.side.staging is not None:
                 patience = self.side.staging.patience
                 patience.pace.s_per_token, patience.rates = 1e-12, dict.fromkeys(range(len(self.tiers)), 1.0)

@@ -47,7 +47,9 @@ def check_connectors(_: Settings, machine: HostFacts) -> PendingFinding | None:
     if VLLM.NAME not in names:
         return PendingFinding("fail", f"connectors={listed}: kvpipe is not among them", f"add {VLLM.NAME} in front")
     if any(name.startswith("Nixl") for name in names) and not machine.has_module(NIXL):
-        remedy = "pip install --no-deps nixl nixl-cu12 (or nixl-cu13): nixl-cu12 alone lacks the module that vLLM imports"
+        remedy = (
+            "pip install --no-deps nixl nixl-cu12 (or nixl-cu13): nixl-cu12 alone lacks the module that vLLM imports"
+        )
         return PendingFinding("fail", f"connectors={listed}: the module {NIXL} is missing", remedy)
     if names[0] != VLLM.NAME:
         detail = f"connectors={listed}: {names[0]} is asked before kvpipe, and reads what kvpipe has in memory"

@@ -22,13 +22,13 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "part_of_a_remote_prefill_promised": Mutant(
         "A part of the prompt in memory undoes the prefill that another connector would bring.",
-        one(LOOKUPS, "_answer", "if elsewhere and missed > self._unit:", "if False:"),
+        one(LOOKUPS, "_held", "if elsewhere and beyond > 0", "if False and beyond > 0"),
         shape=_BEHIND,
         by="a_lookup_promises_all_that_is_held",
     ),
     "remote_prefill_never_spared": Mutant(
         "A prompt that is in memory is brought by another connector all the same.",
-        one(LOOKUPS, "_answer", "if elsewhere and missed > self._unit:", "if elsewhere:"),
+        one(LOOKUPS, "_held", " > self._unit:", " > -1:"),
         shape=_BEHIND,
         by="a_lookup_promises_all_that_is_held",
     ),
