@@ -1,10 +1,12 @@
-"""Other connectors beside kvpipe, and the ranks' first reports."""
+"""Other connectors beside kvpipe, the ranks' first reports, and prompts that a producer is still storing."""
 
 from __future__ import annotations
 
 from kvpipe.connectors.vllm.trial.mutants.base import CONNECTOR, LOOKUPS, SCHEDULER, Mutant, one
 
 _BEHIND = "sibling-behind"
+_STAGING = "kvpipe.scheduler.fetches:Staging"
+_AWAITING = "tests/scheduler/test_awaiting.py::test_"
 _FIRST = "tests/vllm/test_first_reports.py::test_"
 
 MUTANTS: dict[str, Mutant] = {
@@ -62,5 +64,20 @@ MUTANTS: dict[str, Mutant] = {
             ">= 1",
         ),
         test="tests/scheduler/test_fetches.py::test_tiers_on_some_ranks_only",
+    ),
+    "consumer_computes_at_once": Mutant(
+        "A decode engine computes what the prefill engine is still storing.",
+        one(_STAGING, "_awaits", "if units >= stop or", "if True or"),
+        test=f"{_AWAITING}consumer_waits_for_what_the_producer_stores",
+    ),
+    "consumer_waits_for_ever": Mutant(
+        "A decode engine waits without a limit for what nobody stores.",
+        one(_STAGING, "_awaits", "or now_s - stage.begun_at_s >= wait_s_max", ""),
+        test=f"{_AWAITING}consumer_computes_when_nothing_is_stored_in_time",
+    ),
+    "new_prompts_wait_for_a_producer": Mutant(
+        "An engine that computes prompts itself waits for a producer of them.",
+        one(_STAGING, "_awaits", "not self._consumes or", ""),
+        test=f"{_AWAITING}engine_that_stores_waits_for_no_producer",
     ),
 }
