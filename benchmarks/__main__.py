@@ -1,4 +1,4 @@
-"""Run the benchmarks: `python -m benchmarks [NAME …]`, of `PARTS`, agents, chunks, ranges, traces; default: `PARTS`."""
+"""Run the benchmarks: `python -m benchmarks [NAME …]`: `PARTS`, or agents, chunks, prefill_decode, ranges, traces."""
 
 from __future__ import annotations
 

@@ -40,10 +40,12 @@ def check_name(name: str) -> str:
 
 
 class NameClaim:
-    """One engine's shared claim on a name. A record that no living engine holds is overwritten."""
+    """One rank's shared claim on a name. A record that no living engine holds is overwritten."""
 
-    def __init__(self, name: str, facts: dict[str, Any], state_dir: Path | None = None) -> None:
-        """Claim `name` for an engine whose layout is `facts`. Waits `LOCK_S_MAX` seconds at most.
+    def __init__(self, name: str, facts: dict[str, Any], state_dir: Path | None = None, *, rank: int = 0) -> None:
+        """Claim `name` for a rank whose layout is `facts`. Waits `LOCK_S_MAX` seconds at most.
+
+        Each `rank` has a record of its own: a rank knows its own layout only.
 
         Raises:
             ConfigError: the name is not valid, a living engine with another layout holds it, or its record cannot be
@@ -58,7 +60,7 @@ class NameClaim:
         self._fd = -1
         try:
             folder = state_dir or default_state_dir()
-            self._path = folder / f"{name}.json"
+            self._path = folder / (f"{name}+{rank}.json" if rank else f"{name}.json")  # no name has a plus sign
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._fd = os.open(self._path, _OPEN, 0o600)
             if kind := files.kind_of(os.fstat(self._fd).st_mode):

@@ -25,22 +25,23 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvpipe.config import Settings, load_settings
 from kvpipe.connectors.vllm import compat, drafters, held_adapters, hooks, models, rank_facts, shares, spans, support
 from kvpipe.connectors.vllm.adapter import ManagedBlocks, Remedies, make_room
-from kvpipe.connectors.vllm.hints import hints_of, kind_of
+from kvpipe.connectors.vllm.hints import hints_of, is_prefilled_elsewhere, kind_of
 from kvpipe.connectors.vllm.kv_events import KvEvents
-from kvpipe.connectors.vllm.metadata import LayoutMetadata, PlanMetadata, ReportMetadata
+from kvpipe.connectors.vllm.metadata import Introduction, PlanMetadata, ReportMetadata
 from kvpipe.connectors.vllm.metrics import KVPipeProm, KVPipeStats, Meter
 from kvpipe.connectors.vllm.model import watch_packing
 from kvpipe.connectors.vllm.no_caches import NoCaches
+from kvpipe.connectors.vllm.rank_facts import RankFacts
 from kvpipe.connectors.vllm.remedies import mixed_prompts, scales
 from kvpipe.connectors.vllm.remedies.uncomputed import forget_uncomputed
-from kvpipe.connectors.vllm.source import sees_a_part
+from kvpipe.connectors.vllm.source import loaded_from, sees_a_part
 from kvpipe.connectors.vllm.spaces import Spaces
 from kvpipe.connectors.vllm.weights import Watch
 from kvpipe.control import check_control_file, watch_control_file
 from kvpipe.loop import LoopThread
 from kvpipe.manage.engine import ManagedEngine
 from kvpipe.manage.start import read_token, start
-from kvpipe.messages import EMPTY_PLAN
+from kvpipe.messages import EMPTY_PLAN, Report
 from kvpipe.names import NameClaim
 from kvpipe.scheduler import gauges
 from kvpipe.scheduler.base import LATER
@@ -145,6 +146,9 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker: WorkerSide | NoCaches = NoCaches(self.counters)
         self._step = self.worker.step
         self._claim: NameClaim | None = None
+        self._introduction: Introduction | None = None  # this rank's
+        self._introduced = False
+        self._met: dict[int, Introduction] = {}  # by rank, on the scheduler's side
         self._control: LoopThread | None = None
         self._manage: OperatorServer | None = None
         self.events: KvEvents | None = None
@@ -196,6 +200,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             tiers=tiers,
             space_of=self._spaces.space,
             also_of=self._spaces.also,
+            introduced=True,
             waits_idle=config.parallel_config.data_parallel_size == 1,  # else such ranks' steps go together
             spans_of=spans.spans_of(config),
             priority_of=_priority if config.scheduler_config.policy == "priority" else None,
@@ -334,6 +339,8 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         scales.set_scales(config.compilation_config.static_forward_context, kv_caches)
         facts = rank_facts.find(config, self._kv_cache_config, self.geometry, kv_caches, self._contain)
         self._layout, self._common = facts.layout, facts.common
+        if self.settings.name:
+            self._claim_name(facts)
         self.worker = WorkerSide(
             self.settings,
             self.geometry,
@@ -350,15 +357,38 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         )
         self._step, self._meter = self.worker.step, Meter(self.worker.totals)
 
-    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Return this rank's report: its ready slots, digests of what its bytes depend on, its weights."""
+    @_contained(_nothing)
+    def get_handshake_metadata(self) -> None:
+        """Return None: vLLM's handshake is for other connectors, see `ReportMetadata`. Read the weights for the report.
+
+        So reading them does not delay the first step. `MultiConnector` skips this call behind a connector that answers.
+        """
+        self._introduce()
+
+    def _claim_name(self, found: RankFacts) -> None:
+        """Claim the configured name for this rank, before the engine serves.
+
+        Raises:
+            ConfigError: the same rank of a living engine with another layout, or other weights, has the name.
+
+        """
+        facts = support.identity(self._vllm_config, self._kv_cache_config, self.geometry)
+        try:
+            weights = loaded_from(found.weigh()).memory
+        except Exception as error:  # noqa: BLE001  (as for the introduction, which counts it)
+            info("weights_not_read", error=repr(error))
+            weights = ""
+        facts |= {"layouts": [(self.rank, found.layout)], "weights": weights}
+        self._claim = NameClaim(self.settings.name, facts, self.settings.state_dir, rank=self.rank)
+
+    def _introduce(self) -> Introduction | None:
+        """Return this rank's introduction; None without caches."""
         worker = self.worker
-        if isinstance(worker, NoCaches):
-            return None
-        digest = self._layout if worker.carrier is not None else ""
-        heads = tuple(share.heads for share in worker.shares)
-        weights, slots = worker.weigh_now(), self.geometry.slots
-        return LayoutMetadata(worker.rank, digest, worker.ready, weights, slots, heads=heads, common=self._common)
+        if self._introduction is None and not isinstance(worker, NoCaches):
+            digest = self._layout if worker.carrier is not None else ""
+            heads, weights = tuple(share.heads for share in worker.shares), worker.weigh_now()
+            self._introduction = Introduction(worker.rank, digest, weights, self.geometry.slots, heads, self._common)
+        return self._introduction
 
     @_contained(_nothing)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -428,9 +458,15 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_contained(_nothing)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Report the jobs that have ended on this rank since the last call; None: nothing to report."""
-        report = self.worker.take_report()
-        return ReportMetadata(report) if report is not None else None
+        """Report the jobs that have ended on this rank since the last call; None: nothing to report.
+
+        The first report has the rank's introduction.
+        """
+        report, new = self.worker.take_report(), None if self._introduced else self._introduce()
+        if new is None:
+            return ReportMetadata(report) if report is not None else None
+        self._introduced = True
+        return ReportMetadata(report or Report(), (new,))
 
     @_contained(_nothing)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
@@ -461,37 +497,27 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Take the reports of all pipeline stages' ranks. Raises as `set_xfer_handshake_metadata`."""
-        self.set_xfer_handshake_metadata(dict(enumerate(metadata.values())))
+        """Ignore the handshake: it is another connector's."""
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """Take every rank's report of what its bytes depend on. Tiers are used from now on, in the resulting namespace.
+        """Ignore the handshake: it is another connector's."""
 
-        Raises:
-            ConfigError: a living engine with another layout, or other weights, has the same name.
-
-        """
-        if self.scheduler is None:
-            return
-        reported = [one for one in metadata.values() if isinstance(one, LayoutMetadata)]
-        reported.sort(key=lambda one: one.rank)
-        ranks, tiers = self._vllm_config.parallel_config.world_size, self.scheduler.staging is not None
+    def _meet(self, side: SchedulerSide, introductions: Sequence[Introduction]) -> None:
+        """Take what ranks' bytes depend on. Tiers are used from now on, in the resulting namespace."""
+        self._met |= {one.rank: one for one in introductions}
+        reported = [one for _, one in sorted(self._met.items())]
+        ranks, tiers = self._vllm_config.parallel_config.world_size, side.staging is not None
         if tiers and not self._spaces.agree(reported):
             self.counters.fault("tiers_not_on_all_ranks", ranks=ranks, reported=len(reported))
         weights = [one.weights for one in reported] if len(reported) == ranks else []
-        self.scheduler.orders.turns.take()
-        if reported:
-            self.scheduler.catalog.limit(min(one.slots for one in reported))
+        side.catalog.limit(min(one.slots for one in reported))
         heads = {one.heads for one in reported}
         agreed = heads.pop() if len(heads) == 1 else ()
-        self.scheduler.ranks_ready({one.rank: one.ready for one in reported}, weights, agreed)
-        digest = self.scheduler.weights.digest
-        if self._spaces.agreed and not digest:
+        side.ranks_ready({}, weights, agreed)
+        if self._spaces.agreed and not side.weights.digest:
             apart = sees_a_part(self._vllm_config.parallel_config)
             what = "experts lie in other engines" if apart else "install kvpipe where every process of vLLM finds it"
             warn("weights_not_known", remedy=f"tiers are not used: {what}")
-        if self.settings.name and self._claim is None:
-            self._claim = NameClaim(self.settings.name, self._spaces.of_layout(digest), self.settings.state_dir)
 
     # ---- scheduler side -------------------------------------------------------------------------------------------
 
@@ -522,7 +548,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         """Return (how many more tokens can be loaded, or None: ask again; whether asynchronously). Takes no lease."""
         if self.scheduler is None:
             return 0, False
-        answer = self.scheduler.lookup(request, num_computed_tokens)
+        answer = self.scheduler.lookup(request, num_computed_tokens, elsewhere=is_prefilled_elsewhere(request))
         return (None, False) if answer is LATER else answer
 
     @_contained(_nothing)
@@ -553,6 +579,8 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
                 self.scheduler.invalidated(connector_output.invalid_block_ids)
         finally:  # ranks report each job once
             if isinstance(report, ReportMetadata):
+                if report.introductions:
+                    self._meet(self.scheduler, report.introductions)
                 self.scheduler.reported(report.report)
 
     @_contained(lambda: (False, None))

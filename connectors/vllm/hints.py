@@ -16,6 +16,8 @@ PARAMETER: Final = "kvpipe"
 CLASS: Final = "class"
 """The key beside them: the client's name for requests whose answers are continued alike (`learn_answers`)."""
 CLASS_CHARS_MAX: Final = 64
+REMOTE_PREFILL: Final = "do_remote_prefill"
+"""The key of `kv_transfer_params` by which a proxy asks another connector (NIXL) to bring the prompt's KV."""
 TAIL_TOKENS: Final = 2
 """Tokens at a prompt's end with which its chat template begins an answer, or leaves out reasoning."""
 
@@ -30,6 +32,12 @@ def hints_of(request: Request) -> RawHints | None:
     if envelope is None and own is None:
         return None
     return RawHints(_actions(envelope) if envelope is not None else None, own)
+
+
+def is_prefilled_elsewhere(request: Request) -> bool:
+    """Return whether another connector is to bring the whole prompt. It clears the sign when it has tried."""
+    parameters: object = request.kv_transfer_params
+    return isinstance(parameters, Mapping) and bool(parameters.get(REMOTE_PREFILL))
 
 
 def kind_of(request: Request) -> Hashable:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorWorkerMetadata,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kvpipe.messages import Claim, Job, Report, StepPlan, TierOrder
 
@@ -53,38 +49,36 @@ def _unpack(
     return PlanMetadata(StepPlan(step, *made, space, question, held, wait_ms, computes))
 
 
-class LayoutMetadata(KVConnectorHandshakeMetadata):
-    """One rank's report once its caches are registered: digests of what its chunks depend on, and its `ready` slots."""
+class Introduction(NamedTuple):
+    """A rank's first report: what its chunks depend on. It comes with the rank's first step.
 
-    def __init__(
-        self,
-        rank: int,
-        digest: str,
-        ready: int,
-        weights: str,
-        slots: int,
-        *,
-        heads: tuple[int, ...] = (),
-        common: str = "",
-    ) -> None:
-        """`rank`: in the engine. `digest`: of everything that its bytes depend on; "" without tiers.
+    `rank`: its number in the engine. `digest`: of everything that the rank's bytes depend on; "" without tiers.
+    `weights`: their digest; "": not known. `slots`: of the rank's pool, ready or not. `heads`: of each group, see
+    `kvpipe.tiers.parts`. `common`: a digest that does not depend on the number of ranks; "": there is none.
+    """
 
-        `weights`: their digest; "": not known. `slots`: of its pool, ready or not. `heads`: of each group, see
-        `kvpipe.tiers.parts`. `common`: a digest that does not depend on the number of ranks; "": there is none.
-        """
-        self.rank, self.digest, self.ready, self.weights, self.slots = rank, digest, ready, weights, slots
-        self.heads, self.common = heads, common
+    rank: int
+    digest: str
+    weights: str
+    slots: int
+    heads: tuple[int, ...] = ()
+    common: str = ""
 
 
 class ReportMetadata(KVConnectorWorkerMetadata):
-    """A `Report`, which vLLM adds up over the ranks."""
+    """A `Report` and the introductions of ranks. vLLM adds them up over the ranks.
 
-    def __init__(self, report: Report) -> None:
-        """`report` is owned by this."""
-        self.report = report
+    They do not come with vLLM's handshake: `MultiConnector` passes on one connector's handshake only, but keeps this
+    metadata apart by connector.
+    """
+
+    def __init__(self, report: Report, introductions: tuple[Introduction, ...] = ()) -> None:
+        """`report` is owned by this object."""
+        self.report, self.introductions = report, introductions
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Add another rank's report."""
         if isinstance(other, ReportMetadata):
             self.report.add(other.report)
+            self.introductions += other.introductions
         return self

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from kvpipe.connectors.vllm.metadata import LayoutMetadata
+    from kvpipe.connectors.vllm.metadata import Introduction
     from kvpipe.geometry import Geometry
 
 
@@ -46,7 +46,7 @@ class Spaces:
         """Whether every rank has reported the layout of its chunks."""
         return "layouts" in self._facts
 
-    def agree(self, reported: Sequence[LayoutMetadata]) -> bool:
+    def agree(self, reported: Sequence[Introduction]) -> bool:
         """Take the reports of ranks, in their order. Returns whether every rank has tiers; else they are not used."""
         self._facts.pop("layouts", None)
         if len([one for one in reported if one.digest]) == self._config.parallel_config.world_size:

@@ -23,6 +23,7 @@ WEIGHTS: Final = "weights"
 BYPASS: Final = "bypass"
 NO_CONSUMER: Final = "no_consumer"
 NOT_READ: Final = "not_read"
+ELSEWHERE: Final = "elsewhere"
 
 REASONS: dict[str, str] = {
     NOT_SAVED: "nobody with its cache_salt, LoRA adapter and images has saved it, or a chunk has grown beyond it, "
@@ -42,9 +43,12 @@ REASONS: dict[str, str] = {
     ADAPTER: "the bytes of its LoRA adapter are being read, or not known, or not every rank holds them yet "
     "(reported while the request waits, too)",
     NO_ROOM: "held, but others were loading, or a session keeps its blocks, and there are not enough for all",
-    WEIGHTS: "the weights may have changed: every rank reads its own again (reported while the request waits)",
+    WEIGHTS: "the ranks have not reported yet, or the weights may have changed and every rank reads its own again "
+    "(reported while the request waits, too)",
     BYPASS: "kvpipe is bypassed",
     NO_CONSUMER: "this engine's kv_role does not load",
+    ELSEWHERE: "another connector brings the whole prompt (`do_remote_prefill`), and kvpipe has only a part of it in "
+    "memory",
     NOT_READ: "the request wants no cache read (`skip_reading_prefix_cache`: prompt_logprobs, pooling of every token)",
 }
 """Why a lookup found less than the whole prompt, and what that means.

@@ -76,7 +76,9 @@ def _parser() -> argparse.ArgumentParser:
     top.add_arguments(sub.add_parser("top", help="running engines with manage, as they go"))
 
     doctor = sub.add_parser("doctor", help="check this environment, and print what to do")
-    doctor.add_argument("extra", nargs="?", default="{}", help="kv_connector_extra_config as JSON")
+    doctor.add_argument(
+        "extra", nargs="?", default="{}", help="kv_connector_extra_config or --kv-transfer-config, as JSON"
+    )
     doctor.add_argument(
         "--ranks", type=count_from_1, default=1, help="ranks on this machine, each with a pool of its own"
     )

@@ -35,6 +35,8 @@ ORDERS_PER_LANE: Final = 4
 """Fetches that are with the ranks at once, for each of a tier's lanes: the others wait here, and can be given up."""
 AHEAD_SHARE: Final = 0.25
 """Of the pool, at most, that is held while it is brought ahead of requests. It is part of `SHARE`."""
+AGAIN_S: Final = 0.02
+"""How long after an answer a consumer asks tiers again for what a producer may be storing."""
 PATIENCE_S: Final = 5.0
 """How long an outstanding tier order keeps an otherwise idle engine stepping. An older one waits for the next step."""
 
@@ -61,6 +63,8 @@ class Staging:
     ) -> None:
         """`stores`: whether this engine writes to tiers. No tier is asked before `space` has a name.
 
+        An engine that does not is a consumer: its prompts are computed by a producer, which may still be storing them.
+
         `store_idle_s_max`: see `Storing`.
 
         `published` is called with each piece that has come from a tier, and a request with that prefix or None.
@@ -70,6 +74,7 @@ class Staging:
         self.patience = Patience(geometry.whole_token_bytes, lookup_ms_max, lookup_slow_ms_max)
         self._again_s = self.patience.lookup_s_max  # that a request which came short waits until it is asked for again
         self._counters, self._new_id, self._published = counters, new_id, published
+        self._consumes = not stores
         self.watch: Watch | None = None  # of stages that begin
         self.watch_transfer: Watch | None = None
         self.space = Namespace()
@@ -165,14 +170,7 @@ class Staging:
         stop = prefixes.final_units(asked, asked.num_tokens)
         if units >= stop or (units and stop - units < self._per_chunk):
             return None  # a few tokens are computed sooner than asked for
-        keys, states = prefixes.unit_keys(asked), prefixes.state_keys(asked)
-        whole = range(self._per_chunk, stop + 1, self._per_chunk)
-        wanted = [(group, end) for group in self._growing for end in self._lacking(group, keys, whole)]
-        wanted += self._lacking_states(states, range(units + 1, stop + 1))
-        lookup = TierLookup(
-            keys, tuple(wanted), groups=self._growing, space=self.space.name, also=self.space.also,
-            seconds_max=self.patience.lookup_s_max, states=states, state_groups=self._states, full=self._full,
-        )  # fmt: skip
+        lookup = self._lookup(asked, prefixes, units, stop)
         self._numbers += 1
         stage = Stage(
             self.machine, self._numbers, asked, lookup, self.watch, prefixes=prefixes, request=request,
@@ -184,6 +182,17 @@ class Staging:
         self._counters["tier_lookup"] += 1
         self.finder.ask(lookup)
         return stage
+
+    def _lookup(self, asked: Request, prefixes: Prefixes, units: int, stop: int) -> TierLookup:
+        """Return a lookup of what memory lacks of a prompt of `stop` units, of which it has `units`."""
+        keys, states = prefixes.unit_keys(asked), prefixes.state_keys(asked)
+        whole = range(self._per_chunk, stop + 1, self._per_chunk)
+        wanted = [(group, end) for group in self._growing for end in self._lacking(group, keys, whole)]
+        wanted += self._lacking_states(states, range(units + 1, stop + 1))
+        return TierLookup(
+            keys, tuple(wanted), groups=self._growing, space=self.space.name, also=self.space.also,
+            seconds_max=self.patience.lookup_s_max, states=states, state_groups=self._states, full=self._full,
+        )  # fmt: skip
 
     def _lacking(self, group: int, keys: Sequence[bytes], ends: Iterable[int]) -> list[int]:
         """Return those of `ends` whose chunks of `group` are not in memory."""
@@ -224,8 +233,28 @@ class Staging:
         slow = why == miss_reasons.TIER_SLOW
         self._counters["prefetch_late" if stage.ahead else "tier_lookup_slow" if slow else "tier_lookup_late"] += 1
 
+    def _awaits(self, stage: Stage) -> bool:
+        """Whether the tiers are asked again: a producer may be storing what they lack, sooner than it is computed."""
+        if not self._consumes or stage.ahead or stage.lookup.down:
+            return False
+        prefixes, asked, now_s = stage.prefixes, stage.asked, self._now_s()
+        stop, units = prefixes.final_units(asked, asked.num_tokens), max(self._reach(stage), stage.local)
+        wait_s_max = self.patience.await_s_max(
+            (stop - units) * self._geometry.unit_tokens, whole=stop - units >= self._per_chunk
+        )
+        if units >= stop or now_s - stage.begun_at_s >= wait_s_max:
+            return False
+        if now_s >= stage.again_at_s:
+            stage.again_at_s, stage.waited_s = now_s + AGAIN_S, 0.0
+            stage.lookup = self._lookup(asked, prefixes, max(prefixes.longest(asked), stage.local), stop)
+            self._counters["tier_lookup_awaiting"] += 1
+            self.finder.ask(stage.lookup)
+        return True
+
     def _take_answer(self, stage: Stage) -> None:
         lookup = stage.lookup
+        if self._awaits(stage):
+            return
         slow = {tier for tier in {*lookup.found.values()} if self.patience.slow(tier)} if not stage.ahead else ()
         if slow and self.patience.passes(asked=stage.asked_step == self._step):
             lookup.found = {place: tier for place, tier in lookup.found.items() if tier not in slow}

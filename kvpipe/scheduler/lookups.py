@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 LATER_STEPS_MAX: Final = 100
 """In how many steps a request's lookup is put off at most, since its last admission, before the hit is given up."""
+FIRST_STEPS_MAX: Final = 100
+"""In how many of an engine's first steps the ranks' first reports are waited for."""
 
 
 class Lookups:
@@ -49,11 +51,19 @@ class Lookups:
         self._staging, self._switches, self._weights, self._adapters = staging, switches, weights, adapters
         self._answers, self._recovery, self._counters = answers, recovery, counters
 
-    def answer(self, request: Request, local_tokens: int, step: int) -> Answer:
+    def answer(self, request: Request, local_tokens: int, step: int, *, elsewhere: bool = False) -> Answer:
         """Return a `Hit` with the tokens that can be loaded beyond the engine's own `local_tokens`, or `LATER`.
 
-        `step`: the number of the step that is planned next.
+        `step`: the number of the step that is planned next. `elsewhere`: see `SchedulerSide.lookup`.
         """
+        answer = self._answer(request, local_tokens, step, elsewhere=elsewhere)
+        if answer is LATER and elsewhere:
+            asking = self._requests.tracked[request.request_id].asking
+            asking.reply(step, local_tokens, asking.missed, asking.why)
+            return MISS
+        return answer
+
+    def _answer(self, request: Request, local_tokens: int, step: int, *, elsewhere: bool) -> Answer:
         tracked = self._requests.add(request)
         if request.num_preemptions != tracked.preemptions:
             self._requests.notice_preemption(tracked)
@@ -66,13 +76,13 @@ class Lookups:
             tracked.asking.reply(step, local_tokens, request.num_tokens - local_tokens, why)
             return MISS
         staging = self._staging
-        if staging is not None and self._adapters.known(request):
+        if staging is not None and not elsewhere and self._adapters.known(request):
             tracked.stage, waits = staging.ask(
                 tracked.stage, request, local_tokens // self._unit, step, turn=tracked.turn
             )
             if waits:
                 return _later(tracked, local_tokens, miss_reasons.TIER_ASKED, step)
-        units, waits, withheld = self._held(tracked, local_tokens)
+        units, waits, withheld = self._held(tracked, local_tokens, elsewhere=elsewhere)
         tokens = units * self._unit
         missed = max(0, request.num_tokens - max(local_tokens, tokens))  # the last token, if held, is none
         if not waits:
@@ -95,12 +105,14 @@ class Lookups:
         self._counters["lookup_hit"] += 1
         return Hit(external, waits)
 
-    def _held(self, tracked: Tracked, local_tokens: int) -> tuple[int, bool, str]:
+    def _held(self, tracked: Tracked, local_tokens: int, *, elsewhere: bool) -> tuple[int, bool, str]:
         """Return (units of the prefix that can be loaded, whether asynchronously, why held units cannot be)."""
         units = self._prefixes.longest(tracked.request)
         if tracked.answer is not None:
             self._answers.looked_up(tracked, max(units, local_tokens // self._unit))
         beyond = units * self._unit - local_tokens
+        if elsewhere and beyond > 0 and tracked.request.num_tokens - units * self._unit > self._unit:
+            return local_tokens // self._unit, False, miss_reasons.ELSEWHERE
         waits = tracked.state.row != m.LET_DOWN and self._loading.waits(beyond)
         why = self._cannot_wait(tracked.request) if waits else ""
         if self._loading.between_steps:
@@ -145,7 +157,10 @@ class Lookups:
     def _unknown(self, tracked: Tracked, local_tokens: int, why: str, step: int) -> Answer | None:
         """Return the answer if weights or adapter are not known yet, or a session has no room; else None."""
         if self._weights.doubtful and why != miss_reasons.LOAD_FAILED:  # the engine's own cache may be out of date, too
-            return self._ask_later(tracked, local_tokens, miss_reasons.WEIGHTS, step)
+            if not self._weights.awaited or step < FIRST_STEPS_MAX:
+                return self._ask_later(tracked, local_tokens, miss_reasons.WEIGHTS, step)
+            tracked.asking.reply(step, local_tokens, tracked.request.num_tokens - local_tokens, miss_reasons.WEIGHTS)
+            return MISS
         request = tracked.request
         if request.lora_request is not None:
             worth = self._staging is not None and not self._switches.bypass

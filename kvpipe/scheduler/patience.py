@@ -10,6 +10,10 @@ TRIED_EVERY: Final = 16
 """Of requests that would not wait for a tier, every so many-th has some of it fetched: it may be quick again."""
 
 
+AWAIT_S: Final = 0.25
+"""How long a consumer waits at least for a chunk that a producer may be storing: disks are listed each 0.1 s."""
+
+
 class Patience:
     """Compares what tiers bring with what computing it would take."""
 
@@ -19,6 +23,7 @@ class Patience:
         self._slow_s_max = min(lookup_ms_max, lookup_slow_ms_max) / 1000
         self._token_bytes, self._slow = token_bytes, 0
         self.pace = Pace()
+        self.await_s = AWAIT_S
         self.rates: dict[int, float] = {}
         """By tier, where it is known: bytes per second of its reads, on the slowest rank."""
 
@@ -44,3 +49,12 @@ class Patience:
         """Return how long a request waits for more if `tokens` have come. `slow`: some of it is in a slow tier."""
         least_s = self._slow_s_max if slow and not self.pace.busy else self.lookup_s_max
         return max(least_s, tokens * self.pace.s_per_token)
+
+    def await_s_max(self, tokens: int, *, whole: bool) -> float:
+        """Return how long a consumer waits for `tokens` tokens that tiers lack: as long as computing them would take.
+
+        `whole`: a whole chunk or more is lacking. If the pace is not known, `lookup_ms_max` counts.
+        """
+        if not self.pace.s_per_token:
+            return self.lookup_s_max if self.await_s else 0.0
+        return max(tokens * self.pace.s_per_token, self.await_s if whole else 0.0)

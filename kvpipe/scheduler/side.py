@@ -27,7 +27,7 @@ from kvpipe.scheduler.fetches import PATIENCE_S, Staging
 from kvpipe.scheduler.hints import Hinting, RawHints
 from kvpipe.scheduler.jobs import JobInFlight, Jobs
 from kvpipe.scheduler.loads import Loading
-from kvpipe.scheduler.lookups import Lookups
+from kvpipe.scheduler.lookups import FIRST_STEPS_MAX, Lookups
 from kvpipe.scheduler.orders import Orders
 from kvpipe.scheduler.pins import PromptPins
 from kvpipe.scheduler.prefetch import Prefetching
@@ -75,6 +75,7 @@ class SchedulerSide:
         space_of: Callable[[str], str] = str,
         also_of: Callable[[str], str] = lambda _: "",
         waits_idle: bool = False,
+        introduced: bool = False,
         priority_of: Callable[[Request], float] | None = None,
         spans_of: SpansOf | None = None,
         trace: Recorder = OFF,
@@ -86,6 +87,7 @@ class SchedulerSide:
         `tiers`: places beyond host memory. `space_of`: from a digest of the weights to the namespace in tiers, or "";
         `also_of`: to a second one with the same bytes. `priority_of`: who has a lower one is admitted first.
         `spans_of`: returns the spans of a request that no step and no hit may cut; None: no request has any.
+        `introduced`: the ranks' first reports (`ranks_ready`) come with a step; nothing is found or saved before them.
         `waits_idle`: a rank may wait for loads in a step that computes nothing, since no computing rank waits for it.
         """
         self.settings, self.geometry, self._ranks, self._step, self._events = settings, geometry, ranks, 0, published
@@ -93,7 +95,7 @@ class SchedulerSide:
         self.trace, self.report, trace.step = trace, RequestReporter(trace), 1
         self._idle = Idle(settings.stall_ms_max) if waits_idle and stages == 1 else None  # else others may compute
         self._recovery = recovery = recovery or Recovery()
-        self.weights = weights = Weights(ranks, counters)
+        self.weights = weights = Weights(ranks, counters, awaited=introduced)
         self.switches = switches = Switches(settings, weights, saves=saves, loads=loads)
         self.catalog = catalog = self._make_catalog(None if settings.prefault == "use" and stages == 1 else 0)
         catalog.on_drop = published.dropped if published is not None else None
@@ -198,6 +200,7 @@ class SchedulerSide:
         if self.staging is not None:
             self.staging.finder.heads = tuple(heads)
         digests = tuple(weights)
+        self.weights.awaited = False
         if digests and self.weights.know(digests):
             self._resets.weights_changed()
         else:
@@ -216,17 +219,19 @@ class SchedulerSide:
         if kind is not None and self.settings.learn_answers:
             self._answers.arrived(tracked, kind)
 
-    def lookup(self, request: Request, local_tokens: int) -> Answer:
+    def lookup(self, request: Request, local_tokens: int, *, elsewhere: bool = False) -> Answer:
         """Return a `Hit` with the number of tokens that can be loaded beyond `local_tokens`, or `LATER`: ask again.
 
         `local_tokens`: what the engine's own prefix cache holds. A lookup takes no lease.
+        `elsewhere`: another connector can bring the whole prompt, but only if this answer is a miss, and only soon.
+        So the answer is never `LATER`, and a hit has the whole prompt but its last unit.
         """
         if self._turns.away:
             self._turns.take()
         try:
             if self.prefetching.announced.prompts:
                 self.prefetching.came(self.prefixes.hashes(request))
-            return self._lookups.answer(request, local_tokens, self._step)
+            return self._lookups.answer(request, local_tokens, self._step, elsewhere=elsewhere)
         except Exception:
             self._lookups.raised(request, local_tokens, self._step)
             raise
@@ -279,6 +284,8 @@ class SchedulerSide:
             orders = self._alone("plan_orders", staging.plan, stores=self.switches.storing, idle=not computes) or ()
             space = staging.space.name
         self._step += 1
+        if self.weights.awaited and self._step == FIRST_STEPS_MAX:
+            self.counters.fault("weights_not_on_all_ranks", ranks=self._ranks, reported=0)
         self.trace.step = self._step + 1  # what comes now belongs to the step that is planned next
         idle, question, claims = self._idle, self.weights.ask(), self.adapters.claims(jobs)
         wait_ms = idle.wait_ms(step, loading=bool(self.requests.waiting)) if idle is not None else 0
@@ -430,6 +437,8 @@ class SchedulerSide:
 
         False also gives way to operators' orders: the engine is idle.
         """
+        if self.weights.awaited and self._step < FIRST_STEPS_MAX:
+            return True
         if self.jobs.awaited or (self.staging is not None and self.staging.pending):
             return True
         if self.prefetching.has_work():

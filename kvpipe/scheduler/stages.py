@@ -29,14 +29,16 @@ class Stage(Cursor):
 
     `taken`: tokens fetched, by tier. `waits`: ids of orders that have not landed. `leased`: number of chunks held.
     `local`: units of the prefix that the engine holds itself. `turn`: of the request: the lowest comes first.
+    `begun_at_s`: when it was made. `again_at_s`: when tiers are asked once more for what a producer may be storing.
     `short_at_s`: when it came to less than tiers have. `waited_s`: how long the engine would have had room for it.
     `slow`: some of what is fetched is in a tier that is slower than the engine computes.
     `request`: named in what routers are notified of; None: nobody is notified. `tenant`: of the fetched chunks.
     """
 
     __slots__ = (
-        "announced", "asked", "asked_step", "deadline_at_s", "leased", "local", "lookup", "owner", "prefixes",
-        "request", "room", "short_at_s", "slow", "taken", "tenant", "todo", "turn", "waited_s", "waits", "why",
+        "again_at_s", "announced", "asked", "asked_step", "begun_at_s", "deadline_at_s", "leased", "local", "lookup",
+        "owner", "prefixes", "request", "room", "short_at_s", "slow", "taken", "tenant", "todo", "turn", "waited_s",
+        "waits", "why",
     )  # fmt: skip
 
     def __init__(
@@ -51,6 +53,7 @@ class Stage(Cursor):
         self.asked, self.prefixes, self.request, self.lookup, self.room = asked, prefixes, request, lookup, room
         self.announced, self.local, self.turn, self.short_at_s = announced, 0, FIRST, _NEVER
         self.owner = Owner(asked.request_id, -number)  # admissions have positive epochs
+        self.begun_at_s = self.again_at_s = now_s
         self.waited_s, self.deadline_at_s = 0.0, _NEVER if room is None else now_s + AHEAD_S_MAX
         self.tenant, self.leased = prefixes.tenant(asked), 0
         self.waits: set[int] = set()

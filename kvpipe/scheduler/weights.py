@@ -16,9 +16,9 @@ from kvpipe.trace.log import Counters
 class Weights:
     """One per engine, on the scheduler's thread."""
 
-    def __init__(self, ranks: int, counters: Counters) -> None:
-        """Start without digests, of `ranks` ranks."""
-        self._ranks, self._counters = ranks, counters
+    def __init__(self, ranks: int, counters: Counters, *, awaited: bool = False) -> None:
+        """Start without digests, of `ranks` ranks. `awaited`: their first reports come with a step."""
+        self._ranks, self._counters, self.awaited = ranks, counters, awaited
         self.digest = ""
         """The digest of all ranks' weights; "": some rank's weights are not known."""
         self._question = self._answered = self._sent = 0
@@ -26,8 +26,8 @@ class Weights:
 
     @property
     def doubtful(self) -> bool:
-        """Whether the weights may differ from those of `digest`."""
-        return self._answered < self._question
+        """Whether the weights may differ from those of `digest`, or no rank has reported yet."""
+        return self.awaited or self._answered < self._question
 
     def know(self, reports: Iterable[str]) -> bool:
         """Take the digests of the ranks' weights, in the ranks' order. Returns whether they have changed.

@@ -81,7 +81,7 @@ class WorkerSide:
         self._bound_ns = self._waited_ns = 0
         self._weighed: tuple[int, str] | None = None
         self._unreadable: frozenset[int] = frozenset()
-        self._ready_reported = 0
+        self._ready_reported = -1
         self._tallies: dict[int, Tally] = {}
         self._received, self._failed, self._bad_blocks = set[str](), set[str](), set[int]()
         with ExitStack() as undo:

@@ -31,6 +31,7 @@ def machine_of(tmp_path: Path, **facts: Any) -> HostFacts:
         vllm_version=unasked,
         plugins=unasked,
         connector_known=unasked,
+        has_module=unasked,
         hash_seeds=unasked,
         device=unasked,
         locked_bytes_max=unasked,

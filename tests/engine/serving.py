@@ -25,7 +25,8 @@ ANSWER_SECONDS_MAX = 2 * WAIT_S
 TROUBLES = ("contained_error", "illegal_transition", "EngineDeadError")
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port that nobody listens on now."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
@@ -41,13 +42,15 @@ class Server:
         *options: str,
         model: Path | None = None,
         spawned: bool = False,
+        transfer: dict[str, Any] | None = None,
         **environment: str,
     ) -> None:
         """`options`: of the command. `log`: where its output goes; what it logs while it stops is not judged.
 
+        `kvpipe`: its extra config. `transfer`: all of vLLM's flag, where kvpipe is not the only connector.
         `spawned`: the server spawns its processes, as vLLM's CPU build does; else it forks them, which is faster.
         """
-        self.model, self.port, self.log = str(model or make_model("llama")), _free_port(), log
+        self.model, self.port, self.log = str(model or make_model("llama")), free_port(), log
         flag: dict[str, Any] = {"kv_connector": "KVPipeConnector", "kv_role": "kv_both"}
         flag["kv_load_failure_policy"] = "recompute"  # and this is the README's flag
         if kvpipe is not None:
@@ -56,19 +59,26 @@ class Server:
         self._command = [
             sys.executable, "-m", module, "--model", self.model, "--host", "127.0.0.1", "--port", str(self.port),
             "--skip-tokenizer-init", "--dtype", "float32", "--enforce-eager", "--block-size",
-            str(DEFAULTS["block_size"]), "--max-model-len", "1024", "--kv-transfer-config", json.dumps(flag), *options,
+            str(DEFAULTS["block_size"]), "--max-model-len", "1024", "--kv-transfer-config",
+            json.dumps(transfer or flag), *options,
         ]  # fmt: skip
         self._environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_SERVER_DEV_MODE": "1"} | environment
         self._process: subprocess.Popen[bytes] | None = None
         self._stopping = False
 
-    def __enter__(self) -> Self:
-        """Start it and wait until it answers."""
+    def begin(self) -> None:
+        """Start it, and do not wait: several start beside each other."""
         with self.log.open("wb") as sink:
             self._process = subprocess.Popen(
                 self._command, stdout=sink, stderr=subprocess.STDOUT, env=os.environ | self._environment,
                 start_new_session=True,
             )  # fmt: skip
+
+    def __enter__(self) -> Self:
+        """Wait until it answers; start it first if it was not begun."""
+        if self._process is None:
+            self.begin()
+        assert self._process is not None
         limit = time.monotonic() + START_SECONDS_MAX
         try:
             while not self._healthy():

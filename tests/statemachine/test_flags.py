@@ -14,7 +14,7 @@ TOPS = ("statemachine", "kvpipe", "connectors")
 
 OF_A_SHAPE = """
     answers asynchronous branches deferred dense device drafter events failing fails fresh graphs hints operators
-    priorities quotas resumes sibling slow undropped v2 warms
+    priorities quotas resumes sibling slow undropped unmet v2 warms
 """
 
 FLAGS: dict[str, dict[str, str]] = {
@@ -79,6 +79,7 @@ FLAGS: dict[str, dict[str, str]] = {
         "Turns.away": "of a lock: that the engine has given it away, read without taking it",
         "Use.torn": "a latch: the adapter's bytes changed under a request, until they are known anew",
         "Use.waits": "the answer of this step, so that it is the same when asked again in it",
+        "Weights.awaited": "a latch: ranks introduce themselves with a step, and have not yet",
         "Weights._known": "a latch: ranks have reported which weights they have, if only that they do not know",
     },
     "kvpipe/cache": {

@@ -324,9 +324,9 @@ def test_tiers_on_some_ranks_only() -> None:
         assert trial.side.staging is not None
         trial.side.staging.space.base = ""
         assert trial.kvpipe is not None
-        one = trial.ranks[0].connector.get_handshake_metadata()
-        assert one is not None
-        trial.kvpipe.set_xfer_handshake_metadata_pp_aware({(0, 0): one})
+        first = trial.kvpipe._met.pop(0)
+        trial.kvpipe._met.clear()
+        trial.kvpipe._meet(trial.side, [first])
         assert not trial.side.staging.space.name
         assert trial.kvpipe.counters["tiers_not_on_all_ranks"] == 1
     finally:
@@ -342,12 +342,10 @@ def test_why_other_layouts_share_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
         assert trial.kvpipe is not None
         assert [(one["name"], one["why"]) for one in noted] == [("tiers_of_one_layout", "caches")]
         assert totals(trial.side)["layout_bound"] == {"caches": 1.0}
-        ranks: Any = {(0, rank.index): rank.connector.get_handshake_metadata() for rank in trial.ranks}
+        met = list(trial.kvpipe._met.values())
         for weights, bound in (("m", {"caches": 0.0, "weights": 1.0}), ("m=s", {"caches": 0.0, "weights": 0.0})):
-            for one in ranks.values():
-                one.common, one.weights = "c", weights
             for _ in range(2):
-                trial.kvpipe.set_xfer_handshake_metadata_pp_aware(ranks)
+                trial.kvpipe._meet(trial.side, [one._replace(common="c", weights=weights) for one in met])
                 assert totals(trial.side)["layout_bound"] == bound
         assert [one["why"] for one in noted] == ["caches", "weights"]
     finally:

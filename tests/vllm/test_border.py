@@ -29,6 +29,7 @@ def connector() -> Any:
     made.scheduler, made.counters = None, Counters()
     made.worker = NoCaches(made.counters)
     made._step, made._meter, made._role = made.worker.step, Meter(made.worker.totals), KVConnectorRole.WORKER
+    made._introduction, made._introduced = None, True
     return made
 
 

@@ -125,7 +125,7 @@ class Arrivals(ABC):
     def _session(self, document: int, take: int, answer: int) -> None:
         if self.shape.drafts or sum(one.turns is not None for one in self.live.values()) >= SESSIONS_MAX:
             return  # of drafts accepted beyond an answer's end vLLM takes the KV for that of the next input
-        if self.careful and (self.kvpipe is None or self.shape.sibling):
+        if self.careful and (self.kvpipe is None or self.shape.sibling or self.shape.behind):
             return  # another connector's asynchronous load, and a session behind it, wait for each other's blocks
         if self.careful and self.shape.asynchronous and self.shape.role == PRODUCER:
             return  # vLLM forgets the prompt of one that it preempts while the last token of its turn is in flight

@@ -91,6 +91,8 @@ class Shape(NamedTuple):
     they share the tiers.
     `slow`: the tiers are slower than the engine computes.
     `fails`: vLLM's `kv_load_failure_policy` is `fail`: it ends a request whose load has failed.
+    `unmet`: the ranks' first reports come with the first step, as in an engine.
+    `behind`: under vLLM's MultiConnector, before a connector that does so (`sibling.DEEDS`), or between two siblings.
     """
 
     asynchronous: bool = False
@@ -139,6 +141,8 @@ class Shape(NamedTuple):
     role: str = "kv_both"
     slow: bool = False
     fails: bool = False
+    unmet: bool = False
+    behind: str = ""
 
     @property
     def steps_in_flight(self) -> int:
@@ -260,6 +264,12 @@ SHAPES: dict[str, Shape] = {
     "async-scheduler-hybrid": _HYBRID._replace(asynchronous=True, ranks=2, policy="sessions"),
     "sibling": Shape(sibling=True, tiers=1, policy="sessions", pool_slots=6),
     "sibling-async-load": Shape(sibling=True, load="async", asynchronous=True),
+    "sibling-behind": Shape(
+        behind="shakes waits keeps returns prefills fails", tiers=1, policy="sessions", pool_slots=6, unmet=True
+    ),
+    "two-siblings": Shape(
+        sibling=True, behind="waits keeps returns prefills", load="async", asynchronous=True, ranks=2, unmet=True
+    ),
     "tier": Shape(tiers=1, pool_slots=6, events=True),
     "slow-tier": Shape(tiers=1, pool_slots=6, slow=True),
     "tier-fresh-pool": Shape(asynchronous=True, tiers=1, fresh=True, failing=False),
@@ -388,15 +398,23 @@ SHAPES: dict[str, Shape] = {
 }  # fmt: skip
 
 
-def _beside(connector: Connector, extra: dict[str, Any], role: str) -> tuple[Connector, dict[str, Any]]:
-    """Return a MultiConnector, and its configuration: a sibling that is asked first, and `connector`."""
-    both = [Connector("SiblingConnector", "kvpipe.connectors.vllm.trial.sibling"), connector]
+def _beside(shape: Shape, connector: Connector, extra: dict[str, Any]) -> tuple[Connector, dict[str, Any]]:
+    """Return a MultiConnector, and its configuration: `connector`, and the siblings that are asked before and after."""
+    before = "fails" if "shakes" in shape.behind else "fails shakes"
+    does = [before] * shape.sibling, [shape.behind] * bool(shape.behind)
+    siblings = [
+        [
+            Connector("SiblingConnector", "kvpipe.connectors.vllm.trial.sibling", json.dumps({"does": what}))
+            for what in one
+        ]
+        for one in does
+    ]
     configured = [
         {
-            "kv_connector": one.name, "kv_role": role, "kv_connector_module_path": one.module,
+            "kv_connector": one.name, "kv_role": shape.role, "kv_connector_module_path": one.module,
             "kv_connector_extra_config": (extra if one is connector else {}) | json.loads(one.extra),
         }
-        for one in both
+        for one in (*siblings[0], connector, *siblings[1])
     ]  # fmt: skip
     return Connector("MultiConnector", None), {"connectors": configured}
 
@@ -462,8 +480,8 @@ def make_configs(shape: Shape, connector: Connector = KVPIPE) -> tuple[Any, Any]
 
     cache = make_cache(shape)
     extra = shape.kvpipe_extra() if connector.name == KVPIPE.name else {}
-    if shape.sibling:
-        connector, extra = _beside(connector, extra, shape.role)
+    if shape.sibling or shape.behind:
+        connector, extra = _beside(shape, connector, extra)
     with tempfile.TemporaryDirectory(prefix="kvpipe-trial-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(_MODEL), encoding="utf-8")
         model = ModelConfig(

@@ -1,6 +1,6 @@
-"""A connector beside kvpipe, under vLLM's MultiConnector, whose asynchronous loads fail. For tests only.
+"""A connector beside kvpipe, under vLLM's MultiConnector, that does what other connectors do. For tests only.
 
-It promises every second request its whole prompt, once per request, brings nothing, and reports that a few steps later.
+`does` in its configuration names what (`DEEDS`). It brings nothing: each of its loads fails a few steps later.
 """
 
 from __future__ import annotations
@@ -10,86 +10,149 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.v1.request import RequestStatus
+
+from kvpipe.connectors.vllm.hints import REMOTE_PREFILL
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
+FAILS, SHAKES, WAITS, KEEPS, RETURNS, PREFILLS = "fails", "shakes", "waits", "keeps", "returns", "prefills"
+DEEDS: Final = {
+    FAILS: "promises every second request its whole prompt, once per request",
+    SHAKES: "takes vLLM's handshake, and raises for a handshake that is not its own, as NIXL does",
+    WAITS: "answers the first lookups of every third request with *later*",
+    KEEPS: "delays the free of the blocks of every second request",
+    RETURNS: "returns `kv_transfer_params` under the keys of NIXL's",
+    PREFILLS: "has every third request come with `do_remote_prefill`, as from a proxy, and promises its whole prompt",
+}
 STEPS: Final = 2
-"""How many steps a load takes to fail."""
+"""How many steps a load takes to fail, an answer to come, and kept blocks to be given back."""
 BLOCK: Final = 32
+PARAMETERS: Final = (
+    REMOTE_PREFILL, "do_remote_decode", "remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host",
+    "remote_port", "tp_size", "dcp_size", "pp_size", "remote_num_tokens", "remote_blocks_expiry_time", "transfer_mode",
+)  # fmt: skip
+"""What NixlConnector returns."""
+
+
+class Hand(KVConnectorHandshakeMetadata):
+    """What one rank gives in the handshake."""
 
 
 class Begun(KVConnectorMetadata):
-    """The requests whose loads begin with a step."""
+    """The requests whose loads begin with a step, and those whose blocks are kept from it on."""
 
-    def __init__(self, requests: tuple[str, ...]) -> None:
+    def __init__(self, requests: tuple[str, ...], kept: tuple[str, ...] = ()) -> None:
         """Name them."""
-        self.requests = requests
+        self.requests, self.kept = requests, kept
+
+
+def _one_in(count: int, request: Request) -> bool:
+    return not zlib.crc32(request.request_id.encode()) % count
 
 
 class SiblingConnector(KVConnectorBase_V1, SupportsHMA):
     """Both sides."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any, **kwargs: Any) -> None:  # noqa: ANN401
         """Nothing was promised yet."""
-        super().__init__(*args, **kwargs)
+        super().__init__(vllm_config, role, kv_cache_config, **kwargs)
+        does: str = vllm_config.kv_transfer_config.kv_connector_extra_config.get("does", FAILS)
+        self._does = frozenset(does.split())
+        self._ranks: int = vllm_config.parallel_config.world_size
         self._failed: set[str] = set()
         self._due: list[str] = []
+        self._kept: list[str] = []
+        self._asked: dict[str, int] = {}  # in which step a request was asked for first
+        self._step = 0
         self._loading: dict[str, int] = {}
+        self._sending: dict[str, int] = {}
 
     # ---- scheduler side -------------------------------------------------------------------------------------------
 
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, KVConnectorHandshakeMetadata]) -> None:
+        """Take the ranks' hands.
+
+        Raises:
+            ValueError: a hand is missing, or is not one of this connector's.
+
+        """
+        if SHAKES in self._does and [type(one) for one in metadata.values()] != [Hand] * self._ranks:
+            raise ValueError(f"{self._ranks} hands are wanted, not {metadata}")
+
+    def on_new_request(self, request: Request) -> None:
+        """Mark a request that a proxy would have sent to a prefill engine first."""
+        if PREFILLS in self._does and _one_in(3, request):
+            request.kv_transfer_params = {**(request.kv_transfer_params or {}), REMOTE_PREFILL: True}
+
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Promise all whole blocks, or nothing."""
+        """Promise all whole blocks, or nothing, or ask for patience."""
+        if WAITS in self._does and _one_in(3, request):
+            first = self._asked.setdefault(request.request_id, self._step)
+            if self._step - first < STEPS:
+                return None, False
         tokens = request.num_tokens // BLOCK * BLOCK - num_computed_tokens
-        if tokens <= 0 or request.request_id in self._failed or zlib.crc32(request.request_id.encode()) % 2:
-            return 0, False
-        return tokens, True
+        wanted = FAILS in self._does and _one_in(2, request) and request.request_id not in self._failed
+        if tokens > 0 and (wanted or _asks(request)):
+            return tokens, True
+        return 0, False
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:  # noqa: ARG002
         """Begin, when this connector was chosen."""
+        if _asks(request):
+            request.kv_transfer_params[REMOTE_PREFILL] = False  # type: ignore[index]  # as NIXL does
         if num_external_tokens:
             self._failed.add(request.request_id)
             self._due.append(request.request_id)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:  # noqa: ARG002
-        """Pass the loads of the step to the ranks."""
-        due, self._due = self._due, []
-        return Begun(tuple(due))
+        """Pass what begins with the step to the ranks."""
+        due, kept = self._due, self._kept
+        self._due, self._kept, self._step = [], [], self._step + 1
+        return Begun(tuple(due), tuple(kept))
 
     def request_finished_all_groups(
         self,
-        request: Request,  # noqa: ARG002
+        request: Request,
         block_ids: tuple[list[int], ...],  # noqa: ARG002
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Hold nothing."""
-        return False, None
+        """Keep the blocks of a request that has its answer, or nothing."""
+        self._asked.pop(request.request_id, None)
+        answered = request.status in {RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED}
+        keeps = KEEPS in self._does and answered and _one_in(2, request)
+        if keeps:
+            self._kept.append(request.request_id)
+        return keeps, dict.fromkeys(PARAMETERS, 0) if RETURNS in self._does else None
 
     # ---- worker side ----------------------------------------------------------------------------------------------
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Give a hand."""
+        return Hand() if SHAKES in self._does else None
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Begin the step's loads, whatever else of the step is left out."""
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, Begun)  # noqa: S101
         self._loading.update(dict.fromkeys(connector_metadata.requests, STEPS))
+        self._sending.update(dict.fromkeys(connector_metadata.kept, STEPS))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ANN401
         """Nothing is left to do."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
-        """Report what has failed."""
-        for request in self._loading:
-            self._loading[request] -= 1
-        over = {request for request, steps in self._loading.items() if steps < 0}
-        for request in over:
-            del self._loading[request]
-        return KVConnectorTransferResults(finished_recving=set(over), failed_recving=over)
+        """Report what has failed, and what was kept long enough."""
+        failed, sent = _over(self._loading), _over(self._sending)
+        return KVConnectorTransferResults(finished_sending=sent, finished_recving=set(failed), failed_recving=failed)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing is loaded in a step."""
@@ -99,3 +162,18 @@ class SiblingConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """Nothing is saved."""
+
+
+def _asks(request: Request) -> bool:
+    parameters: Any = request.kv_transfer_params
+    return isinstance(parameters, dict) and bool(parameters.get(REMOTE_PREFILL))
+
+
+def _over(steps_left: dict[str, int]) -> set[str]:
+    """Count a step down, and take out what is over."""
+    for request in steps_left:
+        steps_left[request] -= 1
+    over = {request for request, steps in steps_left.items() if steps < 0}
+    for request in over:
+        del steps_left[request]
+    return over

@@ -133,6 +133,8 @@ class Trial(Disturbances):
         if self.kvpipe is not None:
             self.side.adapters.reader, self.side.prefetching.idle_s_max = self.adapters, 3600.0  # type: ignore[assignment]
             self.begin_hints()
+            if self.side.staging is not None:
+                self.side.staging.patience.await_s = 0.0  # by the clock: a sequence would not have one outcome
             if self.shape.slow and self.side.staging is not None:
                 patience = self.side.staging.patience
                 patience.pace.s_per_token, patience.rates = 1e-12, dict.fromkeys(range(len(self.tiers)), 1.0)
@@ -165,14 +167,21 @@ class Trial(Disturbances):
         return [(tier.name, spec, tier) for tier in self.tiers]
 
     def _introduce(self) -> None:
-        """Shake hands, as vLLM does when the ranks have their caches."""
+        """Shake hands, as vLLM does when the ranks have their caches. Then the ranks report, as with an empty step."""
+        from vllm.v1.outputs import KVConnectorOutput
+
         if self.kvpipe is None:
             return
         if not self.ranks:
-            self.side.slots_ready({0: self.side.catalog.slots})
+            self.side.ranks_ready({0: self.side.catalog.slots}, ())
             return
-        reports = {(self.shape.stage_of(r.index), r.index): r.connector.get_handshake_metadata() for r in self.ranks}
-        self.kvpipe.set_xfer_handshake_metadata_pp_aware({rank: one for rank, one in reports.items() if one})
+        connector: Any = self.scheduler.connector
+        hands = {(self.shape.stage_of(r.index), r.index): r.connector.get_handshake_metadata() for r in self.ranks}
+        connector.set_xfer_handshake_metadata_pp_aware({rank: hand for rank, hand in hands.items() if hand is not None})
+        if not self.shape.unmet:
+            reports: list[Any] = [rank.connector.build_connector_worker_meta() for rank in self.ranks]
+            report = functools.reduce(lambda one, other: one.aggregate(other), reports)
+            connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=report))
         if not self.tiers:
             return
         sides = [self.side.staging.finder] if self.side.staging is not None else []

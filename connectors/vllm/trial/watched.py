@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvpipe.cache.catalog import Chunk
+from kvpipe.cache.miss_reasons import NO_ROOM
+from kvpipe.connectors.vllm.hints import is_prefilled_elsewhere
 from kvpipe.connectors.vllm.trial.content import Live
 from kvpipe.connectors.vllm.trial.efficacy import Found, ends, promised
 from kvpipe.connectors.vllm.trial.laws import INVARIANTS, When
@@ -76,9 +78,16 @@ class Watched:
         side = self.trial.side
         self.asked[request.request_id] = self.drops
         before, self.gave_up = self.gave_up, side.counters["lookup_gave_up"]
+        elsewhere, unit = is_prefilled_elsewhere(request), side.geometry.unit_tokens
         if answer[0] is None or before != self.gave_up:
+            if elsewhere and answer[0] is None:
+                self.short.append(f"{request.request_id}: later, while another connector waits to bring the prompt")
             return
         wanted = promised(side, request, computed, waits=answer[1])
+        if elsewhere and wanted is not None:
+            put_off = not answer[0] and side.requests.tracked[request.request_id].asking.why == NO_ROOM
+            if put_off or request.num_tokens - computed - wanted > unit:
+                wanted = 0
         if wanted is not None and answer[0] != wanted:
             self.short.append(f"{request.request_id} beyond {computed}: {answer[0]} tokens instead of {wanted}")
 

@@ -6,7 +6,7 @@ tests replace these.
 
 from __future__ import annotations
 
-from kvpipe.cli.doctor import hardware, installed, operators, storage
+from kvpipe.cli.doctor import beside, hardware, installed, operators, storage
 from kvpipe.cli.doctor.facts import HostFacts
 from kvpipe.cli.doctor.findings import Check, Finding, PendingFinding, one_line
 from kvpipe.config import Settings, load_settings, parse_extra
@@ -25,6 +25,7 @@ CHECKS: list[Check] = [
     Check("vllm", installed.check_vllm, "fail"),
     Check("plugin", installed.check_plugin, "fail"),
     Check("VLLM_PLUGINS", installed.check_plugin_filter, "fail"),
+    Check("connectors", beside.check_connectors, "fail"),
     Check("device", hardware.check_device, "fail"),
     Check("cuda graphs", hardware.check_graphs, "warn"),
     Check("hash seed", installed.check_hash_seed, "warn"),
@@ -59,7 +60,11 @@ def examine(settings: Settings, machine: HostFacts | None = None) -> list[Findin
 
 
 def examine_extra(extra: str, *, ranks: int = 1) -> list[Finding]:
-    """Check the configuration `extra`, in JSON, then as `examine`; with the defaults if the configuration is wrong."""
+    """Check the configuration `extra`, in JSON, then as `examine`; with the defaults if the configuration is wrong.
+
+    `extra`: kvpipe's `kv_connector_extra_config`, or vLLM's whole `--kv-transfer-config`.
+    """
+    extra, connectors = beside.apart(extra)
     try:
         settings = load_settings(parse_extra(extra))
         given = ", ".join(f"{key}={_given(settings, key)}" for key in sorted(settings.model_fields_set))
@@ -69,7 +74,7 @@ def examine_extra(extra: str, *, ranks: int = 1) -> list[Finding]:
         detail = one_line(e) if isinstance(e, UsageError) else f"{type(e).__name__}: {one_line(e)}"
         remedy = "change the configuration as this message asks; the other checks were made with the defaults"
         first = Finding("configuration", "fail", detail, remedy)
-    return [first, *examine(settings, HostFacts(ranks=ranks))]
+    return [first, *examine(settings, HostFacts(ranks=ranks, connectors=connectors))]
 
 
 def _given(settings: Settings, key: str) -> str:

@@ -6,6 +6,7 @@ vLLM come through its connector (`kvpipe/connectors/vllm/doctor_facts.py`).
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import sys
@@ -97,9 +98,13 @@ def probe_geometry(size: int) -> Geometry:
 
 
 class HostFacts(NamedTuple):
-    """The facts that checks use. `ranks`: engine ranks on this host, each with a pool of its own."""
+    """The facts that checks use. `ranks`: engine ranks on this host, each with a pool of its own.
+
+    `connectors`: vLLM's, in the order they are asked; none: not told.
+    """
 
     ranks: int = 1
+    connectors: tuple[str, ...] = ()
     python: tuple[int, ...] = tuple(sys.version_info[:3])
     environ: Mapping[str, str] = os.environ
     proc: Path = headroom.PROC
@@ -109,6 +114,7 @@ class HostFacts(NamedTuple):
     vllm_version: Callable[[], str | None] = VLLM.version
     plugins: Callable[[], Sequence[EntryPoint]] = _plugins
     connector_known: Callable[[], bool] = VLLM.connector_known
+    has_module: Callable[[str], bool] = lambda name: importlib.util.find_spec(name) is not None
     hash_seeds: Callable[[], HashSeeds] = _hash_seeds
     device: Callable[[], DeviceFacts] = _device
     locked_bytes_max: Callable[[], int | None] = _locked_bytes_max

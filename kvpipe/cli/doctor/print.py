@@ -22,7 +22,7 @@ def main(extra: str, *, as_json: bool, ranks: int = 1) -> int:
     """Print what was found, and a verdict. Return 1 when a check failed, else 0.
 
     Args:
-        extra: kv_connector_extra_config as JSON.
+        extra: kv_connector_extra_config, or all of --kv-transfer-config, as JSON.
         as_json: print one JSON object instead of lines.
         ranks: engine ranks on this host, each with a pool of its own.
 

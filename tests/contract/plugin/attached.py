@@ -96,16 +96,16 @@ class Attachment:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
         from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+        from vllm.v1.outputs import KVConnectorOutput
 
         self.scheduler, self.side = scheduler, scheduler.connector
         cache = scheduler.kv_cache_config
         worker = KVConnectorFactory.create_connector(scheduler.vllm_config, KVConnectorRole.WORKER, cache)
         self.rank = AttachedRank(0, worker, shape, [group.layer_names for group in cache.kv_cache_groups])
         worker.worker.weigh = lambda: "weights"  # type: ignore[attr-defined]
-        reported = worker.get_handshake_metadata()
         assert self.side is not None
-        assert reported is not None
-        self.side.set_xfer_handshake_metadata_pp_aware({(0, 0): reported})
+        report = worker.build_connector_worker_meta()
+        self.side.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=report))
         self.rank.before_results = lambda: worker.worker.pipeline.copies.loop.settle(SETTLE_SECONDS_MAX)  # type: ignore[attr-defined]
         self._aggregator = KVOutputAggregator(1)
         self._sequences: dict[str, Known] = {}

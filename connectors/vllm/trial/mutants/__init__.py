@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvpipe.connectors.vllm.trial.mutants import (
     adapters,
+    beside,
     calls,
     copies,
     efficacy,
@@ -29,6 +30,7 @@ MUTANTS: dict[str, Mutant] = {
     name: mutant
     for area in (
         adapters,
+        beside,
         calls,
         copies,
         keys,

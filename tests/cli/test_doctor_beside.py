@@ -1,0 +1,63 @@
+"""What `kvpipe doctor` says about the connectors beside kvpipe."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvpipe.cli.doctor import beside, checks
+from kvpipe.config import Settings
+from tests.cli.doctor_machines import answer_of, machine_of
+
+OWN, NIXL = {"kv_connector": "KVPipeConnector"}, {"kv_connector": "NixlConnector"}
+
+
+def _beside(*children: object) -> str:
+    return json.dumps({"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": children}})
+
+
+def test_the_whole_flag_is_taken_apart() -> None:
+    """The extra config of kvpipe is found alone, under MultiConnector, and where nothing else is given."""
+    extra = {"chunk_tokens": 512}
+    own = OWN | {"kv_connector_extra_config": extra}
+    assert beside.apart(json.dumps(own)) == (json.dumps(extra), ("KVPipeConnector",))
+    assert beside.apart(_beside(NIXL, own)) == (json.dumps(extra), ("NixlConnector", "KVPipeConnector"))
+    for given in (json.dumps(extra), "[1]", "{", "[" * 100_000):
+        assert beside.apart(given) == (given, ())
+
+
+@pytest.mark.parametrize(
+    ("children", "installed", "status", "remedy"),
+    [
+        ((OWN, NIXL), True, "ok", ""),
+        ((NIXL, OWN), True, "warn", "list KVPipeConnector first"),
+        ((OWN, NIXL), False, "fail", "pip install --no-deps nixl nixl-cu12"),
+        ((NIXL,), True, "fail", "add KVPipeConnector in front"),
+        ((NIXL, 3, {}), True, "fail", "add KVPipeConnector in front"),
+    ],
+)
+def test_doctor_names_a_wrong_order_and_a_missing_wheel(
+    tmp_path: Path, children: tuple[object, ...], installed: bool, status: str, remedy: str
+) -> None:
+    """The remedy is what to type."""
+    _, names = beside.apart(_beside(*children))
+    machine = machine_of(tmp_path, connectors=names, has_module=lambda name: installed and name == "nixl")
+    answer = answer_of(beside.check_connectors(Settings(), machine))
+    assert answer.status == status
+    assert remedy in answer.remedy
+
+
+def test_doctor_checks_connectors_only_where_they_are_given(tmp_path: Path) -> None:
+    """An extra config says nothing of other connectors."""
+    assert beside.check_connectors(Settings(), machine_of(tmp_path)) is None
+
+
+def test_doctor_takes_the_whole_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong key of kvpipe's is found under MultiConnector, too."""
+    monkeypatch.setattr(checks, "CHECKS", [])
+    monkeypatch.setattr(checks, "TIERS", [])
+    (first,) = checks.examine_extra(_beside(OWN | {"kv_connector_extra_config": {"chunk_sizee": 256}}))
+    assert first.status == "fail"
+    assert "chunk_sizee" in first.detail

@@ -1,0 +1,140 @@
+"""Ranks report first with an engine's first step: the first prompt loses nothing. Remote prefills are not held up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from kvpipe.cache import miss_reasons
+from kvpipe.connectors.vllm.hints import is_prefilled_elsewhere
+from kvpipe.connectors.vllm.metadata import Introduction, ReportMetadata
+from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, SchedulerWorld
+from kvpipe.connectors.vllm.trial.shapes import SHAPES, Shape
+from kvpipe.connectors.vllm.trial.trial import Trial
+from kvpipe.messages import Report
+from kvpipe.scheduler.base import LATER, MISS, Hit
+from kvpipe.scheduler.lookups import FIRST_STEPS_MAX
+
+
+@contextmanager
+def _new_engine(shape: Shape, *, unmet: bool = True) -> Iterator[Trial]:
+    """Yield an engine that has made no step. `unmet`: its ranks have not reported either."""
+    trial = Trial(shape._replace(unmet=unmet), 2)
+    try:
+        yield trial
+    finally:
+        trial.close()
+
+
+@pytest.mark.parametrize("name", ["two-tiers", "pipeline-2", "async-scheduler-tier"])
+def test_idle_engine_steps_until_its_ranks_have_reported(name: str) -> None:
+    """No request has come. The steps compute nothing."""
+    with _new_engine(SHAPES[name]) as trial:
+        assert trial.side.staging is not None
+        assert not trial.side.staging.space.name
+        assert trial.scheduler.has_requests()
+        trial.do(("step", 0))
+        trial.do(("drain",))
+        assert trial.side.staging.space.name
+        assert not trial.scheduler.has_requests()
+        assert trial.steps < 4
+
+
+@pytest.mark.parametrize("name", ["consumer", "async-scheduler-consumer"])
+def test_first_prompt_hits_a_tier(name: str) -> None:
+    """It comes before the first step, and loses nothing: its first lookup is put off until the ranks have reported."""
+    found = []
+    for unmet in (False, True):
+        with _new_engine(SHAPES[name], unmet=unmet) as trial:
+            trial.do(("add", 0, -1, 0, 1, 0, 0))
+            trial.do(("drain",))
+            assert not trial.violations
+            assert trial.side.counters["lookup_later"] >= unmet
+            found.append(trial.side.report.hit_tokens)
+    assert found[0] == found[1]
+    assert sum(found[1].values()) > 0
+
+
+@pytest.mark.parametrize("name", ["two-ranks", "async-scheduler", "either-load"])
+def test_first_prompt_is_saved_whole(name: str) -> None:
+    """Nothing is saved before the ranks have reported, and nothing is left out."""
+    saved = []
+    for unmet in (False, True):
+        with _new_engine(SHAPES[name], unmet=unmet) as trial:
+            trial.do(("add", 0, -1, 0, 1, 0, 0))
+            trial.do(("drain",))
+            saved.append({k: trial.side.counters[k] for k in ("pieces_published", "save_dropped_pool_full")})
+    assert saved[0] == saved[1]
+    assert saved[1]["pieces_published"]
+
+
+def test_lookups_miss_when_ranks_never_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After some steps nobody waits any more. Nothing is found or saved, and the fault is counted."""
+    with _new_engine(SHAPES["sync"]) as trial:
+        monkeypatch.setattr(trial.ranks[0].connector, "build_connector_worker_meta", lambda: None)
+        trial.excused |= {"weights_not_on_all_ranks"}
+        for _ in range(FIRST_STEPS_MAX + 1):
+            trial.do(("step", 0))
+        assert not trial.scheduler.has_requests()
+        assert trial.side.counters["weights_not_on_all_ranks"] == 1
+        before = trial.side.counters["lookup_later"]
+        for _ in range(2):
+            trial.do(("add", 0, 150, 0, 1, 0, 0))
+            trial.do(("drain",))
+        assert trial.side.counters["lookup_later"] == before
+        assert trial.side.report.misses == {miss_reasons.WEIGHTS: 2}
+        assert not trial.side.jobs.in_flight
+
+
+def test_introductions_of_all_ranks_are_added_up() -> None:
+    """As vLLM does it, in whatever order they come."""
+    ranks = [Introduction(rank, "layout", f"w{rank}", 8 - rank) for rank in range(3)]
+    metas = [ReportMetadata(Report(ready={one.rank: one.slots}), (one,)) for one in ranks]
+    metas[2].aggregate(metas[0]).aggregate(metas[1])
+    assert sorted(metas[2].introductions) == ranks
+    assert metas[2].report.ready == {0: 8, 1: 7, 2: 6}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "elsewhere"),
+    [
+        (None, False),
+        ({}, False),
+        ({"do_remote_prefill": False}, False),
+        ({"do_remote_prefill": True}, True),
+        ("x", False),
+    ],
+)
+def test_remote_prefill_is_read_from_the_parameters(parameters: Any, elsewhere: bool) -> None:
+    """Whatever a client has sent."""
+    assert is_prefilled_elsewhere(cast("Any", SimpleNamespace(kv_transfer_params=parameters))) is elsewhere
+
+
+@pytest.mark.parametrize(("held", "hit"), [(8, 8 * UNIT - 1), (7, 7 * UNIT), (6, 0), (0, 0)])
+def test_hit_beside_a_remote_prefill_has_all_but_the_last_unit(held: int, hit: int) -> None:
+    """A prompt of eight units. Less is a miss, and the miss has a reason of its own."""
+    world = SchedulerWorld()
+    if held:
+        first = world.request("first", held, shared=held)
+        world.admit(first)
+        world.succeed(*world.step(first))
+    again = world.request("again", 8, shared=held)
+    answer = world.side.lookup(again, 0, elsewhere=True)
+    assert answer == (Hit(hit, waits=False) if hit else MISS)
+    asking = world.side.requests.tracked["again"].asking
+    assert (asking.why == miss_reasons.ELSEWHERE) is (held == 6)
+    world.admit(again)
+
+
+def test_remote_prefill_is_never_put_off() -> None:
+    """Also while the weights are doubtful: the prefill engine's lease runs out."""
+    world = SchedulerWorld()
+    world.side.weights.suspect()
+    first, second = world.request("first", 4), world.request("second", 4)
+    assert world.side.lookup(first, 0) is LATER
+    assert world.side.lookup(second, 0, elsewhere=True) == MISS
+    assert world.side.requests.tracked["second"].asking.why == miss_reasons.WEIGHTS
