@@ -25,6 +25,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvpipe.config import Settings, load_settings
 from kvpipe.connectors.vllm import compat, drafters, held_adapters, hooks, models, rank_facts, shares, support
 from kvpipe.connectors.vllm.adapter import ManagedBlocks, Remedies, make_room
+from kvpipe.connectors.vllm.doctor_facts import first_hash
 from kvpipe.connectors.vllm.hints import hints_of, kind_of
 from kvpipe.connectors.vllm.kv_events import KvEvents
 from kvpipe.connectors.vllm.metadata import LayoutMetadata, PlanMetadata, ReportMetadata
@@ -200,6 +201,8 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             priority_of=_priority if config.scheduler_config.policy == "priority" else None,
             trace=self.recorder,
         )
+        if self.scheduler.staging is not None:
+            self.scheduler.staging.finder.first_hash = first_hash(config.cache_config.prefix_caching_hash_algo)
         self.counters = self.scheduler.counters
         self._watch = Watch(config, self.scheduler)
         self._watch.doubted = self._remedies.encoded.doubted
@@ -332,7 +335,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         models.check_backends(models.backends(config, kv_caches).values())
         scales.set_scales(config.compilation_config.static_forward_context, kv_caches)
         facts = rank_facts.find(config, self._kv_cache_config, self.geometry, kv_caches, self._contain)
-        self._layout, self._common = facts.layout, facts.common
+        self._layout, self._common, self._numerics = facts.layout, facts.common, facts.numerics
         self.worker = WorkerSide(
             self.settings,
             self.geometry,
@@ -347,17 +350,22 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             counters=self.counters,
             trace=self.recorder,
         )
+        if self.worker.carrier is not None:
+            self.worker.carrier.first_hash = first_hash(config.cache_config.prefix_caching_hash_algo)
         self._step, self._meter = self.worker.step, Meter(self.worker.totals)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Return this rank's report: its ready slots, digests of what its bytes depend on, its weights."""
+        """Return this rank's report: ready slots, weights, and digests of what its bytes depend on."""
         worker = self.worker
         if isinstance(worker, NoCaches):
             return None
         digest = self._layout if worker.carrier is not None else ""
         heads = tuple(share.heads for share in worker.shares)
         weights, slots = worker.weigh_now(), self.geometry.slots
-        return LayoutMetadata(worker.rank, digest, worker.ready, weights, slots, heads=heads, common=self._common)
+        how = self._numerics()
+        return LayoutMetadata(
+            worker.rank, digest, worker.ready, weights, slots, heads=heads, common=self._common, numerics=how
+        )
 
     @_contained(_nothing)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:

@@ -66,14 +66,16 @@ class LayoutMetadata(KVConnectorHandshakeMetadata):
         *,
         heads: tuple[int, ...] = (),
         common: str = "",
+        numerics: str = "",
     ) -> None:
         """`rank`: in the engine. `digest`: of everything that its bytes depend on; "" without tiers.
 
         `weights`: their digest; "": not known. `slots`: of its pool, ready or not. `heads`: of each group, see
         `kvpipe.tiers.parts`. `common`: a digest that does not depend on the number of ranks; "": there is none.
+        `numerics`: a digest of how the rank computes, see `numerics.report`.
         """
         self.rank, self.digest, self.ready, self.weights, self.slots = rank, digest, ready, weights, slots
-        self.heads, self.common = heads, common
+        self.heads, self.common, self.numerics = heads, common, numerics
 
 
 class ReportMetadata(KVConnectorWorkerMetadata):

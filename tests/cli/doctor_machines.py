@@ -33,6 +33,7 @@ def machine_of(tmp_path: Path, **facts: Any) -> HostFacts:
         plugins=unasked,
         connector_known=unasked,
         hash_seeds=unasked,
+        first_hash=unasked,
         device=unasked,
         locked_bytes_max=unasked,
         pin=unasked,

@@ -111,6 +111,7 @@ class HostFacts(NamedTuple):
     plugins: Callable[[], Sequence[EntryPoint]] = _plugins
     connector_known: Callable[[], bool] = VLLM.connector_known
     hash_seeds: Callable[[], HashSeeds] = _hash_seeds
+    first_hash: Callable[[str], str] = VLLM.first_hash
     device: Callable[[], DeviceFacts] = _device
     locked_bytes_max: Callable[[], int | None] = _locked_bytes_max
     pin: Callable[[int], None] = _pin
