@@ -1,40 +1,79 @@
-"""Settings by which equal weights make other KV, of which nothing is seen in weights, configuration or caches.
+"""Settings of vLLM's by which equal weights make other KV, of which nothing is seen in weights or caches.
 
-Experts that nobody has asked for, activations and queries in another precision, another order within a block. Settings
-that choose among kernels for the same computation are none of these: their results differ as those of any two kernels.
+Such are precision, quantization of activations, experts by lot, and the choice of kernels. The lists of what is
+irrelevant are in `reviewed_variables.py` and `reviewed_fields.py`. Everything else counts, also what no list has.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+import dataclasses
+import functools
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from vllm import envs
+
+from kvpipe.connectors.vllm import drafters, reviewed_fields, reviewed_variables
+from kvpipe.connectors.vllm.media import described
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-USUAL: Final[dict[str, object]] = {
-    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "",
-    "VLLM_MARLIN_INPUT_DTYPE": None,
-    "VLLM_HUMMING_INPUT_QUANT_CONFIG": None,
-    "VLLM_B12X_MOE_FP4_FORCE_A16": False,
-    "VLLM_CPU_INT4_W4A8": True,
-    "VLLM_FLOAT32_MATMUL_PRECISION": "highest",
-    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION": "NONE",
-    "VLLM_ROCM_USE_AITER_FP8BMM": True,
-    "VLLM_ROCM_USE_AITER_FP4BMM": True,
-    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE": False,
-    "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT": False,
-}
-"""Such variables of vLLM's, and their defaults."""
+_VARIABLES: Final = frozenset(name for names in reviewed_variables.IRRELEVANT.values() for name in names.split())
+_FIELDS: Final = frozenset[str]().union(*reviewed_fields.IRRELEVANT.values())
 
 
-def otherwise(config: VllmConfig) -> dict[str, str]:
-    """Return, as plain data, by which settings KV is not the usual. Empty: by none."""
-    values = {name: getattr(envs, name) for name in USUAL}
-    found = {name: str(value) for name, value in values.items() if value != USUAL[name]}
-    attention = config.attention_config
-    if attention.use_prefill_query_quantization or attention.disable_flashinfer_q_quantization:
-        queries = attention.use_prefill_query_quantization, attention.disable_flashinfer_q_quantization
-        found["queries"] = str(queries)
+class Computed(NamedTuple):
+    """Settings by name, as plain data. `of_ranks`: those that say how ranks divide work and add up."""
+
+    alone: dict[str, str]
+    of_ranks: dict[str, str]
+
+
+def settings(config: VllmConfig) -> Computed:
+    """Return all settings that are not known to be irrelevant to KV. Equal engines have equal ones, run by run."""
+    found = Computed({}, {})
+    for name in sorted(envs.environment_variables):
+        among_ranks = name in reviewed_variables.OF_RANKS
+        if among_ranks or name in reviewed_variables.PART:
+            (found.of_ranks if among_ranks else found.alone)[name] = described(functools.partial(getattr, envs, name))
+        elif name not in _VARIABLES and name in os.environ:  # of a newer vLLM: it may be a secret
+            found.alone[name] = hashlib.sha256(os.environ[name].encode()).hexdigest()
+    passed_over = frozenset[str]() if drafters.has_kv(config) else frozenset({"speculative_config"})
+    for name, among_ranks, read in _walk(config, "", passed_over):
+        (found.of_ranks if among_ranks else found.alone)[name] = described(read)
     return found
+
+
+_Field = tuple[str, bool, Callable[[], object]]
+"""(path of a field, whether it is of ranks, a function that reads the field)."""
+
+
+def _walk(config: Any, place: str, passed_over: frozenset[str]) -> Iterator[_Field]:  # noqa: ANN401
+    """Yield the fields that count and differ from their defaults."""
+    kinds = [kind.__name__ for kind in type(config).__mro__]
+    for field in dataclasses.fields(config):
+        names, value = {*kinds, *(f"{kind}.{field.name}" for kind in kinds)}, getattr(config, field.name, None)
+        if names & _FIELDS or field.name in passed_over:
+            continue
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            yield from _walk(value, f"{place}{field.name}.", passed_over)
+        elif not _usual(field, value):
+            yield (
+                f"{place}{field.name}",
+                bool(names & reviewed_fields.OF_RANKS),
+                functools.partial(getattr, config, field.name),
+            )
+
+
+def _usual(field: dataclasses.Field[Any], value: object) -> bool:
+    """Whether the value is the field's default. So an optional part of a configuration counts by what it changes."""
+    default = getattr(field.default, "default", field.default)  # of pydantic's, in a description of the field
+    if field.default_factory is not dataclasses.MISSING:
+        default = field.default_factory()
+    try:
+        return type(value) is type(default) and bool(value == default)
+    except Exception:  # noqa: BLE001  (of any class: then it counts)
+        return False

@@ -25,6 +25,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvpipe.config import Settings, load_settings
 from kvpipe.connectors.vllm import compat, drafters, held_adapters, hooks, models, rank_facts, shares, spans, support
 from kvpipe.connectors.vllm.adapter import ManagedBlocks, Remedies, make_room
+from kvpipe.connectors.vllm.doctor_facts import first_hash
 from kvpipe.connectors.vllm.hints import hints_of, is_prefilled_elsewhere, kind_of
 from kvpipe.connectors.vllm.kv_events import KvEvents
 from kvpipe.connectors.vllm.metadata import Introduction, PlanMetadata, ReportMetadata
@@ -206,6 +207,8 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             priority_of=_priority if config.scheduler_config.policy == "priority" else None,
             trace=self.recorder,
         )
+        if self.scheduler.staging is not None:
+            self.scheduler.staging.finder.first_hash = first_hash(config.cache_config.prefix_caching_hash_algo)
         self.counters = self.scheduler.counters
         self._watch = Watch(config, self.scheduler)
         self._watch.doubted = self._remedies.encoded.doubted
@@ -338,7 +341,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         models.check_backends(models.backends(config, kv_caches).values())
         scales.set_scales(config.compilation_config.static_forward_context, kv_caches)
         facts = rank_facts.find(config, self._kv_cache_config, self.geometry, kv_caches, self._contain)
-        self._layout, self._common = facts.layout, facts.common
+        self._layout, self._common, self._numerics = facts.layout, facts.common, facts.numerics
         if self.settings.name:
             self._claim_name(facts)
         self.worker = WorkerSide(
@@ -355,6 +358,8 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             counters=self.counters,
             trace=self.recorder,
         )
+        if self.worker.carrier is not None:
+            self.worker.carrier.first_hash = first_hash(config.cache_config.prefix_caching_hash_algo)
         self._step, self._meter = self.worker.step, Meter(self.worker.totals)
 
     @_contained(_nothing)
@@ -378,7 +383,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         except Exception as error:  # noqa: BLE001  (as for the introduction, which counts it)
             info("weights_not_read", error=repr(error))
             weights = ""
-        facts |= {"layouts": [(self.rank, found.layout)], "weights": weights}
+        facts |= {"layouts": [(self.rank, found.layout)], "weights": weights, "numerics": found.numerics()}
         self._claim = NameClaim(self.settings.name, facts, self.settings.state_dir, rank=self.rank)
 
     def _introduce(self) -> Introduction | None:
@@ -387,7 +392,9 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         if self._introduction is None and not isinstance(worker, NoCaches):
             digest = self._layout if worker.carrier is not None else ""
             heads, weights = tuple(share.heads for share in worker.shares), worker.weigh_now()
-            self._introduction = Introduction(worker.rank, digest, weights, self.geometry.slots, heads, self._common)
+            self._introduction = Introduction(
+                worker.rank, digest, weights, self.geometry.slots, heads, self._common, self._numerics()
+            )
         return self._introduction
 
     @_contained(_nothing)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 from typing import Final, get_args
@@ -17,6 +18,7 @@ __all__ = [
     "check_version",
     "connector_known",
     "device_type",
+    "first_hash",
     "hash_seeds",
     "version",
 ]
@@ -52,6 +54,19 @@ def hash_seeds() -> tuple[str, frozenset[str]]:
     functions = {name: get_hash_fn_by_name(name) for name in get_args(PrefixCachingHashAlgo)}
     random = frozenset(name for name, function in functions.items() if seed(function) != seed(function))
     return str(CacheConfig.prefix_caching_hash_algo), random
+
+
+def first_hash(algorithm: str) -> str:
+    """Return the algorithm's name, and a digest of what every chain of vLLM's block hashes begins with.
+
+    PYTHONHASHSEED seeds it, for sha256 too: engines with another value, or with none, share no hash.
+    """
+    from vllm.utils.hashing import get_hash_fn_by_name  # noqa: PLC0415
+    from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed  # noqa: PLC0415
+
+    function = get_hash_fn_by_name(algorithm)
+    first = hashlib.sha256(function(resolve_none_hash_seed(function))).hexdigest()
+    return f"{algorithm} {first[:32]}"
 
 
 def device_type() -> str:

@@ -54,13 +54,14 @@ def media_facts(config: VllmConfig) -> str:
 
     settings = {name: value for name, value in vars(multimodal).items() if not _NOT_OF_MEDIA & {*name.split("_")}}
     code = model.revision, getattr(model.hf_config, "_commit_hash", None)
-    texts = [_text(lambda: settings), _text(lambda: (*code, _files(Path(model.model)))), _text(processor)]
+    texts = [described(lambda: settings), described(lambda: (*code, _files(Path(model.model)))), described(processor)]
     if model.is_mm_prefix_lm:  # older versions stored KV that was computed over images that a step had cut
         texts.append(_UNCUT)
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
 
 
-def _text(make: Callable[[], object]) -> str:
+def described(make: Callable[[], object]) -> str:
+    """Return what `make` returns as JSON that is equal in every process; the name of the error that it raises."""
     try:
         return json.dumps(_Description().describe(make()))
     except Exception as error:  # noqa: BLE001  (models with vLLM's own code alone have no processor; others are hostile)

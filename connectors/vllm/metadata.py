@@ -55,6 +55,7 @@ class Introduction(NamedTuple):
     `rank`: its number in the engine. `digest`: of everything that the rank's bytes depend on; "" without tiers.
     `weights`: their digest; "": not known. `slots`: of the rank's pool, ready or not. `heads`: of each group, see
     `kvpipe.tiers.parts`. `common`: a digest that does not depend on the number of ranks; "": there is none.
+    `numerics`: a digest of how the rank computes, see `numerics.report`.
     """
 
     rank: int
@@ -63,6 +64,7 @@ class Introduction(NamedTuple):
     slots: int
     heads: tuple[int, ...] = ()
     common: str = ""
+    numerics: str = ""
 
 
 class ReportMetadata(KVConnectorWorkerMetadata):

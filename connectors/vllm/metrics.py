@@ -40,6 +40,9 @@ METRICS: dict[str, Metric] = {
     "tier_seconds": Metric("counter", "flow", "Seconds that reads and writes of tiers took, added up."),
     "tiers_left": Metric("gauge", "flow", "1 while a tier is left alone because it fails."),
     "layout_bound": Metric("gauge", "reason", "1 while only engines of this layout share its chunks, by the reason."),
+    "first_hash_differs": Metric(
+        "gauge", "tier", "1 if the engine that wrote to the tier before has another PYTHONHASHSEED."
+    ),
     "preemptions": Metric("counter", "", "Preemptions of requests."),
     "evictions": Metric("counter", "", "Chunks evicted from the pool."),
     "trace_dropped": Metric("counter", "where", "Traced events that were lost, in the queue or at a sink."),

@@ -1,4 +1,4 @@
-"""What a rank knows when it has its caches: their layout, which weights they are of, how they lie beside others'."""
+"""What a rank knows when it has its caches: their layout, its weights, how it computes, how KV lies over ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvpipe.connectors.vllm import shares, support
+from kvpipe.connectors.vllm import numerics, shares, support
 from kvpipe.connectors.vllm.model import LoadedModel
 from kvpipe.connectors.vllm.source import sees_a_part
 from kvpipe.connectors.vllm.weights import suspect
@@ -31,6 +31,8 @@ class RankFacts(NamedTuple):
     """How each group's KV lies over the ranks."""
     common: str
     """A digest of what pages are, however many ranks there are."""
+    numerics: Callable[[], str]
+    """How it computes now: see `numerics.report`."""
 
 
 def find(
@@ -61,4 +63,13 @@ def find(
         found, common = lie, support.fingerprint(facts) if facts else ""
     except Exception as error:  # noqa: BLE001  (the border: the engine serves, and shares nothing)
         contain("rank_facts", error)
-    return RankFacts(support.fingerprint({"layout": layout}), weigh, found, common)
+    devices = {one.device.type: one.device for one in caches.values()}
+    how = functools.partial(numerics.report, list(devices.values()), _dtypes(config))
+    return RankFacts(support.fingerprint({"layout": layout}), weigh, found, common, how)
+
+
+def _dtypes(config: VllmConfig) -> list[torch.dtype]:
+    """Return in which types the model and its drafter compute."""
+    drafts = config.speculative_config
+    models = [config.model_config, getattr(drafts, "draft_model_config", None)]
+    return [one.dtype for one in models if one is not None]

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 _SPREAD: Final = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
-_OF_THE_LAYOUT: Final = ("tensor_parallel_size", "ranks", "groups", "layouts", "weights")
+_OF_THE_LAYOUT: Final = ("tensor_parallel_size", "ranks", "groups", "layouts", "weights", "settings_of_ranks")
 """The facts of an engine that depend on its number of ranks."""
 
 _BOUND: Final = Share()
@@ -44,7 +44,7 @@ BOUND_BY: Final = {
     "batch_invariant": "VLLM_BATCH_INVARIANT asks for every bit, and other numbers of ranks add up in another order",
     "lora": "LoRA layers hide how heads lie over ranks",
     "caches": "some cache is not known to lie by heads: states, drafters, padding, scales per token, heads that do not "
-    "spread evenly; or ranks differ in their caches",
+    "spread evenly; or ranks differ in their caches or in how they compute",
     "quantized": "scales of quantized weights may differ by the number of ranks",
     "weights": "not all weights were observed while they were loaded, or they have changed since",
 }

@@ -51,8 +51,10 @@ class Spaces:
         self._facts.pop("layouts", None)
         if len([one for one in reported if one.digest]) == self._config.parallel_config.world_size:
             self._facts["layouts"] = [(one.rank, one.digest) for one in reported]
-        common = {one.common for one in reported}
-        self._common = common.pop() if len(common) == 1 else ""
+        how = [one.numerics for one in reported]
+        self._facts["numerics"] = how[0] if len({*how}) == 1 else how
+        common = {(one.common, one.numerics) for one in reported}
+        self._common = common.pop()[0] if len(common) == 1 else ""
         return self.agreed
 
     def of_layout(self, digest: str) -> dict[str, Any]:

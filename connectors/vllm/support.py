@@ -275,7 +275,8 @@ def identity(config: VllmConfig, cache: KVCacheConfig, geometry: Geometry) -> di
         "max_model_len": [model.max_model_len, getattr(model, "original_max_model_len", None) == -1],
         "quantization": str(model.quantization),
         **({"quantized": str(wanted)} if (wanted := model.quantization_config) else {}),
-        **({"computed": otherwise} if (otherwise := computed.otherwise(config)) else {}),
+        "settings": (settings := computed.settings(config)).alone,
+        "settings_of_ranks": settings.of_ranks,
         "media": media_facts(config),
         "kv_cache_dtype": str(cc.cache_dtype),
         "kv_cache_layout": str(cache.kv_cache_layout),
@@ -366,7 +367,7 @@ def check_hashes(config: VllmConfig) -> None:
     if encoder is not None and encoder.is_ec_consumer:
         refuse("tiers beside another engine's encoder, of whose weights nobody here knows", "unset ec_transfer_config")
     algorithm = str(config.cache_config.prefix_caching_hash_algo)
-    if algorithm.startswith("xxhash") and not os.environ.get("PYTHONHASHSEED"):
+    if algorithm.startswith("xxhash") and "PYTHONHASHSEED" not in os.environ:
         refuse(
             f"prefix_caching_hash_algo={algorithm!r} with tiers (its seed differs in every process)",
             "use sha256, or set PYTHONHASHSEED to the same value everywhere",

@@ -32,6 +32,7 @@ def totals(side: SchedulerSide) -> Totals:
     if side.staging is not None:
         values["tiers_left"] = left(side.staging.finder.tiers)
         values["layout_bound"] = side.staging.space.bound
+        values["first_hash_differs"] = dict(side.staging.finder.other_hashes)
     values |= {"hit_tokens": report.hit_tokens, "missed_tokens": report.missed_tokens, "misses": report.misses}
     return values | {"faults": side.counters.faults, "trace_dropped": side.trace.losses}
 

@@ -21,6 +21,7 @@ from kvpipe.statemachine.core import Cursor, Edge, State
 from kvpipe.tiers.base import ALIGN_BYTES, Get, Key, Put, Read, TierError, TierFullError, blocking
 from kvpipe.tiers.bodies import Bodies
 from kvpipe.tiers.envelope import HEADER_BYTES, DamagedError, pages
+from kvpipe.tiers.first_hash import ANY, leave_first_hash
 from kvpipe.tiers.guard import READ, WRITE, GuardedTier
 from kvpipe.tiers.parts import BOUND, Share, Slice, kept_splits, mark_key, part_of, slices, split_of, writes
 from kvpipe.tiers.thread import TierThread
@@ -99,7 +100,10 @@ class Carrier(TierThread[_Item]):
         self._rest: anyio.CancelScope | None = None  # of the task that frees their buffers
         self._other_faults: dict[_Other, tuple[int, float]] = {}
         """(failures in a row, time of the last one by the monotonic clock)."""
+        self.first_hash = ""
+        """What the engine's keys begin with. Set by vLLM's thread before orders. "": it is not left in tiers."""
         self._marked: dict[tuple[int, str], float] = {}
+        self._left: set[tuple[int, str]] = set()
         self._turns = [{use: anyio.CapacityLimiter(tier.spec.lanes) for use in (READ, WRITE)} for tier in tiers]
         self._threads = anyio.CapacityLimiter(4)
         self._outbox: deque[Carried] = deque()
@@ -331,6 +335,8 @@ class Carrier(TierThread[_Item]):
 
     async def _store(self, tier: GuardedTier, order: TierOrder, space: str) -> tuple[str, int]:
         """Store a chunk, unless another rank stores the same part. Returns ("", bytes written)."""
+        if self._leaves(order, space):
+            await self._leave(tier, order.tier, space)
         if self._marks(order, space):
             await self._mark(tier, order.tier, space)
         if not self._writes(order):
@@ -359,6 +365,20 @@ class Carrier(TierThread[_Item]):
         await self._write(tier, 0, [(mark_key(space, self._kept), pages(ALIGN_BYTES))])
         self._marked = {at: one for at, one in self._marked.items() if at[0] != place} | {(place, space): now_s}
 
+    async def _leave(self, tier: GuardedTier, place: int, space: str) -> None:
+        """Leave the engine's first hash, for engines that have another."""
+        self._left.add((place, space))
+        try:
+            for one in (space, ANY):
+                await leave_first_hash(tier, one, self.first_hash)
+        except BaseException:
+            self._left.discard((place, space))
+            raise
+
+    def _leaves(self, order: TierOrder, space: str) -> bool:
+        """Whether this rank is to leave the first hash now: rank 0 does, before its first store."""
+        return bool(self.first_hash) and self._rank == 0 and (order.tier, space) not in self._left
+
     def _writes(self, order: TierOrder) -> bool:
         return writes(order.split, self._rank, self._ranks, order.chunk)
 
@@ -368,8 +388,9 @@ class Carrier(TierThread[_Item]):
         return due and self._rank == 0 and order.split != BOUND and all(self._split)
 
     def _touches(self, tier: GuardedTier, order: TierOrder, space: str) -> bool:
-        """Whether this rank has anything to write for a store: its part of the chunk, or a marker."""
-        return self._writes(order) or (tier.breakers[WRITE].allows and self._marks(order, space))
+        """Whether this rank has anything to write for a store: its part of the chunk, a marker, or the first hash."""
+        marks = self._marks(order, space) or self._leaves(order, space)
+        return self._writes(order) or (tier.breakers[WRITE].allows and marks)
 
     async def _write(self, tier: GuardedTier, units: int, values: _Values, moves: Sequence[_Fill] = ()) -> None:
         """Write values, all in one call. `moves` fill their bodies first."""

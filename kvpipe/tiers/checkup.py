@@ -10,6 +10,7 @@ import anyio
 from kvpipe import config_errors
 from kvpipe.tiers.base import Get, Key, Put, Read, Tier, TierError
 from kvpipe.tiers.envelope import HEADER_BYTES, DamagedError, Sealer, pages
+from kvpipe.tiers.first_hash import ANY, read_first_hash
 from kvpipe.tiers.keyring import secrets_of
 from kvpipe.tiers.registry import make_tier
 from kvpipe.tiers.spec import TierSpec
@@ -38,6 +39,23 @@ async def _problem(tier: Tier, sealer: Sealer, spec: TierSpec) -> str:
         return f"no answer in {PATIENCE} x timeout_ms_max"
     except Exception as error:  # noqa: BLE001  (a bug of the tier's: it is named)
         return f"{config_errors.reason(repr(error))}, which no tier should raise"
+    finally:
+        with anyio.move_on_after(PATIENCE, shield=True), contextlib.suppress(Exception):
+            await tier.close()
+
+
+def first_hash_in(name: str, spec: TierSpec) -> str:
+    """Return the first hash that the last engine has left in a tier; "": there is none, or it cannot be read."""
+    return anyio.run(_first_hash, make_tier(name, spec, writes=False), Sealer(secrets_of(spec)), spec)
+
+
+async def _first_hash(tier: Tier, sealer: Sealer, spec: TierSpec) -> str:
+    try:
+        with anyio.fail_after(spec.timeout_ms_max * PATIENCE / 1000):
+            await tier.open()
+            return await read_first_hash(tier, sealer, ANY)
+    except Exception:  # noqa: BLE001  (the check of the tiers reports what is wrong)
+        return ""
     finally:
         with anyio.move_on_after(PATIENCE, shield=True), contextlib.suppress(Exception):
             await tier.close()

@@ -10,9 +10,11 @@ from collections.abc import Callable, Sequence
 import anyio
 
 from kvpipe.tiers.base import Key, Listed, TierError
+from kvpipe.tiers.first_hash import read_first_hash
 from kvpipe.tiers.guard import FIND, GuardedTier
 from kvpipe.tiers.parts import BOUND, kept_splits, mark_key, part_keys, splits
 from kvpipe.tiers.thread import TierThread
+from kvpipe.trace.log import warn
 
 KEYS_PER_CALL_MAX = 4096
 STOP_S_MAX = 5.0
@@ -22,6 +24,8 @@ SPLITS_S = 10.0
 """How long the finder remembers which other splits a tier has. It asks only if a lookup misses something."""
 NAME_BYTES = 32
 """Length of a chunk's name in bytes, as of vLLM's hashes."""
+
+REMEDY = "set the same PYTHONHASHSEED for all engines that share the tier, or for none"
 
 Elsewhere = tuple[str, tuple[int, ...]]
 """A namespace, and by cache group, the number of parts in which a tier may have its chunks."""
@@ -101,6 +105,11 @@ class Finder(TierThread[TierLookup]):
         """The indices of tiers that some rank does not read at present. Set by the scheduler's thread."""
         self.heads: tuple[int, ...] = ()
         """KV heads per group, of all ranks; see `kvpipe.tiers.parts`. Set by the scheduler's thread before lookups."""
+        self.first_hash = ""
+        """What this engine's keys begin with. Set by the scheduler's thread before lookups. "": it is not compared."""
+        self.other_hashes: dict[str, float] = {}
+        """By tier, whether an engine with another first hash has used this engine's namespace last: 1 or 0."""
+        self._compared: set[tuple[int, str]] = set()
         self._others: dict[tuple[int, str], tuple[float, list[Elsewhere]]] = {}
         self._limit = anyio.Semaphore(LOOKUPS_MAX)
         super().__init__("kvpipe-finder", tiers)
@@ -216,6 +225,8 @@ class Finder(TierThread[TierLookup]):
         if not await self._ready(self.tiers[index], lookup):
             lookup.down = True
             return
+        if self.first_hash and (index, lookup.space) not in self._compared:
+            await self._compare(index, lookup)
         own = {group: self.split(group) for group, _ in places}
         await self._find_in(index, lookup, places, lookup.space, own)
         left = [place for place in places if place not in lookup.found]
@@ -224,6 +235,21 @@ class Finder(TierThread[TierLookup]):
             with anyio.move_on_after(seconds) as waited:
                 await self._find_elsewhere(index, lookup, left)
             lookup.down |= waited.cancelled_caught
+
+    async def _compare(self, index: int, lookup: TierLookup) -> None:
+        """Say once if the engine before has another first hash: it shares nothing with this engine."""
+        tier, left_s = self.tiers[index], lookup.deadline_s - time.monotonic()
+        self._compared.add((index, lookup.space))
+        try:
+            with anyio.fail_after(min(tier.timeout_s, max(0.0, left_s) / 2)):
+                found = await read_first_hash(tier, tier.sealer, lookup.space)
+        except (TierError, TimeoutError):  # the lookup itself finds what is wrong; the next one compares
+            self._compared.discard((index, lookup.space))
+            return
+        differs = found not in {"", self.first_hash}
+        self.other_hashes[tier.name] = max(self.other_hashes.get(tier.name, 0.0), float(differs))
+        if differs:
+            warn("first_hash_differs", tier=tier.name, theirs=found, here=self.first_hash, remedy=REMEDY)
 
     async def _find_elsewhere(self, index: int, lookup: TierLookup, left: list[Place]) -> None:
         """Find the places `left` in the tier with this index, under the names of other splits.

@@ -33,6 +33,7 @@ def machine_of(tmp_path: Path, **facts: Any) -> HostFacts:
         connector_known=unasked,
         has_module=unasked,
         hash_seeds=unasked,
+        first_hash=unasked,
         device=unasked,
         locked_bytes_max=unasked,
         pin=unasked,

@@ -44,6 +44,7 @@ def test_nothing_known_is_no_traceback(tmp_path: Path) -> None:
         "quotas",
         "tiers",
         "connectors",
+        "first hash",
     }
     assert all(f.remedy for f in found if f.status != "ok")
     assert {f.name for f in found if f.status == "ok"} == {"python", "VLLM_PLUGINS", "shared memory", "memory pool"}

@@ -115,9 +115,10 @@ def test_plugin_filter(tmp_path: Path, value: str | None, status: str, remedy: s
 @pytest.mark.parametrize(
     ("seed", "default", "name", "status", "detail"),
     [
-        ("0", None, "docs", "ok", "PYTHONHASHSEED=0"),
+        ("0", None, "docs", "ok", "PYTHONHASHSEED=0 seeds"),
+        ("11", None, "", "ok", "only engines with the same value find each other's KV"),
         ("", None, "docs", "ok", "PYTHONHASHSEED="),  # vLLM takes this too as a seed
-        (None, "sha256", "docs", "ok", "sha256 (vLLM's default) hashes alike in every process"),
+        (None, "sha256", "docs", "ok", "sha256 (vLLM's default) hashes alike in every process where it is not set"),
         (None, "sha256", "", "ok", "a shared cache would need PYTHONHASHSEED with xxhash"),
         (None, "xxhash", "", "ok", "of no matter for a cache in one engine's memory"),
         (None, "xxhash", "docs", "warn", "vLLM seeds xxhash at random, so engines named 'docs' differ"),

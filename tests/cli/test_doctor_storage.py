@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import anyio
 import pytest
 
 from kvpipe.cli.doctor import storage
@@ -15,6 +16,9 @@ from kvpipe.cli.doctor.facts import HostFacts
 from kvpipe.cli.doctor.findings import Finding, PendingFinding
 from kvpipe.config import Settings, load_settings
 from kvpipe.tiers.envelope import DamagedError
+from kvpipe.tiers.first_hash import ANY, leave_first_hash
+from kvpipe.tiers.guard import WRITE, guarded
+from kvpipe.tiers.registry import make_tier, named
 from tests.cli.doctor_machines import GIB, answer_of, broken, free_bytes_of, machine_of, raising
 
 
@@ -146,3 +150,26 @@ def test_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "disk" not in answer.detail
     monkeypatch.setattr("kvpipe.tiers.envelope.Sealer.unseal", raising(DamagedError("checksum")))
     assert answer_of(found(disk)).detail == "disk: a value came back damaged (checksum)"
+
+
+async def _leave(settings: Settings, first: str) -> None:
+    """Leave the first hash of an engine in the tier of the settings."""
+    ((name, spec),) = named(settings.tiers)
+    (tier,) = guarded([(name, spec, make_tier(name, spec, writes=True))], (WRITE,))
+    await tier.tier.open()
+    await leave_first_hash(tier, ANY, first)
+    await tier.tier.close()
+
+
+def test_the_first_hash_of_another_engine_is_named(tmp_path: Path) -> None:
+    """A tier whose engines have another PYTHONHASHSEED looks empty to an engine of this environment."""
+    settings = load_settings({"tiers": str(tmp_path / "kv")})
+    machine = machine_of(tmp_path, first_hash=lambda algorithm: f"{algorithm} a")
+    assert storage.check_first_hash(load_settings(), machine) is None
+    assert storage.check_first_hash(settings, machine) is None
+    for first, status, text in (("xxhash a", "ok", "begin as those"), ("sha256 b", "warn", "another PYTHONHASHSEED")):
+        anyio.run(_leave, settings, first)
+        answer = answer_of(storage.check_first_hash(settings, machine))
+        assert answer.status == status
+        assert text in answer.detail
+    assert "same PYTHONHASHSEED" in answer.remedy

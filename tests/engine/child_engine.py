@@ -16,10 +16,16 @@ from kvpipe.testing.waiting import WAIT_S
 class Child:
     """An engine in another process."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
-        """Start it; `options` are those of `tests.engine.common.engine`."""
+    def __init__(self, options: dict[str, Any], environment: dict[str, str] | None = None) -> None:
+        """Start it; `options` are those of `tests.engine.common.engine`. `environment`: further variables."""
         command = [sys.executable, "-m", "tests.engine.child_engine", json.dumps(options)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | (environment or {}),
+        )
 
     def generate(self, prompts: Sequence[Sequence[int]], tokens: int, **more: Any) -> tuple[list[Any], dict[str, int]]:
         """Return its answers, and the tokens that it has found so far by tier.
@@ -43,9 +49,9 @@ class Child:
 
 
 @contextmanager
-def child(**options: Any) -> Iterator[Child]:
-    """Run a second engine meanwhile."""
-    made = Child(options)
+def child(environment: dict[str, str] | None = None, **options: Any) -> Iterator[Child]:
+    """Run a second engine meanwhile, with further variables in its environment."""
+    made = Child(options, environment)
     try:
         yield made
     finally:

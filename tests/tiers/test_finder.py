@@ -8,12 +8,15 @@ from functools import partial
 from typing import Any
 
 import anyio
+import pytest
 
 from kvpipe.testing.held_tier import DictSpec, HeldTier
 from kvpipe.testing.waiting import PATIENT, WAIT_S, eventually
+from kvpipe.tiers import finder as finders
 from kvpipe.tiers.base import Key
 from kvpipe.tiers.finder import Finder, Place, TierLookup, chunk_name
-from kvpipe.tiers.guard import FAULTS_MAX, FIND, guarded
+from kvpipe.tiers.first_hash import leave_first_hash
+from kvpipe.tiers.guard import FAULTS_MAX, FIND, WRITE, guarded
 from kvpipe.tiers.parts import mark_key
 
 SPACE, PER_CHUNK = "1" * 32, 4
@@ -308,3 +311,34 @@ def test_states_are_asked_for_where_the_first_group_has_one() -> None:
         _hold(tier, 12)
         assert {(2, 12), (3, 12)} <= _ask(finder, wanted, **groups).found.keys()
         assert len(tier.asked) == 2
+
+
+@pytest.mark.parametrize(("theirs", "differs", "said"), [("", 0.0, 0), ("sha256 a", 0.0, 0), ("sha256 b", 1.0, 1)])
+def test_another_first_hash_is_reported_once(
+    theirs: str, differs: float, said: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The chunks of such an engine are never found, and look like chunks that nobody has stored."""
+    tier, notes = HeldTier(), list[tuple[str, str]]()
+    monkeypatch.setattr(finders, "warn", lambda name, **fields: notes.append((name, fields["tier"])))
+    if theirs:
+        (writer,) = guarded([(tier.name, DictSpec.model_validate(PATIENT), tier)], (WRITE,))
+        anyio.run(leave_first_hash, writer, SPACE, theirs)
+    with _finder(tier) as finder:
+        finder.first_hash = "sha256 a"
+        _ask(finder)
+        assert _ask(finder).why == ""
+        assert finder.other_hashes == {"dict": differs}
+    assert notes == [("first_hash_differs", "dict")] * said
+
+
+def test_a_first_hash_is_compared_again_when_the_tier_was_down() -> None:
+    """A failure to read it is no answer."""
+    tier = HeldTier()
+    with _finder(tier) as finder:
+        finder.first_hash = "sha256 a"
+        tier.trouble = "down"
+        _ask(finder)
+        assert finder.other_hashes == {}
+        tier.trouble = "none"
+        _ask(finder)
+        assert finder.other_hashes == {"dict": 0.0}

@@ -16,6 +16,7 @@ from kvpipe.tiers.registry import named
 TIERS: list[Check] = [
     Check("memory pool", storage.check_memory_pool, "fail"),
     Check("tiers", storage.check_tiers, "fail"),
+    Check("first hash", storage.check_first_hash, "warn"),
 ]
 """The checks of the places in which chunks are kept."""
 

@@ -116,6 +116,7 @@ class HostFacts(NamedTuple):
     connector_known: Callable[[], bool] = VLLM.connector_known
     has_module: Callable[[str], bool] = lambda name: importlib.util.find_spec(name) is not None
     hash_seeds: Callable[[], HashSeeds] = _hash_seeds
+    first_hash: Callable[[str], str] = VLLM.first_hash
     device: Callable[[], DeviceFacts] = _device
     locked_bytes_max: Callable[[], int | None] = _locked_bytes_max
     pin: Callable[[int], None] = _pin

@@ -92,12 +92,15 @@ def check_plugin_filter(_: Settings, machine: HostFacts) -> PendingFinding:
 def check_hash_seed(settings: Settings, machine: HostFacts) -> PendingFinding:
     """Engines that share or keep a cache hash blocks alike.
 
-    vLLM seeds the hash of a prefix's first block with PYTHONHASHSEED; where that is not set, with a constant for
-    sha256 and sha256_cbor, and with random bytes of the process for xxhash and xxhash_cbor.
+    vLLM seeds the hash of a prefix's first block with PYTHONHASHSEED, for every algorithm. Where that is not set, it
+    takes a constant for sha256 and sha256_cbor, and random bytes of the process for xxhash and xxhash_cbor.
     """
     value = machine.environ.get("PYTHONHASHSEED")
     if value is not None:
-        return PendingFinding("ok", f"PYTHONHASHSEED={value}: every process that has it hashes blocks alike")
+        detail = f"PYTHONHASHSEED={value} seeds the hashes of blocks"
+        return PendingFinding(
+            "ok", f"{detail}: only engines with the same value find each other's KV in a shared cache"
+        )
     default, random = machine.hash_seeds()
     if default in random and settings.name:
         detail = (
@@ -110,7 +113,7 @@ def check_hash_seed(settings: Settings, machine: HostFacts) -> PendingFinding:
     if default in random:
         detail = f"not set, and vLLM seeds {default} at random: of no matter for a cache in one engine's memory"
         return PendingFinding("ok", f"{detail}; caches that are shared or outlive a process need PYTHONHASHSEED")
-    detail = f"not set, not needed: {default} (vLLM's default) hashes alike in every process"
+    detail = f"not set: {default} (vLLM's default) hashes alike in every process where it is not set"
     if random:
         detail += f"; a shared cache would need PYTHONHASHSEED with {' or '.join(sorted(random))}"
     return PendingFinding("ok", detail)

@@ -117,3 +117,21 @@ def check_tiers(settings: Settings, _: HostFacts) -> PendingFinding | None:
     if bad:
         return PendingFinding("warn", bad, "an engine runs without it, with fewer hits, and uses it when it is back")
     return PendingFinding("ok", f"a value was written, read and dropped: {', '.join(problems)}")
+
+
+def check_first_hash(settings: Settings, machine: HostFacts) -> PendingFinding | None:
+    """Engines with this environment hash blocks as the engines that have used the tiers. None without tiers."""
+    from kvpipe.tiers.checkup import first_hash_in  # noqa: PLC0415  (imports their clients)
+    from kvpipe.tiers.registry import named  # noqa: PLC0415
+
+    left = {name: first_hash_in(name, spec) for name, spec in named(settings.tiers)}
+    known = {name: first for name, first in left.items() if first}
+    if not known:
+        return None
+    others = [name for name, first in known.items() if first != machine.first_hash(first.partition(" ")[0])]
+    if others:
+        detail = (
+            f"the last engine that used {', '.join(others)} had another PYTHONHASHSEED: it shares nothing with this"
+        )
+        return PendingFinding("warn", detail, "set the same PYTHONHASHSEED for all engines, or for none")
+    return PendingFinding("ok", f"block hashes begin as those of the last engine that used {', '.join(known)}")

@@ -8,6 +8,8 @@ _DIGEST, _WEIGHTS, _MODEL = "kvpipe.digest", "kvpipe.connectors.vllm.weights", "
 _STALE = "kvpipe.connectors.vllm.remedies.stale:Stale"
 _UNIT, _OLD = "tests/vllm/test_weights.py", "tests/vllm/test_old_weights.py"
 _TRIAL = "property_tests/test_weights.py"
+_COMPUTED, _NUMERICS = "kvpipe.connectors.vllm.computed", "tests/vllm/test_numerics.py"
+_LIBRARIES = "kvpipe.connectors.vllm.numerics"
 
 MUTANTS: dict[str, Mutant] = {
     "weights_are_sampled": Mutant(
@@ -94,5 +96,75 @@ MUTANTS: dict[str, Mutant] = {
         "A request that has a copy of a block with old weights' KV saves what it computes behind that.",
         one(_STALE, "rests_on", "if copy in mine}", "if False}"),
         test=f"{_OLD}::test_the_block_that_an_old_prompt_ends_in",
+    ),
+    "libraries_do_not_count": Mutant(
+        "Variables that set the precision of libraries are not part of the key.",
+        one(_LIBRARIES, "variables", "if value and", "if False and"),
+        test=f"{_NUMERICS}::test_variables_of_libraries_count",
+    ),
+    "results_do_not_count": Mutant(
+        "The results that ranks measure are not part of the key.",
+        one(
+            "kvpipe.connectors.vllm.spaces:Spaces",
+            "agree",
+            "how[0] if len({*how}) == 1 else how",
+            '""',
+        ),
+        test=f"{_NUMERICS}::test_a_namespace_is_of_one_way_to_compute",
+    ),
+    "ranks_that_differ_share_with_all": Mutant(
+        "Ranks of one engine that compute in different ways share with any number of ranks.",
+        one(
+            "kvpipe.connectors.vllm.spaces:Spaces",
+            "agree",
+            "(one.common, one.numerics) for",
+            "(one.common, '') for",
+        ),
+        test=f"{_NUMERICS}::test_ranks_that_differ_share_with_their_own_layout_only",
+    ),
+    "additional_config_does_not_count": Mutant(
+        "A field that no class below vLLM's configuration has is not part of the key.",
+        one(_COMPUTED, "_walk", "elif not _usual(field, value):", "elif place and not _usual(field, value):"),
+        test=f"{_NUMERICS}::test_a_field_counts_when_it_changes_what_is_computed[additional_config]",
+    ),
+    "unknown_variables_do_not_count": Mutant(
+        "A variable that a newer vLLM has is not part of the key.",
+        one(_COMPUTED, "settings", "name not in _VARIABLES and name in os.environ", "False"),
+        test=f"{_NUMERICS}::test_a_variable_counts_when_it_is_unknown_and_set",
+    ),
+    "errors_of_kernels_do_not_count": Mutant(
+        "A rank whose kernel fails counts as one whose kernel does not.",
+        one(_LIBRARIES, "measured", "digest.update(f", "isinstance(found, str) or digest.update(f"),
+        test=f"{_NUMERICS}::test_an_operation_that_fails_counts_by_its_error",
+    ),
+    "another_first_hash_is_silent": Mutant(
+        "An engine whose hashes begin otherwise than those in the tier says nothing.",
+        one("kvpipe.tiers.finder:Finder", "_compare", 'found not in {"", self.first_hash}', "False"),
+        test="tests/tiers/test_finder.py::test_another_first_hash_is_reported_once[sha256 b-1.0-1]",
+    ),
+    "an_old_first_hash_stays": Mutant(
+        "The first hash of an engine that is gone stays in the tier for ever.",
+        one("kvpipe.tiers.first_hash", "leave_first_hash", "await tier.delete(list(names))", "pass"),
+        test="tests/tiers/test_carrier.py::test_the_first_hash_is_left_before_the_first_store",
+    ),
+    "a_first_hash_without_seed": Mutant(
+        "The first hash is taken for one that PYTHONHASHSEED does not seed.",
+        one(
+            "kvpipe.connectors.vllm.doctor_facts",
+            "first_hash",
+            "function(resolve_none_hash_seed(function))",
+            "function(b'')",
+        ),
+        test=f"{_NUMERICS}::test_the_first_hash_is_seeded_for_every_algorithm",
+    ),
+    "doctor_trusts_every_first_hash": Mutant(
+        "`doctor` takes every first hash for one of its own environment.",
+        one(
+            "kvpipe.cli.doctor.storage",
+            "check_first_hash",
+            "first != machine.first_hash",
+            "not machine.first_hash",
+        ),
+        test="tests/cli/test_doctor_storage.py::test_the_first_hash_of_another_engine_is_named",
     ),
 }
