@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import time
-from collections import Counter
+from collections import defaultdict
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Final
@@ -85,7 +85,7 @@ class Progress:
         self._out = os.fdopen(os.dup(sys.stdout.fileno()), "w")  # stays the terminal while pytest captures a test
         self._began_s, self._ended = time.monotonic(), threading.Event()
         self._running: dict[str, None] = {}
-        self._seconds: Counter[str] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def pytest_sessionstart(self) -> None:
         """Begin to print."""

@@ -102,9 +102,7 @@ class SchedulerSide:
         self.orders = orders = Orders(counters, lambda: trace.about("", 0))
         self._turns, self.pins = orders.turns, PromptPins(settings, geometry, catalog, orders)
         self.adapters = adapters = Adapters(ranks, settings.lookup_ms_max / 1000, counters)
-        self.prefixes = prefixes = Prefixes(
-            catalog, geometry, hash_tokens, adapters.keys, self._tenant, spans_of
-        )  # fmt: skip
+        self.prefixes = prefixes = Prefixes(catalog, geometry, hash_tokens, adapters.keys, self._tenant, spans_of)
         self._spans = Spans(spans_of, geometry, counters) if spans_of is not None else None
         self.jobs = jobs = Jobs(
             catalog, counters, self.report, ranks=ranks, states=geometry.states, saved=self._saved,

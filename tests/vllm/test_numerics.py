@@ -20,7 +20,7 @@ from kvpipe.config import load_settings
 from kvpipe.connectors.vllm import numerics
 from kvpipe.connectors.vllm.computed import Computed, settings
 from kvpipe.connectors.vllm.doctor_facts import first_hash
-from kvpipe.connectors.vllm.metadata import LayoutMetadata
+from kvpipe.connectors.vllm.metadata import Introduction
 from kvpipe.connectors.vllm.spaces import Spaces
 from kvpipe.connectors.vllm.support import make_geometry
 from kvpipe.connectors.vllm.trial.shapes import SHAPES, make_configs
@@ -178,7 +178,7 @@ def _spaces(*how: str, memory: str = "m") -> str:
     config.parallel_config.world_size = len(how)
     geometry = make_geometry(cache, load_settings())
     spaces = Spaces(config, cache, geometry, tiers=True, bound=lambda *_: None)
-    spaces.agree([LayoutMetadata(i, "digest", 8, "m=s", 8, common="c", numerics=one) for i, one in enumerate(how)])
+    spaces.agree([Introduction(i, "digest", "m=s", 8, common="c", numerics=one) for i, one in enumerate(how)])
     return spaces.space(":".join(f"{memory}{i}=s" for i in range(len(how))))
 
 

@@ -70,7 +70,7 @@ MUTANTS: dict[str, Mutant] = {
     "turns_are_not_shared": Mutant(
         "One tenant's announced prompts are all fetched before those of another, as long as they are to come sooner.",
         one("kvpipe.scheduler.announced:Announcements", "take", "self._shares.serve(one.key)", "pass"),
-        test="tests/scheduler/test_announced_tenants.py::"
+        test="tests/trials/test_announced_tenants.py::"
         "test_prompts_of_salts_are_fetched_in_turn_when_one_salt_announces_many",
     ),
     "offers_of_all_are_one_queue": Mutant(
@@ -86,7 +86,7 @@ MUTANTS: dict[str, Mutant] = {
     "invented_salts_count_one_by_one": Mutant(
         "A client that invents salts pushes out what a salt with a quota has announced.",
         one("kvpipe.cache.fair:FairShares", "put", "self._account(tenant)", "tenant.salt"),
-        test="tests/scheduler/test_announced_tenants.py::"
+        test="tests/trials/test_announced_tenants.py::"
         "test_a_salt_with_a_quota_keeps_its_announcements_when_a_client_invents_salts",
     ),
     "announced_for_nobody": Mutant(

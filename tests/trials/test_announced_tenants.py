@@ -11,8 +11,8 @@ from kvpipe.cache.tenants import Tenant
 from kvpipe.scheduler import announced as a
 from kvpipe.scheduler.announced import Announcement, Announcements
 from kvpipe.trace.log import Counters
-from tests.scheduler.test_announced import PAUSE_S, RESUME, ROOMY, Clock, over, remembered, steps
-from tests.scheduler.test_fetches import Played, in_play
+from tests.trials.test_announced import PAUSE_S, RESUME, ROOMY, Clock, over, remembered, steps
+from tests.trials.test_fetches import Played, in_play
 
 
 def announce(played: Played, salt: int, documents: Iterable[int], pause_s: int) -> None:
