@@ -186,9 +186,13 @@ class Prefixes:
                     return known.get(key, miss_reasons.NOT_SAVED)  # operators ask on another thread
                 if key in forgotten:
                     return miss_reasons.RESET
-        tokens = (units + 1) * self._unit
-        cuts = self._spans_of is not None and uncut(self._spans_of(request), tokens) < tokens
-        return miss_reasons.BELOW_MINIMUM if cuts else miss_reasons.NOT_SAVED
+        return miss_reasons.BELOW_MINIMUM if self._cuts(hashes, units, stop) else miss_reasons.NOT_SAVED
+
+    def _cuts(self, hashes: Sequence[bytes], units: int, stop: int) -> bool:
+        """Whether more than `units` of `stop` units are held: a hit of them would have cut a span."""
+        if self._spans_of is None:
+            return False
+        return self._longest(list(map(self._catalog.index, self._groups)), hashes, stop) > units
 
     def holding(self, group: int, hashes: Sequence[bytes], base: int, stop: int) -> Chunk | None:
         """Return the chunk that begins at unit `base` and holds the prefix at least up to unit `stop`, or None.

@@ -86,9 +86,9 @@ class SchedulerSide:
         `recovery`: what the engine needs help with. `published`: notified of chunks that can be found, for routers.
         `tiers`: places beyond host memory. `space_of`: from a digest of the weights to the namespace in tiers, or "";
         `also_of`: to a second one with the same bytes. `priority_of`: who has a lower one is admitted first.
+        `waits_idle`: a rank may wait for loads in a step that computes nothing, as no rank waits for it.
         `spans_of`: returns the spans of a request that no step and no hit may cut; None: no request has any.
         `introduced`: the ranks' first reports (`ranks_ready`) come with a step; nothing is found or saved before them.
-        `waits_idle`: a rank may wait for loads in a step that computes nothing, since no computing rank waits for it.
         """
         self.settings, self.geometry, self._ranks, self._step, self._events = settings, geometry, ranks, 0, published
         self.counters = counters = Counters()
@@ -104,10 +104,7 @@ class SchedulerSide:
         self.adapters = adapters = Adapters(ranks, settings.lookup_ms_max / 1000, counters)
         self.prefixes = prefixes = Prefixes(catalog, geometry, hash_tokens, adapters.keys, self._tenant, spans_of)
         self._spans = Spans(spans_of, geometry, counters) if spans_of is not None else None
-        self.jobs = jobs = Jobs(
-            catalog, counters, self.report, ranks=ranks, states=geometry.states, saved=self._saved,
-            load_failed=self._load_failed, patience_s=settings.stuck_ms_max / 1000 + PATIENCE_S,
-        )  # fmt: skip
+        self.jobs = jobs = self._make_jobs()
         self.staging = staging = self._make_staging(tiers) if tiers else None
         self.requests = requests = Requests(
             len(geometry.groups), adapters=adapters, staging=staging, jobs=jobs, recovery=recovery, report=self.report,
@@ -142,6 +139,18 @@ class SchedulerSide:
         if settings.quotas:
             return SharedCatalog(slots, groups, Accounts(settings.quotas, slots, make), self.counters, ready=ready)
         return Catalog(slots, groups, make(slots), self.counters, ready=ready)
+
+    def _make_jobs(self) -> Jobs:
+        return Jobs(
+            self.catalog,
+            self.counters,
+            self.report,
+            ranks=self._ranks,
+            states=self.geometry.states,
+            saved=self._saved,
+            load_failed=self._load_failed,
+            patience_s=self.settings.stuck_ms_max / 1000 + PATIENCE_S,
+        )
 
     def _make_staging(self, tiers: Sequence[GuardedTier]) -> Staging:
         """Look beyond memory, in `tiers`."""
@@ -244,11 +253,7 @@ class SchedulerSide:
         try:
             if request.num_preemptions != tracked.preemptions:
                 self.requests.notice_preemption(tracked)
-            if not asked and external_tokens <= 0 and tracked.state.row != m.NEW:
-                if self._spans is not None:
-                    self._spans.more(request)
-                self.requests.go_on(tracked)
-                return
+            goes_on = not asked and external_tokens <= 0 and tracked.state.row != m.NEW
             if asked:
                 if request.lora_request is not None:
                     self.adapters.admitted(request, self._step + 1, asking.local)
@@ -259,9 +264,14 @@ class SchedulerSide:
             self.loading.admit(tracked, tables, external_tokens, self._step)
             tracked.saving.give_up()
             raise
+        if goes_on:
+            if self._spans is not None:
+                self._spans.more(request)
+            self.requests.go_on(tracked)
+            return
         self.loading.admit(tracked, tables, external_tokens, self._step)
-        if self._spans is not None and self._spans.admitted(request, tables):
-            tracked.saving.give_up()
+        if self._spans is not None and self._alone("spans", self._spans.admitted, request, tables) is not False:
+            tracked.saving.give_up()  # what it got is wrong, or not known
 
     def plan_step(self, step: Step) -> StepPlan:
         """Plan the step: the loads that were admitted, and a save for every request with newly final units."""

@@ -178,6 +178,19 @@ def test_nothing_is_saved_when_cuts_cannot_be_found(monkeypatch: pytest.MonkeyPa
     assert world.side.counters["contained_error"] >= 1
 
 
+def test_nothing_is_saved_when_spans_cannot_be_read() -> None:
+    """What the engine has as its media may be anything."""
+
+    def of(_request: Request) -> list[Span]:
+        raise TypeError
+
+    world = SchedulerWorld(chunk_units=4, spans_of=of)
+    request = world.request("new", 12)
+    world.side.admitted(request, world.allocate(request), 0)
+    assert _step(world, request, 12 * UNIT) == []
+    assert world.side.counters["contained_error"] == 1
+
+
 def test_work_is_bounded_when_no_request_has_spans() -> None:
     """A step looks at the requests that have spans ahead, and at no other."""
     world = _world(IMAGE)

@@ -75,7 +75,7 @@ class TrialStep(NamedTuple):
     output: SchedulerOutput
     sampling: frozenset[str]  # requests whose prefill is complete with this step
     sequences: dict[str, Sequence]
-    undigested: int  # steps before it whose results vLLM had not got yet
+    undigested: int = 0  # steps before it whose results vLLM had not got yet
 
 
 class RankOutput(NamedTuple):
