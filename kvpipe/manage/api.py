@@ -156,7 +156,7 @@ def _read(body: bytes, kind: type[_T]) -> _T:
 def _keys(body: msgspec.Raw | bytes) -> int:
     """Return how many different keys an object has, those of objects in it included."""
     table = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    return len(table) + sum(_keys(value) for value in table.values() if memoryview(value)[:1] == b"{")
+    return len(table) + sum(_keys(value) for value in table.values() if bytes(value).startswith(b"{"))
 
 
 def _field_first(message: str) -> str:

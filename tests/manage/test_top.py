@@ -388,7 +388,7 @@ def test_an_engine_with_an_impossible_number_is_unreadable(number: str, managed:
 def test_the_largest_numbers_are_drawn(number: int, managed: Managed) -> None:
     """Each of an engine's numbers may be as large: the screen has it, in whatever form."""
     whole, engine = managed.good("GET", "/v1/state"), looked(managed)
-    changes = [{key: number} for key, value in whole.items() if type(value) in {int, float}]
+    changes: list[dict[str, Any]] = [{key: number} for key, value in whole.items() if type(value) in {int, float}]
     changes += [{"pool": {key: number}} for key, value in whole["pool"].items() if type(value) in {int, float}]
     for changed in changes:
         engine.took(EngineState.model_validate(merged(whole, changed)), time.monotonic())
