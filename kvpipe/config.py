@@ -6,11 +6,9 @@ Precedence: ``kv_connector_extra_config`` over ``KVPIPE_*`` variables over the f
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -26,6 +24,7 @@ from kvpipe.names import check_name
 from kvpipe.quota_spec import QuotaSpec, parse_quotas
 from kvpipe.tiers.registry import parse_tiers
 from kvpipe.tiers.spec import TierSpec
+from kvpipe.unique_keys import TwiceError, once, parse_json
 from kvpipe.values import LocalPath, Size, Variable, no_bool
 
 PREFIX = "KVPIPE_"
@@ -258,8 +257,8 @@ def load_settings(extra: dict[str, Any] | None = None) -> Settings:
 def parse_extra(extra: str) -> dict[str, Any]:
     """Read kv_connector_extra_config from JSON. Raises `ConfigError`."""
     try:
-        parsed = json.loads(extra, object_pairs_hook=_once)
-    except _TwiceError as e:
+        parsed = parse_json(extra)
+    except TwiceError as e:
         msg = f"kvpipe: extra: {e}"
         raise ConfigError(msg) from None
     except (ValueError, RecursionError) as e:
@@ -291,26 +290,12 @@ class _Where(BaseModel):
     config_file: LocalPath = Field(description="YAML file with any of these keys.")
 
 
-class _TwiceError(ValueError):
-    """A key is given twice: which of its values was meant nobody knows."""
-
-
-def _once(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
-    """Return a table of `pairs`. Raises `_TwiceError`."""
-    table = dict(pairs)
-    if len(table) < len(pairs):
-        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        msg = f"the key {config_errors.name(twice)!r} is given twice; keep one of them"
-        raise _TwiceError(msg)
-    return table
-
-
 class _Loader(yaml.SafeLoader):
     """YAML without aliases: a table of keys needs none, and with them a short file is an endless one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:  # noqa: FBT001, FBT002  (its signature)
         """Refuse a key that is given twice."""
-        _once([(key.value, None) for key, _ in node.value if isinstance(key, yaml.ScalarNode)])
+        once([(key.value, None) for key, _ in node.value if isinstance(key, yaml.ScalarNode)])
         return super().construct_mapping(node, deep)
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
@@ -325,7 +310,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         data = yaml.load(files.read_small(path, FILE_BYTES_MAX).decode(), _Loader)  # noqa: S506  (a safe one)
     except (OSError, UnicodeDecodeError) as e:
         why = files.why(e) if isinstance(e, OSError) else "it is no text"
-    except _TwiceError as e:
+    except TwiceError as e:
         msg = f"kvpipe: config_file={str(path)!r}: {e}"
         raise ConfigError(msg) from None
     except (yaml.YAMLError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as e:

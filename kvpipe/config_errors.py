@@ -20,6 +20,11 @@ Fields = Mapping[str, FieldInfo]
 NAME_CHARS_MAX: Final = 80
 """How many characters of a user's key, scheme or kind a message shows."""
 _REASON_CHARS_MAX: Final = 300
+_UNSHOWN: Final = frozenset({"salt", "db"})
+"""Keys whose wrong values no message shows: people write a password there, as in `redis://HOST/PASSWORD`."""
+_HOST: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]*)(:[0-9]{1,5})?(?=/|$)")
+_SHORT_PATH: Final = re.compile(r"/?|/[0-9]{1,2}")
+"""A path that is no secret: none, or the number of a database."""
 
 
 def suggest(
@@ -42,7 +47,8 @@ def suggest(
 def first_problem(error: ValidationError, fields: Fields, owner: str = "valid keys are") -> str:
     """Return the first problem of `error` in one sentence: the key, its value, the reason and the remedy.
 
-    The value is not shown if the key is unknown, is a salt, or names a variable for a secret: it may be the secret.
+    The value is not shown if the key is unknown, names a variable for a secret, or is one of `_UNSHOWN` or has
+    ``repr=False``: it may be the secret.
     `owner`: begins the list of valid keys.
     """
     problems = error.errors()  # a key that is unknown may be the one that is missing, written wrongly
@@ -55,8 +61,12 @@ def first_problem(error: ValidationError, fields: Fields, owner: str = "valid ke
         return f"unknown key {key!r}; {suggest(problem['loc'][0], fields, owner)}"
     if problem["type"] == "missing":
         return f"{key} is missing; {key} means: {fields[known].description}"
-    value = "" if known.endswith("_env") or known == "salt" else shown(problem["input"])
     field = fields[known]
+    hidden = known.endswith("_env") or known in _UNSHOWN or not field.repr
+    given = problem["input"]
+    if known == "host" and isinstance(given, str):
+        given = given.partition("/")[0]  # a path is a password, too
+    value = "" if hidden and given != "" else shown(given)
     default = "" if field.is_required() else f" Default: {_text(field.default)}"
     return f"{key}{value} is not valid ({reason(problem['msg'])}); {key} means: {field.description}{default}"
 
@@ -93,12 +103,21 @@ def place(error: Exception) -> str:
 
 
 def public(text: str) -> str:
-    """Return a URL without user, password and query; any other text as it is, up to a query."""
+    """Return a URL without user, password, path and query; any other text as it is, up to a query.
+
+    A path is shown if the URL is a file's, or the path is the number of a database.
+    """
     scheme, mark, rest = text.partition("://")
     if not mark and "@" not in text:
         return re.split(r"[?#&](?=.*=)", text, maxsplit=1, flags=re.DOTALL)[0]
     rest = (rest if mark else text).rpartition("@")[2]
-    return f"{scheme}{mark}{re.split('[?#]', rest)[0]}" if mark else rest
+    if not mark:
+        return rest
+    rest = re.split("[?#]", rest)[0]
+    host = _HOST.match(rest)
+    if scheme == "file" or (host is not None and _SHORT_PATH.fullmatch(rest[host.end() :])):
+        return f"{scheme}://{rest}"
+    return f"{scheme}://{host[0] + '/' if host is not None else ''}..."
 
 
 def table(fields: Fields) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ from pydantic import (
 from kvpipe import config_errors
 from kvpipe.errors import ConfigError
 from kvpipe.names import check_name
+from kvpipe.unique_keys import TwiceError, parse_json
 from kvpipe.values import Variable, no_bool
 
 QUOTAS_MAX: Final = 256
@@ -88,7 +88,9 @@ def parse_quotas(value: object) -> tuple[QuotaSpec, ...]:
     """
     if isinstance(value, str):
         try:
-            value = json.loads(value) if value.strip() else ()
+            value = parse_json(value) if value.strip() else ()
+        except TwiceError as error:
+            raise ConfigError(f"kvpipe: quotas: {error}") from None
         except (ValueError, RecursionError) as error:
             msg = f"kvpipe: quotas is not JSON ({config_errors.place(error)}); write a list such as [{_EXAMPLE}]"
             raise ConfigError(msg) from None

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kvpipe import config_errors
 from kvpipe.config import load_settings
 from kvpipe.errors import UsageError
 from kvpipe.listening import ENGINE, Address
@@ -92,18 +93,18 @@ def parse_address(text: str) -> Address:
     try:
         return Address.parse(text)
     except ValueError as error:
-        raise UsageError(f"kvpipe: --at {text}: {error}") from None
+        raise UsageError(f"kvpipe: --at {config_errors.name(text)}: {error}") from None
 
 
 def _print(answer: dict[str, Any]) -> None:
     """Print an answer as a table of names and values; a list of objects is a table of its own."""
     console = Console(width=None if sys.stdout.isatty() else 200)
     table, lists = Table("", "", box=None, show_header=False), list[Table]()
-    for name, value in _flat(answer):
+    for key, value in _flat(answer):
         if not isinstance(value, list):
-            table.add_row(_cell(name), _cell(value))
+            table.add_row(_cell(key), _cell(value))
         elif rows := [row for row in value if isinstance(row, dict)]:
-            lists.append(Table(title=_cell(name), title_justify="left", box=box.SIMPLE_HEAD))
+            lists.append(Table(title=_cell(key), title_justify="left", box=box.SIMPLE_HEAD))
             for head, one in rows[0].items():
                 lists[-1].add_column(_cell(head), justify="left" if isinstance(one, str | bool) else "right")
             for row in rows:

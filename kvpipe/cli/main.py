@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from kvpipe import __version__
 from kvpipe.cli import cache as tiers
 from kvpipe.cli import manage, top
@@ -100,18 +102,19 @@ def _demo(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> int:
     settings = load_settings(parse_extra(args.extra))
-    for key, value in settings.model_dump().items():
-        if key.startswith("manage_token"):
-            value = _public({key: value})[key]  # noqa: PLW2901
+    public = _public(settings)
+    for key in type(settings).model_fields:
+        value = public[key] if key.startswith("manage_token") else getattr(settings, key)
         print(f"{key} = {[_public(one) for one in value] if key in {'tiers', 'quotas'} else value}")  # noqa: T201
     return 0
 
 
-def _public(table: dict[str, Any]) -> dict[str, Any]:
+def _public(model: BaseModel) -> dict[str, Any]:
     """Return keys and values to print, without secrets.
 
     The name of a variable or a file that does not exist is hidden: a user may have written the secret itself there.
     """
+    table = {key: getattr(model, key) for key in type(model).model_fields}
     there: dict[str, Callable[[str], bool]] = {"_env": os.environ.__contains__, "_file": os.path.exists}
     unknown = [
         key
@@ -119,7 +122,12 @@ def _public(table: dict[str, Any]) -> dict[str, Any]:
         for end, is_there in there.items()
         if key.endswith(end) and value and not is_there(value)
     ]
-    return table | dict.fromkeys(unknown, "(not there)")
+    hidden = [
+        key
+        for key, field in type(model).model_fields.items()
+        if not field.repr and not key.endswith("_env") and table[key]
+    ]
+    return table | dict.fromkeys(unknown, "(not there)") | dict.fromkeys(hidden, "(not shown)")
 
 
 def _freeze(args: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar
@@ -17,6 +18,7 @@ from kvpipe import __version__, config_errors
 from kvpipe.manage import models
 from kvpipe.manage.engine import BadRequestError, EndedError, ManagedEngine
 from kvpipe.trace.log import Counters
+from kvpipe.unique_keys import TwiceError, parse_json
 
 REQUESTS_SHOWN_MAX = 1000
 _PENDING, _UNPROCESSABLE, _FAILED, _UNAVAILABLE = 202, 422, 500, 503
@@ -24,6 +26,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": models.Refused} fo
 _ORDER: dict[int | str, dict[str, Any]] = {_PENDING: {"model": models.Pending}, _UNAVAILABLE: {"model": models.Refused}}
 _NUMBERS_MAX = 1 << 53
 _BEARER = "operators"
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
 _Number = Annotated[int, Path(ge=1, lt=_NUMBERS_MAX)]
 
 _Ordered = models.Pinned | models.EvictedChunks | models.Warmed
@@ -140,9 +143,20 @@ def _query_keys(known: Sequence[str]) -> str:
 
 def _read(body: bytes, kind: type[_T]) -> _T:
     try:
-        return msgspec.json.decode(body, type=kind)
+        found = msgspec.json.decode(body, type=kind)
+        if _STRING.sub(b"", body).count(b":") > _keys(body):  # msgspec keeps the last value of a key
+            parse_json(body)
+    except TwiceError as error:
+        raise BadRequestError(f"the body: {error}") from None
     except (ValueError, RecursionError) as error:
         raise BadRequestError(config_errors.reason(_field_first(str(error)))) from None
+    return found
+
+
+def _keys(body: msgspec.Raw | bytes) -> int:
+    """Return how many different keys an object has, those of objects in it included."""
+    table = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    return len(table) + sum(_keys(value) for value in table.values() if bytes(value).startswith(b"{"))
 
 
 def _field_first(message: str) -> str:

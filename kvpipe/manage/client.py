@@ -21,6 +21,8 @@ from kvpipe.manage.start import check_token
 ANSWER_S_MAX: Final = 60.0
 ANSWER_BYTES_MAX: Final = 16 << 20
 _AGAIN_S: Final = 0.01
+_NUMBER_END: Final = 1 << 63
+_SHOWN_DIGITS: Final = 20
 _ROOT: Final = 0
 _CREDENTIALS: Final = struct.Struct("iII")  # ucred: pid, uid, gid
 
@@ -73,6 +75,25 @@ def _name(user: int) -> str:
         return f"#{user}"  # as sudo takes it
 
 
+class _NumberError(ValueError):
+    """A number that no engine has: nobody could draw it."""
+
+
+def _integer(text: str) -> int:
+    """Parse a whole number. Raises `_NumberError` for one of 64 bits or more."""
+    if len(text) > len(str(_NUMBER_END)) or abs(int(text)) >= _NUMBER_END:
+        raise _NumberError(f"a number of {len(text)} digits")
+    return int(text)
+
+
+def _real(text: str) -> float:
+    """Parse a number. Raises `_NumberError` for one that is as large, or none."""
+    value = float(text)
+    if not abs(value) < _NUMBER_END:
+        raise _NumberError(f"the number {text[:_SHOWN_DIGITS]}")
+    return value
+
+
 def connect(address: Address, answer_s_max: float = ANSWER_S_MAX) -> http.client.HTTPConnection:
     """Return a connection object for the engine at `address`; it connects at the first request.
 
@@ -89,8 +110,8 @@ def ask(
     """Send one request and return the decoded JSON of the answer. `answer_s_max`: seconds per operation on the socket.
 
     Raises:
-        UsageError: no engine answers at `address`; another user listens there; the status is neither 200 nor 202; or
-            the token has characters that no HTTP header can hold.
+        UsageError: no engine answers at `address`; another user listens there; the answer has a number that no engine
+            has; the status is neither 200 nor 202; or the token has characters that no HTTP header can hold.
 
     """
     check_token(token)  # a header's error would show it
@@ -102,11 +123,13 @@ def ask(
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # refused before it was read: that is answered
             connection.request(method, path, content, headers)
         answer = connection.getresponse()
-        found = json.loads(answer.read(ANSWER_BYTES_MAX))
+        found = json.loads(answer.read(ANSWER_BYTES_MAX), parse_int=_integer, parse_float=_real, parse_constant=_real)
         if not isinstance(found, dict):
             raise http.client.HTTPException("its answer is none of an engine's")  # noqa: TRY301
     except UsageError:
         raise
+    except _NumberError as error:
+        raise UsageError(f"kvpipe: {address}: its answer is unreadable ({error})") from None
     except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
         why = config_errors.reason(files.why(error))  # whoever listens there may have written it
         raise UsageError(f"kvpipe: no engine answers at {address} ({why})") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from pathlib import Path
 
 import anyio
 
@@ -22,9 +23,19 @@ PATIENCE = 4
 
 
 def problem_of(name: str, spec: TierSpec) -> str:
-    """Return what is wrong with a tier, or nothing. Raises `ConfigError` for what is wrong with its configuration."""
+    """Return what is wrong with a tier, or nothing. Raises `ConfigError` for what is wrong with its configuration.
+
+    Nothing is left behind: a folder that is made for this is removed.
+    """
     tier, sealer = make_tier(name, spec, writes=spec.store != "never"), Sealer(secrets_of(spec))
-    return anyio.run(_problem, tier, sealer, spec)
+    path = getattr(spec, "path", None)
+    made = [one for one in (path, *path.parents) if not one.exists()] if isinstance(path, Path) else []
+    try:
+        return anyio.run(_problem, tier, sealer, spec)
+    finally:
+        with contextlib.suppress(OSError):  # an engine may have begun to use it
+            for one in made:
+                one.rmdir()
 
 
 async def _problem(tier: Tier, sealer: Sealer, spec: TierSpec) -> str:

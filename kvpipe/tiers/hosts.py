@@ -7,6 +7,8 @@ import ipaddress
 import re
 from typing import Final
 
+from kvpipe.config_errors import name
+
 _NAME: Final = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?")
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
@@ -15,7 +17,7 @@ def check(text: str) -> str:
     """Return a comma-separated list of hosts unchanged. Raises ValueError naming an entry that is not a host."""
     for one in _split(text):
         if _network(one) is None and not _NAME.fullmatch(one):
-            msg = f"{one[:80]!r} is no name, address, *.DOMAIN or network"
+            msg = f"{name(one)!r} is no name, address, *.DOMAIN or network"
             raise ValueError(msg)
     return text
 
@@ -26,8 +28,8 @@ def among(host: str, text: str) -> bool:
     for one in _split(text.lower()):
         network = _network(one)
         if network is None:
-            name = host.lower().rstrip(".")
-            if name == one or (one.startswith("*.") and name.endswith(one[1:])):
+            lower = host.lower().rstrip(".")
+            if lower == one or (one.startswith("*.") and lower.endswith(one[1:])):
                 return True
         elif address is not None and address.version == network.version and address[0] in network:
             return True

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
@@ -15,6 +15,7 @@ from kvpipe import config_errors, plugins
 from kvpipe.errors import ConfigError
 from kvpipe.tiers.base import Tier
 from kvpipe.tiers.spec import TierSpec
+from kvpipe.unique_keys import TwiceError, parse_json
 from kvpipe.values import PATH_CHARS_MAX
 
 TIERS_MAX: Final = 16
@@ -31,7 +32,9 @@ def parse_tiers(value: object) -> tuple[TierSpec, ...]:
     if isinstance(value, str):
         text = value.strip()
         try:
-            value = json.loads(text) if text.startswith(("[", "{")) else text.split()
+            value = parse_json(text) if text.startswith(("[", "{")) else text.split()
+        except TwiceError as error:
+            raise ConfigError(f"kvpipe: tiers: {error}") from None
         except (ValueError, RecursionError) as error:
             why = config_errors.place(error)
             msg = f"kvpipe: tiers begins as JSON but is none ({why}); mend it, or write URLs separated by blanks"
@@ -160,9 +163,9 @@ def _of_url(text: str, at: int) -> tuple[type[TierSpec], dict[str, Any]]:
         text = f"file://{quote(os.fsencode(path))}{mark}{query}"
     scheme, mark, _ = text.partition("://")
     if not mark:
-        raise ConfigError(
-            f"kvpipe: tier {at}: {config_errors.name(text)!r} is neither a URL nor an absolute path; write {_EXAMPLES}"
-        )
+        almost = re.match("[A-Za-z][A-Za-z0-9+.-]*:", text)  # a URL without its slashes: the rest may be secret
+        shown = f"{almost[0]}..." if almost is not None else config_errors.name(text)
+        raise ConfigError(f"kvpipe: tier {at}: {shown!r} is neither a URL nor an absolute path; write {_EXAMPLES}")
     schemes = plugins.names(plugins.TIER_URLS)
     if scheme.lower() not in schemes:
         remedy = config_errors.suggest(scheme, schemes, "URLs begin with", lambda one: f"{one}://")

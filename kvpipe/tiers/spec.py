@@ -19,7 +19,10 @@ SECRET_FILE_BYTES_MAX: Final = 64 << 10
 
 
 class TierSpec(BaseModel):
-    """The configuration of any kind of tier. Subclasses add keys, each with a description for `docs/tiers.md`."""
+    """The configuration of any kind of tier. Subclasses add keys, each with a description for `docs/tiers.md`.
+
+    The value of a key with ``repr=False`` is shown nowhere: neither in messages nor by `kvpipe check`.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
     place: ClassVar[tuple[str, ...]] = ()

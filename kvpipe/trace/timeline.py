@@ -38,8 +38,8 @@ from kvpipe.trace.spans import (
     mark,
 )
 
-EVENTS_MAX: Final = 250_000
-"""As many as a browser draws without a long pause, in about 300 MB here."""
+EVENTS_MAX: Final = 100_000
+"""As many as a browser draws without a pause. They bound the memory here, whatever the length of the trace."""
 _CLOCKS_DIFFER_NS = 1_000_000_000
 _TOOK_NS_MAX = 10**15
 """Longest believable duration: eleven days."""
@@ -60,17 +60,20 @@ class _DrawnEvents:
         self.total = 0
         for event in events:
             self.total += 1
-            event.engine = names.setdefault(event.engine, event.engine)
-            event.request = names.setdefault(event.request, event.request)
+            full = len(kept) >= events_max
+            if not full:
+                event.engine = names.setdefault(event.engine, event.engine)
+                event.request = names.setdefault(event.request, event.request)
             t = self._clocks.time_ns(event)
-            last_ns[event.engine] = max(t, last_ns.get(event.engine, t))
-            self._link(event, t)
+            if not full or event.engine in last_ns:
+                last_ns[event.engine] = max(t, last_ns.get(event.engine, t))
+            self._link(event, t, adds=not full)
             if not _is_drawn(event):
                 continue
-            if len(kept) < events_max:
-                kept.append((t, event))
-            else:
+            if full:
                 self.left_out += 1
+            else:
+                kept.append((t, event))
         self.origin_ns = origin = self._clocks.origin_ns or 0
         self.wall_ns = origin + self._clocks.offset_ns if self._clocks.offset_ns else 0
         kept.sort(key=lambda one: (one[0], _TIES.get(type(one[1]), 1)))
@@ -82,12 +85,19 @@ class _DrawnEvents:
         ends = (t + _took(event) for t, event in zip(self.at_ns, self.events, strict=True))
         self.duration_ns = max(max(ends, default=0), max(self.last_ns.values(), default=0))
 
-    def _link(self, event: Event, t: int) -> None:
-        """Note the request of a job, and when the job ended. A plan's request counts; else that of the first event."""
+    def _link(self, event: Event, t: int, *, adds: bool) -> None:
+        """Note the request of a job, and when the job ended. A plan's request counts; else that of the first event.
+
+        `adds`: otherwise only for jobs that are known: nothing more is drawn, and a long trace has many jobs.
+        """
         if isinstance(event, e.LoadPlanned | e.SavePlanned | e.Stuck):
-            self._planned[event.engine, event.job] = event.request
+            job = event.engine, event.job
+            if adds or job in self._planned or job in self.request_of:
+                self._planned[job] = event.request
         elif isinstance(event, transitions.Transition) and event.machine in _JOB_MACHINES:
             job = event.engine, event.cursor
+            if not adds and job not in self._planned and job not in self.request_of:
+                return
             self.request_of.setdefault(job, event.request)
             if event.rank != SCHEDULER and isinstance(event, transitions.JOB_ENDS):
                 self.job_ended_ns[job] = max(t, self.job_ended_ns.get(job, t))

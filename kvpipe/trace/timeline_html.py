@@ -6,14 +6,15 @@ import base64
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from kvpipe.trace.drawn import plain, written
 from kvpipe.trace.events import Event, tag_of
-from kvpipe.trace.spans import MARKS, Timeline
+from kvpipe.trace.spans import MARKS, Span, Timeline
 from kvpipe.trace.timeline import spans
 
 FORMAT = 1
@@ -31,11 +32,27 @@ def write_html(events: Iterable[Event], path: Path) -> Timeline:
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     before, after = template.replace(_HASH, f"sha256-{digest}", 1).split(_DATA, 1)
     with written(path) as out:
-        out.write(before + "{")
-        for i, (key, value) in enumerate(_columns(timeline).items()):
-            out.write(f"{',' if i else ''}{_json(key)}:{_json(value)}")
-        out.write("}" + after)
+        out.write(before)
+        for piece in _object(_columns(timeline)):
+            out.write(piece)
+        out.write(after)
     return timeline
+
+
+def _object(pairs: Iterable[tuple[str, object]]) -> Iterator[str]:
+    """Yield a JSON object piece by piece: a value exists only while it is written. Iterators are objects, too."""
+    for i, (key, value) in enumerate(pairs):
+        yield f"{',' if i else '{'}{_json(key)}:"
+        if isinstance(value, list) and value and isinstance(value[0], Iterator):
+            for j, one in enumerate(value):
+                yield "," if j else "["
+                yield from _object(one)
+            yield "]"
+        elif isinstance(value, Iterator):
+            yield from _object(value)
+        else:
+            yield _json(value)
+    yield "}"
 
 
 def _json(value: object) -> str:
@@ -52,44 +69,43 @@ class _Strings(dict[str, int]):
         return number
 
 
-def _columns(timeline: Timeline) -> dict[str, object]:
-    """Return the timeline by columns, and the events that it shows; a column of one value holds it once."""
+def _columns(timeline: Timeline) -> Iterator[tuple[str, object]]:
+    """Yield the timeline by columns, and the events that it shows; a column of one value holds it once."""
     strings = _Strings()
     kinds = _Strings()
     shown = sorted({i for span in timeline.spans for i in span.events}, key=lambda i: (tag_of(timeline.events[i]), i))
     number = {i: n for n, i in enumerate(shown)}
     tracks: list[list[int]] = []
-    before, track = 0, (-1, -1, -1)
-    begins: list[int] = []
     for span in timeline.spans:
-        here = (span.lane, span.row, span.layer)
-        if here != track:
-            track = here
+        here = [span.lane, span.row, span.layer]
+        if not tracks or tracks[-1][:3] != here:
             tracks.append([*here, 0])
         tracks[-1][3] += 1
-        begins.append(span.begin_ns - before)
-        before = span.begin_ns
-    return {
-        "format": FORMAT,
-        "origin_ns": str(timeline.origin_ns),
-        "wall_ns": str(timeline.wall_ns),
-        "duration_ns": timeline.duration_ns,
-        "events": timeline.total,
-        "lanes": timeline.lanes,
-        "tracks": tracks,
-        "spans": {
-            "begin": begins,
-            "took": [span.end_ns - span.begin_ns for span in timeline.spans],
-            "kind": [kinds[span.kind] for span in timeline.spans],
-            "name": [strings[span.name] for span in timeline.spans],
-            "requests": _ragged([strings[one] for one in span.requests] for span in timeline.spans),
-            "events": _ragged([number[i] for i in span.events] for span in timeline.spans),
-            "open": [i for i, span in enumerate(timeline.spans) if span.is_open],
-        },
-        "shown": _tables(timeline, shown, strings),
-        "kinds": [[kind, MARKS.get(kind, "")] for kind in kinds],
-        "strings": list(strings),
-    }
+    yield "format", FORMAT
+    yield "origin_ns", str(timeline.origin_ns)
+    yield "wall_ns", str(timeline.wall_ns)
+    yield "duration_ns", timeline.duration_ns
+    yield "events", timeline.total
+    yield "lanes", timeline.lanes
+    yield "tracks", tracks
+    yield "spans", _spans(timeline.spans, number, kinds, strings)
+    yield "shown", _tables(timeline, shown, strings)
+    yield "kinds", [[kind, MARKS.get(kind, "")] for kind in kinds]
+    yield "strings", list(strings)
+
+
+def _spans(
+    spans: Sequence[Span], number: dict[int, int], kinds: _Strings, strings: _Strings
+) -> Iterator[tuple[str, object]]:
+    """Yield the columns of spans. `number`: of each shown event."""
+    begins = [span.begin_ns for span in spans]
+    yield "begin", [begin - before for before, begin in pairwise([0, *begins])]
+    yield "took", [span.end_ns - span.begin_ns for span in spans]
+    yield "kind", [kinds[span.kind] for span in spans]
+    yield "name", [strings[span.name] for span in spans]
+    yield "requests", _ragged([strings[one] for one in span.requests] for span in spans)
+    yield "events", _ragged([number[i] for i in span.events] for span in spans)
+    yield "open", [i for i, span in enumerate(spans) if span.is_open]
 
 
 def _ragged(lists: Iterable[list[int]]) -> list[list[int]]:
@@ -101,7 +117,7 @@ def _ragged(lists: Iterable[list[int]]) -> list[list[int]]:
     return [lengths, flat]
 
 
-def _tables(timeline: Timeline, shown: list[int], strings: _Strings) -> list[dict[str, object]]:
+def _tables(timeline: Timeline, shown: list[int], strings: _Strings) -> list[Iterator[tuple[str, object]]]:
     """Return a table for each kind of event: its tag, when each happened, and the columns of all other fields.
 
     A column is [form, values]: "one" value for all, "text" as indices of `strings`, or "each" as it is.
@@ -109,26 +125,29 @@ def _tables(timeline: Timeline, shown: list[int], strings: _Strings) -> list[dic
     by_tag: dict[str, list[int]] = defaultdict(list)
     for i in shown:
         by_tag[tag_of(timeline.events[i])].append(i)
-    tables: list[dict[str, object]] = []
-    for tag, numbers in by_tag.items():
-        some = [timeline.events[i] for i in numbers]
-        at = [timeline.at_ns[i] for i in numbers]
-        fields: dict[str, list[object]] = {}
-        for field in some[0].__struct_fields__:
-            if field == "t_ns":
-                values: list[Any] = [
-                    str(event.t_ns - timeline.origin_ns - t) for event, t in zip(some, at, strict=True)
-                ]
-            elif field == "wall_ns":
-                values = [
-                    str(event.wall_ns - timeline.wall_ns - t) if event.wall_ns else ""
-                    for event, t in zip(some, at, strict=True)
-                ]
-            else:
-                values = [plain(getattr(event, field)) for event in some]
-            fields[field] = _column(values, strings)
-        tables.append({"tag": tag, "at": at, "fields": fields})
-    return tables
+    return [_table(timeline, tag, numbers, strings) for tag, numbers in by_tag.items()]
+
+
+def _table(timeline: Timeline, tag: str, numbers: list[int], strings: _Strings) -> Iterator[tuple[str, object]]:
+    yield "tag", tag
+    yield "at", [timeline.at_ns[i] for i in numbers]
+    yield "fields", _fields(timeline, numbers, strings)
+
+
+def _fields(timeline: Timeline, numbers: list[int], strings: _Strings) -> Iterator[tuple[str, object]]:
+    some = [timeline.events[i] for i in numbers]
+    at = [timeline.at_ns[i] for i in numbers]
+    for field in some[0].__struct_fields__:
+        if field == "t_ns":
+            values: list[Any] = [str(event.t_ns - timeline.origin_ns - t) for event, t in zip(some, at, strict=True)]
+        elif field == "wall_ns":
+            values = [
+                str(event.wall_ns - timeline.wall_ns - t) if event.wall_ns else ""
+                for event, t in zip(some, at, strict=True)
+            ]
+        else:
+            values = [plain(getattr(event, field)) for event in some]
+        yield field, _column(values, strings)
 
 
 def _column(values: list[Any], strings: _Strings) -> list[object]:

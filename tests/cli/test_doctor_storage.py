@@ -143,7 +143,13 @@ def test_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = {"kind": "disk", "path": str(tmp_path / "kv")}
     answer = answer_of(found(disk))
     assert (answer.status, answer.detail) == ("ok", "a value was written, read and dropped: disk")
-    assert not list((tmp_path / "kv").rglob("*-g0-*"))
+    assert not (tmp_path / "kv").exists()
+    (tmp_path / "kv").mkdir()
+    assert answer_of(found(disk)).status == "ok"
+    assert list((tmp_path / "kv").iterdir()) == []
+    deep = {"kind": "disk", "path": str(tmp_path / "a" / "b" / "kv")}
+    assert answer_of(found(deep)).status == "ok"
+    assert not (tmp_path / "a").exists()
     answer = answer_of(found({"kind": "redis", "host": "127.0.0.1", "port": 1}, disk))
     assert answer.status == "warn"
     assert answer.detail.startswith("redis: ")

@@ -50,8 +50,8 @@ def _free_port() -> int:
 
 
 @contextlib.contextmanager
-def _listening(path: Path, answer: bytes) -> Iterator[None]:
-    """Somebody who listens where an engine would, and answers once."""
+def answering(path: Path, answer: bytes) -> Iterator[None]:
+    """Listen where an engine would, and answer once."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen()
@@ -80,7 +80,7 @@ def test_whatever_listens_there(status: str, body: bytes, tmp_path: Path, capsys
     """What it answers draws nothing in a terminal, and is no traceback."""
     head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     (tmp_path / "token").write_text(TOKEN, encoding="utf-8")
-    with _listening(tmp_path / "x.sock", head + body):
+    with answering(tmp_path / "x.sock", head + body):
         at = ["--at", f"unix:{tmp_path}/x.sock", "--token-file", str(tmp_path / "token")]
         assert cli.main(["engine", "state", *at]) == (0 if b"tiers" in body else 2)
     out = "".join(capsys.readouterr())

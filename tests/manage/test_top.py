@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pty
 import select
@@ -28,6 +29,7 @@ from kvpipe.manage.salts import salt_digest
 from kvpipe.testing.interrupts import interrupts_enabled
 from kvpipe.testing.waiting import WAIT_S
 from tests.manage.conftest import TOKEN, Managed
+from tests.manage.test_client import answering
 
 
 @pytest.fixture(autouse=True)
@@ -367,3 +369,32 @@ def test_in_a_terminal(managed: Managed, folder: Path, term: str) -> None:
         assert seen.rindex(b"\x1b[?25h") > seen.rindex(b"\x1b[?25l")  # the cursor is shown again
         assert seen.endswith(b"\x1b[?1049l")  # and what was there before
     assert b"Traceback" not in seen
+
+
+@pytest.mark.parametrize("number", ["1" + "0" * 400, "1" + "0" * 5000, str(1 << 63), "1e400", "-Infinity"])
+def test_an_engine_with_an_impossible_number_is_unreadable(number: str, managed: Managed, tmp_path: Path) -> None:
+    """The other engines are shown all the same. Such a number is wrong wherever it stands."""
+    body = json.dumps(managed.good("GET", "/v1/state") | {"step": 123454321}).replace("123454321", number).encode()
+    head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with answering(tmp_path / "x.sock", head + body):
+        odd = seen.SeenEngine(Address.parse(f"unix:{tmp_path}/x.sock"))
+        anyio.run(odd.look, TOKEN)
+    shown = drawn(odd, looked(managed))
+    assert "unreadable" in shown
+    assert "● e1" in shown
+
+
+@pytest.mark.parametrize("number", [(1 << 63) - 1, -(1 << 63) + 1])
+def test_the_largest_numbers_are_drawn(number: int, managed: Managed) -> None:
+    """Each of an engine's numbers may be as large: the screen has it, in whatever form."""
+    whole, engine = managed.good("GET", "/v1/state"), looked(managed)
+    changes: list[dict[str, Any]] = [{key: number} for key, value in whole.items() if type(value) in {int, float}]
+    changes += [{"pool": {key: number}} for key, value in whole["pool"].items() if type(value) in {int, float}]
+    for changed in changes:
+        engine.took(EngineState.model_validate(merged(whole, changed)), time.monotonic())
+        assert "e1" in drawn(engine)
+
+
+def merged(whole: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
+    """Return an answer with some of its values changed."""
+    return whole | {key: whole[key] | one if isinstance(one, dict) else one for key, one in changed.items()}

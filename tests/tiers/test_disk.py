@@ -182,15 +182,86 @@ def test_what_is_no_file_is_no_value(tmp_path: Path, kind: str) -> None:
             assert await tier.exists([some_key(1)]) == [False]
             assert await reads(tier, 1) is Read.DAMAGED
             assert await tier.delete([some_key(1)]) == 0
-            with contextlib.suppress(TierError):
-                assert await tier.write([put(1, 64 * KIB)]) == [Written.STORED]
-                assert await reads(tier, 1) is Read.HIT
-            assert here.is_dir() == (kind == "folder")
+            taken = kind == "folder"  # it has a file, which may be somebody's
+            for _ in range(4):
+                assert await tier.write([put(1, 64 * KIB)]) == [Written.PRESENT if taken else Written.STORED]
+                assert await reads(tier, 1) is (Read.DAMAGED if taken else Read.HIT)
+                assert await tier.delete([some_key(1)]) == (0 if taken else 1)
+                if not taken:
+                    here.parent.mkdir(parents=True, exist_ok=True)
+                    here.symlink_to(secret) if kind == "link" else os.mkfifo(here)
+            assert await tier.exists([some_key(1)]) == [False]
+            assert here.is_dir() == taken
             assert await tier.write([put(2, 64 * KIB)]) == [Written.STORED]
             assert sum(walk(tmp_path / "kv").values()) == (await tier.capacity()).bytes_used
 
     run(play)
     assert secret.read_bytes() == content(1, 64 * KIB)
+
+
+def test_an_empty_folder_makes_room_for_a_value(tmp_path: Path) -> None:
+    """Nothing is lost with it."""
+    file_of(tmp_path, 1).mkdir(parents=True)
+
+    async def play() -> None:
+        async with opened(tmp_path) as tier:
+            assert await tier.write([put(1, 64 * KIB)]) == [Written.STORED]
+            assert await reads(tier, 1) is Read.HIT
+
+    run(play)
+
+
+def test_a_removed_folder_is_made_anew(tmp_path: Path) -> None:
+    """The next probe does it, of whichever process; the tier is used as before, and its account is right."""
+    root = tmp_path / "kv"
+
+    async def play() -> None:
+        async with opened(root) as tier, opened(root) as other:
+            for prober, another in ((tier, other), (other, tier)):
+                assert await prober.write([put(1, 64 * KIB)]) == [Written.STORED]
+                shutil.rmtree(root)
+                with pytest.raises(TierError):
+                    await prober.write([put(2, 64 * KIB)])
+                await prober.health()
+                await another.health()
+                assert root.stat().st_mode & 0o777 == 0o700
+                assert await prober.capacity() == (0, 0, prober.spec.bytes_max)
+                assert await another.write([put(2, 64 * KIB)]) == [Written.STORED]
+                assert await reads(prober, 2) is Read.HIT
+                assert await prober.delete([some_key(2)]) == 1
+
+    run(play)
+
+
+def test_a_folder_is_not_made_where_its_file_system_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a disk is not mounted any more, values would fill the disk below it."""
+    root = tmp_path / "kv"
+
+    async def play() -> None:
+        async with opened(root) as tier:
+            shutil.rmtree(root)
+            monkeypatch.setattr(tier._root, "_device", -1)
+            with pytest.raises(TierError, match="is it mounted"):
+                await tier.health()
+            assert not root.exists()
+
+    run(play)
+
+
+def test_the_last_process_leaves_nothing_in_an_empty_folder(tmp_path: Path) -> None:
+    """Whatever it wrote is deleted; as long as there is a value, or another process, all stays."""
+
+    async def play() -> None:
+        async with opened(tmp_path):
+            async with opened(tmp_path) as tier:
+                await tier.write([put(1, 64 * KIB)])
+            assert (tmp_path / ACCOUNT).exists()
+        async with opened(tmp_path) as tier:
+            assert (tmp_path / ACCOUNT).exists()
+            assert await tier.delete([some_key(1)]) == 1
+
+    run(play)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 3])

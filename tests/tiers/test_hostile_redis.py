@@ -308,3 +308,37 @@ def test_certificates_may_be_replaced_while_a_client_runs(tmp_path: Path) -> Non
 
     with serving("redis", "--tls-port", str(port), *old.options) as server:
         run(play, server)
+
+
+@pytest.mark.parametrize("keys", [{}, {"ttl_s": 60}])
+def test_a_value_that_is_too_long_is_not_received(keys: dict[str, Any]) -> None:
+    """Its server never sends the rest. The value is damaged at once, and the next one is read over a new connection."""
+    value = content(2, 4096)
+
+    def answer(words: list[bytes]) -> bytes:
+        if words[0] != b"GET":
+            return b":1\r\n"
+        return b"$4097\r\nbegun" if words[1].endswith(some_key(1).text.encode()) else b"$4096\r\n%b\r\n" % value
+
+    async def play() -> None:
+        async with client(port, timeout_ms_max=500, **keys) as tier:
+            gets = [get(1, 4096), get(2, 4096)]
+            assert await tier.read(gets) == [Read.DAMAGED, Read.HIT]
+            assert data(gets[1].into) == value
+
+    with pretending(polite(answer)) as port:
+        run(play)
+
+
+def test_a_refusal_shows_no_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server names the user in it."""
+    monkeypatch.setenv(PASSWORD_ENV, PASSWORD)
+
+    async def play() -> None:
+        async with client(port, username="tenant-seven", password_env=PASSWORD_ENV) as tier:
+            with pytest.raises(TierError) as caught:
+                await tier.exists([some_key(1)])
+        assert "tenant-seven" not in str(caught.value)
+
+    with pretending(polite(lambda _: b"-ERR tenant-seven may not run 'exists'\r\n")) as port:
+        run(play)

@@ -7,6 +7,7 @@ import hashlib
 import json
 import random
 import re
+import tracemalloc
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +22,7 @@ from kvpipe.trace import events as e
 from kvpipe.trace import transitions
 from kvpipe.trace.events import Event
 from kvpipe.trace.perfetto import write_perfetto
+from kvpipe.trace.reader import Trace
 from kvpipe.trace.spans import LIFE, PHASES, REQUESTS, Timeline
 from kvpipe.trace.timeline import spans
 from kvpipe.trace.timeline_html import write_html
@@ -353,3 +355,22 @@ def test_perfetto(tmp_path: Path) -> None:
     assert (step["ts"], step["dur"]) == (truth.begin_ns / 1e3, (truth.end_ns - truth.begin_ns) / 1e3)
     assert step["args"]["took_ns"] == truth.end_ns - truth.begin_ns
     assert sum(one["ph"] == "i" for one in events) == sum(span.layer == 2 for span in timeline.spans) > 0
+
+
+def test_the_memory_does_not_grow_with_the_trace(tmp_path: Path) -> None:
+    """Once as many events are kept as are drawn, nothing more is: no job, no request, no engine."""
+
+    def peak(requests: int) -> int:
+        file = tmp_path / str(requests)
+        file.write_bytes(b"\n".join(map(msgspec.json.encode, play(requests))))
+        trace = Trace(file)
+        tracemalloc.start()
+        try:
+            timeline = spans(trace, 300)
+            assert bool(timeline.left_out) == (requests > 1)
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    assert peak(1) > 0  # what is made once
+    assert peak(400) < 1.3 * peak(100)

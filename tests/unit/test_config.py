@@ -221,6 +221,11 @@ def test_a_key_that_is_given_twice_in_json_is_refused() -> None:
     for extra in ('{"freeze": true, "mode": "step", "freeze": false}', '{"tiers": [{"freeze": 1, "freeze": 2}]}'):
         with pytest.raises(ConfigError, match=r"^kvpipe: extra: the key 'freeze' is given twice; keep one of them$"):
             parse_extra(extra)
+    for text in ('[{"kind": "disk", "path": "/a", "path": "/b"}]', '{"kind": "disk", "path": "/a", "path": "/b"}'):
+        with pytest.raises(ConfigError, match=r"^kvpipe: tiers: the key 'path' is given twice; keep one of them$"):
+            load_settings({"tiers": text})
+    with pytest.raises(ConfigError, match=r"^kvpipe: quotas: the key 'share' is given twice; keep one of them$"):
+        load_settings({"quotas": '[{"name": "others", "share": 0.1, "share": 0.2}]'})
     assert parse_extra('{"tiers": [{"kind": 1}, {"kind": 1}]}') == {"tiers": [{"kind": 1}, {"kind": 1}]}
 
 

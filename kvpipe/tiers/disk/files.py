@@ -106,11 +106,15 @@ class Root:
         """Remember which file system the folder is on; `make` it if it does not exist.
 
         Raises:
-            TierError: it does not exist, cannot be made, or is empty and on another file system than before.
+            TierError: it does not exist, cannot be made, or would be made on another file system than before, or is
+                empty and on another one.
 
         """
         with self.failures():
             if make and not self.path.exists():
+                above = next(parent for parent in self.path.parents if parent.exists())
+                if self._device not in {None, above.stat().st_dev}:
+                    raise TierError(f"{self.path} is gone, and so is the file system that it was on; is it mounted?")
                 self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self.path.chmod(0o700)
             with opened(self.path, os.O_RDONLY | os.O_DIRECTORY) as fd:

@@ -101,11 +101,16 @@ class DiskRoom:
                     _remove(held.root, one)
 
     def close(self) -> None:
-        """Give up the desk, and delete its drafts."""
+        """Give up the desk, and delete its drafts. The last process leaves nothing in a folder without values."""
         if self._desk is not None:
             self._leave()
-            with self._held() as held, folder(TMP, held.root) as tmp:
-                self._sweep(held, tmp)
+            with self._held() as held:
+                with folder(TMP, held.root) as tmp:
+                    alone = self._sweep(held, tmp)
+                if alone and all(one.name in {ACCOUNT, TMP} for one in listed(held.root)):
+                    with suppress(OSError):  # somebody else's file is in there
+                        os.rmdir(TMP, dir_fd=held.root)
+                        os.unlink(ACCOUNT, dir_fd=held.root)
 
     def yield_bytes(self, size: int) -> bool:
         """Delete the oldest files, at least `size` bytes of them, as others have filled the disk. At most one batch.
@@ -127,8 +132,11 @@ class DiskRoom:
         if desk is None:
             self.open()
             return
-        with self._root.open() as root, _drafts(root, desk.name) as at:
-            os.utime(_LOCK, dir_fd=at, follow_symlinks=False)
+        try:
+            with self._root.open() as root, _drafts(root, desk.name) as at:
+                os.utime(_LOCK, dir_fd=at, follow_symlinks=False)
+        except FileNotFoundError:  # somebody has removed the folder, or cleared it
+            self.open()
 
     def used(self) -> int:
         """Return the account's number: the bytes of all files, unfinished ones included."""
@@ -167,17 +175,21 @@ class DiskRoom:
             os.close(fd)
 
     def finish(self, draft: Draft, key: Key) -> bool:
-        """Give a written draft its name. Returns False if the value exists already; the draft is deleted then."""
+        """Give a written draft its name. Returns False if a value or a folder has it; the draft is deleted then.
+
+        A folder with files is somebody else's and stays: this key costs misses, and the tier stays in use.
+        """
         with self._held() as held, shelf(held.root, key, make=True, sync=self._sync) as at:
-            first = file_at(key.text, at)
-            if first is None:
+            stored = file_at(key.text, at) is None and _is_free(key.text, at)
+            if stored:
                 with _drafts(held.root, draft.desk) as drafts:
                     os.rename(draft.name, key.text, src_dir_fd=drafts, dst_dir_fd=at)
             else:
                 self._drop(held, draft)
-            found = first or os.stat(key.text, dir_fd=at, follow_symlinks=False)
-            self._index.add(key, found.st_size, found.st_mtime)
-        return first is None
+            found = file_at(key.text, at)
+            if found is not None:
+                self._index.add(key, found.st_size, found.st_mtime)
+        return stored
 
     def drop(self, draft: Draft) -> None:
         """Delete a draft."""
@@ -292,6 +304,17 @@ class DiskRoom:
         if self._index.is_vacant(key):
             _remove(held.root, place(key))
         return found is not None
+
+
+def _is_free(name: str, at: int) -> bool:
+    """Whether a file may get this name. A rename replaces links and pipes; an empty folder is removed here."""
+    try:
+        os.rmdir(name, dir_fd=at)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return True
 
 
 def _remove(root: int, at: tuple[str, str]) -> None:

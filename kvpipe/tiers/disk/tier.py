@@ -133,6 +133,8 @@ class DiskTier:
 
         def work(_: None) -> None:
             with self._root.failures(writing=True):
+                if self._makes and not self._root.path.exists():  # somebody has removed it
+                    self._root.adopt(make=True)
                 with self._root.open() as root:
                     os.fstatvfs(root)
                 if self._writes:
@@ -339,6 +341,10 @@ class DiskTier:
                     self._index.add(key, found.st_size, _renewed(fd, found))
                 return S_ISREG(found.st_mode)
         except FileNotFoundError:
+            return False
+        except OSError as error:
+            if error.errno not in _NO_FILE:
+                raise
             return False
 
     def _fill(self, fd: int, put: Put) -> None:

@@ -34,4 +34,4 @@ def dialling(spec: RedisSpec, password: str) -> Callable[[str, int], ServerConne
     def dial(host: str, port: int, reader: Callable[..., ServerConnection]) -> redis.Connection:
         return Connection(host=host, port=port, protocol=2, parser_class=reader, **options)  # type: ignore[no-untyped-call]
 
-    return lambda host, port: ServerConnection(partial(dial, host, port), password)
+    return lambda host, port: ServerConnection(partial(dial, host, port), password, spec.username)

@@ -13,7 +13,7 @@ import select
 import socket
 import ssl
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 
@@ -28,7 +28,7 @@ LINE_BYTES_MAX: Final = 4096
 SHOWN_MAX: Final = 200
 _WAITS: Final = 4  # parts that a wait for whole values is cut into; after all but one without a byte it is over
 _BITS: Final = re.compile(rb"(?::[01]\r\n)+")
-_RECEIVE_BYTES, _DRAIN_BYTES, _TLS_BYTES, _PARTS_MAX = 16 << 10, 256 << 10, 256 << 10, 512
+_RECEIVE_BYTES, _TLS_BYTES, _PARTS_MAX = 16 << 10, 256 << 10, 512
 
 
 class ReplyBounds(NamedTuple):
@@ -93,10 +93,10 @@ class ServerConnection:
     byte moving is longer than the connection's `socket_timeout`.
     """
 
-    def __init__(self, dial: Dial, password: str = "") -> None:
-        """Do not connect yet. `password` is masked in all that is shown of the server's answers."""
+    def __init__(self, dial: Dial, *secrets: str) -> None:
+        """Do not connect yet. `secrets`, the password and the user, are masked in what is shown of answers."""
         self._connection = dial(lambda **_: self)
-        self._password = password
+        self._secrets = sorted(filter(None, secrets), key=len, reverse=True)
         self._sock: socket.socket | None = None
         self._stopped = False
         self._buffer = bytearray()
@@ -124,6 +124,11 @@ class ServerConnection:
             for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
                 sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", int(whole), int(fraction * 1e6)))
             sock.settimeout(None)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it is not connected: not yet, or not any more."""
+        return self._sock is None
 
     @property
     def usable(self) -> bool:
@@ -166,7 +171,7 @@ class ServerConnection:
         """Send commands, the first of which asks for a value; it is received into `into` if it is exactly as long.
 
         Returns the value's length in bytes, or None if there is no such value. The replies of `more` further commands
-        are thrown away.
+        are thrown away. The connection is closed if the value is longer: to receive all of it may take long.
         """
         self._send([commands])
         line = self._line()
@@ -176,8 +181,11 @@ class ServerConnection:
         elif (size := self._count(line, b"$", VALUE_BYTES_MAX)) < 0:
             found = None
         else:
-            found = size
-            self._receive(into if size == sum(part.nbytes for part in into) else self._nowhere(size))
+            found, room = size, [part.cast("B") for part in into]
+            if size > sum(part.nbytes for part in room):
+                self.close()
+                return found
+            self._receive([part[: max(0, size - at)] for at, part in _placed(room)])
         for _ in range(more):
             self._short()
         return found
@@ -200,6 +208,8 @@ class ServerConnection:
     def on_disconnect(self) -> None:
         """Called by redis-py when it disconnects."""
         self._sock = None
+        self._buffer.clear()
+        self._at = 0
 
     def read_response(self, **_: object) -> object:
         """Return the reply to a command of redis-py's."""
@@ -251,10 +261,6 @@ class ServerConnection:
             left = _after(left, count)
         if end != b"\r\n":
             raise self._nonsense(end)
-
-    def _nowhere(self, size: int) -> list[memoryview]:
-        scrap = memoryview(bytearray(min(size, _DRAIN_BYTES)))
-        return [scrap[: min(_DRAIN_BYTES, size - at)] for at in range(0, size, _DRAIN_BYTES)]
 
     def _refill(self) -> None:
         del self._buffer[: self._at]
@@ -313,10 +319,10 @@ class ServerConnection:
         return ServerConnectionError(f"what answers does not speak the protocol of Redis: {self._shown(answer, 40)!r}")
 
     def _shown(self, answer: bytes | bytearray | str, length_max: int = SHOWN_MAX) -> str:
-        """Return the server's text for a message: short, printable and without the password."""
+        """Return the server's text for a message: short, printable and without secrets."""
         text = answer if isinstance(answer, str) else answer.decode("utf-8", "replace")
-        if self._password:
-            text = text.replace(self._password, "***")
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
         return "".join(char if char.isprintable() else "?" for char in text[:length_max])
 
 
@@ -325,6 +331,14 @@ def reason(error: BaseException) -> str:
     if isinstance(error, TimeoutError):
         return "no answer within timeout_ms_max"
     return str(getattr(error, "strerror", None) or error) or type(error).__name__
+
+
+def _placed(views: list[memoryview]) -> Iterator[tuple[int, memoryview]]:
+    """Yield each view with the number of bytes before it."""
+    at = 0
+    for view in views:
+        yield at, view
+        at += view.nbytes
 
 
 def _after(views: list[memoryview], count: int) -> list[memoryview]:

@@ -106,6 +106,8 @@ class Server:
         """
 
         def each(lane: ServerConnection, index: int) -> Reply:
+            if lane.closed:  # the value before was too long
+                lane.connect()
             if asking:
                 lane.ask(asking, 1)
             return one(lane, index)

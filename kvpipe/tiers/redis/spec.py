@@ -43,7 +43,7 @@ class RedisSpec(TierSpec):
         "networks such as `10.0.0.0/8`, separated by commas.",
         max_length=4000,
     )
-    username: str = Field("", description="User of its access control list; empty: `default`.")
+    username: str = Field("", description="User of its access control list; empty: `default`.", repr=False)
     password_env: Variable = Field("", description="Environment variable with the password.")
     password_file: LocalPath | None = Field(None, description="File with the password.")
     tls: bool = Field(default=False, description="Encrypt the connection; certificate and host name are verified.")

@@ -64,10 +64,8 @@ _REASONS: Final = {
     "scheme is not allowed": "http is not allowed; write https, or set allow_http",
 }
 _PROXIES: Final = ("http_proxy", "https_proxy", "all_proxy")
-_CREDENTIALS: Final = ("169.254.169.254", "169.254.170.2", "169.254.170.23", "amazonaws.com", "amazonaws.com.cn")
-"""Where the cloud's usual sources of credentials are asked, beside hosts that `AWS_` variables name."""
-_CLOUD: Final = (*_CREDENTIALS, "api.aws")
-"""Hosts of the cloud's own store, of credentials too."""
+_CLOUD: Final = ("169.254.169.254", "169.254.170.2", "169.254.170.23", "amazonaws.com", "amazonaws.com.cn", "api.aws")
+"""Hosts of the cloud's store and of its usual sources of credentials, beside those that `AWS_` variables name."""
 _T = TypeVar("_T")
 
 
@@ -135,10 +133,8 @@ class Client:
             return {}
         where = [self._given["endpoint"], *(value for name, value in os.environ.items() if name.startswith("AWS_"))]
         hosts = {str(urlsplit(one).hostname or "") for one in where if "://" in one} - {""}
-        if not self._given["endpoint"]:
+        if not (self._given["endpoint"] and self._given["keys"]):
             hosts |= set(_CLOUD)
-        elif not self._given["keys"]:
-            hosts |= set(_CREDENTIALS)
         return {"proxy_url": f"http://127.0.0.1:{self._nobody.getsockname()[1]}", "proxy_excludes": ",".join(hosts)}
 
     async def health(self) -> None:
