@@ -1,4 +1,4 @@
-"""uvicorn on a loop thread of kvpipe's own, behind a guard: it checks the token and bounds bytes, time, connections."""
+"""uvicorn on a loop thread of kvpipe's own, behind a guard that checks the token and bounds bytes."""
 
 from __future__ import annotations
 
@@ -6,29 +6,19 @@ import contextlib
 import hashlib
 import hmac
 import json
-import logging
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Final, Literal
 
 import uvicorn
-from h11 import LocalProtocolError
 from uvicorn.config import Config
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvpipe.listening import OperatorSocket
 from kvpipe.loop import LoopThread
+from kvpipe.manage.connections import ACCEPTED_MAX, HEADERS_S_MAX, Places
 from kvpipe.trace.log import Counters
 
 BODY_BYTES_MAX: Final = 1 << 20
 HEADER_BYTES_MAX: Final = 16 << 10
-CONNECTIONS_MAX: Final = 32
-CONNECTION_S_MAX: Final = 30.0
-"""The longest life of a connection, in seconds, busy or not."""
-
-_SILENT: Final = logging.getLogger("kvpipe-manage-http")  # no other's child: whoever configures one resets its children
-"""uvicorn's logger, which would write lines without bound about what clients send."""
-_SILENT.propagate = False
-_SILENT.addHandler(logging.NullHandler())
 
 Refusal = Literal["body", "connections", "request", "slow", "token"]
 AsgiScope = MutableMapping[str, Any]
@@ -55,9 +45,7 @@ class Guard:
             return
         self._counters["manage_requests"] += 1
         headers = dict(scope["headers"])
-        tokens = b", ".join(value for name, value in scope["headers"] if name == b"authorization")  # two are none
-        given = hashlib.sha256(tokens).digest()  # as long as the other
-        if not hmac.compare_digest(given, self._wanted):
+        if not self.admits(scope):
             await self._refuse(send, 401, "token", "send 'Authorization: Bearer TOKEN' with the engine's token")
             return
         try:
@@ -70,6 +58,12 @@ class Guard:
             return
         except Exception as error:  # noqa: BLE001  (the engine goes on)
             self._counters.fault("contained_error", where="manage", error=repr(error))
+
+    def admits(self, scope: AsgiScope) -> bool:
+        """Whether a request has the token."""
+        tokens = b", ".join(value for name, value in scope["headers"] if name == b"authorization")  # two are none
+        given = hashlib.sha256(tokens).digest()  # as long as the other
+        return hmac.compare_digest(given, self._wanted)
 
     async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
         """Return the body; None if it is too long (then the rest is not read). Raises _BrokenOffError."""
@@ -116,10 +110,11 @@ class OperatorServer:
     def __init__(self, listener: OperatorSocket, app: AsgiApp, token: bytes, counters: Counters) -> None:
         """Start the thread. `stop` closes `listener`."""
         self._listener, self._counters = listener, counters
+        guard = Guard(app, token, counters)
         config = Config(
-            Guard(app, token, counters), http=self._protocol(), interface="asgi3", loop="none", ws="none",
+            guard, http=Places(guard.admits, counters).protocol(), interface="asgi3", loop="none", ws="none",
             lifespan="off", log_config=None, proxy_headers=False, server_header=False, date_header=False,
-            h11_max_incomplete_event_size=HEADER_BYTES_MAX, backlog=CONNECTIONS_MAX,
+            h11_max_incomplete_event_size=HEADER_BYTES_MAX, backlog=ACCEPTED_MAX, timeout_keep_alive=int(HEADERS_S_MAX),
         )  # fmt: skip
         self._server = uvicorn.Server(config)
         self.loop = LoopThread("kvpipe-manage", tasks=(self._serve,))
@@ -137,48 +132,3 @@ class OperatorServer:
                 server.close()
             for connection in list(self._server.server_state.connections):
                 connection.transport.abort()
-
-    def _protocol(self) -> type[H11Protocol]:
-        counters, oldest_first = self._counters, dict[Any, None]()
-
-        class Bounded(H11Protocol):
-            """A connection with a bounded life and in bounded number: the oldest idle one is closed for a new one."""
-
-            def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  (uvicorn's)
-                super().__init__(*args, **kwargs)
-                self.access_log, self.logger = False, _SILENT
-                self._end: Any = None
-
-            def connection_made(self, transport: Any) -> None:  # noqa: ANN401
-                """Count the connection; close the oldest idle one if there are too many, else this one."""
-                super().connection_made(transport)
-                if len(oldest_first) >= CONNECTIONS_MAX:
-                    idle = next((one for one in oldest_first if one.cycle is None or one.cycle.response_complete), self)
-                    oldest_first.pop(idle, None)
-                    counters.count("manage_refused", "connections")
-                    idle.transport.abort()
-                    if idle is self:
-                        return
-                oldest_first[self] = None
-                self._end = self.loop.call_later(CONNECTION_S_MAX, self._over)
-
-            def connection_lost(self, exc: Exception | None) -> None:
-                """Count the connection no more."""
-                oldest_first.pop(self, None)
-                if self._end is not None:
-                    self._end.cancel()
-                super().connection_lost(exc)
-
-            def send_400_response(self, msg: str) -> None:
-                """Count a malformed request, and answer it."""
-                counters.count("manage_refused", "request")
-                try:
-                    super().send_400_response(msg)
-                except LocalProtocolError:  # a HEAD, whose answer has no body, or an answer that has begun
-                    self.transport.close()
-
-            def _over(self) -> None:
-                counters.count("manage_refused", "slow")
-                self.transport.abort()
-
-        return Bounded

@@ -13,7 +13,7 @@ import pytest
 from kvpipe.config import Settings, load_settings
 from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, SchedulerWorld
 from kvpipe.listening import Address
-from kvpipe.manage import models, server, survey
+from kvpipe.manage import connections, models, survey
 from kvpipe.manage.client import connect
 from kvpipe.manage.engine import ManagedEngine
 from kvpipe.manage.start import start
@@ -96,7 +96,7 @@ def settings(folder: Path, **keys: Any) -> Settings:
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """However slow the machine is."""
-    monkeypatch.setattr(server, "CONNECTION_S_MAX", WAIT_S)
+    monkeypatch.setattr(connections, "CONNECTION_S_MAX", WAIT_S)
     monkeypatch.setattr(survey, "SURVEY_S_MAX", WAIT_S)
 
 

@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import logging
-import resource
 import socket
 import stat
 import sys
@@ -100,55 +99,6 @@ def test_switches_are_meant(managed: Managed, body: dict[str, Any]) -> None:
     """Nothing is guessed, and nothing is switched."""
     assert managed.ask("PUT", "/v1/switches", body)[0] == 422
     assert managed.good("GET", "/v1/switches") == {"freeze": False, "bypass": False}
-
-
-def test_a_slow_client_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether it sends its header, or its body, bit by bit, or reads nothing."""
-    monkeypatch.setattr(server, "CONNECTION_S_MAX", 0.3)
-    managed = Managed(tmp_path)
-    beginnings = (b"", b"GET /v1/st", _HEAD + b"Content-Length: 10\r\n\r\n123")
-    clients = [socket.socket(socket.AF_UNIX) for _ in beginnings]
-    for client, begin in zip(clients, beginnings, strict=True):
-        client.settimeout(WAIT_S)
-        client.connect(managed.address.path)
-        with contextlib.suppress(OSError):
-            client.sendall(begin)
-    for client in clients:
-        with contextlib.suppress(ConnectionError):
-            assert client.recv(1000) == b""
-        client.close()
-    assert managed.refused("slow") == 3
-    managed.server.stop()
-
-
-def test_a_thousand_connections(managed: Managed) -> None:
-    """Few are kept, and the newest is served: whoever comes with the token is served."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4096)), hard))
-    clients = []
-    try:
-        for _ in range(1000):
-            clients.append(connect(managed.address))
-            clients[-1].connect()
-        assert managed.ask("GET", "/v1/switches")[0] == 200
-        assert managed.refused("connections") >= 1000 - server.CONNECTIONS_MAX
-    finally:
-        for client in clients:
-            client.close()
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def test_connections_that_have_asked_make_room(managed: Managed) -> None:
-    """They are idle again, though open: the oldest of them ends."""
-    clients = [connect(managed.address) for _ in range(server.CONNECTIONS_MAX)]
-    try:
-        for client in clients:
-            client.request("GET", "/v1/switches", headers={"Authorization": f"Bearer {TOKEN}"})
-            assert client.getresponse().read()
-        assert managed.ask("GET", "/v1/switches")[0] == 200
-    finally:
-        for client in clients:
-            client.close()
 
 
 def test_what_fails_inside_is_counted(managed: Managed, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvpipe.connectors.vllm.trial.mutants.base import Mutant, Patch, one
 
 _SESSIONS, _TESTS = "kvpipe.cache.policy.sessions:Sessions", "tests/cache/test_sessions.py"
+_CONNECTIONS = "tests/manage/test_connections.py"
 
 MUTANTS: dict[str, Mutant] = {
     "a_prompt_goes_from_its_beginning": Mutant(
@@ -88,6 +89,36 @@ MUTANTS: dict[str, Mutant] = {
         one("kvpipe.cache.fair:FairShares", "put", "self._account(tenant)", "tenant.salt"),
         test="tests/trials/test_announced_tenants.py::"
         "test_a_salt_with_a_quota_keeps_its_announcements_when_a_client_invents_salts",
+    ),
+    "half_open_connections_are_all_alike": Mutant(
+        "Connections without the token push out those of operators.",
+        one("kvpipe.manage.connections:Places", "asks", "not self.admits(one.scope)", "True"),
+        test=f"{_CONNECTIONS}::test_a_connection_with_the_token_stays_when_many_others_are_half_open",
+    ),
+    "headers_take_as_long_as_they_like": Mutant(
+        "A connection that sends half of a header stays as long as one that sends requests.",
+        one(
+            "kvpipe.manage.connections:BoundedConnection",
+            "connection_made",
+            "self.loop.call_later(HEADERS_S_MAX, self._over)",
+            "None",
+        ),
+        test=f"{_CONNECTIONS}::test_the_deadline_of_a_header_begins_with_its_connection_or_its_first_byte",
+    ),
+    "headers_behind_an_answer_take_as_long_as_they_like": Mutant(
+        "A connection that has had an answer may send half of a header and stay.",
+        one(
+            "kvpipe.manage.connections:BoundedConnection",
+            "data_received",
+            "self._late or self.loop.call_later(HEADERS_S_MAX, self._over)",
+            "self._late",
+        ),
+        test=f"{_CONNECTIONS}::test_the_deadline_of_a_header_begins_with_its_connection_or_its_first_byte",
+    ),
+    "half_open_connections_have_fewer_places_than_are_accepted_at_once": Mutant(
+        "A request with the token is not read, because its connection made room for others that came behind it.",
+        one("kvpipe.manage.connections:Places", "enter", ">= UNKNOWN_MAX", ">= ACCEPTED_MAX - 1"),
+        test=f"{_CONNECTIONS}::test_a_request_with_the_token_is_read_when_half_open_connections_come_right_behind_it",
     ),
     "announced_for_nobody": Mutant(
         "What was fetched for an announced request is counted as of no salt and no adapter.",
