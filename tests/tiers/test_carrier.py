@@ -173,7 +173,7 @@ def test_the_first_hash_is_left_before_the_first_store() -> None:
 
     for first, place, expected in (("a", 1, ""), ("a", 0, "a"), ("b", 0, "b")):
         with rank_of(tier, ranks=2, place=place) as rank:
-            rank.carrier.first_hash = first
+            rank.carrier.first_hash.text = first
             rank.carry(stores=False, slot=0)
             rank.ended()
             rank.carry(stores=True, slot=0)
