@@ -16,11 +16,12 @@ from kvpipe.tiers.guard import GuardedTier
 
 ANY: Final = "0" * 32
 """In place of a namespace: of all engines that use the tier."""
-_NAME: Final = hashlib.sha256(b"kvpipe first hash").digest()
+NAME: Final = hashlib.sha256(b"kvpipe first hash").digest()
+"""In place of a chunk's name."""
 
 
 def _key(space: str) -> Key:
-    return Key(space, _NAME, 0, 0, 1)
+    return Key(space, NAME, 0, 0, 1)
 
 
 async def read_first_hash(tier: Tier | GuardedTier, sealer: Sealer, space: str) -> str:

@@ -145,7 +145,7 @@ MUTANTS: dict[str, Mutant] = {
     "an_old_first_hash_stays": Mutant(
         "The first hash of an engine that is gone stays in the tier for ever.",
         one("kvpipe.tiers.first_hash", "leave_first_hash", "await tier.delete(list(names))", "pass"),
-        test="tests/tiers/test_carrier.py::test_the_first_hash_is_left_before_the_first_store",
+        test="tests/tiers/test_first_hash.py::test_the_first_hash_is_left_before_the_first_store",
     ),
     "a_first_hash_without_seed": Mutant(
         "The first hash is taken for one that PYTHONHASHSEED does not seed.",
