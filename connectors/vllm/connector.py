@@ -359,7 +359,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             trace=self.recorder,
         )
         if self.worker.carrier is not None:
-            self.worker.carrier.first_hash = first_hash(config.cache_config.prefix_caching_hash_algo)
+            self.worker.carrier.first_hash.text = first_hash(config.cache_config.prefix_caching_hash_algo)
         self._step, self._meter = self.worker.step, Meter(self.worker.totals)
 
     @_contained(_nothing)

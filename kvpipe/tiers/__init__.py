@@ -9,7 +9,6 @@ from typing import Final
 SHARED: Final = {
     "unreadable": "the scheduler's thread replaces the set; the finder's loop reads whichever there is",
     "heads": "the scheduler's thread sets it before it begins any lookup; never changed after that",
-    "first_hash": "the thread that gives orders sets it before the first one; never changed after that",
     "other_hashes": "the finder's loop writes a number for a tier; the scheduler's thread reads for the metrics",
     "done": "of a lookup: the loop writes it last, and nothing of the lookup after it",
     "found": "of a lookup: the loop fills it; read by others when it is `done`",

@@ -21,7 +21,7 @@ from kvpipe.statemachine.core import Cursor, Edge, State
 from kvpipe.tiers.base import ALIGN_BYTES, Get, Key, Put, Read, TierError, TierFullError, blocking
 from kvpipe.tiers.bodies import Bodies
 from kvpipe.tiers.envelope import HEADER_BYTES, DamagedError, pages
-from kvpipe.tiers.first_hash import ANY, leave_first_hash
+from kvpipe.tiers.first_hash import FirstHash
 from kvpipe.tiers.guard import READ, WRITE, GuardedTier
 from kvpipe.tiers.parts import BOUND, Share, Slice, kept_splits, mark_key, part_of, slices, split_of, writes
 from kvpipe.tiers.thread import TierThread
@@ -33,8 +33,7 @@ TIMEOUTS_MAX: Final = 10
 """Time limit for a value, in multiples of its tier's `timeout_ms_max`, even while its bytes move."""
 DRAIN_S_MAX: Final = 5.0
 """How long a shutdown waits at most for stores under way."""
-SPARE_BODIES_MAX: Final = 32
-SPARE_S: Final = 10.0
+SPARE_BODIES_MAX, SPARE_S = 32, 10.0
 """How many buffers for parts of another split are kept for reuse, and for how long after the last such order."""
 OTHER_FAULTS_MAX, OTHER_PAUSE_S = 3, 60.0
 """After `OTHER_FAULTS_MAX` failures in a row to read values of another split, no value of it is read for so long."""
@@ -100,10 +99,8 @@ class Carrier(TierThread[_Item]):
         self._rest: anyio.CancelScope | None = None  # of the task that frees their buffers
         self._other_faults: dict[_Other, tuple[int, float]] = {}
         """(failures in a row, time of the last one by the monotonic clock)."""
-        self.first_hash = ""
-        """What the engine's keys begin with. Set by vLLM's thread before orders. "": it is not left in tiers."""
+        self.first_hash = FirstHash(leaves=rank == 0)
         self._marked: dict[tuple[int, str], float] = {}
-        self._left: set[tuple[int, str]] = set()
         self._turns = [{use: anyio.CapacityLimiter(tier.spec.lanes) for use in (READ, WRITE)} for tier in tiers]
         self._threads = anyio.CapacityLimiter(4)
         self._outbox: deque[Carried] = deque()
@@ -335,11 +332,11 @@ class Carrier(TierThread[_Item]):
 
     async def _store(self, tier: GuardedTier, order: TierOrder, space: str) -> tuple[str, int]:
         """Store a chunk, unless another rank stores the same part. Returns ("", bytes written)."""
-        if self._leaves(order, space):
-            await self._leave(tier, order.tier, space)
+        if self.first_hash.is_due(order.tier, space):
+            await self.first_hash.leave(tier, order.tier, space)
         if self._marks(order, space):
             await self._mark(tier, order.tier, space)
-        if not self._writes(order):
+        if not writes(order.split, self._rank, self._ranks, order.chunk):
             return "", 0
         if order.split not in {BOUND, self._split[order.group]}:
             return await self._store_parts(tier, order, space)
@@ -361,26 +358,9 @@ class Carrier(TierThread[_Item]):
 
     async def _mark(self, tier: GuardedTier, place: int, space: str) -> None:
         """Write the marker by which engines of other splits learn that the tier has chunks of this one."""
-        now_s = time.monotonic()
+        now_s, others = time.monotonic(), {at: one for at, one in self._marked.items() if at[0] != place}
         await self._write(tier, 0, [(mark_key(space, self._kept), pages(ALIGN_BYTES))])
-        self._marked = {at: one for at, one in self._marked.items() if at[0] != place} | {(place, space): now_s}
-
-    async def _leave(self, tier: GuardedTier, place: int, space: str) -> None:
-        """Leave the engine's first hash, for engines that have another."""
-        self._left.add((place, space))
-        try:
-            for one in (space, ANY):
-                await leave_first_hash(tier, one, self.first_hash)
-        except BaseException:
-            self._left.discard((place, space))
-            raise
-
-    def _leaves(self, order: TierOrder, space: str) -> bool:
-        """Whether this rank is to leave the first hash now: rank 0 does, before its first store."""
-        return bool(self.first_hash) and self._rank == 0 and (order.tier, space) not in self._left
-
-    def _writes(self, order: TierOrder) -> bool:
-        return writes(order.split, self._rank, self._ranks, order.chunk)
+        self._marked = others | {(place, space): now_s}
 
     def _marks(self, order: TierOrder, space: str) -> bool:
         """Whether this rank is to write a marker now."""
@@ -389,8 +369,8 @@ class Carrier(TierThread[_Item]):
 
     def _touches(self, tier: GuardedTier, order: TierOrder, space: str) -> bool:
         """Whether this rank has anything to write for a store: its part of the chunk, a marker, or the first hash."""
-        marks = self._marks(order, space) or self._leaves(order, space)
-        return self._writes(order) or (tier.breakers[WRITE].allows and marks)
+        marks = self._marks(order, space) or self.first_hash.is_due(order.tier, space)
+        return writes(order.split, self._rank, self._ranks, order.chunk) or (tier.breakers[WRITE].allows and marks)
 
     async def _write(self, tier: GuardedTier, units: int, values: _Values, moves: Sequence[_Fill] = ()) -> None:
         """Write values, all in one call. `moves` fill their bodies first."""
@@ -404,8 +384,7 @@ class Carrier(TierThread[_Item]):
         await tier.write(await blocking(self._threads, work))
 
     def _key(self, order: TierOrder, space: str) -> Key:
-        part, parts = part_of(order.split, self._rank, self._ranks)
-        return Key(space, order.chunk, order.group, part, parts)
+        return Key(space, order.chunk, order.group, *part_of(order.split, self._rank, self._ranks))
 
     # ---- reports --------------------------------------------------------------------------------------------------
 

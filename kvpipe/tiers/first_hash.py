@@ -16,11 +16,12 @@ from kvpipe.tiers.guard import GuardedTier
 
 ANY: Final = "0" * 32
 """In place of a namespace: of all engines that use the tier."""
-_NAME: Final = hashlib.sha256(b"kvpipe first hash").digest()
+NAME: Final = hashlib.sha256(b"kvpipe first hash").digest()
+"""In place of a chunk's name."""
 
 
 def _key(space: str) -> Key:
-    return Key(space, _NAME, 0, 0, 1)
+    return Key(space, NAME, 0, 0, 1)
 
 
 async def read_first_hash(tier: Tier | GuardedTier, sealer: Sealer, space: str) -> str:
@@ -51,3 +52,26 @@ async def leave_first_hash(tier: GuardedTier, space: str, first: str) -> None:
     body[: len(first)] = first.encode()
     await tier.delete(list(names))
     await tier.write([Put(names[0], tier.sealer.seal(names[0], 0, body))])
+
+
+class FirstHash:
+    """Leaves the engine's first hash in each tier and namespace, once, for engines that have another."""
+
+    def __init__(self, *, leaves: bool) -> None:
+        """`leaves`: whether this rank does so."""
+        self.text = ""  # set before the first store; "": it is not known
+        self._leaves, self._left = leaves, set[tuple[int, str]]()
+
+    def is_due(self, place: int, space: str) -> bool:
+        """Whether it is to be left now in the tier with the index `place`."""
+        return self._leaves and bool(self.text) and (place, space) not in self._left
+
+    async def leave(self, tier: GuardedTier, place: int, space: str) -> None:
+        """Leave it for the namespace, and for the whole tier. Raises `TierError`: then it is still due."""
+        self._left.add((place, space))
+        try:
+            for one in (space, ANY):
+                await leave_first_hash(tier, one, self.text)
+        except BaseException:
+            self._left.discard((place, space))
+            raise

@@ -102,6 +102,7 @@ FLAGS: dict[str, dict[str, str]] = {
         "ClientChannel._cancels": "configuration: whether a call can be taken back",
         "ClientChannel.owed": "of memory: a client that nobody waits for any more may still write to it",
         "ClientTier._opened": "what was asked for: a client that has ended is started anew only then",
+        "FirstHash._leaves": "configuration: rank 0 does",
         "Pool._shut": "a latch: nobody gets a lane any more",
         "TierLookup.done": "a latch: written last, by the other thread; the answer is behind it",
         "TierLookup.down": "content of an answer",

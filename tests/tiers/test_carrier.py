@@ -21,8 +21,6 @@ from kvpipe.testing.waiting import PATIENT, WAIT_S, eventually
 from kvpipe.tiers import carrier, guard
 from kvpipe.tiers.base import Get, Read, Tier, blocking
 from kvpipe.tiers.carrier import Carried, Carrier
-from kvpipe.tiers.envelope import Sealer
-from kvpipe.tiers.first_hash import ANY, read_first_hash
 from kvpipe.tiers.guard import FAULTS_MAX, READ, WRITE, GuardedTier, guarded
 from kvpipe.tiers.parts import Share, mark_key
 from kvpipe.trace.log import Counters
@@ -162,28 +160,6 @@ def test_a_marker_is_written_now_and_then(monkeypatch: pytest.MonkeyPatch) -> No
         rank.carry(stores=True, slot=0, split=1)
         assert rank.ended() == [True]
         assert mark_key(SPACE, (1, 1)).text not in tier.values
-
-
-def test_the_first_hash_is_left_before_the_first_store() -> None:
-    """Once, by rank 0, for the namespace and for the whole tier. Another engine's hash is replaced."""
-    tier = HeldTier()
-
-    def left() -> list[str]:
-        return [anyio.run(read_first_hash, tier, Sealer([]), space) for space in (SPACE, ANY)]
-
-    for first, place, expected in (("a", 1, ""), ("a", 0, "a"), ("b", 0, "b")):
-        with rank_of(tier, ranks=2, place=place) as rank:
-            rank.carrier.first_hash = first
-            rank.carry(stores=False, slot=0)
-            rank.ended()
-            rank.carry(stores=True, slot=0)
-            assert rank.ended() == [True]
-            assert left() == [expected, expected]
-            if first == "b":
-                tier.values.clear()
-                rank.carry(stores=True, slot=0)
-                assert rank.ended() == [True]
-                assert left() == ["", ""]
 
 
 def test_what_is_not_there() -> None:

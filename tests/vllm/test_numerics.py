@@ -164,12 +164,15 @@ def test_one_other_bit_of_a_result_counts(name: str, monkeypatch: pytest.MonkeyP
 def test_an_operation_that_fails_counts_by_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine serves, and finds what equal engines have stored, which fail alike."""
 
-    def fails(*_: object) -> torch.Tensor:
-        raise RuntimeError(str(object()))
+    def fails(*_: object, error: type[Exception]) -> torch.Tensor:
+        raise error(str(object()))
 
-    usual = numerics.measured(CPU, [])
-    monkeypatch.setattr(numerics, "_linear", fails)
-    assert numerics.measured(CPU, []) == numerics.measured(CPU, []) != usual
+    found = [numerics.measured(CPU, [])]
+    for error in (RuntimeError, RuntimeError, ValueError):
+        monkeypatch.setattr(numerics, "_linear", functools.partial(fails, error=error))
+        found.append(numerics.measured(CPU, []))
+    assert found[1] == found[2]
+    assert len({*found}) == 3
 
 
 def _spaces(*how: str, memory: str = "m") -> str:

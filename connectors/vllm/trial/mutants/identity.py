@@ -123,8 +123,8 @@ MUTANTS: dict[str, Mutant] = {
         test=f"{_NUMERICS}::test_ranks_that_differ_share_with_their_own_layout_only",
     ),
     "additional_config_does_not_count": Mutant(
-        "A field that no class below vLLM's configuration has is not part of the key.",
-        one(_COMPUTED, "_walk", "elif not _usual(field, value):", "elif place and not _usual(field, value):"),
+        "The option `additional_config` is not part of the key.",
+        one(_COMPUTED, "_usual", "return type(value)", "return field.name == 'additional_config' or type(value)"),
         test=f"{_NUMERICS}::test_a_field_counts_when_it_changes_what_is_computed[additional_config]",
     ),
     "unknown_variables_do_not_count": Mutant(
@@ -145,7 +145,7 @@ MUTANTS: dict[str, Mutant] = {
     "an_old_first_hash_stays": Mutant(
         "The first hash of an engine that is gone stays in the tier for ever.",
         one("kvpipe.tiers.first_hash", "leave_first_hash", "await tier.delete(list(names))", "pass"),
-        test="tests/tiers/test_carrier.py::test_the_first_hash_is_left_before_the_first_store",
+        test="tests/tiers/test_first_hash.py::test_the_first_hash_is_left_before_the_first_store",
     ),
     "a_first_hash_without_seed": Mutant(
         "The first hash is taken for one that PYTHONHASHSEED does not seed.",
