@@ -5,18 +5,25 @@
 Only `.py` and `.json` files are kept, without the compiled parts: with this folder first on the path, its pure
 Python (the scheduler above all) runs in the environment of another, installed release. Prints the folder.
 With `--tests`: the tests of its scheduler instead, from its source distribution, into `.cache/vllm-tests-X.Y.Z/`.
+With `--others` and no version: each recorded release that is not installed; prints a line `X.Y.Z FOLDER` for each.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
+
+from tests.contract import sources
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / ".cache"
@@ -55,6 +62,15 @@ def download(version: str, folder: Path) -> Path:
     raise FetchError(msg)
 
 
+@contextmanager
+def alone() -> Iterator[None]:
+    """Let one process at a time look for a folder and make it: another would replace a folder that is in use."""
+    CACHE.mkdir(exist_ok=True)
+    with (CACHE / "fetch.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def fetch(version: str) -> Path:
     """Return the folder with the sources of vLLM `version`, downloading them if they are not there.
 
@@ -63,10 +79,9 @@ def fetch(version: str) -> Path:
 
     """
     target = CACHE / f"vllm-{version}"
-    if (target / "vllm" / "_version.py").is_file():
-        return target
-    CACHE.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=CACHE, prefix="fetch-") as work:
+    with alone(), tempfile.TemporaryDirectory(dir=CACHE, prefix="fetch-") as work:
+        if (target / "vllm" / "_version.py").is_file():
+            return target
         wheel = download(version, Path(work))
         tree = Path(work) / "tree"
         with zipfile.ZipFile(wheel) as archive:
@@ -89,10 +104,9 @@ def fetch_tests(version: str) -> Path:
 
     """
     target = CACHE / f"vllm-tests-{version}"
-    if (target / "pytest.ini").is_file():
-        return target
-    CACHE.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=CACHE, prefix="fetch-") as work:
+    with alone(), tempfile.TemporaryDirectory(dir=CACHE, prefix="fetch-") as work:
+        if (target / "pytest.ini").is_file():
+            return target
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary=:all:", "--no-build-isolation"]
         command += ["--no-clean", "--no-cache-dir", "--disable-pip-version-check", "--dest", work, f"vllm=={version}"]
         environment = os.environ | {"TMPDIR": work}
@@ -123,14 +137,28 @@ def fetch_tests(version: str) -> Path:
     return target
 
 
+def others() -> Iterator[str]:
+    """Yield each recorded release that is not installed. Reads the installed one without importing it."""
+    spec = find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    installed, _ = sources.folder_reader(Path(spec.origin).parent)
+    yield from (version for version in sources.recorded() if version != installed)
+
+
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("version", help="a full version, such as 0.33.0")
+    asked = parser.add_mutually_exclusive_group(required=True)
+    asked.add_argument("version", nargs="?", help="a full version, such as 0.33.0")
+    asked.add_argument("--others", action="store_true", help="each recorded release that is not installed")
     parser.add_argument("--tests", action="store_true", help="the tests of its scheduler, not its package")
     arguments = parser.parse_args()
     try:
-        print((fetch_tests if arguments.tests else fetch)(arguments.version))
+        for version in others() if arguments.others else ():
+            print(version, fetch(version))
+        if arguments.version:
+            print((fetch_tests if arguments.tests else fetch)(arguments.version))
     except FetchError as e:
         print(e, file=sys.stderr)
         return 1

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import fcntl
 import importlib.util
 import inspect
 import json
 import re
 import subprocess
 import sys
+import threading
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -251,3 +254,35 @@ def test_no_registry_is_named() -> None:
     """What fetches leaves it to pip's own configuration where packages come from."""
     for tool in (record, fetch):
         assert not re.search(r"https?://|index-url|\.org\b|\.com\b", inspect.getsource(tool)), tool
+
+
+def test_release_is_downloaded_once_when_two_processes_fetch_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second waits for the first, whose folder it would replace while the first uses it."""
+    begun: list[str] = []
+    second_is_there = threading.Event()
+    second = threading.Thread(target=fetch.fetch, args=("0.99.0",))
+    lock = fcntl.flock
+
+    def flock(file: Any, operation: int) -> None:
+        if threading.current_thread() is second:
+            second_is_there.set()
+        lock(file, operation)
+
+    def download(version: str, folder: Path) -> Path:
+        begun.append(version)
+        if threading.current_thread() is not second:
+            second.start()
+            assert second_is_there.wait(WAIT_S)
+        second_is_there.set()
+        with zipfile.ZipFile(folder / "vllm.whl", "w") as wheel:
+            wheel.writestr("vllm/_version.py", f"version = '{version}'")
+        return folder / "vllm.whl"
+
+    monkeypatch.setattr(fetch, "CACHE", tmp_path)
+    monkeypatch.setattr(fetch, "download", download)
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert (fetch.fetch("0.99.0") / "vllm" / "_version.py").is_file()
+    second.join()
+    assert begun == ["0.99.0"]

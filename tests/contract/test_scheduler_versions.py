@@ -41,21 +41,24 @@ def run(command: list[str], seconds_max: float, **environment: str) -> subproces
     )
 
 
-def fetched(*what: str) -> Path:
-    """Return the folder that `tests.contract.fetch` prints for `what`. Fails without a download."""
-    done = run([sys.executable, "-m", fetch.__name__, *what], FETCH_SECONDS_MAX)
+def fetched(*asked: str) -> Path:
+    """Return the folder that `tests.contract.fetch` prints for the arguments `asked`."""
+    return Path(_fetch(*asked))
+
+
+def other_releases() -> list[tuple[str, Path]]:
+    """Return each recorded release that is not installed, and the folder with its sources; there is one at least."""
+    found = [line.split(" ", 1) for line in _fetch("--others").splitlines()]
+    assert found
+    return [(version, Path(folder)) for version, folder in found]
+
+
+def _fetch(*asked: str) -> str:
+    """Return what `tests.contract.fetch` prints. Fails the test if it cannot download."""
+    done = run([sys.executable, "-m", fetch.__name__, *asked], FETCH_SECONDS_MAX)
     if done.returncode:
-        pytest.fail(f"vLLM {what[0]} is needed for this test: {done.stderr.strip()}", pytrace=False)
-    return Path(done.stdout.strip())
-
-
-def other_releases() -> Iterator[tuple[str, Path]]:
-    """Yield each recorded release that is not installed, and the folder with its sources; there is one at least."""
-    import vllm
-
-    others = [v for v in contract.recorded() if v != contract.package_version(f"version = '{vllm.__version__}'")]
-    assert others
-    return ((version, fetched(version)) for version in others)
+        pytest.fail(f"this test needs the sources of another vLLM: {done.stderr.strip()}", pytrace=False)
+    return done.stdout.strip()
 
 
 def runs(shape: Shape) -> Iterator[nightly.TrialRun]:

@@ -1,7 +1,6 @@
 """Models whose kernels are written in Triton, on a CPU: its interpreter runs them, in a process of its own.
 
-Run `python -m tests.engine.interpreted FAMILY`. VLLM's CPU build takes Triton only with a CPU backend; here one is
-there in name, and `TRITON_INTERPRET` makes every launch a loop in Python: slow, and exactly what the kernel computes.
+Run `python -m tests.engine.interpreted FAMILY`.
 """
 
 from __future__ import annotations
@@ -14,34 +13,14 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
 
-from triton import runtime
-from triton.backends import backends
-from triton.backends.compiler import GPUTarget
+from tests.engine import interpreter
 
-
-class _Driver:
-    """What is asked of a driver before anything is launched."""
-
-    @staticmethod
-    def is_active() -> bool:
-        return True
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cpu", 0, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-
-backends["cpu"] = SimpleNamespace(driver=_Driver, compiler=None)
-runtime.driver.set_active(_Driver())
+interpreter.start()
 
 import torch  # noqa: E402
 

@@ -1,0 +1,38 @@
+"""A release of vLLM that is there as Python only runs on the compiled modules of the installed release."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from importlib.abc import MetaPathFinder
+from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader, FileFinder, ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+
+class _Binaries(MetaPathFinder):
+    """Finds compiled modules of vLLM in every folder of `sys.path`, and no Python."""
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,  # noqa: ARG002
+        target: ModuleType | None = None,  # noqa: ARG002
+    ) -> ModuleSpec | None:
+        """Return where a module is that the package itself does not have."""
+        if fullname.rpartition(".")[0] != "vllm":
+            return None
+        loader = (ExtensionFileLoader, EXTENSION_SUFFIXES)
+        found = (FileFinder(str(Path(folder, "vllm")), loader).find_spec(fullname) for folder in sys.path)
+        return next(filter(None, found), None)
+
+
+def lend(release: str) -> None:
+    """Find compiled modules of vLLM in other folders of `sys.path` if its package has none.
+
+    VLLM also asks for the version of its distribution, which is not installed: the answer is that of a CPU build.
+    """
+    sys.meta_path.append(_Binaries())
+    version = metadata.version
+    metadata.version = lambda name: f"{release}+cpu" if name == "vllm" else version(name)

@@ -1,0 +1,35 @@
+"""Triton's interpreter in the place of a GPU, for vLLM's kernels on a CPU."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import SimpleNamespace
+
+
+def start() -> None:
+    """Make every launch of a kernel a loop in Python: slow, and exactly what the kernel computes.
+
+    Call this before vLLM is imported. VLLM's CPU build takes Triton only with a CPU backend, so one is added in name.
+    """
+    assert not {"triton", "vllm"} & sys.modules.keys()
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+    from triton import runtime
+    from triton.backends import backends
+    from triton.backends.compiler import GPUTarget
+
+    class Driver:
+        """The part of a driver that is called before any launch."""
+
+        @staticmethod
+        def is_active() -> bool:
+            return True
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cpu", 0, 32)
+
+        def get_current_device(self) -> int:
+            return 0
+
+    backends["cpu"] = SimpleNamespace(driver=Driver, compiler=None)
+    runtime.driver.set_active(Driver())

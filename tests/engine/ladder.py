@@ -1,0 +1,173 @@
+"""One ladder for every kind of engine: cold, warm, second turn, preempted, restarted with a disk.
+
+`python -m tests.engine.ladder VERSION KIND …` climbs the ladder once per kind, in a process in which Triton's
+interpreter runs vLLM's kernels. VERSION is the release of vLLM that this process must find.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from kvpipe.connectors.vllm.trial.engine import Engine
+from kvpipe.testing.models import make_drafter
+from kvpipe.worker.side import WorkerSide
+from tests.engine.common import assert_clean, engine, preempted, prompt, waiting
+
+ANSWER: Final = 16
+AFTER: Final = 4
+"""The preempted request has this many tokens of its answer."""
+RUNNER_V1: Final = "vllm.v1.worker.cpu_model_runner.CPUModelRunner"
+RUNNER_V2: Final = "vllm.v1.worker.cpu.model_runner.CPUModelRunner"
+
+
+class Asked(NamedTuple):
+    """An answer, and the tokens that the drafter proposed in each step."""
+
+    answer: list[int]
+    drafts: list[list[list[int]]]
+
+
+class Climber:
+    """An engine that answers prompts one by one."""
+
+    def __init__(self, live: Engine) -> None:
+        """Record what runner V2's drafter proposes, if there is one."""
+        self.live, self._drafts, self._loaded = live, list[list[list[int]]](), 0
+        speculator = getattr(runner(live), "speculator", None)
+        if speculator is not None:
+            propose = speculator.propose
+
+            def proposed(*args: Any, **named: Any) -> Any:
+                drafts = propose(*args, **named)
+                self._drafts.append(drafts.tolist())
+                return drafts
+
+            speculator.propose = proposed
+
+    def ask(self, tokens: Sequence[int]) -> Asked:
+        """Return the answer to a prompt."""
+        self._drafts.clear()
+        (answer,) = self.live.generate([tokens], ANSWER)
+        return Asked(answer, list(self._drafts))
+
+    def loaded(self) -> int:
+        """Return how many tokens were loaded since the last call. Fails if anything went wrong or is left over."""
+        before, self._loaded = self._loaded, assert_clean(self.live).get("tokens_loaded", 0)
+        return self._loaded - before
+
+    def spoil(self, layer: int) -> None:
+        """Change one layer's first page of the first chunk in the pool."""
+        worker, geometry = self.live.worker_connector.worker, self.live.connector.geometry
+        assert isinstance(worker, WorkerSide)
+        slot = worker.pipeline._engine._pool.slot(0)  # type: ignore[attr-defined]
+        begin = geometry.layer_offsets[0][layer]
+        page = slot[begin : begin + geometry.groups[0].layers[layer].page_bytes]
+        page.view(dtype=torch.float32).add_(1.0)
+
+
+def runner(live: Engine) -> Any:
+    """Return vLLM's model runner in this process."""
+    return live.core.model_executor.driver_worker.worker.model_runner
+
+
+def climb(folder: Path, check: Callable[[Engine], None], **options: Any) -> None:
+    """Compare answers, and drafts if any, with those of the same kind of engine without kvpipe.
+
+    `check` fails for an engine of another kind; it is called when each engine has answered. The last rung spoils
+    saved values and requires other answers or drafts: a comparison that cannot fail fails there.
+    """
+
+    @contextmanager
+    def climber(kvpipe: dict[str, Any] | None) -> Iterator[Climber]:
+        with engine(kvpipe=kvpipe, enable_prefix_caching=False, **options) as live:
+            yield Climber(live)
+            check(live)
+
+    with climber(None) as plain:
+        (group,) = plain.live.scheduler.kv_cache_config.kv_cache_groups
+        block = int(group.kv_cache_spec.block_size)
+        first = prompt(3 * block - ANSWER // 2, 61)  # the third block ends within the answer
+        cold = plain.ask(first)
+        turn = first + cold.answer + prompt(block // 2, 62)
+        second = plain.ask(turn)
+    assert len({*cold.answer, *second.answer}) > ANSWER // 2
+    assert bool(second.drafts) == ("speculative_config" in options)
+    disk = {"kind": "disk", "path": str(folder / "kv"), "bytes_max": "1GiB", "store": "all"}
+    config = {"tiers": [disk], "log_level": "warning"}
+    with climber(config) as up:
+        geometry = up.live.connector.geometry
+        assert geometry.unit_tokens == block
+        ahead = geometry.ahead_tokens * block  # with such a drafter a hit is one block shorter
+        assert up.ask(first) == cold
+        assert up.loaded() == 0
+        assert up.ask(first) == cold
+        assert up.loaded() == 2 * block - ahead
+        assert up.ask(turn) == second
+        assert up.loaded() == 3 * block - ahead
+        assert preempted(up.live, first, ANSWER, AFTER) == cold.answer
+        assert up.loaded() == 2 * (2 * block - ahead)  # at its start, and when it resumed
+    with climber(config) as restarted:
+        assert restarted.ask(turn) == second
+        assert restarted.loaded() == 3 * block - ahead
+        side = restarted.live.connector.scheduler
+        assert side is not None
+        assert side.report.hit_tokens == {"memory": 0, "disk": 3 * block - ahead}
+        restarted.spoil(-1)  # with a drafter its layer, which decides no answer
+        spoiled = restarted.ask(turn)
+        assert spoiled != second
+        assert (spoiled.answer == second.answer) == bool(second.drafts)
+        restarted.spoil(0)
+        assert restarted.ask(turn).answer != second.answer
+
+
+def climb_kind(kind: str, folder: Path) -> None:
+    """Climb the ladder with an engine of a kind: runner-v1, runner-v2 or eagle (with runner V2).
+
+    Runner V2 is vLLM's default where Triton exists, so nothing asks for it.
+    """
+    from vllm import envs
+
+    options: dict[str, Any] = {}
+    if kind == "eagle":
+        drafter = str(make_drafter(kind, folder / "drafter"))
+        options["speculative_config"] = {"method": kind, "model": drafter, "num_speculative_tokens": 2}
+    envs.disable_envs_cache()  # the engine before has read it
+    os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)
+    if kind == "runner-v1":
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+
+    def check(live: Engine) -> None:
+        made = runner(live)
+        name = f"{type(made).__module__}.{type(made).__qualname__}"
+        assert name == (RUNNER_V1 if kind == "runner-v1" else RUNNER_V2)
+        assert kind != "eagle" or type(made.speculator).__name__ == "EagleSpeculator"
+
+    climb(folder, check, **options)
+
+
+def main(version: str, *kinds: str) -> None:
+    """Find vLLM, and climb the ladder with each kind."""
+    from tests.engine import binaries, interpreter
+
+    interpreter.start()
+    binaries.lend(version)
+    import vllm
+
+    assert vllm.__version__.split("+")[0] == version, (vllm.__version__, vllm.__file__)
+    with waiting():
+        for kind in kinds:
+            with tempfile.TemporaryDirectory() as work:
+                climb_kind(kind, Path(work))
+                print(f"{version} {kind}: climbed", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,97 @@
+"""Kinds of engine that users run and no other suite has: runner V2, vLLM's other releases, a compiled model."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import GraphModule
+from vllm.config import CompilationConfig, CompilationMode
+
+from kvpipe.connectors.vllm.trial.engine import Engine
+from tests.engine.ladder import ANSWER, climb
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+ROOT = Path(__file__).parents[2]
+SECONDS_MAX = 1500
+FETCH_SECONDS_MAX = 1800
+
+
+def _run(*module: str, seconds_max: int = SECONDS_MAX, environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Run one of the tests' own programs; return the lines that it prints."""
+    ran = subprocess.run(
+        [sys.executable, "-m", *module],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=seconds_max,
+        check=False,
+    )
+    assert ran.returncode == 0, f"{ran.stdout[-3000:]}\n{ran.stderr[-6000:]}"
+    return ran.stdout.splitlines()
+
+
+def _climb(version: str, *kinds: str, **environment: str) -> None:
+    """Climb the ladder with engines of one release of vLLM, in another process."""
+    printed = _run("tests.engine.ladder", version, *kinds, environment=os.environ | environment)
+    assert [f"{version} {kind}: climbed" for kind in kinds] == [one for one in printed if one.endswith(": climbed")]
+
+
+@pytest.mark.timeout(SECONDS_MAX + 30)
+def test_runner_v2_answers_from_loaded_kv_as_without_kvpipe() -> None:
+    """The ladder, without drafts and with EAGLE."""
+    import vllm
+
+    _climb(vllm.__version__.split("+")[0], "runner-v2", "eagle")
+
+
+@pytest.mark.timeout(FETCH_SECONDS_MAX + SECONDS_MAX + 30)
+def test_other_releases_answer_from_loaded_kv_as_without_kvpipe() -> None:
+    """The ladder on the Python of each supported release that is not installed, and the compiled modules that are.
+
+    With EAGLE the runner is V2, which ends the connector's step later than without drafts.
+    """
+    releases = [line.split(" ", 1) for line in _run("tests.contract.fetch", "--others", seconds_max=FETCH_SECONDS_MAX)]
+    assert releases
+    for version, folder in releases:
+        path = os.pathsep.join((folder, str(ROOT)))
+        _climb(version, "runner-v1", "eagle", PYTHONPATH=path, VLLM_TARGET_DEVICE="cpu")
+
+
+def test_compiled_model_answers_from_loaded_kv_as_without_kvpipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ladder with a model that Dynamo traces: every layer's attention, and every step, is in its graph."""
+    calls: list[GraphModule] = []
+
+    def eager(graph: GraphModule, _inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        """Run a graph as Dynamo's backend of this name does, and record each call."""
+
+        def call(*arguments: Any) -> Any:
+            calls.append(graph)
+            return graph(*arguments)
+
+        return call
+
+    def check(live: Engine) -> None:
+        compilation = live.core.vllm_config.compilation_config
+        assert compilation.mode is CompilationMode.DYNAMO_TRACE_ONCE
+        assert len(calls) >= 2 * ANSWER
+        (graph,) = {*calls}
+        attention = [node for node in graph.graph.nodes if "unified_attention_with_output" in str(node.target)]
+        assert len(attention) == len(compilation.static_forward_context)
+        calls.clear()
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))  # vLLM sets it for the whole process
+    monkeypatch.setattr(CompilationConfig, "init_backend", lambda *_, **__: eager)
+    compilation = {"mode": CompilationMode.DYNAMO_TRACE_ONCE, "backend": "eager"}
+    climb(tmp_path, check, enforce_eager=False, compilation_config=compilation)
+    torch._dynamo.reset()
