@@ -199,12 +199,11 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             tiers=tiers,
             space_of=self._spaces.space,
             also_of=self._spaces.also,
-            introduced=True,
             waits_idle=config.parallel_config.data_parallel_size == 1,  # else such ranks' steps go together
             priority_of=_priority if config.scheduler_config.policy == "priority" else None,
             trace=self.recorder,
         )
-        self.counters = self.scheduler.counters
+        self.counters, self.scheduler.weights.awaited = self.scheduler.counters, True
         self._watch = Watch(config, self.scheduler)
         self._watch.doubted = self._remedies.encoded.doubted
         self._watch.encoder_reset = self._remedies.encoded.reset

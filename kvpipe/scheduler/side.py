@@ -70,7 +70,6 @@ class SchedulerSide:
         space_of: Callable[[str], str] = str,
         also_of: Callable[[str], str] = lambda _: "",
         waits_idle: bool = False,
-        introduced: bool = False,
         priority_of: Callable[[Request], float] | None = None,
         trace: Recorder = OFF,
     ) -> None:
@@ -80,7 +79,6 @@ class SchedulerSide:
         `recovery`: what the engine needs help with. `published`: notified of chunks that can be found, for routers.
         `tiers`: places beyond host memory. `space_of`: from a digest of the weights to the namespace in tiers, or "";
         `also_of`: to a second one with the same bytes. `priority_of`: who has a lower one is admitted first.
-        `introduced`: the ranks' first reports (`ranks_ready`) come with a step; nothing is found or saved before them.
         `waits_idle`: a rank may wait for loads in a step that computes nothing, since no computing rank waits for it.
         """
         self.settings, self.geometry, self._ranks, self._step, self._events = settings, geometry, ranks, 0, published
@@ -88,7 +86,7 @@ class SchedulerSide:
         self.trace, self.report, trace.step = trace, RequestReporter(trace), 1
         self._idle = Idle(settings.stall_ms_max) if waits_idle and stages == 1 else None  # else others may compute
         self._recovery = recovery = recovery or Recovery()
-        self.weights = weights = Weights(ranks, counters, awaited=introduced)
+        self.weights = weights = Weights(ranks, counters)
         self.switches = switches = Switches(settings, weights, saves=saves, loads=loads)
         self.catalog = catalog = self._make_catalog(None if settings.prefault == "use" and stages == 1 else 0)
         catalog.on_drop = published.dropped if published is not None else None
