@@ -32,10 +32,9 @@ from kvpipe.connectors.vllm.metadata import Introduction, PlanMetadata, ReportMe
 from kvpipe.connectors.vllm.metrics import KVPipeProm, KVPipeStats, Meter
 from kvpipe.connectors.vllm.model import watch_packing
 from kvpipe.connectors.vllm.no_caches import NoCaches
-from kvpipe.connectors.vllm.rank_facts import RankFacts
 from kvpipe.connectors.vllm.remedies import mixed_prompts, scales
 from kvpipe.connectors.vllm.remedies.uncomputed import forget_uncomputed
-from kvpipe.connectors.vllm.source import loaded_from, sees_a_part
+from kvpipe.connectors.vllm.source import sees_a_part
 from kvpipe.connectors.vllm.spaces import Spaces
 from kvpipe.connectors.vllm.weights import Watch
 from kvpipe.control import check_control_file, watch_control_file
@@ -201,7 +200,6 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             tiers=tiers,
             space_of=self._spaces.space,
             also_of=self._spaces.also,
-            introduced=True,
             waits_idle=config.parallel_config.data_parallel_size == 1,  # else such ranks' steps go together
             spans_of=spans.spans_of(config),
             priority_of=_priority if config.scheduler_config.policy == "priority" else None,
@@ -209,7 +207,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         )
         if self.scheduler.staging is not None:
             self.scheduler.staging.finder.first_hash = first_hash(config.cache_config.prefix_caching_hash_algo)
-        self.counters = self.scheduler.counters
+        self.counters, self.scheduler.weights.awaited = self.scheduler.counters, True
         self._watch = Watch(config, self.scheduler)
         self._watch.doubted = self._remedies.encoded.doubted
         self._watch.encoder_reset = self._remedies.encoded.reset
@@ -342,8 +340,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         scales.set_scales(config.compilation_config.static_forward_context, kv_caches)
         facts = rank_facts.find(config, self._kv_cache_config, self.geometry, kv_caches, self._contain)
         self._layout, self._common, self._numerics = facts.layout, facts.common, facts.numerics
-        if self.settings.name:
-            self._claim_name(facts)
+        self._claim = rank_facts.claim(self.settings, config, self._kv_cache_config, self.geometry, self.rank, facts)
         self.worker = WorkerSide(
             self.settings,
             self.geometry,
@@ -369,22 +366,6 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         So reading them does not delay the first step. `MultiConnector` skips this call behind a connector that answers.
         """
         self._introduce()
-
-    def _claim_name(self, found: RankFacts) -> None:
-        """Claim the configured name for this rank, before the engine serves.
-
-        Raises:
-            ConfigError: the same rank of a living engine with another layout, or other weights, has the name.
-
-        """
-        facts = support.identity(self._vllm_config, self._kv_cache_config, self.geometry)
-        try:
-            weights = loaded_from(found.weigh()).memory
-        except Exception as error:  # noqa: BLE001  (as for the introduction, which counts it)
-            info("weights_not_read", error=repr(error))
-            weights = ""
-        facts |= {"layouts": [(self.rank, found.layout)], "weights": weights, "numerics": found.numerics()}
-        self._claim = NameClaim(self.settings.name, facts, self.settings.state_dir, rank=self.rank)
 
     def _introduce(self) -> Introduction | None:
         """Return this rank's introduction; None without caches."""
@@ -506,11 +487,17 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """Ignore the handshake: it is another connector's."""
 
-    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """Ignore the handshake: it is another connector's."""
+    def _take(self, side: SchedulerSide, report: ReportMetadata) -> None:
+        """Take a step's reports: jobs that have ended are over, whatever the ranks' introductions raise."""
+        try:
+            if report.introductions:
+                self._meet(side, report.introductions)
+        finally:
+            side.reported(report.report)
 
     def _meet(self, side: SchedulerSide, introductions: Sequence[Introduction]) -> None:
         """Take what ranks' bytes depend on. Tiers are used from now on, in the resulting namespace."""
+        side.orders.turns.take()
         self._met |= {one.rank: one for one in introductions}
         reported = [one for _, one in sorted(self._met.items())]
         ranks, tiers = self._vllm_config.parallel_config.world_size, side.staging is not None
@@ -586,9 +573,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
                 self.scheduler.invalidated(connector_output.invalid_block_ids)
         finally:  # ranks report each job once
             if isinstance(report, ReportMetadata):
-                if report.introductions:
-                    self._meet(self.scheduler, report.introductions)
-                self.scheduler.reported(report.report)
+                self._take(self.scheduler, report)
 
     @_contained(lambda: (False, None))
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvpipe.connectors.vllm import numerics, shares, support
 from kvpipe.connectors.vllm.model import LoadedModel
-from kvpipe.connectors.vllm.source import sees_a_part
+from kvpipe.connectors.vllm.source import loaded_from, sees_a_part
 from kvpipe.connectors.vllm.weights import suspect
+from kvpipe.names import NameClaim
 from kvpipe.tiers.parts import Share
 
 if TYPE_CHECKING:
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+    from kvpipe.config import Settings
     from kvpipe.geometry import Geometry
 
 
@@ -73,3 +76,22 @@ def _dtypes(config: VllmConfig) -> list[torch.dtype]:
     drafts = config.speculative_config
     models = [config.model_config, getattr(drafts, "draft_model_config", None)]
     return [one.dtype for one in models if one is not None]
+
+
+def claim(
+    settings: Settings, config: VllmConfig, cache: KVCacheConfig, geometry: Geometry, rank: int, found: RankFacts
+) -> NameClaim | None:
+    """Claim the configured name for a rank with these facts, before the engine serves; None: no name is configured.
+
+    Raises:
+        ConfigError: the same rank of a living engine with another layout, or other weights, has the name.
+
+    """
+    if not settings.name:
+        return None
+    weights = ""
+    with contextlib.suppress(Exception):  # the first report reads them again, and counts what is wrong
+        weights = loaded_from(found.weigh()).memory
+    facts = support.identity(config, cache, geometry) | {"layouts": [(rank, found.layout)], "weights": weights}
+    facts["numerics"] = found.numerics()
+    return NameClaim(settings.name, facts, settings.state_dir, rank=rank)

@@ -75,7 +75,6 @@ class SchedulerSide:
         space_of: Callable[[str], str] = str,
         also_of: Callable[[str], str] = lambda _: "",
         waits_idle: bool = False,
-        introduced: bool = False,
         priority_of: Callable[[Request], float] | None = None,
         spans_of: SpansOf | None = None,
         trace: Recorder = OFF,
@@ -88,14 +87,13 @@ class SchedulerSide:
         `also_of`: to a second one with the same bytes. `priority_of`: who has a lower one is admitted first.
         `waits_idle`: a rank may wait for loads in a step that computes nothing, as no rank waits for it.
         `spans_of`: returns the spans of a request that no step and no hit may cut; None: no request has any.
-        `introduced`: the ranks' first reports (`ranks_ready`) come with a step; nothing is found or saved before them.
         """
         self.settings, self.geometry, self._ranks, self._step, self._events = settings, geometry, ranks, 0, published
         self.counters = counters = Counters()
         self.trace, self.report, trace.step = trace, RequestReporter(trace), 1
         self._idle = Idle(settings.stall_ms_max) if waits_idle and stages == 1 else None  # else others may compute
         self._recovery = recovery = recovery or Recovery()
-        self.weights = weights = Weights(ranks, counters, awaited=introduced)
+        self.weights = weights = Weights(ranks, counters)
         self.switches = switches = Switches(settings, weights, saves=saves, loads=loads)
         self.catalog = catalog = self._make_catalog(None if settings.prefault == "use" and stages == 1 else 0)
         catalog.on_drop = published.dropped if published is not None else None

@@ -16,9 +16,10 @@ from kvpipe.trace.log import Counters
 class Weights:
     """One per engine, on the scheduler's thread."""
 
-    def __init__(self, ranks: int, counters: Counters, *, awaited: bool = False) -> None:
-        """Start without digests, of `ranks` ranks. `awaited`: their first reports come with a step."""
-        self._ranks, self._counters, self.awaited = ranks, counters, awaited
+    def __init__(self, ranks: int, counters: Counters) -> None:
+        """Start without digests, of `ranks` ranks."""
+        self._ranks, self._counters, self.awaited = ranks, counters, False
+        """`awaited`: the ranks' first reports come with a step, and have not come. Nothing is found or saved before."""
         self.digest = ""
         """The digest of all ranks' weights; "": some rank's weights are not known."""
         self._question = self._answered = self._sent = 0

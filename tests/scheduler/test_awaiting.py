@@ -29,13 +29,13 @@ def _consumer(name: str) -> Iterator[tuple[Trial, Callable[[], None]]]:
 
 
 def _asks(trial: Trial, times: int) -> bool:
-    """Step until the tiers were asked so many times more."""
+    """Step until the tiers were asked so many times more, or the prompt is over. Return whether they were."""
 
     def step() -> bool:
         trial.do(("step", 0))
-        return trial.side.counters["tier_lookup_awaiting"] >= times
+        return trial.side.counters["tier_lookup_awaiting"] >= times or not trial.live
 
-    return eventually(step, every_s=0.005)
+    return eventually(step, every_s=0.005) and bool(trial.live)
 
 
 @pytest.mark.parametrize("name", ["consumer", "async-scheduler-consumer"])

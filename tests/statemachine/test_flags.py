@@ -71,6 +71,7 @@ FLAGS: dict[str, dict[str, str]] = {
         "Prefetch.over": "a latch: nothing more comes of it; the stage machine has the state, from its turn on",
         "RequestContext.sampled": "configuration, by request: whether it is traced",
         "Saving._uncut": "configuration",
+        "Staging._consumes": "configuration",
         "Storing._rested": "what waits was counted for this idle stretch",
         "Switches.loads": "configuration",
         "Switches.saves": "configuration",
@@ -198,6 +199,7 @@ FLAGS: dict[str, dict[str, str]] = {
         "Proxy.stalled": "what a test asks for: nothing passes",
     },
     "connectors/vllm": {
+        "KVPipeConnector._introduced": "a latch: the rank's introduction was sent",
         "PromptBlocks._adapters": "configuration",
         "_Observed.failed": "a latch: a tensor was not loaded as it was given",
         "_Observed.whole": "content of a report",

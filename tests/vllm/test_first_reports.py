@@ -30,6 +30,15 @@ def _new_engine(shape: Shape, *, unmet: bool = True) -> Iterator[Trial]:
         trial.close()
 
 
+@pytest.mark.parametrize("name", ["sibling-behind", "two-siblings"])
+def test_ranks_leave_the_handshake_to_other_connectors(name: str) -> None:
+    """In either order another connector gets the hands of all ranks, its own; kvpipe's reports come with a step."""
+    with _new_engine(SHAPES[name]) as trial:
+        assert all(rank.kvpipe.get_handshake_metadata() is None for rank in trial.ranks)
+        trial.do(("drain",))
+        assert not trial.side.weights.awaited
+
+
 @pytest.mark.parametrize("name", ["two-tiers", "pipeline-2", "async-scheduler-tier"])
 def test_idle_engine_steps_until_its_ranks_have_reported(name: str) -> None:
     """No request has come. The steps compute nothing."""

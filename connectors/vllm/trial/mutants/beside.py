@@ -13,8 +13,7 @@ MUTANTS: dict[str, Mutant] = {
     "handshake_taken": Mutant(
         "Ranks answer vLLM's handshake, so another connector gets no answer of its own ranks.",
         one(CONNECTOR, "get_handshake_metadata", "self._introduce()", "return self._introduce()"),
-        shape=_BEHIND,
-        by="nothing_raises",
+        test=f"{_FIRST}ranks_leave_the_handshake_to_other_connectors",
     ),
     "keys_of_another_connector_returned": Mutant(
         "A finished request returns a parameter under a key of NIXL's, and vLLM's scheduler raises `Key clash`.",
