@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvpipe.cli.doctor import beside, checks
-from kvpipe.config import Settings
+from kvpipe.config import load_settings
 from tests.cli.doctor_machines import answer_of, machine_of
 
 OWN, NIXL = {"kv_connector": "KVPipeConnector"}, {"kv_connector": "NixlConnector"}
@@ -44,14 +44,14 @@ def test_doctor_names_a_wrong_order_and_a_missing_wheel(
     """The remedy is what to type."""
     _, names = beside.apart(_beside(*children))
     machine = machine_of(tmp_path, connectors=names, has_module=lambda name: installed and name == "nixl")
-    answer = answer_of(beside.check_connectors(Settings(), machine))
+    answer = answer_of(beside.check_connectors(load_settings(), machine))
     assert answer.status == status
     assert remedy in answer.remedy
 
 
 def test_doctor_checks_connectors_only_where_they_are_given(tmp_path: Path) -> None:
     """An extra config says nothing of other connectors."""
-    assert beside.check_connectors(Settings(), machine_of(tmp_path)) is None
+    assert beside.check_connectors(load_settings(), machine_of(tmp_path)) is None
 
 
 def test_doctor_takes_the_whole_flag(monkeypatch: pytest.MonkeyPatch) -> None:

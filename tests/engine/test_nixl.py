@@ -37,7 +37,7 @@ def _server(folder: Path, *children: dict[str, Any]) -> Server:
         "kv_buffer_device": "cpu", "kv_connector_extra_config": {"connectors": children},
     }  # fmt: skip
     name = children[0]["kv_connector"]
-    ports = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+    ports: Any = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
     options = ("--no-enable-prefix-caching", "--num-gpu-blocks-override", "200")
     return Server(folder / f"{name}.log", None, *options, transfer=transfer, **ports)
 

@@ -43,12 +43,12 @@ def test_ranks_leave_the_handshake_to_other_connectors(name: str) -> None:
 def test_idle_engine_steps_until_its_ranks_have_reported(name: str) -> None:
     """No request has come. The steps compute nothing."""
     with _new_engine(SHAPES[name]) as trial:
-        assert trial.side.staging is not None
-        assert not trial.side.staging.space.name
+        side: Any = trial.side
+        assert not side.staging.space.name
         assert trial.scheduler.has_requests()
         trial.do(("step", 0))
         trial.do(("drain",))
-        assert trial.side.staging.space.name
+        assert side.staging.space.name
         assert not trial.scheduler.has_requests()
         assert trial.steps < 4
 
