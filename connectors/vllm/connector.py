@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -91,10 +92,6 @@ def _contained(miss: Callable[[], Any]) -> Callable[[F], F]:
         return cast("F", inner)
 
     return decorate
-
-
-def _priority(request: Request) -> int:
-    return request.priority
 
 
 def _nothing() -> None:
@@ -202,7 +199,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
             also_of=self._spaces.also,
             waits_idle=config.parallel_config.data_parallel_size == 1,  # else such ranks' steps go together
             spans_of=spans.spans_of(config),
-            priority_of=_priority if config.scheduler_config.policy == "priority" else None,
+            priority_of=attrgetter("priority") if config.scheduler_config.policy == "priority" else None,
             trace=self.recorder,
         )
         if self.scheduler.staging is not None:
@@ -372,10 +369,9 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         worker = self.worker
         if self._introduction is None and not isinstance(worker, NoCaches):
             digest = self._layout if worker.carrier is not None else ""
-            heads, weights = tuple(share.heads for share in worker.shares), worker.weigh_now()
-            self._introduction = Introduction(
-                worker.rank, digest, weights, self.geometry.slots, heads, self._common, self._numerics()
-            )
+            heads, slots = tuple(share.heads for share in worker.shares), self.geometry.slots
+            found = worker.weigh_now(), slots, heads, self._common, self._numerics()
+            self._introduction = Introduction(worker.rank, digest, *found)
         return self._introduction
 
     @_contained(_nothing)
@@ -487,14 +483,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """Ignore the handshake: it is another connector's."""
 
-    def _take(self, side: SchedulerSide, report: ReportMetadata) -> None:
-        """Take a step's reports: jobs that have ended are over, whatever the ranks' introductions raise."""
-        try:
-            if report.introductions:
-                self._meet(side, report.introductions)
-        finally:
-            side.reported(report.report)
-
+    @_contained(_nothing)
     def _meet(self, side: SchedulerSide, introductions: Sequence[Introduction]) -> None:
         """Take what ranks' bytes depend on. Tiers are used from now on, in the resulting namespace."""
         side.orders.turns.take()
@@ -573,7 +562,9 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
                 self.scheduler.invalidated(connector_output.invalid_block_ids)
         finally:  # ranks report each job once
             if isinstance(report, ReportMetadata):
-                self._take(self.scheduler, report)
+                if report.introductions:
+                    self._meet(self.scheduler, report.introductions)
+                self.scheduler.reported(report.report)
 
     @_contained(lambda: (False, None))
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002

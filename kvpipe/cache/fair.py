@@ -27,7 +27,7 @@ class _Salt(Generic[K]):
         self.rows: list[tuple[float, int, K]] = []
 
 
-class _Account(Generic[K]):
+class _FairAccount(Generic[K]):
     """The salts that share one account. `ranks`: (amount, -number, salt) of each, sorted."""
 
     __slots__ = ("amount", "ranks", "salts", "turn")
@@ -47,7 +47,7 @@ class _Account(Generic[K]):
             insort(self.ranks, (salt.amount, -salt.number, salt))
 
 
-class _Entry(NamedTuple):
+class _FairEntry(NamedTuple):
     account: object
     salt: str
     rank: float
@@ -64,8 +64,8 @@ class FairShares(Generic[K]):
     def __init__(self, account: Callable[[Tenant], object] = lambda _: None) -> None:
         """Start without entries. `account(tenant)`: as `Catalog.account_of`."""
         self._account = account
-        self._accounts: dict[object, _Account[K]] = {}
-        self._entries: dict[K, _Entry] = {}
+        self._accounts: dict[object, _FairAccount[K]] = {}
+        self._entries: dict[K, _FairEntry] = {}
         self._numbers, self._turns = itertools.count(1), 0
         self.amount = 0
 
@@ -83,11 +83,11 @@ class FairShares(Generic[K]):
         number, name = next(self._numbers), self._account(tenant)
         account = self._accounts.get(name)
         if account is None:
-            account = self._accounts[name] = _Account(self._turns)
+            account = self._accounts[name] = _FairAccount(self._turns)
         salt = account.salts.get(tenant.salt)
         if salt is None:
             salt = account.salts[tenant.salt] = _Salt(number, self._turns)
-        entry = self._entries[key] = _Entry(name, tenant.salt, -number if rank is None else rank, number, amount)
+        entry = self._entries[key] = _FairEntry(name, tenant.salt, -number if rank is None else rank, number, amount)
         insort(salt.rows, (entry.rank, number, key))
         account.change(salt, amount)
         self.amount += amount

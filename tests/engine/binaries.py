@@ -35,4 +35,8 @@ def lend(release: str) -> None:
     """
     sys.meta_path.append(_Binaries())
     version = metadata.version
-    metadata.version = lambda name: f"{release}+cpu" if name == "vllm" else version(name)
+
+    def answered(distribution_name: str) -> str:
+        return f"{release}+cpu" if distribution_name == "vllm" else version(distribution_name)
+
+    metadata.version = answered

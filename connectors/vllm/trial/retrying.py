@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 class RetryingSide(SchedulerSide):
     """Forgets, at the next lookup, that a load of the request has failed."""
 
-    def lookup(self, request: Request, local_tokens: int) -> Answer:
+    def lookup(self, request: Request, local_tokens: int, *, elsewhere: bool = False) -> Answer:
         """Look up as if the request were new."""
         tracked = self.requests.tracked.get(request.request_id)
         if tracked is not None and tracked.state.row == RECOMPUTING:
             del self.requests.tracked[request.request_id]
-        return super().lookup(request, local_tokens)
+        return super().lookup(request, local_tokens, elsewhere=elsewhere)
 
 
 class RetryingConnector(KVPipeConnector):
