@@ -34,5 +34,9 @@ def lend(release: str) -> None:
     VLLM also asks for the version of its distribution, which is not installed: the answer is that of a CPU build.
     """
     sys.meta_path.append(_Binaries())
-    version = metadata.version
-    metadata.version = lambda name: f"{release}+cpu" if name == "vllm" else version(name)
+    installed = metadata.version
+
+    def version(distribution_name: str) -> str:
+        return f"{release}+cpu" if distribution_name == "vllm" else installed(distribution_name)
+
+    metadata.version = version
