@@ -34,9 +34,9 @@ def lend(release: str) -> None:
     VLLM also asks for the version of its distribution, which is not installed: the answer is that of a CPU build.
     """
     sys.meta_path.append(_Binaries())
-    version = metadata.version
+    installed = metadata.version
 
-    def answered(distribution_name: str) -> str:
-        return f"{release}+cpu" if distribution_name == "vllm" else version(distribution_name)
+    def version(distribution_name: str) -> str:
+        return f"{release}+cpu" if distribution_name == "vllm" else installed(distribution_name)
 
-    metadata.version = answered
+    metadata.version = version
