@@ -187,9 +187,12 @@ def test_folders_that_vanish_are_made_again(tmp_path: Path, gone: str) -> None:
                 with pytest.raises(TierError):
                     await tier.write([put(2, 64 * KIB)])
             if gone == ".":
-                for ask in (tier.health, tier.capacity, lambda: tier.read([get(1, 4096)])):
+                for ask in (tier.capacity, lambda: tier.read([get(1, 4096)])):
                     with pytest.raises(TierError):
                         await ask()
+                await tier.health()
+                assert path.is_dir()
+                shutil.rmtree(path)
                 path.touch()
                 with pytest.raises(TierError):
                     await tier.open()

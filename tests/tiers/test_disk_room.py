@@ -155,7 +155,7 @@ def test_the_bound_holds_for_all_processes_together(tmp_path: Path) -> None:
 
 
 def test_drafts_of_the_living_are_left_alone(tmp_path: Path) -> None:
-    """Opening a tier deletes what dead processes left unfinished, and nothing of those that live."""
+    """Opening a tier deletes drafts of dead processes, and none of living ones. Closing it leaves nothing."""
 
     async def play() -> None:
         async with opened(tmp_path) as tier:
@@ -172,4 +172,4 @@ def test_drafts_of_the_living_are_left_alone(tmp_path: Path) -> None:
             assert tier._room.used() == 0
 
     run(play)
-    assert list((tmp_path / TMP).iterdir()) == []
+    assert list(tmp_path.iterdir()) == []

@@ -6,7 +6,7 @@ from kvpipe.connectors.vllm.trial.mutants.base import CONNECTOR, LOOKUPS, SCHEDU
 
 _BEHIND = "sibling-behind"
 _STAGING = "kvpipe.scheduler.fetches:Staging"
-_AWAITING = "tests/scheduler/test_awaiting.py::test_"
+_AWAITING = "tests/trials/test_awaiting.py::test_"
 _FIRST = "tests/vllm/test_first_reports.py::test_"
 
 MUTANTS: dict[str, Mutant] = {
