@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Every test, in parts, one part after the other, each on all cores.
 # usage: tools/test.sh default|ci|nightly   every test, with this profile of Hypothesis
-#        tools/test.sh quick                the tests that need no vLLM, of files that take at most ten seconds
+#        tools/test.sh quick                the tests that need no vLLM, of files that take at most six seconds
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONHASHSEED=${PYTHONHASHSEED:-0}
@@ -22,6 +22,7 @@ part() { # part NAME ARGUMENTS…; a test that hangs says where after ten minute
 
 # a worker takes whole files, in the order of tests/progress.py
 spread=(-n auto --dist loadfile --no-loadscope-reorder)
+waiting=("${spread[@]}" -n "$((2 * $(nproc)))" --maxprocesses 16) # its tests wait for servers half of their time
 clock=tests/contract/test_conformance.py # its tests tell hangs by the clock, so they run alone
 with_vllm=(
   tests/contract tests/packages tests/second_engine tests/site tests/trials tests/vllm
@@ -35,9 +36,9 @@ for one in "${with_vllm[@]}"; do
 done
 
 if [ "$profile" = quick ]; then
-  part quick "${spread[@]}" --no-vllm --file-seconds-max 10 "${without_vllm[@]}"
+  part quick "${waiting[@]}" --no-vllm --file-seconds-max 6 "${without_vllm[@]}"
 else
-  part core "${spread[@]}" --no-vllm "${without_vllm[@]}"
+  part core "${waiting[@]}" --no-vllm "${without_vllm[@]}"
   part schedulers "${spread[@]}" "${with_vllm[@]}" property_tests --ignore "$clock"
   part engines "${spread[@]}" tests/engine
   part clock "$clock"

@@ -9,7 +9,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
-LEFT_OUT = {"torchaudio", "torchcodec", "torchvision"}
+LEFT_OUT = {"nixl-cu13", "torchaudio", "torchcodec", "torchvision"}
 """Why: `requirements/README.md`."""
 
 

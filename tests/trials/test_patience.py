@@ -18,7 +18,7 @@ from kvpipe.messages import Report
 from kvpipe.scheduler.pace import PREFILL_TOKENS_MIN, Pace
 from kvpipe.scheduler.patience import TRIED_EVERY, Patience
 from kvpipe.statemachine import stage as m
-from tests.trials.test_fetches import ADD, SHAPE, Played, in_play
+from tests.trials.test_fetches import ADD, SHAPE, Played, _chunks, in_play
 from tests.trials.test_overload import STEP, _brought, _busy
 
 
@@ -148,7 +148,7 @@ def test_what_a_quick_tier_has_is_fetched() -> None:
     """Behind it the slow one goes on: that part is computed."""
     with in_play(SHAPE._replace(tiers=2, pool_slots=24)) as played:
         values = played.trial.tiers[0].values
-        whole = max(values, key=lambda name: len(values[name]))
+        whole = next(name for name in values if name in _chunks(values))
         for name in {*values} - {whole}:
             del values[name]
         patience = played.staging.patience

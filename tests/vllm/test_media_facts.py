@@ -156,13 +156,13 @@ _ALONE = """
 import functools, threading
 from pathlib import Path
 from types import SimpleNamespace
-from kvpipe.connectors.vllm.media import _text
+from kvpipe.connectors.vllm.media import described
 one = SimpleNamespace(
     names={"a", "b", "c", ("d", 1)}, path=Path("/x/y"), lock=threading.Lock(), key=object(), call=lambda: 0,
     more=functools.partial(print, object()), objects={object(), SimpleNamespace, print},
 )
 one.back = [one]
-print(_text(lambda: one))
+print(described(lambda: one))
 """
 
 

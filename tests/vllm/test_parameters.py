@@ -29,6 +29,7 @@ def test_what_are_no_parameters_ends_no_engine(parameters: object) -> None:
     )
     try:
         init_none_hash(sha256)
+        scheduler.connector.scheduler.weights.awaited = False  # no rank runs here that could report
         hasher, params = get_request_block_hasher(BLOCK, sha256), SamplingParams(max_tokens=1)
         params.extra_args = {"kv_transfer_params": parameters}
         scheduler.add_request(Request("r", [*range(BLOCK + 1)], params, None, block_hasher=hasher))

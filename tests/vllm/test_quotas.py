@@ -264,7 +264,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a name": ([{"name": "a b", "salt": "SECRET"}], "entry 1: name='a b' is not valid (use letters, digits,"),
     "no salt": ([{"name": "a"}], "entry 1: give its salt by one of salt and salt_env"),
     "two salts": ([{"name": "a", "salt": "SECRET", "salt_env": "X"}], "give its salt by one of salt and salt_env"),
-    "an empty salt": ([{"name": "a", "salt": ""}], "entry 1: salt is not valid ("),
+    "an empty salt": ([{"name": "a", "salt": ""}], "entry 1: salt='' is not valid ("),
     "a number": ([{"name": "a", "salt": 4711}], "entry 1: salt is not valid (Input should be a valid string)"),
     "others": ([{"name": "others", "salt": "SECRET"}], "others has no salt: leave out salt and salt_env, or"),
     "a share": ([{"name": "others", "share": 1.5}], "share=1.5 is not valid (Input should be less than or equal to 1)"),
