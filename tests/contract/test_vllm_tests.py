@@ -94,7 +94,10 @@ BREAKAGES = {
         "contained_error",
     ),
     "an asynchronous load of nothing": (
-        ("from kvpipe.scheduler.side import SchedulerSide as S\nS.lookup = lambda self, request, local, **_: (0, True)\n"),
+        (
+            "from kvpipe.scheduler.side import SchedulerSide as S\n"
+            "S.lookup = lambda self, request, local, **_: (0, True)\n"
+        ),
         "AssertionError",
     ),
 }
