@@ -90,7 +90,8 @@ def _mla_answers(live: Engine) -> tuple[list[list[int]], list[list[torch.Tensor]
     answers, pages = [], []
     for _ in range(3):
         request = live.add(PROMPTS[0], 30)
-        live.step()
+        while not any(one.num_output_tokens for one in live.scheduler.requests.values()):
+            live.step()
         pages.append(_pages(live, request, whole_blocks(live, 300)))
         answers.append(list(live.drain()[request].outputs[0].token_ids))
     return answers, pages
