@@ -31,7 +31,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", default="tests", help="the name of this part in progress lines")
     parser.addoption("--no-vllm", action="store_true", help="refuse every import of vLLM, which takes ten seconds")
     parser.addoption("--file-seconds-max", type=float, help="leave out files that took longer, by tests/durations.json")
-    parser.addoption("--shard", default="1/1", help="K/N: the K-th of N equal parts of the tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -50,12 +49,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return _durations().get(collection_path.relative_to(ROOT).as_posix(), 0.0) > seconds_max or None
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Start the files that take longest first, so that no core waits for a long file at the end. Keep one shard."""
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start the files that take longest first, so that no core waits for a long file at the end."""
     seconds = _durations()
     items.sort(key=lambda item: -seconds.get(_file(item.nodeid), 0.0))
-    first, _, shards = config.getoption("shard").partition("/")
-    items[:] = items[int(first) - 1 :: int(shards)]
 
 
 class _NoVllm(MetaPathFinder):

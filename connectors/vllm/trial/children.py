@@ -268,7 +268,10 @@ def _warm_up() -> None:
     """Import once, before the forks, what every trial needs."""
     import logging
 
+    import torch
+
     logging.disable(logging.ERROR)
+    torch.set_num_threads(1)  # ranks compute when they start, and a fork waits for ever for OpenMP's other threads
     trial = Trial(SHAPES["sync"])
     trial.do(("add", 0, 0, 0, 0))
     trial.do(("drain",))
