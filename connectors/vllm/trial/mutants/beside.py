@@ -62,7 +62,7 @@ MUTANTS: dict[str, Mutant] = {
             "== self._config.parallel_config.world_size",
             ">= 1",
         ),
-        test="tests/scheduler/test_fetches.py::test_tiers_on_some_ranks_only",
+        test="tests/trials/test_fetches.py::test_tiers_on_some_ranks_only",
     ),
     "consumer_computes_at_once": Mutant(
         "A decode engine computes what the prefill engine is still storing.",

@@ -98,7 +98,7 @@ MUTANTS: dict[str, Mutant] = {
         "A lookup takes leases; a request that is not admitted never gives them back.",
         one(
             LOOKUPS,
-            "answer",
+            "_answer",
             "    return Hit(external, waits)",
             "    from kvpipe.cache.catalog import Owner\n"
             "    self._loading._catalog.lease(Owner(request.request_id, -1), [])\n    return Hit(external, waits)",
@@ -210,7 +210,7 @@ MUTANTS: dict[str, Mutant] = {
         "A request's hit is promised once; asked again it has none.",
         one(
             LOOKUPS,
-            "answer",
+            "_answer",
             "tracked.fire(m.ASK)\n",
             "tracked.fire(m.ASK)\n    asking = tracked.asking\n"
             "    if asking.state.row == 'ASKED' and asking.asked_step == step:\n        return MISS\n",

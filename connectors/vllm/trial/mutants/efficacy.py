@@ -18,7 +18,7 @@ MUTANTS: dict[str, Mutant] = {
         "The last partial unit of a load is rounded down.",
         one(
             LOOKUPS,
-            "answer",
+            "_answer",
             "tokens = min(tokens, request.num_tokens - 1)",
             "tokens = min(tokens, request.num_tokens - 1) // self._unit * self._unit",
         ),
@@ -68,7 +68,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "nothing_beyond_local_hits": Mutant(
         "A request of which vLLM's own prefix cache holds the beginning is promised nothing more.",
-        one(LOOKUPS, "answer", "external = max(0, tokens - local_tokens)", "external = 0 if local_tokens else tokens"),
+        one(LOOKUPS, "_answer", "external = max(0, tokens - local_tokens)", "external = 0 if local_tokens else tokens"),
     ),
     "preempted_and_never_loaded": Mutant(
         "A preempted request computes anew what it had saved.",

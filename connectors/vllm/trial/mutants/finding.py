@@ -22,7 +22,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "nothing_left_to_compute": Mutant(
         "A load inside a step may cover the whole prompt.",
-        one(LOOKUPS, "answer", "min(tokens, request.num_tokens - 1)", "tokens"),
+        one(LOOKUPS, "_answer", "min(tokens, request.num_tokens - 1)", "tokens"),
         shape="device-order",
     ),
     "loaded_from_the_chunk_before": Mutant(

@@ -45,7 +45,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "requests_that_read_nothing_are_put_off": Mutant(
         "A request that vLLM admits whatever is answered is to be asked for again.",
-        one(LOOKUPS, "answer", "and not request.skip_reading_prefix_cache:", "and True:"),
+        one(LOOKUPS, "_answer", "and not request.skip_reading_prefix_cache:", "and True:"),
         test="tests/scheduler/test_side.py::test_a_request_that_reads_no_cache_waits_for_nothing",
     ),
 }

@@ -66,7 +66,7 @@ MUTANTS: dict[str, Mutant] = {
             "self._shares.put(one.key, one.tenant,",
             "self._shares.put(one.key, ANYBODY,",
         ),
-        test="tests/scheduler/test_announced.py::test_announcements_of_a_salt_stay_when_another_salt_announces_many",
+        test="tests/trials/test_announced.py::test_announcements_of_a_salt_stay_when_another_salt_announces_many",
     ),
     "turns_are_not_shared": Mutant(
         "One tenant's announced prompts are all fetched before those of another, as long as they are to come sooner.",
@@ -82,7 +82,7 @@ MUTANTS: dict[str, Mutant] = {
             "self._take(self._shares.most())",
             "self._take(next(iter(self._offers)))",
         ),
-        test="tests/scheduler/test_idle_stores.py::test_offers_of_a_salt_stay_when_another_salt_offers_many",
+        test="tests/trials/test_idle_stores.py::test_offers_of_a_salt_stay_when_another_salt_offers_many",
     ),
     "invented_salts_count_one_by_one": Mutant(
         "A client that invents salts pushes out what a salt with a quota has announced.",

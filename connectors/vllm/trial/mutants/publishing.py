@@ -45,7 +45,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "published_when_one_stage_has_landed": Mutant(
         "A pipeline's chunk is published when as many ranks have landed it as a stage has.",
-        one(SCHEDULER, "__init__", "self.report, ranks=ranks,", "self.report, ranks=ranks // stages,"),
+        one(SCHEDULER, "_make_jobs", "ranks=self._ranks,", "ranks=self._ranks // 2,"),
         shape="pipeline-2",
         by="findable_chunks_are_whole_and_true",
     ),

@@ -140,7 +140,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "asked_anew_unnoticed": Mutant(
         "A request that lost its blocks with another connector's load, and is asked for anew, counts as running.",
-        one(LOOKUPS, "answer", "tracked.fire(m.ASK)", "tracked.state.row == m.RUNNING or tracked.fire(m.ASK)"),
+        one(LOOKUPS, "_answer", "tracked.fire(m.ASK)", "tracked.state.row == m.RUNNING or tracked.fire(m.ASK)"),
         shape="sibling",
     ),
     "let_down_and_loaded_between_steps": Mutant(
@@ -176,7 +176,7 @@ MUTANTS: dict[str, Mutant] = {
         "Asynchronous loads are taken whether or not there is room for all who hold blocks.",
         one(
             LOOKUPS,
-            "answer",
+            "_answer",
             " and not self._recovery.may_wait(request, waiting | self._requests.sessions)",
             " and False",
         ),

@@ -23,9 +23,10 @@ MUTANTS: dict[str, Mutant] = {
             Patch(
                 PREFIXES,
                 "why_short",
-                "return miss_reasons.NOT_SAVED",
-                "known = tuple(request.all_token_ids[: self._unit]) in getattr(self, 'firsts', ())\n"
-                "    return miss_reasons.EVICTED if known else miss_reasons.NOT_SAVED",
+                "return miss_reasons.BELOW_MINIMUM if self._cuts",
+                "if tuple(request.all_token_ids[: self._unit]) in getattr(self, 'firsts', ()):\n"
+                "        return miss_reasons.EVICTED\n"
+                "    return miss_reasons.BELOW_MINIMUM if self._cuts",
             ),
         ),
         test=f"{_TENANTS}::test_a_first_block_that_another_tenant_has_asked",

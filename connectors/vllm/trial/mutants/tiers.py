@@ -62,7 +62,7 @@ MUTANTS: dict[str, Mutant] = {
     "groups_not_told_apart": Mutant(
         "All cache groups write their chunks under one name.",
         (
-            Patch("kvpipe.tiers.carrier:Carrier", "_key", "order.chunk, order.group, part", "order.chunk, 0, part"),
+            Patch("kvpipe.tiers.carrier:Carrier", "_key", "order.chunk, order.group, *part", "order.chunk, 0, *part"),
             Patch("kvpipe.tiers.parts", "part_keys", "chunk, group, part", "chunk, 0, part"),
         ),
         "tier-hybrid",
