@@ -66,7 +66,7 @@ MUTANTS: dict[str, Mutant] = {
             "self._shares.put(one.key, one.tenant,",
             "self._shares.put(one.key, ANYBODY,",
         ),
-        test="tests/trials/test_announced.py::test_announcements_of_a_salt_stay_when_another_salt_announces_many",
+        test="tests/trials/test_announced_tenants.py::test_announcements_of_a_salt_stay_when_another_salt_announces_many",
     ),
     "turns_are_not_shared": Mutant(
         "One tenant's announced prompts are all fetched before those of another, as long as they are to come sooner.",
