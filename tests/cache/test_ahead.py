@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpipe.cache.ahead import ANNOUNCED_SHARE
+from kvpipe.cache.ahead import ANNOUNCED_SHARE, Part
 from kvpipe.cache.catalog import Catalog, Chunk, Owner
 from kvpipe.cache.policy.lru import Lru
 from kvpipe.cache.quotas import Accounts, SharedCatalog
@@ -96,6 +96,18 @@ def test_what_is_right_half_of_the_time_has_a_quarter_of_the_room() -> None:
     part = catalog.ahead.part(ANYBODY)
     part._used = part._wasted = SLOTS / 2
     assert 0.2 * MOST < catalog.room_ahead(ANYBODY) <= MOST / 4
+
+
+@pytest.mark.parametrize("used", [1, 3])
+def test_share_of_useful_chunks_stays_when_counts_are_halved(used: int) -> None:
+    """So many of each four announced chunks are of use."""
+    part = Part()
+    for number in range(20 * SLOTS):
+        part.announced += 1
+        part.over(used=number % 4 < used)
+        part.room(SLOTS)
+    assert part._used / (part._used + part._wasted) == pytest.approx(used / 4, abs=0.05)
+    assert part._used + part._wasted <= SLOTS
 
 
 def _come(catalog: Catalog, name: str) -> None:

@@ -15,7 +15,7 @@ from kvpipe.cache.policy import Lru
 from kvpipe.cache.quotas import Accounts, SharedCatalog
 from kvpipe.connectors.vllm.trial.scheduler_world import SchedulerWorld
 from kvpipe.quota_spec import parse_quotas
-from kvpipe.scheduler.answers import KEPT_SHARE, KINDS_MAX, PLACES_MAX, SEEN_MAX, STORED_SHARE
+from kvpipe.scheduler.answers import KEPT_SHARE, KINDS_MAX, PLACES_MAX, SEEN_MAX, STORED_SHARE, AnswerKind
 from kvpipe.scheduler.hints import Wish
 from kvpipe.scheduler.pace import Pace
 from kvpipe.scheduler.stores import Storing
@@ -119,6 +119,16 @@ def test_a_template_that_cuts() -> None:
     chat.cut(1)
     assert chat.first(chat.turn([])) == [3, 2]
     assert chat.world.side.stats()["decode_not_kept"] == 2
+
+
+@pytest.mark.parametrize("used", [1, 7])
+def test_share_of_used_answers_stays_when_counts_are_halved(used: int) -> None:
+    """So many of each eight answers are used."""
+    kind = AnswerKind()
+    for number in range(10 * SEEN_MAX):
+        kind.count(used=number % 8 < used)
+    assert kind.used / kind.seen == pytest.approx(used / 8, abs=0.05)
+    assert kind.seen <= SEEN_MAX
 
 
 def test_answers_that_are_gone_on_with() -> None:

@@ -102,6 +102,22 @@ def test_a_pinned_prompt_stays_until_its_deadline() -> None:
     assert one.held(kept) == 0
 
 
+def test_a_pin_ends_at_its_own_deadline_when_an_earlier_pin_lasts_longer() -> None:
+    """Two pins hold the same prompt. The later pin has the first deadline."""
+    one = Ordering(slots=8)
+    kept = one.save("a", 3 * CHUNK)
+    longer = one.pin(kept, 100)
+    one.world.step()  # this step notes the first deadline, which is then 100
+    one.pin(kept, 10)
+    one.now_s = 11
+    one.world.step()
+    assert [*one.side.pins.pins] == [longer.pin]
+    assert one.held(kept) == 3 * CHUNK
+    one.now_s = 101
+    one.world.step()
+    assert (one.side.pins.pins, one.side.catalog.leases) == ({}, 0)
+
+
 def test_the_age_of_the_oldest_lease_counts_no_pins() -> None:
     """They are meant to be old."""
     one = Ordering()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -177,3 +178,23 @@ def test_the_type_of_a_drafters_cache_is_a_fact() -> None:
         known.append(str(drafters.facts(made)))
     assert len(set(known)) == 3
     assert "kv_cache_dtype" not in known[0], "what is stored without one is still found"
+
+
+@pytest.mark.parametrize(
+    ("fact", "field", "value"),
+    [
+        ("method", "method", "eagle3"),
+        ("ahead_tokens", "use_multi_module_mtp", lambda: True),
+        ("model_config", "draft_model_config.hf_config.to_json_string", lambda: '{"hidden_size": 1}'),
+        ("model_dtype", "draft_model_config.dtype", "float16"),
+        ("quantization", "draft_model_config.quantization", "fp8"),
+        ("kv_cache_dtype", "kv_cache_dtype", "fp8_e4m3"),
+    ],
+)
+def test_facts_of_two_drafters_differ_when_one_field_differs(fact: str, field: str, value: object) -> None:
+    """Such drafters compute different KV. Each field is changed alone, so that no other fact hides a missing one."""
+    one, other = config("eagle", modules=3), config("eagle", modules=3)
+    *owners, name = field.split(".")
+    setattr(functools.reduce(getattr, owners, other.speculative_config), name, value)
+    facts, others = (drafters.facts(made)["drafter"] for made in (one, other))
+    assert {key for key in {*facts, *others} if facts.get(key) != others.get(key)} == {fact}

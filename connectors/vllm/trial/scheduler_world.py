@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -92,6 +92,7 @@ class SchedulerWorld:
         tiers: Sequence[GuardedTier] = (),
         quotas: Sequence[dict[str, Any]] = (),
         spans_of: SpansOf | None = None,
+        also_of: Callable[[str], str] = lambda _: "",
     ) -> None:
         """An empty cache."""
         keys = {"load": load, "prefault": touch, "policy": policy, "learn_answers": True}
@@ -111,6 +112,7 @@ class SchedulerWorld:
             waits_idle=waits_idle,
             tiers=tiers,
             spans_of=spans_of,
+            also_of=also_of,
             trace=trace,
         )
         self.tables: list[dict[str, list[TableEntry]]] = [{} for _ in windows]

@@ -9,6 +9,7 @@ from kvpipe.connectors.vllm.trial.mutants import (
     copies,
     efficacy,
     finding,
+    halves,
     identity,
     keys,
     layouts,
@@ -47,6 +48,7 @@ MUTANTS: dict[str, Mutant] = {
         layouts,
         policies,
         spans,
+        halves,
     )
     for name, mutant in area.MUTANTS.items()
 }

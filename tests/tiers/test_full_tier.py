@@ -1,0 +1,48 @@
+"""A tier without room: it takes no stores, but what it holds is read."""
+
+from __future__ import annotations
+
+from kvpipe.statemachine import breaker as m
+from kvpipe.testing.held_tier import HeldTier
+from kvpipe.tiers.base import TierFullError
+from kvpipe.tiers.guard import FAULTS_MAX, READ, WRITE
+from tests.tiers.test_carrier import rank_of
+
+
+class FullTier(HeldTier):
+    """A tier whose probes write something, so that they fail while the tier is full. `probes` counts them."""
+
+    probes = 0
+
+    async def health(self) -> None:
+        """See `Tier.health`."""
+        self.probes += 1
+        await super().health()
+        if self.trouble == "full":
+            raise TierFullError("it is full")
+
+
+def test_full_tier_is_read_again_when_it_was_down_before() -> None:
+    """Both breakers were open when the tier came back without room. Reads begin again, and stores wait for room."""
+    tier = FullTier()
+    with rank_of(tier) as rank:
+        reads, writes = (rank.tiers[0].breakers[use] for use in (READ, WRITE))
+        rank.carry(stores=True, slot=0)
+        assert rank.ended() == [True]
+        tier.trouble = "down"
+        for stores in (False, True):
+            for _ in range(FAULTS_MAX):
+                rank.carry(stores=stores, slot=0)
+                assert rank.ended() == [False]
+        assert (reads.state.row, writes.state.row) == (m.OPEN, m.OPEN)
+        tier.trouble, probed = "full", tier.probes
+        rank.probe_until(lambda: tier.probes >= probed + 3)  # at least one probe has begun and ended since
+        assert (reads.state.row, writes.state.row) == (m.HALF_OPEN, m.OPEN)
+        rank.carry(stores=False, slot=1)
+        assert rank.ended() == [True]
+        assert (reads.state.row, writes.state.row) == (m.CLOSED, m.OPEN)
+        tier.trouble = "none"
+        rank.probe_until(lambda: writes.allows)
+        rank.carry(stores=True, slot=0)
+        assert rank.ended() == [True]
+        assert writes.state.row == m.CLOSED
