@@ -1,4 +1,4 @@
-"""What a rank knows when it has its caches: their layout, its weights, how it computes, how KV lies over ranks."""
+"""Facts of a rank that has its caches: their layout, its weights, how it computes, how KV lies over ranks."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ PARAMETERS: Final = (
 
 
 class Hand(KVConnectorHandshakeMetadata):
-    """What one rank gives in the handshake."""
+    """The handshake metadata of one rank."""
 
 
 class Begun(KVConnectorMetadata):
