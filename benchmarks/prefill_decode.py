@@ -31,7 +31,7 @@ REPEATS: Final = 5
 ANSWER_TOKENS: Final = 4
 START_S_MAX: Final = 600.0
 LIMITS: Final = {"disk": 1.25, "redis": 1.5}
-"""Of one server's time to the first token."""
+"""The limits of one server's time to the first token."""
 HANDED: Final = {"do_remote_decode": True, "do_remote_prefill": False}
 NIXL: Final[dict[str, Any]] = {
     "kv_connector": "NixlConnector", "kv_connector_module_path": "tests.engine.tamed_nixl", "kv_role": "kv_both",

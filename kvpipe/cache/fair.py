@@ -76,7 +76,7 @@ class FairShares(Generic[K]):
     def put(self, key: K, tenant: Tenant, *, rank: float | None = None, amount: int = 1) -> None:
         """Add an entry of `tenant`, in place of another with this key. `amount`: how much it takes, at least 1.
 
-        Of a salt's entries the one with the highest `rank` is given up first; without ranks, the oldest.
+        A salt gives up its entry with the highest `rank` first; without ranks, its oldest entry.
         """
         if key in self._entries:
             self.pop(key)
@@ -108,7 +108,7 @@ class FairShares(Generic[K]):
     def most(self) -> K:
         """Return the key of the entry to give up: one of the salt that has most, in the account that has most.
 
-        Of equal salts the one that has had entries for longest gives up an entry. There is at least one entry.
+        If salts are equal, the salt that has had entries for longest gives up an entry. There is at least one entry.
         """
         account = max(self._accounts.values(), key=lambda one: one.amount)
         return account.ranks[-1][2].rows[-1][2]

@@ -313,7 +313,7 @@ def _why(args: argparse.Namespace) -> str:
 
 
 class _Namespaces:
-    """What the namespaces of a tier are worth. A namespace has one format and one key, so one value shows both.
+    """Judges the namespaces of a tier. A namespace has one format and one key, so one value shows both.
 
     A namespace is GOOD or STALE as soon as one of its values is. Else the first of TRIES values that is not judged
     counts.

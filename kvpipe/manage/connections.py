@@ -31,7 +31,7 @@ _SILENT.addHandler(logging.NullHandler())
 class Places:
     """The open connections of one server. Two kinds are counted apart: those that have sent the token, and others.
 
-    Of too many others the oldest one is closed. Of too many that have sent the token, the oldest idle one is closed.
+    If there are too many others, the oldest is closed. If too many have sent the token, the oldest idle one is closed.
     """
 
     def __init__(self, admits: Callable[[MutableMapping[str, Any]], bool], counters: Counters) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 ANNOUNCED_MAX: Final = 512
 """Prompts. If there are more, the tenant that has announced most loses the prompt that is to come last."""
 HASHES_MAX: Final = 1 << 19
-"""Of all prompts together. If there are more, the tenant with most hashes loses a prompt. A hash takes 75 bytes."""
+"""The hashes of all prompts together. If there are more, the tenant with most hashes loses a prompt. A hash takes 75 bytes."""
 HASHES_MAX_WITH_REQUESTS: Final = 1 << 16
 """The same where their requests are kept for routers: a block's tokens take ten times as much."""
 TURNS: Final = (0.9, 1.5)
@@ -157,7 +157,7 @@ class Announcements:
     def take(self, now_s: float, *, idle: bool) -> Announcement | None:
         """Return the announcement that has its turn now, if a turn is due.
 
-        Tenants have their turns one after the other. Of a tenant's due prompts the one that is to come first is taken.
+        Tenants have their turns one after the other. A tenant's due prompt that is to come first is taken.
         """
         due = self._due.until(now_s) + (self._fresh.until(now_s + IDLE_S) if idle else [])
         if not due:

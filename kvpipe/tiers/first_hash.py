@@ -1,4 +1,4 @@
-"""What an engine's keys begin with, left in a tier: engines with another first hash find nothing of each other.
+"""The first hash of an engine's keys, left in a tier: engines with another first hash find nothing of each other.
 
 A tier cannot tell keys of another chain from keys that nobody has written. So each engine leaves a digest of its first
 hash under a key that does not depend on it, one for its namespace and one for the whole tier (`ANY`, for `doctor`).

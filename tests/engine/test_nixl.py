@@ -56,7 +56,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Ser
 
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
-    """What an engine without a connector answers."""
+    """The answers of an engine without a connector."""
     return baseline(PROMPTS, TOKENS, **OWN)
 
 

@@ -126,7 +126,7 @@ def complete(kind: Processor | None) -> Iterator[None]:
 
 
 class Plan(NamedTuple):
-    """What vLLM and kvpipe decide before an engine's first step."""
+    """The decisions of vLLM and kvpipe before an engine's first step."""
 
     backends: tuple[str, ...]
     block_tokens: int

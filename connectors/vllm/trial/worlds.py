@@ -117,7 +117,7 @@ CONFLICTS: Final[tuple[tuple[str, dict[str, str]], ...]] = (
 Pair = tuple[str, str]
 """Two values of different axes, each as `axis=value`, in the order of `AXES`."""
 CANDIDATES = 6
-"""Of so many worlds the one is tried that has the most new pairs."""
+"""This many worlds are drawn; the one with the most new pairs is tried."""
 
 
 def _of_axis() -> dict[str, list[dict[str, frozenset[str]]]]:
