@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 ANNOUNCED_MAX: Final = 512
 """Prompts. If there are more, the tenant that has announced most loses the prompt that is to come last."""
 HASHES_MAX: Final = 1 << 19
-"""The hashes of all prompts together. If there are more, the tenant with most hashes loses a prompt. A hash takes 75 bytes."""
+"""Hashes of all prompts together. If there are more, the tenant with most loses a prompt. A hash takes 75 bytes."""
 HASHES_MAX_WITH_REQUESTS: Final = 1 << 16
 """The same where their requests are kept for routers: a block's tokens take ten times as much."""
 TURNS: Final = (0.9, 1.5)

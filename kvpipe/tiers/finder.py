@@ -106,7 +106,7 @@ class Finder(TierThread[TierLookup]):
         self.heads: tuple[int, ...] = ()
         """KV heads per group, of all ranks; see `kvpipe.tiers.parts`. Set by the scheduler's thread before lookups."""
         self.first_hash = ""
-        """The first hash of this engine's keys. Set by the scheduler's thread before lookups. "": it is not compared."""
+        """The first hash of this engine's keys. The scheduler's thread sets it before lookups. "": not compared."""
         self.other_hashes: dict[str, float] = {}
         """By tier, whether an engine with another first hash has used this engine's namespace last: 1 or 0."""
         self._compared: set[tuple[int, str]] = set()
