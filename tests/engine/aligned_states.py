@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from vllm.triton_utils.dispatcher import register_kernels
+from tests.engine.kernels import replace_kernels
 
 
 class _States:
@@ -98,10 +98,5 @@ def _names(kernel: Any) -> tuple[str, ...]:
 
 def register() -> None:
     """Put the kernels in. Once per process is enough, and more does no harm."""
-    from vllm.platforms import current_platform
-    from vllm.triton_utils import dispatcher
-
-    if not dispatcher._registry:  # vLLM's own come first: an engine puts them in only where none is in yet
-        current_platform.register_triton_kernel_overrides()
     kernels = {"precopy_mamba_align_fused_kernel": _precopy, "postprocess_mamba_fused_kernel": _postprocess}
-    register_kernels({f"vllm.v1.worker.mamba_utils.{name}": _by_name(name, run) for name, run in kernels.items()})
+    replace_kernels({f"vllm.v1.worker.mamba_utils.{name}": _by_name(name, run) for name, run in kernels.items()})

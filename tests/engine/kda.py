@@ -13,14 +13,12 @@ import pytest
 import torch
 from torch.nn.functional import normalize, softplus
 
+from tests.engine.kernels import replace_kernels
+
 
 def lend_kernels(patch: pytest.MonkeyPatch) -> None:
     """Make a model of these layers out of Qwen3-Next, and put torch in the place of what they launch."""
-    from vllm.platforms import current_platform
-    from vllm.triton_utils import dispatcher
-
-    if not dispatcher._registry:  # its scan of all modules fails at what is imported below
-        current_platform.register_triton_kernel_overrides()
+    replace_kernels({})  # vLLM's own scan fails at what is imported below
     from vllm.model_executor.layers.mamba.ops.cpu.causal_conv1d import causal_conv1d_fn_cpu, causal_conv1d_update_cpu
     from vllm.model_executor.model_loader import dummy_loader
     from vllm.model_executor.models import qwen3_next

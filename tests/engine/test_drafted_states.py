@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,6 +70,12 @@ def _unit(live: Engine) -> int:
     assert geometry.states
     assert geometry.ahead_tokens == 1
     return int(geometry.unit_tokens)
+
+
+def test_kernels_are_replaced_when_llvmlite_is_imported() -> None:
+    """VLLM's own drafter imports it with numba, and vLLM's scan of modules fails at it."""
+    importlib.import_module("llvmlite.binding")
+    aligned_states.register()
 
 
 def test_cold_warm_conversation_restart_and_mixed(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def held() -> MemorySample:
         resident_bytes=resident,
         malloc_bytes=malloc_bytes(),
         python_blocks=sys.getallocatedblocks(),
-        objects=sum(type(one).__module__.startswith("kvpipe") for one in gc.get_objects()),
+        objects=sum(str(type(one).__module__).startswith("kvpipe") for one in gc.get_objects()),
         threads=sum(1 for _ in Path("/proc/self/task").iterdir()),
         descriptors=sum(1 for _ in Path("/proc/self/fd").iterdir()),
     )
