@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import json
+import os
+import pickle
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import event, note
@@ -85,16 +87,41 @@ TestTrials = Trials.TestCase
 TestTrials.settings = examples(200, 60)
 
 
-@functools.cache
-def _ran(shape: str, seed: int) -> TrialRun:
-    return run(SHAPES[shape], seed)
+class Runs:
+    """Trials that several tests ask for. Each is run once, and its outcome kept in a folder of this test run."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder`: the same in all processes of a test run."""
+        self._folder = folder
+
+    def of_seed(self, shape: str, seed: int) -> TrialRun:
+        """Run the moves of a seed."""
+        return self._once(f"{shape}-{seed}", lambda: run(SHAPES[shape], seed))
+
+    def of_sequence(self, path: Path) -> TrialRun:
+        """Run a kept sequence."""
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        moves = [tuple(move) for move in kept["moves"]]
+        return self._once(path.stem, lambda: run(shape_named(kept["shape"]), kept["seed"], moves))
+
+    def _once(self, name: str, make: Callable[[], TrialRun]) -> TrialRun:
+        kept = self._folder / name
+        if kept.exists():
+            return cast("TrialRun", pickle.loads(kept.read_bytes()))  # noqa: S301  (its own)
+        ran = make()
+        written = kept.with_suffix(f".{os.getpid()}")
+        written.write_bytes(pickle.dumps(ran))
+        written.rename(kept)
+        return ran
 
 
-@functools.cache
-def _replayed(path: Path) -> TrialRun:
-    """Run a kept sequence."""
-    kept = json.loads(path.read_text(encoding="utf-8"))
-    return run(shape_named(kept["shape"]), kept["seed"], [tuple(move) for move in kept["moves"]])
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Runs:
+    """Return the trials of this test run, shared by all workers of pytest-xdist."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if hasattr(request.config, "workerinput") else base) / "runs"
+    folder.mkdir(exist_ok=True)
+    return Runs(folder)
 
 
 @pytest.mark.parametrize("at", range(WORLDS))
@@ -118,11 +145,11 @@ def test_a_world_is_built_from_its_name() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_seeds(shape: str) -> None:
+def test_seeds(shape: str, runs: Runs) -> None:
     """Under weighted random moves every invariant holds, and the moves do what they are for."""
     counters: Counter[str] = Counter()
     for seed in SEEDS:
-        ran = _ran(shape, seed)
+        ran = runs.of_seed(shape, seed)
         assert ran.broken == [], f"{shape} {seed}: {json.dumps(ran.made)}"
         counters += ran.counters
     role = SHAPES[shape].role
@@ -135,10 +162,10 @@ def test_seeds(shape: str) -> None:
 
 
 @pytest.mark.parametrize("path", REGRESSIONS, ids=lambda path: path.stem)
-def test_regression(path: Path) -> None:
+def test_regression(path: Path, runs: Runs) -> None:
     """A sequence that once broke an invariant, or leads to a rare cell, holds them all."""
     kept = json.loads(path.read_text(encoding="utf-8"))
-    ran = _replayed(path)
+    ran = runs.of_sequence(path)
     assert ran.broken == [], kept["sentence"]
     assert set(kept.get("cells", ())) <= set(map(str, ran.cells))
 
@@ -152,10 +179,10 @@ def test_what_a_reset_leaves_behind_is_never_served(shape: str, monkeypatch: pyt
         assert ran.broken == [], f"{shape} {seed}: {json.dumps(ran.made)}"
 
 
-def test_hints_come() -> None:
+def test_hints_come(runs: Runs) -> None:
     """Good and bad ones, with requests of the shape that has them, and of no other."""
     hinted, plain = (
-        sum((_ran(shape, seed).counters for seed in SEEDS), Counter[str]()) for shape in ("hints", "async-load")
+        sum((runs.of_seed(shape, seed).counters for seed in SEEDS), Counter[str]()) for shape in ("hints", "async-load")
     )
     for what in ("ignored", "applied.retain", "applied.demote", "applied.resume"):
         assert hinted[f"hints_{what}"], f"never reached: {what}"
@@ -190,10 +217,11 @@ def test_every_machine_is_counted() -> None:
     assert others == {"breaker", "carry", "ticket"}
 
 
-def test_every_cell_is_reached() -> None:
+def test_every_cell_is_reached(runs: Runs) -> None:
     """The seeds and the kept sequences take every cell that vLLM's calls can lead to."""
     taken: Counter[reach.Cell] = Counter()
-    for ran in (*(_ran(shape, seed) for shape in SHAPES for seed in SEEDS), *map(_replayed, REGRESSIONS)):
+    seeds = (runs.of_seed(shape, seed) for shape in SHAPES for seed in SEEDS)
+    for ran in (*seeds, *map(runs.of_sequence, REGRESSIONS)):
         taken += ran.cells
     _, _, missed = reach.report(taken)
     assert not missed, [str(cell) for cell in missed]

@@ -32,7 +32,7 @@ class HeldTier(DictTier):
         """Hold nothing back."""
         super().__init__(name)
         self.trouble = "none"
-        self._held, self._lock = False, threading.Lock()
+        self.is_held, self._lock = False, threading.Lock()
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
     @property
@@ -42,12 +42,12 @@ class HeldTier(DictTier):
 
     def hold(self) -> None:
         """Let no call end from now on."""
-        self._held = True
+        self.is_held = True
 
     def let_go(self) -> None:
         """Let calls end."""
         with self._lock:
-            self._held = False
+            self.is_held = False
             waiting, self._waiting = self._waiting, []
         for loop, event in waiting:
             loop.call_soon_threadsafe(event.set)
@@ -85,7 +85,7 @@ class HeldTier(DictTier):
     async def _turn(self) -> None:
         event = asyncio.Event()
         with self._lock:
-            held = self._held
+            held = self.is_held
             if held:
                 self._waiting.append((asyncio.get_running_loop(), event))
         if held:

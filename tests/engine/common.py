@@ -47,6 +47,7 @@ BLOCK: Final = int(DEFAULTS["block_size"])
 WAITS = (
     "kvpipe.scheduler.fetches.PATIENCE_S",
     "kvpipe.tiers.carrier.DRAIN_S_MAX",
+    "kvpipe.tiers.carrier.STOP_S_MAX",
     "kvpipe.trace.recorder.CLOSE_S_MAX",
     "kvpipe.trace.recorder._LOCK_S_MAX",
     "kvpipe.manage.engine.WAIT_S_MAX",

@@ -29,6 +29,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import CodeType, FunctionType, MappingProxyType
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 
@@ -38,6 +39,7 @@ from kvpipe.connectors.vllm.trial.nightly import SEEDS, Work, make_pool, sequenc
 from kvpipe.connectors.vllm.trial.shapes import KVPIPE, SHAPES
 from kvpipe.connectors.vllm.trial.trial import Move
 from kvpipe.connectors.vllm.trial.worlds import default_worlds, name_of
+from kvpipe.testing import waiting
 
 LIMITS = CaseLimits(stuck_seconds=20.0)
 SHRINK_SECONDS = 10.0
@@ -255,7 +257,7 @@ def _run_test(made: list[Any]) -> int:
     does, patches, *rest = made
     mutant = Mutant(does, tuple(Patch(*patch) for patch in patches), *rest)
     try:
-        with mutated(mutant):
+        with mutated(mutant), patch.object(waiting, "EVENTUALLY_S", LIMITS.stuck_seconds):
             return int(pytest.main([mutant.test, *_PYTEST]))
     except LookupError:
         traceback.print_exc()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -22,6 +23,7 @@ from kvpipe.connectors.vllm.trial.steps import UNPAUSED, ignore
 from kvpipe.connectors.vllm.trial.tap import TraceTap, kvpipe_in
 from kvpipe.testing.held import HeldEngine
 from kvpipe.testing.held_tier import DictSpec
+from kvpipe.tiers import carrier
 from kvpipe.trace.events import SCHEDULER
 
 if TYPE_CHECKING:
@@ -211,9 +213,15 @@ class Trial(Disturbances):
             self.producer.close()
         if not self.is_down:
             self.is_down = True
-            for rank in self.ranks:
-                rank.connector.shutdown()
-            self.scheduler.shutdown()
+            with self._no_drain_of_held_tiers():
+                for rank in self.ranks:
+                    rank.connector.shutdown()
+                self.scheduler.shutdown()
+
+    def _no_drain_of_held_tiers(self) -> AbstractContextManager[object]:
+        """Let a shutdown wait for no store while tiers are held: none would end."""
+        held = any(tier.is_held for tier in self.tiers)
+        return patch.object(carrier, "DRAIN_S_MAX", 0.0) if held else nullcontext()
 
     def _shutdown(self, place: int = 0) -> None:
         if place and not self._scheduled:
@@ -223,7 +231,8 @@ class Trial(Disturbances):
         if place:
             for rank in self.ranks:
                 rank.quirks.append(STOPS[place])
-            self._execute()
+            with self._no_drain_of_held_tiers():
+                self._execute()
             self._finish()
         self.close()
 
