@@ -65,7 +65,7 @@ def test_experts_in_two_engines(tmp_path: Path, trace_file: Path) -> None:
             model=make_model(MODEL),
             VLLM_CPU_OMP_THREADS_BIND="nobind",
             VLLM_LOGGING_CONFIG_PATH=str(logging_file),
-        ) as server,  # fmt: skip
+        ) as server,
         ThreadPoolExecutor(2) as both,
     ):
 
@@ -80,7 +80,7 @@ def test_experts_in_two_engines(tmp_path: Path, trace_file: Path) -> None:
         assert server.metric("hit_tokens") == sum(loaded)
         assert server.stated.count("experts lie in other engines") == 2
         logged = re.findall(
-            r"^host EngineCore_DP(\d) INFO vllm\.kvpipe: tiers_of_one_layout ", server.stated, re.MULTILINE
+            r"^host EngineCore_DP(\d) WARNING vllm\.kvpipe: weights_not_known", server.stated, re.MULTILINE
         )
         assert sorted(logged) == ["0", "1"], "the host's configuration has the lines, with level and process"
     assert not list((tmp_path / "kv").rglob("*-g0-*"))

@@ -25,9 +25,7 @@ def test_served_with_one_flag(tmp_path: Path) -> None:
             server.idle()
         metrics = server.ask("GET", "/metrics")[1]
         stated = server.stated
-    assert re.search(r"^\(EngineCore pid=\d+\) INFO \S+ \S+ \[numerics\.py:\d+\] numerics ", stated, re.MULTILINE), (
-        stated
-    )
+    assert re.search(r"^\(Worker pid=\d+\) INFO \S+ \S+ \[numerics\.py:\d+\] numerics ", stated, re.MULTILINE), stated
     assert "request=" not in stated, "no line per request"
     hits = [
         float(line.rsplit(" ", 1)[1])
