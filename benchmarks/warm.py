@@ -10,15 +10,13 @@ from typing import Any
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
 
-import structlog
 import torch
 
 import kvpipe.loop  # notes the cores of the process before this thread is bound to one
 from benchmarks.report import Figure, median_s
 from kvpipe.connectors.vllm.trial.engine import Engine
 from kvpipe.testing.models import VOCAB, make_model
-
-log = structlog.get_logger("kvpipe.bench")
+from kvpipe.trace.log import log
 
 REPEATS = 5
 LENGTHS = (2048, 4096, 8192)

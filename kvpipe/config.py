@@ -183,11 +183,9 @@ class Settings(BaseSettings):
         60_000, description="A load or save that has not moved for so long is reported and failed."
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="Level of kvpipe's structured log on stderr; `info` has two lines per request."
+        "info", description="Lowest level of kvpipe's lines in vLLM's log; `VLLM_LOGGING_LEVEL` applies as well."
     )
-    log_format: Literal["console", "json"] = Field(
-        "console", description="`json`: one object per line, for a log collector."
-    )
+    log_requests: bool = Field(default=False, description="Log two lines per request: at its admission and at its end.")
     trace_file: LocalPath | None = Field(
         None, description="File for the trace, lines of JSON; all processes of the engine append to it."
     )

@@ -25,6 +25,8 @@ _UNSHOWN: Final = frozenset({"salt", "db"})
 _HOST: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]*)(:[0-9]{1,5})?(?=/|$)")
 _SHORT_PATH: Final = re.compile(r"/?|/[0-9]{1,2}")
 """A path that is no secret: none, or the number of a database."""
+_RETIRED: Final = {"log_format": "vLLM's form applies to kvpipe's lines: use vLLM's --logging-config.formatter json"}
+"""Remedies for keys of earlier versions."""
 
 
 def suggest(
@@ -35,6 +37,8 @@ def suggest(
     A name that shares a whole word counts as more similar. `shown` formats a name; `what` begins the list of all.
     """
     names, key = list(valid), name(wrong).lower().replace("-", "_") if isinstance(wrong, str) else ""
+    if key in _RETIRED:
+        return _RETIRED[key]
 
     def score(name: str) -> float:
         common = set(key.split("_")) & set(name.split("_"))

@@ -13,12 +13,10 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import anyio
-import structlog
 from anyio.abc import TaskGroup
 
 from kvpipe.cores import bind_this_thread
-
-log = structlog.get_logger("kvpipe.loop")
+from kvpipe.trace.log import log
 
 Handler = Callable[[Any], None]
 Task = Callable[[], Coroutine[Any, Any, None]]

@@ -2,10 +2,6 @@
 
 import atexit
 import gc
-from collections.abc import Iterator
-
-import pytest
-import structlog
 
 from property_tests.profiles import register
 
@@ -18,11 +14,3 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     atexit.register(gc.unfreeze)
-
-
-@pytest.fixture(autouse=True)
-def _log() -> Iterator[None]:
-    """Undo what a test, or an engine in it, makes of the log: others read what is logged."""
-    before = structlog.get_config()
-    yield
-    structlog.configure(**before)

@@ -1,6 +1,6 @@
 """Check and measure the CUDA data plane on one GPU: `python -m benchmarks.gpu [--simulated] [--seconds-max 480]`.
 
-Needs torch and Triton; the figures of the pipeline's hooks need anyio, pydantic, msgspec and structlog too. vLLM is not
+Needs torch and Triton; the figures of the pipeline's hooks need anyio, pydantic and msgspec too. vLLM is not
 needed (`benchmarks.gpu.engine` is what runs it).
 """
 

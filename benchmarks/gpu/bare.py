@@ -3,16 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
-import types
-from typing import Any
-
-
-class _Log:
-    """What the data plane asks of a logger, on stderr."""
-
-    def __getattr__(self, level: str) -> Any:
-        return lambda event, **fields: print(level, event, fields, file=sys.stderr)
 
 
 def missing(*names: str) -> list[str]:
@@ -26,10 +16,5 @@ def missing(*names: str) -> list[str]:
     return absent
 
 
-ABSENT = missing("anyio", "pydantic", "msgspec", "structlog")
+ABSENT = missing("anyio", "pydantic", "msgspec")
 """What the pipeline's figures need and this machine lacks."""
-
-if "structlog" in ABSENT:
-    stub = types.ModuleType("structlog")
-    stub.get_logger = lambda *_: _Log()  # type: ignore[attr-defined]
-    sys.modules["structlog"] = stub

@@ -123,7 +123,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         transfer = self._kv_transfer_config
         self.settings: Settings = load_settings(transfer.kv_connector_extra_config)
-        configure(self.settings.log_level, self.settings.log_format)
+        configure(self.settings.log_level)
         support.check_engine(vllm_config)
         parallel = vllm_config.parallel_config
         self.geometry = support.make_geometry(

@@ -1,16 +1,17 @@
-"""Counters and the structured log. Only faults cost the forward's path more than an increment."""
+"""Counters and the log. Only faults cost the forward's path more than an increment.
+
+A line of the log is a record of Python's `logging`, below vLLM's logger: vLLM's levels, form and handlers apply to it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import logging
-import sys
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, Literal, TextIO, cast
-
-import structlog
+from functools import partialmethod
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from kvpipe.counters import FAULTS, CounterName, Fault
 
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
     from kvpipe.trace.events import Event
 
 _BOUND = ("engine", "request", "epoch")
-_TAKEN = {"event", "level", "timestamp"}  # by structlog
-Format = Literal["console", "json"]
+_TAKEN = {"event", "exc_info"}  # by `Log.log`
+_QUOTED = frozenset(" =\"'")
 LOG_EVERY: Final = 1000
 """Of the faults of one kind, the first is logged, and then one of so many."""
 ID_CHARS_MAX = 256
@@ -63,37 +64,45 @@ class Counters(Counter[CounterName]):
             warn(name, seen=self[name], **fields)
 
 
-class _Stderr:
-    """Stderr, which may be closed or full: a write that fails must not raise in the thread that logs."""
+class Log:
+    """kvpipe's logger. It never raises: a handler that fails must not end the thread that logs."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(self, name: str) -> None:
+        """`name`: of the logger in Python's `logging`."""
+        self.logger = logging.getLogger(name)
+        self.level = logging.NOTSET
+        """Lines below this level are dropped. The logger's own level and handlers are left to the host application."""
 
-    def write(self, text: str) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            self._stream.write(text)
+    def log(self, level: int, event: str, /, *, exc_info: BaseException | bool | None = None, **fields: object) -> None:
+        """Log an event. The record has the fields in its message, and as values in its attribute `kvpipe`."""
+        if level < self.level or not self.logger.isEnabledFor(level):
+            return
+        with contextlib.suppress(Exception):
+            self.logger.log(
+                level,
+                " ".join(
+                    [event, *(f"{key}=%s" for key in fields)]
+                ),  # equal for equal events: error trackers group by it
+                *map(_shown, fields.values()),
+                exc_info=exc_info,
+                stacklevel=2,
+                extra={"kvpipe": {"event": event} | {key: printable(value) for key, value in fields.items()}},
+            )
 
-    def flush(self) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            self._stream.flush()
+    debug = partialmethod(log, logging.DEBUG)
+    info = partialmethod(log, logging.INFO)
+    warning = partialmethod(log, logging.WARNING)
+    error = partialmethod(log, logging.ERROR)
+    exception = partialmethod(log, logging.ERROR, exc_info=True)
 
 
-def configure(level: str, form: Format = "console") -> None:
-    """Send kvpipe's log to stderr at `level`, one line per event. Does not touch other loggers."""
-    last: list[Any] = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), sort_keys=False)]
-    if form == "json":
-        last = [structlog.processors.JSONRenderer()]
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso"),
-            structlog.processors.format_exc_info,
-            *last,
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(cast("TextIO", _Stderr(sys.stderr))),
-        cache_logger_on_first_use=False,
-    )
+log: Final = Log("vllm.kvpipe")
+warn, info = log.warning, log.info
+
+
+def configure(level: str) -> None:
+    """Drop lines below `level`. vLLM's own levels apply as well."""
+    log.level = logging.getLevelNamesMapping()[level.upper()]
 
 
 def log_event(event: Event) -> None:
@@ -108,21 +117,9 @@ def log_event(event: Event) -> None:
     if name == "fault":
         name, message = str(message.pop("name")), message | dict(message.pop("fields", {}))
         message.pop("fields", None)
-    message = {f"{key}_" if key in _TAKEN else key: printable(value) for key, value in message.items()}
+    message = {f"{key}_" if key in _TAKEN else key: value for key, value in message.items()}
     bound = {key: message.pop(key) for key in _BOUND if key in message}
-    structlog.get_logger("kvpipe").bind(**bound).log(event.level, name, **message)
-
-
-def warn(name: str, **fields: object) -> None:
-    """Log a warning. Never raises for a closed or full stream, even before `configure`."""
-    with contextlib.suppress(OSError, ValueError):
-        structlog.get_logger("kvpipe").warning(name, **fields)
-
-
-def info(name: str, **fields: object) -> None:
-    """Log at level INFO; otherwise as `warn`."""
-    with contextlib.suppress(OSError, ValueError):
-        structlog.get_logger("kvpipe").info(name, **fields)
+    log.log(event.level, name, **bound, **message)
 
 
 def bounded(request: str) -> str:
@@ -138,3 +135,10 @@ def printable(value: Any) -> Any:  # noqa: ANN401  (whatever it is)
     if not isinstance(value, str) or value.isprintable():
         return value
     return value.encode("unicode_escape").decode("ascii")
+
+
+def _shown(value: object) -> str:
+    """Return a field's value for a line of text: words as they are, everything else as Python writes it."""
+    if isinstance(value, str) and value and value.isprintable() and _QUOTED.isdisjoint(value):
+        return value
+    return repr(value)

@@ -26,7 +26,7 @@ from kvpipe import files
 from kvpipe.cores import bind_this_thread
 from kvpipe.statemachine.core import Cursor, Edge, State
 from kvpipe.trace import log
-from kvpipe.trace.events import SCHEDULER, Dropped, Ended, Event, Fault, Started, tag_of
+from kvpipe.trace.events import SCHEDULER, Dropped, Ended, Event, Fault, RequestAdmitted, RequestDone, Started, tag_of
 from kvpipe.trace.transitions import Taken
 
 QUEUE_EVENTS_MAX = 1 << 17
@@ -40,6 +40,7 @@ _LOCK_S_MAX = 1.0
 _WHY_CHARS_MAX = 400
 _SLICE_EVENTS = 64  # encoded at a time: the thread that computes gets the interpreter in between
 _HASH_MAX = 1 << 32
+_LINES_PER_REQUEST = {RequestAdmitted, RequestDone}
 _T = TypeVar("_T")
 
 
@@ -334,11 +335,11 @@ class FileSink:
 
 
 class LogSink:
-    """Writes events to kvpipe's structured log, by level; at `info` at most two lines per request."""
+    """Writes events to kvpipe's log."""
 
-    def __init__(self, level: int) -> None:
-        """`level`: the lowest level to log, a number of Python's `logging`."""
-        self._level = level
+    def __init__(self, level: int, *, requests: bool = True) -> None:
+        """`level`: the lowest level to log, as in Python's `logging`. `requests`: log the two lines per request."""
+        self._level, self._requests = level, requests
         self.lost = 0
         self._seen: Counter[str] = Counter()
 
@@ -349,7 +350,7 @@ class LogSink:
         return why
 
     def _deliver(self, event: Event) -> None:
-        if event.level < self._level:
+        if event.level < self._level or (type(event) in _LINES_PER_REQUEST and not self._requests):
             return
         if event.throttled:
             name = tag_of(event)

@@ -44,15 +44,16 @@ def tracing(settings: Settings, engine: str, side: str, rank: int, layers: int) 
     """Return the recorder of one side of one process, and the thread that writes its events."""
     level = getattr(logging, settings.log_level.upper())
     to_file, debug = settings.trace_file is not None, level <= logging.DEBUG
+    requests = debug or (settings.log_requests and level <= logging.INFO)
     detail = debug or (to_file and settings.trace_level == "debug")
     recorder = Recorder(
         rank,
-        lifecycle=to_file or settings.otel or level <= logging.INFO,
+        lifecycle=to_file or settings.otel or requests,
         transitions=to_file or debug,
         detail=detail,
         sample=settings.trace_sample,
     )
-    sinks: list[Sink] = [LogSink(level)]
+    sinks: list[Sink] = [LogSink(level, requests=requests)]
     if settings.trace_file is not None:
         check_trace_file(settings.trace_file)
         if doubt := files.doubts(settings.trace_file):

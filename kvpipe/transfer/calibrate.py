@@ -16,18 +16,16 @@ from statistics import median
 from typing import Final, NamedTuple
 
 import numpy as np
-import structlog
 import torch
 
 from kvpipe.geometry import Geometry, Group, Layer
 from kvpipe.messages import Job, Kind
+from kvpipe.trace.log import log
 from kvpipe.transfer.base import CopyPlan, Direction
 from kvpipe.transfer.device import Device
 from kvpipe.transfer.movers import DirectionQueues, Layout, Mover
 from kvpipe.transfer.pages import view_pages
 from kvpipe.transfer.pool import HostPool
-
-log = structlog.get_logger("kvpipe.transfer")
 
 SECONDS_MAX: Final = 0.5
 REPEATS: Final = 5

@@ -14,16 +14,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import structlog
 import torch
 
 from kvpipe.cores import bind_this_thread
 from kvpipe.geometry import Geometry
+from kvpipe.trace.log import log
 from kvpipe.transfer.base import NO_JOBS, CopyPlan, Direction, Ticket
 from kvpipe.transfer.pages import PageView
 from kvpipe.transfer.pool import HostPool
-
-log = structlog.get_logger("kvpipe.transfer")
 
 _memmove = ctypes.memmove
 _WORD = 8

@@ -18,12 +18,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
-import structlog
 import torch
 
 from kvpipe.errors import TransferError, UnsupportedError
 from kvpipe.geometry import Geometry
 from kvpipe.messages import Kind
+from kvpipe.trace.log import log
 from kvpipe.transfer import calibrate
 from kvpipe.transfer.base import NO_JOBS, CopyPlan, Direction, Ticket
 from kvpipe.transfer.device import CudaDevice, Device, DeviceEvent
@@ -31,8 +31,6 @@ from kvpipe.transfer.movers import DirectionQueues, Layout, Mover, Prepared
 from kvpipe.transfer.pages import PageView
 from kvpipe.transfer.pinning import PIECE_BYTES_MAX, Pins, enter_thread
 from kvpipe.transfer.pool import HostPool
-
-log = structlog.get_logger("kvpipe.transfer")
 
 POLL_US_MIN: Final = 50
 POLL_S_MAX: Final = 0.000_2

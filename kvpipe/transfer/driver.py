@@ -8,14 +8,12 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING, Any, Final
 
-import structlog
-
 from kvpipe.errors import TransferError
+from kvpipe.trace.log import log
 
 if TYPE_CHECKING:
     from kvpipe.transfer.device import CopyBatch
 
-log = structlog.get_logger("kvpipe.transfer")
 
 BATCHES_SINCE: Final = 12080  # CUDA 12.8; CUDA 13 has another signature under the same name
 NON_BLOCKING: Final = 1  # of a stream: it does not wait for the legacy default stream

@@ -9,13 +9,10 @@ from __future__ import annotations
 import threading
 from typing import Final
 
-import structlog
-
 from kvpipe.cores import bind_this_thread
+from kvpipe.trace.log import log
 from kvpipe.transfer.device import Device
 from kvpipe.transfer.pool import HostPool
-
-log = structlog.get_logger("kvpipe.transfer")
 
 PIECE_BYTES_MAX: Final = 256 << 20  # about 25 ms in the driver
 END_S_MAX: Final = 30.0

@@ -18,13 +18,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal
 
-import structlog
-
 from kvpipe.cores import bind_this_thread
 from kvpipe.headroom import Headroom, tightest
+from kvpipe.trace.log import log
 from kvpipe.transfer.pool import HostPool
-
-log = structlog.get_logger("kvpipe.pool")
 
 How = Literal["ahead", "start", "use"]
 

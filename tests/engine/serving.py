@@ -62,7 +62,9 @@ class Server:
             str(DEFAULTS["block_size"]), "--max-model-len", "1024", "--kv-transfer-config",
             json.dumps(transfer or flag), *options,
         ]  # fmt: skip
-        self._environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_SERVER_DEV_MODE": "1"} | environment
+        self._environment = {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "INFO",
+        } | environment  # fmt: skip
         self._process: subprocess.Popen[bytes] | None = None
         self._stopping = False
 

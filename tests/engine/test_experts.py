@@ -7,6 +7,8 @@ is right is what an engine of one rank answers.
 
 from __future__ import annotations
 
+import json
+import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +26,12 @@ pytestmark = pytest.mark.engine
 
 MODEL, WORKER = "qwen3-moe", "tests.engine.staged.ExpertWorker"
 PROMPTS = [prompt(300, 31), prompt(140, 32)]
+LOGGING: dict[str, Any] = {
+    "version": 1,
+    "formatters": {"host": {"format": "host %(vllm_process_name)s %(levelname)s %(name)s: %(message)s"}},
+    "handlers": {"host": {"class": "logging.StreamHandler", "formatter": "host"}},
+    "loggers": {"vllm": {"handlers": ["host"], "level": "INFO", "propagate": False}},
+}
 TWO_RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "worker_cls": WORKER}
 
 
@@ -46,9 +54,17 @@ def test_experts_in_two_engines(tmp_path: Path, trace_file: Path) -> None:
     kvpipe = {"chunk_tokens": 64, "pool_bytes_max": "64MiB", "tiers": [str(tmp_path / "kv")]}
     options = ("--data-parallel-size", "2", "--enable-expert-parallel", "--no-enable-prefix-caching")
     worker = ("--worker-cls", "tests.engine.staged.ReplicaWorker")
+    logging_file = tmp_path / "logging.json"
+    logging_file.write_text(json.dumps(LOGGING))
     with (
         Server(
-            tmp_path / "log", kvpipe, *options, *worker, model=make_model(MODEL), VLLM_CPU_OMP_THREADS_BIND="nobind"
+            tmp_path / "log",
+            kvpipe,
+            *options,
+            *worker,
+            model=make_model(MODEL),
+            VLLM_CPU_OMP_THREADS_BIND="nobind",
+            VLLM_LOGGING_CONFIG_PATH=str(logging_file),
         ) as server,
         ThreadPoolExecutor(2) as both,
     ):
@@ -63,6 +79,10 @@ def test_experts_in_two_engines(tmp_path: Path, trace_file: Path) -> None:
         assert loaded == [2 * whole_blocks(BLOCK, 300, 140), whole_blocks(BLOCK, 300, 140)]
         assert server.metric("hit_tokens") == sum(loaded)
         assert server.stated.count("experts lie in other engines") == 2
+        logged = re.findall(
+            r"^host EngineCore_DP(\d) WARNING vllm\.kvpipe: weights_not_known", server.stated, re.MULTILINE
+        )
+        assert sorted(logged) == ["0", "1"], "the host's configuration has the lines, with level and process"
     assert not list((tmp_path / "kv").rglob("*-g0-*"))
     hits = Counter[str]()
     for event in Trace(trace_file):

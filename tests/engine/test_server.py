@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -18,13 +19,14 @@ def test_served_with_one_flag(tmp_path: Path) -> None:
     """The server with the README's flag answers as an engine without kvpipe; the second time, from loaded KV."""
     tokens, held = prompt(300, 41), whole_blocks(BLOCK, 300)
     expected = baseline([tokens], 12, enable_prefix_caching=False)[0]
-    with Server(
-        tmp_path / "log", None, "--no-enable-prefix-caching", spawned=True, VLLM_LOGGING_LEVEL="INFO"
-    ) as server:
+    with Server(tmp_path / "log", None, "--no-enable-prefix-caching", spawned=True) as server:
         for _ in range(2):
             assert server.stream(tokens, 12) == expected
             server.idle()
         metrics = server.ask("GET", "/metrics")[1]
+        stated = server.stated
+    assert re.search(r"^\(Worker pid=\d+\) INFO \S+ \S+ \[numerics\.py:\d+\] numerics ", stated, re.MULTILINE), stated
+    assert "request=" not in stated, "no line per request"
     hits = [
         float(line.rsplit(" ", 1)[1])
         for line in metrics.splitlines()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import re
+import io
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
 from kvpipe.scheduler.gauges import totals
+from kvpipe.testing.logged import capture_logs
 from kvpipe.trace import events as e
 from kvpipe.trace import transitions
 from kvpipe.trace.reader import Trace
@@ -19,9 +22,9 @@ pytestmark = pytest.mark.engine
 CROWDED: dict[str, Any] = {"cache_tokens": 1280, "enable_prefix_caching": False}
 
 
-def test_a_crowd_is_traced_from_end_to_end(trace_file: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Preempted requests too: every request's life is in the trace, its layers, and at most three lines in the log."""
-    with engine(kvpipe={"chunk_tokens": 128}, **CROWDED) as live:
+def test_a_crowd_is_traced_from_end_to_end(trace_file: Path) -> None:
+    """Preempted requests too: every request's life is in the trace, its layers, and two lines in the log."""
+    with capture_logs() as lines, engine(kvpipe={"chunk_tokens": 128, "log_requests": True}, **CROWDED) as live:
         live.generate([prompt(60 + 20 * i, i) for i in range(10)], 160)
         live.generate([prompt(60, 0)], 8)
         preemptions = assert_clean(live)["preempted"]
@@ -55,10 +58,29 @@ def test_a_crowd_is_traced_from_end_to_end(trace_file: Path, capfd: pytest.Captu
     assert last.hit_tokens == {"memory": held}
     assert (last.missed_tokens, last.why) == (60 - held, "below_minimum")
 
-    log = capfd.readouterr().err
     for name in requests:
-        lines = [line for line in log.splitlines() if re.search(rf"request=\S*{name}", line)]
-        assert 1 <= len(lines) <= 3, lines
+        logged = [line["event"] for line in lines if line.get("request") == name and line["log_level"] == "info"]
+        assert sorted(logged) == ["request_admitted", "request_done"]
+
+
+def test_log_of_the_host_is_unchanged_when_an_engine_runs(trace_file: Path) -> None:
+    """Its structlog and its handlers are as before. kvpipe logs no line per request unless it is asked to."""
+    before, host = structlog.get_config(), io.StringIO()
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        structlog.configure(logger_factory=structlog.PrintLoggerFactory(host), cache_logger_on_first_use=True)
+        configured = structlog.get_config()
+        with capture_logs() as lines, engine(kvpipe={"chunk_tokens": 128}) as live:
+            live.generate([prompt(300, 1)], 4)
+            assert structlog.get_config() == configured
+    finally:
+        structlog.configure(**before)
+    assert host.getvalue() == ""
+    assert (root.handlers, root.level) == (handlers, level)
+    assert any(isinstance(one, e.RequestDone) for one in Trace(trace_file))
+    assert "numerics" in [line["event"] for line in lines]
+    assert [line for line in lines if "request" in line] == []
 
 
 def test_why_a_prompt_was_not_found(trace_file: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import io
-import json
 import logging
 import os
 import resource
@@ -17,11 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-import structlog
-from structlog.testing import capture_logs
 
 from kvpipe.config import load_settings
 from kvpipe.errors import ConfigError
+from kvpipe.testing.logged import capture_logs
 from kvpipe.testing.waiting import WAIT_S, eventually
 from kvpipe.trace import events as e
 from kvpipe.trace import log, recorder
@@ -133,17 +131,18 @@ def test_a_gap_is_reported_where_it_is() -> None:
     assert [type(one) for one in reported.take()][-2:] == [e.Dropped, e.Ended]
 
 
-def test_a_trace_that_cannot_be_written_is_logged(stated: io.StringIO, tmp_path: Path) -> None:
+def test_a_trace_that_cannot_be_written_is_logged(tmp_path: Path) -> None:
     """Once a minute: the trace itself cannot show it. And counted."""
     reported = Recorder(0)
-    writer = Writer(reported, [_file(tmp_path / "gone" / "trace")], "engine")
-    for number in range(5):
-        reported.put(_event(number))
-        _until(lambda: not reported.waiting)
-    writer.close()
-    (line,) = stated.getvalue().splitlines()
-    assert json.loads(line)["event"] == "trace_lost"
-    assert "No such file" in json.loads(line)["why"]
+    with capture_logs() as lines:
+        writer = Writer(reported, [_file(tmp_path / "gone" / "trace")], "engine")
+        for number in range(5):
+            reported.put(_event(number))
+            _until(lambda: not reported.waiting)
+        writer.close()
+    (line,) = lines
+    assert line["event"] == "trace_lost"
+    assert "No such file" in line["why"]
     assert reported.losses == {"queue": 0, "sink": 6}
 
 
@@ -350,62 +349,56 @@ def test_a_folder_that_is_gone_loses_events_until_it_is_back(tmp_path: Path) -> 
 # ---- the log --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def stated(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
-    """What is logged at `info`, as JSON."""
-    to = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", to)
-    log.configure("info", "json")
-    yield to
-    structlog.reset_defaults()
-
-
-def test_the_log_has_what_its_level_asks_for(stated: io.StringIO) -> None:
+def test_the_log_has_what_its_level_asks_for() -> None:
     """Bound to engine, request and epoch; fields that show nothing are left out."""
     admitted = e.RequestAdmitted(1, -1, "r1", 2, 3, 4, "e1", prompt_tokens=10, hit_tokens={"memory": 4}, why="evicted")
     fault = e.Fault(1, 0, "r1", 0, 3, 4, "e1", name="job_failed", seen=1, fields={"job": "7"})
-    LogSink(logging.INFO).write([_event(1), admitted, fault])
-    lines = [json.loads(line) for line in stated.getvalue().splitlines()]
-    for line in lines:
-        del line["timestamp"]
+    with capture_logs() as lines:
+        LogSink(logging.INFO).write([_event(1), admitted, fault])
     assert lines == [
-        {"event": "request_admitted", "level": "info", "engine": "e1", "request": "r1", "epoch": 2, "step": 3,
+        {"event": "request_admitted", "log_level": "info", "engine": "e1", "request": "r1", "epoch": 2, "step": 3,
          "prompt_tokens": 10, "hit_tokens": {"memory": 4}, "why": "evicted"},
-        {"event": "job_failed", "level": "warning", "engine": "e1", "request": "r1", "rank": 0, "step": 3, "seen": 1,
-         "job": "7"},
+        {"event": "job_failed", "log_level": "warning", "engine": "e1", "request": "r1", "rank": 0, "step": 3,
+         "seen": 1, "job": "7"},
     ]  # fmt: skip
 
 
-def test_the_log_makes_nothing_of_what_nobody_reads(stated: io.StringIO) -> None:
+def test_sink_drops_events_below_its_level() -> None:
     """A sink at `warning` leaves out what the log's own level would let through."""
-    LogSink(logging.WARNING).write([e.RequestAdmitted(1, -1, "r1", 2, 3, 4, "e1"), e.Stuck(1, 0, "r1", 0, 3, 4, "e1")])
-    assert [json.loads(line)["event"] for line in stated.getvalue().splitlines()] == ["stuck"]
+    with capture_logs() as lines:
+        LogSink(logging.WARNING).write(
+            [e.RequestAdmitted(1, -1, "r1", 2, 3, 4, "e1"), e.Stuck(1, 0, "r1", 0, 3, 4, "e1")]
+        )
+    assert [line["event"] for line in lines] == ["stuck"]
 
 
-def test_what_may_come_by_the_thousand_is_reported_now_and_then(stated: io.StringIO) -> None:
+def test_what_may_come_by_the_thousand_is_reported_now_and_then() -> None:
     """The first and each thousandth."""
-    LogSink(logging.INFO).write([e.Dropped(1, 0, "", 0, 0, count=i) for i in range(1, 2002)])
-    assert [json.loads(line)["count"] for line in stated.getvalue().splitlines()] == [1, 1001, 2001]
+    with capture_logs() as lines:
+        LogSink(logging.INFO).write([e.Dropped(1, 0, "", 0, 0, count=i) for i in range(1, 2002)])
+    assert [line["count"] for line in lines] == [1, 1001, 2001]
 
 
-def test_a_field_may_have_any_name_and_any_text(stated: io.StringIO) -> None:
-    """Those that the log has itself are written with an underscore; control characters are spelled out."""
-    fields = {"event": "landed_next", "level": "9", "why": "a\nb\x1b[31m"}
-    LogSink(logging.INFO).write([e.Fault(1, 0, "r\x1b", 0, 0, name="illegal_transition", seen=1, fields=fields)])
-    line = json.loads(stated.getvalue())
-    assert (line["event"], line["event_"], line["level_"]) == ("illegal_transition", "landed_next", "9")
+def test_a_field_may_have_any_name_and_any_text() -> None:
+    """Names that the log uses itself get an underscore. Control characters are escaped."""
+    fields = {"event": "landed_next", "level": "9", "exc_info": "no", "why": "a\nb\x1b[31m"}
+    with capture_logs() as lines:
+        LogSink(logging.INFO).write([e.Fault(1, 0, "r\x1b", 0, 0, name="illegal_transition", seen=1, fields=fields)])
+    (line,) = lines
+    assert (line["event"], line["event_"], line["level"]) == ("illegal_transition", "landed_next", "9")
+    assert line["exc_info_"] == "no"
     assert (line["why"], line["request"]) == ("a\\nb\\x1b[31m", "r\\x1b")
 
 
 def test_a_closed_stderr_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither to the writer nor to who records."""
+    """Neither the writer nor a thread that counts a fault raises."""
     closed = io.StringIO()
     monkeypatch.setattr(sys, "stderr", closed)
-    log.configure("debug")
-    closed.close()
-    assert not LogSink(logging.DEBUG).write([_event(1)])
-    log.Counters().fault("job_failed")
-    structlog.reset_defaults()
+    with capture_logs():
+        log.log.logger.addHandler(logging.StreamHandler())
+        closed.close()
+        assert not LogSink(logging.DEBUG).write([_event(1)])
+        log.Counters().fault("job_failed")
 
 
 def test_faults_are_reported_through_the_queue() -> None:
@@ -429,7 +422,9 @@ def test_faults_are_reported_through_the_queue() -> None:
 @pytest.mark.parametrize(
     ("given", "wanted"),
     [
-        ({}, (True, False, False)),
+        ({}, (False, False, False)),
+        ({"log_requests": True}, (True, False, False)),
+        ({"log_requests": True, "log_level": "warning"}, (False, False, False)),
         ({"log_level": "warning"}, (False, False, False)),
         ({"log_level": "debug"}, (True, True, True)),
         ({"trace_file": "t", "log_level": "error"}, (True, True, True)),
@@ -444,6 +439,29 @@ def test_what_is_recorded(
     reported, writer = tracing(load_settings(given), "e", "worker", 0, 4)
     writer.close()
     assert (reported.lifecycle, reported.transitions, reported.detail) == wanted
+
+
+@pytest.mark.parametrize(
+    ("given", "logged"),
+    [
+        ({}, []),
+        ({"trace_file": "t"}, []),
+        ({"log_requests": True}, ["request_admitted", "request_done"]),
+        ({"log_level": "debug"}, ["request_admitted", "request_done"]),
+    ],
+)
+def test_lines_per_request_are_logged_on_request(
+    given: dict[str, object], logged: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other lines of their level are always logged."""
+    monkeypatch.chdir(tmp_path)
+    with capture_logs() as lines:
+        reported, writer = tracing(load_settings(given), "e", "scheduler", -1, 4)
+        reported.put(e.RequestAdmitted(*reported.of("r", 1)))
+        reported.put(e.RequestDone(*reported.of("r", 1)))
+        reported.put(e.PoolReady(*reported.of("", 0)))
+        writer.close()
+    assert [line["event"] for line in lines if line["event"] != "ended"] == [*logged, "pool_ready"]
 
 
 def test_a_trace_file_without_a_folder_is_refused(tmp_path: Path) -> None:

@@ -11,12 +11,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from structlog.testing import capture_logs
 
 from kvpipe.errors import UnsupportedError
 from kvpipe.geometry import Geometry, Group, Layer
 from kvpipe.messages import Kind
 from kvpipe.testing.fake_device import FakeDevice, FakeStream
+from kvpipe.testing.logged import capture_logs
 from kvpipe.testing.transfer_worlds import BLOCKS, GEOMETRY, LAYERS, PAGE_BYTES, make_job, rows_of
 from kvpipe.transfer import calibrate
 from kvpipe.transfer.base import CopyPlan, Direction

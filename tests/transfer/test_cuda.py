@@ -12,12 +12,12 @@ import pytest
 import torch
 from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
-from structlog.testing import capture_logs
 
 from kvpipe.config import load_settings
 from kvpipe.errors import UnsupportedError
 from kvpipe.messages import Kind
 from kvpipe.testing.fake_device import CAPTURING, ILLEGAL_ACCESS, FakeDevice, landed_of
+from kvpipe.testing.logged import capture_logs
 from kvpipe.testing.transfer_programs import loads_are_right, saves_are_right, schedules, slots_are_right, tables
 from kvpipe.testing.transfer_worlds import FAKES, GEOMETRY, LAYERS, World, make_job, rows_of, world
 from kvpipe.testing.waiting import WAIT_S, eventually

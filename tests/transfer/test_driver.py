@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from structlog.testing import capture_logs
 
 from kvpipe.cores import parse_cpus
 from kvpipe.errors import TransferError
+from kvpipe.testing.logged import capture_logs
 from kvpipe.transfer import device
 from kvpipe.transfer.device import CopyBatch, CudaDevice
 from kvpipe.transfer.driver import Driver

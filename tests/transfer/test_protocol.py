@@ -6,8 +6,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
-from structlog.testing import capture_logs
 
+from kvpipe.testing.logged import capture_logs
 from kvpipe.testing.transfer_conformance import TABLE, TransferConformance
 from kvpipe.testing.transfer_worlds import KINDS, LAYERS, World, make_job, rows_of, world
 from kvpipe.transfer.base import Direction

@@ -10,10 +10,10 @@ from typing import cast
 
 import pytest
 import torch
-from structlog.testing import capture_logs
 
 from kvpipe.messages import Kind
 from kvpipe.testing.fake_device import FakeEvent, FakeStream
+from kvpipe.testing.logged import capture_logs
 from kvpipe.testing.transfer_worlds import FAKES, GEOMETRY, LAYERS, PAGE_BYTES, World, make_job, rows_of, world
 from kvpipe.testing.waiting import WAIT_S, eventually
 from kvpipe.transfer import cuda

@@ -83,6 +83,13 @@ def test_an_unknown_key_names_the_nearest(wrong: str, meant: str) -> None:
     )
 
 
+def test_retired_key_is_refused_with_what_replaces_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a key, and as a variable."""
+    assert _refusal({"log_format": "json"}).endswith("use vLLM's --logging-config.formatter json")
+    monkeypatch.setenv("KVPIPE_LOG_FORMAT", "json")
+    assert _refusal({}).endswith("use vLLM's --logging-config.formatter json")
+
+
 def test_an_unknown_key_like_no_other_lists_all() -> None:
     """A key that resembles none is refused with every valid key."""
     message = _refusal({"zzz": 1})

@@ -9,11 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import structlog
 
 from kvpipe import files
+from kvpipe.testing.logged import capture_logs
 from kvpipe.tiers.disk.spec import DiskSpec
-from kvpipe.trace.log import configure
 
 ME = 4711
 
@@ -52,15 +51,15 @@ def test_what_is_not_there_raises_no_doubts(tmp_path: Path) -> None:
     assert files.doubts(tmp_path / "none") == files.doubts(Path("a\0b")) == ""
 
 
-def test_a_tier_in_everybodys_folder_is_logged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tier_in_everybodys_folder_is_logged(tmp_path: Path) -> None:
     """A folder that everybody may write to is used, and the log has that and the remedy; a private one is not named."""
-    configure("info")
-    for mode in (0o777, 0o700):
-        tmp_path.chmod(mode)
-        DiskSpec.model_validate({"path": tmp_path, "bytes_max": 1 << 20}).make("disk")
-        message = "".join(capsys.readouterr())
-        assert ("everybody may write to it" in message and "encryption_key_file" in message) == (mode == 0o777)
-    structlog.reset_defaults()
+    with capture_logs() as lines:
+        for mode in (0o777, 0o700):
+            tmp_path.chmod(mode)
+            DiskSpec.model_validate({"path": tmp_path, "bytes_max": 1 << 20}).make("disk")
+    (line,) = lines
+    assert line["why"] == "everybody may write to it"
+    assert "encryption_key_file" in line["remedy"]
 
 
 @pytest.mark.parametrize("size", [0, 1, 4095, 4096])

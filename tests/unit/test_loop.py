@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import signal
 import sys
@@ -11,11 +12,11 @@ import time
 
 import anyio
 import pytest
-import structlog
 
 from kvpipe.loop import LoopThread
+from kvpipe.testing.logged import capture_logs
 from kvpipe.testing.waiting import WAIT_S
-from kvpipe.trace.log import configure
+from kvpipe.trace.log import log
 
 
 def test_items_are_handled_in_order_on_one_thread() -> None:
@@ -130,15 +131,15 @@ def test_a_closed_stderr_does_not_end_the_loop(monkeypatch: pytest.MonkeyPatch) 
     """What fails is logged; that the log cannot be written does not matter to the items that follow."""
     closed, seen = io.StringIO(), list[int]()
     monkeypatch.setattr(sys, "stderr", closed)
-    configure("info")
-    closed.close()
-    loop = LoopThread("t", seen.append)
-    loop.put(lambda: 1 / 0)
-    loop.put(1)
-    assert loop.settle(WAIT_S)
-    assert (seen, loop.errors) == ([1], 1)
-    assert loop.stop(WAIT_S)
-    structlog.reset_defaults()
+    with capture_logs():
+        log.logger.addHandler(logging.StreamHandler())
+        closed.close()
+        loop = LoopThread("t", seen.append)
+        loop.put(lambda: 1 / 0)
+        loop.put(1)
+        assert loop.settle(WAIT_S)
+        assert (seen, loop.errors) == ([1], 1)
+        assert loop.stop(WAIT_S)
 
 
 def test_a_failing_task_ends_alone() -> None:

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 import pytest
 from hypothesis import given, settings
-from structlog.testing import capture_logs
 
 from kvpipe.messages import Kind, Outcome, StepPlan
 from kvpipe.testing.fake_device import FakeDevice, FakeEvent, landed_of
+from kvpipe.testing.logged import capture_logs
 from kvpipe.testing.transfer_programs import schedules
 from kvpipe.testing.transfer_worlds import FAKES, GEOMETRY, KINDS, LAYERS, World, make_job, rows_of, value_of, world
 from kvpipe.testing.waiting import WAIT_S, eventually

@@ -9,7 +9,7 @@ SITE=$(cd "$1" && pwd)/site
 shift
 PY=${PY:-python3}
 
-NEEDS=(typing-extensions==4.16.0 structlog==26.1.0 msgspec==0.22.0 pydantic==2.14.3 pydantic-core==2.50.4 annotated-types==0.8.0
+NEEDS=(typing-extensions==4.16.0 msgspec==0.22.0 pydantic==2.14.3 pydantic-core==2.50.4 annotated-types==0.8.0
   typing-inspection==0.4.5 pydantic-settings==2.16.3 python-dotenv==1.2.4)
 
 # pip matches each platform tag exactly, so every one that a wheel may carry is named

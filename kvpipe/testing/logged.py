@@ -1,0 +1,31 @@
+"""The lines that kvpipe logs, for tests."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kvpipe.trace.log import log
+
+
+class _Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[dict[str, Any]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append({**record.__dict__["kvpipe"], "log_level": record.levelname.lower()})
+
+
+@contextmanager
+def capture_logs() -> Iterator[list[dict[str, Any]]]:
+    """Yield the lines that are logged from now on, whatever their level: `event`, `log_level` and the fields."""
+    before, kept = (log.logger, log.level), _Kept()
+    log.logger, log.level = logging.Logger(log.logger.name), logging.NOTSET  # noqa: LOG001  (without a parent)
+    log.logger.addHandler(kept)
+    try:
+        yield kept.lines
+    finally:
+        log.logger, log.level = before

@@ -1,0 +1,134 @@
+"""The log: records of Python's `logging` below vLLM's logger. The host application's logging stays as it is."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
+from kvpipe.trace import events as e
+from kvpipe.trace import log
+from kvpipe.trace.recorder import LogSink
+
+VLLM = logging.getLogger("vllm")
+
+
+@pytest.fixture(autouse=True)
+def _unconfigured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """VLLM's logger is as before any configuration, and so is kvpipe's."""
+    monkeypatch.setattr(log.log, "level", logging.NOTSET)
+    monkeypatch.setattr(VLLM, "handlers", [])
+    monkeypatch.setattr(VLLM, "propagate", True)
+    before = VLLM.level, log.log.logger.level
+    VLLM.setLevel(logging.INFO)
+    yield
+    VLLM.setLevel(before[0])
+    log.log.logger.setLevel(before[1])
+
+
+def write_some() -> None:
+    """Log a request's event through the writer's sink, and a fault."""
+    LogSink(logging.INFO).write([e.RequestAdmitted(1, -1, "r1", 2, 3, 4, "e1")])
+    log.Counters().fault("job_failed", why="no space")
+
+
+def test_structlog_of_the_host_is_unchanged() -> None:
+    """The host's lines go where the host sends them, and kvpipe's do not."""
+    before, host = structlog.get_config(), io.StringIO()
+    try:
+        structlog.configure(
+            processors=[structlog.processors.JSONRenderer(sort_keys=True)],
+            logger_factory=structlog.PrintLoggerFactory(host),
+        )
+        configured = structlog.get_config()
+        log.configure("debug")
+        write_some()
+        after = structlog.get_config()
+        structlog.get_logger().info("mine")
+    finally:
+        structlog.configure(**before)
+    assert after == configured
+    assert host.getvalue() == '{"event": "mine"}\n'
+
+
+def test_records_have_the_fields_in_text_and_as_values(caplog: pytest.LogCaptureFixture) -> None:
+    """The name is below vLLM's. Equal events have equal templates, by which an error tracker groups them."""
+    write_some()
+    log.Counters().fault("job_failed", why="gone")
+    assert [(one.name, one.levelname, one.getMessage()) for one in caplog.records] == [
+        ("vllm.kvpipe", "INFO", "request_admitted engine=e1 request=r1 epoch=2 step=3"),
+        ("vllm.kvpipe", "WARNING", "job_failed seen=1 why='no space'"),
+        ("vllm.kvpipe", "WARNING", "job_failed seen=1 why=gone"),
+    ]
+    admitted, *failed = caplog.records
+    assert admitted.__dict__["kvpipe"] == {
+        "event": "request_admitted", "engine": "e1", "request": "r1", "epoch": 2, "step": 3,
+    }  # fmt: skip
+    assert {one.msg for one in failed} == {"job_failed seen=%s why=%s"}
+
+
+def test_records_name_the_line_that_logs(caplog: pytest.LogCaptureFixture) -> None:
+    """Whichever function logs it."""
+    log.warn("odd")
+    log.log.error("odd", exc_info=ValueError("bad"))
+    log.log.log(logging.INFO, "odd", slots=3)
+    assert {(one.filename, one.funcName) for one in caplog.records} == {
+        ("test_logging.py", "test_records_name_the_line_that_logs")
+    }
+
+
+def test_text_of_a_field_is_on_one_line_and_without_control_characters(caplog: pytest.LogCaptureFixture) -> None:
+    """A request's id, or a tier's answer, cannot begin a line of its own."""
+    log.warn("odd", why="a\nb\x1b[31m", request="r\ud800", empty="", percent="5%s")
+    (record,) = caplog.records
+    assert record.getMessage() == r"odd why='a\nb\x1b[31m' request='r\ud800' empty='' percent=5%s"
+    assert record.__dict__["kvpipe"]["why"] == r"a\nb\x1b[31m"
+
+
+@pytest.mark.parametrize(
+    ("ours", "vllms", "hosts", "logged"),
+    [
+        ("info", "INFO", "NOTSET", ["info", "warning"]),
+        ("warning", "INFO", "NOTSET", ["warning"]),
+        ("debug", "WARNING", "NOTSET", ["warning"]),
+        ("debug", "DEBUG", "NOTSET", ["debug", "info", "warning"]),
+        ("info", "DEBUG", "WARNING", ["warning"]),
+    ],
+)
+def test_levels_of_vllm_and_of_the_host_apply_as_well(
+    ours: str, vllms: str, hosts: str, logged: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """`hosts`: what a host's configuration sets for kvpipe's own logger."""
+    VLLM.setLevel(vllms)
+    log.log.logger.setLevel(hosts)
+    log.configure(ours)
+    for level in ("debug", "info", "warning"):
+        getattr(log.log, level)(level)
+    assert [one.getMessage() for one in caplog.records] == logged
+    assert log.log.logger.level == logging.getLevelNamesMapping()[hosts]
+
+
+def test_handler_that_fails_raises_nothing() -> None:
+    """The thread that logs goes on."""
+
+    class Broken(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise RuntimeError(record.name)
+
+    VLLM.addHandler(Broken())
+    write_some()
+
+
+def test_exception_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    """As error trackers expect it: in the record's `exc_info`."""
+    try:
+        _ = 1 / 0
+    except ZeroDivisionError:
+        log.log.exception("odd", item=3)
+    (record,) = caplog.records
+    assert (record.levelname, record.getMessage()) == ("ERROR", "odd item=3")
+    assert record.exc_info is not None
+    assert record.exc_info[0] is ZeroDivisionError
