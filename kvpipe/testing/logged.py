@@ -22,10 +22,10 @@ class _Kept(logging.Handler):
 @contextmanager
 def capture_logs() -> Iterator[list[dict[str, Any]]]:
     """Yield the lines that are logged from now on, whatever their level: `event`, `log_level` and the fields."""
-    before, kept = (log.logger, log.level), _Kept()
-    log.logger, log.level = logging.Logger(log.logger.name), logging.NOTSET  # noqa: LOG001  (without a parent)
-    log.logger.addHandler(kept)
+    before, kept, alone = (log._logger, log.threshold), _Kept(), logging.Logger(log.name)  # noqa: LOG001
+    alone.addHandler(kept)
+    log._logger, log.threshold = alone, logging.NOTSET
     try:
         yield kept.lines
     finally:
-        log.logger, log.level = before
+        log._logger, log.threshold = before

@@ -9,9 +9,10 @@ import contextlib
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Callable
-from functools import partialmethod
+from collections.abc import Callable, MutableMapping
 from typing import TYPE_CHECKING, Any, Final, cast
+
+import structlog
 
 from kvpipe.counters import FAULTS, CounterName, Fault
 
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
     from kvpipe.trace.events import Event
 
 _BOUND = ("engine", "request", "epoch")
-_TAKEN = {"event", "exc_info"}  # by `Log.log`
+_TAKEN = {"event", "exc_info", "level", "method_name", "self"}  # by structlog
+_FRAMES: Final = 5
+"""From where `logging` is called to the line that logs: structlog's frames and ours."""
 _QUOTED = frozenset(" =\"'")
 LOG_EVERY: Final = 1000
 """Of the faults of one kind, the first is logged, and then one of so many."""
@@ -64,45 +67,42 @@ class Counters(Counter[CounterName]):
             warn(name, seen=self[name], **fields)
 
 
-class Log:
-    """kvpipe's logger. It never raises: a handler that fails must not end the thread that logs."""
+def _as_record(_logger: logging.Logger, _method: str, fields: MutableMapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the arguments for `logging`. The record's message has the fields, and its attribute `kvpipe` their values.
 
-    def __init__(self, name: str) -> None:
-        """`name`: of the logger in Python's `logging`."""
-        self.logger = logging.getLogger(name)
-        self.level = logging.NOTSET
-        """Lines below this level are dropped. The logger's own level and handlers are left to the host application."""
+    Equal events have equal templates, by which error trackers group them.
+    """
+    event, exc_info = fields.pop("event"), fields.pop("exc_info", None)
+    template = " ".join([event, *(f"{key}=%s" for key in fields)])
+    values = {"event": event} | {key: printable(value) for key, value in fields.items()}
+    named = {"exc_info": exc_info, "stacklevel": _FRAMES, "extra": {"kvpipe": values}}
+    return (template, *map(_shown, fields.values())), named
 
-    def log(self, level: int, event: str, /, *, exc_info: BaseException | bool | None = None, **fields: object) -> None:
-        """Log an event. The record has the fields in its message, and as values in its attribute `kvpipe`."""
-        if level < self.level or not self.logger.isEnabledFor(level):
+
+class Log(structlog.stdlib.BoundLogger):
+    """A logger of structlog with its own processor, whatever the process has configured. It never raises.
+
+    Levels and handlers of the logger below it are left to vLLM and the host application.
+    """
+
+    threshold = logging.NOTSET
+    """Lines below this level are dropped."""
+
+    def _proxy_to_logger(self, method_name: str, event: str | None = None, *args: Any, **fields: Any) -> None:  # noqa: ANN401
+        level = logging.getLevelNamesMapping().get(method_name.upper(), logging.ERROR)  # `exception` is no level
+        if level < self.threshold or not self._logger.isEnabledFor(level):
             return
-        with contextlib.suppress(Exception):
-            self.logger.log(
-                level,
-                " ".join(
-                    [event, *(f"{key}=%s" for key in fields)]
-                ),  # equal for equal events: error trackers group by it
-                *map(_shown, fields.values()),
-                exc_info=exc_info,
-                stacklevel=2,
-                extra={"kvpipe": {"event": event} | {key: printable(value) for key, value in fields.items()}},
-            )
-
-    debug = partialmethod(log, logging.DEBUG)
-    info = partialmethod(log, logging.INFO)
-    warning = partialmethod(log, logging.WARNING)
-    error = partialmethod(log, logging.ERROR)
-    exception = partialmethod(log, logging.ERROR, exc_info=True)
+        with contextlib.suppress(Exception):  # a handler that fails must not end the thread that logs
+            super()._proxy_to_logger(method_name, event, *args, **fields)
 
 
-log: Final = Log("vllm.kvpipe")
+log: Final = Log(logging.getLogger("vllm.kvpipe"), [_as_record], {})
 warn, info = log.warning, log.info
 
 
 def configure(level: str) -> None:
     """Drop lines below `level`. vLLM's own levels apply as well."""
-    log.level = logging.getLevelNamesMapping()[level.upper()]
+    log.threshold = logging.getLevelNamesMapping()[level.upper()]
 
 
 def log_event(event: Event) -> None:

@@ -194,7 +194,7 @@ FLAGS: dict[str, dict[str, str]] = {
         "FakeEvent.fired": "of the simulated device: CUDA's own",
         "HeldEngine._backwards": "configuration",
         "HeldEngine._device": "configuration",
-        "HeldTier._held": "what a test asks for: its calls wait",
+        "HeldTier.is_held": "what a test asks for: its calls wait",
     },
     "kvpipe/testing/servers": {
         "Proxy.stalled": "what a test asks for: nothing passes",

@@ -19,14 +19,14 @@ VLLM = logging.getLogger("vllm")
 @pytest.fixture(autouse=True)
 def _unconfigured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """VLLM's logger is as before any configuration, and so is kvpipe's."""
-    monkeypatch.setattr(log.log, "level", logging.NOTSET)
+    monkeypatch.setattr(log.log, "threshold", logging.NOTSET)
     monkeypatch.setattr(VLLM, "handlers", [])
     monkeypatch.setattr(VLLM, "propagate", True)
-    before = VLLM.level, log.log.logger.level
+    before = VLLM.level, log.log.level
     VLLM.setLevel(logging.INFO)
     yield
     VLLM.setLevel(before[0])
-    log.log.logger.setLevel(before[1])
+    log.log.setLevel(before[1])
 
 
 def write_some() -> None:
@@ -103,12 +103,12 @@ def test_levels_of_vllm_and_of_the_host_apply_as_well(
 ) -> None:
     """`hosts`: what a host's configuration sets for kvpipe's own logger."""
     VLLM.setLevel(vllms)
-    log.log.logger.setLevel(hosts)
+    log.log.setLevel(logging.getLevelNamesMapping()[hosts])
     log.configure(ours)
     for level in ("debug", "info", "warning"):
         getattr(log.log, level)(level)
     assert [one.getMessage() for one in caplog.records] == logged
-    assert log.log.logger.level == logging.getLevelNamesMapping()[hosts]
+    assert log.log.level == logging.getLevelNamesMapping()[hosts]
 
 
 def test_handler_that_fails_raises_nothing() -> None:

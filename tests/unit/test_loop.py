@@ -132,7 +132,7 @@ def test_a_closed_stderr_does_not_end_the_loop(monkeypatch: pytest.MonkeyPatch) 
     closed, seen = io.StringIO(), list[int]()
     monkeypatch.setattr(sys, "stderr", closed)
     with capture_logs():
-        log.logger.addHandler(logging.StreamHandler())
+        log.addHandler(logging.StreamHandler())
         closed.close()
         loop = LoopThread("t", seen.append)
         loop.put(lambda: 1 / 0)

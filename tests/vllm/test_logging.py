@@ -25,11 +25,11 @@ def _kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(VLLM, "handlers", VLLM.handlers[:])
     monkeypatch.setattr(VLLM, "propagate", VLLM.propagate)
     monkeypatch.setattr(vllm.logger, "_vllm_process_info", ("EngineCore", os.getpid()))
-    monkeypatch.setattr(log.log, "level", logging.NOTSET)
-    before = VLLM.level, log.log.logger.level
+    monkeypatch.setattr(log.log, "threshold", logging.NOTSET)
+    before = VLLM.level, log.log.level
     yield
     VLLM.setLevel(before[0])
-    log.log.logger.setLevel(before[1])
+    log.log.setLevel(before[1])
 
 
 def lines(capsys: pytest.CaptureFixture[str], **config: Any) -> list[str]:
