@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import pickle
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import event, note
@@ -19,14 +16,13 @@ from kvpipe.cache import catalog
 from kvpipe.connectors.vllm.trial import reach
 from kvpipe.connectors.vllm.trial.invariants import Watched
 from kvpipe.connectors.vllm.trial.moves import ARGUMENTS, trial_moves
-from kvpipe.connectors.vllm.trial.nightly import SEEDS, TrialRun, run
+from kvpipe.connectors.vllm.trial.nightly import SEEDS, run
 from kvpipe.connectors.vllm.trial.shapes import CONSUMER, PRODUCER, SHAPES
 from kvpipe.connectors.vllm.trial.trial import MOVES, Move, Trial
 from kvpipe.connectors.vllm.trial.worlds import WORLDS, default_worlds, name_of, pairs, possible, shape_named, shape_of
-from kvpipe.statemachine.diagram import MACHINES as ALL_MACHINES
 from property_tests.profiles import examples
+from property_tests.runs import REGRESSIONS, Runs
 
-REGRESSIONS = sorted((Path(__file__).parent / "regressions").glob("*.json"))
 STEPS_BEFORE_SHUTDOWN = 25
 SMALL_POOL_SLOTS = 6
 """As many chunks as eight sequences fill for certain."""
@@ -85,43 +81,6 @@ for _name in set(MOVES) - {"probe", "shutdown"}:
 
 TestTrials = Trials.TestCase
 TestTrials.settings = examples(200, 60)
-
-
-class Runs:
-    """Trials that several tests ask for. Each is run once, and its outcome kept in a folder of this test run."""
-
-    def __init__(self, folder: Path) -> None:
-        """`folder`: the same in all processes of a test run."""
-        self._folder = folder
-
-    def of_seed(self, shape: str, seed: int) -> TrialRun:
-        """Run the moves of a seed."""
-        return self._once(f"{shape}-{seed}", lambda: run(SHAPES[shape], seed))
-
-    def of_sequence(self, path: Path) -> TrialRun:
-        """Run a kept sequence."""
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        moves = [tuple(move) for move in kept["moves"]]
-        return self._once(path.stem, lambda: run(shape_named(kept["shape"]), kept["seed"], moves))
-
-    def _once(self, name: str, make: Callable[[], TrialRun]) -> TrialRun:
-        kept = self._folder / name
-        if kept.exists():
-            return cast("TrialRun", pickle.loads(kept.read_bytes()))  # noqa: S301  (its own)
-        ran = make()
-        written = kept.with_suffix(f".{os.getpid()}")
-        written.write_bytes(pickle.dumps(ran))
-        written.rename(kept)
-        return ran
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Runs:
-    """Return the trials of this test run, shared by all workers of pytest-xdist."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if hasattr(request.config, "workerinput") else base) / "runs"
-    folder.mkdir(exist_ok=True)
-    return Runs(folder)
 
 
 @pytest.mark.parametrize("at", range(WORLDS))
@@ -209,19 +168,3 @@ def test_a_sequence_has_one_outcome() -> None:
         moves = list(trial_moves(SHAPES[shape], 0))
         once = outcome(shape, moves)
         assert all(outcome(shape, moves) == once for _ in range(2))
-
-
-def test_every_machine_is_counted() -> None:
-    """But for three that clocks and threads move: `tests/tiers` and `tests/transfer` take each of their cells."""
-    others = {one.name for one in ALL_MACHINES} - {one.name for one in reach.MACHINES}
-    assert others == {"breaker", "carry", "ticket"}
-
-
-def test_every_cell_is_reached(runs: Runs) -> None:
-    """The seeds and the kept sequences take every cell that vLLM's calls can lead to."""
-    taken: Counter[reach.Cell] = Counter()
-    seeds = (runs.of_seed(shape, seed) for shape in SHAPES for seed in SEEDS)
-    for ran in (*seeds, *map(runs.of_sequence, REGRESSIONS)):
-        taken += ran.cells
-    _, _, missed = reach.report(taken)
-    assert not missed, [str(cell) for cell in missed]

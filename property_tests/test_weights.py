@@ -10,10 +10,11 @@ from collections.abc import Iterator
 import pytest
 
 from kvpipe.connectors.vllm.trial.moves import trial_moves
-from kvpipe.connectors.vllm.trial.nightly import SEEDS, run
+from kvpipe.connectors.vllm.trial.nightly import run
 from kvpipe.connectors.vllm.trial.shapes import SHAPES
 from kvpipe.connectors.vllm.trial.trial import Move
 
+SEEDS = range(4)
 EVERY = 40
 """So many moves lie between two changes, about."""
 

@@ -1,0 +1,44 @@
+"""Trials that several tests ask for, each run once."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+from kvpipe.connectors.vllm.trial.nightly import TrialRun, run
+from kvpipe.connectors.vllm.trial.shapes import SHAPES
+from kvpipe.connectors.vllm.trial.worlds import shape_named
+
+REGRESSIONS = sorted((Path(__file__).parent / "regressions").glob("*.json"))
+
+
+class Runs:
+    """Outcomes of trials, kept in a folder of this test run."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder`: the same in all processes of a test run."""
+        self._folder = folder
+
+    def of_seed(self, shape: str, seed: int) -> TrialRun:
+        """Run the moves of a seed."""
+        return self._once(f"{shape}-{seed}", lambda: run(SHAPES[shape], seed))
+
+    def of_sequence(self, path: Path) -> TrialRun:
+        """Run a kept sequence."""
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        moves = [tuple(move) for move in kept["moves"]]
+        return self._once(path.stem, lambda: run(shape_named(kept["shape"]), kept["seed"], moves))
+
+    def _once(self, name: str, make: Callable[[], TrialRun]) -> TrialRun:
+        kept = self._folder / name
+        if kept.exists():
+            return cast("TrialRun", pickle.loads(kept.read_bytes()))  # noqa: S301  (its own)
+        ran = make()
+        written = kept.with_suffix(f".{os.getpid()}")
+        written.write_bytes(pickle.dumps(ran))
+        written.rename(kept)
+        return ran
