@@ -76,7 +76,7 @@ MOVES = {
 
 @functools.cache
 def _measured_once() -> Callable[[Any, Iterable[Any]], str]:
-    """Return `numerics.measured` with a memory: all ranks of a trial are in one process. It takes a fifth of a trial."""
+    """Return `numerics.measured` with a memory: all ranks of a trial are in one process. It takes a fifth of one."""
     from kvpipe.connectors.vllm.numerics import measured
 
     remembered = functools.cache(measured)
