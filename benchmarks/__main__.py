@@ -11,8 +11,8 @@ from benchmarks.replay import __main__ as replay
 from benchmarks.report import show
 
 PARTS = [
-    "host", "calls", "catalog", "throughput", "warm", "hybrids", "pressure", "admission", "fuzz", "trace", "timeline",
-    "tiers", "layouts", "tier_disk", "tier_redis", "tier_s3", "tier_mooncake",
+    "host", "calls", "catalog", "throughput", "turns", "warm", "hybrids", "pressure", "admission", "fuzz", "trace",
+    "timeline", "tiers", "layouts", "tier_disk", "tier_redis", "tier_s3", "tier_mooncake",
 ]  # fmt: skip
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 

@@ -74,7 +74,8 @@ class Settings(BaseSettings):
     prefault: Literal["ahead", "start", "use"] = Field(
         "ahead",
         description="When the pool's memory is taken from the system: `ahead` of its use, in the background from "
-        "start-up on; `start`: before the engine serves; `use`: as chunks are first written, which forwards wait for.",
+        "start-up on (a CPU engine that saves faster than that uses the rest as with `use`); `start`: before the "
+        "engine serves; `use`: as chunks are first written, which forwards wait for.",
     )
     tiers: Annotated[tuple[SerializeAsAny[TierSpec], ...], NoDecode, BeforeValidator(parse_tiers)] = Field(
         (),

@@ -99,7 +99,8 @@ class StepPlan(NamedTuple):
     `space`: the namespace of the orders' chunks. `question`: if not 0, every rank reports the digest of its weights
     under this number, before anything is computed. `claims`: one for each job of a request with an adapter.
     `wait_ms`: if not 0, nothing is computed, and a rank with asynchronous loads waits so long for one to land.
-    `computes`: whether any token is computed; if not, no layer calls a hook.
+    `computes`: whether any token is computed; if not, no layer calls a hook. `used`: slots [0, used) have been handed
+    out so far, to this step or an earlier one.
     """
 
     step: int
@@ -110,6 +111,7 @@ class StepPlan(NamedTuple):
     claims: tuple[Claim, ...] = ()
     wait_ms: int = 0
     computes: bool = True
+    used: int = 0
 
 
 EMPTY_PLAN = StepPlan(0)

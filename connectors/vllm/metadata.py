@@ -20,8 +20,8 @@ class PlanMetadata(KVConnectorMetadata):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Flatten to builtin tuples."""
-        step, jobs, orders, space, question, claims, wait_ms, computes = self.plan
-        packed = (step, _plain(jobs))
+        step, jobs, orders, space, question, claims, wait_ms, computes, used = self.plan
+        packed = (step, _plain(jobs), used)
         if orders or question or claims or wait_ms or (jobs and not computes):
             return _unpack, (*packed, _plain(orders), space, question, _plain(claims), wait_ms, computes)
         return _unpack, packed
@@ -37,6 +37,7 @@ def _plain(rows: tuple[tuple[Any, ...], ...]) -> _Plain:
 def _unpack(
     step: int,
     jobs: _Plain,
+    used: int,
     orders: _Plain = (),
     space: str = "",
     question: int = 0,
@@ -46,7 +47,7 @@ def _unpack(
 ) -> PlanMetadata:
     made = tuple(Job(*job) for job in jobs), tuple(TierOrder(*order) for order in orders)
     held = tuple(Claim(*claim) for claim in claims)
-    return PlanMetadata(StepPlan(step, *made, space, question, held, wait_ms, computes))
+    return PlanMetadata(StepPlan(step, *made, space, question, held, wait_ms, computes, used))
 
 
 class Introduction(NamedTuple):

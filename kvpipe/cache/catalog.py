@@ -124,7 +124,8 @@ class Catalog:
         self.lost_keys, self.tenants = Lost(groups), Tenants()
         self.ready = slots if ready is None else ready
         self._free: list[int] = []  # used before
-        self._fresh = 0  # slots from here up to `ready` were never used
+        self.fresh = 0
+        """The first slot that was never handed out. Those behind it were not either."""
         self._index: tuple[MutableMapping[bytes, Chunk], ...] = tuple(by_key(slots) for _ in range(groups))
         self._before: tuple[MutableMapping[bytes, Chunk], ...] = tuple(by_key(slots) for _ in range(groups))
         """Per group, the keys of chunks of before the last reset, as long as these have slots."""
@@ -154,7 +155,7 @@ class Catalog:
         """Use no slot from `slots` on: a rank's pool has no more. Called before any of them is used."""
         self.slots = min(self.slots, slots)
         self.ready = min(self.ready, self.slots)
-        self._fresh = min(self._fresh, self.ready)
+        self.fresh = min(self.fresh, self.ready)
         self._free = [slot for slot in self._free if slot < self.slots]
         self._size_policy()
 
@@ -312,8 +313,8 @@ class Catalog:
 
     def reserve(self, group: int, tenant: Tenant = ANYBODY) -> Chunk | None:
         """Claim a slot for a new chunk of `tenant`, evicting one if none is free; None if every chunk is held."""
-        if not self._free and self._fresh < self.ready:
-            slot, self._fresh = self._fresh, self._fresh + 1
+        if not self._free and self.fresh < self.ready:
+            slot, self.fresh = self.fresh, self.fresh + 1
         elif self._free or self._evict_one():
             slot = self._free.pop()  # one used before: it is in the caches of the processor
         else:
@@ -426,7 +427,7 @@ class Catalog:
 
     def sweep(self) -> None:
         """Drop the chunks that the last reset has forgotten in the next `sweep_slots` slots, and free these slots."""
-        for _ in range(min(self.sweep_slots, self._fresh - self._swept) if self.stale else 0):
+        for _ in range(min(self.sweep_slots, self.fresh - self._swept) if self.stale else 0):
             chunk = self._chunks[self._swept]
             self._swept += 1
             if chunk is not None and chunk.era is not self._era:
@@ -501,7 +502,7 @@ class Catalog:
 
     def _evict_one(self) -> bool:
         if self.stale:
-            while not self._free and self.stale and self._swept < self._fresh:
+            while not self._free and self.stale and self._swept < self.fresh:
                 self.sweep()
             if self._free:
                 return True
@@ -571,4 +572,4 @@ class Catalog:
     @property
     def used(self) -> int:
         """The number of slots that are not free."""
-        return self._fresh - len(self._free) - self.stale
+        return self.fresh - len(self._free) - self.stale

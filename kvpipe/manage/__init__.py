@@ -59,7 +59,7 @@ SHARED: Final = {
     "Catalog.ready": "a number that the scheduler's thread makes larger, and never smaller while operators are served",
     "Catalog.stale": _NUMBER,
     "Catalog._era": _OBJECT,
-    "Catalog._fresh": _NUMBER,
+    "Catalog.fresh": _NUMBER,
     "Catalog._free": "the scheduler's thread changes it; only its size is read",
     "Catalog._chunks": "slot by slot: the scheduler's thread replaces what is in one, and never the list",
     "Catalog._index": _KEYED,

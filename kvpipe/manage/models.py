@@ -210,7 +210,7 @@ class PoolState(_ToOperator):
     """The host pool of a rank; all ranks' pools hold the same chunks."""
 
     slots: int = Field(description="Slots of each rank's pool.")
-    slots_ready: int = Field(description="Slots whose memory every rank has allocated.")
+    slots_ready: int = Field(description="Slots that may be used: every rank has their memory, or has it to spare.")
     slots_used: int = Field(description="Slots that are not free.")
     slot_bytes: int = Field(description="Bytes of one slot, on the rank that the scheduler knows.")
     bytes_used: int

@@ -302,7 +302,7 @@ class SchedulerSide:
             self._alone("expire_pins", self.pins.expire)
         if self.orders.due:  # behind the answers of this pass, which count on what is held
             self._alone("carry_out_orders", self.orders.carry_out)
-        return StepPlan(self._step, tuple(jobs), orders, space, question, claims, wait_ms, computes)
+        return StepPlan(self._step, tuple(jobs), orders, space, question, claims, wait_ms, computes, self.catalog.fresh)
 
     def _stop_at_cuts(self, spans: Spans, step: Step, jobs: list[Job]) -> None:
         """Save what requests have computed before a span that `step` cuts, and nothing behind it."""

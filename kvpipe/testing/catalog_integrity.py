@@ -19,7 +19,7 @@ def check_integrity(catalog: Catalog) -> None:
     chunks = list(catalog.chunks())
     stale = [chunk for chunk in catalog._chunks if chunk is not None and chunk.era is not catalog._era]
     slots = [slot for slot, chunk in enumerate(catalog._chunks) if chunk is not None]
-    free = [*catalog._free, *range(catalog._fresh, catalog.ready)]
+    free = [*catalog._free, *range(catalog.fresh, catalog.ready)]
     check(slots == sorted(c.slot for c in (*chunks, *stale)), "a chunk is not in its slot")
     check(catalog.stale == len(stale), f"{len(stale)} stale chunks, {catalog.stale} are counted")
     check(all(c.state.row == m.READY and not c.held for c in stale), "a stale chunk is in use")

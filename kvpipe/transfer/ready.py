@@ -1,8 +1,11 @@
 """Makes the slots of a pool ready before they are used: resident, and pinned if the transfer engine needs that.
 
 The first touch of a page is a fault, which can take twenty times as long as the copy: on a virtual machine whose host
-has not allocated the page yet, 2 MiB take 7 ms or more. So a thread touches the pool from its beginning to its end;
-only slots that it has touched are used, and no copy waits for a fault.
+has not allocated the page yet, 2 MiB take 7 ms or more. So a thread touches the pool from its beginning to its end.
+
+Where slots must be pinned, only those that the thread is done with are used. Elsewhere slots are also used *on demand*:
+when the engine saves faster than the thread works, the copies take the faults, because the alternative is to evict
+chunks from a pool that has room. The thread goes on behind what was handed out.
 
 Pages are touched by writing one byte each, not by ``MADV_POPULATE_WRITE``: that holds the lock of the whole address
 space while the kernel clears pages, so every allocation of the forward would wait. This overwrites a slot's content,
@@ -28,6 +31,7 @@ How = Literal["ahead", "start", "use"]
 STROKE_BYTES: Final = 4 << 20  # touched at once on the forward's own cores: 14 ms where pages are slowest
 SHARE_OF_A_BUSY_CORE: Final = 0.05
 LOOK_S: Final = 0.02
+DEMAND_BYTES_MAX: Final = 1 << 30  # handed out ahead of the thread until the next step's report
 SHORT_S: Final = 5.0  # how often memory is asked for again when there is none to spare
 STOP_S_MAX: Final = 10.0
 
@@ -53,6 +57,7 @@ class Readier:
         claim: Callable[[int, int], bool],
         *,
         piece_bytes: int,
+        on_demand: bool = False,
         manners: Manners | None = None,
         done: Callable[[float], object] = lambda _: None,
         short: Callable[[Headroom], object] = lambda _: None,
@@ -60,11 +65,15 @@ class Readier:
     ) -> None:
         """`claim(address, bytes)`: called for each piece of resident slots, see `TransferEngine.claim`.
 
-        `piece_bytes`: about how many bytes a piece has. `done(seconds)` is called when all slots are ready,
+        `piece_bytes`: about how many bytes a piece has. `on_demand`: slots may be used before they are in memory, and
+        `claim` takes pieces in any order. `done(seconds)` is called when all slots are ready,
         `short(room)` when there is no memory to spare at present. `room()`: returns the memory that is left.
         """
         self._pool, self._claim, self._manners = pool, claim, manners or Manners()
         self._done, self._short, self._room = done, short, room
+        self._on_demand, self._lock = on_demand, threading.Lock()
+        self.used = 0
+        """Slots before this one were handed out, so they are not touched any more."""
         self._step = max(1, piece_bytes // pool.slot_bytes)
         self._at = 0  # the first slot of the next piece
         self._bytes = pool.tensor.view(-1).numpy()
@@ -89,6 +98,30 @@ class Readier:
         while how == "start" and self._thread.is_alive() and not self._is_short:
             self._thread.join(LOOK_S)
 
+    def use(self, stop: int) -> None:
+        """Touch no slot before `stop` from now on: they are about to be written. Waits for one stroke at most.
+
+        Called on vLLM's thread, before anything is copied into those slots.
+        """
+        if stop <= self._at:
+            self.used = stop
+            return
+        with self._lock:
+            self.used = stop
+        pool = self._pool
+        if pool.ready < pool.slots and 2 * (pool.ready - stop) * pool.slot_bytes < DEMAND_BYTES_MAX:
+            self._offer()
+
+    def _offer(self) -> None:
+        """Let more slots be used: all that are in memory and, on demand, those behind them that there is memory for."""
+        pool, stop = self._pool, max(self._at, self.used)
+        if self._on_demand:
+            room = self._room()
+            spare = DEMAND_BYTES_MAX if room is None else min(max(0, room.spare), DEMAND_BYTES_MAX)
+            stop = min(stop + spare // pool.slot_bytes, pool.slots)
+        with self._lock:  # vLLM's thread and the readier's both come here
+            pool.ready = max(pool.ready, stop)
+
     def stop(self) -> None:
         """End the thread. Idempotent."""
         self._stop.set()
@@ -109,7 +142,7 @@ class Readier:
 
     def _next(self) -> None:
         """Make the next piece ready, if there is memory for it."""
-        pool, first = self._pool, self._at
+        pool, first = self._pool, max(self._at, self.used)
         stop = min(first + self._step, pool.slots)
         low, high = first * pool.slot_bytes, stop * pool.slot_bytes
         if self._touches and not (self._has_room(high - low) and self._touch(low, high)):
@@ -119,7 +152,7 @@ class Readier:
             return
         self._is_short, self._at = False, stop
         if self._touches:
-            pool.ready = stop
+            self._offer()
         if stop == pool.slots:
             self._done(time.monotonic() - self._began)
 
@@ -135,17 +168,20 @@ class Readier:
     def _touch(self, low: int, high: int) -> bool:
         """Touch the pages of the bytes [low, high). Returns False if `stop` was called meanwhile.
 
-        In one stroke, unless the engine is busy: after each stroke this thread needs the GIL again, and vLLM's thread
-        may have to wait until it has had it.
+        In one stroke, unless the engine is busy or may wait for it: after each stroke this thread needs the GIL again,
+        and vLLM's thread may have to wait until it has had it.
         """
         manners = self._manners
-        stroke = STROKE_BYTES if manners.share < 1 else high - low
+        stroke = STROKE_BYTES if manners.share < 1 or self._on_demand else high - low
         for at in range(low, high, stroke):
             if self._stop.is_set():
                 return False
             began = time.monotonic()
-            self._bytes[at : min(at + stroke, high) : mmap.PAGESIZE] = 0
+            with self._lock:
+                first, stop = max(at, self.used * self._pool.slot_bytes), min(at + stroke, high)
+                if first < stop:
+                    self._bytes[first : stop : mmap.PAGESIZE] = 0
+                    self._bytes[stop - 1] = 0
             if manners.share < 1 and manners.busy():
                 self._stop.wait((time.monotonic() - began) * (1 / manners.share - 1))
-        self._bytes[high - 1] = 0
         return True

@@ -148,6 +148,7 @@ class WorkerSide:
             engine.claim,
             piece_bytes=engine.piece_bytes,
             manners=Manners(spare, share, self._is_busy),
+            on_demand=device == "cpu",
             done=self._pool_ready,
             short=self._pool_short,
         )
@@ -187,6 +188,8 @@ class WorkerSide:
         """A step begins. Its requests' adapters are loaded."""
         self._plan, self._bound_ns = plan, time.monotonic_ns()
         self.trace.step = plan.step
+        if plan.used > self._readier.used:
+            self._readier.use(plan.used)
         try:
             plan = self._plan = self.adapters.checked(plan)
         except Exception as error:  # noqa: BLE001  (the scheduler's side counts on the jobs: they are reported, as failed)

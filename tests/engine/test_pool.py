@@ -5,32 +5,32 @@ from __future__ import annotations
 import functools
 import gc
 import os
-import time
+import threading
 from pathlib import Path
 
 import pytest
 
 from kvpipe.connectors.vllm.trial.engine import Engine
 from kvpipe.headroom import Headroom
-from kvpipe.testing.waiting import WAIT_S
+from kvpipe.testing.waiting import eventually
 from kvpipe.trace.events import PoolReady, PoolShort
 from kvpipe.trace.reader import Trace
 from kvpipe.transfer import ready
 from kvpipe.transfer.ready import Readier
 from kvpipe.worker import side as worker_side
 from kvpipe.worker.side import WorkerSide
-from tests.engine.common import assert_clean, baseline, ended, engine, prompt
+from tests.engine.common import assert_clean, baseline, ended, engine, prompt, whole_blocks
 
 PROMPTS = [prompt(300, seed) for seed in range(4)]
 POOL = {"pool_bytes_max": "192MiB"}
 
 
-def wait_for(live: Engine, slots: int) -> None:
-    """Step until the scheduler's side may use so many slots."""
-    limit = time.monotonic() + WAIT_S
-    while live.connector.stats()["slots_ready"] < slots:
-        assert time.monotonic() < limit, live.connector.stats()
-        live.generate([prompt(3, 99)], 1)
+def wait_for_memory(live: Engine) -> None:
+    """Wait until the whole pool is in memory."""
+    worker = live.worker_connector.worker
+    assert isinstance(worker, WorkerSide)
+    assert eventually(lambda: worker._readier._at == worker.geometry.slots)
+    live.settle()
 
 
 def test_the_whole_pool_becomes_ready(trace_file: Path) -> None:
@@ -41,7 +41,8 @@ def test_the_whole_pool_becomes_ready(trace_file: Path) -> None:
         at_start = live.connector.stats()["slots_ready"]
         assert at_start > 0
         slots = live.connector.stats()["slots"]
-        wait_for(live, slots)
+        wait_for_memory(live)
+        assert live.connector.stats()["slots_ready"] == slots
         assert live.generate(PROMPTS, 8) == wanted
         assert_clean(live)
     reported = [event for event in Trace(trace_file) if isinstance(event, PoolReady)]
@@ -64,10 +65,35 @@ def test_a_pool_that_the_machine_has_no_memory_for(monkeypatch: pytest.MonkeyPat
         assert live.generate(many, 4) == wanted
         assert live.connector.stats()["slots_ready"] == stats["slots_ready"]
         rooms.extend([plenty] * 100)
-        wait_for(live, stats["slots"])
+        wait_for_memory(live)
+        live.generate(PROMPTS[:1], 1)  # ranks report with a step
+        assert live.connector.stats()["slots_ready"] == stats["slots"]
         assert_clean(live)
     reported = [event for event in Trace(trace_file) if isinstance(event, (PoolShort, PoolReady))]
     assert [type(event) for event in reported] == [PoolShort, PoolReady]
+
+
+def test_nothing_is_evicted_from_a_pool_with_room_when_saves_are_faster_than_it_becomes_ready(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A new engine finds all that it has saved, although its pool is not in memory yet."""
+    begin, goes_on = Readier.begin, threading.Event()
+
+    def begin_only(readier: Readier, how: ready.How) -> None:
+        monkeypatch.setattr(readier, "_main", goes_on.wait)
+        readier._step = 1  # one slot is ready
+        begin(readier, how)
+
+    monkeypatch.setattr(Readier, "begin", begin_only)
+    wanted = baseline(PROMPTS, 8)
+    with engine(kvpipe=POOL | {"chunk_tokens": 32}, enable_prefix_caching=False) as live:
+        assert [live.generate([one], 8) for one in PROMPTS] == [[one] for one in wanted]
+        assert [live.generate([one], 8) for one in PROMPTS] == [[one] for one in wanted]
+        assert live.connector.stats()["slots_used"] > 1
+        stats = assert_clean(live)
+        assert stats.get("evicted", 0) == 0
+        assert stats["tokens_loaded"] == whole_blocks(live, *map(len, PROMPTS))
+        goes_on.set()
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")

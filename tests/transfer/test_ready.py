@@ -173,6 +173,62 @@ def test_on_cores_of_its_own_it_does_not_hurry_others() -> None:
         assert found[-1] == (cpus, os.getpriority(os.PRIO_PROCESS, 0))
 
 
+def test_slots_are_used_before_they_are_in_memory_where_nothing_is_pinned() -> None:
+    """What is written there stays: the thread goes on behind it."""
+    gate, begun = threading.Event(), threading.Event()
+
+    def claim(*_: int) -> bool:
+        begun.set()
+        return rig.readier._at == 0 or gate.wait()
+
+    with Rig(slots=60, on_demand=True) as rig:
+        rig.readier._claim = claim
+        rig.readier.begin("ahead")
+        assert rig.readier._at == 4, "the first piece"
+        assert rig.pool.ready == 60
+        rig.readier.use(41)
+        rig.pool.tensor[4:41] = 7
+        gate.set()
+        assert eventually(lambda: rig.readier._at == 60)
+        assert (rig.pool.tensor[8:41] == 7).all()
+        assert in_memory(rig.pool) >= 60 * SLOT
+        assert eventually(lambda: len(rig.done) == 1)
+
+
+def test_no_more_slots_are_used_on_demand_than_there_is_memory_for() -> None:
+    """Their number grows with those that are used, as long as there is memory."""
+    with Rig(slots=60, on_demand=True) as rig:
+        rig.room = Headroom(GIB // 20 + 12 * SLOT, GIB, "a limit")
+        rig.readier._claim = lambda *_: rig.readier._at == 0
+        rig.readier.begin("ahead")
+        assert rig.pool.ready == 4 + 12
+        rig.readier.use(10)
+        assert rig.pool.ready == 10 + 12
+        rig.room = Headroom(0, GIB, "a limit")
+        rig.readier.use(15)
+        assert rig.pool.ready == 10 + 12
+
+
+def test_slots_are_counted_under_a_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """VLLM's thread, which learns of used slots, and the thread that makes slots ready do not overwrite each other."""
+    locked = list[bool]()
+
+    class Watched(HostPool):
+        def __setattr__(self, name: str, value: object) -> None:
+            if name == "ready":
+                locked.append(rig.readier._lock.locked())
+            super().__setattr__(name, value)
+
+    with Rig(slots=60, on_demand=True) as rig:
+        rig.room = Headroom(GIB // 20 + 12 * SLOT, GIB, "a limit")
+        rig.readier._claim = lambda *_: rig.readier._at == 0
+        rig.readier.begin("ahead")
+        monkeypatch.setattr(rig.pool, "__class__", Watched)
+        rig.readier.use(30)
+        assert rig.pool.ready == 42
+        assert locked == [True]
+
+
 def test_slots_that_cannot_be_claimed_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pool stays as it is, `start` does not wait for it, and it grows when the next piece is taken after all."""
     monkeypatch.setattr(ready, "SHORT_S", 0.001)

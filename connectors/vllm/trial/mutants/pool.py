@@ -28,4 +28,25 @@ MUTANTS: dict[str, Mutant] = {
             "self._is_short, self._at = False, stop\n    self._touch(0, high)"),
         test=f"{_READY}::test_a_slot_is_not_touched_once_it_is_ready",
     ),
+    "touched_after_it_was_handed_out": Mutant(
+        "The thread does not learn which slots were handed out on demand, and touches them.",
+        one(_READIER, "use", "with self._lock:\n        self.used = stop", "pass"),
+        test=f"{_READY}::test_slots_are_used_before_they_are_in_memory_where_nothing_is_pinned",
+    ),
+    "ready_slots_are_taken_back": Mutant(
+        "Two threads count the slots that are ready, and one overwrites what the other has counted.",
+        one(_READIER, "_offer", "with self._lock:", "if True:"),
+        test=f"{_READY}::test_slots_are_counted_under_a_lock",
+    ),
+    "handed_out_without_memory": Mutant(
+        "Slots are used on demand, however little memory is left.",
+        one(_READIER, "_offer", "min(max(0, room.spare), DEMAND_BYTES_MAX)", "DEMAND_BYTES_MAX"),
+        test=f"{_READY}::test_no_more_slots_are_used_on_demand_than_there_is_memory_for",
+    ),
+    "evicts_before_the_pool_is_in_memory": Mutant(
+        "A pool with room evicts chunks when its memory is not there yet.",
+        one("kvpipe.worker.side:WorkerSide", "_make_readier", 'on_demand=device == "cpu"', "on_demand=False"),
+        test="tests/engine/test_pool.py::"
+        "test_nothing_is_evicted_from_a_pool_with_room_when_saves_are_faster_than_it_becomes_ready",
+    ),
 }  # fmt: skip
