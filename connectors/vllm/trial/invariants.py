@@ -290,7 +290,7 @@ def catalog_is_consistent(watched: Watched) -> Iterator[str]:
 @invariant(
     2,
     10,
-    sentence="An index made of KV cache events and hashes of their content alone has exactly the keys that lookups find.",
+    sentence="An index made of KV cache events and of their contents' hashes has exactly the keys that lookups find.",
 )
 def events_are_the_catalog(watched: Watched) -> Iterator[str]:
     """A router's index against the catalog's of every group."""
