@@ -1,7 +1,9 @@
 """vLLM's KV cache events for what kvpipe holds, for prefix-aware routers (medium ``CPU``).
 
-A block is announced when the first chunk that holds it can be found, and removed with the last one. Events contain
-everything that a block's hash covers, as vLLM's own do: a consumer that receives all of them has the catalog's index.
+A lookup finds a chunk at the chunk's marks and nowhere else: at its end, and where a prompt or an answer has ended in
+it. So each mark is announced as one block, from the chunk's first token to the mark, however many of the engine's
+blocks that is. A block is removed when its mark goes. Events contain everything that a block's hash covers, as vLLM's
+own do: a consumer that receives all of them has the catalog's index.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import functools
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -33,13 +35,13 @@ if TYPE_CHECKING:
     from kvpipe.geometry import Geometry
 
 
-class AnnouncedBlocks(NamedTuple):
-    """Blocks of one prefix that lie in one chunk, one after the other, and all that their hashes cover."""
+class AnnouncedBlock(NamedTuple):
+    """A chunk's tokens up to one of its marks, and all that their hash covers."""
 
-    hashes: list[BlockHash]
+    hash: BlockHash
     parent: BlockHash | None
     tokens: array[int]
-    extra_keys: list[tuple[Any, ...] | None]
+    extra_keys: tuple[Any, ...] | None
     lora_id: int | None
     lora_name: str | None
     session: str | None
@@ -61,14 +63,14 @@ class KvEvents:
     """Collects events until vLLM takes them."""
 
     def __init__(self, cache: KVCacheConfig, geometry: Geometry, hash_tokens: int) -> None:
-        """`hash_tokens`: tokens per block hash; events describe blocks of this size."""
-        self.blocks_per_unit, self._hash_tokens = geometry.unit_tokens // hash_tokens, hash_tokens
+        """`hash_tokens`: tokens per block hash."""
+        self._hashes_per_unit, self._hash_tokens = geometry.unit_tokens // hash_tokens, hash_tokens
         self._ahead = -(-geometry.ahead_tokens // hash_tokens)
         self._states = geometry.states
         specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
         self._kinds = [(get_kv_cache_spec_kind(one).value, get_kv_cache_spec_sliding_window(one)) for one in specs]
         self._held: Counter[tuple[int, BlockHash]] = Counter()
-        self._of: dict[Chunk, list[AnnouncedBlocks]] = {}
+        self._of: dict[Chunk, dict[bytes, AnnouncedBlock]] = {}  # of each chunk, by the key of the mark
         self._events: list[KVCacheEvent] = []
 
     def watch(self, manager: KVCacheManager, taken: Callable[[], AbstractContextManager[None]]) -> None:
@@ -89,33 +91,26 @@ class KvEvents:
         manager.reset_prefix_cache = watched  # type: ignore[method-assign]
 
     def published(self, request: Request, chunk: Chunk, base: int) -> None:
-        """A piece of `chunk`, which begins at unit `base` of `request`'s prefix, has landed.
+        """A piece of `chunk`, which begins at unit `base` of `request`'s prefix, has landed: its marks have changed.
 
         Events have the salt in clear, also when the chunk is announced again: there are none with one that is too long.
         """
         if len(request.cache_salt or "") > SALT_KEPT_CHARS_MAX:
             return
-        known = self._of.get(chunk, ())
-        first = base * self.blocks_per_unit + sum(len(blocks.hashes) for blocks in known)
-        stop = (base + chunk.marks[-1].units) * self.blocks_per_unit
-        end = stop if chunk.group in self._states else stop + self._ahead
-        last = request.block_hashes[end - 1 : end]
-        if first >= stop or not last or not chunk.marks[-1].key.startswith(last[0]):  # an adapter's key is longer
-            return  # found no further than before; or a session has cut its tokens meanwhile
-        blocks = self._blocks(request, first, stop)
-        self._of.setdefault(chunk, []).append(blocks)
-        self._announce(chunk.group, blocks)
+        announced = self._of.setdefault(chunk, {})
+        marks = {mark.key: mark.units for mark in chunk.marks}
+        self._remove(chunk.group, [announced.pop(key) for key in [*announced] if key not in marks])
+        for key, units in marks.items():
+            if key in announced:
+                continue
+            block = self._block(request, chunk.group, base, base + units)
+            if block is not None and key.startswith(block.hash):  # an adapter's key is longer
+                announced[key] = block
+                self._announce(chunk.group, block)
 
     def dropped(self, chunk: Chunk) -> None:
         """`chunk` cannot be found any more."""
-        gone = []
-        for key in (key for blocks in self._of.pop(chunk, ()) for key in blocks.hashes):
-            self._held[chunk.group, key] -= 1
-            if not self._held[chunk.group, key]:
-                del self._held[chunk.group, key]
-                gone.append(maybe_convert_block_hash(key))
-        if gone:
-            self._add(BlockRemoved(block_hashes=gone, medium=MEDIUM_CPU, group_idx=chunk.group))
+        self._remove(chunk.group, self._of.pop(chunk, {}).values())
 
     def kept(self, request: Request) -> Request | None:
         """Return what events need of a request after its end; None: pictures, embeddings, long salts are not kept."""
@@ -128,55 +123,68 @@ class KvEvents:
         """Consumers have forgotten all blocks: announce all that is held."""
         self._held.clear()
         self._events.clear()
-        for chunk, held in self._of.items():
-            for blocks in held:
-                self._announce(chunk.group, blocks)
+        for chunk, announced in self._of.items():
+            for block in announced.values():
+                self._announce(chunk.group, block)
 
     def take(self) -> list[KVCacheEvent]:
         """Return the events since the last call."""
         events, self._events = self._events, []
         return events
 
-    def _blocks(self, request: Request, first: int, stop: int) -> AnnouncedBlocks:
-        size, features, extra = self._hash_tokens, 0, []
-        for start in range(first * size, stop * size, size):
-            keys, features = generate_block_hash_extra_keys(request, start, start + size, features)
-            extra.append(keys)
+    def _block(self, request: Request, group: int, base: int, stop: int) -> AnnouncedBlock | None:
+        """Describe units [base, stop) of the prefix, up to the last token that the key at `stop` hashes.
+
+        Returns None if a session has cut its tokens meanwhile.
+        """
+        ahead = 0 if group in self._states else self._ahead
+        first, end = base * self._hashes_per_unit + (ahead if base else 0), stop * self._hashes_per_unit + ahead
         hashes: Sequence[BlockHash] = request.block_hashes
+        if len(hashes) < end:
+            return None
+        start_token, end_token = first * self._hash_tokens, end * self._hash_tokens
         lora = request.lora_request
-        return AnnouncedBlocks(
-            hashes=list(hashes[first:stop]),
+        return AnnouncedBlock(
+            hash=hashes[end - 1],
             parent=hashes[first - 1] if first else None,
-            tokens=array("q", request.all_token_ids[first * size : stop * size]),
-            extra_keys=extra,
+            tokens=array("q", request.all_token_ids[start_token:end_token]),
+            extra_keys=generate_block_hash_extra_keys(request, start_token, end_token, 0)[0],
             lora_id=lora.adapter_id if lora else None,
             lora_name=lora.name if lora else None,
             session=request.session_id,
         )
 
-    def _announce(self, group: int, blocks: AnnouncedBlocks) -> None:
-        """Announce those of `blocks` that no other chunk holds."""
-        self._held.update((group, key) for key in blocks.hashes)
-        new = [i for i, key in enumerate(blocks.hashes) if self._held[group, key] == 1]
-        if not new:
+    def _announce(self, group: int, block: AnnouncedBlock) -> None:
+        """Announce `block`, unless another chunk holds it for another content of the same adapter."""
+        self._held[group, block.hash] += 1
+        if self._held[group, block.hash] > 1:
             return
-        at = new[0]  # what is held already is the beginning: other chunks hold prefixes
-        parent = blocks.hashes[at - 1] if at else blocks.parent
         kind, window = self._kinds[group]
         self._add(BlockStored(
-            block_hashes=[maybe_convert_block_hash(key) for key in blocks.hashes[at:]],
-            parent_block_hash=maybe_convert_block_hash(parent) if parent is not None else None,
-            token_ids=blocks.tokens[at * self._hash_tokens :].tolist(),
-            block_size=self._hash_tokens,
-            lora_id=blocks.lora_id,
+            block_hashes=[maybe_convert_block_hash(block.hash)],
+            parent_block_hash=maybe_convert_block_hash(block.parent) if block.parent is not None else None,
+            token_ids=block.tokens.tolist(),
+            block_size=len(block.tokens),
+            lora_id=block.lora_id,
             medium=MEDIUM_CPU,
-            lora_name=blocks.lora_name,
-            extra_keys=to_event_extra_keys(blocks.extra_keys[at:]),
+            lora_name=block.lora_name,
+            extra_keys=to_event_extra_keys([block.extra_keys]),
             group_idx=group,
             kv_cache_spec_kind=kind,
             kv_cache_spec_sliding_window=window,
-            session_id=blocks.session,
+            session_id=block.session,
         ))  # fmt: skip
+
+    def _remove(self, group: int, blocks: Iterable[AnnouncedBlock]) -> None:
+        """Announce that those of `blocks` cannot be found any more that no other chunk holds."""
+        gone = []
+        for block in blocks:
+            self._held[group, block.hash] -= 1
+            if not self._held[group, block.hash]:
+                del self._held[group, block.hash]
+                gone.append(maybe_convert_block_hash(block.hash))
+        if gone:
+            self._add(BlockRemoved(block_hashes=gone, medium=MEDIUM_CPU, group_idx=group))
 
     def _add(self, event: KVCacheEvent) -> None:
         self._events.append(event)  # vLLM takes them after every step: bounded by what one publishes and evicts

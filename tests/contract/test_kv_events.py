@@ -75,6 +75,17 @@ def wired(events: list[Any]) -> list[Any]:
     return msgspec.msgpack.decode(batch, type=KVEventBatch).events
 
 
+def vllms_own(request: Request, block_tokens: int) -> list[Any]:
+    """What vLLM's block pool publishes of a request, in blocks of so many tokens."""
+    from vllm.v1.core.block_pool import BlockPool
+
+    blocks = BLOCKS * BLOCK // block_tokens
+    pool = BlockPool(16, enable_caching=True, hash_block_size=BLOCK, enable_kv_cache_events=True)
+    pool.cache_full_blocks(request, pool.get_new_blocks(blocks), 0, blocks, block_tokens, 0)
+    events: list[Any] = pool.take_events()
+    return events
+
+
 class Noted:
     """A catalog of chunks of four blocks, its events and a router that receives them."""
 
@@ -84,7 +95,7 @@ class Noted:
         cache = make_configs(SHAPES["hybrid"])[1]
         self.events = KvEvents(cache, make_geometry(cache, load_settings()), BLOCK)
         self.catalog.on_drop = self.events.dropped
-        self.router = Router({"french": PATH})
+        self.router = Router({"french": PATH}, BLOCK)
         self.received: list[Any] = []
 
     def save(self, request: Request, pieces: Iterator[tuple[int, int]], group: int = 0) -> list[Chunk]:
@@ -109,22 +120,26 @@ class Noted:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("pieces", [[(0, 4), (4, 8)], [(0, 1), (1, 2), (2, 4), (4, 7), (7, 8)]], ids=["whole", "grown"])
 def test_a_router_makes_the_same_hashes(kind: str, pieces: list[tuple[int, int]]) -> None:
-    """Of tokens and extra keys, for every block and group, however the chunks were filled."""
+    """Of tokens and extra keys, for every chunk and group, however the chunks were filled.
+
+    Extra keys of images and embeddings are of whole chunks: the router learns hashes within these from vLLM's events.
+    """
     request = request_of(**KINDS[kind]())
     reported = Noted()
+    reported.router.apply(wired(vllms_own(request, BLOCK)))
     for group in range(2):
         reported.save(request, iter(pieces), group)
-    stored = reported.receive()
+    received = reported.receive()
     for group, (spec, window) in enumerate([("full_attention", None), ("sliding_window", 2 * BLOCK)]):
-        assert reported.router.index["CPU", group] == set(request.block_hashes)
-        mine = [one for one in stored if one.group_idx == group]
+        assert reported.router.index["CPU", group] == set(request.block_hashes[3::4])
+        mine = [one for one in received if one.group_idx == group and hasattr(one, "block_size")]
         assert {(one.kv_cache_spec_kind, one.kv_cache_spec_sliding_window) for one in mine} == {(spec, window)}
         assert {one.session_id for one in mine} == {request.session_id}
     keys = [reported.router.extra_keys[one] for one in request.block_hashes]
     assert any(keys) == (kind != "plain")
     reported.catalog.reset()
     reported.receive()
-    assert not any(reported.router.index.values())
+    assert not reported.router.index["CPU", 0] | reported.router.index["CPU", 1]
 
 
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - {"images", "embeddings", "all"}))
@@ -156,14 +171,10 @@ def test_what_may_be_large_is_not_kept() -> None:
 
 
 def test_they_are_vllms_own_words() -> None:
-    """For one prefix vLLM's block pool publishes the same of each block, but for the medium."""
-    from vllm.v1.core.block_pool import BlockPool
-
+    """For one prefix vLLM's block pool, with blocks as large as a chunk, publishes the same but for the medium."""
     for kind in set(KINDS) - {"embeddings"}:
         request = request_of(**KINDS[kind]())
-        pool = BlockPool(16, enable_caching=True, hash_block_size=BLOCK, enable_kv_cache_events=True)
-        pool.cache_full_blocks(request, pool.get_new_blocks(BLOCKS), 0, BLOCKS, BLOCK, 0)
-        (theirs,) = pool.take_events()
+        (theirs,) = vllms_own(request, 4 * BLOCK)
         reported = Noted()
         reported.save(request, iter([(0, 4), (4, 8)]))
         first, second = reported.events.take()
@@ -174,19 +185,53 @@ def test_they_are_vllms_own_words() -> None:
         assert second.parent_block_hash == first.block_hashes[-1]
 
 
-def test_a_block_is_held_as_long_as_any_chunk_holds_it() -> None:
-    """It is announced once and removed with the last; vLLM's own reset leaves consumers knowing what is held."""
+def test_each_mark_is_a_block_from_its_chunks_first_token() -> None:
+    """Where a prompt has ended stays found when the chunk grows; any other end is removed then."""
     request, reported = request_of(), Noted()
-    (short,) = reported.save(request, iter([(0, 2)]))
-    (longer,) = reported.save(request, iter([(0, 3)]))
-    assert [len(one.block_hashes) for one in reported.receive()] == [2, 1]
-    reported.catalog._drop(short, "evicted")
-    assert reported.receive() == []
+    hashes = request.block_hashes
+    (chunk,) = reported.save(request, iter([(0, 1)]))
+    assert reported.catalog.landed(reported.catalog.write(chunk, 2, hashes[1], keep=True))
+    reported.events.published(request, chunk, 0)
+    assert reported.catalog.landed(reported.catalog.write(chunk, 4, hashes[3], keep=False))
+    reported.events.published(request, chunk, 0)
+    first, removed, *more = reported.receive()
+    assert (first.block_size, removed.block_hashes) == (BLOCK, first.block_hashes)
+    assert [(one.block_size, one.parent_block_hash) for one in more] == [(2 * BLOCK, None), (4 * BLOCK, None)]
+    assert reported.router.index["CPU", 0] == {hashes[1], hashes[3]}
+    assert [reported.router.promised(("CPU", 0), hashes[:many]) for many in range(1, 6)] == [0, 2, 2, 4, 4]
+
+
+def test_a_block_is_removed_with_its_mark() -> None:
+    """It is announced once; vLLM's own reset leaves consumers knowing what is held."""
+    request, reported = request_of(), Noted()
+    short, longer = reported.save(request, iter([(0, 2)])) + reported.save(request, iter([(0, 3)]))
+    assert [one.block_size for one in reported.receive()] == [2 * BLOCK, 3 * BLOCK]
     reported.events.cleared()
     reported.router.index.clear()
-    assert [len(one.block_hashes) for one in reported.receive()] == [3]
-    reported.catalog._drop(longer, "evicted")
+    assert [one.block_size for one in reported.receive()] == [2 * BLOCK, 3 * BLOCK]
+    reported.catalog._drop(short, "evicted")
     assert [type(one).__name__ for one in reported.receive()] == ["BlockRemoved"]
+    assert reported.router.index["CPU", 0] == {request.block_hashes[2]}
+    reported.catalog._drop(longer, "evicted")
+    reported.receive()
+    assert reported.router.index["CPU", 0] == set()
+
+
+def test_a_block_stays_until_both_contents_of_an_adapter_are_gone() -> None:
+    """Keys tell two contents of an adapter apart, and block hashes do not: a router has one block for both."""
+    request, reported = request_of(lora_request=lora()), Noted()
+    chunks: list[Chunk] = []
+    for content in (b"one", b"two"):
+        chunk = reported.catalog.reserve(0)
+        assert chunk is not None
+        assert reported.catalog.landed(reported.catalog.write(chunk, 4, request.block_hashes[3] + content, keep=False))
+        reported.events.published(request, chunk, 0)
+        chunks.append(chunk)
+    assert len(reported.receive()) == 1
+    reported.catalog._drop(chunks[0], "evicted")
+    assert reported.receive() == []
+    reported.catalog._drop(chunks[1], "evicted")
+    reported.receive()
     assert reported.router.index["CPU", 0] == set()
 
 

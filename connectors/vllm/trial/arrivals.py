@@ -54,7 +54,6 @@ class Arrivals(ABC):
         self._hints: Hints | None = None  # of the next request
         self.prefixes: dict[bytes, tuple[Sequence, int]] = {}  # what each block hash must stand for
         self.old_keys: set[bytes] = set()  # of prefixes that were computed with other weights or adapters
-        self.before = dict[bytes, bytes | None]()  # the block hash before each
         self.violations = list[str]()
         self.cut_short = set[str]()  # requests that vLLM has ended because a load failed
 
@@ -116,8 +115,8 @@ class Arrivals(ABC):
         return [self.rng.randrange(VOCAB) for _ in range(tokens % (OWN_TOKENS_MAX + 1))]
 
     def _embed(self, document: int, take: int, own: int, answer: int) -> None:
-        if self.shape.events and self.shape.hash_tokens != max(self.shape.block_tokens):
-            return  # vLLM's own events hash the embeddings of a block, its block hashes those of their own tokens
+        if self.shape.events and (self.shape.tiers or self.shape.hash_tokens != max(self.shape.block_tokens)):
+            return  # events hash the embeddings of a whole block: a router learns its parts' hashes from vLLM's own
         text = self.documents[document % DOCUMENTS]
         embedded = [EMBEDDED + token for token in text[: 1 + take % len(text)]]
         self._enter(f"r{self.added}", embedded + self._own(own), answer, 0, 0)
@@ -205,12 +204,10 @@ class Arrivals(ABC):
 
     def _remember(self, one: Live, sequence: Sequence, wanted: int) -> None:
         """Remember what the block hashes of a prompt and its answer stand for."""
-        previous: bytes | None = None
         for i, block_hash in enumerate(self.answered(one, sequence.prompt, sequence.answer(wanted)).block_hashes):
             key = self.adapters.key(block_hash, one.lora) if self.kvpipe is not None else block_hash
             self.old_keys.update(self.adapters.other_keys(block_hash, one.lora))
             self.prefixes.setdefault(key, (sequence, (i + 1) * self.shape.hash_tokens))
-            self.before[key], previous = previous, key
 
     def answered(self, one: Live, prompt: list[int], answer: list[int]) -> Request:
         """Return vLLM's request with `prompt` and `answer`, and all else that `one` has."""

@@ -15,8 +15,9 @@ import numpy as np
 from kvpipe.cache.catalog import Chunk
 from kvpipe.cache.tenants import AdapterIdentity
 from kvpipe.connectors.vllm.trial import adapters
+from kvpipe.connectors.vllm.trial.announced_blocks import events_are_the_catalog, what_is_announced_is_found
 from kvpipe.connectors.vllm.trial.efficacy import covers, find, held, keys_of
-from kvpipe.connectors.vllm.trial.laws import INVARIANTS, LAWS, SEEN_BY_TRIALS, invariant
+from kvpipe.connectors.vllm.trial.laws import INVARIANTS, LAWS, OVER_MAX, SEEN_BY_TRIALS, invariant
 from kvpipe.connectors.vllm.trial.operators import carry_out
 from kvpipe.connectors.vllm.trial.shapes import CONSUMER
 from kvpipe.connectors.vllm.trial.watched import Final, Watched, admission
@@ -30,10 +31,9 @@ if TYPE_CHECKING:
 
     from kvpipe.geometry import Geometry
 
-__all__ = ["INVARIANTS", "LAWS", "SEEN_BY_TRIALS", "Watched"]
-
-OVER_MAX = 6
-"""The number of finished requests that are looked up again and again."""
+__all__ = [
+    "INVARIANTS", "LAWS", "SEEN_BY_TRIALS", "Watched", "events_are_the_catalog", "what_is_announced_is_found",
+]  # fmt: skip
 
 
 @invariant(1, sentence="Nothing raises into vLLM, and no fault is counted that nobody has caused.")
@@ -285,34 +285,6 @@ def catalog_is_consistent(watched: Watched) -> Iterator[str]:
         check_integrity(watched.trial.side.catalog)
     except AssertionError as e:
         yield str(e)
-
-
-@invariant(
-    2,
-    10,
-    sentence="An index made of KV cache events alone, and of hashes of their content, has exactly the findable blocks.",
-)
-def events_are_the_catalog(watched: Watched) -> Iterator[str]:
-    """A router's index against the chunks of every group, as far as each can be found."""
-    trial, router = watched.trial, watched.trial.router
-    events = trial.kvpipe.events
-    if router is None or events is None:
-        return
-    router.apply(trial.scheduler.kv_cache_manager.take_events())  # what no step was there to publish
-    router.apply(events.take())
-    yield from router.problems
-    router.problems.clear()
-    for group in range(len(trial.side.geometry.groups)):
-        held: set[bytes] = set()
-        for chunk in set(trial.side.catalog.index(group).values()):
-            key: bytes | None = chunk.marks[-1].key
-            for _ in range(chunk.marks[-1].units * events.blocks_per_unit):
-                if key is not None:
-                    held.add(key[:NAME_BYTES])  # an adapter's key is longer
-                    key = trial.before.get(key)
-        received = router.index.get(("CPU", group), set())
-        if held != received:
-            yield f"group {group}: {len(held - received)} blocks are not announced, {len(received - held)} not held"
 
 
 @invariant(2, sentence="Every rank reports every job once.")

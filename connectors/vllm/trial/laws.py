@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 Check = Callable[["Watched"], Iterator[str]]
 When = Literal["schedule", "update", "drain"]
 
+OVER_MAX = 6
+"""The number of finished requests that are looked up again and again."""
+
 LAWS = {
     1: "Nothing raises into vLLM. A failure costs a cache miss, and is counted.",
     2: "All or nothing: a chunk can be found only after every layer on every rank has landed.",

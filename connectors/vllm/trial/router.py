@@ -6,7 +6,7 @@ covers an adapter's name and path, and its events name it only (`/v1/models` has
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ class Router:
         self.problems: list[str] = []
         self.extra_keys: dict[bytes, tuple[Any, ...] | None] = {}
         self._full: dict[Any, bytes] = {}  # by what events call a block: that is cut short by default
+        self._parents: dict[tuple[Place, bytes], bytes | None] = {}
 
     def apply(self, events: Iterable[KVCacheEvent]) -> None:
         """Update the index with what an engine has published."""
@@ -49,7 +50,8 @@ class Router:
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import hash_block_tokens, maybe_convert_block_hash
 
-        held = self.index.setdefault((event.medium or "", event.group_idx or 0), set())
+        place = (event.medium or "", event.group_idx or 0)
+        held = self.index.setdefault(place, set())
         extra = event.extra_keys or [None] * len(event.block_hashes)
         size, parent = event.block_size, None
         if event.parent_block_hash is not None:
@@ -62,19 +64,32 @@ class Router:
             return
         step = min(self._hash_tokens or size, size)
         for i, name in enumerate(event.block_hashes):
-            keys = self._tagged(event, extra[i])
-            for at in range(0, size, step):  # the name of a block that has several hashes is the last of them
-                tokens = event.token_ids[i * size + at : i * size + at + step]
-                parent = hash_block_tokens(sha256, parent, tokens, _from(keys, at))  # type: ignore[arg-type]
-            assert parent is not None  # noqa: S101
-            if maybe_convert_block_hash(parent) != name:
+            keys, before = self._tagged(event, extra[i]), parent
+            if size > step and any(key[0] in {"mm", "prompt_embeds"} for key in keys or ()):
+                parent = self._full.get(name)  # the keys are of the whole block: vLLM's own events have its parts
+            else:
+                for at in range(0, size, step):  # the name of a block that has several hashes is the last of them
+                    tokens = event.token_ids[i * size + at : i * size + at + step]
+                    parent = hash_block_tokens(sha256, parent, tokens, _from(keys, at))  # type: ignore[arg-type]
+            if parent is None or maybe_convert_block_hash(parent) != name:
                 self.problems.append(f"group {event.group_idx} of {event.medium}: a block's hash is not its event's")
                 return
             if event.medium == "CPU" and parent in held:
                 self.problems.append(f"group {event.group_idx} of {event.medium}: a block is announced twice")
-            self._full[name] = parent
+            self._full[name], self._parents[place, parent] = parent, before
             self.extra_keys[parent] = keys
             held.add(parent)
+
+    def promised(self, place: Place, hashes: Sequence[bytes]) -> int:
+        """Return how many of a prompt's first hashes are held, up to a block whose predecessors are held, too."""
+        held = self.index.get(place, set())
+        for many in range(len(hashes), 0, -1):
+            block: bytes | None = hashes[many - 1]
+            while block in held:
+                block = self._parents[place, block]
+            if block is None:
+                return many
+        return 0
 
     def _tagged(self, event: BlockStored, keys: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
         """Return extra keys as they are hashed: events leave out what each one is, and where an adapter is."""

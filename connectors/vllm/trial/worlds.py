@@ -109,7 +109,10 @@ CONFLICTS: Final[tuple[tuple[str, dict[str, str]], ...]] = (
     ),
     ("vLLM's local attention has no drafter that is fed context", {"groups": "local", "drafts": _FED}),
     ("quotas share all slots, ready or not", {"tenants": "quotas", "pool": "fresh"}),
-    ("the index of events names the blocks ahead that a drafter's KV rests on", {"events": "on", "drafts": "drafter"}),
+    (
+        "events name the tokens ahead that a drafter's KV rests on, and hits end before",
+        {"events": "on", "drafts": "drafter"},
+    ),
     ("a producer without a tier has nobody to give to", {"role": "producer consumer", "tiers": "none"}),
     ("nothing is fetched without a tier", {"operators": "warms", "tiers": "none"}),
 )

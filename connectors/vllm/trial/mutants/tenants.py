@@ -48,7 +48,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "events_without_extra_keys": Mutant(
         "Routers take salted, LoRA and image blocks for plain ones.",
-        one(_EVENTS, "_announce", "to_event_extra_keys(blocks.extra_keys[at:])", "None"),
+        one(_EVENTS, "_announce", "to_event_extra_keys([block.extra_keys])", "None"),
         shape="hybrid",
         by=_BY_EVENTS,
     ),
@@ -72,8 +72,25 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "a_block_goes_with_its_first_chunk": Mutant(
         "A block is removed when one of the chunks that hold it is dropped.",
-        one(_EVENTS, "dropped", "if not self._held[chunk.group, key]:", "if self._held[chunk.group, key] >= 0:"),
-        shape="async-load",
+        one(_EVENTS, "_remove", "if not self._held[group, block.hash]:", "if self._held[group, block.hash] >= 0:"),
+        test="tests/contract/test_kv_events.py::test_a_block_stays_until_both_contents_of_an_adapter_are_gone",
+    ),
+    "blocks_within_chunks_are_announced": Mutant(
+        "Each unit of a chunk is announced, and a prompt that shares half of a chunk finds nothing.",
+        one(
+            _EVENTS,
+            "published",
+            "{mark.key: mark.units for mark in chunk.marks}",
+            "{request.block_hashes[(base + n) * self._hashes_per_unit - 1]: n"
+            " for n in range(1, chunk.marks[-1].units + 1)}",
+        ),
+        shape="two-ranks",
+        by="what_is_announced_is_found",
+    ),
+    "ends_of_grown_chunks_stay_announced": Mutant(
+        "A chunk has grown, and its end of before is found no more, but stays announced.",
+        one(_EVENTS, "published", "if key not in marks", "if False"),
+        shape="two-ranks",
         by=_BY_EVENTS,
     ),
 }
