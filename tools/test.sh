@@ -40,7 +40,7 @@ if [ "$profile" = quick ]; then
 else
   part core "${waiting[@]}" --no-vllm "${without_vllm[@]}"
   part schedulers "${spread[@]}" "${with_vllm[@]}" --ignore "$clock"
-  part properties -n auto property_tests
+  part properties -n "$((3 * $(nproc) / 2))" --maxprocesses 16 property_tests # its trials wait for threads now and then
   part engines "${spread[@]}" tests/engine
   part clock "$clock"
 fi
