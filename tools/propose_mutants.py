@@ -188,11 +188,13 @@ class Bench:
         if not child:
             self._in_the_child(module, more)
         watched = os.pidfd_open(child)
-        ended = select.select([watched], [], [], limit_s)[0]
-        os.close(watched)
-        with suppress(ProcessLookupError):  # what the tests started and left behind ends, too
-            os.killpg(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
+        try:
+            ended = select.select([watched], [], [], limit_s)[0]
+        finally:  # also when this process is interrupted: what the tests started and left behind ends, too
+            os.close(watched)
+            with suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)
+            _, status = os.waitpid(child, 0)
         return os.waitstatus_to_exitcode(status) if ended else None
 
     def _in_the_child(self, module: str, more: Sequence[str]) -> None:
