@@ -103,7 +103,7 @@ def test_side_reports_the_digest_of_its_weights_once_when_it_is_asked(whole: Sid
     for question in (3, 0):
         side.bind(plan()._replace(question=question))
         side.adapters.changes = 1  # so there is a report in any case
-        side.adapters.now = lambda question=question: {7: bytes([question])}
+        side.adapters.now = {7: bytes([question])}.copy
         report = side.take_report()
         assert report is not None
         answered.append(report.weights)
