@@ -8,8 +8,11 @@ PROFILE ?= default
 SECONDS_MAX ?= 3600
 REQUESTS ?= 20000
 MUTANTS ?=
+FOLDER ?=
+SAMPLE ?= 60
+SEED ?= 0
 .DEFAULT_GOAL := help
-.PHONY: help setup programs demo test quick durations fuzz mutants soak bench bench-traces bench-gpu serve lint format lock contract docs docs-packages
+.PHONY: help setup programs demo test quick durations fuzz mutants propose-mutants soak bench bench-traces bench-gpu serve lint format lock contract docs docs-packages
 
 help:
 	@echo "make demo    a real vLLM engine with and without kvpipe, side by side"
@@ -18,6 +21,7 @@ help:
 	@echo "make durations   write what the last tests took to tests/durations.json, by which they are ordered"
 	@echo "make fuzz [SECONDS_MAX=3600]   vLLM's real scheduler with random moves; goes on where the last run ended"
 	@echo "make mutants [MUTANTS='NAME …']   bugs put back in, one at a time: the tests must find each"
+	@echo "make propose-mutants [FOLDER=kvpipe/scheduler] [SAMPLE=60] [SEED=0]   mutants by cosmic-ray: which share survives the quick tests?"
 	@echo "make soak [REQUESTS=20000]   a real engine with and without kvpipe: does what the process holds stay the same?"
 	@echo "make bench   the benchmarks: a table and docs/results/*.json"
 	@echo "make bench-traces [ARGS='--share 0.25 --disk read_bytes_per_s=3e9 --json FILE …']   recorded traces against catalog, policies and tiers in virtual time: a page"
@@ -64,6 +68,11 @@ fuzz: setup
 mutants: setup
 	$(PY) -m kvpipe.connectors.vllm.trial.mutate $(MUTANTS) --sequences property_tests/regressions --json docs/results/mutants.json \
 	  --killers property_tests/killers.jsonl
+	$(PY) -m kvpipe.connectors.vllm.trial.page
+
+propose-mutants: setup
+	@tools/setup.sh mutation
+	PYTHONHASHSEED=0 .cache/mutation/bin/python tools/propose_mutants.py $(FOLDER) --sample $(SAMPLE) --seed $(SEED)
 	$(PY) -m kvpipe.connectors.vllm.trial.page
 
 soak: setup

@@ -20,7 +20,7 @@ if [ "${1:-}" = programs ]; then
     ldconfig -p | grep libibverbs.so.1; } >/dev/null 2>&1 || debian chromium chromium-driver redis-server libibverbs1
   exit
 fi
-pip() { .venv/bin/python -m pip --disable-pip-version-check "$@" 2> >(grep -v "is ignored: it is neither" >&2); }
+pip() { "${venv:-.venv}/bin/python" -m pip --disable-pip-version-check "$@" 2> >(grep -v "is ignored: it is neither" >&2); }
 # the site's generator; what it shares with vLLM's packages (Jinja2, Pygments, …) is there, or comes along
 if [ "${1:-}" = docs ]; then
   [ -x .venv/bin/python ] || tools/setup.sh
@@ -28,6 +28,18 @@ if [ "${1:-}" = docs ]; then
   echo "Adding Sphinx to .venv, once."
   pip install -q -r requirements/docs.lock
   cp requirements/docs.lock .venv/.kvpipe-docs
+  exit
+fi
+# cosmic-ray, in an environment of its own that also finds what is in .venv
+if [ "${1:-}" = mutation ]; then
+  made=.cache/mutation
+  cmp -s requirements/mutation.lock "$made/.kvpipe-mutation" && exit
+  echo "Installing cosmic-ray in $made, once."
+  .venv/bin/python -m venv --clear "$made"
+  site='import sysconfig; print(sysconfig.get_path("purelib"))'
+  .venv/bin/python -c "$site" > "$("$made/bin/python" -c "$site")/kvpipe.pth"
+  venv=$made pip install -q --no-deps -r requirements/mutation.lock
+  cp requirements/mutation.lock "$made/.kvpipe-mutation"
   exit
 fi
 stamp=.venv/.kvpipe-$kind; want=$(cat "$lock" pyproject.toml tools/setup.sh | sha256sum)

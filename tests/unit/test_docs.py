@@ -15,7 +15,7 @@ from kvpipe.cache.miss_reasons import REASONS
 from kvpipe.config import markdown_table
 from kvpipe.connectors.vllm.trial.invariants import INVARIANTS, LAWS, SEEN_BY_TRIALS
 from kvpipe.connectors.vllm.trial.mutants import MUTANTS
-from kvpipe.connectors.vllm.trial.page import PAGE, VERDICTS, fill
+from kvpipe.connectors.vllm.trial.page import PAGE, PROPOSED, VERDICTS, fill
 from kvpipe.scheduler import hints
 from kvpipe.tiers.registry import spec_of
 from kvpipe.trace.transitions import EVENTS
@@ -57,10 +57,10 @@ def test_decisions_are_numbered() -> None:
 
 
 def test_the_fuzzing_page_is_fresh() -> None:
-    """Its tables are those that the code and the last run of `make mutants` give, with every mutant killed."""
-    verdicts = json.loads((ROOT / VERDICTS).read_text(encoding="utf-8"))
+    """Its tables are those of the code and of the last runs, and `make mutants` has killed every mutant."""
+    verdicts, proposed = (json.loads((ROOT / file).read_text(encoding="utf-8")) for file in (VERDICTS, PROPOSED))
     text = (ROOT / PAGE).read_text(encoding="utf-8")
-    assert fill(text, verdicts) == text, "python -m kvpipe.connectors.vllm.trial.page"
+    assert fill(text, verdicts, proposed) == text, "python -m kvpipe.connectors.vllm.trial.page"
     assert {one["name"] for one in verdicts} == set(MUTANTS), "make mutants"
     assert all(one["by"] for one in verdicts)
 

@@ -83,6 +83,39 @@ def test_caches_without_a_layer_are_refused() -> None:
         PagedCaches(GEOMETRY, {"a": make_caches(GEOMETRY, 8)["a"]}, 8)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_side_is_lost_when_its_loop_has_ended(whole: SideRig) -> None:
+    """The end of a step notices it, and not before: a rank that is lost saves and loads nothing."""
+    side = whole.side
+    for _ in range(2):
+        side.bind(plan())
+        side.unbind()
+        assert not side.lost
+    whole.kill_loop()
+    side.bind(plan())
+    side.unbind()
+    assert side.lost
+
+
+def test_side_reports_the_digest_of_its_weights_once_when_it_is_asked(whole: SideRig) -> None:
+    """The scheduler's side shares nothing until every rank has answered its question."""
+    side, answered = whole.side, []
+    for question in (3, 0):
+        side.bind(plan()._replace(question=question))
+        side.adapters.changes = 1  # so there is a report in any case
+        side.adapters.now = {7: bytes([question])}.copy
+        report = side.take_report()
+        assert report is not None
+        answered.append(report.weights)
+        side.unbind()
+    assert answered == [{0: (3, "")}, {}]
+
+
+def test_side_counts_in_the_counters_that_it_was_given(whole: SideRig) -> None:
+    """They are the engine's, so faults of a rank are not lost."""
+    assert whole.side.counters is whole.counters
+
+
 def test_a_side_that_gives_up_ends_what_is_open(whole: SideRig) -> None:
     """Jobs that are under way are reported, those of later steps fail, and the pool is reported as lost."""
     side = whole.side

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import kvpipe.testing.doc_tables
@@ -16,10 +16,11 @@ from kvpipe.connectors.vllm.trial.trial import MOVES
 from kvpipe.connectors.vllm.trial.worlds import AXES, CONFLICTS
 
 PAGE, VERDICTS = Path("docs/fuzzing.md"), Path("docs/results/mutants.json")
+PROPOSED = Path("docs/results/proposed_mutants.json")
 
 
-def tables(verdicts: list[dict[str, object]]) -> dict[str, str]:
-    """Return each table by its name; `verdicts` are those that `make mutants` has written."""
+def tables(verdicts: list[dict[str, object]], proposed: Mapping[str, dict[str, int]]) -> dict[str, str]:
+    """Return each table by its name, from what `make mutants` and `make propose-mutants` have written."""
     killed = {str(one["name"]): one for one in verdicts}
     return {
         "invariants": _table("law", "invariant", "sentence", rows=_invariants()),
@@ -36,7 +37,16 @@ def tables(verdicts: list[dict[str, object]]) -> dict[str, str]:
                 if n in killed
             ),
         ),
+        "proposed": _table(
+            "folder", "mutants", "killed", "timed out", "survived", "share that survived",
+            rows=((f"`{folder}`", *_counts(one)) for folder, one in proposed.items()),
+        ),
     }  # fmt: skip
+
+
+def _counts(one: dict[str, int]) -> Iterator[str]:
+    yield from (str(one[name]) for name in ("mutants", "killed", "timed_out", "survived"))
+    yield f"{one['survived'] / one['mutants']:.0%}"
 
 
 def _quoted(names: Iterable[str]) -> str:
@@ -74,11 +84,12 @@ def _table(*head: str, rows: Iterator[tuple[str, ...]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def fill(text: str, verdicts: list[dict[str, object]]) -> str:
+def fill(text: str, verdicts: list[dict[str, object]], proposed: Mapping[str, dict[str, int]]) -> str:
     """Return `text` with every generated table made anew."""
-    return kvpipe.testing.doc_tables.fill(text, tables(verdicts))
+    return kvpipe.testing.doc_tables.fill(text, tables(verdicts, proposed))
 
 
 if __name__ == "__main__":
-    PAGE.write_text(fill(PAGE.read_text("utf-8"), json.loads(VERDICTS.read_text("utf-8"))), "utf-8")
+    read = [json.loads(file.read_text("utf-8")) for file in (VERDICTS, PROPOSED)]
+    PAGE.write_text(fill(PAGE.read_text("utf-8"), *read), "utf-8")
     sys.stdout.write(f"{PAGE}\n")
