@@ -280,7 +280,7 @@ BUGS: list[tuple[str, Claim, type[DictTier]]] = [
 @pytest.mark.parametrize(("claim", "bug"), [bug[1:] for bug in BUGS], ids=[name for name, *_ in BUGS])
 def test_a_claim_can_fail(claim: Claim, bug: type[DictTier], monkeypatch: pytest.MonkeyPatch) -> None:
     """For a tier with one bug. The same without it passes: `test_conformance.py` has it."""
-    monkeypatch.setattr(waiting, "WAIT_S", 0.5)  # what never ends is waited for
+    monkeypatch.setattr(waiting, "EVENTUALLY_S", 0.5)  # what never ends is waited for
     with pytest.raises((AssertionError, TierError, pytest.fail.Exception)):
         claim(TierWorld(Store(bug).make, DictSpec.model_validate({})))
 

@@ -149,6 +149,8 @@ MUTANTS: dict[str, Mutant] = {
                 CONNECTOR, "update_connector_output", "finally:", "except ZeroDivisionError:\n        pass\n    else:"
             ),
         ),
+        test="tests/trials/test_lost_reports.py"
+        "::test_reports_of_a_step_are_taken_when_a_request_with_a_failed_load_is_over",
     ),
     "aborted_request_forgets_its_load": Mutant(
         "An aborted request's load is forgotten while its copies run.",
