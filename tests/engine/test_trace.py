@@ -110,7 +110,7 @@ def test_why_a_prompt_was_not_found(trace_file: Path) -> None:
 
 
 def test_what_a_router_receives(trace_file: Path) -> None:
-    """Blocks are announced when they can be found and removed when they cannot: they are vLLM's own hashes."""
+    """Ends of chunks and prompts are announced while they can be found, each as one block with vLLM's own hash."""
     from vllm.config import KVEventsConfig
     from vllm.distributed.kv_events import BlockRemoved, BlockStored
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
@@ -138,7 +138,9 @@ def test_what_a_router_receives(trace_file: Path) -> None:
         hashes = set(one.block_hashes)
         if isinstance(one, BlockStored):
             assert not now & hashes
-            assert len(one.token_ids) == block * len(one.block_hashes)
+            assert len(one.block_hashes) == 1
+            assert len(one.token_ids) == one.block_size <= 64
+            assert one.block_size % block == 0
             now |= hashes
         else:
             assert hashes <= now
