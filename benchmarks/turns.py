@@ -42,7 +42,7 @@ def measure(kind: str, seed: int) -> dict[str, float]:
         block_size=BLOCK,
         max_model_len=TOKENS_MAX + BLOCK,
         max_num_batched_tokens=2048,
-        num_gpu_blocks_override=(users + 1) * (TOKENS_MAX // BLOCK + 2),
+        num_gpu_blocks_override=users * (TOKENS_MAX // BLOCK + 2) + 1,  # vLLM keeps one for itself
     )
     computed, schedule = 0, engine.scheduler.schedule
 
