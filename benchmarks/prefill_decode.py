@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from benchmarks.report import Figure
 from benchmarks.warm import prompt
@@ -32,6 +32,9 @@ ANSWER_TOKENS: Final = 4
 START_S_MAX: Final = 600.0
 LIMITS: Final = {"disk": 1.25, "redis": 1.5}
 """The limits of one server's time to the first token."""
+HITS_LEAST: Final = 0.9
+"""A hit ends before a prompt's last token, at a whole block of 32 tokens."""
+USAGE: Final = {"include_usage": True}
 HANDED: Final = {"do_remote_decode": True, "do_remote_prefill": False}
 NIXL: Final[dict[str, Any]] = {
     "kv_connector": "NixlConnector", "kv_connector_module_path": "tests.engine.tamed_nixl", "kv_role": "kv_both",
@@ -40,13 +43,12 @@ NIXL: Final[dict[str, Any]] = {
 """With a progress thread that sleeps: unchanged it takes half of the core that computes."""
 
 
-class Answer:
-    """A server's answer to one prompt: its tokens, and what it returns for the next server."""
+class Answer(NamedTuple):
+    """A server's answer: seconds to the first token, its tokens, and how many tokens of the prompt it had."""
 
-    def __init__(self) -> None:
-        """Nothing has come."""
-        self.tokens: list[int] = []
-        self.handed: Any = None
+    first_s: float
+    tokens: list[int]
+    cached: int
 
 
 class Server:
@@ -59,7 +61,7 @@ class Server:
             sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model, "--host", "127.0.0.1",
             "--port", str(self._port), "--skip-tokenizer-init", "--dtype", "float32", "--enforce-eager", "--block-size",
             "32", "--max-model-len", "4096", "--max-num-batched-tokens", "4096", "--num-gpu-blocks-override", "300",
-            "--no-enable-prefix-caching",
+            "--no-enable-prefix-caching", "--enable-prompt-tokens-details",
         ]  # fmt: skip
         command += ["--kv-transfer-config", json.dumps(transfer)] if transfer is not None else []
         environment = {
@@ -77,12 +79,32 @@ class Server:
             if self._process.poll() is not None or time.monotonic() > limit:
                 raise RuntimeError("a server did not start")
             with contextlib.suppress(OSError):
-                self.ask([3] * 40, 1)
+                self.prefill([3] * 40, None)
                 return
             time.sleep(0.5)
 
-    def ask(self, tokens: Sequence[int], count: int, handed: Any = None, **more: Any) -> Answer:
-        """Return the answer to a prompt. `handed`: what the prefill server has returned, or what it is told."""
+    def prefill(self, tokens: Sequence[int], handed: Any) -> Any:
+        """Compute a prompt and one token. `handed`: its transfer parameters. Returns those for the decode server."""
+        with self._asked(tokens, 1, handed) as response:
+            return json.loads(response.read()).get("kv_transfer_params")
+
+    def answer(self, tokens: Sequence[int], handed: Any = None) -> Answer:
+        """Return the answer to a prompt. `handed`: the transfer parameters that the prefill server has returned."""
+        begin, first_s, out, cached = time.perf_counter(), 0.0, list[int](), 0
+        with self._asked(tokens, ANSWER_TOKENS, handed, stream=True, stream_options=USAGE) as response:
+            for line in response:
+                if not line.startswith(b"data: {"):
+                    continue
+                read = json.loads(line[len(b"data: ") :])
+                for choice in read["choices"]:
+                    first_s = first_s or time.perf_counter() - begin
+                    out += choice["token_ids"]
+                if read.get("usage"):
+                    cached = (read["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        return Answer(first_s, out, cached)
+
+    @contextlib.contextmanager
+    def _asked(self, tokens: Sequence[int], count: int, handed: Any, **more: Any) -> Iterator[http.client.HTTPResponse]:
         body = {
             "model": self.model, "prompt": list(tokens), "max_tokens": count, "temperature": 0, "ignore_eos": True,
             "detokenize": False, "return_token_ids": True, "kv_transfer_params": handed,
@@ -90,9 +112,7 @@ class Server:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=START_S_MAX)
         with contextlib.closing(connection):
             connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-            read, out = json.loads(connection.getresponse().read()), Answer()
-        out.tokens, out.handed = read["choices"][0]["token_ids"], read.get("kv_transfer_params")
-        return out
+            yield connection.getresponse()
 
     def end(self) -> None:
         """End it."""
@@ -127,33 +147,37 @@ def _alone(lengths: Sequence[int]) -> dict[int, tuple[float, list[list[int]]]]:
     out = {}
     with _servers(None) as (server,):
         for n in lengths:
-            seconds, answers = [], []
-            for at in range(REPEATS):
-                begin = time.perf_counter()
-                server.ask(prompt(n, 100 * n + at), 1)
-                seconds.append(time.perf_counter() - begin)
-                answers.append(server.ask(prompt(n, 100 * n + at), ANSWER_TOKENS).tokens)
-            out[n] = median(seconds), answers
+            answers = [server.answer(prompt(n, 100 * n + at)) for at in range(REPEATS)]
+            out[n] = median(one.first_s for one in answers), [one.tokens for one in answers]
     return out
 
 
-def _pair(transfers: Sequence[dict[str, Any]], answers: dict[int, list[list[int]]], *, hands: bool) -> dict[int, float]:
-    """Return, by length, the median seconds from the prompt's arrival to the decode server's first token.
+def _pair(
+    transfers: Sequence[dict[str, Any]], answers: dict[int, list[list[int]]], *, hands: bool
+) -> dict[int, tuple[float, int]]:
+    """Return, by length, the median seconds from a prompt's arrival to the decode server's first token, and the hits.
 
-    `hands`: the prefill server is told, and returns what the decode server is told.
+    The hits are the fewest tokens of a prompt that the decode server did not compute. `hands`: the prefill server
+    returns transfer parameters for the decode server.
+
+    Raises:
+        RuntimeError: an answer differs from one server's.
+
     """
     out = {}
     with _servers(*transfers) as (prefill, decode):
         for n, expected in answers.items():
-            seconds = []
+            seconds, cached = [], []
             for at in range(REPEATS):
-                tokens = prompt(n, 100 * n + at)
-                begin = time.perf_counter()
-                handed = prefill.ask(tokens, 1, HANDED if hands else None).handed
-                first = decode.ask(tokens, 1, handed)
-                seconds.append(time.perf_counter() - begin)
-                assert first.tokens == expected[at][:1], "the answer differs from one server's"
-            out[n] = median(seconds)
+                tokens, begin = prompt(n, 100 * n + at), time.perf_counter()
+                handed = prefill.prefill(tokens, HANDED if hands else None)
+                before = time.perf_counter() - begin
+                answer = decode.answer(tokens, handed)
+                seconds.append(before + answer.first_s)
+                cached.append(answer.cached)
+                if answer.tokens != expected[at]:
+                    raise RuntimeError(f"{n} tokens: {answer.tokens} instead of one server's {expected[at]}")
+            out[n] = median(seconds), min(cached)
     return out
 
 
@@ -176,7 +200,10 @@ def run() -> list[Figure]:
             tier = json.loads(world.spec.model_dump_json(exclude_none=True))
             took = _pair([_kvpipe(role, tier) for role in ("kv_producer", "kv_consumer")], answers, hands=False)
         for n in LENGTHS:
-            beside = f"{took[n] * 1e3:.0f} ms; one server {alone[n][0] * 1e3:.0f} ms, NIXL {nixl[n] * 1e3:.0f} ms"
+            seconds, hits = took[n]
+            beside = f"{seconds * 1e3:.0f} ms; one server {alone[n][0] * 1e3:.0f} ms, NIXL {nixl[n][0] * 1e3:.0f} ms"
             name = f"first token of prefill and decode through {kind} / one server, {n} tokens"
-            out.append(Figure(name, took[n] / alone[n][0], limit, "x", beside))
+            out.append(Figure(name, seconds / alone[n][0], limit, "x", beside))
+            name, beside = f"hits of the decode server through {kind}, {n} tokens", f"NIXL: {nixl[n][1]} tokens"
+            out.append(Figure(name, hits / n, HITS_LEAST, "of the prompt", beside, at_least=True))
     return out

@@ -1,4 +1,4 @@
-"""Every cell of every machine is reached. This runs late: it asks for the trials of `test_trials.py`."""
+"""Every cell of every machine is reached. This test runs late, because it reads the trials of `test_trials.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from property_tests.runs import REGRESSIONS, Runs
 
 
 def test_every_machine_is_counted() -> None:
-    """But for three that clocks and threads move: `tests/tiers` and `tests/transfer` take each of their cells."""
+    """Trials count all machines but three, which clocks and threads move: `tests/tiers` and `transfer` test those."""
     others = {one.name for one in ALL_MACHINES} - {one.name for one in reach.MACHINES}
     assert others == {"breaker", "carry", "ticket"}
 

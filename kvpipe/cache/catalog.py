@@ -125,7 +125,7 @@ class Catalog:
         self.ready = slots if ready is None else ready
         self._free: list[int] = []  # used before
         self.fresh = 0
-        """The first slot that was never handed out. Those behind it were not either."""
+        """The first slot that was never handed out. No later slot was handed out either."""
         self._index: tuple[MutableMapping[bytes, Chunk], ...] = tuple(by_key(slots) for _ in range(groups))
         self._before: tuple[MutableMapping[bytes, Chunk], ...] = tuple(by_key(slots) for _ in range(groups))
         """Per group, the keys of chunks of before the last reset, as long as these have slots."""

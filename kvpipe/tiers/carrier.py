@@ -32,7 +32,7 @@ from kvpipe.transfer.pool import HostPool
 TIMEOUTS_MAX: Final = 10
 """Time limit for a value, in multiples of its tier's `timeout_ms_max`, even while its bytes move."""
 DRAIN_S_MAX, STOP_S_MAX = 5.0, 5.0
-"""How long a shutdown waits at most for stores under way, and then for tiers to close."""
+"""The longest time that a shutdown waits for stores under way, and then for tiers to close."""
 SPARE_BODIES_MAX, SPARE_S = 32, 10.0
 """How many buffers for parts of another split are kept for reuse, and for how long after the last such order."""
 OTHER_FAULTS_MAX, OTHER_PAUSE_S = 3, 60.0

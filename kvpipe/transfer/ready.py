@@ -31,7 +31,7 @@ How = Literal["ahead", "start", "use"]
 STROKE_BYTES: Final = 4 << 20  # touched at once on the forward's own cores: 14 ms where pages are slowest
 SHARE_OF_A_BUSY_CORE: Final = 0.05
 LOOK_S: Final = 0.02
-DEMAND_BYTES_MAX: Final = 1 << 30  # handed out ahead of the thread until the next step's report
+DEMAND_BYTES_MAX: Final = 1 << 30  # of all ranks: handed out ahead of the thread until the next step's report
 SHORT_S: Final = 5.0  # how often memory is asked for again when there is none to spare
 STOP_S_MAX: Final = 10.0
 
@@ -57,7 +57,7 @@ class Readier:
         claim: Callable[[int, int], bool],
         *,
         piece_bytes: int,
-        on_demand: bool = False,
+        demand_bytes_max: int = 0,
         manners: Manners | None = None,
         done: Callable[[float], object] = lambda _: None,
         short: Callable[[Headroom], object] = lambda _: None,
@@ -65,15 +65,15 @@ class Readier:
     ) -> None:
         """`claim(address, bytes)`: called for each piece of resident slots, see `TransferEngine.claim`.
 
-        `piece_bytes`: about how many bytes a piece has. `on_demand`: slots may be used before they are in memory, and
-        `claim` takes pieces in any order. `done(seconds)` is called when all slots are ready,
-        `short(room)` when there is no memory to spare at present. `room()`: returns the memory that is left.
+        `piece_bytes`: about how many bytes a piece has. `demand_bytes_max`: how much of the pool may be used
+        before it is in memory; if not 0, `claim` takes pieces in any order. `done(seconds)` is called when all slots
+        are ready, `short(room)` when there is no memory to spare at present. `room()`: returns the memory that is left.
         """
         self._pool, self._claim, self._manners = pool, claim, manners or Manners()
         self._done, self._short, self._room = done, short, room
-        self._on_demand, self._lock = on_demand, threading.Lock()
+        self._demand_bytes_max, self._lock = demand_bytes_max, threading.Lock()
         self.used = 0
-        """Slots before this one were handed out, so they are not touched any more."""
+        """Slots before this one were handed out. The thread does not touch them any more."""
         self._step = max(1, piece_bytes // pool.slot_bytes)
         self._at = 0  # the first slot of the next piece
         self._bytes = pool.tensor.view(-1).numpy()
@@ -109,16 +109,16 @@ class Readier:
         with self._lock:
             self.used = stop
         pool = self._pool
-        if pool.ready < pool.slots and 2 * (pool.ready - stop) * pool.slot_bytes < DEMAND_BYTES_MAX:
+        if pool.ready < pool.slots and 2 * (pool.ready - stop) * pool.slot_bytes < self._demand_bytes_max:
             self._offer()
 
     def _offer(self) -> None:
         """Let more slots be used: all that are in memory and, on demand, those behind them that there is memory for."""
         pool, stop = self._pool, max(self._at, self.used)
-        if self._on_demand:
-            room = self._room()
-            spare = DEMAND_BYTES_MAX if room is None else min(max(0, room.spare), DEMAND_BYTES_MAX)
-            stop = min(stop + spare // pool.slot_bytes, pool.slots)
+        if self._demand_bytes_max:
+            room, demand = self._room(), self._demand_bytes_max
+            demand = demand if room is None else min(max(0, room.spare), demand)
+            stop = min(stop + demand // pool.slot_bytes, pool.slots)
         with self._lock:  # vLLM's thread and the readier's both come here
             pool.ready = max(pool.ready, stop)
 
@@ -172,7 +172,7 @@ class Readier:
         and vLLM's thread may have to wait until it has had it.
         """
         manners = self._manners
-        stroke = STROKE_BYTES if manners.share < 1 or self._on_demand else high - low
+        stroke = STROKE_BYTES if manners.share < 1 or self._demand_bytes_max else high - low
         for at in range(low, high, stroke):
             if self._stop.is_set():
                 return False

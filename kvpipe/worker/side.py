@@ -23,7 +23,7 @@ from kvpipe.trace.totals import Totals, copied, left
 from kvpipe.transfer.base import TransferEngine
 from kvpipe.transfer.engines import EngineOptions, make_engine
 from kvpipe.transfer.pool import HostPool
-from kvpipe.transfer.ready import SHARE_OF_A_BUSY_CORE, Manners, Readier
+from kvpipe.transfer.ready import DEMAND_BYTES_MAX, SHARE_OF_A_BUSY_CORE, Manners, Readier
 from kvpipe.worker.adapters import HeldAdapters, broken
 from kvpipe.worker.caches import PagedCaches
 from kvpipe.worker.outcomes import REPORTED_EARLY
@@ -148,7 +148,7 @@ class WorkerSide:
             engine.claim,
             piece_bytes=engine.piece_bytes,
             manners=Manners(spare, share, self._is_busy),
-            on_demand=device == "cpu",
+            demand_bytes_max=DEMAND_BYTES_MAX // self.ranks if device == "cpu" else 0,
             done=self._pool_ready,
             short=self._pool_short,
         )

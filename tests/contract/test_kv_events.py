@@ -76,7 +76,7 @@ def wired(events: list[Any]) -> list[Any]:
 
 
 def vllms_own(request: Request, block_tokens: int) -> list[Any]:
-    """What vLLM's block pool publishes of a request, in blocks of so many tokens."""
+    """Return the events that vLLM's block pool publishes for a request with blocks of so many tokens."""
     from vllm.v1.core.block_pool import BlockPool
 
     blocks = BLOCKS * BLOCK // block_tokens
@@ -120,7 +120,7 @@ class Noted:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("pieces", [[(0, 4), (4, 8)], [(0, 1), (1, 2), (2, 4), (4, 7), (7, 8)]], ids=["whole", "grown"])
 def test_a_router_makes_the_same_hashes(kind: str, pieces: list[tuple[int, int]]) -> None:
-    """Of tokens and extra keys, for every chunk and group, however the chunks were filled.
+    """Hashes that are made from an event's tokens and extra keys equal the event's, however the chunk was filled.
 
     Extra keys of images and embeddings are of whole chunks: the router learns hashes within these from vLLM's events.
     """
@@ -202,7 +202,7 @@ def test_each_mark_is_a_block_from_its_chunks_first_token() -> None:
 
 
 def test_a_block_is_removed_with_its_mark() -> None:
-    """It is announced once; vLLM's own reset leaves consumers knowing what is held."""
+    """A block is announced once. After vLLM's own reset kvpipe announces again what it holds."""
     request, reported = request_of(), Noted()
     short, longer = reported.save(request, iter([(0, 2)])) + reported.save(request, iter([(0, 3)]))
     assert [one.block_size for one in reported.receive()] == [2 * BLOCK, 3 * BLOCK]

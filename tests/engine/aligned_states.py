@@ -1,4 +1,4 @@
-"""What vLLM's CPU build lacks for recurrent states with drafts: its two kernels that move states, in plain Python.
+"""The two kernels that move recurrent states of drafts, in plain Python: vLLM's CPU build lacks them.
 
 Without them an engine on a CPU fails in its first step, with kvpipe as without. Each follows the kernel of the same
 name in `vllm/v1/worker/mamba_utils.py`, decision by decision; vLLM's own way to replace a kernel puts it in.

@@ -1,4 +1,4 @@
-"""What vLLM's CPU build lacks to run a model in stages, or its experts on several ranks."""
+"""Parts that vLLM's CPU build lacks to run a model in stages, or its experts on several ranks."""
 
 from __future__ import annotations
 

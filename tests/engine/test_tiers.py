@@ -168,7 +168,7 @@ def test_salts_do_not_meet_in_a_tier(tmp_path: Path) -> None:
 
 
 def _block_names(tokens: list[int]) -> set[str]:
-    """What vLLM's hash chain, which everybody can compute, calls the blocks of a prompt."""
+    """Return vLLM's block hashes of a prompt, which anybody can compute."""
     from vllm import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash

@@ -64,7 +64,7 @@ def test_a_crowd_is_traced_from_end_to_end(trace_file: Path) -> None:
 
 
 def test_log_of_the_host_is_unchanged_when_an_engine_runs(trace_file: Path) -> None:
-    """Its structlog and its handlers are as before. kvpipe logs no line per request unless it is asked to."""
+    """The host's structlog and handlers stay as they were. kvpipe logs no line per request unless it is asked to."""
     before, host = structlog.get_config(), io.StringIO()
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level

@@ -123,7 +123,6 @@ FLAGS: dict[str, dict[str, str]] = {
         "Pins._ended": "a latch: nothing is pinned any more",
         "Pins._refused": "of the last call alone: so that a refusal is reported once",
         "Readier._is_short": "of the last look alone: so that want of memory is reported once",
-        "Readier._on_demand": "configuration: whether slots are used before they are in memory",
         "Readier._touches": "configuration: whether memory is taken before it is used",
         "SlotSpan.adjacent": "content: how blocks lie",
         "_Queue.lazy": "content of a plan: each of its layers has a reader",

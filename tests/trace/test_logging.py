@@ -71,7 +71,7 @@ def test_records_have_the_fields_in_text_and_as_values(caplog: pytest.LogCapture
 
 
 def test_records_name_the_line_that_logs(caplog: pytest.LogCaptureFixture) -> None:
-    """Whichever function logs it."""
+    """A record's place in the source is that of the caller, for each of the logger's methods."""
     log.warn("odd")
     log.log.error("odd", exc_info=ValueError("bad"))
     log.log.log(logging.INFO, "odd", slots=3)
@@ -123,7 +123,7 @@ def test_handler_that_fails_raises_nothing() -> None:
 
 
 def test_exception_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
-    """As error trackers expect it: in the record's `exc_info`."""
+    """Error trackers read the traceback from the record's `exc_info`."""
     try:
         _ = 1 / 0
     except ZeroDivisionError:

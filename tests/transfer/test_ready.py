@@ -174,14 +174,14 @@ def test_on_cores_of_its_own_it_does_not_hurry_others() -> None:
 
 
 def test_slots_are_used_before_they_are_in_memory_where_nothing_is_pinned() -> None:
-    """What is written there stays: the thread goes on behind it."""
+    """The thread touches only slots behind those that were handed out, so their content stays."""
     gate, begun = threading.Event(), threading.Event()
 
     def claim(*_: int) -> bool:
         begun.set()
         return rig.readier._at == 0 or gate.wait()
 
-    with Rig(slots=60, on_demand=True) as rig:
+    with Rig(slots=60, demand_bytes_max=GIB) as rig:
         rig.readier._claim = claim
         rig.readier.begin("ahead")
         assert rig.readier._at == 4, "the first piece"
@@ -196,8 +196,8 @@ def test_slots_are_used_before_they_are_in_memory_where_nothing_is_pinned() -> N
 
 
 def test_no_more_slots_are_used_on_demand_than_there_is_memory_for() -> None:
-    """Their number grows with those that are used, as long as there is memory."""
-    with Rig(slots=60, on_demand=True) as rig:
+    """The number of usable slots grows with the number of used slots while there is memory."""
+    with Rig(slots=60, demand_bytes_max=GIB) as rig:
         rig.room = Headroom(GIB // 20 + 12 * SLOT, GIB, "a limit")
         rig.readier._claim = lambda *_: rig.readier._at == 0
         rig.readier.begin("ahead")
@@ -219,7 +219,7 @@ def test_slots_are_counted_under_a_lock(monkeypatch: pytest.MonkeyPatch) -> None
                 locked.append(rig.readier._lock.locked())
             super().__setattr__(name, value)
 
-    with Rig(slots=60, on_demand=True) as rig:
+    with Rig(slots=60, demand_bytes_max=GIB) as rig:
         rig.room = Headroom(GIB // 20 + 12 * SLOT, GIB, "a limit")
         rig.readier._claim = lambda *_: rig.readier._at == 0
         rig.readier.begin("ahead")

@@ -84,7 +84,7 @@ def test_an_unknown_key_names_the_nearest(wrong: str, meant: str) -> None:
 
 
 def test_retired_key_is_refused_with_what_replaces_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a key, and as a variable."""
+    """The error names the remedy, for a key and for a variable."""
     assert _refusal({"log_format": "json"}).endswith("use vLLM's --logging-config.formatter json")
     monkeypatch.setenv("KVPIPE_LOG_FORMAT", "json")
     assert _refusal({}).endswith("use vLLM's --logging-config.formatter json")

@@ -53,7 +53,7 @@ def test_lines_have_vllms_prefix_by_default(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_level_of_vllm_drops_lines_of_kvpipe(capsys: pytest.CaptureFixture[str]) -> None:
-    """As VLLM_LOGGING_LEVEL sets it."""
+    """VLLM_LOGGING_LEVEL sets that level."""
     (odd,) = lines(capsys, log_level="WARNING")
     assert odd.endswith("odd why='no space'")
 

@@ -112,7 +112,7 @@ def test_side_reports_the_digest_of_its_weights_once_when_it_is_asked(whole: Sid
 
 
 def test_side_counts_in_the_counters_that_it_was_given(whole: SideRig) -> None:
-    """They are the engine's, so faults of a rank are not lost."""
+    """The engine's counters are given, so that faults of a rank are not lost."""
     assert whole.side.counters is whole.counters
 
 

@@ -76,7 +76,7 @@ MOVES = {
 
 @functools.cache
 def _measured_once() -> Callable[[Any, Iterable[Any]], str]:
-    """Return `numerics.measured` with a memory: all ranks of a trial are in one process. It takes a fifth of one."""
+    """Return `numerics.measured` with a memory: all ranks of a trial are in one process."""
     from kvpipe.connectors.vllm.numerics import measured
 
     remembered = functools.cache(measured)
@@ -229,7 +229,7 @@ class Trial(Disturbances):
                 self.scheduler.shutdown()
 
     def _no_drain_of_held_tiers(self) -> AbstractContextManager[object]:
-        """Let a shutdown wait for no store while tiers are held: none would end."""
+        """Let a shutdown give up stores at once while tiers are held, because no store would end."""
         held = any(tier.is_held for tier in self.tiers)
         return patch.object(carrier, "DRAIN_S_MAX", 0.0) if held else nullcontext()
 

@@ -40,12 +40,12 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "handed_out_without_memory": Mutant(
         "Slots are used on demand, however little memory is left.",
-        one(_READIER, "_offer", "min(max(0, room.spare), DEMAND_BYTES_MAX)", "DEMAND_BYTES_MAX"),
+        one(_READIER, "_offer", "min(max(0, room.spare), demand)", "demand"),
         test=f"{_READY}::test_no_more_slots_are_used_on_demand_than_there_is_memory_for",
     ),
     "evicts_before_the_pool_is_in_memory": Mutant(
         "A pool with room evicts chunks when its memory is not there yet.",
-        one("kvpipe.worker.side:WorkerSide", "_make_readier", 'on_demand=device == "cpu"', "on_demand=False"),
+        one("kvpipe.worker.side:WorkerSide", "_make_readier", 'if device == "cpu" else 0', 'if device == "no" else 0'),
         test="tests/engine/test_pool.py::"
         "test_nothing_is_evicted_from_a_pool_with_room_when_saves_are_faster_than_it_becomes_ready",
     ),
