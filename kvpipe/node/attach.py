@@ -1,0 +1,134 @@
+"""Attaches an engine's processes to the memory of their node before the engine serves."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Final, NamedTuple, Protocol
+
+from kvpipe.errors import ConfigError
+from kvpipe.node.client import NodePool, NodePoolOptions, RankMemory
+from kvpipe.node.layout import READY, TOKEN_BYTES
+from kvpipe.node.processes import folder_of_user
+from kvpipe.node.segment import Segment
+from kvpipe.protocol.geometry import Geometry
+from kvpipe.statemachine import node_link as m
+from kvpipe.transfer.pool import SharedSlots
+
+LOOK_S: Final = 0.005
+STOCK_MIN: Final = 32
+STOCK_MAX: Final = 256
+
+
+class PoolKeys(Protocol):
+    """The keys of the configuration that attaching reads."""
+
+    @property
+    def pool_dir(self) -> Path | None:
+        """The folder of the holder's socket, or None for the user's default folder."""
+
+    @property
+    def pool_wait_s_max(self) -> int:
+        """The longest wait for the node's memory, in seconds."""
+
+    @property
+    def keep_s(self) -> int:
+        """The seconds for which the holder keeps memory that no engine uses."""
+
+
+class Attached(NamedTuple):
+    """Keeps the objects through which a process uses its node's memory.
+
+    The scheduler has `pool`, and a rank has `memory` and `shared`. `parts` is the number of parts of a slot, see
+    `NodeEngine`.
+    """
+
+    parts: int
+    pool: NodePool | None = None
+    memory: RankMemory | None = None
+    shared: SharedSlots | None = None
+
+
+class NodeEngine(NamedTuple):
+    """One engine, as all its processes describe it to the holder.
+
+    `token` has 16 bytes that only this engine uses. A slot has `parts` parts: one per rank, or one if all ranks have
+    the same bytes. A step saves at most about `step_chunks` chunks. If `step_chunks` is 0, the engine takes no slots.
+    `name` is the engine's name for operators.
+    """
+
+    token: bytes
+    parts: int
+    step_chunks: int = 1
+    name: str = ""
+
+
+def node_options(settings: PoolKeys, geometry: Geometry, engine: NodeEngine) -> NodePoolOptions:
+    """Return the options of an engine.
+
+    Raises:
+        ConfigError: `pool_bytes_max` is smaller than one slot.
+    """
+    slot_bytes = geometry.slot_bytes * engine.parts
+    slots = geometry.pool_bytes_max // slot_bytes
+    if not slots:
+        raise ConfigError(
+            f"kvpipe: pool_bytes_max={geometry.pool_bytes_max} is smaller than one chunk of all {engine.parts} ranks "
+            f"({slot_bytes} bytes); set it to at least {slot_bytes} (with pool='node' it is for the whole node)"
+        )
+    stock = max(STOCK_MIN, min(STOCK_MAX, 4 * engine.step_chunks)) if engine.step_chunks else 0
+    own = engine.token[:TOKEN_BYTES]  # a placeholder: nothing is found or saved before ranks report the real namespace
+    return NodePoolOptions(
+        settings.pool_dir or folder_of_user(), own.ljust(32, b"\0"), slots, slot_bytes, groups=0, stock=stock,
+        wait_s_max=settings.pool_wait_s_max, keep_s=settings.keep_s, token=own, name=engine.name,
+    )  # fmt: skip
+
+
+def attach_scheduler(settings: PoolKeys, geometry: Geometry, engine: NodeEngine) -> NodePool:
+    """Return the node's memory for the scheduler's process. Waits at most `pool_wait_s_max` seconds.
+
+    Raises:
+        ConfigError: the process cannot attach to the memory.
+    """
+    try:
+        pool = NodePool(node_options(settings, geometry, engine))
+    except ConfigError as error:
+        raise refused(str(error)) from None
+    until = time.monotonic() + settings.pool_wait_s_max + 1
+    while pool.state == m.CONNECTING and time.monotonic() < until:
+        pool.poll()
+        time.sleep(LOOK_S)
+    if pool.state != m.ATTACHED:
+        why = pool.why or f"no holder answers within {settings.pool_wait_s_max} s"
+        pool.close()
+        raise refused(why)
+    return pool
+
+
+def attach_rank(
+    settings: PoolKeys, geometry: Geometry, engine: NodeEngine, rank: int
+) -> tuple[RankMemory, SharedSlots]:
+    """Return the node's memory for a rank's process, and the rank's part of the memory's slots.
+
+    Raises:
+        ConfigError: the process cannot attach to the memory.
+    """
+    try:
+        memory = RankMemory(node_options(settings, geometry, engine))
+    except (ConfigError, OSError) as error:
+        raise refused(str(error)) from None
+    part = rank % engine.parts
+    return memory, shared_slots(memory.segment, part * geometry.slot_bytes, saves=part == rank)
+
+
+def shared_slots(segment: Segment, at: int, *, saves: bool) -> SharedSlots:
+    """Return the part of the segment's slots that begins at byte `at` of each slot. The segment is mapped whole."""
+    layout, slots, words = segment.layout, segment.slots, segment.words
+    assert slots is not None  # noqa: S101
+    return SharedSlots(slots, layout.slot_bytes, at, layout.token, saves, lambda: int(words[READY]))
+
+
+def refused(why: str) -> ConfigError:
+    """Return the error of an engine that cannot use the node's memory for the reason `why`."""
+    why = why.removeprefix("kvpipe: ")
+    return ConfigError(f"kvpipe: pool='node' cannot be used: {why}. Set pool='private' or pool_or_private=true.")

@@ -1,0 +1,392 @@
+"""The catalog of an engine whose slots are those of a node's memory.
+
+A lookup probes a dict of chunks, as with a private pool. `CatalogFollower` updates the dict from the journal. Saves use
+slots from the stock of grants. A lookup pins all chunks of its hit until the step is planned, and a lease pins its
+chunks again until the lease ends. The holder evicts, so this catalog's policy only records which chunks were used.
+
+A chunk grows in its granted slot, and is a miss. It is published when all ranks have landed it and it is sealed: it is
+full, or it ends where a request or its prompt ends. A published chunk does not grow. A longer part has another slot.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import secrets
+import time
+from collections.abc import Iterable, Mapping, MutableMapping
+from typing import Final, cast
+
+from kvpipe.cache.catalog import Catalog
+from kvpipe.cache.chunks import Chunk, EvictedError, Mark, Owner, Piece
+from kvpipe.cache.policy.large import by_key
+from kvpipe.cache.tenants import ANYBODY, Tenant
+from kvpipe.node.client import NodePool
+from kvpipe.node.layout import HEAD, SlotRecord
+from kvpipe.node.replica import SlotPins, split
+from kvpipe.node.shared import CatalogFollower, NodeUses, SharedChunk
+from kvpipe.statemachine import chunk as m
+from kvpipe.statemachine import node_grant as grant_m
+from kvpipe.statemachine import node_link as link_m
+from kvpipe.trace.log import Counters
+from kvpipe.trace.miss_reasons import EVICTED, RESET
+
+NAME_S_MAX: Final = 0.5
+"""The longest wait for a new namespace: for the holder's answer and for the scan of the slot table, in seconds.
+
+The engine waits once at start-up, and once after each change of weights.
+"""
+_NAME_LOOK_S: Final = 0.001
+
+
+class NodeCatalog(Catalog):
+    """The catalog of one engine on a node's memory."""
+
+    def __init__(self, pool: NodePool, groups: int, counters: Counters, units_per_chunk: int) -> None:
+        """Create the catalog over an attached `pool`. Nothing is found or saved until `name_space` is called."""
+        assert pool.segment is not None  # noqa: S101  (attached)
+        assert pool.leases is not None  # noqa: S101
+        self.pool, self._stock, self._pins = pool, pool.stock, pool.leases
+        self._segment, self._groups, self._full = pool.segment, groups, units_per_chunk
+        super().__init__(pool.segment.layout.slots, groups, NodeUses(pool.stock), counters)
+        self._stamps: tuple[MutableMapping[bytes, bytes], ...] = tuple(by_key(self.slots) for _ in range(groups))
+        """Per group, by key, the stamps of the chunks in the index. A lookup reads no other part of a chunk."""
+        self._follower: CatalogFollower | None = None
+        self._open: dict[int, SharedChunk] = {}  # by slot: some units have landed, and the chunk is not reported
+        self._landed: dict[int, SharedChunk] = {}  # by slot: reported, but the holder has not answered yet
+        self._asked: list[tuple[SlotPins, bytes]] = []  # the pins and stamps of this step's lookups
+        self._pinned: dict[Owner, list[SlotPins]] = {}  # the pins of leases
+        self._space, self._renewed, self._digest = "", b"", b""
+
+    @property
+    def token(self) -> bytes:
+        """The token that identifies the memory. Ranks refuse jobs of a plan for another memory."""
+        return self._segment.layout.token
+
+    # ---- namespaces ----------------------------------------------------------------------------------------------
+
+    def name_space(self, space: str) -> None:
+        """Use the chunks of namespace `space`, which identifies everything but tokens that bytes depend on.
+
+        If `space` is "", chunks of other engines are not used. Otherwise this call may take `NAME_S_MAX` seconds.
+        """
+        self._space = space or secrets.token_hex()
+        self._name()
+        if not space:
+            return  # a new random namespace has no chunks
+        until = time.monotonic() + NAME_S_MAX
+        while self._follower is None and self.pool.state == link_m.ATTACHED and time.monotonic() < until:
+            self.poll()
+            if self._follower is None:
+                time.sleep(_NAME_LOOK_S)
+        if self._follower is not None:
+            self._follower.read_all(until)
+
+    def renew(self) -> None:
+        """Stop using all chunks saved so far, for a reset of this engine's cache.
+
+        Other engines still use these chunks.
+        """
+        self._renewed = secrets.token_bytes(16)
+        if self._space:
+            self._name()
+
+    def _name(self) -> None:
+        self._stop_following()
+        self._digest = hashlib.sha256(self._space.encode() + b"\0" + self._renewed).digest()
+        self.pool.rename(self._digest)
+
+    def _stop_following(self) -> None:
+        self._follower, self._digest = None, b""
+        self._index = tuple({} for _ in range(self._groups))
+        self._stamps = tuple(by_key(self.slots) for _ in range(self._groups))
+
+    # ---- the journal ---------------------------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Receive the holder's answer and send the next batch. Called in every step, between lookups."""
+        pool, follower = self.pool, self._follower
+        pool.poll()
+        if self._digest and pool.named >= 0 and (follower is None or follower.number != pool.named):
+            follower = self._follower = CatalogFollower(
+                self._segment, pool.named, self._groups, self.published, self.unpublished
+            )
+            self._index = cast("tuple[MutableMapping[bytes, Chunk], ...]", follower.indexes)
+        if follower is not None:
+            follower.poll()
+        if self._landed:
+            self._settle()
+
+    @property
+    def lag(self) -> int:
+        """The number of the journal's records that this engine has not read yet."""
+        return 0 if self._follower is None else self._follower.lag
+
+    def _settle(self) -> None:
+        """Forget landed chunks that the holder has answered but not published.
+
+        The holder does not publish a chunk if another slot has the chunk's key already. Then the slot is in the stock
+        again. All other answered chunks have a record in the journal, which this engine may not have read yet.
+        """
+        stock, follower = self._stock, self._follower
+        for slot in [slot for slot in self._landed if slot not in stock.reports]:
+            chunk = self._landed[slot]
+            if slot not in stock.grants:
+                if chunk.answered_at is None:
+                    chunk.answered_at = int(self._segment.words[HEAD])
+                if follower is None or not follower.has_read(chunk.answered_at):
+                    continue
+            del self._landed[slot]
+            self._unpend_chunk(chunk)
+            self._drop(chunk, EVICTED)
+
+    def published(self, record: SlotRecord) -> SharedChunk:
+        """Return the chunk of a record: this engine's own chunk, or a new one."""
+        slot, key = record.slot, record.key
+        chunk = self._landed.get(slot)
+        if chunk is not None and chunk.group == record.group and chunk.tail == key:
+            del self._landed[slot]
+            self._unpend_chunk(chunk)
+        else:
+            chunk = SharedChunk(self.machine, record.group, slot, self.watch)
+            chunk.era = self._era
+            chunk.fire(m.RESERVE)
+            chunk.fire(m.LANDED_LAST)
+            chunk.seal()
+            chunk.written = chunk.ready = record.units
+            chunk.marks, chunk.tail, chunk.identity = (Mark(record.units, key, keep=True),), key, key
+        self._chunks[slot] = chunk  # older records of the slot may have put another chunk there
+        chunk.publish(record.generation)
+        self._stamps[chunk.group][key] = chunk.stamp
+        self.lost_keys.forget(record.group, key)
+        return chunk
+
+    def unpublished(self, chunk: SharedChunk) -> None:
+        """Forget a chunk that the holder has evicted. Existing leases on the chunk stay."""
+        if chunk.state.row == m.READY:
+            self.counters["evicted"] += 1
+            self.lost_keys.add(chunk.group, chunk.tail, EVICTED)
+            self._drop(chunk, EVICTED)
+
+    def _unpend_chunk(self, chunk: SharedChunk) -> None:
+        pending = self._pending[chunk.group]
+        if pending.get(chunk.tail) is chunk:
+            del pending[chunk.tail]
+
+    @property
+    def pending_reports(self) -> bool:
+        """Whether an idle engine should take steps, because the holder has yet to answer reports of landed chunks."""
+        self._report_sealed()
+        return bool(self._landed) and self.pool.state == link_m.ATTACHED
+
+    # ---- reading -------------------------------------------------------------------------------------------------
+
+    def stamps_of(self, index: object) -> Mapping[bytes, bytes] | None:
+        """Return the stamps of the chunks in the dict `index` of a cache group. Callers must not change them.
+
+        Returns None if `index` also has chunks of tiers.
+        """
+        return next((stamps for one, stamps in zip(self._index, self._stamps, strict=True) if one is index), None)
+
+    def hold(self, stamps: bytes) -> bool:
+        """Pin the chunks of the joined `stamps` until the step is planned.
+
+        Returns False, and pins none of them, if the holder has evicted a chunk.
+        """
+        pins = self._pin(stamps)
+        if pins is not None:
+            self._asked.append((pins, stamps))
+        return pins is not None
+
+    def _pin(self, stamps: bytes) -> SlotPins | None:
+        pins = self._pins.pin(stamps)
+        if pins is None:  # rare, so only now the stamps that are pinned already are collected
+            leased = cast("Iterable[SharedChunk]", itertools.chain.from_iterable(self.leased.values()))
+            held = {chunk.stamp for chunk in leased}
+            held.update(stamp for _, asked in self._asked for _, stamp in split(asked))
+            pins = self._pins.pin(stamps, held)
+        return pins
+
+    def evicted(self, chunks: Iterable[Chunk | None]) -> list[SharedChunk]:
+        """Return those of the published `chunks` that the holder has evicted. A lookup cannot pin them any more."""
+        shared = [chunk for chunk in chunks if isinstance(chunk, SharedChunk) and chunk.is_published]
+        return [chunk for chunk in shared if not self._pins.is_there(chunk)]
+
+    def forget_evicted(self, chunks: Iterable[Chunk | None]) -> bool:
+        """Forget the chunks that the holder has evicted. Returns whether there were any."""
+        gone = self.evicted(chunks)
+        for chunk in gone:
+            self.unpublished(chunk)
+        return bool(gone)
+
+    def end_step(self) -> None:
+        """Unpin the chunks that this step's lookups have found. Then poll the holder."""
+        if self._asked:
+            asked, self._asked = self._asked, []
+            for pins, _ in asked:
+                self._pins.unpin(pins)
+        self._report_sealed()
+        self.poll()
+
+    def lease(self, owner: Owner, chunks: list[Chunk], *, timed: bool = True) -> None:
+        """See `Catalog.lease`.
+
+        Raises:
+            EvictedError: the holder has evicted one of the chunks. Nothing is leased.
+        """
+        pins = self._pin(b"".join([chunk.stamp for chunk in cast("list[SharedChunk]", chunks)]))
+        if pins is None:
+            self.forget_evicted(chunks)
+            raise EvictedError("a chunk was evicted from the node's memory")
+        self._pinned.setdefault(owner, []).append(pins)
+        super().lease(owner, chunks, timed=timed)
+
+    def release(self, owner: Owner, *, hit: bool = True) -> int:
+        """See `Catalog.release`."""
+        count = super().release(owner, hit=hit)
+        for pins in self._pinned.pop(owner, ()):
+            self._pins.unpin(pins)
+        return count
+
+    # ---- writing -------------------------------------------------------------------------------------------------
+
+    def use_more(self, ready: int) -> None:
+        """Do nothing, because the holder grants only slots that have memory."""
+
+    def limit(self, slots: int) -> None:
+        """Do nothing, because every rank has all slots of the memory."""
+
+    def reserve(self, group: int, tenant: Tenant = ANYBODY) -> Chunk | None:
+        """Take a slot of the stock for a new chunk, or return None if the stock is empty.
+
+        Then the oldest growing chunks are sealed, because the holder evicts only published chunks.
+        """
+        slot = self._stock.take() if self._digest else None
+        if slot is None:
+            if not any(chunk.sealed for chunk in self._open.values()):
+                idle = (chunk for chunk in self._open.values() if not chunk.writers)
+                for chunk in itertools.islice(idle, self._stock.wanted):
+                    chunk.seal()
+            self.counters["save_dropped_pool_full"] += 1
+            return None
+        before = self._chunks[slot]
+        if isinstance(before, SharedChunk) and before.era is self._era:
+            self.unpublished(before)  # the holder has evicted this chunk, and the journal is not read that far yet
+        chunk = SharedChunk(self.machine, group, slot, self.watch, tenant)
+        chunk.era = self._era
+        chunk.fire(m.RESERVE)
+        self._chunks[slot] = chunk
+        return chunk
+
+    def write(self, chunk: Chunk, stop: int, key: bytes, *, keep: bool, base: int = 0, before: bytes = b"") -> Piece:
+        """See `Catalog.write`. Raises ValueError if the chunk is sealed."""
+        if not self.grows(chunk):
+            raise ValueError(f"slot {chunk.slot}: no units are added to a sealed chunk")
+        piece = super().write(chunk, stop, key, keep=keep, base=base, before=before)
+        if keep or stop == self._full:
+            chunk.seal()
+        return piece
+
+    def grows(self, chunk: Chunk) -> bool:
+        """See `Catalog.grows`."""
+        return isinstance(chunk, SharedChunk) and not chunk.sealed and self.holds(chunk)
+
+    def keep_mark(self, chunk: Chunk, key: bytes) -> None:
+        """Seal a chunk that ends with `key`, because another request shall find all of it."""
+        if chunk.tail == key:
+            chunk.seal()
+
+    def landed(self, piece: Piece, *, over: bool = False) -> bool:
+        """Note that every rank has a piece. A sealed chunk is reported, and the holder publishes it."""
+        chunk = piece.chunk
+        if chunk.ready != piece.start or chunk.state.row == m.EVICTING or not isinstance(chunk, SharedChunk):
+            return super().landed(piece, over=over)
+        self._notify(over=over)
+        pending = self._pending[chunk.group]
+        for mark in chunk.marks:  # the chunk is pending under its longest part
+            if pending.get(mark.key) is chunk:
+                del pending[mark.key]
+        chunk.ready = piece.stop
+        chunk.marks, chunk.identity = (Mark(piece.stop, piece.key, keep=True),), piece.key
+        self._finish_write(chunk, landed=True)
+        self._open[chunk.slot] = chunk
+        return self._report(chunk)
+
+    def _report(self, chunk: SharedChunk) -> bool:
+        """Report a chunk if it is sealed and has landed. Returns False if its key is too long: then it is dropped."""
+        if not chunk.sealed or chunk.writers:
+            return True
+        (mark,) = chunk.marks
+        del self._open[chunk.slot]
+        if not self._stock.landed(chunk.slot, chunk.group, mark.key, mark.units, self._digest):
+            self._unpend_chunk(chunk)
+            self._drop(chunk, EVICTED)
+            return False
+        self._landed[chunk.slot] = chunk
+        return True
+
+    def _report_sealed(self) -> None:
+        """Report the chunks to which no request adds units any more."""
+        for chunk in [chunk for chunk in self._open.values() if chunk.sealed]:
+            self._report(chunk)
+
+    def reset(self) -> int:
+        """Forget every chunk. Returns the number of forgotten chunks.
+
+        The chunks stay in the memory for other engines. `sweep` drops those later that nobody reads or writes, as after
+        `Catalog.reset`.
+        """
+        leased = itertools.chain.from_iterable(self.leased.values())
+        held = dict.fromkeys((*leased, *self._writing))
+        found = self.used - sum(1 for chunk in self._writing if chunk.state.row == m.EVICTING)
+        for pending in self._pending:
+            pending.clear()
+        there = self._index if self.stale else ()  # an earlier reset is not swept yet
+        rest = itertools.chain.from_iterable(index.values() for index in there)
+        for chunk in dict.fromkeys((*held, *self._open.values(), *self._landed.values(), *rest)):
+            if chunk.state.row != m.EVICTING:
+                self._drop(chunk, RESET)
+        self._landed.clear()
+        self._open.clear()
+        if left := sum(map(len, self._index)):
+            self._before, self.stale = self._index, left
+            self._era = (int.from_bytes(self._era) + 1).to_bytes(8)
+            for chunk in held:
+                chunk.era = self._era
+        self._stop_following()
+        return found
+
+    def sweep(self) -> None:
+        """See `Catalog.sweep`."""
+        for index in self._before:
+            for chunk in [*itertools.islice(index.values(), self.sweep_slots)]:
+                self._drop(chunk, RESET)
+
+    def _drop(self, chunk: Chunk, why: str, *, taken: bool = False) -> None:
+        """See `Catalog._drop`."""
+        stamps = self._stamps[chunk.group]
+        if chunk.era is self._era and stamps.get(chunk.tail) == cast("SharedChunk", chunk).stamp:
+            del stamps[chunk.tail]
+        super()._drop(chunk, why, taken=taken)
+
+    def _vacate(self, chunk: Chunk) -> None:
+        """Forget the chunk of a slot. If the chunk's save has failed, the slot is free for the next save."""
+        if self._chunks[chunk.slot] is chunk:
+            self._chunks[chunk.slot] = None
+        self.stale -= chunk.era is not self._era
+        grant = self._stock.grants.get(chunk.slot)
+        if not chunk.is_published and grant is not None and grant.state.name == grant_m.WRITING:
+            self._stock.failed(chunk.slot)
+
+    @property
+    def used(self) -> int:
+        """The number of slots that this engine writes, or whose chunks it can read."""
+        unpublished = {chunk.slot for chunk in self._writing}.union(self._open, self._landed)
+        return sum(map(len, self._index)) + len(unpublished)
+
+    def close(self) -> None:
+        """Detach from the memory.
+
+        Copies of this process may still run. Therefore slots with unfinished saves are not returned.
+        """
+        self.pool.leave()

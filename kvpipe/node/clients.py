@@ -1,0 +1,39 @@
+"""The chunks and the engines of a node's memory, as its holder sees them, and the refusal of an engine."""
+
+from __future__ import annotations
+
+from kvpipe.node.layout import ClientRow, Process
+from kvpipe.statemachine.core import Compiled, Cursor, Watch
+
+
+class NodeChunk:
+    """A published chunk, as the policy sees it."""
+
+    __slots__ = ("before", "identity", "place", "slot")
+
+    def __init__(self, slot: int, identity: tuple[int, int, bytes]) -> None:
+        """Create a chunk. `identity` is (namespace, cache group, key)."""
+        self.slot, self.identity, self.before, self.place = slot, identity, b"", 0
+
+
+class NodeClient(Cursor):
+    """An engine: a cursor of the node_client machine. `granted` has the generation of each slot that it may write."""
+
+    __slots__ = ("dead", "granted", "name", "namespace", "processes", "published", "row", "stock", "token")
+
+    def __init__(self, machine: Compiled, row: int, record: ClientRow, watch: Watch | None) -> None:
+        """Create a client. `dead` has those of its `processes` that have exited."""
+        super().__init__(machine, row, watch)
+        self.row, self.token, self.namespace = row, record.token, record.namespace
+        self.processes, self.dead = set(record.processes), set[Process]()
+        self.granted: dict[int, int] = {}
+        self.name, self.stock, self.published = "", 0, 0  # for operators
+
+
+class RefusedError(ValueError):
+    """The holder refuses the greeting of a process. `again` says that a later try may succeed."""
+
+    def __init__(self, why: str, *, again: bool = False) -> None:
+        """Keep the reason `why`."""
+        super().__init__(why)
+        self.again = again

@@ -1,0 +1,326 @@
+"""The holder's process: it keeps a node's memory, answers engines, and watches their processes.
+
+`python -m kvpipe.node.holder FOLDER ADOPT_S KEEP_S [FD]` forks twice, so that the holder is no descendant of the engine
+that starts it. FD is the memory of an earlier holder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import selectors
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from kvpipe.cache.policy.base import Policy
+from kvpipe.cache.policy.lru import Lru
+from kvpipe.errors import ConfigError
+from kvpipe.node import messages
+from kvpipe.node.clients import NodeClient, RefusedError
+from kvpipe.node.keeper import Keeper
+from kvpipe.node.layout import VERSION, Process
+from kvpipe.node.memory import NodeMemory, Region
+from kvpipe.node.messages import (
+    BadMessageError,
+    Goodbye,
+    Hello,
+    NodeStatus,
+    SlotBatch,
+    StatusQuestion,
+    Unwelcome,
+    Welcome,
+)
+from kvpipe.node.processes import LOG, SOCKET, checked_folder, has_clients, lock_folder, peer_of, watch
+from kvpipe.node.segment import create
+from kvpipe.statemachine.core import IllegalTransition
+
+BEAT_S: Final = 0.25
+"""The longest interval, in seconds, at which the holder advances its clock."""
+BUSY_S: Final = 0.02
+"""The longest wait, in seconds, while slots have no memory yet, or evicted slots still have leases."""
+_log = logging.getLogger("kvpipe.node")
+
+
+class HolderConnection:
+    """The connection to one process of an engine."""
+
+    def __init__(self, wire: socket.socket, process: Process) -> None:
+        """Create a connection. `client` and its `keeper` are None until the holder has accepted the process."""
+        self.wire, self.process = wire, process
+        self.client: NodeClient | None = None
+        self.keeper: Keeper | None = None
+
+
+class Holder:
+    """The holder of one folder. `run` returns when no engine has used the memory for `keep_s` seconds."""
+
+    def __init__(
+        self, folder: Path, *, adopt_s: float, keep_s: float, fd: int | None = None,
+        policy: Callable[[int], Policy] = Lru,
+    ) -> None:  # fmt: skip
+        """Take the folder's lock and listen on the folder's socket.
+
+        If running engines have the memory of an earlier holder, this holder waits `adopt_s` seconds until an engine
+        offers that memory. Then it creates a new memory. `fd` is the earlier holder's memory, if it is known.
+
+        Raises:
+            BlockingIOError: the folder has a holder.
+        """
+        self._folder, self._adopt_s, self._keep_s, self._policy = checked_folder(folder), adopt_s, keep_s, policy
+        self._lock = lock_folder(folder)
+        self._selector = selectors.DefaultSelector()
+        self._memory: NodeMemory | None = None
+        self._began = self._idle_since = time.monotonic()
+        self._boot = secrets.randbits(63) | 1
+        self._watched: dict[Process, int] = {}
+        self._links: dict[NodeClient, HolderConnection] = {}
+        if fd is not None:
+            self._adopt(fd)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        with contextlib.suppress(FileNotFoundError):
+            (folder / SOCKET).unlink()
+        self._listener.bind(str(folder / SOCKET))
+        (folder / SOCKET).chmod(0o600)
+        self._listener.listen(64)
+        self._listener.setblocking(False)  # noqa: FBT003
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+
+    def _adopt(self, fd: int) -> None:
+        """Become the holder of an existing memory.
+
+        Raises:
+            RefusedError: the memory is not usable, or has another holder.
+        """
+        self._memory = NodeMemory(fd, self._boot, self._policy)
+        for keeper, client in self._memory.clients:
+            for process in list(client.processes):
+                self._watch(keeper, client, process, watch(process))
+
+    def _watch(self, keeper: Keeper, client: NodeClient, process: Process, pidfd: int | None) -> None:
+        if pidfd is None:
+            keeper.died(client, process)
+        elif process in self._watched:
+            os.close(pidfd)
+        else:
+            self._watched[process] = pidfd
+            self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._fired(process))
+
+    def _fired(self, process: Process) -> None:
+        pidfd = self._watched.pop(process)
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+        assert self._memory is not None  # noqa: S101
+        self._memory.died(process)
+
+    def status(self) -> NodeStatus:
+        """Return how the memory is used, for operators."""
+        return NodeStatus(os.getpid()) if self._memory is None else self._memory.status()
+
+    def run(self) -> None:
+        """Answer engines until the memory is unused."""
+        while not self._is_unused():
+            self.step()
+        with contextlib.suppress(FileNotFoundError):
+            (self._folder / SOCKET).unlink()
+
+    def end(self) -> None:
+        """Make `run` return after its current step. The engines keep the memory."""
+        self._keep_s = -1.0
+
+    def close(self) -> None:
+        """Close every descriptor, for a holder that runs inside another process."""
+        for key in list(self._selector.get_map().values()):
+            self._selector.unregister(key.fileobj)
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
+            else:
+                os.close(key.fd)
+        self._selector.close()
+        if self._memory is not None:
+            self._memory.close()
+        os.close(self._lock)
+
+    @property
+    def _has_engines(self) -> bool:
+        return self._memory is not None and any(True for _ in self._memory.clients)
+
+    def _is_unused(self) -> bool:
+        now = time.monotonic()
+        if self._has_engines:
+            self._idle_since = now
+        return now - self._idle_since > self._keep_s
+
+    def step(self) -> None:
+        """Handle the events that have arrived, at most one event per source."""
+        wait_s = BUSY_S if self._memory is not None and self._memory.step() else BEAT_S
+        for key, _ in self._selector.select(wait_s):
+            if self._selector.get_map().get(key.fd) is key:  # false if an earlier call has closed the source
+                key.data()
+
+    def _accept(self) -> None:
+        try:
+            wire, _ = self._listener.accept()
+        except OSError:
+            return
+        wire.setblocking(False)  # noqa: FBT003
+        try:
+            process, pidfd = peer_of(wire)
+        except (ConfigError, OSError) as error:
+            with contextlib.suppress(OSError):
+                messages.send(wire, Unwelcome(str(error)))
+            wire.close()
+            return
+        os.close(pidfd)
+        link = HolderConnection(wire, process)
+        self._selector.register(wire, selectors.EVENT_READ, lambda: self._receive(link))
+
+    def _receive(self, link: HolderConnection) -> None:
+        try:
+            message, fd = messages.receive_by_holder(link.wire)
+        except BlockingIOError:
+            return
+        except BadMessageError as error:
+            self._refuse(link, RefusedError(f"not a message of version {VERSION}: {error}"))
+            return
+        except OSError:
+            self._drop(link)
+            return
+        try:
+            self._handle(link, message, fd)
+        except RefusedError as error:
+            self._refuse(link, error)
+        except (IllegalTransition, OSError) as error:
+            _log.warning("connection of process %d ends: %s", link.process.pid, error)
+            self._drop(link)
+
+    def _handle(self, link: HolderConnection, message: messages.ToHolder, fd: int | None) -> None:
+        if isinstance(message, Hello):
+            self._greet(link, message, fd)
+        elif isinstance(message, StatusQuestion):
+            messages.send(link.wire, self.status())
+        elif link.client is None or message.boot != self._boot or link.keeper is None:
+            self._drop(link)
+        elif isinstance(message, SlotBatch):
+            answer = link.keeper.batch(link.client, message)
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the engine may have left already
+                messages.send(link.wire, answer)
+        elif isinstance(message, Goodbye):
+            link.keeper.left(link.client, link.process)
+            self._drop(link)
+
+    def _greet(self, link: HolderConnection, hello: Hello, fd: int | None) -> None:
+        if hello.version != VERSION:
+            self._close_fd(fd)
+            if not self._has_engines:
+                self.end()  # no engine loses anything: make room for a holder of the other version
+            raise RefusedError(f"the node's holder has version {VERSION}, this engine has {hello.version}", again=True)
+        if self._memory is None:
+            self._begin(hello, fd)
+        else:
+            self._close_fd(fd)
+        memory, region = self._region_for(hello)
+        segment, keeper = region
+        client = memory.greet(region, hello, link.process)
+        self._watch(keeper, client, link.process, watch(link.process))
+        link.client, link.keeper = client, keeper
+        if hello.role == "scheduler":
+            self._links[client] = link
+        welcome = Welcome(
+            self._boot, client.row, client.namespace, tuple(client.granted.items()), segment.layout.region
+        )  # fmt: skip
+        messages.send(link.wire, welcome, [memory.fd])
+
+    def _region_for(self, hello: Hello) -> tuple[NodeMemory, Region]:
+        """Return the region with slots of the size that an engine needs, and its memory.
+
+        The engine gets another memory if no engine uses this one, and if this one cannot have slots of that size.
+        """
+        assert self._memory is not None  # noqa: S101
+        try:
+            return self._memory, self._memory.region_for(hello)
+        except RefusedError:
+            if self._has_engines or hello.segment:
+                raise
+        self._make(hello)
+        return self._memory, self._memory.region_for(hello)
+
+    def _begin(self, hello: Hello, fd: int | None) -> None:
+        """Adopt the memory that an engine offers, or create a new memory."""
+        if fd is not None:
+            try:
+                self._adopt(fd)
+            except RefusedError:
+                os.close(fd)
+                raise
+            return
+        if hello.segment or (time.monotonic() - self._began < self._adopt_s and has_clients(self._folder)):
+            raise RefusedError("an engine may still offer an earlier memory", again=True)
+        self._make(hello)
+
+    def _make(self, hello: Hello) -> None:
+        """Make the memory that an engine asks for. It replaces a memory that no engine uses."""
+        try:
+            fd = create(hello.slots, hello.slot_bytes)
+        except ConfigError as error:
+            raise RefusedError(str(error)) from None
+        old = self._memory
+        try:
+            self._adopt(fd)
+        except (OSError, RefusedError) as error:
+            os.close(fd)
+            raise RefusedError(str(error), again=True) from None
+        if old is not None:
+            _log.info("the unused memory is replaced by one with slots of %d bytes", hello.slot_bytes)
+            old.close()
+
+    def _close_fd(self, fd: int | None) -> None:
+        if fd is not None:
+            os.close(fd)
+
+    def _refuse(self, link: HolderConnection, error: RefusedError) -> None:
+        _log.info("process %d is refused: %s", link.process.pid, error)
+        with contextlib.suppress(OSError):
+            messages.send(link.wire, Unwelcome(str(error), error.again))
+        self._drop(link)
+
+    def _drop(self, link: HolderConnection) -> None:
+        self._selector.unregister(link.wire)
+        link.wire.close()
+        if link.client is not None and self._links.get(link.client) is link:
+            del self._links[link.client]
+            if link.keeper is not None:
+                link.keeper.hung_up(link.client)
+
+
+def main(arguments: list[str]) -> None:
+    """Run a holder in the background. A second holder of the folder ends at once."""
+    folder, adopt_s, keep_s, *fds = arguments
+    if os.fork():
+        os._exit(0)
+    os.chdir("/")
+    logging.basicConfig(
+        filename=Path(folder, LOG), level=logging.INFO, format="%(asctime)s %(process)d %(levelname)s %(message)s"
+    )
+    try:
+        holder = Holder(Path(folder), adopt_s=float(adopt_s), keep_s=float(keep_s), fd=int(fds[0]) if fds else None)
+    except BlockingIOError:
+        return
+    except RefusedError as error:
+        _log.warning("cannot hold the memory: %s", error)
+        return
+    _log.info("holder of %s", folder)
+    try:
+        holder.run()
+    except Exception:
+        _log.exception("the holder ends")
+        raise
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,386 @@
+"""The memory of a holder, with a region for each slot size, and the share of each region.
+
+All regions use the same bytes, in slots of their own sizes. `owners.py` has the region that may use each piece of these
+bytes. When a region evicts, it may get the pieces of another region instead, if their chunks were used less recently.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Final, NamedTuple
+
+from kvpipe.cache.policy.base import Policy
+from kvpipe.errors import ConfigError
+from kvpipe.machine.headroom import tightest
+from kvpipe.node.clients import NodeClient, RefusedError
+from kvpipe.node.keeper import Keeper
+from kvpipe.node.layout import (
+    BEAT,
+    BOOT,
+    OWNED,
+    READY,
+    REGION_SLOT_BYTES_MIN,
+    REGIONS_MAX,
+    NodeLayout,
+    OtherVersionError,
+    Process,
+)
+from kvpipe.node.ledger import Ledger
+from kvpipe.node.messages import Hello, MemoryStatus, NodeStatus
+from kvpipe.node.owners import NOBODY, Owners
+from kvpipe.node.segment import Segment, add_region, allocate, lock, remove_region
+from kvpipe.node.slots import NEVER
+from kvpipe.statemachine.core import Cursor, Edge, State
+
+PIECE_BYTES: Final = 32 << 20
+SHORT_S: Final = 5.0
+"""The pause in seconds before the holder asks the machine for memory again."""
+REGION_SLOTS_MIN: Final = 8
+"""A memory gets a second slot size only if it has room for so many of these slots."""
+REGION_SLOTS_MAX: Final = 131_072
+"""A second slot size with more slots is refused. Their tables would take 49 MB, and a takeover about 2 seconds."""
+WINDOW_SLOTS: Final = 8
+"""The number of slots that a region gets at once. Fewer slots would waste more bytes at the edges."""
+START_SLOTS: Final = 128
+"""A region with fewer slots gets so many, but at most a quarter of the memory, when a new engine greets."""
+WINDOWS_MAX: Final = 4
+"""The most windows that one call of `share` tries to take. A window may have a lease."""
+SHARE_S, SHARE_S_MAX = 0.05, 1.0
+"""The time in seconds between two calls of `share`, because a call reads the state of every slot.
+
+It doubles after each call that moves no memory.
+"""
+_log = logging.getLogger("kvpipe.node")
+
+
+class Allocator:
+    """A thread that gives memory to slots, as long as the machine has free memory. Slots [0, `ready`) have memory."""
+
+    def __init__(self, fd: int, layout: NodeLayout, ready: int) -> None:
+        """Start the thread. Slots [0, `ready`) have memory already."""
+        self._fd, self._layout, self.ready = fd, layout, ready
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._main, name="kvpipe-node-allocate", daemon=True)
+        self._thread.start()
+
+    def _main(self) -> None:
+        layout = self._layout
+        step = max(1, PIECE_BYTES // layout.slot_bytes)
+        while self.ready < layout.slots and not self._stopping.is_set():
+            stop = min(self.ready + step, layout.slots)
+            room = tightest()
+            try:
+                if room is None or room.spare >= (stop - self.ready) * layout.slot_bytes:
+                    huge = allocate(self._fd, layout, self.ready, stop)
+                    if not self.ready:
+                        _log.info("slots have %s pages", "huge" if huge else "small")
+                    self.ready = stop
+                    continue
+            except OSError as error:
+                _log.warning("no memory: %s", error)
+            _log.warning("only %d of %d slots have memory (%s)", self.ready, layout.slots, room)
+            self._stopping.wait(SHORT_S)
+
+    def stop(self) -> None:
+        """Stop the thread, before the memory's descriptor is closed. Waits for at most one piece."""
+        self._stopping.set()
+        self._thread.join()
+
+
+def log_client(cursor: Cursor, was: State, edge: Edge, _: str) -> None:
+    """Log a move of an engine."""
+    if edge.moves and isinstance(cursor, NodeClient):
+        states = was.name, edge.to.name
+        _log.info("node_client row=%d name=%s on=%s was=%s now=%s", cursor.row, cursor.name, edge.event, *states)
+
+
+class Region(NamedTuple):
+    """The slots of one size: their tables, and the keeper that grants and evicts them."""
+
+    segment: Segment
+    keeper: Keeper
+
+
+class NodeMemory:
+    """A memory with this process as its holder. `regions` has the region of each slot size, by the region's number."""
+
+    def __init__(self, fd: int, boot: int, policy: Callable[[int], Policy]) -> None:
+        """Become the holder of the memory `fd`, which `close` closes. `boot` is the holder's token.
+
+        Raises:
+            RefusedError: the memory is not usable, or has another holder. The caller closes `fd`.
+        """
+        own = lock(fd)
+        if own is None:
+            raise RefusedError("another process holds the memory", again=True)
+        self.fd, self._lock, self._boot, self._policy = fd, own, boot, policy
+        self.regions: dict[int, Region] = {}
+        self._segments: dict[int, Segment] = {}
+        self._last = 0  # the region that `share` has given slots last
+        self._tick, self._shared_s, self._pause_s = itertools.count(1), -math.inf, SHARE_S
+        try:
+            first = Segment(fd, whole=False)
+            self.layout = first.layout
+            at = self.layout.owners_at
+            self._owners = Owners(first.buffer[at : at + self.layout.tables_bytes - at], self.layout)
+            self._segments[0] = first
+            for number in range(1, REGIONS_MAX):
+                with contextlib.suppress(OtherVersionError):
+                    self._segments[number] = Segment(fd, region=number, whole=False)
+            for number, segment in self._segments.items():
+                self._open(number, segment)
+        except (OSError, OtherVersionError, ConfigError, ValueError) as error:
+            os.close(own)
+            raise RefusedError(str(error)) from None
+        self._disown()
+        self._allocator = Allocator(fd, self.layout, int(first.words[READY]))
+
+    def _open(self, number: int, segment: Segment) -> Region:
+        """Restore a region's state."""
+        layout = segment.layout
+        keeper = Keeper(
+            Ledger(segment, self._beat), self._policy(layout.slots), owns=lambda slot: self._owners.owns(layout, slot),
+            tick=lambda: float(next(self._tick)), watch=log_client,
+        )  # fmt: skip
+        segment.words[BOOT] = self._boot
+        made = self.regions[number] = Region(segment, keeper)
+        chunks, engines = keeper.usage().published, len(keeper.clients)
+        _log.info("holds %d slots of %d bytes: %d chunks, %d engines", layout.slots, layout.slot_bytes, chunks, engines)
+        return made
+
+    def _disown(self) -> None:
+        """Let no region own the pieces of regions that do not exist."""
+        self._owners.give(
+            [piece for piece in range(self._owners.count) if self._owners[piece] not in self.regions], NOBODY
+        )
+
+    def close(self) -> None:
+        """Close every descriptor, and end the mappings."""
+        self._allocator.stop()
+        self.regions.clear()  # the keepers refer to this object
+        self._segments.clear()
+        os.close(self._lock)
+        os.close(self.fd)
+
+    # ---- regions -------------------------------------------------------------------------------------------------
+
+    def region_for(self, hello: Hello) -> Region:
+        """Return the region with slots of the size that an engine needs. The region may be new.
+
+        Raises:
+            RefusedError: the memory cannot have slots of this size.
+        """
+        sizes = {region.segment.layout.slot_bytes: region for region in self.regions.values()}
+        for size, region in sizes.items():
+            if size != hello.slot_bytes and any(one.token == hello.client for one in region.keeper.clients.values()):
+                raise RefusedError(
+                    f"this process needs slots of {hello.slot_bytes} bytes, another one of its engine needs {size}; "
+                    "start all processes with the same configuration"
+                )
+        found = sizes.get(hello.slot_bytes)
+        if found is None and hello.segment:
+            raise RefusedError("the node has another memory than the one this engine uses")
+        return found or self._add(hello.slot_bytes)
+
+    def greet(self, region: Region, hello: Hello, process: Process) -> NodeClient:
+        """Accept a process of an engine. A new engine gets memory for its stock if there are several slot sizes.
+
+        Raises:
+            RefusedError: see `Keeper.greet`.
+        """
+        is_new = not any(one.token == hello.client for one in region.keeper.clients.values())
+        client = region.keeper.greet(hello, process)
+        if is_new and not hello.segment and len(self.regions) > 1:
+            self._start(region)
+        return client
+
+    def _add(self, slot_bytes: int) -> Region:
+        """Make a region. It replaces a region without engines if there are too many."""
+        layout = self.layout
+        if slot_bytes < REGION_SLOT_BYTES_MIN or layout.slots_bytes // slot_bytes < REGION_SLOTS_MIN:
+            raise RefusedError(
+                f"the node's memory has slots of {layout.slot_bytes} bytes, this engine needs {slot_bytes}; a second "
+                f"size has at least {REGION_SLOT_BYTES_MIN} bytes, and room for at least {REGION_SLOTS_MIN} slots, but "
+                f"the memory has {layout.slots_bytes} bytes"
+            )
+        if layout.slots_bytes // slot_bytes > REGION_SLOTS_MAX:
+            raise RefusedError(
+                f"the node's memory has slots of {layout.slot_bytes} bytes, this engine needs {slot_bytes}; a second "
+                f"size has at most {REGION_SLOTS_MAX} slots, so it needs at least "
+                f"{layout.slots_bytes // (REGION_SLOTS_MAX + 1) + 1} bytes here; set a larger chunk_tokens"
+            )
+        unused = [number for number, region in self.regions.items() if number and not region.keeper.clients]
+        number = next(itertools.chain((n for n in range(1, REGIONS_MAX) if n not in self.regions), unused), None)
+        if number is None:
+            raise RefusedError(
+                f"engines use {REGIONS_MAX} slot sizes of the node's memory already, its most; stop one", again=True
+            )
+        new = layout.with_slots(number, slot_bytes)
+        try:
+            remove_region(self.fd, new)  # first, so that no holder finds chunks in pieces that others own
+            self.regions.pop(number, None)
+            self._segments.pop(number, None)
+            self._disown()
+            add_region(self.fd, new, self._beat)
+            self._segments[number] = Segment(self.fd, region=number, whole=False)
+            made = self._open(number, self._segments[number])
+        except (OSError, ConfigError) as error:
+            raise RefusedError(f"slots of {slot_bytes} bytes get no tables: {error}", again=True) from None
+        for _, keeper in self.regions.values():
+            keeper.short = None  # a single region has not needed memory of others, however long ago it had no slot
+        _log.info("region %d has slots of %d bytes", number, slot_bytes)
+        return made
+
+    @property
+    def clients(self) -> Iterator[tuple[Keeper, NodeClient]]:
+        """All engines, with the keeper of their region."""
+        for region in list(self.regions.values()):
+            for client in list(region.keeper.clients.values()):
+                yield region.keeper, client
+
+    def died(self, process: Process) -> None:
+        """Note that a process has exited. It may belong to two engines."""
+        for keeper, client in self.clients:
+            keeper.died(client, process)
+
+    def status(self) -> NodeStatus:
+        """Return how the memory is used, for operators."""
+        return NodeStatus(
+            os.getpid(),
+            tuple(
+                MemoryStatus(
+                    segment.layout.slot_bytes, keeper.usage()._asdict(), dict(keeper.counts), keeper.clients_now()
+                )
+                for segment, keeper in self.regions.values()
+            ),
+        )
+
+    # ---- a step of the holder ------------------------------------------------------------------------------------
+
+    def _beat(self) -> None:
+        """Advance the clock that the engines of each region see."""
+        for segment in self._segments.values():
+            segment.words[BEAT] += 1
+
+    def step(self) -> bool:
+        """Advance the clock, and grant what has become free. Returns whether the next step should be soon."""
+        self._beat()
+        self._use_allocated()
+        for _, keeper in self.regions.values():
+            keeper.drain()
+        is_busy = self._allocator.ready < self.layout.slots
+        if len(self.regions) > 1 and any(keeper.short is not None for _, keeper in self.regions.values()):
+            is_busy = True
+            if time.monotonic() - self._shared_s > self._pause_s:
+                self._pause_s = SHARE_S if self.share() else min(2 * self._pause_s, SHARE_S_MAX)
+                self._shared_s = time.monotonic()
+        return is_busy or any(keeper.is_draining for _, keeper in self.regions.values())
+
+    def _use_allocated(self) -> None:
+        allocated = self._allocator.ready * self.layout.slot_bytes
+        for segment, keeper in self.regions.values():
+            ready = min(segment.layout.slots, allocated // segment.layout.slot_bytes)
+            if ready > segment.words[READY]:
+                keeper.use_more(ready)
+
+    # ---- shares --------------------------------------------------------------------------------------------------
+
+    def share(self) -> bool:
+        """Give slots to one of the regions that have evicted chunks, or had none to evict, since the last call.
+
+        A region gets a window of slots if the chunks in the window were used less recently, on average, than the chunk
+        that the region has evicted last. The region whose last victim was used most recently is the first to try. No
+        second region tries after a success, because it would take the new slots of the first one, which are free.
+        Returns whether a region got slots.
+        """
+        wanting = {number: one.short for number, (_, one) in self.regions.items() if one.short is not None}
+        for _, keeper in self.regions.values():
+            keeper.short = None
+        turns = sorted(wanting, key=lambda number: (-wanting[number], (number - self._last - 1) % REGIONS_MAX))
+        for number in turns:
+            segment, keeper = self.regions[number]
+            self._beat()  # because a turn reads the state of every slot
+            ages = self._ages(number)
+            if any(
+                self._take(number, window)
+                for count in (WINDOW_SLOTS, 1)
+                for window in self._windows(segment, ages, count, wanting[number])[:WINDOWS_MAX]
+            ):
+                self._last = number
+                return True
+            keeper.counts["not_grown"] += 1
+        return False
+
+    def _start(self, region: Region) -> None:
+        """Give a region slots for the stock of a new engine, whatever the age of the chunks there."""
+        self._use_allocated()
+        segment = region.segment
+        number, wanted = segment.layout.region, min(START_SLOTS, segment.layout.slots // 4)
+        for count in (WINDOW_SLOTS, 1):
+            missing = wanted - int(segment.words[OWNED])
+            if missing > 0:
+                self._beat()
+                for window in self._windows(segment, self._ages(number), count, math.inf)[: -(-missing // count)]:
+                    if int(segment.words[OWNED]) < wanted:  # a window may bring whole pieces
+                        self._take(number, window)
+
+    def _ages(self, but: int) -> list[float]:
+        """Return the last use of each piece that region `but` does not own.
+
+        A piece that cannot be taken has an infinite use. A piece of region `but` has NaN.
+        """
+        owners, found = self._owners, [math.nan] * self._owners.count
+        uses = {number: region.keeper.uses() for number, region in self.regions.items()}
+        for piece in range(owners.count):
+            owner = owners[piece]
+            if owner == but:
+                continue
+            if owner == NOBODY:
+                found[piece] = NEVER
+                continue
+            slots = owners.slots(self.regions[owner].segment.layout, range(piece, piece + 1))
+            found[piece] = max(uses[owner][slots.start : slots.stop], default=NEVER)
+        return found
+
+    def _windows(self, segment: Segment, ages: list[float], count: int, short: float) -> list[range]:
+        """Return windows of `count` slots that may be taken, the least recently used first."""
+        layout, found = segment.layout, []
+        step = max(count, self._owners.piece_bytes // layout.slot_bytes)  # smaller steps find the same pieces again
+        for first in range(0, int(segment.words[READY]) - count + 1, step):
+            window = self._owners.pieces(layout, first, first + count)
+            foreign = [age for age in ages[window.start : window.stop] if not math.isnan(age)]
+            if foreign and (age := _mean(foreign)) < short:
+                found.append((age, first))
+        return [range(first, first + count) for _, first in sorted(found)]
+
+    def _take(self, number: int, window: range) -> bool:
+        """Give a window of slots to a region. Returns False if a lease or a grant of another region prevents it."""
+        owners, (segment, keeper) = self._owners, self.regions[number]
+        touched = owners.pieces(segment.layout, window.start, window.stop)
+        wanted = [piece for piece in touched if owners[piece] != number]
+        losers: dict[int, set[int]] = {}
+        for piece in wanted:
+            if (owner := owners[piece]) != NOBODY:
+                layout = self.regions[owner].segment.layout
+                losers.setdefault(owner, set()).update(owners.slots(layout, range(piece, piece + 1)))
+        parts = [(self.regions[owner].keeper, slots) for owner, slots in losers.items()]
+        if not all(loser.may_give(slots) for loser, slots in parts):
+            return False
+        if is_given := all(loser.give(slots) for loser, slots in parts):
+            owners.give(wanted, number)
+            keeper.use(owners.slots(segment.layout, touched))
+            keeper.counts["grown"] += 1
+        for loser, slots in parts:
+            loser.use(sorted(slots))  # none of them, unless another region has kept a slot
+        return is_given
+
+
+def _mean(ages: list[float]) -> float:
+    return math.inf if math.inf in ages else sum(ages) / len(ages)

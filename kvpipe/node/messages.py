@@ -1,0 +1,232 @@
+"""The messages between an engine and the holder, over a Unix socket that preserves message boundaries.
+
+An engine waits only for the answer to its greeting. It sends a batch only after the previous batch was answered. So
+neither side fills the other side's buffer, and neither side waits in `send`.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+from collections.abc import Sequence
+from typing import Final, Literal
+
+import msgspec
+
+MESSAGE_BYTES_MAX: Final = 128 << 10
+BATCH_MAX: Final = 512
+"""The largest number of chunks, slots or uses in one batch, so that a batch is smaller than `MESSAGE_BYTES_MAX`."""
+
+SlotGrant = tuple[int, int]
+"""(slot, generation) of a granted slot. The generation identifies the grant, because a later grant has another one."""
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The first message of a process.
+
+    `version` is `layout.VERSION`. `client` is the engine's token of 16 bytes. `namespace` is a digest of everything
+    except tokens that a chunk's bytes depend on. `segment` is the token of the memory that the process has already, or
+    b"". The memory's descriptor is sent with the message. `held` has the scheduler's grants. `slots` and `slot_bytes`
+    are the requested size. `name` is the engine's name for operators.
+    """
+
+    version: int
+    role: Literal["scheduler", "rank"]
+    client: bytes
+    namespace: bytes
+    slots: int
+    slot_bytes: int
+    segment: bytes = b""
+    held: tuple[SlotGrant, ...] = ()
+    name: str = ""
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The process is accepted. The memory's descriptor is sent with the message.
+
+    `row` is the client's row of lease counters. `held` has the grants that the holder knows. `region` is the region of
+    the memory that has slots of the requested size.
+    """
+
+    boot: int
+    row: int
+    namespace: int
+    held: tuple[SlotGrant, ...] = ()
+    region: int = 0
+
+
+class Unwelcome(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The process is refused. `again` says that a later try may succeed."""
+
+    why: str
+    again: bool = False
+
+
+class Publish(msgspec.Struct, frozen=True, array_like=True):
+    """A chunk that has landed on all ranks.
+
+    `namespace` is the digest of the chunk's namespace. If it is b"", the chunk is in the client's namespace.
+    """
+
+    slot: int
+    generation: int
+    group: int
+    key: bytes
+    units: int
+    namespace: bytes = b""
+
+
+class SlotBatch(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A step's batch: chunks to publish, returned grants, chunks that were read, and the number of wanted grants.
+
+    `used` has (slot, generation) pairs. `stock` is the number of granted slots that no save uses. `namespace` is the
+    digest of the client's new namespace, or b"" if the namespace does not change.
+    """
+
+    boot: int
+    published: tuple[Publish, ...] = ()
+    returned: tuple[SlotGrant, ...] = ()
+    used: tuple[SlotGrant, ...] = ()
+    want: int = 0
+    namespace: bytes = b""
+    stock: int = 0
+
+
+class BatchAnswer(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The answer to one batch.
+
+    `late` has the slots that were not published, because another slot has the same key, or because the engine ends. The
+    engine keeps the slots in `late`. All other published slots are settled. `namespace` is the number of the engine's
+    namespace, or -1 if the engine ends.
+    """
+
+    boot: int
+    granted: tuple[SlotGrant, ...] = ()
+    late: tuple[int, ...] = ()
+    namespace: int = -1
+
+
+class Goodbye(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The process will not access the memory again."""
+
+    boot: int
+
+
+class StatusQuestion(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """An operator's question, which needs no greeting."""
+
+    version: int
+
+
+class ClientStatus(msgspec.Struct, frozen=True, array_like=True):
+    """One engine that uses the memory.
+
+    `granted`, `leased` and `stock` are numbers of slots. `stock` are those granted slots that no save used when the
+    engine sent its last batch. `published` is the number of chunks that this holder has published for the engine.
+    """
+
+    row: int
+    state: str
+    pids: tuple[int, ...]
+    granted: int
+    leased: int
+    name: str = ""
+    stock: int = 0
+    published: int = 0
+
+
+class MemoryStatus(msgspec.Struct, frozen=True, array_like=True):
+    """How the slots of one size are used.
+
+    `slots` has the number of slots by use, and their sum as `slots`. `counts` has the number of events since this
+    holder began.
+    """
+
+    slot_bytes: int
+    slots: dict[str, int]
+    counts: dict[str, int]
+    clients: tuple[ClientStatus, ...]
+
+
+class NodeStatus(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The answer to an operator: the holder's process, and its memory by slot size.
+
+    A holder has no memory before the first engine greets it.
+    """
+
+    pid: int
+    memories: tuple[MemoryStatus, ...] = ()
+
+
+ToHolder = Hello | SlotBatch | Goodbye | StatusQuestion
+ToEngine = Welcome | Unwelcome | BatchAnswer | NodeStatus
+_encoder = msgspec.msgpack.Encoder()
+_to_holder, _to_engine = msgspec.msgpack.Decoder(ToHolder), msgspec.msgpack.Decoder(ToEngine)
+
+
+class BadMessageError(ValueError):
+    """A message is too long, or is not a message of this protocol."""
+
+
+def send(wire: socket.socket, message: ToHolder | ToEngine, fds: Sequence[int] = ()) -> None:
+    """Send a message without waiting.
+
+    Raises:
+        BlockingIOError: the other side has not read earlier messages.
+        OSError: the connection has ended.
+
+    """
+    raw = _encoder.encode(message)
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    wire.sendmsg([raw], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+
+
+def _receive(wire: socket.socket) -> tuple[bytes, list[int]]:
+    fds = array.array("i")
+    room = socket.CMSG_SPACE(fds.itemsize)
+    try:
+        raw, rights, flags, _ = wire.recvmsg(MESSAGE_BYTES_MAX, room, socket.MSG_CMSG_CLOEXEC)
+    except ConnectionResetError:  # the other side has closed the socket early; its messages can still be read
+        raw, rights, flags, _ = wire.recvmsg(MESSAGE_BYTES_MAX, room, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, data in rights:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    if not raw:
+        _close(fds)
+        raise ConnectionResetError
+    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        _close(fds)
+        raise BadMessageError(f"the message has more than {MESSAGE_BYTES_MAX} bytes, or more than one descriptor")
+    return raw, list(fds)
+
+
+def _close(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def receive_by_holder(wire: socket.socket) -> tuple[ToHolder, int | None]:
+    """Return the next message of an engine, and the descriptor that was sent with it.
+
+    Raises:
+        BlockingIOError: no message has arrived, and the socket does not wait.
+        OSError: the connection has ended.
+        BadMessageError: the message is not a message of this protocol.
+    """
+    raw, fds = _receive(wire)
+    try:
+        return _to_holder.decode(raw), fds[0] if fds else None
+    except msgspec.DecodeError as error:
+        _close(fds)
+        raise BadMessageError(str(error)) from None
+
+
+def receive_by_engine(wire: socket.socket) -> tuple[ToEngine, int | None]:
+    """Return the next message of the holder, and the descriptor sent with it. Raises as `receive_by_holder`."""
+    raw, fds = _receive(wire)
+    try:
+        return _to_engine.decode(raw), fds[0] if fds else None
+    except msgspec.DecodeError as error:
+        _close(fds)
+        raise BadMessageError(str(error)) from None

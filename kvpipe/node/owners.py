@@ -1,0 +1,50 @@
+"""The owners of a node's memory: which region, with slots of its own size, may use each piece of the slots' memory.
+
+A region may grant a slot only if it owns all pieces that the slot touches. The holder moves a piece when no slot of the
+owner that touches the piece has a chunk, a grant or a lease. One store of one byte moves it, so a holder that is killed
+at any time leaves each piece with one owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from kvpipe.node.layout import PIECES, REGIONS_MAX, NodeLayout
+
+NOBODY: Final = REGIONS_MAX
+"""The owner of the pieces of a region that was removed."""
+
+
+class Owners:
+    """The owner of each piece, as one byte per piece. At first region 0 owns everything."""
+
+    def __init__(self, raw: memoryview, layout: NodeLayout) -> None:
+        """Use `raw`, the bytes of a memory with `layout`."""
+        self._raw = raw
+        self.piece_bytes = max(1, -(-layout.slots_bytes // PIECES))
+        self.count = -(-layout.slots_bytes // self.piece_bytes)
+
+    def __getitem__(self, piece: int) -> int:
+        """Return the region that owns a piece."""
+        return self._raw[piece]
+
+    def give(self, pieces: Iterable[int], region: int) -> None:
+        """Let `region` own `pieces` from now on."""
+        for piece in pieces:
+            self._raw[piece] = region
+
+    def pieces(self, layout: NodeLayout, first: int, stop: int) -> range:
+        """Return the pieces that slots [first, stop) of a region touch."""
+        size = layout.slot_bytes
+        return range(first * size // self.piece_bytes, -(-stop * size // self.piece_bytes))
+
+    def slots(self, layout: NodeLayout, pieces: range) -> range:
+        """Return the slots of a region that touch `pieces`."""
+        size = layout.slot_bytes
+        stop = min(layout.slots, -(-pieces.stop * self.piece_bytes // size))
+        return range(pieces.start * self.piece_bytes // size, stop)
+
+    def owns(self, layout: NodeLayout, slot: int) -> bool:
+        """Whether the region of `layout` owns all of a slot."""
+        return all(self._raw[piece] == layout.region for piece in self.pieces(layout, slot, slot + 1))

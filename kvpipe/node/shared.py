@@ -1,0 +1,113 @@
+"""The chunks of a node's memory in an engine's catalog, their journal, and the policy that only records their uses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, cast
+
+from kvpipe.cache.chunks import Chunk
+from kvpipe.cache.policy.base import Evictable
+from kvpipe.cache.tenants import ANYBODY, Tenant
+from kvpipe.node.layout import SlotRecord
+from kvpipe.node.replica import Follower, stamp_of
+from kvpipe.node.segment import Segment
+from kvpipe.node.stock import Stock
+from kvpipe.statemachine.core import Compiled, Watch
+
+UNPUBLISHED: Final = -1
+
+
+class SharedChunk(Chunk):
+    """A chunk in a slot of a node's memory.
+
+    `generation` is the slot's generation when the chunk was published, or `UNPUBLISHED`. `stamp` joins the slot and the
+    generation for `NodeLeases.pin`. No units are added to a `sealed` chunk. `answered_at` is the journal's position at
+    the time of the answer to the chunk's report. Before the answer it is None.
+    """
+
+    __slots__ = ("answered_at", "generation", "sealed", "stamp")
+
+    def __init__(
+        self, machine: Compiled, group: int, slot: int, watch: Watch | None = None, tenant: Tenant = ANYBODY
+    ) -> None:
+        """Create a chunk that is not published. See `Chunk`."""
+        super().__init__(machine, group, slot, watch, tenant)
+        self.sealed = False
+        self.answered_at: int | None = None
+        self.publish(UNPUBLISHED)
+
+    @property
+    def is_published(self) -> bool:
+        """Whether the holder has published the chunk."""
+        return self.generation != UNPUBLISHED
+
+    def publish(self, generation: int) -> None:
+        """Set the generation that the slot has while it holds the chunk."""
+        self.generation, self.stamp = generation, stamp_of(self.slot, generation)
+
+    def seal(self) -> None:
+        """Let the next step publish what has landed, because the request that fills the chunk adds no more units."""
+        self.sealed = True
+
+
+class CatalogFollower(Follower[SharedChunk]):
+    """Follows the journal for a `NodeCatalog`, and creates a `SharedChunk` for each published record."""
+
+    def __init__(
+        self, segment: Segment, namespace: int, groups: int, published: Callable[[SlotRecord], SharedChunk],
+        unpublished: Callable[[SharedChunk], None],
+    ) -> None:  # fmt: skip
+        """Read the slot table and the journal. `published` and `unpublished` are methods of the catalog."""
+        self.number, self._published, self._unpublished = namespace, published, unpublished
+        super().__init__(segment, namespace, groups)
+
+    def _made(self, record: SlotRecord) -> SharedChunk:
+        return self._published(record)
+
+    def _gone(self, placed: SharedChunk) -> None:
+        self._unpublished(placed)
+
+    def read_all(self, until: float) -> None:
+        """Scan the slot table, at most until the time `until`. Later polls scan the rest."""
+        while not self.is_whole and time.monotonic() < until:
+            self.poll()
+
+
+class NodeUses:
+    """Replaces the eviction policy: reports used chunks to the holder, whose policy evicts."""
+
+    def __init__(self, stock: Stock) -> None:
+        """Report uses with the batches of `stock`."""
+        self._stock = stock
+
+    def insert(self, chunk: Evictable, *, hit: bool) -> None:
+        """Record a use of the chunk if `hit`."""
+        self.insert_all((chunk,), hit=hit)
+
+    def insert_all(self, chunks: Sequence[Evictable], *, hit: bool) -> None:
+        """Record a use of each chunk if `hit`."""
+        if hit:
+            self.refresh_all(chunks)
+
+    def remove(self, chunk: Evictable) -> None:
+        """Do nothing, because the holder reads the leases itself."""
+
+    def remove_all(self, chunks: Sequence[Evictable]) -> None:
+        """Do nothing, because the holder reads the leases itself."""
+
+    def refresh(self, chunk: Evictable) -> None:
+        """Record a use of the chunk if it is published."""
+        self.refresh_all((chunk,))
+
+    def refresh_all(self, chunks: Sequence[Evictable]) -> None:
+        """Record a use of each published chunk."""
+        shared = cast("Sequence[SharedChunk]", chunks)
+        self._stock.used([chunk for chunk in shared if chunk.is_published])
+
+    def victim(self) -> None:
+        """Return None, because only the holder evicts."""
+
+    def __len__(self) -> int:
+        """Return 0, because this engine may evict no chunk."""
+        return 0

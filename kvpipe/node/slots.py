@@ -1,0 +1,65 @@
+"""The slots of one region of a node's memory: which of them may be granted, and when their chunks were used."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from kvpipe.node.layout import OWNED, READY
+from kvpipe.node.ledger import Ledger
+from kvpipe.statemachine import node_slot as m
+from kvpipe.statemachine.core import Cursor
+
+NEVER: Final = -2.0
+"""The last use of a slot without a chunk. It is less than all uses."""
+
+
+class RegionSlots:
+    """The slots of one region. A slot is usable if it has memory, and if no other region owns bytes of it."""
+
+    def __init__(self, ledger: Ledger, owns: Callable[[int], bool], tick: Callable[[], float]) -> None:
+        """Restore the slots. `owns` tells whether no other region owns bytes of a slot. `tick` is a clock of uses.
+
+        Raises:
+            ValueError: the tables contradict each other.
+        """
+        self._ledger, self._owns, self._tick = ledger, owns, tick
+        self._free: list[int] = []
+        self._slots: list[Cursor] = []
+        self._records = ledger.recover()
+        for record in ledger.beating(self._records):
+            if record.state != m.FREE and not owns(record.slot):
+                # A holder's crash cannot cause this: a client has written to the tables.
+                raise ValueError(f"slot {record.slot} of the node's memory is used, but slots of another size own it")
+        self._ready = int(ledger.segment.words[READY])
+        self._usable = {slot for slot in ledger.beating(range(self._ready)) if owns(slot)}
+        self._used = [NEVER] * ledger.layout.slots  # by slot: the last use of the slot's chunk
+        ledger.segment.words[OWNED] = len(self._usable)
+
+    def use_more(self, ready: int) -> None:
+        """Allow grants of the slots below `ready`, because these slots have memory now."""
+        self._ledger.segment.words[READY] = ready
+        first, self._ready = self._ready, max(self._ready, ready)
+        self.use(range(first, self._ready))
+
+    def use(self, slots: Sequence[int]) -> None:
+        """Allow grants of those of `slots` that have memory, and of which no other region owns bytes."""
+        beating = self._ledger.beating(slots)
+        new = [slot for slot in beating if slot < self._ready and slot not in self._usable and self._owns(slot)]
+        self._usable.update(new)
+        self._free[:0] = reversed(new)
+        self._ledger.segment.words[OWNED] = len(self._usable)
+
+    def _use_no_more(self, slots: set[int]) -> None:
+        self._usable -= slots
+        self._free = [slot for slot in self._free if slot not in slots]
+        self._ledger.segment.words[OWNED] = len(self._usable)
+
+    def uses(self) -> list[float]:
+        """Return the last use of each slot. It is infinite if the region cannot give the slot away."""
+        states = (cursor.state.name for cursor in self._slots)
+        return [
+            used if state == m.PUBLISHED else NEVER if state == m.FREE else math.inf
+            for state, used in zip(states, self._used, strict=True)
+        ]

@@ -1,0 +1,52 @@
+"""The use of a node's memory, as every process that has mapped the memory can read it."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from kvpipe.node.layout import COUNTS, OWNED, ROW_BYTES, STATES
+from kvpipe.node.ledger import LedgerReader
+from kvpipe.node.segment import Segment
+from kvpipe.statemachine.node_slot import FREE
+
+_UNUSED: Final = bytes(2 * ROW_BYTES)
+"""Both copies of a row that no engine has ever used. Most rows are so, and reading a row takes longer."""
+
+
+class NodeUsage(NamedTuple):
+    """The use of the slots of one size. Their sum is `slots`.
+
+    `unready` counts slots without memory, and slots whose memory slots of another size use.
+    """
+
+    slots: int
+    unready: int
+    free: int
+    granted: int
+    published: int
+    evicting: int
+    quarantine: int
+
+    @property
+    def by_use(self) -> dict[str, int]:
+        """The number of slots by use, without the sum."""
+        return {use: count for use, count in self._asdict().items() if use != "slots"}
+
+
+def engines_of(segment: Segment) -> int:
+    """Return the number of engines that use the slots of this size."""
+    reader, first, size = LedgerReader(segment), segment.layout.rows_at, len(_UNUSED)
+    used = (
+        row for row in range(segment.layout.rows)
+        if bytes(segment.buffer[first + row * size : first + (row + 1) * size]) != _UNUSED
+    )  # fmt: skip
+    return sum(bool(reader.row(row).token) for row in used)
+
+
+def usage_of(segment: Segment) -> NodeUsage:
+    """Return how many slots are in each state. The holder may be between the counts of one transition."""
+    slots = segment.layout.slots
+    count = dict(zip(STATES, segment.words[COUNTS : COUNTS + len(STATES)], strict=True))
+    unready = slots - int(segment.words[OWNED])
+    free = max(0, count.pop(FREE) - unready)
+    return NodeUsage(slots, unready, free, *count.values())

@@ -1,0 +1,1 @@
+"""Tests of the memory that the engines of a node share."""

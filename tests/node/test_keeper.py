@@ -1,0 +1,297 @@
+"""The keeper shares slots between engines, evicts chunks without leases, and tolerates wrong reports of engines."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvpipe.cache.policy.lru import Lru
+from kvpipe.node.clients import NodeClient, RefusedError
+from kvpipe.node.keeper import Keeper
+from kvpipe.node.layout import NAMESPACES_MAX, PROCESSES_MAX, VERSION, Process
+from kvpipe.node.ledger import Ledger
+from kvpipe.node.messages import BATCH_MAX, Hello, Publish, SlotBatch
+from kvpipe.node.segment import Segment, create
+
+SLOTS, ROWS = 16, 4
+
+
+class Node:
+    """A keeper over a small memory, and the calls of engines."""
+
+    def __init__(self) -> None:
+        self.fd = create(SLOTS, 64, rows=ROWS, ring=64)
+        self.segment = Segment(self.fd)
+        self.fences = 0
+        self.keeper = self.take_over()
+        self.keeper.use_more(SLOTS)
+
+    def take_over(self) -> Keeper:
+        """Return another keeper of the same memory."""
+        self.keeper = Keeper(Ledger(self.segment), Lru(), fence=self._fence)
+        return self.keeper
+
+    def _fence(self) -> None:
+        self.fences += 1
+
+    def engine(self, number: int, **changes: Any) -> NodeClient:
+        """Attach an engine of one process."""
+        given: dict[str, Any] = {
+            "version": VERSION, "role": "scheduler", "client": b"%016d" % number, "namespace": b"n" * 32,
+            "slots": SLOTS, "slot_bytes": 64,
+        }  # fmt: skip
+        return self.keeper.greet(Hello(**given | changes), Process(number, 1))
+
+    def grant(self, client: NodeClient, want: int, stock: int = 0) -> list[tuple[int, int]]:
+        """Return new grants of an engine, which has `stock` unused ones."""
+        return list(self.keeper.batch(client, SlotBatch(0, want=want, stock=stock)).granted)
+
+    def publish(self, client: NodeClient, *keys: bytes) -> list[int]:
+        """Publish chunks in new slots, one after the other, and return the slots."""
+        slots = []
+        for key in keys:
+            ((slot, generation),) = self.grant(client, 1)
+            self.keeper.batch(client, SlotBatch(0, (Publish(slot, generation, 0, key, 1),)))
+            slots.append(slot)
+        return slots
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    """Return a node without engines."""
+    made = Node()
+    yield made
+    os.close(made.fd)
+
+
+def test_stocks_are_a_quarter_of_the_slots(node: Node) -> None:
+    """The other slots are for chunks, no matter how many engines ask."""
+    first = node.engine(1)
+    assert len(node.grant(first, 100)) == SLOTS // 4
+    assert node.grant(first, 100, SLOTS // 4) == []
+    second = node.engine(2)
+    assert len(node.grant(second, 100)) == SLOTS // 8
+    assert node.keeper.usage().granted == SLOTS // 4 + SLOTS // 8
+
+
+def test_busy_engine_gets_slots_beside_idle_ones(node: Node) -> None:
+    """Slots that saves write, or whose chunks are reported, do not count as stock.
+
+    One engine has at most half of all slots.
+    """
+    busy = node.engine(1)
+    for number in range(2, ROWS + 1):
+        node.grant(node.engine(number), 100)
+    for _ in range(SLOTS // 2):
+        assert len(node.grant(busy, 100)) == 1  # the slot of the grant before is being written
+    assert node.grant(busy, 100) == []
+    assert node.keeper.usage().free == SLOTS // 2 - (SLOTS // 8 + SLOTS // 12 + SLOTS // 16)
+
+
+def test_slots_without_memory_are_not_granted(node: Node) -> None:
+    """Slots are granted as soon as they have memory."""
+    fd = create(SLOTS, 64, rows=ROWS, ring=64)
+    keeper = Keeper(Ledger(Segment(fd)), Lru(), fence=lambda: None)
+    hello = Hello(VERSION, "scheduler", b"1" * 16, b"n" * 32, SLOTS, 64)
+    client = keeper.greet(hello, Process(1, 1))
+    assert keeper.batch(client, SlotBatch(0, want=8)).granted == ()
+    keeper.use_more(2)
+    assert keeper.batch(client, SlotBatch(0, want=8)).granted == ((0, 0),)
+    assert keeper.usage().unready == SLOTS - 2
+    os.close(fd)
+    assert node.keeper.usage().unready == 0
+
+
+def test_least_recently_used_chunk_is_evicted_across_engines(node: Node) -> None:
+    """The report that a chunk was read counts as a use, by whichever engine."""
+    first, second = node.engine(1), node.engine(2)
+    slots = node.publish(first, *[b"%d" % n for n in range(SLOTS)])
+    node.keeper.batch(second, SlotBatch(0, used=((slots[0], 1), (slots[1], 99))))
+    assert [slot for slot, _ in node.grant(second, 2)] == [slots[2], slots[1]]
+    assert node.keeper.counts["evicted"] == 2
+    assert node.fences == 1
+
+
+def test_leased_chunk_is_not_evicted(node: Node) -> None:
+    """If every chunk is leased, no slot is granted."""
+    first, second = node.engine(1), node.engine(2)
+    slots = node.publish(first, *[b"%d" % n for n in range(SLOTS)])
+    leases = node.segment.leases_of(second.row)
+    for slot in slots[1:]:
+        leases[slot] = 1
+    assert [slot for slot, _ in node.grant(first, 2)] == [slots[0]]
+    assert node.keeper.usage().evicting == 0
+    leases[slots[5]] = 0
+    assert [slot for slot, _ in node.grant(first, 2)] == [slots[5]]
+
+
+def test_chunk_that_is_leased_while_it_is_evicted_is_freed_later(node: Node) -> None:
+    """The keeper sees the lease after its fence."""
+    first = node.engine(1)
+    (slot,) = node.publish(first, b"k")
+    leases = node.segment.leases_of(first.row)
+    node._fence = lambda: leases.__setitem__(slot, 1)  # type: ignore[method-assign]
+    node.take_over()
+    first = node.engine(1)
+    node.keeper.evict_all()
+    assert node.keeper.usage().evicting == 1
+    assert node.keeper.is_draining
+    node.keeper._fence = lambda: None
+    leases[slot] = 0
+    node.keeper.drain()
+    assert node.keeper.usage().free == SLOTS
+
+
+def test_first_published_copy_wins(node: Node) -> None:
+    """The second engine keeps its slot, and finds the first engine's chunk."""
+    first, second = node.engine(1), node.engine(2)
+    ((a, x),), ((b, y),) = node.grant(first, 1), node.grant(second, 1)
+    assert node.keeper.batch(first, SlotBatch(0, (Publish(a, x, 0, b"k", 1),))).late == ()
+    assert node.keeper.batch(second, SlotBatch(0, (Publish(b, y, 0, b"k", 1),))).late == (b,)
+    assert second.granted == {b: y}
+    assert node.keeper.batch(second, SlotBatch(0, (Publish(b, y, 1, b"k", 1),))).late == ()  # another group
+    assert node.keeper.usage().published == 2
+
+
+@pytest.mark.parametrize("namespace", [b"n" * 32, b"m" * 32])
+def test_namespaces_share_nothing(node: Node, namespace: bytes) -> None:
+    """Engines of different models may have equal keys."""
+    first, second = node.engine(1), node.engine(2, namespace=namespace)
+    node.publish(first, b"k")
+    node.publish(second, b"k")
+    assert node.keeper.usage().published == (1 if namespace == b"n" * 32 else 2)
+
+
+def test_namespace_without_chunks_makes_room(node: Node) -> None:
+    """A node that lives for months meets more namespaces than it has numbers."""
+    node.publish(node.engine(1), b"k")
+    for n in range(2 * NAMESPACES_MAX):
+        client = node.engine(2, namespace=b"%032d" % n, client=b"%016d" % (n + 10))
+        assert client.namespace != 0
+        node.keeper.died(client, Process(2, 1))
+    assert len(node.take_over()._namespaces.numbers) == 2
+
+
+def test_least_recently_used_namespace_makes_room(node: Node) -> None:
+    """Every reset of an engine makes a namespace, and all numbers may have chunks. Namespaces with engines stay."""
+    fd = create(2 * NAMESPACES_MAX, 64, rows=ROWS)
+    node.keeper = keeper = Keeper(Ledger(Segment(fd)), Lru(), fence=lambda: None)
+    keeper.use_more(2 * NAMESPACES_MAX)
+    first, idle = node.engine(1), node.engine(2, namespace=b"i" * 32)
+    node.publish(first, b"k")
+    node.publish(idle, b"k")
+    names = [b"%032d" % n for n in range(NAMESPACES_MAX)]
+    for name in names:
+        answer = keeper.batch(first, SlotBatch(0, namespace=name))
+        assert answer.namespace == first.namespace >= 0
+        node.publish(first, b"k")
+    found = {number for number, _, _ in keeper._index}
+    assert len(found) == NAMESPACES_MAX
+    assert {idle.namespace, first.namespace} <= found
+    numbers = keeper._namespaces.numbers
+    assert set(numbers) == {b"i" * 32, *names[1:]}  # the first engine's oldest ones are gone
+    assert Keeper(Ledger(Segment(fd)), Lru())._namespaces.numbers == numbers
+    os.close(fd)
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        SlotBatch(0, (Publish(99, 0, 0, b"k", 1),)),
+        SlotBatch(0, (Publish(0, 7, 0, b"k", 1),)),
+        SlotBatch(0, (Publish(15, 0, 0, b"k" * 65, 1),)),
+        SlotBatch(0, returned=((3, 3), (99, 0))),
+        SlotBatch(0, used=((99, 1), (-1, 0)), want=-5),
+    ],
+)
+def test_report_that_does_not_fit_changes_nothing(node: Node, report: SlotBatch) -> None:
+    """An engine may be wrong or hostile, or may report a grant of an earlier holder."""
+    client = node.engine(1)
+    node.grant(client, 2)
+    before = node.keeper.usage()
+    node.keeper.batch(client, report)
+    assert node.keeper.usage() == before
+
+
+def test_returned_slot_is_free_and_its_old_report_too_late(node: Node) -> None:
+    """The generation tells one grant of a slot from the next."""
+    client = node.engine(1)
+    ((slot, generation),) = node.grant(client, 1)
+    node.keeper.batch(client, SlotBatch(0, returned=((slot, generation),)))
+    assert node.grant(client, 1) == [(slot, generation + 2)]
+    node.keeper.batch(client, SlotBatch(0, (Publish(slot, generation, 0, b"k", 1),)))
+    assert node.keeper.usage().published == 0
+    assert len(node.grant(client, BATCH_MAX * 2, 1)) == SLOTS // 4 - 1
+
+
+def test_rows_and_processes_are_bounded(node: Node) -> None:
+    """The refusals say whether a later try may succeed."""
+    for number in range(ROWS):
+        node.engine(number)
+    with pytest.raises(RefusedError, match=f"{ROWS} engines") as refused:
+        node.engine(ROWS)
+    assert refused.value.again
+    hello = Hello(VERSION, "rank", b"%016d" % 0, b"n" * 32, SLOTS, 64)
+    for pid in range(1, PROCESSES_MAX):
+        node.keeper.greet(hello, Process(100 + pid, 1))
+    with pytest.raises(RefusedError, match="at most"):
+        node.keeper.greet(hello, Process(1000, 1))
+
+
+def test_engine_that_has_lost_a_process_is_not_attached_again(node: Node) -> None:
+    """The next holder also refuses the engine while a slot is in quarantine."""
+    client = node.engine(1)
+    node.keeper.greet(Hello(VERSION, "rank", b"%016d" % 1, b"n" * 32, SLOTS, 64), Process(9, 1))
+    node.grant(client, 1)
+    node.keeper.died(client, Process(9, 1))
+    assert node.keeper.usage().quarantine == 1
+    answer = node.keeper.batch(client, SlotBatch(0, (Publish(0, 0, 0, b"k", 1),), want=1))
+    assert (answer.granted, answer.late, answer.namespace) == ((), (0,), -1)  # nothing is published
+    for _ in range(2):
+        with pytest.raises(RefusedError, match="another client"):
+            node.engine(1)
+        node.take_over()
+    for process in (Process(9, 1), Process(1, 1)):
+        for one in list(node.keeper.clients.values()):
+            node.keeper.died(one, process)
+    assert node.keeper.usage().free == SLOTS
+
+
+def test_need_for_memory_follows_from_the_chunks_that_were_looked_at(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Leases must not make a region take memory whose chunks were used later than its own."""
+    monkeypatch.setattr("kvpipe.node.keeper.LOOK_MAX", 2)
+    first = node.engine(1)
+    slots = node.publish(first, *(b"%d" % key for key in range(SLOTS)))
+    leases = node.segment.leases_of(first.row)
+    for slot in slots[:2]:
+        leases[slot] = 1
+    oldest = node.keeper._used[slots[0]]
+    assert node.grant(first, 1) == []
+    assert node.keeper.short == oldest
+    third = node.keeper._used[slots[2]]
+    assert [slot for slot, _ in node.grant(first, 1)] == slots[2:3], "the leased chunks count as used"
+    assert node.keeper.short == third
+    for slot in slots[4:]:
+        leases[slot] = 1
+    fourth = node.keeper._used[slots[3]]
+    assert [slot for slot, _ in node.grant(first, 3)] == slots[3:4]
+    assert node.keeper.short == fourth
+
+
+def test_need_for_memory_is_unbounded_without_any_chunk(node: Node) -> None:
+    """A region whose slots are all granted gets the least recently used slots of other regions, whatever their age."""
+    fd = create(SLOTS, 64, rows=ROWS, ring=64)
+    node.keeper = keeper = Keeper(Ledger(Segment(fd)), Lru(), fence=lambda: None)
+    keeper.use_more(1)
+    node.grant(node.engine(1), 1)
+    before = keeper.short
+    assert before is None
+    node.grant(node.engine(2), 1)
+    assert keeper.short == math.inf
+    os.close(fd)

@@ -1,0 +1,102 @@
+"""An engine publishes each chunk once, when all ranks have landed it and its request adds no more to it."""
+
+from __future__ import annotations
+
+from kvpipe.protocol.messages import Job
+from tests.node.test_catalog import Worlds
+
+
+def test_last_part_of_a_request_is_published_when_the_request_ends(worlds: Worlds) -> None:
+    """While the request decodes, its last part grows in one slot, and is found up to the prompt's end only."""
+    first, second = worlds.start(stock=4), worlds.start()
+    one = first.request("one", 6, shared=16)
+    first.requests = [one]
+    first.admit(one)
+    saved = list[Job]()
+    for units in range(6, 12):
+        first.grow(one, units)
+        jobs = first.step(one)
+        saved += jobs
+        for job in jobs:
+            first.end(job)
+        first.step()
+        first.step()
+        second.step()
+        assert second.found(second.request(str(units), 16, shared=16)) == max(6, units // 4 * 4)
+    first.side.finished(one)
+    assert first.side.pending
+    first.step()
+    first.step()
+    second.step()
+    again = second.request("again", 11, shared=16, extra=1)
+    assert second.ask(again) == 11 * 16
+    second.run(again)
+    assert sum(len(job.table()) for job in saved) == 11 + 2, "only the prompt's last part is copied again"
+    assert worlds.node.keeper.usage().published == 4
+    first.check()
+
+
+def test_last_part_of_a_preempted_request_is_published(worlds: Worlds) -> None:
+    """The request finds it when it is admitted again."""
+    first = worlds.start(stock=4)
+    one = first.request("one", 6)
+    first.begin(one, 6, 7)
+    first.preempt(one)
+    first.side.requests.notice_preemption(first.side.requests.tracked["one"])
+    first.step()
+    first.step()
+    assert first.found(one) == 7
+    first.check()
+
+
+def test_failed_part_of_a_chunk_leaves_the_parts_before_it(worlds: Worlds) -> None:
+    """They are published, and the rest is saved into another slot."""
+    first = worlds.start(stock=4)
+    one = first.request("one", 4, extra=1)
+    first.requests = [one]
+    first.admit(one)
+    for units, ok in ((5, True), (6, True), (7, False), (8, True)):
+        first.grow(one, units)
+        for job in first.step(one):
+            first.end(job, ok=ok)
+        first.check()
+    first.step()
+    first.step()
+    assert first.found(one) == 8
+    assert worlds.node.keeper.usage().published == 3
+    first.check()
+
+
+def test_failed_save_is_never_found_and_costs_no_slot(worlds: Worlds) -> None:
+    """The slot is free for the next save."""
+    first = worlds.start(stock=4)
+    one = first.request("one", 8)
+    first.requests = [one]
+    first.admit(one)
+    (job,) = first.step(one)
+    free = first.pool.stock.free
+    first.end(job, ok=False)
+    assert first.pool.stock.free == free + 2
+    first.step()
+    assert first.found(one) == 0
+
+
+def test_second_copy_of_a_chunk_keeps_its_slot(worlds: Worlds) -> None:
+    """Two engines compute the same prompt at once: the first to publish wins, and no slot is lost."""
+    first, second = worlds.start(), worlds.start()
+    asked = [world.request("same", 8, shared=8) for world in (first, second)]
+    jobs = []
+    for world, request in zip((first, second), asked, strict=True):
+        world.requests = [request]
+        world.admit(request)
+        jobs += world.step(request)
+    first.end(jobs[0])
+    second.end(jobs[1])
+    for world in (first, second) * 4:
+        world.step()
+    usage = worlds.node.keeper.usage()
+    assert usage.published == 2
+    assert usage.granted == first.pool.stock.free + second.pool.stock.free
+    assert [first.found(asked[0]), second.found(asked[1])] == [8, 8]
+    first.check()
+    second.check()

@@ -1,0 +1,117 @@
+"""Regions of a node's memory get memory of each other by the last use of the chunks there, and do not take turns."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from kvpipe.node.layout import READY, VERSION
+from kvpipe.node.messages import Hello
+from kvpipe.testing.node_integrity import check_regions
+from tests.rigs.node_regions import SIZES, SLOTS, RegionsWorld, SizedEngine
+
+
+def _busy(world: RegionsWorld) -> tuple[SizedEngine, SizedEngine]:
+    """Return engines of two sizes, whose chunks use most of the memory."""
+    first, second = world.start(SIZES[0]), world.start(SIZES[1])
+    world.saves(first, range(100))
+    world.saves(second, range(20))
+    return first, second
+
+
+def _grown(world: RegionsWorld) -> list[int]:
+    """Return how often each region has got memory of the other one."""
+    return [keeper.counts["grown"] for _, keeper in world.memory.regions.values()]
+
+
+def test_one_call_moves_no_memory_back(world: RegionsWorld) -> None:
+    """Slots that a region has just got are free. Another busy region must not take them as unused ones."""
+    _busy(world)
+    for _, keeper in world.memory.regions.values():
+        keeper.short = math.inf
+    before = sum(_grown(world))
+    assert world.memory.share()
+    assert sum(_grown(world)) == before + 1
+
+
+def test_region_whose_victims_were_used_later_is_first(world: RegionsWorld) -> None:
+    """The number of the region does not matter."""
+    _busy(world)
+    for shorts in ((1e6, 2e6), (2e6, 1e6)):
+        before = _grown(world)
+        for (_, keeper), short in zip(world.memory.regions.values(), shorts, strict=True):
+            keeper.short = short
+        assert world.memory.share()
+        assert [now - then for now, then in zip(_grown(world), before, strict=True)] == [
+            int(short == max(shorts)) for short in shorts
+        ]
+
+
+def test_regions_that_need_memory_alike_get_it_in_turn(world: RegionsWorld) -> None:
+    """Regions that have no chunk to evict would otherwise get memory in the order of their numbers."""
+    _busy(world)
+    before = _grown(world)
+    for _ in range(6):
+        for _, keeper in world.memory.regions.values():
+            keeper.short = math.inf
+        assert world.memory.share()
+    check_regions(world.memory)
+    assert [now - then for now, then in zip(_grown(world), before, strict=True)] == [3, 3]
+
+
+def test_leases_of_old_chunks_do_not_stop_growth(world: RegionsWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk with a lease is in use, so later searches try other memory."""
+    monkeypatch.setattr("kvpipe.node.memory.WINDOWS_MAX", 1)
+    first = world.start(SIZES[0])
+    world.saves(first, range(SLOTS))
+    second = world.start(SIZES[1])
+    assert all(first.pin(key) for key in sorted(first.index(), key=int)[:10])
+    before = world.memory.regions[1].keeper.counts["grown"]
+    world.saves(second, range(60))
+    assert world.memory.regions[1].keeper.counts["grown"] > before
+    assert {key for _, _, key in first.pinned} <= first.index().keys()
+
+
+@pytest.mark.parametrize("how", ["takeover", "rank", "refused"])
+def test_only_a_new_engine_gets_memory_at_once(world: RegionsWorld, how: str) -> None:
+    """Known engines greet again after a takeover. Then no chunk of another size is evicted for their stock."""
+    first = world.start(SIZES[0])
+    others = [world.start(SIZES[1]) for _ in range(4)]
+    world.saves(first, range(300))
+    before = first.index().keys()
+    if how == "takeover":
+        world.take_over()
+    elif how == "refused":
+        world.start(SIZES[1])
+        assert world.counts["refused"] == 1
+    else:
+        hello = Hello(VERSION, "rank", others[0].token, b"n" * 32, SLOTS, SIZES[1])
+        world.memory.greet(world.memory.region_for(hello), hello, others[0].process)
+    assert first.index().keys() == before
+    assert len(world.memory.regions[1].keeper._usable) < SLOTS * SIZES[0] // SIZES[1] // 4
+
+
+def test_single_region_that_once_had_no_slot_takes_none_of_a_new_engine(world: RegionsWorld) -> None:
+    """A region had nothing to evict before its slots had memory. That was long ago when slots of another size come."""
+    world.start(SIZES[0])
+    world.memory.regions[0].keeper.short = math.inf
+    world.start(SIZES[1])
+    before = world.usable
+    assert not world.memory.share()
+    assert world.usable == before
+
+
+def test_search_for_small_slots_looks_at_each_piece_once(world: RegionsWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece may have thousands of small slots, and engines kill a holder whose clock stands still."""
+    _busy(world)
+    owners, (segment, _), looks = world.memory._owners, world.memory.regions[1], list[int]()
+
+    def pieces(_layout: object, first: int, _stop: int) -> range:
+        looks.append(first)
+        return range(1)
+
+    monkeypatch.setattr(owners, "piece_bytes", 8 * SIZES[1])
+    monkeypatch.setattr(owners, "pieces", pieces)
+    world.memory._windows(segment, [0.0], 1, math.inf)
+    assert looks == [*range(0, int(segment.words[READY]), 8)]

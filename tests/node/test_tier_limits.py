@@ -1,0 +1,103 @@
+"""An engine with a tier while its neighbours take slots, and while it has no holder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvpipe.node.layout import OWNED
+from kvpipe.statemachine import node_link as link_m
+from kvpipe.statemachine import stage as stage_m
+from tests.node.test_catalog import CHUNK
+from tests.node.tiered_worlds import UNIT_TOKENS, TieredWorlds
+
+
+@pytest.fixture
+def worlds() -> Iterator[TieredWorlds]:
+    """Return a memory of 24 slots and an empty tier."""
+    made = TieredWorlds(24)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(("evicted", "then"), [(2, stage_m.FETCHING), (3, stage_m.OVER)])
+def test_stage_ends_when_neighbours_evict_chunks_in_each_try(
+    worlds: TieredWorlds, monkeypatch: pytest.MonkeyPatch, evicted: int, then: str
+) -> None:
+    """No stage stays in FOUND for another step, because no deadline holds there."""
+    world = worlds.start(stock=8)
+    request = world.in_tier("a", 16)
+    assert world.ask(request) == 16 * UNIT_TOKENS
+    world.side.finished(request)
+    world.step()
+    worlds.evict(request.block_hashes[CHUNK - 1])
+    world.step()
+    again, later = world.request("again", 16, extra=1), [*request.block_hashes[2 * CHUNK - 1 :: CHUNK]]
+    again.block_hashes = request.block_hashes
+    stage = world.want(again)
+    lease = world.catalog.lease
+
+    def leased(owner: Any, chunks: Any, **more: Any) -> None:
+        if len(later) > 3 - evicted:
+            worlds.evict(later.pop())
+        lease(owner, chunks, **more)
+
+    monkeypatch.setattr(world.catalog, "lease", leased)
+    world.step()
+    assert stage.state.row == then
+    monkeypatch.undo()
+    assert world.ask(again) == (2 * CHUNK * UNIT_TOKENS if evicted == 2 else 0)
+    assert not world.side.counters.faults
+    world.check()
+
+
+def test_waiting_requests_of_all_engines_hold_at_most_half_of_the_usable_slots(worlds: TieredWorlds) -> None:
+    """Slots that slots of another size use do not count. The share is smaller with each further engine."""
+    first = worlds.start(stock=8)
+    first.want(first.in_tier("a", 4))
+    first.step()
+    assert first.staging._held_max == 12
+    worlds.start(stock=8)
+    first.pool.segment.words[OWNED] = 16  # type: ignore[union-attr]
+    first.want(first.in_tier("b", 4))
+    first.step()
+    assert first.staging._held_max == 4
+    while first.begun:
+        first.carry()
+    first.check()
+
+
+def test_rest_without_a_holder_blames_no_tier(worlds: TieredWorlds) -> None:
+    """Offers of chunks that no holder publishes wait for the holder."""
+    whys, world = list[object](), worlds.start()
+    world.side.counters.watcher = lambda name, fields: whys.append((name, fields["why"]))
+    request = world.request("one", 8)
+    world.requests = [request]
+    world.admit(request)
+    (job,) = world.step(request)
+    world.pool.mute = True
+    world.pool.link.fire(link_m.HOLDER_LOST)
+    world.end(job)
+    world.step()
+    assert not world.side.pending
+    assert whys == [("stores_too_slow", "no holder")]
+
+
+def test_fetch_without_a_slot_is_no_dropped_save(worlds: TieredWorlds) -> None:
+    """The parts of requests that decode go on growing."""
+    world = worlds.start(stock=1)
+    grows = world.request("grows", 3)
+    world.requests = [grows]
+    world.admit(grows)
+    grows.num_prompt_tokens = 2 * UNIT_TOKENS
+    for job in world.step(grows):
+        world.end(job)
+    world.want(world.in_tier("a", 12))
+    world.pool.mute = True
+    for _ in range(2):
+        world.step()
+    assert world.pool.stock.free == 0
+    assert not world.side.counters["save_dropped_pool_full"]
+    assert [chunk.sealed for chunk in world.catalog._open.values()] == [False]
